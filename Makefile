@@ -1,0 +1,67 @@
+# What contributors type and what CI runs. `make help` lists the targets.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+CODE := $(wildcard src tests scripts examples benchmarks)
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test check format bench gpu-check clean distclean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo "Another interpreter: make venv PYTHON=python3.12"
+
+venv: $(VENV)/.installed ## create .venv with pinned dependencies and this package (instant when nothing changed)
+	@:
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@command -v "$(PYTHON)" >/dev/null || { echo "error: there is no '$(PYTHON)' here"; \
+		echo "hint: name a Python >= 3.11: make venv PYTHON=/path/to/python3"; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "error: $(PYTHON) is $$("$(PYTHON)" -V 2>&1), and Python >= 3.11 is needed"; \
+		echo "hint: name another one: make venv PYTHON=python3.12"; exit 1; }
+	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || { \
+		echo "error: $(PYTHON) lacks venv or ensurepip"; \
+		echo "hint: on Debian and Ubuntu they are in the package python3-venv"; exit 1; }
+	@test -x $(BIN)/pip || { echo "creating $(VENV) with $$("$(PYTHON)" -V)"; "$(PYTHON)" -m venv $(VENV); }
+	@echo "installing into $(VENV): this package, torch, numpy, the development tools (once; minutes when not cached)"
+	@$(INSTALL) -e '.[dev,torch]'
+	@touch $@
+
+$(VENV)/.installed-bench: $(VENV)/.installed
+	@echo "installing into $(VENV): what the benchmarks compare with"
+	@$(INSTALL) -e '.[bench]'
+	@touch $@
+
+demo: venv ## train a small model on 2 ranks, no GPU needed
+	@$(BIN)/python examples/digits_ddp.py
+
+test: venv ## run the tests (no GPU, no network)
+	$(BIN)/python -m pytest
+
+check: venv ## format, lint, types, layers, our own lints, links
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/python -m scripts.lints
+	$(BIN)/python -m scripts.lints.links
+
+format: venv ## rewrite the code in its canonical format
+	$(BIN)/ruff check --fix-only --quiet $(CODE)
+	$(BIN)/ruff format $(CODE)
+
+bench: $(VENV)/.installed-bench ## run the benchmarks, each against its neighbour in the same run
+	@$(BIN)/python -m benchmarks
+
+gpu-check: venv ## check what only a real GPU can show (says so and stops without one)
+	@$(BIN)/python -m scripts.gpu_check
+
+clean: ## remove caches and build output
+	@rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage
+	@find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean ## also remove .venv
+	@rm -rf $(VENV)

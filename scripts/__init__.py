@@ -1,0 +1,1 @@
+"""What contributors and CI run; nothing here is part of the installed package."""

@@ -1,0 +1,24 @@
+"""A `type: ignore` names its code and its reason.
+
+Without a code it also hides the next error on that line; without a reason nobody dares to remove it. The form mypy
+accepts is two comments: `# type: ignore[attr-defined] # set by the C extension`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from scripts.lints.source import AREAS_ALL, Finding, Source
+
+AREAS = AREAS_ALL
+_IGNORE = re.compile(r"#\s*type:\s*ignore\b")
+_WITH_CODE_AND_REASON = re.compile(r"#\s*type:\s*ignore\[[a-z0-9, -]+\]\s*#\s*(?!noqa|type:|pragma)\w+\W+\w+")
+
+
+def check(source: Source) -> Iterator[Finding]:
+    """Yield ignores without a code or without a reason."""
+    for line, comment in source.comments():
+        if _IGNORE.match(comment) and not _WITH_CODE_AND_REASON.match(comment):
+            message = "needs a code and a reason: # type: ignore[code]  # why this is right"
+            yield source.finding(line, "type-ignore", message)

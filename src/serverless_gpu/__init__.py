@@ -1,0 +1,52 @@
+"""The function runtime for GPUs you own.
+
+from serverless_gpu import distributed
+
+@distributed(gpus=2, gpu_type="CPU")
+def hello(rank: int, world_size: int) -> str:
+    return f"rank {rank} of {world_size}"
+
+hello.distributed()    # ['rank 0 of 2', 'rank 1 of 2']
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from serverless_gpu.version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from serverless_gpu.client.decorator import DistributedFunction as DistributedFunction
+    from serverless_gpu.client.decorator import distributed as distributed
+    from serverless_gpu.client.run import Run as Run
+    from serverless_gpu.client.run import attach as attach
+    from serverless_gpu.compute import GPUType as GPUType
+    from serverless_gpu.model.ledger import Receipt as Receipt
+
+__all__ = ["DistributedFunction", "GPUType", "Receipt", "Run", "attach", "distributed", "errors"]
+
+# Loaded when first asked for, so that `import serverless_gpu` costs a few milliseconds, in ranks too.
+_HOMES = {
+    "DistributedFunction": "serverless_gpu.client.decorator",
+    "distributed": "serverless_gpu.client.decorator",
+    "Run": "serverless_gpu.client.run",
+    "attach": "serverless_gpu.client.run",
+    "GPUType": "serverless_gpu.compute",
+    "Receipt": "serverless_gpu.model.ledger",
+}
+_ROOMS = ("compute", "errors", "launcher", "ray", "runtime", "testing")
+
+
+def __getattr__(name: str) -> object:
+    if name in _HOMES:
+        value: object = getattr(importlib.import_module(_HOMES[name]), name)
+        globals()[name] = value
+        return value
+    if name in _ROOMS:
+        return importlib.import_module(f"serverless_gpu.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_ROOMS})

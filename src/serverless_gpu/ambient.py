@@ -1,0 +1,57 @@
+"""The only door to clocks and fresh identifiers.
+
+Everything that decides takes time and identifiers as values; whoever acts gets them here. Durations and deadlines come
+from `boottime_ns` (it goes on during suspend and never jumps); `wall_ns` only places a moment on a calendar.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Protocol
+
+# Crockford's base 32: no letters that read like digits, and lower case sorts like its value.
+_ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
+_CLOCK_BOOTTIME = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # macOS has no boottime clock
+
+
+class Clock(Protocol):
+    """What a loop may ask about time."""
+
+    def boottime_ns(self) -> int:
+        """Return nanoseconds since boot, suspend included."""
+        ...
+
+    def wall_ns(self) -> int:
+        """Return nanoseconds since 1970, UTC, as the machine believes."""
+        ...
+
+    def boot_id(self) -> str:
+        """Return the identifier of this boot; boottimes of two boots cannot be compared."""
+        ...
+
+
+class SystemClock:
+    """The machine's clocks."""
+
+    def boottime_ns(self) -> int:
+        """Return nanoseconds since boot, suspend included."""
+        return time.clock_gettime_ns(_CLOCK_BOOTTIME)
+
+    def wall_ns(self) -> int:
+        """Return nanoseconds since 1970, UTC, as the machine believes."""
+        return time.time_ns()
+
+    def boot_id(self) -> str:
+        """Return the kernel's boot identifier, or ``"unknown"`` where there is none."""
+        try:
+            with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+                return file.read().strip()
+        except OSError:
+            return "unknown"
+
+
+def new_run_id() -> str:
+    """Return a run identifier: 26 characters, sortable by creation time, 80 random bits (the ULID layout)."""
+    value = (time.time_ns() // 1_000_000) << 80 | int.from_bytes(os.urandom(10), "big")
+    return "".join(_ALPHABET[value >> shift & 31] for shift in range(125, -1, -5))

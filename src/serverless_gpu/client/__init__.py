@@ -1,0 +1,1 @@
+"""The caller's side: checks before a run, the run itself, and exceptions as the caller sees them."""

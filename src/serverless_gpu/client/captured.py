@@ -1,0 +1,370 @@
+"""What a call carries: walked to find the object that cannot be pickled, or those that are large.
+
+The walk sees objects as the pickler does: closures, referenced globals and defaults of functions that travel by value,
+items of containers, and for anything else the state its own `__reduce_ex__` gives. Everything is bounded: tries at
+pickling, objects looked at, depth. Failure cases: user code raises while it is walked (the walk ends there); the bound
+is reached (the answer is the nearest object known to hold the culprit, or a size known to be a lower one).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import io
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from types import CellType, FunctionType, MethodType, ModuleType
+from typing import NamedTuple, Protocol, cast
+
+from serverless_gpu.node.inside import payload
+
+_PROBES_MAX = 1000
+_DEPTH_MAX = 30
+_CHILDREN_MAX = 1_000_000
+_SAMPLE = 1000
+_OBJECTS_MAX = 200_000
+_REPR_MAX = 40
+# An object is named rather than its owner when it is nearly all of it.
+_SHARE_NAMED = 0.8
+_CLASS_MACHINERY = {"__dict__", "__weakref__", "__module__", "__doc__", "__qualname__"}
+
+
+class _Part(NamedTuple):
+    label: str
+    value: object
+
+
+# --- what cannot be pickled -------------------------------------------------------------------------------------------
+
+
+def explain_unpicklable(
+    function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object], error: BaseException
+) -> str:
+    """Return the way to the object that cannot be pickled.
+
+    Args:
+        function: what was to be called.
+        args: its positional arguments.
+        kwargs: its named arguments.
+        error: what pickling the call raised; told when no single object can be blamed.
+
+    Returns:
+        For example ``closure variable `lock` of `train` -> _thread.lock``.
+    """
+    search = _Search()
+    for root in _roots(function, args, kwargs):
+        way = search.culprit(root.value, ())
+        if way is not None:
+            return " -> ".join(label for label in (root.label, *way) if label)
+    return f"something in the call ({type(error).__name__})"
+
+
+class _Search:
+    def __init__(self) -> None:
+        self._probes_left = _PROBES_MAX
+        self._innocent: dict[int, object] = {}  # kept alive, so that an id is not used again
+
+    def culprit(self, value: object, above: tuple[object, ...]) -> list[str] | None:
+        """Labels from `value` to the culprit, or None when `value` pickles or only fails for what is above it."""
+        if id(value) in self._innocent or not self._fails([value]):
+            return None
+        if len(above) >= _DEPTH_MAX:
+            return [_told(value)]
+        above = (*above, value)
+        parts = list(islice(_parts(value), _CHILDREN_MAX))
+        others = [part for part in parts if not any(part.value is owner for owner in above)]
+        loops = len(others) < len(parts)
+        start = 0
+        while (index := self._first_failing(others, start)) is not None:
+            way = self.culprit(others[index].value, above)
+            if way is not None:
+                return [others[index].label, *way]
+            loops, start = True, index + 1
+        if loops and len(above) > 1:
+            self._innocent[id(value)] = value
+            return None
+        return [_told(value)]
+
+    def _first_failing(self, parts: list[_Part], start: int) -> int | None:
+        """Index of the first part from `start` on that does not pickle, found by halving."""
+        low, high = start, len(parts)
+        if low >= high or not self._fails([part.value for part in parts[low:high]]):
+            return None
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self._fails([part.value for part in parts[low:middle]]):
+                high = middle
+            else:
+                low = middle
+        return low
+
+    def _fails(self, values: list[object]) -> bool:
+        if self._probes_left <= 0:
+            return False
+        self._probes_left -= 1
+        try:
+            payload.measure(values)
+        except Exception:  # noqa: BLE001 - pickling runs user code, which may raise anything
+            return True
+        return False
+
+
+def _told(value: object) -> str:
+    """A name for the culprit that people know it by."""
+    if isinstance(value, io.IOBase):
+        return f"open file {getattr(value, 'name', '')}".rstrip()
+    if isinstance(value, FunctionType):
+        return f"function `{value.__name__}`"
+    if isinstance(value, type):
+        return f"class `{value.__name__}`"
+    return _type_name(value)
+
+
+def _type_name(value: object) -> str:
+    kind = type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+# --- the walk ---------------------------------------------------------------------------------------------------------
+
+
+def _roots(function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> Iterator[_Part]:
+    yield _Part("" if isinstance(function, FunctionType) else f"`{_called(function)}`", function)
+    try:
+        names = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # builtins may have no signature
+        names = []
+    named = [parameter.name for parameter in names if parameter.kind <= parameter.POSITIONAL_OR_KEYWORD]
+    for index, value in enumerate(args):
+        yield _Part(f"argument `{named[index]}`" if index < len(named) else f"argument {index}", value)
+    for name, value in kwargs.items():
+        yield _Part(f"argument `{name}`", value)
+
+
+def _called(function: object) -> str:
+    return str(getattr(function, "__name__", None) or type(function).__name__)
+
+
+def _parts(value: object) -> Iterator[_Part]:
+    """What the pickler would go into; nothing for what it takes whole."""
+    if isinstance(value, FunctionType):
+        return _function_parts(value) if payload.is_by_value(value) else iter(())
+    if isinstance(value, type):
+        return _class_parts(value) if payload.is_by_value(value) else iter(())
+    if isinstance(value, (ModuleType, str, bytes, bytearray, memoryview, int, float, complex, type(None))):
+        return iter(())
+    if type(value) is dict:
+        return _dict_parts(value)
+    if type(value) in (list, tuple, set, frozenset):
+        items = cast("Iterable[object]", value)
+        return (_Part(f"item {index}", item) for index, item in enumerate(items))
+    return _object_parts(value)
+
+
+def _function_parts(function: FunctionType) -> Iterator[_Part]:
+    name = function.__name__
+    for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        if not _is_empty(cell):
+            yield _Part(f"closure variable `{variable}` of `{name}`", cell.cell_contents)
+    for variable, value in payload.referenced_globals(function).items():
+        yield _Part(f"global `{variable}` of `{name}`", value)
+    defaults = function.__defaults__ or ()
+    positional = function.__code__.co_varnames[: function.__code__.co_argcount]
+    for parameter, value in zip(positional[len(positional) - len(defaults) :], defaults, strict=True):
+        yield _Part(f"default of `{parameter}` of `{name}`", value)
+    for parameter, value in (function.__kwdefaults__ or {}).items():
+        yield _Part(f"default of `{parameter}` of `{name}`", value)
+    for attribute, value in function.__dict__.items():
+        yield _Part(f"attribute `{attribute}` of `{name}`", value)
+    for parameter, value in function.__annotations__.items():
+        yield _Part(f"annotation of `{parameter}` of `{name}`", value)
+
+
+def _is_empty(cell: CellType) -> bool:
+    try:
+        _ = cell.cell_contents
+    except ValueError:
+        return True
+    return False
+
+
+def _class_parts(cls: type) -> Iterator[_Part]:
+    for base in cls.__bases__:
+        yield _Part(f"base of class `{cls.__name__}`", base)
+    for name, value in cls.__dict__.items():
+        if name in _CLASS_MACHINERY:
+            continue
+        label = f"attribute `{name}` of class `{cls.__name__}`"
+        if isinstance(value, (staticmethod, classmethod)):
+            value = value.__func__
+        if isinstance(value, property):
+            for accessor in (value.fget, value.fset, value.fdel):
+                yield _Part(label, accessor)
+        else:
+            yield _Part(label, value)
+
+
+def _dict_parts(value: dict[object, object]) -> Iterator[_Part]:
+    for key, item in value.items():
+        yield _Part("a key", key)
+        yield _Part(f"key {_short(key)}", item)
+
+
+def _short(key: object) -> str:
+    try:
+        text = repr(key)
+    except Exception:  # noqa: BLE001 - the user's __repr__ may raise anything
+        return f"<{_type_name(key)}>"
+    return text if len(text) <= _REPR_MAX else text[: _REPR_MAX - 1] + "…"
+
+
+def _object_parts(value: object) -> Iterator[_Part]:
+    if isinstance(value, MethodType):
+        yield _Part(f"the object `{value.__name__}` is bound to", value.__self__)
+        yield _Part("", value.__func__)
+    elif isinstance(value, functools.partial):
+        yield _Part("", value.func)
+        for index, item in enumerate(value.args):
+            yield _Part(f"partial argument {index}", item)
+        for name, item in value.keywords.items():
+            yield _Part(f"partial argument `{name}`", item)
+    else:
+        yield from _reduced_parts(value)
+
+
+def _reduced_parts(value: object) -> Iterator[_Part]:
+    try:
+        reduced = value.__reduce_ex__(5)
+    except Exception:  # noqa: BLE001 - this is user code, or a type that refuses to be pickled
+        return
+    if isinstance(reduced, str):
+        return
+    _, arguments, state, items, pairs = (*reduced, None, None, None)[:5]
+    yield from _state_parts(state)
+    for argument in arguments if isinstance(arguments, tuple) else ():
+        yield _Part(f"its class `{argument.__name__}`" if isinstance(argument, type) else "its contents", argument)
+    for index, item in enumerate(items if items is not None else ()):
+        yield _Part(f"item {index}", item)
+    for key, item in pairs if pairs is not None else ():
+        yield _Part(f"key {_short(key)}", item)
+
+
+def _state_parts(state: object) -> Iterator[_Part]:
+    if isinstance(state, tuple) and len(state) == 2 and all(isinstance(half, (dict, type(None))) for half in state):
+        for half in state:
+            yield from _state_parts(half)
+    elif isinstance(state, dict):
+        for name, item in state.items():
+            yield _Part(f"attribute `{name}`", item)
+    elif state is not None:
+        yield _Part("its state", state)
+
+
+# --- what is large ----------------------------------------------------------------------------------------------------
+
+
+def largest_captured(
+    function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
+) -> list[tuple[str, int]]:
+    """Return what a call carries, largest first, with about how many bytes each object adds.
+
+    Each object counts once, where it is found first. Long containers are sampled.
+    """
+    scale = _Scale()
+    found: list[tuple[str, int]] = []
+    roots = _roots(function, args, kwargs)
+    pending: list[tuple[tuple[str, ...], object]] = [((root.label,), root.value) for root in roots]
+    expanded: set[int] = set()
+    while pending and len(expanded) < _SAMPLE:
+        labels, value = pending.pop(0)
+        if isinstance(value, (FunctionType, MethodType, functools.partial, type)):
+            if id(value) not in expanded:
+                expanded.add(id(value))
+                pending += [((*labels, part.label), part.value) for part in _parts(value)]
+            continue
+        size = scale.weigh(value)
+        if size:
+            labels, value = _narrowed(labels, value, size)
+            found.append((f"{' -> '.join(label for label in labels if label)}: {_type_name(value)}", size))
+    return sorted(found, key=lambda entry: -entry[1])
+
+
+def _narrowed(labels: tuple[str, ...], value: object, size: int) -> tuple[tuple[str, ...], object]:
+    """Go on to an attribute or a key that is nearly all of `value`."""
+    for _ in range(_DEPTH_MAX):
+        if type(value) in (list, tuple, set, frozenset) or _own_bytes(value) is not None:
+            break
+        parts = islice(_parts(value), _SAMPLE)
+        inner = next((part for part in parts if _Scale().weigh(part.value) >= _SHARE_NAMED * size), None)
+        if inner is None or inner.label in ("", "its contents", "its state", "a key"):
+            break
+        labels, value = (*labels, inner.label), inner.value
+    return labels, value
+
+
+class _Scale:
+    """Weighs objects by about the bytes they take in a pickle, each once."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, object] = {}  # kept alive, so that an id is not used again
+
+    def weigh(self, value: object, depth: int = 0) -> int:
+        if value is None or isinstance(value, bool):
+            return 1
+        if isinstance(value, (int, float)):
+            return 9 if isinstance(value, float) else 2 + value.bit_length() // 8
+        if id(value) in self._seen or depth > _DEPTH_MAX or len(self._seen) > _OBJECTS_MAX:
+            return 2
+        self._seen[id(value)] = value
+        own = _own_bytes(value)
+        if own is not None:
+            return own
+        if type(value) in (list, tuple, set, frozenset, dict):
+            return self._weigh_sample(cast("Collection[object]", value), depth)
+        return sum(self.weigh(part.value, depth + 1) for part in islice(_parts(value), _SAMPLE))
+
+    def _weigh_sample(self, value: Collection[object], depth: int) -> int:
+        count = len(value)
+        if isinstance(value, dict):
+            sample: list[object] = [thing for pair in islice(value.items(), _SAMPLE) for thing in pair]
+            taken = len(sample) // 2
+        else:
+            # Spread over the whole where it can be indexed: the first items may not be like the others.
+            step = max(1, count // _SAMPLE)
+            sample = list(value[::step] if isinstance(value, (list, tuple)) else islice(value, _SAMPLE))
+            taken = len(sample)
+        return sum(self.weigh(item, depth + 1) for item in sample) * count // max(1, taken)
+
+
+def _own_bytes(value: object) -> int | None:
+    """Bytes of what is one block of memory, else None."""
+    if isinstance(value, (bytes, bytearray, str)):
+        return len(value)
+    if isinstance(value, memoryview):
+        return value.nbytes
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    if numpy is not None and isinstance(value, numpy.ndarray):
+        return int(value.nbytes)
+    if torch is not None and isinstance(value, torch.Tensor):
+        return _tensor_bytes(value)
+    return None
+
+
+class _Storage(Protocol):
+    def nbytes(self) -> int: ...
+
+
+class _Tensor(Protocol):
+    """What we use of `torch.Tensor`; torch itself may not be there."""
+
+    def untyped_storage(self) -> _Storage: ...
+    def numel(self) -> int: ...
+    def element_size(self) -> int: ...
+
+
+def _tensor_bytes(tensor: _Tensor) -> int:
+    try:
+        return tensor.untyped_storage().nbytes()
+    except (RuntimeError, NotImplementedError):  # sparse and other layouts have no single storage
+        return tensor.numel() * tensor.element_size()

@@ -1,0 +1,155 @@
+"""Reaching the agent of this node, starting it when there is none, and describing the calling process to it.
+
+Failure cases: the agent is not there, or its socket is stale (a new one is started; two callers at once end up with one
+agent); it does not come up (what it wrote is in the message); it speaks another protocol (cannot happen by accident:
+the socket's name carries the number).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import msgspec
+
+from serverless_gpu.ambient import SystemClock
+from serverless_gpu.errors import AgentUnavailable, HardwareError, StorageError
+from serverless_gpu.node import protocol
+from serverless_gpu.node.home import Home
+from serverless_gpu.node.inside.channel import Channel
+from serverless_gpu.node.spawning import clean_process, open_log
+
+_START_S = 30.0
+_RETRY_MS = 10
+_ANSWER_S = 10.0
+
+_starting = threading.Lock()
+
+
+def connect(home: Home) -> tuple[Channel, protocol.Greeting]:
+    """Return a connection to the agent and what it offers, after starting it if needed.
+
+    Raises:
+        AgentUnavailable: it could not be started, or does not answer.
+        HardwareError: this system cannot run ranks.
+        StorageError: the sockets' directory cannot be used.
+    """
+    if sys.platform != "linux":
+        raise HardwareError(f"ranks run on Linux, this is {sys.platform}", hint="use remote=True with a server")
+    path = home.sockets() / f"agent-{protocol.PROTOCOL}.sock"
+    answer = _try_connect(path)
+    if answer is not None:
+        return answer
+    with _starting:
+        deadline_ns = SystemClock().boottime_ns() + int(_START_S * 1e9)
+        _start_agent(home)
+        while SystemClock().boottime_ns() < deadline_ns:
+            answer = _try_connect(path)
+            if answer is not None:
+                return answer
+            select.select([], [], [], _RETRY_MS / 1000)
+    raise AgentUnavailable(
+        f"the agent of this node did not come up within {_START_S:.0f} s", hint=f"what it wrote: {home.agent_log}"
+    )
+
+
+def running_agent(home: Home) -> tuple[Channel, protocol.Greeting] | None:
+    """Return a connection to the agent if there is one."""
+    return _try_connect(home.sockets() / f"agent-{protocol.PROTOCOL}.sock")
+
+
+def caller_context() -> protocol.Context:
+    """Return what ranks take on of this process.
+
+    Raises:
+        StorageError: the working directory has been removed.
+    """
+    try:
+        cwd = os.getcwd()
+    except FileNotFoundError:
+        raise StorageError(
+            "the working directory of this process does not exist any more",
+            hint="change to one that does: os.chdir(...)",
+        ) from None
+    return protocol.Context(
+        python=sys.executable,
+        flags=tuple(subprocess._args_from_interpreter_flags()),  # type: ignore[attr-defined]  # what multiprocessing uses, too
+        environ=dict(os.environ),
+        cwd=cwd,
+        umask=_umask(),
+        argv=tuple(sys.argv),
+        sys_path=tuple(map(str, sys.path)),
+    )
+
+
+def _try_connect(path: Path) -> tuple[Channel, protocol.Greeting] | None:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sock.settimeout(_ANSWER_S)
+    channel = Channel(sock)
+    try:
+        sock.connect(str(path))
+        received = protocol.receive(channel)
+    except (FileNotFoundError, ConnectionRefusedError):
+        channel.close()
+        return None
+    except TimeoutError:
+        channel.close()
+        raise AgentUnavailable(
+            f"the agent of this node did not answer within {_ANSWER_S:.0f} s", hint="is it stopped? `sgpu status`"
+        ) from None
+    except (OSError, msgspec.MsgspecError):
+        channel.close()
+        return None
+    if received is None or not isinstance(received[0], protocol.Greeting):
+        channel.close()
+        return None
+    sock.settimeout(None)
+    return channel, received[0]
+
+
+def _start_agent(home: Home) -> None:
+    ready_read, ready_write = os.pipe()
+    log = -1
+    try:
+        log = open_log(home.agent_log)
+        process = clean_process(
+            "serverless_gpu.node.agent",
+            (str(home.root), str(home.sockets()), ready_write, _supervisor_environment()),
+            fds=(ready_write,),
+            log=log,
+            environ=os.environ,
+        )
+    except OSError as error:
+        raise AgentUnavailable(f"the agent of this node could not be started: {error}") from error
+    finally:
+        os.close(ready_write)
+        if log >= 0:
+            os.close(log)
+    try:
+        process.wait(_START_S)  # it detaches at once; the agent itself is not our child
+        select.select([ready_read], [], [], _START_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    finally:
+        os.close(ready_read)
+
+
+def _supervisor_environment() -> dict[str, str]:
+    names = ("PATH", "HOME", "USER", "LOGNAME", "LANG", "LC_ALL", "TMPDIR", "XDG_RUNTIME_DIR", "LD_LIBRARY_PATH")
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
+def _umask() -> int:
+    # `os.umask` can only be read by setting it, which another thread could notice.
+    with contextlib.suppress(OSError), open("/proc/self/status", encoding="ascii", errors="replace") as file:
+        for line in file:
+            if line.startswith("Umask:"):
+                return int(line.split()[1], 8)
+    return 0o077

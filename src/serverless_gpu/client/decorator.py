@@ -1,0 +1,150 @@
+"""`distributed`: the decorator, and the wrapper it makes.
+
+@distributed(gpus=8, gpu_type="H100")
+def train(lr): ...
+
+train(3e-4)                       the plain function, in this process
+train.distributed(lr=3e-4)        on 8 GPUs; blocks; one result per rank
+train.submit(lr=3e-4)             the same as a Run to wait for
+train.map([1e-4, 3e-4])           one Run per item
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import types
+from collections.abc import Callable, Iterable, Mapping
+from typing import Generic, ParamSpec, TypeVar, Unpack, cast, overload
+
+from serverless_gpu.client.launch import launch, prewarm, should_prewarm
+from serverless_gpu.client.preflight import check_function
+from serverless_gpu.client.run import Run
+from serverless_gpu.errors import InvalidOption, UnknownGpuType
+from serverless_gpu.model.hardware import GpuType
+from serverless_gpu.model.spec import Options, RunSpec, make_spec
+from serverless_gpu.node.configuration import configured_types, read_configuration
+from serverless_gpu.node.home import find_home
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class DistributedFunction(Generic[P, R]):
+    """A function that can run on many GPUs; calling it directly calls the plain function in this process."""
+
+    def __init__(self, function: Callable[P, R], spec: RunSpec) -> None:
+        self.spec = spec
+        self.__wrapped__ = function
+        functools.update_wrapper(self, function)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call the plain function in this process."""
+        return self.__wrapped__(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"<distributed {getattr(self.__wrapped__, '__qualname__', self.__wrapped__)!s}>"
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> DistributedFunction[P, R]: ...
+
+    @overload
+    def __get__(self, instance: object, owner: type | None = None) -> DistributedFunction[..., R]: ...
+
+    def __get__(self, instance: object | None, owner: type | None = None) -> DistributedFunction[..., R]:
+        """Bind to an instance, so that methods can be decorated, too."""
+        if instance is None:
+            return self
+        return DistributedFunction(cast("Callable[..., R]", types.MethodType(self.__wrapped__, instance)), self.spec)
+
+    def distributed(self, *args: P.args, **kwargs: P.kwargs) -> list[R]:
+        """Run the function on every rank and return what each returned, by global rank.
+
+        Parameters named ``rank`` and ``world_size`` that are not given are filled in for each rank.
+
+        Returns:
+            One entry per rank.
+
+        Raises:
+            UsageError: the arguments do not fit, or cannot be pickled; nothing was started.
+            HardwareError: this machine does not have the GPUs.
+            RunError: the run ended without success.
+            Exception: what user code raised in the rank that failed first, as its own type.
+            KeyboardInterrupt: Ctrl-C; the run was cancelled and its GPUs handed back.
+        """
+        return launch(self.__wrapped__, args, kwargs, self.spec).follow()
+
+    def submit(self, *args: P.args, **kwargs: P.kwargs) -> Run[R]:
+        """Start the run and return its handle at once; raises as `distributed` does before a run starts."""
+        return launch(self.__wrapped__, args, kwargs, self.spec)
+
+    def map(self, items: Iterable[object], **kwargs: object) -> list[Run[R]]:
+        """Start one run per item, the item as the first argument, and return their handles.
+
+        Runs beyond the free GPUs wait their turn. If one cannot be started, those that were are cancelled.
+
+        Args:
+            items: first arguments.
+            kwargs: keyword arguments for all of them.
+        """
+        runs: list[Run[R]] = []
+        try:
+            for item in items:
+                runs.append(launch(self.__wrapped__, (item,), kwargs, self.spec))
+        except BaseException:
+            for run in runs:
+                run.cancel()
+            raise
+        return runs
+
+
+def distributed(
+    gpus: int | None = None,
+    gpu_type: str | None = None,
+    remote: bool = False,
+    timeout: float | None = None,
+    **options: Unpack[Options],
+) -> Callable[[Callable[P, R]], DistributedFunction[P, R]]:
+    """Make a function run on GPUs of this machine, or of the team's pool.
+
+    Args:
+        gpus: number of GPUs, one rank each; None means every GPU of the node.
+        gpu_type: ``"H100"``, ``"A10"`` …, any case; ``"CPU"`` for CPU slots; None for the type that is there.
+        remote: run through a server instead of on this machine.
+        timeout: seconds from the first user byte, or None.
+        options: see the reference of options.
+
+    Returns:
+        A decorator; what it returns has `.distributed`, `.submit` and `.map`.
+
+    Raises:
+        InvalidOption: an option does not exist, or has the wrong type.
+        InvalidValue: a value is not possible.
+    """
+    if callable(gpus):
+        raise InvalidOption("distributed needs parentheses", hint="write @distributed(), or @distributed(gpus=8)")
+    spec = _spec(gpus, gpu_type, remote, timeout, cast("Mapping[str, object]", options))
+
+    def decorate(function: Callable[P, R]) -> DistributedFunction[P, R]:
+        if isinstance(function, DistributedFunction):
+            function = function.__wrapped__
+        check_function(function)
+        if not spec.remote and should_prewarm(getattr(function, "__module__", "")):
+            prewarm()
+        return DistributedFunction(function, spec)
+
+    return decorate
+
+
+def _spec(gpus: object, gpu_type: object, remote: object, timeout: object, options: Mapping[str, object]) -> RunSpec:
+    try:
+        return make_spec(gpus, gpu_type, remote, timeout, options, ())
+    except UnknownGpuType:
+        own = _own_types()
+        if not own:
+            raise
+        return make_spec(gpus, gpu_type, remote, timeout, options, own)
+
+
+def _own_types() -> tuple[GpuType, ...]:
+    return configured_types(read_configuration(find_home(os.environ)))

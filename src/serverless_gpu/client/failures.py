@@ -1,0 +1,163 @@
+"""A rank's failure as the caller sees it: an exception to raise.
+
+An `Exception` of user code is raised as its own type with the remote traceback as its cause; where that cannot be, and
+for what would end the caller's own process (`SystemExit`, `KeyboardInterrupt`, cancellation), an error of ours says it
+in words. Failure cases: the exception's class cannot be loaded here, or loading it raises; the description lacks fields
+(an older runtime).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from serverless_gpu.errors import RemoteError, ResultNotSerializable, ResultTooLarge, RunError
+from serverless_gpu.model.attempt import Reason
+from serverless_gpu.node.inside import failure
+from serverless_gpu.units import format_bytes
+
+_CONTROL_REASONS = {
+    "system_exit": Reason.SYSTEM_EXIT,
+    "interrupt": Reason.RANK_INTERRUPTED,
+    "cancelled": Reason.RANK_CANCELLED,
+}
+_RESULT_REASONS = {
+    str(reason) for reason in (Reason.RESULT_UNSERIALISABLE, Reason.RESULT_TOO_LARGE, Reason.RESULT_STORAGE)
+}
+
+
+class RemoteTraceback(Exception):
+    """The traceback of another process, as the cause of the exception raised here."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+    def __str__(self) -> str:
+        return "\n" + self.text.rstrip("\n")
+
+
+def rebuild(
+    description: Mapping[str, object],
+    pickled_path: str | None,
+    *,
+    rank: int,
+    host: str,
+    run_id: str,
+    log_path: str,
+) -> BaseException:
+    """Return the exception to raise in the caller for what a rank raised.
+
+    Args:
+        description: what `inside.failure.describe` said.
+        pickled_path: the file that `inside.failure.dump_exception` wrote, or None.
+        rank: global rank that raised.
+        host: name of its node.
+        run_id: the run.
+        log_path: where the rank's output is.
+
+    Returns:
+        The user's own exception, or a `RunError`; with the remote traceback as `__cause__` and a note that says where.
+    """
+    kind = description.get("kind", "exception")
+    error: BaseException
+    if isinstance(kind, str) and kind in _CONTROL_REASONS:
+        error = _control_error(kind, description, rank, run_id)
+    elif isinstance(kind, str) and kind in _RESULT_REASONS:
+        error = _result_error(kind, description, rank, run_id)
+    else:
+        error = _load(description, pickled_path, rank, run_id)
+    text = str(description.get("traceback") or "")
+    # By way of object: an exception class may refuse assignment, as frozen dataclasses do.
+    object.__setattr__(error, "__cause__", RemoteTraceback(text))
+    _add_note(error, f"rank {rank} on host {host}, run {run_id}; log: {log_path}")
+    return error
+
+
+def _load(description: Mapping[str, object], path: str | None, rank: int, run_id: str) -> BaseException:
+    if path is None or description.get("kind") == "base":
+        is_base = description.get("kind") == "base"
+        why = "not being an Exception, it would end this process" if is_base else "the rank could not pickle it"
+        return _remote_error(description, rank, run_id, why)
+    try:
+        return failure.load_exception(path)
+    except Exception as problem:  # noqa: BLE001 - loading runs user code, which must not hide what the rank raised
+        return _remote_error(description, rank, run_id, f"{type(problem).__name__}: {_text(problem)}")
+
+
+def _remote_error(description: Mapping[str, object], rank: int, run_id: str, why: str) -> RemoteError:
+    reason = Reason.GPU_OOM if description.get("gpu_oom") else Reason.RANK_RAISED
+    error = RemoteError(
+        f"rank {rank} raised {_name(description)}",
+        hint=f"the exception itself cannot be rebuilt here ({why}); its traceback is above",
+        run_id=run_id,
+        rank=rank,
+        reason=str(reason),
+    )
+    notes = description.get("notes")
+    for note in notes if isinstance(notes, list) else []:
+        error.add_note(str(note))
+    return error
+
+
+def _control_error(kind: str, description: Mapping[str, object], rank: int, run_id: str) -> RunError:
+    reason = str(_CONTROL_REASONS[kind])
+    if kind == "system_exit":
+        code, message = description.get("exit_code"), str(description.get("message") or "")
+        told = f" ({message})" if message not in ("", str(code)) else ""
+        return RunError(
+            f"rank {rank} called sys.exit before it returned a result: exit code {code}{told}",
+            hint="return from the function instead; a rank that exits has no result, whatever its code",
+            run_id=run_id,
+            rank=rank,
+            reason=reason,
+        )
+    if kind == "interrupt":
+        return RunError(f"rank {rank} raised KeyboardInterrupt", run_id=run_id, rank=rank, reason=reason)
+    message = f"rank {rank} was cancelled from inside: {_name(description)}"
+    return RunError(message, run_id=run_id, rank=rank, reason=reason)
+
+
+def _result_error(kind: str, description: Mapping[str, object], rank: int, run_id: str) -> RunError:
+    """The function finished; what it returned did not get out of the rank."""
+    value = f"rank {rank} finished, but its result (a {description.get('value_type') or 'value'})"
+    if kind == Reason.RESULT_TOO_LARGE:
+        return ResultTooLarge(
+            f"{value} takes {_bytes(description.get('size'))}, and the limit is {_bytes(description.get('limit'))}",
+            hint="write it to a file and return the path",
+            run_id=run_id,
+            rank=rank,
+            reason=kind,
+        )
+    if kind == Reason.RESULT_STORAGE:
+        message = f"{value} could not be written: {description.get('message')}"
+        return RunError(message, hint="free some space on the rank's disk", run_id=run_id, rank=rank, reason=kind)
+    return ResultNotSerializable(
+        f"{value} cannot be pickled: {_name(description)}\nit was {description.get('value_repr') or 'not shown'}",
+        hint="return plain data: numbers, text, containers, arrays, tensors",
+        run_id=run_id,
+        rank=rank,
+        reason=kind,
+    )
+
+
+def _bytes(size: object) -> str:
+    return format_bytes(size) if isinstance(size, int) else "an unknown size"
+
+
+def _name(description: Mapping[str, object]) -> str:
+    module, name = str(description.get("module") or ""), str(description.get("type") or "an exception")
+    full = name if module in ("", "builtins", "__main__") else f"{module}.{name}"
+    message = str(description.get("message") or "")
+    return f"{full}: {message}" if message else full
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - the user's __str__ may raise anything
+        return "its text cannot be made"
+
+
+def _add_note(error: BaseException, note: str) -> None:
+    notes = getattr(error, "__notes__", None)
+    object.__setattr__(error, "__notes__", [*(notes if isinstance(notes, list) else []), note])

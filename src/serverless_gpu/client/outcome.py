@@ -1,0 +1,178 @@
+"""What a caller gets for how a run ended: its results, or one exception that tells the truth.
+
+Reads a run directory; the only process that unpickles what lies there is the one that made the call, or one of the same
+user that attached.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+from serverless_gpu.client.failures import rebuild
+from serverless_gpu.errors import (
+    BudgetExhausted,
+    NodeLost,
+    OutOfMemory,
+    RankCrashed,
+    ResultNotSerializable,
+    ResultTooLarge,
+    ResultUnavailableHere,
+    RunCancelled,
+    RunError,
+    RunTimedOut,
+)
+from serverless_gpu.model.attempt import MEANINGS, Failure, Reason, State
+from serverless_gpu.node.inside import payload
+from serverless_gpu.node.protocol import Stopped
+from serverless_gpu.units import format_bytes
+
+_RAISED = frozenset(
+    {Reason.RANK_RAISED, Reason.GPU_OOM, Reason.SYSTEM_EXIT, Reason.RANK_INTERRUPTED, Reason.RANK_CANCELLED}
+)
+_CLASSES: dict[Reason, type[RunError]] = {
+    Reason.RANK_SIGNAL: RankCrashed,
+    Reason.NO_RESULT: RankCrashed,
+    Reason.HOST_OOM: OutOfMemory,
+    Reason.RESULT_UNSERIALISABLE: ResultNotSerializable,
+    Reason.RESULT_TOO_LARGE: ResultTooLarge,
+    Reason.CANCELLED: RunCancelled,
+    Reason.TIMEOUT: RunTimedOut,
+    Reason.BUDGET: BudgetExhausted,
+    Reason.SUPERVISOR_LOST: NodeLost,
+    Reason.NODE_LOST: NodeLost,
+    Reason.RUNTIME_LOST: NodeLost,
+}
+_CONSEQUENCES_MAX = 8
+_CONSEQUENCE_CHARACTERS_MAX = 300
+
+
+def load_result(directory: Path, rank: int, run_id: str) -> object:
+    """Return what a rank returned.
+
+    Raises:
+        ResultUnavailableHere: the value needs something this process does not have.
+    """
+    path = directory / "results" / f"{rank}.pkl"
+    try:
+        return payload.load(str(path))
+    except Exception as error:  # loading runs the user's code
+        raise ResultUnavailableHere(
+            f"rank {rank} returned a value that this process cannot load: {type(error).__name__}: {error}",
+            hint=f"import what it needs and call results() again; the bytes are in {path}",
+            run_id=run_id,
+            rank=rank,
+            reason=Reason.COMPLETED.value,
+        ) from error
+
+
+def make_exception(stopped: Stopped, directory: Path, run_id: str, timeout_s: float | None) -> BaseException:
+    """Return the exception that tells how a run ended.
+
+    Args:
+        stopped: the supervisor's word.
+        directory: the attempt's directory.
+        run_id: the run.
+        timeout_s: the run's limit, for the message.
+    """
+    cause = stopped.cause
+    if stopped.reason in _RAISED and cause is not None and cause.rank is not None:
+        error = _raised(cause, cause.rank, directory, run_id)
+    else:
+        error = _ended(stopped, directory, run_id, timeout_s)
+    if stopped.state is State.FAILED:
+        for failure in stopped.consequences[:_CONSEQUENCES_MAX]:
+            error.add_note(f"consequence: {_failure_text(failure)}")
+        if len(stopped.consequences) > _CONSEQUENCES_MAX:
+            error.add_note(f"consequence: {len(stopped.consequences) - _CONSEQUENCES_MAX} more ranks failed")
+    return error
+
+
+def _raised(cause: Failure, rank: int, directory: Path, run_id: str) -> BaseException:
+    record = _record(directory, rank)
+    if not record:  # its disk was full: what the event carried is all there is
+        record = {"kind": "exception", "type": cause.detail, "message": "", "traceback": ""}
+    pickled = directory / "failures" / f"{rank}.pkl"
+    return rebuild(
+        record,
+        str(pickled) if record.get("pickled") else None,
+        rank=rank,
+        host=socket.gethostname(),
+        run_id=run_id,
+        log_path=str(directory / "logs" / f"{rank}.stderr"),
+    )
+
+
+def _ended(stopped: Stopped, directory: Path, run_id: str, timeout_s: float | None) -> RunError:
+    cause = stopped.cause
+    rank = cause.rank if cause is not None and stopped.state is State.FAILED else None
+    error = _CLASSES.get(stopped.reason, RunError)(
+        _message(stopped, rank, directory, timeout_s),
+        hint=f"logs: {directory / 'logs'}",
+        run_id=run_id,
+        rank=rank,
+        reason=stopped.reason.value,
+        log_tail=stopped.log_tail,
+    )
+    if rank is not None:
+        stack = _read(directory / "failures" / f"{rank}.stack")
+        if stack:
+            error.add_note(f"Python stack of rank {rank} when it was ended:\n{stack}")
+        if stopped.log_tail:
+            error.add_note(f"last output of rank {rank}:\n{stopped.log_tail}")
+    return error
+
+
+def _message(stopped: Stopped, rank: int | None, directory: Path, timeout_s: float | None) -> str:
+    cause = stopped.cause
+    record = _record(directory, rank) if rank is not None else {}
+    match stopped.reason:
+        case Reason.RESULT_UNSERIALISABLE:
+            return (
+                f"rank {rank} finished, but its result of type {record.get('value_type')} cannot be pickled "
+                f"({record.get('type')}: {record.get('message')}): {record.get('value_repr')}"
+            )
+        case Reason.RESULT_TOO_LARGE:
+            size, limit = _count(record.get("size")), _count(record.get("limit"))
+            return (
+                f"rank {rank} finished, but its result of {format_bytes(size)} is over the limit of "
+                f"{format_bytes(limit)}; write it to a file in the function and return the path"
+            )
+        case Reason.TIMEOUT:
+            return (
+                f"the run reached its time limit of {timeout_s:g} s" if timeout_s else "the run reached its time limit"
+            )
+        case Reason.NO_RESULT if cause is not None:
+            return f"rank {rank} {cause.detail} before it returned a result"
+        case Reason.HOST_OOM if rank is None:
+            return "the ranks were ended because host memory ran out"
+        case _:
+            detail = cause.detail if cause is not None else ""
+            if rank is not None:
+                return f"rank {rank} was {detail}" if detail else f"rank {rank}: {MEANINGS[stopped.reason].sentence}"
+            return f"{MEANINGS[stopped.reason].sentence}{': ' + detail if detail else ''}"
+
+
+def _failure_text(failure: Failure) -> str:
+    who = "the attempt" if failure.rank is None else f"rank {failure.rank}"
+    return f"{who}: {failure.detail or MEANINGS[failure.reason].sentence}"[:_CONSEQUENCE_CHARACTERS_MAX]
+
+
+def _record(directory: Path, rank: int) -> dict[str, object]:
+    try:
+        record = json.loads((directory / "failures" / f"{rank}.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _count(value: object) -> int:
+    return value if isinstance(value, int) else 0

@@ -1,0 +1,334 @@
+"""The handle of one run: wait, results, cancel, receipt, logs; and finding a run again by its id.
+
+A handle is moved on by whoever asks it something, in that thread; there is no thread of its own. The supervisor keeps
+what it has to say until it is read, so a handle that nobody asks costs nothing and loses nothing but live output (which
+is in the logs).
+
+Failure cases: the connection ends without the last word, then the run directory has it, or the supervisor was killed;
+it ends before a supervisor had accepted the run (the agent died with the run in its queue), then the launch is sent
+again to a new agent, which is safe because nothing has run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Generic, TypeVar, cast
+
+import msgspec
+
+from serverless_gpu.ambient import SystemClock
+from serverless_gpu.client.display import Display
+from serverless_gpu.client.outcome import load_result, make_exception
+from serverless_gpu.errors import InvalidValue, ServerlessGpuError
+from serverless_gpu.model.attempt import MEANINGS, Reason, State
+from serverless_gpu.model.ledger import Receipt
+from serverless_gpu.model.spec import RunSpec
+from serverless_gpu.node import protocol
+from serverless_gpu.node.home import Home, find_home
+from serverless_gpu.node.inside.channel import Channel
+
+R = TypeVar("R")
+
+_LAUNCH_TRIES = 3
+_RECEIPT_AFTER_FAILURE_S = 0.05
+_LAST_WORDS_S = 2.0
+
+Reconnect = Callable[[], Channel]
+
+
+class Run(Generic[R]):
+    """One submitted run.
+
+    Attributes:
+        id: the run's identifier; `serverless_gpu.attach(id)` finds it from another process.
+        directory: the attempt's directory with its logs, results and receipt.
+    """
+
+    def __init__(
+        self,
+        run_id: str,
+        directory: Path,
+        spec: RunSpec,
+        world_size: int,
+        channel: Channel | None,
+        again: Reconnect | None,
+    ) -> None:
+        self.id = run_id
+        self.directory = directory
+        self._spec = spec
+        self._world_size = world_size
+        self._channel = channel
+        self._again = again
+        self._tries = 1
+        self._accepted = again is None
+        self._state = State.QUEUED
+        self._stopped: protocol.Stopped | None = None
+        self._receipt: Receipt | None = None
+        self._refused: protocol.Refused | None = None
+        self._lock = threading.RLock()
+        self._display: Display | None = None
+
+    def __repr__(self) -> str:
+        return f"<Run {self.id} {self._state}>"
+
+    def status(self) -> str:
+        """Return the state now, for example ``"RUNNING"``."""
+        with self._lock:
+            while self._hear(0.0):
+                pass
+            return self._state.value
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until no rank runs any more.
+
+        Args:
+            timeout: seconds to wait at most, or None.
+
+        Returns:
+            Whether the run has ended.
+        """
+        return self._hear_until(lambda: self._stopped is not None or self._refused is not None, timeout)
+
+    def results(self, timeout: float | None = None) -> list[R]:
+        """Return what every rank returned, by global rank; raise what ended the run otherwise.
+
+        Args:
+            timeout: seconds to wait at most, or None.
+
+        Raises:
+            TimeoutError: the run has not ended by then; it goes on.
+            RunError: the run did not succeed.
+            Exception: what user code raised, as its own type.
+        """
+        self._wait_for_success(timeout)
+        return [cast("R", load_result(self.directory, rank, self.id)) for rank in range(self._world_size)]
+
+    def result(self, rank: int = 0, timeout: float | None = None) -> R:
+        """Return what one rank returned; as `results` otherwise.
+
+        Raises:
+            InvalidValue: there is no such rank.
+        """
+        if not 0 <= rank < self._world_size:
+            raise InvalidValue(f"run {self.id} has ranks 0 to {self._world_size - 1}, not {rank}")
+        self._wait_for_success(timeout)
+        return cast("R", load_result(self.directory, rank, self.id))
+
+    def cancel(self) -> None:
+        """Ask for the run to be stopped; does nothing when it has ended."""
+        with self._lock:
+            if self._channel is not None and self._stopped is None:
+                with contextlib.suppress(OSError):
+                    protocol.send(self._channel, protocol.Cancel())
+
+    def receipt(self, timeout: float | None = None) -> Receipt:
+        """Return the account of the run, once its GPUs were checked and given back.
+
+        Raises:
+            TimeoutError: that has not happened by then.
+            ServerlessGpuError: there is none, because the run never started or its supervisor was killed.
+        """
+        self._hear_until(lambda: self._receipt is not None or self._channel is None, timeout)
+        if self._receipt is None:
+            if self._channel is not None:
+                raise TimeoutError(f"run {self.id} has no receipt yet")
+            raise ServerlessGpuError(f"run {self.id} has no receipt", hint=f"what there is: {self.directory}")
+        return self._receipt
+
+    def logs(self, rank: int = 0, stream: str = "stdout") -> str:
+        """Return what a rank has written so far.
+
+        Args:
+            rank: global rank.
+            stream: ``"stdout"`` or ``"stderr"``.
+
+        Raises:
+            InvalidValue: there is no such rank or stream.
+        """
+        if not 0 <= rank < self._world_size or stream not in ("stdout", "stderr"):
+            raise InvalidValue(f"run {self.id} has no {stream!r} of rank {rank}")
+        try:
+            return (self.directory / "logs" / f"{rank}.{stream}").read_text(encoding="utf-8", errors="replace")
+        except FileNotFoundError:
+            return ""
+
+    def follow(self) -> list[R]:
+        """Show the run while it goes on and return its results: what a blocking call does.
+
+        Raises:
+            KeyboardInterrupt: after Ctrl-C; the run was cancelled and its GPUs handed back, unless Ctrl-C came twice or
+                `on_interrupt="detach"` was asked for.
+            Exception: as `results`.
+        """
+        display = self._display = Display(quiet=self._spec.quiet)
+        try:
+            self.wait()
+            display.finish()
+            ended_well = self._stopped is not None and self._stopped.state is State.SUCCEEDED
+            timeout = None if ended_well else _RECEIPT_AFTER_FAILURE_S
+            if self._hear_until(lambda: self._receipt is not None or self._channel is None, timeout) and self._receipt:
+                display.receipt(self._receipt)
+        except KeyboardInterrupt:
+            self._interrupted(display)
+            raise
+        finally:
+            self._display = None
+        return self.results()
+
+    def _interrupted(self, display: Display) -> None:
+        display.finish()
+        if self._spec.on_interrupt == "detach":
+            display.say(f"run {self.id} goes on; find it again with serverless_gpu.attach({self.id!r})")
+            return
+        started_ns = SystemClock().boottime_ns()
+        self.cancel()
+        display.say("cancelling; press Ctrl-C again to leave at once")
+        try:
+            self._hear_until(lambda: self._receipt is not None or self._channel is None, None)
+        except KeyboardInterrupt:
+            display.say(f"left; run {self.id} is still being cancelled")
+            raise
+        seconds = (SystemClock().boottime_ns() - started_ns) / 1e9
+        gate = self._receipt.gate if self._receipt is not None else "no receipt"
+        ended = "cancelled" if self._state is State.CANCELLED else f"ended as {self._state}"
+        display.say(f"{ended}; {gate}, after {seconds:.1f} s")
+
+    def _wait_for_success(self, timeout: float | None) -> None:
+        if not self.wait(timeout):
+            raise TimeoutError(f"run {self.id} is still {self._state}")
+        if self._refused is not None:
+            raise ServerlessGpuError(self._refused.message, hint=self._refused.hint)
+        stopped = self._stopped
+        if stopped is not None and stopped.state is not State.SUCCEEDED:
+            raise make_exception(stopped, self.directory, self.id, self._spec.timeout_s)
+
+    def _hear_until(self, done: Callable[[], bool], timeout: float | None) -> bool:
+        clock = SystemClock()
+        deadline_ns = None if timeout is None else clock.boottime_ns() + round(timeout * 1e9)
+        with self._lock:
+            while not done():
+                left_s = None if deadline_ns is None else (deadline_ns - clock.boottime_ns()) / 1e9
+                if self._channel is None or (left_s is not None and left_s < 0):
+                    return done()
+                self._hear(left_s)
+        return True
+
+    def _hear(self, timeout_s: float | None) -> bool:
+        """Take one message if it comes in time; return whether one came."""
+        channel = self._channel
+        if channel is None:
+            return False
+        channel.sock.settimeout(timeout_s)
+        try:
+            received = protocol.receive(channel)
+        except (TimeoutError, BlockingIOError):
+            return False
+        except (OSError, msgspec.MsgspecError):
+            received = None
+        if received is None:
+            self._connection_ended()
+        else:
+            self._take(received[0])
+        return True
+
+    def _take(self, message: protocol.Any) -> None:
+        match message:
+            case protocol.Accepted():
+                self._accepted = True
+            case protocol.Snapshot(state=state):
+                self._state = state
+            case protocol.Waiting(sentence=sentence):
+                if self._display is not None:
+                    self._display.say(sentence)
+            case protocol.Started():
+                self._state = State.RUNNING
+            case protocol.Output(rank=rank, stream=stream, text=text):
+                if self._display is not None:
+                    self._display.output(rank, stream, text)
+            case protocol.Stopped():
+                self._stopped, self._state = message, message.state
+            case protocol.Finished(receipt=receipt):
+                self._receipt = receipt
+                self._disconnect()
+            case protocol.Refused():
+                self._refused, self._state = message, State.FAILED
+                self._disconnect()
+            case _:
+                pass
+
+    def _connection_ended(self) -> None:
+        if not self._accepted and self._again is not None and self._tries < _LAUNCH_TRIES:
+            self._tries += 1
+            self._channel = self._again()
+            return
+        self._disconnect()
+        if self._stopped is None:
+            self._stopped = read_ending(self.directory) or _supervisor_lost()
+            self._state = self._stopped.state
+        if self._receipt is None:
+            self._receipt = read_receipt(self.directory)
+
+    def _disconnect(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+
+def attach(run_id: str) -> Run[object]:
+    """Return the handle of a run that was started by another process of this user on this machine.
+
+    Args:
+        run_id: the run's identifier.
+
+    Raises:
+        InvalidValue: there is no such run.
+    """
+    home = find_home(os.environ)
+    directory = home.attempt(run_id, 1)
+    try:
+        launch = msgspec.json.decode((directory / "spec.json").read_bytes(), type=protocol.Submission)
+    except (OSError, msgspec.MsgspecError):
+        raise InvalidValue(
+            f"there is no run {run_id!r} in {home.runs}", hint="list them: ls -t " + str(home.runs)
+        ) from None
+    channel = _attach_channel(home, run_id)
+    run: Run[object] = Run(run_id, directory, launch.spec, launch.world_size, channel, None)
+    if channel is None:
+        run._connection_ended()
+    return run
+
+
+def read_ending(directory: Path) -> protocol.Stopped | None:
+    """Return how an attempt ended, as its directory has it."""
+    try:
+        return msgspec.json.decode((directory / "stopped.json").read_bytes(), type=protocol.Stopped)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def read_receipt(directory: Path) -> Receipt | None:
+    """Return the receipt of an attempt, as its directory has it."""
+    try:
+        return msgspec.json.decode((directory / "receipt.json").read_bytes(), type=Receipt)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def _attach_channel(home: Home, run_id: str) -> Channel | None:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        sock.connect(str(home.sockets() / f"{run_id}.sock"))
+    except OSError:
+        sock.close()
+        return None
+    return Channel(sock)
+
+
+def _supervisor_lost() -> protocol.Stopped:
+    reason = Reason.SUPERVISOR_LOST
+    return protocol.Stopped(state=MEANINGS[reason].state, reason=reason, cause=None, consequences=())

@@ -1,0 +1,243 @@
+"""Every exception this package raises, as one tree.
+
+    ServerlessGpuError
+    ├── UsageError                 the call itself is wrong; refused before anything starts
+    │   ├── InvalidOption          (TypeError)   unknown option, or an option of the wrong type
+    │   ├── InvalidValue           (ValueError)  right type, impossible value
+    │   │   └── UnknownGpuType
+    │   ├── ArgumentMismatch       (TypeError)   arguments do not bind to the function's signature
+    │   ├── NotDistributable       (TypeError)   not a plain callable
+    │   └── NotPicklable           (TypeError)   something the function captured cannot travel
+    ├── HardwareError              this machine cannot do what was asked
+    │   ├── NoGpu · GpuTypeMismatch · NotEnoughGpus · GpuBusy
+    ├── StorageError               disk full, directory not writable
+    ├── AgentUnavailable           the node's agent does not answer
+    ├── ServerNotConfigured        remote=True without a server
+    └── RunError                   a run started and did not succeed
+        ├── RemoteError            a rank raised, and its exception cannot be rebuilt here
+        ├── RankCrashed            a rank died of a signal
+        ├── OutOfMemory            a rank was ended by the kernel for host memory
+        ├── RunTimedOut · RunCancelled · NodeLost · BudgetExhausted
+        ├── ResultNotSerializable · ResultTooLarge   the function finished, its value cannot travel
+        └── ResultUnavailableHere  the value arrived, this process cannot load it
+
+An `Exception` raised by user code is *not* in this tree: it reaches the caller as its own type. A class without a
+message of its own says its docstring's first line, so each class must explain itself. `code` is stable: it goes over
+the wire and into documentation; `status` is what an HTTP API answers for it.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class ServerlessGpuError(Exception):
+    """Something in serverless-gpu failed."""
+
+    code: ClassVar[str] = "error"
+    status: ClassVar[int] = 500
+    retryable: ClassVar[bool] = False
+
+    def __init__(self, message: str = "", *, hint: str = "") -> None:
+        self.message = message or (type(self).__doc__ or "").partition("\n")[0]
+        self.hint = hint
+        super().__init__(self.message)
+
+    def __str__(self) -> str:
+        return f"{self.message}\nhint: {self.hint}" if self.hint else self.message
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Rebuilt without __init__: subclasses may take more arguments than the message.
+        return (_rebuild, (type(self), self.args), self.__dict__)
+
+
+def _rebuild(cls: type[ServerlessGpuError], args: tuple[object, ...]) -> ServerlessGpuError:
+    error = cls.__new__(cls, *args)
+    error.args = args
+    return error
+
+
+class UsageError(ServerlessGpuError):
+    """The call is not valid, and nothing was started."""
+
+    code = "usage"
+    status = 400
+
+
+class InvalidOption(UsageError, TypeError):
+    """An option does not exist or has the wrong type."""
+
+    code = "invalid_option"
+
+
+class InvalidValue(UsageError, ValueError):
+    """A value is of the right type but not possible."""
+
+    code = "invalid_value"
+
+
+class UnknownGpuType(InvalidValue):
+    """The GPU type is not in the catalogue."""
+
+    code = "unknown_gpu_type"
+
+
+class ArgumentMismatch(UsageError, TypeError):
+    """The arguments do not fit the function's signature."""
+
+    code = "argument_mismatch"
+
+
+class NotDistributable(UsageError, TypeError):
+    """This object cannot be run on several ranks."""
+
+    code = "not_distributable"
+
+
+class NotPicklable(UsageError, TypeError):
+    """Something the function needs cannot be sent to another process."""
+
+    code = "not_picklable"
+
+
+class HardwareError(ServerlessGpuError):
+    """This machine does not have what the run needs."""
+
+    code = "hardware"
+    status = 409
+
+
+class NoGpu(HardwareError):
+    """This machine has no usable GPU."""
+
+    code = "no_gpu"
+
+
+class GpuTypeMismatch(HardwareError):
+    """This machine has GPUs of another type."""
+
+    code = "gpu_type_mismatch"
+
+
+class NotEnoughGpus(HardwareError):
+    """The run asks for more GPUs than this machine has."""
+
+    code = "not_enough_gpus"
+
+
+class GpuBusy(HardwareError):
+    """The GPUs are in use by processes that are not ours."""
+
+    code = "gpu_busy"
+    retryable = True
+
+
+class StorageError(ServerlessGpuError):
+    """A file or directory could not be written."""
+
+    code = "storage"
+    status = 507
+
+
+class AgentUnavailable(ServerlessGpuError):
+    """The agent of this node does not answer."""
+
+    code = "agent_unavailable"
+    status = 503
+    retryable = True
+
+
+class ServerNotConfigured(ServerlessGpuError):
+    """No server is configured for remote runs."""
+
+    code = "server_not_configured"
+    status = 400
+
+
+class RunError(ServerlessGpuError):
+    """A run ended without success.
+
+    Attributes:
+        run_id: the run.
+        rank: global rank that failed first, or None when no single rank did.
+        reason: the machine-readable `Reason` value, for example ``"rank_signal"``.
+        log_tail: last lines that rank wrote.
+    """
+
+    code = "run_failed"
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        hint: str = "",
+        run_id: str = "",
+        rank: int | None = None,
+        reason: str = "",
+        log_tail: str = "",
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.run_id = run_id
+        self.rank = rank
+        self.reason = reason
+        self.log_tail = log_tail
+
+
+class RemoteError(RunError):
+    """A rank raised an exception that cannot be rebuilt in this process."""
+
+    code = "remote_error"
+
+
+class RankCrashed(RunError):
+    """A rank was ended by a signal or left without a result."""
+
+    code = "rank_crashed"
+
+
+class OutOfMemory(RunError):
+    """A rank was ended because host memory ran out."""
+
+    code = "out_of_memory"
+
+
+class RunTimedOut(RunError):
+    """The run reached its time limit."""
+
+    code = "timed_out"
+
+
+class RunCancelled(RunError):
+    """The run was cancelled."""
+
+    code = "cancelled"
+
+
+class NodeLost(RunError):
+    """The process that looked after the run is gone."""
+
+    code = "node_lost"
+
+
+class BudgetExhausted(RunError):
+    """The run was stopped because its budget was used up."""
+
+    code = "budget_exhausted"
+
+
+class ResultNotSerializable(RunError):
+    """The function finished, but its result cannot be sent back."""
+
+    code = "result_unserialisable"
+
+
+class ResultTooLarge(RunError):
+    """The function finished, but its result is over the size limit."""
+
+    code = "result_too_large"
+
+
+class ResultUnavailableHere(RunError):
+    """The result arrived, but this process cannot load it."""
+
+    code = "result_unavailable_here"

@@ -1,0 +1,282 @@
+"""The nouns of an attempt's life: states, reasons and what they mean, limits, failures, events.
+
+Values only; what happens to them is `lifecycle.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+
+import msgspec
+
+
+class State(StrEnum):
+    """Where an attempt is."""
+
+    QUEUED = "QUEUED"
+    STARTING = "STARTING"
+    RUNNING = "RUNNING"
+    UNREACHABLE = "UNREACHABLE"
+    STOPPING = "STOPPING"
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+    CANCELLED = "CANCELLED"
+    TIMED_OUT = "TIMED_OUT"
+    BUDGET_STOPPED = "BUDGET_STOPPED"
+    LOST = "LOST"
+
+
+TERMINAL = frozenset(
+    {State.SUCCEEDED, State.FAILED, State.CANCELLED, State.TIMED_OUT, State.BUDGET_STOPPED, State.LOST}
+)
+
+
+class Phase(StrEnum):
+    """What a RUNNING or STOPPING attempt is in the middle of."""
+
+    NONE = "none"
+    SETTLING = "settling"
+    TERMINATING = "terminating"
+    KILLING = "killing"
+
+
+class Reason(StrEnum):
+    """Why an attempt ended."""
+
+    COMPLETED = "completed"
+    RANK_RAISED = "rank_raised"
+    GPU_OOM = "gpu_oom"
+    SYSTEM_EXIT = "system_exit"
+    RANK_INTERRUPTED = "rank_interrupted"
+    RANK_CANCELLED = "rank_cancelled"
+    RANK_SIGNAL = "rank_signal"
+    HOST_OOM = "host_oom"
+    NO_RESULT = "no_result"
+    RESULT_UNSERIALISABLE = "result_unserialisable"
+    RESULT_TOO_LARGE = "result_too_large"
+    RESULT_STORAGE = "result_storage"
+    START_FAILED = "start_failed"
+    RENDEZVOUS = "rendezvous"
+    RUNTIME_LOST = "runtime_lost"
+    CANCELLED = "cancelled"
+    TIMEOUT = "timeout"
+    BUDGET = "budget"
+    SUPERVISOR_LOST = "supervisor_lost"
+    NODE_LOST = "node_lost"
+
+
+class Meaning(msgspec.Struct, frozen=True):
+    """What follows from a reason.
+
+    Attributes:
+        state: the final state. may_retry: whether a new attempt may be made without the user having asked for retries
+        (nothing of theirs has run). is_billed: whether the time counts as use; faults of the platform do not. sentence:
+        what a person is told.
+    """
+
+    state: State
+    may_retry: bool
+    is_billed: bool
+    sentence: str
+
+
+MEANINGS: Mapping[Reason, Meaning] = {
+    Reason.COMPLETED: Meaning(State.SUCCEEDED, False, True, "every rank returned"),
+    Reason.RANK_RAISED: Meaning(State.FAILED, False, True, "a rank raised an exception"),
+    Reason.GPU_OOM: Meaning(State.FAILED, False, True, "a rank ran out of GPU memory"),
+    Reason.SYSTEM_EXIT: Meaning(State.FAILED, False, True, "a rank called sys.exit before it returned a result"),
+    Reason.RANK_INTERRUPTED: Meaning(State.FAILED, False, True, "a rank raised KeyboardInterrupt"),
+    Reason.RANK_CANCELLED: Meaning(State.FAILED, False, True, "a rank's task was cancelled from inside"),
+    Reason.RANK_SIGNAL: Meaning(State.FAILED, False, True, "a rank was ended by a signal"),
+    Reason.HOST_OOM: Meaning(State.FAILED, False, True, "a rank was ended because host memory ran out"),
+    Reason.NO_RESULT: Meaning(State.FAILED, False, True, "a rank's process ended without a result"),
+    Reason.RESULT_UNSERIALISABLE: Meaning(
+        State.FAILED, False, True, "a rank finished, but its result cannot be pickled"
+    ),
+    Reason.RESULT_TOO_LARGE: Meaning(State.FAILED, False, True, "a rank finished, but its result is over the limit"),
+    Reason.RESULT_STORAGE: Meaning(State.FAILED, False, True, "a rank finished, but its result could not be written"),
+    Reason.START_FAILED: Meaning(State.FAILED, True, False, "the ranks could not be started"),
+    Reason.RENDEZVOUS: Meaning(State.FAILED, True, False, "no free rendezvous port was found"),
+    Reason.RUNTIME_LOST: Meaning(State.FAILED, False, True, "the process that owns the ranks died"),
+    Reason.CANCELLED: Meaning(State.CANCELLED, False, True, "the run was cancelled"),
+    Reason.TIMEOUT: Meaning(State.TIMED_OUT, False, True, "the run reached its time limit"),
+    Reason.BUDGET: Meaning(State.BUDGET_STOPPED, False, True, "the run's budget is used up"),
+    Reason.SUPERVISOR_LOST: Meaning(State.LOST, False, False, "the process that looked after the run died"),
+    Reason.NODE_LOST: Meaning(State.LOST, False, False, "the node did not answer any more"),
+}
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """How long things may take, in nanoseconds.
+
+    Attributes:
+        timeout_ns: from the first user byte to the last, or None.
+        grace_ns: between SIGTERM and SIGKILL when a run is stopped, or when a rank that returned does not exit.
+        failure_grace_ns: the same when another rank failed.
+        start_ns: from the placement to the first user byte.
+    """
+
+    timeout_ns: int | None = None
+    grace_ns: int = 30_000_000_000
+    failure_grace_ns: int = 2_000_000_000
+    start_ns: int = 300_000_000_000
+
+    def stop_grace_ns(self) -> int:
+        """Return the grace that fits into the time limit (half of it when it is short)."""
+        if self.timeout_ns is not None and self.timeout_ns < 2 * self.grace_ns:
+            return self.timeout_ns // 2
+        return self.grace_ns
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """What went wrong in one rank, or in the attempt as a whole (`rank` None)."""
+
+    rank: int | None
+    reason: Reason
+    at_ns: int
+    peer_lost: bool = False
+    signal: int | None = None
+    detail: str = ""
+
+
+class Attempt(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything the next decision depends on."""
+
+    run_id: str
+    fence: int
+    world_size: int
+    limits: Limits
+    state: State = State.QUEUED
+    phase: Phase = Phase.NONE
+    reason: Reason | None = None
+    exec_ns: int | None = None
+    stop_ns: int | None = None
+    wake_ns: int | None = None
+    returned: frozenset[int] = frozenset()
+    exited: frozenset[int] = frozenset()
+    failures: tuple[Failure, ...] = ()
+    killed: bool = False
+
+    @property
+    def gang(self) -> str:
+        """Return the gang id, `run:fence`."""
+        return f"{self.run_id}:{self.fence}"
+
+    @property
+    def cause(self) -> Failure | None:
+        """Return the failure that explains the end."""
+        return root_cause(self.failures, self.stop_ns)
+
+
+class Placed(msgspec.Struct, frozen=True):
+    """The gang has its GPUs and a stem."""
+
+
+class StartFailed(msgspec.Struct, frozen=True):
+    """Ranks could not be started; no user code has run."""
+
+    reason: Reason
+    detail: str
+
+
+class RankExecuting(msgspec.Struct, frozen=True):
+    """A rank is about to run its first user byte."""
+
+    rank: int
+
+
+class RankReturned(msgspec.Struct, frozen=True):
+    """A rank's result is durable."""
+
+    rank: int
+
+
+class RankFailed(msgspec.Struct, frozen=True):
+    """A rank reported a failure."""
+
+    failure: Failure
+
+
+class RankExited(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank's process was reaped.
+
+    Attributes:
+        signal: the signal that ended it, or None.
+        out_of_memory: the kernel's counters say it was ended for memory.
+        detail: a sentence for people.
+    """
+
+    rank: int
+    signal: int | None
+    out_of_memory: bool = False
+    detail: str = ""
+
+
+class StemLost(msgspec.Struct, frozen=True, kw_only=True):
+    """The parent of the ranks is gone."""
+
+    detail: str
+    out_of_memory: bool = False
+
+
+class CancelRequested(msgspec.Struct, frozen=True):
+    """The user, or their client, asked to stop."""
+
+
+class BudgetSpent(msgspec.Struct, frozen=True):
+    """The budget that pays for this attempt is used up."""
+
+
+class Tick(msgspec.Struct, frozen=True):
+    """Time has passed; `wake_ns` says when this is next of interest."""
+
+
+class TreeEmpty(msgspec.Struct, frozen=True):
+    """No process of the attempt is left."""
+
+
+class LeaseSilent(msgspec.Struct, frozen=True):
+    """The supervisor has not renewed its lease for a while."""
+
+
+class LeaseRenewed(msgspec.Struct, frozen=True):
+    """The supervisor answers again."""
+
+
+class LeaseExpired(msgspec.Struct, frozen=True):
+    """The hard fence has passed; the node has stopped the ranks by its own clock."""
+
+
+Event = (
+    Placed
+    | StartFailed
+    | RankExecuting
+    | RankReturned
+    | RankFailed
+    | RankExited
+    | StemLost
+    | CancelRequested
+    | BudgetSpent
+    | Tick
+    | TreeEmpty
+    | LeaseSilent
+    | LeaseRenewed
+    | LeaseExpired
+)
+
+
+def root_cause(failures: tuple[Failure, ...], stop_ns: int | None) -> Failure | None:
+    """Return the failure that explains the others: the first in time, lowest rank on a tie.
+
+    A rank that only says its peer went away explains nothing while any other failure is known. After the stop began,
+    only a crash counts (a rank that dies has closed its sockets before it can be reaped); exceptions from then on are
+    consequences.
+    """
+
+    def weight(failure: Failure) -> tuple[bool, int, int]:
+        return (failure.peer_lost, failure.at_ns, -1 if failure.rank is None else failure.rank)
+
+    crashes = (Reason.RANK_SIGNAL, Reason.HOST_OOM)
+    eligible = [f for f in failures if stop_ns is None or f.at_ns <= stop_ns or f.reason in crashes]
+    return min(eligible or failures, key=weight, default=None)

@@ -1,0 +1,324 @@
+"""GPU types and devices: the catalogue, and how names, product strings and fakes are read.
+
+A *type* is a name users write (``H100``); a *device* is one card, fake or CPU slot of a machine. Finding devices
+(NVML) and locking them is the node's work and must not be here.
+
+Failure cases: a name that is in no catalogue raises `UnknownGpuType` with the known names; a product string nobody
+knows is not an error, it becomes a type of its own, so a machine with a rare card still works.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from enum import StrEnum
+
+import msgspec
+
+from serverless_gpu.errors import InvalidValue, UnknownGpuType
+
+GIB = 2**30
+CPU = "CPU"
+
+# One machine; a bound, so that a slip of the finger does not make a million locks.
+FAKE_DEVICES_MAX = 1024
+
+# The driver keeps some memory and error correction takes more: real cards report 92 to 100 % of the figure on the
+# box. Less than this share is a slice of a card (virtual GPU) or a smaller card of the same name (laptops), not the
+# card itself.
+_MEMORY_SHARE_PERCENT = 85
+
+# Words that, after a name, make it another card: "RTX 3090 Ti" is no RTX 3090.
+_VARIANT_WORDS = frozenset({"TI", "SUPER", "D", "LAPTOP"})
+
+_SHAPE = re.compile(r"GPU\d+X(.+)")
+
+
+class DeviceKind(StrEnum):
+    """What stands behind a device."""
+
+    GPU = "gpu"
+    FAKE = "fake"
+    CPU = "cpu"
+
+
+class GpuType(msgspec.Struct, frozen=True, kw_only=True):
+    """A kind of card under the name users write.
+
+    Attributes:
+        name: the name in requests, receipts and prices.
+        memory_bytes: memory of the card as sold; where one name covers several sizes, the smallest.
+        aliases: other names accepted in requests.
+        products: fragments of the product string the driver reports, in whole words.
+    """
+
+    name: str
+    memory_bytes: int
+    aliases: tuple[str, ...] = ()
+    products: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not _key(self.name):
+            raise InvalidValue(f"a GPU type cannot be named {self.name!r}", hint="use letters and digits")
+        if self.memory_bytes < 0:
+            raise InvalidValue(f"GPU type {self.name} cannot have {self.memory_bytes} bytes of memory")
+
+
+class Device(msgspec.Struct, frozen=True, kw_only=True):
+    """One card, fake or CPU slot of a machine.
+
+    Attributes:
+        uuid: the identifier locks and receipts use.
+        index: position in PCI bus order; CPU slots count from 0 on their own.
+        type: a catalogue name, or the product string of a card nobody knows.
+        memory_bytes: memory the driver reports; 0 when there is none or it is unknown.
+        kind: what stands behind it.
+        product: the product string the driver reports.
+    """
+
+    uuid: str
+    index: int
+    type: str
+    memory_bytes: int
+    kind: DeviceKind
+    product: str = ""
+
+
+def find_type(name: str, own: Sequence[GpuType] = ()) -> GpuType:
+    """Return the type a user means.
+
+    Case, spaces, ``-`` and ``_`` do not matter, and shapes such as ``GPU_8xH100`` are read as their type.
+
+    Args:
+        name: what the user wrote.
+        own: types declared by this installation; they win over the catalogue.
+
+    Raises:
+        UnknownGpuType: no type has this name; the message lists those that exist.
+    """
+    found = _lookup(name, own)
+    if found is None:
+        raise _unknown(name, own)
+    return found
+
+
+def canonical(name: str, own: Sequence[GpuType] = ()) -> str:
+    """Return the catalogue's spelling of a type name, or the name itself where the catalogue has none."""
+    found = _lookup(name, own)
+    return name if found is None else found.name
+
+
+def is_listed(name: str, own: Sequence[GpuType] = ()) -> bool:
+    """Return whether this name, in any spelling, stands for a type of the catalogue or an own one."""
+    return _lookup(name, own) is not None
+
+
+def matches(wanted: str, device_type: str, own: Sequence[GpuType] = ()) -> bool:
+    """Return whether a device of one type serves a request for another: the same type, or a member of the family.
+
+    Args:
+        wanted: the type asked for, in any spelling.
+        device_type: the type of the device.
+        own: types declared by this installation.
+    """
+    asked, present = canonical(wanted, own), canonical(device_type, own)
+    return _key(asked) == _key(present) or present in FAMILIES.get(asked, ())
+
+
+def recognise(product: str, memory_bytes: int, own: Sequence[GpuType] = ()) -> str:
+    """Return the type name of a card.
+
+    The most specific product fragment wins, then the nearest memory size. A MIG slice or virtual GPU is not the card it
+    was cut from, so it keeps its product string unless an own type names it.
+
+    Args:
+        product: the product string the driver reports.
+        memory_bytes: memory the driver reports; 0 when unknown.
+        own: types declared by this installation; they win over the catalogue.
+
+    Returns:
+        A type name, or the product string itself when no type fits.
+    """
+    words = _words(product)
+    for types in (own, CATALOGUE):
+        fits = [
+            (len(_words(fragment)), -abs(memory_bytes - gpu_type.memory_bytes), gpu_type.name)
+            for gpu_type in types
+            if _memory_fits(gpu_type, memory_bytes)
+            for fragment in gpu_type.products
+            if _contains(words, _words(fragment))
+        ]
+        if fits:
+            return max(fits)[2]
+    return product.strip() or "UNKNOWN"
+
+
+def parse_fake(text: str, own: Sequence[GpuType] = ()) -> tuple[Device, ...]:
+    """Return the devices that ``SERVERLESS_GPU_FAKE`` describes.
+
+    Args:
+        text: types and counts, for example ``"H100:4,A10:2"``.
+        own: types declared by this installation.
+
+    Raises:
+        InvalidValue: the text cannot be read, or describes too many devices.
+        UnknownGpuType: it names a type that does not exist.
+    """
+    counts: dict[str, tuple[GpuType, int]] = {}
+    for entry in text.split(","):
+        name, _, digits = entry.strip().rpartition(":")
+        if not name:
+            raise _bad_fake(text, f"{entry.strip()!r} is not a type and a count")
+        gpu_type = find_type(name, own)
+        if gpu_type.name in counts:
+            raise _bad_fake(text, f"{gpu_type.name} is named twice")
+        counts[gpu_type.name] = (gpu_type, _fake_count(text, digits))
+    if sum(count for _, count in counts.values()) > FAKE_DEVICES_MAX:
+        raise _bad_fake(text, f"more than {FAKE_DEVICES_MAX} devices")
+    types = [(gpu_type, number) for gpu_type, count in counts.values() for number in range(count)]
+    return tuple(
+        Device(
+            uuid=f"FAKE-{gpu_type.name}-{number}",
+            index=index,
+            type=gpu_type.name,
+            memory_bytes=gpu_type.memory_bytes,
+            kind=DeviceKind.FAKE,
+            product=f"fake {gpu_type.name}",
+        )
+        for index, (gpu_type, number) in enumerate(types)
+    )
+
+
+def cpu_slots(count: int) -> tuple[Device, ...]:
+    """Return the CPU slots of a machine: devices that behave like GPUs and need none.
+
+    Args:
+        count: how many, usually the cores this process may use.
+    """
+    return tuple(
+        Device(uuid=f"CPU-{index}", index=index, type=CPU, memory_bytes=0, kind=DeviceKind.CPU)
+        for index in range(count)
+    )
+
+
+def _fake_count(text: str, digits: str) -> int:
+    # isascii: int() also reads other scripts' digits. The length keeps a huge number from being built at all.
+    if not (digits.isascii() and digits.isdigit() and len(digits) <= 9 and int(digits) >= 1):
+        raise _bad_fake(text, f"{digits!r} is not a count of 1 or more")
+    return int(digits)
+
+
+def _bad_fake(text: str, why: str) -> InvalidValue:
+    return InvalidValue(
+        f"SERVERLESS_GPU_FAKE={text!r} cannot be read: {why}",
+        hint='write types and counts, for example SERVERLESS_GPU_FAKE="H100:8" or "H100:4,A10:2"',
+    )
+
+
+def _lookup(name: str, own: Sequence[GpuType]) -> GpuType | None:
+    key = _key(name)
+    shape = _SHAPE.fullmatch(key)
+    for candidate in (key, shape.group(1)) if shape else (key,):
+        for gpu_type in own:
+            if candidate in _keys(gpu_type):
+                return gpu_type
+        if candidate in _INDEX:
+            return _INDEX[candidate]
+    return None
+
+
+def _unknown(name: str, own: Sequence[GpuType]) -> UnknownGpuType:
+    names = list(dict.fromkeys(gpu_type.name for gpu_type in (*own, *CATALOGUE)))
+    close = difflib.get_close_matches(_key(name), [_key(known) for known in names], n=1)
+    near = next((known for known in names if [_key(known)] == close), None)
+    return UnknownGpuType(
+        f"unknown GPU type {name!r}; known types: {', '.join(names)}",
+        hint=f"did you mean {near!r}?" if near else "use one of these names; case, spaces, '-' and '_' do not matter",
+    )
+
+
+def _key(name: str) -> str:
+    """Return what two spellings of one name have in common."""
+    return name.upper().translate(_IGNORED)
+
+
+def _keys(gpu_type: GpuType) -> tuple[str, ...]:
+    return tuple(_key(name) for name in (gpu_type.name, *gpu_type.aliases))
+
+
+def _words(product: str) -> tuple[str, ...]:
+    return tuple(re.findall(r"[A-Z0-9]+", product.upper()))
+
+
+def _contains(words: tuple[str, ...], fragment: tuple[str, ...]) -> bool:
+    """Return whether the words hold the fragment and mean that very card: A10 is not in A100 or A10G."""
+    if not fragment or ("MIG" in words) != ("MIG" in fragment):
+        return False
+    size = len(fragment)
+    return any(
+        words[start : start + size] == fragment and _VARIANT_WORDS.isdisjoint(words[start + size : start + size + 1])
+        for start in range(len(words) - size + 1)
+    )
+
+
+def _memory_fits(gpu_type: GpuType, memory_bytes: int) -> bool:
+    return not memory_bytes or memory_bytes * 100 >= gpu_type.memory_bytes * _MEMORY_SHARE_PERCENT
+
+
+_IGNORED = str.maketrans("", "", "-_ ")
+
+
+def _type(name: str, gib: int, products: tuple[str, ...], aliases: tuple[str, ...] = ()) -> GpuType:
+    return GpuType(name=name, memory_bytes=gib * GIB, aliases=aliases, products=products)
+
+
+# The product strings are those of `nvidia-smi -L`. A100 is a family: it is asked for, never recognised, hence no
+# products.
+CATALOGUE: tuple[GpuType, ...] = (
+    _type("A10", 24, ("A10",), ("A10-24GB",)),
+    _type("A10G", 24, ("A10G",), ("A10G-24GB",)),
+    _type("A16", 16, ("A16",)),
+    _type("A2", 16, ("A2",)),
+    _type("A30", 24, ("A30",)),
+    _type("A40", 48, ("A40",)),
+    _type("A100", 40, ()),
+    _type(
+        "A100-40", 40, ("A100", "A100-SXM4-40GB", "A100-PCIE-40GB"), ("A100-40GB", "A100-SXM4-40GB", "A100-PCIE-40GB")
+    ),
+    _type(
+        "A100-80",
+        80,
+        ("A100", "A100-SXM4-80GB", "A100-SXM-80GB", "A100-PCIE-80GB", "A100 80GB PCIe"),
+        ("A100-80GB", "A100-SXM4-80GB", "A100-PCIE-80GB", "A100 80GB PCIe"),
+    ),
+    _type("H20", 96, ("H20",)),
+    _type("H100", 80, ("H100",), ("H100-80GB", "H100-SXM", "H100-PCIe", "H100-NVL")),
+    _type("H200", 141, ("H200",), ("H200-141GB", "H200-SXM", "H200-NVL")),
+    _type("GH200", 96, ("GH200",)),
+    _type("B200", 180, ("B200",), ("B200-180GB", "B200-192GB")),
+    _type("B300", 268, ("B300",), ("B300-288GB",)),
+    _type("GB200", 185, ("GB200",)),
+    _type("GB300", 277, ("GB300",)),
+    _type("L4", 24, ("L4",)),
+    _type("L40", 48, ("L40",)),
+    _type("L40S", 48, ("L40S",)),
+    _type("P100", 16, ("P100",)),
+    _type("T4", 16, ("T4",)),
+    _type("V100", 16, ("V100",)),
+    _type("RTX-3090", 24, ("RTX 3090",)),
+    _type("RTX-4090", 24, ("RTX 4090",)),
+    _type("RTX-5090", 32, ("RTX 5090",)),
+    _type("RTX-A4000", 16, ("RTX A4000",), ("A4000",)),
+    _type("RTX-A5000", 24, ("RTX A5000",), ("A5000",)),
+    _type("RTX-A6000", 48, ("RTX A6000",), ("A6000",)),
+    _type("RTX-6000-Ada", 48, ("RTX 6000 Ada",), ("RTX-6000-Ada-Generation",)),
+    _type("RTX-PRO-6000", 96, ("RTX PRO 6000",), ("RTX-PRO-6000-Blackwell",)),
+    _type(CPU, 0, ()),
+)
+
+# Asking for the family takes any member.
+FAMILIES: dict[str, tuple[str, ...]] = {"A100": ("A100-40", "A100-80")}
+
+# Looked up for every device of every call, so by key and not by scanning.
+_INDEX: dict[str, GpuType] = {key: gpu_type for gpu_type in CATALOGUE for key in _keys(gpu_type)}

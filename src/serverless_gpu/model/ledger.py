@@ -1,0 +1,323 @@
+"""Facts, charges and receipts: what happened on GPUs, what follows in time and money, and the account of a run.
+
+A fact is never changed; a charge is a pure function of facts and a price, so that facts may arrive late, twice and in
+any order. Writing facts down and sending them is the node's work and must not be here.
+
+                 reserved   hydrating   exec   alive ... alive   exited   freed
+    billable                              ├──────────────────────────────────┤
+    no freed yet (provisional end)        ├──────────────┤ (or exited, if that came)
+
+Failure cases: a silent node or a reboot ends the billable time at the last sign of life, in the user's favour;
+boottimes of two boots are never compared. Facts of several attempts, or two different facts under one number, are a
+fault of the caller and raise `InvalidValue`: any sum of them would depend on the order they came in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from enum import StrEnum
+from itertools import pairwise
+
+import msgspec
+
+from serverless_gpu import units
+from serverless_gpu.errors import InvalidOption, InvalidValue
+from serverless_gpu.model.hardware import FAMILIES, DeviceKind, canonical
+
+# A terminal's two lines: a receipt is read, not scrolled.
+_TEXT_LINE_MAX = 200
+
+_PRICE_MAX_PER_GPU_HOUR = 1_000_000
+
+_PRICE_HINT = 'write the price of one GPU for one hour in USD, for example {"H100": 2.99}'
+
+
+class FactKind(StrEnum):
+    """What a fact says happened."""
+
+    RESERVED = "reserved"
+    HYDRATING = "hydrating"
+    EXEC = "exec"
+    ALIVE = "alive"
+    EXITED = "exited"
+    FREED = "freed"
+
+
+class Fact(msgspec.Struct, frozen=True, kw_only=True):
+    """One record of what happened to an attempt on a node.
+
+    Attributes:
+        attempt: the attempt, as ``run:fence``.
+        seq: number within the attempt; ``(attempt, seq)`` names the fact.
+        kind: what happened.
+        boot_id: the boot in which `boottime_ns` counts.
+        boottime_ns: nanoseconds since boot; all durations come from it.
+        wall_ns: nanoseconds since 1970; only places the fact on a calendar.
+        gpus: identifiers of the devices held.
+        cpus: cores held.
+        memory_bytes: host memory held.
+    """
+
+    attempt: str
+    seq: int
+    kind: FactKind
+    boot_id: str
+    boottime_ns: int
+    wall_ns: int
+    gpus: tuple[str, ...]
+    cpus: int
+    memory_bytes: int
+
+
+class Price(msgspec.Struct, frozen=True, kw_only=True):
+    """What one GPU of a type costs for one hour.
+
+    Attributes:
+        gpu_type: the type.
+        micros_per_gpu_hour: millionths of the currency unit.
+        currency: the currency's name.
+    """
+
+    gpu_type: str
+    micros_per_gpu_hour: int
+    currency: str = "USD"
+
+    def __post_init__(self) -> None:
+        if self.micros_per_gpu_hour < 0:
+            raise InvalidValue(f"the price of {self.gpu_type} cannot be {self.micros_per_gpu_hour} micros per GPU-hour")
+
+
+class Charge(msgspec.Struct, frozen=True, kw_only=True):
+    """What one attempt used and costs.
+
+    Attributes:
+        attempt: the attempt, as ``run:fence``.
+        gpu_type: type of its devices.
+        gpus: how many devices it held.
+        gpu_ms: billable GPU-milliseconds.
+        micros: cost in millionths of the currency unit; None when there is no price.
+    """
+
+    attempt: str
+    gpu_type: str
+    gpus: int
+    gpu_ms: int
+    micros: int | None
+
+
+class Segments(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the time of a run went, in milliseconds; None is "not known", which is not 0.
+
+    Attributes:
+        queued_ms: waiting for devices.
+        environment_ms: making the environment ready.
+        start_ms: starting the ranks.
+        first_line_ms: from the call to the first line of user code.
+        run_ms: user code.
+        stop_ms: ending the ranks.
+        gate_ms: proving the devices free.
+    """
+
+    environment_ms: int | None = None
+    start_ms: int | None = None
+    first_line_ms: int | None = None
+    run_ms: int | None = None
+    stop_ms: int | None = None
+    gate_ms: int | None = None
+    queued_ms: int | None = None
+
+
+class Receipt(msgspec.Struct, frozen=True, kw_only=True):
+    """The account of one run.
+
+    Attributes:
+        run_id: the run.
+        fence: the number of its last attempt.
+        state: the final state.
+        reason: why it ended so; None when nothing needs saying.
+        gpu_type: type of the devices.
+        gpus: identifiers of the devices.
+        kind: what the devices were.
+        segments: where the time went.
+        gpu_ms: billable GPU-milliseconds.
+        micros: cost in millionths of the currency unit; None when there is no price.
+        currency: the currency's name.
+        peak_memory_bytes: most host memory used; None when not known.
+        warm: whether the ranks came from a warm interpreter.
+        warm_reason: why not, or which one.
+        gate: the evidence that the devices were handed back.
+        quarantined: identifiers of devices that could not be proven free.
+        tags: the run's tags.
+        facts: how many facts stand behind this.
+        world_size: ranks of the run.
+        notes: anything else the user should know.
+    """
+
+    run_id: str
+    fence: int
+    state: str
+    reason: str | None
+    gpu_type: str
+    gpus: tuple[str, ...]
+    kind: DeviceKind
+    segments: Segments
+    gpu_ms: int
+    micros: int | None
+    currency: str
+    peak_memory_bytes: int | None
+    warm: bool
+    warm_reason: str
+    gate: str
+    quarantined: tuple[str, ...]
+    tags: dict[str, str]
+    facts: int
+    world_size: int
+    notes: tuple[str, ...] = ()
+
+    def text(self) -> str:
+        """Return the receipt for a terminal: at most 8 lines, none of them empty."""
+        lines = (
+            _joined(f"run {self.run_id}", f"attempt {self.fence}", self.state, self.reason or ""),
+            _joined(
+                _devices_text(self), f"{self.world_size} rank{'' if self.world_size == 1 else 's'}", _cost_text(self)
+            ),
+            _segments_text(self.segments),
+            _joined(_start_text(self), _memory_text(self.peak_memory_bytes)),
+            f"gate: {self.gate}" if self.gate else "",
+            f"quarantined: {', '.join(self.quarantined)}" if self.quarantined else "",
+            "tags: " + ", ".join(f"{key}={value}" for key, value in sorted(self.tags.items())) if self.tags else "",
+            f"notes: {'; '.join(self.notes)}" if self.notes else "",
+        )
+        return "\n".join(_printable(line) for line in lines if line)
+
+
+def charge(facts: Iterable[Fact], *, gpu_type: str, price: Price | None) -> Charge:
+    """Return what an attempt used and costs.
+
+    Billable time goes from the start of user code until the devices are free. While they are not, it ends
+    provisionally at the last sign of life; the same call with the later facts gives the final charge.
+
+    Args:
+        facts: facts of one attempt, in any order, with any repetition.
+        gpu_type: type of its devices.
+        price: the price in force when the devices were reserved; None when there is none.
+
+    Raises:
+        InvalidValue: the facts are of several attempts, or two different ones carry the same number.
+    """
+    ordered = _distinct(facts)
+    start = next((fact for fact in ordered if fact.kind is FactKind.EXEC), None)
+    gpus = len(set(start.gpus)) if start else 0
+    gpu_ms = units.gpu_milliseconds(gpus, _billable_ms(start, ordered)) if start else 0
+    return Charge(
+        attempt=ordered[0].attempt if ordered else "",
+        gpu_type=gpu_type,
+        gpus=gpus,
+        gpu_ms=gpu_ms,
+        micros=None if price is None else units.micros_for(gpu_ms, price.micros_per_gpu_hour),
+    )
+
+
+def parse_prices(table: Mapping[str, float]) -> dict[str, Price]:
+    """Return prices by type name.
+
+    A price for a family holds for each member that has none of its own. Names that no catalogue knows are kept: cards
+    with own or product names have prices too.
+
+    Args:
+        table: USD per GPU-hour by type name, in any spelling.
+
+    Raises:
+        InvalidOption: a price is not a number.
+        InvalidValue: a price is negative, not finite or absurd, or a type is priced twice.
+    """
+    prices: dict[str, Price] = {}
+    for written, amount in table.items():
+        name = canonical(written)
+        if name in prices:
+            raise InvalidValue(f"the price of {name} is given twice", hint=_PRICE_HINT)
+        prices[name] = Price(gpu_type=name, micros_per_gpu_hour=_price_micros(name, amount))
+    for family, members in FAMILIES.items():
+        if family in prices:
+            for member in members:
+                prices.setdefault(member, msgspec.structs.replace(prices[family], gpu_type=member))
+    return prices
+
+
+def _distinct(facts: Iterable[Fact]) -> list[Fact]:
+    """Return each fact once, by number."""
+    ordered = sorted(set(facts), key=lambda fact: fact.seq)
+    attempts = sorted({fact.attempt for fact in ordered})
+    if len(attempts) > 1:
+        raise InvalidValue(f"a charge is for one attempt, these facts are of {', '.join(attempts)}")
+    for fact, following in pairwise(ordered):
+        if fact.seq == following.seq:
+            raise InvalidValue(f"two different facts of attempt {fact.attempt} carry the number {fact.seq}")
+    return ordered
+
+
+def _billable_ms(start: Fact, ordered: list[Fact]) -> int:
+    # A later boot proves the attempt dead, but its boottime says nothing about when.
+    after = [fact for fact in ordered if fact.seq > start.seq and fact.boot_id == start.boot_id]
+    freed = [fact.boottime_ns for fact in after if fact.kind is FactKind.FREED]
+    signs = [fact.boottime_ns for fact in after if fact.kind in (FactKind.ALIVE, FactKind.EXITED)]
+    end = min(freed) if freed else max(signs, default=start.boottime_ns)
+    return max(0, end - start.boottime_ns) // 1_000_000
+
+
+def _price_micros(name: str, amount: float) -> int:
+    # bool is an int to Python, and True USD is a mistake.
+    if isinstance(amount, bool) or not isinstance(amount, int | float):
+        raise InvalidOption(f"the price of {name} is {amount!r}, not a number", hint=_PRICE_HINT)
+    if not math.isfinite(amount) or not 0 <= amount <= _PRICE_MAX_PER_GPU_HOUR:
+        raise InvalidValue(
+            f"the price of {name} is {amount!r}, not between 0 and {_PRICE_MAX_PER_GPU_HOUR}", hint=_PRICE_HINT
+        )
+    return round(amount * units.MICROS_PER_UNIT)
+
+
+def _devices_text(receipt: Receipt) -> str:
+    count = len(receipt.gpus)
+    if receipt.kind is DeviceKind.CPU:
+        return f"{count} CPU slot{'' if count == 1 else 's'}"
+    return f"{count} {receipt.gpu_type}" + (" (fake)" if receipt.kind is DeviceKind.FAKE else "")
+
+
+def _cost_text(receipt: Receipt) -> str:
+    unit = "slot" if receipt.kind is DeviceKind.CPU else "GPU"
+    cost = "unpriced" if receipt.micros is None else units.format_micros(receipt.micros, receipt.currency)
+    return f"{units.format_gpu_ms(receipt.gpu_ms, unit=unit)}, {cost}"
+
+
+def _segments_text(segments: Segments) -> str:
+    # In the order a run goes through them; what is not known is left out.
+    named = (
+        ("queued", segments.queued_ms),
+        ("environment", segments.environment_ms),
+        ("start", segments.start_ms),
+        ("first line", segments.first_line_ms),
+        ("run", segments.run_ms),
+        ("stop", segments.stop_ms),
+        ("gate", segments.gate_ms),
+    )
+    return _joined(*(f"{name} {units.format_duration_ms(ms)}" for name, ms in named if ms is not None))
+
+
+def _start_text(receipt: Receipt) -> str:
+    start = "warm start" if receipt.warm else "cold start"
+    return f"{start} ({receipt.warm_reason})" if receipt.warm_reason else start
+
+
+def _memory_text(peak_memory_bytes: int | None) -> str:
+    return "" if peak_memory_bytes is None else f"peak memory {units.format_bytes(peak_memory_bytes)}"
+
+
+def _joined(*parts: str) -> str:
+    return " · ".join(part for part in parts if part)
+
+
+def _printable(line: str) -> str:
+    """Return the line without control characters (tags and notes may hold any) and not over the limit."""
+    clean = "".join(char if char.isprintable() else " " for char in line)
+    return clean if len(clean) <= _TEXT_LINE_MAX else clean[: _TEXT_LINE_MAX - 1] + "…"

@@ -1,0 +1,334 @@
+"""The life of one attempt, as a table: events in, instructions out.
+
+    QUEUED ─▶ STARTING ─▶ RUNNING ⇄ UNREACHABLE
+       │          │          │          │
+       └──────────┴────▶ STOPPING ◀─────┘        ─▶ SUCCEEDED FAILED CANCELLED TIMED_OUT BUDGET_STOPPED LOST
+
+What lives here: the transition table and its handlers. What must not: clocks, processes, sockets, files. `advance`
+takes a value, an event and the time, and returns the next value and the instructions that thin code carries out. The
+same table drives a local run and a run under the server.
+
+STOPPING has phases: TERMINATING (ranks were asked to end, a deadline is set) and KILLING (everything left is being
+ended; the next thing to hear is `TreeEmpty`). A run that succeeds passes through KILLING too: what its ranks left
+behind ends with it. RUNNING has one: SETTLING. When a rank says that a peer closed its connection, the peer is the
+story, and its own report may be milliseconds behind; the attempt waits `SETTLE_NS` for it before it judges.
+
+What is not neat: a rank that returned and then dies while its interpreter ends has still returned. Its result was
+durable before it said so, so the exit is a note, not a failure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+
+import msgspec
+
+from serverless_gpu.model.attempt import (
+    MEANINGS,
+    Attempt,
+    BudgetSpent,
+    CancelRequested,
+    Event,
+    Failure,
+    LeaseExpired,
+    LeaseRenewed,
+    LeaseSilent,
+    Phase,
+    Placed,
+    RankExecuting,
+    RankExited,
+    RankFailed,
+    RankReturned,
+    Reason,
+    StartFailed,
+    State,
+    StemLost,
+    Tick,
+    TreeEmpty,
+)
+
+SETTLE_NS = 200_000_000
+
+_NOT_A_FAILURE = frozenset({Reason.COMPLETED, Reason.CANCELLED, Reason.TIMEOUT, Reason.BUDGET})
+
+
+class Instruction(StrEnum):
+    """What thin code does next."""
+
+    START_RANKS = "start_ranks"
+    TERMINATE_RANKS = "terminate_ranks"
+    KILL_TREE = "kill_tree"
+    CONCLUDE = "conclude"
+
+
+Step = tuple[Attempt, tuple[Instruction, ...]]
+_Handler = Callable[..., Step]
+
+
+class IllegalTransition(Exception):
+    """An event arrived in a state that has no row for it; nothing was changed."""
+
+    def __init__(self, attempt: Attempt, event: Event) -> None:
+        super().__init__(f"run {attempt.run_id} (fence {attempt.fence}): {type(event).__name__} in {attempt.state}")
+
+
+def advance(attempt: Attempt, event: Event, now_ns: int) -> Step:
+    """Return the attempt after an event, and what has to be done about it.
+
+    Args:
+        attempt: the attempt as it is.
+        event: what happened.
+        now_ns: the time, nanoseconds of the node's boottime clock.
+
+    Returns:
+        The next value and the instructions, in order.
+
+    Raises:
+        IllegalTransition: the table has no row for this event in this state.
+    """
+    handler = TABLE[attempt.state].get(type(event))
+    if handler is None:
+        raise IllegalTransition(attempt, event)
+    return handler(attempt, event, now_ns)
+
+
+def _placed(attempt: Attempt, _: Placed, now_ns: int) -> Step:
+    wake_ns = now_ns + attempt.limits.start_ns
+    return msgspec.structs.replace(attempt, state=State.STARTING, wake_ns=wake_ns), (Instruction.START_RANKS,)
+
+
+def _start_failed(attempt: Attempt, event: StartFailed, now_ns: int) -> Step:
+    failure = Failure(rank=None, reason=event.reason, at_ns=now_ns, detail=event.detail)
+    return _kill(_with_failure(attempt, failure), now_ns, event.reason)
+
+
+def _tick_starting(attempt: Attempt, _: Tick, now_ns: int) -> Step:
+    if attempt.wake_ns is None or now_ns < attempt.wake_ns:
+        return attempt, ()
+    seconds = attempt.limits.start_ns // 1_000_000_000
+    detail = f"no user code had started {seconds} s after the GPUs were there"
+    return _start_failed(attempt, StartFailed(reason=Reason.START_FAILED, detail=detail), now_ns)
+
+
+def _executing(attempt: Attempt, _: RankExecuting, now_ns: int) -> Step:
+    if attempt.exec_ns is not None:
+        return attempt, ()
+    timeout = attempt.limits.timeout_ns
+    wake = None if timeout is None else now_ns + timeout - attempt.limits.stop_grace_ns()
+    return msgspec.structs.replace(attempt, state=State.RUNNING, exec_ns=now_ns, wake_ns=wake), ()
+
+
+def _returned(attempt: Attempt, event: RankReturned, now_ns: int) -> Step:
+    attempt = msgspec.structs.replace(attempt, returned=attempt.returned | {event.rank})
+    if len(attempt.returned) < attempt.world_size or attempt.state is State.STOPPING:
+        return attempt, ()
+    # All results are there: from here on the run can only succeed; ranks get their grace to exit on their own.
+    return _terminating(attempt, now_ns, Reason.COMPLETED, attempt.limits.grace_ns), ()
+
+
+def _failed(attempt: Attempt, event: RankFailed, now_ns: int) -> Step:
+    attempt = _with_failure(attempt, event.failure)
+    accounted = attempt.returned | {failure.rank for failure in attempt.failures}
+    if not event.failure.peer_lost or len(accounted) == attempt.world_size:
+        return _stop_for_failure(attempt, now_ns)
+    if attempt.phase is Phase.NONE:
+        return msgspec.structs.replace(attempt, phase=Phase.SETTLING, wake_ns=now_ns + SETTLE_NS), ()
+    return attempt, ()
+
+
+def _failed_while_stopping(attempt: Attempt, event: RankFailed, now_ns: int) -> Step:
+    return _with_failure(attempt, event.failure), ()
+
+
+def _exited(attempt: Attempt, event: RankExited, now_ns: int) -> Step:
+    attempt = msgspec.structs.replace(attempt, exited=attempt.exited | {event.rank})
+    reported = event.rank in attempt.returned or any(f.rank == event.rank for f in attempt.failures)
+    if reported:
+        return attempt, ()
+    attempt = _with_failure(attempt, _exit_failure(event, now_ns))
+    return _stop_for_failure(attempt, now_ns)
+
+
+def _exited_while_stopping(attempt: Attempt, event: RankExited, now_ns: int) -> Step:
+    attempt = msgspec.structs.replace(attempt, exited=attempt.exited | {event.rank})
+    reported = event.rank in attempt.returned or any(f.rank == event.rank for f in attempt.failures)
+    ours = event.signal in (15, 9) and not event.out_of_memory
+    if not reported and event.signal is not None and not ours:
+        attempt = _with_failure(attempt, _exit_failure(event, now_ns))
+    if attempt.phase is Phase.TERMINATING and len(attempt.exited) == attempt.world_size:
+        return _kill(attempt, now_ns, attempt.reason or Reason.COMPLETED)
+    return attempt, ()
+
+
+def _exit_failure(event: RankExited, now_ns: int) -> Failure:
+    reason = Reason.NO_RESULT if event.signal is None else Reason.RANK_SIGNAL
+    if event.out_of_memory:
+        reason = Reason.HOST_OOM
+    return Failure(rank=event.rank, reason=reason, at_ns=now_ns, signal=event.signal, detail=event.detail)
+
+
+def _stem_lost(attempt: Attempt, event: StemLost, now_ns: int) -> Step:
+    reason = Reason.HOST_OOM if event.out_of_memory else Reason.RUNTIME_LOST
+    if attempt.exec_ns is None and not event.out_of_memory:
+        reason = Reason.START_FAILED
+    failure = Failure(rank=None, reason=reason, at_ns=now_ns, detail=event.detail)
+    return _kill(_with_failure(attempt, failure), now_ns, reason)
+
+
+def _stem_lost_while_stopping(attempt: Attempt, _: StemLost, now_ns: int) -> Step:
+    return _kill(attempt, now_ns, attempt.reason or Reason.RUNTIME_LOST)
+
+
+def _cancel(attempt: Attempt, _: CancelRequested, now_ns: int) -> Step:
+    return _stop(attempt, now_ns, Reason.CANCELLED)
+
+
+def _budget(attempt: Attempt, _: BudgetSpent, now_ns: int) -> Step:
+    return _stop(attempt, now_ns, Reason.BUDGET)
+
+
+def _stop(attempt: Attempt, now_ns: int, reason: Reason) -> Step:
+    if attempt.exec_ns is None:
+        return _kill(attempt, now_ns, reason)
+    grace = attempt.limits.grace_ns
+    return _terminating(attempt, now_ns, reason, grace), (Instruction.TERMINATE_RANKS,)
+
+
+def _tick_running(attempt: Attempt, _: Tick, now_ns: int) -> Step:
+    if attempt.wake_ns is None or now_ns < attempt.wake_ns:
+        return attempt, ()
+    if attempt.phase is Phase.SETTLING:
+        return _stop_for_failure(attempt, now_ns)
+    grace = attempt.limits.stop_grace_ns()
+    return _terminating(attempt, now_ns, Reason.TIMEOUT, grace), (Instruction.TERMINATE_RANKS,)
+
+
+def _tick_stopping(attempt: Attempt, _: Tick, now_ns: int) -> Step:
+    if attempt.phase is not Phase.TERMINATING or attempt.wake_ns is None or now_ns < attempt.wake_ns:
+        return attempt, ()
+    attempt = msgspec.structs.replace(attempt, killed=True)
+    return _kill(attempt, now_ns, attempt.reason or Reason.COMPLETED)
+
+
+def _tree_empty(attempt: Attempt, _: TreeEmpty, now_ns: int) -> Step:
+    if attempt.phase is not Phase.KILLING or attempt.reason is None:
+        return attempt, ()
+    reason = attempt.reason
+    if reason not in _NOT_A_FAILURE and attempt.cause is not None:
+        reason = attempt.cause.reason  # what was heard during the stop may explain it better
+    state = MEANINGS[reason].state
+    attempt = msgspec.structs.replace(attempt, state=state, reason=reason, wake_ns=None, phase=Phase.NONE)
+    return attempt, (Instruction.CONCLUDE,)
+
+
+def _silent(attempt: Attempt, _: LeaseSilent, now_ns: int) -> Step:
+    return msgspec.structs.replace(attempt, state=State.UNREACHABLE), ()
+
+
+def _renewed(attempt: Attempt, _: LeaseRenewed, now_ns: int) -> Step:
+    return msgspec.structs.replace(attempt, state=State.RUNNING), ()
+
+
+def _expired(attempt: Attempt, _: LeaseExpired, now_ns: int) -> Step:
+    failure = Failure(rank=None, reason=Reason.NODE_LOST, at_ns=now_ns)
+    attempt = _with_failure(attempt, failure)
+    return msgspec.structs.replace(attempt, state=State.LOST, reason=Reason.NODE_LOST), (Instruction.CONCLUDE,)
+
+
+def _nothing(attempt: Attempt, _: Event, now_ns: int) -> Step:
+    return attempt, ()
+
+
+def _with_failure(attempt: Attempt, failure: Failure) -> Attempt:
+    return msgspec.structs.replace(attempt, failures=(*attempt.failures, failure))
+
+
+def _stop_for_failure(attempt: Attempt, now_ns: int) -> Step:
+    cause = attempt.cause
+    reason = cause.reason if cause else Reason.RUNTIME_LOST
+    attempt = _terminating(attempt, now_ns, reason, attempt.limits.failure_grace_ns)
+    if len(attempt.exited) == attempt.world_size:
+        return _kill(attempt, now_ns, reason)
+    return attempt, (Instruction.TERMINATE_RANKS,)
+
+
+def _terminating(attempt: Attempt, now_ns: int, reason: Reason, grace_ns: int) -> Attempt:
+    return msgspec.structs.replace(
+        attempt,
+        state=State.STOPPING,
+        phase=Phase.TERMINATING,
+        reason=reason,
+        stop_ns=now_ns,
+        wake_ns=now_ns + grace_ns,
+    )
+
+
+def _kill(attempt: Attempt, now_ns: int, reason: Reason) -> Step:
+    stop_ns = now_ns if attempt.stop_ns is None else attempt.stop_ns
+    attempt = msgspec.structs.replace(
+        attempt, state=State.STOPPING, phase=Phase.KILLING, reason=reason, stop_ns=stop_ns, wake_ns=None
+    )
+    return attempt, (Instruction.KILL_TREE,)
+
+
+# Rows: state → event → handler. A terminal state has an empty row: nothing can happen to it any more.
+TABLE: Mapping[State, Mapping[type, _Handler]] = {
+    State.QUEUED: {
+        Placed: _placed,
+        StartFailed: _start_failed,
+        StemLost: _stem_lost,
+        CancelRequested: _cancel,
+        BudgetSpent: _budget,
+        Tick: _nothing,
+    },
+    State.STARTING: {
+        StartFailed: _start_failed,
+        RankExecuting: _executing,
+        RankFailed: _failed,
+        RankExited: _exited,
+        StemLost: _stem_lost,
+        CancelRequested: _cancel,
+        BudgetSpent: _budget,
+        Tick: _tick_starting,
+    },
+    State.RUNNING: {
+        RankExecuting: _executing,
+        RankReturned: _returned,
+        RankFailed: _failed,
+        RankExited: _exited,
+        StemLost: _stem_lost,
+        CancelRequested: _cancel,
+        BudgetSpent: _budget,
+        Tick: _tick_running,
+        LeaseSilent: _silent,
+        LeaseRenewed: _nothing,
+    },
+    State.UNREACHABLE: {
+        CancelRequested: _cancel,
+        BudgetSpent: _budget,
+        LeaseRenewed: _renewed,
+        LeaseExpired: _expired,
+        Tick: _nothing,
+    },
+    State.STOPPING: {
+        RankExecuting: _nothing,
+        RankReturned: _returned,
+        RankFailed: _failed_while_stopping,
+        RankExited: _exited_while_stopping,
+        StemLost: _stem_lost_while_stopping,
+        CancelRequested: _nothing,
+        BudgetSpent: _nothing,
+        Tick: _tick_stopping,
+        TreeEmpty: _tree_empty,
+        LeaseSilent: _nothing,
+        LeaseRenewed: _nothing,
+        LeaseExpired: _expired,
+    },
+    State.SUCCEEDED: {},
+    State.FAILED: {},
+    State.CANCELLED: {},
+    State.TIMED_OUT: {},
+    State.BUDGET_STOPPED: {},
+    State.LOST: {},
+}

@@ -1,0 +1,247 @@
+"""Which devices a run may take, and what each rank is told about its place.
+
+Decides from a list of devices; which of them are free is the locks' answer, not this module's. Layout over several
+nodes is given in `RankPlace`, not computed here.
+
+Failure cases: a request this machine can never serve raises at once (`NoGpu`, `GpuTypeMismatch`, `NotEnoughGpus`),
+with what the machine has; devices that are merely busy are no failure here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from serverless_gpu.errors import GpuTypeMismatch, HardwareError, InvalidValue, NoGpu, NotEnoughGpus
+from serverless_gpu.model.hardware import CPU, Device, DeviceKind, GpuType, find_type, is_listed, matches
+
+_UUID_PREFIXES = ("GPU-", "MIG-", "FAKE-")
+
+_NO_GPU_HINT = (
+    'gpu_type="CPU" runs on CPU slots, SERVERLESS_GPU_FAKE="H100:8" makes slots that pass for GPUs; '
+    "a GPU that CUDA_VISIBLE_DEVICES hides does not count"
+)
+
+
+class Candidates(msgspec.Struct, frozen=True, kw_only=True):
+    """The devices a run may take.
+
+    Attributes:
+        count: how many of them it takes.
+        devices: those that fit, in order of preference.
+    """
+
+    count: int
+    devices: tuple[Device, ...]
+
+
+class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
+    """Where one rank stands in its gang.
+
+    Attributes:
+        rank: global rank.
+        local_rank: rank on its node.
+        node_rank: number of its node.
+        world_size: ranks of the gang.
+        local_world_size: ranks on its node.
+        num_nodes: nodes of the gang.
+    """
+
+    rank: int
+    local_rank: int
+    node_rank: int
+    world_size: int
+    local_world_size: int
+    num_nodes: int
+
+    def __post_init__(self) -> None:
+        fits = (
+            0 <= self.rank < self.world_size
+            and 0 <= self.local_rank < self.local_world_size <= self.world_size
+            and 0 <= self.node_rank < self.num_nodes
+        )
+        if not fits:
+            raise InvalidValue(f"no rank can stand here: {self!r}")
+
+
+def restrict(devices: Sequence[Device], cuda_visible_devices: str | None) -> tuple[Device, ...]:
+    """Return the devices a caller may use, as CUDA reads the caller's own ``CUDA_VISIBLE_DEVICES``.
+
+    The order of the variable is kept. Like CUDA, reading stops at the first entry that names no device, and a device
+    named twice leaves none. CPU slots are not CUDA's to hide; they come last.
+
+    Args:
+        devices: the devices of the machine.
+        cuda_visible_devices: the variable; None when it is not set.
+    """
+    if cuda_visible_devices is None:
+        return tuple(devices)
+    cuda = [device for device in devices if device.type != CPU]
+    visible: list[Device] = []
+    entries = [entry.strip() for entry in cuda_visible_devices.split(",")]
+    # The first entry decides how all are read; CUDA does not mix the two forms.
+    by_index = _is_number(entries[0])
+    for entry in entries:
+        device = _by_index(cuda, entry) if by_index else _by_uuid(cuda, entry)
+        if device is None:
+            break
+        if device in visible:
+            visible.clear()
+            break
+        visible.append(device)
+    return (*visible, *(device for device in devices if device.type == CPU))
+
+
+def candidates(
+    *, gpus: int | None, gpu_type: str | None, devices: Sequence[Device], own: Sequence[GpuType] = ()
+) -> Candidates:
+    """Return the devices that fit a request.
+
+    Args:
+        gpus: how many; None takes every device of the type.
+        gpu_type: their type; None takes the only GPU type there is.
+        devices: what the caller may use.
+        own: types declared by this installation.
+
+    Raises:
+        InvalidValue: ``gpus`` is below 1, or ``gpu_type`` is missing where there are several.
+        UnknownGpuType: there is no such type.
+        NoGpu: a GPU is needed and there is none.
+        GpuTypeMismatch: there are only GPUs of other types.
+        NotEnoughGpus: there are fewer than asked for.
+    """
+    if gpus is not None and gpus < 1:
+        raise InvalidValue(
+            f"gpus must be at least 1, not {gpus}", hint="leave gpus out to use every GPU of the machine"
+        )
+    present = [device for device in devices if device.type != CPU]
+    wanted = _only_type(present) if gpu_type is None else _asked_type(gpu_type, present, own)
+    fitting = _of_type(wanted, devices, own)
+    if not fitting and wanted != CPU:
+        raise _none_of(wanted, present)
+    count = gpus or len(fitting) or 1
+    if count > len(fitting):
+        raise _too_many(wanted, count, len(fitting))
+    return Candidates(count=count, devices=fitting)
+
+
+def rank_variables(
+    place: RankPlace, *, devices: Sequence[Device], run_id: str, fence: int, master: tuple[str, int]
+) -> dict[str, str]:
+    """Return the environment variables that tell a rank who it is.
+
+    Args:
+        place: where the rank stands.
+        devices: all devices of the attempt on this node, in LOCAL_RANK order.
+        run_id: the run.
+        fence: the number of the attempt.
+        master: address and port of rank 0's rendezvous.
+    """
+    variables = {
+        "RANK": str(place.rank),
+        "LOCAL_RANK": str(place.local_rank),
+        "WORLD_SIZE": str(place.world_size),
+        "LOCAL_WORLD_SIZE": str(place.local_world_size),
+        "NODE_RANK": str(place.node_rank),
+        "GROUP_RANK": str(place.node_rank),
+        "NUM_NODES": str(place.num_nodes),
+        "MASTER_ADDR": master[0],
+        "MASTER_PORT": str(master[1]),
+        "TORCHELASTIC_RUN_ID": run_id,
+        "SGPU_RUN_ID": run_id,
+        "SGPU_FENCE": str(fence),
+        "SGPU_GPU_UUIDS": ",".join(device.uuid for device in devices),
+        "PYTHONUNBUFFERED": "1",
+    }
+    indices = [str(device.index) for device in devices if device.type != CPU]
+    # Empty, not absent, for CPU slots: they must not touch a GPU that happens to be there.
+    variables["CUDA_VISIBLE_DEVICES"] = ",".join(indices)
+    if indices:
+        # CUDA's own default orders by speed; our indices are NVML's, which are in bus order.
+        variables["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+    return variables
+
+
+def threads_per_rank(cores: int, local_world_size: int) -> int:
+    """Return how many threads each rank of a node may run: its share of the cores, at least one."""
+    return max(1, cores // local_world_size)
+
+
+def _is_number(entry: str) -> bool:
+    return entry.isascii() and entry.isdigit()
+
+
+def _by_index(devices: Sequence[Device], entry: str) -> Device | None:
+    if not _is_number(entry):
+        return None
+    # Compared as text, so that a thousand digits are never made into a number.
+    wanted = entry.lstrip("0") or "0"
+    return next((device for device in devices if str(device.index) == wanted), None)
+
+
+def _by_uuid(devices: Sequence[Device], entry: str) -> Device | None:
+    """Return the device whose identifier starts like this, if exactly one does."""
+    found = [device for device in devices if entry.startswith(_UUID_PREFIXES) and device.uuid.startswith(entry)]
+    return found[0] if len(found) == 1 else None
+
+
+def _only_type(present: Sequence[Device]) -> str:
+    types = _types(present)
+    if not types:
+        raise NoGpu("this machine has no GPU", hint=_NO_GPU_HINT)
+    if len(types) > 1:
+        raise InvalidValue(
+            f"this machine has several GPU types ({_census(present)}) and gpu_type does not say which",
+            hint=f"use {_choices(types)}",
+        )
+    return types[0]
+
+
+def _asked_type(gpu_type: str, present: Sequence[Device], own: Sequence[GpuType]) -> str:
+    # A card no catalogue knows has its product string for a type, and can be asked for by it.
+    unlisted = [name for name in _types(present) if not is_listed(name, own)]
+    return find_type(gpu_type, (*own, *(GpuType(name=name, memory_bytes=0) for name in unlisted))).name
+
+
+def _of_type(wanted: str, devices: Sequence[Device], own: Sequence[GpuType]) -> tuple[Device, ...]:
+    types = {name for name in {device.type for device in devices} if matches(wanted, name, own)}
+    fitting = [device for device in devices if device.type in types]
+    # Fake CPU slots are there instead of the machine's own, not in addition.
+    fakes = [device for device in fitting if device.kind is DeviceKind.FAKE]
+    return tuple(fakes or fitting)
+
+
+def _none_of(wanted: str, present: Sequence[Device]) -> HardwareError:
+    if not present:
+        return NoGpu(f"asked for {wanted}, this machine has no GPU", hint=_NO_GPU_HINT)
+    types = _types(present)
+    or_none = ", or leave gpu_type out" if len(types) == 1 else ""
+    return GpuTypeMismatch(
+        f"asked for {wanted}, this machine has {_census(present)}", hint=f"use {_choices(types)}{or_none}"
+    )
+
+
+def _too_many(wanted: str, asked: int, there: int) -> NotEnoughGpus:
+    if wanted == CPU:
+        return NotEnoughGpus(
+            f"asked for {asked} CPU {'slot' if asked == 1 else 'slots'}, this machine has {there}",
+            hint=f'SERVERLESS_GPU_FAKE="CPU:{asked}" makes as many slots, whatever the number of cores',
+        )
+    return NotEnoughGpus(
+        f"asked for {asked} {wanted}, this machine has {there}",
+        hint=f"use gpus={there}, or leave gpus out to use all; a GPU that CUDA_VISIBLE_DEVICES hides does not count",
+    )
+
+
+def _types(devices: Sequence[Device]) -> list[str]:
+    return list(dict.fromkeys(device.type for device in devices))
+
+
+def _census(devices: Sequence[Device]) -> str:
+    types = [device.type for device in devices]
+    return ", ".join(f"{types.count(name)} {name}" for name in dict.fromkeys(types))
+
+
+def _choices(types: Sequence[str]) -> str:
+    return " or ".join(f'gpu_type="{name}"' for name in types)

@@ -1,0 +1,299 @@
+"""What a user asks for: options as they are typed, and the RunSpec they become.
+
+Validated here and nowhere else, before anything starts. What only a server can enforce is recorded in the spec, so that
+the same code means the same with `remote=True`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import Literal, TypedDict
+
+import msgspec
+
+from serverless_gpu.errors import InvalidOption, InvalidValue
+from serverless_gpu.model.attempt import Limits
+from serverless_gpu.model.hardware import GpuType, find_type
+
+SPEC_VERSION = 1
+RANKS_MAX = 100_000
+TAGS_MAX = 64
+TAG_CHARACTERS_MAX = 256
+DEFAULT_GRACE_S = 30.0
+
+OnInterrupt = Literal["cancel", "detach"]
+
+
+class Priority(StrEnum):
+    """Priority classes of the queue."""
+
+    CRITICAL = "CRITICAL"
+    NORMAL = "NORMAL"
+    BEST_EFFORT = "BEST_EFFORT"
+
+
+class Options(TypedDict, total=False):
+    """Everything `distributed` accepts beside `gpus`, `gpu_type`, `remote` and `timeout`."""
+
+    num_gpus: int
+    tags: Mapping[str, str]
+    policy: str
+    pool: str
+    team: str
+    priority: str
+    retries: int
+    resume: bool
+    env: str
+    secrets: Sequence[str]
+    cpus: int
+    memory: int | str
+    ranks_log: Literal["all"] | Sequence[int]
+    tracking: bool
+    quiet: bool
+    grace: float
+    hang_timeout: float
+    on_interrupt: OnInterrupt
+    same_node: bool
+    ignore_busy: bool
+
+
+class Resources(msgspec.Struct, frozen=True, kw_only=True):
+    """What the gang needs.
+
+    Attributes:
+        gpus: number of GPUs, one rank each; None means every GPU of the node.
+        gpu_type: canonical type name, or None for the type that is there.
+        cpus: cores per gang, or None for an even share.
+        memory_bytes: host memory limit of the gang, or None.
+        same_node: whether the gang must fit on one node.
+        ignore_busy: take GPUs that other programs are using, too.
+    """
+
+    gpus: int | None = None
+    gpu_type: str | None = None
+    cpus: int | None = None
+    memory_bytes: int | None = None
+    same_node: bool = False
+    ignore_busy: bool = False
+
+
+class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One run as it is asked for, without its payload.
+
+    Attributes:
+        timeout_s: limit from the first user byte, in seconds, or None.
+        grace_s: seconds between SIGTERM and SIGKILL when the run is stopped.
+        ranks_log: global ranks whose output is shown live; None means all.
+    """
+
+    spec_version: int = SPEC_VERSION
+    name: str = ""
+    resources: Resources = Resources()
+    remote: bool = False
+    timeout_s: float | None = None
+    grace_s: float = DEFAULT_GRACE_S
+    tags: dict[str, str] = {}
+    policy: str | None = None
+    pool: str | None = None
+    team: str | None = None
+    priority: Priority = Priority.NORMAL
+    retries: int = 0
+    resume: bool = False
+    secrets: tuple[str, ...] = ()
+    ranks_log: tuple[int, ...] | None = (0,)
+    tracking: bool = True
+    quiet: bool = False
+    on_interrupt: OnInterrupt = "cancel"
+
+    def limits(self) -> Limits:
+        """Return the limits the lifecycle works with."""
+        timeout = None if self.timeout_s is None else round(self.timeout_s * 1e9)
+        return Limits(timeout_ns=timeout, grace_ns=round(self.grace_s * 1e9))
+
+
+def make_spec(
+    gpus: object,
+    gpu_type: object,
+    remote: object,
+    timeout: object,
+    options: Mapping[str, object],
+    own: Sequence[GpuType],
+) -> RunSpec:
+    """Return the RunSpec for what a user wrote.
+
+    Args:
+        gpus: number of GPUs, or None for every GPU of the node.
+        gpu_type: name from the catalogue, any case, or None.
+        remote: whether to run through a server.
+        timeout: seconds, or None.
+        options: the other options by name.
+        own: GPU types from the configuration.
+
+    Returns:
+        The validated spec.
+
+    Raises:
+        InvalidOption: an option does not exist, or its type is wrong.
+        InvalidValue: a value is not possible.
+    """
+    _refuse_unknown(options)
+    asked = dict(options)
+    if "num_gpus" in asked:
+        alias = asked.pop("num_gpus")
+        if gpus is not None and gpus != alias:
+            raise InvalidValue(
+                f"gpus={gpus!r} and num_gpus={alias!r} disagree", hint="num_gpus is an alias: give one of them"
+            )
+        gpus = alias
+    if gpu_type is not None and not isinstance(gpu_type, str):
+        raise InvalidOption(f"gpu_type must be a string such as 'H100', not {gpu_type!r}")
+    resources = Resources(
+        gpus=None if gpus is None else _whole("gpus", gpus, 1, RANKS_MAX),
+        gpu_type=None if gpu_type is None else find_type(gpu_type, own).name,
+        cpus=None if asked.get("cpus") is None else _whole("cpus", asked["cpus"], 1, RANKS_MAX),
+        memory_bytes=None if asked.get("memory") is None else _bytes("memory", asked["memory"]),
+        same_node=_flag("same_node", asked.get("same_node", False)),
+        ignore_busy=_flag("ignore_busy", asked.get("ignore_busy", False)),
+    )
+    _refuse_unready(asked)
+    return RunSpec(
+        resources=resources,
+        remote=_flag("remote", remote),
+        timeout_s=None if timeout is None else _seconds("timeout", timeout),
+        grace_s=_seconds("grace", asked.get("grace", DEFAULT_GRACE_S)),
+        tags=_tags(asked.get("tags", {})),
+        policy=_name("policy", asked.get("policy")),
+        pool=_name("pool", asked.get("pool")),
+        team=_name("team", asked.get("team")),
+        priority=_priority(asked.get("priority", Priority.NORMAL)),
+        retries=_whole("retries", asked.get("retries", 0), 0, 100),
+        resume=_flag("resume", asked.get("resume", False)),
+        secrets=_names("secrets", asked.get("secrets", ())),
+        ranks_log=_ranks_log(asked.get("ranks_log", (0,))),
+        tracking=_flag("tracking", asked.get("tracking", True)),
+        quiet=_flag("quiet", asked.get("quiet", False)),
+        on_interrupt=_on_interrupt(asked.get("on_interrupt", "cancel")),
+    )
+
+
+def _refuse_unknown(options: Mapping[str, object]) -> None:
+    valid = sorted({"gpus", "gpu_type", "remote", "timeout", *Options.__annotations__})
+    for name in options:
+        if name not in valid:
+            near = difflib.get_close_matches(name, valid, n=1)
+            guess = f" (did you mean {near[0]!r}?)" if near else ""
+            raise InvalidOption(
+                f"distributed() has no option {name!r}{guess}", hint="valid options: " + ", ".join(valid)
+            )
+
+
+def _refuse_unready(options: Mapping[str, object]) -> None:
+    """Refuse what this version would silently not do; an option that only a server enforces is recorded instead."""
+    if options.get("env") not in (None, "live"):
+        raise InvalidValue(
+            f"env={options['env']!r} is not possible",
+            hint="local runs use the live environment: leave env out, or 'live'",
+        )
+    if options.get("hang_timeout") is not None:
+        raise InvalidValue(
+            "hang_timeout is not available in this version", hint="use timeout= for a limit on the whole run"
+        )
+
+
+def _flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise InvalidOption(f"{name} must be True or False, not {value!r}")
+    return value
+
+
+def _whole(name: str, value: object, least: int, most: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidOption(f"{name} must be a whole number, not {value!r}")
+    if not least <= value <= most:
+        raise InvalidValue(f"{name} must be between {least} and {most}, not {value}")
+    return value
+
+
+def _seconds(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InvalidOption(f"{name} must be a number of seconds, not {value!r}")
+    if not math.isfinite(value) or value <= 0:
+        raise InvalidValue(f"{name} must be a positive number of seconds, not {value}")
+    return float(value)
+
+
+_BYTE_UNITS = {
+    "": 1,
+    "K": 10**3,
+    "M": 10**6,
+    "G": 10**9,
+    "T": 10**12,
+    "KI": 2**10,
+    "MI": 2**20,
+    "GI": 2**30,
+    "TI": 2**40,
+}
+
+
+def _bytes(name: str, value: object) -> int:
+    if isinstance(value, str):
+        text = value.strip().upper().removesuffix("B")
+        digits = text.rstrip("KMGTI")
+        unit = _BYTE_UNITS.get(text[len(digits) :])
+        with contextlib.suppress(ValueError):
+            value = round(float(digits) * unit) if unit else value
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidOption(f"{name} must be a number of bytes or a string such as '64GiB', not {value!r}")
+    return _whole(name, value, 1, 2**60)
+
+
+def _name(name: str, value: object) -> str | None:
+    if value is not None and (not isinstance(value, str) or not value):
+        raise InvalidOption(f"{name} must be a non-empty string, not {value!r}")
+    return value
+
+
+def _names(name: str, value: object) -> tuple[str, ...]:
+    if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(item, str) for item in value):
+        raise InvalidOption(f"{name} must be a list of names, not {value!r}")
+    return tuple(value)
+
+
+def _tags(value: object) -> dict[str, str]:
+    if not isinstance(value, Mapping):
+        raise InvalidOption(f"tags must be a dictionary of strings, not {value!r}")
+    if len(value) > TAGS_MAX:
+        raise InvalidValue(f"{len(value)} tags are over the limit of {TAGS_MAX}")
+    for key, text in value.items():
+        if not isinstance(key, str) or not isinstance(text, str):
+            raise InvalidOption(f"tags must be strings, not {key!r}: {text!r}")
+        if max(len(key), len(text)) > TAG_CHARACTERS_MAX:
+            raise InvalidValue(f"tag {key[:40]!r} is longer than {TAG_CHARACTERS_MAX} characters")
+    return dict(value)
+
+
+def _priority(value: object) -> Priority:
+    try:
+        return Priority(str(value).upper())
+    except ValueError:
+        raise InvalidValue(f"priority must be one of {', '.join(Priority)}, not {value!r}") from None
+
+
+def _ranks_log(value: object) -> tuple[int, ...] | None:
+    if value == "all":
+        return None
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise InvalidOption(f"ranks_log must be 'all' or a list of ranks, not {value!r}")
+    return tuple(_whole("ranks_log", rank, 0, RANKS_MAX) for rank in value)
+
+
+def _on_interrupt(value: object) -> OnInterrupt:
+    if value == "cancel":
+        return "cancel"
+    if value == "detach":
+        return "detach"
+    raise InvalidValue(f"on_interrupt must be 'cancel' or 'detach', not {value!r}")

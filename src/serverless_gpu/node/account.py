@@ -1,0 +1,149 @@
+"""The account of one attempt: facts on disk as they happen, and the receipt they add up to.
+
+Facts go to `facts.jsonl` in the run directory, one line each, append-only; they are what charges are made of and what a
+server gets replayed. The segments of the receipt (environment, start, first line …) are finer than the facts and are
+this process's own measurement.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from serverless_gpu.ambient import Clock
+from serverless_gpu.model.attempt import Attempt, Reason
+from serverless_gpu.model.hardware import Device, DeviceKind
+from serverless_gpu.model.ledger import Fact, FactKind, Receipt, Segments, charge
+from serverless_gpu.node.gate import Verdict
+from serverless_gpu.node.protocol import Launch
+
+
+class Account:
+    """What is written down about one attempt.
+
+    Args:
+        launch: what was asked for.
+        clock: where time comes from.
+
+    Attributes:
+        marks: when things happened for the first time, by name, boottime nanoseconds.
+        peaks: peak host memory by rank, bytes.
+        warm: whether the ranks come from a warm zygote, and why not.
+        peak_bytes: peak of the whole attempt, where the memory controller knows it.
+        notes: sentences for the user.
+    """
+
+    def __init__(self, launch: Launch, clock: Clock) -> None:
+        self.facts: list[Fact] = []
+        self.marks: dict[str, int] = {}
+        self.peaks: dict[int, int] = {}
+        self.notes: list[str] = []
+        self.warm = (False, "no stem came")
+        self.peak_bytes: int | None = None
+        self._launch = launch
+        self._directory = Path(launch.directory)
+        self._gang = f"{launch.run_id}:{launch.fence}"
+        self._clock = clock
+        self._boot_id = clock.boot_id()
+
+    def mark(self, name: str, at_ns: int | None = None) -> None:
+        """Remember when something happened for the first time."""
+        self.marks.setdefault(name, self._clock.boottime_ns() if at_ns is None else at_ns)
+
+    def fact(self, kind: FactKind, devices: Sequence[Device], *, cpus: int, at_ns: int | None = None) -> None:
+        """Write one fact down."""
+        now_ns = self._clock.boottime_ns()
+        at_ns = now_ns if at_ns is None else at_ns
+        fact = Fact(
+            attempt=self._gang,
+            seq=len(self.facts),
+            kind=kind,
+            boot_id=self._boot_id,
+            boottime_ns=at_ns,
+            wall_ns=self._clock.wall_ns() - (now_ns - at_ns),
+            gpus=tuple(device.uuid for device in devices),
+            cpus=cpus,
+            memory_bytes=0,
+        )
+        self.facts.append(fact)
+        # A full disk must not end a run; the receipt is computed from memory and says how many facts it stands on.
+        with contextlib.suppress(OSError), (self._directory / "facts.jsonl").open("ab") as file:
+            file.write(msgspec.json.encode(fact) + b"\n")
+
+    def receipt(
+        self,
+        attempt: Attempt,
+        devices: Sequence[Device],
+        verdicts: Mapping[str, Verdict],
+        quarantined: Sequence[str],
+    ) -> Receipt:
+        """Return the receipt of the attempt as it ended, and write it to `receipt.json`."""
+        kind, gpu_type = self._launch.candidates[0].kind, self._launch.candidates[0].type
+        price = self._launch.price
+        made = charge(self.facts, gpu_type=gpu_type, price=price)
+        receipt = Receipt(
+            run_id=attempt.run_id,
+            fence=attempt.fence,
+            state=attempt.state.value,
+            reason=None if attempt.reason in (None, Reason.COMPLETED) else attempt.reason.value,
+            gpu_type=gpu_type,
+            gpus=tuple(device.uuid for device in devices),
+            kind=kind,
+            segments=self._segments(),
+            gpu_ms=made.gpu_ms,
+            micros=made.micros,
+            currency=price.currency if price else "USD",
+            peak_memory_bytes=self.peak_bytes if self.peak_bytes is not None else sum(self.peaks.values()) or None,
+            warm=self.warm[0],
+            warm_reason=self.warm[1],
+            gate=gate_text(devices, verdicts, kind),
+            quarantined=tuple(quarantined),
+            tags=self._launch.spec.tags,
+            facts=len(self.facts),
+            world_size=attempt.world_size,
+            notes=tuple(self.notes),
+        )
+        write_json(self._directory / "receipt.json", receipt)
+        return receipt
+
+    def _segments(self) -> Segments:
+        return Segments(
+            queued_ms=self._between("asked", "reserved"),
+            environment_ms=self._between("reserved", "stem"),
+            start_ms=self._between("stem", "exec"),
+            first_line_ms=self._between("called", "enter"),
+            run_ms=self._between("exec", "stopping"),
+            stop_ms=self._between("stopping", "exited"),
+            gate_ms=self._between("exited", "freed"),
+        )
+
+    def _between(self, start: str, end: str) -> int | None:
+        if start not in self.marks or end not in self.marks:
+            return None
+        return max(0, self.marks[end] - self.marks[start]) // 1_000_000
+
+
+def gate_text(devices: Sequence[Device], verdicts: Mapping[str, Verdict], kind: DeviceKind) -> str:
+    """Return the evidence of the hand-back as one sentence."""
+    if not devices:
+        return "nothing was taken"
+    noun = "CPU slot" if kind is DeviceKind.CPU else "GPU"
+    plural = f"{len(devices)} {noun}{'' if len(devices) == 1 else 's'}"
+    bad = [f"{uuid}: {verdict.evidence}" for uuid, verdict in verdicts.items() if not verdict.ok]
+    if bad:
+        return f"{len(bad)} of {plural} not free: " + "; ".join(bad)
+    if kind is DeviceKind.CPU:
+        return f"{plural} free: no process of the run is left"
+    evidence = sorted({verdict.evidence for verdict in verdicts.values()})
+    return f"{plural} verified free: " + "; ".join(evidence[:3])
+
+
+def write_json(path: Path, value: msgspec.Struct) -> None:
+    """Write a value to a file that is either whole or not there; a full disk loses it without ending the run."""
+    temporary = path.with_name(path.name + ".tmp")
+    with contextlib.suppress(OSError):
+        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
+        temporary.replace(path)

@@ -1,0 +1,346 @@
+"""The agent: one per user and home on a node; keeps interpreters warm and gives every run a supervisor.
+
+    client ──connect──▶ agent ──▶ Greeting (inventory)
+           ──Launch───▶       ──▶ a standby supervisor gets the client's socket, a standby stem follows
+                              ──▶ next: another supervisor and another stem stand by
+
+It decides nothing about a run and is never in its way: once handed over, client and supervisor talk to each other. One
+thread, one loop; nothing here blocks for longer than the look at a zygote's files (about 2 ms).
+
+Failure cases:
+- killed: running attempts do not notice. Zygotes and standby processes end (end of file). The next call starts a new
+  agent,
+  which finds running attempts by their sockets and lets them be;
+- two started at once: the lock decides, the loser ends;
+- a supervisor dies: its attempt's directory gets the record that nobody else can write any more;
+- too many runs at once: the rest wait here in order, and are told how many are ahead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import selectors
+import signal
+import socket
+import subprocess
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+from serverless_gpu.ambient import SystemClock
+from serverless_gpu.node import protocol
+from serverless_gpu.node.attempts import Attempts
+from serverless_gpu.node.home import Home
+from serverless_gpu.node.inside import linux
+from serverless_gpu.node.inside.channel import Channel
+from serverless_gpu.node.inventory import Inventory
+from serverless_gpu.node.processes import find_cgroup_root
+from serverless_gpu.node.spawning import open_log
+from serverless_gpu.node.zygotes import PRELOAD, Key, Zygote, key_of
+from serverless_gpu.version import __version__
+
+ATTEMPTS_MAX = 64
+QUEUED_MAX = 10_000
+ZYGOTES_MAX = 4
+CLIENTS_MAX = 512
+IDLE_S = 600.0
+_REFILL_S = 0.1  # after a hand-over: the ranks that just started need the cores more than the next run does
+_TURN_S = 5.0
+
+
+def main(home: str, sockets: str, ready_fd: int, environ: dict[str, str]) -> NoReturn:
+    """Be the agent until nobody has needed it for ten minutes.
+
+    Args:
+        home: the home directory.
+        sockets: the private directory of sockets.
+        ready_fd: closed when connections are accepted, or when another agent already does that.
+        environ: start-up environment for supervisors.
+    """
+    if os.fork():
+        os._exit(0)  # nobody's child: a caller that lives longer must not be left with a zombie
+    linux.set_name("sgpu-agent")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    lock = os.open(Path(sockets) / f"agent-{protocol.PROTOCOL}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os._exit(0)
+    agent = Agent(Home(Path(home)), Path(sockets), environ)
+    os.close(ready_fd)
+    agent.serve()
+    os._exit(0)
+
+
+def socket_path(sockets: Path) -> Path:
+    """Return where the agent of this protocol listens."""
+    return sockets / f"agent-{protocol.PROTOCOL}.sock"
+
+
+class Agent:
+    """The agent's loop and what it looks after.
+
+    Args:
+        home: the home directory.
+        sockets: the private directory of sockets.
+        environ: start-up environment for supervisors.
+    """
+
+    def __init__(self, home: Home, sockets: Path, environ: dict[str, str]) -> None:
+        self._home = home
+        self._sockets = sockets
+        self._clock = SystemClock()
+        self._log = open_log(home.agent_log)
+        self._selector = selectors.DefaultSelector()
+        self._cgroups = find_cgroup_root(f"serverless_gpu-{os.getuid()}-{sockets.name}")
+        self._inventory = Inventory(home)
+        self._attempts = Attempts(home, sockets, self._log, environ, self._selector)
+        self._zygotes: dict[Key, Zygote] = {}
+        self._cold: dict[Key, str] = {}  # keys that cannot be kept warm, and why
+        self._one_shots: list[Zygote] = []
+        self._gone: dict[Key, str] = {}  # why the last zygote of a key is no more
+        self._clients: dict[int, Channel] = {}
+        self._queue: deque[tuple[protocol.Launch, Channel]] = deque()
+        self._refill_ns: int | None = None
+        self._used_ns = self._clock.boottime_ns()
+        self._retired = False
+        self._cgroups.sweep()
+        self._attempts.adopt()
+        self._listener = self._listen()
+        self._attempts.prepare()
+
+    def serve(self) -> None:
+        """Serve until idle for too long, or told to end."""
+        while not self._retired and not self._idle_too_long():
+            for key, _ in self._selector.select(self._pause_s()):
+                callback: Callable[[], None] = key.data
+                callback()
+            self._tend()
+        self._listener.close()
+        socket_path(self._sockets).unlink(missing_ok=True)
+        for zygote in (*self._zygotes.values(), *self._one_shots):
+            zygote.close()
+
+    # --- clients -------------------------------------------------------------------------------------------------
+
+    def _listen(self) -> socket.socket:
+        path = socket_path(self._sockets)
+        path.unlink(missing_ok=True)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener.bind(str(path))
+        listener.listen(128)
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        return listener
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError:
+            return
+        if len(self._clients) >= CLIENTS_MAX:
+            sock.close()
+            return
+        channel = Channel(sock)
+        sock.settimeout(1.0)  # the peer is this user's own process; a stopped one must not stop the agent
+        fd = channel.fileno()
+        self._clients[fd] = channel
+        self._selector.register(fd, selectors.EVENT_READ, lambda: self._hear_client(channel))
+        self._answer(channel, self._inventory.greeting(__version__))
+
+    def _hear_client(self, channel: Channel) -> None:
+        try:
+            received = protocol.receive(channel)
+        except (OSError, msgspec.MsgspecError) as error:
+            self._answer(channel, protocol.Refused(code="agent_unavailable", message=f"not understood: {error}"))
+            received = None
+        if received is None:
+            self._drop(channel)
+            return
+        self._used_ns = self._clock.boottime_ns()
+        match received[0]:
+            case protocol.Launch() as launch:
+                self._forget(channel)
+                self._launch(launch, channel)
+            case protocol.Prewarm(context=context):
+                with contextlib.suppress(OSError):
+                    self._warm_zygote(key_of(context), context)
+            case protocol.StatusRequest():
+                self._answer(channel, self._status())
+            case protocol.Retire():
+                self._retired = True
+                self._drop(channel)
+            case _:
+                self._drop(channel)
+
+    def _status(self) -> protocol.Status:
+        zygotes = [
+            f"pid {zygote.process.pid} · {zygote.key.python} · {'ready' if zygote.ready else 'starting'}"
+            for zygote in self._zygotes.values()
+        ]
+        zygotes += [f"none · {key.python} · cold: {why}" for key, why in self._cold.items()]
+        return protocol.Status(
+            pid=os.getpid(),
+            zygotes=tuple(zygotes),
+            attempts=self._attempts.texts(),
+            queued=len(self._queue),
+            cgroups=str(self._cgroups.path) if self._cgroups.path else f"none: {self._cgroups.problem}",
+        )
+
+    def _answer(self, channel: Channel, message: protocol.Message) -> None:
+        try:
+            protocol.send(channel, message)
+        except OSError:
+            self._drop(channel)
+
+    def _forget(self, channel: Channel) -> None:
+        """Stop listening to a client without closing its socket."""
+        if self._clients.pop(channel.fileno(), None) is not None:
+            self._selector.unregister(channel.fileno())
+
+    def _drop(self, channel: Channel) -> None:
+        if channel.fileno() >= 0:
+            self._forget(channel)
+            channel.close()
+
+    # --- runs ----------------------------------------------------------------------------------------------------
+
+    def _launch(self, launch: protocol.Launch, client: Channel) -> None:
+        if len(self._queue) >= QUEUED_MAX:
+            self._refuse(client, protocol.Refused(code="agent_unavailable", message=f"{QUEUED_MAX} runs are waiting"))
+        elif self._attempts.count() >= ATTEMPTS_MAX:
+            self._queue.append((launch, client))
+            ahead = len(self._queue) + ATTEMPTS_MAX - 1
+            with contextlib.suppress(OSError):
+                protocol.send(client, protocol.Waiting(sentence=f"{ahead} runs of this home are ahead"))
+        else:
+            self._start(launch, client)
+
+    def _start(self, launch: protocol.Launch, client: Channel) -> None:
+        asked_ns = self._clock.boottime_ns()
+        try:
+            # First the supervisor, which looks for devices while we look whether the zygote is still what the caller
+            # has.
+            supervisor = self._attempts.assign(protocol.Assign(launch=launch, asked_ns=asked_ns), client)
+        except OSError as error:
+            message = f"the run could not be started on this node: {error}"
+            self._refuse(client, protocol.Refused(code="agent_unavailable", message=message))
+            return
+        client.close()
+        try:
+            zygote, warm, why = self._zygote_for(launch.context)
+        except OSError as error:
+            supervisor.give_problem(f"{launch.context.python} could not be started: {error}")
+            return
+        zygote.used_ns, zygote.ranks = asked_ns, launch.world_size
+        zygote.take_stem(
+            lambda pid, fd: supervisor.give_stem(protocol.Stem(pid=pid, warm=warm, warm_reason=why), fd),
+            supervisor.give_problem,
+        )
+        self._refill_ns = asked_ns + int(_REFILL_S * 1e9)
+
+    def _refuse(self, client: Channel, message: protocol.Refused) -> None:
+        with contextlib.suppress(OSError):
+            protocol.send(client, message)
+        client.close()
+
+    def _zygote_for(self, context: protocol.Context) -> tuple[Zygote, bool, str]:
+        """Return the zygote for a caller, whether it was warm, and why (not)."""
+        key = key_of(context)
+        if key in self._cold:
+            zygote = self._spawn(context, ())
+            self._one_shots.append(zygote)
+            return zygote, False, self._cold[key]
+        zygote_or_none = self._zygotes.get(key)
+        if zygote_or_none is not None:
+            changed = zygote_or_none.stale()
+            if changed is None and not zygote_or_none.dead:
+                return (
+                    zygote_or_none,
+                    zygote_or_none.ready,
+                    "" if zygote_or_none.ready else "its zygote was still starting",
+                )
+            self._discard(key, f"{changed} has changed" if changed else "its zygote had died")
+        why = self._gone.pop(key, "first run with this interpreter and these start-up variables")
+        return self._warm_zygote(key, context), False, why
+
+    def _warm_zygote(self, key: Key, context: protocol.Context) -> Zygote:
+        if key in self._zygotes:
+            return self._zygotes[key]
+        if len(self._zygotes) >= ZYGOTES_MAX:
+            oldest = min(self._zygotes, key=lambda other: self._zygotes[other].used_ns)
+            self._discard(oldest, f"{ZYGOTES_MAX} other interpreters were used since")
+        zygote = self._zygotes[key] = self._spawn(context, PRELOAD)
+        zygote.used_ns = self._clock.boottime_ns()
+        return zygote
+
+    def _spawn(self, context: protocol.Context, preload: tuple[str, ...]) -> Zygote:
+        zygote = Zygote(context, preload, self._home.agent_log, self._log, self._cgroups)
+        self._selector.register(zygote.channel, selectors.EVENT_READ, lambda: self._hear_zygote(zygote, context))
+        return zygote
+
+    def _hear_zygote(self, zygote: Zygote, context: protocol.Context) -> None:
+        if not zygote.hear():
+            self._selector.unregister(zygote.channel)
+            if self._zygotes.get(zygote.key) is zygote:
+                del self._zygotes[zygote.key]
+                self._gone[zygote.key] = "its zygote had died"
+            zygote.close()
+        elif zygote.threads:
+            # Not fork-safe with its preload: whoever waits gets a fresh interpreter, and so does every later run.
+            self._cold[zygote.key] = f"preloading leaves threads behind ({', '.join(zygote.threads)})"
+            self._zygotes.pop(zygote.key, None)
+            self._selector.unregister(zygote.channel)
+            for take, fail in zygote.release_takers():
+                fresh = self._spawn(context, ())
+                self._one_shots.append(fresh)
+                fresh.take_stem(take, fail)
+            zygote.close()
+        elif zygote.ready and self._refill_ns is None:
+            self._refill_ns = self._clock.boottime_ns()
+
+    def _discard(self, key: Key, why: str) -> None:
+        zygote = self._zygotes.pop(key)
+        self._gone[key] = why
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(zygote.channel)
+        zygote.close()
+
+    # --- every turn ----------------------------------------------------------------------------------------------
+
+    def _tend(self) -> None:
+        now_ns = self._clock.boottime_ns()
+        if self._attempts.tend():
+            self._used_ns = now_ns
+            self._cgroups.sweep()
+        while self._queue and self._attempts.count() < ATTEMPTS_MAX:
+            self._start(*self._queue.popleft())
+        if self._refill_ns is not None and now_ns >= self._refill_ns:
+            self._refill_ns = None
+            self._attempts.prepare()
+            for zygote in self._zygotes.values():
+                zygote.refill()
+        for key, zygote in list(self._zygotes.items()):
+            if now_ns - zygote.used_ns > IDLE_S * 1e9 and not zygote.waited_for:
+                self._discard(key, "its zygote had been idle for ten minutes")
+        for zygote in [shot for shot in self._one_shots if not shot.waited_for]:
+            self._one_shots.remove(zygote)
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(zygote.channel)
+            zygote.close()
+        subprocess._cleanup()  # type: ignore[attr-defined]  # reaps children whose Popen is gone; public only by use
+
+    def _idle_too_long(self) -> bool:
+        if self._attempts.count() or self._queue:
+            return False
+        return self._clock.boottime_ns() - self._used_ns > IDLE_S * 1e9
+
+    def _pause_s(self) -> float:
+        if self._refill_ns is None:
+            return _TURN_S
+        return max(0.0, (self._refill_ns - self._clock.boottime_ns()) / 1e9)

@@ -1,0 +1,192 @@
+"""The agent's supervisors: one standing by, one per running attempt, and those an earlier agent left running.
+
+A supervisor is told its attempt once, over its channel, together with the client's socket; from then on the channel
+only says by its end of file that the supervisor has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import socket
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from serverless_gpu.model.attempt import MEANINGS, Reason
+from serverless_gpu.node import protocol
+from serverless_gpu.node.account import write_json
+from serverless_gpu.node.home import Home
+from serverless_gpu.node.inside.channel import Channel, pair
+from serverless_gpu.node.spawning import clean_process
+
+
+class Supervised:
+    """The agent's end of one supervisor."""
+
+    def __init__(self, channel: Channel, process: subprocess.Popen[bytes] | None, text: str = "") -> None:
+        self.channel = channel
+        self.process = process
+        self.text = text
+        self.directory: Path | None = None
+
+    def give_stem(self, stem: protocol.Stem, fd: int) -> None:
+        """Hand over a stem; the descriptor is closed here in any case, so that only the supervisor holds it."""
+        try:
+            with contextlib.suppress(OSError):
+                protocol.send(self.channel, stem, (fd,))
+        finally:
+            os.close(fd)
+
+    def give_problem(self, problem: str) -> None:
+        """Say that there will be no stem."""
+        with contextlib.suppress(OSError):
+            protocol.send(self.channel, protocol.Stem(problem=problem))
+
+
+class Attempts:
+    """All supervisors of one agent.
+
+    Args:
+        home: the home directory.
+        sockets: the private directory of sockets.
+        log: descriptor for what supervisors write.
+        environ: their start-up environment.
+        selector: the agent's; ends of supervisors are heard there.
+    """
+
+    def __init__(
+        self, home: Home, sockets: Path, log: int, environ: Mapping[str, str], selector: selectors.BaseSelector
+    ) -> None:
+        self._home = home
+        self._sockets = sockets
+        self._log = log
+        self._environ = environ
+        self._selector = selector
+        self._standby: Supervised | None = None
+        self._busy: list[Supervised] = []
+        self._ended: list[Supervised] = []
+
+    def count(self) -> int:
+        """Return how many attempts are looked after."""
+        return len(self._busy)
+
+    def texts(self) -> tuple[str, ...]:
+        """Return one line for each attempt."""
+        return tuple(supervised.text for supervised in self._busy)
+
+    def prepare(self) -> None:
+        """Have one supervisor standing by.
+
+        Raises:
+            OSError: no process can be started.
+        """
+        if self._standby is None:
+            self._standby = self._spawn()
+
+    def assign(self, message: protocol.Assign, client: Channel) -> Supervised:
+        """Give an attempt and its client's socket to a supervisor.
+
+        Raises:
+            OSError: no supervisor can be started or told.
+        """
+        supervised, self._standby = self._standby or self._spawn(), None
+        try:
+            protocol.send(supervised.channel, message, (client.fileno(),))
+        except OSError:
+            # The one standing by had died unnoticed; a fresh one has not.
+            self._unwatch(supervised)
+            supervised = self._spawn()
+            protocol.send(supervised.channel, message, (client.fileno(),))
+        supervised.directory = Path(message.launch.directory)
+        supervised.text = (
+            f"run {message.launch.run_id} · supervisor pid {supervised.process and supervised.process.pid}"
+        )
+        self._busy.append(supervised)
+        return supervised
+
+    def adopt(self) -> None:
+        """Find the attempts that an earlier agent left running, by their sockets."""
+        for path in self._sockets.glob("*.sock"):
+            if path.name.startswith("agent-"):
+                continue
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            sock.settimeout(1.0)
+            try:
+                sock.connect(str(path))
+                received = protocol.receive(Channel(sock))
+            except (OSError, msgspec.MsgspecError):
+                sock.close()
+                path.unlink(missing_ok=True)  # its supervisor is gone
+                continue
+            if received is None or not isinstance(received[0], protocol.Snapshot):
+                sock.close()
+                continue
+            snapshot = received[0]
+            text = f"run {snapshot.run_id} · supervisor pid {snapshot.pid} · adopted"
+            supervised = Supervised(Channel(sock), None, text)
+            supervised.directory = self._home.attempt(snapshot.run_id, snapshot.fence)
+            self._busy.append(supervised)
+            self._watch(supervised)
+
+    def tend(self) -> bool:
+        """Bury those that ended; return whether there were any."""
+        ended, self._ended = self._ended, []
+        for supervised in ended:
+            if supervised.process is not None:
+                supervised.process.wait()
+            if supervised is self._standby:
+                self._standby = None
+            if supervised in self._busy:
+                self._busy.remove(supervised)
+                self._bury(supervised)
+        return bool(ended)
+
+    def _bury(self, supervised: Supervised) -> None:
+        """Write the ending of an attempt whose supervisor was killed: nobody else can any more."""
+        directory = supervised.directory
+        if directory is None or (directory / "stopped.json").exists() or not directory.exists():
+            return
+        reason = Reason.SUPERVISOR_LOST
+        stopped = protocol.Stopped(state=MEANINGS[reason].state, reason=reason, cause=None, consequences=())
+        write_json(directory / "stopped.json", stopped)
+
+    def _spawn(self) -> Supervised:
+        ours, theirs = pair()
+        try:
+            process = clean_process(
+                "serverless_gpu.node.supervisor",
+                (theirs.fileno(), str(self._home.root), str(self._sockets)),
+                fds=(theirs.fileno(),),
+                log=self._log,
+                environ=self._environ,
+            )
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        supervised = Supervised(ours, process)
+        self._watch(supervised)
+        return supervised
+
+    def _watch(self, supervised: Supervised) -> None:
+        self._selector.register(supervised.channel, selectors.EVENT_READ, lambda: self._hear(supervised))
+
+    def _unwatch(self, supervised: Supervised) -> None:
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(supervised.channel)
+        supervised.channel.close()
+
+    def _hear(self, supervised: Supervised) -> None:
+        # An adopted supervisor takes us for a watcher and tells us what happens: not our business.
+        try:
+            received = protocol.receive(supervised.channel)
+        except (OSError, msgspec.MsgspecError):
+            received = None
+        if received is None:
+            self._unwatch(supervised)
+            self._ended.append(supervised)

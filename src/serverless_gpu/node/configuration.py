@@ -1,0 +1,61 @@
+"""`config.toml` in the home directory: the user's own GPU types and their prices.
+
+[types.MYCARD]
+memory_gib = 48
+products = ["ACME Accelerator 48G"]      # what the driver calls it
+
+[prices]                                  # USD per GPU-hour
+H100 = 2.99
+"""
+
+from __future__ import annotations
+
+import tomllib
+
+import msgspec
+
+from serverless_gpu.errors import InvalidValue
+from serverless_gpu.model.hardware import GpuType
+from serverless_gpu.node.home import Home
+
+
+class _OwnType(msgspec.Struct, forbid_unknown_fields=True):
+    memory_gib: float
+    products: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+
+
+def read_configuration(home: Home) -> dict[str, object]:
+    """Return the configuration as a dictionary, empty when there is none.
+
+    Raises:
+        InvalidValue: the file is not TOML, or has a table that does not exist.
+    """
+    path = home.root / "config.toml"
+    try:
+        with path.open("rb") as file:
+            table: dict[str, object] = tomllib.load(file)
+    except FileNotFoundError:
+        return {}
+    except (tomllib.TOMLDecodeError, OSError) as error:
+        raise InvalidValue(f"{path} cannot be read: {error}") from error
+    unknown = set(table) - {"types", "prices"}
+    if unknown:
+        raise InvalidValue(f"{path} has unknown tables: {', '.join(sorted(unknown))}", hint="known: types, prices")
+    return table
+
+
+def configured_types(table: dict[str, object]) -> tuple[GpuType, ...]:
+    """Return the user's own GPU types.
+
+    Raises:
+        InvalidValue: a type is not described as it must be.
+    """
+    try:
+        types = msgspec.convert(table.get("types", {}), dict[str, _OwnType])
+    except msgspec.ValidationError as error:
+        raise InvalidValue(f"config.toml, table types: {error}") from error
+    return tuple(
+        GpuType(name=name, memory_bytes=round(own.memory_gib * 2**30), products=own.products, aliases=own.aliases)
+        for name, own in types.items()
+    )

@@ -1,0 +1,91 @@
+"""Text of programs that run in the user's interpreter: what starts a zygote, and `_air.py`.
+
+Neither needs anything of ours installed there: both load the stdlib-only runtime in `inside/` from its directory, under
+the name `_sgpu_inside`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from serverless_gpu.node.inside import protocol as inside_protocol
+from serverless_gpu.node.protocol import Context
+
+INSIDE = Path(__file__).resolve().parent / "inside"
+
+_LOAD = """\
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("_sgpu_inside", {init!r}, submodule_search_locations=[{directory!r}])
+runtime = sys.modules["_sgpu_inside"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(runtime)
+"""
+
+_AIR = '''\
+"""Run {run_id}, attempt {fence}: what every rank executes.
+
+Reproduce it by hand, outside of serverless-gpu:
+
+    torchrun --nproc-per-node={world_size} {path}
+
+The call itself (function, arguments) is in call.pkl beside this file. This program puts the interpreter where the
+caller was, loads the runtime that every rank uses (standard library only) and calls the function; each rank prints what
+it returned.
+"""
+
+import os
+import sys
+
+os.chdir({cwd!r})
+os.umask({umask:#o})
+sys.argv = {argv!r}
+sys.path[:] = {sys_path}
+
+# The runtime, loaded from its own directory so that nothing has to be installed.
+{load}
+from _sgpu_inside import reproduce  # noqa: E402
+
+if __name__ == "__main__":
+    sys.exit(reproduce.main({directory!r}, world_size={world_size}))
+'''
+
+
+def zygote_program(channel_fd: int, preload: Sequence[str], inside: Path = INSIDE) -> str:
+    """Return the program for `python -c` that becomes a zygote.
+
+    Args:
+        channel_fd: the inherited descriptor of its channel to the agent.
+        preload: modules it imports before it forks.
+        inside: directory of the runtime.
+    """
+    call = f"zygote.main({channel_fd}, {inside_protocol.VERSION}, {list(preload)!r})"
+    return _load(inside) + "from _sgpu_inside import zygote\n" + call + "\n"
+
+
+def air_program(*, directory: Path, run_id: str, fence: int, world_size: int, context: Context) -> str:
+    """Return `_air.py`, the readable program with which `torchrun` reproduces a run.
+
+    Args:
+        directory: the attempt's directory, where the file will lie.
+        run_id: the run.
+        fence: the attempt's number.
+        world_size: ranks of the gang.
+        context: the caller.
+    """
+    paths = "[\n" + "".join(f"    {path!r},\n" for path in context.sys_path) + "]"
+    return _AIR.format(
+        run_id=run_id,
+        fence=fence,
+        world_size=world_size,
+        path=directory / "_air.py",
+        cwd=context.cwd,
+        umask=context.umask,
+        argv=list(context.argv),
+        sys_path=paths,
+        load=_load(INSIDE),
+        directory=str(directory),
+    )
+
+
+def _load(inside: Path) -> str:
+    return _LOAD.format(init=str(inside / "__init__.py"), directory=str(inside))

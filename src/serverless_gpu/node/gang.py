@@ -1,0 +1,245 @@
+"""The supervisor's side of a stem: starting ranks, stopping them, and turning what stem and ranks say into lifecycle
+events.
+
+Thin: it holds descriptors and sends messages; what to do when is decided in `model/lifecycle.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from serverless_gpu.model.attempt import (
+    Event,
+    Failure,
+    RankExecuting,
+    RankExited,
+    RankFailed,
+    RankReturned,
+    Reason,
+)
+from serverless_gpu.model.hardware import Device
+from serverless_gpu.model.placement import RankPlace, rank_variables, threads_per_rank
+from serverless_gpu.node.account import Account
+from serverless_gpu.node.inside import protocol as inside
+from serverless_gpu.node.inside.channel import Channel
+from serverless_gpu.node.logs import Listener, RankLog
+from serverless_gpu.node.processes import MemoryWatch, cgroup_empty, kill_cgroup
+from serverless_gpu.node.protocol import Launch
+
+RESULT_BYTES_MAX = 16 << 30
+
+_FAILURE_REASONS = {
+    "exception": Reason.RANK_RAISED,
+    "system_exit": Reason.SYSTEM_EXIT,
+    "interrupt": Reason.RANK_INTERRUPTED,
+    "cancelled": Reason.RANK_CANCELLED,
+    "base": Reason.RANK_CANCELLED,
+    "result_too_large": Reason.RESULT_TOO_LARGE,
+    "result_unserialisable": Reason.RESULT_UNSERIALISABLE,
+    "result_storage": Reason.RESULT_STORAGE,
+}
+
+
+class Gang:
+    """All ranks of one attempt on this node.
+
+    Args:
+        launch: what to run.
+        channel: the socket to the stem.
+        account: where peaks and marks go.
+    """
+
+    def __init__(self, launch: Launch, channel: Channel, account: Account) -> None:
+        self.launch = launch
+        self.channel = channel
+        self.account = account
+        self.logs: dict[int, RankLog] = {}
+        self.pids: dict[int, int] = {}
+        self.stem_pid = 0
+        self.stem_pidfd = -1
+        self.memory: MemoryWatch | None = None
+        self._cgroup: Path | None = None
+        self._emptied = False
+        self._open = False
+
+    @property
+    def standby(self) -> bool:
+        """Return whether the stem has said that it is ready."""
+        return self.stem_pidfd >= 0
+
+    def hear(self) -> list[Event] | None:
+        """Take one message from the stem or a rank and return what it means; None when nobody is left to speak.
+
+        Raises:
+            OSError: the message cannot be taken.
+            ValueError: it cannot be understood.
+        """
+        received = self.channel.receive()
+        return None if received is None else list(self._events(inside.decode(received[0])))
+
+    def _events(self, message: inside.Message) -> Iterator[Event]:
+        match message.get("event"):
+            case "standby":
+                self._meet_stem(message)
+            case "forked":
+                pids = message.get("pids")
+                if isinstance(pids, dict):
+                    self.pids = {int(rank): int(pid) for rank, pid in pids.items()}
+            case "exec":
+                yield RankExecuting(inside.integer(message, "rank"))
+            case "enter":
+                self.account.mark("enter", inside.integer(message, "at"))
+            case "returned":
+                yield RankReturned(inside.integer(message, "rank"))
+            case "failed":
+                yield RankFailed(_failure(message))
+            case "exited":
+                yield self._exited(message)
+            case "empty":
+                self._emptied = True
+
+    def start(self, devices: Sequence[Device], port: socket.socket, holds: tuple[int, ...], listener: Listener) -> None:
+        """Fork all ranks.
+
+        Args:
+            devices: one per rank, in LOCAL_RANK order.
+            port: the reserved rendezvous port.
+            holds: lock descriptors the stem keeps until it ends.
+            listener: called with what the ranks to be shown live write.
+
+        Raises:
+            OSError: the stem is gone, or no descriptors are left.
+        """
+        spec, directory = self.launch.spec, Path(self.launch.directory)
+        self._cgroup_memory()
+        if holds:
+            self._say({"op": "hold"}, holds)
+        for rank in range(self.launch.world_size):
+            shown = spec.ranks_log is None or rank in spec.ranks_log
+            log = self.logs[rank] = RankLog(rank, directory / "logs", listener if shown else None)
+            self._say({"op": "rank", "rank": rank, "env": self._environment(rank, devices, port)}, log.write_ends())
+            log.close_write_ends()
+        context = self.launch.context
+        self._say(
+            {
+                "op": "go",
+                "directory": self.launch.directory,
+                "world_size": self.launch.world_size,
+                "result_bytes_max": RESULT_BYTES_MAX,
+                "umask": context.umask,
+                "cwd": context.cwd,
+                "argv": list(context.argv),
+                "sys_path": list(context.sys_path),
+                "threads": threads_per_rank(
+                    spec.resources.cpus or len(os.sched_getaffinity(0)), self.launch.world_size
+                ),
+            }
+        )
+
+    def terminate(self) -> None:
+        """Ask every rank to end."""
+        with contextlib.suppress(OSError):
+            self._say({"op": "signal", "signal": int(signal.SIGTERM)})
+
+    def kill(self) -> None:
+        """End everything below the stem, and the stem."""
+        if self._cgroup is not None:
+            kill_cgroup(self._cgroup)
+            return
+        with contextlib.suppress(OSError):
+            self._say({"op": "kill"})
+
+    def empty(self) -> bool:
+        """Return whether it is proven that no process of the attempt is left."""
+        if not self.standby:
+            return True
+        if self._cgroup is not None:
+            return cgroup_empty(self._cgroup)
+        return self._stem_gone()
+
+    def out_of_memory(self) -> bool:
+        """Return whether the kernel ended a process of this attempt for memory."""
+        return self.memory is not None and self.memory.out_of_memory()
+
+    def close(self) -> None:
+        """Take the last output, and close everything."""
+        for log in self.logs.values():
+            log.close()
+        if self.memory is not None:
+            self.account.peak_bytes = self.memory.peak_bytes()
+            self.memory.close()
+        if self.stem_pidfd >= 0:
+            os.close(self.stem_pidfd)
+        self.channel.close()
+
+    def _meet_stem(self, message: inside.Message) -> None:
+        if message.get("version") != inside.VERSION:
+            raise ValueError(f"the stem speaks version {message.get('version')}, this supervisor {inside.VERSION}")
+        self.stem_pid = inside.integer(message, "pid")
+        self.stem_pidfd = os.pidfd_open(self.stem_pid)
+        cgroup = message.get("cgroup")
+        self._cgroup = Path(cgroup) if isinstance(cgroup, str) else None
+        self.account.mark("stem")
+
+    def _cgroup_memory(self) -> None:
+        self.memory = MemoryWatch(self._cgroup, self.stem_pid, self.launch.spec.resources.memory_bytes)
+        if self.memory.note:
+            self.account.notes.append(self.memory.note)
+
+    def _environment(self, rank: int, devices: Sequence[Device], port: socket.socket) -> dict[str, str]:
+        size = self.launch.world_size
+        place = RankPlace(rank=rank, local_rank=rank, node_rank=0, world_size=size, local_world_size=size, num_nodes=1)
+        variables = rank_variables(
+            place,
+            devices=devices,
+            run_id=self.launch.run_id,
+            fence=self.launch.fence,
+            master=("127.0.0.1", port.getsockname()[1]),
+        )
+        return {**self.launch.context.environ, **variables}
+
+    def _exited(self, message: inside.Message) -> RankExited:
+        rank, status = inside.integer(message, "rank"), inside.integer(message, "status")
+        self.account.peaks[rank] = inside.integer(message, "peak")
+        number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+        killed_for_memory = number == signal.SIGKILL and self.out_of_memory()
+        detail = f"exited with code {os.WEXITSTATUS(status)}" if number is None else f"ended by {signal_name(number)}"
+        return RankExited(rank=rank, signal=number, out_of_memory=killed_for_memory, detail=detail)
+
+    def _stem_gone(self) -> bool:
+        poll = select.poll()
+        poll.register(self.stem_pidfd, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def _say(self, message: inside.Message, fds: tuple[int, ...] = ()) -> None:
+        self.channel.send(inside.encode(message), fds)
+
+
+def signal_name(number: int) -> str:
+    """Return a signal's name, for example ``SIGSEGV``."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _failure(message: inside.Message) -> Failure:
+    record = message.get("failure")
+    fields: dict[str, object] = record if isinstance(record, dict) else {}
+    reason = _FAILURE_REASONS.get(str(fields.get("kind")), Reason.RANK_RAISED)
+    if fields.get("gpu_oom") is True:
+        reason = Reason.GPU_OOM
+    detail = f"{fields.get('type', 'exception')}: {fields.get('message', '')}"
+    return Failure(
+        rank=inside.integer(message, "rank"),
+        reason=reason,
+        at_ns=inside.integer(message, "at"),
+        peer_lost=fields.get("peer_lost") is True,
+        detail=detail,
+    )

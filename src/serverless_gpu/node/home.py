@@ -1,0 +1,165 @@
+"""Where things lie on this machine: the home directory, run directories, sockets, the agent's files.
+
+    $SERVERLESS_GPU_HOME (default ~/.serverless_gpu), 0700
+    ├── runs/<run>/<fence>/    one attempt: spec, payload, entrypoint, logs, results, failures, facts, receipt
+    ├── locks/                 locks of fakes and CPU slots (real GPUs are locked machine-wide)
+    ├── config.toml            own GPU types, prices
+    └── agent.log
+
+Sockets are not in the home: a path of more than 107 bytes cannot be bound, and a home on a network file system cannot
+hold one. They live under $XDG_RUNTIME_DIR, or /tmp, in a directory only this user can enter. A home that cannot be
+written to is replaced by a directory under the temporary directory, and `Home.note` says so.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+from serverless_gpu.errors import StorageError
+
+_ATTEMPT_DIRECTORIES = ("logs", "results", "failures")
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class Home:
+    """The directories of one user on this machine.
+
+    Attributes:
+        root: the home directory, which exists and is writable.
+        note: a sentence for the user when `root` is not the one they asked for, else "".
+    """
+
+    def __init__(self, root: Path, note: str = "") -> None:
+        self.root = root
+        self.note = note
+
+    @property
+    def runs(self) -> Path:
+        """Return the directory of all runs."""
+        return self.root / "runs"
+
+    @property
+    def locks(self) -> Path:
+        """Return the directory of locks for fakes and CPU slots."""
+        return self.root / "locks"
+
+    @property
+    def agent_log(self) -> Path:
+        """Return the file that holds what the agent and its zygotes wrote."""
+        return self.root / "agent.log"
+
+    def attempt(self, run_id: str, fence: int) -> Path:
+        """Return the directory of one attempt."""
+        return self.runs / run_id / str(fence)
+
+    def sockets(self) -> Path:
+        """Return the private directory of this home's sockets, made if needed.
+
+        Raises:
+            StorageError: somebody else owns the directory, or it cannot be made.
+        """
+        base = os.environ.get("XDG_RUNTIME_DIR") or ""
+        uid = os.getuid()
+        parent = Path(base) / "serverless_gpu" if _owned_directory(base) else Path(f"/tmp/serverless_gpu-{uid}")
+        digest = hashlib.sha256(os.fsencode(self.root.resolve())).hexdigest()[:12]
+        for directory in (parent, parent / digest):
+            try:
+                directory.mkdir(mode=0o700, exist_ok=True)
+            except OSError as error:
+                raise StorageError(f"cannot make {directory}: {error.strerror}", hint="set XDG_RUNTIME_DIR") from error
+            if not _owned_directory(str(directory)):
+                raise StorageError(
+                    f"{directory} belongs to somebody else or is a link",
+                    hint="remove it, or set XDG_RUNTIME_DIR to a directory of your own",
+                )
+        return parent / digest
+
+    def make_attempt(self, run_id: str, fence: int) -> Path:
+        """Make the directory of one attempt with its sub-directories; on failure nothing is left.
+
+        Raises:
+            StorageError: the disk is full, or the home is not writable.
+        """
+        directory = self.attempt(run_id, fence)
+        try:
+            directory.mkdir(parents=True, mode=0o700)
+            for name in _ATTEMPT_DIRECTORIES:
+                (directory / name).mkdir(mode=0o700)
+        except OSError as error:
+            self.remove_run(run_id)
+            raise storage_error(error, directory) from error
+        return directory
+
+    def remove_run(self, run_id: str) -> None:
+        """Remove everything of a run."""
+        shutil.rmtree(self.runs / run_id, ignore_errors=True)
+
+
+def find_home(environ: Mapping[str, str]) -> Home:
+    """Return the user's home directory for runs, made if needed.
+
+    Args:
+        environ: the environment variables to look at.
+
+    Returns:
+        The home; with a note when it had to be another one.
+
+    Raises:
+        StorageError: no directory is writable.
+    """
+    asked = environ.get("SERVERLESS_GPU_HOME")
+    wanted = Path(asked).absolute() if asked else Path(os.path.expanduser("~/.serverless_gpu"))
+    problem = _make_private(wanted)
+    if problem is None:
+        return Home(wanted)
+    fallback = Path(environ.get("TMPDIR") or "/tmp") / f"serverless_gpu-home-{os.getuid()}"
+    second = _make_private(fallback)
+    if second is not None:
+        raise StorageError(
+            f"neither {wanted} ({problem}) nor {fallback} ({second}) can be written to",
+            hint="set SERVERLESS_GPU_HOME to a directory you can write to",
+        )
+    return Home(fallback, f"{wanted} cannot be written to ({problem}); this run's files are under {fallback}")
+
+
+def storage_error(error: OSError, path: Path) -> StorageError:
+    """Return the error a person gets for a file that could not be written."""
+    if error.errno in _FULL:
+        return StorageError(
+            f"no space left for {path}",
+            hint="free some space, or set SERVERLESS_GPU_HOME to a directory on another disk",
+        )
+    return StorageError(
+        f"cannot write {path}: {error.strerror}", hint="set SERVERLESS_GPU_HOME to a directory you can write to"
+    )
+
+
+def _make_private(path: Path) -> str | None:
+    """Make a directory only its owner can enter; return what went wrong, or None."""
+    try:
+        path.mkdir(parents=True, mode=0o700, exist_ok=True)
+        if path.is_symlink() or not _owned_directory(str(path)):
+            return "it belongs to somebody else" if path.exists() else "it is not a directory"
+        if stat.S_IMODE(path.stat().st_mode) & 0o077:
+            path.chmod(0o700)
+        for name in ("runs", "locks"):
+            (path / name).mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        return error.strerror or str(error)
+    return None if os.access(path, os.W_OK | os.X_OK) else "it is read-only"
+
+
+def _owned_directory(path: str) -> bool:
+    if not path:
+        return False
+    try:
+        status = os.stat(path)
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()

@@ -1,0 +1,166 @@
+"""The call as a file: function, arguments, and the source lines of notebook cells.
+
+A function of an importable module travels as its name, so that a rank runs what its own import of the module gives; one
+of `__main__`, a notebook or another function travels by value. The choice is made in the caller, and only when the name
+really leads back to the function. Failure cases: the module cannot be imported in the rank, or has changed (the
+import's own error, or `FunctionMoved`); everything that `payload` raises.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import linecache
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import FunctionType
+from typing import NamedTuple, TypeVar, cast
+
+from . import payload
+
+_MAIN_MODULES = ("__main__", "__mp_main__")
+_UNWRAP_MAX = 100
+_V = TypeVar("_V")
+
+
+class Call(NamedTuple):
+    function: Callable[..., object]
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
+
+
+class FunctionMoved(ImportError):
+    """The function's module was imported, but the function is not where it was in the caller."""
+
+
+class _Reference(NamedTuple):
+    """A function by name; `wrapped` counts the functions below it in its own `__wrapped__` chain."""
+
+    module: str
+    qualname: str
+    wrapped: int
+
+
+def dump_call(
+    path: str,
+    *,
+    function: Callable[..., object],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    sources: Mapping[str, Sequence[str]],
+) -> int:
+    """Write a call to `path`.
+
+    Args:
+        path: file to create.
+        function: what each rank calls.
+        args: its positional arguments.
+        kwargs: its named arguments.
+        sources: lines, with their newlines, of code that is in no file, by the name its code objects carry.
+
+    Returns:
+        The size of the file in bytes.
+    """
+    reference = _reference(function)
+    return payload.dump(
+        {
+            "reference": None if reference is None else tuple(reference),
+            "function": function if reference is None else None,
+            "args": tuple(args),
+            "kwargs": dict(kwargs),
+            "sources": {name: list(lines) for name, lines in sources.items()},
+        },
+        path,
+    )
+
+
+def load_call(path: str) -> Call:
+    """Return the call in `path`, and make its source lines known to tracebacks and `inspect`."""
+    fields = cast("dict[str, object]", payload.load(path))
+    for name, lines in cast("dict[str, list[str]]", fields["sources"]).items():
+        linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
+    reference = fields["reference"]
+    if reference is None:
+        function = cast("Callable[..., object]", fields["function"])
+    else:
+        function = _resolve(_Reference(*cast("tuple[str, str, int]", reference)))
+    return Call(function, cast("tuple[object, ...]", fields["args"]), cast("dict[str, object]", fields["kwargs"]))
+
+
+def fill_rank(
+    function: Callable[..., object],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    rank: int,
+    world_size: int,
+) -> dict[str, object]:
+    """Return `kwargs` with `rank` and `world_size` where the function has such parameters and the caller gave none."""
+    filled = dict(kwargs)
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # builtins may have no signature
+        return filled
+    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    by_name = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    given = {*positional[: len(args)], *kwargs, *_preset(function)}
+    for name, value in (("rank", rank), ("world_size", world_size)):
+        if name in by_name - given:
+            filled[name] = value
+    return filled
+
+
+def _preset(function: Callable[..., object]) -> set[str]:
+    """Names that a `functools.partial` already gives; its signature shows them as mere defaults."""
+    return set(function.keywords) if isinstance(function, partial) else set()
+
+
+def _reference(function: Callable[..., object]) -> _Reference | None:
+    module_name = getattr(function, "__module__", None)
+    module = sys.modules.get(module_name) if isinstance(module_name, str) else None
+    if not isinstance(function, FunctionType) or module is None or module_name in _MAIN_MODULES:
+        return None
+    # A module without a spec was made by hand; no other process can import it.
+    if getattr(module, "__spec__", None) is None or payload.is_by_value(module):
+        return None
+    try:
+        found = _walk(module, function.__qualname__)
+    except AttributeError:  # "<locals>", or a name that was deleted or rebound
+        return None
+    if not any(step is function for step in _chain(found)):
+        return None
+    return _Reference(module.__name__, function.__qualname__, len(_chain(function)) - 1)
+
+
+def _resolve(reference: _Reference) -> Callable[..., object]:
+    module = importlib.import_module(reference.module)
+    try:
+        chain = _chain(_walk(module, reference.qualname))
+    except AttributeError as error:
+        raise FunctionMoved(_moved(reference, module.__dict__.get("__file__"))) from error
+    # Counted from the innermost function: a decorator may wrap in the caller and not here, or the other way round.
+    if len(chain) <= reference.wrapped:
+        raise FunctionMoved(_moved(reference, module.__dict__.get("__file__")))
+    return cast("Callable[..., object]", chain[-1 - reference.wrapped])
+
+
+def _moved(reference: _Reference, file: object) -> str:
+    return f"module {reference.module!r}, imported from {file}, has no function {reference.qualname!r} in this rank"
+
+
+def _walk(module: object, qualname: str) -> object:
+    found = module
+    for name in qualname.split("."):
+        found = getattr(found, name)
+    return found
+
+
+def _chain(function: _V) -> list[_V]:
+    """`function`, what it wraps, what that wraps, and so on."""
+    chain = [function]
+    while len(chain) < _UNWRAP_MAX:
+        inner = getattr(chain[-1], "__wrapped__", None)
+        if inner is None:
+            break
+        chain.append(inner)
+    return chain

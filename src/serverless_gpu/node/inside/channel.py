@@ -1,0 +1,114 @@
+"""Messages with file descriptors over one Unix seqpacket socket; the transport of every process pair on a node.
+
+One message is one packet, so there is no framing to get wrong, a reader never sees half a message, and several writers
+(the ranks of a gang share their stem's socket) never interleave. A body too large for a packet travels in a memfd. A
+closed peer reads as `None`. Standard library only: stem and ranks run this inside the user's environment.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+
+# The kernel refuses a packet above the socket's send buffer (212,992 bytes by default, shared with its own
+# bookkeeping).
+PACKET_BYTES_MAX = 60_000
+BODY_BYTES_MAX = 64 << 20
+_FDS_MAX = 250  # SCM_MAX_FD is 253
+_INLINE, _MEMFD = b"I", b"M"
+
+
+class Channel:
+    """One end of a seqpacket pair.
+
+    Args:
+        sock: a connected ``AF_UNIX``/``SOCK_SEQPACKET`` socket; the channel owns it.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+
+    @classmethod
+    def adopt(cls, fd: int) -> Channel:
+        """Return a channel over a descriptor that was inherited or received."""
+        return cls(socket.socket(fileno=fd))
+
+    def fileno(self) -> int:
+        """Return the descriptor, so that selectors accept a channel."""
+        return self.sock.fileno()
+
+    def send(self, body: bytes, fds: tuple[int, ...] = ()) -> None:
+        """Send one message.
+
+        Raises:
+            BlockingIOError: the socket is non-blocking and its buffer is full; nothing was sent.
+            OSError: the peer is gone, or a limit was passed.
+        """
+        if len(body) <= PACKET_BYTES_MAX:
+            socket.send_fds(self.sock, [_INLINE, body], list(fds))
+            return
+        memory = os.memfd_create("sgpu-message", os.MFD_CLOEXEC)
+        try:
+            _write_all(memory, body)
+            socket.send_fds(self.sock, [_MEMFD], [*fds, memory])
+        finally:
+            os.close(memory)
+
+    def receive(self) -> tuple[bytes, tuple[int, ...]] | None:
+        """Return the next message and its descriptors (close-on-exec), or None when the peer is gone.
+
+        Raises:
+            BlockingIOError: the socket is non-blocking and nothing is there.
+        """
+        try:
+            packet, fds, flags, _ = socket.recv_fds(self.sock, PACKET_BYTES_MAX + 1, _FDS_MAX)
+        except ConnectionResetError:
+            return None
+        for fd in fds:
+            os.set_inheritable(fd, False)
+        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+            _close_all(fds)
+            raise OSError("a message was cut short by the kernel")
+        if not packet:
+            return None
+        if packet[:1] == _INLINE:
+            return packet[1:], tuple(fds)
+        memory = fds.pop()
+        try:
+            return _read_all(memory), tuple(fds)
+        finally:
+            os.close(memory)
+
+    def close(self) -> None:
+        """Close this end."""
+        self.sock.close()
+
+
+def pair() -> tuple[Channel, Channel]:
+    """Return two connected channels."""
+    left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    return Channel(left), Channel(right)
+
+
+def _write_all(fd: int, body: bytes) -> None:
+    view = memoryview(body)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def _read_all(fd: int) -> bytes:
+    size = os.fstat(fd).st_size
+    if size > BODY_BYTES_MAX:
+        raise OSError(f"a message of {size} bytes is over the limit of {BODY_BYTES_MAX}")
+    body = bytearray()
+    while len(body) < size:
+        piece = os.pread(fd, size - len(body), len(body))
+        if not piece:
+            raise OSError("a message ended early")
+        body += piece
+    return bytes(body)
+
+
+def _close_all(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)

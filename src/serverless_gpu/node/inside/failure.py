@@ -1,0 +1,258 @@
+"""The rank's side of an exception: told in words for everybody, and pickled for the caller when that provably works.
+
+Failure cases: user code that fails while its exception is looked at (`__str__`, `__reduce__`, `__init__`, `__notes__`).
+None of them may replace or hide the user's own error: words fall back to plainer words, a pickle is left out.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import traceback
+from collections.abc import Iterator
+from typing import cast
+
+from . import payload
+
+_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_MESSAGE_CHARACTERS_MAX = 64_000
+_TRACEBACK_BYTES_MAX = 200_000
+_NOTES_MAX = 100
+_PICKLE_SIZE_MAX = 64 << 20
+_CHAIN_MAX = 20
+_COMPARE_DEPTH_MAX = 20
+
+# Addresses in a default repr differ between an object and its copy.
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
+_PEER_TYPES = {
+    "torch.distributed.DistNetworkError",
+    "builtins.ConnectionResetError",
+    "builtins.ConnectionAbortedError",
+    "builtins.BrokenPipeError",
+}
+# torch's DistBackendError and DistStoreError are RuntimeErrors.
+_TEXT_TYPES = {"builtins.RuntimeError", "builtins.OSError"}
+_PEER_TEXT = re.compile(
+    r"connection (was )?(likely )?(closed|reset|aborted|refused)"
+    r"|(closed|reset) by (remote )?peer"
+    r"|remote (process|peer|side) (has )?(exited|closed)"
+    r"|broken pipe|socket (was )?closed|peer (has )?(closed|exited)"
+    r"|ncclremoteerror|failed to recv, got 0 bytes",
+    re.IGNORECASE,
+)
+_GPU_OOM_TYPES = {"torch.OutOfMemoryError", "torch.cuda.OutOfMemoryError", "torch._C.OutOfMemoryError"}
+_CANCELLED_TYPE = "asyncio.exceptions.CancelledError"
+
+
+# --- in words ---------------------------------------------------------------------------------------------------------
+
+
+def describe(error: BaseException) -> dict[str, object]:
+    """Return what can be said about `error`, as values that JSON knows.
+
+    Returns:
+        `type` (qualified name within the module), `module`, `message`, `notes`, `traceback`, `kind` ("exception",
+        "system_exit", "interrupt", "cancelled" or "base"), `exit_code` (of a SystemExit, else None), and two flags:
+        `peer_lost` (the error only says that another rank went away) and `gpu_oom`.
+    """
+    kind = type(error)
+    return {
+        "type": kind.__qualname__,
+        "module": kind.__module__,
+        "message": _text(error),
+        "notes": _notes(error),
+        "traceback": _traceback(error),
+        "kind": _kind(error),
+        "exit_code": _exit_code(error),
+        "peer_lost": any(_says_peer_lost(link) for link in _causes(error)),
+        "gpu_oom": bool(_GPU_OOM_TYPES & _type_names(error)),
+    }
+
+
+def _text(error: object) -> str:
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001 - the user's __str__ may raise anything, and the error must still be told
+        return f"<{type(error).__qualname__}, whose text cannot be made: its __str__ failed>"
+    return _cut(text, _MESSAGE_CHARACTERS_MAX)
+
+
+def _notes(error: BaseException) -> list[str]:
+    notes = getattr(error, "__notes__", None)
+    return [_text(note) for note in notes[:_NOTES_MAX]] if isinstance(notes, list) else []
+
+
+def _kind(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return "system_exit"
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupt"
+    if _CANCELLED_TYPE in _type_names(error):
+        return "cancelled"
+    return "exception" if isinstance(error, Exception) else "base"
+
+
+def _exit_code(error: BaseException) -> int | None:
+    """The status the interpreter would have left with."""
+    if not isinstance(error, SystemExit):
+        return None
+    if error.code is None:
+        return 0
+    return int(error.code) if isinstance(error.code, int) else 1
+
+
+def _type_names(error: BaseException) -> set[str]:
+    return {f"{base.__module__}.{base.__qualname__}" for base in type(error).__mro__}
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """`error` and what it was raised from or during, which may be where a lost peer shows."""
+    link: BaseException | None = error
+    for _ in range(_CHAIN_MAX):
+        if link is None:
+            return
+        yield link
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+
+
+def _says_peer_lost(error: BaseException) -> bool:
+    names = _type_names(error)
+    if names & _PEER_TYPES:
+        return True
+    return bool(names & _TEXT_TYPES) and _PEER_TEXT.search(_text(error)) is not None
+
+
+def _traceback(error: BaseException) -> str:
+    try:
+        told = traceback.TracebackException.from_exception(error, compact=True)
+        _leave_out_own_frames(told)
+        text = "".join(told.format())
+    except Exception:  # noqa: BLE001 - user code runs here too (__str__, __notes__, __getattr__); then fewer words
+        text = f"{type(error).__module__}.{type(error).__qualname__}: {_text(error)}\n"
+    return _cut(text, _TRACEBACK_BYTES_MAX)
+
+
+def _leave_out_own_frames(error: traceback.TracebackException) -> None:
+    pending: list[traceback.TracebackException | None] = [error]
+    while pending:
+        told = pending.pop()
+        if told is None:
+            continue
+        first = _first_foreign(told.stack)
+        if first < len(told.stack):  # an error of ours alone keeps its frames
+            del told.stack[:first]
+        pending += [told.__cause__, told.__context__, *(told.exceptions or [])]
+
+
+def _first_foreign(stack: traceback.StackSummary) -> int:
+    """Index of the first frame that is the user's; the import machinery below a frame of ours is not."""
+    index = 0
+    while index < len(stack) and stack[index].filename.startswith(_HERE):
+        index += 1
+    while 0 < index < len(stack) and _is_import_machinery(stack[index].filename):
+        index += 1
+    return index
+
+
+def _is_import_machinery(filename: str) -> bool:
+    return filename.startswith("<frozen importlib") or filename.endswith(os.path.join("", "importlib", "__init__.py"))
+
+
+def _cut(text: str, size_max: int) -> str:
+    """At most `size_max` bytes of UTF-8, the middle left out; lone surrogates, which files cannot hold, replaced."""
+    data = text.encode("utf-8", "backslashreplace")
+    if len(data) <= size_max:
+        return data.decode("utf-8")
+    half = size_max // 2 - 50
+    head, tail = data[:half].decode("utf-8", "ignore"), data[-half:].decode("utf-8", "ignore")
+    return f"{head}\n... {len(data) - 2 * half} bytes left out ...\n{tail}"
+
+
+# --- pickled ----------------------------------------------------------------------------------------------------------
+
+
+def dump_exception(error: BaseException, path: str) -> bool:
+    """Write `error` to `path` if a reader is sure to get the same exception back; return whether it was written.
+
+    It is read back here first. Where the type cannot be made from its `args`, as with a constructor that takes two
+    arguments and hands one on, the exception and those inside it travel without their constructors. What is not an
+    `Exception` is left out: it would end the caller's process.
+    """
+    if not isinstance(error, Exception):
+        return False
+    for reducer in (None, _reduce_bare):
+        try:
+            data = payload.dumps(error, limit=_PICKLE_SIZE_MAX, reducer=reducer)
+            is_proven = _is_same(error, payload.loads(data))
+        except Exception:  # noqa: BLE001 - whatever user code raises while pickled, it must not replace the user's error
+            continue
+        if is_proven:
+            return _is_written(data, path)
+    return False
+
+
+def load_exception(path: str) -> BaseException:
+    """Return the exception that `dump_exception` wrote; raises what its classes raise when they cannot be loaded."""
+    error = payload.load(path)
+    if not isinstance(error, BaseException):
+        raise TypeError(f"{path} holds a {type(error).__qualname__}, not an exception")
+    return error
+
+
+def _is_written(data: bytes, path: str) -> bool:
+    try:
+        payload.write_whole(path, [memoryview(data)])
+    except payload.PayloadNotWritten:  # a full disk: the words, if they can be written, must do
+        return False
+    return True
+
+
+def _reduce_bare(value: object) -> payload.Reduced:
+    """The reducer that makes exceptions from their C base, so that no constructor of the user's is called."""
+    if not isinstance(value, BaseException):
+        return cast("payload.Reduced", NotImplemented)
+    _, args, *rest = cast("tuple[object, ...]", _builtin_base(type(value)).__reduce__(value))
+    # A group's args are what its constructor was given, not what it was made of.
+    made_of = (value.message, value.exceptions) if isinstance(value, BaseExceptionGroup) else args
+    state = rest[0] if rest else None
+    reduced = (_make_bare, (type(value), made_of, value.args), state, None, None, _set_bare_state)
+    return cast("payload.Reduced", reduced)
+
+
+def _builtin_base(cls: type[BaseException]) -> type[BaseException]:
+    """The class that decides the layout of `cls` and can make one, such as OSError with its errno."""
+    base: type[BaseException] = cls
+    while base.__flags__ & 1 << 9:  # Py_TPFLAGS_HEAPTYPE: made by a class statement
+        base = base.__base__  # type: ignore[assignment]  # the bases of an exception class are exception classes, or object
+    return base
+
+
+@payload.portable
+def _make_bare(cls: type[BaseException], made_of: tuple[object, ...], args: tuple[object, ...]) -> BaseException:
+    base = _builtin_base(cls)
+    error = base.__new__(cls, *made_of)
+    base.__init__(error, *made_of)
+    object.__setattr__(error, "args", args)
+    return error
+
+
+@payload.portable
+def _set_bare_state(error: BaseException, state: dict[str, object]) -> None:
+    for name, value in state.items():
+        object.__setattr__(error, name, value)  # a frozen class refuses its own __setattr__
+
+
+def _is_same(one: object, other: object, depth: int = 0) -> bool:
+    """Whether `other` can stand for `one`; values that only know identity are the same when their types are."""
+    if type(one) is not type(other) or depth > _COMPARE_DEPTH_MAX:
+        return False
+    if isinstance(one, BaseException) and isinstance(other, BaseException):
+        same_text = _ADDRESS.sub("", _text(one)) == _ADDRESS.sub("", _text(other))
+        return same_text and _notes(one) == _notes(other) and _is_same(one.args, other.args, depth + 1)
+    if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
+        return len(one) == len(other) and all(_is_same(*pair, depth + 1) for pair in zip(one, other, strict=True))
+    if type(one).__eq__ is object.__eq__:
+        return True
+    equal: object = one == other
+    # Arrays answer with an array. A NaN is not equal to itself, and neither is a dict of objects without `__eq__`.
+    return equal is True or not isinstance(equal, bool) or _ADDRESS.sub("", repr(one)) == _ADDRESS.sub("", repr(other))

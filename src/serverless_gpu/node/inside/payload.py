@@ -1,0 +1,473 @@
+"""Python values in files: the only room that unpickles.
+
+File: magic, one JSON line `{python, cloudpickle, stream, buffers}` (the last two are sizes in bytes), the pickle
+stream, then each out-of-band buffer at the next multiple of 64. Arrays and CPU tensors travel as buffers: they are
+written from the memory they live in, and read back as pages of a private mapping, so neither side copies them.
+
+What must hold, because a pickle is written in one process and read in another that knows this package by another name:
+- the vendored cloudpickle is one module per process, `_sgpu_cloudpickle`, and streams refer to it by that name;
+- functions of ours that a stream refers to are `portable`: they live in `_sgpu_portable`, whatever this file is called.
+
+Failure cases: another Python or cloudpickle (`PayloadMismatch`), over the limit (`PayloadTooLarge`, nothing written),
+cut short or not ours (`PayloadDamaged`), a full disk (`PayloadNotWritten`, no file left). What the pickler itself
+raises passes through. A tensor read from a file cannot be resized beyond its storage, as any tensor on foreign memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import io
+import json
+import mmap
+import os
+import pickle
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from types import FunctionType, ModuleType
+from typing import IO, TYPE_CHECKING, NamedTuple, Protocol, TypeVar, cast
+
+_CLOUDPICKLE_NAME = "_sgpu_cloudpickle"
+_CLOUDPICKLE_VERSION = "3.1.2"
+_PORTABLE_NAME = "_sgpu_portable"
+
+_MAGIC = b"SGPU\x01\n"
+_ALIGNMENT = 64
+_HEADER_SIZE_MAX = 1 << 28  # a header has about 10 bytes per buffer
+# Below a page an array is cheaper inside the stream than as an entry of the header and of the vector written.
+_BUFFER_SIZE_MIN = 4096
+# Ctrl-C is heard between two writes.
+_WRITE_SIZE_MAX = 8 << 20
+_WRITE_COUNT_MAX = 512  # the kernel takes 1024
+
+
+class PayloadError(Exception):
+    """A payload could not be written or read."""
+
+
+class PayloadTooLarge(PayloadError):
+    """The value is over the size limit; nothing was written.
+
+    Attributes:
+        size: bytes it would take.
+        limit: bytes allowed.
+    """
+
+    def __init__(self, size: int, limit: int) -> None:
+        super().__init__(size, limit)
+        self.size = size
+        self.limit = limit
+
+    def __str__(self) -> str:
+        return f"the value takes {self.size} bytes, the limit is {self.limit} bytes"
+
+
+class PayloadNotWritten(PayloadError, OSError):
+    """The file could not be written, and none is left; the same errno as the operating system gave."""
+
+
+class PayloadMismatch(PayloadError):
+    """The payload was made by a Python or a cloudpickle whose pickles this process cannot read."""
+
+
+class PayloadDamaged(PayloadError):
+    """The file is not a payload, or is cut short."""
+
+
+def _load_vendored() -> ModuleType:
+    loaded = sys.modules.get(_CLOUDPICKLE_NAME)
+    if loaded is not None:
+        return loaded
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "vendor", "cloudpickle.py")
+    spec = importlib.util.spec_from_file_location(_CLOUDPICKLE_NAME, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"cannot load the bundled cloudpickle from {path}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[_CLOUDPICKLE_NAME] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[_CLOUDPICKLE_NAME]
+        raise
+    return module
+
+
+_cloudpickle = _load_vendored()
+
+if TYPE_CHECKING:
+    from _pickle import _ReducedType
+
+    from typing_extensions import Buffer
+
+    Reduced = _ReducedType
+
+    _CloudPickler = pickle.Pickler
+else:
+    _CloudPickler = _cloudpickle.Pickler
+
+Reducer = Callable[[object], "Reduced"]
+_F = TypeVar("_F", bound=Callable[..., object])
+
+
+class _Device(Protocol):
+    type: str
+
+
+class _UntypedStorage(Protocol):
+    """What we use of `torch.UntypedStorage`; torch itself may not be there."""
+
+    device: _Device
+
+    def nbytes(self) -> int: ...
+    def data_ptr(self) -> int: ...
+
+
+class _TypedStorage(Protocol):
+    """What we use of `torch.TypedStorage`: a passing wrapper, made anew each time, of the one untyped storage."""
+
+    _untyped_storage: _UntypedStorage
+    dtype: object
+
+
+def portable(function: _F) -> _F:
+    """Make `function` loadable by any process that loaded this package, under whichever name."""
+    home = sys.modules.setdefault(_PORTABLE_NAME, ModuleType(_PORTABLE_NAME))
+    function.__module__ = _PORTABLE_NAME
+    canonical: _F = home.__dict__.setdefault(function.__name__, function)
+    return canonical
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def dump(value: object, path: str, *, limit: int | None = None) -> int:
+    """Write `value` to `path`, whole or not at all.
+
+    Args:
+        value: any picklable value.
+        path: file to create or replace.
+        limit: most bytes the file may take.
+
+    Returns:
+        The size of the file in bytes.
+
+    Raises:
+        PayloadTooLarge: over the limit; known before anything is written.
+        PayloadNotWritten: an `OSError`: the file could not be written.
+    """
+    parts = _serialise(value, limit)
+    write_whole(path, parts)
+    return sum(part.nbytes for part in parts)
+
+
+def dumps(value: object, *, limit: int | None = None, reducer: Reducer | None = None) -> bytes:
+    """Return `value` as bytes in the file format; for small values, since everything is copied.
+
+    Args:
+        value: any picklable value.
+        limit: most bytes it may take.
+        reducer: asked first how to take each object apart, as `reducer_override` of the standard pickler is.
+    """
+    return b"".join(_serialise(value, limit, reducer))
+
+
+def measure(value: object) -> int:
+    """Return about how many bytes `dump` would write, keeping none of them."""
+    sink = _Sink(limit=0)
+    _Pickler(sink).dump(value)
+    return sink.size
+
+
+class _Sink:
+    """What the pickler writes to: keeps references, not copies; past the limit it only counts."""
+
+    def __init__(self, limit: int | None) -> None:
+        self.limit = limit
+        self.size = 0
+        self.stream: list[memoryview] = []
+        self.buffers: list[memoryview] = []
+
+    def write(self, data: Buffer) -> int:
+        view = memoryview(data).cast("B")
+        self.size += view.nbytes
+        self._keep(self.stream, view)
+        return view.nbytes
+
+    def take(self, buffer: pickle.PickleBuffer) -> bool:
+        """Take a buffer out of band; True leaves it to the stream (the contract of `buffer_callback`)."""
+        view = buffer.raw()  # one with gaps never gets here: the pickler itself refuses it
+        if view.nbytes < _BUFFER_SIZE_MIN:
+            return True
+        self.size += view.nbytes
+        self._keep(self.buffers, view)
+        return False
+
+    def _keep(self, kept: list[memoryview], view: memoryview) -> None:
+        if self.limit is None or self.size <= self.limit:
+            kept.append(view)
+        else:
+            self.stream.clear()
+            self.buffers.clear()
+
+
+class _Pickler(_CloudPickler):
+    """cloudpickle, with CPU tensors out of band."""
+
+    def __init__(self, sink: _Sink, reducer: Reducer | None = None) -> None:
+        super().__init__(sink, protocol=5, buffer_callback=sink.take)
+        _share_by_value_registry()
+        self._reducer = reducer
+        # A torch that is still being imported, or a stand-in of that name, has no storages.
+        torch = sys.modules.get("torch")
+        self._untyped: object = getattr(torch, "UntypedStorage", None)
+        self._typed: object = getattr(torch, "TypedStorage", None)
+
+    def reducer_override(self, value: object) -> Reduced:
+        if self._reducer is not None:
+            reduced = self._reducer(value)
+            if reduced is not NotImplemented:
+                return reduced
+        kind: object = type(value)
+        if kind is self._typed:
+            typed = cast("_TypedStorage", value)
+            return _typed_storage, (typed._untyped_storage, typed.dtype)
+        if kind is self._untyped:
+            return self._reduce_storage(cast("_UntypedStorage", value))
+        return super().reducer_override(value)
+
+    def _reduce_storage(self, storage: _UntypedStorage) -> Reduced:
+        memory = _storage_memory(storage)
+        if memory is None:
+            return super().reducer_override(storage)
+        return _untyped_storage, (pickle.PickleBuffer(memory),)
+
+
+def _storage_memory(storage: _UntypedStorage) -> Buffer | None:
+    """The bytes of a CPU storage as they lie in memory; None for other devices, which torch itself must pickle."""
+    if storage.device.type != "cpu":
+        return None
+    if storage.nbytes() == 0:
+        return bytearray()
+    address = storage.data_ptr()
+    if address == 0:  # a storage without memory, as of fake tensors
+        return None
+    # ctypes and not numpy: torch does not need numpy, so neither do we.
+    memory = (ctypes.c_char * storage.nbytes()).from_address(address)
+    # The storage may be a passing one, made while its owner was reduced; it must last until the memory is written.
+    memory._storage = storage  # type: ignore[attr-defined]  # ctypes instances take attributes
+    return memory
+
+
+@portable
+def _untyped_storage(buffer: Buffer) -> object:
+    import torch
+
+    if not memoryview(buffer).nbytes:
+        return torch.empty(0, dtype=torch.uint8).untyped_storage()
+    return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
+
+
+@portable
+def _typed_storage(untyped: object, dtype: object) -> object:
+    import torch
+
+    storage_type: Callable[..., object] = torch.storage.TypedStorage
+    return storage_type(wrap_storage=untyped, dtype=dtype, _internal=True)
+
+
+def _share_by_value_registry() -> None:
+    """Honour what the user registered with their own cloudpickle, if they have one."""
+    own = getattr(sys.modules.get("cloudpickle"), "list_registry_pickle_by_value", None)
+    if own is not None:
+        vars(_cloudpickle)["_PICKLE_BY_VALUE_MODULES"] = own()
+
+
+def is_by_value(value: FunctionType | type | ModuleType) -> bool:
+    """Return whether a function, class or module would travel as its definition and not as its name."""
+    _share_by_value_registry()
+    return not _cloudpickle._should_pickle_by_reference(value)
+
+
+def referenced_globals(function: FunctionType) -> dict[str, object]:
+    """Return the globals that travel with `function` when it travels by value."""
+    names = _cloudpickle._extract_code_globals(function.__code__)
+    return {name: function.__globals__[name] for name in names if name in function.__globals__}
+
+
+def _serialise(value: object, limit: int | None, reducer: Reducer | None = None) -> list[memoryview]:
+    sink = _Sink(limit)
+    _Pickler(sink, reducer).dump(value)
+    header = {
+        "python": list(sys.version_info[:2]),
+        "cloudpickle": _CLOUDPICKLE_VERSION,
+        "stream": sum(chunk.nbytes for chunk in sink.stream),
+        "buffers": [buffer.nbytes for buffer in sink.buffers],
+    }
+    head = _MAGIC + json.dumps(header).encode("ascii") + b"\n"
+    if limit is not None and sink.size + len(head) > limit:
+        raise PayloadTooLarge(sink.size + len(head), limit)
+    parts = [memoryview(head), *sink.stream]
+    position = sum(part.nbytes for part in parts)
+    for buffer in sink.buffers:
+        padding = -position % _ALIGNMENT
+        parts += [memoryview(bytes(padding)), buffer]
+        position += padding + buffer.nbytes
+    return parts
+
+
+def write_whole(path: str, parts: Sequence[memoryview]) -> None:
+    """Create or replace the file at `path`, whole or not at all; raises `PayloadNotWritten`."""
+    temporary = f"{path}.{os.urandom(4).hex()}.tmp"
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            _write_all(descriptor, parts)
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise PayloadNotWritten(error.errno, error.strerror, path) from error
+
+
+def _write_all(descriptor: int, parts: Sequence[memoryview]) -> None:
+    batch: list[memoryview] = []
+    size = 0
+    for piece in _pieces(parts):
+        batch.append(piece)
+        size += piece.nbytes
+        if size >= _WRITE_SIZE_MAX or len(batch) == _WRITE_COUNT_MAX:
+            _write_batch(descriptor, batch)
+            batch, size = [], 0
+    _write_batch(descriptor, batch)
+
+
+def _pieces(parts: Sequence[memoryview]) -> Iterator[memoryview]:
+    for part in parts:
+        for start in range(0, part.nbytes, _WRITE_SIZE_MAX):
+            yield part[start : start + _WRITE_SIZE_MAX]
+
+
+def _write_batch(descriptor: int, batch: list[memoryview]) -> None:
+    while batch:
+        written = os.writev(descriptor, batch)
+        while batch and written >= batch[0].nbytes:
+            written -= batch.pop(0).nbytes
+        if batch:
+            batch[0] = batch[0][written:]
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def load(path: str) -> object:
+    """Return the value in the file at `path`.
+
+    Its arrays and tensors are pages of a private mapping of the file: writable, copied by the kernel when written to,
+    and good for as long as they are used, even when the file is removed.
+
+    Raises:
+        PayloadMismatch: made by another Python or cloudpickle.
+        PayloadDamaged: not a payload, or cut short.
+        OSError: the file cannot be read.
+    """
+    with open(path, "rb") as file:
+        header = _read_header(file, os.fstat(file.fileno()).st_size, path)
+        if not header.buffers:
+            return _Unpickler(file, ()).load()
+        pages = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+        return _Unpickler(file, [pages[start:end] for start, end in header.spans()]).load()
+
+
+def loads(data: bytes) -> object:
+    """Return the value in `data`, which `dumps` made."""
+    file = io.BytesIO(data)
+    header = _read_header(file, len(data), "data")
+    return _Unpickler(file, [bytearray(data[start:end]) for start, end in header.spans()]).load()
+
+
+class _Header(NamedTuple):
+    stream_start: int
+    stream: int
+    buffers: list[int]
+
+    def spans(self) -> Iterator[tuple[int, int]]:
+        position = self.stream_start + self.stream
+        for size in self.buffers:
+            start = position + -position % _ALIGNMENT
+            position = start + size
+            yield start, position
+
+    def end(self) -> int:
+        return max((end for _, end in self.spans()), default=self.stream_start + self.stream)
+
+
+def _read_header(file: IO[bytes], size: int, name: str) -> _Header:
+    if file.read(len(_MAGIC)) != _MAGIC:
+        raise PayloadDamaged(f"{name} is not a payload of this version")
+    try:
+        fields = json.loads(file.readline(_HEADER_SIZE_MAX))
+        python = tuple(fields["python"])
+        cloudpickle = str(fields["cloudpickle"])
+        header = _Header(file.tell(), int(fields["stream"]), [int(entry) for entry in fields["buffers"]])
+    except (ValueError, KeyError, TypeError) as error:
+        raise PayloadDamaged(f"{name} has an unreadable header: {error}") from error
+    _refuse_mismatch(python, cloudpickle)
+    if header.end() != size:
+        raise PayloadDamaged(f"{name} has {size} bytes, its header says {header.end()}; it was cut short or changed")
+    return header
+
+
+def _refuse_mismatch(python: tuple[int, ...], cloudpickle: str) -> None:
+    here = tuple(sys.version_info[:2])
+    if python != here:
+        raise PayloadMismatch(f"function made with Python {_dotted(python)}, this rank runs {_dotted(here)}")
+    if cloudpickle.split(".")[:2] != _CLOUDPICKLE_VERSION.split(".")[:2]:
+        raise PayloadMismatch(f"function made with cloudpickle {cloudpickle}, this rank runs {_CLOUDPICKLE_VERSION}")
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(str(part) for part in version)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Leaves classes alone that this process had before.
+
+    A class of `__main__` comes back from a rank with its definition. It is recognised as the caller's own class;
+    without this, the definition would be written over it, and its methods would see the rank's globals.
+    """
+
+    def __init__(self, file: IO[bytes], buffers: Sequence[Buffer]) -> None:
+        super().__init__(file, buffers=buffers)
+        with _cloudpickle._DYNAMIC_CLASS_TRACKER_LOCK:
+            # The classes and not their ids, which a class made later could get.
+            self._known: dict[int, type] = {id(known): known for known in _cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS}
+
+    def find_class(self, module_name: str, global_name: str, /) -> object:
+        if module_name == _CLOUDPICKLE_NAME and global_name == "_class_setstate":
+            # Not a bound method: the memo would hold it, and with it this unpickler and all that was loaded.
+            return partial(_set_class_state, self._known)
+        if module_name == "torch._utils" and global_name == "_rebuild_tensor_v3":
+            return _rebuild_tensor_v3
+        return super().find_class(module_name, global_name)
+
+
+def _set_class_state(known: dict[int, type], cls: type, state: object) -> type:
+    if id(cls) not in known:
+        _cloudpickle._class_setstate(cls, state)
+    return cls
+
+
+def _rebuild_tensor_v3(storage: object, *rest: object) -> object:
+    """Rebuild a tensor of one of the newer dtypes, such as uint16.
+
+    torch pickles these with a bare untyped storage, and then reads them as if it had been wrapped: by itself it can
+    only do that with `torch.save`.
+    """
+    import torch
+
+    rebuild: Callable[..., object] = torch._utils._rebuild_tensor_v3
+    return rebuild(_typed_storage(storage, torch.uint8), *rest)

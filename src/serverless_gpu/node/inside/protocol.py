@@ -1,0 +1,77 @@
+"""The words zygote, stem and rank speak, and the version of their language.
+
+    agent ──▶ zygote   {"op": "stem", "cgroup": path | null, "ranks": n}   fork one stem, n ranks standing by
+    zygote ─▶ agent    {"event": "ready", "threads": n, "modules": [path, …], "versions": {…}}
+                       {"event": "threads", "names": […]}             preload left threads: not fork-safe
+                       {"event": "stem", "pid": n} + descriptor of the stem's channel
+    supervisor ─▶ stem {"op": "rank", "rank": n, "env": {…}} + stdout and stderr descriptors
+                       {"op": "hold"} + lock descriptors              kept open until the stem ends
+                       {"op": "go", "directory": …, "cwd": …, …}      start all ranks
+                       {"op": "signal", "signal": n} · {"op": "kill"}
+    stem ─▶ supervisor {"event": "standby", "pid": n, "cgroup": path | null, "subreaper": bool}
+                       {"event": "forked", "pids": {"0": n}}
+                       {"event": "exited", "rank": n, "status": n, "peak": bytes, "at": ns} · {"event": "empty"}
+    rank ─▶ supervisor {"event": "exec" | "enter", "rank": n, "at": ns}
+                       {"event": "returned", "rank": n, "at": ns, "size": bytes}
+                       {"event": "failed", "rank": n, "at": ns, "failure": {…}}
+
+`at` is CLOCK_BOOTTIME in nanoseconds; all processes of a node share that clock. Both sides send the version first
+thing, and a side that does not know the other's version refuses: agent and runtime may come from different installs.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+
+VERSION = 1
+
+Message = dict[str, object]
+
+_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+
+
+def now_ns() -> int:
+    """Return nanoseconds since boot."""
+    return time.clock_gettime_ns(_CLOCK)
+
+
+def encode(message: Message) -> bytes:
+    """Return a message as bytes."""
+    return json.dumps(message, separators=(",", ":")).encode("utf-8", "surrogateescape")
+
+
+def decode(body: bytes) -> Message:
+    """Return the message in bytes.
+
+    Raises:
+        ValueError: the bytes are not a JSON object.
+    """
+    message = json.loads(body.decode("utf-8", "surrogateescape"))
+    if not isinstance(message, dict):
+        raise ValueError("a message must be an object")
+    return message
+
+
+def integer(message: Message, key: str) -> int:
+    """Return an integer field.
+
+    Raises:
+        ValueError: it is missing or of another type.
+    """
+    value = message.get(key)
+    if not isinstance(value, int):
+        raise ValueError(f"field {key!r} must be an integer, not {value!r}")
+    return value
+
+
+def text(message: Message, key: str) -> str:
+    """Return a string field.
+
+    Raises:
+        ValueError: it is missing or of another type.
+    """
+    value = message.get(key)
+    if not isinstance(value, str):
+        raise ValueError(f"field {key!r} must be a string, not {value!r}")
+    return value

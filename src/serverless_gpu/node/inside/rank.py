@@ -1,0 +1,307 @@
+"""One rank: take on the caller's context, call the function, put the outcome where the caller finds it.
+
+The same `execute` runs in a rank forked from a zygote, in one started cold, and under `torchrun <run
+directory>/_air.py`.
+
+    stand by ──▶ exec ──▶ load call.pkl ──▶ enter ──▶ function(*args) ──▶ results/<rank>.pkl  ──▶ returned
+                 (user code starts here)                         └─ raises ─▶ failures/<rank>.json, .pkl ─▶ failed
+
+What is said here is durable in the run directory before it is said: a supervisor that hears `returned` finds the whole
+file. After its outcome a rank ends as a Python process does (threads joined, `atexit` run), but without tearing the
+interpreter down. Failure cases: a result that cannot be pickled, is over the limit, or does not fit on the disk is a
+failure of its own kind: the user's function did finish, and the record says so. SIGTERM keeps its default action: a
+Python-level handler would not run inside a blocked collective.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import errno
+import faulthandler
+import io
+import json
+import os
+import select
+import signal
+import sys
+import threading
+import types
+from collections.abc import Callable
+from typing import NamedTuple
+
+from . import blas, linux, protocol
+from .call import Call, fill_rank, load_call
+from .channel import Channel
+from .failure import describe, dump_exception
+from .payload import PayloadTooLarge, dump, dumps, loads
+
+Report = Callable[[protocol.Message], None]
+
+_HEAD_START_NS = 3_000_000
+_REPR_CHARACTERS_MAX = 10_000
+_STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
+_MESSAGE_CHARACTERS_MAX = 4_000  # in the event; the file has all of it
+
+
+class Place(NamedTuple):
+    """Where a rank writes and how it is numbered.
+
+    `gate` is a pipe that holds the others back until rank 0 has entered the function: rank 0 has its writing end.
+    """
+
+    directory: str
+    rank: int
+    world_size: int
+    result_bytes_max: int | None
+    gate: int | None = None
+
+
+def main(channel: Channel, events: Channel) -> int:
+    """Be one rank in a process forked from the stem: stand by, be told which, run; return the exit code.
+
+    Args:
+        channel: to the stem; one message comes, or none when this rank is not needed.
+        events: to the supervisor.
+    """
+    _restore_signals()
+    _rehearse()
+    received = channel.receive()
+    if received is None:
+        return 0
+    channel.close()
+    message, (stdout, stderr, gate) = protocol.decode(received[0]), received[1]
+    _take_output(stdout, stderr)
+    place = Place(
+        directory=protocol.text(message, "directory"),
+        rank=protocol.integer(message, "rank"),
+        world_size=protocol.integer(message, "world_size"),
+        result_bytes_max=protocol.integer(message, "result_bytes_max"),
+        gate=gate,
+    )
+    linux.set_name(f"sgpu-rank{place.rank}")
+
+    def report(event: protocol.Message) -> None:
+        with contextlib.suppress(OSError):  # the supervisor is gone: the stem ends us
+            events.send(protocol.encode({**event, "rank": place.rank, "at": protocol.now_ns()}))
+
+    with _stack_on_signal(place):
+        try:
+            _take_context(message)
+        except OSError as error:
+            _fail(place, error, report)
+            return 1
+        return execute(place, report)
+
+
+def execute(place: Place, report: Report) -> int:
+    """Load the call, run it, store the outcome; return the exit code a process with that outcome should have."""
+    report({"event": "exec"})
+    try:
+        call = load_call(os.path.join(place.directory, "call.pkl"))
+        _fill_main(call)
+        kwargs = fill_rank(call.function, call.args, call.kwargs, place.rank, place.world_size)
+        _pass_gate(place)
+        report({"event": "enter"})
+        value = call.function(*call.args, **kwargs)
+    except BaseException as error:  # noqa: BLE001 - the boundary to user code: whatever it raises is its outcome
+        code = _fail(place, error, report)
+    else:
+        code = _return(place, value, report)
+        del value
+    _finish()
+    return code
+
+
+def _pass_gate(place: Place) -> None:
+    """Let rank 0 enter the function a little before the others: its store must listen when they connect to it."""
+    if place.gate is None:
+        return
+    if place.rank == 0:
+        os.write(place.gate, protocol.now_ns().to_bytes(8, "big") * (place.world_size - 1))
+    else:
+        entered = os.read(place.gate, 8)  # empty when rank 0 is gone: then there is nothing to wait for
+        late_ns = int.from_bytes(entered, "big") + _HEAD_START_NS - protocol.now_ns()
+        if late_ns > 0:
+            select.select([], [], [], late_ns / 1e9)
+    os.close(place.gate)
+
+
+def _return(place: Place, value: object, report: Report) -> int:
+    path = os.path.join(place.directory, "results", f"{place.rank}.pkl")
+    try:
+        size = dump(value, path, limit=place.result_bytes_max)
+    except PayloadTooLarge as error:
+        _fail(place, error, report, kind="result_too_large", size=error.size, limit=error.limit)
+    except Exception as error:  # noqa: BLE001 - pickling runs the user's __reduce__ and __getstate__
+        storage = isinstance(error, OSError) and error.errno in _STORAGE_ERRORS
+        kind = "result_storage" if storage else "result_unserialisable"
+        _fail(place, error, report, kind=kind, type=_type_name(value), repr=_safe_repr(value))
+    else:
+        report({"event": "returned", "size": size})
+        return 0
+    return 1
+
+
+def _fail(place: Place, error: BaseException, report: Report, **extra: object) -> int:
+    """Store a failure, report it, and return the exit code."""
+    record = {**describe(error), "rank": place.rank}
+    record.update({f"value_{key}" if key in ("type", "repr") else key: value for key, value in extra.items()})
+    path = os.path.join(place.directory, "failures", str(place.rank))
+    record["pickled"] = False
+    with contextlib.suppress(OSError):  # a full disk must not hide the failure: the event below carries its core
+        record["pickled"] = dump_exception(error, f"{path}.pkl")
+        with open(f"{path}.json.tmp", "w", encoding="utf-8", errors="backslashreplace") as file:
+            json.dump(record, file)
+        os.rename(f"{path}.json.tmp", f"{path}.json")
+    short = {key: _shortened(value) for key, value in record.items()}
+    report({"event": "failed", "failure": short})
+    code = record.get("exit_code")
+    return code if isinstance(code, int) and 0 < code < 256 else 1
+
+
+def _shortened(value: object) -> object:
+    if isinstance(value, str) and len(value) > _MESSAGE_CHARACTERS_MAX:
+        return value[-_MESSAGE_CHARACTERS_MAX:]
+    return value
+
+
+def _finish() -> None:
+    """End as an interpreter does, up to the point where it would free its memory: the kernel is faster at that."""
+    for step in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]  # CPython's own end, not in its stubs
+        try:
+            step()
+        except BaseException:  # noqa: BLE001 - user code in atexit; the interpreter prints and goes on, and so do we
+            sys.excepthook(*sys.exc_info())
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+
+
+def _rehearse() -> None:
+    """Do once what every call does: the pages it writes to are copied now, not when somebody waits."""
+    loads(dumps((_rehearse, {"": b""})))
+    protocol.decode(protocol.encode({"": 0}))
+    os.environ.update(os.environ.copy())
+
+
+def _take_output(stdout: int, stderr: int) -> None:
+    null = os.open(os.devnull, os.O_RDONLY)
+    for fd, target in ((null, 0), (stdout, 1), (stderr, 2)):
+        os.dup2(fd, target)
+        os.close(fd)
+    # As PYTHONUNBUFFERED=1 would have it: what was printed before a crash is not lost.
+    for name, fd in (("stdout", 1), ("stderr", 2)):
+        stream = _unbuffered(fd)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def _unbuffered(fd: int) -> io.TextIOWrapper:
+    raw = open(fd, "wb", 0, closefd=False)  # noqa: SIM115 - lives as long as the process
+    return io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
+
+
+def _restore_signals() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    os.setpgid(0, 0)  # `os.killpg(0, ...)` in user code reaches this rank's own processes only
+
+
+@contextlib.contextmanager
+def _stack_on_signal(place: Place):  # type: ignore[no-untyped-def]  # the stub's generator type would need typing at run time
+    """Leave the Python stack in a file if a signal ends this rank, nothing otherwise."""
+    path = os.path.join(place.directory, "failures", f"{place.rank}.stack")
+    try:
+        file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - faulthandler keeps the descriptor until the process ends
+    except OSError:
+        yield
+        return
+    faulthandler.enable(file)
+    yield
+    faulthandler.disable()
+    with contextlib.suppress(OSError):
+        file.close()
+        os.unlink(path)
+
+
+def _take_context(message: protocol.Message) -> None:
+    """Become what the caller's process was at the moment of the call.
+
+    Raises:
+        OSError: the caller's working directory is gone.
+    """
+    os.environ.clear()
+    os.environ.update(_environment(message))
+    os.umask(protocol.integer(message, "umask"))
+    sys.argv[:] = _strings(message, "argv")
+    sys.path[:] = _strings(message, "sys_path")
+    sys.path_importer_cache.clear()  # directories may have changed since the zygote looked
+    main_module = types.ModuleType("__main__")
+    main_module.__dict__["__builtins__"] = __builtins__
+    sys.modules["__main__"] = main_module
+    _reseed()
+    _set_threads(protocol.integer(message, "threads"))
+    os.chdir(protocol.text(message, "cwd"))
+
+
+def _reseed() -> None:
+    """Give this rank its own random numbers where a library keeps a generator seeded at import.
+
+    The standard library's `random` reseeds itself after a fork. torch's default generator starts from a constant in
+    every fresh process too, so a copy of it is what a fresh process would have.
+    """
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        numpy_random.seed()
+
+
+def _set_threads(count: int) -> None:
+    """Share the cores among the node's ranks, unless the user decided.
+
+    Libraries that are loaded already read their variables long ago, so they are told through their own calls.
+    """
+    if "OMP_NUM_THREADS" in os.environ:
+        return
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ.setdefault(name, str(count))
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(count)
+    for set_threads in blas.setters:
+        set_threads(count)
+
+
+def _fill_main(call: Call) -> None:
+    """Put what travelled with a `__main__` function where `pickle` and `multiprocessing` look for it by name."""
+    function = call.function
+    names = getattr(function, "__globals__", None)
+    if getattr(function, "__module__", None) == "__main__" and isinstance(names, dict):
+        main_module = sys.modules["__main__"].__dict__
+        main_module.update({name: value for name, value in names.items() if name != "__builtins__"})
+
+
+def _environment(message: protocol.Message) -> dict[str, str]:
+    variables = message.get("env")
+    if not isinstance(variables, dict):
+        raise ValueError("a rank needs its environment")
+    return variables
+
+
+def _strings(message: protocol.Message, key: str) -> list[str]:
+    values = message.get(key)
+    if not isinstance(values, list):
+        raise ValueError(f"field {key!r} must be a list")
+    return [str(value) for value in values]
+
+
+def _type_name(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _safe_repr(value: object) -> str:
+    try:
+        return repr(value)[:_REPR_CHARACTERS_MAX]
+    except Exception as error:  # noqa: BLE001 - the user's __repr__
+        return f"<repr raised {type(error).__name__}>"

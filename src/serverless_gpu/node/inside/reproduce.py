@@ -1,0 +1,41 @@
+"""A rank under `torchrun <run directory>/_air.py`: the same call, by hand, results printed instead of stored."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+
+from . import protocol
+from .payload import load
+from .rank import Place, execute
+
+
+def main(directory: str, *, world_size: int) -> int:
+    """Run the call of a run directory as the rank the environment names, and return an exit code.
+
+    Args:
+        directory: the attempt's directory with `call.pkl`; nothing is written there.
+        world_size: ranks of the original run; another number is said on stderr and used.
+
+    Returns:
+        0 when the function returned; else what the rank's process would have ended with.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    here = int(os.environ.get("WORLD_SIZE", "1"))
+    if here != world_size and rank == 0:
+        print(f"this run had {world_size} ranks, now there are {here}", file=sys.stderr)
+    with tempfile.TemporaryDirectory(prefix="sgpu-reproduce-") as scratch:
+        for name in ("results", "failures"):
+            os.mkdir(os.path.join(scratch, name))
+        os.symlink(os.path.join(directory, "call.pkl"), os.path.join(scratch, "call.pkl"))
+
+        def report(event: protocol.Message) -> None:
+            if event["event"] == "returned":
+                print(f"rank {rank} returned {load(os.path.join(scratch, 'results', f'{rank}.pkl'))!r}", flush=True)
+            elif event["event"] == "failed":
+                failure = event["failure"]
+                text = failure.get("traceback") if isinstance(failure, dict) else None
+                print(f"rank {rank} failed\n{text}", file=sys.stderr, flush=True)
+
+        return execute(Place(scratch, rank, here, None), report)

@@ -1,0 +1,214 @@
+"""The stem: parent of one attempt's ranks, forked from the zygote and standing by until a supervisor sends it work.
+
+    supervisor ◀── channel ──▶ stem ── own channel each ──▶ rank 0 … n-1
+                      ▲                                        │
+                      └──────────── events ────────────────────┘
+
+It sits in a cgroup of its own from the start (moving there costs 5-20 ms, so it happens while standing by) and is the
+sub-reaper of everything its ranks start: a grandchild that double-forked, called `setsid` or emptied its environment
+becomes *our* child when its parent dies, and dies with the run. Ranks stand by, too, as many as the last run had: a
+fork and the page faults after it cost a rank 5-10 ms. What is missing is forked when the work comes, what is left over
+ends.
+
+Failure cases:
+- the supervisor dies (end of file): everything below ends at once, then the stem;
+- a rank dies: said with its wait status, the moment it is reaped;
+- the stem itself dies: ranks follow through PR_SET_PDEATHSIG, their children through the cgroup, which the supervisor
+  empties.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+from typing import NamedTuple, NoReturn
+
+from . import linux, protocol, rank
+from .channel import Channel, pair
+
+_EMPTYING_TRIES_MAX = 500
+_EMPTYING_PAUSE_MS = 10
+
+
+class _Child(NamedTuple):
+    """A forked rank that has not been told yet which one it is."""
+
+    pid: int
+    channel: Channel
+
+
+class _Work(NamedTuple):
+    """What one rank will be told, and the descriptors for its output."""
+
+    message: protocol.Message
+    fds: tuple[int, ...]
+
+
+def main(channel: Channel, cgroup: str | None, standby: int) -> NoReturn:
+    """Stand by, run one attempt, end with it; never returns into the zygote's code.
+
+    Args:
+        channel: to whoever holds the stem: the agent, then a supervisor.
+        cgroup: the cgroup to move into, or None.
+        standby: how many ranks to fork ahead.
+    """
+    code = 1
+    try:
+        os.setsid()
+        _Stem(channel, _enter(cgroup)).serve(standby)
+        code = 0
+    finally:
+        if code and sys.exc_info()[0] is not None:
+            sys.excepthook(*sys.exc_info())
+        os._exit(code)
+
+
+def _enter(cgroup: str | None) -> str | None:
+    """Move into a cgroup and return its path, or None where that is refused."""
+    if cgroup is None:
+        return None
+    try:
+        with open(f"{cgroup}/cgroup.procs", "w", encoding="ascii") as file:
+            file.write("0")
+    except OSError:
+        return None
+    return cgroup
+
+
+class _Stem:
+    def __init__(self, channel: Channel, cgroup: str | None) -> None:
+        self.channel = channel
+        self.cgroup = cgroup
+        self.ranks: dict[int, int] = {}  # pid → rank
+        self.children: list[_Child] = []
+        self.work: list[_Work] = []
+        self.held: list[int] = []
+        self.wake_read, self.wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def serve(self, standby: int) -> None:
+        linux.set_name("sgpu-stem")
+        linux.become_subreaper()
+        linux.limit_harm()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self.wake_write, warn_on_full_buffer=False)
+        self.children = [self._fork() for _ in range(standby)]
+        self._say({"event": "standby", "version": protocol.VERSION, "pid": os.getpid(), "cgroup": self.cgroup})
+        poll = select.poll()
+        poll.register(self.channel, select.POLLIN)
+        poll.register(self.wake_read, select.POLLIN)
+        alive = True
+        while alive:
+            for fd, _ in poll.poll():
+                if fd == self.wake_read:
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(self.wake_read, 4096)
+                    self._reap()
+                else:
+                    alive = self._obey()
+
+    def _obey(self) -> bool:
+        received = self.channel.receive()
+        if received is None:
+            self._empty()
+            return False
+        message, fds = protocol.decode(received[0]), received[1]
+        match message.get("op"):
+            case "rank":
+                self.work.append(_Work(message, fds))
+            case "hold":
+                self.held += fds
+            case "go":
+                self._start_ranks(message)
+            case "signal":
+                self._signal(protocol.integer(message, "signal"))
+            case "kill":
+                self._empty()
+                self._say({"event": "empty"})
+                return False
+        return True
+
+    def _start_ranks(self, go: protocol.Message) -> None:
+        """Tell every rank who it is; rank 0 first, the others wait at a gate until it has entered the function.
+
+        Whoever connects to rank 0's store before it listens is refused and tries again only after half a second.
+        """
+        gate_read, gate_write = os.pipe2(os.O_CLOEXEC)
+        pids: dict[str, int] = {}
+        for number, work in enumerate(self.work):
+            child = self.children.pop() if self.children else self._fork()
+            gate = gate_write if number == 0 else gate_read
+            child.channel.send(protocol.encode({**go, **work.message}), (*work.fds, gate))
+            child.channel.close()
+            self.ranks[child.pid] = protocol.integer(work.message, "rank")
+            pids[str(self.ranks[child.pid])] = child.pid
+        for fd in (gate_read, gate_write, *(fd for work in self.work for fd in work.fds)):
+            os.close(fd)
+        for child in self.children:
+            child.channel.close()  # not needed this time: it reads end of file and ends
+        self.children.clear()
+        self._say({"event": "forked", "pids": pids})
+
+    def _fork(self) -> _Child:
+        ours, theirs = pair()
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            ours.close()
+            self._become_rank(theirs, parent)
+        theirs.close()
+        return _Child(pid, ours)
+
+    def _become_rank(self, channel: Channel, parent: int) -> NoReturn:
+        code = 1
+        try:
+            linux.die_with_parent(parent)
+            signal.set_wakeup_fd(-1)
+            # A lock descriptor that leaked into a rank would hold a GPU for as long as any of its children lives.
+            for fd in (*self.held, self.wake_read, self.wake_write, *(fd for work in self.work for fd in work.fds)):
+                os.close(fd)
+            for sibling in self.children:
+                sibling.channel.close()
+            code = rank.main(channel, self.channel)
+        finally:
+            if code and sys.exc_info()[0] is not None:
+                sys.excepthook(*sys.exc_info())
+            os._exit(code)
+
+    def _signal(self, number: int) -> None:
+        for pid in self.ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def _reap(self) -> None:
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                pid, status, usage = os.wait4(-1, os.WNOHANG)
+                if not pid:
+                    return
+                number = self.ranks.pop(pid, None)
+                if number is not None:
+                    peak = usage.ru_maxrss * 1024
+                    event = {"event": "exited", "rank": number, "status": status, "peak": peak, "at": protocol.now_ns()}
+                    self._say(event)
+
+    def _empty(self) -> None:
+        """End every descendant and reap it; proven empty when the kernel says there is no child left."""
+        pause = select.poll()
+        for _ in range(_EMPTYING_TRIES_MAX):
+            linux.kill_descendants(os.getpid())
+            self._reap()
+            try:
+                if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                    pause.poll(_EMPTYING_PAUSE_MS)
+            except ChildProcessError:
+                return
+
+    def _say(self, event: protocol.Message) -> None:
+        # A supervisor that is gone cannot be told; the closed channel is noticed in the loop.
+        with contextlib.suppress(OSError):
+            self.channel.send(protocol.encode(event))

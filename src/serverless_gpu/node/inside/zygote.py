@@ -1,0 +1,149 @@
+"""The zygote: a warm interpreter of one principal and one environment, from which stems are forked.
+
+    agent ◀── channel ──▶ zygote (torch imported, no CUDA, one thread)
+                             └─ fork ─▶ stem ─ fork ─▶ ranks
+
+Why fork at all: `import torch` costs a second, a fork of a process that has done it 3 ms. What makes it safe, and is
+kept here:
+
+- **No parallel region ever runs in this process.** The OpenMP runtime's thread pool does not survive a fork: a child
+  that enters
+  a parallel region after its parent did waits for threads that do not exist, for ever.
+- **CUDA is never touched.** A CUDA context cannot be used after a fork.
+- **Exactly one thread when a stem is forked.** Another thread could hold a lock (malloc's, the importer's) at that
+  moment, and
+  the child would wait for it for ever. numpy's OpenBLAS starts threads on import but ends them in its own fork handler:
+  hence one trial fork, then the count.
+- **Random generators are reseeded in every rank** (`rank.py`): a copied generator would give all ranks the same
+  numbers.
+
+Ends when the agent's end of the channel closes. Stems it forked live on: their life hangs on their supervisor, not on
+us. Failure cases: preload raises (the traceback goes to stderr, which the agent keeps, and the exit code is 3); threads
+left after the trial fork (said to the agent, which then starts cold); the agent is of another protocol version (exit
+code 4).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import importlib.util
+import os
+import select
+import signal
+import sys
+import weakref
+
+from . import blas, linux, protocol, stem
+from .channel import Channel, pair
+
+
+def main(channel_fd: int, version: int, preload: list[str]) -> None:
+    """Preload, then fork a stem whenever the agent asks, until the agent is gone.
+
+    Args:
+        channel_fd: the inherited channel to the agent.
+        version: protocol version the agent speaks.
+        preload: modules to import before the first fork, those that are not installed left out.
+    """
+    if version != protocol.VERSION:
+        raise SystemExit(4)
+    channel = Channel.adopt(channel_fd)
+    channel.sock.set_inheritable(False)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    linux.set_name("sgpu-zygote")
+    found = [name for name in preload if importlib.util.find_spec(name) is not None]
+    for name in found:
+        importlib.import_module(name)
+    blas.find()
+    _trial_fork()
+    _disarm_finalizers()
+    gc.collect()
+    gc.freeze()  # copied pages stay shared: the collector will not write to these objects in a child
+    threads = os.listdir("/proc/self/task")
+    if len(threads) != 1:
+        channel.send(protocol.encode({"event": "threads", "names": [_thread_name(thread) for thread in threads]}))
+        return
+    channel.send(protocol.encode({"event": "ready", "preloaded": found, "modules": _module_files()}))
+    _serve(channel)
+
+
+def _serve(channel: Channel) -> None:
+    wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+    poll = select.poll()
+    poll.register(channel, select.POLLIN)
+    poll.register(wake_read, select.POLLIN)
+    while True:
+        for fd, _ in poll.poll():
+            if fd == wake_read:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(wake_read, 4096)
+                _reap()
+            elif not _answer(channel, (wake_read, wake_write)):
+                return
+
+
+def _answer(channel: Channel, own_fds: tuple[int, ...]) -> bool:
+    received = channel.receive()
+    if received is None:
+        return False
+    request = protocol.decode(received[0])
+    if request.get("op") == "stem":
+        cgroup = request.get("cgroup")
+        standby = protocol.integer(request, "ranks")
+        _fork_stem(channel, cgroup if isinstance(cgroup, str) else None, standby, own_fds)
+    return True
+
+
+def _fork_stem(channel: Channel, cgroup: str | None, standby: int, own_fds: tuple[int, ...]) -> None:
+    ours, theirs = pair()
+    pid = os.fork()
+    if pid == 0:
+        signal.set_wakeup_fd(-1)
+        for fd in own_fds:
+            os.close(fd)
+        channel.close()
+        ours.close()
+        stem.main(theirs, cgroup, standby)
+    theirs.close()
+    channel.send(protocol.encode({"event": "stem", "pid": pid}), (ours.fileno(),))
+    ours.close()
+
+
+def _disarm_finalizers() -> None:
+    """Keep what was preloaded from tidying up once per rank: its objects are this process's, the ranks have copies.
+
+    (torch registers hundreds that free its operator libraries: 25 ms at the end of every rank.)
+    """
+    registry = getattr(weakref.finalize, "_registry", {})
+    for finalizer in list(registry):
+        finalizer.atexit = False
+
+
+def _trial_fork() -> None:
+    """Fork once, so that every library's fork handler has run before threads are counted."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+
+
+def _reap() -> None:
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def _thread_name(thread: str) -> str:
+    with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/comm", encoding="utf-8") as file:
+        return file.read().strip()
+    return "?"
+
+
+def _module_files() -> list[str]:
+    """Return the file of every loaded module, for the agent to notice that one of them changed."""
+    files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+    return sorted(file for file in files if isinstance(file, str))

@@ -1,0 +1,69 @@
+"""What this node offers: its real GPUs, its CPU slots, the types and prices the user configured.
+
+Looked up once and again after a minute: GPUs do not come and go, but drivers do. Fakes are not here: they are declared
+by the caller's environment, call by call.
+"""
+
+from __future__ import annotations
+
+import os
+
+import msgspec
+
+from serverless_gpu.ambient import SystemClock
+from serverless_gpu.errors import InvalidValue
+from serverless_gpu.model.hardware import Device, GpuType
+from serverless_gpu.model.ledger import Price, parse_prices
+from serverless_gpu.node import protocol
+from serverless_gpu.node.configuration import configured_types, read_configuration
+from serverless_gpu.node.gpus import CpuProvider
+from serverless_gpu.node.home import Home
+from serverless_gpu.node.reservation import machine_provider
+
+_FRESH_S = 60.0
+
+
+class Inventory:
+    """The node's devices and the user's configuration.
+
+    Args:
+        home: where the configuration lies.
+    """
+
+    def __init__(self, home: Home) -> None:
+        self._home = home
+        self._clock = SystemClock()
+        self._machine = machine_provider()
+        self._cpu = CpuProvider()
+        self._seen_ns: int | None = None
+        self._devices: tuple[Device, ...] = ()
+        self._types: tuple[GpuType, ...] = ()
+        self._prices: dict[str, Price] = {}
+        self._problem = ""
+
+    def greeting(self, version: str) -> protocol.Greeting:
+        """Return what every client is told first."""
+        now_ns = self._clock.boottime_ns()
+        if self._seen_ns is None or now_ns - self._seen_ns > _FRESH_S * 1e9:
+            self._look()
+            self._seen_ns = now_ns
+        return protocol.Greeting(
+            protocol=protocol.PROTOCOL,
+            version=version,
+            pid=os.getpid(),
+            devices=self._devices,
+            own_types=self._types,
+            prices=self._prices,
+            problem=self._problem,
+        )
+
+    def _look(self) -> None:
+        self._devices = (*self._machine.devices(), *self._cpu.devices())
+        try:
+            table = read_configuration(self._home)
+            self._types = configured_types(table)
+            prices = table.get("prices", {})
+            self._prices = parse_prices(msgspec.convert(prices, dict[str, float]))
+            self._problem = ""
+        except (InvalidValue, msgspec.ValidationError) as error:
+            self._problem = f"{self._home.root / 'config.toml'}: {error}"

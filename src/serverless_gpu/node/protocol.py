@@ -1,0 +1,224 @@
+"""What client, agent and supervisor say to each other on one node.
+
+    client ──Launch──▶ agent ──Assign + the client's socket + a stem's socket──▶ supervisor
+    client ◀──Waiting · Started · Output · Stopped · Finished──────────────────── supervisor
+    client ──Cancel──▶ supervisor
+
+The agent gives the client's connection away, so nothing it does or suffers later touches the run. The same words are
+spoken on the supervisor's own socket, by which `attach`, and a new agent after the old one died, find a running
+attempt.
+
+Messages are JSON objects with a `type`, one per packet (`inside/channel.py`). A peer of another `PROTOCOL` is refused
+by name, before anything starts; sockets carry the number too, so that two installs of one user do not meet.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from serverless_gpu.model.attempt import Failure, Reason, State
+from serverless_gpu.model.hardware import Device, GpuType
+from serverless_gpu.model.ledger import Price, Receipt
+from serverless_gpu.model.spec import RunSpec
+from serverless_gpu.node.inside.channel import Channel
+
+PROTOCOL = 1
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
+    """Base of all messages."""
+
+
+class Context(Message, frozen=True, kw_only=True, tag="context"):
+    """The caller's process at the moment of the call, which ranks take on.
+
+    Attributes:
+        python: path of the interpreter.
+        flags: interpreter options it was started with, for example ``-O``.
+        environ: environment variables; they go over sockets and never into a file.
+    """
+
+    python: str
+    flags: tuple[str, ...]
+    environ: dict[str, str]
+    cwd: str
+    umask: int
+    argv: tuple[str, ...]
+    sys_path: tuple[str, ...]
+
+
+class Greeting(Message, frozen=True, kw_only=True, tag="greeting"):
+    """The agent's first words on every connection."""
+
+    protocol: int
+    version: str
+    pid: int
+    devices: tuple[Device, ...]
+    own_types: tuple[GpuType, ...] = ()
+    prices: dict[str, Price] = {}
+    problem: str = ""
+
+
+class Prewarm(Message, frozen=True, kw_only=True, tag="prewarm"):
+    """Have a zygote ready for this context."""
+
+    context: Context
+
+
+class Launch(Message, frozen=True, kw_only=True, tag="launch"):
+    """Run the call that lies in a run directory."""
+
+    run_id: str
+    fence: int
+    directory: str
+    spec: RunSpec
+    candidates: tuple[Device, ...]
+    world_size: int
+    context: Context
+    called_ns: int
+    price: Price | None = None
+
+
+class StatusRequest(Message, frozen=True, kw_only=True, tag="status_request"):
+    """Ask the agent what it looks after."""
+
+
+class Status(Message, frozen=True, kw_only=True, tag="status"):
+    """What the agent looks after."""
+
+    pid: int
+    zygotes: tuple[str, ...]
+    attempts: tuple[str, ...]
+    queued: int
+    cgroups: str
+
+
+class Retire(Message, frozen=True, kw_only=True, tag="retire"):
+    """Have the agent end: running attempts go on, new ones are refused."""
+
+
+class Refused(Message, frozen=True, kw_only=True, tag="refused"):
+    """Nothing was started."""
+
+    code: str
+    message: str
+    hint: str = ""
+
+
+class Assign(Message, frozen=True, kw_only=True, tag="assign"):
+    """The agent hands an attempt to a supervisor.
+
+    Attributes:
+        asked_ns: boottime at which the launch arrived.
+    """
+
+    launch: Launch
+    asked_ns: int
+
+
+class Stem(Message, frozen=True, kw_only=True, tag="stem"):
+    """The stem for an attempt, its socket attached; or why there is none.
+
+    Attributes:
+        warm: whether it comes from a zygote that was there before.
+        warm_reason: why not, in words.
+    """
+
+    pid: int = 0
+    warm: bool = False
+    warm_reason: str = ""
+    problem: str = ""
+
+
+class Accepted(Message, frozen=True, kw_only=True, tag="accepted"):
+    """A supervisor has the run."""
+
+    pid: int
+
+
+class Waiting(Message, frozen=True, kw_only=True, tag="waiting"):
+    """Why the run has not started yet."""
+
+    sentence: str
+
+
+class Started(Message, frozen=True, kw_only=True, tag="started"):
+    """The first user byte is about to run."""
+
+    at_ns: int
+
+
+class Output(Message, frozen=True, kw_only=True, tag="output"):
+    """Bytes a rank wrote, as text for a terminal."""
+
+    rank: int
+    stream: str
+    text: str
+
+
+class Stopped(Message, frozen=True, kw_only=True, tag="stopped"):
+    """No rank runs any more; results and failures are in the run directory. The GPU gate comes next."""
+
+    state: State
+    reason: Reason
+    cause: Failure | None
+    consequences: tuple[Failure, ...]
+    log_tail: str = ""
+
+
+class Finished(Message, frozen=True, kw_only=True, tag="finished"):
+    """The GPUs were checked and given back; the receipt is final."""
+
+    receipt: Receipt
+
+
+class Cancel(Message, frozen=True, kw_only=True, tag="cancel"):
+    """Stop the run."""
+
+
+class Snapshot(Message, frozen=True, kw_only=True, tag="snapshot"):
+    """A supervisor's first words on its own socket."""
+
+    run_id: str
+    fence: int
+    state: State
+    pid: int
+
+
+class Submission(msgspec.Struct, frozen=True, kw_only=True):
+    """What `spec.json` in an attempt's directory holds: the run as it was asked for."""
+
+    run_id: str
+    fence: int
+    world_size: int
+    spec: RunSpec
+    version: str
+
+
+ToAgent = Prewarm | Launch | StatusRequest | Retire
+FromAgent = Greeting | Refused | Status | Waiting
+ToSupervisor = Assign | Stem | Cancel
+FromSupervisor = Accepted | Snapshot | Waiting | Started | Output | Stopped | Finished | Refused
+Any = ToAgent | FromAgent | ToSupervisor | FromSupervisor
+
+_encoder = msgspec.json.Encoder()
+_decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Any)
+
+
+def send(channel: Channel, message: Message, fds: tuple[int, ...] = ()) -> None:
+    """Send a message with descriptors.
+
+    Raises:
+        OSError: the peer is gone; `BlockingIOError` when it does not read.
+    """
+    channel.send(_encoder.encode(message), fds)
+
+
+def receive(channel: Channel) -> tuple[Any, tuple[int, ...]] | None:
+    """Return the next message and its descriptors, or None when the peer is gone.
+
+    Raises:
+        msgspec.MsgspecError: the peer speaks another language.
+    """
+    received = channel.receive()
+    return None if received is None else (_decoder.decode(received[0]), received[1])

@@ -1,0 +1,164 @@
+"""Getting the devices of a gang, or a sentence that says who has them.
+
+One `Reservation` per attempt, asked again and again until it has its devices: first in line among those who wait for
+the same type, all devices or none. A device in quarantine is looked at again, by whoever wants it, and lent when it is
+clean. A device that processes of others are using is passed over (`ignore_busy=True` takes it).
+
+Failure cases: a holder that is killed frees its locks with its last descriptor, which its stem keeps until every rank
+is gone; a waiter that is killed loses its ticket the same way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import os
+from collections.abc import Mapping
+
+from serverless_gpu.ambient import Clock
+from serverless_gpu.model.hardware import Device, DeviceKind
+from serverless_gpu.node.gate import Verdict, foreign, judge
+from serverless_gpu.node.gpus import FakeProvider, NvmlProvider, Provider, Usage, providers, unknown_usage
+from serverless_gpu.node.home import Home
+from serverless_gpu.node.locks import Busy, DeviceLocks, Holder, Locked, Ticket, lock_directory
+from serverless_gpu.node.protocol import Launch
+from serverless_gpu.units import format_duration_ms
+
+_NAMED_MAX = 4
+
+
+class Reservation:
+    """The devices of one attempt: wanted, then held, then given back.
+
+    Attributes:
+        devices: what is held, in LOCAL_RANK order; empty until `try_take` succeeded.
+        before: what the devices' memory and processes were when they were taken.
+    """
+
+    def __init__(self, launch: Launch, home: Home, clock: Clock, machine: Provider | None) -> None:
+        kind = launch.candidates[0].kind
+        self.devices: tuple[Device, ...] = ()
+        self.before: Mapping[str, Usage] = {}
+        self.provider = _provider(kind, launch.context.environ, home, machine)
+        self._launch = launch
+        self._clock = clock
+        self._locks = DeviceLocks(lock_directory(kind, home.root), clock=clock)
+        self._locked: Locked | None = None
+        self._queue = contextlib.ExitStack()
+        self._ticket = self._queue.enter_context(Ticket(self._locks.directory, launch.candidates[0].type))
+
+    @property
+    def fds(self) -> tuple[int, ...]:
+        """Return the lock descriptors, for the stem to keep as long as a rank may live."""
+        return self._locked.fds if self._locked else ()
+
+    def try_take(self) -> str | None:
+        """Take the devices now, or return why that is not possible now.
+
+        Raises:
+            StorageError: the lock directory cannot be used.
+        """
+        ahead = self._ticket.ahead()
+        uuids = [device.uuid for device in self._launch.candidates]
+        if ahead:
+            return self._sentence(f"{ahead} {'run is' if ahead == 1 else 'runs are'} ahead in the queue", ())
+        busy = self._retest_quarantined()
+        usage = self.provider.usage(uuids)
+        free: list[str] = []
+        for uuid in uuids:
+            used_by = foreign(usage.get(uuid, unknown_usage("it did not answer")))
+            if uuid in busy:
+                continue
+            if used_by is not None and not self._launch.spec.resources.ignore_busy:
+                busy[uuid] = used_by
+            else:
+                free.append(uuid)
+        count = self._launch.world_size
+        if len(free) < count:
+            return self._sentence(_foreign_text(busy), self._holders(uuids))
+        holder = Holder("", self._launch.run_id, getpass.getuser(), os.getpid(), self._clock.wall_ns())
+        taken = self._locks.try_lock(free, count, holder)
+        if isinstance(taken, Busy):
+            return self._sentence(_foreign_text(busy), taken.holders)
+        self._keep(taken, usage)
+        return None
+
+    def give_back(self, verdicts: Mapping[str, Verdict]) -> tuple[str, ...]:
+        """Release the devices, those that are not proven free into quarantine; return the uuids of the latter."""
+        bad = tuple(uuid for uuid, verdict in verdicts.items() if not verdict.ok)
+        for uuid in bad:
+            self._locks.quarantine(uuid, f"after run {self._launch.run_id}: {verdicts[uuid].evidence}")
+        self.close()
+        return bad
+
+    def close(self) -> None:
+        """Release everything, ticket included."""
+        self._queue.close()
+        if self._locked is not None:
+            self._locked.release()
+
+    def _keep(self, taken: Locked, usage: Mapping[str, Usage]) -> None:
+        self._locked = taken
+        by_uuid = {device.uuid: device for device in self._launch.candidates}
+        self.devices = tuple(by_uuid[uuid] for uuid in taken.uuids)
+        self.before = {uuid: usage[uuid] for uuid in taken.uuids if uuid in usage}
+        self._queue.close()
+
+    def _retest_quarantined(self) -> dict[str, str]:
+        """Lift quarantines whose cause is gone; return the others with why."""
+        wanted = {device.uuid for device in self._launch.candidates}
+        notes = {uuid: note for uuid, note in self._locks.quarantined().items() if uuid in wanted}
+        if not notes:
+            return {}
+        still: dict[str, str] = {}
+        for uuid, usage in self.provider.usage(list(notes)).items():
+            if judge(None, usage, kind=self.provider.kind).ok:
+                self._locks.lift(uuid)
+            else:
+                still[uuid] = f"in quarantine {notes[uuid].reason}"
+        return still
+
+    def _holders(self, uuids: list[str]) -> tuple[Holder, ...]:
+        """Ask who holds what by asking for everything, which is refused while anything is held."""
+        probe = self._locks.try_lock(uuids, len(uuids), Holder("", self._launch.run_id, "", os.getpid(), 0))
+        if isinstance(probe, Busy):
+            return probe.holders
+        probe.release()
+        return ()
+
+    def _sentence(self, cause: str, holders: tuple[Holder, ...]) -> str:
+        count, kind = self._launch.world_size, self._launch.candidates[0]
+        noun = "CPU slot" if kind.kind is DeviceKind.CPU else kind.type
+        wanted = f"waiting for {count} {noun}{'s' if count > 1 and kind.kind is DeviceKind.CPU else ''}"
+        parts = [self._holder_text(holder) for holder in holders[:_NAMED_MAX]]
+        if len(holders) > _NAMED_MAX:
+            parts.append(f"and {len(holders) - _NAMED_MAX} more")
+        return f"{wanted}: " + "; ".join(part for part in [cause, *parts] if part)
+
+    def _holder_text(self, holder: Holder) -> str:
+        if not holder.run_id:
+            return f"{holder.uuid} is held"
+        held = max(0, self._clock.wall_ns() - holder.since_wall_ns) // 1_000_000
+        who = f"{holder.user} (pid {holder.pid}, {format_duration_ms(held)})"
+        return f"{holder.uuid} is held by run {holder.run_id} of {who}"
+
+
+def machine_provider() -> Provider:
+    """Return the provider of this machine's real GPUs."""
+    return NvmlProvider()
+
+
+def _provider(kind: DeviceKind, environ: Mapping[str, str], home: Home, machine: Provider | None) -> Provider:
+    if kind is DeviceKind.GPU and machine is not None:
+        return machine
+    for provider in providers(home.root, environ):
+        if provider.kind is kind:
+            return provider
+    return FakeProvider("", home.root)
+
+
+def _foreign_text(busy: Mapping[str, str]) -> str:
+    named = [f"{uuid}: {why}" for uuid, why in list(busy.items())[:_NAMED_MAX]]
+    if len(busy) > _NAMED_MAX:
+        named.append(f"and {len(busy) - _NAMED_MAX} more")
+    return "; ".join(named)

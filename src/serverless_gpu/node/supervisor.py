@@ -1,0 +1,441 @@
+"""The supervisor: looks after one attempt on this node, from its devices to its receipt.
+
+    agent ──Assign, Stem──▶ supervisor ◀──events── stem, ranks
+                              │  ▲
+    client ◀──what happens────┘  └── pipes: what ranks write
+
+A clean interpreter without anything of the user's, started ahead of time and standing by. One thread, one loop: it
+feeds events to `model/lifecycle.py`, carries out the instructions that come back, and sleeps until the next descriptor
+or deadline. It never unpickles.
+
+Failure cases:
+- the agent dies: nothing happens here; a new agent finds this process by its socket;
+- the client goes away: the run goes on, `attach` finds it;
+- this process dies: the stem reads end of file and ends every rank at once; the stem's copies of the lock descriptors
+  keep the
+  devices taken until it has;
+- the stem dies: ranks die with it, the attempt fails as `runtime_lost`;
+- no stem comes (the zygote cannot start): the attempt fails as `start_failed` with what the zygote wrote.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from serverless_gpu.ambient import Clock, SystemClock
+from serverless_gpu.errors import ServerlessGpuError
+from serverless_gpu.model.attempt import (
+    TERMINAL,
+    Attempt,
+    CancelRequested,
+    Event,
+    Placed,
+    RankExecuting,
+    Reason,
+    StartFailed,
+    State,
+    StemLost,
+    Tick,
+    TreeEmpty,
+)
+from serverless_gpu.model.ledger import FactKind
+from serverless_gpu.model.lifecycle import IllegalTransition, Instruction, advance
+from serverless_gpu.node import protocol
+from serverless_gpu.node.account import Account, write_json
+from serverless_gpu.node.gang import Gang
+from serverless_gpu.node.gate import GatePolicy, verify
+from serverless_gpu.node.home import Home
+from serverless_gpu.node.inside import linux
+from serverless_gpu.node.inside.channel import Channel
+from serverless_gpu.node.rendezvous import NoPort, reserve_port
+from serverless_gpu.node.reservation import Reservation, machine_provider
+from serverless_gpu.node.watchers import Watcher
+
+_RETRY_S = 0.05  # between two looks at devices that were taken
+_EMPTYING_S = 0.002  # between two looks at a tree that is being ended
+_EMPTYING_S_MAX = 60.0
+_LAST_WORDS_S = 5.0
+_ALIVE_S = 5.0
+
+Callback = Callable[[], None]
+
+
+def main(channel_fd: int, home: str, sockets: str) -> NoReturn:
+    """Be a supervisor: stand by, look after one attempt, end.
+
+    Args:
+        channel_fd: the inherited channel to the agent.
+        home: the home directory.
+        sockets: the private directory of sockets.
+    """
+    linux.set_name("sgpu-supervisor")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    channel = Channel.adopt(channel_fd)
+    channel.sock.set_inheritable(False)
+    Supervisor(channel, Home(Path(home)), Path(sockets), SystemClock()).serve()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+class Supervisor:
+    """One attempt's guardian.
+
+    Args:
+        agent: the channel to the agent.
+        home: the home directory.
+        sockets: where its own socket is made.
+        clock: where time comes from.
+    """
+
+    def __init__(self, agent: Channel, home: Home, sockets: Path, clock: Clock) -> None:
+        self._agent = agent
+        self._home = home
+        self._sockets = sockets
+        self._clock = clock
+        self._machine = machine_provider()
+        self._selector = selectors.DefaultSelector()
+        self._watchers: list[Watcher] = []
+        self._launch: protocol.Launch | None = None
+        self._attempt: Attempt
+        self._account: Account
+        self._reservation: Reservation | None = None
+        self._gang: Gang | None = None
+        self._port: socket.socket | None = None
+        self._listener: socket.socket | None = None
+        self._waiting = ""
+        self._begin_pending = False
+        self._kill_ns: int | None = None
+        self._alive_ns = 0
+        self._done = False
+
+    def serve(self) -> None:
+        """Stand by until an attempt comes, see it through, return."""
+        self._machine.devices()  # NVML's start takes tens of milliseconds: now, not when somebody waits
+        self._watch(self._agent.fileno(), self._hear_agent)
+        while not self._done:
+            for key, _ in self._selector.select(self._pause_s()):
+                callback: Callback = key.data
+                callback()
+            if self._launch is not None and not self._done:
+                self._look()
+
+    # --- the agent -----------------------------------------------------------------------------------------------
+
+    def _hear_agent(self) -> None:
+        received = protocol.receive(self._agent)
+        if received is None:
+            self._unwatch(self._agent.fileno())
+            self._agent.close()
+            if self._launch is None:
+                self._done = True
+            elif self._gang is None:
+                self._apply(StartFailed(Reason.START_FAILED, "the agent died before the ranks could be started"))
+            return
+        message, fds = received
+        match message:
+            case protocol.Assign():
+                self._assign(message, Channel.adopt(fds[0]))
+            case protocol.Stem():
+                self._meet_stem(message, fds)
+            case _:
+                pass
+
+    def _assign(self, message: protocol.Assign, client: Channel) -> None:
+        launch = self._launch = message.launch
+        self._attempt = Attempt(
+            run_id=launch.run_id, fence=launch.fence, world_size=launch.world_size, limits=launch.spec.limits()
+        )
+        self._account = Account(launch, self._clock)
+        self._account.mark("called", launch.called_ns)
+        self._account.mark("asked", message.asked_ns)
+        self._add_watcher(client).say(protocol.Accepted(pid=os.getpid()))
+        self._listen(launch.run_id)
+        try:
+            self._reservation = Reservation(launch, self._home, self._clock, self._machine)
+        except ServerlessGpuError as error:
+            self._apply(StartFailed(Reason.START_FAILED, str(error)))
+            return
+        self._try_devices()
+
+    def _meet_stem(self, message: protocol.Stem, fds: tuple[int, ...]) -> None:
+        if message.problem or not fds or self._launch is None:
+            if self._launch is not None and self._attempt.state not in TERMINAL:
+                self._apply(StartFailed(Reason.START_FAILED, message.problem or "no stem"))
+            return
+        self._account.warm = (message.warm, message.warm_reason)
+        self._gang = Gang(self._launch, Channel.adopt(fds[0]), self._account)
+        self._watch(fds[0], self._hear_gang)
+
+    # --- devices and start ---------------------------------------------------------------------------------------
+
+    def _try_devices(self) -> None:
+        if self._reservation is None or self._attempt.state is not State.QUEUED:
+            return
+        try:
+            sentence = self._reservation.try_take()
+        except ServerlessGpuError as error:
+            self._apply(StartFailed(Reason.START_FAILED, str(error)))
+            return
+        if sentence is None:
+            self._fact(FactKind.RESERVED)
+            self._account.mark("reserved")
+            self._apply(Placed())
+        elif sentence != self._waiting:
+            self._waiting = sentence
+            self._tell(protocol.Waiting(sentence=sentence))
+
+    def _begin(self) -> None:
+        """Start the ranks once devices and stem are both there."""
+        if not self._begin_pending or self._gang is None or not self._gang.standby or self._reservation is None:
+            return
+        self._begin_pending = False
+        try:
+            self._port = reserve_port()
+            self._gang.start(self._reservation.devices, self._port, self._reservation.fds, self._pass_on)
+        except NoPort as error:
+            self._apply(StartFailed(Reason.RENDEZVOUS, str(error)))
+            return
+        except OSError as error:
+            self._apply(StartFailed(Reason.START_FAILED, f"the stem could not be told what to run: {error}"))
+            return
+        for log in self._gang.logs.values():
+            for fd, drain in log.readers():
+                self._watch(fd, lambda fd=fd, drain=drain: self._drain(fd, drain))  # type: ignore[misc]  # mypy does not type a lambda's defaults
+
+    def _hear_gang(self) -> None:
+        assert self._gang is not None
+        met = self._gang.standby
+        try:
+            events = self._gang.hear()
+        except (OSError, ValueError) as error:
+            events = [StemLost(detail=f"the stem cannot be understood: {error}")]
+        if events is None:
+            self._unwatch(self._gang.channel.fileno())
+            events = [] if met else [StemLost(detail="the stem ended before it could start the ranks")]
+        if self._gang.standby and not met:
+            self._watch(self._gang.stem_pidfd, self._stem_ended)
+            self._begin()
+        for event in events:
+            if isinstance(event, RankExecuting) and "exec" not in self._account.marks:
+                self._account.mark("exec")
+                self._fact(FactKind.EXEC)
+                self._tell(protocol.Started(at_ns=self._account.marks["exec"]))
+            self._apply(event)
+
+    def _stem_ended(self) -> None:
+        assert self._gang is not None
+        self._unwatch(self._gang.stem_pidfd)
+        if self._kill_ns is None:
+            detail = "the process that owns the ranks died"
+            self._apply(StemLost(detail=detail, out_of_memory=self._gang.out_of_memory()))
+
+    # --- the lifecycle -------------------------------------------------------------------------------------------
+
+    def _apply(self, event: Event) -> None:
+        try:
+            self._attempt, instructions = advance(self._attempt, event, self._clock.boottime_ns())
+        except IllegalTransition:
+            if self._attempt.state in TERMINAL:
+                return  # a late word of a rank; the outcome stands
+            raise
+        if self._attempt.state is State.STOPPING:
+            self._account.mark("stopping")
+        for instruction in instructions:
+            match instruction:
+                case Instruction.START_RANKS:
+                    self._begin_pending = True
+                    self._begin()
+                case Instruction.TERMINATE_RANKS:
+                    if self._gang is not None:
+                        self._gang.terminate()
+                case Instruction.KILL_TREE:
+                    self._kill()
+                case Instruction.CONCLUDE:
+                    self._conclude()
+
+    def _kill(self) -> None:
+        self._kill_ns = self._clock.boottime_ns()
+        if self._gang is not None:
+            self._gang.kill()
+
+    def _look(self) -> None:
+        """What has to be looked at because no descriptor announces it."""
+        self._watchers = [watcher for watcher in self._watchers if not self._forget_if_gone(watcher)]
+        for watcher in self._watchers:
+            watcher.flush()
+        if self._attempt.state is State.QUEUED:
+            self._try_devices()
+        if self._kill_ns is not None and self._attempt.state is State.STOPPING:
+            self._look_for_empty()
+        if self._attempt.state not in TERMINAL:
+            self._apply(Tick())
+        if self._attempt.state is State.RUNNING and self._clock.boottime_ns() - self._alive_ns > _ALIVE_S * 1e9:
+            self._fact(FactKind.ALIVE)
+            self._alive_ns = self._clock.boottime_ns()
+
+    def _look_for_empty(self) -> None:
+        assert self._kill_ns is not None
+        waited_s = (self._clock.boottime_ns() - self._kill_ns) / 1e9
+        if self._gang is None or self._gang.empty():
+            self._apply(TreeEmpty())
+        elif waited_s > _EMPTYING_S_MAX:
+            self._account.notes.append(f"a process of this run could not be ended in {_EMPTYING_S_MAX:.0f} s")
+            self._apply(TreeEmpty())
+
+    def _conclude(self) -> None:
+        """Tell how it ended, prove the devices free, give them back, tell that."""
+        self._account.mark("exited")
+        if "exec" in self._account.marks:
+            self._fact(FactKind.EXITED)
+        self._note_unasked_ends()
+        if self._gang is not None:
+            self._gang.close()
+        if self._port is not None:
+            self._port.close()
+        stopped = self._stopped()
+        write_json(self._directory / "stopped.json", stopped)
+        self._tell(stopped)
+        self._hand_back()
+        for watcher in self._watchers:
+            watcher.drain(_LAST_WORDS_S)
+        if self._listener is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(self._listener.getsockname())
+        self._done = True
+
+    def _hand_back(self) -> None:
+        reservation = self._reservation
+        devices = reservation.devices if reservation is not None else ()
+        verdicts = {}
+        quarantined: tuple[str, ...] = ()
+        if reservation is not None and devices:
+            uuids = [device.uuid for device in devices]
+            verdicts = verify(reservation.provider, uuids, reservation.before, GatePolicy(), time.sleep)
+            quarantined = reservation.give_back(verdicts)
+        elif reservation is not None:
+            reservation.close()
+        self._account.mark("freed")
+        if devices:
+            self._fact(FactKind.FREED)
+        receipt = self._account.receipt(self._attempt, devices, verdicts, quarantined)
+        self._tell(protocol.Finished(receipt=receipt))
+
+    def _note_unasked_ends(self) -> None:
+        """Say what the outcome alone does not: ranks that had to be killed, output that was cut."""
+        if self._attempt.killed:
+            grace_s = ((self._kill_ns or 0) - (self._attempt.stop_ns or 0)) / 1e9
+            still = sorted(set(range(self._attempt.world_size)) - self._attempt.exited)
+            self._account.notes.append(f"rank {still} did not stop in {grace_s:.1f} s and was killed")
+        for log in self._gang.logs.values() if self._gang is not None else ():
+            if log.dropped_bytes:
+                self._account.notes.append(f"{log.dropped_bytes} bytes of rank {log.rank}'s output were not kept")
+
+    def _stopped(self) -> protocol.Stopped:
+        attempt, cause = self._attempt, self._attempt.cause
+        assert attempt.reason is not None
+        tail = ""
+        if cause is not None and cause.rank is not None and self._gang is not None and cause.rank in self._gang.logs:
+            tail = self._gang.logs[cause.rank].tail()
+        return protocol.Stopped(
+            state=attempt.state,
+            reason=attempt.reason,
+            cause=cause,
+            consequences=tuple(failure for failure in attempt.failures if failure is not cause),
+            log_tail=tail,
+        )
+
+    # --- watchers and output -------------------------------------------------------------------------------------
+
+    def _listen(self, run_id: str) -> None:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        path = str(self._sockets / f"{run_id}.sock")
+        try:
+            sock.bind(path)
+            sock.listen(16)
+        except OSError as error:
+            # Without it nobody can attach; the run itself does not need it.
+            self._account.notes.append(f"attach is not possible: {path}: {error.strerror}")
+            sock.close()
+            return
+        self._listener = sock
+        self._watch(sock.fileno(), self._accept)
+
+    def _accept(self) -> None:
+        assert self._listener is not None and self._launch is not None
+        with contextlib.suppress(OSError):
+            sock, _ = self._listener.accept()
+            self._add_watcher(Channel(sock)).say(
+                protocol.Snapshot(
+                    run_id=self._launch.run_id, fence=self._launch.fence, state=self._attempt.state, pid=os.getpid()
+                )
+            )
+
+    def _add_watcher(self, channel: Channel) -> Watcher:
+        watcher = Watcher(channel)
+        self._watchers.append(watcher)
+        self._watch(channel.fileno(), lambda: self._hear_watcher(watcher))
+        return watcher
+
+    def _hear_watcher(self, watcher: Watcher) -> None:
+        if not watcher.hear(self._obey):
+            watcher.gone = True
+
+    def _obey(self, message: protocol.Any) -> None:
+        if isinstance(message, protocol.Cancel) and self._attempt.state not in TERMINAL:
+            self._apply(CancelRequested())
+
+    def _forget_if_gone(self, watcher: Watcher) -> bool:
+        if watcher.gone:
+            self._unwatch(watcher.channel.fileno())
+            watcher.channel.close()
+        return watcher.gone
+
+    def _tell(self, message: protocol.Message) -> None:
+        for watcher in self._watchers:
+            watcher.say(message)
+
+    def _pass_on(self, rank: int, stream: str, text: str) -> None:
+        self._tell(protocol.Output(rank=rank, stream=stream, text=text))
+
+    def _drain(self, fd: int, drain: Callable[[], bool]) -> None:
+        if not drain():
+            self._unwatch(fd)
+
+    # --- small things --------------------------------------------------------------------------------------------
+
+    @property
+    def _directory(self) -> Path:
+        assert self._launch is not None
+        return Path(self._launch.directory)
+
+    def _fact(self, kind: FactKind) -> None:
+        devices = self._reservation.devices if self._reservation is not None else ()
+        self._account.fact(kind, devices, cpus=len(devices))
+
+    def _pause_s(self) -> float | None:
+        if self._launch is None:
+            return None
+        if self._attempt.state is State.QUEUED:
+            return _RETRY_S
+        if self._kill_ns is not None:
+            return _EMPTYING_S
+        pauses = [_RETRY_S if any(watcher.waiting for watcher in self._watchers) else _ALIVE_S]
+        if self._attempt.wake_ns is not None:
+            pauses.append(max(0.0, (self._attempt.wake_ns - self._clock.boottime_ns()) / 1e9))
+        return min(pauses)
+
+    def _watch(self, fd: int, callback: Callback) -> None:
+        self._selector.register(fd, selectors.EVENT_READ, callback)
+
+    def _unwatch(self, fd: int) -> None:
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(fd)

@@ -1,0 +1,204 @@
+"""The agent's zygotes: one per interpreter and start-up variables, at most a few, none older than its use.
+
+    key = (interpreter, its options, start-up variables)   →   Zygote: process, channel, stems standing by, runs waiting
+    for one
+
+A zygote is stale when a file it loaded has changed since (another version installed, a file edited): what a rank would
+get from it is not what the caller's next interpreter would import. A package it never loaded may change freely; ranks
+see the new one.
+
+Failure cases: the zygote cannot preload or dies (whoever waits for a stem is told what it wrote); it cannot be made
+single-threaded (the key is remembered and runs start cold: a zygote without preload, for one run each); it dies while
+idle (the next run starts a new one and the receipt says so).
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from serverless_gpu.node.inside import protocol as inside
+from serverless_gpu.node.inside.channel import pair
+from serverless_gpu.node.processes import CgroupRoot
+from serverless_gpu.node.protocol import Context
+from serverless_gpu.node.spawning import startup_variables, zygote_process
+
+PRELOAD = ("numpy", "torch", "torch.distributed")
+RANKS_STANDBY_MAX = 16
+_PROBLEM_BYTES_MAX = 4_000
+
+StemTaker = Callable[[int, int], None]  # pid, descriptor
+ProblemTaker = Callable[[str], None]
+Stamp = tuple[int, int, int]
+
+
+class Key(msgspec.Struct, frozen=True):
+    """What makes two callers share a zygote."""
+
+    python: str
+    flags: tuple[str, ...]
+    variables: tuple[tuple[str, str], ...]
+
+
+def key_of(context: Context) -> Key:
+    """Return the key of a caller's context."""
+    return Key(context.python, context.flags, tuple(startup_variables(context.environ).items()))
+
+
+class Zygote:
+    """One zygote process and the stems it has made.
+
+    Args:
+        context: the caller it is started for.
+        preload: modules it imports; empty for a cold start.
+        log_path: the file its output is appended to.
+        cgroups: where stems get their cgroups.
+
+    Raises:
+        OSError: the interpreter cannot be started.
+    """
+
+    def __init__(
+        self, context: Context, preload: tuple[str, ...], log_path: Path, log: int, cgroups: CgroupRoot
+    ) -> None:
+        ours, theirs = pair()
+        self.channel = ours
+        self.key = key_of(context)
+        self.ready = False
+        self.threads: tuple[str, ...] = ()
+        self.dead = False
+        self.used_ns = 0
+        self.ranks = 1  # of the last run: as many stand by for the next
+        self._log_path = log_path
+        self._log_start = os.lseek(log, 0, os.SEEK_END)
+        self._cgroups = cgroups
+        self._stamps: dict[str, Stamp] = {}
+        self._stems: deque[tuple[int, int]] = deque()
+        self._asked = 0
+        self._takers: deque[tuple[StemTaker, ProblemTaker]] = deque()
+        try:
+            self.process: subprocess.Popen[bytes] = zygote_process(
+                context.python,
+                context.flags,
+                context.environ,
+                preload,
+                channel_fd=theirs.fileno(),
+                log=log,
+            )
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+
+    @property
+    def waited_for(self) -> bool:
+        """Return whether a run waits for a stem of this zygote."""
+        return bool(self._takers)
+
+    def take_stem(self, take: StemTaker, fail: ProblemTaker) -> None:
+        """Hand a stem to a run, now or as soon as there is one.
+
+        Args:
+            take: called with the stem's pid and a descriptor that it then owns.
+            fail: called with what went wrong instead.
+        """
+        if self._stems:
+            take(*self._stems.popleft())
+            return
+        self._takers.append((take, fail))
+        if self._asked < len(self._takers):
+            self.ask_stem()
+
+    def refill(self) -> None:
+        """Have one stem standing by."""
+        if self.ready and not self.dead and not self._stems and not self._asked:
+            self.ask_stem()
+
+    def ask_stem(self) -> None:
+        """Ask for one more stem; a zygote that is still preloading answers when it is ready."""
+        cgroup = self._cgroups.make()
+        try:
+            path = None if cgroup is None else str(cgroup)
+            self.channel.send(
+                inside.encode({"op": "stem", "cgroup": path, "ranks": min(self.ranks, RANKS_STANDBY_MAX)})
+            )
+        except OSError:
+            self.fail()
+            return
+        self._asked += 1
+
+    def hear(self) -> bool:
+        """Take one message; return False when the zygote is gone."""
+        received = self.channel.receive()
+        if received is None:
+            self.fail()
+            return False
+        message, fds = inside.decode(received[0]), received[1]
+        match message.get("event"):
+            case "ready":
+                self.ready = True
+                files = message.get("modules")
+                self._stamps = {str(file): stamp(str(file)) for file in files} if isinstance(files, list) else {}
+            case "threads":
+                names = message.get("names")
+                self.threads = tuple(str(name) for name in names) if isinstance(names, list) else ("?",)
+            case "stem":
+                self._asked -= 1
+                self._offer(inside.integer(message, "pid"), fds[0])
+        return True
+
+    def stale(self) -> str | None:
+        """Return the first loaded file that changed since, or None."""
+        for file, known in self._stamps.items():
+            if stamp(file) != known:
+                return file
+        return None
+
+    def fail(self) -> None:
+        """Tell everyone who waits that there will be no stem."""
+        self.dead = True
+        problem = self._problem()
+        while self._takers:
+            self._takers.popleft()[1](problem)
+
+    def release_takers(self) -> list[tuple[StemTaker, ProblemTaker]]:
+        """Return those who wait for a stem, and forget them."""
+        takers = list(self._takers)
+        self._takers.clear()
+        return takers
+
+    def close(self) -> None:
+        """Let the zygote and its unused stems end: they read end of file."""
+        self.dead = True
+        while self._stems:
+            os.close(self._stems.popleft()[1])
+        self.channel.close()
+
+    def _offer(self, pid: int, fd: int) -> None:
+        if self._takers:
+            self._takers.popleft()[0](pid, fd)
+        else:
+            self._stems.append((pid, fd))
+
+    def _problem(self) -> str:
+        code = self.process.poll()
+        with self._log_path.open("rb") as file:
+            file.seek(self._log_start)
+            written = file.read()[-_PROBLEM_BYTES_MAX:].decode("utf-8", "replace").strip()
+        ended = "ended" if code is None else f"ended with code {code}"
+        return f"{self.key.python}, which was to become a zygote, {ended}:\n{written or '(it wrote nothing)'}"
+
+
+def stamp(file: str) -> Stamp:
+    """Return what tells that a file is another one, or was written to."""
+    try:
+        status = os.stat(file)
+    except OSError:
+        return (0, 0, 0)
+    return (status.st_mtime_ns, status.st_size, status.st_ino)

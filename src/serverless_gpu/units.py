@@ -1,0 +1,133 @@
+"""Durations, bytes, GPU time and money: integer arithmetic, and the one way each is written for people.
+
+Milliseconds, bytes, GPU-milliseconds and micros (millionths of a currency unit) are integers everywhere; a float
+never holds money or metered time. Nothing here knows about runs, clocks or prices in force.
+
+Failure cases: quantities that cannot be negative raise `ValueError`. The ``format_`` functions never fail on an
+integer: a receipt must be printable even when a number in it is wrong, so a negative one is shown with its sign.
+"""
+
+from __future__ import annotations
+
+MS_PER_HOUR = 3_600_000
+MICROS_PER_UNIT = 1_000_000
+
+_BYTE_UNITS = ("kB", "MB", "GB", "TB", "PB")
+_LARGEST_BYTE_UNIT = "EB"
+
+
+def gpu_milliseconds(gpus: int, ms: int) -> int:
+    """Return the GPU time of several GPUs held together.
+
+    Args:
+        gpus: number of GPUs.
+        ms: how long they were held, in milliseconds.
+
+    Returns:
+        GPU-milliseconds.
+
+    Raises:
+        ValueError: a count or a time is negative.
+    """
+    if gpus < 0 or ms < 0:
+        raise ValueError(f"GPU time cannot be negative: {gpus} GPUs for {ms} ms")
+    return gpus * ms
+
+
+def micros_for(gpu_ms: int, micros_per_gpu_hour: int) -> int:
+    """Return what GPU time costs, rounded up to a whole micro.
+
+    Call it once per attempt with the attempt's total: rounding parts would add up to more than the whole.
+
+    Args:
+        gpu_ms: GPU-milliseconds.
+        micros_per_gpu_hour: price of one GPU for one hour, in micros.
+
+    Returns:
+        The cost in micros.
+
+    Raises:
+        ValueError: a time or a price is negative.
+    """
+    if gpu_ms < 0 or micros_per_gpu_hour < 0:
+        raise ValueError(f"a cost cannot be negative: {gpu_ms} GPU-ms at {micros_per_gpu_hour} micros per GPU-hour")
+    return -(-gpu_ms * micros_per_gpu_hour // MS_PER_HOUR)
+
+
+def format_duration_ms(ms: int) -> str:
+    """Return a duration for people: ``34 ms``, ``0.4 s``, ``3 min 05 s``, ``2 h 10 min``.
+
+    Args:
+        ms: milliseconds.
+    """
+    if ms < 0:
+        return "-" + format_duration_ms(-ms)
+    if ms < 100:
+        return f"{ms} ms"
+    tenths = _divide(ms, 100)
+    if tenths < 600:
+        return f"{tenths // 10}.{tenths % 10} s"
+    seconds = _divide(ms, 1000)
+    if seconds < 3600:
+        return f"{seconds // 60} min {seconds % 60:02d} s"
+    minutes = _divide(ms, 60_000)
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def format_bytes(size: int) -> str:
+    """Return a size for people in decimal units: ``512 B``, ``1.2 GB`` (1 GB = 10^9 bytes).
+
+    Args:
+        size: bytes.
+    """
+    if size < 0:
+        return "-" + format_bytes(-size)
+    if size < 1000:
+        return f"{size} B"
+    scale = 1000
+    for unit in _BYTE_UNITS:
+        tenths = _divide(size, scale // 10)
+        if tenths < 10_000:
+            return f"{tenths // 10}.{tenths % 10} {unit}"
+        scale *= 1000
+    # Nothing above to carry into: the last unit takes whatever is left.
+    tenths = _divide(size, scale // 10)
+    return f"{tenths // 10}.{tenths % 10} {_LARGEST_BYTE_UNIT}"
+
+
+def format_micros(micros: int, currency: str) -> str:
+    """Return an amount of money: ``1.23 USD``; below one cent all digits that are there, so a cost never looks free.
+
+    Args:
+        micros: millionths of the currency unit.
+        currency: its name, for example ``"USD"``.
+    """
+    if micros < 0:
+        return "-" + format_micros(-micros, currency)
+    if 0 < micros < MICROS_PER_UNIT // 100:
+        return f"0.{micros:06d}".rstrip("0") + f" {currency}"
+    cents = _divide(micros, MICROS_PER_UNIT // 100)
+    return f"{cents // 100:,}.{cents % 100:02d} {currency}"
+
+
+def format_gpu_ms(gpu_ms: int, *, unit: str = "GPU") -> str:
+    """Return GPU time for people: ``0.040 GPU-seconds``, ``12.3 GPU-seconds``, ``1.5 GPU-hours``.
+
+    Args:
+        gpu_ms: GPU-milliseconds.
+        unit: what was held, where it was not GPUs.
+    """
+    if gpu_ms < 0:
+        return "-" + format_gpu_ms(-gpu_ms, unit=unit)
+    if 0 < gpu_ms < 100:
+        return f"0.{gpu_ms:03d} {unit}-seconds"
+    tenths = _divide(gpu_ms, 100)
+    if tenths < 36_000:
+        return f"{tenths // 10}.{tenths % 10} {unit}-seconds"
+    tenths = _divide(gpu_ms, MS_PER_HOUR // 10)
+    return f"{tenths // 10:,}.{tenths % 10} {unit}-hours"
+
+
+def _divide(value: int, by: int) -> int:
+    """Return value / by to the nearest whole number, halves up."""
+    return (2 * value + by) // (2 * by)

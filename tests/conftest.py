@@ -1,0 +1,82 @@
+"""Fixtures of every test: a home of its own, and no way out to the network.
+
+A test that starts an agent takes `home`; the agent of that home is ended with the test. Connections and listening
+sockets are limited to loopback and Unix sockets, by a guard of our own in this process (child processes are not
+guarded).
+"""
+
+from __future__ import annotations
+
+import importlib
+import ipaddress
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+# Socket methods that reach out (or let in); the address is the last positional argument of each.
+_GUARDED = ("bind", "connect", "connect_ex", "sendto")
+
+
+@pytest.fixture
+def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Yield a fresh SERVERLESS_GPU_HOME with a short path, and end its agent afterwards."""
+    for name in list(os.environ):
+        if name.startswith(("SERVERLESS_GPU_", "SGPU_")):
+            monkeypatch.delenv(name)
+    # Not under tmp_path: a Unix socket's path may have 107 bytes at most.
+    directory = Path(tempfile.mkdtemp(prefix="sg-", dir="/tmp"))
+    monkeypatch.setenv("SERVERLESS_GPU_HOME", str(directory))
+    monkeypatch.setenv("SERVERLESS_GPU_PREWARM", "0")
+    try:
+        yield directory
+    finally:
+        if (directory / "agent.log").exists():
+            # Loaded late: most tests have no agent and need not load the package's doors.
+            importlib.import_module("serverless_gpu.testing").stop_agent(directory)
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+class NetworkRefused(AssertionError):
+    """A test tried to leave this machine."""
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_network() -> Iterator[None]:
+    """Refuse every address of this process but loopback and Unix sockets."""
+    originals = {name: getattr(socket.socket, name) for name in _GUARDED}
+    for name, original in originals.items():
+        setattr(socket.socket, name, _guarded(name, original))
+    try:
+        yield
+    finally:
+        for name in originals:
+            # They are inherited from the C class; ours stood in front of them.
+            delattr(socket.socket, name)
+
+
+def _guarded(name: str, original: Callable[..., object]) -> Callable[..., object]:
+    def guarded(self: socket.socket, *args: object) -> object:
+        if args and not _stays_here(self.family, args[-1]):
+            raise NetworkRefused(
+                f"socket.{name}({args[-1]!r}): tests may use 127.0.0.1, ::1, localhost or a Unix socket"
+            )
+        return original(self, *args)
+
+    return guarded
+
+
+def _stays_here(family: int, address: object) -> bool:
+    if family == socket.AF_UNIX:
+        return True
+    if family not in (socket.AF_INET, socket.AF_INET6) or not isinstance(address, tuple):
+        return False
+    host = str(address[0])
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,376 @@
+"""Providers: which devices there are, who uses them, and what stays unknown."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from serverless_gpu.errors import InvalidValue
+from serverless_gpu.model.hardware import DeviceKind
+from serverless_gpu.node.gate import Verdict, judge
+from serverless_gpu.node.gpus import (
+    IDLE_MEMORY_BYTES,
+    MIB,
+    CpuProvider,
+    FakeProvider,
+    GpuProcess,
+    NvmlProvider,
+    Unavailable,
+    Usage,
+    providers,
+)
+
+GIB = 1024 * MIB
+HOST = "pid:[4026531836]"
+IDLE = Usage(processes=(), memory_used_bytes=3 * MIB, pids_visible=True)
+LEFTOVER = GpuProcess(pid=4242, memory_bytes=2 * GIB, name="python")
+DISPLAY = GpuProcess(pid=900, memory_bytes=200 * MIB, name="Xorg", graphics=True)
+
+
+class FakeNvmlError(Exception):
+    def __init__(self, value: int, text: str) -> None:
+        super().__init__(text)
+        self.value = value
+
+
+LOST = FakeNvmlError(15, "GPU is lost")
+FORBIDDEN = FakeNvmlError(4, "Insufficient Permissions")
+
+
+class Card:
+    """One card of the fake driver; `broken` is what every question about it is answered with."""
+
+    def __init__(self, uuid: str, bus: int, *, used: int = 3 * MIB, broken: Exception | None = None) -> None:
+        self.uuid = uuid
+        self.bus = bus
+        self.domain = 0
+        self.used = used
+        self.broken = broken
+        self.mig = 0
+        self.compute: list[tuple[int, int | None]] = []
+        self.graphics: list[tuple[int, int | None]] = []
+        self.processes_error: Exception | None = None
+
+
+class FakeNvml:
+    """Speaks like pynvml about made-up cards."""
+
+    NVMLError: type[Exception] = FakeNvmlError
+    NVMLLibraryMismatchError: type[Exception] = KeyError
+    NVML_ERROR_LIBRARY_NOT_FOUND = 12
+    NVML_ERROR_DRIVER_NOT_LOADED = 9
+    nvmlMemory_v2 = 2
+
+    def __init__(self, *cards: Card) -> None:
+        self.cards = cards
+        self.init_error: Exception | None = None
+        self.count_error: Exception | None = None
+        self.stuck: threading.Event | None = None
+        self.names = {4242: "/opt/conda/bin/python train.py", 900: "/usr/lib/xorg/Xorg"}
+
+    def nvmlInit(self) -> None:
+        if self.init_error:
+            raise self.init_error
+
+    def nvmlDeviceGetCount(self) -> int:
+        if self.stuck:
+            self.stuck.wait()
+        if self.count_error:
+            raise self.count_error
+        return len(self.cards)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int, /) -> object:
+        return self._working(self.cards[index])
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str, /) -> object:
+        if self.stuck:
+            self.stuck.wait()
+        for card in self.cards:
+            if card.uuid == uuid:
+                return self._working(card)
+        raise FakeNvmlError(6, "Not Found")
+
+    def nvmlDeviceGetUUID(self, handle: object, /) -> str:
+        return self._card(handle).uuid
+
+    def nvmlDeviceGetName(self, handle: object, /) -> str:
+        return "NVIDIA H100 80GB HBM3"
+
+    def nvmlDeviceGetPciInfo(self, handle: object, /) -> SimpleNamespace:
+        return SimpleNamespace(domain=self._card(handle).domain, bus=self._card(handle).bus, device=0)
+
+    def nvmlDeviceGetMigMode(self, handle: object, /) -> list[int]:
+        if self._card(handle).mig < 0:
+            raise FakeNvmlError(3, "Not Supported")
+        return [self._card(handle).mig, 0]
+
+    def nvmlDeviceGetMemoryInfo(self, handle: object, version: int, /) -> SimpleNamespace:
+        assert version == self.nvmlMemory_v2  # the first version counts the driver's reserve as used
+        return SimpleNamespace(total=80 * GIB, used=self._card(handle).used)
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: object, /) -> list[SimpleNamespace]:
+        error = self._card(handle).processes_error
+        if error:
+            raise error
+        return [SimpleNamespace(pid=pid, usedGpuMemory=memory) for pid, memory in self._card(handle).compute]
+
+    def nvmlDeviceGetGraphicsRunningProcesses(self, handle: object, /) -> list[SimpleNamespace]:
+        return [SimpleNamespace(pid=pid, usedGpuMemory=memory) for pid, memory in self._card(handle).graphics]
+
+    def nvmlSystemGetProcessName(self, pid: int, /) -> str:
+        if pid not in self.names:
+            raise FakeNvmlError(6, "Not Found")
+        return self.names[pid]
+
+    def _working(self, card: Card) -> Card:
+        if card.broken:
+            raise card.broken
+        return card
+
+    def _card(self, handle: object) -> Card:
+        assert isinstance(handle, Card)
+        return handle
+
+
+def nvml_provider(*cards: Card, pid_namespace: str = HOST) -> tuple[NvmlProvider, FakeNvml]:
+    nvml = FakeNvml(*cards)
+    return NvmlProvider(nvml=nvml, pid_namespace=pid_namespace), nvml
+
+
+# --- which devices ---
+
+
+def test_gpu_indices_are_positions_in_pci_bus_order() -> None:
+    cards = (Card("GPU-c", 0x9A), Card("GPU-a", 0x1B), Card("GPU-d", 0x03), Card("GPU-b", 0x3B))
+    cards[2].domain = 1
+    provider, _ = nvml_provider(*cards)
+
+    assert [(device.index, device.uuid) for device in provider.devices()] == [
+        (0, "GPU-a"),
+        (1, "GPU-b"),
+        (2, "GPU-c"),
+        (3, "GPU-d"),
+    ]
+    assert provider.unavailable() == ()
+
+
+def test_gpu_carries_type_memory_and_product() -> None:
+    (device,) = nvml_provider(Card("GPU-a", 1))[0].devices()
+
+    assert (device.type, device.kind, device.memory_bytes) == ("H100", DeviceKind.GPU, 80 * GIB)
+    assert device.product == "NVIDIA H100 80GB HBM3"
+
+
+@pytest.mark.parametrize("error", [LOST, FORBIDDEN])
+def test_F23_broken_gpu_is_listed_with_its_reason_and_the_others_stay(error: FakeNvmlError) -> None:
+    provider, _ = nvml_provider(Card("GPU-a", 1), Card("GPU-b", 2, broken=error), Card("GPU-c", 3))
+
+    assert [(device.index, device.uuid) for device in provider.devices()] == [(0, "GPU-a"), (1, "GPU-c")]
+    assert provider.unavailable() == (Unavailable("GPU 1 as the driver counts", f"NVML: {error}"),)
+
+
+def test_gpu_cut_into_slices_is_not_lent() -> None:
+    sliced, plain = Card("GPU-a", 1), Card("GPU-b", 2)
+    sliced.mig, plain.mig = 1, -1
+    provider, _ = nvml_provider(sliced, plain)
+
+    assert [device.uuid for device in provider.devices()] == ["GPU-b"]
+    (unavailable,) = provider.unavailable()
+    assert unavailable.name == "GPU-a"
+    assert "MIG mode is on" in unavailable.reason
+
+
+@pytest.mark.parametrize("value", [FakeNvml.NVML_ERROR_LIBRARY_NOT_FOUND, FakeNvml.NVML_ERROR_DRIVER_NOT_LOADED])
+def test_without_a_driver_there_are_no_gpus_and_nothing_is_wrong(value: int) -> None:
+    provider, nvml = nvml_provider(Card("GPU-a", 1))
+    nvml.init_error = FakeNvmlError(value, "absent")
+
+    assert provider.devices() == ()
+    assert provider.unavailable() == ()
+    assert provider.usage(["GPU-a"])["GPU-a"].problem == "there is no NVIDIA driver to ask"
+
+
+def test_driver_that_does_not_fit_its_library_is_visible_until_it_does() -> None:
+    provider, nvml = nvml_provider(Card("GPU-a", 1))
+    nvml.init_error = FakeNvmlError(18, "version mismatch")
+
+    assert provider.devices() == ()
+    (unavailable,) = provider.unavailable()
+    assert unavailable.name == "NVML"
+    assert "version mismatch; reload the driver or reboot" in unavailable.reason
+    assert "version mismatch" in provider.usage(["GPU-a"])["GPU-a"].problem
+    nvml.init_error = None
+    assert len(provider.devices()) == 1
+
+
+def test_gpus_that_cannot_be_counted_are_visible() -> None:
+    provider, nvml = nvml_provider(Card("GPU-a", 1))
+    nvml.count_error = FakeNvmlError(999, "Unknown Error")
+
+    assert provider.devices() == ()
+    assert provider.unavailable() == (Unavailable("NVML", "NVML cannot count the GPUs: Unknown Error"),)
+
+
+def test_the_real_binding_has_every_name_that_is_used() -> None:
+    pynvml = pytest.importorskip("pynvml")
+    used = [name for name in vars(FakeNvml) if name.startswith(("nvml", "NVML"))]
+
+    assert [name for name in used if not hasattr(pynvml, name)] == []
+    assert NvmlProvider().usage(["GPU-no-such"])["GPU-no-such"].problem  # with or without a driver: unknown, no crash
+
+
+# --- what uses them ---
+
+
+def test_usage_lists_each_process_once_with_a_short_name() -> None:
+    card = Card("GPU-a", 1, used=3 * GIB)
+    card.compute = [(4242, 2 * GIB), (77, None)]
+    card.graphics = [(900, 200 * MIB), (4242, 2 * GIB)]
+    provider, _ = nvml_provider(card)
+
+    assert provider.usage(["GPU-a"]) == {
+        "GPU-a": Usage(
+            processes=(GpuProcess(77, None), DISPLAY, LEFTOVER), memory_used_bytes=3 * GIB, pids_visible=True
+        )
+    }
+
+
+def test_process_name_cannot_write_on_a_terminal() -> None:
+    card = Card("GPU-a", 1)
+    card.compute = [(66, 0)]
+    provider, nvml = nvml_provider(card)
+    nvml.names[66] = "/tmp/\x1b[2Jevil" + "x" * 500
+
+    (process,) = provider.usage(["GPU-a"])["GPU-a"].processes
+    assert process.name == "[2Jevil" + "x" * 57
+
+
+def test_memory_without_a_process_means_that_processes_are_hidden() -> None:
+    provider, _ = nvml_provider(Card("GPU-a", 1, used=IDLE_MEMORY_BYTES + 1), Card("GPU-b", 2, used=IDLE_MEMORY_BYTES))
+
+    usage = provider.usage(["GPU-a", "GPU-b"])
+    assert [usage["GPU-a"].pids_visible, usage["GPU-b"].pids_visible] == [False, True]
+
+
+def test_in_another_pid_namespace_processes_may_be_hidden() -> None:
+    provider, _ = nvml_provider(Card("GPU-a", 1), pid_namespace="pid:[4026532999]")
+
+    assert not provider.usage(["GPU-a"])["GPU-a"].pids_visible
+
+
+def test_forbidden_process_list_leaves_memory_only() -> None:
+    card = Card("GPU-a", 1)
+    card.processes_error = FORBIDDEN
+    provider, _ = nvml_provider(card)
+
+    assert provider.usage(["GPU-a"])["GPU-a"] == Usage((), 3 * MIB, pids_visible=False)
+
+
+def test_F23_lost_gpu_has_unknown_usage_and_the_others_an_answer() -> None:
+    provider, _ = nvml_provider(Card("GPU-a", 1), Card("GPU-b", 2, broken=LOST))
+
+    usage = provider.usage(["GPU-a", "GPU-b", "GPU-gone"])
+    assert usage["GPU-a"] == IDLE
+    assert usage["GPU-b"].problem == "NVML: GPU is lost"
+    assert usage["GPU-gone"].problem == "NVML: Not Found"
+
+
+def test_F26_hanging_driver_is_unknown_after_the_limit_and_starts_one_thread_only() -> None:
+    nvml = FakeNvml(Card("GPU-a", 1))
+    nvml.stuck = threading.Event()
+    provider = NvmlProvider(nvml=nvml, limit_s=0.05, pid_namespace=HOST)
+    threads = threading.active_count()
+    try:
+        for _ in range(5):
+            usage = provider.usage(["GPU-a"])["GPU-a"]
+            assert usage.problem == "NVML did not answer in 0.05 s"
+            assert judge(IDLE, usage, kind=DeviceKind.GPU) == Verdict(False, "NVML did not answer in 0.05 s")
+        assert provider.devices() == ()
+        assert provider.unavailable() == (Unavailable("NVML", "NVML did not answer in 0.05 s"),)
+        assert threading.active_count() == threads + 1
+    finally:
+        nvml.stuck.set()
+    deadline = time.monotonic() + 5
+    while threading.active_count() > threads and time.monotonic() < deadline:
+        threading.Event().wait(0.001)
+    assert provider.usage(["GPU-a"]) == {"GPU-a": IDLE}  # a driver that recovers is believed again
+
+
+def test_F26_the_limit_is_five_seconds_unless_told_otherwise() -> None:
+    assert inspect.signature(NvmlProvider).parameters["limit_s"].default == 5.0
+
+
+def test_defect_in_a_call_reaches_the_caller() -> None:
+    provider, nvml = nvml_provider(Card("GPU-a", 1))
+    nvml.count_error = ZeroDivisionError("ours")
+
+    with pytest.raises(ZeroDivisionError):
+        provider.devices()
+
+
+# --- fakes, CPU slots, choice ---
+
+
+def test_fake_gpus_are_idle_until_the_state_file_says_otherwise(tmp_path: Path) -> None:
+    state = tmp_path / "state.json"
+    provider = FakeProvider("H100:2", state)
+    first, second = (device.uuid for device in provider.devices())
+    idle = Usage((), 0, pids_visible=True)
+    assert provider.usage([first, second]) == {first: idle, second: idle}
+
+    process = {"pid": 4242, "memory_bytes": 2 * GIB, "name": "python"}
+    state.write_text(json.dumps({first: {"memory_used_bytes": 2 * GIB, "processes": [process]}}))
+    assert provider.usage([first, second]) == {first: Usage((LEFTOVER,), 2 * GIB, pids_visible=True), second: idle}
+    assert provider.unavailable() == ()
+
+
+@pytest.mark.parametrize("text", ["not json", '{"FAKE-H100-0": {"memory_used_bytes": "many"}}', "[]"])
+def test_fake_state_that_cannot_be_read_is_unknown_not_idle(tmp_path: Path, text: str) -> None:
+    state = tmp_path / "state.json"
+    state.write_text(text)
+    provider = FakeProvider("H100:1", state)
+
+    usage = provider.usage(["FAKE-H100-0"])["FAKE-H100-0"]
+    assert "cannot be read" in usage.problem
+    assert not judge(None, usage, kind=provider.kind).ok
+
+
+def test_fake_problem_and_hidden_processes_can_be_staged(tmp_path: Path) -> None:
+    state = tmp_path / "state.json"
+    state.write_text('{"FAKE-H100-0": {"problem": "NVML: GPU is lost"}, "FAKE-H100-1": {"pids_visible": false}}')
+    usage = FakeProvider("H100:2", state).usage(["FAKE-H100-0", "FAKE-H100-1", "FAKE-H100-2"])
+
+    assert usage["FAKE-H100-0"].problem == "NVML: GPU is lost"
+    assert usage["FAKE-H100-1"] == Usage((), 0, pids_visible=False)
+    assert usage["FAKE-H100-2"].problem == "FAKE-H100-2 is not a device of this machine"
+
+
+def test_cpu_slots_are_the_cores_we_may_run_on_and_always_idle() -> None:
+    provider = CpuProvider()
+    devices = provider.devices()
+
+    assert len(devices) >= 1
+    assert {device.kind for device in devices} == {DeviceKind.CPU}
+    assert provider.usage([devices[0].uuid]) == {devices[0].uuid: Usage((), 0, pids_visible=True)}
+    assert provider.unavailable() == ()
+
+
+def test_providers_are_fakes_or_nvml_and_always_cpu_slots(tmp_path: Path) -> None:
+    fakes = providers(tmp_path, {"SERVERLESS_GPU_FAKE": "H100:8"})
+    assert [provider.kind for provider in fakes] == [DeviceKind.FAKE, DeviceKind.CPU]
+    assert len(fakes[0].devices()) == 8
+    for environ in ({}, {"SERVERLESS_GPU_FAKE": " "}):
+        assert [provider.kind for provider in providers(tmp_path, environ)] == [DeviceKind.GPU, DeviceKind.CPU]
+    (tmp_path / "fake_gpus.json").write_text('{"FAKE-H100-3": {"memory_used_bytes": 5}}')
+    assert fakes[0].usage(["FAKE-H100-3"])["FAKE-H100-3"].memory_used_bytes == 5
+
+
+def test_fake_setting_that_makes_no_sense_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidValue):
+        providers(tmp_path, {"SERVERLESS_GPU_FAKE": "eight"})

@@ -1,0 +1,355 @@
+"""The same facts give the same charge, however they arrive; a charge never exceeds what was held."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serverless_gpu.errors import InvalidOption, InvalidValue, UsageError
+from serverless_gpu.model.hardware import DeviceKind
+from serverless_gpu.model.ledger import (
+    Charge,
+    Fact,
+    FactKind,
+    Price,
+    Receipt,
+    Segments,
+    charge,
+    parse_prices,
+)
+
+PRICE = Price(gpu_type="H100", micros_per_gpu_hour=3_000_000)
+GPUS = ("GPU-a", "GPU-b")
+PRICE_HINT = 'hint: write the price of one GPU for one hour in USD, for example {"H100": 2.99}'
+
+
+def fact(
+    seq: int,
+    kind: str,
+    at_ms: float,
+    *,
+    boot_id: str = "boot-1",
+    attempt: str = "run1:1",
+    gpus: tuple[str, ...] = GPUS,
+) -> Fact:
+    return Fact(
+        attempt=attempt,
+        seq=seq,
+        kind=FactKind(kind),
+        boot_id=boot_id,
+        boottime_ns=round(at_ms * 1_000_000),
+        wall_ns=1_760_000_000_000_000_000 - seq,
+        gpus=gpus,
+        cpus=8,
+        memory_bytes=2**30,
+    )
+
+
+def charged(gpu_ms: int, micros: int | None, gpus: int = 2) -> Charge:
+    return Charge(attempt="run1:1", gpu_type="H100", gpus=gpus, gpu_ms=gpu_ms, micros=micros)
+
+
+WHOLE = (
+    fact(0, "reserved", 1_000),
+    fact(1, "hydrating", 1_500),
+    fact(2, "exec", 2_000),
+    fact(3, "alive", 7_000),
+    fact(4, "alive", 12_000),
+    fact(5, "exited", 12_500),
+    fact(6, "freed", 13_000),
+)
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        (WHOLE, charged(22_000, 18_334)),
+        # Provisional: nothing has been freed yet.
+        (WHOLE[:6], charged(21_000, 17_500)),
+        (WHOLE[:5], charged(20_000, 16_667)),
+        (WHOLE[:4], charged(10_000, 8_334)),
+        (WHOLE[:3], charged(0, 0)),
+        # No user code ran.
+        (WHOLE[:2], charged(0, 0, gpus=0)),
+        ((*WHOLE[:2], fact(2, "freed", 9_000)), charged(0, 0, gpus=0)),
+        # Signs of life after the hand-back are not billed; the first hand-back counts.
+        ((*WHOLE, fact(7, "alive", 90_000), fact(8, "freed", 99_000)), charged(22_000, 18_334)),
+        # A fact went missing on the way: the rest still adds up.
+        ((WHOLE[2], WHOLE[6]), charged(22_000, 18_334)),
+        # The first start counts.
+        ((fact(0, "exec", 0), fact(1, "exec", 500), fact(2, "freed", 1_000)), charged(2_000, 1_667)),
+        # A hand-back from before the start ends nothing.
+        ((fact(0, "freed", 1_000), *WHOLE[2:4]), charged(10_000, 8_334)),
+        # Whole milliseconds, in the user's favour.
+        ((fact(0, "exec", 0), fact(1, "freed", 1.999)), charged(2, 2)),
+        # One device listed twice is one device.
+        (
+            (fact(0, "exec", 0, gpus=("GPU-a", "GPU-a")), fact(1, "freed", 5_000)),
+            charged(5_000, 4_167, gpus=1),
+        ),
+        # A clock that ran backwards never gives money back.
+        ((fact(0, "exec", 5_000), fact(1, "freed", 4_000)), charged(0, 0)),
+        ((), Charge(attempt="", gpu_type="H100", gpus=0, gpu_ms=0, micros=0)),
+    ],
+)
+def test_billable_time_goes_from_exec_to_freed(facts: Sequence[Fact], expected: Charge) -> None:
+    assert charge(facts, gpu_type="H100", price=PRICE) == expected
+
+
+@pytest.mark.parametrize(
+    ("later", "expected"),
+    [
+        ((), charged(10_000, 8_334)),
+        ((fact(4, "freed", 10, boot_id="boot-2"),), charged(10_000, 8_334)),
+        (
+            (fact(4, "exited", 10**9, boot_id="boot-2"), fact(5, "freed", 10**9, boot_id="boot-2")),
+            charged(10_000, 8_334),
+        ),
+    ],
+)
+def test_F21_a_reboot_ends_the_time_at_the_last_sign_of_life(later: tuple[Fact, ...], expected: Charge) -> None:
+    assert charge((*WHOLE[:4], *later), gpu_type="H100", price=PRICE) == expected
+
+
+def test_F17_late_facts_make_a_provisional_charge_final() -> None:
+    provisional = charge(WHOLE[:4], gpu_type="H100", price=PRICE)
+    final = charge((*WHOLE[4:], *WHOLE[:4]), gpu_type="H100", price=PRICE)
+    assert (provisional, final) == (charged(10_000, 8_334), charged(22_000, 18_334))
+
+
+def test_F14_a_gang_that_never_started_costs_nothing() -> None:
+    facts = (fact(0, "reserved", 0), fact(1, "hydrating", 10), fact(2, "alive", 300_000), fact(3, "freed", 300_100))
+    assert charge(facts, gpu_type="H100", price=PRICE) == charged(0, 0, gpus=0)
+
+
+def test_without_a_price_time_is_counted_and_money_is_not_known() -> None:
+    assert charge(WHOLE, gpu_type="H100", price=None) == charged(22_000, None)
+
+
+def test_facts_of_several_attempts_are_refused() -> None:
+    with pytest.raises(InvalidValue) as refused:
+        charge([*WHOLE, fact(2, "freed", 9, attempt="run1:2")], gpu_type="H100", price=PRICE)
+    assert str(refused.value) == "a charge is for one attempt, these facts are of run1:1, run1:2"
+
+
+def test_two_different_facts_under_one_number_are_refused_in_any_order() -> None:
+    facts = [*WHOLE, fact(6, "freed", 13_001)]
+    for order in (facts, facts[::-1]):
+        with pytest.raises(InvalidValue) as refused:
+            charge(order, gpu_type="H100", price=PRICE)
+        assert str(refused.value) == "two different facts of attempt run1:1 carry the number 6"
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> list[Fact]:
+    """Return the facts of an attempt as a node would write them: numbers and boottimes grow, a boot may be between."""
+    gpus = tuple(f"GPU-{number}" for number in range(draw(st.integers(0, 8))))
+    middle = draw(st.lists(st.sampled_from(["alive", "exited"]), max_size=6))
+    kinds = ["reserved", "hydrating", "exec", *middle, "freed"][: draw(st.integers(1, 10))]
+    reboot_at = draw(st.one_of(st.none(), st.integers(0, 10)))
+    at_ms, boot, facts = 0.0, 1, []
+    for seq, kind in enumerate(kinds):
+        if seq == reboot_at:
+            at_ms, boot = 0.0, 2
+        at_ms += draw(st.integers(0, 10**13)) / 1_000_000
+        facts.append(fact(seq, kind, at_ms, boot_id=f"boot-{boot}", gpus=gpus))
+    return facts
+
+
+PRICES = st.one_of(
+    st.none(),
+    st.integers(0, 10**9).map(lambda micros: Price(gpu_type="H100", micros_per_gpu_hour=micros)),
+)
+
+
+@given(histories(), PRICES, st.data())
+def test_F34_any_order_and_any_repetition_give_the_same_charge(
+    facts: list[Fact], price: Price | None, data: st.DataObject
+) -> None:
+    repeated = data.draw(st.lists(st.sampled_from(facts), max_size=10))
+    shuffled = data.draw(st.permutations([*facts, *repeated]))
+    expected = charge(facts, gpu_type="H100", price=price)
+    assert charge(iter(shuffled), gpu_type="H100", price=price) == expected
+
+
+@given(histories(), PRICES)
+def test_a_charge_is_at_most_the_time_held_and_money_is_rounded_up_once(facts: list[Fact], price: Price | None) -> None:
+    cost = charge(facts, gpu_type="H100", price=price)
+    held_ns = sum(
+        max(each.boottime_ns for each in boot) - min(each.boottime_ns for each in boot)
+        for boot_id in {each.boot_id for each in facts}
+        if (boot := [each for each in facts if each.boot_id == boot_id])
+    )
+    assert 0 <= cost.gpu_ms * 1_000_000 <= held_ns * len(facts[0].gpus)
+    assert type(cost.gpu_ms) is int
+    if price is None:
+        assert cost.micros is None
+    else:
+        assert type(cost.micros) is int
+        assert cost.micros == math.ceil(Fraction(cost.gpu_ms * price.micros_per_gpu_hour, 3_600_000))
+
+
+@given(histories(), st.data())
+def test_more_facts_of_one_boot_never_lower_a_charge_until_it_is_final(facts: list[Fact], data: st.DataObject) -> None:
+    known = facts[: data.draw(st.integers(0, len(facts)))]
+    earlier = charge(known, gpu_type="H100", price=PRICE)
+    later = charge(facts, gpu_type="H100", price=PRICE)
+    assert earlier.gpu_ms <= later.gpu_ms
+
+
+def test_a_fact_round_trips_through_json() -> None:
+    assert [msgspec.json.decode(msgspec.json.encode(each), type=Fact) for each in WHOLE] == list(WHOLE)
+
+
+def test_a_negative_price_is_refused() -> None:
+    with pytest.raises(InvalidValue) as refused:
+        Price(gpu_type="H100", micros_per_gpu_hour=-1)
+    assert str(refused.value) == "the price of H100 cannot be -1 micros per GPU-hour"
+
+
+def test_prices_are_read_by_any_spelling_and_kept_as_integers() -> None:
+    assert parse_prices({"h100": 2.99, "Tesla K80": 0, "CPU": 0.0125, "L4": 4.1}) == {
+        "H100": Price(gpu_type="H100", micros_per_gpu_hour=2_990_000),
+        "Tesla K80": Price(gpu_type="Tesla K80", micros_per_gpu_hour=0),
+        "CPU": Price(gpu_type="CPU", micros_per_gpu_hour=12_500),
+        "L4": Price(gpu_type="L4", micros_per_gpu_hour=4_100_000),
+    }
+    assert parse_prices({}) == {}
+
+
+@pytest.mark.parametrize("table", [{"A100": 1.5, "A100-80": 2}, {"A100-80": 2, "A100": 1.5}])
+def test_a_familys_price_holds_for_members_without_one(table: dict[str, float]) -> None:
+    assert parse_prices(table) == {
+        "A100": Price(gpu_type="A100", micros_per_gpu_hour=1_500_000),
+        "A100-40": Price(gpu_type="A100-40", micros_per_gpu_hour=1_500_000),
+        "A100-80": Price(gpu_type="A100-80", micros_per_gpu_hour=2_000_000),
+    }
+
+
+@pytest.mark.parametrize(
+    ("written", "error", "text"),
+    [
+        ('{"H100": -1}', InvalidValue, "the price of H100 is -1, not between 0 and 1000000"),
+        ('{"H100": 1000001}', InvalidValue, "the price of H100 is 1000001, not between 0 and 1000000"),
+        ('{"H100": 1, "h100": 2}', InvalidValue, "the price of H100 is given twice"),
+        ('{"h100": "2.99"}', InvalidOption, "the price of H100 is '2.99', not a number"),
+        ('{"H100": true}', InvalidOption, "the price of H100 is True, not a number"),
+        ('{"H100": null}', InvalidOption, "the price of H100 is None, not a number"),
+    ],
+)
+def test_a_price_that_cannot_be_is_refused(written: str, error: type[UsageError], text: str) -> None:
+    with pytest.raises(error) as refused:
+        parse_prices(msgspec.json.decode(written))
+    assert str(refused.value) == f"{text}\n{PRICE_HINT}"
+
+
+@pytest.mark.parametrize(("amount", "text"), [(math.inf, "inf"), (-math.inf, "-inf"), (math.nan, "nan")])
+def test_a_price_that_is_not_finite_is_refused(amount: float, text: str) -> None:
+    with pytest.raises(InvalidValue) as refused:
+        parse_prices({"H100": amount})
+    assert str(refused.value) == f"the price of H100 is {text}, not between 0 and 1000000\n{PRICE_HINT}"
+
+
+FULL = Receipt(
+    run_id="01jabc",
+    fence=2,
+    state="FAILED",
+    reason="user_error",
+    gpu_type="H100",
+    gpus=GPUS,
+    kind=DeviceKind.GPU,
+    segments=Segments(
+        environment_ms=12, start_ms=34, first_line_ms=50, run_ms=185_000, stop_ms=400, gate_ms=120, queued_ms=0
+    ),
+    gpu_ms=371_040,
+    micros=308_167,
+    currency="USD",
+    peak_memory_bytes=1_234_567_890,
+    warm=True,
+    warm_reason="",
+    gate="2 GPUs verified free: no process, memory at baseline",
+    quarantined=("GPU-b",),
+    tags={"team": "search", "job": "nightly"},
+    facts=7,
+    world_size=2,
+    notes=("rank 1 failed as a consequence", "12 lines dropped"),
+)
+BARE = Receipt(
+    run_id="01jabc",
+    fence=1,
+    state="SUCCEEDED",
+    reason=None,
+    gpu_type="CPU",
+    gpus=("CPU-0",),
+    kind=DeviceKind.CPU,
+    segments=Segments(),
+    gpu_ms=40,
+    micros=None,
+    currency="USD",
+    peak_memory_bytes=None,
+    warm=False,
+    warm_reason="torch is not installed",
+    gate="",
+    quarantined=(),
+    tags={},
+    facts=0,
+    world_size=1,
+)
+
+
+def test_a_receipt_tells_all_in_eight_lines() -> None:
+    assert FULL.text().splitlines() == [
+        "run 01jabc · attempt 2 · FAILED · user_error",
+        "2 H100 · 2 ranks · 371.0 GPU-seconds, 0.31 USD",
+        "queued 0 ms · environment 12 ms · start 34 ms · first line 50 ms · run 3 min 05 s · stop 0.4 s · gate 0.1 s",
+        "warm start · peak memory 1.2 GB",
+        "gate: 2 GPUs verified free: no process, memory at baseline",
+        "quarantined: GPU-b",
+        "tags: job=nightly, team=search",
+        "notes: rank 1 failed as a consequence; 12 lines dropped",
+    ]
+
+
+def test_a_receipt_leaves_out_what_is_not_known_and_says_unpriced() -> None:
+    assert BARE.text().splitlines() == [
+        "run 01jabc · attempt 1 · SUCCEEDED",
+        "1 CPU slot · 1 rank · 0.040 slot-seconds, unpriced",
+        "cold start (torch is not installed)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "gpus", "text"),
+    [
+        (DeviceKind.GPU, GPUS, "2 H100 · 1 rank · 0.040 GPU-seconds, unpriced"),
+        (DeviceKind.FAKE, GPUS, "2 H100 (fake) · 1 rank · 0.040 GPU-seconds, unpriced"),
+        (DeviceKind.CPU, GPUS, "2 CPU slots · 1 rank · 0.040 slot-seconds, unpriced"),
+    ],
+)
+def test_a_receipt_says_what_the_devices_were(kind: DeviceKind, gpus: tuple[str, ...], text: str) -> None:
+    receipt = msgspec.structs.replace(BARE, kind=kind, gpus=gpus, gpu_type="H100")
+    assert receipt.text().splitlines()[1] == text
+
+
+def test_a_receipt_holds_no_control_characters_and_no_endless_line() -> None:
+    receipt = msgspec.structs.replace(BARE, tags={"a": "\x1b[31mred\nand a line", "b": "x" * 300})
+    line = receipt.text().splitlines()[-1]
+    assert line == "tags: a= [31mred and a line, b=" + "x" * 168 + "…"
+    assert len(line) == 200
+
+
+def test_a_receipt_round_trips_through_json() -> None:
+    assert msgspec.json.decode(msgspec.json.encode(FULL), type=Receipt) == FULL
+
+
+@given(st.lists(st.text(), max_size=4), st.dictionaries(st.text(), st.text(), max_size=4), st.text())
+def test_a_receipt_is_at_most_eight_lines_whatever_is_in_it(notes: list[str], tags: dict[str, str], gate: str) -> None:
+    lines = msgspec.structs.replace(FULL, notes=tuple(notes), tags=tags, gate=gate).text().split("\n")
+    assert len(lines) <= 8
+    assert all(line and line.isprintable() and len(line) <= 200 for line in lines)
