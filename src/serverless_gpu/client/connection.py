@@ -23,7 +23,7 @@ from serverless_gpu.errors import AgentUnavailable, HardwareError, StorageError
 from serverless_gpu.node import protocol
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.inside.channel import Channel
-from serverless_gpu.node.spawning import clean_process, open_log
+from serverless_gpu.node.spawning import clean_process, clean_variables, open_log
 
 _START_S = 30.0
 _RETRY_MS = 10
@@ -80,11 +80,11 @@ def caller_context() -> protocol.Context:
     return protocol.Context(
         python=sys.executable,
         flags=tuple(subprocess._args_from_interpreter_flags()),  # type: ignore[attr-defined]  # what multiprocessing uses, too
-        environ=dict(os.environ),
-        cwd=cwd,
+        environ={protocol.portable(name): protocol.portable(value) for name, value in os.environ.items()},
+        cwd=protocol.portable(cwd),
         umask=_umask(),
-        argv=tuple(sys.argv),
-        sys_path=tuple(map(str, sys.path)),
+        argv=tuple(protocol.portable(argument) for argument in sys.argv),
+        sys_path=tuple(protocol.portable(str(path)) for path in sys.path),
     )
 
 
@@ -120,7 +120,7 @@ def _start_agent(home: Home) -> None:
         log = open_log(home.agent_log)
         process = clean_process(
             "serverless_gpu.node.agent",
-            (str(home.root), str(home.sockets()), ready_write, _supervisor_environment()),
+            (str(home.root), str(home.sockets()), ready_write, clean_variables(os.environ)),
             fds=(ready_write,),
             log=log,
             environ=os.environ,
@@ -139,11 +139,6 @@ def _start_agent(home: Home) -> None:
         process.wait()
     finally:
         os.close(ready_read)
-
-
-def _supervisor_environment() -> dict[str, str]:
-    names = ("PATH", "HOME", "USER", "LOGNAME", "LANG", "LC_ALL", "TMPDIR", "XDG_RUNTIME_DIR", "LD_LIBRARY_PATH")
-    return {name: os.environ[name] for name in names if name in os.environ}
 
 
 def _umask() -> int:

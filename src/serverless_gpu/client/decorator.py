@@ -17,6 +17,8 @@ import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Generic, ParamSpec, TypeVar, Unpack, cast, overload
 
+import msgspec
+
 from serverless_gpu.client.launch import launch, prewarm, should_prewarm
 from serverless_gpu.client.preflight import check_function
 from serverless_gpu.client.run import Run
@@ -131,7 +133,8 @@ def distributed(
         check_function(function)
         if not spec.remote and should_prewarm(getattr(function, "__module__", "")):
             prewarm()
-        return DistributedFunction(function, spec)
+        name = str(getattr(function, "__qualname__", type(function).__qualname__))
+        return DistributedFunction(function, msgspec.structs.replace(spec, name=name))
 
     return decorate
 

@@ -8,6 +8,7 @@ Failure cases: whatever goes wrong, the run directory is removed again; nothing 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -82,6 +83,9 @@ def launch(function: Callable[..., R], args: Sequence[object], kwargs: Mapping[s
             )
             channel = _send(home, channel, message)
         except BaseException:
+            # Ctrl-C may have come just after the launch was sent: then a supervisor reads this.
+            with contextlib.suppress(OSError):
+                protocol.send(channel, protocol.Cancel())
             home.remove_run(run_id)
             raise
     except BaseException:

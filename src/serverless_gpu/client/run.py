@@ -78,10 +78,13 @@ class Run(Generic[R]):
 
     def status(self) -> str:
         """Return the state now, for example ``"RUNNING"``."""
-        with self._lock:
-            while self._hear(0.0):
-                pass
-            return self._state.value
+        if self._lock.acquire(blocking=False):  # else another thread is waiting for the run and keeps the state fresh
+            try:
+                while self._hear(0.0):
+                    pass
+            finally:
+                self._lock.release()
+        return self._state.value
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until no rank runs any more.
@@ -121,10 +124,11 @@ class Run(Generic[R]):
 
     def cancel(self) -> None:
         """Ask for the run to be stopped; does nothing when it has ended."""
-        with self._lock:
-            if self._channel is not None and self._stopped is None:
-                with contextlib.suppress(OSError):
-                    protocol.send(self._channel, protocol.Cancel())
+        # Without the lock: another thread may be waiting for the run, and holds it.
+        channel = self._channel
+        if channel is not None and self._stopped is None:
+            with contextlib.suppress(OSError):
+                protocol.send(channel, protocol.Cancel())
 
     def receipt(self, timeout: float | None = None) -> Receipt:
         """Return the account of the run, once its GPUs were checked and given back.
@@ -194,7 +198,7 @@ class Run(Generic[R]):
             display.say(f"left; run {self.id} is still being cancelled")
             raise
         seconds = (SystemClock().boottime_ns() - started_ns) / 1e9
-        gate = self._receipt.gate if self._receipt is not None else "no receipt"
+        gate = self._receipt.gate if self._receipt is not None else "it had not started"
         ended = "cancelled" if self._state is State.CANCELLED else f"ended as {self._state}"
         display.say(f"{ended}; {gate}, after {seconds:.1f} s")
 
@@ -251,7 +255,7 @@ class Run(Generic[R]):
                 if self._display is not None:
                     self._display.output(rank, stream, text)
             case protocol.Stopped():
-                self._stopped, self._state = message, message.state
+                self._stopped, self._state, self._accepted = message, message.state, True
             case protocol.Finished(receipt=receipt):
                 self._receipt = receipt
                 self._disconnect()

@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import resource
 import selectors
 import signal
 import socket
@@ -33,7 +34,9 @@ from typing import NoReturn
 import msgspec
 
 from serverless_gpu.ambient import SystemClock
+from serverless_gpu.model.attempt import MEANINGS, Reason
 from serverless_gpu.node import protocol
+from serverless_gpu.node.account import write_json
 from serverless_gpu.node.attempts import Attempts
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.inside import linux
@@ -45,7 +48,7 @@ from serverless_gpu.node.zygotes import PRELOAD, Key, Zygote, key_of
 from serverless_gpu.version import __version__
 
 ATTEMPTS_MAX = 64
-QUEUED_MAX = 10_000
+QUEUED_MAX = 4_096
 ZYGOTES_MAX = 4
 CLIENTS_MAX = 512
 IDLE_S = 600.0
@@ -71,6 +74,8 @@ def main(home: str, sockets: str, ready_fd: int, environ: dict[str, str]) -> NoR
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os._exit(0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65_536)), hard))  # a queued run is a descriptor
     agent = Agent(Home(Path(home)), Path(sockets), environ)
     os.close(ready_fd)
     agent.serve()
@@ -97,7 +102,8 @@ class Agent:
         self._clock = SystemClock()
         self._log = open_log(home.agent_log)
         self._selector = selectors.DefaultSelector()
-        self._cgroups = find_cgroup_root(f"serverless_gpu-{os.getuid()}-{sockets.name}")
+        wanted = environ.get("SERVERLESS_GPU_CGROUPS") != "0"
+        self._cgroups = find_cgroup_root(f"serverless_gpu-{os.getuid()}-{sockets.name}", wanted=wanted)
         self._inventory = Inventory(home)
         self._attempts = Attempts(home, sockets, self._log, environ, self._selector)
         self._zygotes: dict[Key, Zygote] = {}
@@ -214,12 +220,35 @@ class Agent:
         if len(self._queue) >= QUEUED_MAX:
             self._refuse(client, protocol.Refused(code="agent_unavailable", message=f"{QUEUED_MAX} runs are waiting"))
         elif self._attempts.count() >= ATTEMPTS_MAX:
-            self._queue.append((launch, client))
-            ahead = len(self._queue) + ATTEMPTS_MAX - 1
-            with contextlib.suppress(OSError):
-                protocol.send(client, protocol.Waiting(sentence=f"{ahead} runs of this home are ahead"))
+            self._enqueue(launch, client)
         else:
             self._start(launch, client)
+
+    def _enqueue(self, launch: protocol.Launch, client: Channel) -> None:
+        """Let a run wait here; its client may still cancel it, or go away and leave it waiting."""
+        entry = (launch, client)
+        ahead = len(self._queue) + ATTEMPTS_MAX
+        self._queue.append(entry)
+        self._selector.register(client, selectors.EVENT_READ, lambda: self._hear_queued(entry))
+        with contextlib.suppress(OSError):
+            protocol.send(client, protocol.Waiting(sentence=f"{ahead} runs of this home are ahead"))
+
+    def _hear_queued(self, entry: tuple[protocol.Launch, Channel]) -> None:
+        client = entry[1]
+        self._selector.unregister(client)
+        try:
+            received = protocol.receive(client)
+        except (OSError, msgspec.MsgspecError):
+            received = None
+        if received is None or not isinstance(received[0], protocol.Cancel):
+            return  # its client is gone: the run keeps its place
+        self._queue.remove(entry)
+        reason = Reason.CANCELLED
+        stopped = protocol.Stopped(state=MEANINGS[reason].state, reason=reason, cause=None, consequences=())
+        write_json(Path(entry[0].directory) / "stopped.json", stopped)
+        with contextlib.suppress(OSError):
+            protocol.send(client, stopped)
+        client.close()
 
     def _start(self, launch: protocol.Launch, client: Channel) -> None:
         asked_ns = self._clock.boottime_ns()
@@ -319,7 +348,10 @@ class Agent:
             self._used_ns = now_ns
             self._cgroups.sweep()
         while self._queue and self._attempts.count() < ATTEMPTS_MAX:
-            self._start(*self._queue.popleft())
+            launch, client = self._queue.popleft()
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(client)
+            self._start(launch, client)
         if self._refill_ns is not None and now_ns >= self._refill_ns:
             self._refill_ns = None
             self._attempts.prepare()

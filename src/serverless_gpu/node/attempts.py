@@ -148,6 +148,8 @@ class Attempts:
     def _bury(self, supervised: Supervised) -> None:
         """Write the ending of an attempt whose supervisor was killed: nobody else can any more."""
         directory = supervised.directory
+        if directory is not None:
+            (self._sockets / f"{directory.parent.name}.sock").unlink(missing_ok=True)
         if directory is None or (directory / "stopped.json").exists() or not directory.exists():
             return
         reason = Reason.SUPERVISOR_LOST

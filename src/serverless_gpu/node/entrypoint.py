@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from serverless_gpu.node.inside import protocol as inside_protocol
-from serverless_gpu.node.protocol import Context
+from serverless_gpu.node.protocol import Context, original
 
 INSIDE = Path(__file__).resolve().parent / "inside"
 
@@ -72,15 +72,15 @@ def air_program(*, directory: Path, run_id: str, fence: int, world_size: int, co
         world_size: ranks of the gang.
         context: the caller.
     """
-    paths = "[\n" + "".join(f"    {path!r},\n" for path in context.sys_path) + "]"
+    paths = "[\n" + "".join(f"    {original(path)!r},\n" for path in context.sys_path) + "]"
     return _AIR.format(
         run_id=run_id,
         fence=fence,
         world_size=world_size,
         path=directory / "_air.py",
-        cwd=context.cwd,
+        cwd=original(context.cwd),
         umask=context.umask,
-        argv=list(context.argv),
+        argv=[original(argument) for argument in context.argv],
         sys_path=paths,
         load=_load(INSIDE),
         directory=str(directory),

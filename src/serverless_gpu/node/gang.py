@@ -30,7 +30,7 @@ from serverless_gpu.node.inside import protocol as inside
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.logs import Listener, RankLog
 from serverless_gpu.node.processes import MemoryWatch, cgroup_empty, kill_cgroup
-from serverless_gpu.node.protocol import Launch
+from serverless_gpu.node.protocol import Launch, original
 
 RESULT_BYTES_MAX = 16 << 30
 
@@ -133,9 +133,9 @@ class Gang:
                 "world_size": self.launch.world_size,
                 "result_bytes_max": RESULT_BYTES_MAX,
                 "umask": context.umask,
-                "cwd": context.cwd,
-                "argv": list(context.argv),
-                "sys_path": list(context.sys_path),
+                "cwd": original(context.cwd),
+                "argv": [original(argument) for argument in context.argv],
+                "sys_path": [original(path) for path in context.sys_path],
                 "threads": threads_per_rank(
                     spec.resources.cpus or len(os.sched_getaffinity(0)), self.launch.world_size
                 ),
@@ -202,7 +202,8 @@ class Gang:
             fence=self.launch.fence,
             master=("127.0.0.1", port.getsockname()[1]),
         )
-        return {**self.launch.context.environ, **variables}
+        caller = {original(name): original(value) for name, value in self.launch.context.environ.items()}
+        return {**caller, **variables}
 
     def _exited(self, message: inside.Message) -> RankExited:
         rank, status = inside.integer(message, "rank"), inside.integer(message, "status")

@@ -56,12 +56,15 @@ class CgroupRoot:
                     remove_cgroup(entry)
 
 
-def find_cgroup_root(name: str) -> CgroupRoot:
+def find_cgroup_root(name: str, *, wanted: bool = True) -> CgroupRoot:
     """Return where this process may make cgroups.
 
     Args:
         name: directory name below our own place, unique to one user's home.
+        wanted: False to go without, as `SERVERLESS_GPU_CGROUPS=0` asks for.
     """
+    if not wanted:
+        return CgroupRoot(None, "switched off by SERVERLESS_GPU_CGROUPS=0")
     mount = _mount_point("cgroup2", "")
     place = _own_place("")
     if mount is None or place is None:

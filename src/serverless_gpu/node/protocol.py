@@ -14,6 +14,8 @@ by name, before anything starts; sockets carry the number too, so that two insta
 
 from __future__ import annotations
 
+import os
+
 import msgspec
 
 from serverless_gpu.model.attempt import Failure, Reason, State
@@ -203,6 +205,20 @@ Any = ToAgent | FromAgent | ToSupervisor | FromSupervisor
 
 _encoder = msgspec.json.Encoder()
 _decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Any)
+
+
+def portable(text: str) -> str:
+    """Return text that JSON can carry: variables and paths may be any bytes, which Python shows as lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return "\0" + os.fsencode(text).hex()  # no variable or path contains a NUL
+    return text
+
+
+def original(text: str) -> str:
+    """Return what `portable` was given."""
+    return os.fsdecode(bytes.fromhex(text[1:])) if text.startswith("\0") else text
 
 
 def send(channel: Channel, message: Message, fds: tuple[int, ...] = ()) -> None:

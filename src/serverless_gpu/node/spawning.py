@@ -21,7 +21,18 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 
 # What a clean process gets of the caller's environment. HOME and the like are for libraries that insist on a home
 # directory.
-_CLEAN_VARIABLES = ("PATH", "HOME", "USER", "LOGNAME", "LANG", "LC_ALL", "TMPDIR", "XDG_RUNTIME_DIR", "LD_LIBRARY_PATH")
+_CLEAN_VARIABLES = (
+    "PATH",
+    "HOME",
+    "USER",
+    "LOGNAME",
+    "LANG",
+    "LC_ALL",
+    "TMPDIR",
+    "XDG_RUNTIME_DIR",
+    "LD_LIBRARY_PATH",
+    "SERVERLESS_GPU_CGROUPS",
+)
 
 STARTUP_PREFIXES = (
     "LD_",
@@ -62,10 +73,15 @@ def clean_process(
         stdout=log,
         stderr=log,
         cwd="/",
-        env={name: environ[name] for name in _CLEAN_VARIABLES if name in environ},
+        env=clean_variables(environ),
         pass_fds=tuple(fds),
         start_new_session=True,
     )
+
+
+def clean_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the few variables that our own processes get."""
+    return {name: environ[name] for name in _CLEAN_VARIABLES if name in environ}
 
 
 def startup_variables(environ: Mapping[str, str]) -> dict[str, str]:
@@ -89,14 +105,13 @@ def zygote_process(
     Raises:
         OSError: the interpreter cannot be started.
     """
-    clean = {name: environ[name] for name in _CLEAN_VARIABLES if name in environ}
     return subprocess.Popen(
         [python, *flags, "-c", zygote_program(channel_fd, preload)],
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=log,
         cwd="/",
-        env={**clean, **startup_variables(environ)},
+        env={**clean_variables(environ), **startup_variables(environ)},
         pass_fds=(channel_fd,),
         start_new_session=True,
     )

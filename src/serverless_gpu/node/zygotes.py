@@ -25,7 +25,7 @@ import msgspec
 from serverless_gpu.node.inside import protocol as inside
 from serverless_gpu.node.inside.channel import pair
 from serverless_gpu.node.processes import CgroupRoot
-from serverless_gpu.node.protocol import Context
+from serverless_gpu.node.protocol import Context, original
 from serverless_gpu.node.spawning import startup_variables, zygote_process
 
 PRELOAD = ("numpy", "torch", "torch.distributed")
@@ -85,7 +85,7 @@ class Zygote:
             self.process: subprocess.Popen[bytes] = zygote_process(
                 context.python,
                 context.flags,
-                context.environ,
+                {original(name): original(value) for name, value in context.environ.items()},
                 preload,
                 channel_fd=theirs.fileno(),
                 log=log,

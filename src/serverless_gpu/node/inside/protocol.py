@@ -38,7 +38,7 @@ def now_ns() -> int:
 
 def encode(message: Message) -> bytes:
     """Return a message as bytes."""
-    return json.dumps(message, separators=(",", ":")).encode("utf-8", "surrogateescape")
+    return json.dumps(message, separators=(",", ":")).encode()
 
 
 def decode(body: bytes) -> Message:
@@ -47,7 +47,7 @@ def decode(body: bytes) -> Message:
     Raises:
         ValueError: the bytes are not a JSON object.
     """
-    message = json.loads(body.decode("utf-8", "surrogateescape"))
+    message = json.loads(body)
     if not isinstance(message, dict):
         raise ValueError("a message must be an object")
     return message

@@ -64,6 +64,7 @@ def main(channel: Channel, events: Channel) -> int:
         channel: to the stem; one message comes, or none when this rank is not needed.
         events: to the supervisor.
     """
+    linux.set_name("sgpu-rank")
     _restore_signals()
     _rehearse()
     received = channel.receive()
@@ -97,6 +98,7 @@ def main(channel: Channel, events: Channel) -> int:
 def execute(place: Place, report: Report) -> int:
     """Load the call, run it, store the outcome; return the exit code a process with that outcome should have."""
     report({"event": "exec"})
+    process = os.getpid()
     try:
         call = load_call(os.path.join(place.directory, "call.pkl"))
         _fill_main(call)
@@ -105,12 +107,20 @@ def execute(place: Place, report: Report) -> int:
         report({"event": "enter"})
         value = call.function(*call.args, **kwargs)
     except BaseException as error:  # noqa: BLE001 - the boundary to user code: whatever it raises is its outcome
+        _leave_if_forked(process)
         code = _fail(place, error, report)
     else:
+        _leave_if_forked(process)
         code = _return(place, value, report)
         del value
     _finish()
     return code
+
+
+def _leave_if_forked(process: int) -> None:
+    """End a child that user code forked and let run on: the outcome is its parent's to tell."""
+    if os.getpid() != process:
+        os._exit(0)
 
 
 def _pass_gate(place: Place) -> None:

@@ -1,0 +1,61 @@
+"""Homes for tests with real processes.
+
+`warm`: one home and one agent for all tests that leave it as it was; after each of them nothing may run there.
+`own`:  a fresh home with an agent of its own, for tests that kill, fill or change it.
+
+Both declare eight fakes, so that nothing depends on this machine's cores or GPUs.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from serverless_gpu.testing import stop_agent
+from tests.local.observe import held_locks, nothing_of_a_run, processes_of, run_sockets, wait_for
+
+FAKES = "H100:8"
+
+
+@pytest.fixture(scope="session")
+def session_home() -> Iterator[Path]:
+    """Yield the home of all `warm` tests; at the end its agent ends and takes everything with it."""
+    directory = Path(tempfile.mkdtemp(prefix="sg-", dir="/tmp"))
+    yield directory
+    stop_agent(directory)
+    wait_for(lambda: not processes_of(directory), "agent and supervisors of the session are gone")
+    shutil.rmtree(directory)
+
+
+@pytest.fixture
+def warm(session_home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Yield the shared home, and require that no run outlives the test."""
+    for name in list(os.environ):
+        if name.startswith(("SERVERLESS_GPU_", "SGPU_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("SERVERLESS_GPU_HOME", str(session_home))
+    monkeypatch.setenv("SERVERLESS_GPU_PREWARM", "0")
+    monkeypatch.setenv("SERVERLESS_GPU_FAKE", FAKES)
+    yield session_home
+    wait_for(
+        lambda: nothing_of_a_run(session_home),
+        f"every run of the test has ended: {held_locks(session_home)} {run_sockets(session_home)}",
+    )
+
+
+@pytest.fixture
+def own(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a fresh home with declared fakes."""
+    monkeypatch.setenv("SERVERLESS_GPU_FAKE", FAKES)
+    return home
+
+
+@pytest.fixture
+def where(tmp_path: Path) -> str:
+    """Return a directory in which ranks announce themselves and look for what they wait for."""
+    return str(tmp_path)
