@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.testing import stop_agent
-from tests.local.observe import held_locks, nothing_of_a_run, processes_of, run_sockets, wait_for
+from tests.local.observe import nothing_of_a_run, processes_of, wait_for
 
 FAKES = "H100:8"
 
@@ -42,10 +42,7 @@ def warm(session_home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("SERVERLESS_GPU_PREWARM", "0")
     monkeypatch.setenv("SERVERLESS_GPU_FAKE", FAKES)
     yield session_home
-    wait_for(
-        lambda: nothing_of_a_run(session_home),
-        f"every run of the test has ended: {held_locks(session_home)} {run_sockets(session_home)}",
-    )
+    wait_for(lambda: nothing_of_a_run(session_home), "every run of the test has ended")
 
 
 @pytest.fixture

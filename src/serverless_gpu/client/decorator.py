@@ -35,6 +35,9 @@ R = TypeVar("R")
 class DistributedFunction(Generic[P, R]):
     """A function that can run on many GPUs; calling it directly calls the plain function in this process."""
 
+    __name__: str
+    __qualname__: str
+
     def __init__(self, function: Callable[P, R], spec: RunSpec) -> None:
         self.spec = spec
         self.__wrapped__ = function
@@ -74,7 +77,11 @@ class DistributedFunction(Generic[P, R]):
             Exception: what user code raised in the rank that failed first, as its own type.
             KeyboardInterrupt: Ctrl-C; the run was cancelled and its GPUs handed back.
         """
-        return launch(self.__wrapped__, args, kwargs, self.spec).follow()
+        run = launch(self.__wrapped__, args, kwargs, self.spec)
+        error = run.follow()
+        if error is not None:
+            raise error
+        return run.results()
 
     def submit(self, *args: P.args, **kwargs: P.kwargs) -> Run[R]:
         """Start the run and return its handle at once; raises as `distributed` does before a run starts."""

@@ -24,6 +24,7 @@ from serverless_gpu.errors import (
     RunTimedOut,
 )
 from serverless_gpu.model.attempt import MEANINGS, Failure, Reason, State
+from serverless_gpu.node.entrypoint import INSIDE
 from serverless_gpu.node.inside import payload
 from serverless_gpu.node.protocol import Stopped
 from serverless_gpu.units import format_bytes
@@ -116,7 +117,7 @@ def _ended(stopped: Stopped, directory: Path, run_id: str, timeout_s: float | No
         log_tail=stopped.log_tail,
     )
     if rank is not None:
-        stack = _read(directory / "failures" / f"{rank}.stack")
+        stack = _users_frames(_read(directory / "failures" / f"{rank}.stack"))
         if stack:
             error.add_note(f"Python stack of rank {rank} when it was ended:\n{stack}")
         if stopped.log_tail:
@@ -152,6 +153,12 @@ def _message(stopped: Stopped, rank: int | None, directory: Path, timeout_s: flo
             if rank is not None:
                 return f"rank {rank} was {detail}" if detail else f"rank {rank}: {MEANINGS[stopped.reason].sentence}"
             return f"{MEANINGS[stopped.reason].sentence}{': ' + detail if detail else ''}"
+
+
+def _users_frames(stack: str) -> str:
+    """Return a faulthandler stack without the frames of our runtime and its list of extension modules."""
+    lines = stack.partition("\nExtension modules:")[0].rstrip().splitlines()
+    return "\n".join(line for line in lines if f'"{INSIDE}' not in line and '"<string>"' not in line)
 
 
 def _failure_text(failure: Failure) -> str:

@@ -108,7 +108,9 @@ class Run(Generic[R]):
             RunError: the run did not succeed.
             Exception: what user code raised, as its own type.
         """
-        self._wait_for_success(timeout)
+        error = self._error(timeout)
+        if error is not None:
+            raise error
         return [cast("R", load_result(self.directory, rank, self.id)) for rank in range(self._world_size)]
 
     def result(self, rank: int = 0, timeout: float | None = None) -> R:
@@ -119,7 +121,9 @@ class Run(Generic[R]):
         """
         if not 0 <= rank < self._world_size:
             raise InvalidValue(f"run {self.id} has ranks 0 to {self._world_size - 1}, not {rank}")
-        self._wait_for_success(timeout)
+        error = self._error(timeout)
+        if error is not None:
+            raise error
         return cast("R", load_result(self.directory, rank, self.id))
 
     def cancel(self) -> None:
@@ -161,13 +165,12 @@ class Run(Generic[R]):
         except FileNotFoundError:
             return ""
 
-    def follow(self) -> list[R]:
-        """Show the run while it goes on and return its results: what a blocking call does.
+    def follow(self) -> BaseException | None:
+        """Show the run while it goes on; return what ended it, or None when its results are there.
 
         Raises:
             KeyboardInterrupt: after Ctrl-C; the run was cancelled and its GPUs handed back, unless Ctrl-C came twice or
                 `on_interrupt="detach"` was asked for.
-            Exception: as `results`.
         """
         display = self._display = Display(quiet=self._spec.quiet)
         try:
@@ -182,7 +185,7 @@ class Run(Generic[R]):
             raise
         finally:
             self._display = None
-        return self.results()
+        return self._error(None)
 
     def _interrupted(self, display: Display) -> None:
         display.finish()
@@ -202,14 +205,16 @@ class Run(Generic[R]):
         ended = "cancelled" if self._state is State.CANCELLED else f"ended as {self._state}"
         display.say(f"{ended}; {gate}, after {seconds:.1f} s")
 
-    def _wait_for_success(self, timeout: float | None) -> None:
+    def _error(self, timeout: float | None) -> BaseException | None:
+        """Return what ended the run, to be raised by the public method: a user reads one frame of ours, not five."""
         if not self.wait(timeout):
-            raise TimeoutError(f"run {self.id} is still {self._state}")
+            return TimeoutError(f"run {self.id} is still {self._state}")
         if self._refused is not None:
-            raise ServerlessGpuError(self._refused.message, hint=self._refused.hint)
+            return ServerlessGpuError(self._refused.message, hint=self._refused.hint)
         stopped = self._stopped
-        if stopped is not None and stopped.state is not State.SUCCEEDED:
-            raise make_exception(stopped, self.directory, self.id, self._spec.timeout_s)
+        if stopped is None or stopped.state is State.SUCCEEDED:
+            return None
+        return make_exception(stopped, self.directory, self.id, self._spec.timeout_s)
 
     def _hear_until(self, done: Callable[[], bool], timeout: float | None) -> bool:
         clock = SystemClock()

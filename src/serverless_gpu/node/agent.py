@@ -345,7 +345,7 @@ class Agent:
     def _tend(self) -> None:
         now_ns = self._clock.boottime_ns()
         if self._attempts.tend():
-            self._used_ns = now_ns
+            self._used_ns = self._refill_ns = now_ns  # who has a result may call again at once
             self._cgroups.sweep()
         while self._queue and self._attempts.count() < ATTEMPTS_MAX:
             launch, client = self._queue.popleft()

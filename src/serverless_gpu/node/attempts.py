@@ -27,11 +27,15 @@ from serverless_gpu.node.spawning import clean_process
 class Supervised:
     """The agent's end of one supervisor."""
 
-    def __init__(self, channel: Channel, process: subprocess.Popen[bytes] | None, text: str = "") -> None:
+    def __init__(self, channel: Channel) -> None:
         self.channel = channel
-        self.process = process
-        self.text = text
+        self.pid = 0
+        self.run_id = ""
+        self.note = ""
         self.directory: Path | None = None
+
+    def __str__(self) -> str:
+        return " · ".join(text for text in (f"run {self.run_id}", f"supervisor pid {self.pid}", self.note) if text)
 
     def give_stem(self, stem: protocol.Stem, fd: int) -> None:
         """Hand over a stem; the descriptor is closed here in any case, so that only the supervisor holds it."""
@@ -66,6 +70,8 @@ class Attempts:
         self._log = log
         self._environ = environ
         self._selector = selector
+        self._nursery: Channel | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._standby: Supervised | None = None
         self._busy: list[Supervised] = []
         self._ended: list[Supervised] = []
@@ -76,7 +82,7 @@ class Attempts:
 
     def texts(self) -> tuple[str, ...]:
         """Return one line for each attempt."""
-        return tuple(supervised.text for supervised in self._busy)
+        return tuple(str(supervised) for supervised in self._busy)
 
     def prepare(self) -> None:
         """Have one supervisor standing by.
@@ -102,9 +108,7 @@ class Attempts:
             supervised = self._spawn()
             protocol.send(supervised.channel, message, (client.fileno(),))
         supervised.directory = Path(message.launch.directory)
-        supervised.text = (
-            f"run {message.launch.run_id} · supervisor pid {supervised.process and supervised.process.pid}"
-        )
+        supervised.run_id = message.launch.run_id
         self._busy.append(supervised)
         return supervised
 
@@ -126,8 +130,8 @@ class Attempts:
                 sock.close()
                 continue
             snapshot = received[0]
-            text = f"run {snapshot.run_id} · supervisor pid {snapshot.pid} · adopted"
-            supervised = Supervised(Channel(sock), None, text)
+            supervised = Supervised(Channel(sock))
+            supervised.pid, supervised.run_id, supervised.note = snapshot.pid, snapshot.run_id, "adopted"
             supervised.directory = self._home.attempt(snapshot.run_id, snapshot.fence)
             self._busy.append(supervised)
             self._watch(supervised)
@@ -136,8 +140,6 @@ class Attempts:
         """Bury those that ended; return whether there were any."""
         ended, self._ended = self._ended, []
         for supervised in ended:
-            if supervised.process is not None:
-                supervised.process.wait()
             if supervised is self._standby:
                 self._standby = None
             if supervised in self._busy:
@@ -159,21 +161,36 @@ class Attempts:
     def _spawn(self) -> Supervised:
         ours, theirs = pair()
         try:
-            process = clean_process(
-                "serverless_gpu.node.supervisor",
-                (theirs.fileno(), str(self._home.root), str(self._sockets)),
-                fds=(theirs.fileno(),),
-                log=self._log,
-                environ=self._environ,
-            )
+            self._ask_nursery(theirs)
         except OSError:
             ours.close()
             raise
         finally:
             theirs.close()
-        supervised = Supervised(ours, process)
+        supervised = Supervised(ours)
         self._watch(supervised)
         return supervised
+
+    def _ask_nursery(self, channel: Channel) -> None:
+        """Have a supervisor forked for the other end of a channel; a nursery that died is replaced once."""
+        if self._nursery is not None:
+            try:
+                self._nursery.send(b"supervisor", (channel.fileno(),))
+                return
+            except OSError:
+                self._nursery.close()
+        self._nursery, theirs = pair()
+        try:
+            self._process = clean_process(
+                "serverless_gpu.node.nursery",
+                (theirs.fileno(), str(self._home.root), str(self._sockets)),
+                fds=(theirs.fileno(),),
+                log=self._log,
+                environ=self._environ,
+            )
+        finally:
+            theirs.close()
+        self._nursery.send(b"supervisor", (channel.fileno(),))
 
     def _watch(self, supervised: Supervised) -> None:
         self._selector.register(supervised.channel, selectors.EVENT_READ, lambda: self._hear(supervised))
@@ -192,3 +209,5 @@ class Attempts:
         if received is None:
             self._unwatch(supervised)
             self._ended.append(supervised)
+        elif isinstance(received[0], protocol.Standby):
+            supervised.pid = received[0].pid

@@ -107,6 +107,12 @@ class Refused(Message, frozen=True, kw_only=True, tag="refused"):
     hint: str = ""
 
 
+class Standby(Message, frozen=True, kw_only=True, tag="standby"):
+    """A supervisor has started and waits for an attempt."""
+
+    pid: int
+
+
 class Assign(Message, frozen=True, kw_only=True, tag="assign"):
     """The agent hands an attempt to a supervisor.
 
@@ -200,7 +206,7 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
 ToAgent = Prewarm | Launch | StatusRequest | Retire
 FromAgent = Greeting | Refused | Status | Waiting
 ToSupervisor = Assign | Stem | Cancel
-FromSupervisor = Accepted | Snapshot | Waiting | Started | Output | Stopped | Finished | Refused
+FromSupervisor = Standby | Accepted | Snapshot | Waiting | Started | Output | Stopped | Finished | Refused
 Any = ToAgent | FromAgent | ToSupervisor | FromSupervisor
 
 _encoder = msgspec.json.Encoder()

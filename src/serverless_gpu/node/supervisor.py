@@ -4,9 +4,9 @@
                               │  ▲
     client ◀──what happens────┘  └── pipes: what ranks write
 
-A clean interpreter without anything of the user's, started ahead of time and standing by. One thread, one loop: it
-feeds events to `model/lifecycle.py`, carries out the instructions that come back, and sleeps until the next descriptor
-or deadline. It never unpickles.
+A clean interpreter without anything of the user's, forked ahead of time (`nursery.py`) and standing by. One thread, one
+loop: it feeds events to `model/lifecycle.py`, carries out the instructions that come back, and sleeps until the next
+descriptor or deadline. It never unpickles.
 
 Failure cases:
 - the agent dies: nothing happens here; a new agent finds this process by its socket;
@@ -120,6 +120,8 @@ class Supervisor:
     def serve(self) -> None:
         """Stand by until an attempt comes, see it through, return."""
         self._machine.devices()  # NVML's start takes tens of milliseconds: now, not when somebody waits
+        with contextlib.suppress(OSError):
+            protocol.send(self._agent, protocol.Standby(pid=os.getpid()))
         self._watch(self._agent.fileno(), self._hear_agent)
         while not self._done:
             for key, _ in self._selector.select(self._pause_s()):

@@ -1,0 +1,13 @@
+"""Benchmarks: every row compares us with a neighbour, round by round, in one run. `python -m benchmarks --help`
+
+    __main__      options, table, JSON
+    rows          what is measured, and the bars
+    contestants   processes that do one round when told; rounds interleaved
+    drive         what runs in such a process
+    ours          rounds through `@distributed`
+    neighbours    the same through fork, torchrun, torchrunx, accelerate, pickle
+    ranks         what runs in ranks, whoever starts them
+    report        numbers, table, machine
+
+docs/benchmarks.md says what each row means.
+"""

@@ -1,0 +1,146 @@
+"""Processes that do one round when told, and rounds of several of them interleaved.
+
+Every contestant lives in a process of its own, so that none inherits the threads, allocations or imports of another.
+One line of JSON goes in, one comes out, on descriptors of their own: what libraries print goes to the log.
+
+Failure cases: a contestant cannot start (a package is missing), raises, or takes too long: its row says so and goes on
+without it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+ROUND_S_MAX = 180.0
+PAUSE_S = 0.5
+"""Between two rounds: a supervisor and ranks stand by again, and nobody pays for another's tidying up."""
+
+# Bytecode is kept, as it is in an installed package; variables that would change how torch starts are not.
+_DROPPED = ("PYTHONDONTWRITEBYTECODE", "OMP_NUM_THREADS", "SERVERLESS_GPU_FAKE", "SERVERLESS_GPU_PREWARM")
+
+Sample = dict[str, float]
+
+
+class ContestantFailed(Exception):
+    """A contestant could not do a round."""
+
+
+class Contestant:
+    """One process that does rounds.
+
+    Args:
+        name: of the function in `ours` or `neighbours`, as `module.function`.
+        directory: scratch space; its log lies there.
+        home: the home directory for our own runs.
+    """
+
+    def __init__(self, name: str, directory: Path, home: Path) -> None:
+        self.name = name
+        self.samples: list[Sample] = []
+        self.problem = ""
+        request_read, self._requests = os.pipe()
+        self._replies, reply_write = os.pipe()
+        self._log = directory / f"{name}.log"
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.drive", name, str(request_read), str(reply_write)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**environment(), "SERVERLESS_GPU_HOME": str(home)},
+                pass_fds=(request_read, reply_write),
+                start_new_session=True,
+            )
+        os.close(request_read)
+        os.close(reply_write)
+        self._lines = os.fdopen(self._replies, "rb", buffering=0)
+
+    def round(self, **arguments: object) -> Sample:
+        """Do one round and return its times in milliseconds.
+
+        Raises:
+            ContestantFailed: it ended, raised, or took too long.
+        """
+        try:
+            os.write(self._requests, json.dumps(arguments).encode() + b"\n")
+        except BrokenPipeError:
+            raise ContestantFailed(self._last_words()) from None
+        if not select.select([self._lines], [], [], ROUND_S_MAX)[0]:
+            raise ContestantFailed(f"no round within {ROUND_S_MAX:.0f} s")
+        line = self._lines.readline()
+        if not line:
+            raise ContestantFailed(self._last_words())
+        reply = json.loads(line)
+        if "error" in reply:
+            raise ContestantFailed(str(reply["error"]))
+        return {str(key): float(value) for key, value in reply.items()}
+
+    def close(self) -> None:
+        """End the process and what it started in its session."""
+        os.close(self._requests)
+        self._lines.close()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def _last_words(self) -> str:
+        lines = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        return lines[-1] if lines else "it ended without a word"
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of every measured process."""
+    return {name: value for name, value in os.environ.items() if name not in _DROPPED}
+
+
+def interleave(
+    contestants: Sequence[Contestant], rounds: int, *, slow: Sequence[str] = (), pause_s: float = PAUSE_S
+) -> None:
+    """Let contestants take turns: A B C A B C ...; the first turn of each is thrown away.
+
+    Args:
+        contestants: who takes part; samples are kept in each.
+        rounds: number of turns that count.
+        slow: names of those that take seconds, which have every third turn only.
+        pause_s: quiet time after each turn.
+    """
+    for number in range(-1, rounds):
+        for contestant in contestants:
+            if contestant.problem or (contestant.name in slow and number > 0 and number % 3):
+                continue
+            try:
+                sample = contestant.round()
+            except ContestantFailed as failure:
+                contestant.problem = f"{contestant.name} failed: {failure}"
+                continue
+            if number >= 0:
+                contestant.samples.append(sample)
+            time.sleep(pause_s)
+
+
+def wait_for_quiet(limit_s: float = 30.0) -> bool:
+    """Wait until the machine has nothing else to do, up to a limit; return whether it has."""
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        before = _busy_and_total()
+        time.sleep(1.0)
+        after = _busy_and_total()
+        if after[0] - before[0] < 0.10 * (after[1] - before[1]):
+            return True
+    return False
+
+
+def _busy_and_total() -> tuple[int, int]:
+    with open("/proc/stat", encoding="ascii") as file:
+        ticks = [int(field) for field in file.readline().split()[1:9]]
+    return sum(ticks) - ticks[3] - ticks[4], sum(ticks)

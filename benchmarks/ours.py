@@ -1,0 +1,125 @@
+"""Rounds through `@distributed`. Each function does one round in a fresh directory and returns milliseconds."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from pathlib import Path
+
+from benchmarks import ranks
+from benchmarks.ranks import GIGABYTE, RANKS, now_ns, stamps
+from serverless_gpu import Run, distributed
+from serverless_gpu.errors import RankCrashed
+from serverless_gpu.node.inside import payload
+from serverless_gpu.testing import stop_agent
+
+_two = distributed(gpus=RANKS, gpu_type="CPU", quiet=True)
+_one = distributed(gpus=1, gpu_type="CPU", quiet=True)
+_join = _two(ranks.join)
+_first_line = _two(ranks.first_line)
+_make_tensor = _one(ranks.make_tensor)
+_die_beside_sleeper = _two(ranks.die_beside_sleeper)
+_die_beside_collective = _two(ranks.die_beside_collective)
+_fake_nap = distributed(gpus=RANKS, gpu_type="H100", quiet=True)(ranks.nap)
+
+
+def warm(directory: str) -> dict[str, float]:
+    """Call with everything standing by; until every rank is in the process group."""
+    called_ns = now_ns()
+    _join.distributed(directory)
+    return _since(called_ns, directory, "ready", returned_ns=now_ns())
+
+
+def cold(directory: str) -> dict[str, float]:
+    """Call with no agent and no zygote; until every rank is in the first line of the function."""
+    stop_agent(_home())
+    called_ns = now_ns()
+    _first_line.distributed(directory)
+    return _since(called_ns, directory, "enter", returned_ns=now_ns())
+
+
+def killed_beside_sleeper(directory: str) -> dict[str, float]:
+    """Rank 1 is killed while rank 0 sleeps; until the caller has the exception."""
+    return _killed(_die_beside_sleeper.submit(directory), directory)
+
+
+def killed_beside_collective(directory: str) -> dict[str, float]:
+    """Rank 1 is killed while rank 0 waits for it in a collective; until the caller has the exception."""
+    return _killed(_die_beside_collective.submit(directory), directory)
+
+
+def cancel(directory: str) -> dict[str, float]:
+    """Cancel while both ranks sleep; until the receipt says that the (declared) GPUs are verified free."""
+    os.environ["SERVERLESS_GPU_FAKE"] = f"H100:{RANKS}"
+    run = _fake_nap.submit(directory)
+    for rank in range(RANKS):
+        ranks.await_stamp(directory, "enter", rank)
+    time.sleep(ranks.SETTLED_S)
+    cancelled_ns = now_ns()
+    run.cancel()
+    receipt = run.receipt()
+    took_ns = now_ns() - cancelled_ns
+    if receipt.state != "CANCELLED" or receipt.quarantined:
+        raise RuntimeError(f"not handed back: {receipt.state}, quarantined {receipt.quarantined}")
+    return {"ms": took_ns / 1e6}
+
+
+def tensor(directory: str) -> dict[str, float]:
+    """Return a tensor of 1 GB; from when the rank has it until the caller has it, and has read it once."""
+    called_ns = now_ns()
+    (value,) = _make_tensor.distributed(directory, GIGABYTE)
+    got_ns = now_ns()
+    ranks.read(value)
+    read_ns = now_ns()
+    (made_ns,) = stamps(directory, "made", 1)
+    del value
+    shutil.rmtree(_home() / "runs")
+    (_home() / "runs").mkdir(mode=0o700)
+    os.sync()
+    return {
+        "ms": (got_ns - made_ns) / 1e6,
+        "read_ms": (read_ns - made_ns) / 1e6,
+        "call_ms": (read_ns - called_ns) / 1e6,
+    }
+
+
+def payload_tensor(directory: str) -> dict[str, float]:
+    """Write a tensor of 1 GB to a file and load it, in one process."""
+    value = ranks.make_tensor(directory, GIGABYTE)
+    path = os.path.join(directory, "value.pkl")
+    started_ns = now_ns()
+    payload.dump(value, path)
+    loaded = payload.load(path)
+    got_ns = now_ns()
+    ranks.read(loaded)
+    read_ns = now_ns()
+    os.unlink(path)
+    os.sync()
+    return {"ms": (got_ns - started_ns) / 1e6, "read_ms": (read_ns - started_ns) / 1e6}
+
+
+def _killed(run: Run[None], directory: str) -> dict[str, float]:
+    try:
+        run.results()
+    except RankCrashed as error:
+        caught_ns = now_ns()
+        if error.rank != 1:
+            raise RuntimeError(f"rank {error.rank} was blamed, rank 1 was killed") from error
+    else:
+        raise RuntimeError("a killed rank went unnoticed")
+    killed_ns = int((Path(directory) / "killed-1").read_text(encoding="ascii"))
+    return {"ms": (caught_ns - killed_ns) / 1e6}
+
+
+def _since(called_ns: int, directory: str, event: str, *, returned_ns: int) -> dict[str, float]:
+    times = {
+        "ms": max(stamps(directory, event, RANKS)),
+        "enter_ms": max(stamps(directory, "enter", RANKS)),
+        "returned_ms": returned_ns,
+    }
+    return {name: (at_ns - called_ns) / 1e6 for name, at_ns in times.items()}
+
+
+def _home() -> Path:
+    return Path(os.environ["SERVERLESS_GPU_HOME"])

@@ -1,0 +1,253 @@
+"""What is measured, with its bar: each row starts its contestants, lets them take turns, and judges.
+
+Bars are on medians. `quick` takes few rounds: enough to see that everything works, too few to quote.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from benchmarks.contestants import Contestant, ContestantFailed, interleave
+from benchmarks.report import Row, Timing
+from serverless_gpu.testing import stop_agent
+
+WARM_RATIO_MAX = 2.0
+COLD_RATIO_MAX = 1.3
+KILLED_MS_MAX = 100.0
+CANCEL_MS_MAX = 200.0
+TENSOR_FASTER_MIN = 3.0
+IMPORT_MS_MAX = 60.0
+
+
+class Stage:
+    """A fresh home and the contestants of one row; everything ends with it.
+
+    Args:
+        names: contestants, ours first.
+        labels: what the table calls the neighbours.
+    """
+
+    def __init__(self, names: Sequence[str], labels: Sequence[str]) -> None:
+        self._names = names
+        self._labels = labels
+        # A short path: the machine's temporary directory may be anywhere, sockets are elsewhere in any case.
+        self._directory = Path(tempfile.mkdtemp(prefix="sgpu-bench-"))
+        self._contestants: list[Contestant] = []
+
+    def __enter__(self) -> Stage:
+        home = self._directory / "home"
+        home.mkdir(mode=0o700)
+        self._contestants = [Contestant(name, self._directory, home) for name in self._names]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for contestant in self._contestants:
+            contestant.close()
+        stop_agent(self._directory / "home")
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def play(self, rounds: int, *, slow: Sequence[str] = (), pause_s: float = 0.5) -> None:
+        interleave(self._contestants, rounds, slow=slow, pause_s=pause_s)
+
+    def timing(self, index: int, label: str, key: str = "ms") -> Timing:
+        """Return one contestant's times.
+
+        Raises:
+            ContestantFailed: it has none.
+        """
+        contestant = self._contestants[index]
+        if not contestant.samples:
+            raise ContestantFailed(contestant.problem or f"{contestant.name}: no rounds")
+        return Timing(label, tuple(sample[key] for sample in contestant.samples))
+
+    def against(self) -> tuple[Timing, ...]:
+        """Return the neighbours that could be measured."""
+        numbered = enumerate(self._labels, start=1)
+        return tuple(self.timing(index, label) for index, label in numbered if self._contestants[index].samples)
+
+    def problems(self) -> tuple[str, ...]:
+        return tuple(contestant.problem for contestant in self._contestants if contestant.problem)
+
+
+def warm(quick: bool) -> Row:
+    """Call until both ranks are in the process group, against a bare fork and the launchers people use."""
+    launchers = ("neighbours.torchrun", "neighbours.torchrunx", "neighbours.accelerate")
+    labels = (
+        "bare fork + gloo",
+        "`torchrun --standalone`",
+        "torchrunx",
+        "accelerate `notebook_launcher`",
+    )
+    with Stage(("ours.warm", "neighbours.bare_fork", *launchers), labels) as stage:
+        stage.play(4 if quick else 24, slow=launchers)
+        ours = stage.timing(0, "call → process group ready")
+        against = stage.against()
+        ratio = ours.median / against[0].median
+        return Row(
+            name="warm: call → process group ready, 2 ranks",
+            ours=ours,
+            against=against,
+            bar=f"≤ {WARM_RATIO_MAX:g}× bare fork",
+            met=ratio <= WARM_RATIO_MAX,
+            also=(
+                stage.timing(0, "ours, call → last rank in the function", "enter_ms"),
+                stage.timing(0, "ours, call → results in the caller", "returned_ms"),
+                stage.timing(1, "bare fork, until both children were reaped", "returned_ms"),
+            ),
+            problems=stage.problems(),
+        )
+
+
+def back_to_back(quick: bool) -> Row:
+    """The warm row without a pause: nothing may stand by yet."""
+    with Stage(("ours.warm", "neighbours.bare_fork"), ("bare fork + gloo",)) as stage:
+        stage.play(4 if quick else 24, pause_s=0.0)
+        return Row(
+            name="warm, calls without a pause between them",
+            ours=stage.timing(0, "call → process group ready"),
+            against=stage.against(),
+            problems=stage.problems(),
+        )
+
+
+def cold(quick: bool) -> Row:
+    """Call until user code runs when nothing stands by, not even the agent."""
+    with Stage(("ours.cold", "neighbours.import_torch"), ('`python -c "import torch, torch.distributed"`',)) as stage:
+        stage.play(3 if quick else 12)
+        ours = stage.timing(0, "call → first line of user code")
+        command = stage.timing(1, '`python -c "import torch, torch.distributed"`')
+        imported = stage.timing(1, "the same, until it has imported", "imported_ms")
+        return Row(
+            name="cold: no agent, no zygote; call → first line",
+            ours=ours,
+            against=(command, imported),
+            bar=f"≤ {COLD_RATIO_MAX:g}× the command",
+            met=ours.median <= COLD_RATIO_MAX * command.median,
+            problems=stage.problems(),
+        )
+
+
+def killed(quick: bool) -> Row:
+    """SIGKILL of rank 1 while rank 0 sleeps, until the caller has the exception."""
+    return _killed("sleeper", "sleeps", quick)
+
+
+def killed_in_collective(quick: bool) -> Row:
+    """SIGKILL of rank 1 while rank 0 waits for it, until the caller has the exception."""
+    return _killed("collective", "waits in a collective", quick)
+
+
+def _killed(beside: str, what: str, quick: bool) -> Row:
+    names = (f"ours.killed_beside_{beside}", f"neighbours.torchrun_killed_beside_{beside}")
+    with Stage(names, ("torchrun, until it has ended",)) as stage:
+        stage.play(2 if quick else 10)
+        ours = stage.timing(0, "SIGKILL → exception in the caller")
+        return Row(
+            name=f"rank 1 killed while rank 0 {what} → exception",
+            ours=ours,
+            against=stage.against(),
+            bar=f"≤ {KILLED_MS_MAX:.0f} ms + grace used (counted as 0: SIGTERM is heeded)",
+            met=ours.median <= KILLED_MS_MAX,
+            value=f"{ours.median:.0f} ms",
+            problems=stage.problems(),
+        )
+
+
+def cancel(quick: bool) -> Row:
+    """`run.cancel()` until the receipt says that the devices are verified free."""
+    names = ("ours.cancel", "neighbours.torchrun_stopped")
+    with Stage(names, ("SIGTERM to torchrun, until it has ended",)) as stage:
+        stage.play(2 if quick else 10)
+        ours = stage.timing(0, "cancel → gate passed")
+        return Row(
+            name="cancel → gate passed, 2 declared GPUs",
+            ours=ours,
+            against=stage.against(),
+            bar=f"≤ {CANCEL_MS_MAX:.0f} ms",
+            met=ours.median <= CANCEL_MS_MAX,
+            value=f"{ours.median:.0f} ms",
+            problems=stage.problems(),
+        )
+
+
+def tensor(quick: bool) -> Row:
+    """A function returns a tensor of 1 GB, against pickle to a file and back."""
+    with Stage(("ours.tensor", "neighbours.pickled_tensor"), ("pickle to a file and back",)) as stage:
+        return _tensor(stage, "1 GB tensor returned: in the rank → in the caller's hands, read once", 2 if quick else 7)
+
+
+def payload(quick: bool) -> Row:
+    """The same without processes: the payload room against pickle."""
+    with Stage(("ours.payload_tensor", "neighbours.pickle_tensor"), ("pickle.dump + pickle.load",)) as stage:
+        return _tensor(stage, "1 GB tensor dumped, loaded and read once in one process", 2 if quick else 7)
+
+
+def _tensor(stage: Stage, name: str, rounds: int) -> Row:
+    stage.play(rounds)
+    ours, theirs = (
+        stage.timing(0, "ours", "read_ms"),
+        stage.timing(1, "pickle to a file and back, read once", "read_ms"),
+    )
+    faster = theirs.median / ours.median
+    return Row(
+        name=name,
+        ours=ours,
+        against=(theirs,),
+        bar=f"≥ {TENSOR_FASTER_MIN:g}× faster",
+        met=faster >= TENSOR_FASTER_MIN,
+        value=f"{faster:.1f}× faster",
+        also=(
+            stage.timing(0, "ours, not read yet (pages come when they are touched)"),
+            stage.timing(1, "pickle, not read yet"),
+        ),
+        problems=stage.problems(),
+    )
+
+
+def imports(quick: bool) -> Row:
+    """`import serverless_gpu` over an interpreter that does nothing."""
+    with Stage(("neighbours.imports",), ()) as stage:
+        stage.play(4 if quick else 30, pause_s=0.05)
+        package = stage.timing(0, '`python -c "import serverless_gpu"`', "package_ms")
+        nothing = stage.timing(0, "`python -c pass`", "pass_ms")
+        more_ms = stage.timing(0, "difference").median
+        return Row(
+            name="import: `import serverless_gpu`",
+            ours=package,
+            against=(nothing,),
+            bar=f"≤ {IMPORT_MS_MAX:.0f} ms more",
+            met=more_ms <= IMPORT_MS_MAX,
+            value=f"{more_ms:.1f} ms more",
+            also=(stage.timing(0, "`from serverless_gpu import distributed`", "decorator_ms"),),
+            problems=stage.problems(),
+        )
+
+
+ROWS: dict[str, Callable[[bool], Row]] = {
+    "warm": warm,
+    "back-to-back": back_to_back,
+    "cold": cold,
+    "killed": killed,
+    "killed-in-collective": killed_in_collective,
+    "cancel": cancel,
+    "tensor": tensor,
+    "payload": payload,
+    "import": imports,
+}
+
+
+def measure(name: str, quick: bool) -> Row:
+    """Measure one row, with the load average around it.
+
+    Raises:
+        ContestantFailed: ours, or the neighbour the bar is about, could not be measured.
+    """
+    before = os.getloadavg()[0]
+    row = ROWS[name](quick)
+    if not row.against:
+        raise ContestantFailed("; ".join(row.problems) or "there is nothing to compare with")
+    return Row(**{**vars(row), "load": (round(before, 2), round(os.getloadavg()[0], 2))})

@@ -1,0 +1,42 @@
+"""The nursery: a clean interpreter that has imported the supervisor's code, and forks one whenever the agent asks.
+
+A supervisor that starts from nothing needs 60 ms, which every second call of a quick loop would wait for; a fork needs
+2 ms. The agent cannot fork itself: it talks to NVML in a thread. This process has one thread, opens nothing and decides
+nothing.
+
+Ends when the agent's end of the channel closes; supervisors it forked live on.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import NoReturn
+
+from serverless_gpu.node import supervisor
+from serverless_gpu.node.inside import linux
+from serverless_gpu.node.inside.channel import Channel
+
+
+def main(channel_fd: int, home: str, sockets: str) -> NoReturn:
+    """Fork a supervisor for each descriptor that comes, until the agent is gone.
+
+    Args:
+        channel_fd: the inherited channel to the agent.
+        home: the home directory.
+        sockets: the private directory of sockets.
+    """
+    linux.set_name("sgpu-nursery")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps: the agent learns of an end by its channel
+    channel = Channel.adopt(channel_fd)
+    channel.sock.set_inheritable(False)
+    while (received := channel.receive()) is not None:
+        (fd,) = received[1]
+        if os.fork() == 0:
+            channel.close()
+            os.setsid()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            supervisor.main(fd, home, sockets)
+        os.close(fd)
+    os._exit(0)
