@@ -6,6 +6,9 @@ import os
 import shutil
 import time
 from pathlib import Path
+from typing import cast
+
+import torch
 
 from benchmarks import ranks
 from benchmarks.ranks import GIGABYTE, RANKS, now_ns, stamps
@@ -90,7 +93,7 @@ def payload_tensor(directory: str) -> dict[str, float]:
     path = os.path.join(directory, "value.pkl")
     started_ns = now_ns()
     payload.dump(value, path)
-    loaded = payload.load(path)
+    loaded = cast("torch.Tensor", payload.load(path))
     got_ns = now_ns()
     ranks.read(loaded)
     read_ns = now_ns()

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.testing import stop_agent
-from tests.local.observe import nothing_of_a_run, processes_of, wait_for
+from tests.local.observe import cancel_all, nothing_of_a_run, processes_of, wait_for
 
 FAKES = "H100:8"
 
@@ -42,14 +42,18 @@ def warm(session_home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("SERVERLESS_GPU_PREWARM", "0")
     monkeypatch.setenv("SERVERLESS_GPU_FAKE", FAKES)
     yield session_home
-    wait_for(lambda: nothing_of_a_run(session_home), "every run of the test has ended")
+    try:
+        wait_for(lambda: nothing_of_a_run(session_home), "every run of the test has ended", limit_s=10)
+    finally:
+        cancel_all(session_home)
 
 
 @pytest.fixture
-def own(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a fresh home with declared fakes."""
+def own(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Yield a fresh home with declared fakes."""
     monkeypatch.setenv("SERVERLESS_GPU_FAKE", FAKES)
-    return home
+    yield home
+    cancel_all(home)
 
 
 @pytest.fixture

@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
+from serverless_gpu import attach
+from serverless_gpu.errors import ServerlessGpuError
 from serverless_gpu.node.home import Home
 from serverless_gpu.testing import agent_status
 
@@ -135,6 +137,13 @@ def nothing_of_a_run(home: Path) -> bool:
     status = agent_status(home)
     busy = status is not None and (status.attempts or status.queued)
     return not (busy or held_locks(home) or run_sockets(home))
+
+
+def cancel_all(home: Path) -> None:
+    """End what a failed test left running, so that the next one does not suffer from it."""
+    for name in run_sockets(home) if home.exists() else []:
+        with contextlib.suppress(ServerlessGpuError):
+            attach(name.removesuffix(".sock")).cancel()
 
 
 def run_script(

@@ -54,6 +54,7 @@ CLIENTS_MAX = 512
 IDLE_S = 600.0
 _REFILL_S = 0.1  # after a hand-over: the ranks that just started need the cores more than the next run does
 _TURN_S = 5.0
+_COLD_S = 300.0  # before an interpreter that could not be kept warm is tried again
 
 
 def main(home: str, sockets: str, ready_fd: int, environ: dict[str, str]) -> NoReturn:
@@ -107,7 +108,7 @@ class Agent:
         self._inventory = Inventory(home)
         self._attempts = Attempts(home, sockets, self._log, environ, self._selector)
         self._zygotes: dict[Key, Zygote] = {}
-        self._cold: dict[Key, str] = {}  # keys that cannot be kept warm, and why
+        self._cold: dict[Key, tuple[str, int]] = {}  # keys that cannot be kept warm: why, and since when
         self._one_shots: list[Zygote] = []
         self._gone: dict[Key, str] = {}  # why the last zygote of a key is no more
         self._clients: dict[int, Channel] = {}
@@ -189,7 +190,7 @@ class Agent:
             f"pid {zygote.process.pid} · {zygote.key.python} · {'ready' if zygote.ready else 'starting'}"
             for zygote in self._zygotes.values()
         ]
-        zygotes += [f"none · {key.python} · cold: {why}" for key, why in self._cold.items()]
+        zygotes += [f"none · {key.python} · cold: {why}" for key, (why, _) in self._cold.items()]
         return protocol.Status(
             pid=os.getpid(),
             zygotes=tuple(zygotes),
@@ -281,10 +282,12 @@ class Agent:
     def _zygote_for(self, context: protocol.Context) -> tuple[Zygote, bool, str]:
         """Return the zygote for a caller, whether it was warm, and why (not)."""
         key = key_of(context)
+        if key in self._cold and self._clock.boottime_ns() - self._cold[key][1] > _COLD_S * 1e9:
+            del self._cold[key]  # the user may have mended it
         if key in self._cold:
             zygote = self._spawn(context, ())
             self._one_shots.append(zygote)
-            return zygote, False, self._cold[key]
+            return zygote, False, self._cold[key][0]
         zygote_or_none = self._zygotes.get(key)
         if zygote_or_none is not None:
             changed = zygote_or_none.stale()
@@ -320,9 +323,9 @@ class Agent:
                 del self._zygotes[zygote.key]
                 self._gone[zygote.key] = "its zygote had died"
             zygote.close()
-        elif zygote.threads:
-            # Not fork-safe with its preload: whoever waits gets a fresh interpreter, and so does every later run.
-            self._cold[zygote.key] = f"preloading leaves threads behind ({', '.join(zygote.threads)})"
+        elif zygote.cold:
+            # Not to be forked with its preload: whoever waits gets a fresh interpreter, and so does every later run.
+            self._cold[zygote.key] = (zygote.cold, self._clock.boottime_ns())
             self._zygotes.pop(zygote.key, None)
             self._selector.unregister(zygote.channel)
             for take, fail in zygote.release_takers():

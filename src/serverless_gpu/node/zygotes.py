@@ -70,7 +70,7 @@ class Zygote:
         self.channel = ours
         self.key = key_of(context)
         self.ready = False
-        self.threads: tuple[str, ...] = ()
+        self.cold = ""  # why it cannot be forked from
         self.dead = False
         self.used_ns = 0
         self.ranks = 1  # of the last run: as many stand by for the next
@@ -145,9 +145,8 @@ class Zygote:
                 self.ready = True
                 files = message.get("modules")
                 self._stamps = {str(file): stamp(str(file)) for file in files} if isinstance(files, list) else {}
-            case "threads":
-                names = message.get("names")
-                self.threads = tuple(str(name) for name in names) if isinstance(names, list) else ("?",)
+            case "cold":
+                self.cold = inside.text(message, "reason")
             case "stem":
                 self._asked -= 1
                 self._offer(inside.integer(message, "pid"), fds[0])

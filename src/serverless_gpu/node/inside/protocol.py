@@ -1,8 +1,8 @@
 """The words zygote, stem and rank speak, and the version of their language.
 
     agent ──▶ zygote   {"op": "stem", "cgroup": path | null, "ranks": n}   fork one stem, n ranks standing by
-    zygote ─▶ agent    {"event": "ready", "threads": n, "modules": [path, …], "versions": {…}}
-                       {"event": "threads", "names": […]}             preload left threads: not fork-safe
+    zygote ─▶ agent    {"event": "ready", "modules": [path, …]}
+                       {"event": "cold", "reason": text}              it cannot be forked from; ends
                        {"event": "stem", "pid": n} + descriptor of the stem's channel
     supervisor ─▶ stem {"op": "rank", "rank": n, "env": {…}} + stdout and stderr descriptors
                        {"op": "hold"} + lock descriptors              kept open until the stem ends

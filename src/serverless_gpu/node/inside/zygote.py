@@ -18,9 +18,8 @@ kept here:
   numbers.
 
 Ends when the agent's end of the channel closes. Stems it forked live on: their life hangs on their supervisor, not on
-us. Failure cases: preload raises (the traceback goes to stderr, which the agent keeps, and the exit code is 3); threads
-left after the trial fork (said to the agent, which then starts cold); the agent is of another protocol version (exit
-code 4).
+us. Failure cases: a module cannot be imported, or threads are left after the trial fork (both said to the agent, which
+then starts runs cold); the agent is of another protocol version (exit code 4).
 """
 
 from __future__ import annotations
@@ -53,9 +52,10 @@ def main(channel_fd: int, version: int, preload: list[str]) -> None:
     channel.sock.set_inheritable(False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     linux.set_name("sgpu-zygote")
-    found = [name for name in preload if importlib.util.find_spec(name) is not None]
-    for name in found:
-        importlib.import_module(name)
+    problem = _preload(preload)
+    if problem:
+        channel.send(protocol.encode({"event": "cold", "reason": problem}))
+        return
     blas.find()
     _trial_fork()
     _disarm_finalizers()
@@ -63,10 +63,24 @@ def main(channel_fd: int, version: int, preload: list[str]) -> None:
     gc.freeze()  # copied pages stay shared: the collector will not write to these objects in a child
     threads = os.listdir("/proc/self/task")
     if len(threads) != 1:
-        channel.send(protocol.encode({"event": "threads", "names": [_thread_name(thread) for thread in threads]}))
+        names = ", ".join(_thread_name(thread) for thread in threads)
+        channel.send(protocol.encode({"event": "cold", "reason": f"preloading leaves threads behind ({names})"}))
         return
-    channel.send(protocol.encode({"event": "ready", "preloaded": found, "modules": _module_files()}))
+    channel.send(protocol.encode({"event": "ready", "modules": _module_files()}))
     _serve(channel)
+
+
+def _preload(names: list[str]) -> str:
+    """Import what is installed, and return what went wrong, or ""."""
+    for name in names:
+        if importlib.util.find_spec(name.partition(".")[0]) is None:
+            continue
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # noqa: BLE001 - a broken package must not stop functions that do not use it
+            sys.excepthook(*sys.exc_info())
+            return f"{name} cannot be imported ({type(error).__name__}: {error})"
+    return ""
 
 
 def _serve(channel: Channel) -> None:

@@ -1,0 +1,231 @@
+"""A gang of one to four ranks that lives at random, told to the lifecycle as thin code would tell it.
+
+Ranks execute, return, fail, die and are reaped in any order, with cancels, passing time and lost stems between them.
+Whatever happens, the promises below hold after every step.
+"""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from serverless_gpu.model.attempt import (
+    MEANINGS,
+    TERMINAL,
+    Attempt,
+    BudgetSpent,
+    CancelRequested,
+    Event,
+    Failure,
+    Limits,
+    Phase,
+    Placed,
+    RankExecuting,
+    RankExited,
+    RankFailed,
+    RankReturned,
+    Reason,
+    StartFailed,
+    State,
+    StemLost,
+    Tick,
+    TreeEmpty,
+)
+from serverless_gpu.model.lifecycle import IllegalTransition, Instruction, advance
+
+S = 1_000_000_000
+WAITING, EXECUTING, SPOKEN, GONE = "waiting", "executing", "spoken", "gone"
+
+
+class GangMachine(RuleBasedStateMachine):
+    """The world outside `advance`, and what it has been told to do."""
+
+    @initialize(
+        world_size=st.integers(1, 4),
+        timeout_s=st.sampled_from([None, 4, 100]),
+        grace_s=st.sampled_from([0, 1, 30]),
+    )
+    def queue(self, world_size: int, timeout_s: int | None, grace_s: int) -> None:
+        timeout_ns = None if timeout_s is None else timeout_s * S
+        limits = Limits(timeout_ns=timeout_ns, grace_ns=grace_s * S, failure_grace_ns=2 * S, start_ns=300 * S)
+        self.attempt = Attempt(run_id="r", fence=1, world_size=world_size, limits=limits)
+        self.now_ns = 1_000 * S
+        self.ranks = dict.fromkeys(range(world_size), WAITING)
+        self.returned: set[int] = set()
+        self.stem = True
+        self.issued: list[Instruction] = []
+        self.all_returned_before_the_stop: bool | None = None
+        self.ending: Attempt | None = None
+
+    # --- what thin code delivers -----------------------------------------------------------------------------------
+
+    def tell(self, event: Event) -> None:
+        before = self.attempt
+        try:
+            self.attempt, instructions = advance(before, event, self.now_ns)
+        except IllegalTransition:
+            if before.state in TERMINAL:
+                return  # as the supervisor does: a late word; the outcome stands
+            raise
+        assert before.state not in TERMINAL
+        self.issued += instructions
+        if self.all_returned_before_the_stop is None and self.attempt.state is State.STOPPING:
+            self.all_returned_before_the_stop = self.returned == set(self.ranks)
+        if self.attempt.state in TERMINAL:
+            assert self.ending is None
+            self.ending = self.attempt
+
+    @property
+    def started(self) -> bool:
+        return Instruction.START_RANKS in self.issued and self.stem
+
+    @rule()
+    @precondition(lambda self: self.attempt.state is State.QUEUED)
+    def place(self) -> None:
+        self.tell(Placed())
+
+    @rule(reason=st.sampled_from([Reason.START_FAILED, Reason.RENDEZVOUS]))
+    @precondition(lambda self: set(self.ranks.values()) == {WAITING})
+    def fail_to_start(self, reason: Reason) -> None:
+        self.tell(StartFailed(reason, "why"))
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.started and WAITING in self.ranks.values())
+    def execute(self, data: st.DataObject) -> None:
+        rank = self.draw(data, WAITING)
+        self.ranks[rank] = EXECUTING
+        self.tell(RankExecuting(rank))
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.stem and EXECUTING in self.ranks.values())
+    def return_(self, data: st.DataObject) -> None:
+        rank = self.draw(data, EXECUTING)
+        self.ranks[rank] = SPOKEN
+        self.returned.add(rank)
+        self.tell(RankReturned(rank))
+
+    @rule(data=st.data(), peer_lost=st.booleans(), ago_ns=st.integers(0, S))
+    @precondition(lambda self: self.stem and EXECUTING in self.ranks.values())
+    def fail(self, data: st.DataObject, peer_lost: bool, ago_ns: int) -> None:
+        rank = self.draw(data, EXECUTING)
+        self.ranks[rank] = SPOKEN
+        failure = Failure(rank=rank, reason=Reason.RANK_RAISED, at_ns=self.now_ns - ago_ns, peer_lost=peer_lost)
+        self.tell(RankFailed(failure))
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.started and WAITING in self.ranks.values())
+    def fail_before_user_code(self, data: st.DataObject) -> None:
+        rank = self.draw(data, WAITING)
+        self.ranks[rank] = SPOKEN
+        self.tell(RankFailed(Failure(rank=rank, reason=Reason.RANK_RAISED, at_ns=self.now_ns)))
+
+    @rule(data=st.data(), signal=st.sampled_from([None, 9, 11, 15]), memory=st.booleans())
+    @precondition(lambda self: self.started and {*self.ranks.values()} - {GONE})
+    def exit_(self, data: st.DataObject, signal: int | None, memory: bool) -> None:
+        rank = data.draw(st.sampled_from(sorted(rank for rank, is_ in self.ranks.items() if is_ != GONE)))
+        self.ranks[rank] = GONE
+        self.tell(RankExited(rank=rank, signal=signal, out_of_memory=memory and signal == 9))
+
+    @rule(memory=st.booleans())
+    @precondition(lambda self: self.stem)
+    def lose_stem(self, memory: bool) -> None:
+        self.stem = False
+        if Instruction.KILL_TREE not in self.issued:  # afterwards the stem is expected to end
+            self.tell(StemLost(detail="gone", out_of_memory=memory))
+
+    @rule()
+    def cancel(self) -> None:
+        self.tell(CancelRequested())
+
+    @rule()
+    def spend(self) -> None:
+        self.tell(BudgetSpent())
+
+    @rule(ns=st.sampled_from([0, 1, 200_000_000, 2 * S, 30 * S]))
+    def tick(self, ns: int) -> None:
+        self.now_ns += ns
+        self.tell(Tick())
+
+    @rule()
+    @precondition(lambda self: self.attempt.wake_ns is not None)
+    def sleep(self) -> None:
+        assert self.attempt.wake_ns is not None
+        self.now_ns = max(self.now_ns, self.attempt.wake_ns)
+        self.tell(Tick())
+
+    @rule()
+    @precondition(lambda self: Instruction.KILL_TREE in self.issued and self.attempt.state is State.STOPPING)
+    def empty(self) -> None:
+        self.stem = False
+        self.tell(TreeEmpty())
+        assert self.attempt.state in TERMINAL
+
+    def draw(self, data: st.DataObject, standing: str) -> int:
+        return data.draw(st.sampled_from(sorted(rank for rank, is_ in self.ranks.items() if is_ == standing)))
+
+    # --- promises --------------------------------------------------------------------------------------------------
+
+    @invariant()
+    def a_terminal_state_is_never_left(self) -> None:
+        assert self.ending is None or self.attempt == self.ending
+        assert (self.ending is not None) == (self.attempt.state in TERMINAL)
+
+    @invariant()
+    def success_means_that_every_rank_returned_before_anything_else_stopped_the_run(self) -> None:
+        if self.attempt.state in TERMINAL:
+            assert (self.attempt.state is State.SUCCEEDED) == (self.all_returned_before_the_stop is True)
+
+    @invariant()
+    def each_instruction_comes_at_most_once_and_in_order(self) -> None:
+        order = list(Instruction)
+        assert self.issued == [instruction for instruction in order if instruction in self.issued]
+        assert len(self.issued) == len(set(self.issued))
+
+    @invariant()
+    def the_end_is_concluded_after_everything_was_killed(self) -> None:
+        assert (self.attempt.state in TERMINAL) == (Instruction.CONCLUDE in self.issued)
+        assert Instruction.CONCLUDE not in self.issued or Instruction.KILL_TREE in self.issued
+
+    @invariant()
+    def the_reason_and_the_state_agree(self) -> None:
+        if self.attempt.state in TERMINAL:
+            assert self.attempt.reason is not None
+            assert MEANINGS[self.attempt.reason].state is self.attempt.state
+        assert (self.attempt.reason is not None) == (self.attempt.state in {State.STOPPING, *TERMINAL})
+
+    @invariant()
+    def whoever_waits_for_time_knows_until_when(self) -> None:
+        waits = self.attempt.state is State.STARTING or self.attempt.phase in (Phase.SETTLING, Phase.TERMINATING)
+        assert not waits or self.attempt.wake_ns is not None
+        assert self.attempt.state not in TERMINAL or self.attempt.wake_ns is None
+
+    @invariant()
+    def phases_belong_to_states(self) -> None:
+        allowed = {
+            State.STOPPING: {Phase.TERMINATING, Phase.KILLING},
+            State.RUNNING: {Phase.NONE, Phase.SETTLING},
+        }
+        assert self.attempt.phase in allowed.get(self.attempt.state, {Phase.NONE})
+
+    @invariant()
+    def killing_was_instructed(self) -> None:
+        assert (self.attempt.phase is Phase.KILLING) <= (Instruction.KILL_TREE in self.issued)
+
+    def teardown(self) -> None:
+        """Once a stop has a deadline, time alone leads to the kill, and an empty tree to the end."""
+        if not hasattr(self, "attempt"):
+            return
+        if self.attempt.state not in {State.STOPPING, *TERMINAL}:
+            self.cancel()
+        for _ in range(2):
+            if self.attempt.wake_ns is not None:
+                self.sleep()
+        assert Instruction.KILL_TREE in self.issued
+        if self.attempt.state is State.STOPPING:
+            self.empty()
+        assert self.ending is not None
+
+
+TestGang = GangMachine.TestCase
+TestGang.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)

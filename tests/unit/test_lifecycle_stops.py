@@ -1,0 +1,337 @@
+"""The lifecycle of attempts that are stopped from outside: cancel, time and budget limits, start-up and lost leases."""
+
+from __future__ import annotations
+
+import pytest
+
+from serverless_gpu.model.attempt import (
+    Attempt,
+    BudgetSpent,
+    CancelRequested,
+    Event,
+    Failure,
+    LeaseExpired,
+    LeaseRenewed,
+    LeaseSilent,
+    Limits,
+    Phase,
+    Placed,
+    RankExecuting,
+    RankExited,
+    RankFailed,
+    RankReturned,
+    Reason,
+    StartFailed,
+    State,
+    StemLost,
+    Tick,
+    TreeEmpty,
+)
+from serverless_gpu.model.lifecycle import Instruction
+from tests.unit.test_lifecycle import (
+    CONCLUDE,
+    KILL,
+    QUEUED,
+    RUNNING,
+    SETTLING,
+    STARTING,
+    TERMINATE,
+    TO_RUNNING,
+    S,
+    changed,
+    drive,
+    ended,
+    raised,
+)
+
+
+def killed(attempt: Attempt, reason: Reason, at_ns: int, **fields: object) -> Attempt:
+    return ended(attempt, state=State.STOPPING, reason=reason, stop_ns=at_ns, phase=Phase.KILLING, **fields)
+
+
+# --- cancel ----------------------------------------------------------------------------------------------------------
+
+STOPS: list[tuple[Event, Reason, State]] = [
+    (CancelRequested(), Reason.CANCELLED, State.CANCELLED),
+    (BudgetSpent(), Reason.BUDGET, State.BUDGET_STOPPED),
+]
+stops = pytest.mark.parametrize(("event", "reason", "state"), STOPS, ids=["cancel", "budget"])
+
+
+@stops
+@pytest.mark.parametrize("attempt", [QUEUED, STARTING], ids=["queued", "starting"])
+def test_before_user_code_a_stop_kills_at_once(attempt: Attempt, event: Event, reason: Reason, state: State) -> None:
+    killing = killed(attempt, reason, 5 * S)
+    assert drive(attempt, (5 * S, event)) == (killing, (KILL,))
+    assert drive(killing, (6 * S, TreeEmpty())) == (changed(killing, state=state, phase=Phase.NONE), (CONCLUDE,))
+
+
+@stops
+@pytest.mark.parametrize(
+    "attempt",
+    [RUNNING, SETTLING, changed(RUNNING, state=State.UNREACHABLE)],
+    ids=["running", "settling", "unreachable"],
+)
+def test_user_code_gets_the_runs_own_grace(attempt: Attempt, event: Event, reason: Reason, state: State) -> None:
+    stopping = changed(
+        attempt, state=State.STOPPING, phase=Phase.TERMINATING, reason=reason, stop_ns=25 * S, wake_ns=55 * S
+    )
+    assert drive(attempt, (25 * S, event)) == (stopping, (TERMINATE,))
+    assert drive(stopping, (55 * S - 1, Tick())) == (stopping, ())
+    after, issued = drive(stopping, (55 * S, Tick()), (56 * S, TreeEmpty()))
+    assert after == changed(stopping, state=state, phase=Phase.NONE, wake_ns=None, killed=True)
+    assert issued == (KILL, CONCLUDE)
+
+
+@stops
+@pytest.mark.parametrize("phase", [Phase.TERMINATING, Phase.KILLING])
+def test_a_second_stop_changes_nothing(phase: Phase, event: Event, reason: Reason, state: State) -> None:
+    stopping = changed(
+        RUNNING, state=State.STOPPING, phase=phase, reason=Reason.RANK_RAISED, stop_ns=20 * S, wake_ns=22 * S
+    )
+    assert drive(stopping, (21 * S, event)) == (stopping, ())
+
+
+def test_ranks_that_heed_a_cancel_are_no_failures() -> None:
+    after, issued = drive(
+        RUNNING,
+        (25 * S, CancelRequested()),
+        (26 * S, RankExited(rank=0, signal=15, detail="ended by SIGTERM")),
+        (27 * S, RankExited(rank=1, signal=None, detail="exited with code 1")),
+        (28 * S, TreeEmpty()),
+    )
+    assert after == ended(
+        RUNNING, state=State.CANCELLED, reason=Reason.CANCELLED, stop_ns=25 * S, exited=frozenset({0, 1})
+    )
+    assert issued == (TERMINATE, KILL, CONCLUDE)
+
+
+def test_what_ranks_raise_after_a_cancel_is_kept_and_does_not_change_the_end() -> None:
+    late = raised(0, 26 * S)
+    after, _ = drive(
+        RUNNING,
+        (25 * S, CancelRequested()),
+        (26 * S, RankFailed(late)),
+        (27 * S, RankExited(rank=1, signal=11, detail="ended by SIGSEGV")),
+        (27 * S, RankExited(rank=0, signal=None)),
+        (28 * S, TreeEmpty()),
+    )
+    crash = Failure(rank=1, reason=Reason.RANK_SIGNAL, at_ns=27 * S, signal=11, detail="ended by SIGSEGV")
+    assert (after.state, after.reason, after.failures) == (State.CANCELLED, Reason.CANCELLED, (late, crash))
+
+
+def test_F63_a_cancel_after_the_last_result_comes_too_late() -> None:
+    results = ((20 * S, RankReturned(0)), (20 * S, RankReturned(1)))
+    exits = ((22 * S, RankExited(rank=0, signal=None)), (22 * S, RankExited(rank=1, signal=None)))
+    after, issued = drive(RUNNING, *results, (21 * S, CancelRequested()), *exits, (23 * S, TreeEmpty()))
+    both = frozenset({0, 1})
+    assert after == ended(
+        RUNNING, state=State.SUCCEEDED, reason=Reason.COMPLETED, stop_ns=20 * S, returned=both, exited=both
+    )
+    assert issued == (KILL, CONCLUDE)
+
+
+def test_F63_results_after_a_cancel_are_kept_and_the_run_stays_cancelled() -> None:
+    after, issued = drive(
+        RUNNING,
+        (20 * S, RankReturned(0)),
+        (21 * S, CancelRequested()),
+        (22 * S, RankReturned(1)),
+        (23 * S, RankExited(rank=0, signal=None)),
+        (23 * S, RankExited(rank=1, signal=None)),
+        (24 * S, TreeEmpty()),
+    )
+    both = frozenset({0, 1})
+    assert after == ended(
+        RUNNING, state=State.CANCELLED, reason=Reason.CANCELLED, stop_ns=21 * S, returned=both, exited=both
+    )
+    assert issued == (TERMINATE, KILL, CONCLUDE)
+
+
+# --- time limit ------------------------------------------------------------------------------------------------------
+
+
+def test_F73_the_grace_lies_inside_the_time_limit() -> None:
+    running, _ = drive(QUEUED, *TO_RUNNING)
+    assert running.wake_ns == 80 * S  # first user byte at 10 s, limit 100 s, grace 30 s
+    assert drive(running, (80 * S - 1, Tick())) == (running, ())
+    stopping = changed(
+        running,
+        state=State.STOPPING,
+        phase=Phase.TERMINATING,
+        reason=Reason.TIMEOUT,
+        stop_ns=80 * S,
+        wake_ns=110 * S,
+    )
+    assert drive(running, (80 * S, Tick())) == (stopping, (TERMINATE,))
+    after, issued = drive(stopping, (110 * S, Tick()), (110 * S, TreeEmpty()))
+    assert after == ended(running, state=State.TIMED_OUT, reason=Reason.TIMEOUT, stop_ns=80 * S, killed=True)
+    assert issued == (KILL, CONCLUDE)
+
+
+def test_F73_of_a_short_time_limit_half_is_for_the_work() -> None:
+    short = changed(QUEUED, limits=Limits(timeout_ns=4 * S, grace_ns=30 * S))
+    running, _ = drive(short, *TO_RUNNING)
+    assert running.wake_ns == 12 * S
+    stopping, issued = drive(running, (12 * S, Tick()))
+    assert (stopping.reason, stopping.wake_ns, issued) == (Reason.TIMEOUT, 14 * S, (TERMINATE,))
+
+
+def test_a_run_that_heeds_its_time_limit_ends_early() -> None:
+    after, issued = drive(
+        RUNNING,
+        (80 * S, Tick()),
+        (81 * S, RankExited(rank=0, signal=15)),
+        (81 * S, RankExited(rank=1, signal=15)),
+        (81 * S, TreeEmpty()),
+    )
+    assert (after.state, after.failures, after.killed) == (State.TIMED_OUT, (), False)
+    assert issued == (TERMINATE, KILL, CONCLUDE)
+
+
+def test_the_time_limit_during_the_wait_for_a_lost_peer_leaves_the_failure_the_reason() -> None:
+    lost = raised(0, 80 * S - 5, peer_lost=True)
+    settling, _ = drive(RUNNING, (80 * S - 5, RankFailed(lost)))
+    assert drive(settling, (80 * S, Tick())) == (settling, ())
+    stopping, _ = drive(settling, (81 * S, Tick()))
+    assert (stopping.reason, stopping.cause) == (Reason.RANK_RAISED, lost)
+
+
+# --- start -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attempt", [QUEUED, STARTING], ids=["queued", "starting"])
+@pytest.mark.parametrize("reason", [Reason.START_FAILED, Reason.RENDEZVOUS])
+def test_F13_ranks_that_cannot_be_started(attempt: Attempt, reason: Reason) -> None:
+    failure = Failure(rank=None, reason=reason, at_ns=5 * S, detail="why")
+    killing = killed(attempt, reason, 5 * S, failures=(failure,))
+    assert drive(attempt, (5 * S, StartFailed(reason, "why"))) == (killing, (KILL,))
+    assert drive(killing, (6 * S, TreeEmpty())) == (changed(killing, state=State.FAILED, phase=Phase.NONE), (CONCLUDE,))
+
+
+def test_F14_no_user_code_within_the_start_limit() -> None:
+    assert drive(STARTING, (300 * S - 1, Tick())) == (STARTING, ())
+    detail = "no user code had started 300 s after the GPUs were there"
+    failure = Failure(rank=None, reason=Reason.START_FAILED, at_ns=300 * S, detail=detail)
+    assert drive(STARTING, (300 * S, Tick())) == (
+        killed(STARTING, Reason.START_FAILED, 300 * S, failures=(failure,)),
+        (KILL,),
+    )
+    sleeping = changed(STARTING, wake_ns=None)
+    assert drive(sleeping, (10**18, Tick())) == (sleeping, ())
+
+
+def test_F81_a_queued_attempt_waits_as_long_as_it_takes() -> None:
+    assert drive(QUEUED, (10**18, Tick())) == (QUEUED, ())
+
+
+# --- the stem --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("attempt", "out_of_memory", "reason"),
+    [
+        (QUEUED, False, Reason.START_FAILED),
+        (STARTING, False, Reason.START_FAILED),
+        (RUNNING, False, Reason.RUNTIME_LOST),
+        (STARTING, True, Reason.HOST_OOM),
+        (RUNNING, True, Reason.HOST_OOM),
+    ],
+    ids=["queued", "starting", "running", "starting, memory", "running, memory"],
+)
+def test_the_stem_is_lost(attempt: Attempt, out_of_memory: bool, reason: Reason) -> None:
+    failure = Failure(rank=None, reason=reason, at_ns=20 * S, detail="gone") killing = killed(attempt, reason, 20 * S,
+    failures=(failure,)) event = StemLost(detail="gone", out_of_memory=out_of_memory) assert drive(attempt, (20 * S,
+    event)) == (killing, (KILL,)) assert drive(killing, (21 * S, TreeEmpty())) == (changed(killing, state=State.FAILED,
+    phase=Phase.NONE), (CONCLUDE,))
+
+
+def test_a_stem_lost_during_a_stop_ends_the_waiting() -> None:
+    stopping, _ = drive(RUNNING, (20 * S, CancelRequested()))
+    killing = killed(RUNNING, Reason.CANCELLED, 20 * S)
+    assert drive(stopping, (21 * S, StemLost(detail="gone"))) == (killing, (KILL,))
+
+
+# --- words that come late --------------------------------------------------------------------------------------------
+
+
+def test_an_empty_tree_means_nothing_before_the_kill() -> None:
+    stopping, _ = drive(RUNNING, (20 * S, CancelRequested()))
+    assert drive(stopping, (21 * S, TreeEmpty())) == (stopping, ())
+
+
+def test_late_exits_during_the_kill_are_only_noted() -> None:
+    killing = killed(RUNNING, Reason.CANCELLED, 20 * S)
+    late = ((21 * S, RankExited(rank=0, signal=9)), (21 * S, RankExited(rank=1, signal=9)), (21 * S, RankExecuting(1)))
+    assert drive(killing, *late) == (changed(killing, exited=frozenset({0, 1})), ())
+
+
+def test_a_rank_killed_for_memory_during_a_stop_is_a_failure_of_its_own() -> None:
+    stopping, _ = drive(RUNNING, (20 * S, CancelRequested()))
+    after, _ = drive(stopping, (21 * S, RankExited(rank=0, signal=9, out_of_memory=True, detail="ended by SIGKILL")))
+    assert after.failures == (
+        Failure(rank=0, reason=Reason.HOST_OOM, at_ns=21 * S, signal=9, detail="ended by SIGKILL"),
+    )
+
+
+def test_a_failure_of_a_rank_that_already_said_so_is_not_counted_twice() -> None:
+    failure = raised(0, 20 * S)
+    after, _ = drive(RUNNING, (20 * S, RankFailed(failure)), (20 * S + 1, RankExited(rank=0, signal=11)))
+    assert after.failures == (failure,)
+    after, issued = drive(SETTLING, (20 * S + 1, RankExited(rank=0, signal=None)))
+    assert (after, issued) == (changed(SETTLING, exited=frozenset({0})), ())
+
+
+# --- leases ----------------------------------------------------------------------------------------------------------
+
+
+def test_F17_a_silent_supervisor_is_unreachable_and_comes_back() -> None:
+    unreachable = changed(RUNNING, state=State.UNREACHABLE)
+    assert drive(RUNNING, (20 * S, LeaseRenewed())) == (RUNNING, ())
+    assert drive(RUNNING, (20 * S, LeaseSilent())) == (unreachable, ())
+    assert drive(unreachable, (10**18, Tick())) == (unreachable, ())
+    assert drive(unreachable, (21 * S, LeaseRenewed())) == (RUNNING, ())
+
+
+@pytest.mark.parametrize(
+    "attempt",
+    [
+        changed(RUNNING, state=State.UNREACHABLE),
+        changed(SETTLING, state=State.UNREACHABLE),
+        changed(
+            RUNNING,
+            state=State.STOPPING,
+            phase=Phase.TERMINATING,
+            reason=Reason.CANCELLED,
+            stop_ns=15 * S,
+            wake_ns=45 * S,
+        ),
+    ],
+    ids=["unreachable", "unreachable while settling", "stopping"],
+)
+def test_F18_an_expired_lease_loses_the_attempt_and_nothing_is_left_to_wait_for(attempt: Attempt) -> None:
+    after, issued = drive(attempt, (20 * S, LeaseExpired()))
+    failure = Failure(rank=None, reason=Reason.NODE_LOST, at_ns=20 * S)
+    assert after == changed(
+        attempt,
+        state=State.LOST,
+        reason=Reason.NODE_LOST,
+        failures=(*attempt.failures, failure),
+        phase=Phase.NONE,
+        wake_ns=None,
+    )
+    assert issued == (CONCLUDE,)
+
+
+@pytest.mark.parametrize("event", [LeaseSilent(), LeaseRenewed()])
+def test_leases_mean_nothing_to_a_stop(event: Event) -> None:
+    stopping, _ = drive(RUNNING, (20 * S, CancelRequested()))
+    assert drive(stopping, (21 * S, event)) == (stopping, ())
+
+
+def test_every_instruction_is_issued_somewhere() -> None:
+    _, whole = drive(
+        QUEUED, (0, Placed()), (10 * S, RankExecuting(0)), (20 * S, CancelRequested()), (50 * S, Tick()), (51 * S,
+        TreeEmpty())
+    )
+    assert whole == tuple(Instruction)
