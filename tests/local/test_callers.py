@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import linecache
-import os
 import subprocess
 import sys
 import textwrap
@@ -16,6 +15,7 @@ import pytest
 
 from serverless_gpu import Run, attach, distributed
 from tests.local.observe import run_script, wait_for
+from tests.local.ranks import stay
 
 pytestmark = pytest.mark.usefixtures("warm")
 
@@ -158,15 +158,7 @@ def test_a_notebook_cell(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_attach_from_another_process(tmp_path: Path) -> None:
-    def slow(where: str, rank: int = -1) -> list[object]:
-        for _ in range(6000):
-            if (Path(where) / "go").exists():
-                break
-            wait_a_little()
-        return ["done", rank]
-
-    wait_a_little = _wait_a_little
-    run: Run[list[object]] = distributed(gpus=2, quiet=True)(slow).submit(str(tmp_path))
+    run: Run[int] = distributed(gpus=2, quiet=True)(stay).submit(str(tmp_path))
     wait_for(lambda: run.status() == "RUNNING", "it runs")
     path = script(
         tmp_path,
@@ -180,14 +172,8 @@ def test_attach_from_another_process(tmp_path: Path) -> None:
         """,
     )
     done = run_script(path, run.id, str(tmp_path))
-    expected = [["done", 0], ["done", 1]]
-    assert done.stdout == f"{expected} SUCCEEDED SUCCEEDED\n{expected}\n", done.stderr
-    assert run.results(timeout=30) == expected == attach(run.id).results()
-
-
-def _wait_a_little() -> None:
-    os.sched_yield()
-    subprocess.run(["sleep", "0.01"], check=True)
+    assert done.stdout == "[0, 1] SUCCEEDED SUCCEEDED\n[0, 1]\n", done.stderr
+    assert run.results(timeout=30) == attach(run.id).results() == [0, 1]
 
 
 def test_ranks_can_start_processes_and_threads_of_their_own() -> None:

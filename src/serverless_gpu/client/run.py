@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import threading
 from collections.abc import Callable
@@ -36,7 +37,9 @@ R = TypeVar("R")
 
 _LAUNCH_TRIES = 3
 _RECEIPT_AFTER_FAILURE_S = 0.05
-_LAST_WORDS_S = 2.0
+_SNAPSHOT_S = 2.0
+_APPEAR_S = 2.0  # for the supervisor of a run that was launched this moment
+_LOOK_S = 0.01
 
 Reconnect = Callable[[], Channel]
 
@@ -72,6 +75,10 @@ class Run(Generic[R]):
         self._refused: protocol.Refused | None = None
         self._lock = threading.RLock()
         self._display: Display | None = None
+
+    def __del__(self) -> None:
+        if self._channel is not None:  # a handle that nobody keeps leaves the run alone
+            self._channel.close()
 
     def __repr__(self) -> str:
         return f"<Run {self.id} {self._state}>"
@@ -305,10 +312,12 @@ def attach(run_id: str) -> Run[object]:
         raise InvalidValue(
             f"there is no run {run_id!r} in {home.runs}", hint="list them: ls -t " + str(home.runs)
         ) from None
-    channel = _attach_channel(home, run_id)
+    channel = _find_supervisor(home, run_id, directory)
     run: Run[object] = Run(run_id, directory, launch.spec, launch.world_size, channel, None)
     if channel is None:
         run._connection_ended()
+    else:
+        run._hear(_SNAPSHOT_S)
     return run
 
 
@@ -328,14 +337,20 @@ def read_receipt(directory: Path) -> Receipt | None:
         return None
 
 
-def _attach_channel(home: Home, run_id: str) -> Channel | None:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        sock.connect(str(home.sockets() / f"{run_id}.sock"))
-    except OSError:
-        sock.close()
-        return None
-    return Channel(sock)
+def _find_supervisor(home: Home, run_id: str, directory: Path) -> Channel | None:
+    """Return a connection to a run's supervisor, None when it has ended; a run just launched is waited for."""
+    path = str(home.sockets() / f"{run_id}.sock")
+    deadline_ns = SystemClock().boottime_ns() + int(_APPEAR_S * 1e9)
+    while True:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            sock.connect(path)
+            return Channel(sock)
+        except OSError:
+            sock.close()
+        if (directory / "stopped.json").exists() or SystemClock().boottime_ns() > deadline_ns:
+            return None
+        select.select([], [], [], _LOOK_S)
 
 
 def _supervisor_lost() -> protocol.Stopped:

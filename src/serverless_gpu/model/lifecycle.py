@@ -233,7 +233,10 @@ def _renewed(attempt: Attempt, _: LeaseRenewed, now_ns: int) -> Step:
 def _expired(attempt: Attempt, _: LeaseExpired, now_ns: int) -> Step:
     failure = Failure(rank=None, reason=Reason.NODE_LOST, at_ns=now_ns)
     attempt = _with_failure(attempt, failure)
-    return msgspec.structs.replace(attempt, state=State.LOST, reason=Reason.NODE_LOST), (Instruction.CONCLUDE,)
+    attempt = msgspec.structs.replace(
+        attempt, state=State.LOST, reason=Reason.NODE_LOST, wake_ns=None, phase=Phase.NONE
+    )
+    return attempt, (Instruction.CONCLUDE,)
 
 
 def _nothing(attempt: Attempt, _: Event, now_ns: int) -> Step:
@@ -312,6 +315,7 @@ TABLE: Mapping[State, Mapping[type, _Handler]] = {
         Tick: _nothing,
     },
     State.STOPPING: {
+        StartFailed: _nothing,
         RankExecuting: _nothing,
         RankReturned: _returned,
         RankFailed: _failed_while_stopping,

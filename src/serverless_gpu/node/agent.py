@@ -103,8 +103,7 @@ class Agent:
         self._clock = SystemClock()
         self._log = open_log(home.agent_log)
         self._selector = selectors.DefaultSelector()
-        wanted = environ.get("SERVERLESS_GPU_CGROUPS") != "0"
-        self._cgroups = find_cgroup_root(f"serverless_gpu-{os.getuid()}-{sockets.name}", wanted=wanted)
+        self._cgroups = find_cgroup_root(f"serverless_gpu-{os.getuid()}-{sockets.name}", environ)
         self._inventory = Inventory(home)
         self._attempts = Attempts(home, sockets, self._log, environ, self._selector)
         self._zygotes: dict[Key, Zygote] = {}

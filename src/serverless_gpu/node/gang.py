@@ -31,6 +31,7 @@ from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.logs import Listener, RankLog
 from serverless_gpu.node.processes import MemoryWatch, cgroup_empty, kill_cgroup
 from serverless_gpu.node.protocol import Launch, original
+from serverless_gpu.units import format_bytes
 
 RESULT_BYTES_MAX = 16 << 30
 
@@ -210,8 +211,17 @@ class Gang:
         self.account.peaks[rank] = inside.integer(message, "peak")
         number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
         killed_for_memory = number == signal.SIGKILL and self.out_of_memory()
+        if killed_for_memory:
+            return RankExited(rank=rank, signal=number, out_of_memory=True, detail=self._memory_text())
         detail = f"exited with code {os.WEXITSTATUS(status)}" if number is None else f"ended by {signal_name(number)}"
         return RankExited(rank=rank, signal=number, out_of_memory=killed_for_memory, detail=detail)
+
+    def _memory_text(self) -> str:
+        limit = self.launch.spec.resources.memory_bytes
+        peak = self.memory.peak_bytes() if self.memory is not None else None
+        parts = [f"limit {format_bytes(limit)}"] if limit is not None else []
+        parts += [f"peak {format_bytes(peak)}"] if peak is not None else []
+        return f"ended by the kernel because host memory ran out{' (' + ', '.join(parts) + ')' if parts else ''}"
 
     def _stem_gone(self) -> bool:
         poll = select.poll()

@@ -6,9 +6,10 @@ stem is the sub-reaper and ends its descendants itself. Nothing is ever ended by
 
     /sys/fs/cgroup[/unified]/<our own place>/serverless_gpu-<home>/<number>/    one per stem
 
-Memory: a limit is set where a memory controller is at hand, v2 first, v1 (hybrid hosts) for want of it. Whether a rank
-died of memory is read from the controller's counters, without one from the kernel's global counter, never from an exit
-code.
+The number of processes and threads of an attempt is bounded where the pids controller is at hand, so that a fork bomb
+is its own run's error. Memory: a limit is set where a memory controller is at hand, v2 first, v1 (hybrid hosts) for
+want of it. Whether a rank died of memory is read from the controller's counters, without one from the kernel's global
+counter, never from an exit code.
 """
 
 from __future__ import annotations
@@ -16,69 +17,94 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
+
+from serverless_gpu.node.inside.linux import descendants
 
 _MOUNT_LINE = re.compile(r"^\d+ \d+ \S+ (?P<root>\S+) (?P<point>\S+) .* - (?P<kind>\S+) \S+ (?P<options>\S+)$")
 
 
+TASKS_MAX = 32_768
+
+
 class CgroupRoot:
-    """The directory below which one agent makes a cgroup for each stem.
+    """The directories below which one agent makes cgroups for each stem.
 
     Args:
-        path: the directory, or None where cgroup v2 cannot be used.
-        problem: why not, in words, else "".
+        path: the v2 directory, or None where cgroup v2 cannot be used.
+        pids: a v1 directory of the pids controller on hosts that have it there, or None.
+        tasks_max: bound on processes and threads of one attempt.
+        problem: why there is no v2 directory, in words, else "".
     """
 
-    def __init__(self, path: Path | None, problem: str = "") -> None:
+    def __init__(
+        self, path: Path | None, pids: Path | None = None, tasks_max: int = TASKS_MAX, problem: str = ""
+    ) -> None:
         self.path = path
         self.problem = problem
+        self._pids = pids
+        self._tasks_max = tasks_max
         self._count = 0
 
-    def make(self) -> Path | None:
-        """Make a cgroup for one stem, or return None."""
-        if self.path is None:
-            return None
+    def make(self) -> tuple[Path, ...]:
+        """Make the cgroups for one stem to move into, the v2 one first; none where nothing can be made."""
         self._count += 1
-        path = self.path / f"{os.getpid()}-{self._count}"
-        try:
-            path.mkdir()
-        except OSError:
-            return None
-        return path
+        made: list[Path] = []
+        for parent in (self.path, self._pids):
+            if parent is None:
+                continue
+            path = parent / f"{os.getpid()}-{self._count}"
+            with contextlib.suppress(OSError):
+                path.mkdir()
+                made.append(path)
+                limit = path / "pids.max"
+                if limit.exists():
+                    limit.write_text(str(self._tasks_max))
+        return tuple(made)
 
     def sweep(self) -> None:
         """Remove cgroups that are empty: what stems of earlier attempts left."""
-        if self.path is None:
-            return
-        with contextlib.suppress(OSError):
-            for entry in self.path.iterdir():
-                if entry.is_dir():
-                    remove_cgroup(entry)
+        for parent in (self.path, self._pids):
+            with contextlib.suppress(OSError):
+                for entry in parent.iterdir() if parent is not None else ():
+                    if entry.is_dir():
+                        remove_cgroup(entry)
 
 
-def find_cgroup_root(name: str, *, wanted: bool = True) -> CgroupRoot:
+def find_cgroup_root(name: str, environ: Mapping[str, str]) -> CgroupRoot:
     """Return where this process may make cgroups.
 
     Args:
         name: directory name below our own place, unique to one user's home.
-        wanted: False to go without, as `SERVERLESS_GPU_CGROUPS=0` asks for.
+        environ: `SERVERLESS_GPU_CGROUPS=0` goes without; `SERVERLESS_GPU_TASKS_MAX` bounds an attempt's processes.
     """
-    if not wanted:
-        return CgroupRoot(None, "switched off by SERVERLESS_GPU_CGROUPS=0")
-    mount = _mount_point("cgroup2", "")
-    place = _own_place("")
+    if environ.get("SERVERLESS_GPU_CGROUPS") == "0":
+        return CgroupRoot(None, problem="switched off by SERVERLESS_GPU_CGROUPS=0")
+    wanted = environ.get("SERVERLESS_GPU_TASKS_MAX", "")
+    tasks_max = int(wanted) if wanted.isascii() and wanted.isdigit() else TASKS_MAX
+    pids = _directory("cgroup", "pids", name)
+    path = _directory("cgroup2", "", name)
+    if path is None:
+        return CgroupRoot(None, pids, tasks_max, "no cgroup v2 directory is ours to write")
+    if not (path / "cgroup.kill").exists():
+        return CgroupRoot(None, pids, tasks_max, "this kernel has no cgroup.kill (needs 5.14)")
+    with contextlib.suppress(OSError):  # controllers our parent does not hand down are simply not used
+        (path / "cgroup.subtree_control").write_text("+memory +pids")
+    return CgroupRoot(path, pids, tasks_max)
+
+
+def _directory(kind: str, controller: str, name: str) -> Path | None:
+    """Make and return a directory below our own place in a hierarchy, or None."""
+    mount, place = _mount_point(kind, controller), _own_place(controller)
     if mount is None or place is None:
-        return CgroupRoot(None, "cgroup v2 is not mounted")
+        return None
     path = mount / place.lstrip("/") / name
     try:
         path.mkdir(exist_ok=True)
-    except OSError as error:
-        return CgroupRoot(None, f"{path.parent} is not ours to write ({error.strerror})")
-    if not (path / "cgroup.kill").exists():
-        return CgroupRoot(None, "this kernel has no cgroup.kill (needs 5.14)")
-    with contextlib.suppress(OSError):  # controllers our parent does not hand down are simply not used
-        (path / "cgroup.subtree_control").write_text("+memory +pids")
-    return CgroupRoot(path)
+    except OSError:
+        return None
+    return path
 
 
 def kill_cgroup(path: Path) -> None:
@@ -155,14 +181,13 @@ class MemoryWatch:
             remove_cgroup(self._v1)
 
     def _limit_v1(self, stem_pid: int, limit_bytes: int) -> bool:
-        mount, place = _mount_point("cgroup", "memory"), _own_place("memory")
-        if mount is None or place is None:
+        path = _directory("cgroup", "memory", f"serverless_gpu-{stem_pid}")
+        if path is None:
             return False
-        path = mount / place.lstrip("/") / f"serverless_gpu-{stem_pid}"
         try:
-            path.mkdir()
             (path / "memory.limit_in_bytes").write_text(str(limit_bytes))
-            (path / "cgroup.procs").write_text(str(stem_pid))
+            for pid in (stem_pid, *descendants(stem_pid)):  # ranks stand by already
+                (path / "cgroup.procs").write_text(str(pid))
         except OSError:
             remove_cgroup(path)
             return False

@@ -159,8 +159,8 @@ class Supervisor:
         self._account = Account(launch, self._clock)
         self._account.mark("called", launch.called_ns)
         self._account.mark("asked", message.asked_ns)
-        self._add_watcher(client).say(protocol.Accepted(pid=os.getpid()))
         self._listen(launch.run_id)
+        self._add_watcher(client).say(protocol.Accepted(pid=os.getpid()))
         try:
             self._reservation = Reservation(launch, self._home, self._clock, self._machine)
         except ServerlessGpuError as error:

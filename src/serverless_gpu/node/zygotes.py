@@ -122,12 +122,10 @@ class Zygote:
 
     def ask_stem(self) -> None:
         """Ask for one more stem; a zygote that is still preloading answers when it is ready."""
-        cgroup = self._cgroups.make()
+        cgroups = [str(path) for path in self._cgroups.make()]
+        ranks = min(self.ranks, RANKS_STANDBY_MAX)
         try:
-            path = None if cgroup is None else str(cgroup)
-            self.channel.send(
-                inside.encode({"op": "stem", "cgroup": path, "ranks": min(self.ranks, RANKS_STANDBY_MAX)})
-            )
+            self.channel.send(inside.encode({"op": "stem", "cgroups": cgroups, "ranks": ranks}))
         except OSError:
             self.fail()
             return

@@ -1,6 +1,6 @@
 """The words zygote, stem and rank speak, and the version of their language.
 
-    agent ──▶ zygote   {"op": "stem", "cgroup": path | null, "ranks": n}   fork one stem, n ranks standing by
+    agent ──▶ zygote   {"op": "stem", "cgroups": [path, …], "ranks": n}    fork one stem, n ranks standing by
     zygote ─▶ agent    {"event": "ready", "modules": [path, …]}
                        {"event": "cold", "reason": text}              it cannot be forked from; ends
                        {"event": "stem", "pid": n} + descriptor of the stem's channel
@@ -75,3 +75,15 @@ def text(message: Message, key: str) -> str:
     if not isinstance(value, str):
         raise ValueError(f"field {key!r} must be a string, not {value!r}")
     return value
+
+
+def strings(message: Message, key: str) -> list[str]:
+    """Return a field that is a list of strings.
+
+    Raises:
+        ValueError: it is missing or of another type.
+    """
+    values = message.get(key)
+    if not isinstance(values, list):
+        raise ValueError(f"field {key!r} must be a list, not {values!r}")
+    return [str(value) for value in values]

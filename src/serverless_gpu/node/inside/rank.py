@@ -245,8 +245,8 @@ def _take_context(message: protocol.Message) -> None:
     os.environ.clear()
     os.environ.update(_environment(message))
     os.umask(protocol.integer(message, "umask"))
-    sys.argv[:] = _strings(message, "argv")
-    sys.path[:] = _strings(message, "sys_path")
+    sys.argv[:] = protocol.strings(message, "argv")
+    sys.path[:] = protocol.strings(message, "sys_path")
     sys.path_importer_cache.clear()  # directories may have changed since the zygote looked
     main_module = types.ModuleType("__main__")
     main_module.__dict__["__builtins__"] = __builtins__
@@ -297,13 +297,6 @@ def _environment(message: protocol.Message) -> dict[str, str]:
     if not isinstance(variables, dict):
         raise ValueError("a rank needs its environment")
     return variables
-
-
-def _strings(message: protocol.Message, key: str) -> list[str]:
-    values = message.get(key)
-    if not isinstance(values, list):
-        raise ValueError(f"field {key!r} must be a list")
-    return [str(value) for value in values]
 
 
 def _type_name(value: object) -> str:

@@ -47,18 +47,18 @@ class _Work(NamedTuple):
     fds: tuple[int, ...]
 
 
-def main(channel: Channel, cgroup: str | None, standby: int) -> NoReturn:
+def main(channel: Channel, cgroups: list[str], standby: int) -> NoReturn:
     """Stand by, run one attempt, end with it; never returns into the zygote's code.
 
     Args:
         channel: to whoever holds the stem: the agent, then a supervisor.
-        cgroup: the cgroup to move into, or None.
+        cgroups: the cgroups to move into.
         standby: how many ranks to fork ahead.
     """
     code = 1
     try:
         os.setsid()
-        _Stem(channel, _enter(cgroup)).serve(standby)
+        _Stem(channel, _enter(cgroups)).serve(standby)
         code = 0
     finally:
         if code and sys.exc_info()[0] is not None:
@@ -66,16 +66,15 @@ def main(channel: Channel, cgroup: str | None, standby: int) -> NoReturn:
         os._exit(code)
 
 
-def _enter(cgroup: str | None) -> str | None:
-    """Move into a cgroup and return its path, or None where that is refused."""
-    if cgroup is None:
-        return None
-    try:
-        with open(f"{cgroup}/cgroup.procs", "w", encoding="ascii") as file:
+def _enter(cgroups: list[str]) -> str | None:
+    """Move into cgroups; return the v2 one, by which all of us can be ended, or None where that is refused."""
+    entered: list[str] = []
+    for path in cgroups:
+        with contextlib.suppress(OSError), open(f"{path}/cgroup.procs", "w", encoding="ascii") as file:
             file.write("0")
-    except OSError:
-        return None
-    return cgroup
+            file.flush()
+            entered.append(path)
+    return next((path for path in entered if os.path.exists(f"{path}/cgroup.kill")), None)
 
 
 class _Stem:

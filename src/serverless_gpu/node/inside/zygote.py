@@ -106,13 +106,12 @@ def _answer(channel: Channel, own_fds: tuple[int, ...]) -> bool:
         return False
     request = protocol.decode(received[0])
     if request.get("op") == "stem":
-        cgroup = request.get("cgroup")
         standby = protocol.integer(request, "ranks")
-        _fork_stem(channel, cgroup if isinstance(cgroup, str) else None, standby, own_fds)
+        _fork_stem(channel, protocol.strings(request, "cgroups"), standby, own_fds)
     return True
 
 
-def _fork_stem(channel: Channel, cgroup: str | None, standby: int, own_fds: tuple[int, ...]) -> None:
+def _fork_stem(channel: Channel, cgroups: list[str], standby: int, own_fds: tuple[int, ...]) -> None:
     ours, theirs = pair()
     pid = os.fork()
     if pid == 0:
@@ -121,7 +120,7 @@ def _fork_stem(channel: Channel, cgroup: str | None, standby: int, own_fds: tupl
             os.close(fd)
         channel.close()
         ours.close()
-        stem.main(theirs, cgroup, standby)
+        stem.main(theirs, cgroups, standby)
     theirs.close()
     channel.send(protocol.encode({"event": "stem", "pid": pid}), (ours.fileno(),))
     ours.close()
