@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import math
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Literal, TypedDict
@@ -24,6 +23,7 @@ RANKS_MAX = 100_000
 TAGS_MAX = 64
 TAG_CHARACTERS_MAX = 256
 DEFAULT_GRACE_S = 30.0
+SECONDS_MAX = 10 * 366 * 86_400
 
 OnInterrupt = Literal["cancel", "detach"]
 
@@ -221,8 +221,10 @@ def _whole(name: str, value: object, least: int, most: int) -> int:
 def _seconds(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InvalidOption(f"{name} must be a number of seconds, not {value!r}")
-    if not math.isfinite(value) or value <= 0:
+    if not 0 < value < float("inf"):  # NaN is neither
         raise InvalidValue(f"{name} must be a positive number of seconds, not {value}")
+    if value > SECONDS_MAX:
+        raise InvalidValue(f"{name} must be at most {SECONDS_MAX} seconds, ten years")
     return float(value)
 
 
@@ -244,7 +246,7 @@ def _bytes(name: str, value: object) -> int:
         text = value.strip().upper().removesuffix("B")
         digits = text.rstrip("KMGTI")
         unit = _BYTE_UNITS.get(text[len(digits) :])
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, OverflowError):
             value = round(float(digits) * unit) if unit else value
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidOption(f"{name} must be a number of bytes or a string such as '64GiB', not {value!r}")
