@@ -13,6 +13,7 @@ written to is replaced by a directory under the temporary directory, and `Home.n
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import os
@@ -73,7 +74,7 @@ class Home:
                 directory.mkdir(mode=0o700, exist_ok=True)
             except OSError as error:
                 raise StorageError(f"cannot make {directory}: {error.strerror}", hint="set XDG_RUNTIME_DIR") from error
-            if not _owned_directory(str(directory)):
+            if not _private_directory(directory):
                 raise StorageError(
                     f"{directory} belongs to somebody else or is a link",
                     hint="remove it, or set XDG_RUNTIME_DIR to a directory of your own",
@@ -88,17 +89,27 @@ class Home:
         """
         directory = self.attempt(run_id, fence)
         try:
-            directory.mkdir(parents=True, mode=0o700)
+            directory.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            directory.mkdir(mode=0o700)
+        except OSError as error:
+            self._remove_if_empty(directory.parent)
+            raise storage_error(error, directory) from error
+        try:
             for name in _ATTEMPT_DIRECTORIES:
                 (directory / name).mkdir(mode=0o700)
         except OSError as error:
-            self.remove_run(run_id)
+            shutil.rmtree(directory, ignore_errors=True)
+            self._remove_if_empty(directory.parent)
             raise storage_error(error, directory) from error
         return directory
 
     def remove_run(self, run_id: str) -> None:
         """Remove everything of a run."""
         shutil.rmtree(self.runs / run_id, ignore_errors=True)
+
+    def _remove_if_empty(self, directory: Path) -> None:
+        with contextlib.suppress(OSError):
+            directory.rmdir()
 
 
 def find_home(environ: Mapping[str, str]) -> Home:
@@ -144,7 +155,7 @@ def _make_private(path: Path) -> str | None:
     """Make a directory only its owner can enter; return what went wrong, or None."""
     try:
         path.mkdir(parents=True, mode=0o700, exist_ok=True)
-        if path.is_symlink() or not _owned_directory(str(path)):
+        if not _owned_directory(str(path)):  # a link to a directory of one's own, on a larger disk, is fine
             return "it belongs to somebody else" if path.exists() else "it is not a directory"
         if stat.S_IMODE(path.stat().st_mode) & 0o077:
             path.chmod(0o700)
@@ -163,3 +174,13 @@ def _owned_directory(path: str) -> bool:
     except OSError:
         return False
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+
+
+def _private_directory(path: Path) -> bool:
+    """Return whether a directory is no link, is ours, and closed to others; close it if it is ours."""
+    status = os.lstat(path)
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+        return False
+    if status.st_mode & 0o077:
+        path.chmod(0o700)
+    return True

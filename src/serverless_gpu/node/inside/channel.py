@@ -44,6 +44,8 @@ class Channel:
             BlockingIOError: the socket is non-blocking and its buffer is full; nothing was sent.
             OSError: the peer is gone, or a limit was passed.
         """
+        if len(body) > BODY_BYTES_MAX:
+            raise OSError(f"a message of {len(body)} bytes is over the limit of {BODY_BYTES_MAX}")
         if len(body) <= PACKET_BYTES_MAX:
             socket.send_fds(self.sock, [_INLINE, body], list(fds))
             return
@@ -73,9 +75,15 @@ class Channel:
             return None
         if packet[:1] == _INLINE:
             return packet[1:], tuple(fds)
+        if packet != _MEMFD or not fds:
+            _close_all(fds)
+            raise OSError("a packet that is no message")
         memory = fds.pop()
         try:
             return _read_all(memory), tuple(fds)
+        except OSError:
+            _close_all(fds)
+            raise
         finally:
             os.close(memory)
 
