@@ -8,6 +8,7 @@ the socket's name carries the number).
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import select
 import socket
@@ -24,6 +25,7 @@ from serverless_gpu.node import protocol
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.spawning import clean_process, clean_variables, open_log
+from serverless_gpu.node.zygotes import PRELOAD_ROOTS
 
 _START_S = 30.0
 _RETRY_MS = 10
@@ -85,6 +87,7 @@ def caller_context() -> protocol.Context:
         umask=_umask(),
         argv=tuple(protocol.portable(argument) for argument in sys.argv),
         sys_path=tuple(protocol.portable(str(path)) for path in sys.path),
+        packages={name: protocol.portable(origin) for name in PRELOAD_ROOTS if (origin := _origin(name))},
     )
 
 
@@ -139,6 +142,18 @@ def _start_agent(home: Home) -> None:
         process.wait()
     finally:
         os.close(ready_read)
+
+
+def _origin(name: str) -> str:
+    """Return the file a package comes from in this process, or "" when it is not installed."""
+    loaded = sys.modules.get(name)
+    if loaded is not None:
+        return str(getattr(loaded, "__file__", None) or "")
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):  # a finder of the user's that fails
+        return ""
+    return str(spec.origin or "") if spec is not None else ""
 
 
 def _umask() -> int:

@@ -44,17 +44,15 @@ from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.inventory import Inventory
 from serverless_gpu.node.processes import find_cgroup_root
 from serverless_gpu.node.spawning import open_log
-from serverless_gpu.node.zygotes import PRELOAD, Key, Zygote, key_of
+from serverless_gpu.node.zygote_pool import ZygotePool
 from serverless_gpu.version import __version__
 
 ATTEMPTS_MAX = 64
 QUEUED_MAX = 4_096
-ZYGOTES_MAX = 4
 CLIENTS_MAX = 512
 IDLE_S = 600.0
 _REFILL_S = 0.1  # after a hand-over: the ranks that just started need the cores more than the next run does
 _TURN_S = 5.0
-_COLD_S = 300.0  # before an interpreter that could not be kept warm is tried again
 
 
 def main(home: str, sockets: str, ready_fd: int, environ: dict[str, str]) -> NoReturn:
@@ -106,10 +104,7 @@ class Agent:
         self._cgroups = find_cgroup_root(f"serverless_gpu-{os.getuid()}-{sockets.name}", environ)
         self._inventory = Inventory(home)
         self._attempts = Attempts(home, sockets, self._log, environ, self._selector)
-        self._zygotes: dict[Key, Zygote] = {}
-        self._cold: dict[Key, tuple[str, int]] = {}  # keys that cannot be kept warm: why, and since when
-        self._one_shots: list[Zygote] = []
-        self._gone: dict[Key, str] = {}  # why the last zygote of a key is no more
+        self._zygotes = ZygotePool(home, self._log, self._cgroups, self._selector, self._clock)
         self._clients: dict[int, Channel] = {}
         self._queue: deque[tuple[protocol.Launch, Channel]] = deque()
         self._refill_ns: int | None = None
@@ -129,8 +124,7 @@ class Agent:
             self._tend()
         self._listener.close()
         socket_path(self._sockets).unlink(missing_ok=True)
-        for zygote in (*self._zygotes.values(), *self._one_shots):
-            zygote.close()
+        self._zygotes.close()
 
     # --- clients -------------------------------------------------------------------------------------------------
 
@@ -175,7 +169,7 @@ class Agent:
                 self._launch(launch, channel)
             case protocol.Prewarm(context=context):
                 with contextlib.suppress(OSError):
-                    self._warm_zygote(key_of(context), context)
+                    self._zygotes.prewarm(context)
             case protocol.StatusRequest():
                 self._answer(channel, self._status())
             case protocol.Retire():
@@ -185,14 +179,9 @@ class Agent:
                 self._drop(channel)
 
     def _status(self) -> protocol.Status:
-        zygotes = [
-            f"pid {zygote.process.pid} · {zygote.key.python} · {'ready' if zygote.ready else 'starting'}"
-            for zygote in self._zygotes.values()
-        ]
-        zygotes += [f"none · {key.python} · cold: {why}" for key, (why, _) in self._cold.items()]
         return protocol.Status(
             pid=os.getpid(),
-            zygotes=tuple(zygotes),
+            zygotes=tuple(self._zygotes.texts()),
             attempts=self._attempts.texts(),
             queued=len(self._queue),
             cgroups=str(self._cgroups.path) if self._cgroups.path else f"none: {self._cgroups.problem}",
@@ -262,85 +251,15 @@ class Agent:
             return
         client.close()
         try:
-            zygote, warm, why = self._zygote_for(launch.context)
+            self._zygotes.give_stem(launch.context, launch.world_size, supervisor.give_stem, supervisor.give_problem)
         except OSError as error:
             supervisor.give_problem(f"{launch.context.python} could not be started: {error}")
-            return
-        zygote.used_ns, zygote.ranks = asked_ns, launch.world_size
-        zygote.take_stem(
-            lambda pid, fd: supervisor.give_stem(protocol.Stem(pid=pid, warm=warm, warm_reason=why), fd),
-            supervisor.give_problem,
-        )
         self._refill_ns = asked_ns + int(_REFILL_S * 1e9)
 
     def _refuse(self, client: Channel, message: protocol.Refused) -> None:
         with contextlib.suppress(OSError):
             protocol.send(client, message)
         client.close()
-
-    def _zygote_for(self, context: protocol.Context) -> tuple[Zygote, bool, str]:
-        """Return the zygote for a caller, whether it was warm, and why (not)."""
-        key = key_of(context)
-        if key in self._cold and self._clock.boottime_ns() - self._cold[key][1] > _COLD_S * 1e9:
-            del self._cold[key]  # the user may have mended it
-        if key in self._cold:
-            zygote = self._spawn(context, ())
-            self._one_shots.append(zygote)
-            return zygote, False, self._cold[key][0]
-        zygote_or_none = self._zygotes.get(key)
-        if zygote_or_none is not None:
-            changed = zygote_or_none.stale()
-            if changed is None and not zygote_or_none.dead:
-                return (
-                    zygote_or_none,
-                    zygote_or_none.ready,
-                    "" if zygote_or_none.ready else "its zygote was still starting",
-                )
-            self._discard(key, f"{changed} has changed" if changed else "its zygote had died")
-        why = self._gone.pop(key, "first run with this interpreter and these start-up variables")
-        return self._warm_zygote(key, context), False, why
-
-    def _warm_zygote(self, key: Key, context: protocol.Context) -> Zygote:
-        if key in self._zygotes:
-            return self._zygotes[key]
-        if len(self._zygotes) >= ZYGOTES_MAX:
-            oldest = min(self._zygotes, key=lambda other: self._zygotes[other].used_ns)
-            self._discard(oldest, f"{ZYGOTES_MAX} other interpreters were used since")
-        zygote = self._zygotes[key] = self._spawn(context, PRELOAD)
-        zygote.used_ns = self._clock.boottime_ns()
-        return zygote
-
-    def _spawn(self, context: protocol.Context, preload: tuple[str, ...]) -> Zygote:
-        zygote = Zygote(context, preload, self._home.agent_log, self._log, self._cgroups)
-        self._selector.register(zygote.channel, selectors.EVENT_READ, lambda: self._hear_zygote(zygote, context))
-        return zygote
-
-    def _hear_zygote(self, zygote: Zygote, context: protocol.Context) -> None:
-        if not zygote.hear():
-            self._selector.unregister(zygote.channel)
-            if self._zygotes.get(zygote.key) is zygote:
-                del self._zygotes[zygote.key]
-                self._gone[zygote.key] = "its zygote had died"
-            zygote.close()
-        elif zygote.cold:
-            # Not to be forked with its preload: whoever waits gets a fresh interpreter, and so does every later run.
-            self._cold[zygote.key] = (zygote.cold, self._clock.boottime_ns())
-            self._zygotes.pop(zygote.key, None)
-            self._selector.unregister(zygote.channel)
-            for take, fail in zygote.release_takers():
-                fresh = self._spawn(context, ())
-                self._one_shots.append(fresh)
-                fresh.take_stem(take, fail)
-            zygote.close()
-        elif zygote.ready and self._refill_ns is None:
-            self._refill_ns = self._clock.boottime_ns()
-
-    def _discard(self, key: Key, why: str) -> None:
-        zygote = self._zygotes.pop(key)
-        self._gone[key] = why
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(zygote.channel)
-        zygote.close()
 
     # --- every turn ----------------------------------------------------------------------------------------------
 
@@ -354,19 +273,14 @@ class Agent:
             with contextlib.suppress(KeyError, ValueError):
                 self._selector.unregister(client)
             self._start(launch, client)
+        if self._zygotes.became_ready and self._refill_ns is None:
+            self._refill_ns = now_ns
+        self._zygotes.became_ready = False
         if self._refill_ns is not None and now_ns >= self._refill_ns:
             self._refill_ns = None
             self._attempts.prepare()
-            for zygote in self._zygotes.values():
-                zygote.refill()
-        for key, zygote in list(self._zygotes.items()):
-            if now_ns - zygote.used_ns > IDLE_S * 1e9 and not zygote.waited_for:
-                self._discard(key, "its zygote had been idle for ten minutes")
-        for zygote in [shot for shot in self._one_shots if not shot.waited_for]:
-            self._one_shots.remove(zygote)
-            with contextlib.suppress(KeyError, ValueError):
-                self._selector.unregister(zygote.channel)
-            zygote.close()
+            self._zygotes.refill()
+        self._zygotes.tend()
         subprocess._cleanup()  # type: ignore[attr-defined]  # reaps children whose Popen is gone; public only by use
 
     def _idle_too_long(self) -> bool:

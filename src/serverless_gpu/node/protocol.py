@@ -38,6 +38,7 @@ class Context(Message, frozen=True, kw_only=True, tag="context"):
         python: path of the interpreter.
         flags: interpreter options it was started with, for example ``-O``.
         environ: environment variables; they go over sockets and never into a file.
+        packages: where this process imports (or would import) the packages from that a zygote preloads.
     """
 
     python: str
@@ -47,6 +48,7 @@ class Context(Message, frozen=True, kw_only=True, tag="context"):
     umask: int
     argv: tuple[str, ...]
     sys_path: tuple[str, ...]
+    packages: dict[str, str] = {}
 
 
 class Greeting(Message, frozen=True, kw_only=True, tag="greeting"):

@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import subprocess
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -29,6 +29,7 @@ from serverless_gpu.node.protocol import Context, original
 from serverless_gpu.node.spawning import startup_variables, zygote_process
 
 PRELOAD = ("numpy", "torch", "torch.distributed")
+PRELOAD_ROOTS = ("numpy", "torch")
 RANKS_STANDBY_MAX = 16
 _PROBLEM_BYTES_MAX = 4_000
 
@@ -78,6 +79,7 @@ class Zygote:
         self._log_start = os.lseek(log, 0, os.SEEK_END)
         self._cgroups = cgroups
         self._stamps: dict[str, Stamp] = {}
+        self._packages: dict[str, str] = {}
         self._stems: deque[tuple[int, int]] = deque()
         self._asked = 0
         self._takers: deque[tuple[StemTaker, ProblemTaker]] = deque()
@@ -142,6 +144,8 @@ class Zygote:
             case "ready":
                 self.ready = True
                 files = message.get("modules")
+                packages = message.get("packages")
+                self._packages = packages if isinstance(packages, dict) else {}
                 self._stamps = {str(file): stamp(str(file)) for file in files} if isinstance(files, list) else {}
             case "cold":
                 self.cold = inside.text(message, "reason")
@@ -155,6 +159,14 @@ class Zygote:
         for file, known in self._stamps.items():
             if stamp(file) != known:
                 return file
+        return None
+
+    def differs(self, packages: Mapping[str, str]) -> str | None:
+        """Return in words which preloaded package the caller imports from elsewhere, or None."""
+        for name, mine in self._packages.items():
+            theirs = original(packages.get(name, mine))
+            if theirs != mine:
+                return f"{name} is imported from {theirs}, the zygote has {mine}"
         return None
 
     def fail(self) -> None:

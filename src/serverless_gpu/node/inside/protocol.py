@@ -1,7 +1,7 @@
 """The words zygote, stem and rank speak, and the version of their language.
 
     agent ──▶ zygote   {"op": "stem", "cgroups": [path, …], "ranks": n}    fork one stem, n ranks standing by
-    zygote ─▶ agent    {"event": "ready", "modules": [path, …]}
+    zygote ─▶ agent    {"event": "ready", "modules": [path, …], "packages": {name: path}}
                        {"event": "cold", "reason": text}              it cannot be forked from; ends
                        {"event": "stem", "pid": n} + descriptor of the stem's channel
     supervisor ─▶ stem {"op": "rank", "rank": n, "env": {…}} + stdout and stderr descriptors

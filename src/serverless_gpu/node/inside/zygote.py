@@ -66,7 +66,7 @@ def main(channel_fd: int, version: int, preload: list[str]) -> None:
         names = ", ".join(_thread_name(thread) for thread in threads)
         channel.send(protocol.encode({"event": "cold", "reason": f"preloading leaves threads behind ({names})"}))
         return
-    channel.send(protocol.encode({"event": "ready", "modules": _module_files()}))
+    channel.send(protocol.encode({"event": "ready", "modules": _module_files(), "packages": _packages(preload)}))
     _serve(channel)
 
 
@@ -154,6 +154,12 @@ def _thread_name(thread: str) -> str:
     with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/comm", encoding="utf-8") as file:
         return file.read().strip()
     return "?"
+
+
+def _packages(names: list[str]) -> dict[str, str]:
+    """Return the file of each preloaded top-level package."""
+    files = {name: getattr(sys.modules.get(name), "__file__", None) for name in names if "." not in name}
+    return {name: file for name, file in files.items() if isinstance(file, str)}
 
 
 def _module_files() -> list[str]:

@@ -1,0 +1,191 @@
+"""The zygotes of one agent: which one a caller gets, and why it gets none.
+
+    caller's context ─▶ key ─▶ zygote there, unchanged, of the same packages?  ─yes▶ a stem of it: warm
+                     │ no
+                     ▼
+                     a new zygote, or (where none can be kept) an interpreter for this run only: cold, and why
+
+A few zygotes at most; the one unused for longest goes first, and each after ten idle minutes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+from collections.abc import Callable
+
+from serverless_gpu.ambient import Clock
+from serverless_gpu.node.home import Home
+from serverless_gpu.node.processes import CgroupRoot
+from serverless_gpu.node.protocol import Context, Stem
+from serverless_gpu.node.zygotes import PRELOAD, Key, ProblemTaker, StemTaker, Zygote, key_of
+
+ZYGOTES_MAX = 4
+IDLE_S = 600.0
+_COLD_S = 300.0  # before an interpreter that could not be kept warm is tried again
+
+Giver = Callable[[Stem, int], None]
+
+
+class ZygotePool:
+    """Zygotes by key.
+
+    Args:
+        home: where the log lies.
+        log: descriptor for what zygotes write.
+        cgroups: where stems get their cgroups.
+        selector: the agent's.
+        clock: where time comes from.
+    """
+
+    def __init__(
+        self, home: Home, log: int, cgroups: CgroupRoot, selector: selectors.BaseSelector, clock: Clock
+    ) -> None:
+        self._home = home
+        self._log = log
+        self._cgroups = cgroups
+        self._selector = selector
+        self._clock = clock
+        self._zygotes: dict[Key, Zygote] = {}
+        self._one_shots: list[Zygote] = []  # interpreters without preload, for one run each
+        self._cold: dict[Key, tuple[str, int]] = {}  # keys that cannot be kept warm: why, and since when
+        self._gone: dict[Key, str] = {}  # why the last zygote of a key is no more
+        self.became_ready = False
+
+    def texts(self) -> list[str]:
+        """Return one line for each zygote, and for each interpreter that cannot have one."""
+        lines = [
+            f"pid {zygote.process.pid} · {zygote.key.python} · {'ready' if zygote.ready else 'starting'}"
+            for zygote in self._zygotes.values()
+        ]
+        return lines + [f"none · {key.python} · cold: {why}" for key, (why, _) in self._cold.items()]
+
+    def prewarm(self, context: Context) -> None:
+        """Have a zygote for this caller.
+
+        Raises:
+            OSError: the interpreter cannot be started.
+        """
+        key = key_of(context)
+        if key not in self._cold:
+            self._warm(key, context)
+
+    def give_stem(self, context: Context, ranks: int, give: Giver, fail: ProblemTaker) -> None:
+        """Hand a stem for this caller to a run, now or as soon as there is one.
+
+        Args:
+            context: the caller.
+            ranks: how many ranks the run has; as many stand by for the next.
+            give: called with the stem, warm or not and why, and a descriptor it then owns.
+            fail: called with what went wrong instead.
+
+        Raises:
+            OSError: the interpreter cannot be started.
+        """
+        zygote, why = self._choose(context)
+        warm = zygote.ready and not why
+        zygote.used_ns, zygote.ranks = self._clock.boottime_ns(), ranks
+
+        def take(pid: int, fd: int) -> None:
+            elsewhere = zygote.differs(context.packages)
+            if elsewhere is None:
+                give(Stem(pid=pid, warm=warm, warm_reason=why), fd)
+                return
+            os.close(fd)
+            try:
+                fresh = self._one_shot(context)
+            except OSError as error:
+                fail(f"{context.python} could not be started: {error}")
+                return
+            fresh.take_stem(lambda pid, fd: give(Stem(pid=pid, warm_reason=elsewhere), fd), fail)
+
+        zygote.take_stem(take, fail)
+
+    def refill(self) -> None:
+        """Have a stem of each zygote standing by."""
+        for zygote in self._zygotes.values():
+            zygote.refill()
+
+    def tend(self) -> None:
+        """Let go of what nobody has used for long, and of interpreters whose one run has its stem."""
+        now_ns = self._clock.boottime_ns()
+        for key, zygote in list(self._zygotes.items()):
+            if now_ns - zygote.used_ns > IDLE_S * 1e9 and not zygote.waited_for:
+                self._discard(key, "its zygote had been idle for ten minutes")
+        for zygote in [shot for shot in self._one_shots if not shot.waited_for]:
+            self._one_shots.remove(zygote)
+            self._close(zygote)
+
+    def close(self) -> None:
+        """Let all zygotes end."""
+        for zygote in (*self._zygotes.values(), *self._one_shots):
+            zygote.close()
+
+    def _choose(self, context: Context) -> tuple[Zygote, str]:
+        """Return the interpreter for a caller, and why it is not a warm one, or ""."""
+        key = key_of(context)
+        if key in self._cold and self._clock.boottime_ns() - self._cold[key][1] > _COLD_S * 1e9:
+            del self._cold[key]  # the user may have mended it
+        if key in self._cold:
+            return self._one_shot(context), self._cold[key][0]
+        zygote = self._zygotes.get(key)
+        if zygote is not None:
+            changed = zygote.stale()
+            if changed is None and not zygote.dead:
+                return zygote, "" if zygote.ready else "its zygote was still starting"
+            self._discard(key, f"{changed} has changed" if changed else "its zygote had died")
+        why = self._gone.pop(key, "first run with this interpreter and these start-up variables")
+        return self._warm(key, context), why
+
+    def _warm(self, key: Key, context: Context) -> Zygote:
+        if key in self._zygotes:
+            return self._zygotes[key]
+        if len(self._zygotes) >= ZYGOTES_MAX:
+            oldest = min(self._zygotes, key=lambda other: self._zygotes[other].used_ns)
+            self._discard(oldest, f"{ZYGOTES_MAX} other interpreters were used since")
+        zygote = self._zygotes[key] = self._spawn(context, PRELOAD)
+        zygote.used_ns = self._clock.boottime_ns()
+        return zygote
+
+    def _one_shot(self, context: Context) -> Zygote:
+        zygote = self._spawn(context, ())
+        self._one_shots.append(zygote)
+        return zygote
+
+    def _spawn(self, context: Context, preload: tuple[str, ...]) -> Zygote:
+        zygote = Zygote(context, preload, self._home.agent_log, self._log, self._cgroups)
+        self._selector.register(zygote.channel, selectors.EVENT_READ, lambda: self._hear(zygote, context))
+        return zygote
+
+    def _hear(self, zygote: Zygote, context: Context) -> None:
+        if not zygote.hear():
+            if self._zygotes.get(zygote.key) is zygote:
+                del self._zygotes[zygote.key]
+                self._gone[zygote.key] = "its zygote had died"
+            self._close(zygote)
+        elif zygote.cold:
+            # Not to be forked with its preload: whoever waits gets a fresh interpreter, and so does every later run.
+            self._cold[zygote.key] = (zygote.cold, self._clock.boottime_ns())
+            self._zygotes.pop(zygote.key, None)
+            waiting = zygote.release_takers()
+            self._close(zygote)
+            for take, fail in waiting:
+                self._start_over(context, take, fail)
+        elif zygote.ready:
+            self.became_ready = True
+
+    def _start_over(self, context: Context, take: StemTaker, fail: ProblemTaker) -> None:
+        try:
+            self._one_shot(context).take_stem(take, fail)
+        except OSError as error:
+            fail(f"{context.python} could not be started: {error}")
+
+    def _discard(self, key: Key, why: str) -> None:
+        self._gone[key] = why
+        self._close(self._zygotes.pop(key))
+
+    def _close(self, zygote: Zygote) -> None:
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(zygote.channel)
+        zygote.close()
