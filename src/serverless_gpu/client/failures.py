@@ -10,18 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from serverless_gpu.errors import RemoteError, ResultNotSerializable, ResultTooLarge, RunError
+from serverless_gpu.errors import RemoteError, RunError
 from serverless_gpu.model.attempt import Reason
 from serverless_gpu.node.inside import failure
-from serverless_gpu.units import format_bytes
 
 _CONTROL_REASONS = {
     "system_exit": Reason.SYSTEM_EXIT,
     "interrupt": Reason.RANK_INTERRUPTED,
     "cancelled": Reason.RANK_CANCELLED,
-}
-_RESULT_REASONS = {
-    str(reason) for reason in (Reason.RESULT_UNSERIALISABLE, Reason.RESULT_TOO_LARGE, Reason.RESULT_STORAGE)
 }
 
 
@@ -62,8 +58,6 @@ def rebuild(
     error: BaseException
     if isinstance(kind, str) and kind in _CONTROL_REASONS:
         error = _control_error(kind, description, rank, run_id)
-    elif isinstance(kind, str) and kind in _RESULT_REASONS:
-        error = _result_error(kind, description, rank, run_id)
     else:
         error = _load(description, pickled_path, rank, run_id)
     text = str(description.get("traceback") or "")
@@ -115,33 +109,6 @@ def _control_error(kind: str, description: Mapping[str, object], rank: int, run_
         return RunError(f"rank {rank} raised KeyboardInterrupt", run_id=run_id, rank=rank, reason=reason)
     message = f"rank {rank} was cancelled from inside: {_name(description)}"
     return RunError(message, run_id=run_id, rank=rank, reason=reason)
-
-
-def _result_error(kind: str, description: Mapping[str, object], rank: int, run_id: str) -> RunError:
-    """The function finished; what it returned did not get out of the rank."""
-    value = f"rank {rank} finished, but its result (a {description.get('value_type') or 'value'})"
-    if kind == Reason.RESULT_TOO_LARGE:
-        return ResultTooLarge(
-            f"{value} takes {_bytes(description.get('size'))}, and the limit is {_bytes(description.get('limit'))}",
-            hint="write it to a file and return the path",
-            run_id=run_id,
-            rank=rank,
-            reason=kind,
-        )
-    if kind == Reason.RESULT_STORAGE:
-        message = f"{value} could not be written: {description.get('message')}"
-        return RunError(message, hint="free some space on the rank's disk", run_id=run_id, rank=rank, reason=kind)
-    return ResultNotSerializable(
-        f"{value} cannot be pickled: {_name(description)}\nit was {description.get('value_repr') or 'not shown'}",
-        hint="return plain data: numbers, text, containers, arrays, tensors",
-        run_id=run_id,
-        rank=rank,
-        reason=kind,
-    )
-
-
-def _bytes(size: object) -> str:
-    return format_bytes(size) if isinstance(size, int) else "an unknown size"
 
 
 def _name(description: Mapping[str, object]) -> str:

@@ -126,33 +126,40 @@ def _ended(stopped: Stopped, directory: Path, run_id: str, timeout_s: float | No
 
 
 def _message(stopped: Stopped, rank: int | None, directory: Path, timeout_s: float | None) -> str:
-    cause = stopped.cause
-    record = _record(directory, rank) if rank is not None else {}
+    detail = stopped.cause.detail if stopped.cause is not None else ""
+    meaning = MEANINGS[stopped.reason].sentence
+    if stopped.reason is Reason.TIMEOUT and timeout_s:
+        return f"the run reached its time limit of {timeout_s:g} s"
+    if stopped.state not in (State.FAILED, State.LOST):
+        return meaning  # what ranks said after the stop is not why the run stopped
+    if rank is None and stopped.reason is Reason.HOST_OOM:
+        return "the ranks were ended because host memory ran out"
+    if rank is None:
+        return f"{meaning}: {detail}" if detail and detail not in meaning else meaning
     match stopped.reason:
-        case Reason.RESULT_UNSERIALISABLE:
-            return (
-                f"rank {rank} finished, but its result of type {record.get('value_type')} cannot be pickled "
-                f"({record.get('type')}: {record.get('message')}): {record.get('value_repr')}"
-            )
-        case Reason.RESULT_TOO_LARGE:
-            size, limit = _count(record.get("size")), _count(record.get("limit"))
-            return (
-                f"rank {rank} finished, but its result of {format_bytes(size)} is over the limit of "
-                f"{format_bytes(limit)}; write it to a file in the function and return the path"
-            )
-        case Reason.TIMEOUT:
-            return (
-                f"the run reached its time limit of {timeout_s:g} s" if timeout_s else "the run reached its time limit"
-            )
-        case Reason.NO_RESULT if cause is not None:
-            return f"rank {rank} {cause.detail} before it returned a result"
-        case Reason.HOST_OOM if rank is None:
-            return "the ranks were ended because host memory ran out"
+        case Reason.RESULT_UNSERIALISABLE | Reason.RESULT_TOO_LARGE | Reason.RESULT_STORAGE:
+            return _result_message(stopped.reason, rank, detail, _record(directory, rank))
+        case Reason.NO_RESULT:
+            return f"rank {rank} {detail} before it returned a result"
+        case Reason.HOST_OOM if "memory" not in detail:
+            return f"rank {rank} was ended because host memory ran out ({detail})"
         case _:
-            detail = cause.detail if cause is not None else ""
-            if rank is not None:
-                return f"rank {rank} was {detail}" if detail else f"rank {rank}: {MEANINGS[stopped.reason].sentence}"
-            return f"{MEANINGS[stopped.reason].sentence}{': ' + detail if detail else ''}"
+            return f"rank {rank} was {detail}" if detail else f"rank {rank}: {meaning}"
+
+
+def _result_message(reason: Reason, rank: int, detail: str, record: dict[str, object]) -> str:
+    """Return the sentence for a value that did not get out of its rank; a full disk may have kept the record, too."""
+    finished = f"rank {rank} finished, but its result"
+    if reason is Reason.RESULT_STORAGE:
+        return f"{finished} could not be written: {detail}"
+    if reason is Reason.RESULT_TOO_LARGE:
+        size, limit = record.get("size"), record.get("limit")
+        of, over = (f" of {format_bytes(count)}" if isinstance(count, int) else "" for count in (size, limit))
+        return f"{finished}{of} is over the limit{over}; write it to a file in the function and return the path"
+    if "value_type" not in record:
+        return f"{finished} cannot be pickled: {detail}"
+    why = f"({record.get('type')}: {record.get('message')})"
+    return f"{finished} of type {record['value_type']} cannot be pickled {why}: {record.get('value_repr')}"
 
 
 def _users_frames(stack: str) -> str:
@@ -179,7 +186,3 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return ""
-
-
-def _count(value: object) -> int:
-    return value if isinstance(value, int) else 0

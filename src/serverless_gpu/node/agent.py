@@ -125,6 +125,8 @@ class Agent:
         self._listener.close()
         socket_path(self._sockets).unlink(missing_ok=True)
         self._zygotes.close()
+        if not self._attempts.count():
+            self._cgroups.close()
 
     # --- clients -------------------------------------------------------------------------------------------------
 
@@ -267,7 +269,6 @@ class Agent:
         now_ns = self._clock.boottime_ns()
         if self._attempts.tend():
             self._used_ns = self._refill_ns = now_ns  # who has a result may call again at once
-            self._cgroups.sweep()
         while self._queue and self._attempts.count() < ATTEMPTS_MAX:
             launch, client = self._queue.popleft()
             with contextlib.suppress(KeyError, ValueError):

@@ -6,6 +6,7 @@ the name `_sgpu_inside`.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -77,7 +78,7 @@ def air_program(*, directory: Path, run_id: str, fence: int, world_size: int, co
         run_id=run_id,
         fence=fence,
         world_size=world_size,
-        path=directory / "_air.py",
+        path=_in_docstring(shlex.quote(str(directory / "_air.py"))),
         cwd=original(context.cwd),
         umask=context.umask,
         argv=[original(argument) for argument in context.argv],
@@ -85,6 +86,12 @@ def air_program(*, directory: Path, run_id: str, fence: int, world_size: int, co
         load=_load(INSIDE),
         directory=str(directory),
     )
+
+
+def _in_docstring(text: str) -> str:
+    """Return text as it must be written inside a docstring to read as itself: any path may be a home."""
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return escaped.encode("utf-8", "backslashreplace").decode()
 
 
 def _load(inside: Path) -> str:

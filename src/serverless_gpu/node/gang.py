@@ -29,7 +29,7 @@ from serverless_gpu.node.account import Account
 from serverless_gpu.node.inside import protocol as inside
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.logs import Listener, RankLog
-from serverless_gpu.node.processes import MemoryWatch, cgroup_empty, kill_cgroup
+from serverless_gpu.node.processes import MemoryWatch, cgroup_empty, kill_cgroup, remove_cgroup
 from serverless_gpu.node.protocol import Launch, original
 from serverless_gpu.units import format_bytes
 
@@ -65,7 +65,8 @@ class Gang:
         self.stem_pid = 0
         self.stem_pidfd = -1
         self.memory: MemoryWatch | None = None
-        self._cgroup: Path | None = None
+        self._cgroups: tuple[Path, ...] = ()
+        self._cgroup: Path | None = None  # the one by which all can be ended
         self._emptied = False
         self._open = False
 
@@ -175,6 +176,8 @@ class Gang:
         if self.memory is not None:
             self.account.peak_bytes = self.memory.peak_bytes()
             self.memory.close()
+        for path in self._cgroups:
+            remove_cgroup(path)
         if self.stem_pidfd >= 0:
             os.close(self.stem_pidfd)
         self.channel.close()
@@ -184,8 +187,8 @@ class Gang:
             raise ValueError(f"the stem speaks version {message.get('version')}, this supervisor {inside.VERSION}")
         self.stem_pid = inside.integer(message, "pid")
         self.stem_pidfd = os.pidfd_open(self.stem_pid)
-        cgroup = message.get("cgroup")
-        self._cgroup = Path(cgroup) if isinstance(cgroup, str) else None
+        self._cgroups = tuple(Path(path) for path in inside.strings(message, "cgroups"))
+        self._cgroup = next((path for path in self._cgroups if (path / "cgroup.kill").exists()), None)
         self.account.mark("stem")
 
     def _cgroup_memory(self) -> None:

@@ -41,7 +41,6 @@ class RankLog:
         self._streams = {name: _Stream(name, directory / f"{rank}.{name}") for name in ("stdout", "stderr")}
         self._listener = listener
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
-        self._partial = ""
         self._stored = 0
 
     def write_ends(self) -> tuple[int, int]:
@@ -59,7 +58,7 @@ class RankLog:
 
     def tail(self) -> str:
         """Return the last lines, both streams in order of arrival."""
-        return "\n".join([*self._tail, *([self._partial] if self._partial else [])])
+        return "\n".join([*self._tail, *(stream.partial for stream in self._streams.values() if stream.partial)])
 
     def close(self) -> None:
         """Take what is in the pipes now and close everything."""
@@ -88,8 +87,8 @@ class RankLog:
         self._stored += kept
         self.dropped_bytes += len(data) - kept
         text = stream.decoder.decode(data)
-        lines = (self._partial + text).split("\n")
-        self._partial = lines.pop()[-_TAIL_LINE_CHARACTERS_MAX:]
+        lines = (stream.partial + text).split("\n")
+        stream.partial = lines.pop()[-_TAIL_LINE_CHARACTERS_MAX:]
         self._tail.extend(line[-_TAIL_LINE_CHARACTERS_MAX:] for line in lines[-_TAIL_LINES:])
         if self._listener is not None and text:
             self._listener(self.rank, stream.name, text)
@@ -102,6 +101,7 @@ class _Stream:
         os.set_blocking(self.read_fd, False)
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.more = False
+        self.partial = ""  # an unfinished line; the streams' must not be glued together
         self._file: int | None = None
         self._path = path
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import select
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -26,6 +27,8 @@ _MOUNT_LINE = re.compile(r"^\d+ \d+ \S+ (?P<root>\S+) (?P<point>\S+) .* - (?P<ki
 
 
 TASKS_MAX = 32_768
+_CLOSING_LOOKS = 100
+_CLOSING_PAUSE_S = 0.01
 
 
 class CgroupRoot:
@@ -64,12 +67,20 @@ class CgroupRoot:
         return tuple(made)
 
     def sweep(self) -> None:
-        """Remove cgroups that are empty: what stems of earlier attempts left."""
+        """Remove cgroups that are empty: what earlier agents' stems left. Only at start: later one may be coming."""
         for parent in (self.path, self._pids):
             with contextlib.suppress(OSError):
                 for entry in parent.iterdir() if parent is not None else ():
                     if entry.is_dir():
                         remove_cgroup(entry)
+
+    def close(self) -> None:
+        """Remove everything once the last stems have ended, waiting a moment for that; what stays is swept later."""
+        for _ in range(_CLOSING_LOOKS):
+            self.sweep()
+            if all([remove_cgroup(path) for path in (self.path, self._pids) if path is not None]):
+                return
+            select.select([], [], [], _CLOSING_PAUSE_S)
 
 
 def find_cgroup_root(name: str, environ: Mapping[str, str]) -> CgroupRoot:
@@ -127,11 +138,12 @@ def remove_cgroup(path: Path) -> bool:
         for entry in path.iterdir():
             if entry.is_dir():
                 remove_cgroup(entry)
-    with contextlib.suppress(FileNotFoundError):
-        try:
-            path.rmdir()
-        except OSError:
-            return False
+    try:
+        path.rmdir()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
     return True
 
 

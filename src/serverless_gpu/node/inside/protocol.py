@@ -8,7 +8,7 @@
                        {"op": "hold"} + lock descriptors              kept open until the stem ends
                        {"op": "go", "directory": …, "cwd": …, …}      start all ranks
                        {"op": "signal", "signal": n} · {"op": "kill"}
-    stem ─▶ supervisor {"event": "standby", "pid": n, "cgroup": path | null, "subreaper": bool}
+    stem ─▶ supervisor {"event": "standby", "version": n, "pid": n, "cgroups": [path, …]}
                        {"event": "forked", "pids": {"0": n}}
                        {"event": "exited", "rank": n, "status": n, "peak": bytes, "at": ns} · {"event": "empty"}
     rank ─▶ supervisor {"event": "exec" | "enter", "rank": n, "at": ns}

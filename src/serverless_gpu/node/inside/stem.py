@@ -66,21 +66,21 @@ def main(channel: Channel, cgroups: list[str], standby: int) -> NoReturn:
         os._exit(code)
 
 
-def _enter(cgroups: list[str]) -> str | None:
-    """Move into cgroups; return the v2 one, by which all of us can be ended, or None where that is refused."""
+def _enter(cgroups: list[str]) -> list[str]:
+    """Move into cgroups and return those that let us in."""
     entered: list[str] = []
     for path in cgroups:
         with contextlib.suppress(OSError), open(f"{path}/cgroup.procs", "w", encoding="ascii") as file:
             file.write("0")
             file.flush()
             entered.append(path)
-    return next((path for path in entered if os.path.exists(f"{path}/cgroup.kill")), None)
+    return entered
 
 
 class _Stem:
-    def __init__(self, channel: Channel, cgroup: str | None) -> None:
+    def __init__(self, channel: Channel, cgroups: list[str]) -> None:
         self.channel = channel
-        self.cgroup = cgroup
+        self.cgroups = cgroups
         self.ranks: dict[int, int] = {}  # pid → rank
         self.children: list[_Child] = []
         self.work: list[_Work] = []
@@ -96,7 +96,7 @@ class _Stem:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self.wake_write, warn_on_full_buffer=False)
         self.children = [self._fork() for _ in range(standby)]
-        self._say({"event": "standby", "version": protocol.VERSION, "pid": os.getpid(), "cgroup": self.cgroup})
+        self._say({"event": "standby", "version": protocol.VERSION, "pid": os.getpid(), "cgroups": self.cgroups})
         poll = select.poll()
         poll.register(self.channel, select.POLLIN)
         poll.register(self.wake_read, select.POLLIN)
