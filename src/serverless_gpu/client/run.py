@@ -16,6 +16,7 @@ import os
 import select
 import socket
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, TypeVar, cast
@@ -44,6 +45,18 @@ _LOOK_S = 0.01
 Reconnect = Callable[[], Channel]
 
 
+class _Link:
+    """The connection of a handle; a handle that nobody keeps closes it and leaves the run alone."""
+
+    def __init__(self, channel: Channel | None) -> None:
+        self.channel = channel
+
+    def close(self) -> None:
+        if self.channel is not None:
+            self.channel.close()
+            self.channel = None
+
+
 class Run(Generic[R]):
     """One submitted run.
 
@@ -65,7 +78,9 @@ class Run(Generic[R]):
         self.directory = directory
         self._spec = spec
         self._world_size = world_size
-        self._channel = channel
+        self._link = _Link(channel)
+        # Not `__del__`: in a reference cycle, such as an exception's traceback makes, the socket would go first.
+        weakref.finalize(self, self._link.close)
         self._again = again
         self._tries = 1
         self._accepted = again is None
@@ -75,10 +90,6 @@ class Run(Generic[R]):
         self._refused: protocol.Refused | None = None
         self._lock = threading.RLock()
         self._display: Display | None = None
-
-    def __del__(self) -> None:
-        if self._channel is not None:  # a handle that nobody keeps leaves the run alone
-            self._channel.close()
 
     def __repr__(self) -> str:
         return f"<Run {self.id} {self._state}>"
@@ -280,7 +291,8 @@ class Run(Generic[R]):
     def _connection_ended(self) -> None:
         if not self._accepted and self._again is not None and self._tries < _LAUNCH_TRIES:
             self._tries += 1
-            self._channel = self._again()
+            self._link.close()
+            self._link.channel = self._again()
             return
         self._disconnect()
         if self._stopped is None:
@@ -289,10 +301,12 @@ class Run(Generic[R]):
         if self._receipt is None:
             self._receipt = read_receipt(self.directory)
 
+    @property
+    def _channel(self) -> Channel | None:
+        return self._link.channel
+
     def _disconnect(self) -> None:
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
+        self._link.close()
 
 
 def attach(run_id: str) -> Run[object]:

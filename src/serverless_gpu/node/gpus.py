@@ -94,18 +94,19 @@ class Provider(Protocol):
         ...
 
 
-def providers(home: Path, environ: Mapping[str, str]) -> tuple[Provider, ...]:
+def providers(home: Path, environ: Mapping[str, str], own: Sequence[GpuType] = ()) -> tuple[Provider, ...]:
     """Return the providers of this machine: fakes instead of GPUs when `SERVERLESS_GPU_FAKE` is set, and CPU slots.
 
     Args:
         home: the serverless-gpu home directory; fakes read their state from `fake_gpus.json` there.
         environ: environment variables.
+        own: GPU types from the configuration.
 
     Raises:
         InvalidValue: `SERVERLESS_GPU_FAKE` does not read like ``"H100:8"``.
     """
     fake = environ.get(FAKE_VARIABLE, "").strip()
-    first: Provider = FakeProvider(fake, home / FAKE_STATE_FILE) if fake else NvmlProvider()
+    first: Provider = FakeProvider(fake, home / FAKE_STATE_FILE, own=own) if fake else NvmlProvider(own=own)
     return (first, CpuProvider())
 
 

@@ -1,7 +1,7 @@
 """What this node offers: its real GPUs, its CPU slots, the types and prices the user configured.
 
-Looked up once and again after a minute: GPUs do not come and go, but drivers do. Fakes are not here: they are declared
-by the caller's environment, call by call.
+Looked up once and again after some seconds: GPUs do not come and go, but drivers do, and configurations are edited.
+Fakes are not here: they are declared by the caller's environment, call by call.
 """
 
 from __future__ import annotations
@@ -11,16 +11,15 @@ import os
 import msgspec
 
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.errors import InvalidValue
+from serverless_gpu.errors import UsageError
 from serverless_gpu.model.hardware import Device, GpuType
 from serverless_gpu.model.ledger import Price, parse_prices
 from serverless_gpu.node import protocol
 from serverless_gpu.node.configuration import configured_types, read_configuration
-from serverless_gpu.node.gpus import CpuProvider
+from serverless_gpu.node.gpus import CpuProvider, NvmlProvider
 from serverless_gpu.node.home import Home
-from serverless_gpu.node.reservation import machine_provider
 
-_FRESH_S = 60.0
+_FRESH_S = 10.0
 
 
 class Inventory:
@@ -33,7 +32,7 @@ class Inventory:
     def __init__(self, home: Home) -> None:
         self._home = home
         self._clock = SystemClock()
-        self._machine = machine_provider()
+        self._machine = NvmlProvider()
         self._cpu = CpuProvider()
         self._seen_ns: int | None = None
         self._devices: tuple[Device, ...] = ()
@@ -58,12 +57,14 @@ class Inventory:
         )
 
     def _look(self) -> None:
-        self._devices = (*self._machine.devices(), *self._cpu.devices())
+        self._problem = ""
         try:
             table = read_configuration(self._home)
-            self._types = configured_types(table)
-            prices = table.get("prices", {})
-            self._prices = parse_prices(msgspec.convert(prices, dict[str, float]))
-            self._problem = ""
-        except (InvalidValue, msgspec.ValidationError) as error:
+            types = configured_types(table)
+            self._prices = parse_prices(msgspec.convert(table.get("prices", {}), dict[str, float]))
+        except (UsageError, msgspec.ValidationError) as error:
             self._problem = f"{self._home.root / 'config.toml'}: {error}"
+            types = ()
+        if types != self._types:
+            self._types, self._machine = types, NvmlProvider(own=types)
+        self._devices = (*self._machine.devices(), *self._cpu.devices())

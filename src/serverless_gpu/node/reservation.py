@@ -17,8 +17,9 @@ from collections.abc import Mapping
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.model.hardware import Device, DeviceKind
+from serverless_gpu.node.configuration import configured_types, read_configuration
 from serverless_gpu.node.gate import Verdict, foreign, judge
-from serverless_gpu.node.gpus import FakeProvider, NvmlProvider, Provider, Usage, providers, unknown_usage
+from serverless_gpu.node.gpus import FakeProvider, Provider, Usage, providers, unknown_usage
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.locks import Busy, DeviceLocks, Holder, Locked, Ticket, lock_directory
 from serverless_gpu.node.protocol import Launch
@@ -143,15 +144,10 @@ class Reservation:
         return f"{holder.uuid} is held by run {holder.run_id} of {who}"
 
 
-def machine_provider() -> Provider:
-    """Return the provider of this machine's real GPUs."""
-    return NvmlProvider()
-
-
 def _provider(kind: DeviceKind, environ: Mapping[str, str], home: Home, machine: Provider | None) -> Provider:
     if kind is DeviceKind.GPU and machine is not None:
         return machine
-    for provider in providers(home.root, environ):
+    for provider in providers(home.root, environ, configured_types(read_configuration(home))):
         if provider.kind is kind:
             return provider
     return FakeProvider("", home.root)

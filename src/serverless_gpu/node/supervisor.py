@@ -53,11 +53,12 @@ from serverless_gpu.node import protocol
 from serverless_gpu.node.account import Account, write_json
 from serverless_gpu.node.gang import Gang
 from serverless_gpu.node.gate import GatePolicy, verify
+from serverless_gpu.node.gpus import NvmlProvider
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.inside import linux
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.rendezvous import NoPort, reserve_port
-from serverless_gpu.node.reservation import Reservation, machine_provider
+from serverless_gpu.node.reservation import Reservation
 from serverless_gpu.node.watchers import Watcher
 
 _RETRY_S = 0.05  # between two looks at devices that were taken
@@ -101,7 +102,7 @@ class Supervisor:
         self._home = home
         self._sockets = sockets
         self._clock = clock
-        self._machine = machine_provider()
+        self._machine = NvmlProvider()
         self._selector = selectors.DefaultSelector()
         self._watchers: list[Watcher] = []
         self._launch: protocol.Launch | None = None

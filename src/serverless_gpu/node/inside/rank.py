@@ -39,6 +39,8 @@ from .payload import PayloadTooLarge, dump, dumps, loads
 Report = Callable[[protocol.Message], None]
 
 _HEAD_START_NS = 3_000_000
+_SPARE = 4
+_spare: list[int] = []
 _REPR_CHARACTERS_MAX = 10_000
 _STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 _MESSAGE_CHARACTERS_MAX = 4_000  # in the event; the file has all of it
@@ -99,6 +101,7 @@ def execute(place: Place, report: Report) -> int:
     """Load the call, run it, store the outcome; return the exit code a process with that outcome should have."""
     report({"event": "exec"})
     process = os.getpid()
+    _spare.extend(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) for _ in range(_SPARE))
     try:
         call = load_call(os.path.join(place.directory, "call.pkl"))
         _fill_main(call)
@@ -107,14 +110,22 @@ def execute(place: Place, report: Report) -> int:
         report({"event": "enter"})
         value = call.function(*call.args, **kwargs)
     except BaseException as error:  # noqa: BLE001 - the boundary to user code: whatever it raises is its outcome
+        _free_spare()
         _leave_if_forked(process)
         code = _fail(place, error, report)
     else:
+        _free_spare()
         _leave_if_forked(process)
         code = _return(place, value, report)
         del value
     _finish()
     return code
+
+
+def _free_spare() -> None:
+    """Give the spare descriptors back: user code may have used up all others, and the outcome needs files."""
+    while _spare:
+        os.close(_spare.pop())
 
 
 def _leave_if_forked(process: int) -> None:
