@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from serverless_gpu.client import failures
-from serverless_gpu.errors import RemoteError, ResultNotSerializable, ResultTooLarge, RunError
+from serverless_gpu.errors import RemoteError, RunError
 from serverless_gpu.model.attempt import Reason
 from serverless_gpu.node.inside import failure, payload
 from tests.unit.rank_process import run_rank
@@ -431,29 +431,6 @@ def test_other_base_exceptions_become_remote_errors(tmp_path: Path) -> None:
     assert isinstance(back, RemoteError) and "would end this process" in back.hint
 
 
-def test_F55_a_result_that_cannot_be_pickled_is_told_as_that() -> None:
-    described = {
-        **failure.describe(TypeError("cannot pickle '_thread.lock' object")),
-        "kind": "result_unserialisable",
-        "value_type": "_thread.lock",
-        "value_repr": "<unlocked lock>",
-    }
-    back = failures.rebuild(described, None, rank=2, host="h", run_id="r", log_path="/l")
-    assert isinstance(back, ResultNotSerializable)
-    assert "rank 2 finished" in str(back) and "_thread.lock" in str(back) and "<unlocked lock>" in str(back)
-
-
-def test_F52_a_result_over_the_limit_is_told_as_that() -> None:
-    described = {"kind": "result_too_large", "size": 5_000_000_000, "limit": 10_000_000, "value_type": "list"}
-    back = failures.rebuild(described, None, rank=0, host="h", run_id="r", log_path="/l")
-    assert isinstance(back, ResultTooLarge) and back.reason == Reason.RESULT_TOO_LARGE
-    assert "takes 5.0 GB, and the limit is 10.0 MB" in str(back)
-
-
 def test_an_incomplete_description_still_gives_an_error() -> None:
     back = failures.rebuild({}, None, rank=0, host="h", run_id="r", log_path="/l")
     assert isinstance(back, RemoteError) and "rank 0 raised an exception" in str(back)
-    full = failures.rebuild(
-        {"kind": "result_storage", "message": "disk full"}, None, rank=0, host="h", run_id="r", log_path="/l"
-    )
-    assert isinstance(full, RunError) and "disk full" in str(full)

@@ -39,8 +39,9 @@ from serverless_gpu.model.attempt import (
 from serverless_gpu.model.lifecycle import SETTLE_NS, TABLE, IllegalTransition, Instruction, advance
 
 S = 1_000_000_000
-START, TERMINATE, KILL, CONCLUDE = (
+START, RELEASE, TERMINATE, KILL, CONCLUDE = (
     Instruction.START_RANKS,
+    Instruction.RELEASE_RANKS,
     Instruction.TERMINATE_RANKS,
     Instruction.KILL_TREE,
     Instruction.CONCLUDE,
@@ -144,8 +145,10 @@ LATE = (
 )
 
 
-@pytest.mark.parametrize("event", [event for event in SAMPLES if isinstance(event, LATE)], ids=lambda e:
-type(e).__name__) def test_a_stopping_attempt_takes_every_late_word(event: Event) -> None:
+@pytest.mark.parametrize(
+    "event", [event for event in SAMPLES if isinstance(event, LATE)], ids=lambda e: type(e).__name__
+)
+def test_a_stopping_attempt_takes_every_late_word(event: Event) -> None:
     stopping = ended(STARTING, state=State.STOPPING, reason=Reason.CANCELLED, stop_ns=5 * S, phase=Phase.KILLING)
     after, _ = advance(stopping, event, 6 * S)
     assert after.reason is Reason.CANCELLED
@@ -224,13 +227,14 @@ def test_without_a_time_limit_nothing_wakes_a_running_attempt() -> None:
 
 
 def test_success() -> None:
-    returned = ended(
-        RUNNING, state=State.STOPPING, reason=Reason.COMPLETED, stop_ns=21 * S, returned=frozenset({0, 1})
-    ) stopping = changed(returned, phase=Phase.TERMINATING, wake_ns=51 * S) assert drive(RUNNING, (20 * S,
-    RankReturned(1)), (21 * S, RankReturned(0))) == (stopping, ()) killing = changed(returned, phase=Phase.KILLING,
-    exited=frozenset({0, 1})) gone = (RankExited(rank=0, signal=None), RankExited(rank=1, signal=None)) assert
-    drive(stopping, (22 * S, gone[1]), (23 * S, gone[0])) == (killing, (KILL,)) assert drive(killing, (24 * S,
-    TreeEmpty())) == (changed(killing, state=State.SUCCEEDED, phase=Phase.NONE), (CONCLUDE,))
+    returned = ended(RUNNING, state=State.STOPPING, reason=Reason.COMPLETED, stop_ns=21 * S, returned=frozenset({0, 1}))
+    stopping = changed(returned, phase=Phase.TERMINATING, wake_ns=51 * S)
+    assert drive(RUNNING, (20 * S, RankReturned(1)), (21 * S, RankReturned(0))) == (stopping, (RELEASE,))
+    killing = changed(returned, phase=Phase.KILLING, exited=frozenset({0, 1}))
+    gone = (RankExited(rank=0, signal=None), RankExited(rank=1, signal=None))
+    assert drive(stopping, (22 * S, gone[1]), (23 * S, gone[0])) == (killing, (KILL,))
+    over = changed(killing, state=State.SUCCEEDED, phase=Phase.NONE)
+    assert drive(killing, (24 * S, TreeEmpty())) == (over, (CONCLUDE,))
 
 
 def test_a_rank_that_exits_after_it_returned_changes_nothing_for_the_others() -> None:
@@ -252,13 +256,13 @@ def test_a_rank_that_returned_and_dies_at_its_end_has_still_returned() -> None:
     assert after == ended(
         RUNNING, state=State.SUCCEEDED, reason=Reason.COMPLETED, stop_ns=20 * S, returned=both, exited=both
     )
-    assert issued == (KILL, CONCLUDE)
+    assert issued == (RELEASE, KILL, CONCLUDE)
 
 
 def test_a_rank_that_returned_and_never_exits_is_killed_after_its_grace_and_the_run_succeeds() -> None:
     returned = ((20 * S, RankReturned(0)), (20 * S, RankReturned(1)))
     before, issued = drive(RUNNING, *returned, (50 * S - 1, Tick()))
-    assert (before.phase, issued) == (Phase.TERMINATING, ())
+    assert (before.phase, issued) == (Phase.TERMINATING, (RELEASE,))
     after, issued = drive(before, (50 * S, Tick()), (50 * S, TreeEmpty()))
     assert after == ended(
         RUNNING,
@@ -274,7 +278,7 @@ def test_a_rank_that_returned_and_never_exits_is_killed_after_its_grace_and_the_
 def test_a_stem_lost_after_every_result_is_durable_loses_nothing() -> None:
     returned = ((20 * S, RankReturned(0)), (20 * S, RankReturned(1)))
     after, issued = drive(RUNNING, *returned, (21 * S, StemLost(detail="gone")), (22 * S, TreeEmpty()))
-    assert (after.state, after.failures, issued) == (State.SUCCEEDED, (), (KILL, CONCLUDE))
+    assert (after.state, after.failures, issued) == (State.SUCCEEDED, (), (RELEASE, KILL, CONCLUDE))
 
 
 # --- failures --------------------------------------------------------------------------------------------------------
@@ -410,9 +414,7 @@ def test_more_lost_peers_do_not_prolong_the_wait() -> None:
     [
         (
             RankExited(rank=1, signal=11, detail="ended by SIGSEGV"),
-            Failure(
-                rank=1, reason=Reason.RANK_SIGNAL, at_ns=20 * S + 7, signal=11, detail="ended by SIGSEGV"
-            ),
+            Failure(rank=1, reason=Reason.RANK_SIGNAL, at_ns=20 * S + 7, signal=11, detail="ended by SIGSEGV"),
         ),
         (RankFailed(raised(1, 20 * S + 5)), raised(1, 20 * S + 5)),
     ],

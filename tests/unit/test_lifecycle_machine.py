@@ -7,6 +7,7 @@ Whatever happens, the promises below hold after every step.
 from __future__ import annotations
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -45,8 +46,9 @@ class GangMachine(RuleBasedStateMachine):
         world_size=st.integers(1, 4),
         timeout_s=st.sampled_from([None, 4, 100]),
         grace_s=st.sampled_from([0, 1, 30]),
+        begun=st.sampled_from([State.QUEUED, State.STARTING, State.RUNNING]),
     )
-    def queue(self, world_size: int, timeout_s: int | None, grace_s: int) -> None:
+    def begin(self, world_size: int, timeout_s: int | None, grace_s: int, begun: State) -> None:
         timeout_ns = None if timeout_s is None else timeout_s * S
         limits = Limits(timeout_ns=timeout_ns, grace_ns=grace_s * S, failure_grace_ns=2 * S, start_ns=300 * S)
         self.attempt = Attempt(run_id="r", fence=1, world_size=world_size, limits=limits)
@@ -55,8 +57,14 @@ class GangMachine(RuleBasedStateMachine):
         self.returned: set[int] = set()
         self.stem = True
         self.issued: list[Instruction] = []
-        self.all_returned_before_the_stop: bool | None = None
+        self.due: State | None = None  # how it has to end, known from what stopped it
         self.ending: Attempt | None = None
+        if begun is not State.QUEUED:
+            self.tell(Placed())
+        if begun is State.RUNNING:
+            for rank in range(world_size):
+                self.ranks[rank] = EXECUTING
+                self.tell(RankExecuting(rank))
 
     # --- what thin code delivers -----------------------------------------------------------------------------------
 
@@ -70,11 +78,26 @@ class GangMachine(RuleBasedStateMachine):
             raise
         assert before.state not in TERMINAL
         self.issued += instructions
-        if self.all_returned_before_the_stop is None and self.attempt.state is State.STOPPING:
-            self.all_returned_before_the_stop = self.returned == set(self.ranks)
+        if self.due is None and self.attempt.state is State.STOPPING:
+            self.due = self.end_after(event, before)
         if self.attempt.state in TERMINAL:
             assert self.ending is None
             self.ending = self.attempt
+
+    def end_after(self, event: Event, before: Attempt) -> State:
+        """Return how an attempt ends that this event stopped."""
+        match event:
+            case RankReturned():
+                assert self.returned == set(self.ranks)
+                return State.SUCCEEDED
+            case CancelRequested():
+                return State.CANCELLED
+            case BudgetSpent():
+                return State.BUDGET_STOPPED
+            case Tick() if before.state is State.RUNNING and before.phase is Phase.NONE:
+                return State.TIMED_OUT
+            case _:
+                return State.FAILED
 
     @property
     def started(self) -> bool:
@@ -105,6 +128,14 @@ class GangMachine(RuleBasedStateMachine):
         self.returned.add(rank)
         self.tell(RankReturned(rank))
 
+    @rule()
+    @precondition(lambda self: self.stem and EXECUTING in self.ranks.values())
+    def return_everywhere(self) -> None:
+        for rank in [rank for rank, is_ in self.ranks.items() if is_ == EXECUTING]:
+            self.ranks[rank] = SPOKEN
+            self.returned.add(rank)
+            self.tell(RankReturned(rank))
+
     @rule(data=st.data(), peer_lost=st.booleans(), ago_ns=st.integers(0, S))
     @precondition(lambda self: self.stem and EXECUTING in self.ranks.values())
     def fail(self, data: st.DataObject, peer_lost: bool, ago_ns: int) -> None:
@@ -121,7 +152,7 @@ class GangMachine(RuleBasedStateMachine):
         self.tell(RankFailed(Failure(rank=rank, reason=Reason.RANK_RAISED, at_ns=self.now_ns)))
 
     @rule(data=st.data(), signal=st.sampled_from([None, 9, 11, 15]), memory=st.booleans())
-    @precondition(lambda self: self.started and {*self.ranks.values()} - {GONE})
+    @precondition(lambda self: self.started and set(self.ranks.values()) != {GONE})
     def exit_(self, data: st.DataObject, signal: int | None, memory: bool) -> None:
         rank = data.draw(st.sampled_from(sorted(rank for rank, is_ in self.ranks.items() if is_ != GONE)))
         self.ranks[rank] = GONE
@@ -172,15 +203,40 @@ class GangMachine(RuleBasedStateMachine):
         assert (self.ending is not None) == (self.attempt.state in TERMINAL)
 
     @invariant()
-    def success_means_that_every_rank_returned_before_anything_else_stopped_the_run(self) -> None:
-        if self.attempt.state in TERMINAL:
-            assert (self.attempt.state is State.SUCCEEDED) == (self.all_returned_before_the_stop is True)
+    def what_stopped_it_decides_how_it_ends(self) -> None:
+        assert self.attempt.state not in TERMINAL or self.attempt.state is self.due
+
+    @invariant()
+    def only_all_results_are_a_success(self) -> None:
+        assert self.attempt.state is not State.SUCCEEDED or self.returned == set(self.ranks)
+
+    @invariant()
+    def a_failure_has_a_cause_and_its_reason(self) -> None:
+        if self.attempt.state is State.FAILED:
+            assert self.attempt.cause is not None
+            assert self.attempt.reason is self.attempt.cause.reason
+
+    @invariant()
+    def time_given_is_not_more_than_was_promised(self) -> None:
+        attempt, limits = self.attempt, self.attempt.limits
+        if attempt.phase is Phase.TERMINATING and attempt.wake_ns is not None and attempt.stop_ns is not None:
+            given_ns = attempt.wake_ns - attempt.stop_ns
+            assert given_ns <= (limits.failure_grace_ns if self.due is State.FAILED else limits.grace_ns)
+            assert self.due is not State.TIMED_OUT or given_ns == limits.stop_grace_ns()
+        if attempt.phase is Phase.NONE and attempt.state is State.RUNNING and limits.timeout_ns is not None:
+            assert attempt.exec_ns is not None and attempt.wake_ns is not None
+            assert attempt.wake_ns + limits.stop_grace_ns() == attempt.exec_ns + limits.timeout_ns
 
     @invariant()
     def each_instruction_comes_at_most_once_and_in_order(self) -> None:
         order = list(Instruction)
         assert self.issued == [instruction for instruction in order if instruction in self.issued]
         assert len(self.issued) == len(set(self.issued))
+
+    @invariant()
+    def ranks_are_released_after_every_result_and_asked_to_end_otherwise(self) -> None:
+        assert (Instruction.RELEASE_RANKS in self.issued) == (self.due is State.SUCCEEDED)
+        assert Instruction.TERMINATE_RANKS not in self.issued or self.due is not State.SUCCEEDED
 
     @invariant()
     def the_end_is_concluded_after_everything_was_killed(self) -> None:
@@ -224,8 +280,14 @@ class GangMachine(RuleBasedStateMachine):
         assert Instruction.KILL_TREE in self.issued
         if self.attempt.state is State.STOPPING:
             self.empty()
-        assert self.ending is not None
+        self.a_terminal_state_is_never_left()
+        self.what_stopped_it_decides_how_it_ends()
+        self.only_all_results_are_a_success()
+        self.a_failure_has_a_cause_and_its_reason()
+        self.each_instruction_comes_at_most_once_and_in_order()
+        self.the_end_is_concluded_after_everything_was_killed()
+        self.the_reason_and_the_state_agree()
 
 
-TestGang = GangMachine.TestCase
-TestGang.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+GangMachine.TestCase.settings = settings(max_examples=250, stateful_step_count=20, deadline=None)
+TestGang = pytest.mark.slow(GangMachine.TestCase)

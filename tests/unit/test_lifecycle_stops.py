@@ -32,6 +32,7 @@ from tests.unit.test_lifecycle import (
     CONCLUDE,
     KILL,
     QUEUED,
+    RELEASE,
     RUNNING,
     SETTLING,
     STARTING,
@@ -128,7 +129,7 @@ def test_F63_a_cancel_after_the_last_result_comes_too_late() -> None:
     assert after == ended(
         RUNNING, state=State.SUCCEEDED, reason=Reason.COMPLETED, stop_ns=20 * S, returned=both, exited=both
     )
-    assert issued == (KILL, CONCLUDE)
+    assert issued == (RELEASE, KILL, CONCLUDE)
 
 
 def test_F63_results_after_a_cancel_are_kept_and_the_run_stays_cancelled() -> None:
@@ -240,10 +241,12 @@ def test_F81_a_queued_attempt_waits_as_long_as_it_takes() -> None:
     ids=["queued", "starting", "running", "starting, memory", "running, memory"],
 )
 def test_the_stem_is_lost(attempt: Attempt, out_of_memory: bool, reason: Reason) -> None:
-    failure = Failure(rank=None, reason=reason, at_ns=20 * S, detail="gone") killing = killed(attempt, reason, 20 * S,
-    failures=(failure,)) event = StemLost(detail="gone", out_of_memory=out_of_memory) assert drive(attempt, (20 * S,
-    event)) == (killing, (KILL,)) assert drive(killing, (21 * S, TreeEmpty())) == (changed(killing, state=State.FAILED,
-    phase=Phase.NONE), (CONCLUDE,))
+    failure = Failure(rank=None, reason=reason, at_ns=20 * S, detail="gone")
+    killing = killed(attempt, reason, 20 * S, failures=(failure,))
+    event = StemLost(detail="gone", out_of_memory=out_of_memory)
+    assert drive(attempt, (20 * S, event)) == (killing, (KILL,))
+    over = changed(killing, state=State.FAILED, phase=Phase.NONE)
+    assert drive(killing, (21 * S, TreeEmpty())) == (over, (CONCLUDE,))
 
 
 def test_a_stem_lost_during_a_stop_ends_the_waiting() -> None:
@@ -329,9 +332,10 @@ def test_leases_mean_nothing_to_a_stop(event: Event) -> None:
     assert drive(stopping, (21 * S, event)) == (stopping, ())
 
 
-def test_every_instruction_is_issued_somewhere() -> None:
-    _, whole = drive(
-        QUEUED, (0, Placed()), (10 * S, RankExecuting(0)), (20 * S, CancelRequested()), (50 * S, Tick()), (51 * S,
-        TreeEmpty())
-    )
-    assert whole == tuple(Instruction)
+def test_every_instruction_is_issued_in_one_life_or_another() -> None:
+    begin: list[tuple[int, Event]] = [(0, Placed()), (10 * S, RankExecuting(0))]
+    end: list[tuple[int, Event]] = [(60 * S, Tick()), (61 * S, TreeEmpty())]
+    _, cancelled = drive(QUEUED, *begin, (20 * S, CancelRequested()), *end)
+    _, returned = drive(QUEUED, *begin, (20 * S, RankReturned(0)), (20 * S, RankReturned(1)), *end)
+    assert cancelled == tuple(each for each in Instruction if each is not RELEASE)
+    assert returned == tuple(each for each in Instruction if each is not TERMINATE)

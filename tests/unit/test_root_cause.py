@@ -43,9 +43,7 @@ def test_there_is_a_cause_exactly_when_there_is_a_failure(known: tuple[Failure, 
 
 
 @given(failures, stop)
-def test_a_lost_peer_explains_nothing_while_anything_else_does(
-    known: tuple[Failure, ...], stop_ns: int | None
-) -> None:
+def test_a_lost_peer_explains_nothing_while_anything_else_does(known: tuple[Failure, ...], stop_ns: int | None) -> None:
     cause = root_cause(known, stop_ns)
     if cause is not None and cause.peer_lost:
         assert all(f.peer_lost for f in eligible(known, stop_ns) or known)

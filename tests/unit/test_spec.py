@@ -15,13 +15,13 @@ from serverless_gpu.model.spec import Options, Priority, Resources, RunSpec, mak
 
 VALID = (
     "valid options: cpus, env, gpu_type, gpus, grace, hang_timeout, ignore_busy, memory, num_gpus, on_interrupt, "
-    "policy, pool, priority, quiet, ranks_log, remote, resume, retries, same_node, secrets, tags, team, timeout,
-    tracking"
+    "policy, pool, priority, quiet, ranks_log, remote, resume, retries, same_node, secrets, tags, team, timeout, "
+    "tracking"
 )
 FIRST = ("gpus", "gpu_type", "remote", "timeout")
 
 
-def spec(own: tuple[GpuType, ...] = (), **options: object) -> RunSpec:
+def spec(own: tuple[GpuType, ...] = (), /, **options: object) -> RunSpec:
     first = {"remote": False, **{name: options.pop(name) for name in FIRST if name in options}}
     return make_spec(first.get("gpus"), first.get("gpu_type"), first["remote"], first.get("timeout"), options, own)
 
@@ -233,7 +233,7 @@ def test_the_impossible(options: Mapping[str, object], message: str) -> None:
 @pytest.mark.parametrize(
     "options",
     [{"memory": "inf"}, {"memory": "1e400"}, {"memory": "infGiB"}, {"timeout": 1e300}, {"timeout": 10**400}],
-    ids=str,
+    ids=["memory inf", "memory 1e400", "memory infGiB", "timeout 1e300", "timeout 10**400"],
 )
 def test_what_no_machine_has_is_refused_and_not_a_crash(options: Mapping[str, object]) -> None:
     with pytest.raises(UsageError):
@@ -269,5 +269,7 @@ def test_limits() -> None:
 
 
 def test_a_spec_survives_the_wire() -> None:
-    made = spec(gpus=2, gpu_type="H100", timeout=3, tags={"a": "b"}, ranks_log="all", secrets=["s"],
-    priority="critical") assert msgspec.json.decode(msgspec.json.encode(made), type=RunSpec) == made
+    made = spec(
+        gpus=2, gpu_type="H100", timeout=3, tags={"a": "b"}, ranks_log="all", secrets=["s"], priority="critical"
+    )
+    assert msgspec.json.decode(msgspec.json.encode(made), type=RunSpec) == made

@@ -44,7 +44,7 @@ def connect(home: Home) -> tuple[Channel, protocol.Greeting]:
     """
     if sys.platform != "linux":
         raise HardwareError(f"ranks run on Linux, this is {sys.platform}", hint="use remote=True with a server")
-    path = home.sockets() / f"agent-{protocol.PROTOCOL}.sock"
+    path = protocol.agent_socket(home.sockets())
     answer = _try_connect(path)
     if answer is not None:
         return answer
@@ -63,7 +63,7 @@ def connect(home: Home) -> tuple[Channel, protocol.Greeting]:
 
 def running_agent(home: Home) -> tuple[Channel, protocol.Greeting] | None:
     """Return a connection to the agent if there is one."""
-    return _try_connect(home.sockets() / f"agent-{protocol.PROTOCOL}.sock")
+    return _try_connect(protocol.agent_socket(home.sockets()))
 
 
 def caller_context() -> protocol.Context:

@@ -57,6 +57,7 @@ class Instruction(StrEnum):
     """What thin code does next."""
 
     START_RANKS = "start_ranks"
+    RELEASE_RANKS = "release_ranks"
     TERMINATE_RANKS = "terminate_ranks"
     KILL_TREE = "kill_tree"
     CONCLUDE = "conclude"
@@ -124,7 +125,8 @@ def _returned(attempt: Attempt, event: RankReturned, now_ns: int) -> Step:
     if len(attempt.returned) < attempt.world_size or attempt.state is State.STOPPING:
         return attempt, ()
     # All results are there: from here on the run can only succeed; ranks get their grace to exit on their own.
-    return _terminating(attempt, now_ns, Reason.COMPLETED, attempt.limits.grace_ns), ()
+    attempt = _terminating(attempt, now_ns, Reason.COMPLETED, attempt.limits.grace_ns)
+    return attempt, (Instruction.RELEASE_RANKS,)
 
 
 def _failed(attempt: Attempt, event: RankFailed, now_ns: int) -> Step:

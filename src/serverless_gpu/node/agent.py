@@ -68,7 +68,9 @@ def main(home: str, sockets: str, ready_fd: int, environ: dict[str, str]) -> NoR
         os._exit(0)  # nobody's child: a caller that lives longer must not be left with a zombie
     linux.set_name("sgpu-agent")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    lock = os.open(Path(sockets) / f"agent-{protocol.PROTOCOL}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    lock = os.open(
+        protocol.agent_socket(Path(sockets)).with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
+    )
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -79,11 +81,6 @@ def main(home: str, sockets: str, ready_fd: int, environ: dict[str, str]) -> NoR
     os.close(ready_fd)
     agent.serve()
     os._exit(0)
-
-
-def socket_path(sockets: Path) -> Path:
-    """Return where the agent of this protocol listens."""
-    return sockets / f"agent-{protocol.PROTOCOL}.sock"
 
 
 class Agent:
@@ -123,7 +120,7 @@ class Agent:
                 callback()
             self._tend()
         self._listener.close()
-        socket_path(self._sockets).unlink(missing_ok=True)
+        protocol.agent_socket(self._sockets).unlink(missing_ok=True)
         self._zygotes.close()
         if not self._attempts.count():
             self._cgroups.close()
@@ -131,7 +128,7 @@ class Agent:
     # --- clients -------------------------------------------------------------------------------------------------
 
     def _listen(self) -> socket.socket:
-        path = socket_path(self._sockets)
+        path = protocol.agent_socket(self._sockets)
         path.unlink(missing_ok=True)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         listener.bind(str(path))

@@ -37,7 +37,7 @@ def read_configuration(home: Home) -> dict[str, object]:
             table: dict[str, object] = tomllib.load(file)
     except FileNotFoundError:
         return {}
-    except (tomllib.TOMLDecodeError, OSError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
         raise InvalidValue(f"{path} cannot be read: {error}") from error
     unknown = set(table) - {"types", "prices"}
     if unknown:
@@ -55,6 +55,9 @@ def configured_types(table: dict[str, object]) -> tuple[GpuType, ...]:
         types = msgspec.convert(table.get("types", {}), dict[str, _OwnType])
     except msgspec.ValidationError as error:
         raise InvalidValue(f"config.toml, table types: {error}") from error
+    for name, own in types.items():
+        if not 0 < own.memory_gib < 1_000_000:  # NaN is neither
+            raise InvalidValue(f"config.toml, type {name}: memory_gib must be a positive number, not {own.memory_gib}")
     return tuple(
         GpuType(name=name, memory_bytes=round(own.memory_gib * 2**30), products=own.products, aliases=own.aliases)
         for name, own in types.items()

@@ -144,6 +144,11 @@ class Gang:
             }
         )
 
+    def release(self) -> None:
+        """Let the ranks, which have all returned, exit."""
+        with contextlib.suppress(OSError):
+            self._say({"op": "release"})
+
     def terminate(self) -> None:
         """Ask every rank to end."""
         with contextlib.suppress(OSError):

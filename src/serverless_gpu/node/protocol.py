@@ -15,6 +15,7 @@ by name, before anything starts; sockets carry the number too, so that two insta
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import msgspec
 
@@ -23,6 +24,7 @@ from serverless_gpu.model.hardware import Device, GpuType
 from serverless_gpu.model.ledger import Price, Receipt
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.inside.channel import Channel
+from serverless_gpu.version import __version__
 
 PROTOCOL = 1
 
@@ -213,6 +215,11 @@ Any = ToAgent | FromAgent | ToSupervisor | FromSupervisor
 
 _encoder = msgspec.json.Encoder()
 _decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Any)
+
+
+def agent_socket(sockets: Path) -> Path:
+    """Return where the agent listens; another protocol or version of this package is another agent."""
+    return sockets / f"agent-{PROTOCOL}-{__version__}.sock"
 
 
 def portable(text: str) -> str:

@@ -53,7 +53,7 @@ from serverless_gpu.node import protocol
 from serverless_gpu.node.account import Account, write_json
 from serverless_gpu.node.gang import Gang
 from serverless_gpu.node.gate import GatePolicy, verify
-from serverless_gpu.node.gpus import NvmlProvider
+from serverless_gpu.node.gpus import NvmlProvider, Provider
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.inside import linux
 from serverless_gpu.node.inside.channel import Channel
@@ -82,7 +82,14 @@ def main(channel_fd: int, home: str, sockets: str) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = Channel.adopt(channel_fd)
     channel.sock.set_inheritable(False)
-    Supervisor(channel, Home(Path(home)), Path(sockets), SystemClock()).serve()
+    machine = NvmlProvider()
+    machine.devices()  # NVML's start takes tens of milliseconds: now, not when somebody waits
+    with contextlib.suppress(OSError):
+        protocol.send(channel, protocol.Standby(pid=os.getpid()))
+    received = protocol.receive(channel)
+    if received is not None and isinstance(received[0], protocol.Assign):
+        client = Channel.adopt(received[1][0])
+        Supervisor(received[0], channel, Home(Path(home)), Path(sockets), machine).serve(client)
     sys.stdout.flush()
     os._exit(0)
 
@@ -91,23 +98,29 @@ class Supervisor:
     """One attempt's guardian.
 
     Args:
-        agent: the channel to the agent.
+        assign: the attempt.
+        agent: the channel to the agent, on which the stem comes.
         home: the home directory.
         sockets: where its own socket is made.
-        clock: where time comes from.
+        machine: the provider of this machine's GPUs.
     """
 
-    def __init__(self, agent: Channel, home: Home, sockets: Path, clock: Clock) -> None:
+    def __init__(self, assign: protocol.Assign, agent: Channel, home: Home, sockets: Path, machine: Provider) -> None:
+        launch = self._launch = assign.launch
+        self._directory = Path(launch.directory)
         self._agent = agent
         self._home = home
         self._sockets = sockets
-        self._clock = clock
-        self._machine = NvmlProvider()
+        self._machine = machine
+        self._clock: Clock = SystemClock()
+        self._attempt = Attempt(
+            run_id=launch.run_id, fence=launch.fence, world_size=launch.world_size, limits=launch.spec.limits()
+        )
+        self._account = Account(launch, self._clock)
+        self._account.mark("called", launch.called_ns)
+        self._account.mark("asked", assign.asked_ns)
         self._selector = selectors.DefaultSelector()
         self._watchers: list[Watcher] = []
-        self._launch: protocol.Launch | None = None
-        self._attempt: Attempt
-        self._account: Account
         self._reservation: Reservation | None = None
         self._gang: Gang | None = None
         self._port: socket.socket | None = None
@@ -118,17 +131,21 @@ class Supervisor:
         self._alive_ns = 0
         self._done = False
 
-    def serve(self) -> None:
-        """Stand by until an attempt comes, see it through, return."""
-        self._machine.devices()  # NVML's start takes tens of milliseconds: now, not when somebody waits
-        with contextlib.suppress(OSError):
-            protocol.send(self._agent, protocol.Standby(pid=os.getpid()))
+    def serve(self, client: Channel) -> None:
+        """See the attempt through.
+
+        Args:
+            client: whoever launched it; the first watcher.
+        """
+        self._listen()
         self._watch(self._agent.fileno(), self._hear_agent)
+        self._add_watcher(client).say(protocol.Accepted(pid=os.getpid()))
+        self._reserve()
         while not self._done:
             for key, _ in self._selector.select(self._pause_s()):
                 callback: Callback = key.data
                 callback()
-            if self._launch is not None and not self._done:
+            if not self._done:
                 self._look()
 
     # --- the agent -----------------------------------------------------------------------------------------------
@@ -138,47 +155,28 @@ class Supervisor:
         if received is None:
             self._unwatch(self._agent.fileno())
             self._agent.close()
-            if self._launch is None:
-                self._done = True
-            elif self._gang is None:
+            if self._gang is None:
                 self._apply(StartFailed(Reason.START_FAILED, "the agent died before the ranks could be started"))
-            return
-        message, fds = received
-        match message:
-            case protocol.Assign():
-                self._assign(message, Channel.adopt(fds[0]))
-            case protocol.Stem():
-                self._meet_stem(message, fds)
-            case _:
-                pass
-
-    def _assign(self, message: protocol.Assign, client: Channel) -> None:
-        launch = self._launch = message.launch
-        self._attempt = Attempt(
-            run_id=launch.run_id, fence=launch.fence, world_size=launch.world_size, limits=launch.spec.limits()
-        )
-        self._account = Account(launch, self._clock)
-        self._account.mark("called", launch.called_ns)
-        self._account.mark("asked", message.asked_ns)
-        self._listen(launch.run_id)
-        self._add_watcher(client).say(protocol.Accepted(pid=os.getpid()))
-        try:
-            self._reservation = Reservation(launch, self._home, self._clock, self._machine)
-        except ServerlessGpuError as error:
-            self._apply(StartFailed(Reason.START_FAILED, str(error)))
-            return
-        self._try_devices()
+        elif isinstance(received[0], protocol.Stem):
+            self._meet_stem(received[0], received[1])
 
     def _meet_stem(self, message: protocol.Stem, fds: tuple[int, ...]) -> None:
-        if message.problem or not fds or self._launch is None:
-            if self._launch is not None and self._attempt.state not in TERMINAL:
-                self._apply(StartFailed(Reason.START_FAILED, message.problem or "no stem"))
+        if message.problem or not fds:
+            self._apply(StartFailed(Reason.START_FAILED, message.problem or "no stem"))
             return
         self._account.warm = (message.warm, message.warm_reason)
         self._gang = Gang(self._launch, Channel.adopt(fds[0]), self._account)
         self._watch(fds[0], self._hear_gang)
 
     # --- devices and start ---------------------------------------------------------------------------------------
+
+    def _reserve(self) -> None:
+        try:
+            self._reservation = Reservation(self._launch, self._home, self._clock, self._machine)
+        except ServerlessGpuError as error:
+            self._apply(StartFailed(Reason.START_FAILED, str(error)))
+        else:
+            self._try_devices()
 
     def _try_devices(self) -> None:
         if self._reservation is None or self._attempt.state is not State.QUEUED:
@@ -257,6 +255,9 @@ class Supervisor:
                 case Instruction.START_RANKS:
                     self._begin_pending = True
                     self._begin()
+                case Instruction.RELEASE_RANKS:
+                    if self._gang is not None:
+                        self._gang.release()
                 case Instruction.TERMINATE_RANKS:
                     if self._gang is not None:
                         self._gang.terminate()
@@ -358,9 +359,9 @@ class Supervisor:
 
     # --- watchers and output -------------------------------------------------------------------------------------
 
-    def _listen(self, run_id: str) -> None:
+    def _listen(self) -> None:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        path = str(self._sockets / f"{run_id}.sock")
+        path = str(self._sockets / f"{self._launch.run_id}.sock")
         try:
             sock.bind(path)
             sock.listen(16)
@@ -373,7 +374,7 @@ class Supervisor:
         self._watch(sock.fileno(), self._accept)
 
     def _accept(self) -> None:
-        assert self._listener is not None and self._launch is not None
+        assert self._listener is not None
         with contextlib.suppress(OSError):
             sock, _ = self._listener.accept()
             self._add_watcher(Channel(sock)).say(
@@ -415,18 +416,11 @@ class Supervisor:
 
     # --- small things --------------------------------------------------------------------------------------------
 
-    @property
-    def _directory(self) -> Path:
-        assert self._launch is not None
-        return Path(self._launch.directory)
-
     def _fact(self, kind: FactKind) -> None:
         devices = self._reservation.devices if self._reservation is not None else ()
         self._account.fact(kind, devices, cpus=len(devices))
 
-    def _pause_s(self) -> float | None:
-        if self._launch is None:
-            return None
+    def _pause_s(self) -> float:
         if self._attempt.state is State.QUEUED:
             return _RETRY_S
         if self._kill_ns is not None:

@@ -25,6 +25,7 @@ class Watcher:
         self.channel = channel
         self.dropped = 0
         self.gone = False
+        self._deaf = False
         self._queue: deque[protocol.Message] = deque()
 
     @property
@@ -34,6 +35,8 @@ class Watcher:
 
     def say(self, message: protocol.Message) -> None:
         """Send a message, or queue it."""
+        if self._deaf:
+            return
         if isinstance(message, protocol.Output) and len(self._queue) >= _QUEUED_OUTPUT_MAX:
             self.dropped += 1
             return
@@ -48,7 +51,8 @@ class Watcher:
             except BlockingIOError:
                 return
             except OSError:
-                self.gone = True
+                # It does not listen any more; its last word, a cancel perhaps, may still be there to read.
+                self._deaf = True
                 self._queue.clear()
                 return
             self._queue.popleft()

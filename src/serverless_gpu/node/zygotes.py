@@ -15,6 +15,7 @@ idle (the next run starts a new one and the receipt says so).
 from __future__ import annotations
 
 import os
+import select
 import subprocess
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -110,9 +111,12 @@ class Zygote:
             take: called with the stem's pid and a descriptor that it then owns.
             fail: called with what went wrong instead.
         """
-        if self._stems:
-            take(*self._stems.popleft())
-            return
+        while self._stems:
+            pid, fd = self._stems.popleft()
+            if not _hung_up(fd):
+                take(pid, fd)
+                return
+            os.close(fd)  # the kernel may end what stands by when memory is short
         self._takers.append((take, fail))
         if self._asked < len(self._takers):
             self.ask_stem()
@@ -202,6 +206,12 @@ class Zygote:
             written = file.read()[-_PROBLEM_BYTES_MAX:].decode("utf-8", "replace").strip()
         ended = "ended" if code is None else f"ended with code {code}"
         return f"{self.key.python}, which was to become a zygote, {ended}:\n{written or '(it wrote nothing)'}"
+
+
+def _hung_up(fd: int) -> bool:
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return any(events & (select.POLLHUP | select.POLLERR) for _, events in poll.poll(0))
 
 
 def stamp(file: str) -> Stamp:

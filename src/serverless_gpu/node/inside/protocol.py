@@ -7,6 +7,7 @@
     supervisor ─▶ stem {"op": "rank", "rank": n, "env": {…}} + stdout and stderr descriptors
                        {"op": "hold"} + lock descriptors              kept open until the stem ends
                        {"op": "go", "directory": …, "cwd": …, …}      start all ranks
+                       {"op": "release"}                              all have returned: ranks may exit
                        {"op": "signal", "signal": n} · {"op": "kill"}
     stem ─▶ supervisor {"event": "standby", "version": n, "pid": n, "cgroups": [path, …]}
                        {"event": "forked", "pids": {"0": n}}

@@ -50,6 +50,7 @@ class Place(NamedTuple):
     """Where a rank writes and how it is numbered.
 
     `gate` is a pipe that holds the others back until rank 0 has entered the function: rank 0 has its writing end.
+    `release` is a pipe that ends when every rank has returned.
     """
 
     directory: str
@@ -57,6 +58,7 @@ class Place(NamedTuple):
     world_size: int
     result_bytes_max: int | None
     gate: int | None = None
+    release: int | None = None
 
 
 def main(channel: Channel, events: Channel) -> int:
@@ -73,7 +75,7 @@ def main(channel: Channel, events: Channel) -> int:
     if received is None:
         return 0
     channel.close()
-    message, (stdout, stderr, gate) = protocol.decode(received[0]), received[1]
+    message, (stdout, stderr, gate, release) = protocol.decode(received[0]), received[1]
     _take_output(stdout, stderr)
     place = Place(
         directory=protocol.text(message, "directory"),
@@ -81,6 +83,7 @@ def main(channel: Channel, events: Channel) -> int:
         world_size=protocol.integer(message, "world_size"),
         result_bytes_max=protocol.integer(message, "result_bytes_max"),
         gate=gate,
+        release=release,
     )
     linux.set_name(f"sgpu-rank{place.rank}")
 
@@ -160,8 +163,17 @@ def _return(place: Place, value: object, report: Report) -> int:
         _fail(place, error, report, kind=kind, type=_type_name(value), repr=_safe_repr(value))
     else:
         report({"event": "returned", "size": size})
+        _wait_for_others(place)
         return 0
     return 1
+
+
+def _wait_for_others(place: Place) -> None:
+    """Stay until every rank has returned: rank 0 has the store, and peers may still be talking to this one."""
+    if place.release is None:
+        return
+    with contextlib.suppress(BaseException):  # a signal handler of the user's may raise here; the outcome stands
+        os.read(place.release, 1)
 
 
 def _fail(place: Place, error: BaseException, report: Report, **extra: object) -> int:
@@ -268,14 +280,16 @@ def _take_context(message: protocol.Message) -> None:
 
 
 def _reseed() -> None:
-    """Give this rank its own random numbers where a library keeps a generator seeded at import.
+    """Give this rank its own random numbers where a library keeps a generator that was seeded at import.
 
-    The standard library's `random` reseeds itself after a fork. torch's default generator starts from a constant in
-    every fresh process too, so a copy of it is what a fresh process would have.
+    The standard library's `random` reseeds itself after a fork. CUDA's generators do not exist yet.
     """
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         numpy_random.seed()
+    torch_random = sys.modules.get("torch.random")
+    if torch_random is not None:
+        torch_random.default_generator.seed()
 
 
 def _set_threads(count: int) -> None:

@@ -85,6 +85,7 @@ class _Stem:
         self.children: list[_Child] = []
         self.work: list[_Work] = []
         self.held: list[int] = []
+        self.release = -1
         self.wake_read, self.wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def serve(self, standby: int) -> None:
@@ -123,6 +124,8 @@ class _Stem:
                 self.held += fds
             case "go":
                 self._start_ranks(message)
+            case "release":
+                os.close(self.release)
             case "signal":
                 self._signal(protocol.integer(message, "signal"))
             case "kill":
@@ -136,16 +139,19 @@ class _Stem:
 
         Whoever connects to rank 0's store before it listens is refused and tries again only after half a second.
         """
+        while len(self.children) < len(self.work):
+            self.children.append(self._fork())  # before the pipes are made: only who is given an end may have it
         gate_read, gate_write = os.pipe2(os.O_CLOEXEC)
+        release_read, self.release = os.pipe2(os.O_CLOEXEC)
         pids: dict[str, int] = {}
         for number, work in enumerate(self.work):
-            child = self.children.pop() if self.children else self._fork()
+            child = self.children.pop()
             gate = gate_write if number == 0 else gate_read
-            child.channel.send(protocol.encode({**go, **work.message}), (*work.fds, gate))
+            child.channel.send(protocol.encode({**go, **work.message}), (*work.fds, gate, release_read))
             child.channel.close()
             self.ranks[child.pid] = protocol.integer(work.message, "rank")
             pids[str(self.ranks[child.pid])] = child.pid
-        for fd in (gate_read, gate_write, *(fd for work in self.work for fd in work.fds)):
+        for fd in (gate_read, gate_write, release_read, *(fd for work in self.work for fd in work.fds)):
             os.close(fd)
         for child in self.children:
             child.channel.close()  # not needed this time: it reads end of file and ends

@@ -62,7 +62,7 @@ def main(channel_fd: int, version: int, preload: list[str]) -> None:
     gc.collect()
     gc.freeze()  # copied pages stay shared: the collector will not write to these objects in a child
     threads = os.listdir("/proc/self/task")
-    if len(threads) != 1:
+    if len(threads) != 1 and preload:  # without preload this is the cold start itself: nothing better is to be had
         names = ", ".join(_thread_name(thread) for thread in threads)
         channel.send(protocol.encode({"event": "cold", "reason": f"preloading leaves threads behind ({names})"}))
         return

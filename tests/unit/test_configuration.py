@@ -1,0 +1,91 @@
+"""`config.toml`: own GPU types and prices, or a sentence that says what is wrong with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from serverless_gpu.errors import InvalidValue
+from serverless_gpu.model.hardware import GpuType, recognise
+from serverless_gpu.node.configuration import configured_types, read_configuration
+from serverless_gpu.node.home import Home
+
+GOOD = """
+[types.MYCARD]
+memory_gib = 48
+products = ["ACME Accelerator 48G"]
+
+[types.SMALL]
+memory_gib = 0.5
+aliases = ["TINY"]
+
+[prices]
+H100 = 2.99
+"""
+
+
+def home_with(path: Path, text: str) -> Home:
+    (path / "config.toml").write_text(text)
+    return Home(path)
+
+
+def test_without_a_file_nothing_is_configured(tmp_path: Path) -> None:
+    assert read_configuration(Home(tmp_path)) == {}
+    assert configured_types({}) == ()
+
+
+def test_types_and_prices(tmp_path: Path) -> None:
+    table = read_configuration(home_with(tmp_path, GOOD))
+    mine = GpuType(name="MYCARD", memory_bytes=48 * 2**30, products=("ACME Accelerator 48G",))
+    assert configured_types(table) == (mine, GpuType(name="SMALL", memory_bytes=2**29, aliases=("TINY",)))
+    assert table["prices"] == {"H100": 2.99}
+    assert recognise("ACME Accelerator 48G", 48 * 2**30, (mine,)) == "MYCARD"
+
+
+def test_what_is_not_toml(tmp_path: Path) -> None:
+    with pytest.raises(InvalidValue) as caught:
+        read_configuration(home_with(tmp_path, "types = ["))
+    assert str(caught.value).startswith(f"{tmp_path / 'config.toml'} cannot be read: ")
+
+
+def test_a_directory_in_its_place(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").mkdir()
+    with pytest.raises(InvalidValue, match="cannot be read"):
+        read_configuration(Home(tmp_path))
+
+
+def test_text_that_is_not_utf_8(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_bytes(b'[types]\nname = "\xff"\n')
+    with pytest.raises(InvalidValue, match="cannot be read"):
+        read_configuration(Home(tmp_path))
+
+
+def test_unknown_tables_are_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidValue) as caught:
+        read_configuration(home_with(tmp_path, "[price]\nH100 = 1\n[gpus]\n"))
+    assert str(caught.value) == (
+        f"{tmp_path / 'config.toml'} has unknown tables: gpus, price\nhint: known: types, prices"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[types.A]\n", "Object missing required field `memory_gib` - at `$[...]`"),
+        ("[types.A]\nmemory_gib = 'x'\n", "Expected `float`, got `str` - at `$[...].memory_gib`"),
+        ("[types.A]\nmemory_gib = 1\nspeed = 2\n", "Object contains unknown field `speed` - at `$[...]`"),
+        ("types = 5\n", "Expected `object`, got `int`"),
+    ],
+    ids=["memory missing", "memory is text", "unknown field", "no table"],
+)
+def test_a_type_that_is_described_wrongly(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(InvalidValue) as caught:
+        configured_types(read_configuration(home_with(tmp_path, text)))
+    assert str(caught.value) == f"config.toml, table types: {message}"
+
+
+@pytest.mark.parametrize("memory", ["-1", "nan", "inf"])
+def test_memory_that_cannot_be(tmp_path: Path, memory: str) -> None:
+    with pytest.raises(InvalidValue):
+        configured_types(read_configuration(home_with(tmp_path, f"[types.A]\nmemory_gib = {memory}\n")))

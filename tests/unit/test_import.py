@@ -1,0 +1,108 @@
+"""What importing the package costs: nothing heavy, in a fresh process; and every public name is there."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import serverless_gpu
+
+HEAVY = {
+    "IPython",
+    "accelerate",
+    "cloudpickle",
+    "fastapi",
+    "httpx",
+    "mlflow",
+    "msgspec",
+    "numpy",
+    "pandas",
+    "pydantic",
+    "pynvml",
+    "ray",
+    "requests",
+    "sqlalchemy",
+    "torch",
+    "uvicorn",
+}
+SOURCE = Path(serverless_gpu.__path__[0]).parent
+
+
+def loaded_by(code: str) -> set[str]:
+    """Return the top-level modules that a fresh process has loaded after `code`."""
+    program = f"{code}\nimport sys; print(sorted({{name.partition('.')[0] for name in sys.modules}}))"
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "SERVERLESS_GPU_PREWARM": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True, timeout=60
+    )
+    return set(ast.literal_eval(done.stdout))
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    loaded = loaded_by("import serverless_gpu")
+    assert loaded & HEAVY == set()
+    assert "serverless_gpu" in loaded
+
+
+def test_importing_the_package_loads_none_of_its_rooms() -> None:
+    code = (
+        "import sys, serverless_gpu; rooms = [n for n in sys.modules if n.startswith('serverless_gpu.')]; print(rooms)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert ast.literal_eval(done.stdout) == ["serverless_gpu.version"]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from serverless_gpu import distributed",
+        "from serverless_gpu import distributed\n@distributed(gpus=2, gpu_type='H100')\ndef f(): ...",
+        "from serverless_gpu.launcher import distributed",
+        "from serverless_gpu import Run, attach, Receipt, GPUType, DistributedFunction",
+    ],
+    ids=["distributed", "decorated", "launcher", "everything"],
+)
+def test_what_a_user_imports_loads_no_user_library(code: str) -> None:
+    assert loaded_by(code) & (HEAVY - {"msgspec"}) == set()
+
+
+@pytest.mark.parametrize("name", ["runtime", "errors", "compute"])
+def test_what_runs_inside_ranks_is_standard_library_only(name: str) -> None:
+    assert loaded_by(f"import serverless_gpu.{name}") & HEAVY == set()
+
+
+@pytest.mark.parametrize("name", serverless_gpu.__all__)
+def test_every_public_name_is_there(name: str) -> None:
+    assert getattr(serverless_gpu, name) is getattr(serverless_gpu, name)
+    assert name in dir(serverless_gpu)
+
+
+def test_public_names_are_sorted_and_few() -> None:
+    assert serverless_gpu.__all__ == sorted(serverless_gpu.__all__)
+    assert len(serverless_gpu.__all__) <= 12
+
+
+@pytest.mark.parametrize("room", ["compute", "errors", "launcher", "ray", "runtime", "testing"])
+def test_public_rooms_are_reached_as_attributes(room: str) -> None:
+    assert getattr(serverless_gpu, room).__name__ == f"serverless_gpu.{room}"
+
+
+@pytest.mark.parametrize("room", ["compute", "launcher", "ray", "runtime", "testing"])
+def test_the_names_of_a_public_room_are_there(room: str) -> None:
+    module = getattr(serverless_gpu, room)
+    assert [name for name in module.__all__ if not hasattr(module, name)] == []
+
+
+def test_a_name_that_does_not_exist() -> None:
+    with pytest.raises(AttributeError, match=r"^module 'serverless_gpu' has no attribute 'distribute'$"):
+        _ = serverless_gpu.distribute
+
+
+def test_the_version_is_a_string() -> None:
+    assert serverless_gpu.__version__.count(".") >= 1

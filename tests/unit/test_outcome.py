@@ -1,0 +1,325 @@
+"""How a run ended, as an exception: the class and the whole message for every reason."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from serverless_gpu.client.outcome import load_result, make_exception
+from serverless_gpu.errors import (
+    BudgetExhausted,
+    NodeLost,
+    OutOfMemory,
+    RankCrashed,
+    RemoteError,
+    ResultNotSerializable,
+    ResultTooLarge,
+    ResultUnavailableHere,
+    RunCancelled,
+    RunError,
+    RunTimedOut,
+)
+from serverless_gpu.model.attempt import MEANINGS, Failure, Reason, State
+from serverless_gpu.node.inside import failure, payload
+from serverless_gpu.node.protocol import Stopped
+
+RUN = "01run"
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    for name in ("logs", "results", "failures"):
+        (tmp_path / name).mkdir()
+    return tmp_path
+
+
+def stopped(
+    reason: Reason,
+    detail: str = "",
+    *,
+    rank: int | None = None,
+    cause: bool = True,
+    consequences: tuple[Failure, ...] = (),
+    log_tail: str = "",
+) -> Stopped:
+    return Stopped(
+        state=MEANINGS[reason].state,
+        reason=reason,
+        cause=Failure(rank=rank, reason=reason, at_ns=1, detail=detail) if cause else None,
+        consequences=consequences,
+        log_tail=log_tail,
+    )
+
+
+def write_record(directory: Path, rank: int, **fields: object) -> None:
+    (directory / "failures" / f"{rank}.json").write_text(json.dumps(fields))
+
+
+def write_raised(directory: Path, rank: int, error: BaseException) -> None:
+    pickled = failure.dump_exception(error, str(directory / "failures" / f"{rank}.pkl"))
+    write_record(directory, rank, **failure.describe(error), pickled=pickled)
+
+
+# --- endings that no exception of the user explains ------------------------------------------------------------------
+
+OWNED = "the process that owns the ranks died"
+ENDINGS: dict[str, tuple[Stopped, type[RunError], str]] = {
+    "F01 signal": (
+        stopped(Reason.RANK_SIGNAL, "ended by SIGSEGV", rank=3),
+        RankCrashed,
+        "rank 3 was ended by SIGSEGV",
+    ),
+    "signal without a word": (
+        stopped(Reason.RANK_SIGNAL, rank=3),
+        RankCrashed,
+        "rank 3: a rank was ended by a signal",
+    ),
+    "F07 no result": (
+        stopped(Reason.NO_RESULT, "exited with code 0", rank=0),
+        RankCrashed,
+        "rank 0 exited with code 0 before it returned a result",
+    ),
+    "F02 memory of the whole run": (
+        stopped(Reason.HOST_OOM, OWNED),
+        OutOfMemory,
+        "the ranks were ended because host memory ran out",
+    ),
+    "F73 time limit": (stopped(Reason.TIMEOUT, cause=False), RunTimedOut, "the run reached its time limit of 90 s"),
+    "cancelled": (stopped(Reason.CANCELLED, cause=False), RunCancelled, "the run was cancelled"),
+    "F71 budget": (stopped(Reason.BUDGET, cause=False), BudgetExhausted, "the run's budget is used up"),
+    "supervisor": (
+        stopped(Reason.SUPERVISOR_LOST, cause=False),
+        NodeLost,
+        "the process that looked after the run died",
+    ),
+    "F18 node": (stopped(Reason.NODE_LOST), NodeLost, "the node did not answer any more"),
+    "start": (
+        stopped(Reason.START_FAILED, "no interpreter"),
+        RunError,
+        "the ranks could not be started: no interpreter",
+    ),
+    "F13 rendezvous": (
+        stopped(Reason.RENDEZVOUS, "no rendezvous port could be reserved: 4711 (Address already in use)"),
+        RunError,
+        "no free rendezvous port was found: no rendezvous port could be reserved: 4711 (Address already in use)",
+    ),
+    "stem": (stopped(Reason.RUNTIME_LOST, "killed from outside"), NodeLost, f"{OWNED}: killed from outside"),
+}
+
+
+@pytest.mark.parametrize(("ending", "cls", "message"), ENDINGS.values(), ids=ENDINGS)
+def test_the_class_and_the_whole_message(directory: Path, ending: Stopped, cls: type[RunError], message: str) -> None:
+    error = make_exception(ending, directory, RUN, 90.0)
+    assert type(error) is cls
+    assert str(error) == f"{message}\nhint: logs: {directory / 'logs'}"
+    failed = ending.state is State.FAILED and ending.cause is not None
+    assert error.__dict__ == {
+        "message": message,
+        "hint": f"logs: {directory / 'logs'}",
+        "run_id": RUN,
+        "rank": ending.cause.rank if failed and ending.cause is not None else None,
+        "reason": ending.reason.value,
+        "log_tail": "",
+    }
+
+
+def test_a_time_limit_that_is_not_known_is_not_named(directory: Path) -> None:
+    error = make_exception(stopped(Reason.TIMEOUT, cause=False), directory, RUN, None)
+    assert isinstance(error, RunTimedOut) and error.message == "the run reached its time limit"
+
+
+def test_F02_a_rank_killed_for_memory_says_memory(directory: Path) -> None:
+    error = make_exception(stopped(Reason.HOST_OOM, "ended by SIGKILL", rank=1), directory, RUN, None)
+    assert isinstance(error, OutOfMemory)
+    assert (error.rank, "memory" in error.message, "rank 1" in error.message) == (1, True, True)
+
+
+def test_what_is_known_twice_is_said_once(directory: Path) -> None:
+    error = make_exception(stopped(Reason.RUNTIME_LOST, OWNED), directory, RUN, None)
+    assert isinstance(error, NodeLost)
+    assert error.message.count(OWNED) == 1
+
+
+@pytest.mark.parametrize("reason", [Reason.CANCELLED, Reason.BUDGET])
+def test_what_a_rank_said_after_a_stop_is_not_why_the_run_stopped(directory: Path, reason: Reason) -> None:
+    late = stopped(reason, "ConnectionError: peer closed", rank=1)
+    error = make_exception(late, directory, RUN, None)
+    assert isinstance(error, RunError)
+    assert (error.message, error.rank) == (MEANINGS[reason].sentence, None)
+
+
+# --- results that cannot travel --------------------------------------------------------------------------------------
+
+
+def test_F55_a_result_that_cannot_be_pickled(directory: Path) -> None:
+    write_record(
+        directory, 1, type="TypeError", message="cannot pickle lock", value_type="_thread.lock", value_repr="<lock>"
+    )
+    error = make_exception(stopped(Reason.RESULT_UNSERIALISABLE, "x", rank=1), directory, RUN, None)
+    assert isinstance(error, ResultNotSerializable)
+    assert error.message == (
+        "rank 1 finished, but its result of type _thread.lock cannot be pickled (TypeError: cannot pickle lock): <lock>"
+    )
+
+
+def test_F52_a_result_that_is_too_large(directory: Path) -> None:
+    write_record(directory, 1, size=17_200_000_000, limit=16_000_000_000)
+    error = make_exception(stopped(Reason.RESULT_TOO_LARGE, "x", rank=1), directory, RUN, None)
+    assert isinstance(error, ResultTooLarge)
+    assert error.message == (
+        "rank 1 finished, but its result of 17.2 GB is over the limit of 16.0 GB; write it to a file in the function "
+        "and return the path"
+    )
+
+
+def test_F28_a_result_that_could_not_be_written(directory: Path) -> None:
+    detail = "OSError: [Errno 28] No space left on device"
+    error = make_exception(stopped(Reason.RESULT_STORAGE, detail, rank=1), directory, RUN, None)
+    assert type(error) is RunError
+    assert error.message == f"rank 1 finished, but its result could not be written: {detail}"
+
+
+@pytest.mark.parametrize("reason", [Reason.RESULT_UNSERIALISABLE, Reason.RESULT_TOO_LARGE])
+@pytest.mark.parametrize("record", [None, "{", "[]"], ids=["none", "half", "list"])
+def test_F28_without_the_record_the_message_still_makes_sense(
+    directory: Path, reason: Reason, record: str | None
+) -> None:
+    """The disk of the rank was full: what its last event carried is all there is."""
+    if record is not None:
+        (directory / "failures" / "1.json").write_text(record)
+    error = make_exception(stopped(reason, "TypeError: cannot pickle lock", rank=1), directory, RUN, None)
+    assert isinstance(error, RunError)
+    assert "rank 1 finished, but its result" in error.message
+    assert "None" not in error.message and "0 B" not in error.message
+
+
+# --- what ranks raised ----------------------------------------------------------------------------------------------
+
+
+def test_F06_the_users_exception_is_raised_as_its_own_type(directory: Path) -> None:
+    write_raised(directory, 1, KeyError("lr"))
+    error = make_exception(stopped(Reason.RANK_RAISED, "KeyError: 'lr'", rank=1), directory, RUN, None)
+    assert (type(error), error.args) == (KeyError, ("lr",))
+    assert error.__notes__ == [
+        f"rank 1 on host {socket.gethostname()}, run {RUN}; log: {directory / 'logs' / '1.stderr'}"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("raised", "reason", "message"),
+    [
+        (SystemExit(3), Reason.SYSTEM_EXIT, "rank 0 called sys.exit before it returned a result: exit code 3"),
+        (KeyboardInterrupt(), Reason.RANK_INTERRUPTED, "rank 0 raised KeyboardInterrupt"),
+    ],
+    ids=["exit", "interrupt"],
+)
+def test_F07_what_would_end_the_caller_is_an_error_of_ours(
+    directory: Path, raised: BaseException, reason: Reason, message: str
+) -> None:
+    write_raised(directory, 0, raised)
+    error = make_exception(stopped(reason, "x", rank=0), directory, RUN, None)
+    assert type(error) is RunError
+    assert (error.message, error.rank, error.reason) == (message, 0, reason.value)
+
+
+def test_F28_an_exception_without_a_record_is_told_by_its_event(directory: Path) -> None:
+    error = make_exception(stopped(Reason.RANK_RAISED, "ValueError: no", rank=2), directory, RUN, None)
+    assert isinstance(error, RemoteError)
+    assert (error.message, error.rank, error.reason) == ("rank 2 raised ValueError: no", 2, "rank_raised")
+
+
+# --- consequences and evidence ---------------------------------------------------------------------------------------
+
+
+def peers(count: int) -> tuple[Failure, ...]:
+    return tuple(
+        Failure(rank=rank, reason=Reason.RANK_RAISED, at_ns=5, detail=f"RuntimeError: peer {rank}")
+        for rank in range(1, count + 1)
+    )
+
+
+def test_consequences_are_notes(directory: Path) -> None:
+    consequences = (
+        *peers(1),
+        Failure(rank=None, reason=Reason.RUNTIME_LOST, at_ns=6),
+        Failure(rank=2, reason=Reason.RANK_RAISED, at_ns=6, detail="x" * 1000),
+    )
+    error = make_exception(
+        stopped(Reason.RANK_SIGNAL, "ended by SIGSEGV", rank=0, consequences=consequences), directory, RUN, None
+    )
+    assert error.__notes__ == [
+        "consequence: rank 1: RuntimeError: peer 1",
+        f"consequence: the attempt: {OWNED}",
+        "consequence: " + ("rank 2: " + "x" * 1000)[:300],
+    ]
+
+
+def test_many_consequences_are_counted(directory: Path) -> None:
+    ending = stopped(Reason.RANK_SIGNAL, "ended by SIGSEGV", rank=0, consequences=peers(20))
+    notes = make_exception(ending, directory, RUN, None).__notes__
+    assert len(notes) == 9
+    assert notes[7:] == ["consequence: rank 8: RuntimeError: peer 8", "consequence: 12 more ranks failed"]
+
+
+def test_a_cancelled_run_has_no_consequences(directory: Path) -> None:
+    error = make_exception(stopped(Reason.CANCELLED, cause=False, consequences=peers(2)), directory, RUN, None)
+    assert not hasattr(error, "__notes__")
+
+
+def test_F01_the_stack_and_the_last_output_of_a_crashed_rank(directory: Path) -> None:
+    inside = os.path.dirname(os.path.abspath(failure.__file__))
+    (directory / "failures" / "0.stack").write_text(
+        "Fatal Python error: Segmentation fault\n\n"
+        "Current thread 0x1 (most recent call first):\n"
+        '  File "/home/me/train.py", line 7 in step\n'
+        f'  File "{inside}/rank.py", line 120 in execute\n'
+        '  File "<string>", line 6 in <module>\n'
+        "\nExtension modules: numpy, torch (total: 2)\n"
+    )
+    ending = stopped(Reason.RANK_SIGNAL, "ended by SIGSEGV", rank=0, log_tail="epoch 1\nepoch 2")
+    error = make_exception(ending, directory, RUN, None)
+    assert error.__notes__ == [
+        "Python stack of rank 0 when it was ended:\n"
+        "Fatal Python error: Segmentation fault\n\n"
+        "Current thread 0x1 (most recent call first):\n"
+        '  File "/home/me/train.py", line 7 in step',
+        "last output of rank 0:\nepoch 1\nepoch 2",
+    ]
+    assert isinstance(error, RankCrashed) and error.log_tail == "epoch 1\nepoch 2"
+
+
+# --- results ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_result_is_loaded(directory: Path) -> None:
+    payload.dump({"loss": 0.5}, str(directory / "results" / "2.pkl"))
+    assert load_result(directory, 2, RUN) == {"loss": 0.5}
+
+
+class Stubborn:
+    """Travels, and cannot be made again."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (int, ("not a number",))
+
+
+def test_F57_a_result_that_cannot_be_loaded_here_stays_where_it_is(directory: Path) -> None:
+    path = directory / "results" / "2.pkl"
+    payload.dump(Stubborn(), str(path))
+    with pytest.raises(ResultUnavailableHere) as caught:
+        load_result(directory, 2, RUN)
+    assert str(caught.value) == (
+        "rank 2 returned a value that this process cannot load: ValueError: invalid literal for int() with base 10: "
+        f"'not a number'\nhint: import what it needs and call results() again; the bytes are in {path}"
+    )
+    assert (caught.value.run_id, caught.value.rank, caught.value.reason) == (RUN, 2, "completed")
+    assert path.exists()
+
+
+def test_a_result_that_is_gone(directory: Path) -> None:
+    with pytest.raises(ResultUnavailableHere, match="rank 5 returned a value that this process cannot load"):
+        load_result(directory, 5, RUN)

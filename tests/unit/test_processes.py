@@ -1,0 +1,244 @@
+"""Cgroups and memory counters: on the real cgroup v2 where it can be written to, and on files that look like one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from serverless_gpu.node.processes import (
+    CgroupRoot,
+    MemoryWatch,
+    cgroup_empty,
+    find_cgroup_root,
+    kill_cgroup,
+    remove_cgroup,
+)
+
+# Detaches itself twice, says so, waits for ever: what only a cgroup ends.
+DAEMON = """
+import os, signal, sys
+open(sys.argv[1] + "/cgroup.procs", "w").write("0")
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        print(os.getpid(), flush=True)
+        signal.pause()
+    os._exit(0)
+os.wait()
+"""
+
+
+@pytest.fixture
+def real() -> Iterator[CgroupRoot]:
+    name = f"serverless_gpu-test-{os.getpid()}"
+    root = find_cgroup_root(name, {"SERVERLESS_GPU_TASKS_MAX": "200"})
+    try:
+        if root.path is None:
+            pytest.skip(f"no cgroup v2 to write to: {root.problem}")
+        yield root
+    finally:
+        for directory in {*Path("/sys/fs/cgroup").glob(f"*/{name}"), *([] if root.path is None else [root.path])}:
+            assert remove_cgroup(directory)
+
+
+@pytest.fixture
+def cgroup(real: CgroupRoot) -> Iterator[Path]:
+    path = real.make()[0]
+    yield path
+    kill_cgroup(path)
+
+
+# --- the real thing --------------------------------------------------------------------------------------------------
+
+
+def test_F10_whatever_detached_itself_ends_with_its_cgroup(cgroup: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", DAEMON, str(cgroup)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    daemon = os.pidfd_open(int(process.stdout.readline()))
+    process.wait()
+    assert not cgroup_empty(cgroup)
+    assert not remove_cgroup(cgroup)
+    kill_cgroup(cgroup)
+    assert select.select([daemon], [], [], 10)[0]
+    wait_until_empty(cgroup)
+    os.close(daemon)
+    process.stdout.close()
+    assert remove_cgroup(cgroup)
+
+
+def wait_until_empty(cgroup: Path) -> None:
+    """The kernel announces a change of cgroup.events; a process that ended is gone from it only a moment later."""
+    with (cgroup / "cgroup.events").open() as events:
+        poll = select.poll()
+        poll.register(events, select.POLLPRI)
+        for _ in range(100):
+            if cgroup_empty(cgroup):
+                return
+            poll.poll(100)
+            events.read()
+    raise AssertionError("the cgroup did not become empty")
+
+
+def test_cgroups_are_numbered_and_swept_when_empty(real: CgroupRoot) -> None:
+    assert real.path is not None
+    made = [*real.make(), *real.make()]
+    numbered = [real.path / f"{os.getpid()}-{number}" for number in (1, 2)]
+    assert [path for path in made if path.parent == real.path] == numbered
+    assert cgroup_empty(numbered[0])
+    real.sweep()
+    assert [path for path in made if path.exists()] == []
+
+
+def test_F12_processes_are_bounded_where_there_is_a_pids_controller(real: CgroupRoot) -> None:
+    limits = [path / "pids.max" for path in real.make() if (path / "pids.max").exists()]
+    if not limits:
+        pytest.skip("no pids controller to write to")
+    assert [limit.read_text() for limit in limits] == ["200\n"]
+
+
+def test_a_cgroup_that_is_gone_is_empty_and_has_nothing_to_kill(real: CgroupRoot) -> None:
+    assert real.path is not None
+    gone = real.path / "gone"
+    kill_cgroup(gone)
+    assert cgroup_empty(gone)
+    assert remove_cgroup(gone)
+
+
+def test_a_watch_on_a_real_cgroup_without_a_limit(cgroup: Path) -> None:
+    watch = MemoryWatch(cgroup, os.getpid(), None)
+    assert (watch.out_of_memory(), watch.note) == (False, "")
+    watch.close()
+
+
+def test_F02_a_limit_is_enforced_or_the_user_is_told() -> None:
+    """On whatever memory controller this machine has; the process that grows is one of ours."""
+    process = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read(); bytearray(2**28)"], stdin=-1)
+    watch = MemoryWatch(None, process.pid, 64 << 20)
+    process.communicate()
+    if watch.note:
+        assert watch.note == "memory= is not enforced: no memory controller can be written to on this machine"
+        assert process.returncode == 0
+        pytest.skip(watch.note)
+    assert process.returncode == -signal.SIGKILL
+    assert watch.out_of_memory()
+    peak = watch.peak_bytes()
+    assert peak is not None and 0 < peak <= 64 << 20
+    watch.close()
+
+
+# --- where there is none ---------------------------------------------------------------------------------------------
+
+
+def test_without_cgroups_none_is_made() -> None:
+    root = CgroupRoot(None, problem="why")
+    assert root.make() == ()
+    root.sweep()
+
+
+def test_a_place_that_cannot_be_written_to_makes_none(tmp_path: Path) -> None:
+    root = CgroupRoot(tmp_path / "gone", tmp_path / "gone, too")
+    assert root.make() == ()
+    root.sweep()
+
+
+def test_of_two_places_one_may_fail(tmp_path: Path) -> None:
+    (tmp_path / "v2").mkdir()
+    assert CgroupRoot(tmp_path / "v2", tmp_path / "gone").make() == (tmp_path / "v2" / f"{os.getpid()}-1",)
+
+
+def test_cgroups_can_be_switched_off() -> None:
+    root = find_cgroup_root("any", {"SERVERLESS_GPU_CGROUPS": "0"})
+    assert (root.path, root.problem) == (None, "switched off by SERVERLESS_GPU_CGROUPS=0")
+
+
+def test_a_name_that_cannot_be_a_directory_is_a_problem_in_words() -> None:
+    root = find_cgroup_root("no/such/parent/at/all", {})
+    assert (root.path, root.problem) == (None, "no cgroup v2 directory is ours to write")
+
+
+# --- files that look like a cgroup -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "empty"),
+    [("populated 0\nfrozen 0\n", True), ("populated 1\nfrozen 0\n", False), ("", False)],
+    ids=["empty", "F09 populated", "unknown is not empty"],
+)
+def test_F09_empty_is_what_the_kernel_says(tmp_path: Path, text: str, empty: bool) -> None:
+    (tmp_path / "cgroup.events").write_text(text)
+    assert cgroup_empty(tmp_path) is empty
+
+
+def test_a_kill_is_one_write(tmp_path: Path) -> None:
+    (tmp_path / "cgroup.kill").touch()
+    kill_cgroup(tmp_path)
+    assert (tmp_path / "cgroup.kill").read_text() == "1"
+
+
+def test_groups_below_are_removed_first(tmp_path: Path) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    assert remove_cgroup(tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_group_in_use_stays(tmp_path: Path) -> None:
+    (tmp_path / "cgroup.procs").touch()  # a real cgroup's files vanish with it; this one refuses as a busy one does
+    assert not remove_cgroup(tmp_path)
+
+
+def v2(path: Path, **files: str) -> Path:
+    for name, text in {"memory.max": "max\n", "memory.oom.group": "0\n", **files}.items():
+        (path / name.replace("_", ".", 1) if name.startswith("memory_") else path / name).write_text(text)
+    return path
+
+
+def test_a_limit_goes_to_the_v2_controller_and_a_breach_ends_the_whole_group(tmp_path: Path) -> None:
+    watch = MemoryWatch(v2(tmp_path), 1, 1 << 30)
+    assert ((tmp_path / "memory.max").read_text(), (tmp_path / "memory.oom.group").read_text()) == ("1073741824", "1")
+    assert watch.note == ""
+
+
+def test_without_a_limit_nothing_is_written(tmp_path: Path) -> None:
+    MemoryWatch(v2(tmp_path), 1, None)
+    assert (tmp_path / "memory.max").read_text() == "max\n"
+
+
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        ("low 0\nhigh 3\nmax 7\noom 2\noom_kill 0\noom_group_kill 0\n", False),
+        ("low 0\nhigh 0\nmax 7\noom 1\noom_kill 1\n", True),
+        ("oom_kill nonsense\n", False),
+        ("", False),
+    ],
+)
+def test_F02_memory_is_the_reason_only_when_the_kernel_counted_a_kill(
+    tmp_path: Path, events: str, expected: bool
+) -> None:
+    watch = MemoryWatch(v2(tmp_path, memory_events=events), 1, None)
+    assert watch.out_of_memory() is expected
+
+
+@pytest.mark.parametrize(("text", "peak"), [("123456\n", 123456), ("max\n", None), (None, None)])
+def test_the_peak_is_known_where_the_controller_knows_it(tmp_path: Path, text: str | None, peak: int | None) -> None:
+    watch = MemoryWatch(v2(tmp_path), 1, None)
+    if text is not None:
+        (tmp_path / "memory.peak").write_text(text)
+    assert watch.peak_bytes() == peak
+
+
+def test_F02_without_a_controller_only_kills_since_the_start_count(tmp_path: Path) -> None:
+    watch = MemoryWatch(tmp_path, 1, None)  # a cgroup without the memory controller
+    assert (watch.peak_bytes(), watch.note) == (None, "")
+    with contextlib.suppress(AssertionError):  # somebody else's process may be killed for memory at this very moment
+        assert watch.out_of_memory() is False
+    watch.close()

@@ -1,0 +1,148 @@
+"""Watchers: a slow one costs only its own output, one that is gone costs nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from serverless_gpu.model.attempt import Reason, State
+from serverless_gpu.node import protocol
+from serverless_gpu.node.inside.channel import Channel, pair
+from serverless_gpu.node.watchers import Watcher
+
+QUEUED_OUTPUT_MAX = 512
+STOPPED = protocol.Stopped(state=State.SUCCEEDED, reason=Reason.COMPLETED, cause=None, consequences=())
+
+
+def output(number: int, size: int = 10) -> protocol.Output:
+    return protocol.Output(rank=0, stream="stdout", text=f"{number}:" + "x" * size)
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Watcher, Channel]]:
+    ours, theirs = pair()
+    theirs.sock.setblocking(False)
+    yield Watcher(ours), theirs
+    ours.close()
+    theirs.close()
+
+
+def read_all(channel: Channel) -> list[protocol.Any]:
+    read: list[protocol.Any] = []
+    while True:
+        try:
+            received = protocol.receive(channel)
+        except BlockingIOError:
+            return read
+        if received is None:
+            return read
+        read.append(received[0])
+
+
+def fill(watcher: Watcher) -> int:
+    """Talk until the peer takes no more; return how many messages were sent or queued."""
+    count = 0
+    while not watcher.waiting:
+        watcher.say(output(count, 40_000))
+        count += 1
+    return count
+
+
+def test_what_is_said_arrives_in_order(ends: tuple[Watcher, Channel]) -> None:
+    watcher, peer = ends
+    said: list[protocol.Message] = [protocol.Accepted(pid=7), output(1), STOPPED]
+    for message in said:
+        watcher.say(message)
+    assert read_all(peer) == said
+    assert (watcher.waiting, watcher.gone, watcher.dropped) == (False, False, 0)
+
+
+def test_who_does_not_read_is_waited_for_without_blocking(ends: tuple[Watcher, Channel]) -> None:
+    watcher, peer = ends
+    count = fill(watcher)
+    read = read_all(peer)
+    assert watcher.waiting
+    watcher.flush()
+    assert not watcher.waiting
+    assert [*read, *read_all(peer)] == [output(number, 40_000) for number in range(count)]
+
+
+def test_F49_output_is_dropped_first_and_everything_else_is_kept(ends: tuple[Watcher, Channel]) -> None:
+    watcher, peer = ends
+    count = fill(watcher)  # one of them is queued
+    for number in range(QUEUED_OUTPUT_MAX + 9):
+        watcher.say(output(count + number))
+    watcher.say(STOPPED)
+    assert (watcher.dropped, watcher.gone) == (10, False)
+    read: list[protocol.Any] = []
+    while watcher.waiting:
+        read += read_all(peer)
+        watcher.flush()
+    read += read_all(peer)
+    kept = [output(count + number) for number in range(QUEUED_OUTPUT_MAX - 1)]
+    assert read == [*(output(number, 40_000) for number in range(count)), *kept, STOPPED]
+
+
+def test_a_peer_that_is_gone_is_forgotten_with_what_it_was_to_hear(ends: tuple[Watcher, Channel]) -> None:
+    watcher, peer = ends
+    fill(watcher)
+    peer.close()
+    watcher.flush()
+    assert (watcher.gone, watcher.waiting) == (True, False)
+    watcher.flush()
+    assert watcher.gone
+
+
+def test_last_words_are_waited_for_but_not_for_ever(ends: tuple[Watcher, Channel]) -> None:
+    watcher, peer = ends
+    fill(watcher)
+    watcher.say(STOPPED)
+    watcher.drain(0.01)
+    assert watcher.gone
+    assert STOPPED not in read_all(peer)
+
+
+def test_last_words_reach_a_peer_that_reads(ends: tuple[Watcher, Channel]) -> None:
+    watcher, peer = ends
+    watcher.say(output(1))
+    watcher.drain(1.0)
+    assert read_all(peer) == [output(1)]
+
+
+# --- what watchers say -----------------------------------------------------------------------------------------------
+
+
+def test_what_a_watcher_says_is_passed_on(ends: tuple[Watcher, Channel]) -> None:
+    watcher, peer = ends
+    heard: list[protocol.Any] = []
+    assert watcher.hear(heard.append)
+    protocol.send(peer, protocol.Cancel())
+    protocol.send(peer, protocol.Cancel())
+    assert [watcher.hear(heard.append) for _ in range(3)] == [True, True, True]
+    assert heard == [protocol.Cancel(), protocol.Cancel()]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"hello", b"{}", b'{"type":"invented"}', b'{"type":"waiting"}', b"\xff\xfe", b"[1]"],
+    ids=repr,
+)
+def test_nonsense_ends_the_conversation_and_nothing_else(ends: tuple[Watcher, Channel], body: bytes) -> None:
+    watcher, peer = ends
+    peer.send(body)
+    heard: list[protocol.Any] = []
+    assert not watcher.hear(heard.append)
+    assert heard == []
+
+
+def test_a_packet_that_is_no_message_ends_the_conversation_and_nothing_else(ends: tuple[Watcher, Channel]) -> None:
+    watcher, peer = ends
+    peer.sock.send(b"?")
+    assert not watcher.hear(lambda _: None)
+
+
+def test_a_closed_watcher_is_heard_as_gone(ends: tuple[Watcher, Channel]) -> None:
+    watcher, peer = ends
+    peer.close()
+    assert not watcher.hear(lambda _: None)
