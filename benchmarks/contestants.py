@@ -3,8 +3,8 @@
 Every contestant lives in a process of its own, so that none inherits the threads, allocations or imports of another.
 One line of JSON goes in, one comes out, on descriptors of their own: what libraries print goes to the log.
 
-Failure cases: a contestant cannot start (a package is missing), raises, or takes too long: its row says so and goes on
-without it.
+Failure cases: a contestant cannot start (a package is missing), raises, or takes too long: its row says so, and goes on
+without it after the third time.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-ROUND_S_MAX = 180.0
+ROUND_S_MAX = 60.0
+FAILURES_MAX = 3
 PAUSE_S = 0.5
 """Between two rounds: a supervisor and ranks stand by again, and nobody pays for another's tidying up."""
 
@@ -45,7 +47,8 @@ class Contestant:
     def __init__(self, name: str, directory: Path, home: Path) -> None:
         self.name = name
         self.samples: list[Sample] = []
-        self.problem = ""
+        self.failures: list[str] = []
+        self.notes: list[str] = []
         request_read, self._requests = os.pipe()
         self._replies, reply_write = os.pipe()
         self._log = directory / f"{name}.log"
@@ -74,6 +77,7 @@ class Contestant:
         except BrokenPipeError:
             raise ContestantFailed(self._last_words()) from None
         if not select.select([self._lines], [], [], ROUND_S_MAX)[0]:
+            os.killpg(self._process.pid, signal.SIGKILL)
             raise ContestantFailed(f"no round within {ROUND_S_MAX:.0f} s")
         line = self._lines.readline()
         if not line:
@@ -81,7 +85,20 @@ class Contestant:
         reply = json.loads(line)
         if "error" in reply:
             raise ContestantFailed(str(reply["error"]))
+        if "note" in reply:
+            self.notes.append(str(reply.pop("note")))
         return {str(key): float(value) for key, value in reply.items()}
+
+    @property
+    def out(self) -> bool:
+        """Return whether it failed too often to go on."""
+        return len(self.failures) >= FAILURES_MAX
+
+    def problems(self) -> tuple[str, ...]:
+        """Return what a reader must know about its rounds, each sentence once with its count."""
+        told = [f"{self.name} failed: {failure}" for failure in self.failures]
+        told += [f"{self.name}: {note}" for note in self.notes]
+        return tuple(f"{count} × {text}" for text, count in Counter(told).items())
 
     def close(self) -> None:
         """End the process and what it started in its session."""
@@ -116,15 +133,17 @@ def interleave(
     """
     for number in range(-1, rounds):
         for contestant in contestants:
-            if contestant.problem or (contestant.name in slow and number > 0 and number % 3):
+            if contestant.out or (contestant.name in slow and number > 0 and number % 3):
                 continue
             try:
                 sample = contestant.round()
             except ContestantFailed as failure:
-                contestant.problem = f"{contestant.name} failed: {failure}"
+                contestant.failures.append(str(failure))
                 continue
             if number >= 0:
                 contestant.samples.append(sample)
+            else:
+                contestant.notes.clear()
             time.sleep(pause_s)
 
 

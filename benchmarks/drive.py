@@ -24,7 +24,7 @@ def main(name: str, requests: int, replies: int) -> None:
     os.set_inheritable(requests, False)
     os.set_inheritable(replies, False)
     module, _, function_name = name.partition(".")
-    function: Callable[..., dict[str, float]] = getattr(importlib.import_module(f"benchmarks.{module}"), function_name)
+    function: Callable[..., dict[str, object]] = getattr(importlib.import_module(f"benchmarks.{module}"), function_name)
     with os.fdopen(requests, encoding="utf-8") as lines:
         for line in lines:
             directory = tempfile.mkdtemp(prefix="round-", dir=os.environ["SERVERLESS_GPU_HOME"])

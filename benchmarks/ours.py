@@ -27,14 +27,17 @@ _die_beside_collective = _two(ranks.die_beside_collective)
 _fake_nap = distributed(gpus=RANKS, gpu_type="H100", quiet=True)(ranks.nap)
 
 
-def warm(directory: str) -> dict[str, float]:
+def warm(directory: str) -> dict[str, object]:
     """Call with everything standing by; until every rank is in the process group."""
     called_ns = now_ns()
-    _join.distributed(directory)
-    return _since(called_ns, directory, "ready", returned_ns=now_ns())
+    run = _join.submit(directory)
+    run.follow()  # the two halves of `.distributed()`; the handle tells whether the start was warm
+    times = _since(called_ns, directory, "ready", returned_ns=now_ns())
+    receipt = run.receipt()
+    return times if receipt.warm else {**times, "note": f"started cold: {receipt.warm_reason}"}
 
 
-def cold(directory: str) -> dict[str, float]:
+def cold(directory: str) -> dict[str, object]:
     """Call with no agent and no zygote; until every rank is in the first line of the function."""
     stop_agent(_home())
     called_ns = now_ns()
@@ -42,17 +45,17 @@ def cold(directory: str) -> dict[str, float]:
     return _since(called_ns, directory, "enter", returned_ns=now_ns())
 
 
-def killed_beside_sleeper(directory: str) -> dict[str, float]:
+def killed_beside_sleeper(directory: str) -> dict[str, object]:
     """Rank 1 is killed while rank 0 sleeps; until the caller has the exception."""
     return _killed(_die_beside_sleeper.submit(directory), directory)
 
 
-def killed_beside_collective(directory: str) -> dict[str, float]:
+def killed_beside_collective(directory: str) -> dict[str, object]:
     """Rank 1 is killed while rank 0 waits for it in a collective; until the caller has the exception."""
     return _killed(_die_beside_collective.submit(directory), directory)
 
 
-def cancel(directory: str) -> dict[str, float]:
+def cancel(directory: str) -> dict[str, object]:
     """Cancel while both ranks sleep; until the receipt says that the (declared) GPUs are verified free."""
     os.environ["SERVERLESS_GPU_FAKE"] = f"H100:{RANKS}"
     run = _fake_nap.submit(directory)
@@ -68,9 +71,8 @@ def cancel(directory: str) -> dict[str, float]:
     return {"ms": took_ns / 1e6}
 
 
-def tensor(directory: str) -> dict[str, float]:
+def tensor(directory: str) -> dict[str, object]:
     """Return a tensor of 1 GB; from when the rank has it until the caller has it, and has read it once."""
-    called_ns = now_ns()
     (value,) = _make_tensor.distributed(directory, GIGABYTE)
     got_ns = now_ns()
     ranks.read(value)
@@ -83,11 +85,10 @@ def tensor(directory: str) -> dict[str, float]:
     return {
         "ms": (got_ns - made_ns) / 1e6,
         "read_ms": (read_ns - made_ns) / 1e6,
-        "call_ms": (read_ns - called_ns) / 1e6,
     }
 
 
-def payload_tensor(directory: str) -> dict[str, float]:
+def payload_tensor(directory: str) -> dict[str, object]:
     """Write a tensor of 1 GB to a file and load it, in one process."""
     value = ranks.make_tensor(directory, GIGABYTE)
     path = os.path.join(directory, "value.pkl")
@@ -102,7 +103,7 @@ def payload_tensor(directory: str) -> dict[str, float]:
     return {"ms": (got_ns - started_ns) / 1e6, "read_ms": (read_ns - started_ns) / 1e6}
 
 
-def _killed(run: Run[None], directory: str) -> dict[str, float]:
+def _killed(run: Run[None], directory: str) -> dict[str, object]:
     try:
         run.results()
     except RankCrashed as error:
@@ -115,7 +116,7 @@ def _killed(run: Run[None], directory: str) -> dict[str, float]:
     return {"ms": (caught_ns - killed_ns) / 1e6}
 
 
-def _since(called_ns: int, directory: str, event: str, *, returned_ns: int) -> dict[str, float]:
+def _since(called_ns: int, directory: str, event: str, *, returned_ns: int) -> dict[str, object]:
     times = {
         "ms": max(stamps(directory, event, RANKS)),
         "enter_ms": max(stamps(directory, "enter", RANKS)),

@@ -9,6 +9,7 @@ round's directory after it has taken it, so that every contestant pays the same 
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import sys
 import time
@@ -59,10 +60,14 @@ def first_line(directory: str) -> None:
 
 
 def join(directory: str) -> None:
-    """Join the process group and say so."""
+    """Join the process group and say so.
+
+    The barrier comes after the clock: a rank 0 that ends while another rank still talks to its store resets it.
+    """
     stamp(directory, "enter", _rank())
     dist.init_process_group("gloo")
     stamp(directory, "ready", _rank())
+    dist.barrier()
 
 
 def joined(directory: str) -> None:
@@ -101,6 +106,18 @@ def make_tensor(directory: str, size: int) -> torch.Tensor:
     return tensor
 
 
+def pickle_tensor(directory: str) -> None:
+    """Make a tensor of 1 GB and pickle it to a file."""
+    pickle_to(os.path.join(directory, "value.pkl"), make_tensor(directory, GIGABYTE))
+    stamp(directory, "pickled", 0)
+
+
+def pickle_to(path: str, value: object) -> None:
+    """Write a value as pickle does it best."""
+    with open(path, "wb") as file:
+        pickle.dump(value, file, protocol=pickle.HIGHEST_PROTOCOL)
+
+
 def read(value: torch.Tensor) -> None:
     """Read every byte of a tensor once."""
     if float(value.sum()) <= 0:
@@ -118,7 +135,8 @@ def _rank() -> int:
 
 
 ACTIONS = {
-    function.__name__: function for function in (first_line, join, nap, die_beside_sleeper, die_beside_collective)
+    function.__name__: function
+    for function in (first_line, join, nap, die_beside_sleeper, die_beside_collective, pickle_tensor)
 }
 
 if __name__ == "__main__":

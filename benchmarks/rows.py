@@ -34,7 +34,6 @@ class Stage:
     def __init__(self, names: Sequence[str], labels: Sequence[str]) -> None:
         self._names = names
         self._labels = labels
-        # A short path: the machine's temporary directory may be anywhere, sockets are elsewhere in any case.
         self._directory = Path(tempfile.mkdtemp(prefix="sgpu-bench-"))
         self._contestants: list[Contestant] = []
 
@@ -61,7 +60,7 @@ class Stage:
         """
         contestant = self._contestants[index]
         if not contestant.samples:
-            raise ContestantFailed(contestant.problem or f"{contestant.name}: no rounds")
+            raise ContestantFailed("; ".join(contestant.problems()) or f"{contestant.name}: no rounds")
         return Timing(label, tuple(sample[key] for sample in contestant.samples))
 
     def against(self) -> tuple[Timing, ...]:
@@ -70,7 +69,7 @@ class Stage:
         return tuple(self.timing(index, label) for index, label in numbered if self._contestants[index].samples)
 
     def problems(self) -> tuple[str, ...]:
-        return tuple(contestant.problem for contestant in self._contestants if contestant.problem)
+        return tuple(problem for contestant in self._contestants for problem in contestant.problems())
 
 
 def warm(quick: bool) -> Row:

@@ -12,9 +12,10 @@ hello.distributed()    # ['rank 0 of 2', 'rank 1 of 2']
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
 
 from serverless_gpu.version import __version__ as __version__
+
+TYPE_CHECKING = False  # type checkers know this name; importing `typing` would be most of what this import costs
 
 if TYPE_CHECKING:
     from serverless_gpu.client.decorator import DistributedFunction as DistributedFunction

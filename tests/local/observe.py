@@ -41,14 +41,18 @@ class Process:
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self._fd = os.pidfd_open(pid)
+        try:
+            self._fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._fd = -1
 
     def __del__(self) -> None:
-        os.close(self._fd)
+        if self._fd >= 0:
+            os.close(self._fd)
 
     def alive(self) -> bool:
         """Return whether it still runs (a zombie does not)."""
-        return not select.select([self._fd], [], [], 0)[0]
+        return self._fd >= 0 and not select.select([self._fd], [], [], 0)[0]
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal."""
@@ -61,7 +65,8 @@ class Process:
 
     def wait_gone(self, limit_s: float = LIMIT_S) -> None:
         """Wait until it is gone."""
-        assert select.select([self._fd], [], [], limit_s)[0], f"pid {self.pid} is still there after {limit_s:g} s"
+        if self._fd >= 0:
+            assert select.select([self._fd], [], [], limit_s)[0], f"pid {self.pid} is still there after {limit_s:g} s"
 
 
 def announced(where: Path, name: str) -> tuple[Process, int]:

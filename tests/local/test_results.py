@@ -244,10 +244,11 @@ def test_several_runs_at_once_from_threads() -> None:
         return value * value + rank
 
     found: dict[int, list[int]] = {}
-    threads = [
-        threading.Thread(target=lambda n=n: found.update({n: square.distributed(n)}))  # type: ignore[misc]  # mypy does not type a lambda's default
-        for n in range(6)
-    ]
+
+    def call(value: int) -> None:
+        found[value] = square.distributed(value)
+
+    threads = [threading.Thread(target=call, args=(n,)) for n in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -324,23 +325,26 @@ def test_ranks_take_on_what_the_caller_is_at_the_moment_of_the_call(
         found = context.distributed()
     finally:
         os.umask(mask)
-    assert found == [
-        {
-            "cwd": str(tmp_path),
-            "umask": 0o027,
-            "argv": ["train.py", "--lr", "1e-3"],
-            "path": sys.path,
-            "set": "käse\n\udcff",
-            "unset": False,
-        }
-    ] * 2
+    assert (
+        found
+        == [
+            {
+                "cwd": str(tmp_path),
+                "umask": 0o027,
+                "argv": ["train.py", "--lr", "1e-3"],
+                "path": sys.path,
+                "set": "käse\n\udcff",
+                "unset": False,
+            }
+        ]
+        * 2
+    )
 
 
 def test_the_variables_every_rank_has() -> None:
-    names = (
-        "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE NODE_RANK GROUP_RANK NUM_NODES MASTER_ADDR MASTER_PORT "
-        "TORCHELASTIC_RUN_ID SGPU_RUN_ID SGPU_FENCE SGPU_GPU_UUIDS PYTHONUNBUFFERED CUDA_VISIBLE_DEVICES"
-    ).split()
+    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "NUM_NODES"]
+    names += ["MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SGPU_RUN_ID", "SGPU_FENCE", "SGPU_GPU_UUIDS"]
+    names += ["PYTHONUNBUFFERED", "CUDA_VISIBLE_DEVICES"]
 
     @distributed(gpus=2, quiet=True)
     def variables() -> dict[str, str]:

@@ -235,7 +235,9 @@ class Supervisor:
     def _stem_ended(self) -> None:
         assert self._gang is not None
         self._unwatch(self._gang.stem_pidfd)
-        if self._kill_ns is None:
+        if self._kill_ns is not None:
+            self._look_for_empty()
+        else:
             detail = "the process that owns the ranks died"
             self._apply(StemLost(detail=detail, out_of_memory=self._gang.out_of_memory()))
 

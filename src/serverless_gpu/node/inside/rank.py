@@ -22,7 +22,6 @@ import faulthandler
 import io
 import json
 import os
-import select
 import signal
 import sys
 import threading
@@ -33,12 +32,12 @@ from typing import NamedTuple
 from . import blas, linux, protocol
 from .call import Call, fill_rank, load_call
 from .channel import Channel
+from .entry import pass_gate
 from .failure import describe, dump_exception
 from .payload import PayloadTooLarge, dump, dumps, loads
 
 Report = Callable[[protocol.Message], None]
 
-_HEAD_START_NS = 3_000_000
 _SPARE = 4
 _spare: list[int] = []
 _REPR_CHARACTERS_MAX = 10_000
@@ -109,7 +108,7 @@ def execute(place: Place, report: Report) -> int:
         call = load_call(os.path.join(place.directory, "call.pkl"))
         _fill_main(call)
         kwargs = fill_rank(call.function, call.args, call.kwargs, place.rank, place.world_size)
-        _pass_gate(place)
+        pass_gate(place.gate, place.rank, place.world_size)
         report({"event": "enter"})
         value = call.function(*call.args, **kwargs)
     except BaseException as error:  # noqa: BLE001 - the boundary to user code: whatever it raises is its outcome
@@ -135,20 +134,6 @@ def _leave_if_forked(process: int) -> None:
     """End a child that user code forked and let run on: the outcome is its parent's to tell."""
     if os.getpid() != process:
         os._exit(0)
-
-
-def _pass_gate(place: Place) -> None:
-    """Let rank 0 enter the function a little before the others: its store must listen when they connect to it."""
-    if place.gate is None:
-        return
-    if place.rank == 0:
-        os.write(place.gate, protocol.now_ns().to_bytes(8, "big") * (place.world_size - 1))
-    else:
-        entered = os.read(place.gate, 8)  # empty when rank 0 is gone: then there is nothing to wait for
-        late_ns = int.from_bytes(entered, "big") + _HEAD_START_NS - protocol.now_ns()
-        if late_ns > 0:
-            select.select([], [], [], late_ns / 1e9)
-    os.close(place.gate)
 
 
 def _return(place: Place, value: object, report: Report) -> int:

@@ -52,6 +52,7 @@ def main(channel_fd: int, version: int, preload: list[str]) -> None:
     channel.sock.set_inheritable(False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     linux.set_name("sgpu-zygote")
+    gc.disable()  # importing torch makes a million objects and no garbage; looking for it is 15 %
     problem = _preload(preload)
     if problem:
         channel.send(protocol.encode({"event": "cold", "reason": problem}))
@@ -59,7 +60,7 @@ def main(channel_fd: int, version: int, preload: list[str]) -> None:
     blas.find()
     _trial_fork()
     _disarm_finalizers()
-    gc.collect()
+    gc.enable()
     gc.freeze()  # copied pages stay shared: the collector will not write to these objects in a child
     threads = os.listdir("/proc/self/task")
     if len(threads) != 1 and preload:  # without preload this is the cold start itself: nothing better is to be had

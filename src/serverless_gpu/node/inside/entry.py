@@ -1,0 +1,57 @@
+"""Who enters the function first: rank 0, and the others when its store can be reached.
+
+`init_process_group` has rank 0 listen on MASTER_PORT and the others connect to it. Who connects too early is refused,
+and torch tries again only after about half a second: a launch of 30 ms becomes one of 500, for one call in fifty. So
+the others wait at a pipe until rank 0 has entered, and then until somebody listens on the port, 20 ms at most.
+
+Whether somebody listens is asked without connecting, which would disturb the store: a port that is merely bound, as the
+supervisor keeps it, can be bound again with SO_REUSEADDR; one that listens cannot.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import sys
+
+from . import protocol
+
+_WAIT_NS = 20_000_000
+_LOOK_S = 0.0005
+
+
+def pass_gate(gate: int | None, rank: int, world_size: int) -> None:
+    """Return when this rank may enter the function.
+
+    Args:
+        gate: the pipe; rank 0 has its writing end, the others the reading end. None where there is nothing to wait for.
+        rank: global rank.
+        world_size: ranks of the gang.
+    """
+    if gate is None:
+        return
+    if rank == 0:
+        os.write(gate, protocol.now_ns().to_bytes(8, "big") * (world_size - 1))
+    else:
+        entered = os.read(gate, 8)  # empty when rank 0 is gone: then there is nothing to wait for
+        if entered and "torch" in sys.modules:
+            _wait_for_store(int.from_bytes(entered, "big") + _WAIT_NS)
+    os.close(gate)
+
+
+def _wait_for_store(until_ns: int) -> None:
+    port = int(os.environ.get("MASTER_PORT", "0"))
+    while protocol.now_ns() < until_ns and not _listening(port):
+        select.select([], [], [], _LOOK_S)
+
+
+def _listening(port: int) -> bool:
+    try:
+        with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as sock:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(("::", port))
+    except OSError:  # also where there is no IPv6: better not to wait than to wait in vain
+        return True
+    return False

@@ -1,0 +1,282 @@
+"""Warm interpreters: what is safe to copy, what must differ in every rank, and when a copy is too old."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import random
+import select
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import numpy
+import pytest
+import torch
+
+from serverless_gpu import Run, distributed
+from serverless_gpu.errors import RunError
+from serverless_gpu.testing import agent_status
+from tests.local.observe import wait_for
+
+T = TypeVar("T")
+
+PARALLEL = """
+import os, sys, torch
+torch.set_num_threads(2)
+
+def compute():
+    return float(torch.ones(4_000_000).exp().sum()) > 0     # parallel regions
+
+if sys.argv[1] == "parent too":
+    compute()                          # the pool of OpenMP threads now exists in the parent
+pid = os.fork()
+if pid == 0:
+    print("child computes", compute(), flush=True)
+    os._exit(0)
+print("child", pid, flush=True)
+os.waitpid(pid, 0)
+print("child ended", flush=True)
+"""
+
+
+def lines_within(process: subprocess.Popen[str], limit_s: float) -> Iterator[str]:
+    """Yield the lines a process writes until it has been silent for so long, or has ended."""
+    assert process.stdout is not None
+    while select.select([process.stdout], [], [], limit_s)[0]:
+        line = process.stdout.readline()
+        if not line:
+            return
+        yield line.strip()
+
+
+def forked(mode: str, limit_s: float) -> list[str]:
+    """Run the program above, end whatever hangs in it, and return what it wrote."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", PARALLEL, mode], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        return list(lines_within(process, limit_s))
+    finally:
+        os.killpg(process.pid, 9)  # its own session: parent and child, nobody else
+        process.communicate()
+
+
+def test_a_parents_parallel_region_would_hang_its_forked_child() -> None:
+    assert "child ended" in forked("child only", 30)
+    written = forked("parent too", 5)
+    assert written and written[0].startswith("child "), "the child exists"
+    if "child ended" in written:
+        pytest.skip("this build of torch survives it")
+    assert "child computes True" not in written
+
+
+def test_our_ranks_run_parallel_regions_again_and_again(warm: Path) -> None:
+    @distributed(gpus=2, quiet=True, timeout=60)
+    def compute() -> float:
+        torch.set_num_threads(2)
+        matrix = torch.ones(600, 600)
+        numpy.ones((600, 600)) @ numpy.ones((600, 600))
+        return float((matrix @ matrix).exp().clamp(max=1).sum()) + float(torch.ones(2_000_000).exp().sum() > 0)
+
+    for _ in range(3):
+        assert compute.distributed() == [360_001.0] * 2
+
+
+def test_every_rank_has_its_own_random_numbers(warm: Path) -> None:
+    @distributed(gpus=4, quiet=True)
+    def draw() -> list[object]:
+        return [
+            float(numpy.random.random()),
+            random.random(),
+            os.urandom(8),
+            int(numpy.random.default_rng().integers(2**62)),
+            float(torch.rand((), dtype=torch.float64)),
+        ]
+
+    drawn = draw.distributed() + draw.distributed()
+    for column in zip(*drawn, strict=True):
+        assert len(set(column)) == 8, "all ranks of both runs differ"
+
+
+def test_cores_are_shared_among_the_ranks(warm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def threads() -> list[object]:
+        return [torch.get_num_threads(), os.environ["OMP_NUM_THREADS"], os.environ["MKL_NUM_THREADS"]]
+
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
+    cores = len(os.sched_getaffinity(0))
+    for size in (1, 2, 8):
+        share = max(1, cores // size)
+        assert distributed(gpus=size, quiet=True)(threads).distributed() == [[share, str(share), str(share)]] * size
+
+
+def test_a_users_own_number_of_threads_is_kept(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert distributed(gpus=1, quiet=True)(torch.get_num_threads).distributed() == [1]
+
+
+def test_ranks_touch_cuda_only_themselves(warm: Path) -> None:
+    @distributed(gpus=2, quiet=True)
+    def state() -> list[object]:
+        return [torch.cuda.is_initialized(), threading.active_count()]  # type: ignore[no-untyped-call]  # torch has no type for it
+
+    assert state.distributed() == [[False, 1]] * 2
+
+
+# --- warm and cold ----------------------------------------------------------------------------------------------------
+
+
+def receipt_of(run: Run[T]) -> tuple[bool, str]:
+    """Return whether a run was warm, and why not, once it has ended well."""
+    run.results(timeout=60)
+    receipt = run.receipt(timeout=20)
+    return receipt.warm, receipt.warm_reason
+
+
+def is_ready(home: Path) -> bool:
+    """Return whether every zygote of a home is ready."""
+    status = agent_status(home)
+    return status is not None and all("ready" in text for text in status.zygotes)
+
+
+def test_the_first_run_is_cold_and_the_next_one_warm(own: Path) -> None:
+    say = distributed(gpus=1, quiet=True)(len)
+    warm, reason = receipt_of(say.submit("a"))
+    assert not warm and reason
+    assert receipt_of(say.submit("a")) == (True, "")
+
+
+def test_a_changed_file_that_the_zygote_loaded_makes_the_next_run_cold(
+    own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "sitecustomize.py"  # loaded by every interpreter that has it on its path
+    path.write_text("VALUE = 1\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")])))
+
+    def value() -> object:
+        return sys.modules["sitecustomize"].VALUE
+
+    run = distributed(gpus=1, quiet=True)(value)
+    assert run.distributed() == [1]
+    assert receipt_of(run.submit()) == (True, "")
+    path.write_text("VALUE = 'changed'\n")
+    again = run.submit()
+    warm, reason = receipt_of(again)
+    assert not warm and reason == f"{path} has changed"
+    assert again.results() == ["changed"]
+    assert receipt_of(run.submit()) == (True, "")
+    path.unlink()
+    assert receipt_of(distributed(gpus=1, quiet=True)(len).submit("a")) == (False, f"{path} has changed")
+
+
+def test_a_package_that_is_installed_meanwhile_is_seen_by_a_warm_run(
+    own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = tmp_path / "site"
+    site.mkdir()
+    monkeypatch.syspath_prepend(str(site))
+
+    def look() -> str:
+        return str(importlib.import_module("installed_later").VERSION)
+
+    run = distributed(gpus=2, quiet=True)(look)
+    with pytest.raises(ModuleNotFoundError, match="installed_later"):
+        run.distributed()
+    (site / "installed_later").mkdir()
+    for version in ("1.0", "2.0.0"):
+        (site / "installed_later" / "__init__.py").write_text(f"VERSION = {version!r}\n")
+        again = run.submit()
+        assert again.results(timeout=30) == [version] * 2
+        assert again.receipt(timeout=20).warm
+
+
+def test_start_up_variables_make_another_zygote_and_others_do_not(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = distributed(gpus=1, quiet=True)(os.environ.get)
+    assert run.distributed("MALLOC_ARENA_MAX") == [None]
+    monkeypatch.setenv("MY_SETTING", "1")
+    assert receipt_of(run.submit("MY_SETTING")) == (True, "")
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
+    warm, reason = receipt_of(run.submit("MALLOC_ARENA_MAX"))
+    assert not warm and "start-up variables" in reason
+    status = agent_status(own)
+    assert status is not None and len(status.zygotes) == 2
+    assert receipt_of(run.submit("MALLOC_ARENA_MAX")) == (True, "")
+    monkeypatch.delenv("MALLOC_ARENA_MAX")
+    assert receipt_of(run.submit("MALLOC_ARENA_MAX")) == (True, ""), "the first one is still there"
+
+
+def test_the_number_of_zygotes_is_bounded(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = distributed(gpus=1, quiet=True)(len)
+    for number in range(6):
+        monkeypatch.setenv("PYTHONHASHSEED", str(number))
+        assert run.distributed("ab") == [2]
+    status = agent_status(own)
+    assert status is not None and len(status.zygotes) <= 4
+
+
+def test_a_package_that_cannot_be_preloaded_costs_the_warm_start_only(
+    own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "numpy.py").write_text("raise RuntimeError('a broken numpy')\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")])))
+    assert distributed(gpus=1, quiet=True)(len).distributed("ab") == [2]
+    warm, reason = receipt_of(distributed(gpus=1, quiet=True)(len).submit("ab"))
+    assert not warm and "numpy" in reason and "a broken numpy" in reason
+    with pytest.raises(RuntimeError, match="a broken numpy"):
+        distributed(gpus=1, quiet=True)(importlib.import_module).distributed("numpy")
+
+
+def test_an_interpreter_that_ends_at_its_start_says_why(
+    own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text("raise SystemExit('closed today')\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")])))
+    with pytest.raises(RunError, match="closed today") as caught:
+        distributed(gpus=1, quiet=True)(len).distributed("ab")
+    assert caught.value.reason == "start_failed"
+
+
+def test_threads_of_preloaded_packages_lead_to_a_cold_start(
+    own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True, name='busy').start()\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")])))
+    run = distributed(gpus=2, quiet=True)(len)
+    for _ in range(2):
+        again = run.submit("ab")
+        try:
+            assert again.results(timeout=60) == [2, 2]
+        except Exception as error:  # noqa: BLE001 - a refusal is fine, a wrong or silent one is not
+            assert "thread" in str(error)
+        else:
+            receipt = again.receipt(timeout=20)
+            assert not receipt.warm and "thread" in receipt.warm_reason
+
+
+def test_prewarming_makes_the_first_run_warm(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SERVERLESS_GPU_PREWARM")
+    path = tmp_path / "script.py"
+    path.write_text(
+        "import sys\nfrom serverless_gpu import distributed\n"
+        "@distributed(gpus=1, quiet=True)\ndef train():\n    return 1\n"
+        "if sys.argv[1] == 'call':\n"
+        "    run = train.submit()\n    run.results()\n    print(run.receipt().warm)\n"
+        "else:\n    sys.stdin.read()\n"
+    )
+    decorating = subprocess.Popen([sys.executable, str(path), "decorate"], stdin=subprocess.PIPE)
+    wait_for(lambda: agent_status(own) is not None and is_ready(own) and zygotes(own) == 1, "it is prewarmed")
+    decorating.communicate(b"", timeout=20)
+    done = subprocess.run([sys.executable, str(path), "call"], capture_output=True, text=True, check=False, timeout=60)
+    assert done.stdout == "True\n", done.stderr
+
+
+def zygotes(home: Path) -> int:
+    """Return how many zygotes there are."""
+    status = agent_status(home)
+    return 0 if status is None else len(status.zygotes)
