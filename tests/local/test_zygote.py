@@ -226,8 +226,6 @@ def test_a_package_that_cannot_be_preloaded_costs_the_warm_start_only(
     assert distributed(gpus=1, quiet=True)(len).distributed("ab") == [2]
     warm, reason = receipt_of(distributed(gpus=1, quiet=True)(len).submit("ab"))
     assert not warm and "numpy" in reason and "a broken numpy" in reason
-    with pytest.raises(RuntimeError, match="a broken numpy"):
-        distributed(gpus=1, quiet=True)(importlib.import_module).distributed("numpy")
 
 
 def test_an_interpreter_that_ends_at_its_start_says_why(
@@ -248,15 +246,9 @@ def test_threads_of_preloaded_packages_lead_to_a_cold_start(
     )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")])))
     run = distributed(gpus=2, quiet=True)(len)
-    for _ in range(2):
-        again = run.submit("ab")
-        try:
-            assert again.results(timeout=60) == [2, 2]
-        except Exception as error:  # noqa: BLE001 - a refusal is fine, a wrong or silent one is not
-            assert "thread" in str(error)
-        else:
-            receipt = again.receipt(timeout=20)
-            assert not receipt.warm and "thread" in receipt.warm_reason
+    assert run.distributed("ab") == [2, 2]
+    warm, reason = receipt_of(run.submit("ab"))
+    assert not warm and "thread" in reason
 
 
 def test_prewarming_makes_the_first_run_warm(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

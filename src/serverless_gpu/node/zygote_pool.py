@@ -90,7 +90,7 @@ class ZygotePool:
         def take(pid: int, fd: int) -> None:
             elsewhere = zygote.differs(context.packages)
             if elsewhere is None:
-                give(Stem(pid=pid, warm=warm, warm_reason=why), fd)
+                give(Stem(pid=pid, warm=warm, warm_reason=zygote.cold or why), fd)
                 return
             os.close(fd)
             try:

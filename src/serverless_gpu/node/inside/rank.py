@@ -22,6 +22,7 @@ import faulthandler
 import io
 import json
 import os
+import select
 import signal
 import sys
 import threading
@@ -38,6 +39,7 @@ from .payload import PayloadTooLarge, dump, dumps, loads
 
 Report = Callable[[protocol.Message], None]
 
+_STAY_S = 5.0
 _SPARE = 4
 _spare: list[int] = []
 _REPR_CHARACTERS_MAX = 10_000
@@ -154,11 +156,14 @@ def _return(place: Place, value: object, report: Report) -> int:
 
 
 def _wait_for_others(place: Place) -> None:
-    """Stay until every rank has returned: rank 0 has the store, and peers may still be talking to this one."""
+    """Stay until every rank has returned: rank 0 has the store, and peers may still be talking to this one.
+
+    Bounded, because a peer may also be waiting for this one to go: then its connections end, as they would anywhere.
+    """
     if place.release is None:
         return
     with contextlib.suppress(BaseException):  # a signal handler of the user's may raise here; the outcome stands
-        os.read(place.release, 1)
+        select.select([place.release], [], [], _STAY_S)
 
 
 def _fail(place: Place, error: BaseException, report: Report, **extra: object) -> int:

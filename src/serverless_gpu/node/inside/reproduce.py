@@ -32,10 +32,12 @@ def main(directory: str, *, world_size: int) -> int:
 
         def report(event: protocol.Message) -> None:
             if event["event"] == "returned":
-                print(f"rank {rank} returned {load(os.path.join(scratch, 'results', f'{rank}.pkl'))!r}", flush=True)
+                value = load(os.path.join(scratch, "results", f"{rank}.pkl"))
+                sys.stdout.write(f"rank {rank} returned {value!r}\n")  # one write: the other ranks print, too
+                sys.stdout.flush()
             elif event["event"] == "failed":
                 failure = event["failure"]
                 text = failure.get("traceback") if isinstance(failure, dict) else None
-                print(f"rank {rank} failed\n{text}", file=sys.stderr, flush=True)
+                sys.stderr.write(f"rank {rank} failed\n{text}\n")
 
         return execute(Place(scratch, rank, here, None), report)

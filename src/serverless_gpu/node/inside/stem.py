@@ -125,7 +125,7 @@ class _Stem:
             case "go":
                 self._start_ranks(message)
             case "release":
-                os.close(self.release)
+                self._release()
             case "signal":
                 self._signal(protocol.integer(message, "signal"))
             case "kill":
@@ -157,6 +157,11 @@ class _Stem:
             child.channel.close()  # not needed this time: it reads end of file and ends
         self.children.clear()
         self._say({"event": "forked", "pids": pids})
+
+    def _release(self) -> None:
+        if self.release >= 0:
+            os.close(self.release)
+            self.release = -1
 
     def _fork(self) -> _Child:
         ours, theirs = pair()
