@@ -1,0 +1,64 @@
+"""The reference names what the code has: options, reasons, errors, variables, commands; and the README's code runs."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from serverless_gpu import cli, errors
+from serverless_gpu.client.decorator import distributed
+from serverless_gpu.model.attempt import MEANINGS, State
+from serverless_gpu.model.spec import Options
+
+ROOT = Path(__file__).parents[2]
+REFERENCE = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+SOURCE = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
+
+OPTIONS = sorted({*inspect.signature(distributed).parameters, *Options.__annotations__} - {"options"})
+ERRORS = [value for value in vars(errors).values() if inspect.isclass(value) and value.__module__ == errors.__name__]
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_option_is_in_the_reference(option: str) -> None:
+    assert f"`{option}`" in REFERENCE
+
+
+@pytest.mark.parametrize("reason", sorted(MEANINGS))
+def test_every_reason_is_in_the_reference_with_its_state_and_sentence(reason: str) -> None:
+    meaning = next(meaning for known, meaning in MEANINGS.items() if known == reason)
+    assert f"| `{reason}` | {meaning.state} | {meaning.sentence} |" in REFERENCE
+
+
+@pytest.mark.parametrize("state", State)
+def test_every_state_is_in_the_reference(state: State) -> None:
+    assert state.value in REFERENCE
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: error.__name__)
+def test_every_error_is_in_the_reference_with_its_code(error: type[errors.ServerlessGpuError]) -> None:
+    assert f"| `{error.__name__}` | `{error.code}` |" in REFERENCE
+
+
+def test_every_variable_is_in_the_reference() -> None:
+    assert {name for name in re.findall(r'"(SERVERLESS_GPU_[A-Z_]+)"', SOURCE) if f"`{name}`" not in REFERENCE} == set()
+
+
+@pytest.mark.parametrize("command", sorted(cli.sgpu.commands))
+def test_every_command_is_in_the_readme(command: str) -> None:
+    assert f"$ sgpu {command}" in README
+
+
+@pytest.mark.parametrize("number, block", list(enumerate(re.findall(r"```python\n(.*?)```", README, re.DOTALL))))
+def test_the_code_of_the_readme_runs(home: Path, tmp_path: Path, number: int, block: str) -> None:
+    script = tmp_path / f"readme_{number}.py"
+    script.write_text(block, encoding="utf-8")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    expected = re.findall(r"# (\[.*\])$", block, re.MULTILINE)
+    assert [line for line in done.stdout.splitlines() if line.startswith("[") and "rank 0]" not in line] == expected
