@@ -55,3 +55,8 @@ def new_run_id() -> str:
     """Return a run identifier: 26 characters, sortable by creation time, 80 random bits (the ULID layout)."""
     value = (time.time_ns() // 1_000_000) << 80 | int.from_bytes(os.urandom(10), "big")
     return "".join(_ALPHABET[value >> shift & 31] for shift in range(125, -1, -5))
+
+
+def format_clock(wall_ns: int) -> str:
+    """Return a moment as the local time of day, for example ``"14:03:22"``."""
+    return time.strftime("%H:%M:%S", time.localtime(wall_ns / 1e9))

@@ -95,10 +95,13 @@ def agent_status(home: Path) -> protocol.Status | None:
     connection = running_agent(Home(home))
     if connection is None:
         return None
-    channel, _ = connection
+    channel, greeting = connection
+    channel.sock.settimeout(_END_S)
     try:
         protocol.send(channel, protocol.StatusRequest())
         received = protocol.receive(channel)
+    except TimeoutError:
+        raise AgentUnavailable(f"the agent (pid {greeting.pid}) did not answer within {_END_S:.0f} s") from None
     finally:
         channel.close()
     if received is None or not isinstance(received[0], protocol.Status):

@@ -56,7 +56,8 @@ class Process:
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal."""
-        signal.pidfd_send_signal(self._fd, number)
+        if self._fd >= 0:
+            signal.pidfd_send_signal(self._fd, number)
 
     def kill(self) -> None:
         """End it and wait until it is gone."""

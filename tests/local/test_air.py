@@ -56,6 +56,7 @@ def test_torchrun_reproduces_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     run: Run[tuple[int, int, str]] = distributed(gpus=2, quiet=True)(summed).submit([10, 32])
     results = run.results(timeout=60)
     assert results == [(0, 42, f"2 {tmp_path}"), (1, 42, f"2 {tmp_path}")]
+    run.receipt(timeout=20)  # the last file that is written
     before = sorted(path for path in run.directory.rglob("*"))
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()

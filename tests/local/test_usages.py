@@ -129,6 +129,10 @@ def run_train(num_epochs: int, batch_size: int) -> None:
     same = weights.clone()
     dist.broadcast(same, src=0)
     assert torch.equal(weights, same), "every rank ends with the same weights"
+    # torch 2.13 can hang for ever when the last reference to a group goes after its end (under the GIL, which the
+    # group's own thread wants); it does so in a plain fork, too.
+    dist.barrier()
+    del model, optimizer
     cleanup()
 
 

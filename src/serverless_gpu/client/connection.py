@@ -28,7 +28,7 @@ from serverless_gpu.node.spawning import clean_process, clean_variables, open_lo
 from serverless_gpu.node.zygotes import PRELOAD_ROOTS
 
 _START_S = 30.0
-_RETRY_MS = 10
+_LAST_WORDS_BYTES = 2_000
 _ANSWER_S = 10.0
 
 _starting = threading.Lock()
@@ -50,14 +50,17 @@ def connect(home: Home) -> tuple[Channel, protocol.Greeting]:
         return answer
     with _starting:
         deadline_ns = SystemClock().boottime_ns() + int(_START_S * 1e9)
-        _start_agent(home)
+        pause_s = 0.01
         while SystemClock().boottime_ns() < deadline_ns:
+            _start_agent(home)  # again and again: the one before may still be holding the lock while it ends
             answer = _try_connect(path)
             if answer is not None:
                 return answer
-            select.select([], [], [], _RETRY_MS / 1000)
+            select.select([], [], [], pause_s)
+            pause_s = min(2 * pause_s, 1.0)
     raise AgentUnavailable(
-        f"the agent of this node did not come up within {_START_S:.0f} s", hint=f"what it wrote: {home.agent_log}"
+        f"the agent of this node did not come up within {_START_S:.0f} s; it wrote:\n{_last_words(home)}",
+        hint=f"all of it: {home.agent_log}",
     )
 
 
@@ -103,8 +106,10 @@ def _try_connect(path: Path) -> tuple[Channel, protocol.Greeting] | None:
         return None
     except TimeoutError:
         channel.close()
+        pid = _read(path.with_suffix(".lock"))
         raise AgentUnavailable(
-            f"the agent of this node did not answer within {_ANSWER_S:.0f} s", hint="is it stopped? `sgpu status`"
+            f"the agent of this node (pid {pid}) did not answer within {_ANSWER_S:.0f} s",
+            hint=f"`kill -9 {pid}` ends it; running attempts go on, and the next call starts another",
         ) from None
     except (OSError, msgspec.MsgspecError):
         channel.close()
@@ -154,6 +159,22 @@ def _origin(name: str) -> str:
     except (ImportError, ValueError):  # a finder of the user's that fails
         return ""
     return str(spec.origin or "") if spec is not None else ""
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii", errors="replace").strip() or "unknown"
+    except OSError:
+        return "unknown"
+
+
+def _last_words(home: Home) -> str:
+    try:
+        with home.agent_log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_WORDS_BYTES))
+            return file.read().decode("utf-8", "replace").strip() or "(nothing)"
+    except OSError as error:
+        return f"(its log cannot be read: {error.strerror})"
 
 
 def _umask() -> int:

@@ -5,6 +5,7 @@ What ranks write goes to the stream they wrote it to, each line tagged with its 
 
 from __future__ import annotations
 
+import contextlib
 import sys
 
 from serverless_gpu.model.ledger import Receipt
@@ -47,6 +48,7 @@ class Display:
 
     def _write(self, stream: str, text: str) -> None:
         target = sys.stdout if stream == "stdout" else sys.stderr
-        if target is not None:  # as under pythonw
-            target.write(text)
-            target.flush()
+        with contextlib.suppress(OSError, ValueError):  # closed, or a pipe nobody reads: the run matters more
+            if target is not None:
+                target.write(text)
+                target.flush()

@@ -201,17 +201,21 @@ class Run(Generic[R]):
         except KeyboardInterrupt:
             self._interrupted(display)
             raise
+        except BaseException:  # a signal handler that exits, a notebook's own interrupt: nobody waits any more
+            self.cancel()
+            raise
         finally:
             self._display = None
         return self._error(None)
 
     def _interrupted(self, display: Display) -> None:
-        display.finish()
         if self._spec.on_interrupt == "detach":
+            display.finish()
             display.say(f"run {self.id} goes on; find it again with serverless_gpu.attach({self.id!r})")
             return
         started_ns = SystemClock().boottime_ns()
         self.cancel()
+        display.finish()
         display.say("cancelling; press Ctrl-C again to leave at once")
         try:
             self._hear_until(lambda: self._receipt is not None or self._channel is None, None)
@@ -237,12 +241,16 @@ class Run(Generic[R]):
     def _hear_until(self, done: Callable[[], bool], timeout: float | None) -> bool:
         clock = SystemClock()
         deadline_ns = None if timeout is None else clock.boottime_ns() + round(timeout * 1e9)
-        with self._lock:
+        if not self._lock.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
+            return done()  # another thread is waiting for the run, and keeps it fresh
+        try:
             while not done():
                 left_s = None if deadline_ns is None else (deadline_ns - clock.boottime_ns()) / 1e9
                 if self._channel is None or (left_s is not None and left_s < 0):
                     return done()
                 self._hear(left_s)
+        finally:
+            self._lock.release()
         return True
 
     def _hear(self, timeout_s: float | None) -> bool:

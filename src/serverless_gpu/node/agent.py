@@ -5,7 +5,8 @@
                               ──▶ next: another supervisor and another stem stand by
 
 It decides nothing about a run and is never in its way: once handed over, client and supervisor talk to each other. One
-thread, one loop; nothing here blocks for longer than the look at a zygote's files (about 2 ms).
+thread, one loop; nothing here blocks for longer than the look at a zygote's files (about 2 ms), except once a minute
+the look at the GPUs.
 
 Failure cases:
 - killed: running attempts do not notice. Zygotes and standby processes end (end of file). The next call starts a new
@@ -77,6 +78,8 @@ def main(home: str, sockets: str, ready_fd: int, environ: dict[str, str]) -> NoR
         os._exit(0)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65_536)), hard))  # a queued run is a descriptor
+    os.ftruncate(lock, 0)
+    os.write(lock, str(os.getpid()).encode())  # for the message when this process does not answer
     agent = Agent(Home(Path(home)), Path(sockets), environ)
     os.close(ready_fd)
     agent.serve()
@@ -150,6 +153,7 @@ class Agent:
         fd = channel.fileno()
         self._clients[fd] = channel
         self._selector.register(fd, selectors.EVENT_READ, lambda: self._hear_client(channel))
+        self._inventory.refresh()
         self._answer(channel, self._inventory.greeting(__version__))
 
     def _hear_client(self, channel: Channel) -> None:
@@ -276,7 +280,8 @@ class Agent:
         self._zygotes.became_ready = False
         if self._refill_ns is not None and now_ns >= self._refill_ns:
             self._refill_ns = None
-            self._attempts.prepare()
+            with contextlib.suppress(OSError):  # no process to be had now; the next run asks again, and says so
+                self._attempts.prepare()
             self._zygotes.refill()
         self._zygotes.tend()
         subprocess._cleanup()  # type: ignore[attr-defined]  # reaps children whose Popen is gone; public only by use

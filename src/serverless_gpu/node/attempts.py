@@ -122,9 +122,12 @@ class Attempts:
             try:
                 sock.connect(str(path))
                 received = protocol.receive(Channel(sock))
-            except (OSError, msgspec.MsgspecError):
+            except ConnectionRefusedError:
                 sock.close()
                 path.unlink(missing_ok=True)  # its supervisor is gone
+                continue
+            except (OSError, msgspec.MsgspecError):
+                sock.close()  # busy, stopped, or of another version: not ours to look after, but alive
                 continue
             if received is None or not isinstance(received[0], protocol.Snapshot):
                 sock.close()
@@ -137,15 +140,15 @@ class Attempts:
             self._watch(supervised)
 
     def tend(self) -> bool:
-        """Bury those that ended; return whether there were any."""
+        """Bury those that ended; return whether an attempt did."""
         ended, self._ended = self._ended, []
         for supervised in ended:
             if supervised is self._standby:
-                self._standby = None
+                self._standby = None  # not replaced at once: what ended it may end the next one, too
             if supervised in self._busy:
                 self._busy.remove(supervised)
                 self._bury(supervised)
-        return bool(ended)
+        return any(supervised.directory is not None for supervised in ended)
 
     def _bury(self, supervised: Supervised) -> None:
         """Write the ending of an attempt whose supervisor was killed: nobody else can any more."""

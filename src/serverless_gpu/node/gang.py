@@ -67,8 +67,7 @@ class Gang:
         self.memory: MemoryWatch | None = None
         self._cgroups: tuple[Path, ...] = ()
         self._cgroup: Path | None = None  # the one by which all can be ended
-        self._emptied = False
-        self._open = False
+        self.proven = False  # the kernel has said that no process of the attempt is left
 
     @property
     def standby(self) -> bool:
@@ -104,7 +103,7 @@ class Gang:
             case "exited":
                 yield self._exited(message)
             case "empty":
-                self._emptied = True
+                self.proven = True
 
     def start(self, devices: Sequence[Device], port: socket.socket, holds: tuple[int, ...], listener: Listener) -> None:
         """Fork all ranks.
@@ -164,12 +163,15 @@ class Gang:
             self._say({"op": "kill"})
 
     def empty(self) -> bool:
-        """Return whether it is proven that no process of the attempt is left."""
+        """Return whether there is nothing left to wait for; `proven` says whether it is known that nothing is left."""
         if not self.standby:
+            self.proven = True
+        elif self._cgroup is not None:
+            self.proven = cgroup_empty(self._cgroup)
+        elif self._stem_gone():
+            self._hear_the_rest()
             return True
-        if self._cgroup is not None:
-            return cgroup_empty(self._cgroup)
-        return self._stem_gone()
+        return self.proven
 
     def out_of_memory(self) -> bool:
         """Return whether the kernel ended a process of this attempt for memory."""
@@ -231,6 +233,13 @@ class Gang:
         parts = [f"limit {format_bytes(limit)}"] if limit is not None else []
         parts += [f"peak {format_bytes(peak)}"] if peak is not None else []
         return f"ended by the kernel because host memory ran out{' (' + ', '.join(parts) + ')' if parts else ''}"
+
+    def _hear_the_rest(self) -> None:
+        """Take what the stem said last; somebody who got away may hold the socket open, so without waiting."""
+        self.channel.sock.setblocking(False)
+        with contextlib.suppress(OSError, ValueError):
+            while self.hear() is not None:
+                pass
 
     def _stem_gone(self) -> bool:
         poll = select.poll()

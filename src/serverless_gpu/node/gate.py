@@ -38,14 +38,16 @@ class Verdict(Struct, frozen=True):
 
 
 class GatePolicy(Struct, frozen=True):
-    """How often a device is looked at before it counts as not clean (the driver frees memory after a process's end)."""
+    """How long a device may take to become clean: pauses, in seconds, between one look at it and the next.
 
-    tries: int = 3
-    interval_s: float = 5.0
+    The driver frees memory some milliseconds after a process's end, rarely later: short pauses first, 15 s in all.
+    """
+
+    pauses_s: tuple[float, ...] = (0.05, 0.2, 0.75, 4.0, 10.0)
 
     def __post_init__(self) -> None:
-        if self.tries < 1 or self.interval_s < 0:
-            raise InvalidValue(f"A gate needs one try or more and a pause of 0 s or more, not {self}.")
+        if min(self.pauses_s, default=0) < 0:
+            raise InvalidValue(f"A gate needs pauses of 0 s or more, not {self}.")
 
 
 def verify(
@@ -66,9 +68,9 @@ def verify(
     """
     verdicts: dict[str, Verdict] = {}
     waiting = tuple(uuids)
-    for turn in range(policy.tries):
-        if turn:
-            sleep(policy.interval_s)
+    for pause_s in (None, *policy.pauses_s):
+        if pause_s is not None:
+            sleep(pause_s)
         usage = provider.usage(waiting)
         for uuid in waiting:
             after = usage.get(uuid, unknown_usage("nothing is known about this device"))

@@ -1,6 +1,6 @@
 """What this node offers: its real GPUs, its CPU slots, the types and prices the user configured.
 
-Looked up once and again after some seconds: GPUs do not come and go, but drivers do, and configurations are edited.
+Looked up once and again after a minute: GPUs do not come and go, but drivers do.
 Fakes are not here: they are declared by the caller's environment, call by call.
 """
 
@@ -19,7 +19,7 @@ from serverless_gpu.node.configuration import configured_types, read_configurati
 from serverless_gpu.node.gpus import CpuProvider, NvmlProvider
 from serverless_gpu.node.home import Home
 
-_FRESH_S = 10.0
+_FRESH_S = 60.0
 
 
 class Inventory:
@@ -35,6 +35,7 @@ class Inventory:
         self._machine = NvmlProvider()
         self._cpu = CpuProvider()
         self._seen_ns: int | None = None
+        self._seen_written = 0
         self._devices: tuple[Device, ...] = ()
         self._types: tuple[GpuType, ...] = ()
         self._prices: dict[str, Price] = {}
@@ -42,10 +43,6 @@ class Inventory:
 
     def greeting(self, version: str) -> protocol.Greeting:
         """Return what every client is told first."""
-        now_ns = self._clock.boottime_ns()
-        if self._seen_ns is None or now_ns - self._seen_ns > _FRESH_S * 1e9:
-            self._look()
-            self._seen_ns = now_ns
         return protocol.Greeting(
             protocol=protocol.PROTOCOL,
             version=version,
@@ -55,6 +52,20 @@ class Inventory:
             prices=self._prices,
             problem=self._problem,
         )
+
+    def refresh(self) -> None:
+        """Look again, if the last look is old or the configuration was written to; NVML may take its time."""
+        now_ns = self._clock.boottime_ns()
+        written = self._written()
+        if self._seen_ns is None or now_ns - self._seen_ns > _FRESH_S * 1e9 or written != self._seen_written:
+            self._look()
+            self._seen_ns, self._seen_written = self._clock.boottime_ns(), written
+
+    def _written(self) -> int:
+        try:
+            return (self._home.root / "config.toml").stat().st_mtime_ns
+        except OSError:
+            return 0
 
     def _look(self) -> None:
         self._problem = ""

@@ -20,6 +20,7 @@ from pathlib import Path
 STORED_BYTES_MAX = 1 << 30
 _READ_BYTES = 1 << 16
 _READS_PER_TURN = 16
+_CLOSING_TURNS_MAX = 64
 _TAIL_LINES = 50
 _TAIL_LINE_CHARACTERS_MAX = 2_000
 
@@ -64,8 +65,9 @@ class RankLog:
         """Take what is in the pipes now and close everything."""
         for stream in self._streams.values():
             with contextlib.suppress(OSError):
-                while self._drain(stream) and stream.more:
-                    pass
+                for _ in range(_CLOSING_TURNS_MAX):  # whoever writes on may write faster than we read
+                    if not self._drain(stream) or not stream.more:
+                        break
             stream.close()
 
     def _drain(self, stream: _Stream) -> bool:

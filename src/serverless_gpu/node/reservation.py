@@ -15,7 +15,8 @@ import getpass
 import os
 from collections.abc import Mapping
 
-from serverless_gpu.ambient import Clock
+from serverless_gpu.ambient import Clock, format_clock
+from serverless_gpu.errors import StorageError
 from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.node.configuration import configured_types, read_configuration
 from serverless_gpu.node.gate import Verdict, foreign, judge
@@ -23,7 +24,6 @@ from serverless_gpu.node.gpus import FakeProvider, Provider, Usage, providers, u
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.locks import Busy, DeviceLocks, Holder, Locked, Ticket, lock_directory
 from serverless_gpu.node.protocol import Launch
-from serverless_gpu.units import format_duration_ms
 
 _NAMED_MAX = 4
 
@@ -77,7 +77,7 @@ class Reservation:
         count = self._launch.world_size
         if len(free) < count:
             return self._sentence(_foreign_text(busy), self._holders(uuids))
-        holder = Holder("", self._launch.run_id, getpass.getuser(), os.getpid(), self._clock.wall_ns())
+        holder = Holder("", self._launch.run_id, _user(), os.getpid(), self._clock.wall_ns())
         taken = self._locks.try_lock(free, count, holder)
         if isinstance(taken, Busy):
             return self._sentence(_foreign_text(busy), taken.holders)
@@ -88,7 +88,9 @@ class Reservation:
         """Release the devices, those that are not proven free into quarantine; return the uuids of the latter."""
         bad = tuple(uuid for uuid, verdict in verdicts.items() if not verdict.ok)
         for uuid in bad:
-            self._locks.quarantine(uuid, f"after run {self._launch.run_id}: {verdicts[uuid].evidence}")
+            # What cannot be noted is still refused by whoever looks at the device next, and named in this receipt.
+            with contextlib.suppress(StorageError):
+                self._locks.quarantine(uuid, f"after run {self._launch.run_id}: {verdicts[uuid].evidence}")
         self.close()
         return bad
 
@@ -139,9 +141,16 @@ class Reservation:
     def _holder_text(self, holder: Holder) -> str:
         if not holder.run_id:
             return f"{holder.uuid} is held"
-        held = max(0, self._clock.wall_ns() - holder.since_wall_ns) // 1_000_000
-        who = f"{holder.user} (pid {holder.pid}, {format_duration_ms(held)})"
-        return f"{holder.uuid} is held by run {holder.run_id} of {who}"
+        # A moment, not a duration: the sentence is told again when it changes.
+        since = format_clock(holder.since_wall_ns)
+        return f"{holder.uuid} is held by run {holder.run_id} of {holder.user} (pid {holder.pid}, since {since})"
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's user without an entry anywhere
+        return f"uid {os.getuid()}"
 
 
 def _provider(kind: DeviceKind, environ: Mapping[str, str], home: Home, machine: Provider | None) -> Provider:

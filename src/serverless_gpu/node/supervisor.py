@@ -52,7 +52,7 @@ from serverless_gpu.model.lifecycle import IllegalTransition, Instruction, advan
 from serverless_gpu.node import protocol
 from serverless_gpu.node.account import Account, write_json
 from serverless_gpu.node.gang import Gang
-from serverless_gpu.node.gate import GatePolicy, verify
+from serverless_gpu.node.gate import GatePolicy, Verdict, verify
 from serverless_gpu.node.gpus import NvmlProvider, Provider
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.inside import linux
@@ -326,6 +326,10 @@ class Supervisor:
         if reservation is not None and devices:
             uuids = [device.uuid for device in devices]
             verdicts = verify(reservation.provider, uuids, reservation.before, GatePolicy(), time.sleep)
+            if self._gang is not None and not self._gang.proven:
+                verdicts = dict.fromkeys(
+                    uuids, Verdict(False, "it is not certain that every process of the run has ended")
+                )
             quarantined = reservation.give_back(verdicts)
         elif reservation is not None:
             reservation.close()

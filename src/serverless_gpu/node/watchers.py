@@ -37,7 +37,7 @@ class Watcher:
         """Send a message, or queue it."""
         if self._deaf:
             return
-        if isinstance(message, protocol.Output) and len(self._queue) >= _QUEUED_OUTPUT_MAX:
+        if isinstance(message, protocol.Output | protocol.Waiting) and len(self._queue) >= _QUEUED_OUTPUT_MAX:
             self.dropped += 1
             return
         self._queue.append(message)

@@ -14,6 +14,7 @@ idle (the next run starts a new one and the receipt says so).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import subprocess
@@ -81,7 +82,7 @@ class Zygote:
         self._cgroups = cgroups
         self._stamps: dict[str, Stamp] = {}
         self._packages: dict[str, str] = {}
-        self._stems: deque[tuple[int, int]] = deque()
+        self._stems: deque[tuple[int, int, int]] = deque()  # pid, channel, pidfd
         self._asked = 0
         self._takers: deque[tuple[StemTaker, ProblemTaker]] = deque()
         try:
@@ -112,8 +113,10 @@ class Zygote:
             fail: called with what went wrong instead.
         """
         while self._stems:
-            pid, fd = self._stems.popleft()
-            if not _hung_up(fd):
+            pid, fd, process = self._stems.popleft()
+            alive = not _readable(process)
+            os.close(process)
+            if alive:
                 take(pid, fd)
                 return
             os.close(fd)  # the kernel may end what stands by when memory is short
@@ -138,11 +141,15 @@ class Zygote:
 
     def hear(self) -> bool:
         """Take one message; return False when the zygote is gone."""
-        received = self.channel.receive()
-        if received is None:
+        try:
+            received = self.channel.receive()
+            message = inside.decode(received[0]) if received is not None else None
+        except (OSError, ValueError):
+            received = message = None
+        if received is None or message is None:
             self.fail()
             return False
-        message, fds = inside.decode(received[0]), received[1]
+        fds = received[1]
         match message.get("event"):
             case "ready":
                 self.ready = True
@@ -189,28 +196,35 @@ class Zygote:
         """Let the zygote and its unused stems end: they read end of file."""
         self.dead = True
         while self._stems:
-            os.close(self._stems.popleft()[1])
+            _, fd, process = self._stems.popleft()
+            os.close(fd)
+            os.close(process)
         self.channel.close()
 
     def _offer(self, pid: int, fd: int) -> None:
         if self._takers:
             self._takers.popleft()[0](pid, fd)
-        else:
-            self._stems.append((pid, fd))
+            return
+        try:
+            self._stems.append((pid, fd, os.pidfd_open(pid)))
+        except ProcessLookupError:
+            os.close(fd)
 
     def _problem(self) -> str:
         code = self.process.poll()
-        with self._log_path.open("rb") as file:
-            file.seek(self._log_start)
-            written = file.read()[-_PROBLEM_BYTES_MAX:].decode("utf-8", "replace").strip()
+        written = ""
+        with contextlib.suppress(OSError), self._log_path.open("rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(self._log_start, end - _PROBLEM_BYTES_MAX))
+            written = file.read(_PROBLEM_BYTES_MAX).decode("utf-8", "replace").strip()
         ended = "ended" if code is None else f"ended with code {code}"
         return f"{self.key.python}, which was to become a zygote, {ended}:\n{written or '(it wrote nothing)'}"
 
 
-def _hung_up(fd: int) -> bool:
+def _readable(fd: int) -> bool:
     poll = select.poll()
     poll.register(fd, select.POLLIN)
-    return any(events & (select.POLLHUP | select.POLLERR) for _, events in poll.poll(0))
+    return bool(poll.poll(0))
 
 
 def stamp(file: str) -> Stamp:

@@ -63,7 +63,7 @@ class Channel:
             BlockingIOError: the socket is non-blocking and nothing is there.
         """
         try:
-            packet, fds, flags, _ = socket.recv_fds(self.sock, PACKET_BYTES_MAX + 1, _FDS_MAX)
+            packet, fds, flags, _ = self._take()
         except ConnectionResetError:
             return None
         for fd in fds:
@@ -86,6 +86,13 @@ class Channel:
             raise
         finally:
             os.close(memory)
+
+    def _take(self) -> tuple[bytes, list[int], int, object]:
+        try:
+            return socket.recv_fds(self.sock, PACKET_BYTES_MAX + 1, _FDS_MAX)
+        except ConnectionResetError:
+            # Said once, and first, when the peer closed with something of ours unread; its last words are still there.
+            return socket.recv_fds(self.sock, PACKET_BYTES_MAX + 1, _FDS_MAX)
 
     def close(self) -> None:
         """Close this end."""

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import errno
 import faulthandler
 import io
 import json
@@ -35,7 +34,7 @@ from .call import Call, fill_rank, load_call
 from .channel import Channel
 from .entry import pass_gate
 from .failure import describe, dump_exception
-from .payload import PayloadTooLarge, dump, dumps, loads
+from .payload import PayloadNotWritten, PayloadTooLarge, dump, dumps, loads
 
 Report = Callable[[protocol.Message], None]
 
@@ -43,7 +42,6 @@ _STAY_S = 5.0
 _SPARE = 4
 _spare: list[int] = []
 _REPR_CHARACTERS_MAX = 10_000
-_STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 _MESSAGE_CHARACTERS_MAX = 4_000  # in the event; the file has all of it
 
 
@@ -145,7 +143,7 @@ def _return(place: Place, value: object, report: Report) -> int:
     except PayloadTooLarge as error:
         _fail(place, error, report, kind="result_too_large", size=error.size, limit=error.limit)
     except Exception as error:  # noqa: BLE001 - pickling runs the user's __reduce__ and __getstate__
-        storage = isinstance(error, OSError) and error.errno in _STORAGE_ERRORS
+        storage = isinstance(error, PayloadNotWritten)
         kind = "result_storage" if storage else "result_unserialisable"
         _fail(place, error, report, kind=kind, type=_type_name(value), repr=_safe_repr(value))
     else:
@@ -156,14 +154,14 @@ def _return(place: Place, value: object, report: Report) -> int:
 
 
 def _wait_for_others(place: Place) -> None:
-    """Stay until every rank has returned: rank 0 has the store, and peers may still be talking to this one.
+    """Stay until every rank has returned: rank 0, which has the store; the others a while.
 
-    Bounded, because a peer may also be waiting for this one to go: then its connections end, as they would anywhere.
+    Peers may still be talking to this rank. They may also be waiting for it to go, so that is bounded.
     """
     if place.release is None:
         return
     with contextlib.suppress(BaseException):  # a signal handler of the user's may raise here; the outcome stands
-        select.select([place.release], [], [], _STAY_S)
+        select.select([place.release], [], [], _STAY_S if place.rank else None)
 
 
 def _fail(place: Place, error: BaseException, report: Report, **extra: object) -> int:

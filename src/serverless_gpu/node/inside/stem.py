@@ -96,7 +96,8 @@ class _Stem:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self.wake_write, warn_on_full_buffer=False)
-        self.children = [self._fork() for _ in range(standby)]
+        for _ in range(standby):
+            self.children.append(self._fork())  # one by one: each child closes its elder siblings' channels
         self._say({"event": "standby", "version": protocol.VERSION, "pid": os.getpid(), "cgroups": self.cgroups})
         poll = select.poll()
         poll.register(self.channel, select.POLLIN)
@@ -129,8 +130,8 @@ class _Stem:
             case "signal":
                 self._signal(protocol.integer(message, "signal"))
             case "kill":
-                self._empty()
-                self._say({"event": "empty"})
+                if self._empty():
+                    self._say({"event": "empty"})
                 return False
         return True
 
@@ -206,8 +207,8 @@ class _Stem:
                     event = {"event": "exited", "rank": number, "status": status, "peak": peak, "at": protocol.now_ns()}
                     self._say(event)
 
-    def _empty(self) -> None:
-        """End every descendant and reap it; proven empty when the kernel says there is no child left."""
+    def _empty(self) -> bool:
+        """End every descendant and reap it; return whether the kernel says that there is no child left."""
         pause = select.poll()
         for _ in range(_EMPTYING_TRIES_MAX):
             linux.kill_descendants(os.getpid())
@@ -216,7 +217,8 @@ class _Stem:
                 if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                     pause.poll(_EMPTYING_PAUSE_MS)
             except ChildProcessError:
-                return
+                return True
+        return False
 
     def _say(self, event: protocol.Message) -> None:
         # A supervisor that is gone cannot be told; the closed channel is noticed in the loop.
