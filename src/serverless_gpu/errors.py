@@ -9,7 +9,7 @@
     │   ├── NotDistributable       (TypeError)   not a plain callable
     │   └── NotPicklable           (TypeError)   something the function captured cannot travel
     ├── HardwareError              this machine cannot do what was asked
-    │   ├── NoGpu · GpuTypeMismatch · NotEnoughGpus · GpuBusy
+    │   ├── NoGpu · GpuTypeMismatch · NotEnoughGpus
     ├── StorageError               disk full, directory not writable
     ├── AgentUnavailable           the node's agent does not answer
     ├── ServerNotConfigured        remote=True without a server
@@ -123,13 +123,6 @@ class NotEnoughGpus(HardwareError):
     """The run asks for more GPUs than this machine has."""
 
     code = "not_enough_gpus"
-
-
-class GpuBusy(HardwareError):
-    """The GPUs are in use by processes that are not ours."""
-
-    code = "gpu_busy"
-    retryable = True
 
 
 class StorageError(ServerlessGpuError):

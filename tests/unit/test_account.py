@@ -53,7 +53,7 @@ def fact(seq: int, kind: FactKind, after_s: float) -> Fact:
         boottime_ns=START_NS + round(after_s * 1e9),
         wall_ns=WALL_NS + round(after_s * 1e9),
         gpus=("FAKE-H100-0", "FAKE-H100-1"),
-        cpus=2,
+        cpus=0,
         memory_bytes=0,
     )
 
@@ -75,7 +75,7 @@ def whole_life(directory: Path, price: Price | None = None) -> Account:
         clock.advance(seconds)
         account.mark(mark)
         if kind is not None:
-            account.fact(kind, DEVICES, cpus=2)
+            account.fact(kind, DEVICES)
     return account
 
 
@@ -85,16 +85,28 @@ ENDED = Attempt(run_id="r", fence=2, world_size=2, limits=Limits(), state=State.
 def test_facts_are_on_disk_when_they_happen(tmp_path: Path) -> None:
     clock = FakeClock()
     account = Account(launch(tmp_path), clock)
-    account.fact(FactKind.RESERVED, DEVICES, cpus=2)
+    account.fact(FactKind.RESERVED, DEVICES)
     assert facts(tmp_path) == [fact(0, FactKind.RESERVED, 0)] == account.facts
     clock.advance(3)
-    account.fact(FactKind.EXEC, DEVICES, cpus=2, at_ns=START_NS + 1_000_000_000)  # heard later than it happened
-    assert facts(tmp_path) == [fact(0, FactKind.RESERVED, 0), fact(1, FactKind.EXEC, 1)]
+    account.fact(FactKind.EXEC, DEVICES)
+    assert facts(tmp_path) == [fact(0, FactKind.RESERVED, 0), fact(1, FactKind.EXEC, 3)]
+
+
+def test_of_the_signs_of_life_the_last_is_kept_in_memory_and_all_on_disk(tmp_path: Path) -> None:
+    clock = FakeClock()
+    account = Account(launch(tmp_path), clock)
+    account.fact(FactKind.EXEC, DEVICES)
+    for _ in range(3):
+        clock.advance(60)
+        account.fact(FactKind.ALIVE, DEVICES)
+    signs = [fact(number, FactKind.ALIVE, 60 * number) for number in (1, 2, 3)]
+    assert account.facts == [fact(0, FactKind.EXEC, 0), signs[-1]]
+    assert facts(tmp_path) == [fact(0, FactKind.EXEC, 0), *signs]
 
 
 def test_F28_a_full_disk_costs_the_file_and_not_the_account(tmp_path: Path) -> None:
     account = Account(launch(tmp_path / "gone"), FakeClock())
-    account.fact(FactKind.EXEC, DEVICES, cpus=2)
+    account.fact(FactKind.EXEC, DEVICES)
     assert account.facts == [fact(0, FactKind.EXEC, 0)]
 
 

@@ -66,7 +66,8 @@ def write_raised(directory: Path, rank: int, error: BaseException) -> None:
 
 # --- endings that no exception of the user explains ------------------------------------------------------------------
 
-OWNED = "the process that owns the ranks died"
+OWNED = "the ranks' parent process died"
+OURS = (Reason.START_FAILED, Reason.RUNTIME_LOST, Reason.SUPERVISOR_LOST)
 ENDINGS: dict[str, tuple[Stopped, type[RunError], str]] = {
     "F01 signal": (
         stopped(Reason.RANK_SIGNAL, "ended by SIGSEGV", rank=3),
@@ -94,7 +95,7 @@ ENDINGS: dict[str, tuple[Stopped, type[RunError], str]] = {
     "supervisor": (
         stopped(Reason.SUPERVISOR_LOST, cause=False),
         NodeLost,
-        "the process that looked after the run died",
+        "the run's supervisor process died (was it killed, or the machine restarted?)",
     ),
     "F18 node": (stopped(Reason.NODE_LOST), NodeLost, "the node did not answer any more"),
     "start": (
@@ -115,11 +116,13 @@ ENDINGS: dict[str, tuple[Stopped, type[RunError], str]] = {
 def test_the_class_and_the_whole_message(directory: Path, ending: Stopped, cls: type[RunError], message: str) -> None:
     error = make_exception(ending, directory, RUN, 90.0)
     assert type(error) is cls
-    assert str(error) == f"{message}\nhint: logs: {directory / 'logs'}"
+    ours = ending.reason in OURS
+    hint = f"what our processes wrote: {directory.parents[2] / 'agent.log'}" if ours else f"logs: {directory / 'logs'}"
+    assert str(error) == f"{message}\nhint: {hint}"
     failed = ending.state is State.FAILED and ending.cause is not None
     assert error.__dict__ == {
         "message": message,
-        "hint": f"logs: {directory / 'logs'}",
+        "hint": hint,
         "run_id": RUN,
         "rank": ending.cause.rank if failed and ending.cause is not None else None,
         "reason": ending.reason.value,

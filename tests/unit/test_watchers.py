@@ -28,8 +28,8 @@ def ends() -> Iterator[tuple[Watcher, Channel]]:
     theirs.close()
 
 
-def read_all(channel: Channel) -> list[protocol.Any]:
-    read: list[protocol.Any] = []
+def read_all(channel: Channel) -> list[protocol.AnyMessage]:
+    read: list[protocol.AnyMessage] = []
     while True:
         try:
             received = protocol.receive(channel)
@@ -75,7 +75,7 @@ def test_F49_output_is_dropped_first_and_everything_else_is_kept(ends: tuple[Wat
         watcher.say(output(count + number))
     watcher.say(STOPPED)
     assert (watcher.dropped, watcher.gone) == (10, False)
-    read: list[protocol.Any] = []
+    read: list[protocol.AnyMessage] = []
     while watcher.waiting:
         read += read_all(peer)
         watcher.flush()
@@ -116,7 +116,7 @@ def test_last_words_reach_a_peer_that_reads(ends: tuple[Watcher, Channel]) -> No
 
 def test_what_a_watcher_says_is_passed_on(ends: tuple[Watcher, Channel]) -> None:
     watcher, peer = ends
-    heard: list[protocol.Any] = []
+    heard: list[protocol.AnyMessage] = []
     assert watcher.hear(heard.append)
     protocol.send(peer, protocol.Cancel())
     protocol.send(peer, protocol.Cancel())
@@ -132,7 +132,7 @@ def test_what_a_watcher_says_is_passed_on(ends: tuple[Watcher, Channel]) -> None
 def test_nonsense_ends_the_conversation_and_nothing_else(ends: tuple[Watcher, Channel], body: bytes) -> None:
     watcher, peer = ends
     peer.send(body)
-    heard: list[protocol.Any] = []
+    heard: list[protocol.AnyMessage] = []
     assert not watcher.hear(heard.append)
     assert heard == []
 

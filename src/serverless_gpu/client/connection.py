@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.errors import AgentUnavailable, HardwareError, StorageError
+from serverless_gpu.errors import AgentUnavailable, HardwareError, StorageError, UsageError
 from serverless_gpu.node import protocol
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.inside.channel import Channel
@@ -82,6 +82,8 @@ def caller_context() -> protocol.Context:
             "the working directory of this process does not exist any more",
             hint="change to one that does: os.chdir(...)",
         ) from None
+    if not sys.executable or protocol.portable(sys.executable) != sys.executable:
+        raise UsageError(f"this interpreter's own path is not known, or not UTF-8: {sys.executable!r}")
     return protocol.Context(
         python=sys.executable,
         flags=tuple(subprocess._args_from_interpreter_flags()),  # type: ignore[attr-defined]  # what multiprocessing uses, too
@@ -114,6 +116,9 @@ def _try_connect(path: Path) -> tuple[Channel, protocol.Greeting] | None:
     except (OSError, msgspec.MsgspecError):
         channel.close()
         return None
+    if received is not None and isinstance(received[0], protocol.Refused):
+        channel.close()
+        raise AgentUnavailable(received[0].message, hint=received[0].hint)
     if received is None or not isinstance(received[0], protocol.Greeting):
         channel.close()
         return None

@@ -110,7 +110,7 @@ def _ended(stopped: Stopped, directory: Path, run_id: str, timeout_s: float | No
     rank = cause.rank if cause is not None and stopped.state is State.FAILED else None
     error = _CLASSES.get(stopped.reason, RunError)(
         _message(stopped, rank, directory, timeout_s),
-        hint=f"logs: {directory / 'logs'}",
+        hint=_hint(stopped.reason, directory),
         run_id=run_id,
         rank=rank,
         reason=stopped.reason.value,
@@ -123,6 +123,12 @@ def _ended(stopped: Stopped, directory: Path, run_id: str, timeout_s: float | No
         if stopped.log_tail:
             error.add_note(f"last output of rank {rank}:\n{stopped.log_tail}")
     return error
+
+
+def _hint(reason: Reason, directory: Path) -> str:
+    if reason in (Reason.START_FAILED, Reason.RUNTIME_LOST, Reason.SUPERVISOR_LOST):
+        return f"what our processes wrote: {directory.parents[2] / 'agent.log'}"
+    return f"logs: {directory / 'logs'}"
 
 
 def _message(stopped: Stopped, rank: int | None, directory: Path, timeout_s: float | None) -> str:

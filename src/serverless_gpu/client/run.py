@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import shutil
 import socket
 import threading
 import weakref
@@ -271,7 +272,7 @@ class Run(Generic[R]):
             self._take(received[0])
         return True
 
-    def _take(self, message: protocol.Any) -> None:
+    def _take(self, message: protocol.AnyMessage) -> None:
         match message:
             case protocol.Accepted():
                 self._accepted = True
@@ -292,6 +293,7 @@ class Run(Generic[R]):
                 self._disconnect()
             case protocol.Refused():
                 self._refused, self._state = message, State.FAILED
+                shutil.rmtree(self.directory.parent, ignore_errors=True)  # nothing was started
                 self._disconnect()
             case _:
                 pass

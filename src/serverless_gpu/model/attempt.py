@@ -98,11 +98,13 @@ MEANINGS: Mapping[Reason, Meaning] = {
     Reason.RESULT_STORAGE: Meaning(State.FAILED, False, True, "a rank finished, but its result could not be written"),
     Reason.START_FAILED: Meaning(State.FAILED, True, False, "the ranks could not be started"),
     Reason.RENDEZVOUS: Meaning(State.FAILED, True, False, "no free rendezvous port was found"),
-    Reason.RUNTIME_LOST: Meaning(State.FAILED, False, True, "the process that owns the ranks died"),
+    Reason.RUNTIME_LOST: Meaning(State.FAILED, False, True, "the ranks' parent process died"),
     Reason.CANCELLED: Meaning(State.CANCELLED, False, True, "the run was cancelled"),
     Reason.TIMEOUT: Meaning(State.TIMED_OUT, False, True, "the run reached its time limit"),
     Reason.BUDGET: Meaning(State.BUDGET_STOPPED, False, True, "the run's budget is used up"),
-    Reason.SUPERVISOR_LOST: Meaning(State.LOST, False, False, "the process that looked after the run died"),
+    Reason.SUPERVISOR_LOST: Meaning(
+        State.LOST, False, False, "the run's supervisor process died (was it killed, or the machine restarted?)"
+    ),
     Reason.NODE_LOST: Meaning(State.LOST, False, False, "the node did not answer any more"),
 }
 

@@ -55,8 +55,8 @@ class Fact(msgspec.Struct, frozen=True, kw_only=True):
         boottime_ns: nanoseconds since boot; all durations come from it.
         wall_ns: nanoseconds since 1970; only places the fact on a calendar.
         gpus: identifiers of the devices held.
-        cpus: cores held.
-        memory_bytes: host memory held.
+        cpus: cores held; 0 when they were not limited.
+        memory_bytes: host memory held; 0 when it was not limited.
     """
 
     attempt: str

@@ -38,6 +38,7 @@ class Account:
 
     def __init__(self, launch: Launch, clock: Clock) -> None:
         self.facts: list[Fact] = []
+        self._written = 0
         self.marks: dict[str, int] = {}
         self.peaks: dict[int, int] = {}
         self.notes: list[str] = []
@@ -53,21 +54,24 @@ class Account:
         """Remember when something happened for the first time."""
         self.marks.setdefault(name, self._clock.boottime_ns() if at_ns is None else at_ns)
 
-    def fact(self, kind: FactKind, devices: Sequence[Device], *, cpus: int, at_ns: int | None = None) -> None:
-        """Write one fact down."""
-        now_ns = self._clock.boottime_ns()
-        at_ns = now_ns if at_ns is None else at_ns
+    def fact(self, kind: FactKind, devices: Sequence[Device]) -> None:
+        """Write one fact down; of the signs of life only the last is kept in memory."""
+        resources = self._launch.spec.resources
+        slots = len(devices) if self._launch.candidates[0].kind is DeviceKind.CPU else 0
         fact = Fact(
             attempt=self._gang,
-            seq=len(self.facts),
+            seq=self._written,
             kind=kind,
             boot_id=self._boot_id,
-            boottime_ns=at_ns,
-            wall_ns=self._clock.wall_ns() - (now_ns - at_ns),
+            boottime_ns=self._clock.boottime_ns(),
+            wall_ns=self._clock.wall_ns(),
             gpus=tuple(device.uuid for device in devices),
-            cpus=cpus,
-            memory_bytes=0,
+            cpus=resources.cpus or slots,
+            memory_bytes=resources.memory_bytes or 0,
         )
+        self._written += 1
+        if self.facts and kind is FactKind.ALIVE and self.facts[-1].kind is FactKind.ALIVE:
+            self.facts.pop()
         self.facts.append(fact)
         # A full disk must not end a run; the receipt is computed from memory and says how many facts it stands on.
         with contextlib.suppress(OSError), (self._directory / "facts.jsonl").open("ab") as file:
@@ -102,7 +106,7 @@ class Account:
             gate=gate_text(devices, verdicts, kind),
             quarantined=tuple(quarantined),
             tags=self._launch.spec.tags,
-            facts=len(self.facts),
+            facts=self._written,
             world_size=attempt.world_size,
             notes=tuple(self.notes),
         )

@@ -23,6 +23,7 @@ import contextlib
 import fcntl
 import os
 import resource
+import select
 import selectors
 import signal
 import socket
@@ -44,7 +45,7 @@ from serverless_gpu.node.inside import linux
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.inventory import Inventory
 from serverless_gpu.node.processes import find_cgroup_root
-from serverless_gpu.node.spawning import open_log
+from serverless_gpu.node.spawning import bound_log, open_log
 from serverless_gpu.node.zygote_pool import ZygotePool
 from serverless_gpu.version import __version__
 
@@ -54,6 +55,7 @@ CLIENTS_MAX = 512
 IDLE_S = 600.0
 _REFILL_S = 0.1  # after a hand-over: the ranks that just started need the cores more than the next run does
 _TURN_S = 5.0
+_BREATH_S = 0.05
 
 
 def main(home: str, sockets: str, ready_fd: int, environ: dict[str, str]) -> NoReturn:
@@ -144,11 +146,13 @@ class Agent:
         try:
             sock, _ = self._listener.accept()
         except OSError:
-            return
-        if len(self._clients) >= CLIENTS_MAX:
-            sock.close()
+            select.select([], [], [], _BREATH_S)  # no descriptors: whoever knocks would be heard again at once
             return
         channel = Channel(sock)
+        if len(self._clients) >= CLIENTS_MAX:
+            message = f"{CLIENTS_MAX} clients are connected to the agent of this node and say nothing"
+            self._refuse(channel, protocol.Refused(code="agent_unavailable", message=message))
+            return
         sock.settimeout(1.0)  # the peer is this user's own process; a stopped one must not stop the agent
         fd = channel.fileno()
         self._clients[fd] = channel
@@ -223,7 +227,7 @@ class Agent:
         self._queue.append(entry)
         self._selector.register(client, selectors.EVENT_READ, lambda: self._hear_queued(entry))
         with contextlib.suppress(OSError):
-            protocol.send(client, protocol.Waiting(sentence=f"{ahead} runs of this home are ahead"))
+            protocol.send(client, protocol.Waiting(sentence=f"runs of this home ahead of this one: {ahead}"))
 
     def _hear_queued(self, entry: tuple[protocol.Launch, Channel]) -> None:
         client = entry[1]
@@ -284,6 +288,7 @@ class Agent:
                 self._attempts.prepare()
             self._zygotes.refill()
         self._zygotes.tend()
+        bound_log(self._log)
         subprocess._cleanup()  # type: ignore[attr-defined]  # reaps children whose Popen is gone; public only by use
 
     def _idle_too_long(self) -> bool:

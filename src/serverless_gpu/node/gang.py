@@ -22,6 +22,7 @@ from serverless_gpu.model.attempt import (
     RankFailed,
     RankReturned,
     Reason,
+    StartFailed,
 )
 from serverless_gpu.model.hardware import Device
 from serverless_gpu.model.placement import RankPlace, rank_variables, threads_per_rank
@@ -92,6 +93,8 @@ class Gang:
                 pids = message.get("pids")
                 if isinstance(pids, dict):
                     self.pids = {int(rank): int(pid) for rank, pid in pids.items()}
+            case "problem":
+                yield StartFailed(Reason.START_FAILED, inside.text(message, "detail"))
             case "exec":
                 yield RankExecuting(inside.integer(message, "rank"))
             case "enter":

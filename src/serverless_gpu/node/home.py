@@ -126,6 +126,10 @@ def find_home(environ: Mapping[str, str]) -> Home:
     """
     asked = environ.get("SERVERLESS_GPU_HOME")
     wanted = Path(asked).absolute() if asked else Path(os.path.expanduser("~/.serverless_gpu"))
+    try:
+        str(wanted).encode()
+    except UnicodeEncodeError:
+        raise StorageError(f"the home directory {str(wanted)!r} is not UTF-8", hint="set SERVERLESS_GPU_HOME") from None
     problem = _make_private(wanted)
     if problem is None:
         return Home(wanted)

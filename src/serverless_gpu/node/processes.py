@@ -15,6 +15,7 @@ counter, never from an exit code.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import select
@@ -120,7 +121,7 @@ def _directory(kind: str, controller: str, name: str) -> Path | None:
 
 def kill_cgroup(path: Path) -> None:
     """End every process in a cgroup, atomically."""
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(OSError):  # removed under us; whether it is empty is asked for separately
         (path / "cgroup.kill").write_text("1")
 
 
@@ -128,8 +129,8 @@ def cgroup_empty(path: Path) -> bool:
     """Return whether no process is left in a cgroup."""
     try:
         return "populated 0" in (path / "cgroup.events").read_text()
-    except FileNotFoundError:
-        return True
+    except OSError as error:
+        return error.errno in (errno.ENOENT, errno.ENODEV)  # only an empty one can be removed
 
 
 def remove_cgroup(path: Path) -> bool:

@@ -207,14 +207,30 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     version: str
 
 
-ToAgent = Prewarm | Launch | StatusRequest | Retire
-FromAgent = Greeting | Refused | Status | Waiting
-ToSupervisor = Assign | Stem | Cancel
-FromSupervisor = Standby | Accepted | Snapshot | Waiting | Started | Output | Stopped | Finished | Refused
-Any = ToAgent | FromAgent | ToSupervisor | FromSupervisor
+# By who says it: the client to the agent, the agent, the client to a supervisor, a supervisor.
+AnyMessage = (
+    Prewarm
+    | Launch
+    | StatusRequest
+    | Retire
+    | Greeting
+    | Refused
+    | Status
+    | Assign
+    | Stem
+    | Cancel
+    | Standby
+    | Accepted
+    | Snapshot
+    | Waiting
+    | Started
+    | Output
+    | Stopped
+    | Finished
+)
 
 _encoder = msgspec.json.Encoder()
-_decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Any)
+_decoder: msgspec.json.Decoder[AnyMessage] = msgspec.json.Decoder(AnyMessage)
 
 
 def agent_socket(sockets: Path) -> Path:
@@ -245,7 +261,7 @@ def send(channel: Channel, message: Message, fds: tuple[int, ...] = ()) -> None:
     channel.send(_encoder.encode(message), fds)
 
 
-def receive(channel: Channel) -> tuple[Any, tuple[int, ...]] | None:
+def receive(channel: Channel) -> tuple[AnyMessage, tuple[int, ...]] | None:
     """Return the next message and its descriptors, or None when the peer is gone.
 
     Raises:

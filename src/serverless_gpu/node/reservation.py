@@ -40,6 +40,7 @@ class Reservation:
         kind = launch.candidates[0].kind
         self.devices: tuple[Device, ...] = ()
         self.before: Mapping[str, Usage] = {}
+        self.ahead = 0  # runs that wait in front of this one
         self.provider = _provider(kind, launch.context.environ, home, machine)
         self._launch = launch
         self._clock = clock
@@ -59,7 +60,7 @@ class Reservation:
         Raises:
             StorageError: the lock directory cannot be used.
         """
-        ahead = self._ticket.ahead()
+        ahead = self.ahead = self._ticket.ahead()
         uuids = [device.uuid for device in self._launch.candidates]
         if ahead:
             return self._sentence(f"{ahead} {'run is' if ahead == 1 else 'runs are'} ahead in the queue", ())

@@ -35,6 +35,8 @@ _CLEAN_VARIABLES = (
     "SERVERLESS_GPU_TASKS_MAX",
 )
 
+LOG_BYTES_MAX = 10_000_000
+
 STARTUP_PREFIXES = (
     "LD_",
     "PYTHON",
@@ -119,8 +121,13 @@ def zygote_process(
 
 
 def open_log(path: Path) -> int:
-    """Return a descriptor that appends to a log file, started anew when it has grown over 10 MB."""
+    """Return a descriptor that appends to a log file of bounded size."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-    if os.fstat(fd).st_size > 10_000_000:
-        os.ftruncate(fd, 0)
+    bound_log(fd)
     return fd
+
+
+def bound_log(fd: int) -> None:
+    """Start a log file anew when it has grown over 10 MB."""
+    if os.fstat(fd).st_size > LOG_BYTES_MAX:
+        os.ftruncate(fd, 0)

@@ -31,6 +31,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+import msgspec
+
 from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.errors import ServerlessGpuError
 from serverless_gpu.model.attempt import (
@@ -65,7 +67,9 @@ _RETRY_S = 0.05  # between two looks at devices that were taken
 _EMPTYING_S = 0.002  # between two looks at a tree that is being ended
 _EMPTYING_S_MAX = 60.0
 _LAST_WORDS_S = 5.0
-_ALIVE_S = 5.0
+_TURN_S = 5.0
+_WATCHERS_MAX = 64
+_ALIVE_S = 60.0  # between two signs of life among the facts
 
 Callback = Callable[[], None]
 
@@ -139,34 +143,46 @@ class Supervisor:
         """
         self._listen()
         self._watch(self._agent.fileno(), self._hear_agent)
-        self._add_watcher(client).say(protocol.Accepted(pid=os.getpid()))
+        self._add_watcher(client)
         self._reserve()
         while not self._done:
             for key, _ in self._selector.select(self._pause_s()):
                 callback: Callback = key.data
-                callback()
+                if not self._done:  # an earlier one of this turn may have closed what this one is about
+                    callback()
             if not self._done:
                 self._look()
 
     # --- the agent -----------------------------------------------------------------------------------------------
 
     def _hear_agent(self) -> None:
-        received = protocol.receive(self._agent)
+        try:
+            received = protocol.receive(self._agent)
+        except (OSError, msgspec.MsgspecError):
+            received = None
         if received is None:
             self._unwatch(self._agent.fileno())
             self._agent.close()
-            if self._gang is None:
-                self._apply(StartFailed(Reason.START_FAILED, "the agent died before the ranks could be started"))
+            if self._gang is None and self._attempt.state not in TERMINAL:
+                self._withdraw()
         elif isinstance(received[0], protocol.Stem):
             self._meet_stem(received[0], received[1])
 
     def _meet_stem(self, message: protocol.Stem, fds: tuple[int, ...]) -> None:
+        self._tell(protocol.Accepted(pid=os.getpid()))
         if message.problem or not fds:
-            self._apply(StartFailed(Reason.START_FAILED, message.problem or "no stem"))
+            self._apply(StartFailed(Reason.START_FAILED, message.problem))
             return
         self._account.warm = (message.warm, message.warm_reason)
         self._gang = Gang(self._launch, Channel.adopt(fds[0]), self._account)
         self._watch(fds[0], self._hear_gang)
+
+    def _withdraw(self) -> None:
+        """Leave an attempt that no stem will come for: not accepted yet, so its client takes it to the next agent."""
+        if self._reservation is not None:
+            self._reservation.close()
+        (self._directory / "facts.jsonl").unlink(missing_ok=True)
+        self._leave()
 
     # --- devices and start ---------------------------------------------------------------------------------------
 
@@ -206,7 +222,9 @@ class Supervisor:
             self._apply(StartFailed(Reason.RENDEZVOUS, str(error)))
             return
         except OSError as error:
-            self._apply(StartFailed(Reason.START_FAILED, f"the stem could not be told what to run: {error}"))
+            self._apply(
+                StartFailed(Reason.START_FAILED, f"the ranks' parent process could not be told what to run: {error}")
+            )
             return
         for log in self._gang.logs.values():
             for fd, drain in log.readers():
@@ -218,10 +236,10 @@ class Supervisor:
         try:
             events = self._gang.hear()
         except (OSError, ValueError) as error:
-            events = [StemLost(detail=f"the stem cannot be understood: {error}")]
+            events = [StemLost(detail=f"it cannot be understood: {error}")]
         if events is None:
             self._unwatch(self._gang.channel.fileno())
-            events = [] if met else [StemLost(detail="the stem ended before it could start the ranks")]
+            events = [] if met else [StemLost(detail="it ended before it could start the ranks")]
         if self._gang.standby and not met:
             self._watch(self._gang.stem_pidfd, self._stem_ended)
             self._begin()
@@ -238,8 +256,7 @@ class Supervisor:
         if self._kill_ns is not None:
             self._look_for_empty()
         else:
-            detail = "the process that owns the ranks died"
-            self._apply(StemLost(detail=detail, out_of_memory=self._gang.out_of_memory()))
+            self._apply(StemLost(detail="", out_of_memory=self._gang.out_of_memory()))
 
     # --- the lifecycle -------------------------------------------------------------------------------------------
 
@@ -313,6 +330,9 @@ class Supervisor:
         self._hand_back()
         for watcher in self._watchers:
             watcher.drain(_LAST_WORDS_S)
+        self._leave()
+
+    def _leave(self) -> None:
         if self._listener is not None:
             with contextlib.suppress(OSError):
                 os.unlink(self._listener.getsockname())
@@ -345,6 +365,9 @@ class Supervisor:
             grace_s = ((self._kill_ns or 0) - (self._attempt.stop_ns or 0)) / 1e9
             still = sorted(set(range(self._attempt.world_size)) - self._attempt.exited)
             self._account.notes.append(f"rank {still} did not stop in {grace_s:.1f} s and was killed")
+        skipped = sum(watcher.dropped for watcher in self._watchers)
+        if skipped:
+            self._account.notes.append(f"{skipped} pieces of live output were not shown; logs/ has all of it")
         for log in self._gang.logs.values() if self._gang is not None else ():
             if log.dropped_bytes:
                 self._account.notes.append(f"{log.dropped_bytes} bytes of rank {log.rank}'s output were not kept")
@@ -383,6 +406,9 @@ class Supervisor:
         assert self._listener is not None
         with contextlib.suppress(OSError):
             sock, _ = self._listener.accept()
+            if len(self._watchers) >= _WATCHERS_MAX:
+                sock.close()
+                return
             self._add_watcher(Channel(sock)).say(
                 protocol.Snapshot(
                     run_id=self._launch.run_id, fence=self._launch.fence, state=self._attempt.state, pid=os.getpid()
@@ -399,7 +425,7 @@ class Supervisor:
         if not watcher.hear(self._obey):
             watcher.gone = True
 
-    def _obey(self, message: protocol.Any) -> None:
+    def _obey(self, message: protocol.AnyMessage) -> None:
         if isinstance(message, protocol.Cancel) and self._attempt.state not in TERMINAL:
             self._apply(CancelRequested())
 
@@ -424,14 +450,15 @@ class Supervisor:
 
     def _fact(self, kind: FactKind) -> None:
         devices = self._reservation.devices if self._reservation is not None else ()
-        self._account.fact(kind, devices, cpus=len(devices))
+        self._account.fact(kind, devices)
 
     def _pause_s(self) -> float:
         if self._attempt.state is State.QUEUED:
-            return _RETRY_S
+            ahead = self._reservation.ahead if self._reservation is not None else 0
+            return _RETRY_S * min(20, 1 + ahead)
         if self._kill_ns is not None:
             return _EMPTYING_S
-        pauses = [_RETRY_S if any(watcher.waiting for watcher in self._watchers) else _ALIVE_S]
+        pauses = [_RETRY_S if any(watcher.waiting for watcher in self._watchers) else _TURN_S]
         if self._attempt.wake_ns is not None:
             pauses.append(max(0.0, (self._attempt.wake_ns - self._clock.boottime_ns()) / 1e9))
         return min(pauses)

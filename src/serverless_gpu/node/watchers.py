@@ -62,7 +62,7 @@ class Watcher:
         self.channel.sock.settimeout(timeout_s)
         self.flush()
 
-    def hear(self, obey: Callable[[protocol.Any], None]) -> bool:
+    def hear(self, obey: Callable[[protocol.AnyMessage], None]) -> bool:
         """Take one message and pass it on; return False when the peer is gone or talks nonsense."""
         try:
             received = protocol.receive(self.channel)

@@ -23,6 +23,8 @@ from serverless_gpu.node.zygotes import PRELOAD, Key, ProblemTaker, StemTaker, Z
 
 ZYGOTES_MAX = 4
 IDLE_S = 600.0
+_PRELOAD_S = 120.0  # an import that hangs on a file system or a driver is given up
+_REMEMBERED_MAX = 64
 _COLD_S = 300.0  # before an interpreter that could not be kept warm is tried again
 
 Giver = Callable[[Stem, int], None]
@@ -113,6 +115,10 @@ class ZygotePool:
         for key, zygote in list(self._zygotes.items()):
             if now_ns - zygote.used_ns > IDLE_S * 1e9 and not zygote.waited_for:
                 self._discard(key, "its zygote had been idle for ten minutes")
+            elif not zygote.ready and now_ns - zygote.started_ns > _PRELOAD_S * 1e9:
+                zygote.process.kill()
+                zygote.cold = f"preloading took more than {_PRELOAD_S:.0f} s"
+                self._give_up(zygote, zygote.context, zygote.cold)
         for zygote in [shot for shot in self._one_shots if not shot.waited_for]:
             self._one_shots.remove(zygote)
             self._close(zygote)
@@ -145,7 +151,7 @@ class ZygotePool:
             oldest = min(self._zygotes, key=lambda other: self._zygotes[other].used_ns)
             self._discard(oldest, f"{ZYGOTES_MAX} other interpreters were used since")
         zygote = self._zygotes[key] = self._spawn(context, PRELOAD)
-        zygote.used_ns = self._clock.boottime_ns()
+        zygote.used_ns = zygote.started_ns = self._clock.boottime_ns()
         return zygote
 
     def _one_shot(self, context: Context) -> Zygote:
@@ -162,18 +168,23 @@ class ZygotePool:
         if not zygote.hear():
             if self._zygotes.get(zygote.key) is zygote:
                 del self._zygotes[zygote.key]
-                self._gone[zygote.key] = "its zygote had died"
+                self._remember(zygote.key, "its zygote had died")
             self._close(zygote)
         elif zygote.cold:
-            # Not to be forked with its preload: whoever waits gets a fresh interpreter, and so does every later run.
-            self._cold[zygote.key] = (zygote.cold, self._clock.boottime_ns())
-            self._zygotes.pop(zygote.key, None)
-            waiting = zygote.release_takers()
-            self._close(zygote)
-            for take, fail in waiting:
-                self._start_over(context, take, fail)
+            self._give_up(zygote, context, zygote.cold)
         elif zygote.ready:
             self.became_ready = True
+
+    def _give_up(self, zygote: Zygote, context: Context, why: str) -> None:
+        """Keep no zygote for this key: whoever waits gets a fresh interpreter, and so does every run for a while."""
+        self._cold[zygote.key] = (why, self._clock.boottime_ns())
+        while len(self._cold) > _REMEMBERED_MAX:
+            self._cold.pop(next(iter(self._cold)))
+        self._zygotes.pop(zygote.key, None)
+        waiting = zygote.release_takers()
+        self._close(zygote)
+        for take, fail in waiting:
+            self._start_over(context, take, fail)
 
     def _start_over(self, context: Context, take: StemTaker, fail: ProblemTaker) -> None:
         try:
@@ -181,8 +192,13 @@ class ZygotePool:
         except OSError as error:
             fail(f"{context.python} could not be started: {error}")
 
-    def _discard(self, key: Key, why: str) -> None:
+    def _remember(self, key: Key, why: str) -> None:
         self._gone[key] = why
+        while len(self._gone) > _REMEMBERED_MAX:  # a sweep over start-up variables makes a key for each run
+            self._gone.pop(next(iter(self._gone)))
+
+    def _discard(self, key: Key, why: str) -> None:
+        self._remember(key, why)
         self._close(self._zygotes.pop(key))
 
     def _close(self, zygote: Zygote) -> None:

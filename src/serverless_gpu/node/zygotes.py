@@ -75,7 +75,9 @@ class Zygote:
         self.ready = False
         self.cold = ""  # why it cannot be forked from
         self.dead = False
+        self.context = context
         self.used_ns = 0
+        self.started_ns = 0
         self.ranks = 1  # of the last run: as many stand by for the next
         self._log_path = log_path
         self._log_start = os.lseek(log, 0, os.SEEK_END)

@@ -10,7 +10,7 @@
                        {"op": "release"}                              all have returned: ranks may exit
                        {"op": "signal", "signal": n} · {"op": "kill"}
     stem ─▶ supervisor {"event": "standby", "version": n, "pid": n, "cgroups": [path, …]}
-                       {"event": "forked", "pids": {"0": n}}
+                       {"event": "forked", "pids": {"0": n}} · {"event": "problem", "detail": text}
                        {"event": "exited", "rank": n, "status": n, "peak": bytes, "at": ns} · {"event": "empty"}
     rank ─▶ supervisor {"event": "exec" | "enter", "rank": n, "at": ns}
                        {"event": "returned", "rank": n, "at": ns, "size": bytes}

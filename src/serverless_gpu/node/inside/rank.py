@@ -38,8 +38,8 @@ from .payload import PayloadNotWritten, PayloadTooLarge, dump, dumps, loads
 
 Report = Callable[[protocol.Message], None]
 
-_STAY_S = 5.0
-_SPARE = 4
+_STAY_S = 5.0  # how long a rank other than 0 waits for the others after it returned
+_SPARE = 4  # descriptors kept back for the files of the outcome
 _spare: list[int] = []
 _REPR_CHARACTERS_MAX = 10_000
 _MESSAGE_CHARACTERS_MAX = 4_000  # in the event; the file has all of it
@@ -113,11 +113,13 @@ def execute(place: Place, report: Report) -> int:
         value = call.function(*call.args, **kwargs)
     except BaseException as error:  # noqa: BLE001 - the boundary to user code: whatever it raises is its outcome
         _free_spare()
-        _leave_if_forked(process)
+        if os.getpid() != process:
+            sys.excepthook(*sys.exc_info())
+        _leave_if_forked(process, 1)
         code = _fail(place, error, report)
     else:
         _free_spare()
-        _leave_if_forked(process)
+        _leave_if_forked(process, 0)
         code = _return(place, value, report)
         del value
     _finish()
@@ -130,10 +132,10 @@ def _free_spare() -> None:
         os.close(_spare.pop())
 
 
-def _leave_if_forked(process: int) -> None:
+def _leave_if_forked(process: int, code: int) -> None:
     """End a child that user code forked and let run on: the outcome is its parent's to tell."""
     if os.getpid() != process:
-        os._exit(0)
+        os._exit(code)
 
 
 def _return(place: Place, value: object, report: Report) -> int:

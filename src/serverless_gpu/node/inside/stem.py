@@ -124,7 +124,10 @@ class _Stem:
             case "hold":
                 self.held += fds
             case "go":
-                self._start_ranks(message)
+                try:
+                    self._start_ranks(message)
+                except OSError as error:  # no more processes, or no more descriptors
+                    self._say({"event": "problem", "detail": f"a rank could not be started: {error}"})
             case "release":
                 self._release()
             case "signal":
