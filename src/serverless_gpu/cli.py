@@ -7,12 +7,12 @@ import sys
 
 import click
 
+from serverless_gpu.client.agent_control import agent_status, stop_agent
 from serverless_gpu.client.connection import connect
 from serverless_gpu.errors import ServerlessGpuError
 from serverless_gpu.model.hardware import DeviceKind, parse_fake
 from serverless_gpu.node.home import find_home
 from serverless_gpu.node.locks import DeviceLocks, lock_directory
-from serverless_gpu.testing import agent_status, stop_agent
 from serverless_gpu.units import format_bytes
 from serverless_gpu.version import __version__
 
@@ -55,6 +55,9 @@ def gpus() -> None:
         state = f"quarantined: {notes[device.uuid].reason}" if device.uuid in notes else ""
         memory = format_bytes(device.memory_bytes) if device.memory_bytes else ""
         click.echo("  ".join(text for text in (device.uuid, device.type, memory, device.kind, state) if text))
+
+    for line in () if fakes else greeting.unavailable:
+        click.echo(f"not usable: {line}")
 
 
 @sgpu.command()

@@ -70,9 +70,10 @@ class Meaning(msgspec.Struct, frozen=True):
     """What follows from a reason.
 
     Attributes:
-        state: the final state. may_retry: whether a new attempt may be made without the user having asked for retries
-        (nothing of theirs has run). is_billed: whether the time counts as use; faults of the platform do not. sentence:
-        what a person is told.
+        state: the final state.
+        may_retry: whether another attempt may be made without the user having asked for retries: nothing of theirs ran.
+        is_billed: whether the time counts as use; faults of the platform do not.
+        sentence: what a person is told.
     """
 
     state: State

@@ -10,8 +10,7 @@ the look at the GPUs.
 
 Failure cases:
 - killed: running attempts do not notice. Zygotes and standby processes end (end of file). The next call starts a new
-  agent,
-  which finds running attempts by their sockets and lets them be;
+  agent, which finds running attempts by their sockets and lets them be;
 - two started at once: the lock decides, the loser ends;
 - a supervisor dies: its attempt's directory gets the record that nobody else can write any more;
 - too many runs at once: the rest wait here in order, and are told how many are ahead.
@@ -249,8 +248,7 @@ class Agent:
     def _start(self, launch: protocol.Launch, client: Channel) -> None:
         asked_ns = self._clock.boottime_ns()
         try:
-            # First the supervisor, which looks for devices while we look whether the zygote is still what the caller
-            # has.
+            # First the supervisor: it looks for devices while we look whether the zygote is what the caller has.
             supervisor = self._attempts.assign(protocol.Assign(launch=launch, asked_ns=asked_ns), client)
         except OSError as error:
             message = f"the run could not be started on this node: {error}"

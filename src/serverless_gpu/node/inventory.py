@@ -40,6 +40,7 @@ class Inventory:
         self._types: tuple[GpuType, ...] = ()
         self._prices: dict[str, Price] = {}
         self._problem = ""
+        self._unavailable: tuple[str, ...] = ()
 
     def greeting(self, version: str) -> protocol.Greeting:
         """Return what every client is told first."""
@@ -51,6 +52,7 @@ class Inventory:
             own_types=self._types,
             prices=self._prices,
             problem=self._problem,
+            unavailable=self._unavailable,
         )
 
     def refresh(self) -> None:
@@ -78,4 +80,5 @@ class Inventory:
             types = ()
         if types != self._types:
             self._types, self._machine = types, NvmlProvider(own=types)
+        self._unavailable = tuple(f"{gpu.name}: {gpu.reason}" for gpu in self._machine.unavailable())
         self._devices = (*self._machine.devices(), *self._cpu.devices())

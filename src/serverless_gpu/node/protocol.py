@@ -63,6 +63,7 @@ class Greeting(Message, frozen=True, kw_only=True, tag="greeting"):
     own_types: tuple[GpuType, ...] = ()
     prices: dict[str, Price] = {}
     problem: str = ""
+    unavailable: tuple[str, ...] = ()
 
 
 class Prewarm(Message, frozen=True, kw_only=True, tag="prewarm"):

@@ -12,8 +12,7 @@ Failure cases:
 - the agent dies: nothing happens here; a new agent finds this process by its socket;
 - the client goes away: the run goes on, `attach` finds it;
 - this process dies: the stem reads end of file and ends every rank at once; the stem's copies of the lock descriptors
-  keep the
-  devices taken until it has;
+  keep the devices taken until it has;
 - the stem dies: ranks die with it, the attempt fails as `runtime_lost`;
 - no stem comes (the zygote cannot start): the attempt fails as `start_failed` with what the zygote wrote.
 """

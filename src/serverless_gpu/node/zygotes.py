@@ -7,8 +7,8 @@ A zygote is stale when a file it loaded has changed since (another version insta
 get from it is not what the caller's next interpreter would import. A package it never loaded may change freely; ranks
 see the new one.
 
-Failure cases: the zygote cannot preload or dies (whoever waits for a stem is told what it wrote); it cannot be made
-single-threaded (the key is remembered and runs start cold: a zygote without preload, for one run each); it dies while
+Failure cases: the zygote cannot preload or dies (whoever waits for a stem is told what it wrote); it is not fit to
+be forked (the key is remembered and runs start cold: a zygote without preload, for one run each); it dies while
 idle (the next run starts a new one and the receipt says so).
 """
 

@@ -66,6 +66,8 @@ class Channel:
             packet, fds, flags, _ = self._take()
         except ConnectionResetError:
             return None
+        for fd in fds:
+            os.set_inheritable(fd, False)  # `recv_fds` takes MSG_CMSG_CLOEXEC and does not pass it on
         if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
             _close_all(fds)
             raise OSError("a message was cut short by the kernel")
@@ -87,10 +89,10 @@ class Channel:
 
     def _take(self) -> tuple[bytes, list[int], int, object]:
         try:
-            return socket.recv_fds(self.sock, PACKET_BYTES_MAX + 1, _FDS_MAX, socket.MSG_CMSG_CLOEXEC)
+            return socket.recv_fds(self.sock, PACKET_BYTES_MAX + 1, _FDS_MAX)
         except ConnectionResetError:
             # Said once, and first, when the peer closed with something of ours unread; its last words are still there.
-            return socket.recv_fds(self.sock, PACKET_BYTES_MAX + 1, _FDS_MAX, socket.MSG_CMSG_CLOEXEC)
+            return socket.recv_fds(self.sock, PACKET_BYTES_MAX + 1, _FDS_MAX)
 
     def close(self) -> None:
         """Close this end."""

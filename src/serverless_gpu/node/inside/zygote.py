@@ -7,13 +7,11 @@ Why fork at all: `import torch` costs a second, a fork of a process that has don
 kept here:
 
 - **No parallel region ever runs in this process.** The OpenMP runtime's thread pool does not survive a fork: a child
-  that enters
-  a parallel region after its parent did waits for threads that do not exist, for ever.
+  that enters a parallel region after its parent did waits for threads that do not exist, for ever.
 - **CUDA is never touched.** A CUDA context cannot be used after a fork.
 - **Exactly one thread when a stem is forked.** Another thread could hold a lock (malloc's, the importer's) at that
-  moment, and
-  the child would wait for it for ever. numpy's OpenBLAS starts threads on import but ends them in its own fork handler:
-  hence one trial fork, then the count.
+  moment, and the child would wait for it for ever. numpy's OpenBLAS starts threads on import but ends them in its own
+  fork handler: hence one trial fork, then the count.
 - **Random generators are reseeded in every rank** (`rank.py`): a copied generator would give all ranks the same
   numbers.
 

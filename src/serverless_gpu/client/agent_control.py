@@ -1,0 +1,69 @@
+"""Asking the agent of a home what it does, and ending it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+from pathlib import Path
+
+from serverless_gpu.client.connection import running_agent
+from serverless_gpu.errors import AgentUnavailable
+from serverless_gpu.node import protocol
+from serverless_gpu.node.home import Home
+
+_END_S = 10.0
+
+
+def agent_status(home: Path) -> protocol.Status | None:
+    """Return what the agent of a home looks after, or None when none is running.
+
+    Raises:
+        AgentUnavailable: it does not answer.
+    """
+    connection = running_agent(Home(home))
+    if connection is None:
+        return None
+    channel, greeting = connection
+    channel.sock.settimeout(_END_S)
+    try:
+        protocol.send(channel, protocol.StatusRequest())
+        received = protocol.receive(channel)
+    except TimeoutError:
+        raise AgentUnavailable(f"the agent (pid {greeting.pid}) did not answer within {_END_S:.0f} s") from None
+    finally:
+        channel.close()
+    if received is None or not isinstance(received[0], protocol.Status):
+        raise AgentUnavailable("the agent of this node ended while it was asked for its status")
+    return received[0]
+
+
+def stop_agent(home: Path) -> bool:
+    """End the agent of a home with its zygotes and wait until it is gone; running attempts go on.
+
+    Returns:
+        Whether there was one.
+
+    Raises:
+        AgentUnavailable: it did not end.
+    """
+    connection = running_agent(Home(home))
+    if connection is None:
+        return False
+    channel, greeting = connection
+    try:
+        process = os.pidfd_open(greeting.pid)
+    except ProcessLookupError:
+        channel.close()
+        return True
+    try:
+        with contextlib.suppress(OSError):
+            protocol.send(channel, protocol.Retire())
+        if not select.select([process], [], [], _END_S)[0]:
+            signal.pidfd_send_signal(process, signal.SIGKILL)
+            raise AgentUnavailable(f"the agent (pid {greeting.pid}) did not end within {_END_S:.0f} s and was killed")
+    finally:
+        os.close(process)
+        channel.close()
+    return True
