@@ -37,7 +37,7 @@ def status() -> None:
     for line in found.attempts or ("none",):
         click.echo(f"running: {line}")
     if found.queued:
-        click.echo(f"queued: {found.queued}")
+        click.echo(f"queued: {len(found.queued)}")
 
 
 @sgpu.command()

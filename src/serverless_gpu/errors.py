@@ -234,3 +234,13 @@ class ResultUnavailableHere(RunError):
     """The result arrived, but this process cannot load it."""
 
     code = "result_unavailable_here"
+
+
+def error_class(code: str) -> type[ServerlessGpuError]:
+    """Return the class with a code, `ServerlessGpuError` for a code this version does not know."""
+    queue: list[type[ServerlessGpuError]] = [ServerlessGpuError]
+    for cls in queue:
+        if cls.code == code:
+            return cls
+        queue.extend(cls.__subclasses__())
+    return ServerlessGpuError

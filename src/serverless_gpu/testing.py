@@ -1,9 +1,9 @@
 """Fakes and helpers for testing code that uses serverless-gpu, and for our own tests.
 
-    FakeGpus(home)         declared GPUs whose processes and memory a test decides
-    FakeClock()            a clock that a test moves
-    agent_status(home)     what the agent of a home looks after
-    stop_agent(home)       end that agent, and everything it keeps warm
+FakeGpus(home)         declared GPUs whose processes and memory a test decides
+FakeClock()            a clock that a test moves
+agent_status(home)     what the agent of a home looks after
+stop_agent(home)       end that agent, and everything it keeps warm
 """
 
 from __future__ import annotations

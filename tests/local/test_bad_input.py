@@ -59,7 +59,7 @@ def clean(warm: Path) -> Iterator[Path]:
     assert run_directories(warm) == before, "no run directory is left"
     assert held_locks(warm) == [] and run_sockets(warm) == []
     status = agent_status(warm)
-    assert status is not None and status.attempts == () and status.queued == 0
+    assert status is not None and status.attempts == () and status.queued == ()
 
 
 def train(lr: float, *, epochs: int = 1) -> float:

@@ -20,7 +20,9 @@ from serverless_gpu.testing import FakeClock
 DEVICES = tuple(
     Device(uuid=f"FAKE-H100-{n}", index=n, type="H100", memory_bytes=80 << 30, kind=DeviceKind.FAKE) for n in range(2)
 )
-CONTEXT = Context(python="python", flags=(), environ={}, cwd="/", umask=0o22, argv=("",), sys_path=())
+CONTEXT = Context(
+    python="python", flags=(), environ={}, cwd="/", umask=0o22, argv=("",), sys_path=(), descriptors_max=1024
+)
 BOOT = "00000000-0000-0000-0000-000000000000"
 START_NS, WALL_NS = 1_000_000_000_000, 1_800_000_000_000_000_000
 FREE = {device.uuid: Verdict(ok=True, evidence="no process, 0 MiB used (baseline 0 MiB)") for device in DEVICES}

@@ -152,76 +152,69 @@ def test_F28_a_full_disk(code: int) -> None:
 
 
 @pytest.fixture
-def runtime_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    directory = tmp_path / "run"
-    directory.mkdir(mode=0o700)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(directory))
-    return directory
+def wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return where sockets are to lie; it is not there yet."""
+    monkeypatch.setenv("SERVERLESS_GPU_SOCKETS", str(tmp_path / "sockets"))
+    return tmp_path / "sockets"
 
 
-def test_sockets_lie_in_the_users_runtime_directory(tmp_path: Path, runtime_directory: Path) -> None:
+def test_sockets_lie_where_only_the_user_can_enter(tmp_path: Path, wanted: Path) -> None:
     sockets = Home(tmp_path / "home").sockets()
-    assert sockets.parent == runtime_directory / "serverless_gpu"
+    assert sockets.parent == wanted
     assert (mode(sockets), mode(sockets.parent)) == (0o700, 0o700)
     assert Home(tmp_path / "home").sockets() == sockets
 
 
-def test_two_homes_do_not_share_sockets_and_two_names_of_one_home_do(tmp_path: Path, runtime_directory: Path) -> None:
+def test_two_homes_do_not_share_sockets_and_two_names_of_one_home_do(tmp_path: Path, wanted: Path) -> None:
     (tmp_path / "one").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "one")
     one, two, link = (Home(tmp_path / name).sockets() for name in ("one", "two", "link"))
     assert one == link != two
 
 
-@pytest.mark.parametrize("value", ["", "/nonexistent"])
-def test_without_a_runtime_directory_sockets_lie_in_tmp(
-    home: Path, monkeypatch: pytest.MonkeyPatch, value: str
-) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", value)
+def test_sockets_lie_in_tmp_for_every_session_of_a_user(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal and a notebook server have different runtime directories; both must find the same agent."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(home))
     sockets = Home(home).sockets()
     assert sockets.parent == Path(f"/tmp/serverless_gpu-{UID}")
     sockets.rmdir()
 
 
 def test_a_path_of_a_socket_always_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", "")
+    monkeypatch.setenv("SERVERLESS_GPU_SOCKETS", "")
     sockets = Home(tmp_path / ("deep" * 50)).sockets()
     assert len(os.fsencode(sockets / f"{'r' * 26}.sock")) <= 107
     sockets.rmdir()
 
 
-def test_a_file_in_the_way_of_the_sockets(tmp_path: Path, runtime_directory: Path) -> None:
-    wanted = runtime_directory / "serverless_gpu"
+def test_a_file_in_the_way_of_the_sockets(tmp_path: Path, wanted: Path) -> None:
     wanted.touch()
     with pytest.raises(StorageError) as caught:
         Home(tmp_path).sockets()
-    assert str(caught.value) == f"cannot make {wanted}: File exists\nhint: set XDG_RUNTIME_DIR"
+    assert str(caught.value) == f"cannot make {wanted}: File exists\nhint: set SERVERLESS_GPU_SOCKETS"
 
 
-def test_a_link_is_not_followed_to_where_sockets_would_lie(tmp_path: Path, runtime_directory: Path) -> None:
+def test_a_link_is_not_followed_to_where_sockets_would_lie(tmp_path: Path, wanted: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
-    wanted = runtime_directory / "serverless_gpu"
     wanted.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(StorageError) as caught:
         Home(tmp_path).sockets()
     assert str(caught.value) == (
         f"{wanted} belongs to somebody else or is a link\n"
-        "hint: remove it, or set XDG_RUNTIME_DIR to a directory of your own"
+        "hint: remove it, or set SERVERLESS_GPU_SOCKETS to a directory of your own"
     )
 
 
 @pytest.mark.skipif(UID != 0, reason="only root can give a directory away")
-def test_somebody_elses_directory_is_refused(tmp_path: Path, runtime_directory: Path) -> None:
-    wanted = runtime_directory / "serverless_gpu"
+def test_somebody_elses_directory_is_refused(tmp_path: Path, wanted: Path) -> None:
     wanted.mkdir()
     os.chown(wanted, 12345, 12345)
     with pytest.raises(StorageError, match="belongs to somebody else"):
         Home(tmp_path).sockets()
 
 
-def test_a_directory_that_others_can_enter_holds_no_sockets(tmp_path: Path, runtime_directory: Path) -> None:
+def test_a_directory_that_others_can_enter_holds_no_sockets(tmp_path: Path, wanted: Path) -> None:
     """Anyone who can enter could connect; it is closed, or refused."""
-    wanted = runtime_directory / "serverless_gpu"
     wanted.mkdir()
     wanted.chmod(0o777)
     try:

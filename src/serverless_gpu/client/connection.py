@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import resource
 import select
 import socket
 import subprocess
@@ -52,6 +53,9 @@ def connect(home: Home) -> tuple[Channel, protocol.Greeting]:
         deadline_ns = SystemClock().boottime_ns() + int(_START_S * 1e9)
         pause_s = 0.01
         while SystemClock().boottime_ns() < deadline_ns:
+            answer = _try_connect(path)  # another thread may have started it meanwhile
+            if answer is not None:
+                return answer
             _start_agent(home)  # again and again: the one before may still be holding the lock while it ends
             answer = _try_connect(path)
             if answer is not None:
@@ -92,6 +96,7 @@ def caller_context() -> protocol.Context:
         umask=_umask(),
         argv=tuple(protocol.portable(argument) for argument in sys.argv),
         sys_path=tuple(protocol.portable(str(path)) for path in sys.path),
+        descriptors_max=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         packages={name: protocol.portable(origin) for name in PRELOAD_ROOTS if (origin := _origin(name))},
     )
 

@@ -12,6 +12,7 @@ again to a new agent, which is safe because nothing has run.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import select
 import shutil
@@ -25,9 +26,10 @@ from typing import Generic, TypeVar, cast
 import msgspec
 
 from serverless_gpu.ambient import SystemClock
+from serverless_gpu.client.agent_control import agent_status
 from serverless_gpu.client.display import Display
 from serverless_gpu.client.outcome import load_result, make_exception
-from serverless_gpu.errors import InvalidValue, ServerlessGpuError
+from serverless_gpu.errors import AgentUnavailable, InvalidValue, ServerlessGpuError, error_class
 from serverless_gpu.model.attempt import MEANINGS, Reason, State
 from serverless_gpu.model.ledger import Receipt
 from serverless_gpu.model.spec import RunSpec
@@ -89,6 +91,7 @@ class Run(Generic[R]):
         self._stopped: protocol.Stopped | None = None
         self._receipt: Receipt | None = None
         self._refused: protocol.Refused | None = None
+        self._waiting = ""
         self._lock = threading.RLock()
         self._display: Display | None = None
 
@@ -104,6 +107,10 @@ class Run(Generic[R]):
             finally:
                 self._lock.release()
         return self._state.value
+
+    def waiting_for(self) -> str:
+        """Return in words what a queued run waits for and who has it; "" when it does not wait."""
+        return self._waiting if self.status() == State.QUEUED else ""
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until no rank runs any more.
@@ -203,7 +210,8 @@ class Run(Generic[R]):
             self._interrupted(display)
             raise
         except BaseException:  # a signal handler that exits, a notebook's own interrupt: nobody waits any more
-            self.cancel()
+            if self._spec.on_interrupt == "cancel":
+                self.cancel()
             raise
         finally:
             self._display = None
@@ -233,7 +241,7 @@ class Run(Generic[R]):
         if not self.wait(timeout):
             return TimeoutError(f"run {self.id} is still {self._state}")
         if self._refused is not None:
-            return ServerlessGpuError(self._refused.message, hint=self._refused.hint)
+            return error_class(self._refused.code)(self._refused.message, hint=self._refused.hint)
         stopped = self._stopped
         if stopped is None or stopped.state is State.SUCCEEDED:
             return None
@@ -276,9 +284,10 @@ class Run(Generic[R]):
         match message:
             case protocol.Accepted():
                 self._accepted = True
-            case protocol.Snapshot(state=state):
-                self._state = state
+            case protocol.Snapshot(state=state, waiting=waiting):
+                self._state, self._waiting = state, waiting
             case protocol.Waiting(sentence=sentence):
+                self._waiting = sentence
                 if self._display is not None:
                     self._display.say(sentence)
             case protocol.Started():
@@ -337,6 +346,8 @@ def attach(run_id: str) -> Run[object]:
             f"there is no run {run_id!r} in {home.runs}", hint="list them: ls -t " + str(home.runs)
         ) from None
     channel = _find_supervisor(home, run_id, directory)
+    if channel is None and not (directory / "stopped.json").exists():
+        _refuse_unreachable(home, run_id, directory)
     run: Run[object] = Run(run_id, directory, launch.spec, launch.world_size, channel, None)
     if channel is None:
         run._connection_ended()
@@ -375,6 +386,26 @@ def _find_supervisor(home: Home, run_id: str, directory: Path) -> Channel | None
         if (directory / "stopped.json").exists() or SystemClock().boottime_ns() > deadline_ns:
             return None
         select.select([], [], [], _LOOK_S)
+
+
+def _refuse_unreachable(home: Home, run_id: str, directory: Path) -> None:
+    """Raise for a run that has not ended and cannot be reached; return when its supervisor is gone."""
+    status = agent_status(home.root)
+    if status is not None and run_id in status.queued:
+        message = f"run {run_id} still waits behind {len(status.attempts)} others of this home"
+        raise AgentUnavailable(message, hint="attach when it has started: `sgpu status` shows the queue")
+    try:
+        lock = os.open(directory / "supervisor.lock", os.O_RDWR)
+    except OSError:
+        return
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        message = f"run {run_id} goes on, but its supervisor cannot be reached from here"
+        hint = f"is SERVERLESS_GPU_SOCKETS, or /tmp, another one here? The outcome will be in {directory}"
+        raise AgentUnavailable(message, hint=hint) from None
+    finally:
+        os.close(lock)
 
 
 def _supervisor_lost() -> protocol.Stopped:

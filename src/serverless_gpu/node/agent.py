@@ -189,7 +189,7 @@ class Agent:
             pid=os.getpid(),
             zygotes=tuple(self._zygotes.texts()),
             attempts=self._attempts.texts(),
-            queued=len(self._queue),
+            queued=tuple(launch.run_id for launch, _ in self._queue),
             cgroups=str(self._cgroups.path) if self._cgroups.path else f"none: {self._cgroups.problem}",
         )
 

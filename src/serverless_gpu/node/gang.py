@@ -22,7 +22,7 @@ from serverless_gpu.model.attempt import (
     RankFailed,
     RankReturned,
     Reason,
-    StartFailed,
+    StemLost,
 )
 from serverless_gpu.model.hardware import Device
 from serverless_gpu.model.placement import RankPlace, rank_variables, threads_per_rank
@@ -35,6 +35,7 @@ from serverless_gpu.node.protocol import Launch, original
 from serverless_gpu.units import format_bytes
 
 RESULT_BYTES_MAX = 16 << 30
+_HOLDS_AT_ONCE = 200  # a packet carries 253 descriptors at most
 
 _FAILURE_REASONS = {
     "exception": Reason.RANK_RAISED,
@@ -94,7 +95,7 @@ class Gang:
                 if isinstance(pids, dict):
                     self.pids = {int(rank): int(pid) for rank, pid in pids.items()}
             case "problem":
-                yield StartFailed(Reason.START_FAILED, inside.text(message, "detail"))
+                yield StemLost(detail=inside.text(message, "detail"))
             case "exec":
                 yield RankExecuting(inside.integer(message, "rank"))
             case "enter":
@@ -122,8 +123,8 @@ class Gang:
         """
         spec, directory = self.launch.spec, Path(self.launch.directory)
         self._cgroup_memory()
-        if holds:
-            self._say({"op": "hold"}, holds)
+        for start in range(0, len(holds), _HOLDS_AT_ONCE):
+            self._say({"op": "hold"}, holds[start : start + _HOLDS_AT_ONCE])
         for rank in range(self.launch.world_size):
             shown = spec.ranks_log is None or rank in spec.ranks_log
             log = self.logs[rank] = RankLog(rank, directory / "logs", listener if shown else None)
@@ -137,6 +138,7 @@ class Gang:
                 "world_size": self.launch.world_size,
                 "result_bytes_max": RESULT_BYTES_MAX,
                 "umask": context.umask,
+                "descriptors_max": context.descriptors_max,
                 "cwd": original(context.cwd),
                 "argv": [original(argument) for argument in context.argv],
                 "sys_path": [original(path) for path in context.sys_path],

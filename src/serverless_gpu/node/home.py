@@ -7,7 +7,7 @@
     └── agent.log
 
 Sockets are not in the home: a path of more than 107 bytes cannot be bound, and a home on a network file system cannot
-hold one. They live under $XDG_RUNTIME_DIR, or /tmp, in a directory only this user can enter. A home that cannot be
+hold one. They live in /tmp, in a directory only this user can enter. A home that cannot be
 written to is replaced by a directory under the temporary directory, and `Home.note` says so.
 """
 
@@ -65,19 +65,21 @@ class Home:
         Raises:
             StorageError: somebody else owns the directory, or it cannot be made.
         """
-        base = os.environ.get("XDG_RUNTIME_DIR") or ""
-        uid = os.getuid()
-        parent = Path(base) / "serverless_gpu" if _owned_directory(base) else Path(f"/tmp/serverless_gpu-{uid}")
+        # Not $XDG_RUNTIME_DIR: a terminal, a notebook server and a cron job of one user have different ones or none,
+        # and it is emptied at the last logout, when runs may still be going on.
+        parent = Path(os.environ.get("SERVERLESS_GPU_SOCKETS") or f"/tmp/serverless_gpu-{os.getuid()}")
         digest = hashlib.sha256(os.fsencode(self.root.resolve())).hexdigest()[:12]
         for directory in (parent, parent / digest):
             try:
                 directory.mkdir(mode=0o700, exist_ok=True)
             except OSError as error:
-                raise StorageError(f"cannot make {directory}: {error.strerror}", hint="set XDG_RUNTIME_DIR") from error
+                raise StorageError(
+                    f"cannot make {directory}: {error.strerror}", hint="set SERVERLESS_GPU_SOCKETS"
+                ) from error
             if not _private_directory(directory):
                 raise StorageError(
                     f"{directory} belongs to somebody else or is a link",
-                    hint="remove it, or set XDG_RUNTIME_DIR to a directory of your own",
+                    hint="remove it, or set SERVERLESS_GPU_SOCKETS to a directory of your own",
                 )
         return parent / digest
 

@@ -40,6 +40,7 @@ class Context(Message, frozen=True, kw_only=True, tag="context"):
         python: path of the interpreter.
         flags: interpreter options it was started with, for example ``-O``.
         environ: environment variables; they go over sockets and never into a file.
+        descriptors_max: the soft limit on open descriptors.
         packages: where this process imports (or would import) the packages from that a zygote preloads.
     """
 
@@ -50,6 +51,7 @@ class Context(Message, frozen=True, kw_only=True, tag="context"):
     umask: int
     argv: tuple[str, ...]
     sys_path: tuple[str, ...]
+    descriptors_max: int = 1024
     packages: dict[str, str] = {}
 
 
@@ -96,7 +98,7 @@ class Status(Message, frozen=True, kw_only=True, tag="status"):
     pid: int
     zygotes: tuple[str, ...]
     attempts: tuple[str, ...]
-    queued: int
+    queued: tuple[str, ...]
     cgroups: str
 
 
@@ -196,6 +198,7 @@ class Snapshot(Message, frozen=True, kw_only=True, tag="snapshot"):
     fence: int
     state: State
     pid: int
+    waiting: str = ""
 
 
 class Submission(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,6 +20,7 @@ Failure cases:
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import selectors
 import signal
@@ -140,6 +141,8 @@ class Supervisor:
         Args:
             client: whoever launched it; the first watcher.
         """
+        lock = os.open(self._directory / "supervisor.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held as long as this process lives: how `attach` knows
         self._listen()
         self._watch(self._agent.fileno(), self._hear_agent)
         self._add_watcher(client)
@@ -162,7 +165,7 @@ class Supervisor:
         if received is None:
             self._unwatch(self._agent.fileno())
             self._agent.close()
-            if self._gang is None and self._attempt.state not in TERMINAL:
+            if self._gang is None and self._attempt.state in (State.QUEUED, State.STARTING):
                 self._withdraw()
         elif isinstance(received[0], protocol.Stem):
             self._meet_stem(received[0], received[1])
@@ -286,6 +289,10 @@ class Supervisor:
 
     def _kill(self) -> None:
         self._kill_ns = self._clock.boottime_ns()
+        if self._attempt.killed:
+            grace_s = (self._kill_ns - (self._attempt.stop_ns or 0)) / 1e9
+            still = sorted(set(range(self._attempt.world_size)) - self._attempt.exited)
+            self._account.notes.append(f"rank {still} did not stop in {grace_s:.1f} s and was killed")
         if self._gang is not None:
             self._gang.kill()
 
@@ -318,7 +325,7 @@ class Supervisor:
         self._account.mark("exited")
         if "exec" in self._account.marks:
             self._fact(FactKind.EXITED)
-        self._note_unasked_ends()
+        self._note_cut_output()
         if self._gang is not None:
             self._gang.close()
         if self._port is not None:
@@ -358,12 +365,8 @@ class Supervisor:
         receipt = self._account.receipt(self._attempt, devices, verdicts, quarantined)
         self._tell(protocol.Finished(receipt=receipt))
 
-    def _note_unasked_ends(self) -> None:
-        """Say what the outcome alone does not: ranks that had to be killed, output that was cut."""
-        if self._attempt.killed:
-            grace_s = ((self._kill_ns or 0) - (self._attempt.stop_ns or 0)) / 1e9
-            still = sorted(set(range(self._attempt.world_size)) - self._attempt.exited)
-            self._account.notes.append(f"rank {still} did not stop in {grace_s:.1f} s and was killed")
+    def _note_cut_output(self) -> None:
+        """Say what the outcome alone does not: output that was cut."""
         skipped = sum(watcher.dropped for watcher in self._watchers)
         if skipped:
             self._account.notes.append(f"{skipped} pieces of live output were not shown; logs/ has all of it")
@@ -410,7 +413,11 @@ class Supervisor:
                 return
             self._add_watcher(Channel(sock)).say(
                 protocol.Snapshot(
-                    run_id=self._launch.run_id, fence=self._launch.fence, state=self._attempt.state, pid=os.getpid()
+                    run_id=self._launch.run_id,
+                    fence=self._launch.fence,
+                    state=self._attempt.state,
+                    pid=os.getpid(),
+                    waiting=self._waiting if self._attempt.state is State.QUEUED else "",
                 )
             )
 

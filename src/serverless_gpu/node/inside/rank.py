@@ -21,6 +21,7 @@ import faulthandler
 import io
 import json
 import os
+import resource
 import select
 import signal
 import sys
@@ -113,9 +114,9 @@ def execute(place: Place, report: Report) -> int:
         value = call.function(*call.args, **kwargs)
     except BaseException as error:  # noqa: BLE001 - the boundary to user code: whatever it raises is its outcome
         _free_spare()
-        if os.getpid() != process:
+        if os.getpid() != process and not isinstance(error, SystemExit):
             sys.excepthook(*sys.exc_info())
-        _leave_if_forked(process, 1)
+        _leave_if_forked(process, error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)
         code = _fail(place, error, report)
     else:
         _free_spare()
@@ -258,6 +259,9 @@ def _take_context(message: protocol.Message) -> None:
     os.environ.clear()
     os.environ.update(_environment(message))
     os.umask(protocol.integer(message, "umask"))
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    soft = protocol.integer(message, "descriptors_max")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
     sys.argv[:] = protocol.strings(message, "argv")
     sys.path[:] = protocol.strings(message, "sys_path")
     sys.path_importer_cache.clear()  # directories may have changed since the zygote looked

@@ -1,0 +1,117 @@
+"""What a careful reader of the code found: each of these was wrong once."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from serverless_gpu import attach, distributed
+from serverless_gpu.errors import AgentUnavailable, RunCancelled
+from serverless_gpu.node.agent import ATTEMPTS_MAX
+from serverless_gpu.node.home import Home
+from tests.local.observe import run_sockets, wait_for
+from tests.local.ranks import announce, stay
+
+
+def test_a_waiting_run_says_the_same_sentence_once_and_names_the_holder(warm: Path, tmp_path: Path) -> None:
+    first = distributed(gpus=8, quiet=True)(stay).submit(str(tmp_path))
+    wait_for(lambda: first.status() == "RUNNING", "the first run has all devices")
+    second = distributed(gpus=1, quiet=True)(len).submit("ab")
+    wait_for(second.waiting_for, "it says what it waits for")
+    sentence = second.waiting_for()
+    assert sentence.startswith("waiting for 1 H100: ") and first.id in sentence and "since" in sentence
+    seen = {second.waiting_for() for _ in range(200)}
+    assert seen == {sentence}
+    late = attach(second.id)
+    assert late.waiting_for() == sentence, "who attaches later is told, too"
+    first.cancel()
+    assert second.results(timeout=60) == [2]
+    assert second.waiting_for() == ""
+
+
+def test_a_run_that_cannot_be_reached_is_not_said_to_be_lost(warm: Path, tmp_path: Path) -> None:
+    run = distributed(gpus=1, quiet=True)(stay).submit(str(tmp_path))
+    wait_for(lambda: run.status() == "RUNNING", "it runs")
+    (socket,) = run_sockets(warm)
+    (Home(warm).sockets() / socket).unlink()
+    with pytest.raises(AgentUnavailable, match=f"run {run.id} goes on"):
+        attach(run.id)
+    run.cancel()
+    with pytest.raises(RunCancelled):
+        run.results(timeout=60)
+    assert attach(run.id).status() == "CANCELLED"
+
+
+def test_ranks_have_the_callers_limit_on_descriptors(warm: Path) -> None:
+    def soft() -> int:
+        return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+    assert distributed(gpus=1, quiet=True)(soft).distributed() == [soft()]
+
+
+def test_a_child_that_user_code_forks_keeps_its_own_end(warm: Path) -> None:
+    def train() -> list[int]:
+        codes = []
+        for error in (ValueError("in the child"), SystemExit(7)):
+            child = os.fork()
+            if child == 0:
+                raise error
+            codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        return codes
+
+    run = distributed(gpus=1, quiet=True)(train).submit()
+    assert run.results(timeout=60) == [[1, 7]]
+    assert "ValueError: in the child" in run.logs(0, "stderr")
+
+
+def test_ranks_that_stand_by_and_are_not_needed_end(warm: Path, tmp_path: Path) -> None:
+    def siblings(where: str) -> list[str]:
+        announce(where, "rank0")
+        parent = os.getppid()
+        wait_for(lambda: len(Path(f"/proc/{parent}/task/{parent}/children").read_text().split()) == 1, "one is left")
+        return [os.readlink(f"/proc/self/fd/{fd}") for fd in range(3, 64) if os.path.lexists(f"/proc/self/fd/{fd}")]
+
+    assert distributed(gpus=4, quiet=True)(len).distributed("abcd") == [4] * 4
+    assert distributed(gpus=1, quiet=True)(len).distributed("ab") == [2]
+    assert distributed(gpus=4, quiet=True)(len).distributed("abcd") == [4] * 4
+    (kept,) = distributed(gpus=1, quiet=True)(siblings).distributed(str(tmp_path))
+    assert len([name for name in kept if name.startswith("socket:")]) == 1, kept
+
+
+def test_output_into_a_pipe_that_nobody_reads_does_not_end_the_run(warm: Path, tmp_path: Path) -> None:
+    script = tmp_path / "talk.py"
+    script.write_text(
+        "from pathlib import Path\n"
+        "from serverless_gpu import distributed\n"
+        "@distributed(gpus=1)\n"
+        "def talk():\n"
+        "    for number in range(20000):\n"
+        "        print('line', number)\n"
+        f"    Path({str(tmp_path)!r}, 'done').touch()\n"
+        "talk.distributed()\n"
+    )
+    command = f"{sys.executable} {script} | head -n 1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=100, check=False)
+    assert done.stdout == "[rank 0] line 0\n"
+    assert (tmp_path / "done").exists()
+
+
+@pytest.mark.slow
+def test_runs_beyond_the_agents_bound_wait_in_the_agent_and_can_be_cancelled(own: Path, tmp_path: Path) -> None:
+    first = distributed(gpus=8, quiet=True)(stay).submit(str(tmp_path))
+    wait_for(lambda: first.status() == "RUNNING", "the first run has all devices")
+    waiting = distributed(gpus=1, quiet=True)(len).map(["ab"] * (ATTEMPTS_MAX + 1))
+    last = waiting[-1]
+    wait_for(lambda: "ahead of this one" in last.waiting_for(), "the last one waits in the agent")
+    with pytest.raises(AgentUnavailable, match="still waits behind"):
+        attach(last.id)
+    last.cancel()
+    with pytest.raises(RunCancelled):
+        last.results(timeout=20)
+    first.cancel()
+    assert [run.results(timeout=100) for run in waiting[:-1]] == [[2]] * ATTEMPTS_MAX
