@@ -139,7 +139,7 @@ def distributed(
             function = function.__wrapped__
         check_function(function)
         if not spec.remote and should_prewarm(getattr(function, "__module__", "")):
-            prewarm()
+            prewarm(spec)
         name = str(getattr(function, "__qualname__", type(function).__qualname__))
         return DistributedFunction(function, msgspec.structs.replace(spec, name=name))
 

@@ -94,13 +94,13 @@ def launch(function: Callable[..., R], args: Sequence[object], kwargs: Mapping[s
     return Run(run_id, directory, spec, chosen.count, channel, lambda: _send(home, None, message))
 
 
-def prewarm() -> None:
-    """Have a warm interpreter ready for this process, in the background; the first run says what goes wrong."""
+def prewarm(spec: RunSpec) -> None:
+    """Have a warm interpreter ready for such runs, in the background; the first run says what goes wrong."""
 
     def ask() -> None:
         try:
             channel, _ = connect(_home())
-            protocol.send(channel, protocol.Prewarm(context=caller_context()))
+            protocol.send(channel, protocol.Prewarm(context=caller_context(), ranks=spec.resources.gpus or 1))
             channel.close()
         except Exception:  # noqa: BLE001 - a help for later, in a thread nobody watches
             pass

@@ -173,9 +173,9 @@ class Agent:
             case protocol.Launch() as launch:
                 self._forget(channel)
                 self._launch(launch, channel)
-            case protocol.Prewarm(context=context):
+            case protocol.Prewarm(context=context, ranks=ranks):
                 with contextlib.suppress(OSError):
-                    self._zygotes.prewarm(context)
+                    self._zygotes.prewarm(context, ranks)
             case protocol.StatusRequest():
                 self._answer(channel, self._status())
             case protocol.Retire():

@@ -69,9 +69,10 @@ class Greeting(Message, frozen=True, kw_only=True, tag="greeting"):
 
 
 class Prewarm(Message, frozen=True, kw_only=True, tag="prewarm"):
-    """Have a zygote ready for this context."""
+    """Have a zygote ready for this context, and ranks standing by."""
 
     context: Context
+    ranks: int = 1
 
 
 class Launch(Message, frozen=True, kw_only=True, tag="launch"):

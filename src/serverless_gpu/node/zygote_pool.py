@@ -63,15 +63,19 @@ class ZygotePool:
         ]
         return lines + [f"none · {key.python} · cold: {why}" for key, (why, _) in self._cold.items()]
 
-    def prewarm(self, context: Context) -> None:
+    def prewarm(self, context: Context, ranks: int) -> None:
         """Have a zygote for this caller.
+
+        Args:
+            context: the caller.
+            ranks: how many ranks its next run will have, as far as it knows.
 
         Raises:
             OSError: the interpreter cannot be started.
         """
         key = key_of(context)
         if key not in self._cold:
-            self._warm(key, context)
+            self._warm(key, context).ranks = max(1, ranks)
 
     def give_stem(self, context: Context, ranks: int, give: Giver, fail: ProblemTaker) -> None:
         """Hand a stem for this caller to a run, now or as soon as there is one.
