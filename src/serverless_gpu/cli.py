@@ -9,6 +9,7 @@ import click
 
 from serverless_gpu.client.agent_control import agent_status, stop_agent
 from serverless_gpu.client.connection import connect
+from serverless_gpu.client.run import attach
 from serverless_gpu.errors import ServerlessGpuError
 from serverless_gpu.model.hardware import DeviceKind, parse_fake
 from serverless_gpu.node.home import find_home
@@ -58,6 +59,16 @@ def gpus() -> None:
 
     for line in () if fakes else greeting.unavailable:
         click.echo(f"not usable: {line}")
+
+
+@sgpu.command()
+@click.argument("run_id")
+def cancel(run_id: str) -> None:
+    """Stop a run and wait until its devices were handed back."""
+    run = attach(run_id)
+    run.cancel()
+    run.wait()
+    click.echo(f"{run.status()}: {run.receipt().gate}")
 
 
 @sgpu.command()

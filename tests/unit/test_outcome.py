@@ -117,7 +117,10 @@ def test_the_class_and_the_whole_message(directory: Path, ending: Stopped, cls: 
     error = make_exception(ending, directory, RUN, 90.0)
     assert type(error) is cls
     ours = ending.reason in OURS
-    hint = f"what our processes wrote: {directory.parents[2] / 'agent.log'}" if ours else f"logs: {directory / 'logs'}"
+    log = directory.parents[2] / "agent.log"
+    hint = (
+        f"the run's files: {directory}; what our own processes wrote: {log}" if ours else f"logs: {directory / 'logs'}"
+    )
     assert str(error) == f"{message}\nhint: {hint}"
     failed = ending.state is State.FAILED and ending.cause is not None
     assert error.__dict__ == {

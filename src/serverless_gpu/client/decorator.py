@@ -78,7 +78,10 @@ class DistributedFunction(Generic[P, R]):
             KeyboardInterrupt: Ctrl-C; the run was cancelled and its GPUs handed back.
         """
         run = launch(self.__wrapped__, args, kwargs, self.spec)
-        error = run.follow()
+        try:
+            error = run.follow()
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt from None  # one frame of ours, not the twenty that were waiting
         if error is not None:
             raise error
         return run.results()

@@ -56,7 +56,7 @@ def launch(function: Callable[..., R], args: Sequence[object], kwargs: Mapping[s
     if spec.remote:
         raise ServerNotConfigured(
             "remote=True needs a server, and none is configured",
-            hint="start one with `sgpu up`, or leave remote out to run on this machine",
+            hint="leave remote out to run on this machine; the server, `sgpu up`, is not in this version",
         )
     home = _home()
     context = caller_context()
@@ -99,7 +99,7 @@ def prewarm(spec: RunSpec) -> None:
 
     def ask() -> None:
         try:
-            channel, _ = connect(_home())
+            channel, _ = connect(find_home(os.environ))
             protocol.send(channel, protocol.Prewarm(context=caller_context(), ranks=spec.resources.gpus or 1))
             channel.close()
         except Exception:  # noqa: BLE001 - a help for later, in a thread nobody watches
@@ -152,7 +152,7 @@ def _write(
         (directory / "environment.json").write_bytes(msgspec.json.encode(environment))
         (directory / "_air.py").write_text(air, encoding="utf-8", errors="surrogateescape")
     except OSError as error:
-        raise storage_error(error, directory) from error
+        raise storage_error(error, directory) from None
 
 
 def _send(home: Home, channel: Channel | None, message: protocol.Launch) -> Channel:

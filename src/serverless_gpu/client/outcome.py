@@ -127,7 +127,9 @@ def _ended(stopped: Stopped, directory: Path, run_id: str, timeout_s: float | No
 
 def _hint(reason: Reason, directory: Path) -> str:
     if reason in (Reason.START_FAILED, Reason.RUNTIME_LOST, Reason.SUPERVISOR_LOST):
-        return f"what our processes wrote: {directory.parents[2] / 'agent.log'}"
+        return f"the run's files: {directory}; what our own processes wrote: {directory.parents[2] / 'agent.log'}"
+    if reason is Reason.RESULT_STORAGE:
+        return "free some space, or set SERVERLESS_GPU_HOME to a directory on another disk"
     return f"logs: {directory / 'logs'}"
 
 
@@ -139,7 +141,7 @@ def _message(stopped: Stopped, rank: int | None, directory: Path, timeout_s: flo
     if stopped.state not in (State.FAILED, State.LOST):
         return meaning  # what ranks said after the stop is not why the run stopped
     if rank is None and stopped.reason is Reason.HOST_OOM:
-        return "the ranks were ended because host memory ran out"
+        return f"the ranks were {detail}" if "memory" in detail else "the ranks were ended because host memory ran out"
     if rank is None:
         return f"{meaning}: {detail}" if detail and detail not in meaning else meaning
     match stopped.reason:

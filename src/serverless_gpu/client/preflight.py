@@ -44,7 +44,9 @@ def check_function(function: object) -> None:
     """
     if not callable(function):
         hint = "put the decorator below @classmethod or @property" if hasattr(function, "__get__") else ""
-        raise NotDistributable(f"a {type(function).__qualname__} cannot be run on ranks: it is not callable", hint=hint)
+        raise NotDistributable(
+            f"{type(function).__qualname__!r} objects cannot be run on ranks: not callable", hint=hint
+        )
     body = _body(function)
     if inspect.iscoroutinefunction(body):
         raise NotDistributable(
@@ -93,7 +95,7 @@ def pack(path: str, function: Callable[..., object], args: Sequence[object], kwa
         size = call.dump_call(path, function=function, args=args, kwargs=kwargs, sources=_sources(function))
     except payload.PayloadNotWritten as error:
         message = f"the call cannot be written to {path}: {error.strerror}"
-        raise StorageError(message, hint=_storage_hint(error)) from error
+        raise StorageError(message, hint=_storage_hint(error)) from None
     except Exception as error:  # pickling runs user code, which may raise anything
         culprit = explain_unpicklable(function, args, kwargs, error)
         raise NotPicklable(

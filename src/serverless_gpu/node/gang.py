@@ -228,11 +228,12 @@ class Gang:
         number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
         killed_for_memory = number == signal.SIGKILL and self.out_of_memory()
         if killed_for_memory:
-            return RankExited(rank=rank, signal=number, out_of_memory=True, detail=self._memory_text())
+            return RankExited(rank=rank, signal=number, out_of_memory=True, detail=self.memory_text())
         detail = f"exited with code {os.WEXITSTATUS(status)}" if number is None else f"ended by {signal_name(number)}"
         return RankExited(rank=rank, signal=number, out_of_memory=killed_for_memory, detail=detail)
 
-    def _memory_text(self) -> str:
+    def memory_text(self) -> str:
+        """Return what is known about an end for memory, to follow "was" or "were"."""
         limit = self.launch.spec.resources.memory_bytes
         peak = self.memory.peak_bytes() if self.memory is not None else None
         parts = [f"limit {format_bytes(limit)}"] if limit is not None else []

@@ -95,14 +95,14 @@ class Home:
             directory.mkdir(mode=0o700)
         except OSError as error:
             self._remove_if_empty(directory.parent)
-            raise storage_error(error, directory) from error
+            raise storage_error(error, directory) from None
         try:
             for name in _ATTEMPT_DIRECTORIES:
                 (directory / name).mkdir(mode=0o700)
         except OSError as error:
             shutil.rmtree(directory, ignore_errors=True)
             self._remove_if_empty(directory.parent)
-            raise storage_error(error, directory) from error
+            raise storage_error(error, directory) from None
         return directory
 
     def remove_run(self, run_id: str) -> None:

@@ -63,7 +63,8 @@ class Reservation:
         ahead = self.ahead = self._ticket.ahead()
         uuids = [device.uuid for device in self._launch.candidates]
         if ahead:
-            return self._sentence(f"{ahead} {'run is' if ahead == 1 else 'runs are'} ahead in the queue", ())
+            cause = f"{ahead} {'run is' if ahead == 1 else 'runs are'} ahead in the queue"
+            return self._sentence(cause, self._holders(uuids))
         busy = self._retest_quarantined()
         usage = self.provider.usage(uuids)
         free: list[str] = []

@@ -258,7 +258,9 @@ class Supervisor:
         if self._kill_ns is not None:
             self._look_for_empty()
         else:
-            self._apply(StemLost(detail="", out_of_memory=self._gang.out_of_memory()))
+            out_of_memory = self._gang.out_of_memory()
+            detail = self._gang.memory_text() if out_of_memory else ""
+            self._apply(StemLost(detail=detail, out_of_memory=out_of_memory))
 
     # --- the lifecycle -------------------------------------------------------------------------------------------
 

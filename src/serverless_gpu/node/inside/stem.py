@@ -77,6 +77,13 @@ def _enter(cgroups: list[str]) -> list[str]:
     return entered
 
 
+def _closed_if(child: _Child, pid: int) -> bool:
+    """Return whether this is the child that was reaped while standing by; its channel goes with it."""
+    if child.pid == pid:
+        child.channel.close()
+    return child.pid == pid
+
+
 class _Stem:
     def __init__(self, channel: Channel, cgroups: list[str]) -> None:
         self.channel = channel
@@ -204,6 +211,7 @@ class _Stem:
                 pid, status, usage = os.wait4(-1, os.WNOHANG)
                 if not pid:
                     return
+                self.children = [child for child in self.children if not _closed_if(child, pid)]
                 number = self.ranks.pop(pid, None)
                 if number is not None:
                     peak = usage.ru_maxrss * 1024
