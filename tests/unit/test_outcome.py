@@ -89,7 +89,11 @@ ENDINGS: dict[str, tuple[Stopped, type[RunError], str]] = {
         OutOfMemory,
         "the ranks were ended because host memory ran out",
     ),
-    "F73 time limit": (stopped(Reason.TIMEOUT, cause=False), RunTimedOut, "the run reached its time limit of 90 s"),
+    "F73 time limit": (
+        stopped(Reason.TIMEOUT, cause=False),
+        RunTimedOut,
+        "the run reached its time limit of 90 s (ranks are asked to end one grace before it)",
+    ),
     "cancelled": (stopped(Reason.CANCELLED, cause=False), RunCancelled, "the run was cancelled"),
     "F71 budget": (stopped(Reason.BUDGET, cause=False), BudgetExhausted, "the run's budget is used up"),
     "supervisor": (

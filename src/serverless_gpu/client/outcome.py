@@ -137,7 +137,7 @@ def _message(stopped: Stopped, rank: int | None, directory: Path, timeout_s: flo
     detail = stopped.cause.detail if stopped.cause is not None else ""
     meaning = MEANINGS[stopped.reason].sentence
     if stopped.reason is Reason.TIMEOUT and timeout_s:
-        return f"the run reached its time limit of {timeout_s:g} s"
+        return f"the run reached its time limit of {timeout_s:g} s (ranks are asked to end one grace before it)"
     if stopped.state not in (State.FAILED, State.LOST):
         return meaning  # what ranks said after the stop is not why the run stopped
     if rank is None and stopped.reason is Reason.HOST_OOM:

@@ -143,10 +143,10 @@ class ZygotePool:
         if zygote is not None:
             changed = zygote.stale()
             if changed is None and not zygote.dead:
-                return zygote, "" if zygote.ready else "its zygote was still starting"
+                return zygote, "" if zygote.ready else f"its zygote was still starting: {zygote.why}"
             self._discard(key, f"{changed} has changed" if changed else "its zygote had died")
-        why = self._gone.pop(key, "first run with this interpreter and these start-up variables")
-        return self._warm(key, context), why
+        zygote = self._warm(key, context)
+        return zygote, zygote.why
 
     def _warm(self, key: Key, context: Context) -> Zygote:
         if key in self._zygotes:
@@ -156,6 +156,7 @@ class ZygotePool:
             self._discard(oldest, f"{ZYGOTES_MAX} other interpreters were used since")
         zygote = self._zygotes[key] = self._spawn(context, PRELOAD)
         zygote.used_ns = zygote.started_ns = self._clock.boottime_ns()
+        zygote.why = self._gone.pop(key, "first run with this interpreter and these start-up variables")
         return zygote
 
     def _one_shot(self, context: Context) -> Zygote:

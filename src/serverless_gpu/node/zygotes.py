@@ -73,6 +73,7 @@ class Zygote:
         self.channel = ours
         self.key = key_of(context)
         self.ready = False
+        self.why = ""  # why it had to be started
         self.cold = ""  # why it cannot be forked from
         self.dead = False
         self.context = context
