@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +16,7 @@ from serverless_gpu import attach, distributed
 from serverless_gpu.errors import AgentUnavailable, RunCancelled
 from serverless_gpu.node.agent import ATTEMPTS_MAX
 from serverless_gpu.node.home import Home
-from tests.local.observe import run_sockets, wait_for
+from tests.local.observe import Process, ended, run_sockets, start_script, wait_for, zygote
 from tests.local.ranks import announce, stay
 
 
@@ -81,6 +83,61 @@ def test_ranks_that_stand_by_and_are_not_needed_end(warm: Path, tmp_path: Path) 
     assert distributed(gpus=4, quiet=True)(len).distributed("abcd") == [4] * 4
     (kept,) = distributed(gpus=1, quiet=True)(siblings).distributed(str(tmp_path))
     assert len([name for name in kept if name.startswith("socket:")]) == 1, kept
+
+
+def test_ranks_that_stand_by_and_are_killed_do_not_fail_the_next_run(own: Path) -> None:
+    """As the kernel may when memory is short; nothing of the user has run in them."""
+    assert distributed(gpus=2, quiet=True)(len).distributed("ab") == [2, 2]
+    for _ in range(3):
+        stem = wait_for(lambda: children(zygote(own).pid), "a stem stands by")[-1]
+        for rank in wait_for(functools.partial(children, stem), "its ranks stand by"):
+            Process(rank).kill()
+        assert distributed(gpus=2, quiet=True)(len).distributed("ab") == [2, 2]
+
+
+def children(pid: int) -> list[int]:
+    """Return the children of a process's main thread."""
+    path = Path(f"/proc/{pid}/task/{pid}/children")
+    return [int(word) for word in path.read_text().split()] if path.exists() else []
+
+
+def test_a_run_is_cancelled_from_the_command_line(warm: Path, tmp_path: Path) -> None:
+    run = distributed(gpus=2, quiet=True)(stay).submit(str(tmp_path))
+    wait_for(lambda: run.status() == "RUNNING", "it runs")
+    done = subprocess.run(
+        [sys.executable, "-c", "from serverless_gpu.cli import main; main()", "cancel", run.id],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout == "CANCELLED: 2 GPUs verified free: no process, 0 MiB used (baseline 0 MiB)\n"
+    with pytest.raises(RunCancelled):
+        run.results(timeout=20)
+
+
+def test_F61_ctrl_c_on_a_handle_says_that_the_run_goes_on(warm: Path, tmp_path: Path) -> None:
+    script = tmp_path / "handle.py"
+    script.write_text(
+        "from serverless_gpu import distributed\n"
+        "@distributed(gpus=1)\n"
+        "def work():\n"
+        "    import time; time.sleep(600)\n"
+        "run = work.submit()\n"
+        "print(run.id, flush=True)\n"
+        "run.results()\n"
+    )
+    caller = start_script(script)
+    assert caller.stdout is not None
+    run_id = caller.stdout.readline().strip()
+    wait_for(lambda: attach(run_id).status() == "RUNNING", "it runs")
+    caller.send_signal(signal.SIGINT)
+    _, _, errors = ended(caller)
+    assert f"serverless-gpu: run {run_id} goes on" in errors
+    run = attach(run_id)
+    assert run.status() == "RUNNING"
+    run.cancel()
+    assert run.wait(20)
 
 
 def test_output_into_a_pipe_that_nobody_reads_does_not_end_the_run(warm: Path, tmp_path: Path) -> None:

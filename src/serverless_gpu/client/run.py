@@ -238,7 +238,14 @@ class Run(Generic[R]):
 
     def _error(self, timeout: float | None) -> BaseException | None:
         """Return what ended the run, to be raised by the public method: a user reads one frame of ours, not five."""
-        if not self.wait(timeout):
+        try:
+            ended = self.wait(timeout)
+        except KeyboardInterrupt:
+            Display(quiet=self._spec.quiet).say(
+                f"run {self.id} goes on; cancel() of its handle, or `sgpu cancel`, stops it"
+            )
+            raise
+        if not ended:
             return TimeoutError(f"run {self.id} is still {self._state}")
         if self._refused is not None:
             return error_class(self._refused.code)(self._refused.message, hint=self._refused.hint)
@@ -299,6 +306,9 @@ class Run(Generic[R]):
                 self._stopped, self._state, self._accepted = message, message.state, True
             case protocol.Finished(receipt=receipt):
                 self._receipt = receipt
+                if self._stopped is None:  # a Ctrl-C between hearing it and taking it in
+                    self._stopped = read_ending(self.directory) or _supervisor_lost()
+                    self._state = self._stopped.state
                 self._disconnect()
             case protocol.Refused():
                 self._refused, self._state = message, State.FAILED
