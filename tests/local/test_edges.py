@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import os
+import re
 import resource
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -89,10 +90,14 @@ def test_ranks_that_stand_by_and_are_killed_do_not_fail_the_next_run(own: Path) 
     """As the kernel may when memory is short; nothing of the user has run in them."""
     assert distributed(gpus=2, quiet=True)(len).distributed("ab") == [2, 2]
     for _ in range(3):
-        stem = wait_for(lambda: children(zygote(own).pid), "a stem stands by")[-1]
-        for rank in wait_for(functools.partial(children, stem), "its ranks stand by"):
+        for rank in wait_for(lambda: spare_ranks(own), "ranks stand by"):
             Process(rank).kill()
         assert distributed(gpus=2, quiet=True)(len).distributed("ab") == [2, 2]
+
+
+def spare_ranks(home: Path) -> list[int]:
+    """Return the ranks of stems that stand by."""
+    return [rank for stem in children(zygote(home).pid) for rank in children(stem)]
 
 
 def children(pid: int) -> list[int]:
@@ -156,6 +161,22 @@ def test_output_into_a_pipe_that_nobody_reads_does_not_end_the_run(warm: Path, t
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=100, check=False)
     assert done.stdout == "[rank 0] line 0\n"
     assert (tmp_path / "done").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_F05_a_rank_that_returned_long_before_the_others_is_named(warm: Path, tmp_path: Path) -> None:
+    def train(where: str, rank: int = -1) -> int:
+        while rank == 0 and not Path(where, "go on").exists():
+            threading.Event().wait(0.05)
+        return rank
+
+    run = distributed(gpus=3, quiet=True)(train).submit(str(tmp_path))
+    told = wait_for(lambda: run.status() == "RUNNING" and run.last_sentence(), "it is said", limit_s=100)
+    assert re.fullmatch(r"rank 1, 2 returned \(the first at \d\d:\d\d:\d\d\), 0 still running", str(told)), told
+    Path(tmp_path, "go on").touch()
+    assert run.results(timeout=60) == [0, 1, 2], "what the early ones returned was kept"
+    assert told in run.receipt(timeout=20).notes
 
 
 @pytest.mark.slow

@@ -108,6 +108,11 @@ class Run(Generic[R]):
                 self._lock.release()
         return self._state.value
 
+    def last_sentence(self) -> str:
+        """Return the last thing the run said about itself: what it waits for, or which ranks returned long ago."""
+        self.status()
+        return self._waiting
+
     def waiting_for(self) -> str:
         """Return in words what a queued run waits for and who has it; "" when it does not wait."""
         return self._waiting if self.status() == State.QUEUED else ""
@@ -298,7 +303,7 @@ class Run(Generic[R]):
                 if self._display is not None:
                     self._display.say(sentence)
             case protocol.Started():
-                self._state = State.RUNNING
+                self._state, self._waiting = State.RUNNING, ""
             case protocol.Output(rank=rank, stream=stream, text=text):
                 if self._display is not None:
                     self._display.output(rank, stream, text)

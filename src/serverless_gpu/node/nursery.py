@@ -9,13 +9,19 @@ Ends when the agent's end of the channel closes; supervisors it forked live on.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import sys
+from pathlib import Path
 from typing import NoReturn
 
-from serverless_gpu.node import supervisor
+from serverless_gpu.node import protocol
+from serverless_gpu.node.gpus import NvmlProvider
+from serverless_gpu.node.home import Home
 from serverless_gpu.node.inside import linux
 from serverless_gpu.node.inside.channel import Channel
+from serverless_gpu.node.supervisor import Supervisor
 
 
 def main(channel_fd: int, home: str, sockets: str) -> NoReturn:
@@ -37,6 +43,30 @@ def main(channel_fd: int, home: str, sockets: str) -> NoReturn:
             channel.close()
             os.setsid()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            supervisor.main(fd, home, sockets)
+            _supervise(fd, home, sockets)
         os.close(fd)
+    os._exit(0)
+
+
+def _supervise(channel_fd: int, home: str, sockets: str) -> NoReturn:
+    """Be a supervisor: stand by, look after one attempt, end.
+
+    Args:
+        channel_fd: the inherited channel to the agent.
+        home: the home directory.
+        sockets: the private directory of sockets.
+    """
+    linux.set_name("sgpu-supervisor")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    channel = Channel.adopt(channel_fd)
+    channel.sock.set_inheritable(False)
+    machine = NvmlProvider()
+    machine.devices()  # NVML's start takes tens of milliseconds: now, not when somebody waits
+    with contextlib.suppress(OSError):
+        protocol.send(channel, protocol.Standby(pid=os.getpid()))
+    received = protocol.receive(channel)
+    if received is not None and isinstance(received[0], protocol.Assign):
+        client = Channel.adopt(received[1][0])
+        Supervisor(received[0], channel, Home(Path(home)), Path(sockets), machine).serve(client)
+    sys.stdout.flush()
     os._exit(0)

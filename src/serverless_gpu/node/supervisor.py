@@ -23,17 +23,14 @@ import contextlib
 import fcntl
 import os
 import selectors
-import signal
 import socket
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
 
 import msgspec
 
-from serverless_gpu.ambient import Clock, SystemClock
+from serverless_gpu.ambient import Clock, SystemClock, format_clock
 from serverless_gpu.errors import ServerlessGpuError
 from serverless_gpu.model.attempt import (
     TERMINAL,
@@ -42,6 +39,7 @@ from serverless_gpu.model.attempt import (
     Event,
     Placed,
     RankExecuting,
+    RankReturned,
     Reason,
     StartFailed,
     State,
@@ -50,14 +48,13 @@ from serverless_gpu.model.attempt import (
     TreeEmpty,
 )
 from serverless_gpu.model.ledger import FactKind
-from serverless_gpu.model.lifecycle import IllegalTransition, Instruction, advance
+from serverless_gpu.model.lifecycle import IllegalTransition, Instruction, advance, returned_early
 from serverless_gpu.node import protocol
 from serverless_gpu.node.account import Account, write_json
 from serverless_gpu.node.gang import Gang
 from serverless_gpu.node.gate import GatePolicy, Verdict, verify
-from serverless_gpu.node.gpus import NvmlProvider, Provider
+from serverless_gpu.node.gpus import Provider
 from serverless_gpu.node.home import Home
-from serverless_gpu.node.inside import linux
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.rendezvous import NoPort, reserve_port
 from serverless_gpu.node.reservation import Reservation
@@ -69,33 +66,10 @@ _EMPTYING_S_MAX = 60.0
 _LAST_WORDS_S = 5.0
 _TURN_S = 5.0
 _WATCHERS_MAX = 64
+_RANKS_LISTED = 8
 _ALIVE_S = 60.0  # between two signs of life among the facts
 
 Callback = Callable[[], None]
-
-
-def main(channel_fd: int, home: str, sockets: str) -> NoReturn:
-    """Be a supervisor: stand by, look after one attempt, end.
-
-    Args:
-        channel_fd: the inherited channel to the agent.
-        home: the home directory.
-        sockets: the private directory of sockets.
-    """
-    linux.set_name("sgpu-supervisor")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    channel = Channel.adopt(channel_fd)
-    channel.sock.set_inheritable(False)
-    machine = NvmlProvider()
-    machine.devices()  # NVML's start takes tens of milliseconds: now, not when somebody waits
-    with contextlib.suppress(OSError):
-        protocol.send(channel, protocol.Standby(pid=os.getpid()))
-    received = protocol.receive(channel)
-    if received is not None and isinstance(received[0], protocol.Assign):
-        client = Channel.adopt(received[1][0])
-        Supervisor(received[0], channel, Home(Path(home)), Path(sockets), machine).serve(client)
-    sys.stdout.flush()
-    os._exit(0)
 
 
 class Supervisor:
@@ -130,6 +104,8 @@ class Supervisor:
         self._port: socket.socket | None = None
         self._listener: socket.socket | None = None
         self._waiting = ""
+        self._early_since = ""
+        self._early_said = False
         self._begin_pending = False
         self._kill_ns: int | None = None
         self._alive_ns = 0
@@ -250,6 +226,9 @@ class Supervisor:
                 self._account.mark("exec")
                 self._fact(FactKind.EXEC)
                 self._tell(protocol.Started(at_ns=self._account.marks["exec"]))
+            elif isinstance(event, RankReturned) and "returned" not in self._account.marks:
+                self._account.mark("returned")
+                self._early_since = format_clock(self._clock.wall_ns())
             self._apply(event)
 
     def _stem_ended(self) -> None:
@@ -309,9 +288,23 @@ class Supervisor:
             self._look_for_empty()
         if self._attempt.state not in TERMINAL:
             self._apply(Tick())
+        now_ns = self._clock.boottime_ns()
+        if not self._early_said and returned_early(self._attempt, self._account.marks.get("returned"), now_ns):
+            self._say_early_return()
         if self._attempt.state is State.RUNNING and self._clock.boottime_ns() - self._alive_ns > _ALIVE_S * 1e9:
             self._fact(FactKind.ALIVE)
             self._alive_ns = self._clock.boottime_ns()
+
+    def _say_early_return(self) -> None:
+        """F05: nothing is ended for it, for a long evaluation in one rank looks the same, but nobody has to guess."""
+        self._early_said = True
+        there = sorted(self._attempt.returned)
+        running = sorted(set(range(self._attempt.world_size)) - self._attempt.returned)
+        sentence = (
+            f"rank {_listed(there)} returned (the first at {self._early_since}), {_listed(running)} still running"
+        )
+        self._account.notes.append(sentence)
+        self._tell(protocol.Waiting(sentence=sentence))
 
     def _look_for_empty(self) -> None:
         assert self._kill_ns is not None
@@ -477,3 +470,9 @@ class Supervisor:
     def _unwatch(self, fd: int) -> None:
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(fd)
+
+
+def _listed(ranks: list[int]) -> str:
+    """Return ranks for people, the first few of many."""
+    shown = ", ".join(map(str, ranks[:_RANKS_LISTED]))
+    return shown if len(ranks) <= _RANKS_LISTED else f"{shown} and {len(ranks) - _RANKS_LISTED} more"
