@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import resource
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu import attach, distributed
+from serverless_gpu import Run, attach, distributed
 from serverless_gpu.errors import AgentUnavailable, RunCancelled
 from serverless_gpu.node.agent import ATTEMPTS_MAX
 from serverless_gpu.node.home import Home
@@ -193,3 +194,14 @@ def test_runs_beyond_the_agents_bound_wait_in_the_agent_and_can_be_cancelled(own
         last.results(timeout=20)
     first.cancel()
     assert [run.results(timeout=100) for run in waiting[:-1]] == [[2]] * ATTEMPTS_MAX
+
+
+def test_the_facts_say_when_devices_waited_for_the_environment(own: Path) -> None:
+    def kinds(run: Run[int]) -> list[str]:
+        assert run.results(timeout=60) == [2]
+        run.receipt(timeout=20)
+        lines = (run.directory / "facts.jsonl").read_text().splitlines()
+        return [str(json.loads(line)["kind"]) for line in lines if '"alive"' not in line]
+
+    count = distributed(gpus=1, quiet=True)(len)
+    assert kinds(count.submit("ab")) == ["reserved", "hydrating", "exec", "exited", "freed"]

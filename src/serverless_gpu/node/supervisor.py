@@ -183,6 +183,8 @@ class Supervisor:
         if sentence is None:
             self._fact(FactKind.RESERVED)
             self._account.mark("reserved")
+            if self._gang is None or not self._gang.standby:
+                self._fact(FactKind.HYDRATING)  # the devices wait for the environment
             self._apply(Placed())
         elif sentence != self._waiting:
             self._waiting = sentence
