@@ -58,14 +58,12 @@ from serverless_gpu.node.home import Home
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.rendezvous import NoPort, reserve_port
 from serverless_gpu.node.reservation import Reservation
-from serverless_gpu.node.watchers import Watcher
+from serverless_gpu.node.watchers import Audience
 
 _RETRY_S = 0.05  # between two looks at devices that were taken
 _EMPTYING_S = 0.002  # between two looks at a tree that is being ended
 _EMPTYING_S_MAX = 60.0
-_LAST_WORDS_S = 5.0
 _TURN_S = 5.0
-_WATCHERS_MAX = 64
 _RANKS_LISTED = 8
 _ALIVE_S = 60.0  # between two signs of life among the facts
 
@@ -88,7 +86,6 @@ class Supervisor:
         self._directory = Path(launch.directory)
         self._agent = agent
         self._home = home
-        self._sockets = sockets
         self._machine = machine
         self._clock: Clock = SystemClock()
         self._attempt = Attempt(
@@ -98,11 +95,10 @@ class Supervisor:
         self._account.mark("called", launch.called_ns)
         self._account.mark("asked", assign.asked_ns)
         self._selector = selectors.DefaultSelector()
-        self._watchers: list[Watcher] = []
+        self._audience = Audience(sockets / f"{launch.run_id}.sock", self._selector, self._snapshot, self._obey)
         self._reservation: Reservation | None = None
         self._gang: Gang | None = None
         self._port: socket.socket | None = None
-        self._listener: socket.socket | None = None
         self._waiting = ""
         self._early_since = ""
         self._early_said = False
@@ -119,9 +115,11 @@ class Supervisor:
         """
         lock = os.open(self._directory / "supervisor.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held as long as this process lives: how `attach` knows
-        self._listen()
+        problem = self._audience.listen()
+        if problem:  # the run itself does not need it
+            self._account.notes.append(problem)
         self._watch(self._agent.fileno(), self._hear_agent)
-        self._add_watcher(client)
+        self._audience.add(client)
         self._reserve()
         while not self._done:
             for key, _ in self._selector.select(self._pause_s()):
@@ -147,7 +145,7 @@ class Supervisor:
             self._meet_stem(received[0], received[1])
 
     def _meet_stem(self, message: protocol.Stem, fds: tuple[int, ...]) -> None:
-        self._tell(protocol.Accepted(pid=os.getpid()))
+        self._audience.tell(protocol.Accepted(pid=os.getpid()))
         if message.problem or not fds:
             self._apply(StartFailed(Reason.START_FAILED, message.problem))
             return
@@ -188,7 +186,7 @@ class Supervisor:
             self._apply(Placed())
         elif sentence != self._waiting:
             self._waiting = sentence
-            self._tell(protocol.Waiting(sentence=sentence))
+            self._audience.tell(protocol.Waiting(sentence=sentence))
 
     def _begin(self) -> None:
         """Start the ranks once devices and stem are both there."""
@@ -227,7 +225,7 @@ class Supervisor:
             if isinstance(event, RankExecuting) and "exec" not in self._account.marks:
                 self._account.mark("exec")
                 self._fact(FactKind.EXEC)
-                self._tell(protocol.Started(at_ns=self._account.marks["exec"]))
+                self._audience.tell(protocol.Started(at_ns=self._account.marks["exec"]))
             elif isinstance(event, RankReturned) and "returned" not in self._account.marks:
                 self._account.mark("returned")
                 self._early_since = format_clock(self._clock.wall_ns())
@@ -281,9 +279,7 @@ class Supervisor:
 
     def _look(self) -> None:
         """What has to be looked at because no descriptor announces it."""
-        self._watchers = [watcher for watcher in self._watchers if not self._forget_if_gone(watcher)]
-        for watcher in self._watchers:
-            watcher.flush()
+        self._audience.tend()
         if self._attempt.state is State.QUEUED:
             self._try_devices()
         if self._kill_ns is not None and self._attempt.state is State.STOPPING:
@@ -306,7 +302,7 @@ class Supervisor:
             f"rank {_listed(there)} returned (the first at {self._early_since}), {_listed(running)} still running"
         )
         self._account.notes.append(sentence)
-        self._tell(protocol.Waiting(sentence=sentence))
+        self._audience.tell(protocol.Waiting(sentence=sentence))
 
     def _look_for_empty(self) -> None:
         assert self._kill_ns is not None
@@ -329,16 +325,13 @@ class Supervisor:
             self._port.close()
         stopped = self._stopped()
         write_json(self._directory / "stopped.json", stopped)
-        self._tell(stopped)
+        self._audience.tell(stopped)
         self._hand_back()
-        for watcher in self._watchers:
-            watcher.drain(_LAST_WORDS_S)
+        self._audience.drain()
         self._leave()
 
     def _leave(self) -> None:
-        if self._listener is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(self._listener.getsockname())
+        self._audience.close()
         self._done = True
 
     def _hand_back(self) -> None:
@@ -360,11 +353,11 @@ class Supervisor:
         if devices:
             self._fact(FactKind.FREED)
         receipt = self._account.receipt(self._attempt, devices, verdicts, quarantined)
-        self._tell(protocol.Finished(receipt=receipt))
+        self._audience.tell(protocol.Finished(receipt=receipt))
 
     def _note_cut_output(self) -> None:
         """Say what the outcome alone does not: output that was cut."""
-        skipped = sum(watcher.dropped for watcher in self._watchers)
+        skipped = self._audience.dropped
         if skipped:
             self._account.notes.append(f"{skipped} pieces of live output were not shown; logs/ has all of it")
         for log in self._gang.logs.values() if self._gang is not None else ():
@@ -387,63 +380,21 @@ class Supervisor:
 
     # --- watchers and output -------------------------------------------------------------------------------------
 
-    def _listen(self) -> None:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        path = str(self._sockets / f"{self._launch.run_id}.sock")
-        try:
-            sock.bind(path)
-            sock.listen(16)
-        except OSError as error:
-            # Without it nobody can attach; the run itself does not need it.
-            self._account.notes.append(f"attach is not possible: {path}: {error.strerror}")
-            sock.close()
-            return
-        self._listener = sock
-        self._watch(sock.fileno(), self._accept)
-
-    def _accept(self) -> None:
-        assert self._listener is not None
-        with contextlib.suppress(OSError):
-            sock, _ = self._listener.accept()
-            if len(self._watchers) >= _WATCHERS_MAX:
-                sock.close()
-                return
-            self._add_watcher(Channel(sock)).say(
-                protocol.Snapshot(
-                    run_id=self._launch.run_id,
-                    fence=self._launch.fence,
-                    state=self._attempt.state,
-                    pid=os.getpid(),
-                    waiting=self._waiting if self._attempt.state is State.QUEUED else "",
-                )
-            )
-
-    def _add_watcher(self, channel: Channel) -> Watcher:
-        watcher = Watcher(channel)
-        self._watchers.append(watcher)
-        self._watch(channel.fileno(), lambda: self._hear_watcher(watcher))
-        return watcher
-
-    def _hear_watcher(self, watcher: Watcher) -> None:
-        if not watcher.hear(self._obey):
-            watcher.gone = True
+    def _snapshot(self) -> protocol.Snapshot:
+        return protocol.Snapshot(
+            run_id=self._launch.run_id,
+            fence=self._launch.fence,
+            state=self._attempt.state,
+            pid=os.getpid(),
+            waiting=self._waiting if self._attempt.state is State.QUEUED else "",
+        )
 
     def _obey(self, message: protocol.AnyMessage) -> None:
         if isinstance(message, protocol.Cancel) and self._attempt.state not in TERMINAL:
             self._apply(CancelRequested())
 
-    def _forget_if_gone(self, watcher: Watcher) -> bool:
-        if watcher.gone:
-            self._unwatch(watcher.channel.fileno())
-            watcher.channel.close()
-        return watcher.gone
-
-    def _tell(self, message: protocol.Message) -> None:
-        for watcher in self._watchers:
-            watcher.say(message)
-
     def _pass_on(self, rank: int, stream: str, text: str) -> None:
-        self._tell(protocol.Output(rank=rank, stream=stream, text=text))
+        self._audience.tell(protocol.Output(rank=rank, stream=stream, text=text))
 
     def _drain(self, fd: int, drain: Callable[[], bool]) -> None:
         if not drain():
@@ -461,7 +412,7 @@ class Supervisor:
             return _RETRY_S * min(20, 1 + ahead)
         if self._kill_ns is not None:
             return _EMPTYING_S
-        pauses = [_RETRY_S if any(watcher.waiting for watcher in self._watchers) else _TURN_S]
+        pauses = [_RETRY_S if self._audience.waiting else _TURN_S]
         if self._attempt.wake_ns is not None:
             pauses.append(max(0.0, (self._attempt.wake_ns - self._clock.boottime_ns()) / 1e9))
         return min(pauses)

@@ -1,13 +1,22 @@
 """Whoever watches an attempt: the client that launched it, others that attached.
 
+    first client ──┐
+    attach ────────┼──▶ Audience ──▶ one Watcher each
+    a new agent ───┘    (listens on <sockets>/<run>.sock)
+
 A watcher that does not read costs nothing but its own output: messages queue up to a bound, output is dropped first and
 counted, everything else is kept (there are few of those). A watcher that goes away is forgotten; the run goes on.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import selectors
+import socket
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 
@@ -15,6 +24,8 @@ from serverless_gpu.node import protocol
 from serverless_gpu.node.inside.channel import Channel
 
 _QUEUED_OUTPUT_MAX = 512
+_WATCHERS_MAX = 64
+_LAST_WORDS_S = 5.0
 
 
 class Watcher:
@@ -74,3 +85,97 @@ class Watcher:
             return False
         obey(received[0])
         return True
+
+
+class Audience:
+    """All watchers of one attempt, and the socket on which more of them come.
+
+    Args:
+        path: where to listen.
+        selector: the supervisor's; what watchers say is heard there.
+        greet: returns the first words for whoever comes by the socket.
+        obey: called with what a watcher says.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        selector: selectors.BaseSelector,
+        greet: Callable[[], protocol.Message],
+        obey: Callable[[protocol.AnyMessage], None],
+    ) -> None:
+        self._path = path
+        self._selector = selector
+        self._greet = greet
+        self._obey = obey
+        self._watchers: list[Watcher] = []
+        self._listener: socket.socket | None = None
+
+    @property
+    def waiting(self) -> bool:
+        """Return whether something is queued for a watcher that does not read."""
+        return any(watcher.waiting for watcher in self._watchers)
+
+    @property
+    def dropped(self) -> int:
+        """Return how many pieces of output were not shown to somebody."""
+        return sum(watcher.dropped for watcher in self._watchers)
+
+    def listen(self) -> str:
+        """Let others attach; return why that is not possible, or ""."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            sock.bind(str(self._path))
+            sock.listen(16)
+        except OSError as error:
+            sock.close()
+            return f"attach is not possible: {self._path}: {error.strerror}"
+        self._listener = sock
+        self._selector.register(sock, selectors.EVENT_READ, self._accept)
+        return ""
+
+    def add(self, channel: Channel) -> Watcher:
+        """Let a connection watch."""
+        watcher = Watcher(channel)
+        self._watchers.append(watcher)
+        self._selector.register(channel, selectors.EVENT_READ, lambda: self._hear(watcher))
+        return watcher
+
+    def tell(self, message: protocol.Message) -> None:
+        """Say something to every watcher."""
+        for watcher in self._watchers:
+            watcher.say(message)
+
+    def tend(self) -> None:
+        """Forget watchers that are gone, send the others what they will take now."""
+        for watcher in [watcher for watcher in self._watchers if watcher.gone]:
+            self._watchers.remove(watcher)
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(watcher.channel)
+            watcher.channel.close()
+        for watcher in self._watchers:
+            watcher.flush()
+
+    def drain(self) -> None:
+        """Send everything that is queued, waiting for slow readers a while."""
+        for watcher in self._watchers:
+            watcher.drain(_LAST_WORDS_S)
+
+    def close(self) -> None:
+        """Let nobody attach any more."""
+        if self._listener is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(self._path)
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        with contextlib.suppress(OSError):
+            sock, _ = self._listener.accept()
+            if len(self._watchers) >= _WATCHERS_MAX:
+                sock.close()
+                return
+            self.add(Channel(sock)).say(self._greet())
+
+    def _hear(self, watcher: Watcher) -> None:
+        if not watcher.hear(self._obey):
+            watcher.gone = True
