@@ -22,10 +22,12 @@ if TYPE_CHECKING:
     from serverless_gpu.client.decorator import distributed as distributed
     from serverless_gpu.client.run import Run as Run
     from serverless_gpu.client.run import attach as attach
+    from serverless_gpu.client.session import Session as Session
+    from serverless_gpu.client.session import session as session
     from serverless_gpu.compute import GPUType as GPUType
     from serverless_gpu.model.ledger import Receipt as Receipt
 
-__all__ = ["DistributedFunction", "GPUType", "Receipt", "Run", "attach", "distributed", "errors"]
+__all__ = ["DistributedFunction", "GPUType", "Receipt", "Run", "Session", "attach", "distributed", "errors", "session"]
 
 # Loaded when first asked for, so that `import serverless_gpu` costs a few milliseconds, in ranks too.
 _HOMES = {
@@ -33,6 +35,8 @@ _HOMES = {
     "distributed": "serverless_gpu.client.decorator",
     "Run": "serverless_gpu.client.run",
     "attach": "serverless_gpu.client.run",
+    "Session": "serverless_gpu.client.session",
+    "session": "serverless_gpu.client.session",
     "GPUType": "serverless_gpu.compute",
     "Receipt": "serverless_gpu.model.ledger",
 }

@@ -13,6 +13,7 @@
     ├── StorageError               disk full, directory not writable
     ├── AgentUnavailable           the node's agent does not answer
     ├── ServerNotConfigured        remote=True without a server
+    ├── SessionEnded               a call in a session that has ended
     └── RunError                   a run started and did not succeed
         ├── RemoteError            a rank raised, and its exception cannot be rebuilt here
         ├── RankCrashed            a rank died of a signal
@@ -145,6 +146,13 @@ class ServerNotConfigured(ServerlessGpuError):
 
     code = "server_not_configured"
     status = 400
+
+
+class SessionEnded(ServerlessGpuError):
+    """The session has ended."""
+
+    code = "session_ended"
+    status = 409
 
 
 class RunError(ServerlessGpuError):

@@ -102,6 +102,24 @@ def test_billable_time_goes_from_exec_to_freed(facts: Sequence[Fact], expected: 
     assert charge(facts, gpu_type="H100", price=PRICE) == expected
 
 
+def test_a_session_is_billed_for_devices_while_no_run_has_them() -> None:
+    one = ("GPU-a",)
+    facts = (
+        fact(0, "reserved", 0),
+        fact(1, "held", 1_000),  # both idle
+        fact(2, "freed", 3_000),
+        fact(3, "held", 3_000, gpus=one),  # a run has the other
+        fact(4, "alive", 4_000, gpus=one),
+        fact(5, "freed", 5_000, gpus=one),
+        fact(6, "held", 9_000),  # a run had both meanwhile
+        fact(7, "freed", 10_000),
+    )
+    assert charge(facts, gpu_type="H100", price=PRICE) == charged(4_000 + 2_000 + 2_000, 6_667)
+    assert charge(reversed(facts), gpu_type="H100", price=PRICE) == charged(8_000, 6_667)
+    # Killed: the open interval ends with its last sign of life.
+    assert charge(facts[:5], gpu_type="H100", price=PRICE) == charged(4_000 + 1_000, 4_167)
+
+
 @pytest.mark.parametrize(
     ("later", "expected"),
     [

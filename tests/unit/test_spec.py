@@ -247,7 +247,7 @@ def test_what_no_machine_has_is_refused_and_not_a_crash(options: Mapping[str, ob
 def test_an_unknown_option_lists_the_valid_ones(name: str, guess: str) -> None:
     with pytest.raises(InvalidOption) as caught:
         spec(**{name: 1})
-    assert str(caught.value) == f"distributed() has no option {name!r}{guess}\nhint: {VALID}"
+    assert str(caught.value) == f"there is no option {name!r}{guess}\nhint: {VALID}"
 
 
 def test_an_unknown_type_is_named() -> None:

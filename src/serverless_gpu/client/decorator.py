@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import os
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Generic, ParamSpec, TypeVar, Unpack, cast, overload
 
 import msgspec
@@ -77,7 +77,7 @@ class DistributedFunction(Generic[P, R]):
             Exception: what user code raised in the rank that failed first, as its own type.
             KeyboardInterrupt: Ctrl-C; the run was cancelled and its GPUs handed back.
         """
-        run = launch(self.__wrapped__, args, kwargs, self.spec)
+        run = self._launch(args, kwargs)
         try:
             error = run.follow()
         except KeyboardInterrupt:
@@ -88,7 +88,7 @@ class DistributedFunction(Generic[P, R]):
 
     def submit(self, *args: P.args, **kwargs: P.kwargs) -> Run[R]:
         """Start the run and return its handle at once; raises as `distributed` does before a run starts."""
-        return launch(self.__wrapped__, args, kwargs, self.spec)
+        return self._launch(args, kwargs)
 
     def map(self, items: Iterable[object], **kwargs: object) -> list[Run[R]]:
         """Start one run per item, the item as the first argument, and return their handles.
@@ -102,12 +102,15 @@ class DistributedFunction(Generic[P, R]):
         runs: list[Run[R]] = []
         try:
             for item in items:
-                runs.append(launch(self.__wrapped__, (item,), kwargs, self.spec))
+                runs.append(self._launch((item,), kwargs))
         except BaseException:
             for run in runs:
                 run.cancel()
             raise
         return runs
+
+    def _launch(self, args: Sequence[object], kwargs: Mapping[str, object]) -> Run[R]:
+        return launch(self.__wrapped__, args, kwargs, self.spec)
 
 
 def distributed(
@@ -135,7 +138,7 @@ def distributed(
     """
     if callable(gpus):
         raise InvalidOption("distributed needs parentheses", hint="write @distributed(), or @distributed(gpus=8)")
-    spec = _spec(gpus, gpu_type, remote, timeout, cast("Mapping[str, object]", options))
+    spec = parse_options(gpus, gpu_type, remote, timeout, cast("Mapping[str, object]", options))
 
     def decorate(function: Callable[P, R]) -> DistributedFunction[P, R]:
         if isinstance(function, DistributedFunction):
@@ -149,7 +152,15 @@ def distributed(
     return decorate
 
 
-def _spec(gpus: object, gpu_type: object, remote: object, timeout: object, options: Mapping[str, object]) -> RunSpec:
+def parse_options(
+    gpus: object, gpu_type: object, remote: object, timeout: object, options: Mapping[str, object]
+) -> RunSpec:
+    """Return the spec for what a user wrote; types of their own are looked up only when the catalogue lacks one.
+
+    Raises:
+        InvalidOption: an option does not exist, or has the wrong type.
+        InvalidValue: a value is not possible.
+    """
     try:
         return make_spec(gpus, gpu_type, remote, timeout, options, ())
     except UnknownGpuType:

@@ -3,6 +3,8 @@ anything starts.
 
     check function ─ bind arguments ─ agent (inventory) ─ choose candidates ─ run directory ─ payload ─ Launch
 
+A session is launched the same way, without a function.
+
 Failure cases: whatever goes wrong, the run directory is removed again; nothing else exists yet.
 """
 
@@ -15,7 +17,7 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -33,12 +35,35 @@ from serverless_gpu.node.home import Home, find_home, storage_error
 from serverless_gpu.node.inside.channel import Channel
 
 R = TypeVar("R")
+Handle = TypeVar("Handle", bound=Run)  # type: ignore[type-arg]  # of whatever its ranks return
 
 _FENCE = 1
 _notes_said: set[str] = set()
 
 
-def launch(function: Callable[..., R], args: Sequence[object], kwargs: Mapping[str, object], spec: RunSpec) -> Run[R]:
+class Lease(NamedTuple):
+    """The session a run belongs to, and the devices that session holds."""
+
+    session: str
+    devices: tuple[Device, ...]
+
+
+class _Order(NamedTuple):
+    """What is to be launched: a run, or a session (which has an idle limit)."""
+
+    spec: RunSpec
+    called_ns: int
+    lease: Lease | None = None
+    idle_timeout_s: float | None = None
+
+
+def launch(
+    function: Callable[..., R],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    spec: RunSpec,
+    lease: Lease | None = None,
+) -> Run[R]:
     """Start a run on this machine and return its handle.
 
     Args:
@@ -46,52 +71,64 @@ def launch(function: Callable[..., R], args: Sequence[object], kwargs: Mapping[s
         args: its positional arguments.
         kwargs: its keyword arguments.
         spec: what was asked for.
+        lease: the session whose devices it uses, or None.
 
     Raises:
         ServerlessGpuError: nothing was started; the message says why and what to do.
     """
-    called_ns = SystemClock().boottime_ns()
+    order = _Order(spec, SystemClock().boottime_ns(), lease)
     check_function(function)
     bind_arguments(function, args, kwargs)
-    if spec.remote:
+
+    def write_call(directory: Path) -> None:
+        packed = pack(str(directory / "call.pkl"), function, args, kwargs)
+        if packed.warning and not spec.quiet:
+            print(f"serverless-gpu: {packed.warning}", file=sys.stderr)
+
+    return _place(Run, order, write_call)
+
+
+def hold(handle: Callable[..., Handle], spec: RunSpec, idle_timeout_s: float) -> Handle:
+    """Ask for devices to be held for a session and return its handle; it may still be waiting for them.
+
+    Args:
+        handle: the class of the handle.
+        spec: what was asked for.
+        idle_timeout_s: seconds without a run after which the session ends.
+
+    Raises:
+        ServerlessGpuError: nothing was started; the message says why and what to do.
+    """
+    order = _Order(spec, SystemClock().boottime_ns(), idle_timeout_s=idle_timeout_s)
+    return _place(handle, order, lambda directory: None)
+
+
+def _place(handle: Callable[..., Handle], order: _Order, fill: Callable[[Path], None]) -> Handle:
+    """Choose devices, write the run directory, send it to the agent."""
+    if order.spec.remote:
         raise ServerNotConfigured(
             "remote=True needs a server, and none is configured",
             hint="leave remote out to run on this machine; the server, `sgpu up`, is not in this version",
         )
     home = _home()
-    context = caller_context()
     channel, greeting = connect(home)
     try:
-        chosen = _choose(greeting, spec, context.environ)
-        run_id = new_run_id()
-        directory = home.make_attempt(run_id, _FENCE)
+        message = _message(order, home, greeting)
+        directory = Path(message.directory)
         try:
-            _write(directory, run_id, chosen.count, spec, context, greeting.version)
-            packed = pack(str(directory / "call.pkl"), function, args, kwargs)
-            if packed.warning and not spec.quiet:
-                print(f"serverless-gpu: {packed.warning}", file=sys.stderr)
-            message = protocol.Launch(
-                run_id=run_id,
-                fence=_FENCE,
-                directory=str(directory),
-                spec=spec,
-                candidates=chosen.devices,
-                world_size=chosen.count,
-                context=context,
-                called_ns=called_ns,
-                price=greeting.prices.get(chosen.devices[0].type),
-            )
+            _write(message, greeting.version)
+            fill(directory)
             channel = _send(home, channel, message)
         except BaseException:
             # Ctrl-C may have come just after the launch was sent: then a supervisor reads this.
             with contextlib.suppress(OSError):
                 protocol.send(channel, protocol.Cancel())
-            home.remove_run(run_id)
+            home.remove_run(message.run_id)
             raise
     except BaseException:
         channel.close()
         raise
-    return Run(run_id, directory, spec, chosen.count, channel, lambda: _send(home, None, message))
+    return handle(message.run_id, directory, order.spec, _ranks(message), channel, lambda: _send(home, None, message))
 
 
 def prewarm(spec: RunSpec) -> None:
@@ -124,7 +161,36 @@ def _home() -> Home:
     return home
 
 
-def _choose(greeting: protocol.Greeting, spec: RunSpec, environ: Mapping[str, str]) -> Candidates:
+def _message(order: _Order, home: Home, greeting: protocol.Greeting) -> protocol.Launch:
+    """Return the launch for an order, its attempt's directory made."""
+    context = caller_context()
+    chosen = _choose(greeting, order, context.environ)
+    if order.idle_timeout_s is not None and chosen.count > protocol.SESSION_DEVICES_MAX:
+        raise InvalidValue(
+            f"a session holds at most {protocol.SESSION_DEVICES_MAX} devices, not {chosen.count}",
+            hint="say how many with gpus=, or open several sessions",
+        )
+    run_id = new_run_id()
+    return protocol.Launch(
+        run_id=run_id,
+        fence=_FENCE,
+        directory=str(home.make_attempt(run_id, _FENCE)),
+        spec=order.spec,
+        candidates=chosen.devices,
+        world_size=chosen.count,
+        context=context,
+        called_ns=order.called_ns,
+        price=greeting.prices.get(chosen.devices[0].type),
+        session=order.lease.session if order.lease else "",
+        idle_timeout_s=order.idle_timeout_s,
+    )
+
+
+def _ranks(message: protocol.Launch) -> int:
+    return message.world_size if message.idle_timeout_s is None else 0
+
+
+def _choose(greeting: protocol.Greeting, order: _Order, environ: Mapping[str, str]) -> Candidates:
     if greeting.problem:
         raise InvalidValue(greeting.problem)
     devices: Sequence[Device] = greeting.devices
@@ -133,24 +199,38 @@ def _choose(greeting: protocol.Greeting, spec: RunSpec, environ: Mapping[str, st
         cpus = [device for device in devices if device.kind is DeviceKind.CPU]
         devices = (*parse_fake(fakes, greeting.own_types), *cpus)
     return candidates(
-        gpus=spec.resources.gpus,
-        gpu_type=spec.resources.gpu_type,
-        devices=restrict(devices, environ.get("CUDA_VISIBLE_DEVICES")),
+        gpus=order.spec.resources.gpus,
+        gpu_type=order.spec.resources.gpu_type,
+        devices=order.lease.devices if order.lease else restrict(devices, environ.get("CUDA_VISIBLE_DEVICES")),
         own=greeting.own_types,
     )
 
 
-def _write(
-    directory: Path, run_id: str, world_size: int, spec: RunSpec, context: protocol.Context, version: str
-) -> None:
+def _write(message: protocol.Launch, version: str) -> None:
     """Write what makes a run readable and repeatable by hand; values of variables stay out of it."""
-    submission = protocol.Submission(run_id=run_id, fence=_FENCE, world_size=world_size, spec=spec, version=version)
+    directory, context = Path(message.directory), message.context
+    submission = protocol.Submission(
+        run_id=message.run_id,
+        fence=message.fence,
+        world_size=_ranks(message),
+        spec=message.spec,
+        version=version,
+        kind="function" if message.idle_timeout_s is None else "session",
+        session=message.session,
+    )
     environment = {"python": context.python, "flags": context.flags, "variables": sorted(context.environ)}
-    air = air_program(directory=directory, run_id=run_id, fence=_FENCE, world_size=world_size, context=context)
     try:
         (directory / "spec.json").write_bytes(msgspec.json.encode(submission))
         (directory / "environment.json").write_bytes(msgspec.json.encode(environment))
-        (directory / "_air.py").write_text(air, encoding="utf-8", errors="surrogateescape")
+        if message.idle_timeout_s is None:
+            air = air_program(
+                directory=directory,
+                run_id=message.run_id,
+                fence=message.fence,
+                world_size=message.world_size,
+                context=context,
+            )
+            (directory / "_air.py").write_text(air, encoding="utf-8", errors="surrogateescape")
     except OSError as error:
         raise storage_error(error, directory) from None
 

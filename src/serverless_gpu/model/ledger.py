@@ -7,6 +7,12 @@ any order. Writing facts down and sending them is the node's work and must not b
     billable                              ├──────────────────────────────────┤
     no freed yet (provisional end)        ├──────────────┤ (or exited, if that came)
 
+A session holds devices between runs: `held` starts what `freed` ends, once for each set of devices that stood idle, so
+that no device is ever counted twice.
+
+                 reserved   held    freed ─ a run has them, and its own facts ─ held    freed
+    billable                ├─────────┤                                          ├────────┤
+
 Failure cases: a silent node or a reboot ends the billable time at the last sign of life, in the user's favour;
 boottimes of two boots are never compared. Facts of several attempts, or two different facts under one number, are a
 fault of the caller and raise `InvalidValue`: any sum of them would depend on the order they came in.
@@ -39,9 +45,13 @@ class FactKind(StrEnum):
     RESERVED = "reserved"
     HYDRATING = "hydrating"
     EXEC = "exec"
+    HELD = "held"
     ALIVE = "alive"
     EXITED = "exited"
     FREED = "freed"
+
+
+_STARTS = frozenset({FactKind.EXEC, FactKind.HELD})
 
 
 class Fact(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,7 +104,7 @@ class Charge(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         attempt: the attempt, as ``run:fence``.
         gpu_type: type of its devices.
-        gpus: how many devices it held.
+        gpus: the most devices it held at once.
         gpu_ms: billable GPU-milliseconds.
         micros: cost in millionths of the currency unit; None when there is no price.
     """
@@ -152,6 +162,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
         facts: how many facts stand behind this.
         world_size: ranks of the run.
         notes: anything else the user should know.
+        runs: for a session, how many runs used it; its time is what no run used.
     """
 
     run_id: str
@@ -174,16 +185,18 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     facts: int
     world_size: int
     notes: tuple[str, ...] = ()
+    runs: int | None = None
 
     def text(self) -> str:
         """Return the receipt for a terminal: at most 8 lines, none of them empty."""
+        run = self.runs is None
         lines = (
-            _joined(f"run {self.run_id}", f"attempt {self.fence}", self.state, self.reason or ""),
-            _joined(
-                _devices_text(self), f"{self.world_size} rank{'' if self.world_size == 1 else 's'}", _cost_text(self)
-            ),
+            _joined(f"run {self.run_id}", f"attempt {self.fence}", self.state, self.reason or "")
+            if run
+            else _joined(f"session {self.run_id}", self.state, self.reason or ""),
+            _joined(_devices_text(self), _size_text(self), _cost_text(self)),
             _segments_text(self.segments),
-            _joined(_start_text(self), _memory_text(self.peak_memory_bytes)),
+            _joined(_start_text(self), _memory_text(self.peak_memory_bytes)) if run else "",
             f"gate: {self.gate}" if self.gate else "",
             f"quarantined: {', '.join(self.quarantined)}" if self.quarantined else "",
             "tags: " + ", ".join(f"{key}={value}" for key, value in sorted(self.tags.items())) if self.tags else "",
@@ -195,8 +208,8 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
 def charge(facts: Iterable[Fact], *, gpu_type: str, price: Price | None) -> Charge:
     """Return what an attempt used and costs.
 
-    Billable time goes from the start of user code until the devices are free. While they are not, it ends
-    provisionally at the last sign of life; the same call with the later facts gives the final charge.
+    Billable time goes from the start of user code, or of holding idle devices, until the devices are free. While they
+    are not, it ends provisionally at the last sign of life; the same call with the later facts gives the final charge.
 
     Args:
         facts: facts of one attempt, in any order, with any repetition.
@@ -207,9 +220,14 @@ def charge(facts: Iterable[Fact], *, gpu_type: str, price: Price | None) -> Char
         InvalidValue: the facts are of several attempts, or two different ones carry the same number.
     """
     ordered = _distinct(facts)
-    start = next((fact for fact in ordered if fact.kind is FactKind.EXEC), None)
-    gpus = len(set(start.gpus)) if start else 0
-    gpu_ms = units.gpu_milliseconds(gpus, _billable_ms(start, ordered)) if start else 0
+    gpus, gpu_ms, place = 0, 0, 0
+    while place < len(ordered):
+        if ordered[place].kind not in _STARTS:
+            place += 1
+            continue
+        held = len(set(ordered[place].gpus))
+        billable_ms, place = _billable_ms(ordered, place)
+        gpus, gpu_ms = max(gpus, held), gpu_ms + units.gpu_milliseconds(held, billable_ms)
     return Charge(
         attempt=ordered[0].attempt if ordered else "",
         gpu_type=gpu_type,
@@ -257,13 +275,18 @@ def _distinct(facts: Iterable[Fact]) -> list[Fact]:
     return ordered
 
 
-def _billable_ms(start: Fact, ordered: list[Fact]) -> int:
-    # A later boot proves the attempt dead, but its boottime says nothing about when.
-    after = [fact for fact in ordered if fact.seq > start.seq and fact.boot_id == start.boot_id]
-    freed = [fact.boottime_ns for fact in after if fact.kind is FactKind.FREED]
-    signs = [fact.boottime_ns for fact in after if fact.kind in (FactKind.ALIVE, FactKind.EXITED)]
-    end = min(freed) if freed else max(signs, default=start.boottime_ns)
-    return max(0, end - start.boottime_ns) // 1_000_000
+def _billable_ms(ordered: list[Fact], at: int) -> tuple[int, int]:
+    """Return the billable time of the interval that starts at a place of the list, and the place after its end."""
+    start, end = ordered[at], ordered[at].boottime_ns
+    for place in range(at + 1, len(ordered)):
+        fact = ordered[place]
+        if fact.boot_id != start.boot_id:
+            continue  # a later boot proves the attempt dead, but its boottime says nothing about when
+        if fact.kind is FactKind.FREED:
+            return max(0, fact.boottime_ns - start.boottime_ns) // 1_000_000, place + 1
+        if fact.kind in (FactKind.ALIVE, FactKind.EXITED):
+            end = max(end, fact.boottime_ns)
+    return (end - start.boottime_ns) // 1_000_000, len(ordered)
 
 
 def _price_micros(name: str, amount: float) -> int:
@@ -284,10 +307,17 @@ def _devices_text(receipt: Receipt) -> str:
     return f"{count} {receipt.gpu_type}" + (" (fake)" if receipt.kind is DeviceKind.FAKE else "")
 
 
+def _size_text(receipt: Receipt) -> str:
+    if receipt.runs is not None:
+        return f"{receipt.runs} run{'' if receipt.runs == 1 else 's'}"
+    return f"{receipt.world_size} rank{'' if receipt.world_size == 1 else 's'}"
+
+
 def _cost_text(receipt: Receipt) -> str:
     unit = "slot" if receipt.kind is DeviceKind.CPU else "GPU"
+    idle = "" if receipt.runs is None else " idle"
     cost = "unpriced" if receipt.micros is None else units.format_micros(receipt.micros, receipt.currency)
-    return f"{units.format_gpu_ms(receipt.gpu_ms, unit=unit)}, {cost}"
+    return f"{units.format_gpu_ms(receipt.gpu_ms, unit=unit)}{idle}, {cost}"
 
 
 def _segments_text(segments: Segments) -> str:

@@ -163,8 +163,8 @@ def make_spec(
     return RunSpec(
         resources=resources,
         remote=_flag("remote", remote),
-        timeout_s=None if timeout is None else _seconds("timeout", timeout),
-        grace_s=_seconds("grace", asked.get("grace", DEFAULT_GRACE_S)),
+        timeout_s=None if timeout is None else seconds("timeout", timeout),
+        grace_s=seconds("grace", asked.get("grace", DEFAULT_GRACE_S)),
         tags=_tags(asked.get("tags", {})),
         policy=_name("policy", asked.get("policy")),
         pool=_name("pool", asked.get("pool")),
@@ -186,9 +186,7 @@ def _refuse_unknown(options: Mapping[str, object]) -> None:
         if name not in valid:
             near = difflib.get_close_matches(name, valid, n=1)
             guess = f" (did you mean {near[0]!r}?)" if near else ""
-            raise InvalidOption(
-                f"distributed() has no option {name!r}{guess}", hint="valid options: " + ", ".join(valid)
-            )
+            raise InvalidOption(f"there is no option {name!r}{guess}", hint="valid options: " + ", ".join(valid))
 
 
 def _refuse_unready(options: Mapping[str, object]) -> None:
@@ -218,7 +216,13 @@ def _whole(name: str, value: object, least: int, most: int) -> int:
     return value
 
 
-def _seconds(name: str, value: object) -> float:
+def seconds(name: str, value: object) -> float:
+    """Return a duration a user gave, in seconds.
+
+    Raises:
+        InvalidOption: it is not a number.
+        InvalidValue: it is not positive, or absurdly long.
+    """
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InvalidOption(f"{name} must be a number of seconds, not {value!r}")
     if not 0 < value < float("inf"):  # NaN is neither

@@ -16,9 +16,10 @@ import msgspec
 from serverless_gpu.ambient import Clock
 from serverless_gpu.model.attempt import Attempt, Reason
 from serverless_gpu.model.hardware import Device, DeviceKind
-from serverless_gpu.model.ledger import Fact, FactKind, Receipt, Segments, charge
+from serverless_gpu.model.ledger import Charge, Fact, FactKind, Receipt, Segments, charge
 from serverless_gpu.node.gate import Verdict
 from serverless_gpu.node.protocol import Launch
+from serverless_gpu.units import micros_for
 
 
 class Account:
@@ -34,10 +35,13 @@ class Account:
         warm: whether the ranks come from a warm zygote, and why not.
         peak_bytes: peak of the whole attempt, where the memory controller knows it.
         notes: sentences for the user.
+        runs: for a session, how many runs used it.
     """
 
     def __init__(self, launch: Launch, clock: Clock) -> None:
         self.facts: list[Fact] = []
+        self.runs: int | None = None
+        self._before_ms = 0  # what is billable of intervals that are over, whose facts are not kept in memory
         self._written = 0
         self.marks: dict[str, int] = {}
         self.peaks: dict[int, int] = {}
@@ -72,6 +76,9 @@ class Account:
         self._written += 1
         if self.facts and kind is FactKind.ALIVE and self.facts[-1].kind is FactKind.ALIVE:
             self.facts.pop()
+        if kind is FactKind.HELD:  # a session has as many intervals as runs
+            self._before_ms += self._charged(self.facts).gpu_ms
+            self.facts.clear()
         self.facts.append(fact)
         # A full disk must not end a run; the receipt is computed from memory and says how many facts it stands on.
         with contextlib.suppress(OSError), (self._directory / "facts.jsonl").open("ab") as file:
@@ -87,7 +94,7 @@ class Account:
         """Return the receipt of the attempt as it ended, and write it to `receipt.json`."""
         kind, gpu_type = self._launch.candidates[0].kind, self._launch.candidates[0].type
         price = self._launch.price
-        made = charge(self.facts, gpu_type=gpu_type, price=price)
+        gpu_ms = self._before_ms + self._charged(self.facts).gpu_ms
         receipt = Receipt(
             run_id=attempt.run_id,
             fence=attempt.fence,
@@ -97,8 +104,8 @@ class Account:
             gpus=tuple(device.uuid for device in devices),
             kind=kind,
             segments=self._segments(),
-            gpu_ms=made.gpu_ms,
-            micros=made.micros,
+            gpu_ms=gpu_ms,
+            micros=None if price is None else micros_for(gpu_ms, price.micros_per_gpu_hour),
             currency=price.currency if price else "USD",
             peak_memory_bytes=self.peak_bytes if self.peak_bytes is not None else sum(self.peaks.values()) or None,
             warm=self.warm[0],
@@ -109,9 +116,13 @@ class Account:
             facts=self._written,
             world_size=attempt.world_size,
             notes=tuple(self.notes),
+            runs=self.runs,
         )
         write_json(self._directory / "receipt.json", receipt)
         return receipt
+
+    def _charged(self, facts: Sequence[Fact]) -> Charge:
+        return charge(facts, gpu_type=self._launch.candidates[0].type, price=None)
 
     def _segments(self) -> Segments:
         return Segments(

@@ -38,7 +38,7 @@ from serverless_gpu.ambient import SystemClock
 from serverless_gpu.model.attempt import MEANINGS, Reason
 from serverless_gpu.node import protocol
 from serverless_gpu.node.account import write_json
-from serverless_gpu.node.attempts import Attempts
+from serverless_gpu.node.attempts import Attempts, Supervised
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.inside import linux
 from serverless_gpu.node.inside.channel import Channel
@@ -46,6 +46,7 @@ from serverless_gpu.node.inventory import Inventory
 from serverless_gpu.node.processes import find_cgroup_root
 from serverless_gpu.node.spawning import bound_log, open_log
 from serverless_gpu.node.zygote_pool import ZygotePool
+from serverless_gpu.node.zygotes import key_of
 from serverless_gpu.version import __version__
 
 ATTEMPTS_MAX = 64
@@ -255,11 +256,20 @@ class Agent:
             self._refuse(client, protocol.Refused(code="agent_unavailable", message=message))
             return
         client.close()
+        if launch.idle_timeout_s is not None:
+            self._keep_warm(launch, supervisor)
+            return
         try:
             self._zygotes.give_stem(launch.context, launch.world_size, supervisor.give_stem, supervisor.give_problem)
         except OSError as error:
             supervisor.give_problem(f"{launch.context.python} could not be started: {error}")
         self._refill_ns = asked_ns + int(_REFILL_S * 1e9)
+
+    def _keep_warm(self, launch: protocol.Launch, keeper: Supervised) -> None:
+        """Have an interpreter ready for the first run of a session, and keep it as long as the session."""
+        keeper.key = key_of(launch.context)
+        with contextlib.suppress(OSError):  # its first run says what goes wrong
+            self._zygotes.prewarm(launch.context, launch.world_size)
 
     def _refuse(self, client: Channel, message: protocol.Refused) -> None:
         with contextlib.suppress(OSError):
@@ -285,7 +295,7 @@ class Agent:
             with contextlib.suppress(OSError):  # no process to be had now; the next run asks again, and says so
                 self._attempts.prepare()
             self._zygotes.refill()
-        self._zygotes.tend()
+        self._zygotes.tend(self._attempts.kept())
         bound_log(self._log)
         subprocess._cleanup()  # type: ignore[attr-defined]  # reaps children whose Popen is gone; public only by use
 

@@ -22,6 +22,7 @@ from serverless_gpu.node.account import write_json
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.inside.channel import Channel, pair
 from serverless_gpu.node.spawning import clean_process
+from serverless_gpu.node.zygotes import Key
 
 
 class Supervised:
@@ -33,6 +34,7 @@ class Supervised:
         self.run_id = ""
         self.note = ""
         self.directory: Path | None = None
+        self.key: Key | None = None  # of the zygote a session keeps warm
 
     def __str__(self) -> str:
         return " · ".join(text for text in (f"run {self.run_id}", f"supervisor pid {self.pid}", self.note) if text)
@@ -80,6 +82,10 @@ class Attempts:
         """Return how many attempts are looked after."""
         return len(self._busy)
 
+    def kept(self) -> frozenset[Key]:
+        """Return the keys of zygotes that sessions keep."""
+        return frozenset(supervised.key for supervised in self._busy if supervised.key is not None)
+
     def texts(self) -> tuple[str, ...]:
         """Return one line for each attempt."""
         return tuple(str(supervised) for supervised in self._busy)
@@ -109,6 +115,7 @@ class Attempts:
             protocol.send(supervised.channel, message, (client.fileno(),))
         supervised.directory = Path(message.launch.directory)
         supervised.run_id = message.launch.run_id
+        supervised.note = "session" if message.launch.idle_timeout_s is not None else ""
         self._busy.append(supervised)
         return supervised
 

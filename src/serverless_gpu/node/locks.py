@@ -54,13 +54,17 @@ _MUTEX_PAUSE_S = 0.005
 
 
 class Holder(Struct, frozen=True):
-    """Who holds a device, since when (nanoseconds since 1970); `run_id` is empty where the note cannot be read."""
+    """Who holds a device, since when (nanoseconds since 1970); `run_id` is empty where the note cannot be read.
+
+    A session holds devices also while no run uses them.
+    """
 
     uuid: str
     run_id: str
     user: str
     pid: int
     since_wall_ns: int
+    session: bool = False
 
 
 class Quarantine(Struct, frozen=True):

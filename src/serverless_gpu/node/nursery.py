@@ -1,4 +1,5 @@
-"""The nursery: a clean interpreter that has imported the supervisor's code, and forks one whenever the agent asks.
+"""The nursery: a clean interpreter that has imported the supervisor's code, and forks one whenever the agent asks (or a
+session's keeper, which is one that runs nothing).
 
 A supervisor that starts from nothing needs 60 ms, which every second call of a quick loop would wait for; a fork needs
 2 ms. The agent cannot fork itself: it talks to NVML in a thread. This process has one thread, opens nothing and decides
@@ -21,6 +22,7 @@ from serverless_gpu.node.gpus import NvmlProvider
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.inside import linux
 from serverless_gpu.node.inside.channel import Channel
+from serverless_gpu.node.session import Keeper
 from serverless_gpu.node.supervisor import Supervisor
 
 
@@ -49,7 +51,7 @@ def main(channel_fd: int, home: str, sockets: str) -> NoReturn:
 
 
 def _supervise(channel_fd: int, home: str, sockets: str) -> NoReturn:
-    """Be a supervisor: stand by, look after one attempt, end.
+    """Be a supervisor: stand by, look after one attempt or session, end.
 
     Args:
         channel_fd: the inherited channel to the agent.
@@ -67,6 +69,8 @@ def _supervise(channel_fd: int, home: str, sockets: str) -> NoReturn:
     received = protocol.receive(channel)
     if received is not None and isinstance(received[0], protocol.Assign):
         client = Channel.adopt(received[1][0])
-        Supervisor(received[0], channel, Home(Path(home)), Path(sockets), machine).serve(client)
+        of_session = received[0].launch.idle_timeout_s is not None
+        guardian = Keeper if of_session else Supervisor
+        guardian(received[0], channel, Home(Path(home)), Path(sockets), machine).serve(client)
     sys.stdout.flush()
     os._exit(0)

@@ -3,6 +3,7 @@
     client ──Launch──▶ agent ──Assign + the client's socket + a stem's socket──▶ supervisor
     client ◀──Waiting · Started · Output · Stopped · Finished──────────────────── supervisor
     client ──Cancel──▶ supervisor
+    supervisor ──Borrow──▶ session ──Lent + lock descriptors──▶ supervisor ──Returned──▶ session
 
 The agent gives the client's connection away, so nothing it does or suffers later touches the run. The same words are
 spoken on the supervisor's own socket, by which `attach`, and a new agent after the old one died, find a running
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -26,7 +28,8 @@ from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.version import __version__
 
-PROTOCOL = 1
+PROTOCOL = 2
+SESSION_DEVICES_MAX = 240  # a loan is one packet with a descriptor for each, and a packet carries 253
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
@@ -76,7 +79,12 @@ class Prewarm(Message, frozen=True, kw_only=True, tag="prewarm"):
 
 
 class Launch(Message, frozen=True, kw_only=True, tag="launch"):
-    """Run the call that lies in a run directory."""
+    """Run the call that lies in a run directory; or, for a session, hold devices and run nothing.
+
+    Attributes:
+        session: the session whose devices the run uses, or "".
+        idle_timeout_s: set for a session: it ends when no run has used it for so long.
+    """
 
     run_id: str
     fence: int
@@ -87,6 +95,8 @@ class Launch(Message, frozen=True, kw_only=True, tag="launch"):
     context: Context
     called_ns: int
     price: Price | None = None
+    session: str = ""
+    idle_timeout_s: float | None = None
 
 
 class StatusRequest(Message, frozen=True, kw_only=True, tag="status_request"):
@@ -158,6 +168,35 @@ class Waiting(Message, frozen=True, kw_only=True, tag="waiting"):
     sentence: str
 
 
+class Held(Message, frozen=True, kw_only=True, tag="held"):
+    """A session has its devices."""
+
+    devices: tuple[Device, ...]
+
+
+class Borrow(Message, frozen=True, kw_only=True, tag="borrow"):
+    """A supervisor asks a session for devices; the connection is the loan, its end gives them back."""
+
+    run_id: str
+    count: int
+
+
+class Lent(Message, frozen=True, kw_only=True, tag="lent"):
+    """A session lends devices; attached are their lock descriptors and the pipe that says who still has them."""
+
+    devices: tuple[Device, ...]
+
+
+class Returned(Message, frozen=True, kw_only=True, tag="returned"):
+    """What a supervisor found when it looked at borrowed devices after its run.
+
+    Attributes:
+        unfit: identifiers of those that are not proven free; they are in quarantine.
+    """
+
+    unfit: tuple[str, ...] = ()
+
+
 class Started(Message, frozen=True, kw_only=True, tag="started"):
     """The first user byte is about to run."""
 
@@ -203,16 +242,24 @@ class Snapshot(Message, frozen=True, kw_only=True, tag="snapshot"):
 
 
 class Submission(msgspec.Struct, frozen=True, kw_only=True):
-    """What `spec.json` in an attempt's directory holds: the run as it was asked for."""
+    """What `spec.json` in an attempt's directory holds: the run as it was asked for.
+
+    Attributes:
+        world_size: ranks of the run; 0 for a session, which has none.
+        kind: what the directory is of.
+        session: the session whose devices the run uses, or "".
+    """
 
     run_id: str
     fence: int
     world_size: int
     spec: RunSpec
     version: str
+    kind: Literal["function", "session"] = "function"
+    session: str = ""
 
 
-# By who says it: the client to the agent, the agent, the client to a supervisor, a supervisor.
+# By who says it: the client to the agent, the agent, the client to a supervisor, about sessions, a supervisor.
 AnyMessage = (
     Prewarm
     | Launch
@@ -224,6 +271,10 @@ AnyMessage = (
     | Assign
     | Stem
     | Cancel
+    | Borrow
+    | Lent
+    | Returned
+    | Held
     | Standby
     | Accepted
     | Snapshot

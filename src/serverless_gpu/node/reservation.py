@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import getpass
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from serverless_gpu.ambient import Clock, format_clock
 from serverless_gpu.errors import StorageError
@@ -41,7 +41,7 @@ class Reservation:
         self.devices: tuple[Device, ...] = ()
         self.before: Mapping[str, Usage] = {}
         self.ahead = 0  # runs that wait in front of this one
-        self.provider = _provider(kind, launch.context.environ, home, machine)
+        self.provider = find_provider(kind, launch.context.environ, home, machine)
         self._launch = launch
         self._clock = clock
         self._locks = DeviceLocks(lock_directory(kind, home.root), clock=clock)
@@ -65,7 +65,7 @@ class Reservation:
         if ahead:
             cause = f"{ahead} {'run is' if ahead == 1 else 'runs are'} ahead in the queue"
             return self._sentence(cause, self._holders(uuids))
-        busy = self._retest_quarantined()
+        busy = self.retest_quarantined()
         usage = self.provider.usage(uuids)
         free: list[str] = []
         for uuid in uuids:
@@ -79,7 +79,8 @@ class Reservation:
         count = self._launch.world_size
         if len(free) < count:
             return self._sentence(_foreign_text(busy), self._holders(uuids))
-        holder = Holder("", self._launch.run_id, _user(), os.getpid(), self._clock.wall_ns())
+        session = self._launch.idle_timeout_s is not None
+        holder = Holder("", self._launch.run_id, _user(), os.getpid(), self._clock.wall_ns(), session)
         taken = self._locks.try_lock(free, count, holder)
         if isinstance(taken, Busy):
             return self._sentence(_foreign_text(busy), taken.holders)
@@ -88,11 +89,7 @@ class Reservation:
 
     def give_back(self, verdicts: Mapping[str, Verdict]) -> tuple[str, ...]:
         """Release the devices, those that are not proven free into quarantine; return the uuids of the latter."""
-        bad = tuple(uuid for uuid, verdict in verdicts.items() if not verdict.ok)
-        for uuid in bad:
-            # What cannot be noted is still refused by whoever looks at the device next, and named in this receipt.
-            with contextlib.suppress(StorageError):
-                self._locks.quarantine(uuid, f"after run {self._launch.run_id}: {verdicts[uuid].evidence}")
+        bad = quarantine(self._locks, verdicts, self._launch.run_id)
         self.close()
         return bad
 
@@ -102,6 +99,10 @@ class Reservation:
         if self._locked is not None:
             self._locked.release()
 
+    def fds_of(self, uuids: Collection[str]) -> tuple[int, ...]:
+        """Return the lock descriptors of some of the devices."""
+        return tuple(fd for device, fd in zip(self.devices, self.fds, strict=True) if device.uuid in uuids)
+
     def _keep(self, taken: Locked, usage: Mapping[str, Usage]) -> None:
         self._locked = taken
         by_uuid = {device.uuid: device for device in self._launch.candidates}
@@ -109,7 +110,7 @@ class Reservation:
         self.before = {uuid: usage[uuid] for uuid in taken.uuids if uuid in usage}
         self._queue.close()
 
-    def _retest_quarantined(self) -> dict[str, str]:
+    def retest_quarantined(self) -> dict[str, str]:
         """Lift quarantines whose cause is gone; return the others with why."""
         wanted = {device.uuid for device in self._launch.candidates}
         notes = {uuid: note for uuid, note in self._locks.quarantined().items() if uuid in wanted}
@@ -145,7 +146,18 @@ class Reservation:
             return f"{holder.uuid} is held"
         # A moment, not a duration: the sentence is told again when it changes.
         since = format_clock(holder.since_wall_ns)
-        return f"{holder.uuid} is held by run {holder.run_id} of {holder.user} (pid {holder.pid}, since {since})"
+        what = "session" if holder.session else "run"
+        return f"{holder.uuid} is held by {what} {holder.run_id} of {holder.user} (pid {holder.pid}, since {since})"
+
+
+def quarantine(locks: DeviceLocks, verdicts: Mapping[str, Verdict], run_id: str) -> tuple[str, ...]:
+    """Note which devices a run did not leave free, while their locks are held; return their uuids."""
+    bad = tuple(uuid for uuid, verdict in verdicts.items() if not verdict.ok)
+    for uuid in bad:
+        # What cannot be noted is still refused by whoever looks at the device next, and named in this receipt.
+        with contextlib.suppress(StorageError):
+            locks.quarantine(uuid, f"after run {run_id}: {verdicts[uuid].evidence}")
+    return bad
 
 
 def _user() -> str:
@@ -155,7 +167,8 @@ def _user() -> str:
         return f"uid {os.getuid()}"
 
 
-def _provider(kind: DeviceKind, environ: Mapping[str, str], home: Home, machine: Provider | None) -> Provider:
+def find_provider(kind: DeviceKind, environ: Mapping[str, str], home: Home, machine: Provider | None) -> Provider:
+    """Return where devices of a kind come from."""
     if kind is DeviceKind.GPU and machine is not None:
         return machine
     for provider in providers(home.root, environ, configured_types(read_configuration(home))):

@@ -51,6 +51,7 @@ from serverless_gpu.model.ledger import FactKind
 from serverless_gpu.model.lifecycle import IllegalTransition, Instruction, advance, returned_early
 from serverless_gpu.node import protocol
 from serverless_gpu.node.account import Account, write_json
+from serverless_gpu.node.borrowed import Borrowed
 from serverless_gpu.node.gang import Gang
 from serverless_gpu.node.gate import GatePolicy, Verdict, verify
 from serverless_gpu.node.gpus import Provider
@@ -58,7 +59,7 @@ from serverless_gpu.node.home import Home
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.rendezvous import NoPort, reserve_port
 from serverless_gpu.node.reservation import Reservation
-from serverless_gpu.node.watchers import Audience
+from serverless_gpu.node.watchers import Audience, Watcher
 
 _RETRY_S = 0.05  # between two looks at devices that were taken
 _EMPTYING_S = 0.002  # between two looks at a tree that is being ended
@@ -86,6 +87,7 @@ class Supervisor:
         self._directory = Path(launch.directory)
         self._agent = agent
         self._home = home
+        self._sockets = sockets
         self._machine = machine
         self._clock: Clock = SystemClock()
         self._attempt = Attempt(
@@ -96,7 +98,7 @@ class Supervisor:
         self._account.mark("asked", assign.asked_ns)
         self._selector = selectors.DefaultSelector()
         self._audience = Audience(sockets / f"{launch.run_id}.sock", self._selector, self._snapshot, self._obey)
-        self._reservation: Reservation | None = None
+        self._reservation: Reservation | Borrowed | None = None
         self._gang: Gang | None = None
         self._port: socket.socket | None = None
         self._waiting = ""
@@ -164,7 +166,10 @@ class Supervisor:
 
     def _reserve(self) -> None:
         try:
-            self._reservation = Reservation(self._launch, self._home, self._clock, self._machine)
+            if self._launch.session:
+                self._reservation = Borrowed(self._launch, self._home, self._sockets, self._machine)
+            else:
+                self._reservation = Reservation(self._launch, self._home, self._clock, self._machine)
         except ServerlessGpuError as error:
             self._apply(StartFailed(Reason.START_FAILED, str(error)))
         else:
@@ -389,7 +394,7 @@ class Supervisor:
             waiting=self._waiting if self._attempt.state is State.QUEUED else "",
         )
 
-    def _obey(self, message: protocol.AnyMessage) -> None:
+    def _obey(self, message: protocol.AnyMessage, _: Watcher) -> None:
         if isinstance(message, protocol.Cancel) and self._attempt.state not in TERMINAL:
             self._apply(CancelRequested())
 

@@ -94,7 +94,7 @@ class Audience:
         path: where to listen.
         selector: the supervisor's; what watchers say is heard there.
         greet: returns the first words for whoever comes by the socket.
-        obey: called with what a watcher says.
+        obey: called with what a watcher says, and the watcher.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Audience:
         path: Path,
         selector: selectors.BaseSelector,
         greet: Callable[[], protocol.Message],
-        obey: Callable[[protocol.AnyMessage], None],
+        obey: Callable[[protocol.AnyMessage, Watcher], None],
     ) -> None:
         self._path = path
         self._selector = selector
@@ -177,5 +177,5 @@ class Audience:
             self.add(Channel(sock)).say(self._greet())
 
     def _hear(self, watcher: Watcher) -> None:
-        if not watcher.hear(self._obey):
+        if not watcher.hear(lambda message: self._obey(message, watcher)):
             watcher.gone = True

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.node.home import Home
@@ -113,11 +113,16 @@ class ZygotePool:
         for zygote in self._zygotes.values():
             zygote.refill()
 
-    def tend(self) -> None:
-        """Let go of what nobody has used for long, and of interpreters whose one run has its stem."""
+    def tend(self, kept: Collection[Key]) -> None:
+        """Let go of what nobody has used for long, and of interpreters whose one run has its stem.
+
+        Args:
+            kept: keys whose zygotes stay, because a session is open.
+        """
         now_ns = self._clock.boottime_ns()
         for key, zygote in list(self._zygotes.items()):
-            if now_ns - zygote.used_ns > IDLE_S * 1e9 and not zygote.waited_for:
+            idle = now_ns - zygote.used_ns > IDLE_S * 1e9 and not zygote.waited_for
+            if idle and key not in kept:
                 self._discard(key, "its zygote had been idle for ten minutes")
             elif not zygote.ready and now_ns - zygote.started_ns > _PRELOAD_S * 1e9:
                 zygote.process.kill()

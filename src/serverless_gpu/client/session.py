@@ -1,0 +1,254 @@
+"""A held session: devices, locks and a warm interpreter kept between calls.
+
+    with serverless_gpu.session(gpus=8, gpu_type="H100") as s:
+        s.distributed(train, lr=3e-4)      no waiting for GPUs, no cold start
+        s.distributed(evaluate)
+
+The devices are held by a process of the node (`node/session.py`) that lives as long as this one is connected to it. A
+daemon thread listens for what that process says while nobody calls: that the session has been idle for long, that it
+ended.
+
+Failure cases: this process dies (the session ends, its runs go on); the session's process dies, or the idle limit is
+reached (the next call says that the session has ended, and why); Ctrl-C while devices are waited for (nothing is held
+any more).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import ParamSpec, TypeVar, Unpack, cast
+
+import msgspec
+
+from serverless_gpu.client.decorator import DistributedFunction, parse_options
+from serverless_gpu.client.display import Display
+from serverless_gpu.client.launch import Lease, hold, launch
+from serverless_gpu.client.preflight import check_function
+from serverless_gpu.client.run import Run
+from serverless_gpu.errors import InvalidValue, ServerlessGpuError, SessionEnded
+from serverless_gpu.model.attempt import State
+from serverless_gpu.model.hardware import Device
+from serverless_gpu.model.spec import Options, RunSpec, seconds
+from serverless_gpu.node import protocol
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+IDLE_TIMEOUT_S = 3600.0
+_HAND_BACK_S = 30.0
+
+
+class _Hold(Run[None]):
+    """The handle of a session's process, spoken to like a run without ranks."""
+
+    devices: tuple[Device, ...] = ()
+
+    def wait_held(self, display: Display) -> None:
+        """Wait until the devices are there, and say meanwhile what they wait for."""
+        self._display = display
+        self._hear_until(lambda: bool(self.devices) or self.over, None)
+        if not self.devices:
+            raise self._error(None) or SessionEnded(f"session {self.id} was ended before it had its devices")
+
+    def listen(self) -> None:
+        """Say what the session says, until it has ended."""
+        with contextlib.suppress(OSError):
+            self._hear_until(lambda: self.over and self._channel is None, None)
+
+    @property
+    def over(self) -> bool:
+        """Return whether the session has ended."""
+        return self._stopped is not None or self._refused is not None or self._channel is None
+
+    def _take(self, message: protocol.AnyMessage) -> None:
+        if isinstance(message, protocol.Held):
+            self.devices, self._state, self._waiting = message.devices, State.RUNNING, ""
+        else:
+            super()._take(message)
+
+
+class Session:
+    """GPUs, their locks and a warm interpreter, kept from one call to the next.
+
+    Made by `serverless_gpu.session(...)`. As a context manager it waits for its runs at the end of the block (an
+    exception cancels them) and hands the devices back; `close()` does the same.
+
+    Attributes:
+        id: the session's identifier.
+        devices: identifiers of the devices it holds.
+    """
+
+    def __init__(self, held: _Hold, spec: RunSpec, display: Display) -> None:
+        self.id = held.id
+        self.devices = tuple(device.uuid for device in held.devices)
+        self._hold = held
+        self._spec = spec
+        self._display = display
+        self._runs: list[Run[object]] = []
+        self._pruned_at = 64
+        self._closed = False
+        # Neither the thread nor the finalizer refers to this object: forgetting it ends the session.
+        weakref.finalize(self, held.cancel)
+        threading.Thread(target=held.listen, name=f"serverless-gpu-session-{held.id}", daemon=True).start()
+
+    def __repr__(self) -> str:
+        return f"<Session {self.id} {len(self.devices)} devices{' (ended)' if self._hold.over else ''}>"
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self._cancel_runs()
+        self.close()
+
+    def distributed(
+        self, function: Callable[P, R] | DistributedFunction[P, R], *args: P.args, **kwargs: P.kwargs
+    ) -> list[R]:
+        """Run a function on the session's devices and return what each rank returned, by global rank.
+
+        Args:
+            function: a plain function, which gets every device of the session; or a decorated one, which gets as many
+                as its decorator says.
+            args: its arguments; `rank` and `world_size` are filled in where they are parameters.
+            kwargs: its named arguments.
+
+        Raises:
+            SessionEnded: the session has ended.
+            ServerlessGpuError: nothing was started; the message says why.
+            RunError: the run ended without success.
+            Exception: what user code raised in the rank that failed first, as its own type.
+        """
+        return self._bind(function).distributed(*args, **kwargs)
+
+    def submit(self, function: Callable[P, R] | DistributedFunction[P, R], *args: P.args, **kwargs: P.kwargs) -> Run[R]:
+        """Start a run on the session's devices and return its handle at once; raises as `distributed` before that."""
+        return self._bind(function).submit(*args, **kwargs)
+
+    def map(
+        self, function: Callable[..., R] | DistributedFunction[..., R], items: Iterable[object], **kwargs: object
+    ) -> list[Run[R]]:
+        """Start one run per item, the item as the first argument, and return their handles.
+
+        As many run at once as the session's devices allow: decorate the function with `gpus=1` to have one each.
+        """
+        return self._bind(function).map(items, **kwargs)
+
+    def close(self) -> None:
+        """Wait for the session's runs, hand its devices back and print its receipt; a second call does nothing.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C while runs were waited for; they were cancelled and the devices handed back.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._wait_for_runs()
+        except BaseException:
+            self._cancel_runs()
+            raise
+        finally:
+            self._runs.clear()
+            self._hold.cancel()
+            self._say_end()
+
+    def _say_end(self) -> None:
+        try:
+            self._display.receipt(self._hold.receipt(_HAND_BACK_S))
+        except (TimeoutError, ServerlessGpuError) as error:
+            self._display.say(f"session {self.id}: {error}")
+
+    def _bind(self, function: Callable[P, R] | DistributedFunction[P, R]) -> _InSession[P, R]:
+        if isinstance(function, DistributedFunction):
+            spec, plain = function.spec, cast("Callable[P, R]", function.__wrapped__)
+            wanted = spec.resources.gpus
+            if wanted is not None and wanted > len(self.devices):
+                raise InvalidValue(
+                    f"{spec.name} asks for {wanted} devices, session {self.id} holds {len(self.devices)}",
+                    hint="open a larger session, or call the function outside of it",
+                )
+        else:
+            check_function(function)
+            resources = msgspec.structs.replace(self._spec.resources, gpus=None)
+            name = str(getattr(function, "__qualname__", type(function).__qualname__))
+            spec, plain = msgspec.structs.replace(self._spec, resources=resources, name=name), function
+        return _InSession(plain, spec, self)
+
+    def _launch(
+        self, function: Callable[..., R], args: Sequence[object], kwargs: Mapping[str, object], spec: RunSpec
+    ) -> Run[R]:
+        if self._closed or self._hold.over:
+            why = "it was closed" if self._closed else self._hold.last_sentence() or "its process is gone"
+            hint = "open another with serverless_gpu.session(...)"
+            raise SessionEnded(f"session {self.id} cannot be used any more: {why}", hint=hint)
+        run = launch(function, args, kwargs, spec, Lease(self.id, self._hold.devices))
+        if len(self._runs) >= self._pruned_at:
+            self._runs = [other for other in self._runs if not other.wait(0)]
+            self._pruned_at = max(64, 2 * len(self._runs))
+        self._runs.append(cast("Run[object]", run))
+        return run
+
+    def _cancel_runs(self) -> None:
+        """Stop what still runs, and wait until it has."""
+        for run in self._runs:
+            run.cancel()
+        self._wait_for_runs()
+
+    def _wait_for_runs(self) -> None:
+        for run in self._runs:
+            with contextlib.suppress(ServerlessGpuError):  # it has none, because its supervisor was killed
+                run.receipt()
+
+
+class _InSession(DistributedFunction[P, R]):
+    """A function bound to a session."""
+
+    def __init__(self, function: Callable[P, R], spec: RunSpec, session: Session) -> None:
+        super().__init__(function, spec)
+        self._session = session
+
+    def _launch(self, args: Sequence[object], kwargs: Mapping[str, object]) -> Run[R]:
+        return self._session._launch(self.__wrapped__, args, kwargs, self.spec)
+
+
+def session(
+    gpus: int | None = None,
+    gpu_type: str | None = None,
+    timeout: float | None = None,
+    idle_timeout: float = IDLE_TIMEOUT_S,
+    **options: Unpack[Options],
+) -> Session:
+    """Hold GPUs of this machine for several calls, and wait until they are there.
+
+    Args:
+        gpus: number of GPUs; None means every GPU of the node.
+        gpu_type: ``"H100"``, ``"A10"`` …, any case; ``"CPU"`` for CPU slots; None for the type that is there.
+        timeout: limit of each run of a plain function, in seconds from its first user byte, or None.
+        idle_timeout: seconds without a run after which the devices are given back; said when four fifths are over.
+        options: of the session's plain functions, as `distributed` takes them.
+
+    Returns:
+        The session, which holds its devices.
+
+    Raises:
+        InvalidOption: an option does not exist, or has the wrong type.
+        InvalidValue: a value is not possible.
+        HardwareError: this machine does not have the GPUs.
+        KeyboardInterrupt: Ctrl-C while they were waited for; nothing is held.
+    """
+    spec = parse_options(gpus, gpu_type, False, timeout, cast("Mapping[str, object]", options))
+    held = hold(_Hold, msgspec.structs.replace(spec, name="session"), seconds("idle_timeout", idle_timeout))
+    display = Display(quiet=spec.quiet)
+    try:
+        held.wait_held(display)
+    except BaseException:
+        held.cancel()
+        raise
+    return Session(held, spec, display)

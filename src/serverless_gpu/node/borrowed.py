@@ -1,0 +1,117 @@
+"""Devices borrowed from a session: what `Reservation` is to a run on its own.
+
+    supervisor ──Borrow──▶ session          the connection is the place in its queue, then the loan
+               ◀──Lent──── lock descriptors, and the writing end of a pipe
+
+The lock descriptors keep the devices locked should the session's process be killed. The pipe tells the session who
+still has them: it reads end of file when the last copy is closed, so when this supervisor and its stem are both gone,
+however they ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from serverless_gpu.errors import SessionEnded
+from serverless_gpu.model.hardware import Device
+from serverless_gpu.node import protocol
+from serverless_gpu.node.gate import Verdict
+from serverless_gpu.node.gpus import Provider, Usage
+from serverless_gpu.node.home import Home
+from serverless_gpu.node.inside.channel import Channel
+from serverless_gpu.node.locks import DeviceLocks, lock_directory
+from serverless_gpu.node.protocol import Launch
+from serverless_gpu.node.reservation import find_provider, quarantine
+
+_ANSWER_S = 5.0
+
+
+class Borrowed:
+    """The devices of one attempt of a session: wanted, then lent, then given back.
+
+    Args:
+        launch: what was asked for.
+        home: the home directory.
+        sockets: where the session listens.
+        machine: the provider of this machine's GPUs.
+
+    Attributes:
+        devices: what is lent, in LOCAL_RANK order; empty until `try_take` succeeded.
+        before: what the devices' memory and processes were when they were lent.
+
+    Raises:
+        SessionEnded: there is no such session any more.
+    """
+
+    def __init__(self, launch: Launch, home: Home, sockets: Path, machine: Provider | None) -> None:
+        kind = launch.candidates[0].kind
+        self.devices: tuple[Device, ...] = ()
+        self.before: Mapping[str, Usage] = {}
+        self.ahead = 0
+        self.fds: tuple[int, ...] = ()
+        self.provider = find_provider(kind, launch.context.environ, home, machine)
+        self._locks = DeviceLocks(lock_directory(kind, home.root))
+        self._launch = launch
+        self._sentence = ""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._channel = Channel(sock)
+        sock.settimeout(_ANSWER_S)
+        try:
+            sock.connect(str(sockets / f"{launch.session}.sock"))
+            protocol.send(self._channel, protocol.Borrow(run_id=launch.run_id, count=launch.world_size))
+        except OSError:
+            raise self._ended() from None
+
+    def try_take(self) -> str | None:
+        """Take the devices if they have been lent by now, or return what this run waits for.
+
+        Raises:
+            SessionEnded: the session ended before it lent them.
+        """
+        while not self.devices:
+            try:
+                received = protocol.receive(self._channel)
+            except BlockingIOError:
+                return self._sentence
+            except (OSError, msgspec.MsgspecError):
+                received = None
+            if received is None:
+                raise self._ended()
+            self._take(received[0], received[1])
+        self.before = dict(self.provider.usage([device.uuid for device in self.devices]))
+        return None
+
+    def give_back(self, verdicts: Mapping[str, Verdict]) -> tuple[str, ...]:
+        """Give the devices back with what was found; return the uuids of those in quarantine."""
+        bad = quarantine(self._locks, verdicts, self._launch.run_id)
+        with contextlib.suppress(OSError):  # the session's process is gone: the notes above are what counts
+            protocol.send(self._channel, protocol.Returned(unfit=bad))
+        self.close()
+        return bad
+
+    def close(self) -> None:
+        """Close everything; a second call does nothing."""
+        for fd in self.fds:
+            os.close(fd)
+        self.fds = ()
+        self._channel.close()
+
+    def _take(self, message: protocol.AnyMessage, fds: tuple[int, ...]) -> None:
+        if isinstance(message, protocol.Lent):
+            self.devices, self.fds = message.devices, fds
+        elif isinstance(message, protocol.Waiting):
+            self._sentence = message.sentence
+            self._channel.sock.setblocking(False)  # the first answer comes at once, the next when something changes
+
+    def _ended(self) -> SessionEnded:
+        self._channel.close()
+        return SessionEnded(
+            f"session {self._launch.session} has ended, so run {self._launch.run_id} cannot use its devices",
+            hint="open another with serverless_gpu.session(...)",
+        )

@@ -1,0 +1,303 @@
+"""A held session: devices and warmth stay from call to call, and go with the block, the idle limit, or their owner."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import textwrap
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import serverless_gpu
+from serverless_gpu import Run, attach, distributed
+from serverless_gpu.errors import InvalidOption, InvalidValue, NotDistributable, NotEnoughGpus, RunError, SessionEnded
+from serverless_gpu.model.ledger import Fact, FactKind, charge
+from serverless_gpu.testing import FakeGpus
+from tests.local.observe import (
+    agent,
+    announced,
+    ended,
+    held_locks,
+    nothing_of_a_run,
+    run_sockets,
+    start_script,
+    supervisor,
+    wait_for,
+)
+from tests.local.ranks import rank_number, stay
+
+
+def where_am_i(rank: int = -1, world_size: int = -1) -> tuple[int, int, str]:
+    return rank, world_size, os.environ["SGPU_GPU_UUIDS"]
+
+
+def fail() -> None:
+    raise LookupError("own")
+
+
+@distributed(gpus=1, gpu_type="H100", quiet=True)
+def stay_on_one(where: str) -> int:
+    return stay(where)
+
+
+@distributed(gpus=2, gpu_type="H100", quiet=True)
+def on_two() -> str:
+    return os.environ["SGPU_GPU_UUIDS"]
+
+
+def locks(*numbers: int) -> list[str]:
+    return [f"FAKE-H100-{number}.lock" for number in numbers]
+
+
+def test_calls_share_devices_and_a_warm_interpreter(warm: Path) -> None:
+    with serverless_gpu.session(gpus=2, gpu_type="H100", quiet=True) as session:
+        assert (session.devices, held_locks(warm)) == (("FAKE-H100-0", "FAKE-H100-1"), locks(0, 1))
+        both = "FAKE-H100-0,FAKE-H100-1"
+        assert session.distributed(where_am_i) == [(0, 2, both), (1, 2, both)]
+        assert held_locks(warm) == locks(0, 1), "held between calls"
+        run = session.submit(where_am_i)
+        assert run.results() == [(0, 2, both), (1, 2, both)]
+        receipt = run.receipt()
+        assert (receipt.warm, receipt.gate) == (
+            True,
+            "2 GPUs verified free: no process, 0 MiB used (baseline 0 MiB)",
+        )
+        with pytest.raises(LookupError, match="own"):
+            session.distributed(fail)
+        assert session.distributed(on_two) == [both, both]
+    assert held_locks(warm) == []
+    with pytest.raises(SessionEnded) as refused:
+        session.distributed(where_am_i)
+    assert str(refused.value) == (
+        f"session {session.id} cannot be used any more: it was closed\n"
+        "hint: open another with serverless_gpu.session(...)"
+    )
+    session.close()
+
+
+def test_many_runs_share_the_devices_of_a_session(warm: Path, tmp_path: Path) -> None:
+    places = [tmp_path / name for name in "abc"]
+    for place in places:
+        place.mkdir()
+    with serverless_gpu.session(gpus=2, gpu_type="H100", quiet=True) as session:
+        runs = dict(zip(places, session.map(stay_on_one, [str(place) for place in places]), strict=True))
+        waiting = wait_for(lambda: [place for place in places if runs[place].waiting_for()], "one waits")
+        running = [place for place in places if place not in waiting]
+        for place in running:
+            announced(place, "rank0")
+        assert len(waiting) == 1
+        said = runs[waiting[0]].waiting_for().replace(runs[running[1]].id, runs[running[0]].id)
+        has = f"run {runs[running[0]].id} has 1"
+        assert said == f"waiting for 1 of the session's 2 H100: {has}; {has}"
+        (running[1] / "go").touch()
+        announced(waiting[0], "rank0")
+        for place in places:
+            (place / "go").touch()
+        assert [run.result() for run in runs.values()] == [0, 0, 0]
+
+
+def test_the_account_of_a_session_is_the_time_no_run_had_its_devices(warm: Path, where: str) -> None:
+    session = serverless_gpu.session(gpus=2, gpu_type="H100", quiet=True)
+    run = session.submit(stay_on_one, where)
+    announced(Path(where), "rank0")
+    Path(where, "go").touch()
+    session.close()
+    directory = warm / "runs" / session.id / "1"
+    receipt = json.loads((directory / "receipt.json").read_text())
+    assert (receipt["runs"], receipt["state"], receipt["gpus"]) == (1, "SUCCEEDED", ["FAKE-H100-0", "FAKE-H100-1"])
+    facts = [msgspec.json.decode(line, type=Fact) for line in (directory / "facts.jsonl").read_bytes().splitlines()]
+    assert [(fact.kind, len(fact.gpus)) for fact in facts] == [
+        (FactKind.RESERVED, 2),
+        (FactKind.HELD, 2),
+        (FactKind.FREED, 2),
+        (FactKind.HELD, 1),
+        (FactKind.FREED, 1),
+        (FactKind.HELD, 2),
+        (FactKind.FREED, 2),
+    ]
+    charged = charge(facts, gpu_type="H100", price=None)
+    assert charged.gpu_ms == receipt["gpu_ms"] > 0
+    assert run.receipt().gpu_ms > 0
+    submission = json.loads((directory / "spec.json").read_text())
+    assert (submission["kind"], submission["world_size"]) == ("session", 0)
+    assert json.loads((run.directory / "spec.json").read_text())["session"] == session.id
+
+
+def test_what_cannot_be_is_refused_before_anything_starts(warm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setenv("SERVERLESS_GPU_FAKE", "H100:300")
+        with pytest.raises(InvalidValue, match="a session holds at most 240 devices, not 300"):
+            serverless_gpu.session()
+    with pytest.raises(NotEnoughGpus):
+        serverless_gpu.session(gpus=9, gpu_type="H100")
+    with pytest.raises(InvalidValue, match="idle_timeout must be a positive number of seconds, not 0"):
+        serverless_gpu.session(gpus=1, gpu_type="H100", idle_timeout=0)
+    with pytest.raises(InvalidOption, match=r"there is no option 'idle'"):
+        serverless_gpu.session(gpus=1, gpu_type="H100", idle=3)  # type: ignore[call-arg]  # the mistake under test
+    with serverless_gpu.session(gpus=1, gpu_type="H100", quiet=True) as session:
+        with pytest.raises(InvalidValue, match=f"on_two asks for 2 devices, session {session.id} holds 1"):
+            session.distributed(on_two)
+        with pytest.raises(NotDistributable):
+            session.distributed(3)  # type: ignore[arg-type]  # the mistake under test
+    wait_for(lambda: nothing_of_a_run(warm), "nothing was started")
+
+
+def test_the_rest_of_the_machine_waits_by_name(warm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with serverless_gpu.session(gpus=8, gpu_type="H100") as session:
+        run = on_two.submit()
+        wait_for(lambda: "held by session" in run.waiting_for(), "it knows who")
+        assert f"FAKE-H100-0 is held by session {session.id} of " in run.waiting_for()
+    run.results()
+    said = capsys.readouterr().err
+    assert f"serverless-gpu: session {session.id} · SUCCEEDED" in said
+    assert "8 H100 (fake) · 0 runs" in said
+
+
+def test_an_exception_in_the_block_cancels_its_runs(warm: Path, where: str) -> None:
+    runs: list[Run[int]] = []
+    with pytest.raises(KeyError), serverless_gpu.session(gpus=2, gpu_type="H100", quiet=True) as session:
+        runs += session.map(stay_on_one, [where])
+        announced(Path(where), "rank0")
+        raise KeyError("own")
+    assert (runs[0].status(), held_locks(warm)) == ("CANCELLED", [])
+
+
+def test_an_idle_session_warns_and_gives_back(warm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    session = serverless_gpu.session(gpus=1, gpu_type="H100", idle_timeout=0.5)
+    wait_for(lambda: held_locks(warm) == [], "the device is free")
+    with pytest.raises(SessionEnded, match=r"the session, idle for 0\.\d s, has ended: its 1 H100 are given back"):
+        session.distributed(where_am_i)
+    said = capsys.readouterr().err
+    assert "gives its 1 H100 back in" in said and "has ended" in said
+    session.close()
+
+
+def test_a_forgotten_session_ends(warm: Path) -> None:
+    session = serverless_gpu.session(gpus=1, gpu_type="H100", quiet=True)
+    assert held_locks(warm) == locks(0)
+    del session
+    wait_for(lambda: nothing_of_a_run(warm), "nothing is held")
+
+
+def test_a_session_can_be_ended_from_elsewhere(warm: Path) -> None:
+    session = serverless_gpu.session(gpus=1, gpu_type="H100", quiet=True)
+    other = attach(session.id)
+    assert other.status() == "RUNNING"
+    other.cancel()
+    assert other.wait(20)
+    assert (other.results(), other.receipt(20).runs, held_locks(warm)) == ([], 0, [])
+    wait_for(lambda: "ended" in repr(session), "its owner knows")
+    with pytest.raises(SessionEnded):
+        session.submit(where_am_i)
+
+
+# --- deaths ----------------------------------------------------------------------------------------------------------
+
+OWNER = """
+import sys, serverless_gpu
+from tests.local.ranks import announce, stay
+where = sys.argv[1]
+session = serverless_gpu.session(gpus=2, gpu_type="H100", quiet=True)
+run = session.submit(stay, where) if len(sys.argv) > 2 else None
+announce(where, "owner." + session.id)
+session.distributed(stay, where)
+"""
+
+
+def owner_script(tmp_path: Path) -> Path:
+    path = tmp_path / "owner.py"
+    root = str(Path(__file__).parents[2])
+    path.write_text(f"import sys; sys.path.insert(0, {root!r})\n{textwrap.dedent(OWNER)}")
+    return path
+
+
+def test_F62_a_killed_owner_ends_its_session_and_not_its_run(warm: Path, tmp_path: Path, where: str) -> None:
+    process = start_script(owner_script(tmp_path), where)
+    announced(Path(where), "rank0")
+    announced(Path(where), "rank1")
+    process.kill()
+    ended(process)
+    session_id = next(path.suffix[1:] for path in Path(where).glob("owner.0*"))
+    wait_for(lambda: f"{session_id}.sock" not in run_sockets(warm), "the session is gone")
+    assert held_locks(warm) == locks(0, 1), "its run goes on and keeps its devices"
+    (run_id,) = (name.removesuffix(".sock") for name in run_sockets(warm))
+    Path(where, "go").touch()
+    assert attach(run_id).results(30) == [0, 1]
+    wait_for(lambda: held_locks(warm) == [], "the devices are free with the end of the run")
+    receipt = json.loads((warm / "runs" / session_id / "1" / "receipt.json").read_text())
+    assert receipt["notes"] == ["its owner is gone", f"run {run_id} still uses 2 of its devices"]
+
+
+def test_F61_ctrl_c_in_a_call_gives_everything_back(warm: Path, tmp_path: Path, where: str) -> None:
+    process = start_script(owner_script(tmp_path), where)
+    announced(Path(where), "rank1")
+    process.send_signal(signal.SIGINT)
+    code, _, err = ended(process)
+    assert code != 0 and err.rstrip().endswith("KeyboardInterrupt")
+    wait_for(lambda: nothing_of_a_run(warm), "nothing is held")
+
+
+def test_F61_ctrl_c_while_waiting_for_devices_holds_nothing(warm: Path, tmp_path: Path, where: str) -> None:
+    script = tmp_path / "second.py"
+    script.write_text("import serverless_gpu\nserverless_gpu.session(gpus=8, gpu_type='H100')\n")
+    with serverless_gpu.session(gpus=1, gpu_type="H100", quiet=True) as session:
+        process = start_script(script)
+        assert process.stderr is not None
+        line = process.stderr.readline()
+        assert line.startswith(f"serverless-gpu: waiting for 8 H100: FAKE-H100-0 is held by session {session.id} of ")
+        process.send_signal(signal.SIGINT)
+        assert ended(process)[0] != 0
+        wait_for(lambda: len(run_sockets(warm)) == 1, "only the first session is left")
+        assert held_locks(warm) == locks(0)
+
+
+def test_a_killed_supervisor_gives_its_devices_back_to_the_session(own: Path, where: str) -> None:
+    with serverless_gpu.session(gpus=2, gpu_type="H100", quiet=True) as session:
+        run = session.submit(stay, where)
+        announced(Path(where), "rank1")
+        supervisor(own, run.id).kill()
+        with pytest.raises(RunError, match="supervisor process died"):
+            run.results(30)
+        assert session.distributed(rank_number) == [0, 1]
+
+
+def test_a_killed_session_process_is_said_and_holds_nothing(own: Path, where: str) -> None:
+    session = serverless_gpu.session(gpus=2, gpu_type="H100", quiet=True)
+    run = session.submit(stay_on_one, where)
+    announced(Path(where), "rank0")
+    supervisor(own, session.id).kill()
+    wait_for(lambda: held_locks(own) == locks(0), "only the run's device is held")
+    wait_for(lambda: "ended" in repr(session), "its owner knows")
+    with pytest.raises(SessionEnded, match="its process is gone"):
+        session.distributed(rank_number)
+    Path(where, "go").touch()
+    assert run.results(30) == [0]
+    wait_for(lambda: held_locks(own) == [], "everything is free")
+    session.close()
+
+
+def test_a_session_survives_its_agent(own: Path) -> None:
+    with serverless_gpu.session(gpus=2, gpu_type="H100", quiet=True) as session:
+        assert session.distributed(rank_number) == [0, 1]
+        agent(own).kill()
+        assert session.distributed(rank_number) == [0, 1]
+        assert held_locks(own) == locks(0, 1)
+
+
+def test_F11_a_device_that_is_not_clean_is_not_lent_again_until_it_is(own: Path, where: str) -> None:
+    fakes = FakeGpus(own)
+    with serverless_gpu.session(gpus=2, gpu_type="H100", quiet=True) as session:
+        first = session.submit(stay, where)
+        announced(Path(where), "rank1")
+        fakes.set("FAKE-H100-1", memory_used_bytes=4 << 30)
+        Path(where, "go").touch()
+        assert first.results() == [0, 1]
+        assert first.receipt(30).quarantined == ("FAKE-H100-1",)
+        second = session.submit(rank_number)
+        wait_for(second.waiting_for, "it waits")
+        assert second.waiting_for() == "waiting for 2 of the session's 2 H100: FAKE-H100-1 in quarantine"
+        fakes.clear("FAKE-H100-1")
+        assert second.results(30) == [0, 1]
