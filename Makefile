@@ -7,7 +7,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 CODE := $(wildcard src tests scripts examples benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check format bench gpu-check clean distclean
+.PHONY: help venv demo test test-all check format bench gpu-check clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,11 +35,19 @@ $(VENV)/.installed-bench: $(VENV)/.installed
 	@$(INSTALL) -e '.[bench]'
 	@touch $@
 
+$(VENV)/.installed-examples: $(VENV)/.installed
+	@echo "installing into $(VENV): what the examples with transformers, peft and accelerate need"
+	@$(INSTALL) -e '.[examples]'
+	@touch $@
+
 demo: venv ## train a small model on 2 ranks, no GPU needed
 	@$(BIN)/python examples/digits_ddp.py
 
 test: venv ## run the tests (no GPU, no network)
 	$(BIN)/python -m pytest
+
+test-all: $(VENV)/.installed-examples ## run the heavy tests, too: every example (transformers, peft, accelerate)
+	$(BIN)/python -m pytest -m "not gpu"
 
 check: venv ## format, lint, types, layers, our own lints, links
 	$(BIN)/ruff format --check $(CODE)

@@ -2,10 +2,10 @@
 
     python examples/batch_inference.py [FILE]          needs torch; about 10 seconds on two cores
 
-Without a file it takes what Python's standard library says about its own functions, one per line. The model turns a text
-into a vector, so that texts with similar words are near each other; it is trained first, in a run of its own, and its
-weights then travel to the runs that use it. As many chunks at a time as there are GPUs (or CPU slots); the results come
-back in the order of the file, whichever run ends first.
+Without a file it takes what Python's standard library says about its own functions, one per line. The model gives texts
+with related words vectors that are near each other; it is trained first, in a run of its own, and its weights then go
+with every chunk. There are as many chunks at a time as GPUs (or CPU slots), and the results come back in the order of
+the file, whichever run ends first.
 """
 
 import ast
@@ -50,7 +50,7 @@ def to_words(texts):
 
 @distributed(gpus=1, gpu_type=GPU_TYPE, cpus=1, tags={"example": "batch-inference"})
 def train(texts, epochs=30, batch_size=256, learning_rate=1e-2):
-    """Learn which words go together: of a text torn in two, each half has to find the other among those of its batch."""
+    """Learn which words go together: each text is torn in two, and a half has to find the other half in its batch."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
     words, model = to_words(texts).to(device), Embedder().to(device)
@@ -79,7 +79,7 @@ def embed(texts, weights):
 
 
 def describe_standard_library(file):
-    """Write a line per function and class of the standard library: its name, and the first paragraph of its docstring."""
+    """Write one line per function and class: its name, and the first paragraph of its docstring."""
     with file.open("w", encoding="utf-8") as lines:
         for module in sorted(Path(sysconfig.get_path("stdlib")).glob("[a-z]*.py")):
             for node in ast.walk(ast.parse(module.read_bytes())):

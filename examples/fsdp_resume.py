@@ -29,12 +29,11 @@ STEPS, CHECKPOINT_EVERY = 200, 50
 class Block(nn.Module):
     def __init__(self, width):
         super().__init__()
-        self.inner = nn.Sequential(
-            nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
-        )
+        self.norm = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
 
     def forward(self, x):
-        return x + self.inner(x)
+        return x + self.mlp(self.norm(x))
 
 
 def make_sharded_model(mesh, width=128):
@@ -77,12 +76,15 @@ def batch_of(step, size=64):
 
 @distributed(gpus=2, gpu_type=GPU_TYPE, tags={"example": "fsdp"})
 def train(folder):
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
-    images, labels = (torch.from_numpy(part).to(device_type) for part in load_digits(return_X_y=True))
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", rt.get_local_rank()) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if cuda else "gloo")
+    images, labels = (torch.from_numpy(part).to(device) for part in load_digits(return_X_y=True))
     images = images.float() / 16
 
-    training = Training(make_sharded_model(init_device_mesh(device_type, (rt.get_world_size(),))))
+    training = Training(make_sharded_model(init_device_mesh(device.type, (rt.get_world_size(),))))
     found = latest_checkpoint(folder)
     if found:
         checkpoint.load({"training": training}, checkpoint_id=found)

@@ -3,9 +3,9 @@
     python examples/trainer_lora.py          needs torch, transformers, peft; about 25 seconds on two cores
 
 The model is made from a configuration and reads bytes, so nothing is downloaded. First it learns Python, from the
-standard library's sources; then its weights are frozen and adapters with a few per cent of their number learn the English
-of the language reference (what `help("for")` prints). `Trainer` finds the ranks by itself. Two GPUs where there are two,
-otherwise two CPU slots.
+standard library's sources; then its weights are frozen, and adapters with a few per cent of their number learn the
+English of the language reference (what `help("for")` prints). `Trainer` finds the ranks by itself. Two GPUs where there
+are two, otherwise two CPU slots.
 """
 
 import os
@@ -81,7 +81,7 @@ def train(folder):
             max_position_embeddings=CONTEXT,
         )
     )
-    untrained, pretrained = fit(base, code, held_out, folder, max_steps=400, learning_rate=1e-2)
+    untrained, pretrained = fit(base, code, held_out, folder, max_steps=300, learning_rate=1e-2)
     adapters = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=16, target_modules="all-linear")
     model = get_peft_model(base, adapters)
     model.print_trainable_parameters()

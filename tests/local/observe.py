@@ -153,12 +153,16 @@ def cancel_all(home: Path) -> None:
 
 
 def run_script(
-    path: Path, *arguments: str, environ: Mapping[str, str] | None = None, before: tuple[str, ...] = ()
+    path: Path,
+    *arguments: str,
+    environ: Mapping[str, str] | None = None,
+    before: tuple[str, ...] = (),
+    limit_s: float = 90,
 ) -> subprocess.CompletedProcess[str]:
     """Run a script as a person would, and return what it printed and its exit code."""
     command = [*before, sys.executable, str(path), *arguments]
     return subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, **(environ or {})}, check=False, timeout=90
+        command, capture_output=True, text=True, env={**os.environ, **(environ or {})}, check=False, timeout=limit_s
     )
 
 
