@@ -59,9 +59,14 @@ if __name__ == "__main__":
     images, labels = load_digits(return_X_y=True)
     images, labels = torch.from_numpy(images).float() / 16, torch.from_numpy(labels)
     runs = train.map(LEARNING_RATES, images=images, labels=labels)
-    for done, _ in enumerate(as_completed(runs), start=1):
-        show_progress(done, runs)
-    print(file=sys.stderr)
+    show_progress(0, runs)
+    try:
+        for done, _ in enumerate(as_completed(runs), start=1):
+            show_progress(done, runs)
+    finally:
+        print(file=sys.stderr)
+        for run in runs:
+            run.cancel()  # after Ctrl-C; a run that has ended does not mind
 
     scores = {learning_rate: run.result() for learning_rate, run in zip(LEARNING_RATES, runs, strict=True)}
     best = max(scores, key=lambda learning_rate: scores[learning_rate][1])
