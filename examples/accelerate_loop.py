@@ -7,8 +7,6 @@ the rank, the world size and the GPU in the variables that `accelerate launch` w
 there are two, otherwise two CPU slots.
 """
 
-import os
-
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
@@ -81,9 +79,5 @@ def train(epochs=8, batch_size=32, learning_rate=5e-3):
 
 
 if __name__ == "__main__":
-    if GPU_TYPE == "CPU":
-        os.environ["ACCELERATE_USE_CPU"] = (
-            "true"  # as `accelerate launch --cpu` does; ranks see their caller's variables
-        )
     results = train.distributed()
     print(f"test accuracy: {results[0]['accuracy']:.1%}, trained by {results[0]['processes']} processes")

@@ -48,7 +48,7 @@ def to_words(texts):
     return table
 
 
-@distributed(gpus=1, gpu_type=GPU_TYPE, cpus=1, tags={"example": "batch-inference"})
+@distributed(gpus=1, gpu_type=GPU_TYPE, tags={"example": "batch-inference"})
 def train(texts, epochs=30, batch_size=256, learning_rate=1e-2):
     """Learn which words go together: each text is torn in two, and a half has to find the other half in its batch."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -68,7 +68,7 @@ def train(texts, epochs=30, batch_size=256, learning_rate=1e-2):
     return model.cpu().state_dict()
 
 
-@distributed(gpus=1, gpu_type=GPU_TYPE, cpus=1, tags={"example": "batch-inference"})
+@distributed(gpus=1, gpu_type=GPU_TYPE, tags={"example": "batch-inference"})
 def embed(texts, weights):
     """Return one vector per text."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

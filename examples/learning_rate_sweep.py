@@ -12,13 +12,13 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
-from serverless_gpu import distributed
+from serverless_gpu import as_completed, distributed
 
 GPU_TYPE = None if torch.cuda.device_count() else "CPU"  # GPUs where there are any, else CPU slots
 LEARNING_RATES = [10 ** (exponent / 2) for exponent in range(-8, 2)]  # 0.0001 to about 3
 
 
-@distributed(gpus=1, gpu_type=GPU_TYPE, cpus=1, tags={"example": "sweep"})  # a core each, not all cores each
+@distributed(gpus=1, gpu_type=GPU_TYPE, tags={"example": "sweep"})
 def train(learning_rate, images, labels, epochs=40):
     """Train on the first 1,400 images with this learning rate; return loss and accuracy on the others."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -35,17 +35,6 @@ def train(learning_rate, images, labels, epochs=40):
     with torch.no_grad():
         logits, truth = model(images[1400:]), labels[1400:]
     return nn.functional.cross_entropy(logits, truth).item(), (logits.argmax(1) == truth).float().mean().item()
-
-
-def as_completed(runs):
-    """Yield runs in the order in which they end."""
-    waiting = list(runs)
-    while waiting:
-        for run in waiting:
-            if run.wait(timeout=0.02):
-                waiting.remove(run)
-                yield run
-                break
 
 
 def show_progress(done, runs):

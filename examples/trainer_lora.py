@@ -8,7 +8,6 @@ English of the language reference (what `help("for")` prints). `Trainer` finds t
 are two, otherwise two CPU slots.
 """
 
-import os
 import sysconfig
 import tempfile
 from pathlib import Path
@@ -90,10 +89,6 @@ def train(folder):
 
 
 if __name__ == "__main__":
-    if GPU_TYPE == "CPU":
-        os.environ["ACCELERATE_USE_CPU"] = (
-            "true"  # as `accelerate launch --cpu` does; ranks see their caller's variables
-        )
     with tempfile.TemporaryDirectory() as folder:
         losses = train.distributed(folder)[0]
     print("loss on English prose, nats per byte:")

@@ -18,6 +18,7 @@ from serverless_gpu.version import __version__ as __version__
 TYPE_CHECKING = False  # type checkers know this name; importing `typing` would be most of what this import costs
 
 if TYPE_CHECKING:
+    from serverless_gpu.client.completed import as_completed as as_completed
     from serverless_gpu.client.decorator import DistributedFunction as DistributedFunction
     from serverless_gpu.client.decorator import distributed as distributed
     from serverless_gpu.client.run import Run as Run
@@ -27,13 +28,15 @@ if TYPE_CHECKING:
     from serverless_gpu.compute import GPUType as GPUType
     from serverless_gpu.model.ledger import Receipt as Receipt
 
-__all__ = ["DistributedFunction", "GPUType", "Receipt", "Run", "Session", "attach", "distributed", "errors", "session"]
+__all__ = ["DistributedFunction", "GPUType", "Receipt", "Run", "Session", "as_completed", "attach", "distributed"]
+__all__ += ["errors", "session"]
 
 # Loaded when first asked for, so that `import serverless_gpu` costs a few milliseconds, in ranks too.
 _HOMES = {
     "DistributedFunction": "serverless_gpu.client.decorator",
     "distributed": "serverless_gpu.client.decorator",
     "Run": "serverless_gpu.client.run",
+    "as_completed": "serverless_gpu.client.completed",
     "attach": "serverless_gpu.client.run",
     "Session": "serverless_gpu.client.session",
     "session": "serverless_gpu.client.session",

@@ -15,7 +15,7 @@ import numpy
 import pytest
 import torch
 
-from serverless_gpu import Run, attach, distributed
+from serverless_gpu import Run, as_completed, attach, distributed
 from serverless_gpu import runtime as rt
 from serverless_gpu.errors import InvalidValue
 from tests.local.observe import wait_for
@@ -387,3 +387,54 @@ def test_a_module_that_is_edited_between_two_calls_is_run_as_it_is_now(
     source.write_text("def answer():\n    return 'edited'\n")
     assert distributed(gpus=1, quiet=True)(module.answer).distributed() == ["edited"]
     del sys.modules["edited_module"]
+
+
+@distributed(gpus=1, quiet=True)
+def stay_alone(where: str) -> int:
+    return stay(where)
+
+
+def test_runs_are_given_in_the_order_in_which_they_end(tmp_path: Path) -> None:
+    places = [tmp_path / name for name in "abc"]
+    for place in places:
+        place.mkdir()
+    runs = dict(zip(places, stay_alone.map([str(place) for place in places]), strict=True))
+    completed = as_completed(runs.values(), timeout=60)
+    for place in reversed(places):
+        (place / "go").touch()
+        assert next(completed) is runs[place]
+    assert list(completed) == []
+    assert [run.id for run in as_completed([runs[places[0]]] * 2)] == [runs[places[0]].id]
+
+
+def test_who_waits_for_runs_can_give_up(tmp_path: Path) -> None:
+    run = stay_alone.submit(str(tmp_path))
+    with pytest.raises(TimeoutError, match="1 of 1 runs have not ended"):
+        list(as_completed([run], timeout=0.1))
+    (tmp_path / "go").touch()
+    assert run.result() == 0
+
+
+@distributed(gpus=2, quiet=True)
+def environment(name: str) -> str | None:
+    return os.environ.get(name)
+
+
+def test_ranks_get_the_share_of_the_cores_that_goes_with_their_devices() -> None:
+    cores = len(os.sched_getaffinity(0))
+    assert environment.distributed("OMP_NUM_THREADS") == [str(max(1, cores * 2 // 8 // 2))] * 2
+
+
+def test_accelerate_is_told_that_there_is_no_gpu_unless_the_caller_knows_better(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert environment.distributed("ACCELERATE_USE_CPU") == ["true"] * 2
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "false")
+    assert environment.distributed("ACCELERATE_USE_CPU") == ["false"] * 2
+
+
+def test_asking_without_waiting_hears_that_a_run_has_ended() -> None:
+    run = module_level.submit(1)
+    while not run.wait(timeout=0):
+        threading.Event().wait(0.01)
+    assert run.results(timeout=0) == [1, 2]

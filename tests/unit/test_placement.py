@@ -21,6 +21,7 @@ from serverless_gpu.model.placement import (
     candidates,
     rank_variables,
     restrict,
+    share_of_cores,
     threads_per_rank,
 )
 
@@ -343,6 +344,23 @@ def test_a_place_outside_its_gang_is_refused(
         f"no rank can stand here: RankPlace(rank={rank}, local_rank={local_rank}, node_rank={node_rank}, "
         f"world_size={world_size}, local_world_size={local_world_size}, num_nodes={num_nodes})"
     )
+
+
+@pytest.mark.parametrize(
+    ("cores", "devices", "of_type", "share"),
+    [
+        (64, 8, 8, 64),
+        (64, 1, 8, 8),
+        (64, 4, 8, 32),
+        (2, 1, 2, 1),
+        (2, 8, 8, 2),
+        (2, 1, 8, 1),
+        (4, 2, 0, 4),
+        (7, 1, 2, 3),
+    ],
+)
+def test_cores_go_with_devices(cores: int, devices: int, of_type: int, share: int) -> None:
+    assert share_of_cores(cores, devices, of_type) == share
 
 
 @pytest.mark.parametrize(("cores", "ranks", "threads"), [(16, 8, 2), (17, 8, 2), (8, 8, 1), (2, 8, 1), (96, 1, 96)])

@@ -164,7 +164,8 @@ def _home() -> Home:
 def _message(order: _Order, home: Home, greeting: protocol.Greeting) -> protocol.Launch:
     """Return the launch for an order, its attempt's directory made."""
     context = caller_context()
-    chosen = _choose(greeting, order, context.environ)
+    offered = _offered(greeting, context.environ)
+    chosen = _choose(greeting, order, offered, context.environ)
     if order.idle_timeout_s is not None and chosen.count > protocol.SESSION_DEVICES_MAX:
         raise InvalidValue(
             f"a session holds at most {protocol.SESSION_DEVICES_MAX} devices, not {chosen.count}",
@@ -178,6 +179,7 @@ def _message(order: _Order, home: Home, greeting: protocol.Greeting) -> protocol
         spec=order.spec,
         candidates=chosen.devices,
         world_size=chosen.count,
+        of_type=sum(device.type == chosen.devices[0].type for device in offered),
         context=context,
         called_ns=order.called_ns,
         price=greeting.prices.get(chosen.devices[0].type),
@@ -190,18 +192,24 @@ def _ranks(message: protocol.Launch) -> int:
     return message.world_size if message.idle_timeout_s is None else 0
 
 
-def _choose(greeting: protocol.Greeting, order: _Order, environ: Mapping[str, str]) -> Candidates:
+def _offered(greeting: protocol.Greeting, environ: Mapping[str, str]) -> tuple[Device, ...]:
+    """Return what this node has; declared GPUs are there in place of real ones."""
     if greeting.problem:
         raise InvalidValue(greeting.problem)
-    devices: Sequence[Device] = greeting.devices
     fakes = environ.get("SERVERLESS_GPU_FAKE")
-    if fakes:
-        cpus = [device for device in devices if device.kind is DeviceKind.CPU]
-        devices = (*parse_fake(fakes, greeting.own_types), *cpus)
+    if not fakes:
+        return greeting.devices
+    cpus = [device for device in greeting.devices if device.kind is DeviceKind.CPU]
+    return (*parse_fake(fakes, greeting.own_types), *cpus)
+
+
+def _choose(
+    greeting: protocol.Greeting, order: _Order, offered: Sequence[Device], environ: Mapping[str, str]
+) -> Candidates:
     return candidates(
         gpus=order.spec.resources.gpus,
         gpu_type=order.spec.resources.gpu_type,
-        devices=order.lease.devices if order.lease else restrict(devices, environ.get("CUDA_VISIBLE_DEVICES")),
+        devices=order.lease.devices if order.lease else restrict(offered, environ.get("CUDA_VISIBLE_DEVICES")),
         own=greeting.own_types,
     )
 

@@ -157,6 +157,11 @@ class Run(Generic[R]):
             raise error
         return cast("R", load_result(self.directory, rank, self.id))
 
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when there is news of the run, or -1: for `select` and `asyncio`."""
+        channel = self._channel
+        return -1 if channel is None else channel.fileno()
+
     def cancel(self) -> None:
         """Ask for the run to be stopped; does nothing when it has ended."""
         # Without the lock: another thread may be waiting for the run, and holds it.
@@ -266,10 +271,11 @@ class Run(Generic[R]):
             return done()  # another thread is waiting for the run, and keeps it fresh
         try:
             while not done():
-                left_s = None if deadline_ns is None else (deadline_ns - clock.boottime_ns()) / 1e9
-                if self._channel is None or (left_s is not None and left_s < 0):
+                left_s = None if deadline_ns is None else max(0.0, (deadline_ns - clock.boottime_ns()) / 1e9)
+                if self._channel is None:
                     return done()
-                self._hear(left_s)
+                if not self._hear(left_s) and left_s == 0:  # what is there already is heard in any case
+                    return done()
         finally:
             self._lock.release()
         return True

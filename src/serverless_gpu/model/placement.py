@@ -163,9 +163,32 @@ def rank_variables(
     return variables
 
 
+def default_variables(devices: Sequence[Device]) -> dict[str, str]:
+    """Return what a rank finds in its environment unless its caller decided otherwise.
+
+    Without a GPU, Accelerate and the Hugging Face Trainer look for one, find none, and run as so many single processes;
+    told to use the CPU they make one gang of them.
+
+    Args:
+        devices: all devices of the attempt on this node.
+    """
+    return {} if any(device.kind is DeviceKind.GPU for device in devices) else {"ACCELERATE_USE_CPU": "true"}
+
+
 def threads_per_rank(cores: int, local_world_size: int) -> int:
     """Return how many threads each rank of a node may run: its share of the cores, at least one."""
     return max(1, cores // local_world_size)
+
+
+def share_of_cores(cores: int, devices: int, of_type: int) -> int:
+    """Return the cores that go with some of a node's devices: as many of the cores as of the devices, at least one.
+
+    Args:
+        cores: cores of the node.
+        devices: devices of the run.
+        of_type: devices of that type on the node.
+    """
+    return max(1, cores * devices // max(devices, of_type))
 
 
 def _is_number(entry: str) -> bool:

@@ -128,17 +128,18 @@ class Account:
         return Segments(
             queued_ms=self._between("asked", "reserved"),
             environment_ms=self._between("reserved", "stem"),
-            start_ms=self._between("stem", "exec"),
+            start_ms=self._between("stem", "exec", not_before="reserved"),  # the stem may have been there long before
             first_line_ms=self._between("called", "enter"),
             run_ms=self._between("exec", "stopping"),
             stop_ms=self._between("stopping", "exited"),
             gate_ms=self._between("exited", "freed"),
         )
 
-    def _between(self, start: str, end: str) -> int | None:
+    def _between(self, start: str, end: str, *, not_before: str = "") -> int | None:
         if start not in self.marks or end not in self.marks:
             return None
-        return max(0, self.marks[end] - self.marks[start]) // 1_000_000
+        start_ns = max(self.marks[start], self.marks.get(not_before, 0))
+        return max(0, self.marks[end] - start_ns) // 1_000_000
 
 
 def gate_text(devices: Sequence[Device], verdicts: Mapping[str, Verdict], kind: DeviceKind) -> str:

@@ -25,7 +25,13 @@ from serverless_gpu.model.attempt import (
     StemLost,
 )
 from serverless_gpu.model.hardware import Device
-from serverless_gpu.model.placement import RankPlace, rank_variables, threads_per_rank
+from serverless_gpu.model.placement import (
+    RankPlace,
+    default_variables,
+    rank_variables,
+    share_of_cores,
+    threads_per_rank,
+)
 from serverless_gpu.node.account import Account
 from serverless_gpu.node.inside import protocol as inside
 from serverless_gpu.node.inside.channel import Channel
@@ -142,9 +148,7 @@ class Gang:
                 "cwd": original(context.cwd),
                 "argv": [original(argument) for argument in context.argv],
                 "sys_path": [original(path) for path in context.sys_path],
-                "threads": threads_per_rank(
-                    spec.resources.cpus or len(os.sched_getaffinity(0)), self.launch.world_size
-                ),
+                "threads": self._threads(),
             }
         )
 
@@ -220,7 +224,12 @@ class Gang:
             master=("127.0.0.1", port.getsockname()[1]),
         )
         caller = {original(name): original(value) for name, value in self.launch.context.environ.items()}
-        return {**caller, **variables}
+        return {**default_variables(devices), **caller, **variables}
+
+    def _threads(self) -> int:
+        launch = self.launch
+        share = share_of_cores(len(os.sched_getaffinity(0)), launch.world_size, launch.of_type)
+        return threads_per_rank(launch.spec.resources.cpus or share, launch.world_size)
 
     def _exited(self, message: inside.Message) -> RankExited:
         rank, status = inside.integer(message, "rank"), inside.integer(message, "status")

@@ -82,6 +82,7 @@ class Launch(Message, frozen=True, kw_only=True, tag="launch"):
     """Run the call that lies in a run directory; or, for a session, hold devices and run nothing.
 
     Attributes:
+        of_type: how many devices of the type that was chosen this node has.
         session: the session whose devices the run uses, or "".
         idle_timeout_s: set for a session: it ends when no run has used it for so long.
     """
@@ -92,6 +93,7 @@ class Launch(Message, frozen=True, kw_only=True, tag="launch"):
     spec: RunSpec
     candidates: tuple[Device, ...]
     world_size: int
+    of_type: int = 0
     context: Context
     called_ns: int
     price: Price | None = None

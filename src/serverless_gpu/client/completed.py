@@ -1,0 +1,48 @@
+"""Runs in the order in which they end, as `concurrent.futures.as_completed` has it."""
+
+from __future__ import annotations
+
+import select
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+from serverless_gpu.ambient import SystemClock
+from serverless_gpu.client.run import Run
+
+R = TypeVar("R")
+
+_LOOK_S = 1.0  # another thread may be waiting for one of the runs, and have read what its end says
+
+
+def as_completed(runs: Iterable[Run[R]], timeout: float | None = None) -> Iterator[Run[R]]:
+    """Yield runs as they end, well or not; what ended them is raised by `result()` or `results()` of each.
+
+    Args:
+        runs: runs of this process, or attached to.
+        timeout: seconds to wait for all of them at most, or None.
+
+    Raises:
+        TimeoutError: some have not ended by then; they go on.
+    """
+    clock = SystemClock()
+    deadline_ns = None if timeout is None else clock.boottime_ns() + round(timeout * 1e9)
+    pending = list(dict.fromkeys(runs))
+    total = len(pending)
+    while pending:
+        ended = [run for run in pending if run.wait(timeout=0)]
+        pending = [run for run in pending if run not in ended]
+        yield from ended
+        left_s = _LOOK_S if deadline_ns is None else min(_LOOK_S, (deadline_ns - clock.boottime_ns()) / 1e9)
+        if pending and not ended:
+            if left_s <= 0:
+                raise TimeoutError(f"{len(pending)} of {total} runs have not ended")
+            _wait_for_any(pending, left_s)
+
+
+def _wait_for_any(runs: list[Run[R]], limit_s: float) -> None:
+    poll = select.poll()  # not `select`, which knows no descriptor above 1023
+    for run in runs:
+        fd = run.fileno()
+        if fd >= 0:
+            poll.register(fd, select.POLLIN)
+    poll.poll(limit_s * 1000)
