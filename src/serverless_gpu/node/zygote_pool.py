@@ -19,7 +19,7 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.processes import CgroupRoot
 from serverless_gpu.node.protocol import Context, Stem
-from serverless_gpu.node.zygotes import PRELOAD, Key, ProblemTaker, StemTaker, Zygote, key_of
+from serverless_gpu.node.zygotes import PRELOAD, Key, ProblemTaker, StemTaker, Zygote, first_run, key_of
 
 ZYGOTES_MAX = 4
 IDLE_S = 600.0
@@ -161,7 +161,7 @@ class ZygotePool:
             self._discard(oldest, f"{ZYGOTES_MAX} other interpreters were used since")
         zygote = self._zygotes[key] = self._spawn(context, PRELOAD)
         zygote.used_ns = zygote.started_ns = self._clock.boottime_ns()
-        zygote.why = self._gone.pop(key, "first run with this interpreter and these start-up variables")
+        zygote.why = self._gone.pop(key, "") or first_run(key, [other for other in self._zygotes if other != key])
         return zygote
 
     def _one_shot(self, context: Context) -> Zygote:

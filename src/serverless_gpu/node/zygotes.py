@@ -19,7 +19,7 @@ import os
 import select
 import subprocess
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -51,6 +51,21 @@ class Key(msgspec.Struct, frozen=True):
 def key_of(context: Context) -> Key:
     """Return the key of a caller's context."""
     return Key(context.python, context.flags, tuple(startup_variables(context.environ).items()))
+
+
+def first_run(key: Key, others: Sequence[Key]) -> str:
+    """Return why there is no zygote for a key that never had one.
+
+    Args:
+        key: the caller's.
+        others: those of zygotes that are there.
+    """
+    same = [other for other in others if (other.python, other.flags) == (key.python, key.flags)]
+    if not same:
+        return "first run with this interpreter"
+    nearest = min((set(key.variables) ^ set(other.variables) for other in same), key=len)
+    names = sorted({name for name, _ in nearest})
+    return f"the warm interpreter was started with other values of {', '.join(names)}"
 
 
 class Zygote:
