@@ -109,8 +109,8 @@ def test_cores_are_shared_among_the_ranks(warm: Path, monkeypatch: pytest.Monkey
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
     cores = len(os.sched_getaffinity(0))
-    for size in (1, 2, 8):
-        share = max(1, cores // size)
+    for size in (1, 2, 8):  # of eight
+        share = max(1, max(1, cores * size // 8) // size)
         assert distributed(gpus=size, quiet=True)(threads).distributed() == [[share, str(share), str(share)]] * size
 
 
@@ -201,7 +201,7 @@ def test_start_up_variables_make_another_zygote_and_others_do_not(own: Path, mon
     assert receipt_of(run.submit("MY_SETTING")) == (True, "")
     monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
     warm, reason = receipt_of(run.submit("MALLOC_ARENA_MAX"))
-    assert not warm and "start-up variables" in reason
+    assert not warm and reason.endswith("the warm interpreter was started with other values of MALLOC_ARENA_MAX")
     status = agent_status(own)
     assert status is not None and len(status.zygotes) == 2
     assert receipt_of(run.submit("MALLOC_ARENA_MAX")) == (True, "")
