@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from serverless_gpu.client.display import Display
+from serverless_gpu.client.display import TerminalDisplay
 from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.model.ledger import Receipt, Segments
 
@@ -14,14 +14,14 @@ Captured = pytest.CaptureFixture[str]
 
 
 def test_lines_are_tagged_and_go_where_they_were_written(capsys: Captured) -> None:
-    display = Display(quiet=False)
+    display = TerminalDisplay(quiet=False)
     display.output(0, "stdout", "a\nb\n")
     display.output(1, "stderr", "c\n")
     assert capsys.readouterr() == ("[rank 0] a\n[rank 0] b\n", "[rank 1] c\n")
 
 
 def test_a_line_is_printed_when_it_is_whole(capsys: Captured) -> None:
-    display = Display(quiet=False)
+    display = TerminalDisplay(quiet=False)
     display.output(0, "stdout", "lo")
     display.output(1, "stdout", "other\n")
     display.output(0, "stderr", "err")
@@ -34,13 +34,13 @@ def test_a_line_is_printed_when_it_is_whole(capsys: Captured) -> None:
 
 
 def test_empty_lines_are_lines(capsys: Captured) -> None:
-    Display(quiet=False).output(3, "stdout", "\n\n")
+    TerminalDisplay(quiet=False).output(3, "stdout", "\n\n")
     assert capsys.readouterr().out == "[rank 3] \n[rank 3] \n"
 
 
 @pytest.mark.parametrize(("quiet", "said"), [(False, "serverless-gpu: waiting\n"), (True, "")])
 def test_our_own_sentences_can_be_left_out(capsys: Captured, quiet: bool, said: str) -> None:
-    display = Display(quiet=quiet)
+    display = TerminalDisplay(quiet=quiet)
     display.say("waiting")
     display.output(0, "stdout", "still shown\n")
     assert capsys.readouterr() == ("[rank 0] still shown\n", said)
@@ -49,7 +49,7 @@ def test_our_own_sentences_can_be_left_out(capsys: Captured, quiet: bool, said: 
 def test_without_a_terminal_nothing_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", None)
     monkeypatch.setattr(sys, "stderr", None)
-    display = Display(quiet=False)
+    display = TerminalDisplay(quiet=False)
     display.output(0, "stdout", "x\n")
     display.say("y")
 
@@ -78,8 +78,8 @@ def test_a_receipt_is_said_line_by_line(capsys: Captured) -> None:
         facts=4,
         world_size=1,
     )
-    Display(quiet=False).receipt(receipt)
+    TerminalDisplay(quiet=False).receipt(receipt)
     out, err = capsys.readouterr()
     assert (out, err) == ("", "".join(f"serverless-gpu: {line}\n" for line in receipt.text().splitlines()))
-    Display(quiet=True).receipt(receipt)
+    TerminalDisplay(quiet=True).receipt(receipt)
     assert capsys.readouterr() == ("", "")

@@ -90,6 +90,12 @@ def make_exception(stopped: Stopped, directory: Path, run_id: str, timeout_s: fl
     return error
 
 
+def carries_tail(stopped: Stopped) -> bool:
+    """Return whether the exception for an ending has the last output of its rank in a note."""
+    cause = stopped.cause
+    return cause is not None and cause.rank is not None and stopped.reason not in _RAISED and bool(stopped.log_tail)
+
+
 def _raised(cause: Failure, rank: int, directory: Path, run_id: str) -> BaseException:
     record = _record(directory, rank)
     if not record:  # its disk was full: what the event carried is all there is
