@@ -14,6 +14,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from serverless_gpu.ambient import SystemClock
 from serverless_gpu.model.attempt import (
     Event,
     Failure,
@@ -35,13 +36,17 @@ from serverless_gpu.model.placement import (
 from serverless_gpu.node.account import Account
 from serverless_gpu.node.inside import protocol as inside
 from serverless_gpu.node.inside.channel import Channel
-from serverless_gpu.node.logs import Listener, RankLog
+from serverless_gpu.node.live import Viewer
+from serverless_gpu.node.logs import RankLog
 from serverless_gpu.node.processes import MemoryWatch, cgroup_empty, kill_cgroup, remove_cgroup
 from serverless_gpu.node.protocol import Launch, original
 from serverless_gpu.units import format_bytes
 
 RESULT_BYTES_MAX = 16 << 30
 _HOLDS_AT_ONCE = 200  # a packet carries 253 descriptors at most
+_TAILS_MAX = 8
+_TAIL_LINES = 20
+_TAIL_LINE_CHARACTERS_MAX = 500
 
 _FAILURE_REASONS = {
     "exception": Reason.RANK_RAISED,
@@ -115,14 +120,14 @@ class Gang:
             case "empty":
                 self.proven = True
 
-    def start(self, devices: Sequence[Device], port: socket.socket, holds: tuple[int, ...], listener: Listener) -> None:
+    def start(self, devices: Sequence[Device], port: socket.socket, holds: tuple[int, ...], viewer: Viewer) -> None:
         """Fork all ranks.
 
         Args:
             devices: one per rank, in LOCAL_RANK order.
             port: the reserved rendezvous port.
             holds: lock descriptors the stem keeps until it ends.
-            listener: called with what the ranks to be shown live write.
+            viewer: who is shown what the ranks to be shown live write.
 
         Raises:
             OSError: the stem is gone, or no descriptors are left.
@@ -132,8 +137,8 @@ class Gang:
         for start in range(0, len(holds), _HOLDS_AT_ONCE):
             self._say({"op": "hold"}, holds[start : start + _HOLDS_AT_ONCE])
         for rank in range(self.launch.world_size):
-            shown = spec.ranks_log is None or rank in spec.ranks_log
-            log = self.logs[rank] = RankLog(rank, directory / "logs", listener if shown else None)
+            shown = viewer if self._is_shown(rank) else None
+            log = self.logs[rank] = RankLog(rank, directory / "logs", shown, SystemClock())
             self._say({"op": "rank", "rank": rank, "env": self._environment(rank, devices, port)}, log.write_ends())
             log.close_write_ends()
         context = self.launch.context
@@ -182,6 +187,31 @@ class Gang:
             return True
         return self.proven
 
+    @property
+    def behind(self) -> bool:
+        """Return whether `tend` has something to say soon."""
+        return any(log.behind for log in self.logs.values())
+
+    def tend(self) -> None:
+        """Do for the logs what no descriptor announces."""
+        for log in self.logs.values():
+            log.tend()
+
+    def hidden_tails(self, first: Sequence[int]) -> dict[int, str]:
+        """Return the last output of a few ranks that were not shown live.
+
+        Args:
+            first: ranks to begin with, whose story it is.
+        """
+        tails: dict[int, str] = {}
+        for rank in dict.fromkeys([*first, *self.logs]):
+            if len(tails) >= _TAILS_MAX:
+                break
+            if rank in self.logs and not self._is_shown(rank):
+                text = self.logs[rank].tail(_TAIL_LINES, _TAIL_LINE_CHARACTERS_MAX)
+                tails.update({rank: text} if text else {})
+        return tails
+
     def out_of_memory(self) -> bool:
         """Return whether the kernel ended a process of this attempt for memory."""
         return self.memory is not None and self.memory.out_of_memory()
@@ -198,6 +228,9 @@ class Gang:
         if self.stem_pidfd >= 0:
             os.close(self.stem_pidfd)
         self.channel.close()
+
+    def _is_shown(self, rank: int) -> bool:
+        return self.launch.spec.ranks_log is None or rank in self.launch.spec.ranks_log
 
     def _meet_stem(self, message: inside.Message) -> None:
         if message.get("version") != inside.VERSION:
