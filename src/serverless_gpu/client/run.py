@@ -95,6 +95,7 @@ class Run(Generic[R]):
         self._lock = threading.RLock()
         self._display: Display | None = None
         self._told: tuple[State, str] | None = None
+        self._ticked_ns = 0
 
     def __repr__(self) -> str:
         return f"<Run {self.id} {self._state}>"
@@ -229,6 +230,7 @@ class Run(Generic[R]):
                 self.cancel()
             raise
         finally:
+            display.finish()
             self._display = None
         return self._error(None)
 
@@ -279,13 +281,11 @@ class Run(Generic[R]):
                 left_s = None if deadline_ns is None else max(0.0, (deadline_ns - clock.boottime_ns()) / 1e9)
                 if self._channel is None:
                     return done()
-                display = self._display
-                tick_s = display.tick_s if display is not None else None
-                heard = self._hear(min((limit for limit in (left_s, tick_s) if limit is not None), default=None))
-                if not heard and left_s == 0:  # what is there already is heard in any case
+                tick_s = self._display.tick_s if self._display is not None else None
+                pause_s = min((limit for limit in (left_s, tick_s) if limit is not None), default=None)
+                if not self._hear(pause_s) and left_s == 0:  # what is there already is heard in any case
                     return done()
-                if not heard and display is not None and tick_s is not None:
-                    display.tick()
+                self._tick(clock.boottime_ns())
         finally:
             self._lock.release()
         return True
@@ -308,6 +308,14 @@ class Run(Generic[R]):
             self._take(received[0])
         self._tell_state()
         return True
+
+    def _tick(self, now_ns: int) -> None:
+        """Let the display do what is due, also while messages keep coming."""
+        display = self._display
+        if display is None or display.tick_s is None or now_ns - self._ticked_ns < display.tick_s * 1e9:
+            return
+        self._ticked_ns = now_ns
+        display.tick()
 
     def _tell_state(self) -> None:
         """Tell the display when the state, or what is waited for, is another one."""
