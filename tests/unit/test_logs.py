@@ -11,7 +11,7 @@ import pytest
 
 from serverless_gpu.ambient import format_clock
 from serverless_gpu.node import logs
-from serverless_gpu.node.logs import RankLog
+from serverless_gpu.node.logs import RankLog, hidden_tails
 from serverless_gpu.node.tail import KEPT_BYTES, Tail
 from serverless_gpu.testing import FakeClock
 
@@ -361,3 +361,16 @@ def test_F49_the_tail_of_many_small_pieces_is_bounded_and_in_order() -> None:
 def test_characters_cut_by_the_bounds_of_the_tail_are_replaced(rank: Rank) -> None:
     rank.flood("ä".encode() * 300_000)
     assert rank.log.tail() == "ä" * 2_000
+
+
+def test_hidden_tails_are_those_of_ranks_not_shown_first_the_ones_to_blame_and_bounded(rank: Rank) -> None:
+    hidden = {number: RankLog(number, rank.directory, None, FakeClock()) for number in range(12)}
+    for number, log in hidden.items():
+        if number != 2:
+            os.write(log.write_ends()[0], b"x\n" * 30 + b"y" * 600 + b"%d\n" % number)
+        log.close()
+    rank.write(b"seen\n")
+    rank.drain()
+    tails = hidden_tails({3: rank.log, **{number: log for number, log in hidden.items() if number != 3}}, [9, 3, 2, 77])
+    assert list(tails) == [9, 0, 1, 4, 5, 6, 7, 8]
+    assert tails[9] == "x\n" * 19 + "y" * 499 + "9"

@@ -26,6 +26,7 @@ from serverless_gpu.units import format_bytes
 _NOTEBOOK = "serverless_gpu.client.notebook"
 _REDRAW_S = 0.05
 _GLIMPSE_TICK_S = 1.0
+_LIVE_CHARACTERS_MAX = 2_000
 
 
 class Display:
@@ -183,7 +184,7 @@ class TerminalDisplay(Display):
             if sum(len(shown[taken].open_rows) for taken in keys) < LIVE_ROWS_MAX:
                 keys.append(key)
         rows = [
-            f"[rank {rank}] {safe(row, tty=True)}"
+            f"[rank {rank}] {safe(row[:_LIVE_CHARACTERS_MAX], tty=True)}"
             for rank, stream in sorted(keys)
             for row in shown[rank, stream].open_rows
         ]

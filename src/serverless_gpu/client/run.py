@@ -187,7 +187,7 @@ class Run(Generic[R]):
         return self._receipt
 
     def logs(self, rank: int = 0, stream: str = "stdout") -> str:
-        """Return what a rank has written so far.
+        """Return what a rank has written so far, all that is kept of it: up to 1 GiB.
 
         Args:
             rank: global rank.

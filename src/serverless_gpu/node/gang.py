@@ -44,9 +44,6 @@ from serverless_gpu.units import format_bytes
 
 RESULT_BYTES_MAX = 16 << 30
 _HOLDS_AT_ONCE = 200  # a packet carries 253 descriptors at most
-_TAILS_MAX = 8
-_TAIL_LINES = 20
-_TAIL_LINE_CHARACTERS_MAX = 500
 
 _FAILURE_REASONS = {
     "exception": Reason.RANK_RAISED,
@@ -137,8 +134,8 @@ class Gang:
         for start in range(0, len(holds), _HOLDS_AT_ONCE):
             self._say({"op": "hold"}, holds[start : start + _HOLDS_AT_ONCE])
         for rank in range(self.launch.world_size):
-            shown = viewer if self._is_shown(rank) else None
-            log = self.logs[rank] = RankLog(rank, directory / "logs", shown, SystemClock())
+            shown = spec.ranks_log is None or rank in spec.ranks_log
+            log = self.logs[rank] = RankLog(rank, directory / "logs", viewer if shown else None, SystemClock())
             self._say({"op": "rank", "rank": rank, "env": self._environment(rank, devices, port)}, log.write_ends())
             log.close_write_ends()
         context = self.launch.context
@@ -197,21 +194,6 @@ class Gang:
         for log in self.logs.values():
             log.tend()
 
-    def hidden_tails(self, first: Sequence[int]) -> dict[int, str]:
-        """Return the last output of a few ranks that were not shown live.
-
-        Args:
-            first: ranks to begin with, whose story it is.
-        """
-        tails: dict[int, str] = {}
-        for rank in dict.fromkeys([*first, *self.logs]):
-            if len(tails) >= _TAILS_MAX:
-                break
-            if rank in self.logs and not self._is_shown(rank):
-                text = self.logs[rank].tail(_TAIL_LINES, _TAIL_LINE_CHARACTERS_MAX)
-                tails.update({rank: text} if text else {})
-        return tails
-
     def out_of_memory(self) -> bool:
         """Return whether the kernel ended a process of this attempt for memory."""
         return self.memory is not None and self.memory.out_of_memory()
@@ -228,9 +210,6 @@ class Gang:
         if self.stem_pidfd >= 0:
             os.close(self.stem_pidfd)
         self.channel.close()
-
-    def _is_shown(self, rank: int) -> bool:
-        return self.launch.spec.ranks_log is None or rank in self.launch.spec.ranks_log
 
     def _meet_stem(self, message: inside.Message) -> None:
         if message.get("version") != inside.VERSION:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from serverless_gpu.ambient import Clock, format_clock
@@ -40,6 +40,9 @@ _READS_PER_TURN = 16
 _CLOSING_TURNS_MAX = 64
 _TAIL_LINES = 50
 _TAIL_LINE_CHARACTERS_MAX = 2_000
+_HIDDEN_RANKS_MAX = 8
+_HIDDEN_LINES = 20
+_HIDDEN_LINE_CHARACTERS_MAX = 500
 
 
 class RankLog:
@@ -69,6 +72,11 @@ class RankLog:
     def unshown_bytes(self) -> int:
         """Return how much was not shown live to anybody, though somebody watched this rank."""
         return 0 if self._live is None else self._live.skipped_bytes
+
+    @property
+    def shown(self) -> bool:
+        """Return whether this rank is shown live."""
+        return self._live is not None
 
     @property
     def behind(self) -> bool:
@@ -141,6 +149,21 @@ class RankLog:
         self._tail.add(stream.name, data)
         if self._live is not None:
             self._live.take(stream.name, data, kept, now_ns)
+
+
+def hidden_tails(logs: Mapping[int, RankLog], first: Sequence[int]) -> dict[int, str]:
+    """Return the last output of a few ranks that were not shown live, for when a run has failed.
+
+    Args:
+        logs: all of them, by rank.
+        first: ranks to begin with, whose story it is.
+    """
+    tails: dict[int, str] = {}
+    for rank in dict.fromkeys([*first, *logs]):
+        if rank in logs and not logs[rank].shown and len(tails) < _HIDDEN_RANKS_MAX:
+            text = logs[rank].tail(_HIDDEN_LINES, _HIDDEN_LINE_CHARACTERS_MAX)
+            tails.update({rank: text} if text else {})
+    return tails
 
 
 class _Allowance:

@@ -57,6 +57,7 @@ from serverless_gpu.node.gate import GatePolicy, Verdict, verify
 from serverless_gpu.node.gpus import Provider
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.inside.channel import Channel
+from serverless_gpu.node.logs import hidden_tails
 from serverless_gpu.node.rendezvous import NoPort, reserve_port
 from serverless_gpu.node.reservation import Reservation
 from serverless_gpu.node.watchers import Audience, Watcher
@@ -395,7 +396,8 @@ class Supervisor:
         if self._gang is None or self._attempt.state is not State.FAILED:
             return {}
         blamed = (self._attempt.cause, *self._attempt.failures)
-        return self._gang.hidden_tails([item.rank for item in blamed if item is not None and item.rank is not None])
+        first = [failure.rank for failure in blamed if failure is not None and failure.rank is not None]
+        return hidden_tails(self._gang.logs, first)
 
     # --- watchers and output -------------------------------------------------------------------------------------
 
