@@ -112,6 +112,7 @@ def flood(directory: str) -> dict[str, object]:
     run._display = ear  # as `follow` does with a display that prints
     run.wait()
     run.results()
+    run.receipt()  # after it nobody writes there any more
     (begun_ns,), (ended_ns,) = stamps(directory, "flooding", 1), stamps(directory, "flooded", 1)
     late_ms = [(heard_ns - said_ns) / 1e6 for said_ns, heard_ns in ear.lines if begun_ns < said_ns < ended_ns]
     shutil.rmtree(run.directory.parent)

@@ -208,6 +208,15 @@ def test_F50_bars_below_each_other_on_a_terminal(terminal: Terminal, clock: Fake
     assert terminal.rows() == ["[rank 0] epochs: 100%|█| 2/2 [00:00<00:00, 4894.1", "[rank 0] done", ""]
 
 
+def test_a_bar_that_is_cleared_leaves_no_row(terminal: Terminal, clock: FakeClock) -> None:
+    made = TerminalDisplay(quiet=False, clock=clock)
+    made.output(0, "stderr", "\router\n\rinner\x1b[A")
+    assert terminal.rows() == ["[rank 0] outer", "[rank 0] inner"]
+    clock.advance(1)
+    made.output(0, "stderr", "\n\r     \r\x1b[A")
+    assert terminal.rows() == ["[rank 0] outer"]
+
+
 def test_text_without_a_newline_is_seen_at_once(terminal: Terminal) -> None:
     made = TerminalDisplay(quiet=False)
     made.output(0, "stdout", "loading …")

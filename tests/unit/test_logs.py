@@ -171,6 +171,7 @@ def test_F49_one_turn_takes_only_so_much(rank: Rank) -> None:
     pid = os.fork()
     if pid == 0:
         try:
+            os.close(rank.log.readers()[0][0])  # so that it ends if the test fails
             os.write(fd, b"x" * (3 * turn_bytes))  # blocks until it is read
         finally:
             os._exit(0)
@@ -356,6 +357,10 @@ def test_F49_the_tail_of_many_small_pieces_is_bounded_and_in_order() -> None:
     assert kept < 2 * (KEPT_BYTES + 4096)
     assert tail.last("stderr", 7) == b"\n99999\n"
     assert tail.last("stderr", 0) == b""
+    for number in range(100_000):
+        tail.add(("stdout", "stderr")[number % 2], b"%d\n" % number)
+    assert tail.text(3, 2_000) == "99997\n99998\n99999"
+    assert len(tail.last("stdout", 1 << 30)) <= 512 * 6, "pieces that cannot grow together are bounded by number"
 
 
 def test_characters_cut_by_the_bounds_of_the_tail_are_replaced(rank: Rank) -> None:

@@ -83,7 +83,8 @@ def test_bars_below_each_other_stay_open_while_they_move() -> None:
     assert [row[:12] for row in made.open_rows] == ["epochs:   0%", "steps: 100%|"]
     assert made.settle(60 * S) == [], "the cursor rests on the first: nobody has left it"
     assert made.feed(NESTED[cut - 45 :], 61 * S) == []
-    assert made.settle(62 * S) == ["epochs: 100%|█| 2/2 [00:00<00:00, 4894.1", "done"]
+    assert made.settle(62 * S) == []
+    assert made.settle(64 * S) == ["epochs: 100%|█| 2/2 [00:00<00:00, 4894.1", "done"]
 
 
 def test_three_bars_below_each_other() -> None:
@@ -96,8 +97,27 @@ def test_three_bars_below_each_other() -> None:
 def test_after_bars_lines_are_final_at_once_again() -> None:
     made = Screen()
     made.feed(NESTED, 0)
-    made.settle(S)
-    assert made.feed("first\nsecond\n", S) == ["first", "second"]
+    made.settle(9 * S)
+    assert made.feed("first\n\nsecond\n", 9 * S) == ["first", "", "second"]
+
+
+def test_a_bar_may_leave_a_row_free_above_it() -> None:
+    made = Screen()
+    made.feed("\ra1\n\n\rc1\x1b[A\x1b[A", 0)
+    assert made.feed("\ra2\n\n\rc2\x1b[A\x1b[A", 0) == []
+    assert made.open_rows == ["a2", "c2"]
+
+
+@pytest.mark.parametrize("end", ["\n", "\x1b[B"])
+def test_bars_of_somebody_who_rests_below_them(end: str) -> None:
+    made = Screen()
+    printed = made.feed("\ra0\n\rb0\n", 0)
+    for number in range(1, 50):
+        printed += made.feed(f"\x1b[2A\r\x1b[2Ka{number}{end}\r\x1b[2Kb{number}\n", number * S)
+        printed += made.settle(number * S + S // 2)
+    assert printed == ["a0"], "nobody could know yet that it would be drawn again"
+    assert made.open_rows[-2:] == ["a49", "b49"]
+    assert made.settle(99 * S)[-2:] == ["a49", "b49"]
 
 
 def test_F50_rows_are_bounded() -> None:

@@ -16,6 +16,7 @@ import re
 ROWS_MAX = 10
 LINE_CHARACTERS_MAX = 64 << 10
 HELD_S = 0.3  # the time between a newline and the way up again
+_HELD_AGAIN_S = 3.0  # once somebody has gone up: some draw all their bars and rest below them
 GLIMPSE_S = 10.0
 
 _TOKEN = re.compile(r"\n|\r|\x1b\[(?P<count>[0-9]{0,3})(?P<move>[ABEF])|\x1b\[[01]?G|\x1b\[[02]?K|[^\n\r\x1b]+|\x1b")
@@ -33,7 +34,7 @@ class Row:
     def __init__(self) -> None:
         self.text = ""
         self.rewritten = False
-        self.left_ns: int | None = None
+        self.left_ns = 0  # when the cursor went below it
         self._from_start = False
         self._cut = 0
 
@@ -112,7 +113,7 @@ class Screen:
         lines: list[str] = []
         for match in _TOKEN.finditer(text, 0, len(text) - len(self._pending)):
             if match[0] == "\n":
-                lines += self._newline(now_ns)
+                lines += self._newline()
             else:
                 self._draw(match)
         if not self.moving:
@@ -123,11 +124,9 @@ class Screen:
 
     def settle(self, now_ns: int) -> list[str]:
         """Return lines that are final because nobody came back to them for a while."""
+        held_ns = (_HELD_AGAIN_S if self._goes_up else HELD_S) * 1e9
         lines: list[str] = []
-        while self._cursor > 0:
-            left_ns = self._rows[0].left_ns
-            if left_ns is None or now_ns - left_ns < HELD_S * 1e9:
-                break
+        while self._cursor > 0 and now_ns - self._rows[0].left_ns >= held_ns:
             lines += self._commit(1)
         return lines
 
@@ -160,15 +159,16 @@ class Screen:
     def _move(self, direction: str, count: int) -> None:
         up = direction in "AF"
         self._goes_up = self._goes_up or up
-        self._cursor = max(0, min(len(self._rows) - 1, self._cursor + (-count if up else count)))
-        for row in self._rows[self._cursor :]:
-            row.left_ns = None
+        before = self._cursor
+        self._cursor = max(0, min(len(self._rows) - 1, before + (-count if up else count)))
+        for row in self._rows[before : self._cursor]:
+            row.left_ns = self.touched_ns
         if direction in "EF":
             self._rows[self._cursor].go_to_start()
 
-    def _newline(self, now_ns: int) -> list[str]:
+    def _newline(self) -> list[str]:
         row = self._rows[self._cursor]
-        row.left_ns = now_ns
+        row.left_ns = self.touched_ns
         self._cursor += 1
         if self._cursor == len(self._rows):
             self._rows.append(Row())
