@@ -23,6 +23,7 @@ from typing import Literal
 import pytest
 
 from serverless_gpu import distributed
+from serverless_gpu.client.display import Display
 from serverless_gpu.errors import RankCrashed
 from tests.local.observe import LIMIT_S, run_script, supervisor, wait_for
 from tests.local.ranks import announce, rank_number, wait_for_file
@@ -216,23 +217,37 @@ def test_F49_lines_of_others_come_through_live_during_a_flood(where: str) -> Non
         while not Path(where, "heard").exists():
             os.write(1, block)
 
-    class Ear:
+    class Ear(Display):
         """Lets the flood go on until the line has come."""
-
-        tick_s = None
 
         def output(self, rank: int, stream: str, text: str) -> None:
             if rank == 1 and "heard?" in text:
                 Path(where, "heard").touch()
 
-        def __getattr__(self, name: str) -> object:
-            return lambda *_: None
-
     run = train.submit(where)
-    run._display = Ear()  # type: ignore[assignment]  # all of a display that this test needs
+    run._display = Ear()
     assert run.wait(timeout=LIMIT_S)
-    run._display = None
     assert run.results() == [None, None]
+
+
+def test_F49_what_is_missing_is_said_while_the_rank_is_silent(where: str) -> None:
+    def train(where: str) -> None:
+        os.write(1, (b"x" * 99 + b"\n") * 50_000)
+        wait_for_file(where, "told")
+
+    class Ear(Display):
+        """Ends the run when it has been told how much is missing."""
+
+        missing = 0
+
+        def skipped(self, rank: int, stream: str, bytes_: int, lost: bool) -> None:
+            self.missing += bytes_
+            Path(where, "told").touch()
+
+    run = distributed(gpus=1, quiet=True)(train).submit(where)
+    ear = run._display = Ear()
+    assert run.wait(timeout=LIMIT_S)
+    assert run.results() == [None] and 0 < ear.missing < 5 * MB
 
 
 def test_F49_who_did_not_read_is_told_how_much_is_missing(where: str, capfd: pytest.CaptureFixture[str]) -> None:
