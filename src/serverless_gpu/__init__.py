@@ -42,6 +42,7 @@ _HOMES = {
     "session": "serverless_gpu.client.session",
     "GPUType": "serverless_gpu.compute",
     "Receipt": "serverless_gpu.model.ledger",
+    "load_ipython_extension": "serverless_gpu.client.magic",  # %load_ext serverless_gpu
 }
 _ROOMS = ("compute", "errors", "launcher", "ray", "runtime", "testing")
 
