@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import re
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from typing import Any
 
 import nbformat
 from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError
+from nbclient.exceptions import CellExecutionError, DeadKernelError
 
 LIMIT_S = 60
 LOOK_S = 0.02
@@ -35,7 +36,7 @@ class Shown:
     """What one cell showed, while it runs and after."""
 
     def __init__(self, cell: Any) -> None:
-        self._cell = cell
+        self.cell = cell
 
     def text(self, stream: str | None = None) -> str:
         """Return what was written to stdout, to stderr, or to both."""
@@ -63,7 +64,7 @@ class Shown:
         return _COLOUR.sub("", "\n".join(lines))
 
     def _outputs(self, kind: str) -> list[Any]:
-        return [output for output in self._cell.outputs if output["output_type"] == kind]
+        return [output for output in self.cell.outputs if output["output_type"] == kind]
 
 
 class Kernel:
@@ -84,28 +85,67 @@ class Kernel:
         """Return the kernel's process."""
         return int(self._manager.provisioner.pid)
 
-    def run(self, source: str, *, interrupt_when: Callable[[Shown], object] | None = None) -> Shown:
+    def run(
+        self,
+        source: str,
+        *,
+        interrupt_when: Callable[[Shown], object] | None = None,
+        look: Callable[[Shown], None] | None = None,
+    ) -> Shown:
         """Run a cell to its end, and return what it showed; an exception is shown, not raised.
 
         Args:
             source: its text.
             interrupt_when: press "interrupt" as soon as this is true.
+            look: called again and again while the cell runs.
         """
-        return self._runner.run(self._run(source, interrupt_when))
+        return self._runner.run(self._run(source, interrupt_when, look))
 
-    async def _run(self, source: str, interrupt_when: Callable[[Shown], object] | None) -> Shown:
-        cell = nbformat.v4.new_code_cell(source)
-        self._client.nb.cells.append(cell)
-        task = asyncio.ensure_future(self._client.async_execute_cell(cell, len(self._client.nb.cells) - 1))
-        shown = Shown(cell)
-        if interrupt_when is not None:
-            while not interrupt_when(shown):
-                assert not task.done(), f"the cell ended before it could be interrupted: {cell.outputs}"
-                await asyncio.sleep(LOOK_S)
-            await self._manager.interrupt_kernel()
+    def interrupt(self) -> None:
+        """Press "interrupt"."""
+        self._runner.run(self._manager.interrupt_kernel())
+
+    def shut_down(self) -> None:
+        """Ask the kernel to end, as closing a notebook does."""
+        self._runner.run(self._manager.shutdown_kernel())
+
+    def die(self, source: str, *, when: Callable[[], object]) -> None:
+        """Run a cell, and kill the kernel when it has come so far."""
+        self._runner.run(self._die(source, when))
+
+    async def _run(
+        self,
+        source: str,
+        interrupt_when: Callable[[Shown], object] | None,
+        look: Callable[[Shown], None] | None,
+    ) -> Shown:
+        shown, task = self._start(source)
+        while not task.done():
+            if look is not None:
+                look(shown)
+            if interrupt_when is not None and interrupt_when(shown):
+                interrupt_when = None
+                await self._manager.interrupt_kernel()
+            await asyncio.wait([task], timeout=LOOK_S)
+        assert interrupt_when is None, f"the cell ended before it could be interrupted: {shown.cell.outputs}"
         with suppress(CellExecutionError):
-            await task
+            task.result()
         return shown
+
+    async def _die(self, source: str, when: Callable[[], object]) -> None:
+        _, task = self._start(source)
+        while not when():
+            assert not task.done(), "the cell ended before its kernel was killed"
+            await asyncio.sleep(LOOK_S)
+        os.kill(self.pid, signal.SIGKILL)
+        with suppress(DeadKernelError):
+            await task
+
+    def _start(self, source: str) -> tuple[Shown, asyncio.Task[object]]:
+        cell = nbformat.v4.new_code_cell(source)
+        cells = self._client.nb.cells
+        cells.append(cell)
+        return Shown(cell), asyncio.ensure_future(self._client.async_execute_cell(cell, len(cells) - 1))
 
 
 @contextmanager
@@ -116,6 +156,8 @@ def started(directory: Path, **environ: str) -> Iterator[Kernel]:
         directory: the kernel's working directory.
         environ: variables for the kernel beside this process's own.
     """
+    ours = ("SERVERLESS_GPU_", "SGPU_", "PYTEST_")
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     with tempfile.TemporaryDirectory(prefix="sgk-", dir="/tmp") as own:
         spec = Path(own) / "kernels" / "under_test"
         spec.mkdir(parents=True)
@@ -132,7 +174,9 @@ def started(directory: Path, **environ: str) -> Iterator[Kernel]:
                     resources={"metadata": {"path": str(directory)}},
                 )
                 stack = AsyncExitStack()
-                runner.run(stack.enter_async_context(client.async_setup_kernel(env={**os.environ, **environ})))
+                runner.run(
+                    stack.enter_async_context(client.async_setup_kernel(env={**inherited, **jupyter, **environ}))
+                )
                 try:
                     yield Kernel(runner, client)
                 finally:

@@ -132,6 +132,9 @@ class NotebookDisplay(Display):
 
     def skipped(self, rank: int, stream: str, bytes_: int, lost: bool) -> None:
         """Print how much is missing and where it is."""
+        text = self._texts.get((rank, stream))
+        if text is not None and not text.progress:  # what comes next is not the rest of that line
+            self._print(rank, stream, text.finish())
         where = "dropped" if lost else f"not shown; all of it is in {self._logs / f'{rank}.{stream}'}"
         _write("stderr", f"[rank {rank}] — {format_bytes(bytes_)} {where} —\n")
 
@@ -164,7 +167,8 @@ class NotebookDisplay(Display):
         """Print the last lines of ranks, tagged like any others."""
         for rank, tail in tails.items():
             self.say(f"last output of rank {rank}:")
-            self._print(rank, "stderr", tail.split("\n"))
+            text = RankText()
+            self._print(rank, "stderr", [*text.feed(tail), *text.finish()])
 
     def receipt(self, receipt: Receipt) -> None:
         """Let the status become the receipt."""
