@@ -367,7 +367,7 @@ def test_the_html_of_a_receipt_has_every_row_and_escapes_what_users_wrote() -> N
     assert "<script" not in page and "http" not in page
     rows = re.findall(r"<td[^>]*>([^<]*)</td><td[^>]*>([^<]*)</td>", page)
     assert [label for label, _ in rows] == [
-        "devices", "cost", "time", "start", "memory", "gate", "quarantined", "tags", "notes",
+        "devices", "cost", "time", "start", "peak memory", "gate", "quarantined", "tags", "notes",
     ]  # fmt: skip
     assert dict(rows)["cost"] == "371.0 GPU-seconds, 0.31 USD"
 
@@ -383,7 +383,7 @@ def test_a_notebook_shows_a_receipt_as_table_and_as_text() -> None:
     BARE._repr_pretty_(printer, False)
     assert printer.written == BARE.text()
     assert BARE._repr_html_() == BARE.html()
-    assert [label for label in ("memory", "gate", "tags") if f">{label}<" in BARE.html()] == []
+    assert [label for label in ("peak memory", "gate", "tags") if f">{label}<" in BARE.html()] == []
 
 
 def test_a_receipt_holds_no_control_characters_and_no_endless_line() -> None:

@@ -25,6 +25,8 @@ from serverless_gpu.errors import UsageError
 # What `distributed_cell` gives each rank.
 GIVEN = frozenset({"rank", "world_size"})
 
+# Python itself reads these where a class or an annotation stands, and each rank has its own.
+_OF_ANY_MODULE = {"__name__", "__annotations__"}
 _SHELL_LINE = re.compile(r"\s*(?:[%!]|[\w, ]+=\s*[%!]|[\w.]*\?{1,2}\s*$)")
 _NOW = {"LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "DELETE_NAME"}
 _SIMPLE = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Import, ast.ImportFrom)
@@ -175,7 +177,8 @@ def _code(statement: ast.stmt) -> CodeType:
 
 
 def _reads(code: CodeType) -> set[str]:
-    return {name for operation, name in _operations(code) if operation in _NOW or operation == "LOAD_GLOBAL"}
+    read = {name for operation, name in _operations(code) if operation in _NOW or operation == "LOAD_GLOBAL"}
+    return read - _OF_ANY_MODULE
 
 
 def _stores(code: CodeType) -> set[str]:

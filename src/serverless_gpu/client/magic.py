@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import keyword
 import shlex
 import traceback
 from collections.abc import Callable, Iterator
@@ -128,7 +129,7 @@ def parse_line(line: str) -> tuple[dict[str, object], str]:
         word, joined, value = words.pop(0).partition("=")
         if word in ("-o", "--output"):
             output = _value(word, value if joined else words)
-            if not output.isidentifier():
+            if not output.isidentifier() or keyword.iskeyword(output):
                 raise InvalidOption(f"{word} needs the name of a variable, not {output!r}")
             continue
         name = _option(word)

@@ -221,7 +221,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
             ("cost", _cost_text(self)),
             ("time", _segments_text(self.segments)),
             ("start", _start_text(self)),
-            ("memory", _memory_text(self.peak_memory_bytes)),
+            ("peak memory", _memory_text(self.peak_memory_bytes).removeprefix("peak memory ")),
             ("gate", self.gate),
             ("quarantined", ", ".join(self.quarantined)),
             ("tags", ", ".join(f"{key}={value}" for key, value in sorted(self.tags.items()))),

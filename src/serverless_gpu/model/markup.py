@@ -22,6 +22,8 @@ _COLOURS = {
 _BOX = "font-size:13px;line-height:1.45;margin:2px 0 4px 0;"
 _FAINT = "opacity:0.7;"
 _MONO = "font-family:monospace;white-space:pre;overflow-x:auto;"
+# Colour and size are named because tables do not take the page's own in every front end.
+_TABLE = "border-collapse:collapse;border:none;margin:4px 0 0 0;color:inherit;font-size:inherit;"
 _EDGE = "border:none;border-top:1px solid rgba(128,128,128,0.3);background:transparent;vertical-align:top;"
 _LABEL = f"{_EDGE}{_FAINT}text-align:left;padding:2px 16px 2px 0;white-space:nowrap;"
 _VALUE = f"{_EDGE}text-align:left;padding:2px 0;white-space:normal;"
@@ -46,7 +48,7 @@ def table(state: str, sentence: str, rows: Sequence[tuple[str, str]]) -> str:
         f'<td style="{_VALUE}">{escape(value)}</td></tr>'
         for label, value in rows
     )
-    body = f'<table style="border-collapse:collapse;border:none;margin:4px 0 0 0;">{cells}</table>' if cells else ""
+    body = f'<table style="{_TABLE}">{cells}</table>' if cells else ""
     return f'<div style="{_BOX}">{_heading(state, sentence)}{body}</div>'
 
 
