@@ -8,10 +8,12 @@ import linecache
 import sys
 import types
 from collections.abc import Iterator
+from types import CodeType, FunctionType
+from typing import cast
 
 import pytest
 
-from serverless_gpu.client.cells import compile_cell, ends_silently, names_needed
+from serverless_gpu.client.cells import Cell, compile_cell, ends_silently, names_needed
 from serverless_gpu.errors import UsageError
 from serverless_gpu.node.inside import payload
 from serverless_gpu.node.inside.call import distributed_cell
@@ -76,17 +78,17 @@ def test_names_that_are_needed(text: str, needed: set[str]) -> None:
 def test_only_what_is_needed_travels() -> None:
     lr, unused, model = [0.1], object(), object()
     namespace: dict[str, object] = {"lr": lr, "unused": unused, "model": model, "rank": "mine", "__name__": "__main__"}
-    cell = compile_cell("%%distributed", "model = lr\nmodel, rank, max", namespace, name=NAME)
-    assert payload.referenced_globals(cell.notebook) == {"lr": lr}
-    assert cell.notebook.__globals__ is namespace  # shared with the notebook's functions when it travels
+    _, _, notebook = compile_cell("%%distributed", "model = lr\nmodel, rank, max", namespace, name=NAME)
+    assert payload.referenced_globals(notebook) == {"lr": lr}
+    assert notebook.__globals__ is namespace  # shared with the notebook's functions when it travels
 
 
 def test_a_cell_goes_there_and_back_and_its_functions_share_its_names() -> None:
     namespace: dict[str, object] = {"__name__": "__main__", "__builtins__": __builtins__}
     exec("def step():\n    return scale + offset\noffset = 1", namespace)
     cell = compile_cell("%%distributed", "scale = rank * 10\nstep()", namespace, name=NAME)
-    body, last, notebook = payload.loads(payload.dumps(tuple(cell)))  # type: ignore[misc]  # what was dumped
-    assert distributed_cell(body, last, notebook, rank=3, world_size=4) == 31
+    there = Cell(*cast("tuple[CodeType, CodeType | None, FunctionType]", payload.loads(payload.dumps(tuple(cell)))))
+    assert distributed_cell(*there, rank=3, world_size=4) == 31
     assert "scale" not in namespace
 
 
