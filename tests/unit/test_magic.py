@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 
 import pytest
 
@@ -11,12 +12,19 @@ from serverless_gpu.client.magic import VALUES, parse_line
 from serverless_gpu.errors import InvalidOption
 from serverless_gpu.model.spec import Options
 
+REFERENCE = (Path(__file__).parents[2] / "docs" / "reference.md").read_text(encoding="utf-8")
+
 
 def test_every_option_of_distributed_can_be_written_or_is_left_out_on_purpose() -> None:
     options = {*inspect.signature(distributed).parameters, *Options.__annotations__} - {"options"}
     # An alias, and one whose only use is to be switched off.
     assert options - VALUES.keys() == {"num_gpus", "tracking"}
     assert VALUES.keys() - options == set()
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_every_option_of_the_magic_is_in_the_reference(name: str) -> None:
+    assert f"`--{name.replace('_', '-')}`" in REFERENCE
 
 
 @pytest.mark.parametrize(
