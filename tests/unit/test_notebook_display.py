@@ -38,7 +38,7 @@ class Cell:
     def __init__(self, *, quiet: bool = False) -> None:
         self.clock = FakeClock()
         self.screen = Screen()
-        self.display = NotebookDisplay(quiet=quiet, logs=Path("/logs"), clock=self.clock, screen=self.screen)
+        self.display = NotebookDisplay(quiet=quiet, logs=Path("/logs"), clock=self.clock, status=self.screen)
 
     def pass_time(self, seconds: float) -> None:
         """Let time pass, ticks as often as the display wants them."""

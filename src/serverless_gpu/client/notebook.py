@@ -35,14 +35,14 @@ _COLOUR_CODE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _ENDED = ("SUCCEEDED", "FAILED", "CANCELLED", "TIMED_OUT", "BUDGET_STOPPED", "LOST")
 
 
-class Screen(Protocol):
+class StatusOutput(Protocol):
     """One output of a cell."""
 
     def show(self, bundle: dict[str, str]) -> None:
         """Show this, in place of what was shown before; may raise anything."""
 
 
-class CellOutput:
+class KernelOutput:
     """One output of the cell that runs, by way of IPython."""
 
     def __init__(self) -> None:
@@ -65,15 +65,15 @@ class _Handle(Protocol):
 
 
 class Status:
-    """What a screen shows, changed a few times a second at most.
+    """What an output shows, changed a few times a second at most.
 
     Args:
-        screen: where it is shown.
+        output: where it is shown.
         clock: where time comes from.
     """
 
-    def __init__(self, screen: Screen, clock: Clock) -> None:
-        self._screen = screen
+    def __init__(self, output: StatusOutput, clock: Clock) -> None:
+        self._output = output
         self._clock = clock
         self._shown: dict[str, str] = {}
         self._shown_ns = 0
@@ -94,7 +94,7 @@ class Status:
             return
         self._shown, self._shown_ns = bundle, now_ns
         try:
-            self._screen.show(bundle)
+            self._output.show(bundle)
         except Exception:  # noqa: BLE001 - the front end may be gone, and user code may replace any part of it
             self.broken = True
 
@@ -106,18 +106,18 @@ class NotebookDisplay(Display):
         quiet: show nothing of our own (rank output is still shown).
         logs: where the whole output of the ranks is.
         clock: where time comes from.
-        screen: where the status is shown.
+        status: where the status is shown.
     """
 
     tick_s: float | None = _TICK_S
 
     def __init__(
-        self, *, quiet: bool, logs: Path = Path("logs"), clock: Clock | None = None, screen: Screen | None = None
+        self, *, quiet: bool, logs: Path = Path("logs"), clock: Clock | None = None, status: StatusOutput | None = None
     ) -> None:
         self._quiet = quiet
         self._logs = logs
         self._clock = clock or SystemClock()
-        self._status = Status(screen or CellOutput(), self._clock)
+        self._status = Status(status or KernelOutput(), self._clock)
         self._texts: dict[tuple[int, str], RankText] = {}
         self._state, self._sentence = "QUEUED", ""
         self._running_ns: int | None = None
