@@ -79,6 +79,11 @@ class Status:
         self._shown_ns = 0
         self.broken = False
 
+    @property
+    def due(self) -> bool:
+        """Return whether enough time has passed since the last change."""
+        return not self._shown or self._clock.boottime_ns() - self._shown_ns >= _TICK_S * 1e9
+
     def show(self, plain: str, page: str, *, now: bool) -> None:
         """Show something else, unless that was done a moment ago.
 
@@ -88,11 +93,9 @@ class Status:
             now: do it in any case.
         """
         bundle = {"text/plain": plain, "text/html": page}
-        now_ns = self._clock.boottime_ns()
-        early = bool(self._shown) and now_ns - self._shown_ns < _TICK_S * 1e9
-        if self.broken or self._shown == bundle or (early and not now):
+        if self.broken or self._shown == bundle or not (now or self.due):
             return
-        self._shown, self._shown_ns = bundle, now_ns
+        self._shown, self._shown_ns = bundle, self._clock.boottime_ns()
         try:
             self._output.show(bundle)
         except Exception:  # noqa: BLE001 - the front end may be gone, and user code may replace any part of it
@@ -190,8 +193,8 @@ class NotebookDisplay(Display):
             _write(stream, "".join(f"[rank {rank}] {line}\n" for line in lines))
 
     def _show(self) -> None:
-        if self._quiet:
-            return
+        if self._quiet or not (self._finished or self._status.due):
+            return  # asked for with every piece of output
         state, sentence, lines = self._state, self._told(), self._progress()
         plain = "\n".join([f"{state} {sentence}".strip(), *lines])
         self._status.show(plain, markup.status(state, sentence, lines), now=self._finished)
