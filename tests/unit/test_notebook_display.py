@@ -81,6 +81,17 @@ def test_a_run_from_its_queue_to_its_receipt() -> None:
     assert cell.screen.shown[-1]["text/html"] == FULL.html()
 
 
+def test_the_receipt_stands_whatever_comes_after_it() -> None:
+    cell = Cell()
+    cell.display.state("SUCCEEDED", "")
+    cell.display.finish()
+    cell.display.receipt(FULL)
+    cell.display.finish()
+    cell.display.state("SUCCEEDED", "late")
+    cell.pass_time(1)
+    assert cell.screen.plain[-1] == FULL.text()
+
+
 def test_a_run_that_starts_at_once_shows_no_queue() -> None:
     cell = Cell()
     cell.display.state("QUEUED", "")

@@ -126,6 +126,7 @@ class NotebookDisplay(Display):
         self._running_ns: int | None = None
         self._ran_ms: int | None = None
         self._finished = False
+        self._accounted = False  # the receipt stands, and nothing comes after it
 
     def output(self, rank: int, stream: str, text: str) -> None:
         """Print the whole lines of what a rank wrote; show the line it redraws in the status."""
@@ -177,12 +178,13 @@ class NotebookDisplay(Display):
         """Let the status become the receipt."""
         if self._quiet:
             return
+        self._accounted = True
         self._status.show(receipt.text(), receipt.html(), now=True)
         if self._status.broken:
             _write("stderr", "".join(f"serverless-gpu: {line}\n" for line in receipt.text().splitlines()))
 
     def finish(self) -> None:
-        """Print lines that never got their newline, and the last state."""
+        """Print lines that never got their newline, and show the last state; a second call does nothing."""
         for (rank, stream), text in self._texts.items():
             self._print(rank, stream, text.finish())
         self._finished = True
@@ -193,7 +195,7 @@ class NotebookDisplay(Display):
             _write(stream, "".join(f"[rank {rank}] {line}\n" for line in lines))
 
     def _show(self) -> None:
-        if self._quiet or not (self._finished or self._status.due):
+        if self._quiet or self._accounted or not (self._finished or self._status.due):
             return  # asked for with every piece of output
         state, sentence, lines = self._state, self._told(), self._progress()
         plain = "\n".join([f"{state} {sentence}".strip(), *lines])
