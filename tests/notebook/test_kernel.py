@@ -255,6 +255,19 @@ def test_autoreload_brings_an_edited_module_to_functions_defined_before(kernel: 
     kernel.run("%autoreload 0")
 
 
+def test_a_held_session_works_in_a_notebook(kernel: Kernel) -> None:
+    shown = kernel.run(
+        "import serverless_gpu\n"
+        'with serverless_gpu.session(gpus=2, gpu_type="H100") as session:\n'
+        "    results = session.distributed(work, 4)\n"
+        "results"
+    )
+    assert shown.error == ("", "")
+    assert shown.result == "[0, 4]"
+    assert len(shown.displayed()) == 1
+    assert "[rank 0] rank 0 works" in shown.text("stdout")
+
+
 # --- event loops, processes -------------------------------------------------------------------------------------------
 
 
