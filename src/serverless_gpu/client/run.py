@@ -241,9 +241,9 @@ class Run(Generic[R]):
             return
         started_ns = SystemClock().boottime_ns()
         self.cancel()
-        display.finish()
-        display.say("cancelling; press Ctrl-C again to leave at once")
         try:
+            display.finish()
+            display.say("cancelling; press Ctrl-C again to leave at once")
             self._hear_until(lambda: self._receipt is not None or self._channel is None, None)
         except KeyboardInterrupt:
             display.say(f"left; run {self.id} is still being cancelled")
