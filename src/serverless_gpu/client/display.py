@@ -10,7 +10,6 @@ where output is missing, too: stdout is the user's data.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -198,8 +197,8 @@ def make_display(*, quiet: bool, logs: Path) -> Display:
         quiet: show nothing of our own.
         logs: where the whole output of the ranks is.
     """
-    if _in_kernel() and importlib.util.find_spec(_NOTEBOOK) is not None:
-        # By name: it imports from here, and IPython's display machinery is heavy.
+    if _in_kernel():
+        # By name: it imports from here.
         module = importlib.import_module(_NOTEBOOK)
         return cast("Display", module.NotebookDisplay(quiet=quiet, logs=logs))
     return TerminalDisplay(quiet=quiet, logs=logs)

@@ -22,7 +22,8 @@ from typing import Protocol
 
 from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.client.display import Display
-from serverless_gpu.client.progress import RankText
+from serverless_gpu.client.screen import Screen
+from serverless_gpu.client.terminal import safe
 from serverless_gpu.model import markup
 from serverless_gpu.model.ledger import Receipt
 from serverless_gpu.units import format_bytes, format_duration_ms
@@ -121,7 +122,7 @@ class NotebookDisplay(Display):
         self._logs = logs
         self._clock = clock or SystemClock()
         self._status = Status(status or KernelOutput(), self._clock)
-        self._texts: dict[tuple[int, str], RankText] = {}
+        self._screens: dict[tuple[int, str], Screen] = {}
         self._state, self._sentence = "QUEUED", ""
         self._running_ns: int | None = None
         self._ran_ms: int | None = None
@@ -130,16 +131,16 @@ class NotebookDisplay(Display):
 
     def output(self, rank: int, stream: str, text: str) -> None:
         """Print the whole lines of what a rank wrote; show the line it redraws in the status."""
-        lines = self._texts.setdefault((rank, stream), RankText())
-        self._print(rank, stream, lines.feed(text))
+        screen = self._screens.setdefault((rank, stream), Screen())
+        self._print(rank, stream, screen.feed(text, self._clock.boottime_ns()))
         self._show()
 
     def skipped(self, rank: int, stream: str, bytes_: int, lost: bool) -> None:
         """Print how much is missing and where it is."""
-        text = self._texts.get((rank, stream))
-        if text is not None and not text.progress:  # what comes next is not the rest of that line
-            self._print(rank, stream, text.finish())
-        where = "dropped" if lost else f"not shown; all of it is in {self._logs / f'{rank}.{stream}'}"
+        screen = self._screens.get((rank, stream))
+        if screen is not None and not screen.moving:  # what comes next is not the rest of that line
+            self._print(rank, stream, self._screens.pop((rank, stream)).end())
+        where = "dropped" if lost else f"not shown (too fast for a screen), in {self._logs / f'{rank}.{stream}'}"
         _write("stderr", f"[rank {rank}] — {format_bytes(bytes_)} {where} —\n")
 
     def say(self, sentence: str) -> None:
@@ -163,16 +164,16 @@ class NotebookDisplay(Display):
 
     def tick(self) -> None:
         """Print lines that have waited for long enough, and let time pass in the status."""
-        for (rank, stream), text in self._texts.items():
-            self._print(rank, stream, text.settle())
+        now_ns = self._clock.boottime_ns()
+        for (rank, stream), screen in self._screens.items():
+            self._print(rank, stream, screen.settle(now_ns))
         self._show()
 
     def failure(self, tails: Mapping[int, str]) -> None:
         """Print the last lines of ranks, tagged like any others."""
         for rank, tail in tails.items():
-            self.say(f"last output of rank {rank}:")
-            text = RankText()
-            self._print(rank, "stderr", [*text.feed(tail), *text.finish()])
+            self.say(f"last output of rank {rank}, all of it in {self._logs}:")
+            self._print(rank, "stderr", tail.split("\n"))
 
     def receipt(self, receipt: Receipt) -> None:
         """Let the status become the receipt."""
@@ -185,14 +186,16 @@ class NotebookDisplay(Display):
 
     def finish(self) -> None:
         """Print lines that never got their newline, and show the last state; a second call does nothing."""
-        for (rank, stream), text in self._texts.items():
-            self._print(rank, stream, text.finish())
+        for (rank, stream), screen in self._screens.items():
+            self._print(rank, stream, screen.end())
+        self._screens.clear()
         self._finished = True
         self._show()
 
     def _print(self, rank: int, stream: str, lines: list[str]) -> None:
         if lines:
-            _write(stream, "".join(f"[rank {rank}] {line}\n" for line in lines))
+            # A kernel's front end may be a terminal: `jupyter console`.
+            _write(stream, "".join(f"[rank {rank}] {safe(line, tty=True)}\n" for line in lines))
 
     def _show(self) -> None:
         if self._quiet or self._accounted or not (self._finished or self._status.due):
@@ -215,9 +218,9 @@ class NotebookDisplay(Display):
     def _progress(self) -> list[str]:
         """Return the lines that ranks redraw, one for each rank."""
         bars: dict[int, list[str]] = {}
-        for (rank, _), text in sorted(self._texts.items()):
-            if text.progress:
-                bars.setdefault(rank, []).append(_printable(text.progress))
+        for (rank, _), screen in sorted(self._screens.items()):
+            if screen.moving:
+                bars.setdefault(rank, []).extend(_printable(row) for row in screen.open_rows)
         shown = [
             f"rank {rank}  {'  '.join(told)}"[:_PROGRESS_CHARACTERS_MAX]
             for rank, told in list(bars.items())[:_RANKS_MAX]
@@ -231,7 +234,7 @@ class NotebookDisplay(Display):
 
 def _printable(line: str) -> str:
     """Return a progress line without colours and control characters."""
-    return "".join(char for char in _COLOUR_CODE.sub("", line) if char.isprintable())
+    return "".join(char for char in _COLOUR_CODE.sub("", line) if char.isprintable()).strip()
 
 
 def _write(stream: str, text: str) -> None:
