@@ -220,13 +220,14 @@ def test_a_package_installed_in_a_cell_is_seen_by_ranks_that_start_warm(
     # Before: the ranks look for it, so that whatever they remember about that directory would show afterwards.
     assert kernel.run("uses.distributed()").error[0] == "ModuleNotFoundError"
     wait_for(lambda: zygote_is_ready(at_home), "the zygote is ready")
-    zygotes = agent_status(at_home)
+    before = agent_status(at_home)
     installed = kernel.run(f"%pip install --quiet --no-index --no-deps --target {site} {wheel}")
     assert installed.error == ("", "")
     assert (site / "small_package_of_a_test.py").exists(), installed.text()
     shown = kernel.run("run = uses.submit(); run.results(), run.receipt().warm, run.receipt().warm_reason")
     assert shown.result == "([42, 42], True, '')"
-    assert agent_status(at_home) == zygotes
+    after = agent_status(at_home)
+    assert before is not None and after is not None and after.zygotes == before.zygotes
 
 
 def test_a_helper_module_that_was_edited_and_reloaded_is_new_in_the_ranks(kernel: Kernel, folder: Path) -> None:
