@@ -7,7 +7,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 CODE := $(wildcard src tests scripts examples benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all check format bench gpu-check clean distclean
+.PHONY: help venv demo notebook test test-all check format bench gpu-check clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,6 +39,14 @@ $(VENV)/.installed-examples: $(VENV)/.installed
 	@echo "installing into $(VENV): what the examples with transformers, peft and accelerate need"
 	@$(INSTALL) -e '.[examples]'
 	@touch $@
+
+$(VENV)/.installed-notebook: $(VENV)/.installed
+	@echo "installing into $(VENV): JupyterLab"
+	@$(INSTALL) -e '.[notebook]'
+	@touch $@
+
+notebook: $(VENV)/.installed-notebook ## open the quickstart in JupyterLab
+	@$(BIN)/jupyter lab examples/quickstart.ipynb
 
 demo: venv ## train a small model on 2 ranks, no GPU needed
 	@$(BIN)/python examples/digits_ddp.py

@@ -136,6 +136,28 @@ def pickle_tensor(directory: str) -> dict[str, object]:
     return {"ms": (got_ns - started_ns) / 1e6, "read_ms": (read_ns - started_ns) / 1e6}
 
 
+def drained_pipe(directory: str) -> dict[str, object]:
+    """A child writes 4 GiB into a pipe, this process reads it and writes it to /dev/null."""
+    read_fd, write_fd = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.close(read_fd)
+            ranks.stamp(directory, "flooding", 0)
+            ranks.pour(write_fd, ranks.FLOOD_BYTES)
+            ranks.stamp(directory, "flooded", 0)
+        finally:
+            os._exit(0)
+    os.close(write_fd)
+    with open(os.devnull, "wb", buffering=0) as null:
+        while data := os.read(read_fd, 1 << 16):
+            null.write(data)
+    os.close(read_fd)
+    os.waitpid(child, 0)
+    (begun_ns,), (ended_ns,) = stamps(directory, "flooding", 1), stamps(directory, "flooded", 1)
+    return {"ms": (ended_ns - begun_ns) / 1e6, "gb_per_s": ranks.FLOOD_BYTES / (ended_ns - begun_ns)}
+
+
 def imports(directory: str) -> dict[str, object]:
     """Three fresh interpreters in turn: nothing, the package, the decorator."""
     programs = {

@@ -13,9 +13,10 @@ import torch
 from benchmarks import ranks
 from benchmarks.ranks import GIGABYTE, RANKS, now_ns, stamps
 from serverless_gpu import Run, distributed
+from serverless_gpu.client.display import Display
 from serverless_gpu.errors import RankCrashed
 from serverless_gpu.node.inside import payload
-from serverless_gpu.testing import stop_agent
+from serverless_gpu.testing import agent_status, stop_agent
 
 _two = distributed(gpus=RANKS, gpu_type="CPU", quiet=True)
 _one = distributed(gpus=1, gpu_type="CPU", quiet=True)
@@ -24,6 +25,7 @@ _first_line = _two(ranks.first_line)
 _make_tensor = _one(ranks.make_tensor)
 _die_beside_sleeper = _two(ranks.die_beside_sleeper)
 _die_beside_collective = _two(ranks.die_beside_collective)
+_flood = distributed(gpus=RANKS, gpu_type="CPU", quiet=True, ranks_log="all")(ranks.flood)
 _fake_nap = distributed(gpus=RANKS, gpu_type="H100", quiet=True)(ranks.nap)
 
 
@@ -101,6 +103,48 @@ def payload_tensor(directory: str) -> dict[str, object]:
     os.unlink(path)
     os.sync()
     return {"ms": (got_ns - started_ns) / 1e6, "read_ms": (read_ns - started_ns) / 1e6}
+
+
+def flood(directory: str) -> dict[str, object]:
+    """Rank 0 writes 4 GiB: how long that takes it; meanwhile rank 1's lines, and the supervisor's memory."""
+    run = _flood.submit(directory, ranks.FLOOD_BYTES)
+    ear = _Ear(run.id)
+    run._display = ear  # as `follow` does with a display that prints
+    run.wait()
+    run.results()
+    run.receipt()  # after it nobody writes there any more
+    (begun_ns,), (ended_ns,) = stamps(directory, "flooding", 1), stamps(directory, "flooded", 1)
+    late_ms = [(heard_ns - said_ns) / 1e6 for said_ns, heard_ns in ear.lines if begun_ns < said_ns < ended_ns]
+    shutil.rmtree(run.directory.parent)
+    os.sync()
+    return {
+        "ms": (ended_ns - begun_ns) / 1e6,
+        "gb_per_s": ranks.FLOOD_BYTES / (ended_ns - begun_ns),
+        "late_ms": max(late_ms),
+        "supervisor_mb": ear.supervisor_mb,
+    }
+
+
+class _Ear(Display):
+    """Hears when rank 1's lines arrive, and looks at the supervisor's memory then."""
+
+    def __init__(self, run_id: str) -> None:
+        self.lines: list[tuple[int, int]] = []
+        self.supervisor_mb = 0.0
+        self._run_id = run_id
+        self._status: Path | None = None
+
+    def output(self, rank: int, stream: str, text: str) -> None:
+        if rank != 1:
+            return
+        heard_ns = now_ns()
+        self.lines += [(int(line), heard_ns) for line in text.split()]
+        if self._status is None:
+            status = agent_status(_home())
+            told = next(told for told in (status.attempts if status else ()) if self._run_id in told)
+            self._status = Path("/proc") / told.partition("supervisor pid ")[2].split()[0] / "status"
+        peak = self._status.read_text(encoding="ascii").partition("VmHWM:")[2].split()[0]
+        self.supervisor_mb = max(self.supervisor_mb, int(peak) * 1024 / 1e6)
 
 
 def _killed(run: Run[None], directory: str) -> dict[str, object]:

@@ -23,6 +23,8 @@ GIGABYTE = 1 << 30
 NAP_S = 60.0
 POLL_S = 0.002
 SETTLED_S = 0.2
+FLOOD_BYTES = 4 << 30
+LINE_S = 0.02
 
 
 def now_ns() -> int:
@@ -97,6 +99,29 @@ def die_beside_collective(directory: str) -> None:
     if _rank() == 0:
         dist.barrier()
     _die(directory)
+
+
+def flood(directory: str, size: int) -> None:
+    """Rank 0 writes as fast as it can; rank 1 says what time it is, until that is over."""
+    if _rank() == 0:
+        await_stamp(directory, "enter", 1)
+        stamp(directory, "flooding", 0)
+        pour(1, size)
+        stamp(directory, "flooded", 0)
+        return
+    stamp(directory, "enter", 1)
+    while not (Path(directory) / "flooded-0").exists():
+        os.write(1, b"%d\n" % now_ns())
+        time.sleep(LINE_S)
+
+
+def pour(fd: int, size: int) -> None:
+    """Write so many bytes, in blocks of short lines."""
+    block = (b"x" * 63 + b"\n") * (1 << 14)
+    for _ in range(size // len(block)):
+        written = 0
+        while written < len(block):
+            written += os.write(fd, block[written:] if written else block)
 
 
 def make_tensor(directory: str, size: int) -> torch.Tensor:

@@ -21,6 +21,8 @@ KILLED_MS_MAX = 100.0
 CANCEL_MS_MAX = 200.0
 TENSOR_FASTER_MIN = 3.0
 IMPORT_MS_MAX = 60.0
+FLOOD_RATIO_MAX = 2.0
+FLOOD_MB_MAX = 100.0
 
 
 class Stage:
@@ -229,6 +231,26 @@ def imports(quick: bool) -> Row:
         )
 
 
+def flood(quick: bool) -> Row:
+    """One rank writes 4 GiB as fast as it can, another a line now and then, which is shown live."""
+    with Stage(("ours.flood", "neighbours.drained_pipe"), ("a pipe read by Python into /dev/null",)) as stage:
+        stage.play(2 if quick else 10)
+        ours = stage.timing(0, "rank 0: first byte → last byte written")
+        pipe = stage.timing(1, "a pipe read by Python into /dev/null")
+        memory_mb = max(stage.timing(0, "", "supervisor_mb").values)
+        rate, raw = (stage.timing(index, "", "gb_per_s").median for index in (0, 1))
+        return Row(
+            name="log flood: a rank writes 4 GiB",
+            ours=ours,
+            against=(pipe,),
+            bar=f"≤ {FLOOD_RATIO_MAX:g}× the pipe, supervisor ≤ {FLOOD_MB_MAX:.0f} MB",
+            met=ours.median <= FLOOD_RATIO_MAX * pipe.median and memory_mb <= FLOOD_MB_MAX,
+            value=f"{rate:.1f} GB/s against {raw:.1f}, supervisor {memory_mb:.0f} MB",
+            also=(stage.timing(0, "rank 1 writes a line → the caller has it, worst of a round", "late_ms"),),
+            problems=stage.problems(),
+        )
+
+
 ROWS: dict[str, Callable[[bool], Row]] = {
     "warm": warm,
     "back-to-back": back_to_back,
@@ -239,6 +261,7 @@ ROWS: dict[str, Callable[[bool], Row]] = {
     "tensor": tensor,
     "payload": payload,
     "import": imports,
+    "log-flood": flood,
 }
 
 

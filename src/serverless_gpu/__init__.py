@@ -42,15 +42,14 @@ _HOMES = {
     "session": "serverless_gpu.client.session",
     "GPUType": "serverless_gpu.compute",
     "Receipt": "serverless_gpu.model.ledger",
+    "load_ipython_extension": "serverless_gpu.client.magic",  # %load_ext serverless_gpu
 }
 _ROOMS = ("compute", "errors", "launcher", "ray", "runtime", "testing")
 
 
 def __getattr__(name: str) -> object:
     if name in _HOMES:
-        value: object = getattr(importlib.import_module(_HOMES[name]), name)
-        globals()[name] = value
-        return value
+        return globals().setdefault(name, getattr(importlib.import_module(_HOMES[name]), name))
     if name in _ROOMS:
         return importlib.import_module(f"serverless_gpu.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,57 +1,89 @@
-"""What a person sees: whole lines tagged with their rank, our own sentences on stderr."""
+"""What a person sees: whole lines tagged with their rank, our own sentences on stderr, bars redrawn on a terminal."""
 
 from __future__ import annotations
 
+import io
 import sys
+import types
+from pathlib import Path
 
 import pytest
 
-from serverless_gpu.client.display import Display
+from serverless_gpu.client import display
+from serverless_gpu.client.display import TerminalDisplay, make_display
+from serverless_gpu.client.live_block import LIVE_ROWS_MAX
 from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.model.ledger import Receipt, Segments
+from serverless_gpu.testing import FakeClock
+from tests.tiny_terminal import screen
+from tests.unit.test_screen import NESTED
 
 Captured = pytest.CaptureFixture[str]
 
 
+class Terminal(io.StringIO):
+    """stdout and stderr of a person at a terminal of 80 columns."""
+
+    def isatty(self) -> bool:
+        return True
+
+    def rows(self) -> list[str]:
+        return screen(self.getvalue())
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    made = Terminal()
+    # Not sys.stdout itself: pytest puts its own back between a fixture and its test.
+    monkeypatch.setattr(display, "_target", lambda stream: made)
+    monkeypatch.setenv("TERM", "xterm")
+    return made
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
 def test_lines_are_tagged_and_go_where_they_were_written(capsys: Captured) -> None:
-    display = Display(quiet=False)
-    display.output(0, "stdout", "a\nb\n")
-    display.output(1, "stderr", "c\n")
+    made = TerminalDisplay(quiet=False)
+    made.output(0, "stdout", "a\nb\n")
+    made.output(1, "stderr", "c\n")
     assert capsys.readouterr() == ("[rank 0] a\n[rank 0] b\n", "[rank 1] c\n")
 
 
 def test_a_line_is_printed_when_it_is_whole(capsys: Captured) -> None:
-    display = Display(quiet=False)
-    display.output(0, "stdout", "lo")
-    display.output(1, "stdout", "other\n")
-    display.output(0, "stderr", "err")
+    made = TerminalDisplay(quiet=False)
+    made.output(0, "stdout", "lo")
+    made.output(1, "stdout", "other\n")
+    made.output(0, "stderr", "err")
     assert capsys.readouterr() == ("[rank 1] other\n", "")
-    display.output(0, "stdout", "ss\nne")
+    made.output(0, "stdout", "ss\nne")
     assert capsys.readouterr() == ("[rank 0] loss\n", "")
-    display.finish()
-    display.finish()
+    made.finish()
+    made.finish()
     assert capsys.readouterr() == ("[rank 0] ne\n", "[rank 0] err\n")
 
 
 def test_empty_lines_are_lines(capsys: Captured) -> None:
-    Display(quiet=False).output(3, "stdout", "\n\n")
+    TerminalDisplay(quiet=False).output(3, "stdout", "\n\n")
     assert capsys.readouterr().out == "[rank 3] \n[rank 3] \n"
 
 
 @pytest.mark.parametrize(("quiet", "said"), [(False, "serverless-gpu: waiting\n"), (True, "")])
 def test_our_own_sentences_can_be_left_out(capsys: Captured, quiet: bool, said: str) -> None:
-    display = Display(quiet=quiet)
-    display.say("waiting")
-    display.output(0, "stdout", "still shown\n")
+    made = TerminalDisplay(quiet=quiet)
+    made.say("waiting")
+    made.output(0, "stdout", "still shown\n")
     assert capsys.readouterr() == ("[rank 0] still shown\n", said)
 
 
 def test_without_a_terminal_nothing_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", None)
     monkeypatch.setattr(sys, "stderr", None)
-    display = Display(quiet=False)
-    display.output(0, "stdout", "x\n")
-    display.say("y")
+    made = TerminalDisplay(quiet=False)
+    made.output(0, "stdout", "x\n")
+    made.say("y")
 
 
 def test_a_receipt_is_said_line_by_line(capsys: Captured) -> None:
@@ -78,8 +110,196 @@ def test_a_receipt_is_said_line_by_line(capsys: Captured) -> None:
         facts=4,
         world_size=1,
     )
-    Display(quiet=False).receipt(receipt)
+    TerminalDisplay(quiet=False).receipt(receipt)
     out, err = capsys.readouterr()
     assert (out, err) == ("", "".join(f"serverless-gpu: {line}\n" for line in receipt.text().splitlines()))
-    Display(quiet=True).receipt(receipt)
+    TerminalDisplay(quiet=True).receipt(receipt)
     assert capsys.readouterr() == ("", "")
+
+
+# --- into a file or a pipe -------------------------------------------------------------------------------------------
+
+
+def test_F50_text_goes_into_a_file_as_it_is(capsys: Captured) -> None:
+    TerminalDisplay(quiet=False).output(0, "stdout", "\x1b[31mred \x1b]52;c;x\x07\u202e\n")
+    assert capsys.readouterr().out == "[rank 0] \x1b[31mred \x1b]52;c;x\x07\u202e\n"
+
+
+def test_F50_a_bar_in_a_file_is_its_final_state(capsys: Captured, clock: FakeClock) -> None:
+    made = TerminalDisplay(quiet=False, clock=clock)
+    for percent in range(101):
+        made.output(0, "stderr", f"\r{percent:3d}%")
+        made.tick()
+    assert capsys.readouterr().err == ""
+    made.output(0, "stderr", "\n")
+    clock.advance(0.3)
+    made.tick()
+    assert capsys.readouterr().err == "[rank 0] 100%\n"
+    assert made.tick_s is None
+
+
+def test_F50_a_long_bar_in_a_file_is_shown_every_ten_seconds(capsys: Captured, clock: FakeClock) -> None:
+    made = TerminalDisplay(quiet=False, clock=clock)
+    for second in range(25):
+        made.output(0, "stderr", f"\r{second} s")
+        assert made.tick_s == 1.0
+        made.tick()
+        clock.advance(1)
+    made.finish()
+    assert capsys.readouterr().err == "[rank 0] 10 s\n[rank 0] 20 s\n[rank 0] 24 s\n"
+
+
+def test_F50_bars_below_each_other_in_a_file(capsys: Captured, clock: FakeClock) -> None:
+    made = TerminalDisplay(quiet=False, clock=clock)
+    for character in NESTED:
+        made.output(0, "stderr", character)
+        made.tick()
+    made.finish()
+    assert capsys.readouterr().err == "[rank 0] epochs: 100%|█| 2/2 [00:00<00:00, 4894.1\n[rank 0] done\n"
+
+
+def test_a_stream_that_cannot_encode_a_character_gets_it_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="latin-1"))
+    TerminalDisplay(quiet=False).output(0, "stdout", "ä █\nnext\n")
+    assert raw.getvalue() == b"[rank 0] \xe4 \\u2588\n[rank 0] next\n"
+
+
+# --- on a terminal ---------------------------------------------------------------------------------------------------
+
+
+def test_F50_lines_on_a_terminal_keep_colours_only(terminal: Terminal) -> None:
+    TerminalDisplay(quiet=False).output(0, "stdout", "\x1b[31mred\x1b]52;c;x\x07\u202e\n\x07\n")
+    assert terminal.getvalue() == "[rank 0] \x1b[31mred\\u202e\x1b[0m\n[rank 0] \\x07\n"
+
+
+def test_F50_a_bar_is_redrawn_in_place_below_all_lines(terminal: Terminal, clock: FakeClock) -> None:
+    made = TerminalDisplay(quiet=False, clock=clock)
+    for percent in range(0, 101, 10):
+        clock.advance(1)
+        made.output(0, "stderr", f"\r{percent}%")
+        made.output(1, "stdout", f"line at {percent}\n")
+    lines = [f"[rank 1] line at {percent}" for percent in range(0, 101, 10)]
+    assert terminal.rows() == [*lines, "[rank 0] 100%"]
+    made.say("a sentence")
+    assert terminal.rows() == [*lines, "serverless-gpu: a sentence", "[rank 0] 100%"]
+    made.output(0, "stderr", "\n")
+    made.finish()
+    assert terminal.rows() == [*lines, "serverless-gpu: a sentence", "[rank 0] 100%", ""]
+
+
+def test_F50_one_bar_that_moves_is_one_carriage_return_and_no_line(terminal: Terminal, clock: FakeClock) -> None:
+    made = TerminalDisplay(quiet=False, clock=clock)
+    made.output(0, "stderr", "\r44%")
+    clock.advance(1)
+    made.output(0, "stderr", "\r45%")
+    assert terminal.getvalue() == "\r[rank 0] 44%\x1b[K\r[rank 0] 45%\x1b[K"
+
+
+def test_F50_bars_below_each_other_on_a_terminal(terminal: Terminal, clock: FakeClock) -> None:
+    made = TerminalDisplay(quiet=False, clock=clock)
+    seen = set()
+    for character in NESTED:
+        clock.advance(0.01)
+        made.output(0, "stderr", character)
+        seen.add(tuple(row[9:21] for row in terminal.rows()))
+    assert ("epochs:   0%", "steps:  50%|") in seen
+    made.finish()
+    assert terminal.rows() == ["[rank 0] epochs: 100%|█| 2/2 [00:00<00:00, 4894.1", "[rank 0] done", ""]
+
+
+def test_a_bar_that_is_cleared_leaves_no_row(terminal: Terminal, clock: FakeClock) -> None:
+    made = TerminalDisplay(quiet=False, clock=clock)
+    made.output(0, "stderr", "\router\n\rinner\x1b[A")
+    assert terminal.rows() == ["[rank 0] outer", "[rank 0] inner"]
+    clock.advance(1)
+    made.output(0, "stderr", "\n\r     \r\x1b[A")
+    assert terminal.rows() == ["[rank 0] outer"]
+
+
+def test_text_without_a_newline_is_seen_at_once(terminal: Terminal) -> None:
+    made = TerminalDisplay(quiet=False)
+    made.output(0, "stdout", "loading …")
+    assert terminal.rows() == ["[rank 0] loading …"]
+    made.output(0, "stdout", " done\n")
+    assert terminal.rows() == ["[rank 0] loading … done", ""]
+
+
+def test_redrawing_is_not_done_for_every_piece(terminal: Terminal, clock: FakeClock) -> None:
+    made = TerminalDisplay(quiet=False, clock=clock)
+    for number in range(1000):
+        made.output(0, "stderr", f"\r{number}")
+    assert terminal.getvalue().count("[rank 0]") == 1
+    assert made.tick_s is not None
+    clock.advance(made.tick_s)
+    made.tick()
+    assert terminal.rows() == ["[rank 0] 999"]
+    assert made.tick_s is None, "nothing more is due"
+
+
+def test_F50_a_live_row_fits_the_terminal(terminal: Terminal) -> None:
+    TerminalDisplay(quiet=False).output(0, "stderr", "\r\x1b[32m" + "日" * 100)
+    assert terminal.getvalue() == "\r[rank 0] \x1b[32m" + "日" * 35 + "\x1b[0m\x1b[K"
+
+
+def test_the_ranks_that_wrote_last_have_the_live_rows(terminal: Terminal, clock: FakeClock) -> None:
+    made = TerminalDisplay(quiet=False, clock=clock)
+    for rank in range(20):
+        clock.advance(1)
+        made.output(rank, "stderr", f"\rbar of {rank}")
+    assert terminal.rows() == [f"[rank {rank}] bar of {rank}" for rank in range(20 - LIVE_ROWS_MAX, 20)]
+    made.finish()
+    assert len(terminal.rows()) == 21, "the others are printed at the end, too"
+
+
+def test_a_dumb_terminal_is_not_redrawn(terminal: Terminal, monkeypatch: pytest.MonkeyPatch, clock: FakeClock) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    made = TerminalDisplay(quiet=False, clock=clock)
+    made.output(0, "stderr", "\r10%\r20%\x07\n")
+    made.finish()
+    assert terminal.getvalue() == "[rank 0] 20%\\x07\n"
+
+
+def test_a_bar_on_stderr_while_stdout_is_a_file(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = io.StringIO()
+    monkeypatch.setattr(display, "_target", lambda stream: file if stream == "stdout" else terminal)
+    made = TerminalDisplay(quiet=False)
+    made.output(0, "stderr", "\r10%")
+    made.output(0, "stdout", "partial")
+    assert (terminal.rows(), file.getvalue()) == (["[rank 0] 10%"], "")
+    made.output(0, "stdout", " whole\x07\n")
+    assert file.getvalue() == "[rank 0] partial whole\x07\n"
+
+
+# --- what is missing, and what was hidden ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_F49_missing_output_is_said_where_it_is_missing(capsys: Captured, quiet: bool) -> None:
+    made = TerminalDisplay(quiet=quiet, logs=Path("/run/logs"))
+    made.output(0, "stdout", "whole\ncut o")
+    made.skipped(0, "stdout", 3_100_000_000, False)
+    made.skipped(0, "stdout", 41_200_000_000, True)
+    made.output(0, "stdout", "next\n")
+    assert capsys.readouterr() == (
+        "[rank 0] whole\n[rank 0] cut o\n[rank 0] next\n",
+        "[rank 0] — 3.1 GB not shown (too fast for a screen), in /run/logs/0.stdout —\n[rank 0] — 41.2 GB dropped —\n",
+    )
+
+
+def test_hidden_ranks_are_shown_when_the_run_failed(capsys: Captured) -> None:
+    made = TerminalDisplay(quiet=False, logs=Path("/run/logs"))
+    made.failure({3: "first\nlast", 1: "other"})
+    assert capsys.readouterr().err == (
+        "serverless-gpu: last output of rank 3, all of it in /run/logs:\n[rank 3] first\n[rank 3] last\n"
+        "serverless-gpu: last output of rank 1, all of it in /run/logs:\n[rank 1] other\n"
+    )
+
+
+def test_the_notebooks_display_is_for_kernels_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("IPython")
+    monkeypatch.setitem(sys.modules, "IPython", module)
+    monkeypatch.setattr(module, "get_ipython", lambda: None, raising=False)
+    assert type(make_display(quiet=True, logs=Path("logs"))) is TerminalDisplay
+    monkeypatch.setattr(module, "get_ipython", lambda: object())
+    assert type(make_display(quiet=True, logs=Path("logs"))) is TerminalDisplay

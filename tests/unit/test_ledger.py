@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from fractions import Fraction
 
@@ -353,6 +354,36 @@ def test_a_receipt_leaves_out_what_is_not_known_and_says_unpriced() -> None:
 def test_a_receipt_says_what_the_devices_were(kind: DeviceKind, gpus: tuple[str, ...], text: str) -> None:
     receipt = msgspec.structs.replace(BARE, kind=kind, gpus=gpus, gpu_type="H100")
     assert receipt.text().splitlines()[1] == text
+
+
+HOSTILE = "<script>alert(\"x\")</script> & 'y'"
+ESCAPED = "&lt;script&gt;alert(&quot;x&quot;)&lt;/script&gt; &amp; &#x27;y&#x27;"
+
+
+def test_the_html_of_a_receipt_has_every_row_and_escapes_what_users_wrote() -> None:
+    receipt = msgspec.structs.replace(FULL, tags={HOSTILE: "v"}, gate=HOSTILE, notes=(HOSTILE,), reason=HOSTILE)
+    page = receipt.html()
+    assert page.count(ESCAPED) == 4
+    assert "<script" not in page and "http" not in page
+    rows = re.findall(r"<td[^>]*>([^<]*)</td><td[^>]*>([^<]*)</td>", page)
+    assert [label for label, _ in rows] == [
+        "devices", "cost", "time", "start", "peak memory", "gate", "quarantined", "tags", "notes",
+    ]  # fmt: skip
+    assert dict(rows)["cost"] == "371.0 GPU-seconds, 0.31 USD"
+
+
+def test_a_notebook_shows_a_receipt_as_table_and_as_text() -> None:
+    class Printer:
+        written = ""
+
+        def text(self, text: str) -> None:
+            self.written += text
+
+    printer = Printer()
+    BARE._repr_pretty_(printer, False)
+    assert printer.written == BARE.text()
+    assert BARE._repr_html_() == BARE.html()
+    assert [label for label in ("peak memory", "gate", "tags") if f">{label}<" in BARE.html()] == []
 
 
 def test_a_receipt_holds_no_control_characters_and_no_endless_line() -> None:

@@ -302,6 +302,14 @@ def test_F01_the_stack_and_the_last_output_of_a_crashed_rank(directory: Path) ->
     assert isinstance(error, RankCrashed) and error.log_tail == "epoch 1\nepoch 2"
 
 
+def test_the_last_output_in_a_note_is_safe_for_a_terminal(directory: Path) -> None:
+    tail = "\x1b[31mred\n\x1b]52;c;x\x07clip\u202e"
+    ending = stopped(Reason.RANK_SIGNAL, "ended by SIGSEGV", rank=0, log_tail=tail)
+    error = make_exception(ending, directory, RUN, None)
+    assert error.__notes__ == ["last output of rank 0:\n\x1b[31mred\x1b[0m\nclip\\u202e"]
+    assert isinstance(error, RankCrashed) and error.log_tail == tail
+
+
 # --- results ---------------------------------------------------------------------------------------------------------
 
 

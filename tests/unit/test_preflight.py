@@ -11,6 +11,7 @@ import os
 import pickle
 import resource
 import threading
+import traceback
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 
 from serverless_gpu.client import preflight
+from serverless_gpu.client.failures import without_own_frames
 from serverless_gpu.errors import ArgumentMismatch, NotDistributable, NotPicklable, StorageError
 from serverless_gpu.node.inside import call, payload
 
@@ -390,3 +392,20 @@ def test_lines_of_cells_are_collected_and_bounded(tmp_path: Path, monkeypatch: p
     linecache.cache.clear()
     call.load_call(str(tmp_path / "call.pkl"))
     assert set(linecache.cache) == {"/tmp/ipykernel_0/1.py", "<cell 4>", "<cell 3>", "<cell 2>"}
+
+
+# --- how it is shown --------------------------------------------------------------------------------------------------
+
+
+class RefusesToTravel:
+    def __reduce__(self) -> str:
+        raise TypeError("not me")
+
+
+def test_frames_of_ours_are_left_out_of_a_refusal_and_the_users_stay(tmp_path: Path) -> None:
+    with pytest.raises(NotPicklable) as refused:
+        preflight.pack(str(tmp_path / "call.pkl"), plain, (RefusesToTravel(),), {})
+    cause = refused.value.__cause__
+    assert cause is not None and len(traceback.extract_tb(cause.__traceback__)) > 1
+    assert without_own_frames(refused.value) is refused.value
+    assert [frame.name for frame in traceback.extract_tb(cause.__traceback__)] == ["__reduce__"]

@@ -40,6 +40,19 @@ def read_all(channel: Channel) -> list[protocol.AnyMessage]:
         read.append(received[0])
 
 
+def skipped(size: int, *, lost: bool) -> protocol.Skipped:
+    return protocol.Skipped(rank=0, stream="stdout", bytes=size, lost=lost)
+
+
+def read_slowly(watcher: Watcher, channel: Channel) -> list[protocol.AnyMessage]:
+    """Read until nothing is queued any more."""
+    read: list[protocol.AnyMessage] = []
+    while watcher.waiting:
+        read += read_all(channel)
+        watcher.flush()
+    return read + read_all(channel)
+
+
 def fill(watcher: Watcher) -> int:
     """Talk until the peer takes no more; return how many messages were sent or queued."""
     count = 0
@@ -55,7 +68,7 @@ def test_what_is_said_arrives_in_order(ends: tuple[Watcher, Channel]) -> None:
     for message in said:
         watcher.say(message)
     assert read_all(peer) == said
-    assert (watcher.waiting, watcher.gone, watcher.dropped) == (False, False, 0)
+    assert (watcher.waiting, watcher.gone, watcher.dropped_bytes) == (False, False, 0)
 
 
 def test_who_does_not_read_is_waited_for_without_blocking(ends: tuple[Watcher, Channel]) -> None:
@@ -72,16 +85,40 @@ def test_F49_output_is_dropped_first_and_everything_else_is_kept(ends: tuple[Wat
     watcher, peer = ends
     count = fill(watcher)  # one of them is queued
     for number in range(QUEUED_OUTPUT_MAX + 9):
-        watcher.say(output(count + number))
+        watcher.show(output(count + number), 7, lost=number % 2 == 0)
     watcher.say(STOPPED)
-    assert (watcher.dropped, watcher.gone) == (10, False)
-    read: list[protocol.AnyMessage] = []
-    while watcher.waiting:
-        read += read_all(peer)
-        watcher.flush()
-    read += read_all(peer)
+    assert (watcher.dropped_bytes, watcher.gone) == (70, False)
     kept = [output(count + number) for number in range(QUEUED_OUTPUT_MAX - 1)]
-    assert read == [*(output(number, 40_000) for number in range(count)), *kept, STOPPED]
+    missing = [skipped(35, lost=False), skipped(35, lost=True)]
+    read = read_slowly(watcher, peer)
+    assert read[:-3] == [*(output(number, 40_000) for number in range(count)), *kept]
+    assert (sorted(read[-3:-1], key=str), read[-1]) == (missing, STOPPED), "it is said before the last word"
+
+
+def test_F49_who_reads_again_is_told_how_much_is_missing(ends: tuple[Watcher, Channel]) -> None:
+    watcher, peer = ends
+    count = fill(watcher)
+    for number in range(QUEUED_OUTPUT_MAX):
+        watcher.show(output(count + number, 40_000), 7, lost=False)
+    watcher.skip(0, "stdout", 1000, lost=False)
+    while len(watcher._queue) > QUEUED_OUTPUT_MAX // 2 + 1:
+        protocol.receive(peer)
+        watcher.flush()
+    watcher.show(output(-1), 7, lost=False)
+    assert watcher.dropped_bytes == 14, "half of the queue has to be read first"
+    assert read_slowly(watcher, peer)[-1] == skipped(1014, lost=False), "and it comes last"
+    watcher.show(output(-2), 7, lost=False)
+    assert read_all(peer) == [output(-2)]
+
+
+def test_F49_notices_of_missing_output_do_not_pile_up(ends: tuple[Watcher, Channel]) -> None:
+    watcher, peer = ends
+    fill(watcher)
+    for _ in range(10 * QUEUED_OUTPUT_MAX):
+        watcher.skip(0, "stdout", 1, lost=False)
+    assert len(watcher._queue) == QUEUED_OUTPUT_MAX
+    told = [message.bytes for message in read_slowly(watcher, peer) if isinstance(message, protocol.Skipped)]
+    assert sum(told) == 10 * QUEUED_OUTPUT_MAX
 
 
 def test_a_peer_that_is_gone_is_forgotten_with_what_it_was_to_hear(ends: tuple[Watcher, Channel]) -> None:

@@ -19,10 +19,11 @@ from typing import Generic, ParamSpec, TypeVar, Unpack, cast, overload
 
 import msgspec
 
+from serverless_gpu.client.failures import without_own_frames
 from serverless_gpu.client.launch import launch, prewarm, should_prewarm
 from serverless_gpu.client.preflight import check_function
 from serverless_gpu.client.run import Run
-from serverless_gpu.errors import InvalidOption, UnknownGpuType
+from serverless_gpu.errors import InvalidOption, ServerlessGpuError, UnknownGpuType
 from serverless_gpu.model.hardware import GpuType
 from serverless_gpu.model.spec import Options, RunSpec, make_spec
 from serverless_gpu.node.configuration import configured_types, read_configuration
@@ -77,7 +78,8 @@ class DistributedFunction(Generic[P, R]):
             Exception: what user code raised in the rank that failed first, as its own type.
             KeyboardInterrupt: Ctrl-C; the run was cancelled and its GPUs handed back.
         """
-        run = self._launch(args, kwargs)
+        __tracebackhide__ = True
+        run = self._start(args, kwargs)
         try:
             error = run.follow()
         except KeyboardInterrupt:
@@ -88,7 +90,8 @@ class DistributedFunction(Generic[P, R]):
 
     def submit(self, *args: P.args, **kwargs: P.kwargs) -> Run[R]:
         """Start the run and return its handle at once; raises as `distributed` does before a run starts."""
-        return self._launch(args, kwargs)
+        __tracebackhide__ = True
+        return self._start(args, kwargs)
 
     def map(self, items: Iterable[object], **kwargs: object) -> list[Run[R]]:
         """Start one run per item, the item as the first argument, and return their handles.
@@ -102,12 +105,20 @@ class DistributedFunction(Generic[P, R]):
         runs: list[Run[R]] = []
         try:
             for item in items:
-                runs.append(self._launch((item,), kwargs))
+                runs.append(self._start((item,), kwargs))
         except BaseException:
             for run in runs:
                 run.cancel()
             raise
         return runs
+
+    def _start(self, args: Sequence[object], kwargs: Mapping[str, object]) -> Run[R]:
+        """Launch a run; what refuses it is the caller's mistake, and our frames say nothing about that."""
+        __tracebackhide__ = True  # IPython and pytest leave such frames out
+        try:
+            return self._launch(args, kwargs)
+        except ServerlessGpuError as error:
+            raise without_own_frames(error) from error.__cause__
 
     def _launch(self, args: Sequence[object], kwargs: Mapping[str, object]) -> Run[R]:
         return launch(self.__wrapped__, args, kwargs, self.spec)

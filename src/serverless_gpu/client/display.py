@@ -1,54 +1,215 @@
 """What a person sees while a run goes on: rank lines, why it waits, the receipt.
 
-What ranks write goes to the stream they wrote it to, each line tagged with its rank; what we say goes to stderr.
+    Run.follow ──▶ Display ──┬─ TerminalDisplay   a terminal, a file, a pipe
+                             └─ NotebookDisplay   an IPython kernel (`notebook.py`)
+
+What ranks write goes to the stream they wrote it to, each line tagged with its rank; what we say goes to stderr, and
+where output is missing, too: stdout is the user's data.
 """
 
 from __future__ import annotations
 
-import contextlib
+import importlib
 import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TextIO, cast
 
+from serverless_gpu.ambient import Clock, SystemClock
+from serverless_gpu.client.live_block import LIVE_ROWS_MAX, Block, is_terminal, live_target, write
+from serverless_gpu.client.screen import HELD_S, Screen
+from serverless_gpu.client.terminal import safe
 from serverless_gpu.model.ledger import Receipt
+from serverless_gpu.units import format_bytes
+
+_NOTEBOOK = "serverless_gpu.client.notebook"
+_REDRAW_S = 0.05
+_GLIMPSE_TICK_S = 1.0
+_LIVE_CHARACTERS_MAX = 2_000
 
 
 class Display:
-    """Prints one run.
+    """What `Run.follow` talks to; one run, one thread.
 
-    Args:
-        quiet: print nothing of our own (rank output is still shown).
+    Attributes:
+        tick_s: how often `tick` wants to be called while nothing comes, or None; it may change with every call.
     """
 
-    def __init__(self, *, quiet: bool) -> None:
-        self._quiet = quiet
-        self._partial: dict[tuple[int, str], str] = {}
+    tick_s: float | None = None
 
     def output(self, rank: int, stream: str, text: str) -> None:
-        """Print the whole lines of what a rank wrote and keep the rest."""
-        key = (rank, stream)
-        *lines, self._partial[key] = (self._partial.get(key, "") + text).split("\n")
-        if lines:
-            self._write(stream, "".join(f"[rank {rank}] {line}\n" for line in lines))
+        """Take what a rank wrote, in pieces of any size.
+
+        Args:
+            rank: global rank.
+            stream: ``"stdout"`` or ``"stderr"``.
+            text: what it wrote, decoded.
+        """
+
+    def skipped(self, rank: int, stream: str, bytes_: int, lost: bool) -> None:
+        """Take that output is missing here.
+
+        Args:
+            rank: global rank.
+            stream: ``"stdout"`` or ``"stderr"``.
+            bytes_: how much.
+            lost: whether it is missing in the rank's file, too.
+        """
+
+    def say(self, sentence: str) -> None:
+        """Show a sentence of ours."""
+
+    def state(self, state: str, sentence: str) -> None:
+        """Take that the run's state, or what it waits for, is another one now."""
+
+    def tick(self) -> None:
+        """Do what is due; called about every `tick_s` while the run is waited for."""
+
+    def failure(self, tails: Mapping[int, str]) -> None:
+        """Show the last output of ranks that were not shown live, after the run failed.
+
+        Args:
+            tails: last lines by rank, the rank that failed first in front.
+        """
+
+    def receipt(self, receipt: Receipt) -> None:
+        """Show the receipt."""
+
+    def finish(self) -> None:
+        """Show what never got its newline; called once output is over."""
+
+
+class TerminalDisplay(Display):
+    """Prints one run.
+
+    On a terminal, lines that are not finished, progress bars among them, are redrawn in place below all others. Into a
+    file or a pipe a line goes once, in its final state; a bar that takes long, every ten seconds.
+
+    Args:
+        quiet: print nothing of our own (rank output is still shown, and what is missing of it).
+        logs: where the whole output of the ranks is.
+        clock: where time comes from.
+    """
+
+    def __init__(self, *, quiet: bool, logs: Path = Path("logs"), clock: Clock | None = None) -> None:
+        self._quiet = quiet
+        self._logs = logs
+        self._clock = clock or SystemClock()
+        self._screens: dict[tuple[int, str], Screen] = {}
+        self._block = Block()
+        self._drawn_ns = 0
+        self._changed = False  # since it was drawn
+
+    def output(self, rank: int, stream: str, text: str) -> None:
+        """Print the lines of what a rank wrote that are final."""
+        screen = self._screens.setdefault((rank, stream), Screen())
+        self._changed = True
+        self._print(rank, stream, screen.feed(text, self._clock.boottime_ns()))
+        self._refresh()
+
+    def skipped(self, rank: int, stream: str, bytes_: int, lost: bool) -> None:
+        """Print how much is missing and where it is."""
+        self._end(rank, stream)
+        where = "dropped" if lost else f"not shown (too fast for a screen), in {self._logs / f'{rank}.{stream}'}"
+        self._write("stderr", f"[rank {rank}] — {format_bytes(bytes_)} {where} —\n")
+        self._refresh()
 
     def say(self, sentence: str) -> None:
         """Print a sentence of ours."""
         if not self._quiet:
             self._write("stderr", f"serverless-gpu: {sentence}\n")
+            self._refresh()
+
+    def tick(self) -> None:
+        """Print lines that have become final with time, and draw what is due."""
+        now_ns = self._clock.boottime_ns()
+        for (rank, stream), screen in self._screens.items():
+            self._print(rank, stream, screen.settle(now_ns))
+            if not is_terminal(_target(stream)):
+                self._print(rank, stream, screen.glimpse(now_ns))
+        self._refresh()
 
     def finish(self) -> None:
         """Print lines that never got their newline."""
-        for (rank, stream), text in self._partial.items():
-            if text:
-                self._write(stream, f"[rank {rank}] {text}\n")
-        self._partial.clear()
+        for rank, stream in list(self._screens):
+            self._end(rank, stream)
+        self._block.erase()
+        self.tick_s = None
+
+    def failure(self, tails: Mapping[int, str]) -> None:
+        """Print last lines, tagged like any others."""
+        for rank, tail in tails.items():
+            self.say(f"last output of rank {rank}, all of it in {self._logs}:")
+            self._print(rank, "stderr", tail.split("\n"))
 
     def receipt(self, receipt: Receipt) -> None:
         """Print the receipt."""
         for line in receipt.text().splitlines():
             self.say(line)
 
+    def _end(self, rank: int, stream: str) -> None:
+        screen = self._screens.pop((rank, stream), None)
+        if screen is not None:
+            self._print(rank, stream, screen.end())
+
+    def _print(self, rank: int, stream: str, lines: Sequence[str]) -> None:
+        if lines:
+            tty = is_terminal(_target(stream))
+            self._write(stream, "".join(f"[rank {rank}] {safe(line, tty=tty)}\n" for line in lines))
+
     def _write(self, stream: str, text: str) -> None:
-        target = sys.stdout if stream == "stdout" else sys.stderr
-        with contextlib.suppress(OSError, ValueError):  # closed, or a pipe nobody reads: the run matters more
-            if target is not None:
-                target.write(text)
-                target.flush()
+        self._block.erase()
+        write(_target(stream), text)
+
+    def _refresh(self) -> None:
+        """Draw unfinished lines where that is possible, not too often, and say when to be called again."""
+        now_ns = self._clock.boottime_ns()
+        target = live_target(_target("stdout"), _target("stderr"))
+        if target is not None and (not self._block.there or now_ns - self._drawn_ns >= _REDRAW_S * 1e9):
+            self._block.draw(target, self._live_lines())
+            self._drawn_ns, self._changed = now_ns, False
+        due_s = [_REDRAW_S] if target is not None and self._changed else []
+        for (_, stream), screen in self._screens.items():
+            due_s += [HELD_S] if screen.held else []
+            due_s += [_GLIMPSE_TICK_S] if screen.moving and not is_terminal(_target(stream)) else []
+        self.tick_s = min(due_s, default=None)
+
+    def _live_lines(self) -> list[str]:
+        """Return the unfinished lines of whoever wrote last, in order of rank."""
+        shown = {key: screen for key, screen in self._screens.items() if is_terminal(_target(key[1]))}
+        latest = sorted(shown, key=lambda key: shown[key].touched_ns, reverse=True)
+        keys: list[tuple[int, str]] = []
+        for key in latest:
+            if sum(len(shown[taken].open_rows) for taken in keys) < LIVE_ROWS_MAX:
+                keys.append(key)
+        rows = [
+            f"[rank {rank}] {safe(row[:_LIVE_CHARACTERS_MAX], tty=True)}"
+            for rank, stream in sorted(keys)
+            for row in shown[rank, stream].open_rows
+        ]
+        return rows[:LIVE_ROWS_MAX]
+
+
+def make_display(*, quiet: bool, logs: Path) -> Display:
+    """Return the display that suits this process: a notebook's in an IPython kernel, else a terminal's.
+
+    Args:
+        quiet: show nothing of our own.
+        logs: where the whole output of the ranks is.
+    """
+    if _in_kernel():
+        # By name: it imports from here.
+        module = importlib.import_module(_NOTEBOOK)
+        return cast("Display", module.NotebookDisplay(quiet=quiet, logs=logs))
+    return TerminalDisplay(quiet=quiet, logs=logs)
+
+
+def _in_kernel() -> bool:
+    """Return whether this process is an IPython kernel; a plain IPython in a terminal is a terminal."""
+    package = sys.modules.get("IPython")
+    get_ipython = getattr(package, "get_ipython", None)
+    return get_ipython is not None and hasattr(get_ipython(), "kernel")
+
+
+def _target(stream: str) -> TextIO | None:
+    return sys.stdout if stream == "stdout" else sys.stderr

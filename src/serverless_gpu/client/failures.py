@@ -9,11 +9,14 @@ in words. Failure cases: the exception's class cannot be loaded here, or loading
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from serverless_gpu.errors import RemoteError, RunError
 from serverless_gpu.model.attempt import Reason
 from serverless_gpu.node.inside import failure
 
+_PACKAGE = str(Path(__file__).resolve().parents[1])
+_CHAIN_MAX = 20
 _CONTROL_REASONS = {
     "system_exit": Reason.SYSTEM_EXIT,
     "interrupt": Reason.RANK_INTERRUPTED,
@@ -30,6 +33,20 @@ class RemoteTraceback(Exception):
 
     def __str__(self) -> str:
         return "\n" + self.text.rstrip("\n")
+
+
+def without_own_frames(error: BaseException) -> BaseException:
+    """Return the error, with the frames of this package left out of its traceback and of those of its causes."""
+    link: BaseException | None = error
+    for _ in range(_CHAIN_MAX):
+        if link is None:
+            break
+        frames = link.__traceback__
+        while frames is not None and frames.tb_frame.f_code.co_filename.startswith(_PACKAGE):
+            frames = frames.tb_next
+        link.__traceback__ = frames
+        link = link.__cause__
+    return error
 
 
 def rebuild(

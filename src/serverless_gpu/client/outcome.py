@@ -11,6 +11,7 @@ import socket
 from pathlib import Path
 
 from serverless_gpu.client.failures import rebuild
+from serverless_gpu.client.terminal import safe
 from serverless_gpu.errors import (
     BudgetExhausted,
     NodeLost,
@@ -90,6 +91,12 @@ def make_exception(stopped: Stopped, directory: Path, run_id: str, timeout_s: fl
     return error
 
 
+def carries_tail(stopped: Stopped) -> bool:
+    """Return whether the exception for an ending has the last output of its rank in a note."""
+    cause = stopped.cause
+    return cause is not None and cause.rank is not None and stopped.reason not in _RAISED and bool(stopped.log_tail)
+
+
 def _raised(cause: Failure, rank: int, directory: Path, run_id: str) -> BaseException:
     record = _record(directory, rank)
     if not record:  # its disk was full: what the event carried is all there is
@@ -121,7 +128,9 @@ def _ended(stopped: Stopped, directory: Path, run_id: str, timeout_s: float | No
         if stack:
             error.add_note(f"Python stack of rank {rank} when it was ended:\n{stack}")
         if stopped.log_tail:
-            error.add_note(f"last output of rank {rank}:\n{stopped.log_tail}")
+            # Python prints notes as they are, on a terminal too.
+            lines = "\n".join(safe(line, tty=True) for line in stopped.log_tail.split("\n"))
+            error.add_note(f"last output of rank {rank}:\n{lines}")
     return error
 
 

@@ -27,8 +27,8 @@ import msgspec
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.client.agent_control import agent_status
-from serverless_gpu.client.display import Display
-from serverless_gpu.client.outcome import load_result, make_exception
+from serverless_gpu.client.display import Display, TerminalDisplay, make_display
+from serverless_gpu.client.outcome import carries_tail, load_result, make_exception
 from serverless_gpu.errors import AgentUnavailable, InvalidValue, ServerlessGpuError, error_class
 from serverless_gpu.model.attempt import MEANINGS, Reason, State
 from serverless_gpu.model.ledger import Receipt
@@ -94,6 +94,8 @@ class Run(Generic[R]):
         self._waiting = ""
         self._lock = threading.RLock()
         self._display: Display | None = None
+        self._told: tuple[State, str] | None = None
+        self._ticked_ns = 0
 
     def __repr__(self) -> str:
         return f"<Run {self.id} {self._state}>"
@@ -185,7 +187,7 @@ class Run(Generic[R]):
         return self._receipt
 
     def logs(self, rank: int = 0, stream: str = "stdout") -> str:
-        """Return what a rank has written so far.
+        """Return what a rank has written so far, all that is kept of it: up to 1 GiB.
 
         Args:
             rank: global rank.
@@ -208,10 +210,14 @@ class Run(Generic[R]):
             KeyboardInterrupt: after Ctrl-C; the run was cancelled and its GPUs handed back, unless Ctrl-C came twice or
                 `on_interrupt="detach"` was asked for.
         """
-        display = self._display = Display(quiet=self._spec.quiet)
+        display = self._display = make_display(quiet=self._spec.quiet, logs=self.directory / "logs")
+        self._told = None
         try:
+            self._tell_state()
             self.wait()
             display.finish()
+            if self._stopped is not None and self._stopped.tails:
+                display.failure(self._untold_tails(self._stopped))
             ended_well = self._stopped is not None and self._stopped.state is State.SUCCEEDED
             timeout = None if ended_well else _RECEIPT_AFTER_FAILURE_S
             if self._hear_until(lambda: self._receipt is not None or self._channel is None, timeout) and self._receipt:
@@ -224,6 +230,7 @@ class Run(Generic[R]):
                 self.cancel()
             raise
         finally:
+            display.finish()
             self._display = None
         return self._error(None)
 
@@ -234,9 +241,9 @@ class Run(Generic[R]):
             return
         started_ns = SystemClock().boottime_ns()
         self.cancel()
-        display.finish()
-        display.say("cancelling; press Ctrl-C again to leave at once")
         try:
+            display.finish()
+            display.say("cancelling; press Ctrl-C again to leave at once")
             self._hear_until(lambda: self._receipt is not None or self._channel is None, None)
         except KeyboardInterrupt:
             display.say(f"left; run {self.id} is still being cancelled")
@@ -251,7 +258,7 @@ class Run(Generic[R]):
         try:
             ended = self.wait(timeout)
         except KeyboardInterrupt:
-            Display(quiet=self._spec.quiet).say(
+            TerminalDisplay(quiet=self._spec.quiet).say(
                 f"run {self.id} goes on; cancel() of its handle, or `sgpu cancel`, stops it"
             )
             raise
@@ -274,8 +281,11 @@ class Run(Generic[R]):
                 left_s = None if deadline_ns is None else max(0.0, (deadline_ns - clock.boottime_ns()) / 1e9)
                 if self._channel is None:
                     return done()
-                if not self._hear(left_s) and left_s == 0:  # what is there already is heard in any case
+                tick_s = self._display.tick_s if self._display is not None else None
+                pause_s = min((limit for limit in (left_s, tick_s) if limit is not None), default=None)
+                if not self._hear(pause_s) and left_s == 0:  # what is there already is heard in any case
                     return done()
+                self._tick(clock.boottime_ns())
         finally:
             self._lock.release()
         return True
@@ -296,7 +306,27 @@ class Run(Generic[R]):
             self._connection_ended()
         else:
             self._take(received[0])
+        self._tell_state()
         return True
+
+    def _tick(self, now_ns: int) -> None:
+        """Let the display do what is due, also while messages keep coming."""
+        display = self._display
+        if display is None or display.tick_s is None or now_ns - self._ticked_ns < display.tick_s * 1e9:
+            return
+        self._ticked_ns = now_ns
+        display.tick()
+
+    def _tell_state(self) -> None:
+        """Tell the display when the state, or what is waited for, is another one."""
+        if self._display is not None and self._told != (self._state, self._waiting):
+            self._told = (self._state, self._waiting)
+            self._display.state(self._state.value, self._waiting)
+
+    def _untold_tails(self, stopped: protocol.Stopped) -> dict[int, str]:
+        """Return the last output of ranks, without that of the rank whose exception brings it along."""
+        told = stopped.cause.rank if stopped.cause is not None and carries_tail(stopped) else None
+        return {rank: tail for rank, tail in stopped.tails.items() if rank != told}
 
     def _take(self, message: protocol.AnyMessage) -> None:
         match message:
@@ -313,6 +343,9 @@ class Run(Generic[R]):
             case protocol.Output(rank=rank, stream=stream, text=text):
                 if self._display is not None:
                     self._display.output(rank, stream, text)
+            case protocol.Skipped(rank=rank, stream=stream, bytes=bytes_, lost=lost):
+                if self._display is not None:
+                    self._display.skipped(rank, stream, bytes_, lost)
             case protocol.Stopped():
                 self._stopped, self._state, self._accepted = message, message.state, True
             case protocol.Finished(receipt=receipt):

@@ -25,7 +25,7 @@ from typing import ParamSpec, TypeVar, Unpack, cast
 import msgspec
 
 from serverless_gpu.client.decorator import DistributedFunction, parse_options
-from serverless_gpu.client.display import Display
+from serverless_gpu.client.display import Display, TerminalDisplay
 from serverless_gpu.client.launch import Lease, hold, launch
 from serverless_gpu.client.preflight import check_function
 from serverless_gpu.client.run import Run
@@ -245,7 +245,7 @@ def session(
     """
     spec = parse_options(gpus, gpu_type, False, timeout, cast("Mapping[str, object]", options))
     held = hold(_Hold, msgspec.structs.replace(spec, name="session"), seconds("idle_timeout", idle_timeout))
-    display = Display(quiet=spec.quiet)
+    display = TerminalDisplay(quiet=spec.quiet)
     try:
         held.wait_held(display)
     except BaseException:

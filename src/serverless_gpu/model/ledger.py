@@ -24,11 +24,13 @@ import math
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from itertools import pairwise
+from typing import Protocol
 
 import msgspec
 
 from serverless_gpu import units
 from serverless_gpu.errors import InvalidOption, InvalidValue
+from serverless_gpu.model import markup
 from serverless_gpu.model.hardware import FAMILIES, DeviceKind, canonical
 
 # A terminal's two lines: a receipt is read, not scrolled.
@@ -138,6 +140,12 @@ class Segments(msgspec.Struct, frozen=True, kw_only=True):
     queued_ms: int | None = None
 
 
+class TextPrinter(Protocol):
+    """What IPython gives `_repr_pretty_` to write to."""
+
+    def text(self, text: str) -> None: ...
+
+
 class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     """The account of one run.
 
@@ -203,6 +211,30 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
             f"notes: {'; '.join(self.notes)}" if self.notes else "",
         )
         return "\n".join(_printable(line) for line in lines if line)
+
+    def html(self) -> str:
+        """Return the receipt for a notebook: the same as a table, everything in it escaped."""
+        heading = _joined(self.reason or "", f"run {self.run_id}", f"attempt {self.fence}")
+        ranks = f"{self.world_size} rank{'' if self.world_size == 1 else 's'}"
+        rows = (
+            ("devices", _joined(_devices_text(self), ranks)),
+            ("cost", _cost_text(self)),
+            ("time", _segments_text(self.segments)),
+            ("start", _start_text(self)),
+            ("peak memory", _memory_text(self.peak_memory_bytes).removeprefix("peak memory ")),
+            ("gate", self.gate),
+            ("quarantined", ", ".join(self.quarantined)),
+            ("tags", ", ".join(f"{key}={value}" for key, value in sorted(self.tags.items()))),
+            ("notes", "; ".join(self.notes)),
+        )
+        shown = [(label, _printable(value)) for label, value in rows if value]
+        return markup.table(self.state, _printable(heading), shown)
+
+    # What IPython shows for a receipt that a cell ends with.
+    _repr_html_ = html
+
+    def _repr_pretty_(self, printer: TextPrinter, cycle: bool) -> None:
+        printer.text(self.text())
 
 
 def charge(facts: Iterable[Fact], *, gpu_type: str, price: Price | None) -> Charge:

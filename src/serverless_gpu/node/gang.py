@@ -14,6 +14,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from serverless_gpu.ambient import SystemClock
 from serverless_gpu.model.attempt import (
     Event,
     Failure,
@@ -35,7 +36,8 @@ from serverless_gpu.model.placement import (
 from serverless_gpu.node.account import Account
 from serverless_gpu.node.inside import protocol as inside
 from serverless_gpu.node.inside.channel import Channel
-from serverless_gpu.node.logs import Listener, RankLog
+from serverless_gpu.node.live import Viewer
+from serverless_gpu.node.logs import RankLog
 from serverless_gpu.node.processes import MemoryWatch, cgroup_empty, kill_cgroup, remove_cgroup
 from serverless_gpu.node.protocol import Launch, original
 from serverless_gpu.units import format_bytes
@@ -115,14 +117,14 @@ class Gang:
             case "empty":
                 self.proven = True
 
-    def start(self, devices: Sequence[Device], port: socket.socket, holds: tuple[int, ...], listener: Listener) -> None:
+    def start(self, devices: Sequence[Device], port: socket.socket, holds: tuple[int, ...], viewer: Viewer) -> None:
         """Fork all ranks.
 
         Args:
             devices: one per rank, in LOCAL_RANK order.
             port: the reserved rendezvous port.
             holds: lock descriptors the stem keeps until it ends.
-            listener: called with what the ranks to be shown live write.
+            viewer: who is shown what the ranks to be shown live write.
 
         Raises:
             OSError: the stem is gone, or no descriptors are left.
@@ -133,7 +135,7 @@ class Gang:
             self._say({"op": "hold"}, holds[start : start + _HOLDS_AT_ONCE])
         for rank in range(self.launch.world_size):
             shown = spec.ranks_log is None or rank in spec.ranks_log
-            log = self.logs[rank] = RankLog(rank, directory / "logs", listener if shown else None)
+            log = self.logs[rank] = RankLog(rank, directory / "logs", viewer if shown else None, SystemClock())
             self._say({"op": "rank", "rank": rank, "env": self._environment(rank, devices, port)}, log.write_ends())
             log.close_write_ends()
         context = self.launch.context
@@ -181,6 +183,16 @@ class Gang:
             self._hear_the_rest()
             return True
         return self.proven
+
+    @property
+    def behind(self) -> bool:
+        """Return whether `tend` has something to say soon."""
+        return any(log.behind for log in self.logs.values())
+
+    def tend(self) -> None:
+        """Do for the logs what no descriptor announces."""
+        for log in self.logs.values():
+            log.tend()
 
     def out_of_memory(self) -> bool:
         """Return whether the kernel ended a process of this attempt for memory."""

@@ -1,7 +1,7 @@
 """What client, agent and supervisor say to each other on one node.
 
     client ──Launch──▶ agent ──Assign + the client's socket + a stem's socket──▶ supervisor
-    client ◀──Waiting · Started · Output · Stopped · Finished──────────────────── supervisor
+    client ◀──Waiting · Started · Output · Skipped · Stopped · Finished────────── supervisor
     client ──Cancel──▶ supervisor
     supervisor ──Borrow──▶ session ──Lent + lock descriptors──▶ supervisor ──Returned──▶ session
 
@@ -213,14 +213,34 @@ class Output(Message, frozen=True, kw_only=True, tag="output"):
     text: str
 
 
+class Skipped(Message, frozen=True, kw_only=True, tag="skipped"):
+    """Live output that was left out at this point.
+
+    Attributes:
+        bytes: how much.
+        lost: whether it is not in the rank's file either.
+    """
+
+    rank: int
+    stream: str
+    bytes: int
+    lost: bool
+
+
 class Stopped(Message, frozen=True, kw_only=True, tag="stopped"):
-    """No rank runs any more; results and failures are in the run directory. The GPU gate comes next."""
+    """No rank runs any more; results and failures are in the run directory. The GPU gate comes next.
+
+    Attributes:
+        log_tail: last lines of the rank that is the cause.
+        tails: if the run failed, last lines of ranks that were not shown live, the cause first.
+    """
 
     state: State
     reason: Reason
     cause: Failure | None
     consequences: tuple[Failure, ...]
     log_tail: str = ""
+    tails: dict[int, str] = {}
 
 
 class Finished(Message, frozen=True, kw_only=True, tag="finished"):
@@ -283,6 +303,7 @@ AnyMessage = (
     | Waiting
     | Started
     | Output
+    | Skipped
     | Stopped
     | Finished
 )

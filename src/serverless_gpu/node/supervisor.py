@@ -57,9 +57,11 @@ from serverless_gpu.node.gate import GatePolicy, Verdict, verify
 from serverless_gpu.node.gpus import Provider
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.inside.channel import Channel
+from serverless_gpu.node.logs import hidden_tails
 from serverless_gpu.node.rendezvous import NoPort, reserve_port
 from serverless_gpu.node.reservation import Reservation
 from serverless_gpu.node.watchers import Audience, Watcher
+from serverless_gpu.units import format_bytes
 
 _RETRY_S = 0.05  # between two looks at devices that were taken
 _EMPTYING_S = 0.002  # between two looks at a tree that is being ended
@@ -200,7 +202,7 @@ class Supervisor:
         self._begin_pending = False
         try:
             self._port = reserve_port()
-            self._gang.start(self._reservation.devices, self._port, self._reservation.fds, self._pass_on)
+            self._gang.start(self._reservation.devices, self._port, self._reservation.fds, self._audience)
         except NoPort as error:
             self._apply(StartFailed(Reason.RENDEZVOUS, str(error)))
             return
@@ -285,6 +287,8 @@ class Supervisor:
     def _look(self) -> None:
         """What has to be looked at because no descriptor announces it."""
         self._audience.tend()
+        if self._gang is not None:
+            self._gang.tend()
         if self._attempt.state is State.QUEUED:
             self._try_devices()
         if self._kill_ns is not None and self._attempt.state is State.STOPPING:
@@ -323,9 +327,9 @@ class Supervisor:
         self._account.mark("exited")
         if "exec" in self._account.marks:
             self._fact(FactKind.EXITED)
-        self._note_cut_output()
         if self._gang is not None:
             self._gang.close()
+        self._note_cut_output()
         if self._port is not None:
             self._port.close()
         stopped = self._stopped()
@@ -362,12 +366,16 @@ class Supervisor:
 
     def _note_cut_output(self) -> None:
         """Say what the outcome alone does not: output that was cut."""
-        skipped = self._audience.dropped
-        if skipped:
-            self._account.notes.append(f"{skipped} pieces of live output were not shown; logs/ has all of it")
-        for log in self._gang.logs.values() if self._gang is not None else ():
+        logs = self._gang.logs.values() if self._gang is not None else ()
+        unshown = self._audience.dropped_bytes + sum(log.unshown_bytes for log in logs)
+        if unshown:
+            self._account.notes.append(
+                f"{format_bytes(unshown)} of live output were not shown; what is kept is in logs/"
+            )
+        for log in logs:
             if log.dropped_bytes:
-                self._account.notes.append(f"{log.dropped_bytes} bytes of rank {log.rank}'s output were not kept")
+                dropped = format_bytes(log.dropped_bytes)
+                self._account.notes.append(f"{dropped} of rank {log.rank}'s output were not kept; its log says where")
 
     def _stopped(self) -> protocol.Stopped:
         attempt, cause = self._attempt, self._attempt.cause
@@ -381,7 +389,15 @@ class Supervisor:
             cause=cause,
             consequences=tuple(failure for failure in attempt.failures if failure is not cause),
             log_tail=tail,
+            tails=self._hidden_tails(),
         )
+
+    def _hidden_tails(self) -> dict[int, str]:
+        if self._gang is None or self._attempt.state is not State.FAILED:
+            return {}
+        blamed = (self._attempt.cause, *self._attempt.failures)
+        first = [failure.rank for failure in blamed if failure is not None and failure.rank is not None]
+        return hidden_tails(self._gang.logs, first)
 
     # --- watchers and output -------------------------------------------------------------------------------------
 
@@ -397,9 +413,6 @@ class Supervisor:
     def _obey(self, message: protocol.AnyMessage, _: Watcher) -> None:
         if isinstance(message, protocol.Cancel) and self._attempt.state not in TERMINAL:
             self._apply(CancelRequested())
-
-    def _pass_on(self, rank: int, stream: str, text: str) -> None:
-        self._audience.tell(protocol.Output(rank=rank, stream=stream, text=text))
 
     def _drain(self, fd: int, drain: Callable[[], bool]) -> None:
         if not drain():
@@ -417,7 +430,8 @@ class Supervisor:
             return _RETRY_S * min(20, 1 + ahead)
         if self._kill_ns is not None:
             return _EMPTYING_S
-        pauses = [_RETRY_S if self._audience.waiting else _TURN_S]
+        behind = self._audience.waiting or (self._gang is not None and self._gang.behind)
+        pauses = [_RETRY_S if behind else _TURN_S]
         if self._attempt.wake_ns is not None:
             pauses.append(max(0.0, (self._attempt.wake_ns - self._clock.boottime_ns()) / 1e9))
         return min(pauses)

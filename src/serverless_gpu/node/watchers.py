@@ -4,8 +4,9 @@
     attach ────────┼──▶ Audience ──▶ one Watcher each
     a new agent ───┘    (listens on <sockets>/<run>.sock)
 
-A watcher that does not read costs nothing but its own output: messages queue up to a bound, output is dropped first and
-counted, everything else is kept (there are few of those). A watcher that goes away is forgotten; the run goes on.
+A watcher that does not read costs nothing but its own output: messages queue up to a bound, output is dropped first,
+everything else is kept (there are few of those). What was dropped is counted and said once the watcher has read half of
+its queue, or before the next thing that is no output. A watcher that goes away is forgotten; the run goes on.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import contextlib
 import os
 import selectors
 import socket
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,9 +35,11 @@ class Watcher:
     def __init__(self, channel: Channel) -> None:
         channel.sock.setblocking(False)
         self.channel = channel
-        self.dropped = 0
+        self.dropped_bytes = 0
         self.gone = False
         self._deaf = False
+        self._choked = False
+        self._missing: Counter[tuple[int, str, bool]] = Counter()  # bytes not said yet, by rank, stream, lost
         self._queue: deque[protocol.Message] = deque()
 
     @property
@@ -46,17 +49,49 @@ class Watcher:
 
     def say(self, message: protocol.Message) -> None:
         """Send a message, or queue it."""
-        if self._deaf:
+        if self._deaf or (isinstance(message, protocol.Waiting) and len(self._queue) >= _QUEUED_OUTPUT_MAX):
             return
-        if isinstance(message, protocol.Output | protocol.Waiting) and len(self._queue) >= _QUEUED_OUTPUT_MAX:
-            self.dropped += 1
-            return
+        self._own_up()
         self._queue.append(message)
         self.flush()
+
+    def show(self, message: protocol.Output, size: int, lost: bool) -> None:
+        """Send output, queue it, or leave it out.
+
+        Args:
+            message: the text.
+            size: its size in bytes.
+            lost: whether it is not in the rank's file.
+        """
+        if self._room():
+            self._queue.append(message)
+            self.flush()
+        elif not self._deaf:
+            self.dropped_bytes += size
+            self._missing[message.rank, message.stream, lost] += size
+
+    def skip(self, rank: int, stream: str, size: int, lost: bool) -> None:
+        """Say that output is missing here, now or later."""
+        self._missing[rank, stream, lost] += size
+        if self._room():
+            self._own_up()
+            self.flush()
+
+    def _room(self) -> bool:
+        self._choked = self._choked or len(self._queue) >= _QUEUED_OUTPUT_MAX
+        return not (self._choked or self._deaf)
+
+    def _own_up(self) -> None:
+        for (rank, stream, lost), size in self._missing.items():
+            self._queue.append(protocol.Skipped(rank=rank, stream=stream, bytes=size, lost=lost))
+        self._missing.clear()
 
     def flush(self) -> None:
         """Send what the peer will take."""
         while self._queue and not self.gone:
+            if self._choked and len(self._queue) <= _QUEUED_OUTPUT_MAX // 2:
+                self._choked = False
+                self._own_up()
             try:
                 protocol.send(self.channel, self._queue[0])
             except BlockingIOError:
@@ -65,6 +100,7 @@ class Watcher:
                 # It does not listen any more; its last word, a cancel perhaps, may still be there to read.
                 self._deaf = True
                 self._queue.clear()
+                self._missing.clear()
                 return
             self._queue.popleft()
 
@@ -117,9 +153,14 @@ class Audience:
         return any(watcher.waiting for watcher in self._watchers)
 
     @property
-    def dropped(self) -> int:
-        """Return how many pieces of output were not shown to somebody."""
-        return sum(watcher.dropped for watcher in self._watchers)
+    def watching(self) -> bool:
+        """Return whether anybody watches."""
+        return bool(self._watchers)
+
+    @property
+    def dropped_bytes(self) -> int:
+        """Return how much output was not shown to watchers that did not read."""
+        return sum(watcher.dropped_bytes for watcher in self._watchers)
 
     def listen(self) -> str:
         """Let others attach; return why that is not possible, or ""."""
@@ -145,6 +186,17 @@ class Audience:
         """Say something to every watcher."""
         for watcher in self._watchers:
             watcher.say(message)
+
+    def output(self, rank: int, stream: str, text: str, *, size: int, lost: bool) -> None:
+        """Show every watcher what a rank wrote."""
+        message = protocol.Output(rank=rank, stream=stream, text=text)
+        for watcher in self._watchers:
+            watcher.show(message, size, lost)
+
+    def skipped(self, rank: int, stream: str, size: int, *, lost: bool) -> None:
+        """Tell every watcher how much is missing at this point."""
+        for watcher in self._watchers:
+            watcher.skip(rank, stream, size, lost)
 
     def tend(self) -> None:
         """Forget watchers that are gone, send the others what they will take now."""

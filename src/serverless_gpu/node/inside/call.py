@@ -1,4 +1,4 @@
-"""The call as a file: function, arguments, and the source lines of notebook cells.
+"""The call as a file: function, arguments, and the source lines of notebook cells; and a cell as such a function.
 
 A function of an importable module travels as its name, so that a rank runs what its own import of the module gives; one
 of `__main__`, a notebook or another function travels by value. The choice is made in the caller, and only when the name
@@ -14,7 +14,7 @@ import linecache
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import NamedTuple, TypeVar, cast
 
 from . import payload
@@ -86,6 +86,33 @@ def load_call(path: str) -> Call:
     else:
         function = _resolve(_Reference(*cast("tuple[str, str, int]", reference)))
     return Call(function, cast("tuple[object, ...]", fields["args"]), cast("dict[str, object]", fields["kwargs"]))
+
+
+@payload.portable
+def distributed_cell(
+    body: CodeType, last: CodeType | None, notebook: FunctionType, rank: int, world_size: int
+) -> object:
+    """Run the code of a notebook cell as the notebook would, and return the value of its last expression.
+
+    Args:
+        body: the statements.
+        last: the expression they end with, if they do.
+        notebook: a function whose globals are what travelled of the notebook's names; the cell's own names join them.
+        rank: a name the cell may use.
+        world_size: likewise.
+    """
+    namespace = notebook.__globals__
+    namespace.update(rank=rank, world_size=world_size)
+    # `pickle` and `multiprocessing` look names of `__main__` up in its module; no module can have a given dictionary.
+    sys.modules["__main__"].__dict__["__getattr__"] = partial(_of_cell, namespace)
+    exec(body, namespace)
+    return None if last is None else eval(last, namespace)
+
+
+def _of_cell(namespace: dict[str, object], name: str) -> object:
+    if name not in namespace:
+        raise AttributeError(f"module '__main__' has no attribute {name!r}")
+    return namespace[name]
 
 
 def fill_rank(

@@ -1,0 +1,245 @@
+"""What a person sees of a run in a notebook: the ranks' lines as the cell's output, and one status that is updated.
+
+    ● RUNNING for 12 s                       one display, updated in place at most four times a second:
+      rank 0   40%|████      | 4/10            state, progress bars; at the end the receipt
+    [rank 0] loss 0.31                       ordinary stream output of the cell
+
+Lines are plain stream text, so that every front end shows them and `nbconvert` keeps them. A progress bar becomes a
+line when it is finished; until then it is in the status. What we say before the run starts (what it waits for) is in
+the status, too; what we say later (a warning, a cancellation) is text on stderr and stays.
+
+Failure cases: the front end is gone, or showing something raises: the run goes on and the status is given up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from serverless_gpu.ambient import Clock, SystemClock
+from serverless_gpu.client.display import Display
+from serverless_gpu.client.screen import Screen
+from serverless_gpu.client.terminal import safe
+from serverless_gpu.model import markup
+from serverless_gpu.model.ledger import Receipt
+from serverless_gpu.units import format_bytes, format_duration_ms
+
+_TICK_S = 0.25
+_RANKS_MAX = 16
+_PROGRESS_CHARACTERS_MAX = 200
+_BEFORE = ("QUEUED", "STARTING")
+_COLOUR_CODE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_ENDED = ("SUCCEEDED", "FAILED", "CANCELLED", "TIMED_OUT", "BUDGET_STOPPED", "LOST")
+
+
+class StatusOutput(Protocol):
+    """One output of a cell."""
+
+    def show(self, bundle: dict[str, str]) -> None:
+        """Show this, in place of what was shown before; may raise anything."""
+
+
+class KernelOutput:
+    """One output of the cell that runs, by way of IPython."""
+
+    def __init__(self) -> None:
+        self._handle: _Handle | None = None
+
+    def show(self, bundle: dict[str, str]) -> None:
+        """Show this in all front ends of the kernel."""
+        from IPython.display import display
+
+        if self._handle is None:
+            self._handle = display(bundle, raw=True, display_id=True)  # type: ignore[no-untyped-call]  # IPython's
+        else:
+            self._handle.update(bundle, raw=True)
+
+
+class _Handle(Protocol):
+    """What we use of `IPython.display.DisplayHandle`."""
+
+    def update(self, obj: Mapping[str, str], *, raw: bool) -> None: ...
+
+
+class Status:
+    """What an output shows, changed a few times a second at most.
+
+    Args:
+        output: where it is shown.
+        clock: where time comes from.
+    """
+
+    def __init__(self, output: StatusOutput, clock: Clock) -> None:
+        self._output = output
+        self._clock = clock
+        self._shown: dict[str, str] = {}
+        self._shown_ns = 0
+        self.broken = False
+
+    @property
+    def due(self) -> bool:
+        """Return whether enough time has passed since the last change."""
+        return not self._shown or self._clock.boottime_ns() - self._shown_ns >= _TICK_S * 1e9
+
+    def show(self, plain: str, page: str, *, now: bool) -> None:
+        """Show something else, unless that was done a moment ago.
+
+        Args:
+            plain: for readers that show no HTML.
+            page: HTML.
+            now: do it in any case.
+        """
+        bundle = {"text/plain": plain, "text/html": page}
+        if self.broken or self._shown == bundle or not (now or self.due):
+            return
+        self._shown, self._shown_ns = bundle, self._clock.boottime_ns()
+        try:
+            self._output.show(bundle)
+        except Exception:  # noqa: BLE001 - the front end may be gone, and user code may replace any part of it
+            self.broken = True
+
+
+class NotebookDisplay(Display):
+    """Shows one run in the cell that waits for it.
+
+    Args:
+        quiet: show nothing of our own (rank output is still shown).
+        logs: where the whole output of the ranks is.
+        clock: where time comes from.
+        status: where the status is shown.
+    """
+
+    tick_s: float | None = _TICK_S
+
+    def __init__(
+        self, *, quiet: bool, logs: Path = Path("logs"), clock: Clock | None = None, status: StatusOutput | None = None
+    ) -> None:
+        self._quiet = quiet
+        self._logs = logs
+        self._clock = clock or SystemClock()
+        self._status = Status(status or KernelOutput(), self._clock)
+        self._screens: dict[tuple[int, str], Screen] = {}
+        self._state, self._sentence = "QUEUED", ""
+        self._running_ns: int | None = None
+        self._ran_ms: int | None = None
+        self._finished = False
+        self._accounted = False  # the receipt stands, and nothing comes after it
+
+    def output(self, rank: int, stream: str, text: str) -> None:
+        """Print the whole lines of what a rank wrote; show the line it redraws in the status."""
+        screen = self._screens.setdefault((rank, stream), Screen())
+        self._print(rank, stream, screen.feed(text, self._clock.boottime_ns()))
+        self._show()
+
+    def skipped(self, rank: int, stream: str, bytes_: int, lost: bool) -> None:
+        """Print how much is missing and where it is."""
+        screen = self._screens.get((rank, stream))
+        if screen is not None and not screen.moving:  # what comes next is not the rest of that line
+            self._print(rank, stream, self._screens.pop((rank, stream)).end())
+        where = "dropped" if lost else f"not shown (too fast for a screen), in {self._logs / f'{rank}.{stream}'}"
+        _write("stderr", f"[rank {rank}] — {format_bytes(bytes_)} {where} —\n")
+
+    def say(self, sentence: str) -> None:
+        """Show a sentence of ours: in the status while nothing runs yet, as text later."""
+        if self._state in _BEFORE and not self._finished:
+            self._sentence = sentence
+            self._show()
+        elif not self._quiet:
+            _write("stderr", f"serverless-gpu: {sentence}\n")
+
+    def state(self, state: str, sentence: str) -> None:
+        """Show the run's state."""
+        if state not in _BEFORE and self._running_ns is None:
+            self._running_ns = self._clock.boottime_ns()
+        if state in _ENDED and self._ran_ms is None:
+            self._ran_ms = self._elapsed_ms()
+        began = state != self._state
+        self._state, self._sentence = state, sentence
+        if began or sentence:  # the first state, without a word, is not worth a flicker
+            self._show()
+
+    def tick(self) -> None:
+        """Print lines that have waited for long enough, and let time pass in the status."""
+        now_ns = self._clock.boottime_ns()
+        for (rank, stream), screen in self._screens.items():
+            self._print(rank, stream, screen.settle(now_ns))
+        self._show()
+
+    def failure(self, tails: Mapping[int, str]) -> None:
+        """Print the last lines of ranks, tagged like any others."""
+        for rank, tail in tails.items():
+            self.say(f"last output of rank {rank}, all of it in {self._logs}:")
+            self._print(rank, "stderr", tail.split("\n"))
+
+    def receipt(self, receipt: Receipt) -> None:
+        """Let the status become the receipt."""
+        if self._quiet:
+            return
+        self._accounted = True
+        self._status.show(receipt.text(), receipt.html(), now=True)
+        if self._status.broken:
+            _write("stderr", "".join(f"serverless-gpu: {line}\n" for line in receipt.text().splitlines()))
+
+    def finish(self) -> None:
+        """Print lines that never got their newline, and show the last state; a second call does nothing."""
+        for (rank, stream), screen in self._screens.items():
+            self._print(rank, stream, screen.end())
+        self._screens.clear()
+        self._finished = True
+        self._show()
+
+    def _print(self, rank: int, stream: str, lines: list[str]) -> None:
+        if lines:
+            # A kernel's front end may be a terminal: `jupyter console`.
+            _write(stream, "".join(f"[rank {rank}] {safe(line, tty=True)}\n" for line in lines))
+
+    def _show(self) -> None:
+        if self._quiet or self._accounted or not (self._finished or self._status.due):
+            return  # asked for with every piece of output
+        state, sentence, lines = self._state, self._told(), self._progress()
+        plain = "\n".join([f"{state} {sentence}".strip(), *lines])
+        self._status.show(plain, markup.status(state, sentence, lines), now=self._finished)
+
+    def _told(self) -> str:
+        """Return what there is to say about the state."""
+        if self._state in _BEFORE:
+            return self._sentence
+        if self._ran_ms is not None:
+            return f"after {format_duration_ms(self._ran_ms)}"
+        elapsed_ms = self._elapsed_ms()
+        # Nothing that would change more often than once a second.
+        elapsed = f"for {elapsed_ms // 1000} s" if elapsed_ms < 60_000 else f"for {format_duration_ms(elapsed_ms)}"
+        return f"{elapsed}; {self._sentence}" if self._sentence else elapsed
+
+    def _progress(self) -> list[str]:
+        """Return the lines that ranks redraw, one for each rank."""
+        bars: dict[int, list[str]] = {}
+        for (rank, _), screen in sorted(self._screens.items()):
+            if screen.moving:
+                bars.setdefault(rank, []).extend(_printable(row) for row in screen.open_rows)
+        shown = [
+            f"rank {rank}  {'  '.join(told)}"[:_PROGRESS_CHARACTERS_MAX]
+            for rank, told in list(bars.items())[:_RANKS_MAX]
+        ]
+        return shown if len(bars) <= _RANKS_MAX else [*shown, f"… and {len(bars) - _RANKS_MAX} more ranks"]
+
+    def _elapsed_ms(self) -> int:
+        started_ns = self._running_ns if self._running_ns is not None else self._clock.boottime_ns()
+        return (self._clock.boottime_ns() - started_ns) // 1_000_000
+
+
+def _printable(line: str) -> str:
+    """Return a progress line without colours and control characters."""
+    return "".join(char for char in _COLOUR_CODE.sub("", line) if char.isprintable()).strip()
+
+
+def _write(stream: str, text: str) -> None:
+    target = sys.stdout if stream == "stdout" else sys.stderr
+    # Not flushed: the kernel does that five times a second, and each flush waits for one of its threads.
+    with contextlib.suppress(Exception):  # closed, or replaced by the user: the run matters more
+        if target is not None:
+            target.write(text)

@@ -1,0 +1,187 @@
+r"""What a rank draws with `\r` and "cursor up", followed row by row, so that a progress bar is one line. Pure.
+
+    text ──feed──▶ rows ──▶ lines that are final, to be printed
+                    │
+                    └─────▶ open rows: unfinished lines, bars that still move
+
+A row that was rewritten is final when its line has ended and nobody comes back to it. tqdm draws a second bar below the
+first by a newline and then goes up again, so a rewritten row is held a moment after its newline. Lines that were not
+rewritten are final at once. A row keeps its last state only; all the others are in the rank's log.
+"""
+
+from __future__ import annotations
+
+import re
+
+ROWS_MAX = 10
+LINE_CHARACTERS_MAX = 64 << 10
+HELD_S = 0.3  # the time between a newline and the way up again
+_HELD_AGAIN_S = 3.0  # once somebody has gone up: some draw all their bars and rest below them
+GLIMPSE_S = 10.0
+
+_TOKEN = re.compile(r"\n|\r|\x1b\[(?P<count>[0-9]{0,3})(?P<move>[ABEF])|\x1b\[[01]?G|\x1b\[[02]?K|[^\n\r\x1b]+|\x1b")
+_UNFINISHED = re.compile(r"\x1b(?:\[[0-9;:?]{0,32})?\Z")
+
+
+class Row:
+    """One line as it looks now.
+
+    Attributes:
+        text: what is in it.
+        rewritten: whether it was overwritten, as progress bars are.
+    """
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.rewritten = False
+        self.left_ns = 0  # when the cursor went below it
+        self._from_start = False
+        self._cut = 0
+
+    def write(self, text: str) -> None:
+        """Add text, or begin again after a carriage return."""
+        if self._from_start:
+            self.clear()
+        room = LINE_CHARACTERS_MAX - len(self.text)
+        self.text += text[:room]
+        self._cut += max(0, len(text) - room)
+
+    def go_to_start(self) -> None:
+        """What comes next replaces what is there; until then it stays."""
+        self._from_start = True
+
+    def erase(self, sequence: str) -> None:
+        """Erase the row, or its part after the cursor, which is all of it after a carriage return."""
+        if self._from_start or sequence == "\x1b[2K":
+            self.clear()
+        else:
+            self.write(sequence)
+
+    def clear(self) -> None:
+        """Be empty, and known as a row that is drawn again and again."""
+        self.text, self._cut = "", 0
+        self.rewritten, self._from_start = True, False
+
+    def final(self) -> str:
+        """Return the line as it is printed."""
+        return self.text + f" … and {self._cut} characters more in this line" if self._cut else self.text
+
+    @property
+    def blank(self) -> bool:
+        """Return whether there is nothing to see."""
+        return not self.text.strip()
+
+
+class Screen:
+    """What one stream of one rank has drawn and not finished."""
+
+    def __init__(self) -> None:
+        self.touched_ns = 0
+        self._rows = [Row()]
+        self._cursor = 0
+        self._goes_up = False
+        self._pending = ""
+        self._glimpsed_ns: int | None = None
+        self._glimpsed: list[str] = []
+
+    @property
+    def open_rows(self) -> list[str]:
+        """Return what is not final and not blank."""
+        return [row.final() for row in self._rows if not row.blank]
+
+    @property
+    def held(self) -> bool:
+        """Return whether `settle` will have something to say soon."""
+        return self._cursor > 0
+
+    @property
+    def moving(self) -> bool:
+        """Return whether there is something like a progress bar."""
+        return any(row.rewritten and not row.blank for row in self._rows)
+
+    def feed(self, text: str, now_ns: int) -> list[str]:
+        """Take what was written; return the lines that are final.
+
+        Args:
+            text: any piece of it.
+            now_ns: the time now.
+        """
+        self.touched_ns = now_ns
+        text = self._pending + text
+        unfinished = _UNFINISHED.search(text)
+        self._pending = unfinished[0] if unfinished else ""
+        lines: list[str] = []
+        for match in _TOKEN.finditer(text, 0, len(text) - len(self._pending)):
+            if match[0] == "\n":
+                lines += self._newline()
+            else:
+                self._draw(match)
+        if not self.moving:
+            self._glimpsed_ns = None
+        elif self._glimpsed_ns is None:
+            self._glimpsed_ns = now_ns
+        return lines
+
+    def settle(self, now_ns: int) -> list[str]:
+        """Return lines that are final because nobody came back to them for a while."""
+        held_ns = (_HELD_AGAIN_S if self._goes_up else HELD_S) * 1e9
+        lines: list[str] = []
+        while self._cursor > 0 and now_ns - self._rows[0].left_ns >= held_ns:
+            lines += self._commit(1)
+        return lines
+
+    def glimpse(self, now_ns: int) -> list[str]:
+        """Return how rewritten rows look now, now and then: for where a line cannot be redrawn."""
+        if self._glimpsed_ns is None or now_ns - self._glimpsed_ns < GLIMPSE_S * 1e9:
+            return []
+        seen = [row.final() for row in self._rows if row.rewritten and not row.blank]
+        self._glimpsed_ns = now_ns
+        self._glimpsed, before = seen, self._glimpsed
+        return seen if seen != before else []
+
+    def end(self) -> list[str]:
+        """Return everything that is not final yet; nothing comes after it."""
+        if self._pending:
+            self._rows[self._cursor].write(self._pending)
+        return self.open_rows
+
+    def _draw(self, match: re.Match[str]) -> None:
+        row, token = self._rows[self._cursor], match[0]
+        if match["move"]:
+            self._move(match["move"], int(match["count"] or 1))
+        elif not token.startswith(("\r", "\x1b[")):
+            row.write(token)
+        elif token.endswith("K"):
+            row.erase(token)
+        else:
+            row.go_to_start()
+
+    def _move(self, direction: str, count: int) -> None:
+        up = direction in "AF"
+        self._goes_up = self._goes_up or up
+        before = self._cursor
+        self._cursor = max(0, min(len(self._rows) - 1, before + (-count if up else count)))
+        for row in self._rows[before : self._cursor]:
+            row.left_ns = self.touched_ns
+        if direction in "EF":
+            self._rows[self._cursor].go_to_start()
+
+    def _newline(self) -> list[str]:
+        row = self._rows[self._cursor]
+        row.left_ns = self.touched_ns
+        self._cursor += 1
+        if self._cursor == len(self._rows):
+            self._rows.append(Row())
+        else:
+            self._rows[self._cursor].go_to_start()
+        over = max(0, len(self._rows) - ROWS_MAX)
+        if not row.rewritten and not (self._goes_up and row.blank):
+            return self._commit(self._cursor)
+        return self._commit(over if self._goes_up else self._cursor - 1)
+
+    def _commit(self, count: int) -> list[str]:
+        """Let go of so many rows from the top, none below the cursor."""
+        count = min(count, self._cursor)
+        gone, self._rows = self._rows[:count], self._rows[count:]
+        self._cursor -= count
+        return [row.final() for row in gone if not (row.rewritten and row.blank)]

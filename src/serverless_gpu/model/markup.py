@@ -1,0 +1,58 @@
+"""What a notebook shows of a run, as HTML: its state while it goes on, and its receipt.
+
+Everything that comes from outside is escaped here. No scripts, no external resources, and colours that can be read on a
+light and on a dark page: text takes the page's own colour. A reader that shows no HTML gets the text beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+_GOOD, _BAD, _BUSY, _NEUTRAL = "#3a9d5d", "#d9534f", "#3d8bd4", "#8c8c8c"
+_COLOURS = {
+    "RUNNING": _BUSY,
+    "STOPPING": _BUSY,
+    "SUCCEEDED": _GOOD,
+    "FAILED": _BAD,
+    "TIMED_OUT": _BAD,
+    "BUDGET_STOPPED": _BAD,
+    "LOST": _BAD,
+}
+_BOX = "font-size:13px;line-height:1.45;margin:2px 0 4px 0;"
+_FAINT = "opacity:0.7;"
+_MONO = "font-family:monospace;white-space:pre;overflow-x:auto;"
+# Colour and size are named because tables do not take the page's own in every front end.
+_TABLE = "border-collapse:collapse;border:none;margin:4px 0 0 0;color:inherit;font-size:inherit;"
+_EDGE = "border:none;border-top:1px solid rgba(128,128,128,0.3);background:transparent;vertical-align:top;"
+_LABEL = f"{_EDGE}{_FAINT}text-align:left;padding:2px 16px 2px 0;white-space:nowrap;"
+_VALUE = f"{_EDGE}text-align:left;padding:2px 0;white-space:normal;"
+
+
+def status(state: str, sentence: str, lines: Sequence[str]) -> str:
+    """Return the state of a run that goes on.
+
+    Args:
+        state: for example ``"RUNNING"``.
+        sentence: what there is to say about it.
+        lines: progress, one line each.
+    """
+    progress = f'<div style="{_MONO}">{escape(chr(10).join(lines))}</div>' if lines else ""
+    return f'<div style="{_BOX}">{_heading(state, sentence)}{progress}</div>'
+
+
+def table(state: str, sentence: str, rows: Sequence[tuple[str, str]]) -> str:
+    """Return an account: a heading, and one row for each label and value."""
+    cells = "".join(
+        f'<tr style="background:transparent"><td style="{_LABEL}">{escape(label)}</td>'
+        f'<td style="{_VALUE}">{escape(value)}</td></tr>'
+        for label, value in rows
+    )
+    body = f'<table style="{_TABLE}">{cells}</table>' if cells else ""
+    return f'<div style="{_BOX}">{_heading(state, sentence)}{body}</div>'
+
+
+def _heading(state: str, sentence: str) -> str:
+    dot = f'<span style="color:{_COLOURS.get(state, _NEUTRAL)}">●</span>'
+    said = f' <span style="{_FAINT}">{escape(sentence)}</span>' if sentence else ""
+    return f"{dot} <b>{escape(state)}</b>{said}"
