@@ -46,7 +46,7 @@ $(VENV)/.installed-notebook: $(VENV)/.installed
 	@touch $@
 
 notebook: $(VENV)/.installed-notebook ## open the quickstart in JupyterLab
-	@$(BIN)/jupyter lab examples/quickstart.ipynb
+	@$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) examples/quickstart.ipynb
 
 demo: venv ## train a small model on 2 ranks, no GPU needed
 	@$(BIN)/python examples/digits_ddp.py
