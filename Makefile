@@ -7,7 +7,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 CODE := $(wildcard src tests scripts examples benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo notebook test test-all check format bench gpu-check clean distclean
+.PHONY: help venv demo notebook test test-all check format docs bench gpu-check clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -68,6 +68,9 @@ check: venv ## format, lint, types, layers, our own lints, links
 format: venv ## rewrite the code in its canonical format
 	$(BIN)/ruff check --fix-only --quiet $(CODE)
 	$(BIN)/ruff format $(CODE)
+
+docs: venv ## write the pages that are made from code (docs/troubleshooting.md)
+	@$(BIN)/python -m scripts.troubleshooting
 
 bench: $(VENV)/.installed-bench ## run the benchmarks, each against its neighbour in the same run
 	@$(BIN)/python -m benchmarks

@@ -57,6 +57,26 @@ def new_run_id() -> str:
     return "".join(_ALPHABET[value >> shift & 31] for shift in range(125, -1, -5))
 
 
+def created_wall_ns(run_id: str) -> int | None:
+    """Return when an identifier was made, nanoseconds since 1970; None for what `new_run_id` did not make."""
+    if len(run_id) != 26 or not set(run_id) <= set(_ALPHABET):
+        return None
+    value = 0
+    for letter in run_id[:10]:  # 50 bits, of which the time takes the lower 48
+        value = value << 5 | _ALPHABET.index(letter)
+    return value * 1_000_000
+
+
+def format_moment(wall_ns: int) -> str:
+    """Return a moment as local date and time, for example ``"2027-01-15 14:03:22"``."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(wall_ns / 1e9))
+
+
+def format_utc(wall_ns: int) -> str:
+    """Return a moment for machines, for example ``"2027-01-15T14:03:22Z"``."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(wall_ns / 1e9))
+
+
 def format_clock(wall_ns: int) -> str:
     """Return a moment as the local time of day, for example ``"14:03:22"``."""
     return time.strftime("%H:%M:%S", time.localtime(wall_ns / 1e9))

@@ -9,11 +9,16 @@ integer: a receipt must be printable even when a number in it is wrong, so a neg
 
 from __future__ import annotations
 
+import re
+
 MS_PER_HOUR = 3_600_000
 MICROS_PER_UNIT = 1_000_000
 
 _BYTE_UNITS = ("kB", "MB", "GB", "TB", "PB")
 _LARGEST_BYTE_UNIT = "EB"
+
+_DURATION = re.compile(r"(\d{1,9})\s*([smhdw])", re.ASCII)
+_SECONDS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400, "w": 604_800}
 
 
 def gpu_milliseconds(gpus: int, ms: int) -> int:
@@ -126,6 +131,21 @@ def format_gpu_ms(gpu_ms: int, *, unit: str = "GPU") -> str:
         return f"{tenths // 10}.{tenths % 10} {unit}-seconds"
     tenths = _divide(gpu_ms, MS_PER_HOUR // 10)
     return f"{tenths // 10:,}.{tenths % 10} {unit}-hours"
+
+
+def parse_duration_s(text: str) -> int:
+    """Return the seconds of a duration as people type it: ``90s``, ``15m``, ``12h``, ``7d``, ``2w``.
+
+    Args:
+        text: a whole number and a unit.
+
+    Raises:
+        ValueError: it does not read like that.
+    """
+    match = _DURATION.fullmatch(text.strip().lower())
+    if match is None:
+        raise ValueError(f"{text!r} is not a duration; write a whole number and a unit: 90s, 15m, 12h, 7d or 2w")
+    return int(match[1]) * _SECONDS[match[2]]
 
 
 def _divide(value: int, by: int) -> int:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 
 from serverless_gpu import cli, errors
@@ -52,6 +53,26 @@ def test_every_variable_is_in_the_reference() -> None:
 @pytest.mark.parametrize("command", sorted(cli.sgpu.commands))
 def test_every_command_is_in_the_readme(command: str) -> None:
     assert f"$ sgpu {command}" in README
+
+
+@pytest.mark.parametrize("command", sorted(cli.sgpu.commands))
+def test_every_command_is_in_the_reference(command: str) -> None:
+    assert re.search(rf"^\| `sgpu {command}[ `]", REFERENCE, re.MULTILINE)
+
+
+COMMAND_OPTIONS = [
+    (command.name, name)
+    for command in cli.sgpu.commands.values()
+    for option in command.params
+    if isinstance(option, click.Option)
+    for name in (*option.opts, *option.secondary_opts)
+]
+
+
+@pytest.mark.parametrize(("command", "option"), COMMAND_OPTIONS)
+def test_every_option_of_a_command_is_in_its_rows_of_the_reference(command: str, option: str) -> None:
+    rows = re.findall(rf"^\| `sgpu {command}(?: [^`]*)?` \| (.*?) \| ", REFERENCE, re.MULTILINE)
+    assert any(re.search(rf"`{option}[ `]", row) for row in rows), f"`{option}` of sgpu {command}"
 
 
 @pytest.mark.parametrize("number, block", list(enumerate(re.findall(r"```python\n(.*?)```", README, re.DOTALL))))

@@ -54,19 +54,17 @@ def load_result(directory: Path, rank: int, run_id: str) -> object:
     """Return what a rank returned.
 
     Raises:
-        ResultUnavailableHere: the value needs something this process does not have.
+        ResultUnavailableHere: the value needs something this process does not have, or its file is gone.
     """
     path = directory / "results" / f"{rank}.pkl"
     try:
         return payload.load(str(path))
+    except FileNotFoundError as error:
+        if path.exists():  # then it is the user's code that misses a file
+            raise _not_loadable(error, path, rank, run_id) from error
+        raise _gone(directory, path, rank, run_id) from None
     except Exception as error:  # loading runs the user's code
-        raise ResultUnavailableHere(
-            f"rank {rank} returned a value that this process cannot load: {type(error).__name__}: {error}",
-            hint=f"import what it needs and call results() again; the bytes are in {path}",
-            run_id=run_id,
-            rank=rank,
-            reason=Reason.COMPLETED.value,
-        ) from error
+        raise _not_loadable(error, path, rank, run_id) from error
 
 
 def make_exception(stopped: Stopped, directory: Path, run_id: str, timeout_s: float | None) -> BaseException:
@@ -95,6 +93,50 @@ def carries_tail(stopped: Stopped) -> bool:
     """Return whether the exception for an ending has the last output of its rank in a note."""
     cause = stopped.cause
     return cause is not None and cause.rank is not None and stopped.reason not in _RAISED and bool(stopped.log_tail)
+
+
+def ending_text(stopped: Stopped, directory: Path, run_id: str, timeout_s: float | None) -> str:
+    """Return how a run ended, for reading: as `make_exception`, but nothing of the user's is loaded or run.
+
+    Args:
+        stopped: the supervisor's word.
+        directory: the attempt's directory.
+        run_id: the run.
+        timeout_s: the run's limit, for the message.
+    """
+    cause = stopped.cause
+    if stopped.reason in _RAISED and cause is not None and cause.rank is not None:
+        record = _record(directory, cause.rank)
+        traceback = str(record.get("traceback") or "").rstrip()
+        parts = [f"rank {cause.rank}: {cause.detail or MEANINGS[cause.reason].sentence}", traceback]
+    else:
+        error = _ended(stopped, directory, run_id, timeout_s)
+        parts = [error.message, *getattr(error, "__notes__", [])]
+    if stopped.state is State.FAILED:
+        parts += [f"consequence: {_failure_text(failure)}" for failure in stopped.consequences[:_CONSEQUENCES_MAX]]
+    return "\n".join(part for part in parts if part)
+
+
+def _not_loadable(error: Exception, path: Path, rank: int, run_id: str) -> ResultUnavailableHere:
+    return ResultUnavailableHere(
+        f"rank {rank} returned a value that this process cannot load: {type(error).__name__}: {error}",
+        hint=f"import what it needs and call results() again; the bytes are in {path}",
+        run_id=run_id,
+        rank=rank,
+        reason=Reason.COMPLETED.value,
+    )
+
+
+def _gone(directory: Path, path: Path, rank: int, run_id: str) -> ResultUnavailableHere:
+    cleaned = not directory.exists()
+    message = f"the files of run {run_id} were deleted" if cleaned else f"the file {path} was deleted"
+    return ResultUnavailableHere(
+        f"rank {rank} returned a value, but {message}",
+        hint="take results out within the time that `[retention]` in config.toml gives them; `sgpu clean` deletes, too",
+        run_id=run_id,
+        rank=rank,
+        reason=Reason.COMPLETED.value,
+    )
 
 
 def _raised(cause: Failure, rank: int, directory: Path, run_id: str) -> BaseException:

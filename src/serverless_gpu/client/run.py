@@ -34,6 +34,7 @@ from serverless_gpu.model.attempt import MEANINGS, Reason, State
 from serverless_gpu.model.ledger import Receipt
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node import protocol
+from serverless_gpu.node.history import read_ending, read_receipt
 from serverless_gpu.node.home import Home, find_home
 from serverless_gpu.node.inside.channel import Channel
 
@@ -397,7 +398,8 @@ def attach(run_id: str) -> Run[object]:
         launch = msgspec.json.decode((directory / "spec.json").read_bytes(), type=protocol.Submission)
     except (OSError, msgspec.MsgspecError):
         raise InvalidValue(
-            f"there is no run {run_id!r} in {home.runs}", hint="list them: ls -t " + str(home.runs)
+            f"there is no run {run_id!r} in {home.runs}",
+            hint="`sgpu runs` lists them; those that ended long ago are deleted (`[retention]` in config.toml)",
         ) from None
     channel = _find_supervisor(home, run_id, directory)
     if channel is None and not (directory / "stopped.json").exists():
@@ -408,22 +410,6 @@ def attach(run_id: str) -> Run[object]:
     else:
         run._hear(_SNAPSHOT_S)
     return run
-
-
-def read_ending(directory: Path) -> protocol.Stopped | None:
-    """Return how an attempt ended, as its directory has it."""
-    try:
-        return msgspec.json.decode((directory / "stopped.json").read_bytes(), type=protocol.Stopped)
-    except (OSError, msgspec.MsgspecError):
-        return None
-
-
-def read_receipt(directory: Path) -> Receipt | None:
-    """Return the receipt of an attempt, as its directory has it."""
-    try:
-        return msgspec.json.decode((directory / "receipt.json").read_bytes(), type=Receipt)
-    except (OSError, msgspec.MsgspecError):
-        return None
 
 
 def _find_supervisor(home: Home, run_id: str, directory: Path) -> Channel | None:

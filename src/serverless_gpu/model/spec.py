@@ -155,7 +155,7 @@ def make_spec(
         gpus=None if gpus is None else _whole("gpus", gpus, 1, RANKS_MAX),
         gpu_type=None if gpu_type is None else find_type(gpu_type, own).name,
         cpus=None if asked.get("cpus") is None else _whole("cpus", asked["cpus"], 1, RANKS_MAX),
-        memory_bytes=None if asked.get("memory") is None else _bytes("memory", asked["memory"]),
+        memory_bytes=None if asked.get("memory") is None else parse_bytes("memory", asked["memory"]),
         same_node=_flag("same_node", asked.get("same_node", False)),
         ignore_busy=_flag("ignore_busy", asked.get("ignore_busy", False)),
     )
@@ -245,7 +245,17 @@ _BYTE_UNITS = {
 }
 
 
-def _bytes(name: str, value: object) -> int:
+def parse_bytes(name: str, value: object) -> int:
+    """Return a number of bytes that was given as such or as a string like ``"64GiB"``.
+
+    Args:
+        name: what it is, for the message.
+        value: what was written.
+
+    Raises:
+        InvalidOption: it does not read like that.
+        InvalidValue: it is not between 1 byte and 1 EiB.
+    """
     if isinstance(value, str):
         text = value.strip().upper().removesuffix("B")
         digits = text.rstrip("KMGTI")

@@ -44,7 +44,8 @@ from serverless_gpu.node.inside import linux
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.inventory import Inventory
 from serverless_gpu.node.processes import find_cgroup_root
-from serverless_gpu.node.spawning import bound_log, open_log
+from serverless_gpu.node.retention import Schedule
+from serverless_gpu.node.spawning import bound_log, clean_process, open_log
 from serverless_gpu.node.zygote_pool import ZygotePool
 from serverless_gpu.node.zygotes import key_of
 from serverless_gpu.version import __version__
@@ -107,6 +108,7 @@ class Agent:
         self._inventory = Inventory(home)
         self._attempts = Attempts(home, sockets, self._log, environ, self._selector)
         self._zygotes = ZygotePool(home, self._log, self._cgroups, self._selector, self._clock)
+        self._retention = Schedule(self._clock, lambda fd: self._clean(fd, environ))
         self._clients: dict[int, Channel] = {}
         self._queue: deque[tuple[protocol.Launch, Channel]] = deque()
         self._refill_ns: int | None = None
@@ -296,8 +298,14 @@ class Agent:
                 self._attempts.prepare()
             self._zygotes.refill()
         self._zygotes.tend(self._attempts.kept())
+        self._retention.tend([launch.run_id for launch, _ in self._queue])
         bound_log(self._log)
         subprocess._cleanup()  # type: ignore[attr-defined]  # reaps children whose Popen is gone; public only by use
+
+    def _clean(self, queued_fd: int, environ: dict[str, str]) -> None:
+        """Have run directories that are kept no longer deleted, by a process that nobody waits for."""
+        arguments = (str(self._home.root), queued_fd)
+        clean_process("serverless_gpu.node.retention", arguments, fds=(queued_fd,), log=self._log, environ=environ)
 
     def _idle_too_long(self) -> bool:
         if self._attempts.count() or self._queue:

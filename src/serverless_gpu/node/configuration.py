@@ -1,4 +1,4 @@
-"""`config.toml` in the home directory: the user's own GPU types and their prices.
+"""`config.toml` in the home directory: the user's own GPU types, their prices, and how long ended runs are kept.
 
 [types.MYCARD]
 memory_gib = 48
@@ -6,6 +6,10 @@ products = ["ACME Accelerator 48G"]      # what the driver calls it
 
 [prices]                                  # USD per GPU-hour
 H100 = 2.99
+
+[retention]                               # 0: no such limit; left out: the default
+days = 30
+gib = 20
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import msgspec
 
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.hardware import GpuType
+from serverless_gpu.model.retention import DAY_NS, DEFAULT_DAYS, DEFAULT_GIB, Policy
 from serverless_gpu.node.home import Home
 
 
@@ -23,6 +28,14 @@ class _OwnType(msgspec.Struct, forbid_unknown_fields=True):
     memory_gib: float
     products: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
+
+
+class _Retention(msgspec.Struct, forbid_unknown_fields=True):
+    days: float = DEFAULT_DAYS
+    gib: float = DEFAULT_GIB
+
+
+_TABLES = ("types", "prices", "retention")
 
 
 def read_configuration(home: Home) -> dict[str, object]:
@@ -39,9 +52,11 @@ def read_configuration(home: Home) -> dict[str, object]:
         return {}
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
         raise InvalidValue(f"{path} cannot be read: {error}") from error
-    unknown = set(table) - {"types", "prices"}
+    unknown = set(table) - set(_TABLES)
     if unknown:
-        raise InvalidValue(f"{path} has unknown tables: {', '.join(sorted(unknown))}", hint="known: types, prices")
+        raise InvalidValue(
+            f"{path} has unknown tables: {', '.join(sorted(unknown))}", hint=f"known: {', '.join(_TABLES)}"
+        )
     return table
 
 
@@ -61,4 +76,23 @@ def configured_types(table: dict[str, object]) -> tuple[GpuType, ...]:
     return tuple(
         GpuType(name=name, memory_bytes=round(own.memory_gib * 2**30), products=own.products, aliases=own.aliases)
         for name, own in types.items()
+    )
+
+
+def configured_retention(table: dict[str, object]) -> Policy:
+    """Return how long ended runs are kept.
+
+    Raises:
+        InvalidValue: the table is not what it must be.
+    """
+    try:
+        own = msgspec.convert(table.get("retention", {}), _Retention)
+    except msgspec.ValidationError as error:
+        raise InvalidValue(f"config.toml, table retention: {error}") from error
+    for name, value in (("days", own.days), ("gib", own.gib)):
+        if not 0 <= value < 1_000_000:  # NaN is neither
+            raise InvalidValue(f"config.toml, table retention: {name} must be a number from 0 on, not {value}")
+    return Policy(
+        age_ns=round(own.days * DAY_NS) or None,
+        size_bytes_max=round(own.gib * 2**30) or None,
     )

@@ -15,7 +15,7 @@ from serverless_gpu.errors import UsageError
 from serverless_gpu.model.hardware import Device, GpuType
 from serverless_gpu.model.ledger import Price, parse_prices
 from serverless_gpu.node import protocol
-from serverless_gpu.node.configuration import configured_types, read_configuration
+from serverless_gpu.node.configuration import configured_retention, configured_types, read_configuration
 from serverless_gpu.node.gpus import CpuProvider, NvmlProvider
 from serverless_gpu.node.home import Home
 
@@ -74,6 +74,7 @@ class Inventory:
         try:
             table = read_configuration(self._home)
             types = configured_types(table)
+            configured_retention(table)  # used elsewhere; a mistake in it is said where people look
             self._prices = parse_prices(msgspec.convert(table.get("prices", {}), dict[str, float]))
         except (UsageError, msgspec.ValidationError) as error:
             self._problem = f"{self._home.root / 'config.toml'}: {error}"

@@ -119,6 +119,26 @@ def _directory(kind: str, controller: str, name: str) -> Path | None:
     return path
 
 
+def controllers(path: Path | None) -> tuple[str, ...]:
+    """Return which limits can be set on stems: ``memory`` and ``pids`` of v2, ``memory (v1)`` and ``pids (v1)``.
+
+    Args:
+        path: the v2 directory of a `CgroupRoot`, or None.
+    """
+    found: list[str] = []
+    if path is not None:
+        with contextlib.suppress(OSError):
+            handed_down = (path / "cgroup.subtree_control").read_text().split()
+            found += [name for name in ("memory", "pids") if name in handed_down]
+    for name in ("memory", "pids"):
+        mount, place = _mount_point("cgroup", name), _own_place(name)
+        if name in found or mount is None or place is None:
+            continue
+        if os.access(mount / place.lstrip("/"), os.W_OK | os.X_OK):
+            found.append(f"{name} (v1)")
+    return tuple(found)
+
+
 def kill_cgroup(path: Path) -> None:
     """End every process in a cgroup, atomically."""
     with contextlib.suppress(OSError):  # removed under us; whether it is empty is asked for separately

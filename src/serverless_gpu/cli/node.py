@@ -1,30 +1,20 @@
-"""The command `sgpu`."""
+"""`sgpu status`, `sgpu gpus`, `sgpu stop`: what this machine keeps warm and lends."""
 
 from __future__ import annotations
 
 import os
-import sys
 
 import click
 
 from serverless_gpu.client.agent_control import agent_status, stop_agent
 from serverless_gpu.client.connection import connect
-from serverless_gpu.client.run import attach
-from serverless_gpu.errors import ServerlessGpuError
 from serverless_gpu.model.hardware import DeviceKind, parse_fake
 from serverless_gpu.node.home import find_home
 from serverless_gpu.node.locks import DeviceLocks, lock_directory
 from serverless_gpu.units import format_bytes
-from serverless_gpu.version import __version__
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, prog_name="serverless-gpu")
-def sgpu() -> None:
-    """The function runtime for GPUs you own."""
-
-
-@sgpu.command()
+@click.command()
 def status() -> None:
     """Show what the agent of this node keeps warm and looks after."""
     found = agent_status(find_home(os.environ).root)
@@ -41,7 +31,7 @@ def status() -> None:
         click.echo(f"queued: {len(found.queued)}")
 
 
-@sgpu.command()
+@click.command()
 def gpus() -> None:
     """List the GPUs and CPU slots of this node, and GPUs in quarantine."""
     home = find_home(os.environ)
@@ -61,27 +51,8 @@ def gpus() -> None:
         click.echo(f"not usable: {line}")
 
 
-@sgpu.command()
-@click.argument("run_id")
-def cancel(run_id: str) -> None:
-    """Stop a run and wait until its devices were handed back."""
-    run = attach(run_id)
-    run.cancel()
-    run.wait()
-    click.echo(f"{run.status()}: {run.receipt().gate}")
-
-
-@sgpu.command()
+@click.command()
 def stop() -> None:
     """End the agent of this node and what it keeps warm; running attempts go on."""
     ended = stop_agent(find_home(os.environ).root)
     click.echo("stopped" if ended else "no agent is running")
-
-
-def main() -> None:
-    """Run the command; an error of ours is a message and exit code 1, not a traceback."""
-    try:
-        sgpu()
-    except ServerlessGpuError as error:
-        click.echo(f"sgpu: {error}", err=True)
-        sys.exit(1)

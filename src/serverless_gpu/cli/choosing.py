@@ -1,0 +1,72 @@
+"""Which run a person means: nothing for the latest, or any beginning or end of an identifier that only one run has."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import os
+from collections.abc import Sequence
+
+from serverless_gpu.client.agent_control import agent_status
+from serverless_gpu.errors import InvalidValue, ServerlessGpuError
+from serverless_gpu.node.history import run_ids
+from serverless_gpu.node.home import Home, find_home
+
+_NAMED_MAX = 5
+
+
+def this_home() -> Home:
+    """Return the home that commands look at.
+
+    Raises:
+        StorageError: there is none.
+    """
+    return find_home(os.environ)
+
+
+def queued_runs(home: Home) -> tuple[str, ...]:
+    """Return the runs that wait in the agent; none when there is no agent, or none that answers."""
+    with contextlib.suppress(ServerlessGpuError):
+        found = agent_status(home.root)
+        return found.queued if found is not None else ()
+    return ()
+
+
+def choose(home: Home, wanted: str | None) -> str:
+    """Return the identifier of the run that is meant.
+
+    Args:
+        home: where its directory lies.
+        wanted: what was typed; None for the latest run.
+
+    Raises:
+        InvalidValue: no run is meant, or several.
+    """
+    ids = run_ids(home.runs)
+    if wanted is None:
+        if not ids:
+            raise InvalidValue(f"there are no runs in {home.runs}")
+        return ids[0]
+    text = wanted.strip().lower()
+    if text in ids:
+        return text
+    found = [run_id for run_id in ids if text and (run_id.startswith(text) or run_id.endswith(text))]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise InvalidValue(f"{wanted!r} means {len(found)} runs: {_listed(found)}", hint="type more of the identifier")
+    raise InvalidValue(f"there is no run {wanted!r} in {home.runs}", hint=_near(text, ids))
+
+
+def _near(text: str, ids: Sequence[str]) -> str:
+    if not ids:
+        return "there are no runs here; is SERVERLESS_GPU_HOME the one that the run was started with?"
+    close = difflib.get_close_matches(text, ids, n=1, cutoff=0.8)
+    if close:
+        return f"did you mean {close[0]}?"
+    return f"the latest are {_listed(ids)}; `sgpu runs` lists all"
+
+
+def _listed(ids: Sequence[str]) -> str:
+    more = len(ids) - _NAMED_MAX
+    return ", ".join(ids[:_NAMED_MAX]) + (f" and {more} more" if more > 0 else "")

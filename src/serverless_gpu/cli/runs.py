@@ -1,0 +1,242 @@
+"""`sgpu runs`, `sgpu show`, `sgpu cancel`: run directories, and the runs behind them."""
+
+from __future__ import annotations
+
+import sys
+from itertools import islice
+
+import click
+import msgspec
+
+from serverless_gpu.ambient import SystemClock, format_moment, format_utc
+from serverless_gpu.cli.choosing import choose, queued_runs, this_home
+from serverless_gpu.cli.screen import columns, safe
+from serverless_gpu.client.outcome import ending_text
+from serverless_gpu.client.run import attach
+from serverless_gpu.model.attempt import State
+from serverless_gpu.model.hardware import DeviceKind
+from serverless_gpu.model.spec import RunSpec
+from serverless_gpu.node.history import (
+    FUNCTION,
+    NOT_STARTED,
+    UNREADABLE,
+    Record,
+    read_run,
+    run_ids,
+    size_on_disk,
+    walk,
+)
+from serverless_gpu.node.home import Home
+from serverless_gpu.units import format_bytes, format_duration_ms, format_gpu_ms, format_micros
+
+_STATES = [*(state.value for state in State), NOT_STARTED, UNREADABLE]
+_NAME_CHARACTERS_MAX = 32
+_FILES_MAX = 200
+
+
+@click.command()
+@click.option("--limit", type=click.IntRange(min=1), default=20, show_default=True, help="List at most this many.")
+@click.option("--state", type=click.Choice(_STATES, case_sensitive=False), help="List only runs in this state.")
+@click.option("--size", is_flag=True, help="Also show how much room each takes on disk.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, one object per run.")
+def runs(limit: int, state: str | None, size: bool, as_json: bool) -> None:
+    """List the runs of this home, newest first."""
+    home = this_home()
+    queued = queued_runs(home)
+    records = (read_run(home.runs, run_id, queued) for run_id in run_ids(home.runs))
+    chosen = list(islice((record for record in records if state in (None, record.state)), limit))
+    if as_json:
+        _print_json([_as_json(home, record, size=size) for record in chosen])
+        return
+    if not chosen:
+        click.echo(f"no runs in {home.runs}" + (f" are {state}" if state else ""))
+        return
+    head = ["RUN", "NAME", "STATE", "STARTED", "TOOK", "DEVICES", "USED"]
+    rows = [_row(record) for record in chosen]
+    if size:
+        head.insert(-1, "SIZE")
+        for row, record in zip(rows, chosen, strict=True):
+            row.insert(-1, format_bytes(size_on_disk(home.runs / record.run_id)))
+    for line in columns([head, *rows]):
+        click.echo(safe(line, tty=sys.stdout.isatty()))
+
+
+@click.command()
+@click.argument("run", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def show(run: str | None, as_json: bool) -> None:
+    """Show everything about one run: what was asked for, how it ended, its receipt, its files.
+
+    RUN is an identifier, or any beginning or end of one that no other run has; without it, the latest run.
+    """
+    home = this_home()
+    record = read_run(home.runs, choose(home, run), queued_runs(home))
+    if as_json:
+        _print_json(_as_json(home, record, size=True) | _details(record))
+        return
+    for line in _story(home, record).splitlines():
+        click.echo(safe(line, tty=sys.stdout.isatty()))
+
+
+@click.command()
+@click.argument("run", required=False)
+def cancel(run: str | None) -> None:
+    """Stop a run and wait until its devices were handed back.
+
+    RUN is an identifier, or any beginning or end of one that no other run has; without it, what runs is listed.
+    """
+    home = this_home()
+    if run is None:
+        live = [record for run_id in run_ids(home.runs) if (record := read_run(home.runs, run_id)).live]
+        for line in columns([_row(record)[:4] for record in live]):
+            click.echo(safe(line, tty=sys.stdout.isatty()), err=True)
+        raise click.UsageError("which run? " + ("These are running." if live else "None is running."))
+    handle = attach(choose(home, run))
+    handle.cancel()
+    handle.wait()
+    click.echo(f"{handle.status()}: {handle.receipt().gate}")
+
+
+def name_of(record: Record) -> str:
+    """Return what a run is called: its function, or what else it is."""
+    name = record.spec.name if record.spec is not None else ""
+    return name or ("" if record.kind == FUNCTION else f"({record.kind})")
+
+
+def _row(record: Record) -> list[str]:
+    name = name_of(record) or "-"
+    if len(name) > _NAME_CHARACTERS_MAX:
+        name = name[: _NAME_CHARACTERS_MAX - 1] + "…"
+    return [
+        record.run_id,
+        name,
+        record.state,
+        format_moment(record.began_ns or record.created_ns),
+        _took_text(record),
+        _devices_text(record),
+        _used_text(record),
+    ]
+
+
+def _took_ms(record: Record) -> int | None:
+    """Return how long user code ran, or has run by now; None where that is not known."""
+    if record.receipt is not None and record.receipt.segments.run_ms is not None:
+        return record.receipt.segments.run_ms
+    if record.began_ns is None:
+        return None
+    return max(0, (record.ended_ns or SystemClock().wall_ns()) - record.began_ns) // 1_000_000
+
+
+def _took_text(record: Record) -> str:
+    took_ms = _took_ms(record)
+    return "-" if took_ms is None else format_duration_ms(took_ms)
+
+
+def _devices_text(record: Record) -> str:
+    receipt = record.receipt
+    if receipt is None:
+        return f"{record.world_size} rank{'' if record.world_size == 1 else 's'}" if record.world_size else "-"
+    noun = "CPU" if receipt.kind is DeviceKind.CPU else receipt.gpu_type
+    return f"{len(receipt.gpus)} {noun}" + (" (fake)" if receipt.kind is DeviceKind.FAKE else "")
+
+
+def _used_text(record: Record) -> str:
+    receipt = record.receipt
+    if receipt is None:
+        return "-"
+    used = format_gpu_ms(receipt.gpu_ms, unit="slot" if receipt.kind is DeviceKind.CPU else "GPU")
+    return used if receipt.micros is None else f"{used}, {format_micros(receipt.micros, receipt.currency)}"
+
+
+def _story(home: Home, record: Record) -> str:
+    """Return everything about one run, for reading."""
+    reason = record.stopped.reason.value if record.stopped is not None else ""
+    head = " · ".join(part for part in (f"run {record.run_id}", name_of(record), record.state, reason) if part)
+    parts = [head]
+    if record.problem:
+        parts.append(record.problem)
+    asked = _asked_text(record)
+    if asked:
+        parts.append(f"asked for: {asked}")
+    took = f" · took {_took_text(record)}" if _took_ms(record) is not None else ""
+    parts.append(f"started: {format_moment(record.began_ns or record.created_ns)}{took}")
+    if record.stopped is not None and record.stopped.state is not State.SUCCEEDED:
+        timeout_s = record.spec.timeout_s if record.spec is not None else None
+        parts += ["", ending_text(record.stopped, record.directory, record.run_id, timeout_s)]
+    if record.receipt is not None:
+        parts += ["", "receipt:", *(f"  {line}" for line in record.receipt.text().splitlines()[1:])]
+    return "\n".join([*parts, "", *_files_text(home, record)])
+
+
+def _asked_text(record: Record) -> str:
+    if record.spec is None:
+        return ""
+    spec = msgspec.to_builtins(record.spec)
+    usual = msgspec.to_builtins(RunSpec())
+    asked = {key: value for key, value in spec["resources"].items() if value != usual["resources"][key]}
+    asked |= {key: value for key, value in spec.items() if key not in ("name", "resources") and value != usual[key]}
+    if "tags" in asked:
+        asked["tags"] = ",".join(f"{name}={value}" for name, value in record.spec.tags.items())
+    ranks = f"{record.world_size} rank{'' if record.world_size == 1 else 's'}"
+    return " · ".join([ranks, *(f"{key}={value}" for key, value in asked.items())])
+
+
+def _files_text(home: Home, record: Record) -> list[str]:
+    total = format_bytes(size_on_disk(home.runs / record.run_id))
+    lines = [f"files: {record.directory} ({total} on disk)"]
+    files = _files(record)
+    lines += [f"  {line}" for line in columns([[format_bytes(size), name] for name, size in files[:_FILES_MAX]])]
+    if len(files) > _FILES_MAX:
+        lines.append(f"  and {len(files) - _FILES_MAX} more")
+    hangs = [name for name, _ in files if name.startswith("hang-")]
+    if hangs:
+        lines.append(f"where ranks stood when nothing moved: {', '.join(hangs)}")
+    return lines
+
+
+def _files(record: Record) -> list[tuple[str, int]]:
+    found = [(path.relative_to(record.directory).as_posix(), status) for path, status in walk(record.directory)]
+    return sorted((name, status.st_size) for name, status in found if status.st_mode & 0o170000 == 0o100000)
+
+
+def _as_json(home: Home, record: Record, *, size: bool) -> dict[str, object]:
+    receipt = record.receipt
+    row: dict[str, object] = {
+        "id": record.run_id,
+        "kind": record.kind,
+        "name": record.spec.name if record.spec is not None else "",
+        "state": record.state,
+        "reason": record.stopped.reason.value if record.stopped is not None else None,
+        "live": record.live,
+        "created": format_utc(record.created_ns),
+        "started": format_utc(record.began_ns) if record.began_ns is not None else None,
+        "ended": format_utc(record.ended_ns) if record.ended_ns is not None else None,
+        "took_ms": _took_ms(record),
+        "ranks": record.world_size,
+        "gpu_type": receipt.gpu_type if receipt is not None else None,
+        "devices": list(receipt.gpus) if receipt is not None else None,
+        "gpu_ms": receipt.gpu_ms if receipt is not None else None,
+        "micros": receipt.micros if receipt is not None else None,
+        "currency": receipt.currency if receipt is not None else None,
+        "directory": str(record.directory),
+        "problem": record.problem,
+    }
+    return row | ({"size_bytes": size_on_disk(home.runs / record.run_id)} if size else {})
+
+
+def _details(record: Record) -> dict[str, object]:
+    failure = ""
+    if record.stopped is not None and record.stopped.state is not State.SUCCEEDED:
+        timeout_s = record.spec.timeout_s if record.spec is not None else None
+        failure = ending_text(record.stopped, record.directory, record.run_id, timeout_s)
+    return {
+        "spec": record.spec,
+        "stopped": record.stopped,
+        "receipt": record.receipt,
+        "failure": failure,
+        "files": [{"name": name, "size_bytes": size} for name, size in _files(record)],
+    }
+
+
+def _print_json(value: object) -> None:
+    click.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())

@@ -1,0 +1,341 @@
+"""Checks of the Python environment: what is imported, what clashes, what hides what.
+
+What importing a package did is one set of facts for several rows: each takes the failures whose text it knows, and
+`imports` takes those that no other row explains.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from serverless_gpu.doctor.facts import Facts, Imported, ImportFacts, InterpreterFacts, Unknown
+from serverless_gpu.doctor.findings import Check, Finding, Group, failed, ok, unknown, warning
+
+_Mend = Callable[[Facts, str], str]
+
+_TEXT_MAX = 200
+_MORE_TIME = "sgpu doctor --limit 60"
+_NUMPY_ABI = re.compile(
+    r"numpy\.dtype size changed|compiled using NumPy 1|_ARRAY_API not found|numpy\.core\.multiarray"
+)
+_TORCHVISION = re.compile(r"torchvision::nms|Couldn't load custom C\+\+ ops|torchvision.*undefined symbol")
+_CUDA_LIBRARY = re.compile(r"lib(cudnn|cublas|cusparse|cudart|nccl|cufft|curand|cusolver|nvrtc|cupti|nvjitlink)\w*\.so")
+_LIBSTDCXX = re.compile(r"(GLIBCXX|CXXABI|GLIBC)_[\d.]+'? not found")
+_KNOWN = (_NUMPY_ABI, _TORCHVISION, _CUDA_LIBRARY, _LIBSTDCXX)
+_TROUBLE = ("raised", "crashed", "hung")
+TORCH_FAMILY = frozenset({"torch", "torchvision", "torchaudio", "numpy", "triton"})
+
+
+def _interpreter(facts: Facts) -> list[Finding]:
+    found = facts.interpreter
+    if isinstance(found, Unknown):
+        return unknown(f"{facts.python}: {found.why}")
+    kind = "virtual environment" if found.prefix != found.base_prefix else "no virtual environment"
+    sentence = f"Python {found.version}, {found.executable}, {kind}"
+    for name in ("VIRTUAL_ENV", "CONDA_PREFIX"):
+        active = facts.environ.get(name)
+        if active and active.rstrip("/") not in (found.prefix, found.base_prefix):
+            mend = f"{active}/bin/python -m serverless_gpu.cli doctor   (install serverless-gpu there if it is not)"
+            return warning(f"{sentence}; but the active environment is {active} ({name})", mend)
+    if "PYTHONHOME" in facts.environ:
+        return warning(f"{sentence}; PYTHONHOME={facts.environ['PYTHONHOME']}", "unset PYTHONHOME")
+    return ok(sentence)
+
+
+def _imports(facts: Facts) -> list[Finding]:
+    imports = facts.imports
+    if isinstance(imports, Unknown):
+        return unknown(imports.why)
+    found: list[Finding] = []
+    for name, imported in imports.modules.items():
+        if imported.outcome == "hung":
+            trace = f"{facts.python} -X importtime -c 'import {name}'   (or: {_MORE_TIME})"
+            found += unknown(f"import {name} did not end: {imported.error}", trace)
+        elif imported.outcome in _TROUBLE and not any(pattern.search(_text(imported)) for pattern in _KNOWN):
+            last = imported.written.strip().rpartition("\n")[2] if imported.outcome == "crashed" else ""
+            wrote = f"; it wrote: {_short(last)}" if last else ""
+            found += failed(f"import {name}: {_short(imported.error)}{wrote}", _reinstall(facts, name))
+    untried = {name: imported.error for name, imported in imports.modules.items() if imported.outcome == "untried"}
+    if untried:
+        found += unknown(f"not tried: {', '.join(untried)} ({next(iter(untried.values()))})", _MORE_TIME)
+    there = [name for name, imported in imports.modules.items() if imported.outcome == "ok"]
+    return found or ok(
+        ", ".join(_versioned(facts, name) for name in there) or "none of the usual packages is installed"
+    )
+
+
+def _numpy_abi(facts: Facts) -> list[Finding]:
+    return _matching(facts, _NUMPY_ABI, "NumPy and what is compiled against it fit", _mend_numpy)
+
+
+def _torchvision(facts: Facts) -> list[Finding]:
+    return _matching(facts, _TORCHVISION, "torchvision fits torch", _mend_torchvision, only="torchvision")
+
+
+def _cuda_libraries(facts: Facts) -> list[Finding]:
+    return _matching(facts, _CUDA_LIBRARY, "torch finds its libraries", _mend_cuda_libraries, only="torch")
+
+
+def _libstdcxx(facts: Facts) -> list[Finding]:
+    return _matching(facts, _LIBSTDCXX, "", _mend_libstdcxx)
+
+
+def _requirements(facts: Facts) -> list[Finding]:
+    found = facts.interpreter
+    if isinstance(found, Unknown):
+        return unknown(found.why)
+    if found.broken_problem:
+        return unknown(found.broken_problem, f"{facts.python} -m pip check")
+    findings = []
+    for broken in found.broken:
+        has = f"{broken.found} is installed" if broken.found else "it is not installed"
+        sentence = f"{broken.package} {broken.version} requires {broken.requirement}, and {has}"
+        findings += warning(sentence, f"{facts.python} -m pip install '{broken.requirement}'")
+    return findings or ok("those of torch's family are met")
+
+
+def _shadowed(facts: Facts) -> list[Finding]:
+    found = facts.interpreter
+    if isinstance(found, Unknown):
+        return unknown(found.why)
+    if not facts.cwd:
+        return warning("the working directory does not exist any more; calls from here are refused", "cd")
+    findings = []
+    for shadow in found.shadows:
+        whose = f"the standard library's {shadow.name}" if shadow.is_stdlib else shadow.other
+        mend = f"give {shadow.file} another name"
+        sentence = f"{shadow.file} hides {whose}"
+        findings += failed(sentence, mend) if shadow.name in TORCH_FAMILY else warning(sentence, mend)
+    return findings or ok(f"no file in {facts.cwd} has the name of an installed module")
+
+
+def _openmp(facts: Facts) -> list[Finding]:
+    imports = facts.imports
+    if isinstance(imports, Unknown):
+        return unknown(imports.why)
+    intel = [path for path in imports.openmp if re.search(r"libi?omp\d*[-.]", path.rpartition("/")[2])]
+    gnu = [path for path in imports.openmp if path not in intel]
+    if len(intel) > 1 or (intel and gnu):
+        return warning(f"several OpenMP runtimes meet in one process: {', '.join(imports.openmp)}")
+    if not imports.openmp:
+        return ok("no OpenMP runtime was loaded")
+    copies = f", {len(gnu)} copies of GNU's (harmless)" if len(gnu) > 1 else ""
+    return ok(f"{imports.openmp[0].rpartition('/')[2]}{copies}")
+
+
+def _pythonpath(facts: Facts) -> list[Finding]:
+    value = facts.environ.get("PYTHONPATH", "")
+    if not value:
+        return ok("not set")
+    version = facts.interpreter.version if isinstance(facts.interpreter, InterpreterFacts) else ""
+    findings = []
+    for entry in value.split(":"):
+        other = re.search(r"python(\d\.\d+)", entry)
+        if other and version and not version.startswith(other[1] + "."):
+            findings += failed(f"PYTHONPATH puts packages of Python {other[1]} before those of {version}: {entry}")
+        elif "site-packages" in entry or "dist-packages" in entry:
+            findings += warning(f"PYTHONPATH puts the packages of another environment first: {entry}")
+    return findings or ok(value)
+
+
+def _hf_transfer(facts: Facts) -> list[Finding]:
+    if facts.environ.get("HF_HUB_ENABLE_HF_TRANSFER", "").upper() not in ("1", "ON", "YES", "TRUE"):
+        return []
+    if isinstance(facts.interpreter, Unknown):
+        return unknown(facts.interpreter.why)
+    if "hf-transfer" in facts.interpreter.packages:
+        return ok("hf_transfer is installed")
+    mend = f"{facts.python} -m pip install hf_transfer   (or: export HF_HUB_ENABLE_HF_TRANSFER=0)"
+    return failed("HF_HUB_ENABLE_HF_TRANSFER=1, and the package hf_transfer is not installed", mend)
+
+
+def _matching(facts: Facts, pattern: re.Pattern[str], fine: str, mend: _Mend, only: str = "") -> list[Finding]:
+    """Return a failure for each module whose import failed with such a text, and a warning where it only wrote it."""
+    imports = facts.imports
+    if isinstance(imports, Unknown):
+        return unknown(imports.why)
+    found: list[Finding] = []
+    for name, imported in imports.modules.items():
+        match = pattern.search(_text(imported))
+        if match is None:
+            continue
+        if imported.outcome in _TROUBLE:
+            found += failed(f"import {name}: {_short(imported.error)}", mend(facts, name))
+        else:
+            found += warning(f"import {name} complains: {_short(_line_of(imported.written, match))}", mend(facts, name))
+    if found or not fine:
+        return found
+    asked = [imports.modules[only]] if only in imports.modules else list(imports.modules.values())
+    if all(imported.outcome == "absent" for imported in asked):
+        return []
+    if not any(imported.outcome == "ok" for imported in asked):
+        return unknown(f"{only or 'the usual packages'} could not be imported")
+    return ok(fine)
+
+
+def _mend_numpy(facts: Facts, name: str) -> str:
+    text = _text(facts.imports.modules[name]) if isinstance(facts.imports, ImportFacts) else ""
+    older = (
+        f"   (or, while there is no newer one: {facts.python} -m pip install 'numpy<2')" if "NumPy 1" in text else ""
+    )
+    return f"{facts.python} -m pip install --upgrade --force-reinstall numpy {_package(name)}{older}"
+
+
+def _mend_torchvision(facts: Facts, name: str) -> str:
+    return f"{facts.python} -m pip install --upgrade --force-reinstall torch torchvision   (both, from the same index)"
+
+
+def _mend_cuda_libraries(facts: Facts, name: str) -> str:
+    return f"{facts.python} -m pip install --force-reinstall torch"
+
+
+def _mend_libstdcxx(facts: Facts, name: str) -> str:
+    command = f"{facts.python} -m pip install --force-reinstall {_package(name)}"
+    return f"{command}   (or unset LD_LIBRARY_PATH; with conda: conda install -c conda-forge libstdcxx-ng)"
+
+
+def _reinstall(facts: Facts, name: str) -> str:
+    return f"{facts.python} -m pip install --force-reinstall {_package(name)}"
+
+
+def _package(name: str) -> str:
+    return {"sklearn": "scikit-learn", "cv2": "opencv-python"}.get(name, name)
+
+
+def _versioned(facts: Facts, name: str) -> str:
+    packages = facts.interpreter.packages if isinstance(facts.interpreter, InterpreterFacts) else {}
+    return f"{name} {packages.get(_package(name), '')}".strip()
+
+
+def _text(imported: Imported) -> str:
+    return f"{imported.error}\n{imported.written}"
+
+
+def _line_of(text: str, match: re.Match[str]) -> str:
+    return next((line for line in text.splitlines() if match[0] in line), match[0])
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _TEXT_MAX else line[: _TEXT_MAX - 1] + "…"
+
+
+CHECKS = (
+    Check(
+        code="interpreter",
+        group=Group.ENVIRONMENT,
+        title="The interpreter",
+        symptoms=(
+            "ModuleNotFoundError: No module named 'serverless_gpu'",
+            "ModuleNotFoundError: No module named 'torch'",
+        ),
+        cause="Ranks use the interpreter that calls. A terminal, a notebook kernel and `sgpu` may have different ones.",
+        mend="install into the environment the caller uses: python -m pip install …, with that environment's python",
+        probe=_interpreter,
+    ),
+    Check(
+        code="imports",
+        group=Group.ENVIRONMENT,
+        title="Importing the usual packages",
+        symptoms=("ImportError: … undefined symbol: …", "a rank that dies of SIGSEGV or SIGILL while importing"),
+        cause="A package is broken, half upgraded, or built for another processor or another torch.",
+        mend="python -m pip install --force-reinstall <package>",
+        probe=_imports,
+    ),
+    Check(
+        code="numpy-abi",
+        group=Group.ENVIRONMENT,
+        title="NumPy and what is compiled against it",
+        symptoms=(
+            "ValueError: numpy.dtype size changed, may indicate binary incompatibility. "
+            "Expected 96 from C header, got 88 from PyObject",
+            "A module that was compiled using NumPy 1.x cannot be run in NumPy 2.… as it may crash.",
+        ),
+        cause="Installing a package changed NumPy's version, and others were compiled against the one before.",
+        mend="python -m pip install --upgrade --force-reinstall numpy <package>",
+        probe=_numpy_abi,
+    ),
+    Check(
+        code="torchvision",
+        group=Group.ENVIRONMENT,
+        title="torchvision against torch",
+        symptoms=("RuntimeError: operator torchvision::nms does not exist",),
+        cause="torch was upgraded and torchvision was not, or they come from different indexes (CPU and CUDA).",
+        mend="python -m pip install --upgrade --force-reinstall torch torchvision   (both, from the same index)",
+        probe=_torchvision,
+    ),
+    Check(
+        code="cuda-libraries",
+        group=Group.ENVIRONMENT,
+        title="CUDA libraries of torch",
+        symptoms=("ImportError: libcudnn.so.9: cannot open shared object file: No such file or directory",),
+        cause="torch looks for cuDNN, NCCL and the like beside itself; another installation replaced or removed them.",
+        mend="python -m pip install --force-reinstall torch",
+        probe=_cuda_libraries,
+    ),
+    Check(
+        code="libstdcxx",
+        group=Group.ENVIRONMENT,
+        title="An old C++ runtime",
+        symptoms=("ImportError: …/libstdc++.so.6: version `GLIBCXX_3.4.29' not found",),
+        cause="LD_LIBRARY_PATH or an old distribution brings a C++ runtime that is older than the package needs.",
+        mend="unset LD_LIBRARY_PATH; with conda: conda install -c conda-forge libstdcxx-ng",
+        probe=_libstdcxx,
+    ),
+    Check(
+        code="requirements",
+        group=Group.ENVIRONMENT,
+        title="Requirements of torch's family",
+        symptoms=("pip: … requires torch==…, but you have torch … which is incompatible",),
+        cause="pip installs what it was asked for last, also when that breaks what was there.",
+        mend="python -m pip check, then install what it names",
+        probe=_requirements,
+    ),
+    Check(
+        code="shadowed-modules",
+        group=Group.ENVIRONMENT,
+        title="A file that hides a module",
+        symptoms=(
+            "AttributeError: partially initialized module 'torch' has no attribute … "
+            "(most likely due to a circular import)",
+            "ImportError: cannot import name … from 'utils' (…/utils.py)",
+        ),
+        cause="Python looks beside the program and in PYTHONPATH first; a file there called like a module hides it.",
+        mend="give the file another name (and delete its __pycache__)",
+        probe=_shadowed,
+    ),
+    Check(
+        code="openmp",
+        group=Group.ENVIRONMENT,
+        title="Two OpenMP runtimes",
+        symptoms=(
+            "OMP: Error #15: Initializing libiomp5.so, but found libiomp5.so already initialized.",
+            "a rank that hangs or crashes in its first matrix product",
+        ),
+        cause="Packages from different sources (pip, conda, MKL) bring an OpenMP runtime each into one process.",
+        mend="install torch, numpy and scikit-learn from one source; conda: conda install nomkl",
+        probe=_openmp,
+    ),
+    Check(
+        code="pythonpath",
+        group=Group.ENVIRONMENT,
+        title="PYTHONPATH",
+        symptoms=("a package of another version than `pip show` says", "SyntaxError in a package of another Python"),
+        cause="PYTHONPATH comes before the environment's own packages, in ranks as in the caller.",
+        mend="unset PYTHONPATH",
+        probe=_pythonpath,
+    ),
+    Check(
+        code="hf-transfer",
+        group=Group.ENVIRONMENT,
+        title="Downloads from the Hugging Face hub",
+        symptoms=(
+            "ValueError: Fast download using 'hf_transfer' is enabled (HF_HUB_ENABLE_HF_TRANSFER=1) but 'hf_transfer' "
+            "package is not available in your environment.",
+        ),
+        cause="The variable asks for a package that is not installed.",
+        mend="python -m pip install hf_transfer   (or: export HF_HUB_ENABLE_HF_TRANSFER=0)",
+        probe=_hf_transfer,
+    ),
+)

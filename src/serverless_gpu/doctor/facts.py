@@ -1,0 +1,245 @@
+"""What was seen on this machine, as values: what checks judge, and what tests write down by hand.
+
+An area that could not be looked at is `Unknown`, with the reason; so is every area that nobody gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from serverless_gpu.model.hardware import Device
+from serverless_gpu.node.gpus import Unavailable, Usage
+
+
+class Unknown(msgspec.Struct, frozen=True):
+    """Why an area could not be looked at."""
+
+    why: str = "it was not looked at"
+
+
+class Disk(msgspec.Struct, frozen=True):
+    """A file system at one place."""
+
+    place: str
+    total_bytes: int
+    free_bytes: int
+
+
+class HomeFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """The home directory.
+
+    Attributes:
+        root: where it is; "" where there is none to be had.
+        problem: why there is none, or why writing to it fails.
+        hint: what helps.
+        note: why it is not the one that was asked for.
+        filesystem: the kernel's name of its file system.
+        configuration_problem: what is wrong with `config.toml`.
+        sockets: the directory of sockets, and what is wrong with it.
+    """
+
+    root: str = ""
+    problem: str = ""
+    hint: str = ""
+    note: str = ""
+    filesystem: str = ""
+    configuration_problem: str = ""
+    sockets: str = ""
+    sockets_problem: str = ""
+    disks: tuple[Disk, ...] = ()
+
+
+class RunsFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """The run directories.
+
+    Attributes:
+        days: runs are deleted after that many; None for never.
+        size_bytes_max: ended runs take at most this; None for no limit.
+        last_run: the latest run with a receipt; with whether it started warm, and why not.
+    """
+
+    count: int = 0
+    size_bytes: int = 0
+    days: float | None = None
+    size_bytes_max: int | None = None
+    last_run: str = ""
+    warm: bool = False
+    warm_reason: str = ""
+
+
+class AgentFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """The agent of this home.
+
+    Attributes:
+        pid: None when none runs.
+        problem: why it does not answer.
+        others: agents of other versions of this package: version (and protocol) by pid.
+    """
+
+    pid: int | None = None
+    version: str = ""
+    problem: str = ""
+    hint: str = ""
+    zygotes: tuple[str, ...] = ()
+    attempts: int = 0
+    queued: int = 0
+    others: dict[str, str] = {}
+
+
+class CgroupFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """How process trees are ended and limited.
+
+    Attributes:
+        path: the v2 directory, or "".
+        problem: why there is none.
+        controllers: which limits can be set.
+    """
+
+    path: str = ""
+    problem: str = ""
+    controllers: tuple[str, ...] = ()
+
+
+class LimitFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of this process, which ranks inherit; None is unlimited."""
+
+    descriptors: int | None = None
+    descriptors_hard: int | None = None
+    processes: int | None = None
+    address_space_bytes: int | None = None
+    shared_memory: Disk | None = None
+
+
+class NetworkFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Loopback, ports and this machine's name."""
+
+    loopback_problem: str = ""
+    port_problem: str = ""
+    ports: int = 0
+    sockets_used: int = 0
+    hostname: str = ""
+    hostname_problem: str = ""
+
+
+class Health(msgspec.Struct, frozen=True, kw_only=True):
+    """What a card says about its own memory, and what it can run; None where it does not say."""
+
+    capability: tuple[int, int] | None = None
+    uncorrected_errors: int | None = None
+    remap_pending: bool | None = None
+    remap_failed: bool | None = None
+
+
+class GpuFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """The GPUs of this machine.
+
+    Attributes:
+        on_bus: NVIDIA display controllers on the PCI bus.
+        device_files: how many `/dev/nvidia<n>` there are.
+        binding_problem: why NVML cannot even be loaded.
+        driver: its version; "" where there is none.
+        cuda: the newest CUDA the driver can run.
+        held: who holds which device: run by uuid.
+        quarantined: why, by uuid, and the note's file.
+    """
+
+    on_bus: int = 0
+    device_files: int = 0
+    binding_problem: str = ""
+    driver: str = ""
+    cuda: tuple[int, int] | None = None
+    devices: tuple[Device, ...] = ()
+    unavailable: tuple[Unavailable, ...] = ()
+    usage: dict[str, Usage] = {}
+    health: dict[str, Health] = {}
+    held: dict[str, str] = {}
+    quarantined: dict[str, tuple[str, str]] = {}
+
+
+class Shadow(msgspec.Struct, frozen=True, kw_only=True):
+    """A file that is found before another module of the same name."""
+
+    name: str
+    file: str
+    other: str
+    is_stdlib: bool = False
+
+
+class Broken(msgspec.Struct, frozen=True, kw_only=True):
+    """An installed package whose requirement is not met; `found` is "" where it is not installed."""
+
+    package: str
+    version: str
+    requirement: str
+    found: str = ""
+
+
+class InterpreterFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """The interpreter and what is installed for it.
+
+    Attributes:
+        packages: version by name of what we know to matter.
+        broken_problem: why requirements could not be compared.
+    """
+
+    executable: str = ""
+    version: str = ""
+    prefix: str = ""
+    base_prefix: str = ""
+    path: tuple[str, ...] = ()
+    packages: dict[str, str] = {}
+    shadows: tuple[Shadow, ...] = ()
+    broken: tuple[Broken, ...] = ()
+    broken_problem: str = ""
+
+
+class Imported(msgspec.Struct, frozen=True, kw_only=True):
+    """What importing one module did.
+
+    Attributes:
+        outcome: ``"ok"``, ``"absent"``, ``"raised"``, ``"crashed"``, ``"hung"`` or ``"untried"``.
+        error: what was raised, or what ended the process.
+        written: what it wrote meanwhile, the last of it.
+    """
+
+    outcome: str
+    error: str = ""
+    written: str = ""
+
+
+class TorchFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What torch says about itself; `devices` is None where it could not be asked."""
+
+    version: str = ""
+    cuda: str = ""
+    hip: str = ""
+    devices: int | None = None
+    architectures: tuple[str, ...] = ()
+    problem: str = ""
+
+
+class ImportFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What importing the usual packages did, and the OpenMP runtimes they brought, by package."""
+
+    modules: dict[str, Imported] = {}
+    torch: TorchFacts | None = None
+    openmp: tuple[str, ...] = ()
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that was seen; `cwd` is where the caller stands, "" when that place does not exist any more."""
+
+    environ: Mapping[str, str] = {}
+    python: str = ""
+    cwd: str = ""
+    home: HomeFacts | Unknown = Unknown()
+    runs: RunsFacts | Unknown = Unknown()
+    agent: AgentFacts | Unknown = Unknown()
+    cgroups: CgroupFacts | Unknown = Unknown()
+    limits: LimitFacts | Unknown = Unknown()
+    network: NetworkFacts | Unknown = Unknown()
+    gpus: GpuFacts | Unknown = Unknown()
+    interpreter: InterpreterFacts | Unknown = Unknown()
+    imports: ImportFacts | Unknown = Unknown()

@@ -1,0 +1,79 @@
+"""The nouns of a diagnosis: a check (one row of the table), and what it found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+
+import msgspec
+
+from serverless_gpu.doctor.facts import Facts
+
+
+class Outcome(StrEnum):
+    """What a check says."""
+
+    OK = "ok"
+    WARNING = "warning"
+    FAILED = "failed"
+    UNKNOWN = "unknown"
+
+
+class Group(StrEnum):
+    """Where a check looks, in the order of the report."""
+
+    MACHINE = "machine"
+    AGENT = "agent"
+    GPUS = "GPUs"
+    ENVIRONMENT = "environment"
+    RUNS = "runs"
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One thing a check saw; `mend` is the command or sentence that helps, where the row's own is not exact enough."""
+
+    outcome: Outcome
+    sentence: str
+    mend: str = ""
+
+
+class Check(msgspec.Struct, frozen=True, kw_only=True):
+    """One row: a trouble people have, why, and what mends it.
+
+    Attributes:
+        code: stable name.
+        group: where it looks.
+        title: what it is about, in a few words.
+        symptoms: what a person sees, verbatim where there is a text.
+        cause: why, in a sentence.
+        mend: what to do, a command or a sentence.
+        probe: judges the facts; None for what only a run can show. No finding means that it does not apply here.
+    """
+
+    code: str
+    group: Group
+    title: str
+    symptoms: tuple[str, ...]
+    cause: str
+    mend: str
+    probe: Callable[[Facts], Sequence[Finding]] | None = None
+
+
+def ok(sentence: str) -> list[Finding]:
+    """Return the one finding of a check that is fine."""
+    return [Finding(Outcome.OK, sentence)]
+
+
+def warning(sentence: str, mend: str = "") -> list[Finding]:
+    """Return the one finding of a check that will bite sooner or later."""
+    return [Finding(Outcome.WARNING, sentence, mend)]
+
+
+def failed(sentence: str, mend: str = "") -> list[Finding]:
+    """Return the one finding of a check that keeps runs from working."""
+    return [Finding(Outcome.FAILED, sentence, mend)]
+
+
+def unknown(sentence: str, mend: str = "") -> list[Finding]:
+    """Return the one finding of a check that could not see what it needs."""
+    return [Finding(Outcome.UNKNOWN, sentence, mend)]

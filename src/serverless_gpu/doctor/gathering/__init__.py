@@ -1,0 +1,88 @@
+"""Looking at this machine, thinly and bounded: what comes back are facts, or why there are none.
+
+    threads     home · runs · agent and cgroups · limits · network       (a dead network file system blocks one of them)
+    processes   NVML · what is installed · what importing it does        (these crash and hang by nature)
+
+All start at once and each has the same limit, so the whole takes little longer than that.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+from serverless_gpu.doctor.facts import (
+    AgentFacts,
+    CgroupFacts,
+    Facts,
+    GpuFacts,
+    HomeFacts,
+    ImportFacts,
+    InterpreterFacts,
+    LimitFacts,
+    NetworkFacts,
+    RunsFacts,
+    Unknown,
+)
+from serverless_gpu.doctor.gathering.bounded import side_by_side
+from serverless_gpu.doctor.gathering.environment import look_at_imports, look_at_packages
+from serverless_gpu.doctor.gathering.gpus import look_at_gpus
+from serverless_gpu.doctor.gathering.machine import look_at_home, look_at_limits, look_at_network, look_at_runs
+from serverless_gpu.doctor.gathering.service import look_at_service
+
+T = TypeVar("T")
+
+
+def gather(environ: Mapping[str, str], limit_s: float) -> Facts:
+    """Return what can be seen within a time limit.
+
+    Args:
+        environ: the caller's variables.
+        limit_s: seconds for each look.
+    """
+    looks: dict[str, Callable[[], object]] = {
+        "imports": lambda: look_at_imports(limit_s),
+        "interpreter": lambda: look_at_packages(limit_s),
+        "gpus": lambda: look_at_gpus(environ, limit_s),
+        "service": lambda: look_at_service(environ),
+        "home": lambda: look_at_home(environ),
+        "runs": lambda: look_at_runs(environ),
+        "limits": look_at_limits,
+        "network": look_at_network,
+    }
+    # A little longer than the processes get, which end themselves and have more to say about it.
+    seen = side_by_side(looks, limit_s + 0.5)
+
+    def area(name: str, kind: type[T]) -> T | Unknown:
+        found = seen[name]
+        return found if isinstance(found, kind) else _why(found)
+
+    service = seen["service"]
+    agent, cgroups = service if isinstance(service, tuple) else (_why(service), _why(service))
+    return Facts(
+        environ=dict(environ),
+        python=sys.executable,
+        cwd=_cwd(),
+        home=area("home", HomeFacts),
+        runs=area("runs", RunsFacts),
+        agent=agent if isinstance(agent, AgentFacts) else _why(agent),
+        cgroups=cgroups if isinstance(cgroups, CgroupFacts) else _why(cgroups),
+        limits=area("limits", LimitFacts),
+        network=area("network", NetworkFacts),
+        gpus=area("gpus", GpuFacts),
+        interpreter=area("interpreter", InterpreterFacts),
+        imports=area("imports", ImportFacts),
+    )
+
+
+def _why(found: object) -> Unknown:
+    return found if isinstance(found, Unknown) else Unknown()
+
+
+def _cwd() -> str:
+    try:
+        return os.getcwd()
+    except OSError:
+        return ""

@@ -1,0 +1,135 @@
+"""What is installed for this interpreter, and what importing it does, each asked in processes of their own.
+
+The programs (`packages.py`, `importing.py`) use the standard library only and are started with the caller's variables,
+without the working directory on the path: a file of the caller's that has the name of a module is reported, never run.
+They answer in Python literals, one per line, so that they need to import next to nothing themselves.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from serverless_gpu.ambient import SystemClock
+from serverless_gpu.doctor.facts import Imported, ImportFacts, InterpreterFacts, TorchFacts, Unknown
+from serverless_gpu.doctor.gathering.bounded import side_by_side
+from serverless_gpu.doctor.gathering.children import Ended, look
+
+# Two processes: what is built on torch, and what is built on NumPy.
+_FAMILIES = (("torch", "torchvision", "torchaudio"), ("numpy", "scipy", "sklearn", "pandas", "pyarrow", "numba", "cv2"))
+_WORTHWHILE_S = 0.5
+_PROGRAMS = Path(__file__).parent
+
+
+def look_at_packages(limit_s: float) -> InterpreterFacts | Unknown:
+    """Return what is installed.
+
+    Args:
+        limit_s: seconds this may take.
+    """
+    ended = _run("packages.py", (), limit_s)
+    for record in _records(ended):
+        if record and record[0] == "packages":
+            return msgspec.convert(record[1], InterpreterFacts)
+    return Unknown(f"{ended.why}. {ended.written.strip()[-300:]}".strip())
+
+
+def look_at_imports(limit_s: float) -> ImportFacts:
+    """Return what importing the usual packages does.
+
+    Args:
+        limit_s: seconds this may take.
+    """
+    looks = {family[0]: lambda family=family: _import_all(family, limit_s) for family in _FAMILIES}
+    facts = ImportFacts()
+    for found in side_by_side(looks, limit_s + 0.3).values():
+        if isinstance(found, ImportFacts):
+            facts = ImportFacts(
+                modules=facts.modules | found.modules,
+                torch=facts.torch or found.torch,
+                openmp=tuple(sorted({*facts.openmp, *found.openmp})),
+            )
+    return facts
+
+
+def _import_all(names: Sequence[str], limit_s: float) -> ImportFacts:
+    """Import one after the other; after a crash, the others in a new process."""
+    clock = SystemClock()
+    deadline_ns = clock.boottime_ns() + int(limit_s * 1e9)
+    modules: dict[str, Imported] = {}
+    facts = ImportFacts()
+    left = list(names)
+    while left:
+        left_s = (deadline_ns - clock.boottime_ns()) / 1e9
+        if left_s < _WORTHWHILE_S:
+            break
+        ended = _run("importing.py", left, left_s, "/")  # as the zygote imports
+        seen = read_imports(list(_records(ended)), ended)
+        modules |= seen.modules
+        facts = ImportFacts(torch=facts.torch or seen.torch, openmp=(*facts.openmp, *seen.openmp))
+        if not seen.modules:
+            modules |= {name: Imported(outcome="untried", error=ended.why, written=ended.written) for name in left}
+        left = [name for name in left if name not in modules]
+    modules |= {name: Imported(outcome="untried", error=f"no time was left of {limit_s:g} s") for name in left}
+    return msgspec.structs.replace(facts, modules={name: modules[name] for name in names})
+
+
+def read_imports(records: Sequence[tuple[object, ...]], ended: Ended) -> ImportFacts:
+    """Return what the importing process reported before it ended, and what its end means for the rest.
+
+    Args:
+        records: what it sent.
+        ended: how it ended.
+    """
+    modules: dict[str, Imported] = {}
+    begun = ""
+    torch: TorchFacts | None = None
+    openmp: tuple[str, ...] = ()
+    for record in records:
+        match record:
+            case ("begin", str() as begun):
+                pass
+            case ("end", str() as name, str() as outcome, str() as error, str() as written):
+                modules[name], begun = Imported(outcome=outcome, error=error, written=written), ""
+            case ("torch", dict() as said):
+                torch = msgspec.convert(said, TorchFacts)
+            case ("openmp", list() as paths):
+                openmp = tuple(str(path) for path in paths)
+    if begun == "torch.cuda" and torch is not None:
+        torch = msgspec.structs.replace(torch, problem=ended.why)
+    elif begun:
+        outcome = "hung" if ended.code is None else "crashed"
+        modules[begun] = Imported(outcome=outcome, error=ended.why, written=ended.written)
+    return ImportFacts(modules=modules, torch=torch, openmp=openmp)
+
+
+def _run(program: str, arguments: Sequence[str], limit_s: float, cwd: str | None = None) -> Ended:
+    source = (_PROGRAMS / program).read_text(encoding="utf-8")
+
+    def start(fd: int, log: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-c", source, str(fd), *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            cwd=cwd,
+            pass_fds=(fd,),
+            start_new_session=True,
+        )
+
+    return look(start, limit_s)
+
+
+def _records(ended: Ended) -> Iterator[tuple[object, ...]]:
+    for line in ended.answer.decode("ascii", "replace").splitlines():
+        try:
+            record = ast.literal_eval(line)
+        except (ValueError, SyntaxError):  # cut off by the end of the process
+            continue
+        if isinstance(record, tuple):
+            yield record

@@ -1,0 +1,95 @@
+"""The GPUs of this machine, asked in a process of its own: a wedged driver blocks in the kernel and for ever."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from serverless_gpu.doctor.facts import GpuFacts, Unknown
+from serverless_gpu.doctor.gathering.children import look
+from serverless_gpu.errors import StorageError
+from serverless_gpu.node.home import find_home
+from serverless_gpu.node.locks import MACHINE_DIRECTORIES, DeviceLocks, Holder
+from serverless_gpu.node.spawning import clean_process
+
+_PCI = Path("/sys/bus/pci/devices")
+_HOLDER_BYTES = 4096
+
+
+def look_at_gpus(environ: Mapping[str, str], limit_s: float) -> GpuFacts | Unknown:
+    """Return what NVML and the kernel say about NVIDIA GPUs, and who holds which.
+
+    Args:
+        environ: the caller's variables.
+        limit_s: seconds NVML may take.
+    """
+    home = ""
+    with contextlib.suppress(StorageError):
+        home = str(find_home(environ).root)
+    ended = look(
+        lambda fd, log: clean_process(
+            "serverless_gpu.doctor.gathering.nvml", (fd, home), fds=(fd,), log=log, environ=environ
+        ),
+        limit_s,
+    )
+    try:
+        facts = msgspec.json.decode(ended.answer, type=GpuFacts)
+    except msgspec.MsgspecError:
+        return Unknown(f"NVML said nothing: {ended.why}. {ended.written.strip()[-300:]}")
+    directory = next((path for path in MACHINE_DIRECTORIES if path.is_dir()), None)
+    if directory is not None:
+        facts = msgspec.structs.replace(facts, held=_held(directory), quarantined=_quarantined(directory))
+    return msgspec.structs.replace(facts, on_bus=_on_bus(), device_files=_device_files())
+
+
+def _held(directory: Path) -> dict[str, str]:
+    """Return who holds which device. A look takes each lock for a moment; a run that misses it tries again."""
+    held: dict[str, str] = {}
+    for path in sorted(directory.glob("*.lock")):
+        with contextlib.suppress(OSError):
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            with os.fdopen(fd, "rb") as file:
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    held[path.stem] = _run_of(file.read(_HOLDER_BYTES))
+    return held
+
+
+def _run_of(text: bytes) -> str:
+    try:
+        return msgspec.json.decode(text, type=Holder).run_id
+    except msgspec.MsgspecError:
+        return ""
+
+
+def _quarantined(directory: Path) -> dict[str, tuple[str, str]]:
+    with contextlib.suppress(StorageError):
+        notes = DeviceLocks(directory).quarantined()
+        return {uuid: (note.reason, str(directory / f"{uuid}.quarantine")) for uuid, note in notes.items()}
+    return {}
+
+
+def _on_bus() -> int:
+    """Return how many NVIDIA display controllers the PCI bus has, driver or not."""
+    count = 0
+    with contextlib.suppress(OSError):
+        for device in _PCI.iterdir():
+            with contextlib.suppress(OSError):
+                vendor, kind = (device / "vendor").read_text().strip(), (device / "class").read_text().strip()
+                count += vendor == "0x10de" and kind.startswith("0x03")
+    return count
+
+
+def _device_files() -> int:
+    count = 0
+    with contextlib.suppress(OSError):
+        for path in Path("/dev").glob("nvidia[0-9]*"):
+            count += stat.S_ISCHR(path.stat().st_mode)
+    return count

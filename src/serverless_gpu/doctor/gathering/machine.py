@@ -1,0 +1,202 @@
+"""Home, run directories, limits, network: what one process can read by itself."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import socket
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from serverless_gpu.doctor.facts import Disk, HomeFacts, LimitFacts, NetworkFacts, RunsFacts, Unknown
+from serverless_gpu.doctor.gathering.bounded import side_by_side
+from serverless_gpu.errors import ServerlessGpuError, StorageError
+from serverless_gpu.model.ledger import parse_prices
+from serverless_gpu.model.retention import DAY_NS, Policy
+from serverless_gpu.node.configuration import configured_retention, configured_types, read_configuration
+from serverless_gpu.node.history import read_run, run_ids, size_on_disk
+from serverless_gpu.node.home import Home, find_home, storage_error
+from serverless_gpu.node.rendezvous import NoPort, reserve_port
+
+_PROBE_BYTES = 1 << 16
+_LOOPBACK_S = 1.0
+_RESOLVE_S = 2.0
+
+
+def look_at_home(environ: Mapping[str, str]) -> HomeFacts:
+    """Return what there is to say about the home directory."""
+    try:
+        home = find_home(environ)
+    except StorageError as error:
+        return HomeFacts(problem=error.message, hint=error.hint, disks=_disks(("/tmp",)))
+    problem = _write_problem(home.root)
+    sockets, sockets_problem = "", ""
+    try:
+        sockets = str(home.sockets())
+    except (StorageError, OSError) as error:
+        sockets_problem = str(getattr(error, "message", error))
+    return HomeFacts(
+        root=str(home.root),
+        problem=problem.message if problem else "",
+        hint=problem.hint if problem else "",
+        note=home.note,
+        filesystem=filesystem_of(os.path.realpath(home.root), _mounts()),
+        configuration_problem=_configuration_problem(home),
+        sockets=sockets,
+        sockets_problem=sockets_problem,
+        disks=_disks((str(home.root), "/tmp")),
+    )
+
+
+def look_at_runs(environ: Mapping[str, str]) -> RunsFacts:
+    """Return how many run directories there are, and how the last run started."""
+    home = find_home(environ)
+    try:
+        policy = configured_retention(read_configuration(home))
+    except ServerlessGpuError:
+        policy = Policy()  # the configuration's own check says what is wrong with it
+    ids = run_ids(home.runs)
+    receipts = (read_run(home.runs, run_id).receipt for run_id in ids)
+    last = next((receipt for receipt in receipts if receipt is not None), None)
+    return RunsFacts(
+        count=len(ids),
+        size_bytes=sum(size_on_disk(home.runs / run_id) for run_id in ids),
+        days=None if policy.age_ns is None else policy.age_ns / DAY_NS,
+        size_bytes_max=policy.size_bytes_max,
+        last_run=last.run_id if last else "",
+        warm=last.warm if last else False,
+        warm_reason=last.warm_reason if last else "",
+    )
+
+
+def look_at_limits() -> LimitFacts:
+    """Return the limits that ranks inherit."""
+    soft, hard = (_limit(value) for value in resource.getrlimit(resource.RLIMIT_NOFILE))
+    disks = _disks(("/dev/shm",))
+    return LimitFacts(
+        descriptors=soft,
+        descriptors_hard=hard,
+        processes=_limit(resource.getrlimit(resource.RLIMIT_NPROC)[0]),
+        address_space_bytes=_limit(resource.getrlimit(resource.RLIMIT_AS)[0]),
+        shared_memory=disks[0] if disks else None,
+    )
+
+
+def look_at_network() -> NetworkFacts:
+    """Return whether ranks of this machine can find each other."""
+    hostname = socket.gethostname()
+    resolved = side_by_side({"name": lambda: socket.getaddrinfo(hostname, None)}, _RESOLVE_S)["name"]
+    port_problem = ""
+    try:
+        reserve_port().close()
+    except NoPort as error:
+        port_problem = str(error)
+    return NetworkFacts(
+        loopback_problem=_loopback_problem(),
+        port_problem=port_problem,
+        ports=_ports(_text("/proc/sys/net/ipv4/ip_local_port_range")),
+        sockets_used=_sockets_used(_text("/proc/net/sockstat")),
+        hostname=hostname,
+        hostname_problem=resolved.why if isinstance(resolved, Unknown) else "",
+    )
+
+
+def filesystem_of(path: str, mounts: str) -> str:
+    """Return the kernel's name of the file system a path lies on, or "".
+
+    Args:
+        path: absolute, without links.
+        mounts: the text of `/proc/self/mountinfo`.
+    """
+    best, kind = "", ""
+    for line in mounts.splitlines():
+        fields, _, rest = line.partition(" - ")
+        parts = fields.split()
+        if len(parts) < 5 or not rest:
+            continue
+        point = parts[4].replace("\\040", " ")
+        inside = path == point or path.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= len(best):  # of two mounts at one point, the later one is seen
+            best, kind = point, rest.split()[0]
+    return kind
+
+
+def _write_problem(root: Path) -> StorageError | None:
+    """Return why a file cannot be written here; what a full disk or a quota does shows only in trying."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=root, prefix=".doctor-") as file:
+            file.write(b"\0" * _PROBE_BYTES)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return storage_error(error, root)
+    return None
+
+
+def _configuration_problem(home: Home) -> str:
+    try:
+        table = read_configuration(home)
+        configured_types(table)
+        configured_retention(table)
+        parse_prices(msgspec.convert(table.get("prices", {}), dict[str, float]))
+    except (ServerlessGpuError, msgspec.ValidationError) as error:
+        return str(error)
+    return ""
+
+
+def _disks(places: tuple[str, ...]) -> tuple[Disk, ...]:
+    disks: dict[int, Disk] = {}
+    for place in places:
+        with contextlib.suppress(OSError):
+            status = os.statvfs(place)
+            disk = Disk(place, status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize)
+            disks.setdefault(os.stat(place).st_dev, disk)
+    return tuple(disks.values())
+
+
+def _limit(value: int) -> int | None:
+    return None if value == resource.RLIM_INFINITY else value
+
+
+def _loopback_problem() -> str:
+    try:
+        with socket.socket() as listening, socket.socket() as calling:
+            listening.settimeout(_LOOPBACK_S)
+            calling.settimeout(_LOOPBACK_S)
+            listening.bind(("127.0.0.1", 0))
+            listening.listen(1)
+            calling.connect(listening.getsockname())
+            listening.accept()[0].close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def _ports(text: str) -> int:
+    numbers = text.split()
+    return int(numbers[1]) - int(numbers[0]) + 1 if len(numbers) == 2 else 0
+
+
+def _sockets_used(text: str) -> int:
+    """Return how many TCP sockets are in use or waiting to be forgotten, from lines such as ``TCP: inuse 5 tw 2``."""
+    for line in text.splitlines():
+        name, *words = line.split()
+        if name == "TCP:":
+            counts = dict(zip(words[::2], words[1::2], strict=False))
+            return int(counts.get("inuse", 0)) + int(counts.get("tw", 0))
+    return 0
+
+
+def _mounts() -> str:
+    return _text("/proc/self/mountinfo")
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

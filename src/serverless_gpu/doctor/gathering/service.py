@@ -1,0 +1,89 @@
+"""The agent of this home and how it ends process trees; neither is started or changed.
+
+Where no agent runs, cgroups are looked at as one started from here would find them, and what that makes is removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from serverless_gpu.client.agent_control import agent_status
+from serverless_gpu.doctor.facts import AgentFacts, CgroupFacts, Unknown
+from serverless_gpu.doctor.gathering.bounded import side_by_side
+from serverless_gpu.node.home import find_home
+from serverless_gpu.node.processes import controllers, find_cgroup_root
+from serverless_gpu.node.protocol import Status, agent_socket
+from serverless_gpu.version import __version__
+
+_ANSWER_S = 3.0
+
+
+def look_at_service(environ: Mapping[str, str]) -> tuple[AgentFacts, CgroupFacts | Unknown]:
+    """Return what the agent says, and what cgroups it uses or would use.
+
+    Raises:
+        StorageError: there is no home, or its sockets cannot be had.
+    """
+    home = find_home(environ)
+    sockets = home.sockets()
+    others = _others(sockets)
+    answer = side_by_side({"agent": lambda: agent_status(home.root)}, _ANSWER_S)["agent"]
+    if isinstance(answer, Unknown):
+        pid = _holder(agent_socket(sockets).with_suffix(".lock")) or "unknown"
+        agent = AgentFacts(
+            problem=f"the agent (pid {pid}) does not answer: {answer.why}",
+            hint=f"kill -9 {pid}   (running attempts go on; the next call starts another agent)",
+            others=others,
+        )
+        return agent, Unknown("the agent does not answer")
+    if answer is None:
+        return AgentFacts(others=others), _cgroups_from_here(environ)
+    agent = AgentFacts(
+        pid=answer.pid,
+        version=__version__,
+        zygotes=answer.zygotes,
+        attempts=len(answer.attempts),
+        queued=len(answer.queued),
+        others=others,
+    )
+    return agent, _cgroups_of(answer)
+
+
+def _cgroups_of(status: Status) -> CgroupFacts:
+    if status.cgroups.startswith("/"):
+        return CgroupFacts(path=status.cgroups, controllers=controllers(Path(status.cgroups)))
+    return CgroupFacts(problem=status.cgroups.removeprefix("none: "), controllers=controllers(None))
+
+
+def _cgroups_from_here(environ: Mapping[str, str]) -> CgroupFacts:
+    root = find_cgroup_root(f"serverless_gpu-doctor-{os.getpid()}", environ)
+    try:
+        path = "" if root.path is None else str(root.path)
+        return CgroupFacts(path=path, problem=root.problem, controllers=controllers(root.path))
+    finally:
+        root.close()
+
+
+def _others(sockets: Path) -> dict[str, str]:
+    """Return agents of other versions or protocols that serve this home, by the locks they hold."""
+    found: dict[str, str] = {}
+    for path in sorted(sockets.glob("agent-*.lock")):
+        pid = _holder(path)
+        if path.name != agent_socket(sockets).with_suffix(".lock").name and pid:
+            number, _, version = path.name.removeprefix("agent-").removesuffix(".lock").partition("-")
+            found[pid] = f"{version}, protocol {number}"
+    return found
+
+
+def _holder(path: Path) -> str:
+    """Return the pid of the agent that holds a lock, or "" when nobody does."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return file.read(20).decode("ascii", "replace").strip()
+    return ""

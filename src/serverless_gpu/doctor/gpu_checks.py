@@ -1,0 +1,325 @@
+"""Checks of the GPUs: driver, NVML, what torch can use of them, who else uses them, quarantine."""
+
+from __future__ import annotations
+
+from serverless_gpu.doctor.facts import Facts, GpuFacts, ImportFacts, TorchFacts, Unknown
+from serverless_gpu.doctor.findings import Check, Finding, Group, failed, ok, unknown, warning
+from serverless_gpu.errors import ServerlessGpuError
+from serverless_gpu.model.placement import restrict
+from serverless_gpu.node.gate import foreign
+from serverless_gpu.node.gpus import FAKE_VARIABLE
+
+# The oldest Linux driver that runs any toolkit of a CUDA major version (NVIDIA's "minor version compatibility").
+OLDEST_DRIVERS = {11: (450, 80, 2), 12: (525, 60, 13), 13: (580,)}
+
+
+def _driver(facts: Facts) -> list[Finding]:
+    gpus = facts.gpus
+    if isinstance(gpus, Unknown):
+        return unknown(gpus.why)
+    if gpus.binding_problem:
+        mend = f"{facts.python} -m pip install --force-reinstall nvidia-ml-py"
+        return failed(f"GPUs cannot be looked for: {gpus.binding_problem}", mend)
+    nvml = [entry.reason for entry in gpus.unavailable if entry.name == "NVML"]
+    if nvml:
+        return failed(nvml[0])
+    if gpus.driver:
+        cuda = f", CUDA up to {gpus.cuda[0]}.{gpus.cuda[1]}" if gpus.cuda else ""
+        return ok(f"{gpus.driver}{cuda}, {len(gpus.devices)} usable GPU{'' if len(gpus.devices) == 1 else 's'}")
+    if gpus.device_files or gpus.on_bus:
+        return failed(
+            f"{gpus.on_bus or gpus.device_files} NVIDIA GPUs are in this machine, and no driver answers",
+            "install the driver; in a container: docker run --gpus all … (NVIDIA Container Toolkit)",
+        )
+    return ok("no NVIDIA GPU and no driver here; runs use CPU slots or declared GPUs")
+
+
+def _cuda_driver(facts: Facts) -> list[Finding]:
+    gpus, torch = facts.gpus, _torch(facts)
+    if isinstance(gpus, Unknown) or not gpus.driver or not torch or not torch.cuda:
+        return []
+    major = _numbers(torch.cuda)[0]
+    oldest = OLDEST_DRIVERS.get(major)
+    named = f"torch {torch.version} is built for CUDA {torch.cuda}, the driver is {gpus.driver}"
+    if oldest is None or not _numbers(gpus.driver):
+        return unknown(f"{named}; which driver that needs is not known here")
+    if _numbers(gpus.driver) >= oldest:
+        return ok(named)
+    if torch.devices:
+        return ok(f"{named}, with NVIDIA's compatibility package")
+    newest = max((known for known, driver in OLDEST_DRIVERS.items() if driver <= _numbers(gpus.driver)), default=11)
+    mend = (
+        f"install a driver of at least {_dotted(oldest)}, or a torch for this one: "
+        f"{facts.python} -m pip install --force-reinstall torch --index-url "
+        f"https://download.pytorch.org/whl/{_WHEELS[newest]}"
+    )
+    return failed(f"{named}, and CUDA {major} needs {_dotted(oldest)}", mend)
+
+
+_WHEELS = {11: "cu118", 12: "cu126", 13: "cu130"}
+
+
+def _torch_cpu_only(facts: Facts) -> list[Finding]:
+    gpus, torch = facts.gpus, _torch(facts)
+    if isinstance(gpus, Unknown) or not gpus.devices or not torch:
+        return []
+    if torch.cuda or torch.hip:
+        return ok(f"torch {torch.version} is built for {'CUDA ' + torch.cuda if torch.cuda else 'ROCm ' + torch.hip}")
+    wheel = _WHEELS.get(gpus.cuda[0] if gpus.cuda else 12, "cu126")
+    mend = f"{facts.python} -m pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/{wheel}"
+    return failed(f"torch {torch.version} is a CPU build, and this machine has {len(gpus.devices)} GPUs", mend)
+
+
+def _torch_sees_fewer(facts: Facts) -> list[Finding]:
+    gpus, torch = facts.gpus, _torch(facts)
+    if isinstance(gpus, Unknown) or not gpus.devices or not torch or not (torch.cuda or torch.hip):
+        return []
+    if torch.devices is None:
+        return unknown(f"torch could not be asked how many GPUs it sees: {torch.problem}")
+    visible = facts.environ.get("CUDA_VISIBLE_DEVICES")
+    expected = len(gpus.devices) if visible is None else len(_visible(gpus, visible))
+    sentence = f"torch sees {torch.devices} of {len(gpus.devices)} GPUs"
+    if visible is not None:
+        sentence += f" (CUDA_VISIBLE_DEVICES={visible})"
+    if torch.devices >= expected:
+        return ok(sentence)
+    return failed(f"{sentence}{'; ' + torch.problem if torch.problem else ''}")
+
+
+def _architectures(facts: Facts) -> list[Finding]:
+    gpus, torch = facts.gpus, _torch(facts)
+    if isinstance(gpus, Unknown) or not torch or not torch.architectures:
+        return []
+    found = []
+    for device in gpus.devices:
+        health = gpus.health.get(device.uuid)
+        if health is not None and health.capability and not _runs(health.capability, torch.architectures):
+            wanted = f"sm_{health.capability[0]}{health.capability[1]}"
+            found += failed(f"{device.type} is {wanted}, torch {torch.version} has {', '.join(torch.architectures)}")
+    return found or ok(f"torch has code for them: {', '.join(torch.architectures)}")
+
+
+def _visible_devices(facts: Facts) -> list[Finding]:
+    visible, gpus = facts.environ.get("CUDA_VISIBLE_DEVICES"), facts.gpus
+    if visible is None or isinstance(gpus, Unknown) or not gpus.devices:
+        return []
+    try:
+        left = restrict(gpus.devices, visible)
+    except ServerlessGpuError as error:
+        return failed(f"CUDA_VISIBLE_DEVICES={visible}: {error.message}", "unset CUDA_VISIBLE_DEVICES")
+    sentence = f"CUDA_VISIBLE_DEVICES={visible} leaves {len(left)} of {len(gpus.devices)} GPUs"
+    return ok(sentence) if left else warning(sentence, "unset CUDA_VISIBLE_DEVICES")
+
+
+def _unusable(facts: Facts) -> list[Finding]:
+    gpus = facts.gpus
+    if isinstance(gpus, Unknown):
+        return []
+    return [
+        finding
+        for entry in gpus.unavailable
+        if entry.name != "NVML"
+        for finding in warning(f"{entry.name} is not lent: {entry.reason}")
+    ]
+
+
+def _busy(facts: Facts) -> list[Finding]:
+    gpus = facts.gpus
+    if isinstance(gpus, Unknown) or not gpus.devices:
+        return []
+    found: list[Finding] = []
+    for device in gpus.devices:
+        usage, run = gpus.usage.get(device.uuid), gpus.held.get(device.uuid)
+        if usage is None or usage.problem:
+            found += unknown(f"{device.uuid}: {usage.problem if usage else 'NVML said nothing about it'}")
+        elif run is None and (by := foreign(usage)) is not None:
+            pids = " ".join(str(process.pid) for process in usage.processes)
+            mend = f"end it if it is yours: kill {pids}" if pids else "end it where it runs (another container?)"
+            found += warning(f"{device.uuid} ({device.type}): {by}", f"{mend}; or take it: ignore_busy=True")
+    held = f", {len(gpus.held)} held by runs" if gpus.held else ""
+    return found or ok(f"no foreign process on {len(gpus.devices)} GPUs{held}")
+
+
+def _quarantine(facts: Facts) -> list[Finding]:
+    gpus = facts.gpus
+    if isinstance(gpus, Unknown):
+        return []
+    found = []
+    for uuid, (reason, file) in gpus.quarantined.items():
+        found += warning(f"{uuid} is not lent: {reason}", f"truncate -s 0 {file}   (once nothing uses it)")
+    return found or (ok("no GPU") if gpus.devices else [])
+
+
+def _health(facts: Facts) -> list[Finding]:
+    gpus = facts.gpus
+    if isinstance(gpus, Unknown) or not gpus.devices:
+        return []
+    found = []
+    for device in gpus.devices:
+        health = gpus.health.get(device.uuid)
+        if health is None:
+            continue
+        if health.uncorrected_errors:
+            found += warning(f"{device.uuid} has had {health.uncorrected_errors} uncorrected memory errors since boot")
+        if health.remap_failed:
+            found += failed(f"{device.uuid} could not replace broken memory rows", "have the card replaced")
+        elif health.remap_pending:
+            found += warning(f"{device.uuid} will replace memory rows at its next reset")
+    silent = all(health.uncorrected_errors is None for health in gpus.health.values())
+    return found or (unknown("the cards do not say whether they had memory errors") if silent else ok("no errors"))
+
+
+def _fakes(facts: Facts) -> list[Finding]:
+    fakes, gpus = facts.environ.get(FAKE_VARIABLE), facts.gpus
+    if not fakes:
+        return []
+    sentence = f"{FAKE_VARIABLE}={fakes}: declared GPUs are used"
+    if not isinstance(gpus, Unknown) and gpus.devices:
+        return warning(f"{sentence} instead of the {len(gpus.devices)} real ones")
+    return ok(sentence)
+
+
+def _torch(facts: Facts) -> TorchFacts | None:
+    return facts.imports.torch if isinstance(facts.imports, ImportFacts) else None
+
+
+def _visible(gpus: GpuFacts, value: str) -> tuple[object, ...]:
+    try:
+        return tuple(restrict(gpus.devices, value))
+    except ServerlessGpuError:
+        return ()
+
+
+def _runs(capability: tuple[int, int], architectures: tuple[str, ...]) -> bool:
+    """Return whether one of the builds runs on a card: the same major version and not newer, or code to translate."""
+    for name in architectures:
+        kind, _, digits = name.partition("_")
+        number = "".join(letter for letter in digits if letter.isdigit())
+        if not number:
+            continue
+        built = (int(number[:-1] or 0), int(number[-1]))
+        if (kind == "sm" and built[0] == capability[0] and built <= capability) or (
+            kind == "compute" and built <= capability
+        ):
+            return True
+    return False
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    numbers = []
+    for part in text.split("."):
+        if not (part.isascii() and part.isdigit()):
+            break
+        numbers.append(int(part))
+    return tuple(numbers)
+
+
+def _dotted(numbers: tuple[int, ...]) -> str:
+    return ".".join(f"{number:02d}" if index == 2 else str(number) for index, number in enumerate(numbers))
+
+
+CHECKS = (
+    Check(
+        code="driver",
+        group=Group.GPUS,
+        title="The NVIDIA driver",
+        symptoms=("NoGpu: this machine has no usable GPU", "NVML: Driver/library version mismatch"),
+        cause="GPUs are found through NVML, which comes with the driver and must be of the loaded driver's version.",
+        mend="reload the driver or reboot after it was updated; in a container pass the GPUs in (--gpus all)",
+        probe=_driver,
+    ),
+    Check(
+        code="cuda-driver",
+        group=Group.GPUS,
+        title="Driver against torch's CUDA",
+        symptoms=(
+            "RuntimeError: The NVIDIA driver on your system is too old (found version …)",
+            "CUDA driver version is insufficient for CUDA runtime version",
+        ),
+        cause="A torch that is built for a CUDA major version needs a driver that is new enough for it.",
+        mend="update the driver, or install a torch that is built for an older CUDA",
+        probe=_cuda_driver,
+    ),
+    Check(
+        code="torch-cpu-only",
+        group=Group.GPUS,
+        title="A CPU build of torch on a machine with GPUs",
+        symptoms=("AssertionError: Torch not compiled with CUDA enabled",),
+        cause="The installed torch wheel has no CUDA in it (its version ends in +cpu).",
+        mend="python -m pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu126",
+        probe=_torch_cpu_only,
+    ),
+    Check(
+        code="torch-sees-fewer",
+        group=Group.GPUS,
+        title="torch sees fewer GPUs than there are",
+        symptoms=("RuntimeError: CUDA error: invalid device ordinal", "torch.cuda.device_count() is too small"),
+        cause="CUDA_VISIBLE_DEVICES leaves some out, MIG slices count otherwise, or a card cannot be opened.",
+        mend="unset CUDA_VISIBLE_DEVICES; compare `nvidia-smi -L` with `sgpu gpus`",
+        probe=_torch_sees_fewer,
+    ),
+    Check(
+        code="architectures",
+        group=Group.GPUS,
+        title="A card that torch has no code for",
+        symptoms=("CUDA error: no kernel image is available for execution on the device",),
+        cause="torch is built for some generations of GPUs; this card is older or newer than those.",
+        mend="install a torch that names the card's generation in torch.cuda.get_arch_list()",
+        probe=_architectures,
+    ),
+    Check(
+        code="visible-devices",
+        group=Group.GPUS,
+        title="CUDA_VISIBLE_DEVICES",
+        symptoms=("NotEnoughGpus: …",),
+        cause="A run takes only GPUs that the caller's CUDA_VISIBLE_DEVICES names.",
+        mend="unset CUDA_VISIBLE_DEVICES, or name the GPUs in it",
+        probe=_visible_devices,
+    ),
+    Check(
+        code="gpu-unusable",
+        group=Group.GPUS,
+        title="A GPU that is not lent",
+        symptoms=("not usable: … in `sgpu gpus`",),
+        cause="The card is cut into MIG slices, closed to this user, or does not answer.",
+        mend="the reason says which command helps",
+        probe=_unusable,
+    ),
+    Check(
+        code="gpu-busy",
+        group=Group.GPUS,
+        title="Foreign processes on a GPU",
+        symptoms=("waiting for 1 H100: GPU-…: pid … (python) holds 40.0 GiB",),
+        cause="A process that is no run of serverless-gpu uses the card, so it is not lent.",
+        mend="end that process, or take the card with ignore_busy=True",
+        probe=_busy,
+    ),
+    Check(
+        code="quarantine",
+        group=Group.GPUS,
+        title="GPUs in quarantine",
+        symptoms=("quarantined: … in a receipt or in `sgpu gpus`",),
+        cause="After a run the card could not be proven free. Whoever wants it next looks again, and lifts the "
+        "quarantine when it is clean.",
+        mend="end what still uses the card; the next run that wants it lifts the quarantine",
+        probe=_quarantine,
+    ),
+    Check(
+        code="gpu-health",
+        group=Group.GPUS,
+        title="Memory errors of a card",
+        symptoms=("CUDA error: uncorrectable ECC error encountered", "Xid 48, 63, 64 or 79 in `dmesg`"),
+        cause="The card's own memory is failing, or it fell off the bus. (Xid events are in the kernel's log only.)",
+        mend="nvidia-smi -q -d ECC,ROW_REMAPPER; reset the idle card, have it replaced if they come back",
+        probe=_health,
+    ),
+    Check(
+        code="fake-gpus",
+        group=Group.GPUS,
+        title="Declared GPUs",
+        symptoms=("torch.cuda.is_available() is False in a run on `H100 (fake)`",),
+        cause="SERVERLESS_GPU_FAKE declares GPUs that behave like real ones in everything but CUDA.",
+        mend="unset SERVERLESS_GPU_FAKE",
+        probe=_fakes,
+    ),
+)

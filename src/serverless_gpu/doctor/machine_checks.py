@@ -1,0 +1,357 @@
+"""Checks of the machine: home, disks, sockets, limits, ports, configuration; and of the agent that serves it."""
+
+from __future__ import annotations
+
+from serverless_gpu.doctor.facts import Facts, Unknown
+from serverless_gpu.doctor.findings import Check, Finding, Group, Outcome, failed, ok, unknown, warning
+from serverless_gpu.units import format_bytes
+
+GIB = 2**30
+NETWORK_FILESYSTEMS = frozenset(
+    {"nfs", "nfs4", "cifs", "smb3", "smbfs", "lustre", "beegfs", "gpfs", "ceph", "glusterfs", "9p", "afs", "fuse.sshfs"}
+)
+_FREE_LOW_BYTES = 5 * GIB
+_FREE_NONE_BYTES = 200 * 2**20
+_SHARED_LOW_BYTES = GIB
+_DESCRIPTORS_LOW = 1024
+_PROCESSES_LOW = 4096
+_PORTS_USED_PERCENT = 80
+
+
+def _home(facts: Facts) -> list[Finding]:
+    home = facts.home
+    if isinstance(home, Unknown):
+        return unknown(home.why)
+    if home.problem:
+        return failed(home.problem, home.hint)
+    if home.note:
+        return warning(home.note)
+    return ok(f"{home.root}, writable")
+
+
+def _home_filesystem(facts: Facts) -> list[Finding]:
+    home = facts.home
+    if isinstance(home, Unknown) or not home.root:
+        return unknown("there is no home to look at")
+    if not home.filesystem:
+        return unknown(f"the file system of {home.root} is not known")
+    if home.filesystem in NETWORK_FILESYSTEMS:
+        return warning(f"{home.root} is on {home.filesystem}, a network file system")
+    return ok(home.filesystem)
+
+
+def _disk_space(facts: Facts) -> list[Finding]:
+    home = facts.home
+    if isinstance(home, Unknown):
+        return unknown(home.why)
+    if not home.disks:
+        return unknown("no file system could be asked")
+    found = []
+    for disk in home.disks:
+        sentence = f"{disk.place} has {format_bytes(disk.free_bytes)} free of {format_bytes(disk.total_bytes)}"
+        if disk.free_bytes < _FREE_NONE_BYTES:
+            found += failed(sentence)
+        elif disk.free_bytes < min(_FREE_LOW_BYTES, disk.total_bytes // 20):
+            found += warning(sentence)
+    text = ", ".join(f"{format_bytes(disk.free_bytes)} in {disk.place}" for disk in home.disks)
+    return found or ok(f"{text} free")
+
+
+def _shared_memory(facts: Facts) -> list[Finding]:
+    limits = facts.limits
+    if isinstance(limits, Unknown):
+        return unknown(limits.why)
+    if limits.shared_memory is None:
+        return failed("/dev/shm does not exist")
+    sentence = f"/dev/shm has {format_bytes(limits.shared_memory.free_bytes)} free"
+    return warning(sentence) if limits.shared_memory.free_bytes < _SHARED_LOW_BYTES else ok(sentence)
+
+
+def _sockets(facts: Facts) -> list[Finding]:
+    home = facts.home
+    if isinstance(home, Unknown):
+        return unknown(home.why)
+    if home.sockets_problem:
+        return failed(home.sockets_problem)
+    return ok(home.sockets) if home.sockets else unknown("without a home there are no sockets")
+
+
+def _limits(facts: Facts) -> list[Finding]:
+    limits = facts.limits
+    if isinstance(limits, Unknown):
+        return unknown(limits.why)
+    found = []
+    if limits.descriptors is not None and limits.descriptors < _DESCRIPTORS_LOW:
+        hard = limits.descriptors_hard
+        mend = "sudo prlimit --pid $$ --nofile=65536   (for good: nofile in /etc/security/limits.conf)"
+        if hard is None or hard > limits.descriptors:
+            mend = f"ulimit -n {min(hard or 65_536, 65_536)}"
+        found += warning(f"a process may open {limits.descriptors} files", mend)
+    if limits.processes is not None and limits.processes < _PROCESSES_LOW:
+        found += warning(f"this user may have {limits.processes} processes and threads", "ulimit -u 65536")
+    if limits.address_space_bytes is not None:
+        size = format_bytes(limits.address_space_bytes)
+        found += warning(f"the address space is limited to {size}", "ulimit -v unlimited")
+    files = "any number of" if limits.descriptors is None else str(limits.descriptors)
+    tasks = "any number of" if limits.processes is None else str(limits.processes)
+    return found or ok(f"{files} open files, {tasks} processes")
+
+
+def _ports(facts: Facts) -> list[Finding]:
+    network = facts.network
+    if isinstance(network, Unknown):
+        return unknown(network.why)
+    if network.loopback_problem:
+        return failed(f"127.0.0.1 cannot be used: {network.loopback_problem}", "ip link set lo up")
+    if network.port_problem:
+        return failed(network.port_problem)
+    if not network.ports:
+        return unknown("how many ports the kernel may give out is not known")
+    share = 100 * network.sockets_used // network.ports
+    sentence = f"{network.sockets_used} TCP sockets, {network.ports} ports to give out"
+    return warning(sentence) if share >= _PORTS_USED_PERCENT else ok(sentence)
+
+
+def _hostname(facts: Facts) -> list[Finding]:
+    network = facts.network
+    if isinstance(network, Unknown):
+        return unknown(network.why)
+    if network.hostname_problem:
+        mend = f"echo 127.0.1.1 {network.hostname} | sudo tee -a /etc/hosts   (or: export GLOO_SOCKET_IFNAME=lo)"
+        return warning(f"{network.hostname} does not resolve: {network.hostname_problem}", mend)
+    return ok(network.hostname)
+
+
+def _configuration(facts: Facts) -> list[Finding]:
+    home = facts.home
+    if isinstance(home, Unknown) or not home.root:
+        return unknown("there is no home to look at")
+    return failed(home.configuration_problem) if home.configuration_problem else ok("config.toml is fine, or not there")
+
+
+def _retention(facts: Facts) -> list[Finding]:
+    runs = facts.runs
+    if isinstance(runs, Unknown):
+        return unknown(runs.why)
+    days = "for ever" if runs.days is None else f"{runs.days:g} days"
+    size = "" if runs.size_bytes_max is None else f", ended ones at most {runs.size_bytes_max / GIB:g} GiB"
+    counted = f"{runs.count} run{'' if runs.count == 1 else 's'}, {format_bytes(runs.size_bytes)}"
+    sentence = f"{counted}; kept {days}{size}"
+    return warning(sentence) if runs.days is None and runs.size_bytes_max is None else ok(sentence)
+
+
+def _agent(facts: Facts) -> list[Finding]:
+    agent = facts.agent
+    if isinstance(agent, Unknown):
+        return unknown(agent.why)
+    if agent.problem:
+        return failed(agent.problem, agent.hint)
+    if agent.pid is None:
+        return ok("none is running; the next run starts one")
+    return ok(f"pid {agent.pid}, version {agent.version}, {agent.attempts} running, {agent.queued} queued")
+
+
+def _other_agents(facts: Facts) -> list[Finding]:
+    agent = facts.agent
+    if isinstance(agent, Unknown) or not agent.others:
+        return []
+    named = ", ".join(f"version {version} (pid {pid})" for pid, version in agent.others.items())
+    return warning(f"there are others beside that of this version: {named}", f"kill {' '.join(agent.others)}")
+
+
+def _cgroups(facts: Facts) -> list[Finding]:
+    cgroups = facts.cgroups
+    if isinstance(cgroups, Unknown):
+        return unknown(cgroups.why)
+    limits = ", ".join(cgroups.controllers) or "none"
+    if not cgroups.path:
+        return warning(f"none: {cgroups.problem}; limits: {limits}")
+    memory = "" if any(name.startswith("memory") for name in cgroups.controllers) else ", no memory controller"
+    return ok(f"v2, kill, limits: {limits}{memory}")
+
+
+def _zygote(facts: Facts) -> list[Finding]:
+    agent = facts.agent
+    if isinstance(agent, Unknown):
+        return unknown(agent.why)
+    if agent.problem:
+        return unknown("the agent does not answer")
+    cold = [line for line in agent.zygotes if " · cold: " in line and f" {facts.python} " in line]
+    if cold:
+        return warning(f"runs of this interpreter start cold: {cold[0].partition(' · cold: ')[2]}")
+    mine = [line for line in agent.zygotes if f" {facts.python} " in line]
+    if mine:
+        return ok("; ".join(mine))
+    return ok("none for this interpreter; its next run starts cold and leaves one")
+
+
+def _last_start(facts: Facts) -> list[Finding]:
+    runs = facts.runs
+    if isinstance(runs, Unknown):
+        return unknown(runs.why)
+    if not runs.last_run:
+        return ok("no run yet")
+    how = "warm" if runs.warm else f"cold: {runs.warm_reason or 'no reason was written down'}"
+    return [Finding(Outcome.OK, f"run {runs.last_run} started {how}")]
+
+
+CHECKS = (
+    Check(
+        code="home",
+        group=Group.MACHINE,
+        title="The home directory",
+        symptoms=("StorageError: neither … nor … can be written to", "UserWarning: … cannot be written to"),
+        cause="Run directories, locks and configuration live in the home directory, which must be yours and writable.",
+        mend="set SERVERLESS_GPU_HOME to a directory you can write to",
+        probe=_home,
+    ),
+    Check(
+        code="home-filesystem",
+        group=Group.MACHINE,
+        title="The file system of the home",
+        symptoms=("runs start slowly, results of many GB take long",),
+        cause="On a network file system every small file is a round trip, and locks depend on the server.",
+        mend="set SERVERLESS_GPU_HOME to a directory on a local disk",
+        probe=_home_filesystem,
+    ),
+    Check(
+        code="disk-space",
+        group=Group.MACHINE,
+        title="Free space",
+        symptoms=(
+            "StorageError: no space left for …",
+            "RunError: rank 0 finished, but its result could not be written",
+        ),
+        cause="Arguments, results and logs of runs are files in the home directory.",
+        mend="sgpu clean --older-than 7d   (or set SERVERLESS_GPU_HOME to a directory on another disk)",
+        probe=_disk_space,
+    ),
+    Check(
+        code="shared-memory",
+        group=Group.MACHINE,
+        title="Shared memory",
+        symptoms=(
+            "RuntimeError: DataLoader worker (pid …) is killed by signal: Bus error. "
+            "It is possible that dataloader's workers are out of shared memory.",
+            "RuntimeError: unable to write to file </torch_…>",
+        ),
+        cause="DataLoader workers and NCCL pass data through /dev/shm, which containers get 64 MB of by default.",
+        mend="docker run --shm-size=8g …   (or --ipc=host; on a host: sudo mount -o remount,size=50% /dev/shm)",
+        probe=_shared_memory,
+    ),
+    Check(
+        code="sockets",
+        group=Group.MACHINE,
+        title="The sockets' directory",
+        symptoms=("StorageError: … belongs to somebody else or is a link",),
+        cause="Client, agent and supervisors meet on Unix sockets in a private directory with a short path.",
+        mend="set SERVERLESS_GPU_SOCKETS to a short directory of your own, the same for all processes",
+        probe=_sockets,
+    ),
+    Check(
+        code="limits",
+        group=Group.MACHINE,
+        title="Limits of processes",
+        symptoms=(
+            "OSError: [Errno 24] Too many open files",
+            "RuntimeError: can't start new thread",
+            "BlockingIOError: [Errno 11] Resource temporarily unavailable",
+        ),
+        cause="Ranks inherit the limits of the process that calls; DataLoader workers and NCCL need many descriptors.",
+        mend="raise the limit in the shell that starts the caller: ulimit -n 65536",
+        probe=_limits,
+    ),
+    Check(
+        code="ports",
+        group=Group.MACHINE,
+        title="Loopback and ports",
+        symptoms=(
+            "RunError: no free rendezvous port was found",
+            "torch.distributed.DistNetworkError: The server socket has failed to listen … EADDRINUSE",
+        ),
+        cause="Ranks meet on a port of this machine that is reserved for the run; the kernel had none to give.",
+        mend="close what leaks connections (`ss -tan | wc -l`), or widen net.ipv4.ip_local_port_range",
+        probe=_ports,
+    ),
+    Check(
+        code="hostname",
+        group=Group.MACHINE,
+        title="This machine's name",
+        symptoms=("RuntimeError: … gloo … Unable to resolve hostname to a (local) address",),
+        cause="gloo looks up the machine's own name to find the address it listens on.",
+        mend="add the name to /etc/hosts, or set GLOO_SOCKET_IFNAME=lo",
+        probe=_hostname,
+    ),
+    Check(
+        code="configuration",
+        group=Group.MACHINE,
+        title="config.toml",
+        symptoms=("InvalidValue: …/config.toml has unknown tables: …",),
+        cause="The configuration is read as a whole; a mistake in it is refused rather than passed over.",
+        mend="correct the file; docs/reference.md lists its tables",
+        probe=_configuration,
+    ),
+    Check(
+        code="retention",
+        group=Group.MACHINE,
+        title="How long runs are kept",
+        symptoms=(
+            "ResultUnavailableHere: rank 0 returned a value, but the files of run … were deleted",
+            "InvalidValue: there is no run '…'",
+        ),
+        cause="Directories of ended runs are deleted after some days, and the oldest when all take too much room.",
+        mend="set days and gib in the table [retention] of config.toml; 0 means no such limit",
+        probe=_retention,
+    ),
+    Check(
+        code="agent",
+        group=Group.AGENT,
+        title="The agent",
+        symptoms=(
+            "AgentUnavailable: the agent of this node did not come up within 30 s",
+            "AgentUnavailable: the agent of this node (pid …) did not answer within 10 s",
+        ),
+        cause="One agent per user and home starts runs. Stopped (Ctrl-Z, SIGSTOP) or swapped out, it cannot answer.",
+        mend="sgpu stop   (running attempts go on; the next call starts another agent)",
+        probe=_agent,
+    ),
+    Check(
+        code="other-agents",
+        group=Group.AGENT,
+        title="Agents of other versions",
+        symptoms=("after an upgrade, notebooks that were started before behave as before",),
+        cause="Each version of this package has an agent of its own; one that nobody uses ends after ten minutes.",
+        mend="restart what still uses the former version; running attempts go on",
+        probe=_other_agents,
+    ),
+    Check(
+        code="cgroups",
+        group=Group.AGENT,
+        title="Cgroups",
+        symptoms=("notes: memory= is not enforced: no memory controller can be written to on this machine",),
+        cause="With a writable cgroup v2 a run's process tree is ended at once and limited as a whole; "
+        "without one it is ended process by process, and memory= may not be enforced.",
+        mend="start the caller in a delegated cgroup: systemd-run --user --scope -p Delegate=yes …   "
+        "(or mount /sys/fs/cgroup writable in the container)",
+        probe=_cgroups,
+    ),
+    Check(
+        code="zygote",
+        group=Group.AGENT,
+        title="Warm starts",
+        symptoms=("cold start (…) in the receipt",),
+        cause="Ranks are forked from an interpreter that has imported torch already, if it can be forked from: "
+        "one thread, no CUDA, the same packages as the caller.",
+        mend="take what starts threads or touches CUDA out of sitecustomize.py and .pth files, then: sgpu stop",
+        probe=_zygote,
+    ),
+    Check(
+        code="last-start",
+        group=Group.AGENT,
+        title="The last start",
+        symptoms=("the first call takes seconds, later ones milliseconds",),
+        cause="The first run of an interpreter, and each after a package that it imports has changed, starts cold.",
+        mend="nothing is wrong; decorating in a script or notebook warms up in the background",
+        probe=_last_start,
+    ),
+)

@@ -1,0 +1,97 @@
+"""A diagnosis as text and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from serverless_gpu.doctor.findings import Check, Finding, Outcome
+from serverless_gpu.version import __version__
+
+Judged = Sequence[tuple[Check, Sequence[Finding]]]
+Paint = Callable[[str, Outcome], str]
+
+_WORD = 7
+_CODE = 16
+
+
+def has_failed(judged: Judged) -> bool:
+    """Return whether a check found what keeps runs from working."""
+    return any(finding.outcome is Outcome.FAILED for _, findings in judged for finding in findings)
+
+
+def lines(judged: Judged, paint: Paint) -> Iterator[str]:
+    """Yield the report: one line for each check that is fine, up to three for each finding that is not.
+
+    Args:
+        judged: what the checks found.
+        paint: colours a word by its outcome.
+    """
+    group = None
+    for check, findings in judged:
+        if check.group is not group:
+            if group is not None:
+                yield ""
+            group = check.group
+            yield str(group)
+        for finding in findings:
+            word = paint(f"{finding.outcome:<{_WORD}}", finding.outcome)
+            yield f"  {word}  {check.code:<{_CODE}}  {_one_line(finding.sentence)}"
+            if finding.outcome is not Outcome.OK:
+                indent = " " * (_WORD + 4)
+                if finding.outcome is not Outcome.UNKNOWN:
+                    yield f"{indent}cause: {check.cause}"
+                if mend := _mend(check, finding):
+                    yield f"{indent}mend:  {_one_line(mend)}"
+    yield ""
+    yield _summary(judged)
+
+
+def as_builtins(judged: Judged, python: str) -> dict[str, object]:
+    """Return the report for machines.
+
+    Args:
+        judged: what the checks found.
+        python: the interpreter that was looked at.
+    """
+    return {
+        "version": __version__,
+        "python": python,
+        "failed": has_failed(judged),
+        "checks": [
+            {
+                "code": check.code,
+                "group": str(check.group),
+                "title": check.title,
+                "cause": check.cause,
+                "findings": [
+                    {
+                        "outcome": str(finding.outcome),
+                        "sentence": finding.sentence,
+                        "mend": _mend(check, finding),
+                    }
+                    for finding in findings
+                ],
+            }
+            for check, findings in judged
+        ],
+    }
+
+
+def _mend(check: Check, finding: Finding) -> str:
+    """Return what helps; where nothing could be seen, the row's own advice would be a guess."""
+    general = check.mend if finding.outcome in (Outcome.WARNING, Outcome.FAILED) else ""
+    return finding.mend or general
+
+
+def _summary(judged: Judged) -> str:
+    found = [finding.outcome for _, findings in judged for finding in findings]
+    counts = [(found.count(outcome), outcome) for outcome in (Outcome.FAILED, Outcome.WARNING, Outcome.UNKNOWN)]
+    if not any(count for count, _ in counts):
+        return f"all {len(judged)} checks are ok"
+    return ", ".join(f"{count} {outcome}" for count, outcome in counts if count) + f", {found.count(Outcome.OK)} ok"
+
+
+def _one_line(text: str) -> str:
+    """Return text without line breaks and control characters: much of it comes from others."""
+    joined = "; ".join(line.strip() for line in text.splitlines() if line.strip())
+    return "".join(letter if letter.isprintable() else "?" for letter in joined)

@@ -1,0 +1,24 @@
+"""The table of all checks, and the judgement over gathered facts."""
+
+from __future__ import annotations
+
+from serverless_gpu.doctor import environment_checks, gpu_checks, machine_checks, run_troubles
+from serverless_gpu.doctor.facts import Facts
+from serverless_gpu.doctor.findings import Check, Finding
+
+TABLE: tuple[Check, ...] = (
+    *machine_checks.CHECKS,
+    *gpu_checks.CHECKS,
+    *environment_checks.CHECKS,
+    *run_troubles.CHECKS,
+)
+
+
+def judge(facts: Facts) -> list[tuple[Check, tuple[Finding, ...]]]:
+    """Return what each check that applies here found, in the order of the table.
+
+    Args:
+        facts: what was seen.
+    """
+    judged = [(check, tuple(check.probe(facts))) for check in TABLE if check.probe is not None]
+    return [(check, findings) for check, findings in judged if findings]

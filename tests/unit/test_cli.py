@@ -1,0 +1,369 @@
+"""Commands over run directories made by hand: which run is meant, what is shown, what is deleted."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from serverless_gpu import cli
+from serverless_gpu.ambient import SystemClock
+from serverless_gpu.cli.choosing import choose
+from serverless_gpu.cli.logs import _tail_start
+from serverless_gpu.cli.screen import columns, safe
+from serverless_gpu.errors import InvalidValue, ServerlessGpuError
+from serverless_gpu.node.home import Home
+from serverless_gpu.units import parse_duration_s
+
+FIRST, SECOND = "01m7wtgc0mdrq1jtwz87xq3ma4", "01m7wtgcvn7dzamkbw6x08yjqb"
+SPEC = {
+    "run_id": "r",
+    "fence": 1,
+    "world_size": 2,
+    "version": "0.1.0",
+    "spec": {"name": "train", "resources": {"gpus": 2, "gpu_type": "H100"}, "tags": {"team": "search"}},
+}
+STOPPED = {"type": "stopped", "state": "FAILED", "reason": "rank_raised", "consequences": [], "log_tail": ""}
+CAUSE = {"rank": 1, "reason": "rank_raised", "at_ns": 1, "detail": "ValueError: boom"}
+RECEIPT = {
+    "run_id": FIRST,
+    "fence": 1,
+    "state": "FAILED",
+    "reason": "rank_raised",
+    "gpu_type": "H100",
+    "gpus": ["FAKE-H100-0", "FAKE-H100-1"],
+    "kind": "fake",
+    "segments": {"run_ms": 2500},
+    "gpu_ms": 5000,
+    "micros": 4200,
+    "currency": "USD",
+    "peak_memory_bytes": None,
+    "warm": True,
+    "warm_reason": "",
+    "gate": "2 GPUs verified free",
+    "quarantined": [],
+    "tags": {},
+    "facts": 6,
+    "world_size": 2,
+}
+OLD_NS = 1_000_000_000_000_000_000
+
+
+@pytest.fixture
+def runs(home: Path) -> Path:
+    """Return the directory of runs of a fresh home, with one failed run in it."""
+    path = home / "runs"
+    make(path, FIRST)
+    return path
+
+
+def make(runs: Path, run_id: str, *, stopped: bool = True) -> Path:
+    """Make the directory of a run that failed long ago."""
+    directory = runs / run_id / "1"
+    for name in ("logs", "failures"):
+        (directory / name).mkdir(parents=True)
+    files: dict[str, object] = {"spec.json": SPEC}
+    if stopped:
+        files |= {"stopped.json": STOPPED | {"cause": CAUSE}, "receipt.json": RECEIPT | {"run_id": run_id}}
+        files["failures/1.json"] = {"traceback": 'Traceback:\n  File "t.py", line 3\nValueError: boom\n'}
+    for name, value in files.items():
+        (directory / name).write_text(json.dumps(value))
+    (directory / "supervisor.lock").touch()
+    (directory / "logs" / "0.stdout").write_bytes(b"one\ntwo\nthree\n")
+    (directory / "logs" / "0.stderr").write_bytes(b" 1%\r 50%\r100%\nnot ended")
+    (directory / "logs" / "1.stdout").write_bytes(b"other \xff\n")
+    for path in directory.rglob("*"):
+        os.utime(path, ns=(OLD_NS, OLD_NS))
+    return directory
+
+
+def sgpu(*arguments: str) -> Result:
+    """Run the command in this process; an error of ours is raised."""
+    return CliRunner().invoke(cli.sgpu, arguments, catch_exceptions=False, prog_name="sgpu")
+
+
+# --- which run -------------------------------------------------------------------------------------------------------
+
+
+def test_a_beginning_or_an_end_is_enough_and_case_means_nothing(runs: Path) -> None:
+    make(runs, SECOND)
+    home = Home(runs.parent)
+    assert choose(home, None) == SECOND
+    for text in ("01m7wtgc0", "Q3MA4", FIRST, f" {FIRST.upper()} "):
+        assert choose(home, text) == FIRST
+
+
+def test_what_means_several_runs_names_them(runs: Path) -> None:
+    make(runs, SECOND)
+    with pytest.raises(InvalidValue) as caught:
+        choose(Home(runs.parent), "01m7")
+    assert str(caught.value) == f"'01m7' means 2 runs: {SECOND}, {FIRST}\nhint: type more of the identifier"
+
+
+def test_what_means_no_run_names_the_latest(runs: Path) -> None:
+    with pytest.raises(InvalidValue) as caught:
+        choose(Home(runs.parent), "zebra")
+    expected = f"there is no run 'zebra' in {runs}\nhint: the latest are {FIRST}; `sgpu runs` lists all"
+    assert str(caught.value) == expected
+
+
+def test_a_slip_of_the_finger_is_understood(runs: Path) -> None:
+    with pytest.raises(InvalidValue) as caught:
+        choose(Home(runs.parent), FIRST[:-1] + "x")
+    assert caught.value.hint == f"did you mean {FIRST}?"
+
+
+def test_an_empty_home_says_so(home: Path) -> None:
+    with pytest.raises(InvalidValue, match="there are no runs in "):
+        sgpu("show")
+    with pytest.raises(InvalidValue) as caught:
+        sgpu("show", "x")
+    assert caught.value.hint == "there are no runs here; is SERVERLESS_GPU_HOME the one that the run was started with?"
+
+
+def test_an_empty_name_means_no_run(runs: Path) -> None:
+    with pytest.raises(InvalidValue, match="there is no run ''"):
+        choose(Home(runs.parent), "")
+
+
+# --- runs and show ---------------------------------------------------------------------------------------------------
+
+
+def test_the_list(runs: Path) -> None:
+    head, row = sgpu("runs").output.splitlines()
+    assert head.split() == ["RUN", "NAME", "STATE", "STARTED", "TOOK", "DEVICES", "USED"]
+    assert row.startswith(f"{FIRST}  train  FAILED  2026-11-")
+    assert row.endswith("  2.5 s  2 H100 (fake)  5.0 GPU-seconds, 0.0042 USD")
+
+
+def test_the_list_can_be_shortened(runs: Path) -> None:
+    make(runs, SECOND, stopped=False)
+    assert [line.split()[0] for line in sgpu("runs", "--limit", "1").output.splitlines()] == ["RUN", SECOND]
+    assert [line.split()[0] for line in sgpu("runs", "--state", "failed").output.splitlines()] == ["RUN", FIRST]
+    assert sgpu("runs", "--state", "RUNNING").output == f"no runs in {runs} are RUNNING\n"
+    assert "SIZE" in sgpu("runs", "--size").output
+
+
+def test_the_list_of_an_empty_home(home: Path) -> None:
+    assert sgpu("runs").output == f"no runs in {home / 'runs'}\n"
+    assert json.loads(sgpu("runs", "--json").output) == []
+
+
+def test_the_list_for_machines(runs: Path) -> None:
+    (row,) = json.loads(sgpu("runs", "--json").output)
+    assert list(row) == [
+        "id",
+        "kind",
+        "name",
+        "state",
+        "reason",
+        "live",
+        "created",
+        "started",
+        "ended",
+        "took_ms",
+        "ranks",
+        "gpu_type",
+        "devices",
+        "gpu_ms",
+        "micros",
+        "currency",
+        "directory",
+        "problem",
+    ]
+    assert (row["id"], row["state"], row["created"], row["ended"]) == (
+        FIRST,
+        "FAILED",
+        "2026-11-20T15:51:51Z",
+        "2001-09-09T01:46:40Z",
+    )
+    assert (row["took_ms"], row["gpu_ms"], row["micros"], row["live"]) == (2500, 5000, 4200, False)
+
+
+def test_a_foreign_directory_is_listed_and_harms_nobody(runs: Path) -> None:
+    (runs / "notes").mkdir()
+    assert "notes" in sgpu("runs").output and "UNREADABLE" in sgpu("runs").output
+    assert "it holds no attempt" in sgpu("show", "notes").output
+
+
+def test_one_run_in_full(runs: Path) -> None:
+    (runs / FIRST / "1" / "hang-1.txt").write_text("stacks")
+    lines = sgpu("show").output.splitlines()
+    assert lines[0] == f"run {FIRST} · train · FAILED · rank_raised"
+    assert lines[1] == "asked for: 2 ranks · gpus=2 · gpu_type=H100 · tags=team=search"
+    assert lines[2].startswith("started: 2026-11-") and lines[2].endswith(" · took 2.5 s")
+    assert lines[4:8] == ["rank 1: ValueError: boom", "Traceback:", '  File "t.py", line 3', "ValueError: boom"]
+    assert lines[9:11] == ["receipt:", "  2 H100 (fake) · 2 ranks · 5.0 GPU-seconds, 0.0042 USD"]
+    assert f"files: {runs / FIRST / '1'} (" in "\n".join(lines)
+    assert ["14", "B", "logs/0.stdout"] in [line.split() for line in lines]
+    assert lines[-1] == "where ranks stood when nothing moved: hang-1.txt"
+
+
+def test_one_run_for_machines(runs: Path) -> None:
+    shown = json.loads(sgpu("show", "--json").output)
+    assert shown["failure"].startswith("rank 1: ValueError: boom\nTraceback:")
+    assert shown["spec"]["name"] == "train" and shown["receipt"]["gpu_ms"] == 5000
+    assert {"name": "logs/0.stdout", "size_bytes": 14} in shown["files"]
+    assert shown["size_bytes"] > 0
+
+
+def test_showing_loads_nothing_of_the_users(runs: Path) -> None:
+    (runs / FIRST / "1" / "failures" / "1.json").write_text('{"pickled": true, "type": "Boom", "traceback": "T"}')
+    (runs / FIRST / "1" / "failures" / "1.pkl").write_bytes(b"cos\nsystem\n(S'touch /tmp/sg-was-unpickled'\ntR.")
+    assert "rank 1: ValueError: boom\nT\n" in sgpu("show").output
+
+
+# --- logs ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "out", "err"),
+    [
+        ((), "one\ntwo\nthree\n", "100%\nnot ended\n"),
+        (("--stream", "stdout"), "one\ntwo\nthree\n", ""),
+        (("--tail", "1"), "three\n", "not ended\n"),
+        (("--tail", "0"), "", ""),
+        (("--rank", "1"), "other �\n", ""),
+        (
+            ("--rank", "all", "--tail", "2"),
+            "[rank 0] two\n[rank 0] three\n[rank 1] other �\n",
+            "[rank 0] 100%\n[rank 0] not ended\n",
+        ),
+        (
+            ("--rank", "1", "--stream", "stderr"),
+            "",
+            f"run {FIRST}: nothing of rank 1 on stderr; ranks that did: 0, 1\n",
+        ),
+        (("--follow",), "one\ntwo\nthree\n", "100%\nnot ended\n"),
+    ],
+    ids=str,
+)
+def test_logs(runs: Path, arguments: tuple[str, ...], out: str, err: str) -> None:
+    result = sgpu("logs", *arguments)
+    assert (result.stdout, result.stderr) == (out, err)
+
+
+def test_logs_byte_by_byte(runs: Path) -> None:
+    assert sgpu("logs", "--raw").stdout_bytes == b"one\ntwo\nthree\n 1%\r 50%\r100%\nnot ended"
+    assert sgpu("logs", "--raw", "--rank", "1").stdout_bytes == b"other \xff\n"
+
+
+@pytest.mark.parametrize("rank", ["2", "-1", "x", "٣", ""])
+def test_a_rank_that_is_not_there(runs: Path, rank: str) -> None:
+    with pytest.raises(InvalidValue) as caught:
+        sgpu("logs", f"--rank={rank}")
+    assert str(caught.value) == f"run {FIRST} has ranks 0 to 1, not {rank!r}\nhint: or --rank all"
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"\n", b"a", b"a\n", b"a\nb", b"a\nb\n", b"\n\n\n", b"x" * 100_000 + b"\ny\n" * 70_000]
+)
+@pytest.mark.parametrize("lines", [1, 2, 3, 50_000])
+def test_the_last_lines_of_a_file(tmp_path: Path, text: bytes, lines: int) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(text)
+    with path.open("rb") as file:
+        rest = text[_tail_start(file.fileno(), lines) :]
+    assert rest == b"".join(text.splitlines(keepends=True)[-lines:])
+
+
+# --- clean and cancel ------------------------------------------------------------------------------------------------
+
+
+def test_clean_by_the_configuration(runs: Path) -> None:
+    assert sgpu("clean", "--dry-run").output.splitlines()[-1].startswith("would delete 1 run, ")
+    assert (runs / FIRST).exists()
+    assert sgpu("clean").output.startswith("deleted 1 run, ")
+    assert os.listdir(runs) == []
+    assert sgpu("clean").output == "nothing to delete; 0 runs stay\n"
+
+
+@pytest.mark.parametrize("arguments", [("--older-than", "7d"), ("--keep", "0"), ("--keep", "1kB"), (FIRST[-6:],)])
+def test_clean_as_it_is_told(runs: Path, arguments: tuple[str, ...]) -> None:
+    young = make(runs, SECOND)
+    now_ns = SystemClock().wall_ns()
+    for path in young.rglob("*"):
+        os.utime(path, ns=(now_ns, now_ns))
+    sgpu("clean", *arguments)
+    assert os.listdir(runs) == [SECOND]
+
+
+def test_clean_everything_that_has_ended(runs: Path) -> None:
+    make(runs, SECOND)
+    sgpu("clean", "--older-than", "0s")
+    assert os.listdir(runs) == []
+
+
+def test_a_run_that_goes_on_is_not_deleted(runs: Path) -> None:
+    directory = make(runs, SECOND, stopped=False)
+    with (directory / "supervisor.lock").open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(InvalidValue) as caught:
+            sgpu("clean", SECOND)
+        assert str(caught.value) == f"run {SECOND} is QUEUED\nhint: `sgpu cancel {SECOND}` stops it"
+        sgpu("clean", "--older-than", "0s")
+        assert os.listdir(runs) == [SECOND]
+        listed = sgpu("cancel")
+    assert listed.exit_code == 2
+    assert listed.stderr.startswith(f"{SECOND}  train  QUEUED  ")
+    assert listed.stderr.endswith("Error: which run? These are running.\n")
+
+
+def test_cancel_without_a_run_when_none_goes_on(runs: Path) -> None:
+    listed = sgpu("cancel")
+    assert listed.exit_code == 2
+    assert listed.stderr.endswith("Error: which run? None is running.\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ("--older-than", "soon"),
+            "--older-than: 'soon' is not a duration; write a whole number and a unit: 90s, 15m, 12h, 7d or 2w",
+        ),
+        (("--keep", "much"), "--keep: 'much' is not a size; write 500MB, 20GiB or a number of bytes"),
+        (("--keep", "-1GiB"), "--keep must be between 1 and 1152921504606846976, not -1073741824"),
+    ],
+)
+def test_what_clean_does_not_understand(runs: Path, arguments: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ServerlessGpuError) as caught:
+        sgpu("clean", *arguments)
+    assert str(caught.value) == message
+    assert (runs / FIRST).exists()
+
+
+def test_clean_takes_names_or_limits(runs: Path) -> None:
+    result = sgpu("clean", FIRST, "--keep", "1GB")
+    assert result.exit_code == 2
+    assert result.stderr.endswith("Error: name runs, or give --older-than and --keep; not both\n")
+
+
+# --- small things ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90s", 90), ("15m", 900), (" 12H ", 43_200), ("7d", 604_800), ("2 w", 1_209_600)]
+)
+def test_durations(text: str, seconds: int) -> None:
+    assert parse_duration_s(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "7", "d", "-1d", "1.5h", "1y", "٣d"])
+def test_what_is_no_duration(text: str) -> None:
+    with pytest.raises(ValueError):
+        parse_duration_s(text)
+
+
+def test_columns() -> None:
+    assert columns([["a", "bb", "c"], ["ccc", "d", ""]]) == ["a    bb  c", "ccc  d"]
+    assert columns([]) == []
+
+
+def test_a_terminal_is_protected_and_a_file_gets_what_was_written() -> None:
+    assert safe("a\x1b]0;title\x07b", tty=False) == "a\x1b]0;title\x07b"
+    assert "\x1b]" not in safe("a\x1b]0;title\x07b", tty=True)
