@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu import Run, attach, distributed
+from serverless_gpu import Run, attach, distributed, session
 from serverless_gpu.errors import InvalidValue, ResultUnavailableHere
 from serverless_gpu.node.home import Home
 from serverless_gpu.testing import agent_status
@@ -145,6 +145,16 @@ def test_a_killed_supervisor_makes_a_lost_run(own: Path, where: str) -> None:
     supervisor(own, run.id).kill()
     wait_for(lambda: "LOST" in sgpu("runs"), "the run is LOST")
     assert "the run's supervisor process died" in sgpu("show")
+
+
+def test_a_session_is_listed_as_one_and_not_deleted_while_it_is_held(own: Path) -> None:
+    with session(gpus=1, quiet=True) as held:
+        held.distributed(say, "hello")
+        rows = [line.split()[1:3] for line in sgpu("runs").splitlines()[1:]]
+        assert sorted(rows) == [["(session)", "RUNNING"], ["say", "SUCCEEDED"]]
+        wait_for(lambda: sgpu("clean", "--older-than", "0s").startswith("deleted 1 run, "), "the run has let go")
+        assert run_directories(own) == [held.id]
+    wait_for(lambda: "(session)  SUCCEEDED" in sgpu("runs"), "the session has ended")
 
 
 # --- cleaning --------------------------------------------------------------------------------------------------------

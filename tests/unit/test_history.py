@@ -19,6 +19,7 @@ EXEC = (
     b'{"attempt": "r:1", "seq": 1, "kind": "exec", "boot_id": "b", "boottime_ns": 1, "wall_ns": 77, "gpus": ["G"],'
     b' "cpus": 0, "memory_bytes": 0}\n'
 )
+HELD = EXEC.replace(b"exec", b"held")
 RESERVED = EXEC.replace(b"exec", b"reserved")
 STOPPED = b'{"type": "stopped", "state": "SUCCEEDED", "reason": "completed", "cause": null, "consequences": []}'
 
@@ -51,7 +52,14 @@ def test_an_ended_run(runs: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("facts", "state"), [(b"", "QUEUED"), (RESERVED, "STARTING"), (RESERVED + EXEC, "RUNNING"), (b"{half", "QUEUED")]
+    ("facts", "state"),
+    [
+        (b"", "QUEUED"),
+        (RESERVED, "STARTING"),
+        (RESERVED + EXEC, "RUNNING"),
+        (RESERVED + HELD, "RUNNING"),
+        (b"{half", "QUEUED"),
+    ],
 )
 def test_a_run_whose_supervisor_lives(runs: Path, facts: bytes, state: str) -> None:
     directory = make(runs, "a", spec=SPEC, facts=facts, lock=b"")

@@ -52,11 +52,11 @@ def logs(run: str | None, rank: str, stream: str, tail: int | None, follow: bool
     ranks = _ranks(record, rank)
     streams = ("stdout", "stderr") if stream == "both" else (stream,)
     sources = [_Source(record.directory, number, name, tagged=len(ranks) > 1) for number in ranks for name in streams]
-    for source in sources:
-        if tail is not None:
-            source.skip_to_tail(tail)
-        source.show(raw=raw)
     try:
+        for source in sources:
+            if tail is not None:
+                source.skip_to_tail(tail)
+            source.show(raw=raw)
         while follow and _goes_on(home, record):
             select.select([], [], [], _LOOK_S)
             for source in sources:

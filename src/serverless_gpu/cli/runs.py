@@ -99,8 +99,9 @@ def cancel(run: str | None) -> None:
 
 def name_of(record: Record) -> str:
     """Return what a run is called: its function, or what else it is."""
-    name = record.spec.name if record.spec is not None else ""
-    return name or ("" if record.kind == FUNCTION else f"({record.kind})")
+    if record.kind != FUNCTION:
+        return f"({record.kind})"
+    return record.spec.name if record.spec is not None else ""
 
 
 def _row(record: Record) -> list[str]:
@@ -177,8 +178,8 @@ def _asked_text(record: Record) -> str:
     asked |= {key: value for key, value in spec.items() if key not in ("name", "resources") and value != usual[key]}
     if "tags" in asked:
         asked["tags"] = ",".join(f"{name}={value}" for name, value in record.spec.tags.items())
-    ranks = f"{record.world_size} rank{'' if record.world_size == 1 else 's'}"
-    return " · ".join([ranks, *(f"{key}={value}" for key, value in asked.items())])
+    ranks = [f"{record.world_size} rank{'' if record.world_size == 1 else 's'}"] if record.world_size else []
+    return " · ".join([*ranks, *(f"{key}={value}" for key, value in asked.items())])
 
 
 def _files_text(home: Home, record: Record) -> list[str]:

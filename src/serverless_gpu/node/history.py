@@ -217,7 +217,7 @@ def _read_spec(directory: Path) -> tuple[_Written, RunSpec | None, str]:
 
 def _running_state(facts: list[Fact]) -> str:
     kinds = {fact.kind for fact in facts}
-    if FactKind.EXEC in kinds:
+    if kinds & {FactKind.EXEC, FactKind.HELD}:
         return State.RUNNING.value
     return State.STARTING.value if FactKind.RESERVED in kinds else State.QUEUED.value
 
