@@ -65,7 +65,7 @@ def test_unknown_tables_are_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidValue) as caught:
         read_configuration(home_with(tmp_path, "[price]\nH100 = 1\n[gpus]\n"))
     assert str(caught.value) == (
-        f"{tmp_path / 'config.toml'} has unknown tables: gpus, price\nhint: known: types, prices"
+        f"{tmp_path / 'config.toml'} has unknown tables: gpus, price\nhint: known: types, prices, retention"
     )
 
 

@@ -7,6 +7,8 @@ import difflib
 import os
 from collections.abc import Sequence
 
+import click
+
 from serverless_gpu.client.agent_control import agent_status
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError
 from serverless_gpu.node.history import run_ids
@@ -16,12 +18,15 @@ _NAMED_MAX = 5
 
 
 def this_home() -> Home:
-    """Return the home that commands look at.
+    """Return the home that commands look at; say so when it is not the one that was asked for.
 
     Raises:
         StorageError: there is none.
     """
-    return find_home(os.environ)
+    home = find_home(os.environ)
+    if home.note:
+        click.echo(f"sgpu: {home.note}", err=True)
+    return home
 
 
 def queued_runs(home: Home) -> tuple[str, ...]:

@@ -129,7 +129,7 @@ def _not_loadable(error: Exception, path: Path, rank: int, run_id: str) -> Resul
 
 def _gone(directory: Path, path: Path, rank: int, run_id: str) -> ResultUnavailableHere:
     cleaned = not directory.exists()
-    message = f"the files of run {run_id} were deleted" if cleaned else f"the file {path} was deleted"
+    message = f"the files of run {run_id} were deleted" if cleaned else f"the file {path} is missing"
     return ResultUnavailableHere(
         f"rank {rank} returned a value, but {message}",
         hint="take results out within the time that `[retention]` in config.toml gives them; `sgpu clean` deletes, too",
