@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -131,6 +132,34 @@ def test_an_interrupt_ends_following_and_not_the_run(own: Path, where: str) -> N
     assert run.status() == "RUNNING"
     run.cancel()
     run.wait()
+
+
+def on_a_terminal(*arguments: str) -> str:
+    """Return what a command writes to a terminal."""
+    ours, theirs = pty.openpty()
+    with os.fdopen(ours, "rb", buffering=0) as reading:
+        with subprocess.Popen([*COMMAND, *arguments], stdout=theirs, stderr=theirs, stdin=theirs) as process:
+            os.close(theirs)
+            written = b""
+            while True:
+                try:
+                    piece = reading.read(65536)
+                except OSError:  # how Linux says that nobody has the other end any more
+                    break
+                if not piece:
+                    break
+                written += piece
+        assert process.returncode == 0, written
+    return written.decode()
+
+
+def test_a_terminal_is_protected_from_what_ranks_write_and_a_pipe_gets_it(own: Path) -> None:
+    evil = "\x1b]0;title\x07\x1b[32mgreen\x1b[0m"
+    distributed(gpus=1, quiet=True)(say).distributed(evil)
+    assert sgpu("logs", "--stream", "stdout") == evil + "\n"
+    seen = on_a_terminal("logs")
+    assert "\x1b[32mgreen\x1b[0m" in seen and "title" not in seen
+    assert "title" not in on_a_terminal("logs", "--follow", "--rank", "all")
 
 
 def test_cancel_by_a_part_of_the_name(own: Path, where: str) -> None:

@@ -13,8 +13,8 @@ from click.testing import CliRunner, Result
 from serverless_gpu import cli
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.cli.choosing import choose
+from serverless_gpu.cli.columns import columns
 from serverless_gpu.cli.logs import _tail_start
-from serverless_gpu.cli.screen import columns, safe
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError
 from serverless_gpu.node.home import Home
 from serverless_gpu.units import parse_duration_s
@@ -362,8 +362,3 @@ def test_what_is_no_duration(text: str) -> None:
 def test_columns() -> None:
     assert columns([["a", "bb", "c"], ["ccc", "d", ""]]) == ["a    bb  c", "ccc  d"]
     assert columns([]) == []
-
-
-def test_a_terminal_is_protected_and_a_file_gets_what_was_written() -> None:
-    assert safe("a\x1b]0;title\x07b", tty=False) == "a\x1b]0;title\x07b"
-    assert "\x1b]" not in safe("a\x1b]0;title\x07b", tty=True)

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from serverless_gpu.ambient import SystemClock, format_moment
 from serverless_gpu.cli.choosing import choose, queued_runs, this_home
-from serverless_gpu.cli.screen import columns
+from serverless_gpu.cli.columns import columns
 from serverless_gpu.errors import InvalidOption, InvalidValue
 from serverless_gpu.model.retention import HOUR_NS, Entry, Policy, to_delete
 from serverless_gpu.model.spec import parse_bytes

@@ -1,7 +1,8 @@
 """`sgpu logs`: what the ranks of a run wrote, now or while it goes on.
 
-    logs/<rank>.<stream>  ──tail──▶ decode ─▶ whole lines ─▶ what overwrote itself left out ─▶ terminal-safe ─▶ screen
-                          └────────────────────────── --raw: the bytes ──────────────────────────────────────▶
+    logs/<rank>.<stream> ──tail──▶ decode ─▶ TerminalDisplay   on a terminal: as in the call itself
+                         │                └▶ Plain             into a file or a pipe: whole lines, in their final state
+                         └──── --raw ──────▶ the bytes
 
 Failure cases: a run that still waits or is being launched (followed until it has ended, too), a rank that wrote nothing
 (said), files that grow without end (read in pieces), a run that ends while it is followed (what was written last is
@@ -14,20 +15,21 @@ import codecs
 import os
 import select
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import click
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.cli.choosing import choose, queued_runs, this_home
-from serverless_gpu.cli.screen import safe
+from serverless_gpu.client.display import Display, TerminalDisplay
+from serverless_gpu.client.screen import Screen
+from serverless_gpu.client.terminal import safe
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.node.history import NOT_STARTED, Record, is_live, read_run, touched_ns
 from serverless_gpu.node.home import Home
 
 _PIECE_BYTES = 1 << 16
-_LINE_BYTES_MAX = 1 << 20  # a line without end is shown in pieces
 _LOOK_S = 0.1
 _LAUNCH_S = 10.0  # a client may take that long from making the directory to handing the run over
 _INTERRUPTED = 130
@@ -51,21 +53,14 @@ def logs(run: str | None, rank: str, stream: str, tail: int | None, follow: bool
     record = read_run(home.runs, choose(home, run))
     ranks = _ranks(record, rank)
     streams = ("stdout", "stderr") if stream == "both" else (stream,)
-    sources = [_Source(record.directory, number, name, tagged=len(ranks) > 1) for number in ranks for name in streams]
-    try:
+    sources = [_Source(record.directory, number, name) for number in ranks for name in streams]
+    if tail is not None:
         for source in sources:
-            if tail is not None:
-                source.skip_to_tail(tail)
-            source.show(raw=raw)
-        while follow and _goes_on(home, record):
-            select.select([], [], [], _LOOK_S)
-            for source in sources:
-                source.show(raw=raw)
+            source.skip_to_tail(tail)
+    try:
+        _show(sources, _display(raw=raw, tagged=len(ranks) > 1), lambda: follow and _goes_on(home, record))
     except KeyboardInterrupt:
         sys.exit(_INTERRUPTED)
-    for source in sources:
-        source.show(raw=raw)
-        source.finish()
     if tail != 0 and not any(source.has_written for source in sources):
         written = _written(record)
         others = f"; ranks that did: {', '.join(map(str, written))}" if written else ""
@@ -96,16 +91,77 @@ def _written(record: Record) -> list[int]:
     return sorted({int(path.stem) for path in (record.directory / "logs").glob("*.std*") if path.stem.isdecimal()})
 
 
+def _show(sources: Sequence[_Source], display: Display | None, goes_on: Callable[[], bool]) -> None:
+    """Show what is there, and what comes as long as the run goes on; without a display, the bytes."""
+    last = False
+    while not last:
+        last = not goes_on()  # asked before looking: what was written until the end is still shown
+        for source in sources:
+            for data in source.pieces():
+                if display is None:
+                    click.echo(data, nl=False)
+                else:
+                    display.output(source.rank, source.stream, source.decode(data))
+        if not last:
+            select.select([], [], [], _LOOK_S)
+            if display is not None:
+                display.tick()
+    if display is not None:
+        display.finish()
+
+
+def _display(*, raw: bool, tagged: bool) -> Display | None:
+    if raw:
+        return None
+    if sys.stdout.isatty() and sys.stderr.isatty():
+        return TerminalDisplay(quiet=True, tagged=tagged)
+    return Plain(tagged=tagged)
+
+
+class Plain(Display):
+    """Prints lines once, in their final state; a reader that is gone or a full disk is an error, unlike in a call.
+
+    Args:
+        tagged: put the rank in front of each line.
+    """
+
+    def __init__(self, *, tagged: bool) -> None:
+        self._tagged = tagged
+        self._screens: dict[tuple[int, str], Screen] = {}
+
+    def output(self, rank: int, stream: str, text: str) -> None:
+        """Print the lines that are final."""
+        screen = self._screens.setdefault((rank, stream), Screen())
+        self._print(rank, stream, screen.feed(text, SystemClock().boottime_ns()))
+
+    def tick(self) -> None:
+        """Print lines that nobody came back to for a while."""
+        for (rank, stream), screen in self._screens.items():
+            self._print(rank, stream, screen.settle(SystemClock().boottime_ns()))
+
+    def finish(self) -> None:
+        """Print lines that never got their end."""
+        for (rank, stream), screen in self._screens.items():
+            self._print(rank, stream, screen.end())
+
+    def _print(self, rank: int, stream: str, lines: Sequence[str]) -> None:
+        err = stream == "stderr"
+        tty = (sys.stderr if err else sys.stdout).isatty()
+        tag = f"[rank {rank}] " if self._tagged else ""
+        if lines:
+            # color: click would take colours out of what goes into a file.
+            click.echo("\n".join(tag + safe(line, tty=tty) for line in lines), err=err, color=True)
+
+
 class _Source:
     """One file of output and how far it was shown."""
 
-    def __init__(self, directory: Path, rank: int, stream: str, *, tagged: bool) -> None:
+    def __init__(self, directory: Path, rank: int, stream: str) -> None:
+        self.rank = rank
+        self.stream = stream
         self._path = directory / "logs" / f"{rank}.{stream}"
-        self._tag = f"[rank {rank}] " if tagged else ""
-        self._err = stream == "stderr"
         self._offset = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._partial = ""
 
     @property
     def has_written(self) -> bool:
@@ -120,31 +176,8 @@ class _Source:
         except OSError:
             return
 
-    def show(self, *, raw: bool) -> None:
-        """Print what was written since the last time."""
-        for data in self._pieces():
-            if raw:
-                click.echo(data, nl=False)
-                continue
-            *lines, self._partial = (self._partial + self._decoder.decode(data)).split("\n")
-            for line in lines:
-                self._print(line)
-            if len(self._partial) > _LINE_BYTES_MAX:
-                self.finish()
-
-    def finish(self) -> None:
-        """Print a line that never got its end."""
-        if self._partial:
-            self._print(self._partial)
-        self._partial = ""
-
-    def _print(self, line: str) -> None:
-        # A progress bar writes one line many times over: what a terminal would show in the end is the last of them.
-        last = line.rstrip("\r").rpartition("\r")[2]
-        tty = (sys.stderr if self._err else sys.stdout).isatty()
-        click.echo(self._tag + safe(last, tty=tty), err=self._err, color=True if tty else None)
-
-    def _pieces(self) -> Iterator[bytes]:
+    def pieces(self) -> Iterator[bytes]:
+        """Yield what was written since the last time."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
@@ -153,6 +186,10 @@ class _Source:
                     yield data
         except FileNotFoundError:
             return
+
+    def decode(self, data: bytes) -> str:
+        """Return the next bytes as text."""
+        return self._decoder.decode(data)
 
 
 def _tail_start(fd: int, lines: int) -> int:

@@ -10,9 +10,10 @@ import msgspec
 
 from serverless_gpu.ambient import SystemClock, format_moment, format_utc
 from serverless_gpu.cli.choosing import choose, queued_runs, this_home
-from serverless_gpu.cli.screen import columns, safe
+from serverless_gpu.cli.columns import columns
 from serverless_gpu.client.outcome import ending_text
 from serverless_gpu.client.run import attach
+from serverless_gpu.client.terminal import safe
 from serverless_gpu.model.attempt import State
 from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.model.spec import RunSpec

@@ -89,10 +89,14 @@ class TerminalDisplay(Display):
         quiet: print nothing of our own (rank output is still shown, and what is missing of it).
         logs: where the whole output of the ranks is.
         clock: where time comes from.
+        tagged: put the rank in front of each line.
     """
 
-    def __init__(self, *, quiet: bool, logs: Path = Path("logs"), clock: Clock | None = None) -> None:
+    def __init__(
+        self, *, quiet: bool, logs: Path = Path("logs"), clock: Clock | None = None, tagged: bool = True
+    ) -> None:
         self._quiet = quiet
+        self._tagged = tagged
         self._logs = logs
         self._clock = clock or SystemClock()
         self._screens: dict[tuple[int, str], Screen] = {}
@@ -155,7 +159,10 @@ class TerminalDisplay(Display):
     def _print(self, rank: int, stream: str, lines: Sequence[str]) -> None:
         if lines:
             tty = is_terminal(_target(stream))
-            self._write(stream, "".join(f"[rank {rank}] {safe(line, tty=tty)}\n" for line in lines))
+            self._write(stream, "".join(f"{self._tag(rank)}{safe(line, tty=tty)}\n" for line in lines))
+
+    def _tag(self, rank: int) -> str:
+        return f"[rank {rank}] " if self._tagged else ""
 
     def _write(self, stream: str, text: str) -> None:
         self._block.erase()
@@ -183,7 +190,7 @@ class TerminalDisplay(Display):
             if sum(len(shown[taken].open_rows) for taken in keys) < LIVE_ROWS_MAX:
                 keys.append(key)
         rows = [
-            f"[rank {rank}] {safe(row[:_LIVE_CHARACTERS_MAX], tty=True)}"
+            f"{self._tag(rank)}{safe(row[:_LIVE_CHARACTERS_MAX], tty=True)}"
             for rank, stream in sorted(keys)
             for row in shown[rank, stream].open_rows
         ]
