@@ -254,6 +254,7 @@ def small(own: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("SERVERLESS_GPU_HOME", str(disk))
     try:
         assert distributed(gpus=1, quiet=True)(len).distributed("a") == [1]
+        wait_for(lambda: nothing_of_a_run(disk), "the first run has let go of everything")
         yield disk
     finally:
         stop_agent(disk)
