@@ -14,8 +14,6 @@ PENDING: tuple[str, ...] = (
     "sgpu show",
     "sgpu clean",
     "make notebook",
-    "make test-all",
-    "make picture",
 )
 
 

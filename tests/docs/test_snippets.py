@@ -50,7 +50,13 @@ def test_the_code_of_the_pages_runs(script: Script, reader: dict[str, str], tmp_
     if script.fake:
         environ["SERVERLESS_GPU_FAKE"] = script.fake
     done = subprocess.run(
-        [sys.executable, path.name], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=LIMIT_S, check=False
+        [sys.executable, path.name],
+        cwd=tmp_path,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
     )
     if script.raises:
         assert done.returncode != 0, done.stdout
