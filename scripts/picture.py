@@ -143,7 +143,7 @@ def without_names(text: str, folder: Path) -> str:
     """Return the text as it would be on anybody's machine."""
     replaced = {
         str(folder / "home"): "~/.serverless_gpu",
-        str(folder / "work"): "~/work",
+        str(folder / "work"): "~/project",
         str(ROOT): "~/serverless-gpu",
     }
     for name, other in replaced.items():
