@@ -7,7 +7,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 CODE := $(wildcard src tests scripts examples benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo notebook test test-all check format docs bench gpu-check clean distclean
+.PHONY: help venv demo notebook test test-all check format docs bench picture gpu-check clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -74,6 +74,9 @@ docs: venv ## write the pages that are made from code (docs/troubleshooting.md)
 
 bench: $(VENV)/.installed-bench ## run the benchmarks, each against its neighbour in the same run
 	@$(BIN)/python -m benchmarks
+
+picture: venv ## record the terminal picture of the README again (docs/images/terminal.svg)
+	@$(BIN)/python -m scripts.picture
 
 gpu-check: venv ## check what only a real GPU can show (says so and stops without one)
 	@$(BIN)/python -m scripts.gpu_check

@@ -1,7 +1,7 @@
-"""Relative links in Markdown files lead to files that exist.
+"""Relative links in Markdown files lead to files that exist, and their anchors to headings.
 
-A moved page breaks links in pages nobody opens during the move. Run as `python -m scripts.lints.links`; anchors and
-addresses on the network are not looked at.
+A moved page breaks links in pages nobody opens during the move, and a reworded heading those that point to it. Run as
+`python -m scripts.lints.links`; addresses on the network are not looked at.
 """
 
 from __future__ import annotations
@@ -15,20 +15,22 @@ from urllib.parse import unquote
 from scripts.lints.source import Finding
 
 _LINK = re.compile(r"\]\(\s*<?([^)<>\s]+)>?(?:\s+[\"'][^)]*)?\)|^\s{0,3}\[[^\]^]+\]:\s+<?(\S+?)>?(?:\s|$)")
-_SCHEME = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*:|//|#")
+_SCHEME = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*:|//")
 _FENCE = re.compile(r"^\s*(```|~~~)")
 _CODE_SPAN = re.compile(r"`[^`]*`")
+_HEADING = re.compile(r"^ {0,3}#{1,6}\s+(.*?)(?:\s+#+)?\s*$")
+_LINKED = re.compile(r"\[([^\]]*)\]\([^)]*\)")
+_DROPPED = re.compile(r"[^\w\- ]")
+_NAMED = re.compile(r"<a\s+(?:id|name)=[\"']([^\"']+)[\"']")
 _NOT_OURS = frozenset({"node_modules", "build", "dist", "vendor"})
 
 
 def check(root: Path) -> Iterator[Finding]:
-    """Yield every relative link of a Markdown file under `root` whose target is not there."""
+    """Yield every relative link of a Markdown file under `root` whose target, or heading in it, is not there."""
     for page in sorted(_pages(root)):
         for line, target in _links(page.read_text(encoding="utf-8")):
-            path = unquote(target.partition("#")[0].partition("?")[0])
-            base = root if path.startswith("/") else page.parent
-            if not (base / path.lstrip("/")).exists():
-                message = f"link to {target}, which does not exist"
+            if problem := _problem(root, page, target):
+                message = f"link to {target}, {problem}"
                 yield Finding(path=page.relative_to(root).as_posix(), line=line, rule="broken-link", message=message)
 
 
@@ -49,6 +51,37 @@ def _pages(root: Path) -> Iterator[Path]:
             yield from _pages(entry)
         elif entry.suffix == ".md":
             yield entry
+
+
+def _problem(root: Path, page: Path, target: str) -> str:
+    """Return what is wrong with a link, "" when it leads somewhere."""
+    path, _, anchor = target.partition("#")
+    path = unquote(path.partition("?")[0])
+    base = root if path.startswith("/") else page.parent
+    leads_to = base / path.lstrip("/") if path else page
+    if not leads_to.exists():
+        return "which does not exist"
+    if anchor and leads_to.suffix == ".md" and unquote(anchor) not in _anchors(leads_to.read_text(encoding="utf-8")):
+        return "where no heading is called so"
+    return ""
+
+
+def _anchors(text: str) -> set[str]:
+    """Return the anchors of a page, as GitHub makes them from its headings, and those it names itself."""
+    found: set[str] = set(_NAMED.findall(text))
+    fence = ""
+    for line in text.splitlines():
+        if mark := _FENCE.match(line):
+            fence = "" if fence == mark[1] else fence or mark[1]
+        elif not fence and (heading := _HEADING.match(line)):
+            words = _LINKED.sub(r"\1", heading[1]).strip().lower()
+            anchor = first = _DROPPED.sub("", words).replace(" ", "-")
+            count = 0
+            while anchor in found:
+                count += 1
+                anchor = f"{first}-{count}"
+            found.add(anchor)
+    return found
 
 
 def _links(text: str) -> Iterator[tuple[int, str]]:

@@ -124,15 +124,22 @@ def test_broad_excepts_are_counted_per_thousand_lines_of_src() -> None:
 def test_a_broken_link_is_found_and_other_links_are_not(tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
     (tmp_path / "README.md").write_text(
-        "[a](docs/a.md#top) [web](https://example.org) [here](#x) ![p](<docs/gone.png>)\n"
+        "# `X` & y, [z](/docs)!\n[a](docs/a.md#top) [web](https://example.org#no) ![p](<docs/gone.png>)\n"
+        "[here](#x--y-z) [gone](#gone)\n"
     )
-    page = "[up](../README.md) `[code](no.md)`\n```\n[fenced](no.md)\n```\n[root](/docs)\n[r]: gone.md\n"
+    page = (
+        "[up](../README.md#x--y-z) `[code](no.md)`\n```\n[fenced](no.md)\n# no\n```\n[root](/docs)\n[r]: gone.md\n"
+        "# Top\n## Top\n[t](#top-1) [t](#top-2) [t](#no) <a id='own'></a> [o](#own)\n"
+    )
     (tmp_path / "docs" / "a.md").write_text(page)
     (tmp_path / ".venv").mkdir()
     (tmp_path / ".venv" / "b.md").write_text("[x](no.md)\n")
     assert [(found.path, found.line, found.message) for found in links.check(tmp_path)] == [
-        ("README.md", 1, "link to docs/gone.png, which does not exist"),
-        ("docs/a.md", 6, "link to gone.md, which does not exist"),
+        ("README.md", 2, "link to docs/gone.png, which does not exist"),
+        ("README.md", 3, "link to #gone, where no heading is called so"),
+        ("docs/a.md", 7, "link to gone.md, which does not exist"),
+        ("docs/a.md", 10, "link to #top-2, where no heading is called so"),
+        ("docs/a.md", 10, "link to #no, where no heading is called so"),
     ]
 
 

@@ -1,11 +1,9 @@
-"""The reference names what the code has: options, reasons, errors, variables, commands; and the README's code runs."""
+"""The reference names what the code has: options, reasons, errors, variables, commands."""
 
 from __future__ import annotations
 
 import inspect
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import click
@@ -73,13 +71,3 @@ COMMAND_OPTIONS = [
 def test_every_option_of_a_command_is_in_its_rows_of_the_reference(command: str, option: str) -> None:
     rows = re.findall(rf"^\| `sgpu {command}(?: [^`]*)?` \| (.*?) \| ", REFERENCE, re.MULTILINE)
     assert any(re.search(rf"`{option}[ `]", row) for row in rows), f"`{option}` of sgpu {command}"
-
-
-@pytest.mark.parametrize("number, block", list(enumerate(re.findall(r"```python\n(.*?)```", README, re.DOTALL))))
-def test_the_code_of_the_readme_runs(home: Path, tmp_path: Path, number: int, block: str) -> None:
-    script = tmp_path / f"readme_{number}.py"
-    script.write_text(block, encoding="utf-8")
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr
-    expected = re.findall(r"# (\[.*\])$", block, re.MULTILINE)
-    assert [line for line in done.stdout.splitlines() if line.startswith("[") and "rank 0]" not in line] == expected
