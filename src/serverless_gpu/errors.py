@@ -18,6 +18,7 @@
         ├── RemoteError            a rank raised, and its exception cannot be rebuilt here
         ├── RankCrashed            a rank died of a signal
         ├── OutOfMemory            a rank was ended by the kernel for host memory
+        ├── CollectiveHang         ranks waited for others that did not come, longer than hang_timeout=
         ├── RunTimedOut · RunCancelled · NodeLost · BudgetExhausted
         ├── ResultNotSerializable · ResultTooLarge   the function finished, its value cannot travel
         └── ResultUnavailableHere  the value arrived, this process cannot load it
@@ -29,6 +30,7 @@ the wire and into documentation; `status` is what an HTTP API answers for it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 
@@ -200,6 +202,19 @@ class OutOfMemory(RunError):
     """A rank was ended because host memory ran out."""
 
     code = "out_of_memory"
+
+
+class CollectiveHang(RunError):
+    """The ranks stood still for longer than hang_timeout allows.
+
+    Attributes:
+        ranks_waiting: global ranks that wait for others.
+        ranks_elsewhere: global ranks that do not, those that had returned among them; empty when all wait.
+    """
+
+    code = "collective_hang"
+    ranks_waiting: Sequence[int] = ()
+    ranks_elsewhere: Sequence[int] = ()
 
 
 class RunTimedOut(RunError):

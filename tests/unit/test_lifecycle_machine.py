@@ -19,6 +19,7 @@ from serverless_gpu.model.attempt import (
     CancelRequested,
     Event,
     Failure,
+    HangConfirmed,
     Limits,
     Phase,
     Placed,
@@ -172,6 +173,11 @@ class GangMachine(RuleBasedStateMachine):
     @rule()
     def spend(self) -> None:
         self.tell(BudgetSpent())
+
+    @rule()
+    @precondition(lambda self: self.attempt.state is State.RUNNING)
+    def hang(self) -> None:
+        self.tell(HangConfirmed("rank 1 is elsewhere"))
 
     @rule(ns=st.sampled_from([0, 1, 200_000_000, 2 * S, 30 * S]))
     def tick(self, ns: int) -> None:

@@ -10,6 +10,7 @@ from serverless_gpu.model.attempt import (
     CancelRequested,
     Event,
     Failure,
+    HangConfirmed,
     LeaseExpired,
     LeaseRenewed,
     LeaseSilent,
@@ -339,3 +340,35 @@ def test_every_instruction_is_issued_in_one_life_or_another() -> None:
     _, returned = drive(QUEUED, *begin, (20 * S, RankReturned(0)), (20 * S, RankReturned(1)), *end)
     assert cancelled == tuple(each for each in Instruction if each is not RELEASE)
     assert returned == tuple(each for each in Instruction if each is not TERMINATE)
+
+
+# --- a run that stands still ----------------------------------------------------------------------------------------
+
+
+def test_F04_a_run_that_hangs_fails_with_the_short_grace() -> None:
+    failure = Failure(rank=None, reason=Reason.COLLECTIVE_HANG, at_ns=20 * S, detail="rank 1 is elsewhere")
+    stopping = changed(
+        RUNNING,
+        state=State.STOPPING,
+        phase=Phase.TERMINATING,
+        reason=Reason.COLLECTIVE_HANG,
+        stop_ns=20 * S,
+        wake_ns=22 * S,
+        failures=(failure,),
+    )
+    assert drive(RUNNING, (20 * S, HangConfirmed("rank 1 is elsewhere"))) == (stopping, (TERMINATE,))
+    consequence = raised(0, 20 * S + 1)
+    after, issued = drive(
+        stopping,
+        (20 * S + 2, RankFailed(consequence)),
+        (20 * S + 3, RankExited(rank=1, signal=15, detail="ended by SIGTERM")),
+        (20 * S + 3, RankExited(rank=0, signal=None)),
+        (20 * S + 4, TreeEmpty()),
+    )
+    assert (after.state, after.reason, after.cause) == (State.FAILED, Reason.COLLECTIVE_HANG, failure)
+    assert issued == (KILL, CONCLUDE)
+
+
+def test_F05_what_returned_before_a_hang_stays_returned() -> None:
+    after, _ = drive(RUNNING, (15 * S, RankReturned(0)), (20 * S, HangConfirmed("rank 0 has returned")))
+    assert (after.state, after.returned) == (State.STOPPING, frozenset({0}))

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import socket
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from serverless_gpu.client.outcome import load_result, make_exception
 from serverless_gpu.errors import (
     BudgetExhausted,
+    CollectiveHang,
     NodeLost,
     OutOfMemory,
     RankCrashed,
@@ -23,7 +26,7 @@ from serverless_gpu.errors import (
     RunError,
     RunTimedOut,
 )
-from serverless_gpu.model.attempt import MEANINGS, Failure, Reason, State
+from serverless_gpu.model.attempt import MEANINGS, Failure, Hang, Reason, State
 from serverless_gpu.node.inside import failure, payload
 from serverless_gpu.node.protocol import Stopped
 
@@ -102,6 +105,11 @@ ENDINGS: dict[str, tuple[Stopped, type[RunError], str]] = {
         "the run's supervisor process died (was it killed, or the machine restarted?)",
     ),
     "F18 node": (stopped(Reason.NODE_LOST), NodeLost, "the node did not answer any more"),
+    "F04 hang, and nothing more is known": (
+        stopped(Reason.COLLECTIVE_HANG, cause=False),
+        CollectiveHang,
+        "the ranks stood still, without output, for as long as hang_timeout allows",
+    ),
     "start": (
         stopped(Reason.START_FAILED, "no interpreter"),
         RunError,
@@ -308,6 +316,29 @@ def test_the_last_output_in_a_note_is_safe_for_a_terminal(directory: Path) -> No
     error = make_exception(ending, directory, RUN, None)
     assert error.__notes__ == ["last output of rank 0:\n\x1b[31mred\x1b[0m\nclip\\u202e"]
     assert isinstance(error, RankCrashed) and error.log_tail == tail
+
+
+def test_F04_a_hang_names_who_waits_and_who_is_elsewhere(directory: Path) -> None:
+    told = "no output for 10 min 00 s, and ranks 0, 2 wait in train.py:30 train: rank 1 is elsewhere, in load.py:4 load"
+    hang = Hang(
+        waiting=(0, 2),
+        elsewhere=(1,),
+        stacks={1: '  File "/home/me/load.py", line 4 in load', 2: '  File "/home/me/train.py", line 30 in train'},
+        file="hang-1.txt",
+    )
+    ending = msgspec.structs.replace(stopped(Reason.COLLECTIVE_HANG, told, consequences=peers(1)), hang=hang)
+    over_the_wire = msgspec.json.decode(msgspec.json.encode(ending), type=Stopped)
+    error = make_exception(over_the_wire, directory, RUN, None)
+    assert isinstance(error, CollectiveHang)
+    assert str(error) == f"{told}\nhint: Python stacks of all ranks: {directory}/hang-1.txt"
+    assert (error.ranks_waiting, error.ranks_elsewhere) == ([0, 2], [1])
+    assert (error.run_id, error.rank, error.reason) == (RUN, None, "collective_hang")
+    assert error.__notes__ == [
+        'rank 1 is here (most recent call first):\n  File "/home/me/load.py", line 4 in load',
+        'rank 2 waits here (most recent call first):\n  File "/home/me/train.py", line 30 in train',
+        "consequence: rank 1: RuntimeError: peer 1",
+    ]
+    assert pickle.loads(pickle.dumps(error)).ranks_waiting == [0, 2]
 
 
 # --- results ---------------------------------------------------------------------------------------------------------

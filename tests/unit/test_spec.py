@@ -11,7 +11,7 @@ import pytest
 from serverless_gpu.errors import InvalidOption, InvalidValue, UnknownGpuType, UsageError
 from serverless_gpu.model.attempt import Limits
 from serverless_gpu.model.hardware import GpuType
-from serverless_gpu.model.spec import Options, Priority, Resources, RunSpec, make_spec
+from serverless_gpu.model.spec import Options, Priority, Resources, RunSpec, hang_warning_s, make_spec
 
 VALID = (
     "valid options: cpus, env, gpu_type, gpus, grace, hang_timeout, ignore_busy, memory, num_gpus, on_interrupt, "
@@ -64,6 +64,7 @@ GOOD: dict[str, tuple[Mapping[str, object], RunSpec]] = {
     "env": ({"env": "live"}, RunSpec()),
     "env none": ({"env": None}, RunSpec()),
     "hang_timeout none": ({"hang_timeout": None}, RunSpec()),
+    "hang_timeout": ({"hang_timeout": 1800}, RunSpec(hang_timeout_s=1800.0)),
     "secrets": ({"secrets": ["a", "b"]}, RunSpec(secrets=("a", "b"))),
     "ranks_log all": ({"ranks_log": "all"}, RunSpec(ranks_log=None)),
     "ranks_log some": ({"ranks_log": [0, 3]}, RunSpec(ranks_log=(0, 3))),
@@ -83,7 +84,7 @@ def test_what_is_accepted(options: Mapping[str, object], expected: RunSpec) -> N
 
 def test_every_option_is_tried_above() -> None:
     tried = {name for options, _ in GOOD.values() for name in options}
-    assert tried | {"memory", "hang_timeout"} == {*FIRST, *typing.get_type_hints(Options)}
+    assert tried | {"memory"} == {*FIRST, *typing.get_type_hints(Options)}
 
 
 def test_own_types_are_known() -> None:
@@ -125,6 +126,7 @@ WRONG_TYPE: dict[str, tuple[Mapping[str, object], str]] = {
     "remote number": ({"remote": 1}, "remote must be True or False, not 1"),
     "timeout text": ({"timeout": "1h"}, "timeout must be a number of seconds, not '1h'"),
     "timeout bool": ({"timeout": True}, "timeout must be a number of seconds, not True"),
+    "hang_timeout": ({"hang_timeout": "1h"}, "hang_timeout must be a number of seconds, not '1h'"),
     "grace none": ({"grace": None}, "grace must be a number of seconds, not None"),
     "cpus text": ({"cpus": "4"}, "cpus must be a whole number, not '4'"),
     "memory float": (
@@ -214,10 +216,7 @@ IMPOSSIBLE: dict[str, tuple[Mapping[str, object], str]] = {
         {"env": "torch-2.9"},
         "env='torch-2.9' is not possible\nhint: local runs use the live environment: leave env out, or 'live'",
     ),
-    "hang_timeout": (
-        {"hang_timeout": 60},
-        "hang_timeout is not available in this version\nhint: use timeout= for a limit on the whole run",
-    ),
+    "hang_timeout": ({"hang_timeout": 0}, "hang_timeout must be a positive number of seconds, not 0"),
     "on_interrupt": ({"on_interrupt": "ignore"}, "on_interrupt must be 'cancel' or 'detach', not 'ignore'"),
 }
 
@@ -266,6 +265,25 @@ def test_options_are_read_and_not_changed() -> None:
 def test_limits() -> None:
     assert RunSpec().limits() == Limits(timeout_ns=None, grace_ns=30_000_000_000)
     assert spec(timeout=1.5, grace=0.25).limits() == Limits(timeout_ns=1_500_000_000, grace_ns=250_000_000)
+    hangs = msgspec.structs.replace(spec(hang_timeout=1.5), hang_warning_s=0.0)
+    assert hangs.limits() == Limits(hang_warning_ns=None, hang_timeout_ns=1_500_000_000)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [(None, 600.0), ("", 600.0), ("0", 0.0), ("90", 90.0), (" 1.5 ", 1.5), ("1e3", 1000.0)]
+)
+def test_when_the_caller_wants_to_be_warned_of_a_hang(text: str | None, seconds: float) -> None:
+    assert hang_warning_s(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["soon", "-1", "nan", "inf", "1e300", "10 min"])
+def test_a_warning_time_that_is_no_number_of_seconds(text: str) -> None:
+    with pytest.raises(InvalidValue) as caught:
+        hang_warning_s(text)
+    assert str(caught.value) == (
+        f"SERVERLESS_GPU_HANG_WARNING={text!r} is not a number of seconds\n"
+        "hint: 0 switches the warning off; the default is 600"
+    )
 
 
 def test_a_spec_survives_the_wire() -> None:

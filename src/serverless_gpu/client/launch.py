@@ -28,7 +28,7 @@ from serverless_gpu.client.run import Run
 from serverless_gpu.errors import AgentUnavailable, InvalidValue, ServerNotConfigured
 from serverless_gpu.model.hardware import Device, DeviceKind, parse_fake
 from serverless_gpu.model.placement import Candidates, candidates, restrict
-from serverless_gpu.model.spec import RunSpec
+from serverless_gpu.model.spec import HANG_WARNING, RunSpec, hang_warning_s
 from serverless_gpu.node import protocol
 from serverless_gpu.node.entrypoint import air_program
 from serverless_gpu.node.home import Home, find_home, storage_error
@@ -76,9 +76,11 @@ def launch(
     Raises:
         ServerlessGpuError: nothing was started; the message says why and what to do.
     """
-    order = _Order(spec, SystemClock().boottime_ns(), lease)
+    called_ns = SystemClock().boottime_ns()
     check_function(function)
     bind_arguments(function, args, kwargs)
+    spec = msgspec.structs.replace(spec, hang_warning_s=hang_warning_s(os.environ.get(HANG_WARNING)))
+    order = _Order(spec, called_ns, lease)
 
     def write_call(directory: Path) -> None:
         packed = pack(str(directory / "call.pkl"), function, args, kwargs)

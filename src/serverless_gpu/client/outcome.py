@@ -14,6 +14,7 @@ from serverless_gpu.client.failures import rebuild
 from serverless_gpu.client.terminal import safe
 from serverless_gpu.errors import (
     BudgetExhausted,
+    CollectiveHang,
     NodeLost,
     OutOfMemory,
     RankCrashed,
@@ -24,7 +25,7 @@ from serverless_gpu.errors import (
     RunError,
     RunTimedOut,
 )
-from serverless_gpu.model.attempt import MEANINGS, Failure, Reason, State
+from serverless_gpu.model.attempt import MEANINGS, Failure, Hang, Reason, State
 from serverless_gpu.node.entrypoint import INSIDE
 from serverless_gpu.node.inside import payload
 from serverless_gpu.node.protocol import Stopped
@@ -39,6 +40,7 @@ _CLASSES: dict[Reason, type[RunError]] = {
     Reason.HOST_OOM: OutOfMemory,
     Reason.RESULT_UNSERIALISABLE: ResultNotSerializable,
     Reason.RESULT_TOO_LARGE: ResultTooLarge,
+    Reason.COLLECTIVE_HANG: CollectiveHang,
     Reason.CANCELLED: RunCancelled,
     Reason.TIMEOUT: RunTimedOut,
     Reason.BUDGET: BudgetExhausted,
@@ -165,6 +167,8 @@ def _ended(stopped: Stopped, directory: Path, run_id: str, timeout_s: float | No
         reason=stopped.reason.value,
         log_tail=stopped.log_tail,
     )
+    if isinstance(error, CollectiveHang) and stopped.hang is not None:
+        _explain_hang(error, stopped.hang, directory)
     if rank is not None:
         stack = _users_frames(_read(directory / "failures" / f"{rank}.stack"))
         if stack:
@@ -174,6 +178,14 @@ def _ended(stopped: Stopped, directory: Path, run_id: str, timeout_s: float | No
             lines = "\n".join(safe(line, tty=True) for line in stopped.log_tail.split("\n"))
             error.add_note(f"last output of rank {rank}:\n{lines}")
     return error
+
+
+def _explain_hang(error: CollectiveHang, hang: Hang, directory: Path) -> None:
+    error.ranks_waiting, error.ranks_elsewhere = list(hang.waiting), list(hang.elsewhere)
+    error.hint = f"Python stacks of all ranks: {directory / hang.file}"
+    for rank, stack in hang.stacks.items():
+        does = "waits here" if rank in hang.waiting else "is here"
+        error.add_note(f"rank {rank} {does} (most recent call first):\n{stack}")
 
 
 def _hint(reason: Reason, directory: Path) -> str:
@@ -191,6 +203,8 @@ def _message(stopped: Stopped, rank: int | None, directory: Path, timeout_s: flo
         return f"the run reached its time limit of {timeout_s:g} s (ranks are asked to end one grace before it)"
     if stopped.state not in (State.FAILED, State.LOST):
         return meaning  # what ranks said after the stop is not why the run stopped
+    if stopped.reason is Reason.COLLECTIVE_HANG and detail:
+        return detail
     if rank is None and stopped.reason is Reason.HOST_OOM:
         return f"the ranks were {detail}" if "memory" in detail else "the ranks were ended because host memory ran out"
     if rank is None:

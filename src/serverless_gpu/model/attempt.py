@@ -59,6 +59,7 @@ class Reason(StrEnum):
     START_FAILED = "start_failed"
     RENDEZVOUS = "rendezvous"
     RUNTIME_LOST = "runtime_lost"
+    COLLECTIVE_HANG = "collective_hang"
     CANCELLED = "cancelled"
     TIMEOUT = "timeout"
     BUDGET = "budget"
@@ -100,6 +101,9 @@ MEANINGS: Mapping[Reason, Meaning] = {
     Reason.START_FAILED: Meaning(State.FAILED, True, False, "the ranks could not be started"),
     Reason.RENDEZVOUS: Meaning(State.FAILED, True, False, "no free rendezvous port was found"),
     Reason.RUNTIME_LOST: Meaning(State.FAILED, False, True, "the ranks' parent process died"),
+    Reason.COLLECTIVE_HANG: Meaning(
+        State.FAILED, False, True, "the ranks stood still, without output, for as long as hang_timeout allows"
+    ),
     Reason.CANCELLED: Meaning(State.CANCELLED, False, True, "the run was cancelled"),
     Reason.TIMEOUT: Meaning(State.TIMED_OUT, False, True, "the run reached its time limit"),
     Reason.BUDGET: Meaning(State.BUDGET_STOPPED, False, True, "the run's budget is used up"),
@@ -118,12 +122,16 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         grace_ns: between SIGTERM and SIGKILL when a run is stopped, or when a rank that returned does not exit.
         failure_grace_ns: the same when another rank failed.
         start_ns: from the placement to the first user byte.
+        hang_warning_ns: without a sign of progress until that is said, or None for never.
+        hang_timeout_ns: without a sign of progress until the run is ended, or None for never.
     """
 
     timeout_ns: int | None = None
     grace_ns: int = 30_000_000_000
     failure_grace_ns: int = 2_000_000_000
     start_ns: int = 300_000_000_000
+    hang_warning_ns: int | None = 600_000_000_000
+    hang_timeout_ns: int | None = None
 
     def stop_grace_ns(self) -> int:
         """Return the grace that fits into the time limit (half of it when it is short)."""
@@ -141,6 +149,22 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     peer_lost: bool = False
     signal: int | None = None
     detail: str = ""
+
+
+class Hang(msgspec.Struct, frozen=True, kw_only=True):
+    """Which ranks wait for which, when a run stands still.
+
+    Attributes:
+        waiting: ranks that wait for others.
+        elsewhere: ranks that do not, those that returned among them; none when all wait.
+        stacks: Python stacks of a few of those that explain it, by rank.
+        file: name of the file with all stacks, in the attempt's directory.
+    """
+
+    waiting: tuple[int, ...]
+    elsewhere: tuple[int, ...]
+    stacks: dict[int, str] = {}
+    file: str = ""
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
@@ -231,6 +255,12 @@ class BudgetSpent(msgspec.Struct, frozen=True):
     """The budget that pays for this attempt is used up."""
 
 
+class HangConfirmed(msgspec.Struct, frozen=True):
+    """Nothing has moved for as long as the run's `hang_timeout` allows."""
+
+    detail: str
+
+
 class Tick(msgspec.Struct, frozen=True):
     """Time has passed; `wake_ns` says when this is next of interest."""
 
@@ -261,6 +291,7 @@ Event = (
     | StemLost
     | CancelRequested
     | BudgetSpent
+    | HangConfirmed
     | Tick
     | TreeEmpty
     | LeaseSilent

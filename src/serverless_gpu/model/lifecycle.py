@@ -31,6 +31,7 @@ from serverless_gpu.model.attempt import (
     CancelRequested,
     Event,
     Failure,
+    HangConfirmed,
     LeaseExpired,
     LeaseRenewed,
     LeaseSilent,
@@ -203,6 +204,11 @@ def _budget(attempt: Attempt, _: BudgetSpent, now_ns: int) -> Step:
     return _stop(attempt, now_ns, Reason.BUDGET)
 
 
+def _hang(attempt: Attempt, event: HangConfirmed, now_ns: int) -> Step:
+    failure = Failure(rank=None, reason=Reason.COLLECTIVE_HANG, at_ns=now_ns, detail=event.detail)
+    return _stop_for_failure(_with_failure(attempt, failure), now_ns)
+
+
 def _stop(attempt: Attempt, now_ns: int, reason: Reason) -> Step:
     if attempt.exec_ns is None:
         return _kill(attempt, now_ns, reason)
@@ -318,6 +324,7 @@ TABLE: Mapping[State, Mapping[type, _Handler]] = {
         StemLost: _stem_lost,
         CancelRequested: _cancel,
         BudgetSpent: _budget,
+        HangConfirmed: _hang,
         Tick: _tick_running,
         LeaseSilent: _silent,
         LeaseRenewed: _nothing,

@@ -23,6 +23,8 @@ RANKS_MAX = 100_000
 TAGS_MAX = 64
 TAG_CHARACTERS_MAX = 256
 DEFAULT_GRACE_S = 30.0
+DEFAULT_HANG_WARNING_S = 600.0
+HANG_WARNING = "SERVERLESS_GPU_HANG_WARNING"
 SECONDS_MAX = 10 * 366 * 86_400
 
 OnInterrupt = Literal["cancel", "detach"]
@@ -88,6 +90,8 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
         timeout_s: limit from the first user byte, in seconds, or None.
         grace_s: seconds between SIGTERM and SIGKILL when the run is stopped.
         ranks_log: global ranks whose output is shown live; None means all.
+        hang_timeout_s: without a sign of progress until the run is ended, in seconds, or None.
+        hang_warning_s: without a sign of progress until that is said, in seconds; 0 means never.
     """
 
     spec_version: int = SPEC_VERSION
@@ -108,11 +112,17 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     tracking: bool = True
     quiet: bool = False
     on_interrupt: OnInterrupt = "cancel"
+    hang_timeout_s: float | None = None
+    hang_warning_s: float = DEFAULT_HANG_WARNING_S
 
     def limits(self) -> Limits:
         """Return the limits the lifecycle works with."""
-        timeout = None if self.timeout_s is None else round(self.timeout_s * 1e9)
-        return Limits(timeout_ns=timeout, grace_ns=round(self.grace_s * 1e9))
+        return Limits(
+            timeout_ns=None if self.timeout_s is None else round(self.timeout_s * 1e9),
+            grace_ns=round(self.grace_s * 1e9),
+            hang_warning_ns=round(self.hang_warning_s * 1e9) or None,
+            hang_timeout_ns=None if self.hang_timeout_s is None else round(self.hang_timeout_s * 1e9),
+        )
 
 
 def make_spec(
@@ -163,7 +173,7 @@ def make_spec(
     return RunSpec(
         resources=resources,
         remote=_flag("remote", remote),
-        timeout_s=None if timeout is None else seconds("timeout", timeout),
+        timeout_s=_seconds_or_none("timeout", timeout),
         grace_s=seconds("grace", asked.get("grace", DEFAULT_GRACE_S)),
         tags=_tags(asked.get("tags", {})),
         policy=_name("policy", asked.get("policy")),
@@ -177,7 +187,32 @@ def make_spec(
         tracking=_flag("tracking", asked.get("tracking", True)),
         quiet=_flag("quiet", asked.get("quiet", False)),
         on_interrupt=_on_interrupt(asked.get("on_interrupt", "cancel")),
+        hang_timeout_s=_seconds_or_none("hang_timeout", asked.get("hang_timeout")),
     )
+
+
+def hang_warning_s(text: str | None) -> float:
+    """Return after how many seconds without progress that is said.
+
+    Args:
+        text: what `SERVERLESS_GPU_HANG_WARNING` says, or None where it is not set.
+
+    Returns:
+        Seconds; 0 for never.
+
+    Raises:
+        InvalidValue: it is no number of seconds.
+    """
+    if not text:
+        return DEFAULT_HANG_WARNING_S
+    value = -1.0
+    with contextlib.suppress(ValueError):
+        value = float(text)
+    if not 0 <= value <= SECONDS_MAX:  # NaN is neither
+        raise InvalidValue(
+            f"{HANG_WARNING}={text!r} is not a number of seconds", hint="0 switches the warning off; the default is 600"
+        )
+    return value
 
 
 def _refuse_unknown(options: Mapping[str, object]) -> None:
@@ -195,10 +230,6 @@ def _refuse_unready(options: Mapping[str, object]) -> None:
         raise InvalidValue(
             f"env={options['env']!r} is not possible",
             hint="local runs use the live environment: leave env out, or 'live'",
-        )
-    if options.get("hang_timeout") is not None:
-        raise InvalidValue(
-            "hang_timeout is not available in this version", hint="use timeout= for a limit on the whole run"
         )
 
 
@@ -230,6 +261,10 @@ def seconds(name: str, value: object) -> float:
     if value > SECONDS_MAX:
         raise InvalidValue(f"{name} must be at most {SECONDS_MAX} seconds, ten years")
     return float(value)
+
+
+def _seconds_or_none(name: str, value: object) -> float | None:
+    return None if value is None else seconds(name, value)
 
 
 _BYTE_UNITS = {

@@ -11,7 +11,7 @@ import os
 import select
 import signal
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from serverless_gpu.ambient import SystemClock
@@ -72,6 +72,7 @@ class Gang:
         self.account = account
         self.logs: dict[int, RankLog] = {}
         self.pids: dict[int, int] = {}
+        self.stacks: dict[int, int] = {}  # the descriptor in each rank that it writes its stacks to
         self.stem_pid = 0
         self.stem_pidfd = -1
         self.memory: MemoryWatch | None = None
@@ -105,6 +106,7 @@ class Gang:
             case "problem":
                 yield StemLost(detail=inside.text(message, "detail"))
             case "exec":
+                self.stacks[inside.integer(message, "rank")] = inside.integer(message, "stack")
                 yield RankExecuting(inside.integer(message, "rank"))
             case "enter":
                 self.account.mark("enter", inside.integer(message, "at"))
@@ -162,8 +164,13 @@ class Gang:
     def terminate(self) -> None:
         """Ask every rank to end; one that returns after that, its checkpoint saved, need not wait for the others."""
         self.release()
+        self.signal(signal.SIGTERM, range(self.launch.world_size))
+
+    def signal(self, number: int, ranks: Collection[int]) -> None:
+        """Have a signal sent to those of some ranks that have not ended; nothing where there are none."""
         with contextlib.suppress(OSError):
-            self._say({"op": "signal", "signal": int(signal.SIGTERM)})
+            if ranks:
+                self._say({"op": "signal", "signal": int(number), "ranks": list(ranks)})
 
     def kill(self) -> None:
         """End everything below the stem, and the stem."""

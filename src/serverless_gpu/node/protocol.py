@@ -21,7 +21,7 @@ from typing import Literal
 
 import msgspec
 
-from serverless_gpu.model.attempt import Failure, Reason, State
+from serverless_gpu.model.attempt import Failure, Hang, Reason, State
 from serverless_gpu.model.hardware import Device, GpuType
 from serverless_gpu.model.ledger import Price, Receipt
 from serverless_gpu.model.spec import RunSpec
@@ -165,7 +165,7 @@ class Accepted(Message, frozen=True, kw_only=True, tag="accepted"):
 
 
 class Waiting(Message, frozen=True, kw_only=True, tag="waiting"):
-    """Why the run has not started yet."""
+    """Why the run has not started yet, or does not get on."""
 
     sentence: str
 
@@ -233,6 +233,7 @@ class Stopped(Message, frozen=True, kw_only=True, tag="stopped"):
     Attributes:
         log_tail: last lines of the rank that is the cause.
         tails: if the run failed, last lines of ranks that were not shown live, the cause first.
+        hang: who waited for whom, of a run that was ended because it stood still.
     """
 
     state: State
@@ -241,6 +242,7 @@ class Stopped(Message, frozen=True, kw_only=True, tag="stopped"):
     consequences: tuple[Failure, ...]
     log_tail: str = ""
     tails: dict[int, str] = {}
+    hang: Hang | None = None
 
 
 class Finished(Message, frozen=True, kw_only=True, tag="finished"):

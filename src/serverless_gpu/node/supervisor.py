@@ -30,7 +30,7 @@ from pathlib import Path
 
 import msgspec
 
-from serverless_gpu.ambient import Clock, SystemClock, format_clock
+from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.errors import ServerlessGpuError
 from serverless_gpu.model.attempt import (
     TERMINAL,
@@ -39,7 +39,6 @@ from serverless_gpu.model.attempt import (
     Event,
     Placed,
     RankExecuting,
-    RankReturned,
     Reason,
     StartFailed,
     State,
@@ -48,13 +47,14 @@ from serverless_gpu.model.attempt import (
     TreeEmpty,
 )
 from serverless_gpu.model.ledger import FactKind
-from serverless_gpu.model.lifecycle import IllegalTransition, Instruction, advance, returned_early
+from serverless_gpu.model.lifecycle import IllegalTransition, Instruction, advance
 from serverless_gpu.node import protocol
 from serverless_gpu.node.account import Account, write_json
 from serverless_gpu.node.borrowed import Borrowed
 from serverless_gpu.node.gang import Gang
 from serverless_gpu.node.gate import GatePolicy, Verdict, verify
 from serverless_gpu.node.gpus import Provider
+from serverless_gpu.node.hangs import HangWatch
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.logs import hidden_tails
@@ -67,7 +67,6 @@ _RETRY_S = 0.05  # between two looks at devices that were taken
 _EMPTYING_S = 0.002  # between two looks at a tree that is being ended
 _EMPTYING_S_MAX = 60.0
 _TURN_S = 5.0
-_RANKS_LISTED = 8
 _ALIVE_S = 60.0  # between two signs of life among the facts
 
 Callback = Callable[[], None]
@@ -100,12 +99,11 @@ class Supervisor:
         self._account.mark("asked", assign.asked_ns)
         self._selector = selectors.DefaultSelector()
         self._audience = Audience(sockets / f"{launch.run_id}.sock", self._selector, self._snapshot, self._obey)
+        self._hangs = HangWatch(self._directory, self._clock, self._say, self._account.notes)
         self._reservation: Reservation | Borrowed | None = None
         self._gang: Gang | None = None
         self._port: socket.socket | None = None
         self._waiting = ""
-        self._early_since = ""
-        self._early_said = False
         self._begin_pending = False
         self._kill_ns: int | None = None
         self._alive_ns = 0
@@ -233,9 +231,7 @@ class Supervisor:
                 self._account.mark("exec")
                 self._fact(FactKind.EXEC)
                 self._audience.tell(protocol.Started(at_ns=self._account.marks["exec"]))
-            elif isinstance(event, RankReturned) and "returned" not in self._account.marks:
-                self._account.mark("returned")
-                self._early_since = format_clock(self._clock.wall_ns())
+            self._hangs.heard(event)
             self._apply(event)
 
     def _stem_ended(self) -> None:
@@ -295,23 +291,12 @@ class Supervisor:
             self._look_for_empty()
         if self._attempt.state not in TERMINAL:
             self._apply(Tick())
-        now_ns = self._clock.boottime_ns()
-        if not self._early_said and returned_early(self._attempt, self._account.marks.get("returned"), now_ns):
-            self._say_early_return()
+        hang = self._hangs.look(self._attempt, self._gang)
+        if hang is not None:
+            self._apply(hang)
         if self._attempt.state is State.RUNNING and self._clock.boottime_ns() - self._alive_ns > _ALIVE_S * 1e9:
             self._fact(FactKind.ALIVE)
             self._alive_ns = self._clock.boottime_ns()
-
-    def _say_early_return(self) -> None:
-        """F05: nothing is ended for it, for a long evaluation in one rank looks the same, but nobody has to guess."""
-        self._early_said = True
-        there = sorted(self._attempt.returned)
-        running = sorted(set(range(self._attempt.world_size)) - self._attempt.returned)
-        sentence = (
-            f"rank {_listed(there)} returned (the first at {self._early_since}), {_listed(running)} still running"
-        )
-        self._account.notes.append(sentence)
-        self._audience.tell(protocol.Waiting(sentence=sentence))
 
     def _look_for_empty(self) -> None:
         assert self._kill_ns is not None
@@ -390,6 +375,7 @@ class Supervisor:
             consequences=tuple(failure for failure in attempt.failures if failure is not cause),
             log_tail=tail,
             tails=self._hidden_tails(),
+            hang=self._hangs.hang if attempt.reason is Reason.COLLECTIVE_HANG else None,
         )
 
     def _hidden_tails(self) -> dict[int, str]:
@@ -407,14 +393,18 @@ class Supervisor:
             fence=self._launch.fence,
             state=self._attempt.state,
             pid=os.getpid(),
-            waiting=self._waiting if self._attempt.state is State.QUEUED else "",
+            waiting=self._waiting if self._attempt.state is State.QUEUED else self._hangs.said,
         )
 
     def _obey(self, message: protocol.AnyMessage, _: Watcher) -> None:
         if isinstance(message, protocol.Cancel) and self._attempt.state not in TERMINAL:
             self._apply(CancelRequested())
 
+    def _say(self, sentence: str) -> None:
+        self._audience.tell(protocol.Waiting(sentence=sentence))
+
     def _drain(self, fd: int, drain: Callable[[], bool]) -> None:
+        self._hangs.heard()
         if not drain():
             self._unwatch(fd)
 
@@ -432,8 +422,9 @@ class Supervisor:
             return _EMPTYING_S
         behind = self._audience.waiting or (self._gang is not None and self._gang.behind)
         pauses = [_RETRY_S if behind else _TURN_S]
-        if self._attempt.wake_ns is not None:
-            pauses.append(max(0.0, (self._attempt.wake_ns - self._clock.boottime_ns()) / 1e9))
+        for wake_ns in (self._attempt.wake_ns, self._hangs.wake_ns):
+            if wake_ns is not None:
+                pauses.append(max(0.0, (wake_ns - self._clock.boottime_ns()) / 1e9))
         return min(pauses)
 
     def _watch(self, fd: int, callback: Callback) -> None:
@@ -442,9 +433,3 @@ class Supervisor:
     def _unwatch(self, fd: int) -> None:
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(fd)
-
-
-def _listed(ranks: list[int]) -> str:
-    """Return ranks for people, the first few of many."""
-    shown = ", ".join(map(str, ranks[:_RANKS_LISTED]))
-    return shown if len(ranks) <= _RANKS_LISTED else f"{shown} and {len(ranks) - _RANKS_LISTED} more"

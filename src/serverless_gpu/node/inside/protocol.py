@@ -8,11 +8,12 @@
                        {"op": "hold"} + lock descriptors              kept open until the stem ends
                        {"op": "go", "directory": …, "cwd": …, …}      start all ranks
                        {"op": "release"}                              all have returned: ranks may exit
-                       {"op": "signal", "signal": n} · {"op": "kill"}
+                       {"op": "signal", "signal": n, "ranks": [n, …]} · {"op": "kill"}
     stem ─▶ supervisor {"event": "standby", "version": n, "pid": n, "cgroups": [path, …]}
                        {"event": "forked", "pids": {"0": n}} · {"event": "problem", "detail": text}
                        {"event": "exited", "rank": n, "status": n, "peak": bytes, "at": ns} · {"event": "empty"}
-    rank ─▶ supervisor {"event": "exec" | "enter", "rank": n, "at": ns}
+    rank ─▶ supervisor {"event": "exec", "rank": n, "at": ns, "stack": descriptor in the rank}
+                       {"event": "enter", "rank": n, "at": ns}
                        {"event": "returned", "rank": n, "at": ns, "size": bytes}
                        {"event": "failed", "rank": n, "at": ns, "failure": {…}}
 
@@ -25,7 +26,15 @@ from __future__ import annotations
 import json
 import time
 
-VERSION = 1
+VERSION = 2
+
+# A rank answers the first, SIGRTMAX-7, by writing its Python stacks to its memfd of that name, wherever it is; the
+# second, once its main thread is back in Python, by adding PASSED. Not SIGUSR1 or SIGUSR2, which user code and
+# Lightning take; C libraries and runtimes use the real-time signals at both ends.
+STACK_SIGNAL = 57
+PASS_SIGNAL = 58
+PASSED = b"passed\n"
+STACK_FILE = "sgpu-stacks"
 
 Message = dict[str, object]
 

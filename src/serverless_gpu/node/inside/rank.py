@@ -18,6 +18,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import fcntl
 import io
 import json
 import os
@@ -50,7 +51,8 @@ class Place(NamedTuple):
     """Where a rank writes and how it is numbered.
 
     `gate` is a pipe that holds the others back until rank 0 has entered the function: rank 0 has its writing end.
-    `release` is a pipe that ends when every rank has returned.
+    `release` is a pipe that ends when every rank has returned. `stack` is where Python stacks go when the supervisor
+    asks for them.
     """
 
     directory: str
@@ -59,6 +61,7 @@ class Place(NamedTuple):
     result_bytes_max: int | None
     gate: int | None = None
     release: int | None = None
+    stack: int = -1
 
 
 def main(channel: Channel, events: Channel) -> int:
@@ -71,6 +74,7 @@ def main(channel: Channel, events: Channel) -> int:
     linux.set_name("sgpu-rank")
     _restore_signals()
     _rehearse()
+    stack = _offer_stacks()
     received = channel.receive()
     if received is None:
         return 0
@@ -84,6 +88,7 @@ def main(channel: Channel, events: Channel) -> int:
         result_bytes_max=protocol.integer(message, "result_bytes_max"),
         gate=gate,
         release=release,
+        stack=stack,
     )
     linux.set_name(f"sgpu-rank{place.rank}")
 
@@ -102,7 +107,7 @@ def main(channel: Channel, events: Channel) -> int:
 
 def execute(place: Place, report: Report) -> int:
     """Load the call, run it, store the outcome; return the exit code a process with that outcome should have."""
-    report({"event": "exec"})
+    report({"event": "exec", "stack": place.stack})
     process = os.getpid()
     _spare.extend(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) for _ in range(_SPARE))
     try:
@@ -231,6 +236,30 @@ def _restore_signals() -> None:
     for number in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     os.setpgid(0, 0)  # `os.killpg(0, ...)` in user code reaches this rank's own processes only
+
+
+def _offer_stacks() -> int:
+    """Have this process say, when it is asked to by a signal, where it is: to a memfd, which is returned, or -1.
+
+    The stacks are written in C: also while the rank is blocked in a collective. After either handler the system call
+    goes on into which the signal came.
+    """
+    try:
+        fd = os.memfd_create(protocol.STACK_FILE, os.MFD_CLOEXEC)
+        fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)  # whoever reads cuts it to nothing afterwards
+        made = os.fstat(fd)
+        faulthandler.register(protocol.STACK_SIGNAL, file=fd, all_threads=True, chain=False)
+    except (OSError, AttributeError):  # a system without one of them: then there are no stacks
+        return -1
+
+    def pass_by(_number: int, _frame: types.FrameType | None) -> None:
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.fstat(fd), made):  # user code may have closed it, and have a file there
+                os.write(fd, protocol.PASSED)
+
+    signal.signal(protocol.PASS_SIGNAL, pass_by)
+    signal.siginterrupt(protocol.PASS_SIGNAL, False)
+    return fd
 
 
 @contextlib.contextmanager

@@ -138,7 +138,7 @@ class _Stem:
             case "release":
                 self._release()
             case "signal":
-                self._signal(protocol.integer(message, "signal"))
+                self._signal(protocol.integer(message, "signal"), message.get("ranks"))
             case "kill":
                 if self._empty():
                     self._say({"event": "empty"})
@@ -200,10 +200,11 @@ class _Stem:
                 sys.excepthook(*sys.exc_info())
             os._exit(code)
 
-    def _signal(self, number: int) -> None:
-        for pid in self.ranks:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
+    def _signal(self, number: int, ranks: object) -> None:
+        for pid, rank_number in self.ranks.items():  # what is in here has not been reaped: its pid is still its own
+            if isinstance(ranks, list) and rank_number in ranks:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
 
     def _reap(self) -> None:
         with contextlib.suppress(ChildProcessError):

@@ -1,0 +1,304 @@
+"""Does a run stand still? Decided from what it last did and from looks at its ranks.
+
+    output, event ──▶ progress ─── silence ───▶ looks, one window long ──▶ all move: progress
+                                                                       └─▶ some stand still: WARN (again after twice
+                                                                           the silence), END where that was asked for
+
+What lives here: values and decisions. What must not: clocks, signals, /proc, files; `node/hangs.py` takes the looks and
+carries out what is decided.
+
+Silence is no proof: many programs train for hours without a word. So before anything is said the ranks are looked at,
+`_LOOKS` times over a window that ends with the limit. A rank *moves* when it was seen in two places, or when its main
+thread ran Python code between two looks and used its CPU: a program that waits for its GPU at one line nearly all the
+time is seen nowhere else, and yet comes by. It gets on, too, when it stands where one that moves was seen. A run stands
+still when at least one rank neither returned nor gets on. It is not asked of all, for in a hang the one that is missed
+may well be busy elsewhere.
+
+Failure cases: the observer itself did not run (a suspended machine, a stopped supervisor), then the time does not
+count; a rank of which no stack can be had moves when it uses its CPU.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from enum import StrEnum
+
+import msgspec
+
+from serverless_gpu.model.attempt import Limits
+from serverless_gpu.model.stacks import Stack, at_socket, delegates, in_backward, in_collective, uses_torch
+
+WARNINGS_MAX = 5
+WINDOW_NS_MAX = 300_000_000_000
+_LOOKS = 16
+_LOOKS_MIN = 3
+_INTERVAL_NS_MIN = 50_000_000
+_UNOBSERVED_NS = 30_000_000_000  # the supervisor looks every few seconds; a longer gap was not the ranks'
+_BUSY = 0.01  # of one CPU; who only asks again and again whether it may go on uses less
+_GOLDEN = 0.618  # spreads its multiples evenly
+STOPPED, TRACED = "T", "t"
+_WAIT_CHANNELS = (
+    "sk_wait",
+    "tcp_",
+    "inet_csk_accept",
+    "unix_stream",
+    "unix_accept",
+    "skb_wait",
+    "__skb_wait",
+    "do_epoll_wait",
+    "ep_poll",
+    "poll_schedule",
+    "do_poll",
+    "do_sys_poll",
+    "do_select",
+)
+
+
+class Look(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank at one moment.
+
+    Attributes:
+        state: the kernel's letter for its main thread, "" when unknown.
+        channel: where in the kernel its main thread waits, "" when unknown or running.
+        cpu_ms: CPU time it has used.
+        main_us: CPU time its main thread has used.
+        children_ms: CPU time its living descendants have used.
+        passed: whether its main thread has run Python code since the look before, be it only to find that it has to
+            wait on; never in a call that has not come back to Python.
+        stack: its Python stacks; empty when none could be had.
+        note: why there is no stack, or what else is to be known.
+    """
+
+    rank: int
+    pid: int = 0
+    state: str = ""
+    channel: str = ""
+    cpu_ms: int = 0
+    main_us: int = 0
+    children_ms: int = 0
+    passed: bool = False
+    stack: Stack = Stack()
+    note: str = ""
+
+    @property
+    def blocked(self) -> bool:
+        """Return whether its main thread sleeps in the kernel."""
+        return self.state in ("S", "D")
+
+
+class Watch(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known about a run's progress.
+
+    Attributes:
+        since_ns: the last sign of progress.
+        seen_ns: when this process last had its eyes on the run.
+        began_ns: when the ranks were first looked at in this silence.
+        looked_ns: when they were last looked at.
+        looks: how often they were, in this silence.
+        first: the first looks of this silence, by rank.
+        last: the last ones.
+        places: where each rank was seen, as hashes.
+        warned: warnings in this silence.
+        warned_ever: warnings in all.
+    """
+
+    since_ns: int
+    seen_ns: int
+    began_ns: int = 0
+    looked_ns: int = 0
+    looks: int = 0
+    first: dict[int, Look] = {}
+    last: dict[int, Look] = {}
+    places: dict[int, frozenset[int]] = {}
+    warned: int = 0
+    warned_ever: int = 0
+
+
+class Action(StrEnum):
+    """What to do next."""
+
+    WAIT = "wait"
+    LOOK = "look"
+    WARN = "warn"
+    END = "end"
+
+
+class Step(msgspec.Struct, frozen=True):
+    """An action, and for WAIT until when (None: nothing will ever be due)."""
+
+    action: Action
+    at_ns: int | None = None
+
+
+class _Due(msgspec.Struct, frozen=True):
+    at_ns: int
+    window_ns: int
+    action: Action
+
+
+def begin(now_ns: int) -> Watch:
+    """Return the watch over a run that has just started."""
+    return Watch(since_ns=now_ns, seen_ns=now_ns)
+
+
+def progressed(watch: Watch, now_ns: int) -> Watch:
+    """Return the watch after a sign of progress."""
+    return Watch(since_ns=now_ns, seen_ns=now_ns, warned_ever=watch.warned_ever)
+
+
+def observed(watch: Watch, now_ns: int) -> Watch:
+    """Return the watch after a turn of the observer; time in which it did not run does not count as silence."""
+    if now_ns - watch.seen_ns > _UNOBSERVED_NS:
+        return progressed(watch, now_ns)
+    return msgspec.structs.replace(watch, seen_ns=now_ns)
+
+
+def next_step(watch: Watch, limits: Limits, now_ns: int) -> Step:
+    """Return what to do now.
+
+    Args:
+        watch: what is known.
+        limits: of the run.
+        now_ns: the time.
+    """
+    due = _due(watch, limits)
+    if due is None:
+        return Step(Action.WAIT)
+    start_ns = due.at_ns - due.window_ns
+    if now_ns < start_ns:
+        return Step(Action.WAIT, start_ns)
+    if now_ns >= due.at_ns and watch.looks >= _LOOKS_MIN:
+        return Step(due.action)
+    next_ns = watch.looked_ns + max(_INTERVAL_NS_MIN, _uneven(due.window_ns // _LOOKS, watch.looks))
+    if watch.looks and now_ns < next_ns:
+        return Step(Action.WAIT, next_ns if watch.looks < _LOOKS_MIN else min(next_ns, due.at_ns))
+    return Step(Action.LOOK)
+
+
+def looked(watch: Watch, looks: Sequence[Look], now_ns: int) -> Watch:
+    """Return the watch after a look at all ranks that have not returned.
+
+    Args:
+        watch: what was known.
+        looks: one per rank.
+        now_ns: the time.
+    """
+    elapsed_ms = (now_ns - watch.looked_ns) / 1e6
+    places = {}
+    for look in looks:
+        before = watch.last.get(look.rank)
+        place = _place(look, before, elapsed_ms, watch.looks)
+        places[look.rank] = watch.places.get(look.rank, frozenset()) | place
+    last = {look.rank: look for look in looks}
+    if watch.looks and not _still(places):
+        return progressed(watch, now_ns)
+    return msgspec.structs.replace(
+        watch,
+        began_ns=watch.began_ns if watch.looks else now_ns,
+        looked_ns=now_ns,
+        looks=watch.looks + 1,
+        first={**last, **{rank: look for rank, look in watch.first.items() if rank in last}},
+        last=last,
+        places=places,
+    )
+
+
+def warned(watch: Watch) -> Watch:
+    """Return the watch after a warning."""
+    return msgspec.structs.replace(watch, warned=watch.warned + 1, warned_ever=watch.warned_ever + 1)
+
+
+def moving(watch: Watch) -> frozenset[int]:
+    """Return the ranks that were seen in more than one place."""
+    return frozenset(rank for rank, places in watch.places.items() if len(places) > 1)
+
+
+def divide(looks: Collection[Look], returned: Collection[int], moved: Collection[int]) -> tuple[list[int], list[int]]:
+    """Return which ranks wait for others and which are elsewhere.
+
+    The strongest evidence that tells some from others decides: frames of a collective, a blocked backward pass, a wait
+    at a socket; where none does, the ranks that stand in the same place, most of them together, are taken to wait.
+
+    Args:
+        looks: at ranks that have not returned.
+        returned: ranks that have; they are elsewhere.
+        moved: ranks that were seen to move.
+
+    Returns:
+        Ranks that wait, ranks that are elsewhere; each in order.
+    """
+    everybody = sorted({look.rank for look in looks} | set(returned))
+    able = [look for look in looks if look.state not in (STOPPED, TRACED)]
+    for evidence in (_in_collective, _in_backward_too, _at_socket_too):
+        waiting = {look.rank for look in able if evidence(look)}
+        if waiting:
+            break
+    if not waiting or len(waiting) == len(everybody):
+        waiting = _largest_group(able, moved)
+    return sorted(waiting), [rank for rank in everybody if rank not in waiting]
+
+
+def _in_collective(look: Look) -> bool:
+    return in_collective(look.stack.frames)
+
+
+def _in_backward_too(look: Look) -> bool:
+    return look.blocked and in_backward(look.stack.frames)
+
+
+def _at_socket_too(look: Look) -> bool:
+    channel = look.channel.startswith(_WAIT_CHANNELS)
+    return (channel or (not look.channel and at_socket(look.stack.frames))) and not uses_torch(look.stack.frames)
+
+
+def _largest_group(looks: Sequence[Look], moved: Collection[int]) -> set[int]:
+    """Return the ranks that stand in the place where most stand; on a tie those that do not move, then the lowest."""
+    sizes = Counter(look.stack.frames for look in looks)
+    best = min(looks, key=lambda look: (-sizes[look.stack.frames], look.rank in moved, look.rank), default=None)
+    return {look.rank for look in looks if best is not None and look.stack.frames == best.stack.frames}
+
+
+def _place(look: Look, before: Look | None, elapsed_ms: float, number: int) -> frozenset[int]:
+    """Return where a rank is as a hash; nothing where the kernel has stopped it, or nothing is known."""
+    if look.state in (STOPPED, TRACED):
+        return frozenset()
+    frames = look.stack.frames
+    used_ms = 0.0
+    if before is not None and look.passed:
+        used_ms += (look.main_us - before.main_us) / 1e3
+    if before is not None and not frames:  # another program by now: it gets on while it uses its CPU
+        used_ms += look.cpu_ms - before.cpu_ms
+    if before is not None and (not frames or delegates(frames)):  # others may be at work for it
+        used_ms += look.children_ms - before.children_ms
+    seen: set[object] = {("busy", number)} if used_ms > _BUSY * elapsed_ms else set()
+    others = tuple(thread.frames for thread in look.stack.others) if delegates(frames) else ()
+    if frames:  # a stack that did not come once is no other place
+        seen.add((frames, others))
+    return frozenset(map(hash, seen))
+
+
+def _still(places: Mapping[int, frozenset[int]]) -> bool:
+    """Return whether some rank neither moves nor stands where one that moves was seen."""
+    lively = {place for seen in places.values() if len(seen) > 1 for place in seen}
+    return any(len(seen) < 2 and not seen & lively for seen in places.values())
+
+
+def _uneven(interval_ns: int, number: int) -> int:
+    """Return an interval of half to one and a half times the length: what is regular must not be met in step."""
+    return round(interval_ns * (0.5 + number * _GOLDEN % 1))
+
+
+def _due(watch: Watch, limits: Limits) -> _Due | None:
+    dues = []
+    if limits.hang_timeout_ns is not None:
+        limit_ns = limits.hang_timeout_ns
+        dues.append(_Due(watch.since_ns + limit_ns, _window_ns(limit_ns), Action.END))
+    if limits.hang_warning_ns is not None and watch.warned_ever < WARNINGS_MAX:
+        limit_ns = limits.hang_warning_ns
+        dues.append(_Due(watch.since_ns + (limit_ns << watch.warned), _window_ns(limit_ns), Action.WARN))
+    return min(dues, key=lambda due: due.at_ns, default=None)  # of two at the same time the end
+
+
+def _window_ns(limit_ns: int) -> int:
+    return min(WINDOW_NS_MAX, limit_ns // 2)

@@ -1,0 +1,179 @@
+"""The supervisor's eye on a run that may stand still: asks `model/hangs.py` what to do, and does it.
+
+    output, events ──heard──▶ HangWatch ──tell──▶ watchers, receipt, hang-<n>.txt
+    the loop ────────look───▶     │ └────────────▶ HangConfirmed, where `hang_timeout` was asked for
+                                  └── a look at the ranks (`looks.py`), polled until it is complete
+
+It never blocks: a look takes several turns of the loop, and output goes on meanwhile.
+
+Failure cases: a full disk loses the file, not the sentence; a sign of progress during a look makes it void.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from serverless_gpu.ambient import Clock, format_clock
+from serverless_gpu.model import hangs
+from serverless_gpu.model.attempt import Attempt, Event, Hang, HangConfirmed, RankReturned, State
+from serverless_gpu.model.hang_report import Finding, listed, report, sentence, stacks
+from serverless_gpu.model.hangs import Action
+from serverless_gpu.model.lifecycle import returned_early
+from serverless_gpu.node.gang import Gang
+from serverless_gpu.node.looks import POLL_NS, Looking
+from serverless_gpu.units import format_duration_ms
+
+
+class HangWatch:
+    """Whether one attempt gets on.
+
+    Args:
+        directory: where the files with stacks go.
+        clock: where time comes from.
+        tell: called with a sentence for whoever watches the run.
+        notes: sentences for the receipt; added to.
+
+    Attributes:
+        said: the last sentence, "" when what it said is over.
+        hang: who waits for whom, as it was last found.
+        wake_ns: when it is next worth a look, or None.
+    """
+
+    def __init__(self, directory: Path, clock: Clock, tell: Callable[[str], None], notes: list[str]) -> None:
+        self.said = ""
+        self.hang: Hang | None = None
+        self.wake_ns: int | None = None
+        self._directory = directory
+        self._clock = clock
+        self._tell = tell
+        self._notes = notes
+        self._watch = hangs.begin(clock.boottime_ns())
+        self._heard = True
+        self._looking: Looking | None = None
+        self._then = Action.LOOK
+        self._files = 0
+        self._returned_ns: int | None = None
+        self._returned_at = ""
+        self._early_said = False
+
+    def heard(self, event: Event | None = None) -> None:
+        """Take note of a sign of progress: an event, or output where there is none."""
+        self._heard = True
+        if isinstance(event, RankReturned) and self._returned_ns is None:
+            self._returned_ns = self._clock.boottime_ns()
+            self._returned_at = format_clock(self._clock.wall_ns())
+
+    def look(self, attempt: Attempt, gang: Gang | None) -> HangConfirmed | None:
+        """Do what is due now.
+
+        Args:
+            attempt: as it is.
+            gang: its ranks.
+
+        Returns:
+            The event that ends the run, if it has stood still for too long.
+        """
+        self.wake_ns = None
+        if attempt.state is not State.RUNNING or gang is None:
+            self._leave()
+            return None
+        now_ns = self._clock.boottime_ns()
+        self._say_early_return(attempt, now_ns)
+        if self._heard:
+            self._heard = False
+            self._go_on(hangs.progressed(self._watch, now_ns))
+            self._leave()
+        else:
+            self._go_on(hangs.observed(self._watch, now_ns))
+        confirmed = self._finish_look(attempt, now_ns)
+        if self._looking is None:
+            self._begin_look(attempt, gang, now_ns)
+        return confirmed
+
+    def _begin_look(self, attempt: Attempt, gang: Gang, now_ns: int) -> None:
+        step = hangs.next_step(self._watch, attempt.limits, now_ns)
+        if step.action is Action.WAIT:
+            self.wake_ns = step.at_ns
+            return
+        ranks = sorted(set(range(attempt.world_size)) - attempt.returned - attempt.exited)
+        self._then = step.action
+        self._looking = Looking(gang, ranks, step.action is not Action.LOOK, now_ns)
+        self.wake_ns = now_ns + POLL_NS
+
+    def _finish_look(self, attempt: Attempt, now_ns: int) -> HangConfirmed | None:
+        if self._looking is None:
+            return None
+        looks = self._looking.poll(now_ns)
+        if looks is None:
+            self.wake_ns = now_ns + POLL_NS
+            return None
+        self._looking = None
+        self._go_on(hangs.looked(self._watch, looks, now_ns))
+        if self._then is Action.LOOK or not self._watch.looks:
+            return None
+        finding = self._find(attempt, now_ns)
+        self._watch = hangs.warned(self._watch)
+        path = self._write(attempt, finding)
+        told = f"{sentence(finding)}; stacks of all ranks: {path}"
+        self._notes.append(told)
+        if self._then is Action.END:
+            return HangConfirmed(detail=sentence(finding))
+        self._say(told)
+        return None
+
+    def _find(self, attempt: Attempt, now_ns: int) -> Finding:
+        watch, moving = self._watch, hangs.moving(self._watch)
+        waiting, elsewhere = hangs.divide(list(watch.last.values()), attempt.returned, moving)
+        return Finding(
+            waiting=tuple(waiting),
+            elsewhere=tuple(elsewhere),
+            looks=watch.last,
+            first=watch.first,
+            moving=moving,
+            silent_ms=(now_ns - watch.since_ns) // 1_000_000,
+            watched_ms=(now_ns - watch.began_ns) // 1_000_000,
+        )
+
+    def _write(self, attempt: Attempt, finding: Finding) -> str:
+        """Write the file with all stacks; return where it is, or why it is not."""
+        self._files += 1
+        name = f"hang-{self._files}.txt"
+        self.hang = Hang(waiting=finding.waiting, elsewhere=finding.elsewhere, stacks=stacks(finding), file=name)
+        title = f"run {attempt.run_id}, attempt {attempt.fence}, at {format_clock(self._clock.wall_ns())}"
+        path = self._directory / name
+        try:
+            path.write_text(report(finding, title, attempt.world_size), encoding="utf-8", errors="backslashreplace")
+        except OSError as error:
+            return f"{path} could not be written ({error.strerror})"
+        return str(path)
+
+    def _go_on(self, watch: hangs.Watch) -> None:
+        """Take on what is known now; that a run gets on after a warning is said, too."""
+        if self._watch.warned and not watch.warned:
+            silent_ms = (watch.since_ns - self._watch.since_ns) // 1_000_000
+            self._tell(f"the ranks get on again, after {format_duration_ms(silent_ms)} without output")
+            self.said = ""
+        self._watch = watch
+
+    def _leave(self) -> None:
+        if self._looking is not None:
+            self._looking.close()
+            self._looking = None
+
+    def _say_early_return(self, attempt: Attempt, now_ns: int) -> None:
+        """F05: nothing is ended for it, for a long evaluation in one rank looks the same, but nobody has to guess."""
+        if self._early_said or not returned_early(attempt, self._returned_ns, now_ns):
+            return
+        self._early_said = True
+        running = sorted(set(range(attempt.world_size)) - attempt.returned)
+        told = (
+            f"rank {listed(sorted(attempt.returned))} returned (the first at {self._returned_at}), "
+            f"{listed(running)} still running"
+        )
+        self._notes.append(told)
+        self._say(told)
+
+    def _say(self, told: str) -> None:
+        self.said = told
+        self._tell(told)

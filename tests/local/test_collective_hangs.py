@@ -1,0 +1,66 @@
+"""Runs that stand still in a collective of torch (gloo): who waits, and that a look disturbs nobody. Row F04."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from serverless_gpu import distributed
+from tests.local.observe import announced
+from tests.local.ranks import announce, wait_for_file
+from tests.local.test_hangs import WARNING, hung, report_of, section
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.mark.parametrize("call", ["all_reduce", "backward", "barrier"])
+def test_F04_a_rank_that_does_not_come_to_a_collective(warm: Path, where: str, call: str) -> None:
+    def train(where: str, call: str, rank: int = -1) -> None:
+        dist.init_process_group("gloo")
+        model = DistributedDataParallel(torch.nn.Linear(4, 4))
+        for step in range(3):
+            model(torch.ones(2, 4)).sum().backward()
+            if rank == 1 and step == 1:
+                while True:  # busy, in several places
+                    sum(range(100))
+                    time.sleep(0.001)
+            if step == 1 and call != "backward":
+                dist.barrier() if call == "barrier" else dist.all_reduce(torch.ones(2))
+
+    run = distributed(gpus=3, quiet=True, hang_timeout=3.0)(train).submit(where, call)
+    error = hung(run)
+    assert (error.ranks_waiting, error.ranks_elsewhere) == ([0, 2], [1])
+    report = report_of(run)
+    frame = {"all_reduce": " in all_reduce", "barrier": " in barrier", "backward": " in _engine_run_backward"}[call]
+    assert frame in section(report, 0) and frame in section(report, 2) and frame not in section(report, 1)
+
+
+def test_collectives_that_are_looked_at_give_the_right_result(
+    warm: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(where: str, rank: int = -1) -> list[object]:
+        dist.init_process_group("gloo")
+        if rank == 0:
+            announce(where, "there")
+            wait_for_file(where, "go")
+        tensor = torch.ones(1 << 20) * (rank + 1)
+        dist.all_reduce(tensor)
+        store = dist.distributed_c10d._get_default_store()
+        if rank == 0:
+            wait_for_file(where, "again")
+            store.set("word", "said")
+        return [float(tensor.sum()), store.get("word").decode()]
+
+    monkeypatch.setenv(WARNING, "1")
+    run = distributed(gpus=2, quiet=True)(train).submit(where)
+    announced(Path(where), "there")
+    assert " in all_reduce" in section(report_of(run), 1)
+    Path(where, "go").touch()
+    report_of(run, 2)
+    Path(where, "again").touch()
+    assert run.results(timeout=30) == [[3.0 * (1 << 20), "said"]] * 2

@@ -1,0 +1,404 @@
+"""Runs that stand still: found, told with every rank's stack, ended where that was asked for. Rows F04 and F05.
+
+Limits are short here; what is looked at, and how, is the same with ten minutes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serverless_gpu import Run, attach, distributed
+from serverless_gpu.errors import CollectiveHang, InvalidValue, RankCrashed, RunCancelled
+from serverless_gpu.node.inside.protocol import STACK_SIGNAL
+from tests.local.observe import announced, wait_for
+from tests.local.ranks import announce, rank_number, stay, wait_for_file
+
+WARNING = "SERVERLESS_GPU_HANG_WARNING"
+
+
+@contextlib.contextmanager
+def accepted(where: str) -> Iterator[socket.socket]:
+    """Listen, say so, and yield the first connection."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(f"{where}/door")
+    listener.listen()
+    Path(where, "open").touch()
+    connection, _ = listener.accept()
+    with listener, connection:
+        yield connection
+
+
+def barrier(where: str, name: str = "") -> bytes:
+    """Wait in rank 0 until rank 1 sends a word; rank 1 stays until the file `name` is there."""
+    if rank_number() == 0:
+        with accepted(where) as connection:
+            announce(where, "rank0")
+            return connection.recv(16)
+    wait_for_file(where, "open")
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(f"{where}/door")
+        announce(where, "rank1")
+        if not name:
+            time.sleep(600)
+        wait_for_file(where, name)
+        connection.sendall(b"word")
+    return b""
+
+
+def hung(run: Run[Any]) -> CollectiveHang:
+    """Wait for the end of a run that has to hang, and check what every such end has in common."""
+    with pytest.raises(CollectiveHang) as caught:
+        run.results(timeout=30)
+    error = caught.value
+    receipt = run.receipt(timeout=20)
+    assert (error.reason, error.run_id, error.rank) == ("collective_hang", run.id, None)
+    assert (run.status(), receipt.state, receipt.reason) == ("FAILED", "FAILED", "collective_hang")
+    assert error.hint == f"Python stacks of all ranks: {run.directory}/hang-1.txt"
+    assert any(note.endswith(f"stacks of all ranks: {run.directory}/hang-1.txt") for note in receipt.notes)
+    stacks = run.directory.glob("failures/*.stack")
+    assert not any(path.stat().st_size for path in stacks), "a stack that was asked for is no crash"
+    return error
+
+
+def report_of(run: Run[Any], number: int = 1) -> str:
+    """Wait for the file with all stacks and return it."""
+    path = run.directory / f"hang-{number}.txt"
+    return str(wait_for(lambda: path.exists() and path.read_text(), f"{path.name} is there"))
+
+
+def section(report: str, rank: int) -> str:
+    """Return what the file says about one rank's stacks."""
+    return report.partition(f"---- rank {rank} (")[2].partition("\n---- rank ")[0]
+
+
+# --- F04: one rank does not come -------------------------------------------------------------------------------------
+
+
+def test_F04_a_rank_that_does_not_come_to_a_socket_barrier(warm: Path, where: str) -> None:
+    run = distributed(gpus=2, quiet=True, hang_timeout=2.0)(barrier).submit(where)
+    error = hung(run)
+    assert (error.ranks_waiting, error.ranks_elsewhere) == ([0], [1])
+    assert error.message.startswith("no output for 2.")
+    assert ", and rank 0 waits in test_hangs.py:" in error.message
+    assert ": rank 1 is elsewhere, in test_hangs.py:" in error.message and error.message.endswith(" barrier")
+    assert len(error.__notes__) == 1 and error.__notes__[0].startswith("rank 1 is here (most recent call first):\n")
+    assert "in barrier" in error.__notes__[0] and "node/inside" not in error.__notes__[0]
+    report = report_of(run)
+    assert "---- rank 0 (waits) ----" in report and "---- rank 1 (elsewhere) ----" in report
+    receipt = run.receipt()
+    assert receipt.segments.run_ms is not None and 2_000 <= receipt.segments.run_ms < 6_000
+    assert receipt.segments.stop_ms is not None and receipt.segments.stop_ms < 2_000
+
+
+def test_F04_a_rank_that_is_stopped_is_named_and_stays_stopped(
+    warm: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(WARNING, "1")
+    run = distributed(gpus=2, quiet=True)(barrier).submit(where, "go")
+    rank, _ = announced(Path(where), "rank1")
+    announced(Path(where), "rank0")
+    rank.send(signal.SIGSTOP)
+    report = report_of(run)
+    assert ": rank 1 is stopped (SIGSTOP)" in report
+    assert f"kill -CONT {rank.pid} lets it go on; it was let run for a moment to write its stack" in section(report, 1)
+    assert " in wait_for_file" in section(report, 1)
+    wait_for(lambda: kernel_state(rank.pid) == "T", "it is stopped again")
+    Path(where, "go").touch()
+    rank.send(signal.SIGCONT)
+    assert run.results(timeout=30) == [b"word", b""]
+
+
+def test_F04_a_stopped_rank_is_elsewhere_when_the_run_is_ended(warm: Path, where: str) -> None:
+    run = distributed(gpus=2, quiet=True, hang_timeout=2.0)(barrier).submit(where, "never")
+    rank, _ = announced(Path(where), "rank1")
+    rank.send(signal.SIGSTOP)
+    error = hung(run)
+    assert (error.ranks_waiting, error.ranks_elsewhere) == ([0], [1])
+    assert error.message.endswith(": rank 1 is stopped (SIGSTOP)")
+    assert not rank.alive()
+
+
+def test_F04_every_rank_in_the_same_place(warm: Path, where: str) -> None:
+    def train() -> None:
+        threading.Event().wait(600)
+
+    run = distributed(gpus=2, quiet=True, hang_timeout=1.0)(train).submit()
+    error = hung(run)
+    assert (error.ranks_waiting, error.ranks_elsewhere) == ([0, 1], [])
+    assert "every rank waits (ranks 0, 1 in " in error.message
+    assert [note.partition(" (")[0] for note in error.__notes__] == ["rank 0 waits here", "rank 1 waits here"]
+
+
+# --- F05: one rank returned early ------------------------------------------------------------------------------------
+
+
+def test_F05_a_rank_that_returned_early_is_elsewhere_and_keeps_its_result(warm: Path, where: str) -> None:
+    def train(where: str, rank: int = -1) -> str:
+        if rank == 2:
+            return "early"
+        threading.Event().wait(600)
+        return "never"
+
+    run = distributed(gpus=4, quiet=True, hang_timeout=2.0)(train).submit(where)
+    error = hung(run)
+    assert (error.ranks_waiting, error.ranks_elsewhere) == ([0, 1, 3], [2])
+    assert error.message.endswith(": rank 2 has returned")
+    assert (run.directory / "results" / "2.pkl").exists()
+    assert "\n2                has returned\n" in report_of(run)
+
+
+# --- no hang ---------------------------------------------------------------------------------------------------------
+
+
+def one_place() -> None:
+    time.sleep(0.01)
+
+
+def another_place() -> None:
+    time.sleep(0.01)
+
+
+def test_ranks_that_move_without_a_word_are_left_alone(warm: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def train(seconds: float) -> str:
+        limit = time.monotonic() + seconds
+        while time.monotonic() < limit:
+            one_place()
+            another_place()
+        return "done"
+
+    monkeypatch.setenv(WARNING, "1")
+    run = distributed(gpus=2, quiet=True, hang_timeout=1.5)(train).submit(5.0)
+    assert run.results(timeout=30) == ["done", "done"]
+    assert run.receipt(timeout=20).notes == () and not list(run.directory.glob("hang-*"))
+
+
+def test_a_program_that_waits_at_one_line_nearly_all_the_time_is_left_alone(warm: Path, where: str) -> None:
+    def train(seconds: float) -> str:  # in one call in C, as one is that waits for a GPU
+        limit = time.monotonic() + seconds
+        while time.monotonic() < limit:
+            hashlib.pbkdf2_hmac("sha256", b"", b"", 50_000)
+        return "done"
+
+    run = distributed(gpus=2, quiet=True, hang_timeout=1.5)(train).submit(6.0)
+    assert run.results(timeout=30) == ["done", "done"]
+
+
+def test_output_of_any_rank_is_a_sign_of_progress(warm: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def train(where: str) -> bytes:
+        def talk() -> None:
+            for _ in range(20):
+                print("still there")
+                time.sleep(0.2)
+            Path(where, "go").touch()
+
+        if rank_number() == 1:  # whose output is not shown
+            threading.Thread(target=talk).start()
+        return barrier(where, "go")
+
+    monkeypatch.setenv(WARNING, "1.2")
+    run = distributed(gpus=2, quiet=True, hang_timeout=1.5)(train).submit(where)
+    assert run.results(timeout=30) == [b"word", b""]
+    assert run.receipt(timeout=20).notes == ()
+
+
+def test_a_warning_ends_nothing_and_is_told_to_everybody(
+    warm: Path, where: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(WARNING, "1")
+    function = distributed(gpus=2)(barrier)
+    results: list[object] = []
+    caller = threading.Thread(target=lambda: results.append(function.distributed(where, "go")))
+    caller.start()
+    announced(Path(where), "rank1")
+    run_id = wait_for(lambda: sorted(os.listdir(warm / "runs")), "the run has a directory")[-1]
+    run = attach(run_id)
+    report_of(run, 2)
+    late = attach(run_id)
+    assert (late.status(), run.status()) == ("RUNNING", "RUNNING")
+    said = f"stacks of all ranks: {run.directory}/hang-2.txt"
+    assert said in wait_for(run.last_sentence, "the sentence came") and said in late.last_sentence()
+    assert ", and rank 0 waits in test_hangs.py:" in late.last_sentence()
+    Path(where, "go").touch()
+    caller.join(30)
+    assert results == [[b"word", b""]]
+    notes = run.receipt(timeout=20).notes
+    assert [note.rpartition("/")[2] for note in notes] == ["hang-1.txt", "hang-2.txt"]
+    err = capfd.readouterr().err
+    assert f"serverless-gpu: {notes[0]}\n" in err and f"serverless-gpu: {notes[1]}\n" in err
+
+
+def test_a_run_that_gets_on_after_a_warning_says_so(warm: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def train(where: str) -> bytes:
+        word = barrier(where, "go")
+        print("on we go")
+        wait_for_file(where, "end")
+        return word
+
+    monkeypatch.setenv(WARNING, "1")
+    run = distributed(gpus=2, quiet=True)(train).submit(where)
+    report_of(run)
+    Path(where, "go").touch()
+    wait_for(lambda: "the ranks get on again, after " in run.last_sentence(), "it is said")
+    assert run.logs(0) == "on we go\n"
+    Path(where, "end").touch()
+    assert run.results(timeout=30) == [b"word", b""]
+
+
+# --- what the look must not do ---------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_has_become_another_program_is_not_ended_by_the_look(
+    warm: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(where: str, rank: int = -1) -> None:
+        announce(where, f"rank{rank}")
+        if rank == 1:
+            os.execvp("sleep", ["sleep", "600"])
+        threading.Event().wait(600)
+
+    monkeypatch.setenv(WARNING, "1")
+    run = distributed(gpus=2, quiet=True)(train).submit(where)
+    rank, _ = announced(Path(where), "rank1")
+    assert "no stack: it runs another program by now" in section(report_of(run), 1)
+    assert rank.alive() and run.status() == "RUNNING"
+    run.cancel()
+    with pytest.raises(RunCancelled):
+        run.results(timeout=20)
+
+
+def test_a_rank_that_does_not_catch_the_signal_is_not_ended_by_the_look(
+    warm: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(where: str) -> str:
+        signal.signal(STACK_SIGNAL, signal.SIG_DFL)
+        announce(where, "rank0")
+        wait_for_file(where, "go")
+        return "alive"
+
+    monkeypatch.setenv(WARNING, "1")
+    run = distributed(gpus=1, quiet=True)(train).submit(where)
+    assert "no stack: it runs another program by now" in section(report_of(run), 0)
+    Path(where, "go").touch()
+    assert run.results(timeout=20) == ["alive"]
+
+
+def test_a_file_in_the_place_of_the_closed_descriptor_is_not_written_to(
+    warm: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(where: str) -> bytes:
+        os.closerange(3, 256)
+        files = [os.open(f"{where}/{number}", os.O_RDWR | os.O_CREAT) for number in range(60)]
+        announce(where, "rank0")
+        wait_for_file(where, "go")
+        return b"".join(os.pread(fd, 1000, 0) for fd in files)
+
+    monkeypatch.setenv(WARNING, "1")
+    run = distributed(gpus=1, quiet=True)(train).submit(where)
+    assert "or has taken the signal or the file for it away" in section(report_of(run), 0)
+    Path(where, "go").touch()
+    run.wait(30)  # its result cannot be told: it has closed its connection, too
+    assert all(not Path(where, str(number)).stat().st_size for number in range(60))
+    run.receipt(timeout=20)
+
+
+def test_user_code_keeps_its_signals(warm: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def train(where: str) -> tuple[bool, list[int]]:
+        numbers = [signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGALRM, signal.SIGRTMIN, signal.SIGRTMAX]
+        untouched = all(signal.getsignal(number) is signal.SIG_DFL for number in numbers)
+        taken: list[int] = []
+        for number in numbers:
+            signal.signal(number, lambda number, _: taken.append(number))
+        wait_for_file(where, "go")
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGUSR2)
+        return untouched, taken
+
+    monkeypatch.setenv(WARNING, "0.5")
+    run = distributed(gpus=1, quiet=True)(train).submit(where)
+    assert " in wait_for_file" in section(report_of(run), 0)
+    Path(where, "go").touch()
+    assert run.results(timeout=20) == [(True, [signal.SIGUSR1, signal.SIGUSR2])]
+
+
+def test_calls_that_are_looked_at_go_on_as_if_nothing_had_been(
+    warm: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(where: str, rank: int = -1) -> tuple[object, ...]:
+        started = time.monotonic()
+        if rank == 0:
+            time.sleep(2.0)
+            return (time.monotonic() - started >= 2.0,)
+        if rank == 1:
+            lock = threading.Lock()
+            lock.acquire()
+            return lock.acquire(timeout=2.0), time.monotonic() - started >= 2.0
+        ours, theirs = socket.socketpair()
+        pid = os.fork()
+        if pid == 0:
+            time.sleep(2.0)
+            theirs.sendall(b"word")
+            os._exit(3)
+        word = ours.recv(16)  # in C, and interrupted by each look
+        return word, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+    monkeypatch.setenv(WARNING, "1")
+    run = distributed(gpus=3, quiet=True)(train).submit(where)
+    assert run.results(timeout=30) == [(True,), (False, True), (b"word", 3)]
+    assert "hang-1.txt" in run.receipt(timeout=20).notes[0]
+
+
+def test_F01_a_crash_after_a_warning_has_its_own_stack_only(
+    warm: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(where: str, rank: int = -1) -> None:
+        if rank == 1:
+            wait_for_file(where, "go")
+            ctypes.string_at(0)
+        stay(where)
+
+    monkeypatch.setenv(WARNING, "0.5")
+    run = distributed(gpus=2, quiet=True)(train).submit(where)
+    assert " in wait_for_file" in section(report_of(run), 1)
+    Path(where, "go").touch()
+    with pytest.raises(RankCrashed, match="rank 1 was ended by SIGSEGV") as caught:
+        run.results(timeout=30)
+    stack = next(note for note in caught.value.__notes__ if note.startswith("Python stack of rank 1"))
+    assert stack.count("most recent call first") == 1 and "string_at" in stack and "wait_for_file" not in stack
+
+
+# --- the limit -------------------------------------------------------------------------------------------------------
+
+
+def test_no_warning_is_given_where_none_is_wanted(warm: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(WARNING, "0")
+    run = distributed(gpus=1, quiet=True)(time.sleep).submit(1.0)
+    assert run.results(timeout=20) == [None]
+    assert run.receipt(timeout=20).notes == ()
+
+
+@pytest.mark.parametrize("text", ["soon", "-1", "nan", "inf"])
+def test_a_limit_that_is_no_number_is_refused_before_anything_starts(
+    warm: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setenv(WARNING, text)
+    before = sorted(os.listdir(warm / "runs")) if (warm / "runs").exists() else []
+    with pytest.raises(InvalidValue, match="is not a number of seconds\nhint: 0 switches the warning off"):
+        distributed(gpus=1, quiet=True)(time.sleep).submit(0)
+    assert (sorted(os.listdir(warm / "runs")) if (warm / "runs").exists() else []) == before
+
+
+def kernel_state(pid: int) -> str:
+    """Return the kernel's letter for a process."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]

@@ -1,0 +1,165 @@
+"""The words about a run that stands still, whole."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from serverless_gpu.model.hang_report import RANK_CHARACTERS_MAX, Finding, listed, report, sentence, stacks
+from serverless_gpu.model.hangs import Look
+from serverless_gpu.model.stacks import Frame, Stack, Thread
+
+C10D = Frame("/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", 3252, "all_reduce")
+TRAIN, LOAD = Frame("/home/me/train.py", 30, "train"), Frame("/home/me/train.py", 41, "load_batch")
+FEEDER = Thread("Thread 0x2 (most recent call first):", (Frame("/usr/lib/python3.11/threading.py", 327, "wait"),))
+NATIVE = Thread("Thread 0x3 (most recent call first):", ())
+
+
+def look(rank: int, *frames: Frame, **fields: object) -> Look:
+    made = Look(
+        rank=rank,
+        pid=100 + rank,
+        state="S",
+        channel="futex_do_wait",
+        cpu_ms=250,
+        stack=Stack(Thread("Current thread 0x1 (most recent call first):", frames)),
+    )
+    return msgspec.structs.replace(made, **fields)
+
+
+def finding(
+    *looks: Look, waiting: tuple[int, ...], elsewhere: tuple[int, ...], moving: tuple[int, ...] = ()
+) -> Finding:
+    return Finding(
+        waiting=waiting,
+        elsewhere=elsewhere,
+        looks={look.rank: look for look in looks},
+        first={look.rank: msgspec.structs.replace(look, cpu_ms=look.cpu_ms - 50) for look in looks},
+        moving=frozenset(moving),
+        silent_ms=600_000,
+        watched_ms=300_000,
+    )
+
+
+WAITING = [look(rank, C10D, TRAIN) for rank in (0, 2, 3)]
+SENTENCES: dict[str, tuple[Finding, str]] = {
+    "one is elsewhere": (
+        finding(*WAITING, look(1, LOAD, TRAIN), waiting=(0, 2, 3), elsewhere=(1,)),
+        "ranks 0, 2, 3 wait in train.py:30 train: rank 1 is elsewhere, in train.py:41 load_batch",
+    ),
+    "one is busy": (
+        finding(*WAITING[:1], look(1, LOAD, TRAIN), waiting=(0,), elsewhere=(1,), moving=(1,)),
+        "rank 0 waits in train.py:30 train: rank 1 is busy, in train.py:41 load_batch",
+    ),
+    "one is stopped": (
+        finding(*WAITING[:1], look(1, state="T"), waiting=(0,), elsewhere=(1,)),
+        "rank 0 waits in train.py:30 train: rank 1 is stopped (SIGSTOP)",
+    ),
+    "two are under a debugger": (
+        finding(*WAITING[:1], look(1, state="t"), look(4, state="t"), waiting=(0,), elsewhere=(1, 4)),
+        "rank 0 waits in train.py:30 train: ranks 1, 4 are stopped by a debugger",
+    ),
+    "F05 one has returned": (
+        finding(*WAITING, waiting=(0, 2, 3), elsewhere=(1,)),
+        "ranks 0, 2, 3 wait in train.py:30 train: rank 1 has returned",
+    ),
+    "F05 two have, one is elsewhere in an unknown place": (
+        finding(*WAITING[:1], look(1), waiting=(0,), elsewhere=(1, 2, 3)),
+        "rank 0 waits in train.py:30 train: rank 1 is elsewhere, ranks 2, 3 have returned",
+    ),
+    "those that wait do so in two places": (
+        finding(look(0, C10D, TRAIN), look(1, C10D, LOAD), look(2, TRAIN), waiting=(0, 1), elsewhere=(2,)),
+        "ranks 0, 1 wait: rank 2 is elsewhere, in train.py:30 train",
+    ),
+    "all wait": (
+        finding(look(0, C10D, TRAIN), look(1, C10D, LOAD), look(2), waiting=(0, 1, 2), elsewhere=()),
+        "every rank waits (rank 0 in train.py:30 train, rank 1 in train.py:41 load_batch, rank 2 in an unknown place)",
+    ),
+    "none waits": (
+        finding(look(0, state="T"), look(1, state="T"), waiting=(), elsewhere=(0, 1)),
+        "ranks 0, 1 are stopped (SIGSTOP)",
+    ),
+    "many places": (
+        finding(
+            look(0, TRAIN),
+            *(look(rank, Frame("/home/me/a.py", rank, "f")) for rank in range(1, 7)),
+            waiting=(0,),
+            elsewhere=(1, 2, 3, 4, 5, 6),
+        ),
+        "rank 0 waits in train.py:30 train: rank 1 is elsewhere, in a.py:1 f, rank 2 is elsewhere, in a.py:2 f, "
+        "rank 3 is elsewhere, in a.py:3 f, and more",
+    ),
+}
+
+
+@pytest.mark.parametrize(("found", "expected"), SENTENCES.values(), ids=SENTENCES)
+def test_the_sentence(found: Finding, expected: str) -> None:
+    assert sentence(found) == f"no output for 10 min 00 s, and {expected}"
+
+
+def test_many_ranks_are_not_all_listed() -> None:
+    assert listed([3]) == "3" and listed(list(range(8))) == "0, 1, 2, 3, 4, 5, 6, 7"
+    assert listed(list(range(20))) == "0, 1, 2, 3, 4, 5, 6, 7 and 12 more"
+
+
+def test_the_file_whole() -> None:
+    found = finding(
+        look(0, C10D, TRAIN, stack=Stack(Thread("Current", (C10D, TRAIN)), (FEEDER, NATIVE))),
+        look(1, state="T", channel="", note="kill -CONT 101 lets it go on"),
+        look(3, LOAD, state="R", channel=""),
+        waiting=(0,),
+        elsewhere=(1, 2, 3),
+    )
+    assert report(found, "run 01k, attempt 1, at 14:03:22", 4) == (
+        "run 01k, attempt 1, at 14:03:22\n"
+        "no output for 10 min 00 s, and rank 0 waits in train.py:30 train: rank 1 is stopped (SIGSTOP), rank 3 is "
+        "elsewhere, in train.py:41 load_batch, rank 2 has returned\n"
+        "\n"
+        "rank  pid        now, where in the kernel, CPU used in the last 5 min 00 s\n"
+        "0     100        sleeping, futex_do_wait, 50 ms\n"
+        "1     101        stopped, 50 ms, kill -CONT 101 lets it go on\n"
+        "2                has returned\n"
+        "3     103        running, 50 ms\n"
+        "\n"
+        "---- rank 0 (waits) ----\n"
+        "main thread (most recent call first):\n"
+        f'  File "{C10D.file}", line 3252 in all_reduce\n'
+        '  File "/home/me/train.py", line 30 in train\n'
+        "other threads:\n"
+        "Thread 0x2 (most recent call first):\n"
+        '  File "/usr/lib/python3.11/threading.py", line 327 in wait\n'
+        "Thread 0x3 (most recent call first):\n"
+        "  (no frame of Python code)\n"
+        "\n"
+        "---- rank 1 (elsewhere) ----\n"
+        "kill -CONT 101 lets it go on\n"
+        "main thread (most recent call first):\n"
+        "  (no stack)\n"
+        "\n"
+        "---- rank 3 (elsewhere) ----\n"
+        "main thread (most recent call first):\n"
+        '  File "/home/me/train.py", line 41 in load_batch\n'
+    )
+
+
+def test_the_stacks_of_one_rank_are_bounded() -> None:
+    deep = tuple(Frame("/home/me/" + "a" * 1000 + ".py", line, "f") for line in range(400))
+    found = finding(look(0, *deep), look(1, TRAIN), waiting=(0,), elsewhere=(1,))
+    text = report(found, "run", 2)
+    assert RANK_CHARACTERS_MAX < len(text) < RANK_CHARACTERS_MAX + 5_000
+    assert "characters left out\n\n---- rank 1 (elsewhere)" in text
+    assert len(stacks(finding(look(0, *deep), waiting=(0,), elsewhere=()))[0]) == 4_000
+
+
+def test_whose_stacks_the_exception_carries() -> None:
+    load, train = '  File "/home/me/train.py", line 41 in load_batch', '  File "/home/me/train.py", line 30 in train'
+    assert stacks(finding(look(0, TRAIN), look(1, LOAD), waiting=(0,), elsewhere=(1, 2))) == {1: load}
+    assert stacks(finding(look(0, TRAIN), look(1, TRAIN), waiting=(0, 1), elsewhere=(2,))) == {0: train, 1: train}
+    many = [look(rank, LOAD) for rank in range(9)]
+    assert list(stacks(finding(*many, waiting=(), elsewhere=tuple(range(9))))) == [0, 1, 2, 3]
+
+
+def test_a_counter_that_went_back_is_no_time() -> None:
+    found = finding(look(0, TRAIN), waiting=(0,), elsewhere=())
+    found = msgspec.structs.replace(found, first={0: look(0, TRAIN, cpu_ms=900)}, looks={0: look(0, TRAIN, state="?")})
+    assert "\n0     100        unknown, futex_do_wait, 0 ms\n" in report(found, "run", 1)
