@@ -18,11 +18,11 @@ from serverless_gpu.version import __version__ as __version__
 TYPE_CHECKING = False  # type checkers know this name; importing `typing` would be most of what this import costs
 
 if TYPE_CHECKING:
+    from serverless_gpu.client.attaching import attach as attach
     from serverless_gpu.client.completed import as_completed as as_completed
     from serverless_gpu.client.decorator import DistributedFunction as DistributedFunction
     from serverless_gpu.client.decorator import distributed as distributed
     from serverless_gpu.client.run import Run as Run
-    from serverless_gpu.client.run import attach as attach
     from serverless_gpu.client.session import Session as Session
     from serverless_gpu.client.session import session as session
     from serverless_gpu.compute import GPUType as GPUType
@@ -37,7 +37,7 @@ _HOMES = {
     "distributed": "serverless_gpu.client.decorator",
     "Run": "serverless_gpu.client.run",
     "as_completed": "serverless_gpu.client.completed",
-    "attach": "serverless_gpu.client.run",
+    "attach": "serverless_gpu.client.attaching",
     "Session": "serverless_gpu.client.session",
     "session": "serverless_gpu.client.session",
     "GPUType": "serverless_gpu.compute",

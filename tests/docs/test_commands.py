@@ -10,7 +10,6 @@ import pytest
 
 from serverless_gpu import cli
 from tests.docs.pages import ROOT, commands, pages
-from tests.docs.pending import pending
 
 COMMANDS = [
     pytest.param(command, id=f"{path.relative_to(ROOT)}: {command}")
@@ -22,8 +21,6 @@ TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding=
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_commands_of_the_pages_exist(command: str) -> None:
-    if missing := pending(command):
-        pytest.skip(f"pending: {missing}")
     assert _wrong(command) == ""
 
 

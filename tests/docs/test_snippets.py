@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from tests.docs.pages import ROOT, DirectiveError, Script, pages, scripts
-from tests.docs.pending import pending
 
 TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in pages()}
 SCRIPTS = [script for page, text in TEXTS.items() for script in scripts(page, text)]
@@ -39,8 +38,6 @@ def _cases() -> list[object]:
 
 @pytest.mark.parametrize("script", _cases())
 def test_the_code_of_the_pages_runs(script: Script, reader: dict[str, str], tmp_path: Path) -> None:
-    if missing := pending(script.text):
-        pytest.skip(f"pending: {missing}")
     for other in SCRIPTS:
         if other.page == script.page and other.name:
             (tmp_path / other.name).write_text(other.text, encoding="utf-8")

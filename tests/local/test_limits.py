@@ -134,14 +134,20 @@ def test_F73_a_run_within_its_limit_is_left_alone(warm: Path) -> None:
 # --- F61: Ctrl-C ------------------------------------------------------------------------------------------------------
 
 SCRIPT = """
-import sys
+import asyncio, sys
 from serverless_gpu import distributed
 from tests.local.ranks import stay
 from tests.local.test_limits import ignore_sigterm
 function = ignore_sigterm if "ignore" in sys.argv else stay
+
+def call():
+    print(distributed(gpus=2, **options)(function).distributed(sys.argv[1]))
+
+async def in_a_loop():
+    call()
 options = {"on_interrupt": "detach"} if "detach" in sys.argv else {"grace": 60.0}
 try:
-    print(distributed(gpus=2, **options)(function).distributed(sys.argv[1]))
+    asyncio.run(in_a_loop()) if "loop" in sys.argv else call()
 except KeyboardInterrupt:
     print("interrupted")
     sys.exit(130)
@@ -194,6 +200,15 @@ def test_F61_a_second_ctrl_c_leaves_at_once_and_the_run_is_still_cancelled(own: 
         rank.send(signal.SIGKILL)  # instead of a minute's grace
     with pytest.raises(RunCancelled):
         run.results(timeout=20)
+
+
+def test_F61_one_ctrl_c_is_enough_where_an_event_loop_has_taken_it(own: Path, where: str) -> None:
+    process, ranks = start(where, "loop")
+    process.send_signal(signal.SIGINT)
+    code, out, err = ended(process)
+    assert (code, out) == (130, "interrupted\n"), err
+    assert "cancelled; 2 GPUs verified free" in err
+    assert not any(rank.alive() for rank in ranks)
 
 
 def stopping(home: Path) -> bool:

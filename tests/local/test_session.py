@@ -4,19 +4,32 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import subprocess
 import textwrap
 from pathlib import Path
 
 import msgspec
 import pytest
+from click.testing import CliRunner
 
 import serverless_gpu
 from serverless_gpu import Run, attach, distributed
-from serverless_gpu.errors import InvalidOption, InvalidValue, NotDistributable, NotEnoughGpus, RunError, SessionEnded
+from serverless_gpu.cli import sgpu
+from serverless_gpu.errors import (
+    InvalidOption,
+    InvalidValue,
+    NotDistributable,
+    NotEnoughGpus,
+    RunError,
+    ServerNotConfigured,
+    SessionEnded,
+)
 from serverless_gpu.model.ledger import Fact, FactKind, charge
 from serverless_gpu.testing import FakeGpus
 from tests.local.observe import (
+    Process,
     agent,
     announced,
     ended,
@@ -133,6 +146,8 @@ def test_what_cannot_be_is_refused_before_anything_starts(warm: Path, monkeypatc
             serverless_gpu.session()
     with pytest.raises(NotEnoughGpus):
         serverless_gpu.session(gpus=9, gpu_type="H100")
+    with pytest.raises(ServerNotConfigured):
+        serverless_gpu.session(gpus=1, gpu_type="H100", remote=True)  # type: ignore[call-arg]  # an option of `distributed`
     with pytest.raises(InvalidValue, match="idle_timeout must be a positive number of seconds, not 0"):
         serverless_gpu.session(gpus=1, gpu_type="H100", idle_timeout=0)
     with pytest.raises(InvalidOption, match=r"there is no option 'idle'"):
@@ -240,6 +255,101 @@ def test_F61_ctrl_c_in_a_call_gives_everything_back(warm: Path, tmp_path: Path, 
     wait_for(lambda: nothing_of_a_run(warm), "nothing is held")
 
 
+# A session whose block or call is interrupted, in the ways a person does it.
+INTERRUPTED = """
+import os, sys, serverless_gpu
+from tests.local.ranks import stay
+from tests.local.test_limits import ignore_sigterm
+where, what = sys.argv[1:]
+options = {"on_interrupt": "detach"} if what == "detach" else {"grace": 60.0}
+with serverless_gpu.session(gpus=2, gpu_type="H100", **options) as session:
+    if what == "exit":
+        run = session.submit(stay, where)
+    elif what == "results":
+        session.submit(stay, where).results()
+    else:
+        session.distributed(ignore_sigterm if what == "ignore" else stay, where)
+"""
+
+
+def interrupted(tmp_path: Path, what: str) -> tuple[subprocess.Popen[str], list[Process]]:
+    path = tmp_path / "owner.py"
+    path.write_text(f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})\n{INTERRUPTED}")
+    process = start_script(path, str(tmp_path), what)
+    ranks = [announced(tmp_path, f"rank{number}")[0] for number in (0, 1)]
+    process.send_signal(signal.SIGINT)
+    return process, ranks
+
+
+@pytest.mark.parametrize("what", ["exit", "results"])
+def test_F61_ctrl_c_at_the_end_of_a_session_or_in_a_wait_cancels_its_runs_and_says_so(
+    own: Path, tmp_path: Path, what: str
+) -> None:
+    process, ranks = interrupted(tmp_path, what)
+    _, _, err = ended(process)
+    assert "cancelling 1 run; press Ctrl-C again to leave at once" in err
+    assert ("goes on while its session does" in err) == (what == "results")
+    assert err.count('File "') <= 4, "frames of the user's and one or two of ours"
+    assert not any(rank.alive() for rank in ranks)
+    wait_for(lambda: nothing_of_a_run(own), "nothing is held")
+
+
+def test_F61_a_run_that_is_to_be_detached_outlives_its_session(own: Path, tmp_path: Path) -> None:
+    process, ranks = interrupted(tmp_path, "detach")
+    _, _, err = ended(process)
+    (run_id,) = re.findall(r"find it again with serverless_gpu\.attach\('(\w+)'\)", err)
+    assert "its runs have all of its devices, and hand them back" in err
+    assert all(rank.alive() for rank in ranks)
+    (tmp_path / "go").touch()
+    assert attach(run_id).results(30) == [0, 1]
+
+
+def test_F61_a_second_ctrl_c_leaves_a_session_at_once(own: Path, tmp_path: Path) -> None:
+    process, ranks = interrupted(tmp_path, "ignore")
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "press Ctrl-C again" in line:
+            break
+    process.send_signal(signal.SIGINT)
+    _, _, err = ended(process, 20)
+    assert "is still being cancelled" in err
+    for rank in ranks:
+        rank.send(signal.SIGKILL)  # instead of a minute's grace
+    wait_for(lambda: nothing_of_a_run(own), "nothing is held")
+
+
+def test_a_forked_child_of_the_owner_does_not_end_its_session(warm: Path, tmp_path: Path) -> None:
+    path = tmp_path / "forks.py"
+    path.write_text(
+        textwrap.dedent(
+            """
+            import os, sys, serverless_gpu
+            with serverless_gpu.session(gpus=1, gpu_type="H100", quiet=True) as session:
+                if os.fork() == 0:
+                    sys.exit(0)
+                os.wait()
+                print(session.distributed(os.getppid) != [])
+            """
+        )
+    )
+    process = start_script(path)
+    assert ended(process) == (0, "True\n", "")
+
+
+def test_the_command_cancels_a_session_with_its_runs(warm: Path, where: str) -> None:
+    session = serverless_gpu.session(gpus=2, gpu_type="H100", quiet=True)
+    run = session.submit(stay, where)
+    announced(Path(where), "rank1")
+    done = CliRunner().invoke(sgpu, ["cancel", session.id])
+    assert done.exit_code == 0, done.output
+    first, second = done.output.splitlines()
+    assert first.startswith(f"run {run.id} CANCELLED: 2 GPUs verified free")
+    assert second.startswith("SUCCEEDED: 2 GPUs verified free")
+    with pytest.raises(SessionEnded, match="it was ended from elsewhere"):
+        session.submit(stay, where)
+    assert held_locks(warm) == []
+
+
 def test_F61_ctrl_c_while_waiting_for_devices_holds_nothing(warm: Path, tmp_path: Path, where: str) -> None:
     script = tmp_path / "second.py"
     script.write_text("import serverless_gpu\nserverless_gpu.session(gpus=8, gpu_type='H100')\n")
@@ -249,7 +359,7 @@ def test_F61_ctrl_c_while_waiting_for_devices_holds_nothing(warm: Path, tmp_path
         line = process.stderr.readline()
         assert line.startswith(f"serverless-gpu: waiting for 8 H100: FAKE-H100-0 is held by session {session.id} of ")
         process.send_signal(signal.SIGINT)
-        assert ended(process)[0] != 0
+        assert "not waiting any more; nothing is held" in ended(process)[2]
         wait_for(lambda: len(run_sockets(warm)) == 1, "only the first session is left")
         assert held_locks(warm) == locks(0)
 

@@ -342,3 +342,15 @@ def test_the_run_of_a_blocking_call_outlives_its_kernel(
     assert found.status() == "RUNNING"
     (tmp_path / "go").touch()
     assert found.results(timeout=30) == [HELD, HELD]
+
+
+def test_a_cell_that_awaits_can_be_interrupted_too(kernel: Kernel, at_home: Path, tmp_path: Path) -> None:
+    """The kernel takes SIGINT while such a cell runs, and would only cancel a task that never gets a turn."""
+    shown = kernel.run(
+        f"import asyncio\nhold.distributed({str(tmp_path)!r})\nawait asyncio.sleep(0)",
+        interrupt_when=lambda shown: "holding" in shown.text(),
+    )
+    assert shown.error == ("KeyboardInterrupt", "")
+    assert "serverless-gpu: cancelled; " in shown.text("stderr")
+    assert nothing_of_a_run(at_home)
+    assert kernel.run("await asyncio.sleep(0, 7)").result == "7"

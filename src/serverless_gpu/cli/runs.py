@@ -11,8 +11,8 @@ import msgspec
 from serverless_gpu.ambient import SystemClock, format_moment, format_utc
 from serverless_gpu.cli.choosing import choose, queued_runs, this_home
 from serverless_gpu.cli.columns import columns
+from serverless_gpu.client.attaching import attach
 from serverless_gpu.client.outcome import ending_text
-from serverless_gpu.client.run import attach
 from serverless_gpu.client.terminal import safe
 from serverless_gpu.model.attempt import State
 from serverless_gpu.model.hardware import DeviceKind
@@ -92,10 +92,25 @@ def cancel(run: str | None) -> None:
         for line in columns([_row(record)[:4] for record in live]):
             click.echo(safe(line, tty=sys.stdout.isatty()), err=True)
         raise click.UsageError("which run? " + ("These are running." if live else "None is running."))
-    handle = attach(choose(home, run))
+    wanted = choose(home, run)
+    inside = [attach(run_id) for run_id in _runs_of(home, wanted)]
+    for handle in inside:
+        handle.cancel()
+    for handle in inside:
+        handle.wait()
+        click.echo(f"run {handle.id} {handle.status()}: {handle.receipt().gate}")
+    handle = attach(wanted)
     handle.cancel()
     handle.wait()
     click.echo(f"{handle.status()}: {handle.receipt().gate}")
+
+
+def _runs_of(home: Home, session: str) -> list[str]:
+    """Return the runs that use a session's devices now; none for a run."""
+    if read_run(home.runs, session).kind == FUNCTION:
+        return []
+    records = (read_run(home.runs, run_id) for run_id in run_ids(home.runs))
+    return [record.run_id for record in records if record.live and record.session == session]
 
 
 def name_of(record: Record) -> str:

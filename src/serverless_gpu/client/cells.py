@@ -25,6 +25,9 @@ from serverless_gpu.errors import UsageError
 # What `distributed_cell` gives each rank.
 GIVEN = frozenset({"rank", "world_size"})
 
+# The notebook's own machinery: it cannot travel, and ranks have an `exit` and a `quit` of their own.
+_SHELL = frozenset({"get_ipython", "exit", "quit"})
+
 # Python itself reads these where a class or an annotation stands, and each rank has its own.
 _OF_ANY_MODULE = {"__name__", "__annotations__"}
 _SHELL_LINE = re.compile(r"\s*(?:[%!]|[\w, ]+=\s*[%!]|[\w.]*\?{1,2}\s*$)")
@@ -58,7 +61,7 @@ def compile_cell(first_line: str, text: str, namespace: dict[str, object], *, na
     linecache.cache[name] = (len(text), None, [f"{line}\n" for line in lines], name)
     tree = _parse(text, flags)
     ast.increment_lineno(tree)
-    needed = sorted(names_needed(tree.body) & namespace.keys() - GIVEN)
+    needed = sorted(names_needed(tree.body) & namespace.keys() - GIVEN - _SHELL)
     last = None
     if tree.body and isinstance(tree.body[-1], ast.Expr):
         expression = tree.body.pop()

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
 from serverless_gpu.ambient import SystemClock
+from serverless_gpu.client.display import TerminalDisplay
+from serverless_gpu.client.interrupts import interruptible
 from serverless_gpu.client.run import Run
 
 R = TypeVar("R")
@@ -23,20 +25,27 @@ def as_completed(runs: Iterable[Run[R]], timeout: float | None = None) -> Iterat
 
     Raises:
         TimeoutError: some have not ended by then; they go on.
+        KeyboardInterrupt: Ctrl-C; they go on.
     """
     clock = SystemClock()
     deadline_ns = None if timeout is None else clock.boottime_ns() + round(timeout * 1e9)
     pending = list(dict.fromkeys(runs))
     total = len(pending)
     while pending:
-        ended = [run for run in pending if run.wait(timeout=0)]
+        ended = [run for run in pending if run._ended(0)]
         pending = [run for run in pending if run not in ended]
         yield from ended
         left_s = _LOOK_S if deadline_ns is None else min(_LOOK_S, (deadline_ns - clock.boottime_ns()) / 1e9)
         if pending and not ended:
             if left_s <= 0:
                 raise TimeoutError(f"{len(pending)} of {total} runs have not ended")
-            _wait_for_any(pending, left_s)
+            try:
+                _wait_for_any(pending, left_s)
+            except KeyboardInterrupt:
+                TerminalDisplay(quiet=False).say(
+                    f"{len(pending)} of {total} runs go on; cancel() of a handle stops one"
+                )
+                raise KeyboardInterrupt from None
 
 
 def _wait_for_any(runs: list[Run[R]], limit_s: float) -> None:
@@ -45,4 +54,5 @@ def _wait_for_any(runs: list[Run[R]], limit_s: float) -> None:
         fd = run.fileno()
         if fd >= 0:
             poll.register(fd, select.POLLIN)
-    poll.poll(limit_s * 1000)
+    with interruptible():
+        poll.poll(limit_s * 1000)

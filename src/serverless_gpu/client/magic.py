@@ -23,7 +23,7 @@ from serverless_gpu.client.cells import compile_cell, ends_silently
 from serverless_gpu.client.decorator import distributed
 from serverless_gpu.client.failures import RemoteTraceback
 from serverless_gpu.client.launch import prewarm, should_prewarm
-from serverless_gpu.errors import InvalidOption
+from serverless_gpu.errors import InvalidOption, NotPicklable
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.inside.call import distributed_cell
 
@@ -64,7 +64,10 @@ def run_magic(shell: Shell, line: str, cell: str) -> list[object] | None:
         name = f"<%%distributed In[{shell.execution_count}]>"
         code = compile_cell(f"%%distributed {line}", cell, shell.user_ns, name=name, flags=shell.compile.flags)
         decorate = distributed(**options)  # type: ignore[arg-type]  # checked there, as from anybody
-        results = decorate(distributed_cell).distributed(*code)  # type: ignore[call-arg]  # rank and world_size are filled in
+        try:
+            results = decorate(distributed_cell).distributed(*code)  # type: ignore[call-arg]  # rank and world_size are filled in
+        except NotPicklable as error:
+            raise NotPicklable(_of_the_cell(error.message), hint=error.hint) from None
     if output:
         shell.user_ns[output] = results
     silent = ends_silently(cell) or all(value is None for value in results)
@@ -197,6 +200,17 @@ def _shown_briefly() -> Iterator[None]:
         with contextlib.suppress(Exception):  # an exception class of the user's may refuse attributes
             object.__setattr__(error, "_render_traceback_", lambda: text.splitlines())
         raise
+
+
+def _of_the_cell(message: str) -> str:
+    """Return a sentence about our function as one about the cell, which its reader knows."""
+    for ours, theirs in (
+        ("the call to distributed_cell", "the cell"),
+        ("argument `notebook` -> ", ""),
+        (" of `cell`", ""),
+    ):
+        message = message.replace(ours, theirs)
+    return message
 
 
 def _told(error: BaseException) -> str:

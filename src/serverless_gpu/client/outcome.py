@@ -152,7 +152,7 @@ def _raised(cause: Failure, rank: int, directory: Path, run_id: str) -> BaseExce
         rank=rank,
         host=socket.gethostname(),
         run_id=run_id,
-        log_path=str(directory / "logs" / f"{rank}.stderr"),
+        log_path=str(_log(directory, rank)),
     )
 
 
@@ -244,6 +244,12 @@ def _users_frames(stack: str) -> str:
 def _failure_text(failure: Failure) -> str:
     who = "the attempt" if failure.rank is None else f"rank {failure.rank}"
     return f"{who}: {failure.detail or MEANINGS[failure.reason].sentence}"[:_CONSEQUENCE_CHARACTERS_MAX]
+
+
+def _log(directory: Path, rank: int) -> Path:
+    """Return the file with a rank's last words: of the streams it wrote to, stderr first; the directory without any."""
+    logs = directory / "logs"
+    return next((path for path in (logs / f"{rank}.stderr", logs / f"{rank}.stdout") if path.exists()), logs)
 
 
 def _record(directory: Path, rank: int) -> dict[str, object]:

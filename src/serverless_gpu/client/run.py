@@ -1,4 +1,4 @@
-"""The handle of one run: wait, results, cancel, receipt, logs; and finding a run again by its id.
+"""The handle of one run: wait, results, cancel, receipt, logs.
 
 A handle is moved on by whoever asks it something, in that thread; there is no thread of its own. The supervisor keeps
 what it has to say until it is read, so a handle that nobody asks costs nothing and loses nothing but live output (which
@@ -12,11 +12,7 @@ again to a new agent, which is safe because nothing has run.
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
-import select
 import shutil
-import socket
 import threading
 import weakref
 from collections.abc import Callable
@@ -26,25 +22,21 @@ from typing import Generic, TypeVar, cast
 import msgspec
 
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.client.agent_control import agent_status
 from serverless_gpu.client.display import Display, TerminalDisplay, make_display
+from serverless_gpu.client.interrupts import interruptible
 from serverless_gpu.client.outcome import carries_tail, load_result, make_exception
-from serverless_gpu.errors import AgentUnavailable, InvalidValue, ServerlessGpuError, error_class
+from serverless_gpu.errors import InvalidValue, ServerlessGpuError, error_class
 from serverless_gpu.model.attempt import MEANINGS, Reason, State
 from serverless_gpu.model.ledger import Receipt
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node import protocol
 from serverless_gpu.node.history import read_ending, read_receipt
-from serverless_gpu.node.home import Home, find_home
 from serverless_gpu.node.inside.channel import Channel
 
 R = TypeVar("R")
 
 _LAUNCH_TRIES = 3
 _RECEIPT_AFTER_FAILURE_S = 0.05
-_SNAPSHOT_S = 2.0
-_APPEAR_S = 2.0  # for the supervisor of a run that was launched this moment
-_LOOK_S = 0.01
 
 Reconnect = Callable[[], Channel]
 
@@ -67,6 +59,7 @@ class Run(Generic[R]):
     Attributes:
         id: the run's identifier; `serverless_gpu.attach(id)` finds it from another process.
         directory: the attempt's directory with its logs, results and receipt.
+        session: the session whose devices it uses, or "".
     """
 
     def __init__(
@@ -80,6 +73,7 @@ class Run(Generic[R]):
     ) -> None:
         self.id = run_id
         self.directory = directory
+        self.session = ""
         self._spec = spec
         self._world_size = world_size
         self._link = _Link(channel)
@@ -97,6 +91,7 @@ class Run(Generic[R]):
         self._display: Display | None = None
         self._told: tuple[State, str] | None = None
         self._ticked_ns = 0
+        self._left = False
 
     def __repr__(self) -> str:
         return f"<Run {self.id} {self._state}>"
@@ -128,8 +123,15 @@ class Run(Generic[R]):
 
         Returns:
             Whether the run has ended.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C; the run goes on.
         """
-        return self._hear_until(lambda: self._stopped is not None or self._refused is not None, timeout)
+        try:
+            return self._ended(timeout)
+        except KeyboardInterrupt:
+            self._say_that_it_goes_on()
+            raise KeyboardInterrupt from None
 
     def results(self, timeout: float | None = None) -> list[R]:
         """Return what every rank returned, by global rank; raise what ended the run otherwise.
@@ -215,7 +217,7 @@ class Run(Generic[R]):
         self._told = None
         try:
             self._tell_state()
-            self.wait()
+            self._ended(None)
             display.finish()
             if self._stopped is not None and self._stopped.tails:
                 display.failure(self._untold_tails(self._stopped))
@@ -237,16 +239,20 @@ class Run(Generic[R]):
 
     def _interrupted(self, display: Display) -> None:
         if self._spec.on_interrupt == "detach":
+            display.state(self._state.value, "not watched any more")
             display.finish()
             display.say(f"run {self.id} goes on; find it again with serverless_gpu.attach({self.id!r})")
             return
         started_ns = SystemClock().boottime_ns()
-        self.cancel()
         try:
+            self.cancel()
             display.finish()
             display.say("cancelling; press Ctrl-C again to leave at once")
             self._hear_until(lambda: self._receipt is not None or self._channel is None, None)
         except KeyboardInterrupt:
+            self.cancel()  # the first may not have been sent
+            self._left = True
+            display.state(self._state.value, "being cancelled")
             display.say(f"left; run {self.id} is still being cancelled")
             raise
         seconds = (SystemClock().boottime_ns() - started_ns) / 1e9
@@ -256,14 +262,7 @@ class Run(Generic[R]):
 
     def _error(self, timeout: float | None) -> BaseException | None:
         """Return what ended the run, to be raised by the public method: a user reads one frame of ours, not five."""
-        try:
-            ended = self.wait(timeout)
-        except KeyboardInterrupt:
-            TerminalDisplay(quiet=self._spec.quiet).say(
-                f"run {self.id} goes on; cancel() of its handle, or `sgpu cancel`, stops it"
-            )
-            raise
-        if not ended:
+        if not self.wait(timeout):
             return TimeoutError(f"run {self.id} is still {self._state}")
         if self._refused is not None:
             return error_class(self._refused.code)(self._refused.message, hint=self._refused.hint)
@@ -272,21 +271,39 @@ class Run(Generic[R]):
             return None
         return make_exception(stopped, self.directory, self.id, self._spec.timeout_s)
 
+    def abandoned(self, *, interrupted: bool) -> bool:
+        """Return whether nobody is to wait for the run: Ctrl-C came twice, or once where it only detaches.
+
+        Args:
+            interrupted: whether Ctrl-C came just now.
+        """
+        return self._left or (interrupted and self._spec.on_interrupt == "detach")
+
+    def _say_that_it_goes_on(self) -> None:
+        while_session = " while its session does" if self.session else ""
+        TerminalDisplay(quiet=self._spec.quiet).say(
+            f"run {self.id} goes on{while_session}; cancel() of its handle, or `sgpu cancel`, stops it"
+        )
+
+    def _ended(self, timeout: float | None) -> bool:
+        return self._hear_until(lambda: self._stopped is not None or self._refused is not None, timeout)
+
     def _hear_until(self, done: Callable[[], bool], timeout: float | None) -> bool:
         clock = SystemClock()
         deadline_ns = None if timeout is None else clock.boottime_ns() + round(timeout * 1e9)
         if not self._lock.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
             return done()  # another thread is waiting for the run, and keeps it fresh
         try:
-            while not done():
-                left_s = None if deadline_ns is None else max(0.0, (deadline_ns - clock.boottime_ns()) / 1e9)
-                if self._channel is None:
-                    return done()
-                tick_s = self._display.tick_s if self._display is not None else None
-                pause_s = min((limit for limit in (left_s, tick_s) if limit is not None), default=None)
-                if not self._hear(pause_s) and left_s == 0:  # what is there already is heard in any case
-                    return done()
-                self._tick(clock.boottime_ns())
+            with interruptible():
+                while not done():
+                    left_s = None if deadline_ns is None else max(0.0, (deadline_ns - clock.boottime_ns()) / 1e9)
+                    if self._channel is None:
+                        return done()
+                    tick_s = self._display.tick_s if self._display is not None else None
+                    pause_s = min((limit for limit in (left_s, tick_s) if limit is not None), default=None)
+                    if not self._hear(pause_s) and left_s == 0:  # what is there already is heard in any case
+                        return done()
+                    self._tick(clock.boottime_ns())
         finally:
             self._lock.release()
         return True
@@ -381,71 +398,6 @@ class Run(Generic[R]):
 
     def _disconnect(self) -> None:
         self._link.close()
-
-
-def attach(run_id: str) -> Run[object]:
-    """Return the handle of a run that was started by another process of this user on this machine.
-
-    Args:
-        run_id: the run's identifier.
-
-    Raises:
-        InvalidValue: there is no such run.
-    """
-    home = find_home(os.environ)
-    directory = home.attempt(run_id, 1)
-    try:
-        launch = msgspec.json.decode((directory / "spec.json").read_bytes(), type=protocol.Submission)
-    except (OSError, msgspec.MsgspecError):
-        raise InvalidValue(
-            f"there is no run {run_id!r} in {home.runs}",
-            hint="`sgpu runs` lists them; those that ended long ago are deleted (`[retention]` in config.toml)",
-        ) from None
-    channel = _find_supervisor(home, run_id, directory)
-    if channel is None and not (directory / "stopped.json").exists():
-        _refuse_unreachable(home, run_id, directory)
-    run: Run[object] = Run(run_id, directory, launch.spec, launch.world_size, channel, None)
-    if channel is None:
-        run._connection_ended()
-    else:
-        run._hear(_SNAPSHOT_S)
-    return run
-
-
-def _find_supervisor(home: Home, run_id: str, directory: Path) -> Channel | None:
-    """Return a connection to a run's supervisor, None when it has ended; a run just launched is waited for."""
-    path = str(home.sockets() / f"{run_id}.sock")
-    deadline_ns = SystemClock().boottime_ns() + int(_APPEAR_S * 1e9)
-    while True:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            sock.connect(path)
-            return Channel(sock)
-        except OSError:
-            sock.close()
-        if (directory / "stopped.json").exists() or SystemClock().boottime_ns() > deadline_ns:
-            return None
-        select.select([], [], [], _LOOK_S)
-
-
-def _refuse_unreachable(home: Home, run_id: str, directory: Path) -> None:
-    """Raise for a run that has not ended and cannot be reached; return when its supervisor is gone."""
-    status = agent_status(home.root)
-    if status is not None and run_id in status.queued:
-        message = f"run {run_id} still waits behind {len(status.attempts)} others of this home"
-        raise AgentUnavailable(message, hint="attach when it has started: `sgpu status` shows the queue")
-    try:
-        lock = os.open(directory / "supervisor.lock", os.O_RDWR)
-    except OSError:
-        return
-    try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        message = f"run {run_id} goes on, but its supervisor cannot be reached from here"
-        hint = f"is SERVERLESS_GPU_SOCKETS, or /tmp, another one here? The outcome will be in {directory}"
-        raise AgentUnavailable(message, hint=hint) from None
-    finally:
-        os.close(lock)
 
 
 def _supervisor_lost() -> protocol.Stopped:

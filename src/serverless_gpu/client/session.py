@@ -16,6 +16,7 @@ any more).
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -91,8 +92,9 @@ class Session:
         self._runs: list[Run[object]] = []
         self._pruned_at = 64
         self._closed = False
+        self._owner = os.getpid()
         # Neither the thread nor the finalizer refers to this object: forgetting it ends the session.
-        weakref.finalize(self, held.cancel)
+        weakref.finalize(self, _end_in, self._owner, held)
         threading.Thread(target=held.listen, name=f"serverless-gpu-session-{held.id}", daemon=True).start()
 
     def __repr__(self) -> str:
@@ -104,8 +106,8 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is not None:
-            self._cancel_runs()
+        if kind is not None and os.getpid() == self._owner:
+            self._stop_runs(interrupted=issubclass(kind, KeyboardInterrupt))
         self.close()
 
     def distributed(
@@ -144,18 +146,18 @@ class Session:
         """Wait for the session's runs, hand its devices back and print its receipt; a second call does nothing.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C while runs were waited for; they were cancelled and the devices handed back.
+            KeyboardInterrupt: Ctrl-C while runs were waited for; they were cancelled (unless they are to be detached)
+                and the devices handed back.
         """
-        if self._closed:
+        if self._closed or os.getpid() != self._owner:  # a forked child has a copy of this object, and no session
             return
         self._closed = True
         try:
-            self._wait_for_runs()
-        except BaseException:
-            self._cancel_runs()
-            raise
+            _wait_for(self._runs)
+        except KeyboardInterrupt:
+            self._stop_runs(interrupted=True)
+            raise KeyboardInterrupt from None
         finally:
-            self._runs.clear()
             self._hold.cancel()
             self._say_end()
 
@@ -189,22 +191,43 @@ class Session:
             hint = "open another with serverless_gpu.session(...)"
             raise SessionEnded(f"session {self.id} cannot be used any more: {why}", hint=hint)
         run = launch(function, args, kwargs, spec, Lease(self.id, self._hold.devices))
+        run.session = self.id
         if len(self._runs) >= self._pruned_at:
             self._runs = [other for other in self._runs if not other.wait(0)]
             self._pruned_at = max(64, 2 * len(self._runs))
         self._runs.append(cast("Run[object]", run))
         return run
 
-    def _cancel_runs(self) -> None:
-        """Stop what still runs, and wait until it has."""
-        for run in self._runs:
+    def _stop_runs(self, *, interrupted: bool) -> None:
+        """Cancel what still runs and wait for it, but not for what Ctrl-C was to leave or has left; then forget all."""
+        runs, self._runs = self._runs, []
+        going = [run for run in runs if not run.abandoned(interrupted=interrupted) and not run.wait(timeout=0)]
+        if not going:
+            return
+        for run in going:
             run.cancel()
-        self._wait_for_runs()
+        self._display.say(f"cancelling {_runs_text(len(going))}; press Ctrl-C again to leave at once")
+        try:
+            _wait_for(going)
+        except KeyboardInterrupt:
+            self._display.say(f"left; {_runs_text(len(going))} of session {self.id} are still being cancelled")
 
-    def _wait_for_runs(self) -> None:
-        for run in self._runs:
-            with contextlib.suppress(ServerlessGpuError):  # it has none, because its supervisor was killed
-                run.receipt()
+
+def _end_in(owner: int, held: _Hold) -> None:
+    """End the session of the process that opened it; a forked child of that one ends, too, and must not."""
+    if os.getpid() == owner:
+        held.cancel()
+
+
+def _wait_for(runs: Sequence[Run[object]]) -> None:
+    """Wait until runs have given their devices back."""
+    for run in runs:
+        with contextlib.suppress(ServerlessGpuError):  # it has no receipt, because its supervisor was killed
+            run.receipt()
+
+
+def _runs_text(count: int) -> str:
+    return f"{count} run{'' if count == 1 else 's'}"
 
 
 class _InSession(DistributedFunction[P, R]):
@@ -243,11 +266,16 @@ def session(
         HardwareError: this machine does not have the GPUs.
         KeyboardInterrupt: Ctrl-C while they were waited for; nothing is held.
     """
-    spec = parse_options(gpus, gpu_type, False, timeout, cast("Mapping[str, object]", options))
+    others = dict(cast("Mapping[str, object]", options))
+    spec = parse_options(gpus, gpu_type, others.pop("remote", False), timeout, others)
     held = hold(_Hold, msgspec.structs.replace(spec, name="session"), seconds("idle_timeout", idle_timeout))
     display = TerminalDisplay(quiet=spec.quiet)
     try:
         held.wait_held(display)
+    except KeyboardInterrupt:
+        held.cancel()
+        display.say("not waiting any more; nothing is held")
+        raise KeyboardInterrupt from None
     except BaseException:
         held.cancel()
         raise

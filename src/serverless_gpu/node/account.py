@@ -90,8 +90,17 @@ class Account:
         devices: Sequence[Device],
         verdicts: Mapping[str, Verdict],
         quarantined: Sequence[str],
+        gate: str = "",
     ) -> Receipt:
-        """Return the receipt of the attempt as it ended, and write it to `receipt.json`."""
+        """Return the receipt of the attempt as it ended, and write it to `receipt.json`.
+
+        Args:
+            attempt: how it ended.
+            devices: what it hands back.
+            verdicts: what the gate found.
+            quarantined: identifiers of devices that are not proven free.
+            gate: the evidence in words, where the verdicts do not say it.
+        """
         kind, gpu_type = self._launch.candidates[0].kind, self._launch.candidates[0].type
         price = self._launch.price
         gpu_ms = self._before_ms + self._charged(self.facts).gpu_ms
@@ -110,7 +119,7 @@ class Account:
             peak_memory_bytes=self.peak_bytes if self.peak_bytes is not None else sum(self.peaks.values()) or None,
             warm=self.warm[0],
             warm_reason=self.warm[1],
-            gate=gate_text(devices, verdicts, kind),
+            gate=gate or gate_text(devices, verdicts, kind),
             quarantined=tuple(quarantined),
             tags=self._launch.spec.tags,
             facts=self._written,

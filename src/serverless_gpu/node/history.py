@@ -47,6 +47,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         state: a `State`, `NOT_STARTED` or `UNREADABLE`.
         live: whether a process looks after it now.
         kind: ``"function"`` or ``"session"``.
+        session: the session whose devices the run uses, or "".
         created_ns: when it was submitted, nanoseconds since 1970.
         began_ns: when its first line ran; None where that is not known.
         ended_ns: when it ended; None while it has not.
@@ -59,6 +60,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     live: bool
     created_ns: int
     kind: str = FUNCTION
+    session: str = ""
     world_size: int = 0
     version: str = ""
     began_ns: int | None = None
@@ -75,6 +77,7 @@ class _Written(msgspec.Struct):
     world_size: int = 0
     version: str = ""
     kind: str = FUNCTION
+    session: str = ""
     spec: msgspec.Raw = msgspec.Raw(b"")
 
 
@@ -122,6 +125,7 @@ def read_run(runs: Path, run_id: str, queued: Collection[str] = ()) -> Record:
         live=live,
         created_ns=created_ns,
         kind=written.kind,
+        session=written.session,
         world_size=written.world_size,
         version=written.version,
         began_ns=begun,

@@ -82,6 +82,7 @@ class Keeper:
         self._reported: dict[str, tuple[str, ...]] = {}  # what supervisors found when they gave back
         self._said: dict[str, str] = {}
         self._returning: list[str] = []
+        self._owner: Watcher | None = None
         self._waiting = ""
         self._look_again_ns = 0
         self._alive_ns = 0
@@ -97,7 +98,7 @@ class Keeper:
         """
         lock = os.open(self._directory / "supervisor.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held as long as this process lives, as a supervisor does
-        owner = self._audience.add(client)
+        self._owner = self._audience.add(client)
         self._audience.tell(protocol.Accepted(pid=os.getpid()))
         problem = self._audience.listen()
         if problem:
@@ -107,7 +108,7 @@ class Keeper:
         while not self._done:
             for key, _ in self._selector.select(self._pause_s()):
                 key.data()
-            if owner.gone:
+            if self._owner.gone:
                 self._end("its owner is gone")
             self._look()
 
@@ -154,7 +155,7 @@ class Keeper:
     def _obey(self, message: protocol.AnyMessage, watcher: Watcher) -> None:
         match message:
             case protocol.Cancel():
-                self._end("")
+                self._end("" if watcher is self._owner else "it was ended from elsewhere, with `sgpu cancel` perhaps")
             case protocol.Borrow(run_id=run_id, count=count) if self._book is not None and self._ending is None:
                 self._borrowers[run_id] = watcher
                 self._book = ask(self._book, Asker(run_id, count))
@@ -317,6 +318,7 @@ class Keeper:
         self._audience.tell(stopped)
         self._account.mark("exited")
         verdicts, unfit = self._verified(idle, self._launch.run_id)
+        all_lent = self._book is not None and not idle
         if self._reservation is not None:
             self._reservation.close()
         self._account.mark("freed")
@@ -330,7 +332,8 @@ class Keeper:
             state=state,
             reason=reason,
         )
-        self._audience.tell(protocol.Finished(receipt=self._account.receipt(attempt, idle, verdicts, unfit)))
+        gate = "its runs have all of its devices, and hand them back" if all_lent else ""
+        self._audience.tell(protocol.Finished(receipt=self._account.receipt(attempt, idle, verdicts, unfit, gate)))
         with contextlib.suppress(OSError, msgspec.MsgspecError):
             self._audience.drain()
         self._audience.close()

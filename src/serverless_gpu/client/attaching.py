@@ -1,0 +1,92 @@
+"""Finding a run again by its id: by its supervisor's socket while it runs, by its directory when it has ended.
+
+Failure cases: it waits in the agent's queue and has no supervisor yet; its supervisor lives and cannot be reached
+(another /tmp, another SERVERLESS_GPU_SOCKETS); its directory was deleted. Each is said.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import socket
+from pathlib import Path
+
+import msgspec
+
+from serverless_gpu.ambient import SystemClock
+from serverless_gpu.client.agent_control import agent_status
+from serverless_gpu.client.run import Run
+from serverless_gpu.errors import AgentUnavailable, InvalidValue
+from serverless_gpu.node import protocol
+from serverless_gpu.node.home import Home, find_home
+from serverless_gpu.node.inside.channel import Channel
+
+_SNAPSHOT_S = 2.0
+_APPEAR_S = 2.0  # for the supervisor of a run that was launched this moment
+_LOOK_S = 0.01
+
+
+def attach(run_id: str) -> Run[object]:
+    """Return the handle of a run that was started by another process of this user on this machine.
+
+    Args:
+        run_id: the run's identifier.
+
+    Raises:
+        InvalidValue: there is no such run.
+    """
+    home = find_home(os.environ)
+    directory = home.attempt(run_id, 1)
+    try:
+        launch = msgspec.json.decode((directory / "spec.json").read_bytes(), type=protocol.Submission)
+    except (OSError, msgspec.MsgspecError):
+        raise InvalidValue(
+            f"there is no run {run_id!r} in {home.runs}",
+            hint="`sgpu runs` lists them; those that ended long ago are deleted (`[retention]` in config.toml)",
+        ) from None
+    channel = _find_supervisor(home, run_id, directory)
+    if channel is None and not (directory / "stopped.json").exists():
+        _refuse_unreachable(home, run_id, directory)
+    run: Run[object] = Run(run_id, directory, launch.spec, launch.world_size, channel, None)
+    if channel is None:
+        run._connection_ended()
+    else:
+        run._hear(_SNAPSHOT_S)
+    return run
+
+
+def _find_supervisor(home: Home, run_id: str, directory: Path) -> Channel | None:
+    """Return a connection to a run's supervisor, None when it has ended; a run just launched is waited for."""
+    path = str(home.sockets() / f"{run_id}.sock")
+    deadline_ns = SystemClock().boottime_ns() + int(_APPEAR_S * 1e9)
+    while True:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            sock.connect(path)
+            return Channel(sock)
+        except OSError:
+            sock.close()
+        if (directory / "stopped.json").exists() or SystemClock().boottime_ns() > deadline_ns:
+            return None
+        select.select([], [], [], _LOOK_S)
+
+
+def _refuse_unreachable(home: Home, run_id: str, directory: Path) -> None:
+    """Raise for a run that has not ended and cannot be reached; return when its supervisor is gone."""
+    status = agent_status(home.root)
+    if status is not None and run_id in status.queued:
+        message = f"run {run_id} still waits behind {len(status.attempts)} others of this home"
+        raise AgentUnavailable(message, hint="attach when it has started: `sgpu status` shows the queue")
+    try:
+        lock = os.open(directory / "supervisor.lock", os.O_RDWR)
+    except OSError:
+        return
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        message = f"run {run_id} goes on, but its supervisor cannot be reached from here"
+        hint = f"is SERVERLESS_GPU_SOCKETS, or /tmp, another one here? The outcome will be in {directory}"
+        raise AgentUnavailable(message, hint=hint) from None
+    finally:
+        os.close(lock)
