@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -153,7 +154,7 @@ def test_what_cannot_be_is_refused_before_anything_starts(warm: Path, monkeypatc
     with pytest.raises(InvalidOption, match=r"there is no option 'idle'"):
         serverless_gpu.session(gpus=1, gpu_type="H100", idle=3)  # type: ignore[call-arg]  # the mistake under test
     with serverless_gpu.session(gpus=1, gpu_type="H100", quiet=True) as session:
-        with pytest.raises(InvalidValue, match=f"on_two asks for 2 devices, session {session.id} holds 1"):
+        with pytest.raises(InvalidValue, match=f"on_two asks for 2 H100; session {session.id} holds 1 H100"):
             session.distributed(on_two)
         with pytest.raises(NotDistributable):
             session.distributed(3)  # type: ignore[arg-type]  # the mistake under test
@@ -411,3 +412,46 @@ def test_F11_a_device_that_is_not_clean_is_not_lent_again_until_it_is(own: Path,
         assert second.waiting_for() == "waiting for 2 of the session's 2 H100: FAKE-H100-1 in quarantine"
         fakes.clear("FAKE-H100-1")
         assert second.results(30) == [0, 1]
+
+
+def test_a_session_takes_what_fits_it_and_says_what_does_not(warm: Path) -> None:
+    with serverless_gpu.session(gpus=1, gpu_type="CPU", quiet=True) as session:
+        assert session.distributed(distributed(gpus=1, quiet=True)(rank_number)) == [0], "of the type that is there"
+        with pytest.raises(InvalidValue) as refused:
+            session.distributed(on_two)
+    assert str(refused.value) == (
+        f"on_two asks for 2 H100; session {session.id} holds 1 CPU\n"
+        "hint: open a session with what it needs, or call it outside of the session"
+    )
+
+
+def test_who_waits_for_a_session_of_their_own_is_told(warm: Path) -> None:
+    with serverless_gpu.session(gpus=8, gpu_type="H100", quiet=True):
+        run = on_two.submit()
+        wait_for(run.waiting_for, "it waits")
+        assert run.waiting_for().endswith(
+            "that session is open in this process: call session.distributed(...), or close it"
+        )
+        run.cancel()
+        run.wait()
+
+
+def test_no_device_is_in_two_accounts_at_once(warm: Path, where: str) -> None:
+    Path(where, "go").touch()
+    with serverless_gpu.session(gpus=2, gpu_type="H100", quiet=True) as session:
+        runs = session.map(stay_on_one, [where] * 6)
+        for run in runs:
+            run.receipt()
+    held: dict[str, list[tuple[int, int]]] = {}
+    for directory in [warm / "runs" / session.id / "1", *(run.directory for run in runs)]:
+        started: dict[str, int] = {}
+        for line in (directory / "facts.jsonl").read_bytes().splitlines():
+            fact = msgspec.json.decode(line, type=Fact)
+            for uuid in fact.gpus if fact.kind in (FactKind.HELD, FactKind.RESERVED, FactKind.FREED) else ():
+                if fact.kind is FactKind.FREED:
+                    held.setdefault(uuid, []).append((started.pop(uuid), fact.boottime_ns))
+                else:
+                    started[uuid] = fact.boottime_ns
+    for spans in held.values():
+        ordered = sorted(spans)
+        assert all(before[1] <= after[0] for before, after in itertools.pairwise(ordered)), ordered

@@ -25,7 +25,7 @@ from serverless_gpu.ambient import SystemClock, new_run_id
 from serverless_gpu.client.connection import caller_context, connect
 from serverless_gpu.client.preflight import bind_arguments, check_function, pack
 from serverless_gpu.client.run import Run
-from serverless_gpu.errors import AgentUnavailable, InvalidValue, ServerNotConfigured
+from serverless_gpu.errors import AgentUnavailable, HardwareError, InvalidValue, ServerNotConfigured
 from serverless_gpu.model.hardware import Device, DeviceKind, parse_fake
 from serverless_gpu.model.placement import Candidates, candidates, restrict
 from serverless_gpu.model.spec import HANG_WARNING, RunSpec, hang_warning_s
@@ -208,12 +208,20 @@ def _offered(greeting: protocol.Greeting, environ: Mapping[str, str]) -> tuple[D
 def _choose(
     greeting: protocol.Greeting, order: _Order, offered: Sequence[Device], environ: Mapping[str, str]
 ) -> Candidates:
-    return candidates(
-        gpus=order.spec.resources.gpus,
-        gpu_type=order.spec.resources.gpu_type,
-        devices=order.lease.devices if order.lease else restrict(offered, environ.get("CUDA_VISIBLE_DEVICES")),
-        own=greeting.own_types,
-    )
+    wanted = order.spec.resources
+    if order.lease is None:
+        devices = restrict(offered, environ.get("CUDA_VISIBLE_DEVICES"))
+        return candidates(gpus=wanted.gpus, gpu_type=wanted.gpu_type, devices=devices, own=greeting.own_types)
+    held = order.lease.devices
+    kind = wanted.gpu_type or held[0].type
+    try:
+        return candidates(gpus=wanted.gpus, gpu_type=kind, devices=held, own=greeting.own_types)
+    except HardwareError:
+        raise InvalidValue(
+            f"{order.spec.name} asks for {wanted.gpus or 'all'} {kind}; session {order.lease.session} holds "
+            f"{len(held)} {held[0].type}",
+            hint="open a session with what it needs, or call it outside of the session",
+        ) from None
 
 
 def _write(message: protocol.Launch, version: str) -> None:

@@ -40,6 +40,9 @@ _RECEIPT_AFTER_FAILURE_S = 0.05
 
 Reconnect = Callable[[], Channel]
 
+own_sessions: set[str] = set()
+"""Sessions this process holds open: a run of its own that waits for one would wait for ever."""
+
 
 class _Link:
     """The connection of a handle; a handle that nobody keeps closes it and leaves the run alone."""
@@ -353,9 +356,9 @@ class Run(Generic[R]):
             case protocol.Snapshot(state=state, waiting=waiting):
                 self._state, self._waiting = state, waiting
             case protocol.Waiting(sentence=sentence):
-                self._waiting = sentence
+                self._waiting = _advised(sentence)
                 if self._display is not None:
-                    self._display.say(sentence)
+                    self._display.say(self._waiting)
             case protocol.Started():
                 self._state, self._waiting = State.RUNNING, ""
             case protocol.Output(rank=rank, stream=stream, text=text):
@@ -398,6 +401,13 @@ class Run(Generic[R]):
 
     def _disconnect(self) -> None:
         self._link.close()
+
+
+def _advised(sentence: str) -> str:
+    """Return why a run waits, with a word to whoever holds up themselves."""
+    if any(f"session {session} " in sentence for session in own_sessions):
+        return f"{sentence}; that session is open in this process: call session.distributed(...), or close it"
+    return sentence
 
 
 def _supervisor_lost() -> protocol.Stopped:

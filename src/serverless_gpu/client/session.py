@@ -29,8 +29,8 @@ from serverless_gpu.client.decorator import DistributedFunction, parse_options
 from serverless_gpu.client.display import Display, TerminalDisplay
 from serverless_gpu.client.launch import Lease, hold, launch
 from serverless_gpu.client.preflight import check_function
-from serverless_gpu.client.run import Run
-from serverless_gpu.errors import InvalidValue, ServerlessGpuError, SessionEnded
+from serverless_gpu.client.run import Run, own_sessions
+from serverless_gpu.errors import ServerlessGpuError, SessionEnded
 from serverless_gpu.model.attempt import State
 from serverless_gpu.model.hardware import Device
 from serverless_gpu.model.spec import Options, RunSpec, seconds
@@ -93,6 +93,7 @@ class Session:
         self._pruned_at = 64
         self._closed = False
         self._owner = os.getpid()
+        own_sessions.add(self.id)
         # Neither the thread nor the finalizer refers to this object: forgetting it ends the session.
         weakref.finalize(self, _end_in, self._owner, held)
         threading.Thread(target=held.listen, name=f"serverless-gpu-session-{held.id}", daemon=True).start()
@@ -158,6 +159,7 @@ class Session:
             self._stop_runs(interrupted=True)
             raise KeyboardInterrupt from None
         finally:
+            own_sessions.discard(self.id)
             self._hold.cancel()
             self._say_end()
 
@@ -170,12 +172,6 @@ class Session:
     def _bind(self, function: Callable[P, R] | DistributedFunction[P, R]) -> _InSession[P, R]:
         if isinstance(function, DistributedFunction):
             spec, plain = function.spec, cast("Callable[P, R]", function.__wrapped__)
-            wanted = spec.resources.gpus
-            if wanted is not None and wanted > len(self.devices):
-                raise InvalidValue(
-                    f"{spec.name} asks for {wanted} devices, session {self.id} holds {len(self.devices)}",
-                    hint="open a larger session, or call the function outside of it",
-                )
         else:
             check_function(function)
             resources = msgspec.structs.replace(self._spec.resources, gpus=None)

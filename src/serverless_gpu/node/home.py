@@ -147,6 +147,11 @@ def find_home(environ: Mapping[str, str]) -> Home:
 
 def storage_error(error: OSError, path: Path) -> StorageError:
     """Return the error a person gets for a file that could not be written."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return StorageError(
+            f"too many open files: {path} cannot be made",
+            hint="the handle of a run that has not ended keeps one: raise `ulimit -n`, or start fewer runs at once",
+        )
     if error.errno in _FULL:
         return StorageError(
             f"no space left for {path}",

@@ -340,12 +340,12 @@ class Supervisor:
                 verdicts = dict.fromkeys(
                     uuids, Verdict(False, "it is not certain that every process of the run has ended")
                 )
+            self._account.mark("freed")
+            self._fact(FactKind.FREED)  # before they can be anyone else's: no device is ever in two accounts
             quarantined = reservation.give_back(verdicts)
         elif reservation is not None:
+            self._account.mark("freed")
             reservation.close()
-        self._account.mark("freed")
-        if devices:
-            self._fact(FactKind.FREED)
         receipt = self._account.receipt(self._attempt, devices, verdicts, quarantined)
         self._audience.tell(protocol.Finished(receipt=receipt))
 

@@ -24,7 +24,9 @@ import msgspec
 from serverless_gpu.node import protocol
 from serverless_gpu.node.inside.channel import Channel
 
-_QUEUED_OUTPUT_MAX = 512
+_QUEUED_MAX = 8_192
+_QUEUED_CHARACTERS_MAX = 4 << 20  # a pager, a stopped terminal, a slow line: minutes of an ordinary program
+_MERGED_CHARACTERS_MAX = 8 << 10  # as JSON it still fits into one packet
 _WATCHERS_MAX = 64
 _LAST_WORDS_S = 5.0
 
@@ -41,6 +43,7 @@ class Watcher:
         self._choked = False
         self._missing: Counter[tuple[int, str, bool]] = Counter()  # bytes not said yet, by rank, stream, lost
         self._queue: deque[protocol.Message] = deque()
+        self._characters = 0  # of output in the queue
 
     @property
     def waiting(self) -> bool:
@@ -49,7 +52,7 @@ class Watcher:
 
     def say(self, message: protocol.Message) -> None:
         """Send a message, or queue it."""
-        if self._deaf or (isinstance(message, protocol.Waiting) and len(self._queue) >= _QUEUED_OUTPUT_MAX):
+        if self._deaf or (isinstance(message, protocol.Waiting) and len(self._queue) >= _QUEUED_MAX):
             return
         self._own_up()
         self._queue.append(message)
@@ -64,7 +67,8 @@ class Watcher:
             lost: whether it is not in the rank's file.
         """
         if self._room():
-            self._queue.append(message)
+            self._characters += len(message.text)
+            self._queue.append(self._merged(message))
             self.flush()
         elif not self._deaf:
             self.dropped_bytes += size
@@ -77,8 +81,19 @@ class Watcher:
             self._own_up()
             self.flush()
 
+    def _merged(self, message: protocol.Output) -> protocol.Output:
+        """Return output together with what is last in the queue, which it takes from there, if it goes on from that."""
+        last = self._queue[-1] if self._queue else None
+        if not isinstance(last, protocol.Output) or (last.rank, last.stream) != (message.rank, message.stream):
+            return message
+        if len(last.text) + len(message.text) > _MERGED_CHARACTERS_MAX:
+            return message
+        self._queue.pop()
+        return msgspec.structs.replace(message, text=last.text + message.text)
+
     def _room(self) -> bool:
-        self._choked = self._choked or len(self._queue) >= _QUEUED_OUTPUT_MAX
+        full = len(self._queue) >= _QUEUED_MAX or self._characters >= _QUEUED_CHARACTERS_MAX
+        self._choked = self._choked or full
         return not (self._choked or self._deaf)
 
     def _own_up(self) -> None:
@@ -89,7 +104,8 @@ class Watcher:
     def flush(self) -> None:
         """Send what the peer will take."""
         while self._queue and not self.gone:
-            if self._choked and len(self._queue) <= _QUEUED_OUTPUT_MAX // 2:
+            half_empty = len(self._queue) <= _QUEUED_MAX // 2 and self._characters <= _QUEUED_CHARACTERS_MAX // 2
+            if self._choked and half_empty:
                 self._choked = False
                 self._own_up()
             try:
@@ -102,7 +118,8 @@ class Watcher:
                 self._queue.clear()
                 self._missing.clear()
                 return
-            self._queue.popleft()
+            sent = self._queue.popleft()
+            self._characters -= len(sent.text) if isinstance(sent, protocol.Output) else 0
 
     def drain(self, timeout_s: float) -> None:
         """Send what is queued, waiting for the peer up to a limit for each message."""
