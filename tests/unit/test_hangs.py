@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from itertools import count, pairwise
 
 import hypothesis.strategies as st
 import msgspec
@@ -243,6 +243,15 @@ def test_a_rank_that_comes_by_python_and_uses_its_cpu_moves(passes: bool, used: 
         ]
 
     assert (live(TEN_MIN, scene, 1000 * S)[1] == []) is moves
+
+
+def test_what_looks_cost_a_rank_is_no_movement() -> None:
+    number = count()
+
+    def scene(_: int) -> list[Look]:
+        return [look(0, passed=True, main_us=2_000 * next(number))]
+
+    assert live(Limits(hang_warning_ns=None, hang_timeout_ns=S), scene, 5 * S)[1] != []
 
 
 def test_looks_are_not_in_step() -> None:

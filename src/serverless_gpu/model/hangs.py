@@ -36,6 +36,7 @@ _LOOKS_MIN = 3
 _INTERVAL_NS_MIN = 50_000_000
 _UNOBSERVED_NS = 30_000_000_000  # the supervisor looks every few seconds; a longer gap was not the ranks'
 _BUSY = 0.01  # of one CPU; who only asks again and again whether it may go on uses less
+_LOOK_MS = 3.0  # of CPU that being looked at takes, at most
 _GOLDEN = 0.618  # spreads its multiples evenly
 STOPPED, TRACED = "T", "t"
 _WAIT_CHANNELS = (
@@ -271,7 +272,7 @@ def _place(look: Look, before: Look | None, elapsed_ms: float, number: int) -> f
         used_ms += look.cpu_ms - before.cpu_ms
     if before is not None and (not frames or delegates(frames)):  # others may be at work for it
         used_ms += look.children_ms - before.children_ms
-    seen: set[object] = {("busy", number)} if used_ms > _BUSY * elapsed_ms else set()
+    seen: set[object] = {("busy", number)} if used_ms > _BUSY * elapsed_ms + _LOOK_MS else set()
     others = tuple(thread.frames for thread in look.stack.others) if delegates(frames) else ()
     if frames:  # a stack that did not come once is no other place
         seen.add((frames, others))
