@@ -218,13 +218,21 @@ def test_F28_without_the_record_the_message_still_makes_sense(
 # --- what ranks raised ----------------------------------------------------------------------------------------------
 
 
-def test_F06_the_users_exception_is_raised_as_its_own_type(directory: Path) -> None:
+@pytest.mark.parametrize(
+    ("written", "named"),
+    [(("1.stdout", "1.stderr"), "logs/1.stderr"), (("1.stdout",), "logs/1.stdout"), ((), "logs")],
+    ids=["both", "stdout", "nothing"],
+)
+def test_F06_the_users_exception_is_raised_as_its_own_type(
+    directory: Path, written: tuple[str, ...], named: str
+) -> None:
+    (directory / "logs").mkdir(exist_ok=True)
+    for name in written:
+        (directory / "logs" / name).write_text("x")
     write_raised(directory, 1, KeyError("lr"))
     error = make_exception(stopped(Reason.RANK_RAISED, "KeyError: 'lr'", rank=1), directory, RUN, None)
     assert (type(error), error.args) == (KeyError, ("lr",))
-    assert error.__notes__ == [
-        f"rank 1 on host {socket.gethostname()}, run {RUN}; log: {directory / 'logs' / '1.stderr'}"
-    ]
+    assert error.__notes__ == [f"rank 1 on host {socket.gethostname()}, run {RUN}; log: {directory / named}"]
 
 
 @pytest.mark.parametrize(
