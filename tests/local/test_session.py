@@ -23,6 +23,7 @@ from serverless_gpu.errors import (
     InvalidValue,
     NotDistributable,
     NotEnoughGpus,
+    RunCancelled,
     RunError,
     ServerNotConfigured,
     SessionEnded,
@@ -182,9 +183,9 @@ def test_an_exception_in_the_block_cancels_its_runs(warm: Path, where: str) -> N
 
 
 def test_an_idle_session_warns_and_gives_back(warm: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    session = serverless_gpu.session(gpus=1, gpu_type="H100", idle_timeout=0.5)
+    session = serverless_gpu.session(gpus=1, gpu_type="H100", idle_timeout=2)
     wait_for(lambda: held_locks(warm) == [], "the device is free")
-    with pytest.raises(SessionEnded, match=r"the session, idle for 0\.\d s, has ended: its 1 H100 are given back"):
+    with pytest.raises(SessionEnded, match=r"the session, idle for \d\.\d s, has ended: its 1 H100 are given back"):
         session.distributed(where_am_i)
     said = capsys.readouterr().err
     assert "gives its 1 H100 back in" in said and "has ended" in said
@@ -455,3 +456,60 @@ def test_no_device_is_in_two_accounts_at_once(warm: Path, where: str) -> None:
     for spans in held.values():
         ordered = sorted(spans)
         assert all(before[1] <= after[0] for before, after in itertools.pairwise(ordered)), ordered
+
+
+FORKING_OWNER = """
+import os, sys, time, serverless_gpu
+from tests.local.ranks import announce, stay
+session = serverless_gpu.session(gpus=1, gpu_type="H100", quiet=True)
+runs = [session.submit(stay, sys.argv[1]) for _ in range(2)]
+if os.fork() == 0:
+    time.sleep(600)
+announce(sys.argv[1], "owner." + session.id)
+time.sleep(600)
+"""
+
+
+def test_F62_a_session_ends_with_its_owner_also_where_a_forked_child_of_that_lives(
+    warm: Path, tmp_path: Path, where: str
+) -> None:
+    """Workers of a DataLoader, say: they have a copy of the session's socket."""
+    path = tmp_path / "forks.py"
+    path.write_text(f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})\n{FORKING_OWNER}")
+    process = start_script(path, where)
+    announced(Path(where), "rank0")
+    announced_by = wait_for(lambda: list(Path(where).glob("owner.0*")), "the owner has forked")
+    session_id = announced_by[0].suffix[1:]
+    os.kill(process.pid, signal.SIGKILL)
+    wait_for(lambda: f"{session_id}.sock" not in run_sockets(warm), "the session is gone")
+    os.killpg(process.pid, signal.SIGKILL)  # the child, which is in the script's own session
+    ended(process)
+    runs = [attach(name) for name in os.listdir(warm / "runs") if belongs(warm, name, session_id)]
+    Path(where, "go").touch()
+    assert sorted(run.wait(30) and run.status() for run in runs) == ["CANCELLED", "SUCCEEDED"]
+    waiting = next(run for run in runs if run.status() == "CANCELLED")
+    with pytest.raises(RunCancelled, match="its session ended before the run had devices"):
+        waiting.results()
+
+
+def belongs(home: Path, run_id: str, session_id: str) -> bool:
+    return bool(json.loads((home / "runs" / run_id / "1" / "spec.json").read_text())["session"] == session_id)
+
+
+def test_a_dirty_device_of_a_killed_run_does_not_hold_up_the_others(own: Path, where: str) -> None:
+    fakes = FakeGpus(own)
+    with serverless_gpu.session(gpus=2, gpu_type="H100", quiet=True) as session:
+        run = session.submit(stay_on_one, where)
+        announced(Path(where), "rank0")
+        fakes.set("FAKE-H100-0", memory_used_bytes=4 << 30)
+        supervisor(own, run.id).kill()
+        assert session.distributed(distributed(gpus=1, quiet=True)(where_am_i)) == [(0, 1, "FAKE-H100-1")]
+        fakes.clear("FAKE-H100-0")
+        assert session.distributed(rank_number) == [0, 1]
+
+
+def test_an_ended_session_is_not_entered_again(warm: Path) -> None:
+    session = serverless_gpu.session(gpus=1, gpu_type="H100", quiet=True)
+    session.close()
+    with pytest.raises(SessionEnded, match="it was closed"), session:
+        raise AssertionError("not reached")

@@ -160,7 +160,7 @@ def test_a_stopping_attempt_takes_every_late_word(event: Event) -> None:
 
 ENDINGS = {
     State.SUCCEEDED: {Reason.COMPLETED},
-    State.CANCELLED: {Reason.CANCELLED},
+    State.CANCELLED: {Reason.CANCELLED, Reason.SESSION_ENDED},
     State.TIMED_OUT: {Reason.TIMEOUT},
     State.BUDGET_STOPPED: {Reason.BUDGET},
     State.LOST: {Reason.SUPERVISOR_LOST, Reason.NODE_LOST},
@@ -186,6 +186,7 @@ def test_only_what_ran_nothing_of_the_user_may_be_retried_and_faults_of_the_plat
     assert {reason for reason, m in MEANINGS.items() if not m.is_billed} == {
         Reason.START_FAILED,
         Reason.RENDEZVOUS,
+        Reason.SESSION_ENDED,
         Reason.SUPERVISOR_LOST,
         Reason.NODE_LOST,
     }

@@ -7,7 +7,17 @@ import pytest
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from serverless_gpu.model.hardware import Device, DeviceKind
-from serverless_gpu.model.sessions import Asker, Book, ask, idle_action, judge, leave, settle, waiting_text, wake_ns
+from serverless_gpu.model.sessions import (
+    Asker,
+    Book,
+    ask,
+    idle_action,
+    leave,
+    mark_unfit,
+    settle,
+    waiting_text,
+    wake_ns,
+)
 
 SECOND = 1_000_000_000
 
@@ -61,7 +71,7 @@ class Lending(RuleBasedStateMachine):
 
     @rule(unfit=st.sets(st.integers(0, 3)))
     def look_at_devices(self, unfit: set[int]) -> None:
-        self.book = judge(self.book, {f"H100-{number}" for number in unfit})
+        self.book = mark_unfit(self.book, {f"H100-{number}" for number in unfit})
 
     @rule(seconds=st.integers(1, 50))
     def time_passes(self, seconds: int) -> None:
@@ -97,7 +107,7 @@ def test_a_small_run_does_not_pass_a_large_one() -> None:
 
 def test_why_a_run_waits() -> None:
     book, _ = settle(ask(Book(devices=devices(4), idle_ns=0), Asker("a", 3)))
-    book = judge(ask(ask(book, Asker("b", 4)), Asker("c", 1)), {"H100-3"})
+    book = mark_unfit(ask(ask(book, Asker("b", 4)), Asker("c", 1)), {"H100-3"})
     assert waiting_text(book, book.queue[0]) == (
         "waiting for 4 of the session's 4 H100: run a has 3; H100-3 in quarantine"
     )

@@ -41,7 +41,7 @@ _FENCE = 1
 _notes_said: set[str] = set()
 
 
-class Lease(NamedTuple):
+class Lender(NamedTuple):
     """The session a run belongs to, and the devices that session holds."""
 
     session: str
@@ -53,7 +53,7 @@ class _Order(NamedTuple):
 
     spec: RunSpec
     called_ns: int
-    lease: Lease | None = None
+    lender: Lender | None = None
     idle_timeout_s: float | None = None
 
 
@@ -62,7 +62,7 @@ def launch(
     args: Sequence[object],
     kwargs: Mapping[str, object],
     spec: RunSpec,
-    lease: Lease | None = None,
+    lender: Lender | None = None,
 ) -> Run[R]:
     """Start a run on this machine and return its handle.
 
@@ -71,7 +71,7 @@ def launch(
         args: its positional arguments.
         kwargs: its keyword arguments.
         spec: what was asked for.
-        lease: the session whose devices it uses, or None.
+        lender: the session whose devices it uses, or None.
 
     Raises:
         ServerlessGpuError: nothing was started; the message says why and what to do.
@@ -80,7 +80,7 @@ def launch(
     check_function(function)
     bind_arguments(function, args, kwargs)
     spec = msgspec.structs.replace(spec, hang_warning_s=hang_warning_s(os.environ.get(HANG_WARNING)))
-    order = _Order(spec, called_ns, lease)
+    order = _Order(spec, called_ns, lender)
 
     def write_call(directory: Path) -> None:
         packed = pack(str(directory / "call.pkl"), function, args, kwargs)
@@ -185,7 +185,7 @@ def _message(order: _Order, home: Home, greeting: protocol.Greeting) -> protocol
         context=context,
         called_ns=order.called_ns,
         price=greeting.prices.get(chosen.devices[0].type),
-        session=order.lease.session if order.lease else "",
+        session=order.lender.session if order.lender else "",
         idle_timeout_s=order.idle_timeout_s,
     )
 
@@ -209,16 +209,16 @@ def _choose(
     greeting: protocol.Greeting, order: _Order, offered: Sequence[Device], environ: Mapping[str, str]
 ) -> Candidates:
     wanted = order.spec.resources
-    if order.lease is None:
+    if order.lender is None:
         devices = restrict(offered, environ.get("CUDA_VISIBLE_DEVICES"))
         return candidates(gpus=wanted.gpus, gpu_type=wanted.gpu_type, devices=devices, own=greeting.own_types)
-    held = order.lease.devices
+    held = order.lender.devices
     kind = wanted.gpu_type or held[0].type
     try:
         return candidates(gpus=wanted.gpus, gpu_type=kind, devices=held, own=greeting.own_types)
     except HardwareError:
         raise InvalidValue(
-            f"{order.spec.name} asks for {wanted.gpus or 'all'} {kind}; session {order.lease.session} holds "
+            f"{order.spec.name} asks for {wanted.gpus or 'all'} {kind}; session {order.lender.session} holds "
             f"{len(held)} {held[0].type}",
             hint="open a session with what it needs, or call it outside of the session",
         ) from None

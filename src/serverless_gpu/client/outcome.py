@@ -42,6 +42,7 @@ _CLASSES: dict[Reason, type[RunError]] = {
     Reason.RESULT_TOO_LARGE: ResultTooLarge,
     Reason.COLLECTIVE_HANG: CollectiveHang,
     Reason.CANCELLED: RunCancelled,
+    Reason.SESSION_ENDED: RunCancelled,
     Reason.TIMEOUT: RunTimedOut,
     Reason.BUDGET: BudgetExhausted,
     Reason.SUPERVISOR_LOST: NodeLost,

@@ -26,8 +26,8 @@ from typing import ParamSpec, TypeVar, Unpack, cast
 import msgspec
 
 from serverless_gpu.client.decorator import DistributedFunction, parse_options
-from serverless_gpu.client.display import Display, TerminalDisplay
-from serverless_gpu.client.launch import Lease, hold, launch
+from serverless_gpu.client.display import Display, TerminalDisplay, make_display
+from serverless_gpu.client.launch import Lender, hold, launch
 from serverless_gpu.client.preflight import check_function
 from serverless_gpu.client.run import Run, own_sessions
 from serverless_gpu.errors import ServerlessGpuError, SessionEnded
@@ -99,9 +99,10 @@ class Session:
         threading.Thread(target=held.listen, name=f"serverless-gpu-session-{held.id}", daemon=True).start()
 
     def __repr__(self) -> str:
-        return f"<Session {self.id} {len(self.devices)} devices{' (ended)' if self._hold.over else ''}>"
+        return f"<Session {self.id} of {', '.join(self.devices)}{' (ended)' if self._hold.over else ''}>"
 
     def __enter__(self) -> Session:
+        self._refuse_if_over()
         return self
 
     def __exit__(
@@ -165,7 +166,9 @@ class Session:
 
     def _say_end(self) -> None:
         try:
-            self._display.receipt(self._hold.receipt(_HAND_BACK_S))
+            receipt = self._hold.receipt(_HAND_BACK_S)
+            # Made now: in a notebook the cell that closes a session is not the one that opened it.
+            make_display(quiet=self._spec.quiet, logs=self._hold.directory / "logs").receipt(receipt)
         except (TimeoutError, ServerlessGpuError) as error:
             self._display.say(f"session {self.id}: {error}")
 
@@ -182,17 +185,20 @@ class Session:
     def _launch(
         self, function: Callable[..., R], args: Sequence[object], kwargs: Mapping[str, object], spec: RunSpec
     ) -> Run[R]:
-        if self._closed or self._hold.over:
-            why = "it was closed" if self._closed else self._hold.last_sentence() or "its process is gone"
-            hint = "open another with serverless_gpu.session(...)"
-            raise SessionEnded(f"session {self.id} cannot be used any more: {why}", hint=hint)
-        run = launch(function, args, kwargs, spec, Lease(self.id, self._hold.devices))
+        self._refuse_if_over()
+        run = launch(function, args, kwargs, spec, Lender(self.id, self._hold.devices))
         run.session = self.id
         if len(self._runs) >= self._pruned_at:
             self._runs = [other for other in self._runs if not other.wait(0)]
             self._pruned_at = max(64, 2 * len(self._runs))
         self._runs.append(cast("Run[object]", run))
         return run
+
+    def _refuse_if_over(self) -> None:
+        if self._closed or self._hold.over:
+            why = "it was closed" if self._closed else self._hold.last_sentence() or "its process is gone"
+            hint = "open another with serverless_gpu.session(...)"
+            raise SessionEnded(f"session {self.id} cannot be used any more: {why}", hint=hint)
 
     def _stop_runs(self, *, interrupted: bool) -> None:
         """Cancel what still runs and wait for it, but not for what Ctrl-C was to leave or has left; then forget all."""

@@ -58,6 +58,7 @@ class Reason(StrEnum):
     RESULT_STORAGE = "result_storage"
     START_FAILED = "start_failed"
     RENDEZVOUS = "rendezvous"
+    SESSION_ENDED = "session_ended"
     RUNTIME_LOST = "runtime_lost"
     COLLECTIVE_HANG = "collective_hang"
     CANCELLED = "cancelled"
@@ -100,6 +101,7 @@ MEANINGS: Mapping[Reason, Meaning] = {
     Reason.RESULT_STORAGE: Meaning(State.FAILED, False, True, "a rank finished, but its result could not be written"),
     Reason.START_FAILED: Meaning(State.FAILED, True, False, "the ranks could not be started"),
     Reason.RENDEZVOUS: Meaning(State.FAILED, True, False, "no free rendezvous port was found"),
+    Reason.SESSION_ENDED: Meaning(State.CANCELLED, False, False, "its session ended before the run had devices"),
     Reason.RUNTIME_LOST: Meaning(State.FAILED, False, True, "the ranks' parent process died"),
     Reason.COLLECTIVE_HANG: Meaning(
         State.FAILED, False, True, "the ranks stood still, without output, for as long as hang_timeout allows"

@@ -89,7 +89,7 @@ def leave(book: Book, run_id: str, now_ns: int) -> Book:
     return msgspec.structs.replace(book, loans=loans, queue=queue, idle_ns=idle_ns)
 
 
-def judge(book: Book, unfit: Collection[str]) -> Book:
+def mark_unfit(book: Book, unfit: Collection[str]) -> Book:
     """Return the book with these devices, and no others, unfit."""
     return msgspec.structs.replace(book, unfit=frozenset(unfit))
 

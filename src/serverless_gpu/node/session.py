@@ -7,7 +7,8 @@ Forked from the nursery like a supervisor, and like one it is independent of the
 what when is decided in `model/sessions.py`.
 
 Failure cases:
-- the owner goes away (its notebook's kernel was killed): the session ends at once. Runs that still use devices of it go
+- the owner goes away (its notebook's kernel was killed): the session ends at once, also where a process that the owner
+  forked lives on with a copy of its socket. Runs that still wait are cancelled; those that use devices of it go
   on and keep those locked: their supervisors and stems have copies of the lock descriptors;
 - a supervisor is killed: its loan ends when its stem, too, is gone (the pipe's end of file), and the devices are looked
   at before anyone else gets them;
@@ -22,6 +23,8 @@ import contextlib
 import fcntl
 import os
 import selectors
+import socket
+import struct
 import time
 from pathlib import Path
 
@@ -32,7 +35,17 @@ from serverless_gpu.errors import ServerlessGpuError
 from serverless_gpu.model.attempt import MEANINGS, Attempt, Failure, Reason, State
 from serverless_gpu.model.hardware import Device
 from serverless_gpu.model.ledger import FactKind
-from serverless_gpu.model.sessions import Asker, Book, ask, idle_action, judge, leave, settle, waiting_text, wake_ns
+from serverless_gpu.model.sessions import (
+    Asker,
+    Book,
+    ask,
+    idle_action,
+    leave,
+    mark_unfit,
+    settle,
+    waiting_text,
+    wake_ns,
+)
 from serverless_gpu.node import protocol
 from serverless_gpu.node.account import Account, write_json
 from serverless_gpu.node.gate import GatePolicy, Verdict, verify
@@ -97,8 +110,9 @@ class Keeper:
             client: its owner; the session ends with this connection.
         """
         lock = os.open(self._directory / "supervisor.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held as long as this process lives, as a supervisor does
+        fcntl.flock(lock, fcntl.LOCK_EX)  # held as long as this process lives, as a supervisor does
         self._owner = self._audience.add(client)
+        self._watch_owner(client)
         self._audience.tell(protocol.Accepted(pid=os.getpid()))
         problem = self._audience.listen()
         if problem:
@@ -112,19 +126,32 @@ class Keeper:
                 self._end("its owner is gone")
             self._look()
 
+    def _watch_owner(self, client: Channel) -> None:
+        """Notice the owner's end even where something it forked keeps a copy of its socket."""
+        credentials = client.sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        pid: int = struct.unpack("3i", credentials)[0]
+        with contextlib.suppress(OSError):  # gone already, which its socket says; or of another pid namespace
+            process = os.pidfd_open(pid)
+            self._selector.register(process, selectors.EVENT_READ, lambda: self._owner_ended(process))
+
+    def _owner_ended(self, process: int) -> None:
+        self._selector.unregister(process)
+        os.close(process)
+        self._end("its owner is gone")
+
     # --- devices -------------------------------------------------------------------------------------------------
 
     def _reserve(self) -> None:
         try:
             self._reservation = Reservation(self._launch, self._home, self._clock, self._machine)
         except ServerlessGpuError as error:
-            self._fail(str(error))
+            self._fail(error.message)
 
     def _try_devices(self, reservation: Reservation) -> None:
         try:
             sentence = reservation.try_take()
         except ServerlessGpuError as error:
-            self._fail(str(error))
+            self._fail(error.message)
             return
         if sentence is None:
             self._account.mark("reserved")
@@ -182,11 +209,14 @@ class Keeper:
     def _hand_over(self, run_id: str, devices: tuple[Device, ...]) -> None:
         assert self._reservation is not None
         read, write = os.pipe2(os.O_CLOEXEC)
+        borrower = self._borrowers[run_id]
         fds = self._reservation.fds_of([device.uuid for device in devices])
         try:
-            protocol.send(self._borrowers[run_id].channel, protocol.Lent(devices=devices), (*fds, write))
+            borrower.flush()  # what it waited for comes first
+            protocol.send(borrower.channel, protocol.Lent(devices=devices), (*fds, write))
             self._account.runs = (self._account.runs or 0) + 1
         except OSError:
+            borrower.gone = True  # it reads end of file instead
             self._reported[run_id] = ()  # it never had them; the pipe says so as well
         finally:
             os.close(write)
@@ -200,19 +230,21 @@ class Keeper:
     def _take_back(self, book: Book, run_id: str) -> Book:
         devices = book.loans.get(run_id, ())
         unfit = self._reported.pop(run_id, None)
-        if unfit is None:  # its supervisor was killed
-            unfit = self._verified(devices, run_id)[1]
+        if unfit is None:  # its supervisor was killed; one look, for who waits here holds up everybody
+            unfit = self._verified(devices, run_id, GatePolicy(pauses_s=()))[1]
         self._borrowers.pop(run_id, None)
         self._said.pop(run_id, None)
-        return judge(leave(book, run_id, self._clock.boottime_ns()), {*book.unfit, *unfit})
+        return mark_unfit(leave(book, run_id, self._clock.boottime_ns()), {*book.unfit, *unfit})
 
-    def _verified(self, devices: tuple[Device, ...], run_id: str) -> tuple[dict[str, Verdict], tuple[str, ...]]:
+    def _verified(
+        self, devices: tuple[Device, ...], run_id: str, policy: GatePolicy
+    ) -> tuple[dict[str, Verdict], tuple[str, ...]]:
         """Return whether devices are free, and those now in quarantine because they are not."""
         if self._reservation is None or not devices:
             return {}, ()
         provider = self._reservation.provider
         uuids = [device.uuid for device in devices]
-        verdicts = verify(provider, uuids, self._reservation.before, GatePolicy(), time.sleep)
+        verdicts = verify(provider, uuids, self._reservation.before, policy, time.sleep)
         locks = DeviceLocks(lock_directory(devices[0].kind, self._home.root))
         return verdicts, quarantine(locks, verdicts, run_id)
 
@@ -248,7 +280,7 @@ class Keeper:
         if not (book.unfit and book.queue and self._reservation is not None) or now_ns < self._look_again_ns:
             return book
         self._look_again_ns = now_ns + int(_RETEST_S * 1e9)
-        return judge(book, book.unfit & self._reservation.retest_quarantined().keys())
+        return mark_unfit(book, book.unfit & self._reservation.retest_quarantined().keys())
 
     def _look_at_time(self, book: Book) -> None:
         now_ns = self._clock.boottime_ns()
@@ -317,7 +349,7 @@ class Keeper:
         write_json(self._directory / "stopped.json", stopped)
         self._audience.tell(stopped)
         self._account.mark("exited")
-        verdicts, unfit = self._verified(idle, self._launch.run_id)
+        verdicts, unfit = self._verified(idle, self._launch.run_id, GatePolicy())
         all_lent = self._book is not None and not idle
         if self._reservation is not None:
             self._reservation.close()

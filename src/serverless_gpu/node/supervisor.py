@@ -31,7 +31,7 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.ambient import Clock, SystemClock
-from serverless_gpu.errors import ServerlessGpuError
+from serverless_gpu.errors import ServerlessGpuError, SessionEnded
 from serverless_gpu.model.attempt import (
     TERMINAL,
     Attempt,
@@ -116,7 +116,7 @@ class Supervisor:
             client: whoever launched it; the first watcher.
         """
         lock = os.open(self._directory / "supervisor.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held as long as this process lives: how `attach` knows
+        fcntl.flock(lock, fcntl.LOCK_EX)  # held as long as this process lives: how `attach` knows
         problem = self._audience.listen()
         if problem:  # the run itself does not need it
             self._account.notes.append(problem)
@@ -171,9 +171,13 @@ class Supervisor:
             else:
                 self._reservation = Reservation(self._launch, self._home, self._clock, self._machine)
         except ServerlessGpuError as error:
-            self._apply(StartFailed(Reason.START_FAILED, str(error)))
+            self._refuse_start(error)
         else:
             self._try_devices()
+
+    def _refuse_start(self, error: ServerlessGpuError) -> None:
+        ended = isinstance(error, SessionEnded)
+        self._apply(StartFailed(Reason.SESSION_ENDED if ended else Reason.START_FAILED, error.message))
 
     def _try_devices(self) -> None:
         if self._reservation is None or self._attempt.state is not State.QUEUED:
@@ -181,7 +185,7 @@ class Supervisor:
         try:
             sentence = self._reservation.try_take()
         except ServerlessGpuError as error:
-            self._apply(StartFailed(Reason.START_FAILED, str(error)))
+            self._refuse_start(error)
             return
         if sentence is None:
             self._fact(FactKind.RESERVED)

@@ -184,7 +184,7 @@ class Audience:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             sock.bind(str(self._path))
-            sock.listen(16)
+            sock.listen(128)
         except OSError as error:
             sock.close()
             return f"attach is not possible: {self._path}: {error.strerror}"
