@@ -118,6 +118,18 @@ def back_to_back(quick: bool) -> Row:
         )
 
 
+def in_session(quick: bool) -> Row:
+    """The warm row in a held session, against the same fork; the session holds both CPU slots, so no other call can."""
+    with Stage(("ours.in_session", "neighbours.bare_fork"), ("bare fork + gloo",)) as stage:
+        stage.play(4 if quick else 24)
+        return Row(
+            name="warm, in a held session",
+            ours=stage.timing(0, "call → process group ready"),
+            against=stage.against(),
+            problems=stage.problems(),
+        )
+
+
 def cold(quick: bool) -> Row:
     """Call until user code runs when nothing stands by, not even the agent."""
     with Stage(("ours.cold", "neighbours.import_torch"), ('`python -c "import torch, torch.distributed"`',)) as stage:
@@ -254,6 +266,7 @@ def flood(quick: bool) -> Row:
 ROWS: dict[str, Callable[[bool], Row]] = {
     "warm": warm,
     "back-to-back": back_to_back,
+    "session": in_session,
     "cold": cold,
     "killed": killed,
     "killed-in-collective": killed_in_collective,
