@@ -351,11 +351,11 @@ class Keeper:
         self._account.mark("exited")
         verdicts, unfit = self._verified(idle, self._launch.run_id, GatePolicy())
         all_lent = self._book is not None and not idle
-        if self._reservation is not None:
-            self._reservation.close()
         self._account.mark("freed")
         if self._billed:
             self._account.fact(FactKind.FREED, self._billed)
+        if self._reservation is not None:
+            self._reservation.close()
         attempt = Attempt(
             run_id=self._launch.run_id,
             fence=self._launch.fence,
