@@ -347,6 +347,7 @@ def test_the_command_cancels_a_session_with_its_runs(warm: Path, where: str) -> 
     first, second = done.output.splitlines()
     assert first.startswith(f"run {run.id} CANCELLED: 2 GPUs verified free")
     assert second.startswith("SUCCEEDED: 2 GPUs verified free")
+    wait_for(lambda: "ended" in repr(session), "its owner knows")
     with pytest.raises(SessionEnded, match="it was ended from elsewhere"):
         session.submit(stay, where)
     assert held_locks(warm) == []

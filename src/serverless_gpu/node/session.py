@@ -197,6 +197,7 @@ class Keeper:
     def _lend(self, book: Book) -> None:
         """Serve those whose turn it is, tell the others what they wait for."""
         self._book, served = settle(book)
+        self._bill()  # before they are in anyone else's account
         for run_id in served:
             self._hand_over(run_id, self._book.loans[run_id])
         for asker in self._book.queue:
@@ -204,7 +205,6 @@ class Keeper:
             if self._said.get(asker.run_id) != sentence:
                 self._said[asker.run_id] = sentence
                 self._borrowers[asker.run_id].say(protocol.Waiting(sentence=sentence))
-        self._bill()
 
     def _hand_over(self, run_id: str, devices: tuple[Device, ...]) -> None:
         assert self._reservation is not None
