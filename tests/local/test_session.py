@@ -166,7 +166,8 @@ def test_the_rest_of_the_machine_waits_by_name(warm: Path, capsys: pytest.Captur
     with serverless_gpu.session(gpus=8, gpu_type="H100") as session:
         run = on_two.submit()
         wait_for(lambda: "held by session" in run.waiting_for(), "it knows who")
-        assert f"FAKE-H100-0 is held by session {session.id} of " in run.waiting_for()
+        names = "FAKE-H100-0, FAKE-H100-1, FAKE-H100-2, FAKE-H100-3 and 4 more"
+        assert f"{names} are held by session {session.id} of " in run.waiting_for()
     run.results()
     said = capsys.readouterr().err
     assert f"serverless-gpu: session {session.id} · SUCCEEDED" in said

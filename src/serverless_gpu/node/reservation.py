@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import getpass
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from serverless_gpu.ambient import Clock, format_clock
 from serverless_gpu.errors import StorageError
@@ -136,18 +136,13 @@ class Reservation:
         count, kind = self._launch.world_size, self._launch.candidates[0]
         noun = "CPU slot" if kind.kind is DeviceKind.CPU else kind.type
         wanted = f"waiting for {count} {noun}{'s' if count > 1 and kind.kind is DeviceKind.CPU else ''}"
-        parts = [self._holder_text(holder) for holder in holders[:_NAMED_MAX]]
-        if len(holders) > _NAMED_MAX:
-            parts.append(f"and {len(holders) - _NAMED_MAX} more")
+        by_run: dict[str, list[Holder]] = {}
+        for holder in holders:
+            by_run.setdefault(holder.run_id, []).append(holder)
+        parts = [_held_text(held) for held in list(by_run.values())[:_NAMED_MAX]]
+        if len(by_run) > _NAMED_MAX:
+            parts.append(f"and {len(by_run) - _NAMED_MAX} more runs")
         return f"{wanted}: " + "; ".join(part for part in [cause, *parts] if part)
-
-    def _holder_text(self, holder: Holder) -> str:
-        if not holder.run_id:
-            return f"{holder.uuid} is held"
-        # A moment, not a duration: the sentence is told again when it changes.
-        since = format_clock(holder.since_wall_ns)
-        what = "session" if holder.session else "run"
-        return f"{holder.uuid} is held by {what} {holder.run_id} of {holder.user} (pid {holder.pid}, since {since})"
 
 
 def quarantine(locks: DeviceLocks, verdicts: Mapping[str, Verdict], run_id: str) -> tuple[str, ...]:
@@ -158,6 +153,21 @@ def quarantine(locks: DeviceLocks, verdicts: Mapping[str, Verdict], run_id: str)
         with contextlib.suppress(StorageError):
             locks.quarantine(uuid, f"after run {run_id}: {verdicts[uuid].evidence}")
     return bad
+
+
+def _held_text(held: Sequence[Holder]) -> str:
+    """Return who holds these devices, which are all in the same hands."""
+    first = held[0]
+    names = ", ".join(holder.uuid for holder in held[:_NAMED_MAX])
+    if len(held) > _NAMED_MAX:
+        names += f" and {len(held) - _NAMED_MAX} more"
+    are = f"{names} {'is' if len(held) == 1 else 'are'} held"
+    if not first.run_id:
+        return are
+    # A moment, not a duration: the sentence is told again when it changes.
+    since = format_clock(first.since_wall_ns)
+    what = "session" if first.session else "run"
+    return f"{are} by {what} {first.run_id} of {first.user} (pid {first.pid}, since {since})"
 
 
 def _user() -> str:
