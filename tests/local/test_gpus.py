@@ -123,7 +123,7 @@ def test_a_run_waits_and_says_who_holds_the_gpus(warm: Path, where: str, tmp_pat
         sentence = waiter.stderr.readline()
     finally:
         Path(where, "go").touch()
-    assert "waiting for 2 H100" in sentence and holder.id in sentence and "FAKE-H100-0 is held by run" in sentence
+    assert "waiting for 2 H100" in sentence and holder.id in sentence and "and 3 more are held by run" in sentence
     code, out, err = ended(waiter)
     assert (code, out) == (0, "[3, 3]\n"), err
     assert holder.results(timeout=20) == list(range(7))
