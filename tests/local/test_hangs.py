@@ -195,6 +195,23 @@ def test_a_program_that_waits_at_one_line_nearly_all_the_time_is_left_alone(warm
     assert run.results(timeout=30) == ["done", "done"]
 
 
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_one_long_call_that_computes_is_no_hang(
+    warm: Path, where: str, monkeypatch: pytest.MonkeyPatch, gpus: int
+) -> None:
+    def train(seconds: float) -> int:
+        started, count = time.monotonic(), 1 << 18
+        while time.monotonic() - started < seconds / 4:  # how long it takes here decides the length of the last call
+            sum(range(count))
+            count *= 2
+        return sum(range(count * 4))
+
+    monkeypatch.setenv(WARNING, "1")
+    run = distributed(gpus=gpus, quiet=True, hang_timeout=1.5)(train).submit(2.0)
+    assert len(run.results(timeout=60)) == gpus
+    assert run.receipt(timeout=20).notes == ()
+
+
 def test_output_of_any_rank_is_a_sign_of_progress(warm: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def train(where: str) -> bytes:
         def talk() -> None:

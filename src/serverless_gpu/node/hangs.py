@@ -86,7 +86,7 @@ class HangWatch:
             self._leave()
         else:
             self._go_on(hangs.observed(self._watch, now_ns))
-        confirmed = self._finish_look(attempt, now_ns)
+        confirmed = self._finish_look(attempt, gang, now_ns)
         if self._looking is None:
             self._begin_look(attempt, gang, now_ns)
         return confirmed
@@ -101,7 +101,7 @@ class HangWatch:
         self._looking = Looking(gang, ranks, step.action is not Action.LOOK, now_ns)
         self.wake_ns = now_ns + POLL_NS
 
-    def _finish_look(self, attempt: Attempt, now_ns: int) -> HangConfirmed | None:
+    def _finish_look(self, attempt: Attempt, gang: Gang, now_ns: int) -> HangConfirmed | None:
         if self._looking is None:
             return None
         looks = self._looking.poll(now_ns)
@@ -109,7 +109,8 @@ class HangWatch:
             self.wake_ns = now_ns + POLL_NS
             return None
         self._looking = None
-        self._go_on(hangs.looked(self._watch, looks, now_ns))
+        spins = hangs.may_spin(attempt.world_size, {device.kind for device in gang.devices})
+        self._go_on(hangs.looked(self._watch, looks, now_ns, spins=spins))
         if self._then is Action.LOOK or not self._watch.looks:
             return None
         finding = self._find(attempt, now_ns)
