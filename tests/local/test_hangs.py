@@ -256,21 +256,31 @@ def test_a_warning_ends_nothing_and_is_told_to_everybody(
     assert f"serverless-gpu: {notes[0]}\n" in err and f"serverless-gpu: {notes[1]}\n" in err
 
 
-def test_a_run_that_gets_on_after_a_warning_says_so(warm: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_gets_on_after_a_warning_says_so_once(
+    warm: Path, where: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     def train(where: str) -> bytes:
         word = barrier(where, "go")
-        print("on we go")
-        wait_for_file(where, "end")
+        while not Path(where, "end").exists():
+            print("on we go")
+            time.sleep(0.1)
         return word
 
     monkeypatch.setenv(WARNING, "1")
-    run = distributed(gpus=2, quiet=True)(train).submit(where)
+    run = distributed(gpus=2)(train).submit(where)
+    follower = threading.Thread(target=run.follow)
+    follower.start()
     report_of(run)
+    other = attach(run.id)
+    wait_for(other.last_sentence, "the warning is told")
     Path(where, "go").touch()
-    wait_for(lambda: "the ranks get on again, after " in run.last_sentence(), "it is said")
-    assert run.logs(0) == "on we go\n"
+    wait_for(lambda: not other.last_sentence(), "it is taken back")
     Path(where, "end").touch()
+    follower.join(30)
     assert run.results(timeout=30) == [b"word", b""]
+    lines = capfd.readouterr().err.splitlines()
+    assert any(line.startswith("serverless-gpu: the ranks get on again, after ") for line in lines), lines
+    assert "serverless-gpu:" not in [line.strip() for line in lines]
 
 
 # --- what the look must not do ---------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ class HangWatch:
         notes: sentences for the receipt; added to.
 
     Attributes:
-        said: the last sentence, "" when what it said is over.
+        said: the last sentence, "" once the ranks get on again.
         hang: who waits for whom, as it was last found.
         wake_ns: when it is next worth a look, or None.
     """
@@ -53,6 +53,7 @@ class HangWatch:
         self._looking: Looking | None = None
         self._then = Action.LOOK
         self._files = 0
+        self._silent_ns: int | None = None  # since when, as long as a warning stands
         self._returned_ns: int | None = None
         self._returned_at = ""
         self._early_said = False
@@ -82,10 +83,11 @@ class HangWatch:
         self._say_early_return(attempt, now_ns)
         if self._heard:
             self._heard = False
-            self._go_on(hangs.progressed(self._watch, now_ns))
+            self._watch = hangs.progressed(self._watch, now_ns)
+            self._say_progress(now_ns)
             self._leave()
         else:
-            self._go_on(hangs.observed(self._watch, now_ns))
+            self._watch = hangs.observed(self._watch, now_ns)
         confirmed = self._finish_look(attempt, gang, now_ns)
         if self._looking is None:
             self._begin_look(attempt, gang, now_ns)
@@ -110,8 +112,11 @@ class HangWatch:
             return None
         self._looking = None
         spins = hangs.may_spin(attempt.world_size, {device.kind for device in gang.devices})
-        self._go_on(hangs.looked(self._watch, looks, now_ns, spins=spins))
-        if self._then is Action.LOOK or not self._watch.looks:
+        self._watch = hangs.looked(self._watch, looks, now_ns, spins=spins)
+        if not self._watch.looks:
+            self._say_progress(now_ns)
+            return None
+        if self._then is Action.LOOK:
             return None
         finding = self._find(attempt, now_ns)
         self._watch = hangs.warned(self._watch)
@@ -121,6 +126,8 @@ class HangWatch:
         if self._then is Action.END:
             return HangConfirmed(detail=sentence(finding))
         self._say(told)
+        if self._silent_ns is None:
+            self._silent_ns = self._watch.since_ns
         return None
 
     def _find(self, attempt: Attempt, now_ns: int) -> Finding:
@@ -149,13 +156,14 @@ class HangWatch:
             return f"{path} could not be written ({error.strerror})"
         return str(path)
 
-    def _go_on(self, watch: hangs.Watch) -> None:
-        """Take on what is known now; that a run gets on after a warning is said, too."""
-        if self._watch.warned and not watch.warned:
-            silent_ms = (watch.since_ns - self._watch.since_ns) // 1_000_000
-            self._tell(f"the ranks get on again, after {format_duration_ms(silent_ms)} without output")
-            self.said = ""
-        self._watch = watch
+    def _say_progress(self, now_ns: int) -> None:
+        """Say that a run of which was warned gets on, and take the warning back: it is no news from then on."""
+        if self._silent_ns is None:
+            return
+        silent_ms = (now_ns - self._silent_ns) // 1_000_000
+        self._silent_ns = None
+        self._say(f"the ranks get on again, after {format_duration_ms(silent_ms)} without output")
+        self._say("")
 
     def _leave(self) -> None:
         if self._looking is not None:
