@@ -22,6 +22,7 @@ from tests.unit.test_account import launch
 ATTEMPT = Attempt(
     run_id="r", fence=1, world_size=2, limits=Limits(hang_warning_ns=600_000_000_000), state=State.RUNNING
 )
+NOTHING_SEEN = "no output for 10 min 00 s, and every rank waits (ranks 0, 1 in an unknown place)"
 
 
 class Scene:
@@ -72,3 +73,18 @@ def test_an_observer_that_slept_has_seen_no_progress(scene: Scene) -> None:
     scene.watch.heard()
     scene.live(5)
     assert scene.told[2:] == ["the ranks get on again, after 1 h 22 min without output", ""]
+
+
+def test_the_note_begins_with_the_file_for_a_receipt_cuts_the_end(scene: Scene, tmp_path: Path) -> None:
+    scene.live(630)
+    assert scene.told == [f"{NOTHING_SEEN}; stacks of all ranks: {tmp_path}/hang-1.txt"]
+    assert scene.notes == [f"hang-1.txt has the stacks of all ranks: {NOTHING_SEEN}"]
+    assert (tmp_path / "hang-1.txt").exists()
+
+
+def test_a_file_that_cannot_be_written_loses_no_sentence(scene: Scene, tmp_path: Path) -> None:
+    (tmp_path / "hang-1.txt").mkdir()
+    scene.live(630)
+    problem = "could not be written (Is a directory)"
+    assert scene.told == [f"{NOTHING_SEEN}; stacks of all ranks: {tmp_path}/hang-1.txt {problem}"]
+    assert scene.notes == [f"hang-1.txt {problem}: {NOTHING_SEEN}"]

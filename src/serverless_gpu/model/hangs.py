@@ -34,7 +34,7 @@ from serverless_gpu.model.stacks import Stack, at_socket, delegates, in_backward
 WARNINGS_MAX = 5
 WINDOW_NS_MAX = 300_000_000_000
 _LOOKS = 16
-_LOOKS_MIN = 3
+_LOOKS_MIN = _LOOKS // 2  # before anything is decided, also by a supervisor that comes late to them
 _INTERVAL_NS_MIN = 50_000_000
 _UNOBSERVED_NS = 30_000_000_000  # the supervisor looks every few seconds; a longer gap was not the ranks'
 _BUSY = 0.01  # of one CPU; who only asks again and again whether it may go on uses less

@@ -120,12 +120,13 @@ class HangWatch:
             return None
         finding = self._find(attempt, now_ns)
         self._watch = hangs.warned(self._watch)
-        path = self._write(attempt, finding)
-        told = f"{sentence(finding)}; stacks of all ranks: {path}"
-        self._notes.append(told)
+        path, problem = self._write(attempt, finding)
+        told = sentence(finding)
+        # A receipt cuts what is long, so the file comes first there; its directory is the run's.
+        self._notes.append(f"{path.name}{problem or ' has the stacks of all ranks'}: {told}")
         if self._then is Action.END:
-            return HangConfirmed(detail=sentence(finding))
-        self._say(told)
+            return HangConfirmed(detail=told)
+        self._say(f"{told}; stacks of all ranks: {path}{problem}")
         if self._silent_ns is None:
             self._silent_ns = self._watch.since_ns
         return None
@@ -143,8 +144,8 @@ class HangWatch:
             watched_ms=(now_ns - watch.began_ns) // 1_000_000,
         )
 
-    def _write(self, attempt: Attempt, finding: Finding) -> str:
-        """Write the file with all stacks; return where it is, or why it is not."""
+    def _write(self, attempt: Attempt, finding: Finding) -> tuple[Path, str]:
+        """Write the file with all stacks; return where it is, and why it is not or ""."""
         self._files += 1
         name = f"hang-{self._files}.txt"
         self.hang = Hang(waiting=finding.waiting, elsewhere=finding.elsewhere, stacks=stacks(finding), file=name)
@@ -153,8 +154,8 @@ class HangWatch:
         try:
             path.write_text(report(finding, title, attempt.world_size), encoding="utf-8", errors="backslashreplace")
         except OSError as error:
-            return f"{path} could not be written ({error.strerror})"
-        return str(path)
+            return path, f" could not be written ({error.strerror})"
+        return path, ""
 
     def _say_progress(self, now_ns: int) -> None:
         """Say that a run of which was warned gets on, and take the warning back: it is no news from then on."""
