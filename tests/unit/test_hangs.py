@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from hypothesis import given
 
-from serverless_gpu.model.attempt import Limits
+from serverless_gpu.model.attempt import Attempt, Limits, State
 from serverless_gpu.model.hangs import (
     WARNINGS_MAX,
     Action,
@@ -25,6 +25,7 @@ from serverless_gpu.model.hangs import (
     next_step,
     observed,
     progressed,
+    returned_early,
     warned,
 )
 from serverless_gpu.model.hardware import DeviceKind
@@ -355,6 +356,24 @@ def test_a_silence_ends_exactly_when_no_rank_is_still(places: list[list[int]]) -
         assert (watch.since_ns == (number + 1) * S) is gets_on
         if gets_on:
             since = number + 1
+
+
+@pytest.mark.parametrize(
+    ("returned", "first_ns", "now_ns", "early"),
+    [
+        (frozenset[int](), None, 100 * S, False),
+        (frozenset({1}), 10 * S, 69 * S, False),
+        (frozenset({1}), 10 * S, 70 * S, True),
+        (frozenset({0, 1}), 10 * S, 200 * S, False),
+    ],
+    ids=["none returned", "a while ago", "long ago", "all returned"],
+)
+def test_F05_who_returned_long_before_the_others(
+    returned: frozenset[int], first_ns: int | None, now_ns: int, early: bool
+) -> None:
+    attempt = Attempt(run_id="r", fence=1, world_size=2, limits=TEN_MIN, state=State.RUNNING, returned=returned)
+    assert returned_early(attempt, first_ns, now_ns) is early
+    assert not returned_early(msgspec.structs.replace(attempt, state=State.STOPPING), first_ns, now_ns)
 
 
 # --- who waits for whom ----------------------------------------------------------------------------------------------

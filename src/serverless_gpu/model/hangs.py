@@ -27,12 +27,13 @@ from enum import StrEnum
 
 import msgspec
 
-from serverless_gpu.model.attempt import Limits
+from serverless_gpu.model.attempt import Attempt, Limits, State
 from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.model.stacks import Stack, at_socket, delegates, in_backward, in_collective, uses_torch
 
 WARNINGS_MAX = 5
 WINDOW_NS_MAX = 300_000_000_000
+_EARLY_NS = 60_000_000_000
 _LOOKS = 16
 _LOOKS_MIN = _LOOKS // 2  # before anything is decided, also by a supervisor that comes late to them
 _INTERVAL_NS_MIN = 50_000_000
@@ -227,6 +228,18 @@ def warned(watch: Watch) -> Watch:
 def moving(watch: Watch) -> frozenset[int]:
     """Return the ranks that were seen in more than one place."""
     return frozenset(rank for rank, places in watch.places.items() if len(places) > 1)
+
+
+def returned_early(attempt: Attempt, first_ns: int | None, now_ns: int) -> bool:
+    """Return whether some ranks returned long ago while others still run: they may be waiting for those for ever.
+
+    Args:
+        attempt: the attempt.
+        first_ns: when the first rank returned, or None.
+        now_ns: the time.
+    """
+    running = attempt.state is State.RUNNING and len(attempt.returned) < attempt.world_size
+    return running and first_ns is not None and now_ns - first_ns >= _EARLY_NS
 
 
 def divide(looks: Collection[Look], returned: Collection[int], moved: Collection[int]) -> tuple[list[int], list[int]]:

@@ -17,9 +17,8 @@ from pathlib import Path
 from serverless_gpu.ambient import Clock, format_clock
 from serverless_gpu.model import hangs
 from serverless_gpu.model.attempt import Attempt, Event, Hang, HangConfirmed, RankReturned, State
-from serverless_gpu.model.hang_report import Finding, listed, report, sentence, stacks
+from serverless_gpu.model.hang_report import Finding, ranks_text, report, sentence, stacks
 from serverless_gpu.model.hangs import Action
-from serverless_gpu.model.lifecycle import returned_early
 from serverless_gpu.node.gang import Gang
 from serverless_gpu.node.looks import POLL_NS, Looking
 from serverless_gpu.units import format_duration_ms
@@ -173,14 +172,12 @@ class HangWatch:
 
     def _say_early_return(self, attempt: Attempt, now_ns: int) -> None:
         """F05: nothing is ended for it, for a long evaluation in one rank looks the same, but nobody has to guess."""
-        if self._early_said or not returned_early(attempt, self._returned_ns, now_ns):
+        if self._early_said or not hangs.returned_early(attempt, self._returned_ns, now_ns):
             return
         self._early_said = True
         running = sorted(set(range(attempt.world_size)) - attempt.returned)
-        told = (
-            f"rank {listed(sorted(attempt.returned))} returned (the first at {self._returned_at}), "
-            f"{listed(running)} still running"
-        )
+        early = ranks_text(sorted(attempt.returned))
+        told = f"{early} returned (the first at {self._returned_at}), {ranks_text(running)} still running"
         self._notes.append(told)
         self._say(told)
 
