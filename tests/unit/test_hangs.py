@@ -398,6 +398,11 @@ DIVISIONS: dict[str, tuple[list[Look], set[int], list[int]]] = {
         set(),
         [0],
     ),
+    "F04 a socket barrier of two that rank 0 does not come to": (
+        [look(0, THERE, channel="hrtimer_nanosleep"), look(1, HERE, channel="unix_stream_read_generic")],
+        set(),
+        [1],
+    ),
     "a socket barrier in the poll call": (
         [look(0, SLEEP, channel="poll_schedule_timeout.constprop.0"), look(1, CHILD, channel="do_wait")],
         set(),

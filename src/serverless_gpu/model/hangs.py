@@ -276,6 +276,7 @@ def _in_backward_too(look: Look) -> bool:
 
 
 def _at_socket_too(look: Look) -> bool:
+    # Needed for two ranks without torch: neither place has more, and only this tells who waits from who is missed.
     channel = look.channel.startswith(_WAIT_CHANNELS)
     return (channel or (not look.channel and at_socket(look.stack.frames))) and not uses_torch(look.stack.frames)
 
