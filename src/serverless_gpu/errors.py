@@ -205,10 +205,11 @@ class OutOfMemory(RunError):
 
 
 class CollectiveHang(RunError):
-    """The ranks stood still for longer than hang_timeout allows.
+    """The run was silent and at least one rank stood still, for as long as hang_timeout allows.
 
     Attributes:
-        ranks_waiting: global ranks that wait for others.
+        ranks_waiting: global ranks that seem to wait for others: in a collective, a backward pass, at a socket; where
+            none is, the most that stand in one place.
         ranks_elsewhere: global ranks that do not, those that had returned among them; empty when all wait.
     """
 

@@ -174,7 +174,7 @@ def test_F05_a_rank_that_returned_long_before_the_others_is_named(warm: Path, tm
 
     run = distributed(gpus=3, quiet=True)(train).submit(str(tmp_path))
     told = wait_for(lambda: run.status() == "RUNNING" and run.last_sentence(), "it is said", limit_s=100)
-    assert re.fullmatch(r"rank 1, 2 returned \(the first at \d\d:\d\d:\d\d\), 0 still running", str(told)), told
+    assert re.fullmatch(r"ranks 1, 2 returned \(the first at \d\d:\d\d:\d\d\), rank 0 still running", str(told)), told
     Path(tmp_path, "go on").touch()
     assert run.results(timeout=60) == [0, 1, 2], "what the early ones returned was kept"
     assert told in run.receipt(timeout=20).notes

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import hashlib
 import os
+import re
 import signal
 import socket
 import threading
@@ -66,7 +67,7 @@ def hung(run: Run[Any]) -> CollectiveHang:
     assert (error.reason, error.run_id, error.rank) == ("collective_hang", run.id, None)
     assert (run.status(), receipt.state, receipt.reason) == ("FAILED", "FAILED", "collective_hang")
     assert error.hint == f"Python stacks of all ranks: {run.directory}/hang-1.txt"
-    assert any(note.endswith(f"stacks of all ranks: {run.directory}/hang-1.txt") for note in receipt.notes)
+    assert f"hang-1.txt has the stacks of all ranks: {error.message}" in receipt.notes
     stacks = run.directory.glob("failures/*.stack")
     assert not any(path.stat().st_size for path in stacks), "a stack that was asked for is no crash"
     return error
@@ -90,16 +91,15 @@ def test_F04_a_rank_that_does_not_come_to_a_socket_barrier(warm: Path, where: st
     run = distributed(gpus=2, quiet=True, hang_timeout=2.0)(barrier).submit(where)
     error = hung(run)
     assert (error.ranks_waiting, error.ranks_elsewhere) == ([0], [1])
-    assert error.message.startswith("no output for 2.")
-    assert ", and rank 0 waits in test_hangs.py:" in error.message
+    assert re.match(r"no output for [2-9]\.\d s, and rank 0 waits in test_hangs\.py:", error.message), error.message
     assert ": rank 1 is elsewhere, in test_hangs.py:" in error.message and error.message.endswith(" barrier")
     assert len(error.__notes__) == 1 and error.__notes__[0].startswith("rank 1 is here (most recent call first):\n")
     assert "in barrier" in error.__notes__[0] and "node/inside" not in error.__notes__[0]
     report = report_of(run)
     assert "---- rank 0 (waits) ----" in report and "---- rank 1 (elsewhere) ----" in report
     receipt = run.receipt()
-    assert receipt.segments.run_ms is not None and 2_000 <= receipt.segments.run_ms < 6_000
-    assert receipt.segments.stop_ms is not None and receipt.segments.stop_ms < 2_000
+    assert receipt.segments.run_ms is not None and 2_000 <= receipt.segments.run_ms < 20_000
+    assert receipt.segments.stop_ms is not None and receipt.segments.stop_ms < 5_000
 
 
 def test_F04_a_rank_that_is_stopped_is_named_and_stays_stopped(
@@ -195,6 +195,23 @@ def test_a_program_that_waits_at_one_line_nearly_all_the_time_is_left_alone(warm
     assert run.results(timeout=30) == ["done", "done"]
 
 
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_one_long_call_that_computes_is_no_hang(
+    warm: Path, where: str, monkeypatch: pytest.MonkeyPatch, gpus: int
+) -> None:
+    def train(seconds: float) -> int:
+        started, count = time.monotonic(), 1 << 18
+        while time.monotonic() - started < seconds / 4:  # how long it takes here decides the length of the last call
+            sum(range(count))
+            count *= 2
+        return sum(range(count * 4))
+
+    monkeypatch.setenv(WARNING, "1")
+    run = distributed(gpus=gpus, quiet=True, hang_timeout=1.5)(train).submit(2.0)
+    assert len(run.results(timeout=60)) == gpus
+    assert run.receipt(timeout=20).notes == ()
+
+
 def test_output_of_any_rank_is_a_sign_of_progress(warm: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def train(where: str) -> bytes:
         def talk() -> None:
@@ -227,33 +244,48 @@ def test_a_warning_ends_nothing_and_is_told_to_everybody(
     report_of(run, 2)
     late = attach(run_id)
     assert (late.status(), run.status()) == ("RUNNING", "RUNNING")
-    said = f"stacks of all ranks: {run.directory}/hang-2.txt"
-    assert said in wait_for(run.last_sentence, "the sentence came") and said in late.last_sentence()
-    assert ", and rank 0 waits in test_hangs.py:" in late.last_sentence()
+    for handle in (run, late):  # a third one may have come by now
+        said = wait_for(handle.last_sentence, "the sentence came")
+        assert ", and rank 0 waits in test_hangs.py:" in said
+        assert f"; stacks of all ranks: {run.directory}/hang-" in said
     Path(where, "go").touch()
     caller.join(30)
     assert results == [[b"word", b""]]
     notes = run.receipt(timeout=20).notes
-    assert [note.rpartition("/")[2] for note in notes] == ["hang-1.txt", "hang-2.txt"]
-    err = capfd.readouterr().err
-    assert f"serverless-gpu: {notes[0]}\n" in err and f"serverless-gpu: {notes[1]}\n" in err
+    lines = capfd.readouterr().err.splitlines()
+    for number, note in enumerate(notes[:2], 1):
+        name, _, sentence = note.partition(": ")
+        assert name == f"hang-{number}.txt has the stacks of all ranks"
+        assert f"serverless-gpu: {sentence}; stacks of all ranks: {run.directory}/hang-{number}.txt" in lines
+    text = run.receipt().text()
+    assert "hang-1.txt has the stacks of all ranks: no output for " in text and "hang-2.txt has" in text
 
 
-def test_a_run_that_gets_on_after_a_warning_says_so(warm: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_gets_on_after_a_warning_says_so_once(
+    warm: Path, where: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     def train(where: str) -> bytes:
         word = barrier(where, "go")
-        print("on we go")
-        wait_for_file(where, "end")
+        while not Path(where, "end").exists():
+            print("on we go")
+            time.sleep(0.1)
         return word
 
     monkeypatch.setenv(WARNING, "1")
-    run = distributed(gpus=2, quiet=True)(train).submit(where)
+    run = distributed(gpus=2)(train).submit(where)
+    follower = threading.Thread(target=run.follow)
+    follower.start()
     report_of(run)
+    other = attach(run.id)
+    wait_for(other.last_sentence, "the warning is told")
     Path(where, "go").touch()
-    wait_for(lambda: "the ranks get on again, after " in run.last_sentence(), "it is said")
-    assert run.logs(0) == "on we go\n"
+    wait_for(lambda: not other.last_sentence(), "it is taken back")
     Path(where, "end").touch()
+    follower.join(30)
     assert run.results(timeout=30) == [b"word", b""]
+    lines = capfd.readouterr().err.splitlines()
+    assert any(line.startswith("serverless-gpu: the ranks get on again, after ") for line in lines), lines
+    assert "serverless-gpu:" not in [line.strip() for line in lines]
 
 
 # --- what the look must not do ---------------------------------------------------------------------------------------
@@ -338,16 +370,16 @@ def test_calls_that_are_looked_at_go_on_as_if_nothing_had_been(
     def train(where: str, rank: int = -1) -> tuple[object, ...]:
         started = time.monotonic()
         if rank == 0:
-            time.sleep(2.0)
-            return (time.monotonic() - started >= 2.0,)
+            time.sleep(4.0)
+            return (time.monotonic() - started >= 4.0,)
         if rank == 1:
             lock = threading.Lock()
             lock.acquire()
-            return lock.acquire(timeout=2.0), time.monotonic() - started >= 2.0
+            return lock.acquire(timeout=4.0), time.monotonic() - started >= 4.0
         ours, theirs = socket.socketpair()
         pid = os.fork()
         if pid == 0:
-            time.sleep(2.0)
+            time.sleep(4.0)
             theirs.sendall(b"word")
             os._exit(3)
         word = ours.recv(16)  # in C, and interrupted by each look

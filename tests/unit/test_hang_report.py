@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from serverless_gpu.model.hang_report import RANK_CHARACTERS_MAX, Finding, listed, report, sentence, stacks
+from serverless_gpu.model.hang_report import RANK_CHARACTERS_MAX, Finding, ranks_text, report, sentence, stacks
 from serverless_gpu.model.hangs import Look
 from serverless_gpu.model.stacks import Frame, Stack, Thread
 
@@ -98,8 +98,8 @@ def test_the_sentence(found: Finding, expected: str) -> None:
 
 
 def test_many_ranks_are_not_all_listed() -> None:
-    assert listed([3]) == "3" and listed(list(range(8))) == "0, 1, 2, 3, 4, 5, 6, 7"
-    assert listed(list(range(20))) == "0, 1, 2, 3, 4, 5, 6, 7 and 12 more"
+    assert ranks_text([3]) == "rank 3" and ranks_text(range(8)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7"
+    assert ranks_text(range(20)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more"
 
 
 def test_the_file_whole() -> None:

@@ -37,7 +37,7 @@ from serverless_gpu.model.attempt import (
     Tick,
     TreeEmpty,
 )
-from serverless_gpu.model.lifecycle import SETTLE_NS, TABLE, IllegalTransition, Instruction, advance, returned_early
+from serverless_gpu.model.lifecycle import SETTLE_NS, TABLE, IllegalTransition, Instruction, advance
 
 S = 1_000_000_000
 START, RELEASE, TERMINATE, KILL, CONCLUDE = (
@@ -460,20 +460,3 @@ def test_after_the_wait_the_lost_peer_is_the_story_unless_a_crash_turns_up() -> 
 
 def test_a_result_during_the_wait_does_not_end_it() -> None:
     assert drive(SETTLING, (20 * S + 1, RankReturned(1))) == (changed(SETTLING, returned=frozenset({1})), ())
-
-
-@pytest.mark.parametrize(
-    ("returned", "first_ns", "now_ns", "early"),
-    [
-        (frozenset[int](), None, 100 * S, False),
-        (frozenset({1}), 10 * S, 69 * S, False),
-        (frozenset({1}), 10 * S, 70 * S, True),
-        (frozenset({0, 1}), 10 * S, 200 * S, False),
-    ],
-    ids=["none returned", "a while ago", "long ago", "all returned"],
-)
-def test_F05_who_returned_long_before_the_others(
-    returned: frozenset[int], first_ns: int | None, now_ns: int, early: bool
-) -> None:
-    assert returned_early(changed(RUNNING, returned=returned), first_ns, now_ns) is early
-    assert not returned_early(changed(STARTING, returned=returned), first_ns, now_ns)

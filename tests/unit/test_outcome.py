@@ -301,6 +301,8 @@ def test_F01_the_stack_and_the_last_output_of_a_crashed_rank(directory: Path) ->
     (directory / "failures" / "0.stack").write_text(
         "Fatal Python error: Segmentation fault\n\n"
         "Current thread 0x1 (most recent call first):\n"
+        '  File "<string>", line 2 in made_by_exec\n'
+        '  File "<string>", line 9 in <module>\n'
         '  File "/home/me/train.py", line 7 in step\n'
         f'  File "{inside}/rank.py", line 120 in execute\n'
         '  File "<string>", line 6 in <module>\n'
@@ -312,6 +314,8 @@ def test_F01_the_stack_and_the_last_output_of_a_crashed_rank(directory: Path) ->
         "Python stack of rank 0 when it was ended:\n"
         "Fatal Python error: Segmentation fault\n\n"
         "Current thread 0x1 (most recent call first):\n"
+        '  File "<string>", line 2 in made_by_exec\n'
+        '  File "<string>", line 9 in <module>\n'
         '  File "/home/me/train.py", line 7 in step',
         "last output of rank 0:\nepoch 1\nepoch 2",
     ]

@@ -24,6 +24,7 @@ from serverless_gpu.model.stacks import (
     in_collective,
     is_whole,
     parse,
+    readable,
     uses_torch,
 )
 
@@ -177,6 +178,18 @@ def test_a_main_thread_that_blocks_signals_is_still_the_last() -> None:
     text = text.replace("Current thread 0x00007f84c00a7b80", "Thread 0x00007f84c00a7b80 [main]")
     stack = parse(text, OWN)
     assert stack.frames == frames(USER) and stack.others[0].current
+
+
+def test_a_crash_is_read_by_the_same_rule() -> None:
+    calls = (("<string>", 2, "made_by_exec"), ("<string>", 9, "<module>"), USER)
+    feeder = f'Thread 0x2 (most recent call first):\n  File "{STANDARD}/threading.py", line 327 in wait\n\n'
+    head = f"Fatal Python error: Segmentation fault\n\n{feeder}"
+    text = readable(f"{dump(*calls, before=head)}\nExtension modules: numpy (total: 1)\n", OWN)
+    lines = [f'  File "{file}", line {line} in {function}' for file, line, function in calls]
+    title = "Current thread 0x00007f84c00a7b80 (most recent call first):"
+    assert text == "\n".join([*head.splitlines(), title, *lines])
+    assert parse(text, OWN) == parse(dump(*calls, before=head), OWN)
+    assert readable("", OWN) == "" and readable("cut\n", OWN) == "cut"
 
 
 def test_more_threads_than_faulthandler_writes() -> None:

@@ -26,6 +26,7 @@ from serverless_gpu.errors import (
     RunTimedOut,
 )
 from serverless_gpu.model.attempt import MEANINGS, Failure, Hang, Reason, State
+from serverless_gpu.model.stacks import readable
 from serverless_gpu.node.entrypoint import INSIDE
 from serverless_gpu.node.inside import payload
 from serverless_gpu.node.protocol import Stopped
@@ -171,7 +172,7 @@ def _ended(stopped: Stopped, directory: Path, run_id: str, timeout_s: float | No
     if isinstance(error, CollectiveHang) and stopped.hang is not None:
         _explain_hang(error, stopped.hang, directory)
     if rank is not None:
-        stack = _users_frames(_read(directory / "failures" / f"{rank}.stack"))
+        stack = readable(_read(directory / "failures" / f"{rank}.stack"), f"{INSIDE}/")
         if stack:
             error.add_note(f"Python stack of rank {rank} when it was ended:\n{stack}")
         if stopped.log_tail:
@@ -234,12 +235,6 @@ def _result_message(reason: Reason, rank: int, detail: str, record: dict[str, ob
         return f"{finished} cannot be pickled: {detail}"
     why = f"({record.get('type')}: {record.get('message')})"
     return f"{finished} of type {record['value_type']} cannot be pickled {why}: {record.get('value_repr')}"
-
-
-def _users_frames(stack: str) -> str:
-    """Return a faulthandler stack without the frames of our runtime and its list of extension modules."""
-    lines = stack.partition("\nExtension modules:")[0].rstrip().splitlines()
-    return "\n".join(line for line in lines if f'"{INSIDE}' not in line and '"<string>"' not in line)
 
 
 def _failure_text(failure: Failure) -> str:

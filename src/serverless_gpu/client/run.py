@@ -110,7 +110,7 @@ class Run(Generic[R]):
         return self._state.value
 
     def last_sentence(self) -> str:
-        """Return the last thing the run said about itself: what it waits for, or which ranks returned long ago."""
+        """Return what the run says about itself: what it waits for, who returned long ago, that it stands still."""
         self.status()
         return self._waiting
 
@@ -357,7 +357,7 @@ class Run(Generic[R]):
                 self._state, self._waiting = state, waiting
             case protocol.Waiting(sentence=sentence):
                 self._waiting = _advised(sentence)
-                if self._display is not None:
+                if self._display is not None and sentence:
                     self._display.say(self._waiting)
             case protocol.Started():
                 self._state, self._waiting = State.RUNNING, ""

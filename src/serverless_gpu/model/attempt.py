@@ -258,7 +258,7 @@ class BudgetSpent(msgspec.Struct, frozen=True):
 
 
 class HangConfirmed(msgspec.Struct, frozen=True):
-    """Nothing has moved for as long as the run's `hang_timeout` allows."""
+    """At least one rank has stood still, and none has said a word, for as long as `hang_timeout` allows."""
 
     detail: str
 

@@ -51,10 +51,11 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     watched_ms: int
 
 
-def listed(ranks: Sequence[int]) -> str:
-    """Return ranks for people, the first few of many."""
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Return ranks for people, the first few of many: ``rank 3``, ``ranks 0, 1``."""
     shown = ", ".join(map(str, ranks[:_RANKS_LISTED]))
-    return shown if len(ranks) <= _RANKS_LISTED else f"{shown} and {len(ranks) - _RANKS_LISTED} more"
+    more = f" and {len(ranks) - _RANKS_LISTED} more" if len(ranks) > _RANKS_LISTED else ""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{more}"
 
 
 def sentence(finding: Finding) -> str:
@@ -93,7 +94,7 @@ def _who_waits(finding: Finding) -> str:
     there = _grouped(finding.looks[rank] for rank in finding.waiting)
     if not finding.elsewhere:
         return f"every rank waits ({_joined(_standing(*group) for group in there)})"
-    who = f"{_ranks(finding.waiting)} {'waits' if len(finding.waiting) == 1 else 'wait'}"
+    who = f"{ranks_text(finding.waiting)} {'waits' if len(finding.waiting) == 1 else 'wait'}"
     place = f" in {there[0][0]}" if len(there) == 1 and there[0][0] else ""
     return f"{who}{place}: {_elsewhere(finding)}"
 
@@ -104,14 +105,14 @@ def _elsewhere(finding: Finding) -> str:
     traced = [look.rank for look in looks if look.state == TRACED]
     others = [look for look in looks if look.state not in (STOPPED, TRACED)]
     gone = [rank for rank in finding.elsewhere if rank not in finding.looks]
-    parts = [f"{_ranks(stopped)} {_be(stopped)} stopped (SIGSTOP)"] if stopped else []
-    parts += [f"{_ranks(traced)} {_be(traced)} stopped by a debugger"] if traced else []
+    parts = [f"{ranks_text(stopped)} {_be(stopped)} stopped (SIGSTOP)"] if stopped else []
+    parts += [f"{ranks_text(traced)} {_be(traced)} stopped by a debugger"] if traced else []
     parts += [
-        f"{_ranks(ranks)} {_be(ranks)} {'busy' if finding.moving.issuperset(ranks) else 'elsewhere'}"
+        f"{ranks_text(ranks)} {_be(ranks)} {'busy' if finding.moving.issuperset(ranks) else 'elsewhere'}"
         + (f", in {place}" if place else "")
         for place, ranks in _grouped(others)
     ]
-    parts += [f"{_ranks(gone)} {'has' if len(gone) == 1 else 'have'} returned"] if gone else []
+    parts += [f"{ranks_text(gone)} {'has' if len(gone) == 1 else 'have'} returned"] if gone else []
     return _joined(parts)
 
 
@@ -124,16 +125,12 @@ def _grouped(looks: Iterable[Look]) -> list[tuple[str, list[int]]]:
 
 
 def _standing(place: str, ranks: list[int]) -> str:
-    return f"{_ranks(ranks)} in {place}" if place else f"{_ranks(ranks)} in an unknown place"
+    return f"{ranks_text(ranks)} in {place}" if place else f"{ranks_text(ranks)} in an unknown place"
 
 
 def _joined(parts: Iterable[str]) -> str:
     shown = list(parts)
     return ", ".join([*shown[:_PLACES_LISTED], *(["and more"] if len(shown) > _PLACES_LISTED else [])])
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {listed(ranks)}"
 
 
 def _be(ranks: Sequence[int]) -> str:

@@ -8,11 +8,12 @@ What lives here: values and decisions. What must not: clocks, signals, /proc, fi
 carries out what is decided.
 
 Silence is no proof: many programs train for hours without a word. So before anything is said the ranks are looked at,
-`_LOOKS` times over a window that ends with the limit. A rank *moves* when it was seen in two places, or when its main
-thread ran Python code between two looks and used its CPU: a program that waits for its GPU at one line nearly all the
-time is seen nowhere else, and yet comes by. It gets on, too, when it stands where one that moves was seen. A run stands
-still when at least one rank neither returned nor gets on. It is not asked of all, for in a hang the one that is missed
-may well be busy elsewhere.
+`_LOOKS` times over a window that ends with the limit. A rank *moves* when it was seen in two places, or when it used
+its CPU. Ranks on several GPUs may wait for each other in a busy loop in C, so there CPU counts only where the main
+thread ran Python code between two looks: a program that waits for its GPU at one line nearly all the time is seen
+nowhere else, and yet comes by. Others sleep while they wait, and one long call in C is work. A rank gets on, too, when
+it stands where one that moves was seen. A run stands still when at least one rank neither returned nor gets on. It is
+not asked of all, for in a hang the one that is missed may well be busy elsewhere.
 
 Failure cases: the observer itself did not run (a suspended machine, a stopped supervisor), then the time does not
 count; a rank of which no stack can be had moves when it uses its CPU.
@@ -26,17 +27,20 @@ from enum import StrEnum
 
 import msgspec
 
-from serverless_gpu.model.attempt import Limits
+from serverless_gpu.model.attempt import Attempt, Limits, State
+from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.model.stacks import Stack, at_socket, delegates, in_backward, in_collective, uses_torch
 
 WARNINGS_MAX = 5
 WINDOW_NS_MAX = 300_000_000_000
+_EARLY_NS = 60_000_000_000
 _LOOKS = 16
-_LOOKS_MIN = 3
+_LOOKS_MIN = _LOOKS // 2  # before anything is decided, also by a supervisor that comes late to them
 _INTERVAL_NS_MIN = 50_000_000
 _UNOBSERVED_NS = 30_000_000_000  # the supervisor looks every few seconds; a longer gap was not the ranks'
 _BUSY = 0.01  # of one CPU; who only asks again and again whether it may go on uses less
 _LOOK_MS = 3.0  # of CPU that being looked at takes, at most
+_TICK_MS = 10  # the kernel's unit for a process's CPU time: so much may be told late
 _GOLDEN = 0.618  # spreads its multiples evenly
 STOPPED, TRACED = "T", "t"
 _WAIT_CHANNELS = (
@@ -177,19 +181,30 @@ def next_step(watch: Watch, limits: Limits, now_ns: int) -> Step:
     return Step(Action.LOOK)
 
 
-def looked(watch: Watch, looks: Sequence[Look], now_ns: int) -> Watch:
+def may_spin(world_size: int, kinds: Collection[DeviceKind]) -> bool:
+    """Return whether ranks may use their CPU all the time only to wait for each other, as they do in NCCL's calls.
+
+    Args:
+        world_size: ranks of the run.
+        kinds: of their devices.
+    """
+    return world_size > 1 and DeviceKind.GPU in kinds
+
+
+def looked(watch: Watch, looks: Sequence[Look], now_ns: int, *, spins: bool) -> Watch:
     """Return the watch after a look at all ranks that have not returned.
 
     Args:
         watch: what was known.
         looks: one per rank.
         now_ns: the time.
+        spins: whether a rank that waits may use its CPU, see `may_spin`.
     """
     elapsed_ms = (now_ns - watch.looked_ns) / 1e6
     places = {}
     for look in looks:
         before = watch.last.get(look.rank)
-        place = _place(look, before, elapsed_ms, watch.looks)
+        place = _place(look, before, elapsed_ms, watch.looks, spins)
         places[look.rank] = watch.places.get(look.rank, frozenset()) | place
     last = {look.rank: look for look in looks}
     if watch.looks and not _still(places):
@@ -213,6 +228,18 @@ def warned(watch: Watch) -> Watch:
 def moving(watch: Watch) -> frozenset[int]:
     """Return the ranks that were seen in more than one place."""
     return frozenset(rank for rank, places in watch.places.items() if len(places) > 1)
+
+
+def returned_early(attempt: Attempt, first_ns: int | None, now_ns: int) -> bool:
+    """Return whether some ranks returned long ago while others still run: they may be waiting for those for ever.
+
+    Args:
+        attempt: the attempt.
+        first_ns: when the first rank returned, or None.
+        now_ns: the time.
+    """
+    running = attempt.state is State.RUNNING and len(attempt.returned) < attempt.world_size
+    return running and first_ns is not None and now_ns - first_ns >= _EARLY_NS
 
 
 def divide(looks: Collection[Look], returned: Collection[int], moved: Collection[int]) -> tuple[list[int], list[int]]:
@@ -249,6 +276,7 @@ def _in_backward_too(look: Look) -> bool:
 
 
 def _at_socket_too(look: Look) -> bool:
+    # Needed for two ranks without torch: neither place has more, and only this tells who waits from who is missed.
     channel = look.channel.startswith(_WAIT_CHANNELS)
     return (channel or (not look.channel and at_socket(look.stack.frames))) and not uses_torch(look.stack.frames)
 
@@ -260,23 +288,30 @@ def _largest_group(looks: Sequence[Look], moved: Collection[int]) -> set[int]:
     return {look.rank for look in looks if best is not None and look.stack.frames == best.stack.frames}
 
 
-def _place(look: Look, before: Look | None, elapsed_ms: float, number: int) -> frozenset[int]:
+def _place(look: Look, before: Look | None, elapsed_ms: float, number: int, spins: bool) -> frozenset[int]:
     """Return where a rank is as a hash; nothing where the kernel has stopped it, or nothing is known."""
     if look.state in (STOPPED, TRACED):
         return frozenset()
     frames = look.stack.frames
-    used_ms = 0.0
-    if before is not None and look.passed:
-        used_ms += (look.main_us - before.main_us) / 1e3
-    if before is not None and not frames:  # another program by now: it gets on while it uses its CPU
-        used_ms += look.cpu_ms - before.cpu_ms
-    if before is not None and (not frames or delegates(frames)):  # others may be at work for it
-        used_ms += look.children_ms - before.children_ms
+    used_ms = 0.0 if before is None else _used_ms(look, before, spins)
     seen: set[object] = {("busy", number)} if used_ms > _BUSY * elapsed_ms + _LOOK_MS else set()
     others = tuple(thread.frames for thread in look.stack.others) if delegates(frames) else ()
     if frames:  # a stack that did not come once is no other place
         seen.add((frames, others))
     return frozenset(map(hash, seen))
+
+
+def _used_ms(look: Look, before: Look, spins: bool) -> float:
+    """Return the CPU time since the look before that was work."""
+    frames = look.stack.frames
+    used_ms = 0.0
+    if look.passed or not spins:
+        used_ms += (look.main_us - before.main_us) / 1e3
+    if not frames or (delegates(frames) and not spins):  # another program by now, or threads at work for it
+        used_ms += max(0, look.cpu_ms - before.cpu_ms - _TICK_MS)
+    if not frames or delegates(frames):  # others may be at work for it
+        used_ms += max(0, look.children_ms - before.children_ms - _TICK_MS)
+    return used_ms
 
 
 def _still(places: Mapping[int, frozenset[int]]) -> bool:

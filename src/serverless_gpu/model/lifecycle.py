@@ -50,7 +50,6 @@ from serverless_gpu.model.attempt import (
 )
 
 SETTLE_NS = 200_000_000
-EARLY_NS = 60_000_000_000
 
 _NOT_A_FAILURE = frozenset({Reason.COMPLETED, Reason.CANCELLED, Reason.TIMEOUT, Reason.BUDGET})
 
@@ -94,18 +93,6 @@ def advance(attempt: Attempt, event: Event, now_ns: int) -> Step:
     if handler is None:
         raise IllegalTransition(attempt, event)
     return handler(attempt, event, now_ns)
-
-
-def returned_early(attempt: Attempt, first_ns: int | None, now_ns: int) -> bool:
-    """Return whether some ranks returned long ago while others still run: they may be waiting for those for ever.
-
-    Args:
-        attempt: the attempt.
-        first_ns: when the first rank returned, or None.
-        now_ns: the time.
-    """
-    running = attempt.state is State.RUNNING and len(attempt.returned) < attempt.world_size
-    return running and first_ns is not None and now_ns - first_ns >= EARLY_NS
 
 
 def _placed(attempt: Attempt, _: Placed, now_ns: int) -> Step:

@@ -15,6 +15,7 @@ raises.
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 
 import msgspec
 
@@ -101,17 +102,19 @@ def parse(text: str, own: str) -> Stack:
     threads: list[tuple[str, list[Frame]]] = []
     cut = False
     for line in text.splitlines():
-        found = _FRAME.match(line)
+        frame = _frame(line)
         if _THREAD.match(line):
             threads.append((line, []))
-        elif found and threads:
-            threads[-1][1].append(Frame(found["file"], int(found["line"]), found["function"]))
+        elif frame and threads:
+            threads[-1][1].append(frame)
         elif line == _CUT:
             cut = True
     for _, frames in threads:
-        if frames and frames[-1].file == _ZYGOTE and frames[-1].function == "<module>":
+        if frames and _zygotes(frames[-1]):
             frames.pop()
-    made = [Thread(title, _users(frames, own)) for title, frames in threads]
+    made = [
+        Thread(title, tuple(frame for frame in frames if not frame.file.startswith(own))) for title, frames in threads
+    ]
     place = len(made) - 1
     if cut:  # the oldest are not there; the main thread may be the one that took the signal
         place = next((place for place, thread in enumerate(made) if thread.current), -1)
@@ -121,6 +124,23 @@ def parse(text: str, own: str) -> Stack:
     if not main.frames:
         main = Thread(main.title, tuple(threads[place][1]))
     return Stack(main, tuple(made))
+
+
+def readable(text: str, own: str) -> str:
+    """Return what faulthandler wrote of a crash, for people: without the frames of our runtime and the list of modules.
+
+    Args:
+        text: its output.
+        own: the directory of the runtime.
+    """
+    lines = text.partition("\nExtension modules:")[0].rstrip().splitlines()
+    made = [*map(_frame, lines), None]
+    kept = []
+    for line, (frame, outer) in zip(lines, pairwise(made), strict=True):
+        ours = frame is not None and (frame.file.startswith(own) or (outer is None and _zygotes(frame)))
+        if not ours:
+            kept.append(line)
+    return "\n".join(kept)
 
 
 def is_whole(text: str) -> bool:
@@ -170,8 +190,14 @@ def uses_torch(frames: tuple[Frame, ...]) -> bool:
     return False
 
 
-def _users(frames: list[Frame], own: str) -> tuple[Frame, ...]:
-    return tuple(frame for frame in frames if not frame.file.startswith(own))
+def _frame(line: str) -> Frame | None:
+    found = _FRAME.match(line)
+    return Frame(found["file"], int(found["line"]), found["function"]) if found else None
+
+
+def _zygotes(outermost: Frame) -> bool:
+    """Return whether the outermost frame of a thread is the zygote's program; further in, `<string>` is the user's."""
+    return outermost.file == _ZYGOTE and outermost.function == "<module>"
 
 
 def _has(file: str, parts: tuple[str, ...]) -> bool:

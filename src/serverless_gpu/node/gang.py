@@ -72,6 +72,7 @@ class Gang:
         self.account = account
         self.logs: dict[int, RankLog] = {}
         self.pids: dict[int, int] = {}
+        self.devices: tuple[Device, ...] = ()  # by rank, once they are started
         self.stacks: dict[int, int] = {}  # the descriptor in each rank that it writes its stacks to
         self.stem_pid = 0
         self.stem_pidfd = -1
@@ -132,6 +133,7 @@ class Gang:
             OSError: the stem is gone, or no descriptors are left.
         """
         spec, directory = self.launch.spec, Path(self.launch.directory)
+        self.devices = tuple(devices)
         self._cgroup_memory()
         for start in range(0, len(holds), _HOLDS_AT_ONCE):
             self._say({"op": "hold"}, holds[start : start + _HOLDS_AT_ONCE])

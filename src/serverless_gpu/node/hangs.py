@@ -17,9 +17,8 @@ from pathlib import Path
 from serverless_gpu.ambient import Clock, format_clock
 from serverless_gpu.model import hangs
 from serverless_gpu.model.attempt import Attempt, Event, Hang, HangConfirmed, RankReturned, State
-from serverless_gpu.model.hang_report import Finding, listed, report, sentence, stacks
+from serverless_gpu.model.hang_report import Finding, ranks_text, report, sentence, stacks
 from serverless_gpu.model.hangs import Action
-from serverless_gpu.model.lifecycle import returned_early
 from serverless_gpu.node.gang import Gang
 from serverless_gpu.node.looks import POLL_NS, Looking
 from serverless_gpu.units import format_duration_ms
@@ -35,7 +34,7 @@ class HangWatch:
         notes: sentences for the receipt; added to.
 
     Attributes:
-        said: the last sentence, "" when what it said is over.
+        said: the last sentence, "" once the ranks get on again.
         hang: who waits for whom, as it was last found.
         wake_ns: when it is next worth a look, or None.
     """
@@ -53,6 +52,7 @@ class HangWatch:
         self._looking: Looking | None = None
         self._then = Action.LOOK
         self._files = 0
+        self._silent_ns: int | None = None  # since when, as long as a warning stands
         self._returned_ns: int | None = None
         self._returned_at = ""
         self._early_said = False
@@ -82,11 +82,12 @@ class HangWatch:
         self._say_early_return(attempt, now_ns)
         if self._heard:
             self._heard = False
-            self._go_on(hangs.progressed(self._watch, now_ns))
+            self._watch = hangs.progressed(self._watch, now_ns)
+            self._say_progress(now_ns)
             self._leave()
         else:
-            self._go_on(hangs.observed(self._watch, now_ns))
-        confirmed = self._finish_look(attempt, now_ns)
+            self._watch = hangs.observed(self._watch, now_ns)
+        confirmed = self._finish_look(attempt, gang, now_ns)
         if self._looking is None:
             self._begin_look(attempt, gang, now_ns)
         return confirmed
@@ -101,7 +102,7 @@ class HangWatch:
         self._looking = Looking(gang, ranks, step.action is not Action.LOOK, now_ns)
         self.wake_ns = now_ns + POLL_NS
 
-    def _finish_look(self, attempt: Attempt, now_ns: int) -> HangConfirmed | None:
+    def _finish_look(self, attempt: Attempt, gang: Gang, now_ns: int) -> HangConfirmed | None:
         if self._looking is None:
             return None
         looks = self._looking.poll(now_ns)
@@ -109,17 +110,24 @@ class HangWatch:
             self.wake_ns = now_ns + POLL_NS
             return None
         self._looking = None
-        self._go_on(hangs.looked(self._watch, looks, now_ns))
-        if self._then is Action.LOOK or not self._watch.looks:
+        spins = hangs.may_spin(attempt.world_size, {device.kind for device in gang.devices})
+        self._watch = hangs.looked(self._watch, looks, now_ns, spins=spins)
+        if not self._watch.looks:
+            self._say_progress(now_ns)
+            return None
+        if self._then is Action.LOOK:
             return None
         finding = self._find(attempt, now_ns)
         self._watch = hangs.warned(self._watch)
-        path = self._write(attempt, finding)
-        told = f"{sentence(finding)}; stacks of all ranks: {path}"
-        self._notes.append(told)
+        path, problem = self._write(attempt, finding)
+        told = sentence(finding)
+        # A receipt cuts what is long, so the file comes first there; its directory is the run's.
+        self._notes.append(f"{path.name}{problem or ' has the stacks of all ranks'}: {told}")
         if self._then is Action.END:
-            return HangConfirmed(detail=sentence(finding))
-        self._say(told)
+            return HangConfirmed(detail=told)
+        self._say(f"{told}; stacks of all ranks: {path}{problem}")
+        if self._silent_ns is None:
+            self._silent_ns = self._watch.since_ns
         return None
 
     def _find(self, attempt: Attempt, now_ns: int) -> Finding:
@@ -135,8 +143,8 @@ class HangWatch:
             watched_ms=(now_ns - watch.began_ns) // 1_000_000,
         )
 
-    def _write(self, attempt: Attempt, finding: Finding) -> str:
-        """Write the file with all stacks; return where it is, or why it is not."""
+    def _write(self, attempt: Attempt, finding: Finding) -> tuple[Path, str]:
+        """Write the file with all stacks; return where it is, and why it is not or ""."""
         self._files += 1
         name = f"hang-{self._files}.txt"
         self.hang = Hang(waiting=finding.waiting, elsewhere=finding.elsewhere, stacks=stacks(finding), file=name)
@@ -145,16 +153,17 @@ class HangWatch:
         try:
             path.write_text(report(finding, title, attempt.world_size), encoding="utf-8", errors="backslashreplace")
         except OSError as error:
-            return f"{path} could not be written ({error.strerror})"
-        return str(path)
+            return path, f" could not be written ({error.strerror})"
+        return path, ""
 
-    def _go_on(self, watch: hangs.Watch) -> None:
-        """Take on what is known now; that a run gets on after a warning is said, too."""
-        if self._watch.warned and not watch.warned:
-            silent_ms = (watch.since_ns - self._watch.since_ns) // 1_000_000
-            self._tell(f"the ranks get on again, after {format_duration_ms(silent_ms)} without output")
-            self.said = ""
-        self._watch = watch
+    def _say_progress(self, now_ns: int) -> None:
+        """Say that a run of which was warned gets on, and take the warning back: it is no news from then on."""
+        if self._silent_ns is None:
+            return
+        silent_ms = (now_ns - self._silent_ns) // 1_000_000
+        self._silent_ns = None
+        self._say(f"the ranks get on again, after {format_duration_ms(silent_ms)} without output")
+        self._say("")
 
     def _leave(self) -> None:
         if self._looking is not None:
@@ -163,14 +172,12 @@ class HangWatch:
 
     def _say_early_return(self, attempt: Attempt, now_ns: int) -> None:
         """F05: nothing is ended for it, for a long evaluation in one rank looks the same, but nobody has to guess."""
-        if self._early_said or not returned_early(attempt, self._returned_ns, now_ns):
+        if self._early_said or not hangs.returned_early(attempt, self._returned_ns, now_ns):
             return
         self._early_said = True
         running = sorted(set(range(attempt.world_size)) - attempt.returned)
-        told = (
-            f"rank {listed(sorted(attempt.returned))} returned (the first at {self._returned_at}), "
-            f"{listed(running)} still running"
-        )
+        early = ranks_text(sorted(attempt.returned))
+        told = f"{early} returned (the first at {self._returned_at}), {ranks_text(running)} still running"
         self._notes.append(told)
         self._say(told)
 

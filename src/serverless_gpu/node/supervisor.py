@@ -46,6 +46,7 @@ from serverless_gpu.model.attempt import (
     Tick,
     TreeEmpty,
 )
+from serverless_gpu.model.hang_report import ranks_text
 from serverless_gpu.model.ledger import FactKind
 from serverless_gpu.model.lifecycle import IllegalTransition, Instruction, advance
 from serverless_gpu.node import protocol
@@ -280,7 +281,8 @@ class Supervisor:
         if self._attempt.killed:
             grace_s = (self._kill_ns - (self._attempt.stop_ns or 0)) / 1e9
             still = sorted(set(range(self._attempt.world_size)) - self._attempt.exited)
-            self._account.notes.append(f"rank {still} did not stop in {grace_s:.1f} s and was killed")
+            were = "was" if len(still) == 1 else "were"
+            self._account.notes.append(f"{ranks_text(still)} did not stop in {grace_s:.1f} s and {were} killed")
         if self._gang is not None:
             self._gang.kill()
 

@@ -241,8 +241,9 @@ def _restore_signals() -> None:
 def _offer_stacks() -> int:
     """Have this process say, when it is asked to by a signal, where it is: to a memfd, which is returned, or -1.
 
-    The stacks are written in C: also while the rank is blocked in a collective. After either handler the system call
-    goes on into which the signal came.
+    The stacks are written in C: also while the rank is blocked in a collective. After either handler the kernel goes on
+    with the call into which the signal came, except for poll, select, nanosleep and the like, which it always
+    interrupts; Python calls those again itself, but for `signal.pause()`.
     """
     try:
         fd = os.memfd_create(protocol.STACK_FILE, os.MFD_CLOEXEC)
