@@ -17,7 +17,7 @@ import numpy
 import pytest
 import torch
 
-from serverless_gpu import Run, distributed
+from serverless_gpu import Run, distributed, session
 from serverless_gpu.errors import RunError
 from serverless_gpu.testing import agent_status
 from tests.local.observe import wait_for
@@ -214,8 +214,19 @@ def test_the_number_of_zygotes_is_bounded(own: Path, monkeypatch: pytest.MonkeyP
     for number in range(6):
         monkeypatch.setenv("PYTHONHASHSEED", str(number))
         assert run.distributed("ab") == [2]
-    status = agent_status(own)
-    assert status is not None and len(status.zygotes) <= 4
+    assert zygotes(own) <= 4
+
+
+def test_other_interpreters_do_not_cost_a_session_its_warm_start(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = distributed(gpus=1, quiet=True)(len)
+    with session(gpus=1, quiet=True) as held:
+        held.distributed(len, "ab")
+        for number in range(4):
+            monkeypatch.setenv("PYTHONHASHSEED", str(number))
+            assert run.distributed("ab") == [2]
+        assert zygotes(own) == 5
+        monkeypatch.delenv("PYTHONHASHSEED")
+        assert receipt_of(held.submit(len, "ab")) == (True, "")
 
 
 def test_a_package_that_cannot_be_preloaded_costs_the_warm_start_only(
