@@ -18,6 +18,7 @@ import contextlib
 import os
 import select
 import subprocess
+import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -190,11 +191,12 @@ class Zygote:
         return None
 
     def differs(self, packages: Mapping[str, str]) -> str | None:
-        """Return in words which preloaded package the caller imports from elsewhere, or None."""
-        for name, mine in self._packages.items():
-            theirs = original(packages.get(name, mine))
-            if theirs != mine:
-                return f"{name} is imported from {theirs}, the zygote has {mine}"
+        """Return in words which loaded module the caller imports from elsewhere, or None."""
+        for name, file in packages.items():
+            theirs, mine = original(file), self._packages.get(name)
+            if mine is not None and theirs != mine:
+                has = "Python's own" if name in sys.stdlib_module_names else mine
+                return f"{name} is {theirs} for the caller, the warm interpreter has {has}"
         return None
 
     def fail(self) -> None:
