@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import random
 import select
 import subprocess
 import sys
 import threading
+import venv
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -208,6 +210,34 @@ def test_start_up_variables_make_another_zygote_and_others_do_not(own: Path, mon
     assert receipt_of(run.submit("MALLOC_ARENA_MAX")) == (True, "")
     monkeypatch.delenv("MALLOC_ARENA_MAX")
     assert receipt_of(run.submit("MALLOC_ARENA_MAX")) == (True, ""), "the first one is still there"
+
+
+def test_names_of_one_interpreter_share_a_zygote_and_another_environment_has_its_own(own: Path, tmp_path: Path) -> None:
+    """As `pip` writes `python3` into console scripts, and people type `python`."""
+    places = "\n".join(place for place in sys.path if place)
+    for name in ("one", "other"):
+        venv.create(tmp_path / name, symlinks=True)
+        (packages,) = (tmp_path / name / "lib").glob("python*/site-packages")
+        (packages / "of_the_tests.pth").write_text(places)
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\nfrom serverless_gpu import distributed\n"
+        "def where():\n    return sys.executable, sys.prefix\n"
+        "run = distributed(gpus=1, quiet=True)(where).submit()\n"
+        "print(run.results()[0][1] == sys.prefix, run.receipt().warm)\n"
+    )
+
+    def run(python: str, *arguments: str) -> str:
+        command = [str(tmp_path / python), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60).stdout
+
+    assert run("one/bin/python", str(script)) == "True False\n"
+    assert run("one/bin/python3", str(script)) == "True True\n"
+    assert run("other/bin/python", str(script)) == "True False\n"
+    assert zygotes(own) == 2
+    checks = json.loads(run("one/bin/python3", "-m", "serverless_gpu.cli", "doctor", "--json"))["checks"]
+    (found,) = [finding for check in checks if check["code"] == "zygote" for finding in check["findings"]]
+    assert f" {tmp_path}/one/bin/python3 · ready" in found["sentence"]
 
 
 def test_the_number_of_zygotes_is_bounded(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
