@@ -48,10 +48,11 @@ _ROOMS = ("compute", "errors", "launcher", "ray", "runtime", "testing")
 
 
 def __getattr__(name: str) -> object:
+    load = importlib.import_module("serverless_gpu.loading").load
     if name in _HOMES:
-        return globals().setdefault(name, getattr(importlib.import_module(_HOMES[name]), name))
+        return globals().setdefault(name, getattr(load(_HOMES[name]), name))
     if name in _ROOMS:
-        return importlib.import_module(f"serverless_gpu.{name}")
+        return load(f"serverless_gpu.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import random
 import select
 import subprocess
 import sys
 import threading
+import venv
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -16,11 +18,12 @@ from typing import TypeVar
 import numpy
 import pytest
 import torch
+import typing_extensions
 
-from serverless_gpu import Run, distributed
+from serverless_gpu import Run, distributed, session
 from serverless_gpu.errors import RunError
 from serverless_gpu.testing import agent_status
-from tests.local.observe import wait_for
+from tests.local.observe import ended, start_script, wait_for
 
 T = TypeVar("T")
 
@@ -209,13 +212,52 @@ def test_start_up_variables_make_another_zygote_and_others_do_not(own: Path, mon
     assert receipt_of(run.submit("MALLOC_ARENA_MAX")) == (True, ""), "the first one is still there"
 
 
+def test_names_of_one_interpreter_share_a_zygote_and_another_environment_has_its_own(own: Path, tmp_path: Path) -> None:
+    """As `pip` writes `python3` into console scripts, and people type `python`."""
+    places = "\n".join(place for place in sys.path if place)
+    for name in ("one", "other"):
+        venv.create(tmp_path / name, symlinks=True)
+        (packages,) = (tmp_path / name / "lib").glob("python*/site-packages")
+        (packages / "of_the_tests.pth").write_text(places)
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\nfrom serverless_gpu import distributed\n"
+        "def where():\n    return sys.executable, sys.prefix\n"
+        "run = distributed(gpus=1, quiet=True)(where).submit()\n"
+        "print(run.results()[0][1] == sys.prefix, run.receipt().warm)\n"
+    )
+
+    def run(python: str, *arguments: str) -> str:
+        command = [str(tmp_path / python), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60).stdout
+
+    assert run("one/bin/python", str(script)) == "True False\n"
+    assert run("one/bin/python3", str(script)) == "True True\n"
+    assert run("other/bin/python", str(script)) == "True False\n"
+    assert zygotes(own) == 2
+    checks = json.loads(run("one/bin/python3", "-m", "serverless_gpu.cli", "doctor", "--json"))["checks"]
+    (found,) = [finding for check in checks if check["code"] == "zygote" for finding in check["findings"]]
+    assert f" {tmp_path}/one/bin/python3 · ready" in found["sentence"]
+
+
 def test_the_number_of_zygotes_is_bounded(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = distributed(gpus=1, quiet=True)(len)
     for number in range(6):
         monkeypatch.setenv("PYTHONHASHSEED", str(number))
         assert run.distributed("ab") == [2]
-    status = agent_status(own)
-    assert status is not None and len(status.zygotes) <= 4
+    assert zygotes(own) <= 4
+
+
+def test_other_interpreters_do_not_cost_a_session_its_warm_start(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = distributed(gpus=1, quiet=True)(len)
+    with session(gpus=1, quiet=True) as held:
+        held.distributed(len, "ab")
+        for number in range(4):
+            monkeypatch.setenv("PYTHONHASHSEED", str(number))
+            assert run.distributed("ab") == [2]
+        assert zygotes(own) == 5
+        monkeypatch.delenv("PYTHONHASHSEED")
+        assert receipt_of(held.submit(len, "ab")) == (True, "")
 
 
 def test_a_package_that_cannot_be_preloaded_costs_the_warm_start_only(
@@ -249,6 +291,89 @@ def test_threads_of_preloaded_packages_lead_to_a_cold_start(
     assert run.distributed("ab") == [2, 2]
     warm, reason = receipt_of(run.submit("ab"))
     assert not warm and "thread" in reason
+
+
+OWN_MODULE = """
+import sys
+from serverless_gpu import distributed
+
+def who():
+    import {name}
+    return [{name}.__file__, getattr({name}, "MINE", None)]
+
+@distributed(gpus=2, quiet=True)
+def train():
+    return who()
+
+run = train.submit()
+assert run.results() == [who()] * 2, (run.results(), who())
+print(run.receipt().warm, run.receipt().warm_reason, sep="\\n")
+"""
+
+
+def run_beside(directory: Path, name: str, **environ: str) -> tuple[str, str]:
+    """Run a script that compares the module a rank imports with its own; return warm or not, and the reason."""
+    path = directory / "script.py"
+    path.write_text(OWN_MODULE.format(name=name))
+    code, stdout, stderr = ended(start_script(path, environ=environ))
+    assert code == 0, stderr
+    warm, reason = stdout.splitlines()
+    return warm, reason
+
+
+@pytest.mark.parametrize("name", ["bisect", "calendar", "copy", "queue", "random", "tempfile", "numpy.version"])
+def test_a_module_beside_the_script_is_the_one_that_ranks_import(warm: Path, tmp_path: Path, name: str) -> None:
+    top = name.partition(".")[0]
+    if top == name:
+        file = tmp_path / f"{name}.py"
+    else:
+        file = tmp_path / top / "__init__.py"
+        file.parent.mkdir()
+        (file.parent / "version.py").write_text("MINE = 2\n")
+    file.write_text("MINE = 1\n")
+    before = distributed(gpus=2, quiet=True)(len)
+    before.distributed("ab")
+    found = run_beside(tmp_path, name)
+    has = "Python's own" if top in sys.stdlib_module_names else numpy.__file__
+    assert found == ("False", f"{top} is {file} for the caller, the warm interpreter has {has}")
+    assert receipt_of(before.submit("ab")) == (True, ""), "others are not concerned"
+
+
+def test_a_dependency_of_what_is_preloaded_may_lie_beside_the_script(warm: Path, tmp_path: Path) -> None:
+    file = tmp_path / "typing_extensions.py"  # imported by torch
+    file.write_text(Path(typing_extensions.__file__).read_text() + "\nMINE = 1\n")
+    warmth, reason = run_beside(tmp_path, "typing_extensions")
+    assert warmth == "False" and reason.startswith(
+        f"typing_extensions is {file} for the caller, the warm interpreter has"
+    )
+
+
+def test_a_directory_that_is_no_package_does_not_cost_the_warm_start(warm: Path, tmp_path: Path) -> None:
+    (tmp_path / "calendar").mkdir()  # of data: Python prefers its own module
+    (tmp_path / "pathlib.txt").touch()
+    distributed(gpus=2, quiet=True)(len).distributed("ab")
+    assert run_beside(tmp_path, "calendar") == ("True", "")
+
+
+def test_a_module_that_the_caller_took_from_python_before_stays_that(warm: Path, tmp_path: Path) -> None:
+    """What is loaded stays, in the caller; so ranks have it from Python, too, whatever the path says by now."""
+    (tmp_path / "calendar.py").write_text("MINE = 1\n")
+    distributed(gpus=1, quiet=True)(len).distributed("ab")
+    path = tmp_path / "elsewhere" / "script.py"
+    path.parent.mkdir()
+    path.write_text(
+        f"import calendar, sys\nsys.path.insert(0, {str(tmp_path)!r})\n" + OWN_MODULE.format(name="calendar")
+    )
+    code, stdout, stderr = ended(start_script(path))
+    assert (code, stdout) == (0, "True\n\n"), stderr
+
+
+def test_a_module_in_the_python_path_is_the_zygotes_own(own: Path, tmp_path: Path) -> None:
+    (tmp_path / "path").mkdir()
+    (tmp_path / "path" / "calendar.py").write_text("MINE = 1\n")
+    places = os.pathsep.join(filter(None, [str(tmp_path / "path"), os.environ.get("PYTHONPATH")]))
+    run_beside(tmp_path, "calendar", PYTHONPATH=places)
+    assert run_beside(tmp_path, "calendar", PYTHONPATH=places) == ("True", "")
 
 
 def test_prewarming_makes_the_first_run_warm(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -184,7 +184,7 @@ def test_cgroups(cgroups: CgroupFacts, expected: tuple[Outcome, str, str]) -> No
     ],
 )
 def test_zygotes(zygotes: tuple[str, ...], expected: tuple[Outcome, str, str]) -> None:
-    assert one("zygote", Facts(agent=AgentFacts(pid=1, zygotes=zygotes))) == expected
+    assert one("zygote", Facts(agent=AgentFacts(pid=1, python=PYTHON, zygotes=zygotes))) == expected
 
 
 def test_how_the_last_run_started() -> None:

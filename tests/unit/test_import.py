@@ -116,3 +116,32 @@ def test_a_name_that_does_not_exist() -> None:
 
 def test_the_version_is_a_string() -> None:
     assert serverless_gpu.__version__.count(".") >= 1
+
+
+def imported_beside(directory: Path, code: str) -> str:
+    """Return the last lines that a script writes which has `code` and lies in a directory."""
+    script = directory / "script.py"
+    script.write_text(code)
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=60)
+    assert done.returncode == 1, done.stdout
+    return "\n".join(done.stderr.splitlines()[-2:])
+
+
+@pytest.mark.parametrize("name", ["uuid", "logging", "select", "dis", "numbers", "platform"])
+def test_a_file_that_hides_a_module_of_python_is_named(tmp_path: Path, name: str) -> None:
+    file = tmp_path / f"{name}.py"
+    file.write_text("def load():\n    return 1\n")
+    said = f"cannot be imported: {file} hides Python's own module {name}\nhint: give {file} another name"
+    told = imported_beside(tmp_path, "from serverless_gpu import distributed")
+    assert told == f"ImportError: serverless_gpu.client.decorator {said}"
+
+
+def test_another_error_inside_of_an_import_is_told_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "msgspec.py").write_text("class Struct:\n    pass\nStruct.fields\n")
+    told = imported_beside(tmp_path, "from serverless_gpu import distributed")
+    assert told.endswith(
+        "ImportError: serverless_gpu.client.decorator cannot be imported: "
+        "type object 'Struct' has no attribute 'fields'"
+    )

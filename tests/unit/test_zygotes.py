@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from serverless_gpu.node.zygotes import Key, first_run
+import sys
+from pathlib import Path
+
+from serverless_gpu.node.zygotes import Key, first_run, one_name
 
 MINE = Key("/usr/bin/python3", (), (("OMP_NUM_THREADS", "1"),))
 
@@ -19,3 +22,21 @@ def test_start_up_variables_that_differ_are_named() -> None:
     assert first_run(MINE, [far, near]) == (
         "the warm interpreter was started with other values of KMP_INIT_AT_FORK, OMP_NUM_THREADS"
     )
+
+
+def test_an_interpreter_has_one_name_in_its_directory(tmp_path: Path) -> None:
+    for place in ("one", "other"):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "python3.11").symlink_to(sys.executable)
+        (tmp_path / place / "python3").symlink_to(sys.executable)
+        (tmp_path / place / "python").symlink_to("python3.11")
+        (tmp_path / place / "python2").write_text("another one")
+    names = [one_name(str(tmp_path / "one" / name)) for name in ("python", "python3", "python3.11", "python2")]
+    assert names == [*[str(tmp_path / "one" / "python3")] * 3, str(tmp_path / "one" / "python2")]
+    assert one_name(str(tmp_path / "other" / "python")) == str(tmp_path / "other" / "python3"), "another environment"
+
+
+def test_an_interpreter_that_is_alone_or_gone_keeps_its_name(tmp_path: Path) -> None:
+    (tmp_path / "pypy").symlink_to(sys.executable)
+    for python in (str(tmp_path / "pypy"), str(tmp_path / "gone"), "python", ""):
+        assert one_name(python) == python

@@ -8,7 +8,6 @@ the socket's name carries the number).
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import resource
 import select
@@ -21,12 +20,12 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.ambient import SystemClock
+from serverless_gpu.client.origins import origins
 from serverless_gpu.errors import AgentUnavailable, HardwareError, StorageError, UsageError
 from serverless_gpu.node import protocol
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.spawning import clean_process, clean_variables, open_log
-from serverless_gpu.node.zygotes import PRELOAD_ROOTS
 
 _START_S = 30.0
 _LAST_WORDS_BYTES = 2_000
@@ -97,7 +96,7 @@ def caller_context() -> protocol.Context:
         argv=tuple(protocol.portable(argument) for argument in sys.argv),
         sys_path=tuple(protocol.portable(str(path)) for path in sys.path),
         descriptors_max=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        packages={name: protocol.portable(origin) for name in PRELOAD_ROOTS if (origin := _origin(name))},
+        packages={name: protocol.portable(origin) for name, origin in origins().items()},
     )
 
 
@@ -157,18 +156,6 @@ def _start_agent(home: Home) -> None:
         process.wait()
     finally:
         os.close(ready_read)
-
-
-def _origin(name: str) -> str:
-    """Return the file a package comes from in this process, or "" when it is not installed."""
-    loaded = sys.modules.get(name)
-    if loaded is not None:
-        return str(getattr(loaded, "__file__", None) or "")
-    try:
-        spec = importlib.util.find_spec(name)
-    except (ImportError, ValueError):  # a finder of the user's that fails
-        return ""
-    return str(spec.origin or "") if spec is not None else ""
 
 
 def _read(path: Path) -> str:

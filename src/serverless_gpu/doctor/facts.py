@@ -74,12 +74,14 @@ class AgentFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         pid: None when none runs.
+        python: the agent's name for the interpreter that asks.
         problem: why it does not answer.
         others: agents of other versions of this package: version (and protocol) by pid.
     """
 
     pid: int | None = None
     version: str = ""
+    python: str = ""
     problem: str = ""
     hint: str = ""
     zygotes: tuple[str, ...] = ()

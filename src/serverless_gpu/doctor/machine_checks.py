@@ -176,10 +176,10 @@ def _zygote(facts: Facts) -> list[Finding]:
         return unknown(agent.why)
     if agent.problem:
         return unknown("the agent does not answer")
-    cold = [line for line in agent.zygotes if " · cold: " in line and f" {facts.python} " in line]
+    cold = [line for line in agent.zygotes if " · cold: " in line and f" {agent.python} " in line]
     if cold:
         return warning(f"runs of this interpreter start cold: {cold[0].partition(' · cold: ')[2]}")
-    mine = [line for line in agent.zygotes if f" {facts.python} " in line]
+    mine = [line for line in agent.zygotes if f" {agent.python} " in line]
     if mine:
         return ok("; ".join(mine))
     return ok("none for this interpreter; its next run starts cold and leaves one")

@@ -154,6 +154,7 @@ class Gang:
                 "cwd": original(context.cwd),
                 "argv": [original(argument) for argument in context.argv],
                 "sys_path": [original(path) for path in context.sys_path],
+                "packages": {name: original(file) for name, file in context.packages.items()},
                 "threads": self._threads(),
             }
         )

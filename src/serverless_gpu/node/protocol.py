@@ -44,7 +44,8 @@ class Context(Message, frozen=True, kw_only=True, tag="context"):
         flags: interpreter options it was started with, for example ``-O``.
         environ: environment variables; they go over sockets and never into a file.
         descriptors_max: the soft limit on open descriptors.
-        packages: where this process imports (or would import) the packages from that a zygote preloads.
+        packages: the file this process imports (or would import) a module from, for those of which a zygote may have
+            another: what it preloads, and what lies beside the script under the name of something installed.
     """
 
     python: str

@@ -5,7 +5,8 @@
                      ▼
                      a new zygote, or (where none can be kept) an interpreter for this run only: cold, and why
 
-A few zygotes at most; the one unused for longest goes first, and each after ten idle minutes.
+A few zygotes at most beside those of open sessions, which stay; the one unused for longest goes first, and each after
+ten idle minutes.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class ZygotePool:
         self._one_shots: list[Zygote] = []  # interpreters without preload, for one run each
         self._cold: dict[Key, tuple[str, int]] = {}  # keys that cannot be kept warm: why, and since when
         self._gone: dict[Key, str] = {}  # why the last zygote of a key is no more
+        self._kept: frozenset[Key] = frozenset()  # keys of open sessions
         self.became_ready = False
 
     def texts(self) -> list[str]:
@@ -119,6 +121,7 @@ class ZygotePool:
         Args:
             kept: keys whose zygotes stay, because a session is open.
         """
+        self._kept = frozenset(kept)
         now_ns = self._clock.boottime_ns()
         for key, zygote in list(self._zygotes.items()):
             idle = now_ns - zygote.used_ns > IDLE_S * 1e9 and not zygote.waited_for
@@ -156,8 +159,9 @@ class ZygotePool:
     def _warm(self, key: Key, context: Context) -> Zygote:
         if key in self._zygotes:
             return self._zygotes[key]
-        if len(self._zygotes) >= ZYGOTES_MAX:
-            oldest = min(self._zygotes, key=lambda other: self._zygotes[other].used_ns)
+        others = [other for other in self._zygotes if other not in self._kept]
+        if len(others) >= ZYGOTES_MAX:
+            oldest = min(others, key=lambda other: self._zygotes[other].used_ns)
             self._discard(oldest, f"{ZYGOTES_MAX} other interpreters were used since")
         zygote = self._zygotes[key] = self._spawn(context, PRELOAD)
         zygote.used_ns = zygote.started_ns = self._clock.boottime_ns()

@@ -18,6 +18,7 @@ import contextlib
 import os
 import select
 import subprocess
+import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -41,7 +42,7 @@ Stamp = tuple[int, int, int]
 
 
 class Key(msgspec.Struct, frozen=True):
-    """What makes two callers share a zygote."""
+    """What makes two callers share a zygote; `python` is the interpreter's one name."""
 
     python: str
     flags: tuple[str, ...]
@@ -50,7 +51,20 @@ class Key(msgspec.Struct, frozen=True):
 
 def key_of(context: Context) -> Key:
     """Return the key of a caller's context."""
-    return Key(context.python, context.flags, tuple(startup_variables(context.environ).items()))
+    return Key(one_name(context.python), context.flags, tuple(startup_variables(context.environ).items()))
+
+
+def one_name(python: str) -> str:
+    """Return the same name for all names of an interpreter in its directory: `python` is `python3` there.
+
+    The directory stays as it is: by it an interpreter knows its environment.
+    """
+    for name in ("python3", "python"):
+        beside = os.path.join(os.path.dirname(python), name)
+        with contextlib.suppress(OSError):
+            if os.path.samefile(python, beside):
+                return beside
+    return python
 
 
 def first_run(key: Key, others: Sequence[Key]) -> str:
@@ -190,11 +204,12 @@ class Zygote:
         return None
 
     def differs(self, packages: Mapping[str, str]) -> str | None:
-        """Return in words which preloaded package the caller imports from elsewhere, or None."""
-        for name, mine in self._packages.items():
-            theirs = original(packages.get(name, mine))
-            if theirs != mine:
-                return f"{name} is imported from {theirs}, the zygote has {mine}"
+        """Return in words which loaded module the caller imports from elsewhere, or None."""
+        for name, file in packages.items():
+            theirs, mine = original(file), self._packages.get(name)
+            if mine is not None and theirs != mine:
+                has = "Python's own" if name in sys.stdlib_module_names else mine
+                return f"{name} is {theirs} for the caller, the warm interpreter has {has}"
         return None
 
     def fail(self) -> None:
@@ -236,7 +251,7 @@ class Zygote:
             file.seek(max(self._log_start, end - _PROBLEM_BYTES_MAX))
             written = file.read(_PROBLEM_BYTES_MAX).decode("utf-8", "replace").strip()
         ended = "ended" if code is None else f"ended with code {code}"
-        return f"{self.key.python}, which was to become a zygote, {ended}:\n{written or '(it wrote nothing)'}"
+        return f"{self.context.python}, which was to become a zygote, {ended}:\n{written or '(it wrote nothing)'}"
 
 
 def _readable(fd: int) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from serverless_gpu.doctor.gathering.bounded import side_by_side
 from serverless_gpu.node.home import find_home
 from serverless_gpu.node.processes import controllers, find_cgroup_root
 from serverless_gpu.node.protocol import Status, agent_socket
+from serverless_gpu.node.zygotes import one_name
 from serverless_gpu.version import __version__
 
 _ANSWER_S = 3.0
@@ -45,6 +47,7 @@ def look_at_service(environ: Mapping[str, str]) -> tuple[AgentFacts, CgroupFacts
     agent = AgentFacts(
         pid=answer.pid,
         version=__version__,
+        python=one_name(sys.executable),
         zygotes=answer.zygotes,
         attempts=len(answer.attempts),
         queued=len(answer.queued),

@@ -295,12 +295,26 @@ def _take_context(message: protocol.Message) -> None:
     sys.argv[:] = protocol.strings(message, "argv")
     sys.path[:] = protocol.strings(message, "sys_path")
     sys.path_importer_cache.clear()  # directories may have changed since the zygote looked
+    _forget(message.get("packages"))
     main_module = types.ModuleType("__main__")
     main_module.__dict__["__builtins__"] = __builtins__
     sys.modules["__main__"] = main_module
     _reseed()
     _set_threads(protocol.integer(message, "threads"))
     os.chdir(protocol.text(message, "cwd"))
+
+
+def _forget(callers: object) -> None:
+    """Forget modules that this runtime has imported, and that the caller imports from a file of its own.
+
+    The runtime keeps those it has. An interpreter that has preloaded anything of such a name is not used in the first
+    place: what it preloaded would still hold the other module.
+    """
+    for name, file in callers.items() if isinstance(callers, dict) else ():
+        loaded = getattr(sys.modules.get(name), "__file__", None)
+        if loaded is not None and loaded != file:
+            for known in [known for known in sys.modules if known == name or known.startswith(f"{name}.")]:
+                del sys.modules[known]
 
 
 def _reseed() -> None:

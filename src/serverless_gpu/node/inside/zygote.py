@@ -65,7 +65,7 @@ def main(channel_fd: int, version: int, preload: list[str]) -> None:
         names = ", ".join(_thread_name(thread) for thread in threads)
         channel.send(protocol.encode({"event": "cold", "reason": f"preloading leaves threads behind ({names})"}))
         return
-    channel.send(protocol.encode({"event": "ready", "modules": _module_files(), "packages": _packages(preload)}))
+    channel.send(protocol.encode({"event": "ready", "modules": _module_files(), "packages": _packages()}))
     _serve(channel)
 
 
@@ -155,9 +155,9 @@ def _thread_name(thread: str) -> str:
     return "?"
 
 
-def _packages(names: list[str]) -> dict[str, str]:
-    """Return the file of each preloaded top-level package."""
-    files = {name: getattr(sys.modules.get(name), "__file__", None) for name in names if "." not in name}
+def _packages() -> dict[str, str]:
+    """Return the file of each loaded top-level module: a caller may have another one of that name."""
+    files = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items()) if "." not in name}
     return {name: file for name, file in files.items() if isinstance(file, str)}
 
 

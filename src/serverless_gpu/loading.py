@@ -1,0 +1,42 @@
+"""Importing a part of this package when it is first asked for, and what is said when that fails.
+
+    serverless_gpu.distributed  ──▶  __getattr__  ──▶  load("serverless_gpu.client.decorator")
+
+Failure case: a file of the user's has the name of one of Python's modules, and our import gets it. What is raised then
+is often an AttributeError, which Python's `from … import …` would turn into "cannot import name", of this package. This
+module itself needs nothing that can be hidden: what it imports is loaded before any program runs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+
+TYPE_CHECKING = False
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+
+def load(room: str) -> ModuleType:
+    """Return a module of this package.
+
+    Args:
+        room: its full name.
+
+    Raises:
+        ImportError: it cannot be imported; names the file that hides a module it needs.
+    """
+    try:
+        return importlib.import_module(room)
+    except AttributeError as error:
+        raise ImportError(f"{room} cannot be imported: {_why(error)}") from error
+
+
+def _why(error: AttributeError) -> str:
+    lacking = error.obj
+    name, file = getattr(lacking, "__name__", None), getattr(lacking, "__file__", None)
+    if name not in sys.stdlib_module_names or not file or file.startswith(os.path.dirname(os.__file__)):
+        return str(error)
+    return f"{file} hides Python's own module {name}\nhint: give {file} another name"
