@@ -200,6 +200,32 @@ def test_F49_a_flood_is_cut_and_counted_and_the_run_goes_on(
     assert "[rank 0] — " in err and " dropped —" in err
 
 
+def test_F49_every_rank_is_shown_to_its_end_when_all_of_them_flood(capfd: pytest.CaptureFixture[str]) -> None:
+    @distributed(gpus=8, quiet=True, ranks_log="all")
+    def train(rank: int = -1) -> None:
+        block = b"y\n" * (1 << 15)
+        for _ in range(400):
+            os.write(1, block)
+        print("END of", rank)
+
+    train.distributed()
+    lines = capfd.readouterr().out.splitlines()
+    assert sorted(line for line in lines if "END" in line) == [f"[rank {rank}] END of {rank}" for rank in range(8)]
+    assert len(lines) < 8 * 300_000
+
+
+def test_F49_short_outputs_of_all_ranks_arrive_complete(capfd: pytest.CaptureFixture[str]) -> None:
+    @distributed(gpus=8, quiet=True, ranks_log="all")
+    def train() -> None:
+        print("\n".join(f"step {number} loss 0.1234" for number in range(20_000)))
+
+    train.distributed()
+    lines = capfd.readouterr().out.splitlines()
+    for rank in range(8):
+        shown = [line for line in lines if line.startswith(f"[rank {rank}]")]
+        assert shown == [f"[rank {rank}] step {number} loss 0.1234" for number in range(20_000)]
+
+
 def test_F49_lines_of_others_come_through_live_during_a_flood(where: str) -> None:
     @distributed(gpus=2, quiet=True, ranks_log="all")
     def train(where: str, rank: int = -1) -> None:

@@ -377,7 +377,8 @@ class Run(Generic[R]):
                 self._disconnect()
             case protocol.Refused():
                 self._refused, self._state = message, State.FAILED
-                shutil.rmtree(self.directory.parent, ignore_errors=True)  # nothing was started
+                if not self._accepted:  # nothing was started
+                    shutil.rmtree(self.directory.parent, ignore_errors=True)
                 self._disconnect()
             case _:
                 pass

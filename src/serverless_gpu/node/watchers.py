@@ -6,12 +6,14 @@
 
 A watcher that does not read costs nothing but its own output: messages queue up to a bound (`outbox.py`), output is
 left out first, everything else is kept, there is little of it. A watcher that goes away is forgotten; the run goes on.
+One too many is refused in words.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import selectors
 import socket
 from collections.abc import Callable
@@ -19,11 +21,14 @@ from pathlib import Path
 
 import msgspec
 
+from serverless_gpu.errors import AgentUnavailable
 from serverless_gpu.node import protocol
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.outbox import Outbox
 
-_WATCHERS_MAX = 64
+WATCHERS_MAX = 64
+_FULL_HINT = "try again when one of them has gone"
+_BREATH_S = 0.05
 _LAST_WORDS_S = 5.0
 
 
@@ -202,12 +207,19 @@ class Audience:
 
     def _accept(self) -> None:
         assert self._listener is not None
-        with contextlib.suppress(OSError):
+        try:
             sock, _ = self._listener.accept()
-            if len(self._watchers) >= _WATCHERS_MAX:
-                sock.close()
-                return
-            self.add(Channel(sock)).say(self._greet())
+        except OSError:
+            select.select([], [], [], _BREATH_S)  # no descriptors: whoever knocks would be heard again at once
+            return
+        channel = Channel(sock)
+        if len(self._watchers) < WATCHERS_MAX:
+            self.add(channel).say(self._greet())
+            return
+        message = f"{WATCHERS_MAX} others are connected to {self._path.stem}, and more it does not take"
+        with contextlib.suppress(OSError):
+            protocol.send(channel, protocol.Refused(code=AgentUnavailable.code, message=message, hint=_FULL_HINT))
+        channel.close()
 
     def _hear(self, watcher: Watcher) -> None:
         if not watcher.hear(lambda message: self._obey(message, watcher)):
