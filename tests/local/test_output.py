@@ -24,7 +24,7 @@ import pytest
 
 from serverless_gpu import distributed
 from serverless_gpu.client.display import Display
-from serverless_gpu.errors import RankCrashed
+from serverless_gpu.errors import InvalidValue, RankCrashed
 from tests.local.observe import LIMIT_S, run_script, supervisor, wait_for
 from tests.local.ranks import announce, rank_number, wait_for_file
 from tests.tiny_terminal import screen
@@ -146,6 +146,15 @@ def test_F50_a_line_of_100_MB_is_stored_whole(capfd: pytest.CaptureFixture[str])
     assert stored == b"0123456789" * (10 * MB) + b"\n"
     shown = capfd.readouterr()
     assert len(shown.out) < 10 * MB and "not shown" in shown.err
+
+
+@pytest.mark.parametrize(("gpus", "valid"), [(2, "ranks 0 to 1"), (1, "rank 0 only")])
+def test_only_ranks_that_do_not_exist_are_refused(warm: Path, gpus: int, valid: str) -> None:
+    before = set((warm / "runs").iterdir())
+    with pytest.raises(InvalidValue, match=f"ranks_log names rank 2, 7, and this run has {valid}"):
+        distributed(gpus=gpus, ranks_log=[2, 7])(rank_number).distributed()
+    assert set((warm / "runs").iterdir()) == before, "nothing was started"
+    assert distributed(gpus=2, ranks_log=[1, 7], quiet=True)(rank_number).distributed() == [0, 1]
 
 
 # --- F49: floods -----------------------------------------------------------------------------------------------------

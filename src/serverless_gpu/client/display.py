@@ -103,6 +103,7 @@ class TerminalDisplay(Display):
         self._block = Block()
         self._drawn_ns = 0
         self._changed = False  # since it was drawn
+        self._told = False  # that a stream takes nothing
 
     def output(self, rank: int, stream: str, text: str) -> None:
         """Print the lines of what a rank wrote that are final."""
@@ -113,7 +114,7 @@ class TerminalDisplay(Display):
 
     def skipped(self, rank: int, stream: str, bytes_: int, lost: bool) -> None:
         """Print how much is missing and where it is."""
-        self._end(rank, stream)
+        self._end(rank, stream, broken=True)
         where = "dropped" if lost else f"not shown (too fast for a screen), in {self._logs / f'{rank}.{stream}'}"
         self._write("stderr", f"[rank {rank}] — {format_bytes(bytes_)} {where} —\n")
         self._refresh()
@@ -151,10 +152,10 @@ class TerminalDisplay(Display):
         for line in receipt.text().splitlines():
             self.say(line)
 
-    def _end(self, rank: int, stream: str) -> None:
+    def _end(self, rank: int, stream: str, *, broken: bool = False) -> None:
         screen = self._screens.pop((rank, stream), None)
         if screen is not None:
-            self._print(rank, stream, screen.end())
+            self._print(rank, stream, screen.end(broken=broken))
 
     def _print(self, rank: int, stream: str, lines: Sequence[str]) -> None:
         if lines:
@@ -166,7 +167,10 @@ class TerminalDisplay(Display):
 
     def _write(self, stream: str, text: str) -> None:
         self._block.erase()
-        write(_target(stream), text)
+        problem = write(_target(stream), text)
+        if problem and not self._told:
+            self._told = True
+            write(sys.stderr, f"serverless-gpu: cannot write to {stream}: {problem}; all output is in {self._logs}\n")
 
     def _refresh(self) -> None:
         """Draw unfinished lines where that is possible, not too often, and say when to be called again."""
@@ -209,6 +213,11 @@ def make_display(*, quiet: bool, logs: Path) -> Display:
         module = importlib.import_module(_NOTEBOOK)
         return cast("Display", module.NotebookDisplay(quiet=quiet, logs=logs))
     return TerminalDisplay(quiet=quiet, logs=logs)
+
+
+def again() -> str:
+    """Return what to do to interrupt once more."""
+    return "press the stop button again" if _in_kernel() else "press Ctrl-C again"
 
 
 def _in_kernel() -> bool:

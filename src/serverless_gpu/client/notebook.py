@@ -139,7 +139,7 @@ class NotebookDisplay(Display):
         """Print how much is missing and where it is."""
         screen = self._screens.get((rank, stream))
         if screen is not None and not screen.moving:  # what comes next is not the rest of that line
-            self._print(rank, stream, self._screens.pop((rank, stream)).end())
+            self._print(rank, stream, self._screens.pop((rank, stream)).end(broken=True))
         where = "dropped" if lost else f"not shown (too fast for a screen), in {self._logs / f'{rank}.{stream}'}"
         _write("stderr", f"[rank {rank}] — {format_bytes(bytes_)} {where} —\n")
 

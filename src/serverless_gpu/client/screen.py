@@ -62,9 +62,15 @@ class Row:
         self.text, self._cut = "", 0
         self.rewritten, self._from_start = True, False
 
-    def final(self) -> str:
-        """Return the line as it is printed."""
-        return self.text + f" … and {self._cut} characters more in this line" if self._cut else self.text
+    def final(self, *, broken: bool = False) -> str:
+        """Return the line as it is printed.
+
+        Args:
+            broken: what follows of the line is missing, and nobody knows how much that is.
+        """
+        if not self._cut:
+            return self.text
+        return f"{self.text} … and {'' if broken else f'{self._cut} characters '}more in this line"
 
     @property
     def blank(self) -> bool:
@@ -139,11 +145,15 @@ class Screen:
         self._glimpsed, before = seen, self._glimpsed
         return seen if seen != before else []
 
-    def end(self) -> list[str]:
-        """Return everything that is not final yet; nothing comes after it."""
+    def end(self, *, broken: bool = False) -> list[str]:
+        """Return everything that is not final yet; nothing comes after it.
+
+        Args:
+            broken: what comes next is missing, in the middle of the last line perhaps.
+        """
         if self._pending:
             self._rows[self._cursor].write(self._pending)
-        return self.open_rows
+        return [row.final(broken=broken) for row in self._rows if not row.blank]
 
     def _draw(self, match: re.Match[str]) -> None:
         row, token = self._rows[self._cursor], match[0]
