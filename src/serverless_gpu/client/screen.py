@@ -12,6 +12,7 @@ rewritten are final at once. A row keeps its last state only; all the others are
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 ROWS_MAX = 10
 LINE_CHARACTERS_MAX = 64 << 10
@@ -195,3 +196,33 @@ class Screen:
         gone, self._rows = self._rows[:count], self._rows[count:]
         self._cursor -= count
         return [row.final() for row in gone if not (row.rewritten and row.blank)]
+
+
+class Screens:
+    """The screens of all ranks, each stream its own.
+
+    Attributes:
+        by_stream: them, by rank and stream; those that wrote since they last were ended.
+    """
+
+    def __init__(self) -> None:
+        self.by_stream: dict[tuple[int, str], Screen] = {}
+
+    def feed(self, rank: int, stream: str, text: str, now_ns: int) -> list[str]:
+        """Take what a rank wrote; return the lines that are final."""
+        return self.by_stream.setdefault((rank, stream), Screen()).feed(text, now_ns)
+
+    def settle(self, now_ns: int) -> Iterator[tuple[int, str, list[str]]]:
+        """Yield the lines that have become final with time, by rank and stream."""
+        for (rank, stream), screen in self.by_stream.items():
+            yield rank, stream, screen.settle(now_ns)
+
+    def end(self, rank: int, stream: str, *, broken: bool = False) -> list[str]:
+        """Return everything of one stream that is not final; what it writes next begins anew."""
+        screen = self.by_stream.pop((rank, stream), None)
+        return [] if screen is None else screen.end(broken=broken)
+
+    def end_all(self) -> Iterator[tuple[int, str, list[str]]]:
+        """Yield everything that is not final, by rank and stream."""
+        for rank, stream in list(self.by_stream):
+            yield rank, stream, self.end(rank, stream)
