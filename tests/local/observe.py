@@ -97,7 +97,7 @@ def supervisor(home: Path, run_id: str) -> Process:
     def look() -> str:
         status = agent_status(home)
         texts = () if status is None else status.attempts
-        return next((text for text in texts if run_id in text), "")
+        return next((text for text in texts if run_id in text and "pid 0" not in text), "")
 
     return Process(_number(r"supervisor pid (\d+)", wait_for(look, "the run has a supervisor")))
 

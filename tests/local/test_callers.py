@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import subprocess
 import sys
@@ -13,9 +14,10 @@ from typing import cast
 import mypy.api
 import pytest
 
-from serverless_gpu import Run, attach, distributed
+from serverless_gpu import Run, attach, distributed, session
+from serverless_gpu.errors import AgentUnavailable, ServerlessGpuError
 from tests.local.observe import run_script, wait_for
-from tests.local.ranks import stay
+from tests.local.ranks import rank_number, stay
 
 pytestmark = pytest.mark.usefixtures("warm")
 
@@ -174,6 +176,24 @@ def test_attach_from_another_process(tmp_path: Path) -> None:
     done = run_script(path, run.id, str(tmp_path))
     assert done.stdout == "[0, 1] SUCCEEDED SUCCEEDED\n[0, 1]\n", done.stderr
     assert run.results(timeout=30) == attach(run.id).results() == [0, 1]
+
+
+def test_a_session_with_too_many_listeners_says_so_and_not_that_it_has_ended() -> None:
+    with session(gpus=2, gpu_type="H100", quiet=True) as held:
+        listeners = [attach(held.id) for _ in range(63)]
+        with pytest.raises(AgentUnavailable, match=rf"^run {held.id} goes on: 64 others are connected"):
+            attach(held.id)
+        with pytest.raises(ServerlessGpuError, match="64 others are connected to") as refused:
+            held.distributed(rank_number)
+        assert "has ended" not in str(refused.value)
+        assert listeners.pop().status() == "RUNNING"  # and this one goes
+
+        def served() -> bool:
+            with contextlib.suppress(ServerlessGpuError):
+                return held.distributed(rank_number) == [0, 1]
+            return False
+
+        wait_for(served, "there is a place again")
 
 
 def test_ranks_can_start_processes_and_threads_of_their_own() -> None:

@@ -24,7 +24,7 @@ import pytest
 
 from serverless_gpu import distributed
 from serverless_gpu.client.display import Display
-from serverless_gpu.errors import RankCrashed
+from serverless_gpu.errors import InvalidValue, RankCrashed
 from tests.local.observe import LIMIT_S, run_script, supervisor, wait_for
 from tests.local.ranks import announce, rank_number, wait_for_file
 from tests.tiny_terminal import screen
@@ -148,6 +148,15 @@ def test_F50_a_line_of_100_MB_is_stored_whole(capfd: pytest.CaptureFixture[str])
     assert len(shown.out) < 10 * MB and "not shown" in shown.err
 
 
+@pytest.mark.parametrize(("gpus", "valid"), [(2, "ranks 0 to 1"), (1, "rank 0 only")])
+def test_only_ranks_that_do_not_exist_are_refused(warm: Path, gpus: int, valid: str) -> None:
+    before = set((warm / "runs").iterdir())
+    with pytest.raises(InvalidValue, match=f"ranks_log names rank 2, 7, and this run has {valid}"):
+        distributed(gpus=gpus, ranks_log=[2, 7])(rank_number).distributed()
+    assert set((warm / "runs").iterdir()) == before, "nothing was started"
+    assert distributed(gpus=2, ranks_log=[1, 7], quiet=True)(rank_number).distributed() == [0, 1]
+
+
 # --- F49: floods -----------------------------------------------------------------------------------------------------
 
 
@@ -198,6 +207,32 @@ def test_F49_a_flood_is_cut_and_counted_and_the_run_goes_on(
     assert "[rank 0] last words" in out.splitlines(), "the end of a flood is shown"
     assert len(out) < 0.1 * written
     assert "[rank 0] — " in err and " dropped —" in err
+
+
+def test_F49_every_rank_is_shown_to_its_end_when_all_of_them_flood(capfd: pytest.CaptureFixture[str]) -> None:
+    @distributed(gpus=8, quiet=True, ranks_log="all")
+    def train(rank: int = -1) -> None:
+        block = b"y\n" * (1 << 15)
+        for _ in range(400):
+            os.write(1, block)
+        print("END of", rank)
+
+    train.distributed()
+    lines = capfd.readouterr().out.splitlines()
+    assert sorted(line for line in lines if "END" in line) == [f"[rank {rank}] END of {rank}" for rank in range(8)]
+    assert len(lines) < 8 * 300_000
+
+
+def test_F49_short_outputs_of_all_ranks_arrive_complete(capfd: pytest.CaptureFixture[str]) -> None:
+    @distributed(gpus=8, quiet=True, ranks_log="all")
+    def train() -> None:
+        print("\n".join(f"step {number} loss 0.1234" for number in range(20_000)))
+
+    train.distributed()
+    lines = capfd.readouterr().out.splitlines()
+    for rank in range(8):
+        shown = [line for line in lines if line.startswith(f"[rank {rank}]")]
+        assert shown == [f"[rank {rank}] step {number} loss 0.1234" for number in range(20_000)]
 
 
 def test_F49_lines_of_others_come_through_live_during_a_flood(where: str) -> None:

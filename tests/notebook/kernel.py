@@ -58,6 +58,11 @@ class Shown:
         return next(((output["ename"], output["evalue"]) for output in self._outputs("error")), ("", ""))
 
     @property
+    def number(self) -> int:
+        """Return the number in front of the cell."""
+        return int(self.cell["execution_count"])
+
+    @property
     def traceback(self) -> str:
         """Return the traceback as a person reads it."""
         lines = [line for output in self._outputs("error") for line in output["traceback"]]

@@ -71,7 +71,7 @@ def test_what_the_cell_binds_itself_does_not_travel(magic: Kernel) -> None:
     assert magic.run(f"{LINE}\nmodel = rank\nmodel + 1").result == "[1, 2]"
     shown = magic.run(f"{LINE}\nmodel")
     assert shown.error[0] == "NotPicklable"
-    assert "global `model` of `cell`" in shown.error[1]
+    assert "global `model` -> _thread.lock" in shown.error[1]
 
 
 def test_an_error_shows_the_cells_own_lines_under_their_numbers(magic: Kernel) -> None:
@@ -83,7 +83,7 @@ def test_an_error_shows_the_cells_own_lines_under_their_numbers(magic: Kernel) -
         r"    raise LookupError\('no row'\)  # line 4\n"
         r"[ ^]*\n"
         r"LookupError: no row\n"
-        r"rank 1 on host .*, run \w+; log: .*/1\.stderr",
+        r"rank 1 on host .*, run \w+; log: .*/1/logs",
         shown.traceback,
     )
 
@@ -128,3 +128,16 @@ def test_the_help_names_the_options(magic: Kernel) -> None:
 def test_nothing_is_left_of_refused_cells(magic: Kernel, at_home: Path) -> None:
     magic.run(f"{LINE} --gpus 100\n1")
     assert nothing_of_a_run(at_home)
+
+
+def test_tracebacks_name_the_cell_by_its_number(magic: Kernel) -> None:
+    for _ in range(2):  # the same text twice
+        shown = magic.run("%%distributed --gpus 1 --gpu-type H100 --quiet\n1 / 0")
+        assert f'File "<%%distributed In[{shown.number}]>", line 2' in shown.traceback
+
+
+def test_ranks_have_the_open_of_python(magic: Kernel) -> None:
+    """IPython puts its own in front, which refuses the descriptors 0 to 2: they are the kernel's."""
+    magic.run("def opened():\n    return open is __import__('io').open")
+    assert magic.run("open is __import__('io').open").result == "False"
+    assert magic.run(f"{LINE}\nopened(), open is __import__('io').open").result == "[(True, True), (True, True)]"

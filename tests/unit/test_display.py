@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import sys
 import types
@@ -63,6 +64,36 @@ def test_a_line_is_printed_when_it_is_whole(capsys: Captured) -> None:
     made.finish()
     made.finish()
     assert capsys.readouterr() == ("[rank 0] ne\n", "[rank 0] err\n")
+
+
+def test_F28_a_full_disk_is_said_once_and_a_reader_that_went_away_is_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        made = TerminalDisplay(quiet=True, logs=Path("/runs/x/logs"))
+        for _ in range(3):
+            made.output(0, "stdout", "lost\n")
+        made.output(0, "stderr", "shown\n")
+        with contextlib.suppress(OSError):
+            full.close()
+    told = "serverless-gpu: cannot write to stdout: No space left on device; all output is in /runs/x/logs\n"
+    assert capsys.readouterr().err == told + "[rank 0] shown\n"
+
+    class Gone(io.StringIO):
+        def flush(self) -> None:
+            raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr(sys, "stdout", Gone())
+    TerminalDisplay(quiet=True).output(0, "stdout", "unread\n")
+    assert capsys.readouterr().err == ""
+
+
+def test_a_long_line_that_breaks_off_does_not_say_how_long_it_is(capsys: Captured) -> None:
+    made = TerminalDisplay(quiet=False)
+    made.output(0, "stdout", "x" * 70_000)
+    made.skipped(0, "stdout", 98_000_000, lost=False)
+    assert capsys.readouterr().out == f"[rank 0] {'x' * 65_536} … and more in this line\n"
 
 
 def test_empty_lines_are_lines(capsys: Captured) -> None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import resource
+import selectors
+import socket
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from serverless_gpu.model.attempt import Reason, State
-from serverless_gpu.node import protocol, watchers
+from serverless_gpu.node import outbox, protocol
 from serverless_gpu.node.inside.channel import Channel, pair
-from serverless_gpu.node.watchers import Watcher
+from serverless_gpu.node.watchers import WATCHERS_MAX, Audience, Watcher
 
-QUEUED_MAX = 20
-CHARACTERS_MAX = 1_000_000
+CHARACTERS_MAX = 200_000
 STOPPED = protocol.Stopped(state=State.SUCCEEDED, reason=Reason.COMPLETED, cause=None, consequences=())
 
 
@@ -22,8 +27,7 @@ def output(number: int, size: int = 10) -> protocol.Output:
 
 @pytest.fixture
 def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Watcher, Channel]]:
-    monkeypatch.setattr(watchers, "_QUEUED_MAX", QUEUED_MAX)
-    monkeypatch.setattr(watchers, "_QUEUED_CHARACTERS_MAX", CHARACTERS_MAX)
+    monkeypatch.setattr(outbox, "QUEUED_CHARACTERS_MAX", CHARACTERS_MAX)
     ours, theirs = pair()
     theirs.sock.setblocking(False)
     yield Watcher(ours), theirs
@@ -41,10 +45,6 @@ def read_all(channel: Channel) -> list[protocol.AnyMessage]:
         if received is None:
             return read
         read.append(received[0])
-
-
-def skipped(size: int, *, lost: bool) -> protocol.Skipped:
-    return protocol.Skipped(rank=0, stream="stdout", bytes=size, lost=lost)
 
 
 def read_slowly(watcher: Watcher, channel: Channel) -> list[protocol.AnyMessage]:
@@ -84,72 +84,19 @@ def test_who_does_not_read_is_waited_for_without_blocking(ends: tuple[Watcher, C
     assert [*read, *read_all(peer)] == [output(number, 40_000) for number in range(count)]
 
 
-def test_F49_output_is_dropped_first_and_everything_else_is_kept(ends: tuple[Watcher, Channel]) -> None:
+def test_F49_output_is_left_out_first_and_everything_else_is_kept(ends: tuple[Watcher, Channel]) -> None:
     watcher, peer = ends
     count = fill(watcher)  # one of them is queued
-    for number in range(QUEUED_MAX + 9):
-        watcher.show(output(count + number, 8_000), 7, lost=number % 2 == 0)
+    for number in range(80):
+        watcher.show(output(count + number, 8_000), 8_000, lost=False)
+    dropped = watcher.dropped_bytes
+    assert dropped > 8_000
     watcher.say(STOPPED)
-    assert (watcher.dropped_bytes, watcher.gone) == (70, False)
-    kept = [output(count + number, 8_000) for number in range(QUEUED_MAX - 1)]
-    missing = [skipped(35, lost=False), skipped(35, lost=True)]
     read = read_slowly(watcher, peer)
-    assert read[:-3] == [*(output(number, 40_000) for number in range(count)), *kept]
-    assert (sorted(read[-3:-1], key=str), read[-1]) == (missing, STOPPED), "it is said before the last word"
-
-
-def test_F49_a_queue_is_bounded_by_its_size_too(ends: tuple[Watcher, Channel], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchers, "_QUEUED_CHARACTERS_MAX", 200_000)
-    watcher, peer = ends
-    count = fill(watcher)
-    for number in range(6):
-        watcher.show(output(count + number, 40_000), 7, lost=False)
-    assert watcher.dropped_bytes == 7 * 2, "five of them fit"
-    assert read_slowly(watcher, peer)[-1] == skipped(14, lost=False)
-    assert watcher._characters == 0
-
-
-def test_small_pieces_of_one_stream_wait_as_one(ends: tuple[Watcher, Channel]) -> None:
-    """A pager that pauses must not lose lines of a program that writes a few, one message each."""
-    watcher, peer = ends
-    count = fill(watcher)
-    for number in range(1_000):
-        watcher.show(protocol.Output(rank=0, stream="stdout", text=f"line {number}\n"), 7, lost=False)
-        if number == 500:
-            watcher.show(protocol.Output(rank=0, stream="stderr", text="beside it\n"), 7, lost=False)
-    assert watcher.dropped_bytes == 0
-    texts = [message for message in read_slowly(watcher, peer) if isinstance(message, protocol.Output)][count:]
-    assert "".join(message.text for message in texts if message.stream == "stdout") == "".join(
-        f"line {number}\n" for number in range(1_000)
-    )
-    place = next(place for place, message in enumerate(texts) if message.stream == "stderr")
-    assert texts[place - 1].text.endswith("line 500\n")
-
-
-def test_F49_who_reads_again_is_told_how_much_is_missing(ends: tuple[Watcher, Channel]) -> None:
-    watcher, peer = ends
-    count = fill(watcher)
-    for number in range(QUEUED_MAX):
-        watcher.show(output(count + number, 40_000), 7, lost=False)
-    watcher.skip(0, "stdout", 1000, lost=False)
-    while len(watcher._queue) > QUEUED_MAX // 2 + 1:
-        protocol.receive(peer)
-        watcher.flush()
-    watcher.show(output(-1), 7, lost=False)
-    assert watcher.dropped_bytes == 14, "half of the queue has to be read first"
-    assert read_slowly(watcher, peer)[-1] == skipped(1014, lost=False), "and it comes last"
-    watcher.show(output(-2), 7, lost=False)
-    assert read_all(peer) == [output(-2)]
-
-
-def test_F49_notices_of_missing_output_do_not_pile_up(ends: tuple[Watcher, Channel]) -> None:
-    watcher, peer = ends
-    fill(watcher)
-    for _ in range(10 * QUEUED_MAX):
-        watcher.skip(0, "stdout", 1, lost=False)
-    assert len(watcher._queue) == QUEUED_MAX
-    told = [message.bytes for message in read_slowly(watcher, peer) if isinstance(message, protocol.Skipped)]
-    assert sum(told) == 10 * QUEUED_MAX
+    assert read[-1] == STOPPED
+    told = sum(message.bytes for message in read if isinstance(message, protocol.Skipped))
+    assert 0 < told == watcher.dropped_bytes < dropped, "how it ended is shown after all"
+    assert isinstance(read[-2], protocol.Output)
 
 
 def test_a_peer_that_is_gone_is_forgotten_with_what_it_was_to_hear(ends: tuple[Watcher, Channel]) -> None:
@@ -215,3 +162,84 @@ def test_a_closed_watcher_is_heard_as_gone(ends: tuple[Watcher, Channel]) -> Non
     watcher, peer = ends
     peer.close()
     assert not watcher.hear(lambda _: None)
+
+
+# --- who comes by the socket -----------------------------------------------------------------------------------------
+
+SNAPSHOT = protocol.Snapshot(run_id="01m7", fence=1, state=State.RUNNING, pid=7)
+
+
+@pytest.fixture
+def audience(tmp_path: Path) -> Iterator[tuple[Audience, selectors.BaseSelector, Path]]:
+    path = tmp_path / "01m7.sock"
+    with selectors.DefaultSelector() as selector:
+        made = Audience(path, selector, lambda: SNAPSHOT, lambda message, watcher: None)
+        assert made.listen() == ""
+        yield made, selector, path
+        made.close()
+        for watcher in made._watchers:
+            watcher.channel.close()
+        assert made._listener is not None
+        made._listener.close()
+
+
+def knock(path: Path) -> Channel:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sock.connect(str(path))
+    return Channel(sock)
+
+
+def turn(selector: selectors.BaseSelector) -> None:
+    for key, _ in selector.select(0.0):
+        key.data()
+
+
+def test_one_watcher_too_many_is_told_so_and_the_place_is_free_again_when_one_goes(
+    audience: tuple[Audience, selectors.BaseSelector, Path],
+) -> None:
+    made, selector, path = audience
+    peers = []
+    for _ in range(WATCHERS_MAX):
+        peers.append(knock(path))
+        turn(selector)
+    late = knock(path)
+    protocol.send(late, protocol.Cancel())
+    turn(selector)
+    received = protocol.receive(late)
+    assert received is not None and isinstance(received[0], protocol.Refused)
+    assert received[0].message == "64 others are connected to 01m7, and more it does not take"
+    assert all(read_all_of(peer) == [SNAPSHOT] for peer in peers)
+    peers[0].close()
+    turn(selector)
+    made.tend()
+    again = knock(path)
+    turn(selector)
+    assert read_all_of(again) == [SNAPSHOT]
+    for peer in (*peers, late, again):
+        peer.close()
+
+
+def read_all_of(peer: Channel) -> list[protocol.AnyMessage]:
+    peer.sock.setblocking(False)
+    return read_all(peer)
+
+
+def test_a_process_without_descriptors_rests_between_two_looks_at_who_knocks(
+    audience: tuple[Audience, selectors.BaseSelector, Path],
+) -> None:
+    _, selector, path = audience
+    peer = knock(path)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    spare = os.dup(0)
+    os.close(spare)  # the lowest free number
+    resource.setrlimit(resource.RLIMIT_NOFILE, (spare, before[1]))
+    try:
+        started = time.monotonic()
+        for _ in range(4):
+            turn(selector)
+        assert time.monotonic() - started > 0.15
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    turn(selector)
+    assert read_all_of(peer) == [SNAPSHOT], "it was not forgotten"
+    peer.close()

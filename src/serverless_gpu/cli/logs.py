@@ -1,7 +1,6 @@
 """`sgpu logs`: what the ranks of a run wrote, now or while it goes on.
 
-    logs/<rank>.<stream> ──tail──▶ decode ─▶ TerminalDisplay   on a terminal: as in the call itself
-                         │                └▶ Plain             into a file or a pipe: whole lines, in their final state
+    logs/<rank>.<stream> ──tail──▶ decode ─▶ TerminalDisplay   as in the call itself
                          └──── --raw ──────▶ the bytes
 
 Failure cases: a run that still waits or is being launched (followed until it has ended, too), a rank that wrote nothing
@@ -17,14 +16,13 @@ import select
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TextIO
 
 import click
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.cli.choosing import choose, queued_runs, this_home
 from serverless_gpu.client.display import Display, TerminalDisplay
-from serverless_gpu.client.screen import Screen
-from serverless_gpu.client.terminal import safe
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.node.history import NOT_STARTED, Record, is_live, read_run, touched_ns
 from serverless_gpu.node.home import Home
@@ -113,44 +111,13 @@ def _show(sources: Sequence[_Source], display: Display | None, goes_on: Callable
 def _display(*, raw: bool, tagged: bool) -> Display | None:
     if raw:
         return None
-    if sys.stdout.isatty() and sys.stderr.isatty():
-        return TerminalDisplay(quiet=True, tagged=tagged)
-    return Plain(tagged=tagged)
+    return TerminalDisplay(quiet=True, tagged=tagged, write=_write)
 
 
-class Plain(Display):
-    """Prints lines once, in their final state; a reader that is gone or a full disk is an error, unlike in a call.
-
-    Args:
-        tagged: put the rank in front of each line.
-    """
-
-    def __init__(self, *, tagged: bool) -> None:
-        self._tagged = tagged
-        self._screens: dict[tuple[int, str], Screen] = {}
-
-    def output(self, rank: int, stream: str, text: str) -> None:
-        """Print the lines that are final."""
-        screen = self._screens.setdefault((rank, stream), Screen())
-        self._print(rank, stream, screen.feed(text, SystemClock().boottime_ns()))
-
-    def tick(self) -> None:
-        """Print lines that nobody came back to for a while."""
-        for (rank, stream), screen in self._screens.items():
-            self._print(rank, stream, screen.settle(SystemClock().boottime_ns()))
-
-    def finish(self) -> None:
-        """Print lines that never got their end."""
-        for (rank, stream), screen in self._screens.items():
-            self._print(rank, stream, screen.end())
-
-    def _print(self, rank: int, stream: str, lines: Sequence[str]) -> None:
-        err = stream == "stderr"
-        tty = (sys.stderr if err else sys.stdout).isatty()
-        tag = f"[rank {rank}] " if self._tagged else ""
-        if lines:
-            # color: click would take colours out of what goes into a file.
-            click.echo("\n".join(tag + safe(line, tty=tty) for line in lines), err=err, color=True)
+def _write(target: TextIO | None, text: str) -> str:
+    """Write; a reader that is gone or a full disk is an error, unlike in a call."""
+    click.echo(text, file=target, nl=False, color=True)  # color: click would take colours out of what goes into a file
+    return ""
 
 
 class _Source:

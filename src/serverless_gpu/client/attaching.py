@@ -35,6 +35,7 @@ def attach(run_id: str) -> Run[object]:
 
     Raises:
         InvalidValue: there is no such run.
+        AgentUnavailable: it goes on and cannot be reached, or too many watch it.
     """
     home = find_home(os.environ)
     directory = home.attempt(run_id, 1)
@@ -53,6 +54,8 @@ def attach(run_id: str) -> Run[object]:
         run._connection_ended()
     else:
         run._hear(_SNAPSHOT_S)
+        if run._refused is not None:
+            raise AgentUnavailable(f"run {run_id} goes on: {run._refused.message}", hint=run._refused.hint)
     return run
 
 

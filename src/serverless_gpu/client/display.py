@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO, cast
 
 from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.client.live_block import LIVE_ROWS_MAX, Block, is_terminal, live_target, write
-from serverless_gpu.client.screen import HELD_S, Screen
+from serverless_gpu.client.screen import HELD_S, Screens
 from serverless_gpu.client.terminal import safe
 from serverless_gpu.model.ledger import Receipt
 from serverless_gpu.units import format_bytes
@@ -79,7 +79,38 @@ class Display:
         """Show what never got its newline; called once output is over."""
 
 
-class TerminalDisplay(Display):
+class LineDisplay(Display):
+    """What all displays have in common that print the lines of ranks.
+
+    Args:
+        quiet: print nothing of our own (rank output is still shown, and what is missing of it).
+        logs: where the whole output of the ranks is.
+        clock: where time comes from.
+    """
+
+    def __init__(self, *, quiet: bool, logs: Path, clock: Clock | None) -> None:
+        self._quiet = quiet
+        self._logs = logs
+        self._clock = clock or SystemClock()
+        self._screens = Screens()
+
+    def failure(self, tails: Mapping[int, str]) -> None:
+        """Print last lines, tagged like any others."""
+        for rank, tail in tails.items():
+            self.say(f"last output of rank {rank}, all of it in {self._logs}:")
+            self._print(rank, "stderr", tail.split("\n"))
+
+    def _print(self, rank: int, stream: str, lines: Sequence[str]) -> None:
+        """Print final lines of a rank."""
+        raise NotImplementedError
+
+    def _missing(self, rank: int, stream: str, bytes_: int, lost: bool) -> str:
+        """Return the line that says how much is missing and where it is."""
+        where = "dropped" if lost else f"not shown (too fast for a screen), in {self._logs / f'{rank}.{stream}'}"
+        return f"[rank {rank}] — {format_bytes(bytes_)} {where} —\n"
+
+
+class TerminalDisplay(LineDisplay):
     """Prints one run.
 
     On a terminal, lines that are not finished, progress bars among them, are redrawn in place below all others. Into a
@@ -90,32 +121,36 @@ class TerminalDisplay(Display):
         logs: where the whole output of the ranks is.
         clock: where time comes from.
         tagged: put the rank in front of each line.
+        write: how to write to a stream; returns why that was not possible, or "".
     """
 
     def __init__(
-        self, *, quiet: bool, logs: Path = Path("logs"), clock: Clock | None = None, tagged: bool = True
+        self,
+        *,
+        quiet: bool,
+        logs: Path = Path("logs"),
+        clock: Clock | None = None,
+        tagged: bool = True,
+        write: Callable[[TextIO | None, str], str] = write,
     ) -> None:
-        self._quiet = quiet
+        super().__init__(quiet=quiet, logs=logs, clock=clock)
         self._tagged = tagged
-        self._logs = logs
-        self._clock = clock or SystemClock()
-        self._screens: dict[tuple[int, str], Screen] = {}
+        self._write_to = write
         self._block = Block()
         self._drawn_ns = 0
         self._changed = False  # since it was drawn
+        self._told = False  # that a stream takes nothing
 
     def output(self, rank: int, stream: str, text: str) -> None:
         """Print the lines of what a rank wrote that are final."""
-        screen = self._screens.setdefault((rank, stream), Screen())
         self._changed = True
-        self._print(rank, stream, screen.feed(text, self._clock.boottime_ns()))
+        self._print(rank, stream, self._screens.feed(rank, stream, text, self._clock.boottime_ns()))
         self._refresh()
 
     def skipped(self, rank: int, stream: str, bytes_: int, lost: bool) -> None:
         """Print how much is missing and where it is."""
-        self._end(rank, stream)
-        where = "dropped" if lost else f"not shown (too fast for a screen), in {self._logs / f'{rank}.{stream}'}"
-        self._write("stderr", f"[rank {rank}] — {format_bytes(bytes_)} {where} —\n")
+        self._print(rank, stream, self._screens.end(rank, stream, broken=True))
+        self._write("stderr", self._missing(rank, stream, bytes_, lost))
         self._refresh()
 
     def say(self, sentence: str) -> None:
@@ -127,34 +162,24 @@ class TerminalDisplay(Display):
     def tick(self) -> None:
         """Print lines that have become final with time, and draw what is due."""
         now_ns = self._clock.boottime_ns()
-        for (rank, stream), screen in self._screens.items():
-            self._print(rank, stream, screen.settle(now_ns))
+        for rank, stream, lines in self._screens.settle(now_ns):
+            self._print(rank, stream, lines)
+        for (rank, stream), screen in self._screens.by_stream.items():
             if not is_terminal(_target(stream)):
                 self._print(rank, stream, screen.glimpse(now_ns))
         self._refresh()
 
     def finish(self) -> None:
         """Print lines that never got their newline."""
-        for rank, stream in list(self._screens):
-            self._end(rank, stream)
+        for rank, stream, lines in self._screens.end_all():
+            self._print(rank, stream, lines)
         self._block.erase()
         self.tick_s = None
-
-    def failure(self, tails: Mapping[int, str]) -> None:
-        """Print last lines, tagged like any others."""
-        for rank, tail in tails.items():
-            self.say(f"last output of rank {rank}, all of it in {self._logs}:")
-            self._print(rank, "stderr", tail.split("\n"))
 
     def receipt(self, receipt: Receipt) -> None:
         """Print the receipt."""
         for line in receipt.text().splitlines():
             self.say(line)
-
-    def _end(self, rank: int, stream: str) -> None:
-        screen = self._screens.pop((rank, stream), None)
-        if screen is not None:
-            self._print(rank, stream, screen.end())
 
     def _print(self, rank: int, stream: str, lines: Sequence[str]) -> None:
         if lines:
@@ -166,7 +191,10 @@ class TerminalDisplay(Display):
 
     def _write(self, stream: str, text: str) -> None:
         self._block.erase()
-        write(_target(stream), text)
+        problem = self._write_to(_target(stream), text)
+        if problem and not self._told:
+            self._told = True
+            write(sys.stderr, f"serverless-gpu: cannot write to {stream}: {problem}; all output is in {self._logs}\n")
 
     def _refresh(self) -> None:
         """Draw unfinished lines where that is possible, not too often, and say when to be called again."""
@@ -176,14 +204,14 @@ class TerminalDisplay(Display):
             self._block.draw(target, self._live_lines())
             self._drawn_ns, self._changed = now_ns, False
         due_s = [_REDRAW_S] if target is not None and self._changed else []
-        for (_, stream), screen in self._screens.items():
+        for (_, stream), screen in self._screens.by_stream.items():
             due_s += [HELD_S] if screen.held else []
             due_s += [_GLIMPSE_TICK_S] if screen.moving and not is_terminal(_target(stream)) else []
         self.tick_s = min(due_s, default=None)
 
     def _live_lines(self) -> list[str]:
         """Return the unfinished lines of whoever wrote last, in order of rank."""
-        shown = {key: screen for key, screen in self._screens.items() if is_terminal(_target(key[1]))}
+        shown = {key: screen for key, screen in self._screens.by_stream.items() if is_terminal(_target(key[1]))}
         latest = sorted(shown, key=lambda key: shown[key].touched_ns, reverse=True)
         keys: list[tuple[int, str]] = []
         for key in latest:
@@ -209,6 +237,11 @@ def make_display(*, quiet: bool, logs: Path) -> Display:
         module = importlib.import_module(_NOTEBOOK)
         return cast("Display", module.NotebookDisplay(quiet=quiet, logs=logs))
     return TerminalDisplay(quiet=quiet, logs=logs)
+
+
+def again() -> str:
+    """Return what to do to interrupt once more."""
+    return "press the stop button again" if _in_kernel() else "press Ctrl-C again"
 
 
 def _in_kernel() -> bool:

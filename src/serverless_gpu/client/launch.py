@@ -173,6 +173,13 @@ def _message(order: _Order, home: Home, greeting: protocol.Greeting) -> protocol
             f"a session holds at most {protocol.SESSION_DEVICES_MAX} devices, not {chosen.count}",
             hint="say how many with gpus=, or open several sessions",
         )
+    shown = order.spec.ranks_log
+    if shown and min(shown) >= chosen.count:
+        raise InvalidValue(
+            f"ranks_log names rank {', '.join(map(str, shown))}, and this run has "
+            + (f"ranks 0 to {chosen.count - 1}" if chosen.count > 1 else "rank 0 only"),
+            hint='or ranks_log="all"',
+        )
     run_id = new_run_id()
     return protocol.Launch(
         run_id=run_id,

@@ -5,7 +5,7 @@
     [rank 3] loading …
 
 Failure cases: no stream (a program without a console), a closed one, a pipe nobody reads: nothing is shown, the run
-matters more. A stream that cannot encode a character gets it escaped.
+matters more. A full disk: as well, and the caller is told why. A stream that cannot encode a character gets it escaped.
 """
 
 from __future__ import annotations
@@ -73,17 +73,22 @@ def live_target(stdout: TextIO | None, stderr: TextIO | None) -> TextIO | None:
     return next((target for target in (stderr, stdout) if is_terminal(target)), None)
 
 
-def write(target: TextIO | None, text: str) -> None:
-    """Write and flush, whatever the stream can take."""
+def write(target: TextIO | None, text: str) -> str:
+    """Write and flush, whatever the stream can take; return why it took nothing if somebody would miss it, or ""."""
     if target is None:
-        return
-    with contextlib.suppress(OSError, ValueError):
+        return ""
+    try:
         try:
             target.write(text)
         except UnicodeEncodeError:
             encoding = target.encoding or "ascii"
             target.write(text.encode(encoding, "backslashreplace").decode(encoding))
         target.flush()
+    except (BrokenPipeError, ValueError):  # whoever read has gone, or closed it
+        return ""
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 def _size(target: TextIO) -> tuple[int, int]:

@@ -16,17 +16,16 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from serverless_gpu.ambient import Clock, SystemClock
-from serverless_gpu.client.display import Display
-from serverless_gpu.client.screen import Screen
+from serverless_gpu.ambient import Clock
+from serverless_gpu.client.display import LineDisplay
 from serverless_gpu.client.terminal import safe
 from serverless_gpu.model import markup
 from serverless_gpu.model.ledger import Receipt
-from serverless_gpu.units import format_bytes, format_duration_ms
+from serverless_gpu.units import format_duration_ms
 
 _TICK_S = 0.25
 _RANKS_MAX = 16
@@ -103,7 +102,7 @@ class Status:
             self.broken = True
 
 
-class NotebookDisplay(Display):
+class NotebookDisplay(LineDisplay):
     """Shows one run in the cell that waits for it.
 
     Args:
@@ -118,11 +117,8 @@ class NotebookDisplay(Display):
     def __init__(
         self, *, quiet: bool, logs: Path = Path("logs"), clock: Clock | None = None, status: StatusOutput | None = None
     ) -> None:
-        self._quiet = quiet
-        self._logs = logs
-        self._clock = clock or SystemClock()
+        super().__init__(quiet=quiet, logs=logs, clock=clock)
         self._status = Status(status or KernelOutput(), self._clock)
-        self._screens: dict[tuple[int, str], Screen] = {}
         self._state, self._sentence = "QUEUED", ""
         self._running_ns: int | None = None
         self._ran_ms: int | None = None
@@ -131,17 +127,15 @@ class NotebookDisplay(Display):
 
     def output(self, rank: int, stream: str, text: str) -> None:
         """Print the whole lines of what a rank wrote; show the line it redraws in the status."""
-        screen = self._screens.setdefault((rank, stream), Screen())
-        self._print(rank, stream, screen.feed(text, self._clock.boottime_ns()))
+        self._print(rank, stream, self._screens.feed(rank, stream, text, self._clock.boottime_ns()))
         self._show()
 
     def skipped(self, rank: int, stream: str, bytes_: int, lost: bool) -> None:
         """Print how much is missing and where it is."""
-        screen = self._screens.get((rank, stream))
+        screen = self._screens.by_stream.get((rank, stream))
         if screen is not None and not screen.moving:  # what comes next is not the rest of that line
-            self._print(rank, stream, self._screens.pop((rank, stream)).end())
-        where = "dropped" if lost else f"not shown (too fast for a screen), in {self._logs / f'{rank}.{stream}'}"
-        _write("stderr", f"[rank {rank}] — {format_bytes(bytes_)} {where} —\n")
+            self._print(rank, stream, self._screens.end(rank, stream, broken=True))
+        _write("stderr", self._missing(rank, stream, bytes_, lost))
 
     def say(self, sentence: str) -> None:
         """Show a sentence of ours: in the status while nothing runs yet, as text later."""
@@ -165,15 +159,9 @@ class NotebookDisplay(Display):
     def tick(self) -> None:
         """Print lines that have waited for long enough, and let time pass in the status."""
         now_ns = self._clock.boottime_ns()
-        for (rank, stream), screen in self._screens.items():
-            self._print(rank, stream, screen.settle(now_ns))
+        for rank, stream, lines in self._screens.settle(now_ns):
+            self._print(rank, stream, lines)
         self._show()
-
-    def failure(self, tails: Mapping[int, str]) -> None:
-        """Print the last lines of ranks, tagged like any others."""
-        for rank, tail in tails.items():
-            self.say(f"last output of rank {rank}, all of it in {self._logs}:")
-            self._print(rank, "stderr", tail.split("\n"))
 
     def receipt(self, receipt: Receipt) -> None:
         """Let the status become the receipt."""
@@ -186,13 +174,12 @@ class NotebookDisplay(Display):
 
     def finish(self) -> None:
         """Print lines that never got their newline, and show the last state; a second call does nothing."""
-        for (rank, stream), screen in self._screens.items():
-            self._print(rank, stream, screen.end())
-        self._screens.clear()
+        for rank, stream, lines in self._screens.end_all():
+            self._print(rank, stream, lines)
         self._finished = True
         self._show()
 
-    def _print(self, rank: int, stream: str, lines: list[str]) -> None:
+    def _print(self, rank: int, stream: str, lines: Sequence[str]) -> None:
         if lines:
             # A kernel's front end may be a terminal: `jupyter console`.
             _write(stream, "".join(f"[rank {rank}] {safe(line, tty=True)}\n" for line in lines))
@@ -218,7 +205,7 @@ class NotebookDisplay(Display):
     def _progress(self) -> list[str]:
         """Return the lines that ranks redraw, one for each rank."""
         bars: dict[int, list[str]] = {}
-        for (rank, _), screen in sorted(self._screens.items()):
+        for (rank, _), screen in sorted(self._screens.by_stream.items()):
             if screen.moving:
                 bars.setdefault(rank, []).extend(_printable(row) for row in screen.open_rows)
         shown = [

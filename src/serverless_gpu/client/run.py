@@ -22,7 +22,7 @@ from typing import Generic, TypeVar, cast
 import msgspec
 
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.client.display import Display, TerminalDisplay, make_display
+from serverless_gpu.client.display import Display, TerminalDisplay, again, make_display
 from serverless_gpu.client.interrupts import interruptible
 from serverless_gpu.client.outcome import carries_tail, load_result, make_exception
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError, error_class
@@ -32,6 +32,7 @@ from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node import protocol
 from serverless_gpu.node.history import read_ending, read_receipt
 from serverless_gpu.node.inside.channel import Channel
+from serverless_gpu.units import format_duration_ms
 
 R = TypeVar("R")
 
@@ -250,7 +251,7 @@ class Run(Generic[R]):
         try:
             self.cancel()
             display.finish()
-            display.say("cancelling; press Ctrl-C again to leave at once")
+            display.say(f"cancelling; {again()} to leave at once")
             self._hear_until(lambda: self._receipt is not None or self._channel is None, None)
         except KeyboardInterrupt:
             self.cancel()  # the first may not have been sent
@@ -258,10 +259,10 @@ class Run(Generic[R]):
             display.state(self._state.value, "being cancelled")
             display.say(f"left; run {self.id} is still being cancelled")
             raise
-        seconds = (SystemClock().boottime_ns() - started_ns) / 1e9
+        took_ms = (SystemClock().boottime_ns() - started_ns) // 1_000_000
         gate = self._receipt.gate if self._receipt is not None else "it had not started"
         ended = "cancelled" if self._state is State.CANCELLED else f"ended as {self._state}"
-        display.say(f"{ended}; {gate}, after {seconds:.1f} s")
+        display.say(f"{ended}; {gate}, after {format_duration_ms(took_ms)}")
 
     def _error(self, timeout: float | None) -> BaseException | None:
         """Return what ended the run, to be raised by the public method: a user reads one frame of ours, not five."""
@@ -377,7 +378,8 @@ class Run(Generic[R]):
                 self._disconnect()
             case protocol.Refused():
                 self._refused, self._state = message, State.FAILED
-                shutil.rmtree(self.directory.parent, ignore_errors=True)  # nothing was started
+                if not self._accepted:  # nothing was started
+                    shutil.rmtree(self.directory.parent, ignore_errors=True)
                 self._disconnect()
             case _:
                 pass

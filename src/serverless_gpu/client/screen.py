@@ -12,6 +12,7 @@ rewritten are final at once. A row keeps its last state only; all the others are
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 ROWS_MAX = 10
 LINE_CHARACTERS_MAX = 64 << 10
@@ -62,9 +63,15 @@ class Row:
         self.text, self._cut = "", 0
         self.rewritten, self._from_start = True, False
 
-    def final(self) -> str:
-        """Return the line as it is printed."""
-        return self.text + f" … and {self._cut} characters more in this line" if self._cut else self.text
+    def final(self, *, broken: bool = False) -> str:
+        """Return the line as it is printed.
+
+        Args:
+            broken: what follows of the line is missing, and nobody knows how much that is.
+        """
+        if not self._cut:
+            return self.text
+        return f"{self.text} … and {'' if broken else f'{self._cut} characters '}more in this line"
 
     @property
     def blank(self) -> bool:
@@ -139,11 +146,15 @@ class Screen:
         self._glimpsed, before = seen, self._glimpsed
         return seen if seen != before else []
 
-    def end(self) -> list[str]:
-        """Return everything that is not final yet; nothing comes after it."""
+    def end(self, *, broken: bool = False) -> list[str]:
+        """Return everything that is not final yet; nothing comes after it.
+
+        Args:
+            broken: what comes next is missing, in the middle of the last line perhaps.
+        """
         if self._pending:
             self._rows[self._cursor].write(self._pending)
-        return self.open_rows
+        return [row.final(broken=broken) for row in self._rows if not row.blank]
 
     def _draw(self, match: re.Match[str]) -> None:
         row, token = self._rows[self._cursor], match[0]
@@ -185,3 +196,33 @@ class Screen:
         gone, self._rows = self._rows[:count], self._rows[count:]
         self._cursor -= count
         return [row.final() for row in gone if not (row.rewritten and row.blank)]
+
+
+class Screens:
+    """The screens of all ranks, each stream its own.
+
+    Attributes:
+        by_stream: them, by rank and stream; those that wrote since they last were ended.
+    """
+
+    def __init__(self) -> None:
+        self.by_stream: dict[tuple[int, str], Screen] = {}
+
+    def feed(self, rank: int, stream: str, text: str, now_ns: int) -> list[str]:
+        """Take what a rank wrote; return the lines that are final."""
+        return self.by_stream.setdefault((rank, stream), Screen()).feed(text, now_ns)
+
+    def settle(self, now_ns: int) -> Iterator[tuple[int, str, list[str]]]:
+        """Yield the lines that have become final with time, by rank and stream."""
+        for (rank, stream), screen in self.by_stream.items():
+            yield rank, stream, screen.settle(now_ns)
+
+    def end(self, rank: int, stream: str, *, broken: bool = False) -> list[str]:
+        """Return everything of one stream that is not final; what it writes next begins anew."""
+        screen = self.by_stream.pop((rank, stream), None)
+        return [] if screen is None else screen.end(broken=broken)
+
+    def end_all(self) -> Iterator[tuple[int, str, list[str]]]:
+        """Yield everything that is not final, by rank and stream."""
+        for rank, stream in list(self.by_stream):
+            yield rank, stream, self.end(rank, stream)

@@ -26,7 +26,7 @@ from typing import ParamSpec, TypeVar, Unpack, cast
 import msgspec
 
 from serverless_gpu.client.decorator import DistributedFunction, parse_options
-from serverless_gpu.client.display import Display, TerminalDisplay, make_display
+from serverless_gpu.client.display import Display, TerminalDisplay, again, make_display
 from serverless_gpu.client.launch import Lender, hold, launch
 from serverless_gpu.client.preflight import check_function
 from serverless_gpu.client.run import Run, own_sessions
@@ -208,7 +208,7 @@ class Session:
             return
         for run in going:
             run.cancel()
-        self._display.say(f"cancelling {_runs_text(len(going))}; press Ctrl-C again to leave at once")
+        self._display.say(f"cancelling {_runs_text(len(going))}; {again()} to leave at once")
         try:
             _wait_for(going)
         except KeyboardInterrupt:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from serverless_gpu.errors import SessionEnded
+from serverless_gpu.errors import AgentUnavailable, SessionEnded
 from serverless_gpu.model.hardware import Device
 from serverless_gpu.node import protocol
 from serverless_gpu.node.gate import Verdict
@@ -65,6 +65,7 @@ class Borrowed:
 
         Raises:
             SessionEnded: there is no such session any more, or it ended before it lent them.
+            AgentUnavailable: too many are connected to it.
         """
         try:
             if not self._asked:
@@ -100,7 +101,8 @@ class Borrowed:
     def _ask(self) -> None:
         self._channel.sock.setblocking(False)
         self._channel.sock.connect(self._path)
-        protocol.send(self._channel, protocol.Borrow(run_id=self._launch.run_id, count=self._launch.world_size))
+        with contextlib.suppress(BrokenPipeError):  # closed at once: its last words say why
+            protocol.send(self._channel, protocol.Borrow(run_id=self._launch.run_id, count=self._launch.world_size))
         self._asked = True
         self._channel.sock.settimeout(_ANSWER_S)
 
@@ -110,6 +112,9 @@ class Borrowed:
         elif isinstance(message, protocol.Waiting):
             self._sentence = message.sentence
             self._channel.sock.setblocking(False)  # the first answer comes at once, the next when something changes
+        elif isinstance(message, protocol.Refused):
+            self._channel.close()
+            raise AgentUnavailable(message.message, hint=message.hint)
 
     def _ended(self) -> SessionEnded:
         self._channel.close()

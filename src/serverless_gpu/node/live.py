@@ -17,6 +17,7 @@ from serverless_gpu.node.throttle import Bucket
 
 SHOWN_BYTES_PER_S = 1_000_000
 SHOWN_BURST_BYTES = 2_000_000
+_LINE_COST_BYTES = 64  # what a line takes beside its bytes: a tag, a row of the screen, the time to print it
 _PIECE_BYTES = 8 << 10  # whatever it is, as JSON it fits into one packet
 _LAST_LINES_BYTES = 4 << 10
 
@@ -80,12 +81,16 @@ class Live:
         if not self._viewer.watching:
             view.forget()
             return
-        given = self._bucket.take(len(data), now_ns)
+        given = self._given(data, now_ns)
         start = 0
         if given and view.size:
-            start = data.find(b"\n", 0, given) + 1  # after a gap, from the beginning of a line
-            view.miss(start, min(kept, start))
-            self._own_up(stream, view)
+            before = self._last(stream, len(data) + _LAST_LINES_BYTES)[: -len(data)]
+            if b"\n" in before:
+                self._resume(stream, view, before, now_ns)
+            else:
+                start = data.find(b"\n", 0, given) + 1  # from the beginning of a line
+                view.miss(start, min(kept, start))
+                self._own_up(stream, view)
         self._show(stream, view, data[start:given], lost=kept < given)
         view.miss(len(data) - given, max(0, kept - given))
 
@@ -99,13 +104,24 @@ class Live:
         for stream, view in self._views.items():
             if not view.size or not (closing or self._bucket.is_open(now_ns)):
                 continue
-            lost = view.lost > 0
-            end = self._last(stream, min(view.size, _LAST_LINES_BYTES))
-            end = end[end.find(b"\n") + 1 :] if len(end) < view.size else end
-            view.found(len(end))
-            self._own_up(stream, view)
-            self._bucket.take(len(end), now_ns)
-            self._show(stream, view, end, lost=lost)
+            self._resume(stream, view, self._last(stream, _LAST_LINES_BYTES), now_ns)
+
+    def _resume(self, stream: str, view: _View, last: bytes, now_ns: int) -> None:
+        """Say what was left out, and show the last lines of it."""
+        lost = view.lost > 0
+        end = last[-min(view.size, _LAST_LINES_BYTES) :]
+        end = end[end.find(b"\n") + 1 :] if len(end) < view.size else end
+        view.found(len(end))
+        self._own_up(stream, view)
+        self._given(end, now_ns)
+        self._show(stream, view, end, lost=lost)
+
+    def _given(self, data: bytes, now_ns: int) -> int:
+        """Return how much of a chunk may be shown now; a flood's is not even looked at."""
+        if not self._bucket.is_open(now_ns):
+            return 0
+        cost = len(data) + _LINE_COST_BYTES * data.count(b"\n")
+        return len(data) * self._bucket.take(cost, now_ns) // max(1, cost)
 
     def _own_up(self, stream: str, view: _View) -> None:
         for size, lost in ((view.size - view.lost, False), (view.lost, True)):

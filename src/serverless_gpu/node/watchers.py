@@ -4,30 +4,31 @@
     attach ────────┼──▶ Audience ──▶ one Watcher each
     a new agent ───┘    (listens on <sockets>/<run>.sock)
 
-A watcher that does not read costs nothing but its own output: messages queue up to a bound, output is dropped first,
-everything else is kept (there are few of those). What was dropped is counted and said once the watcher has read half of
-its queue, or before the next thing that is no output. A watcher that goes away is forgotten; the run goes on.
+A watcher that does not read costs nothing but its own output: messages queue up to a bound (`outbox.py`), output is
+left out first, everything else is kept, there is little of it. A watcher that goes away is forgotten; the run goes on.
+One too many is refused in words.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import selectors
 import socket
-from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
+from serverless_gpu.errors import AgentUnavailable
 from serverless_gpu.node import protocol
 from serverless_gpu.node.inside.channel import Channel
+from serverless_gpu.node.outbox import Outbox
 
-_QUEUED_MAX = 8_192
-_QUEUED_CHARACTERS_MAX = 4 << 20  # a pager, a stopped terminal, a slow line: minutes of an ordinary program
-_MERGED_CHARACTERS_MAX = 8 << 10  # as JSON it still fits into one packet
-_WATCHERS_MAX = 64
+WATCHERS_MAX = 64
+_FULL_HINT = "try again when one of them has gone"
+_BREATH_S = 0.05
 _LAST_WORDS_S = 5.0
 
 
@@ -37,26 +38,25 @@ class Watcher:
     def __init__(self, channel: Channel) -> None:
         channel.sock.setblocking(False)
         self.channel = channel
-        self.dropped_bytes = 0
         self.gone = False
         self._deaf = False
-        self._choked = False
-        self._missing: Counter[tuple[int, str, bool]] = Counter()  # bytes not said yet, by rank, stream, lost
-        self._queue: deque[protocol.Message] = deque()
-        self._characters = 0  # of output in the queue
+        self._outbox = Outbox()
 
     @property
     def waiting(self) -> bool:
         """Return whether something is queued for when the peer reads again."""
-        return bool(self._queue)
+        return len(self._outbox) > 0
+
+    @property
+    def dropped_bytes(self) -> int:
+        """Return how much output was left out because the peer did not read."""
+        return self._outbox.dropped_bytes
 
     def say(self, message: protocol.Message) -> None:
         """Send a message, or queue it."""
-        if self._deaf or (isinstance(message, protocol.Waiting) and len(self._queue) >= _QUEUED_MAX):
-            return
-        self._own_up()
-        self._queue.append(message)
-        self.flush()
+        if not self._deaf:
+            self._outbox.say(message)
+            self.flush()
 
     def show(self, message: protocol.Output, size: int, lost: bool) -> None:
         """Send output, queue it, or leave it out.
@@ -66,60 +66,29 @@ class Watcher:
             size: its size in bytes.
             lost: whether it is not in the rank's file.
         """
-        if self._room():
-            self._characters += len(message.text)
-            self._queue.append(self._merged(message))
+        if not self._deaf:
+            self._outbox.show(message, size, lost)
             self.flush()
-        elif not self._deaf:
-            self.dropped_bytes += size
-            self._missing[message.rank, message.stream, lost] += size
 
     def skip(self, rank: int, stream: str, size: int, lost: bool) -> None:
         """Say that output is missing here, now or later."""
-        self._missing[rank, stream, lost] += size
-        if self._room():
-            self._own_up()
+        if not self._deaf:
+            self._outbox.skip(rank, stream, size, lost)
             self.flush()
-
-    def _merged(self, message: protocol.Output) -> protocol.Output:
-        """Return output together with what is last in the queue, which it takes from there, if it goes on from that."""
-        last = self._queue[-1] if self._queue else None
-        if not isinstance(last, protocol.Output) or (last.rank, last.stream) != (message.rank, message.stream):
-            return message
-        if len(last.text) + len(message.text) > _MERGED_CHARACTERS_MAX:
-            return message
-        self._queue.pop()
-        return msgspec.structs.replace(message, text=last.text + message.text)
-
-    def _room(self) -> bool:
-        full = len(self._queue) >= _QUEUED_MAX or self._characters >= _QUEUED_CHARACTERS_MAX
-        self._choked = self._choked or full
-        return not (self._choked or self._deaf)
-
-    def _own_up(self) -> None:
-        for (rank, stream, lost), size in self._missing.items():
-            self._queue.append(protocol.Skipped(rank=rank, stream=stream, bytes=size, lost=lost))
-        self._missing.clear()
 
     def flush(self) -> None:
         """Send what the peer will take."""
-        while self._queue and not self.gone:
-            half_empty = len(self._queue) <= _QUEUED_MAX // 2 and self._characters <= _QUEUED_CHARACTERS_MAX // 2
-            if self._choked and half_empty:
-                self._choked = False
-                self._own_up()
+        while not self.gone and (message := self._outbox.first()) is not None:
             try:
-                protocol.send(self.channel, self._queue[0])
+                protocol.send(self.channel, message)
             except BlockingIOError:
                 return
             except OSError:
                 # It does not listen any more; its last word, a cancel perhaps, may still be there to read.
                 self._deaf = True
-                self._queue.clear()
-                self._missing.clear()
+                self._outbox.clear()
                 return
-            sent = self._queue.popleft()
-            self._characters -= len(sent.text) if isinstance(sent, protocol.Output) else 0
+            self._outbox.sent()
 
     def drain(self, timeout_s: float) -> None:
         """Send what is queued, waiting for the peer up to a limit for each message."""
@@ -238,12 +207,19 @@ class Audience:
 
     def _accept(self) -> None:
         assert self._listener is not None
-        with contextlib.suppress(OSError):
+        try:
             sock, _ = self._listener.accept()
-            if len(self._watchers) >= _WATCHERS_MAX:
-                sock.close()
-                return
-            self.add(Channel(sock)).say(self._greet())
+        except OSError:
+            select.select([], [], [], _BREATH_S)  # no descriptors: whoever knocks would be heard again at once
+            return
+        channel = Channel(sock)
+        if len(self._watchers) < WATCHERS_MAX:
+            self.add(channel).say(self._greet())
+            return
+        message = f"{WATCHERS_MAX} others are connected to {self._path.stem}, and more it does not take"
+        with contextlib.suppress(OSError):
+            protocol.send(channel, protocol.Refused(code=AgentUnavailable.code, message=message, hint=_FULL_HINT))
+        channel.close()
 
     def _hear(self, watcher: Watcher) -> None:
         if not watcher.hear(lambda message: self._obey(message, watcher)):

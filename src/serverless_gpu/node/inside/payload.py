@@ -15,6 +15,7 @@ raises passes through. A tensor read from a file cannot be resized beyond its st
 
 from __future__ import annotations
 
+import builtins
 import ctypes
 import importlib.util
 import io
@@ -234,6 +235,8 @@ class _Pickler(_CloudPickler):
             return _typed_storage, (typed._untyped_storage, typed.dtype)
         if kind is self._untyped:
             return self._reduce_storage(cast("_UntypedStorage", value))
+        if kind is FunctionType and _is_notebook_open(cast("FunctionType", value)):
+            return getattr, (builtins, "open")
         return super().reducer_override(value)
 
     def _reduce_storage(self, storage: _UntypedStorage) -> Reduced:
@@ -241,6 +244,11 @@ class _Pickler(_CloudPickler):
         if memory is None:
             return super().reducer_override(storage)
         return _untyped_storage, (pickle.PickleBuffer(memory),)
+
+
+def _is_notebook_open(function: FunctionType) -> bool:
+    """Return whether it is the `open` that IPython puts before Python's: it guards the kernel, and ranks are none."""
+    return function.__name__ == "open" and function.__globals__.get("__name__") == "IPython.core.interactiveshell"
 
 
 def _storage_memory(storage: _UntypedStorage) -> Buffer | None:
