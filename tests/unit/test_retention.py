@@ -43,6 +43,17 @@ policies = st.builds(
 )
 
 
+class FakePass:
+    """A pass that ends when a test says so."""
+
+    def __init__(self, rc: int | None) -> None:
+        self.rc = rc
+
+    def poll(self) -> int | None:
+        """Return the exit status, None while it runs."""
+        return self.rc
+
+
 @given(entries, policies)
 def test_what_has_not_ended_or_only_just_is_kept(given_entries: list[Entry], policy: Policy) -> None:
     for entry in to_delete(given_entries, policy, NOW_NS):
@@ -263,15 +274,37 @@ def test_one_pass_has_a_bound(runs: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_it_is_due_a_little_after_the_start_and_then_every_hour() -> None:
     clock, told = FakeClock(), list[str]()
-    schedule = Schedule(clock, lambda fd: told.append(os.pread(fd, 1000, 0).decode()))
+
+    def start(fd: int) -> FakePass:
+        told.append(os.pread(fd, 1000, 0).decode())
+        return FakePass(0)
+
+    schedule = Schedule(clock, start)
     for seconds in (0.0, 9.0, 2.0, 3000.0, 700.0, 1.0):
         clock.advance(seconds)
         schedule.tend(["a", "b"])
     assert told == ["a\nb", "a\nb"]
 
 
+def test_a_pass_that_takes_longer_than_an_hour_is_waited_for() -> None:
+    clock, passes = FakeClock(), list[FakePass]()
+
+    def start(fd: int) -> FakePass:
+        passes.append(FakePass(None))
+        return passes[-1]
+
+    schedule = Schedule(clock, start)
+    for _ in range(3):
+        clock.advance(4000)
+        schedule.tend([])
+    assert len(passes) == 1, "one pass at a time"
+    passes[0].rc = 0
+    schedule.tend([])
+    assert len(passes) == 2
+
+
 def test_no_process_to_be_had_is_no_reason_to_end() -> None:
-    def refuse(fd: int) -> None:
+    def refuse(fd: int) -> FakePass:
         raise OSError("no process")
 
     clock = FakeClock()
