@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import re
 import select
 import signal
 import subprocess
@@ -88,18 +87,19 @@ def zygote(home: Path) -> Process:
     """Return the one zygote of a home."""
     status = agent_status(home)
     assert status is not None and len(status.zygotes) == 1
-    return Process(_number(r"pid (\d+)", status.zygotes[0]))
+    assert status.zygotes[0].pid is not None, status.zygotes
+    return Process(status.zygotes[0].pid)
 
 
 def supervisor(home: Path, run_id: str) -> Process:
     """Return the supervisor of a run."""
 
-    def look() -> str:
+    def look() -> int:
         status = agent_status(home)
-        texts = () if status is None else status.attempts
-        return next((text for text in texts if run_id in text), "")
+        attempts = () if status is None else status.attempts
+        return next((attempt.pid for attempt in attempts if attempt.run_id == run_id), 0)
 
-    return Process(_number(r"supervisor pid (\d+)", wait_for(look, "the run has a supervisor")))
+    return Process(wait_for(look, "the run has a supervisor"))
 
 
 def run_directories(home: Path) -> list[str]:
@@ -187,9 +187,3 @@ def ended(process: subprocess.Popen[str], limit_s: float = LIMIT_S) -> tuple[int
         out, err = process.communicate()
         raise AssertionError(f"the script did not end in {limit_s:g} s\n{out}\n{err}") from None
     return process.returncode, out, err
-
-
-def _number(pattern: str, text: str) -> int:
-    match = re.search(pattern, text)
-    assert match, text
-    return int(match[1])

@@ -514,3 +514,12 @@ def test_an_ended_session_is_not_entered_again(warm: Path) -> None:
     session.close()
     with pytest.raises(SessionEnded, match="it was closed"), session:
         raise AssertionError("not reached")
+
+
+def test_a_session_is_one_also_for_an_agent_that_did_not_start_it(own: Path) -> None:
+    with serverless_gpu.session(gpus=1, gpu_type="H100", quiet=True) as held:
+        agent(own).kill()
+        assert held.distributed(len, "ab") == [2], "the next call starts a new agent"
+        shown = CliRunner().invoke(sgpu, ["status"]).output
+    line = next(line for line in shown.splitlines() if held.id in line)
+    assert re.fullmatch(rf"running: session {held.id} · supervisor pid \d+ · adopted", line), shown

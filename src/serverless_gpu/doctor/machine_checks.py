@@ -176,12 +176,12 @@ def _zygote(facts: Facts) -> list[Finding]:
         return unknown(agent.why)
     if agent.problem:
         return unknown("the agent does not answer")
-    cold = [line for line in agent.zygotes if " · cold: " in line and f" {facts.python} " in line]
+    mine = [zygote for zygote in agent.zygotes if zygote.python == facts.python]
+    cold = [zygote.reason for zygote in mine if zygote.state == "cold"]
     if cold:
-        return warning(f"runs of this interpreter start cold: {cold[0].partition(' · cold: ')[2]}")
-    mine = [line for line in agent.zygotes if f" {facts.python} " in line]
+        return warning(f"runs of this interpreter start cold: {cold[0]}")
     if mine:
-        return ok("; ".join(mine))
+        return ok("; ".join(f"pid {zygote.pid} is {zygote.state}" for zygote in mine))
     return ok("none for this interpreter; its next run starts cold and leaves one")
 
 

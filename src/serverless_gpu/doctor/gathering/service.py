@@ -54,9 +54,8 @@ def look_at_service(environ: Mapping[str, str]) -> tuple[AgentFacts, CgroupFacts
 
 
 def _cgroups_of(status: Status) -> CgroupFacts:
-    if status.cgroups.startswith("/"):
-        return CgroupFacts(path=status.cgroups, controllers=controllers(Path(status.cgroups)))
-    return CgroupFacts(problem=status.cgroups.removeprefix("none: "), controllers=controllers(None))
+    path = Path(status.cgroups) if status.cgroups else None
+    return CgroupFacts(path=status.cgroups, problem=status.cgroups_problem, controllers=controllers(path))
 
 
 def _cgroups_from_here(environ: Mapping[str, str]) -> CgroupFacts:
