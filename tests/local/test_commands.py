@@ -229,7 +229,7 @@ def test_the_agent_has_old_runs_deleted_by_itself(own: Path) -> None:
     young: Run[str] = distributed(gpus=1, quiet=True)(say).submit("again")
     young.results()
     wait_for(lambda: run_directories(own) == [young.id], "the old run was deleted", limit_s=40)
-    assert "retention: deleted 1 run, " in (own / "agent.log").read_text()
+    wait_for(lambda: "retention: deleted 1 run, " in (own / "agent.log").read_text(), "it says so")
     assert agent(own).alive()
 
 

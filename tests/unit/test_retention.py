@@ -18,7 +18,7 @@ from serverless_gpu.ambient import SystemClock, new_run_id
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.retention import DAY_NS, HOUR_NS, Entry, Policy, to_delete
 from serverless_gpu.node import retention
-from serverless_gpu.node.configuration import configured_retention
+from serverless_gpu.node.configuration import read_configuration
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.retention import Schedule, clean, cleaned_text, delete, empty_trash, scan
 from serverless_gpu.testing import FakeClock
@@ -104,30 +104,32 @@ def test_running_runs_do_not_count_against_the_size() -> None:
 @pytest.mark.parametrize(
     ("table", "policy"),
     [
-        ({}, Policy(age_ns=30 * DAY_NS, size_bytes_max=20 * 2**30)),
-        ({"retention": {"days": 7}}, Policy(age_ns=7 * DAY_NS, size_bytes_max=20 * 2**30)),
-        ({"retention": {"days": 0, "gib": 0}}, Policy(age_ns=None, size_bytes_max=None)),
-        ({"retention": {"days": 0.5, "gib": 1}}, Policy(age_ns=DAY_NS // 2, size_bytes_max=2**30)),
+        ("", Policy(age_ns=30 * DAY_NS, size_bytes_max=20 * 2**30)),
+        ("days = 7", Policy(age_ns=7 * DAY_NS, size_bytes_max=20 * 2**30)),
+        ("days = 0\ngib = 0", Policy(age_ns=None, size_bytes_max=None)),
+        ("days = 0.5\ngib = 1", Policy(age_ns=DAY_NS // 2, size_bytes_max=2**30)),
     ],
     ids=["default", "one of two", "no limits", "fractions"],
 )
-def test_the_table_of_the_configuration(table: dict[str, object], policy: Policy) -> None:
-    assert configured_retention(table) == policy
+def test_the_table_of_the_configuration(tmp_path: Path, table: str, policy: Policy) -> None:
+    (tmp_path / "config.toml").write_text(f"[retention]\n{table}\n")
+    assert read_configuration(Home(tmp_path)).retention == policy
 
 
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ({"days": -1}, "config.toml, table retention: days must be a number from 0 on, not -1.0"),
-        ({"gib": float("nan")}, "config.toml, table retention: gib must be a number from 0 on, not nan"),
-        ({"weeks": 2}, "config.toml, table retention: Object contains unknown field `weeks`"),
-        ({"days": "7"}, "config.toml, table retention: Expected `float`, got `str` - at `$.days`"),
+        ("days = -1", "days must be a number from 0 on, not -1.0"),
+        ("gib = nan", "gib must be a number from 0 on, not nan"),
+        ("weeks = 2", "Object contains unknown field `weeks`"),
+        ("days = '7'", "Expected `float`, got `str` - at `$.days`"),
     ],
 )
-def test_a_table_that_cannot_be(table: dict[str, object], message: str) -> None:
+def test_a_table_that_cannot_be(tmp_path: Path, table: str, message: str) -> None:
+    (tmp_path / "config.toml").write_text(f"[retention]\n{table}\n")
     with pytest.raises(InvalidValue) as caught:
-        configured_retention({"retention": table})
-    assert str(caught.value) == message
+        read_configuration(Home(tmp_path))
+    assert str(caught.value) == f"{tmp_path / 'config.toml'}, table retention: {message}"
 
 
 # --- directories -----------------------------------------------------------------------------------------------------

@@ -312,7 +312,7 @@ CHECKS = (
             "AgentUnavailable: the agent of this node (pid …) did not answer within 10 s",
         ),
         cause="One agent per user and home starts runs. Stopped (Ctrl-Z, SIGSTOP) or swapped out, it cannot answer.",
-        mend="sgpu stop   (running attempts go on; the next call starts another agent)",
+        mend="kill -9 PID   (the message names it; running attempts go on; the next call starts another agent)",
         probe=_agent,
     ),
     Check(

@@ -24,7 +24,7 @@ import msgspec
 from serverless_gpu.ambient import Clock, SystemClock, created_wall_ns
 from serverless_gpu.errors import ServerlessGpuError
 from serverless_gpu.model.retention import DAY_NS, Entry, Policy, to_delete
-from serverless_gpu.node.configuration import configured_retention, read_configuration
+from serverless_gpu.node.configuration import read_configuration
 from serverless_gpu.node.history import NOT_STARTED, UNREADABLE, Record, read_run, run_ids, size_on_disk
 from serverless_gpu.node.home import Home
 from serverless_gpu.units import format_bytes
@@ -95,7 +95,7 @@ def main(home: str, queued_fd: int) -> NoReturn:
     os.nice(19)
     queued = os.pread(queued_fd, _QUEUED_BYTES_MAX, 0).decode().split()
     try:
-        policy = configured_retention(read_configuration(Home(Path(home))))
+        policy = read_configuration(Home(Path(home))).retention
     except ServerlessGpuError as error:
         print(f"retention: nothing is deleted: {error}", flush=True)
         os._exit(1)
