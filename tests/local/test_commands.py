@@ -316,3 +316,17 @@ def test_the_report_for_people(own: Path) -> None:
         "GPUs",
         "environment",
     ]
+
+
+@pytest.mark.parametrize("arguments", [("gpus",), ("runs",), ("show", "--json"), ("doctor", "--json"), ("--help",)])
+def test_a_full_disk_is_one_line(warm: Path, arguments: tuple[str, ...]) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "serverless_gpu.cli", *arguments],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+    assert (done.returncode, done.stderr) == (1, "sgpu: [Errno 28] No space left on device\n")

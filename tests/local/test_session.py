@@ -523,3 +523,17 @@ def test_a_session_is_one_also_for_an_agent_that_did_not_start_it(own: Path) -> 
         shown = CliRunner().invoke(sgpu, ["status"]).output
     line = next(line for line in shown.splitlines() if held.id in line)
     assert re.fullmatch(rf"running: session {held.id} · supervisor pid \d+ · adopted", line), shown
+
+
+def test_a_handle_of_a_session_says_what_it_is(own: Path) -> None:
+    with serverless_gpu.session(gpus=1, gpu_type="H100", quiet=True) as held:
+        run = held.submit(len, "ab")
+        assert attach(run.id).session == held.id
+        handle = attach(held.id)
+        for ask in (handle.result, handle.results, handle.logs):
+            with pytest.raises(InvalidValue) as caught:
+                ask()
+            assert caught.value.message == (
+                f"{held.id} is a session: it has a receipt, but no ranks and no results of its own"
+            )
+    assert str(attach(held.id).receipt()).startswith(f"session {held.id} · SUCCEEDED\n1 H100 (fake) · 1 run · ")
