@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import select
 import signal
@@ -16,6 +15,7 @@ from typing import TypeVar
 
 from serverless_gpu import attach
 from serverless_gpu.errors import ServerlessGpuError
+from serverless_gpu.node.flocks import is_held
 from serverless_gpu.node.home import Home
 from serverless_gpu.testing import agent_status
 
@@ -113,11 +113,8 @@ def held_locks(home: Path) -> list[str]:
     for path in (home / "locks").glob("*"):
         if path.suffix not in (".lock", ".ticket"):
             continue
-        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                names.append(path.name)
+        if is_held(path):
+            names.append(path.name)
     return sorted(names)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from serverless_gpu import cli
+from serverless_gpu import attach, cli
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.cli.choosing import choose
 from serverless_gpu.cli.columns import columns
@@ -375,3 +375,10 @@ def test_what_is_no_duration(text: str) -> None:
 def test_columns() -> None:
     assert columns([["a", "bb", "c"], ["ccc", "d", ""]]) == ["a    bb  c", "ccc  d"]
     assert columns([]) == []
+
+
+def test_a_run_of_another_version_is_found_by_attach_as_by_show(runs: Path) -> None:
+    directory = make(runs, SECOND)
+    (directory / "spec.json").write_text(json.dumps(SPEC | {"version": "9.9", "spec": {"resources": "many"}}))
+    assert f"run {SECOND} · FAILED" in sgpu("show", SECOND).output
+    assert attach(SECOND).status() == "FAILED"

@@ -6,7 +6,6 @@ Failure cases: it waits in the agent's queue and has no supervisor yet; its supe
 
 from __future__ import annotations
 
-import fcntl
 import os
 import select
 import socket
@@ -17,6 +16,7 @@ from serverless_gpu.client.agent_control import agent_status
 from serverless_gpu.client.run import Run
 from serverless_gpu.errors import AgentUnavailable, InvalidOption, InvalidValue
 from serverless_gpu.model.spec import RunSpec
+from serverless_gpu.node.flocks import is_held
 from serverless_gpu.node.history import read_run
 from serverless_gpu.node.home import Home, find_home
 from serverless_gpu.node.inside.channel import Channel
@@ -81,15 +81,7 @@ def _refuse_unreachable(home: Home, run_id: str, directory: Path) -> None:
     if status is not None and run_id in status.queued:
         message = f"run {run_id} still waits behind {len(status.attempts)} others of this home"
         raise AgentUnavailable(message, hint="attach when it has started: `sgpu status` shows the queue")
-    try:
-        lock = os.open(directory / "supervisor.lock", os.O_RDWR)
-    except OSError:
-        return
-    try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if is_held(directory / "supervisor.lock"):
         message = f"run {run_id} goes on, but its supervisor cannot be reached from here"
         hint = f"is SERVERLESS_GPU_SOCKETS, or /tmp, another one here? The outcome will be in {directory}"
-        raise AgentUnavailable(message, hint=hint) from None
-    finally:
-        os.close(lock)
+        raise AgentUnavailable(message, hint=hint)
