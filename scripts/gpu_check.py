@@ -334,8 +334,8 @@ def _start_holding(machine: Machine) -> tuple[Run[None], set[int]]:
 
 def _zygotes(home: Path) -> list[int]:
     status = agent_status(home)
-    texts = status.zygotes if status is not None else ()
-    return [int(text.split()[1]) for text in texts if text.startswith("pid ")]
+    zygotes = status.zygotes if status is not None else ()
+    return [zygote.pid for zygote in zygotes if zygote.pid is not None]
 
 
 def _open_gpu_files(pid: int) -> list[str]:

@@ -1,6 +1,6 @@
 """Fakes and helpers for testing code that uses serverless-gpu, and for our own tests.
 
-FakeGpus(home)         declared GPUs whose processes and memory a test decides
+FakeGpus()             declared GPUs whose processes and memory a test decides
 FakeClock()            a clock that a test moves
 agent_status(home)     what the agent of a home looks after
 stop_agent(home)       end that agent, and everything it keeps warm
@@ -8,12 +8,14 @@ stop_agent(home)       end that agent, and everything it keeps warm
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
 from serverless_gpu.client.agent_control import agent_status, stop_agent
+from serverless_gpu.node.home import find_home
 
 __all__ = ["FakeClock", "FakeGpus", "agent_status", "stop_agent"]
 
@@ -22,11 +24,13 @@ class FakeGpus:
     """Declared GPUs of one home, as `SERVERLESS_GPU_FAKE` names them, in a state that a test decides.
 
     Args:
-        home: the home directory.
+        home: the home directory, made if needed; None for the one that runs of this process have.
     """
 
-    def __init__(self, home: Path) -> None:
-        self._path = home / "fake_gpus.json"
+    def __init__(self, home: Path | None = None) -> None:
+        root = find_home(os.environ).root if home is None else home
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._path = root / "fake_gpus.json"
         self._state: dict[str, dict[str, object]] = {}
 
     def set(self, uuid: str, *, memory_used_bytes: int = 0, processes: Mapping[int, int] | None = None) -> None:

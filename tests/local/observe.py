@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
-import re
 import select
 import signal
 import subprocess
@@ -17,6 +15,7 @@ from typing import TypeVar
 
 from serverless_gpu import attach
 from serverless_gpu.errors import ServerlessGpuError
+from serverless_gpu.node.flocks import is_held
 from serverless_gpu.node.home import Home
 from serverless_gpu.testing import agent_status
 
@@ -88,18 +87,19 @@ def zygote(home: Path) -> Process:
     """Return the one zygote of a home."""
     status = agent_status(home)
     assert status is not None and len(status.zygotes) == 1
-    return Process(_number(r"pid (\d+)", status.zygotes[0]))
+    assert status.zygotes[0].pid is not None, status.zygotes
+    return Process(status.zygotes[0].pid)
 
 
 def supervisor(home: Path, run_id: str) -> Process:
     """Return the supervisor of a run."""
 
-    def look() -> str:
+    def look() -> int:
         status = agent_status(home)
-        texts = () if status is None else status.attempts
-        return next((text for text in texts if run_id in text and "pid 0" not in text), "")
+        attempts = () if status is None else status.attempts
+        return next((attempt.pid for attempt in attempts if attempt.run_id == run_id), 0)
 
-    return Process(_number(r"supervisor pid (\d+)", wait_for(look, "the run has a supervisor")))
+    return Process(wait_for(look, "the run has a supervisor"))
 
 
 def run_directories(home: Path) -> list[str]:
@@ -113,11 +113,8 @@ def held_locks(home: Path) -> list[str]:
     for path in (home / "locks").glob("*"):
         if path.suffix not in (".lock", ".ticket"):
             continue
-        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                names.append(path.name)
+        if is_held(path):
+            names.append(path.name)
     return sorted(names)
 
 
@@ -187,9 +184,3 @@ def ended(process: subprocess.Popen[str], limit_s: float = LIMIT_S) -> tuple[int
         out, err = process.communicate()
         raise AssertionError(f"the script did not end in {limit_s:g} s\n{out}\n{err}") from None
     return process.returncode, out, err
-
-
-def _number(pattern: str, text: str) -> int:
-    match = re.search(pattern, text)
-    assert match, text
-    return int(match[1])

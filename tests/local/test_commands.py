@@ -229,7 +229,7 @@ def test_the_agent_has_old_runs_deleted_by_itself(own: Path) -> None:
     young: Run[str] = distributed(gpus=1, quiet=True)(say).submit("again")
     young.results()
     wait_for(lambda: run_directories(own) == [young.id], "the old run was deleted", limit_s=40)
-    assert "retention: deleted 1 run, " in (own / "agent.log").read_text()
+    wait_for(lambda: "retention: deleted 1 run, " in (own / "agent.log").read_text(), "it says so")
     assert agent(own).alive()
 
 
@@ -316,3 +316,17 @@ def test_the_report_for_people(own: Path) -> None:
         "GPUs",
         "environment",
     ]
+
+
+@pytest.mark.parametrize("arguments", [("gpus",), ("runs",), ("show", "--json"), ("doctor", "--json"), ("--help",)])
+def test_a_full_disk_is_one_line(warm: Path, arguments: tuple[str, ...]) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "serverless_gpu.cli", *arguments],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+    assert (done.returncode, done.stderr) == (1, "sgpu: [Errno 28] No space left on device\n")

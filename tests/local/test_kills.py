@@ -84,7 +84,7 @@ def test_a_killed_agent_is_replaced_and_the_new_one_adopts(own: Path, going: Goi
     assert all(rank.alive() for rank in going.ranks) and going.run.status() == "RUNNING"
     assert distributed(gpus=1, quiet=True)(len).distributed("ab") == [2], "the next call starts a new agent"
     status = agent_status(own)
-    assert status is not None and any(going.run.id in text and "adopted" in text for text in status.attempts)
+    assert status is not None and any(attempt.run_id == going.run.id and attempt.adopted for attempt in status.attempts)
     assert attach(going.run.id).status() == "RUNNING"
     blocked = distributed(gpus=8, quiet=True)(len).submit("ab")
     assert not blocked.wait(0.3), "its GPUs are still taken"

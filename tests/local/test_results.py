@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import numpy
 import pytest
@@ -17,7 +18,7 @@ import torch
 
 from serverless_gpu import Run, as_completed, attach, distributed
 from serverless_gpu import runtime as rt
-from serverless_gpu.errors import InvalidValue
+from serverless_gpu.errors import InvalidOption, InvalidValue
 from tests.local.observe import wait_for
 from tests.local.ranks import stay
 
@@ -172,6 +173,42 @@ def test_submit_returns_at_once_and_the_handle_tells_everything(where: str) -> N
     assert receipt.state == run.status() == "SUCCEEDED"
     assert (receipt.world_size, receipt.gpu_type, receipt.tags) == (2, "H100", {"team": "search"})
     assert receipt.gpu_ms >= 0 and receipt.micros is None and "unpriced" in receipt.text()
+
+
+def test_arguments_of_a_handle_that_cannot_be() -> None:
+    run = distributed(gpus=1, quiet=True)(len).submit("ab")
+    wrong: list[tuple[Callable[[], object], type[Exception], str]] = [
+        (lambda: run.wait(cast("float", "x")), InvalidOption, "timeout must be a number of seconds or None, not 'x'"),
+        (
+            lambda: run.results(cast("float", [1])),
+            InvalidOption,
+            "timeout must be a number of seconds or None, not [1]",
+        ),
+        (lambda: run.receipt(float("nan")), InvalidValue, "timeout must be a number of seconds or None, not nan"),
+        (lambda: run.result(cast("int", "0")), InvalidOption, "rank must be a number, not '0'"),
+        (lambda: run.result(1), InvalidValue, f"run {run.id} has only rank 0, not 1"),
+        (lambda: run.logs(-1), InvalidValue, f"run {run.id} has only rank 0, not -1"),
+        (
+            lambda: run.logs(0, "stdin"),
+            InvalidValue,
+            f'run {run.id} has no stream \'stdin\'\nhint: the streams are "stdout" and "stderr"',
+        ),
+        (lambda: attach(cast("str", None)), InvalidOption, "attach takes the identifier of a run, a string, not None"),
+        (lambda: as_completed(cast("list[Run[int]]", 5)), InvalidOption, "as_completed takes a list of runs, not 5"),
+        (
+            lambda: as_completed(cast("list[Run[int]]", [run, 1])),
+            InvalidOption,
+            "as_completed takes a list of runs; 1 is none",
+        ),
+    ]
+    for call, kind, message in wrong:
+        with pytest.raises(kind) as caught:
+            call()
+        assert str(caught.value) == message
+    for run_id in ("", ".", "..", f"../runs/{run.id}", "a\0b", "x" * 300, run.id[:-1]):
+        with pytest.raises(InvalidValue, match="there is no run"):
+            attach(run_id)
+    assert run.wait(float("inf")) and run.results(-1) == [2], "no limit, and no wait"
 
 
 def test_what_ranks_write_is_in_the_logs_and_rank_0s_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

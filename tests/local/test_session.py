@@ -13,11 +13,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from click.testing import CliRunner
 
 import serverless_gpu
 from serverless_gpu import Run, attach, distributed
-from serverless_gpu.cli import sgpu
 from serverless_gpu.errors import (
     InvalidOption,
     InvalidValue,
@@ -339,21 +337,6 @@ def test_a_forked_child_of_the_owner_does_not_end_its_session(warm: Path, tmp_pa
     assert ended(process) == (0, "True\n", "")
 
 
-def test_the_command_cancels_a_session_with_its_runs(warm: Path, where: str) -> None:
-    session = serverless_gpu.session(gpus=2, gpu_type="H100", quiet=True)
-    run = session.submit(stay, where)
-    announced(Path(where), "rank1")
-    done = CliRunner().invoke(sgpu, ["cancel", session.id])
-    assert done.exit_code == 0, done.output
-    first, second = done.output.splitlines()
-    assert first.startswith(f"run {run.id} CANCELLED: 2 GPUs verified free")
-    assert second.startswith("SUCCEEDED: 2 GPUs verified free")
-    wait_for(lambda: "ended" in repr(session), "its owner knows")
-    with pytest.raises(SessionEnded, match="it was ended from elsewhere"):
-        session.submit(stay, where)
-    assert held_locks(warm) == []
-
-
 def test_F61_ctrl_c_while_waiting_for_devices_holds_nothing(warm: Path, tmp_path: Path, where: str) -> None:
     script = tmp_path / "second.py"
     script.write_text("import serverless_gpu\nserverless_gpu.session(gpus=8, gpu_type='H100')\n")
@@ -426,17 +409,6 @@ def test_a_session_takes_what_fits_it_and_says_what_does_not(warm: Path) -> None
         f"on_two asks for 2 H100; session {session.id} holds 1 CPU\n"
         "hint: open a session with what it needs, or call it outside of the session"
     )
-
-
-def test_who_waits_for_a_session_of_their_own_is_told(warm: Path) -> None:
-    with serverless_gpu.session(gpus=8, gpu_type="H100", quiet=True):
-        run = on_two.submit()
-        wait_for(run.waiting_for, "it waits")
-        assert run.waiting_for().endswith(
-            "that session is open in this process: call session.distributed(...), or close it"
-        )
-        run.cancel()
-        run.wait()
 
 
 def test_no_device_is_in_two_accounts_at_once(warm: Path, where: str) -> None:

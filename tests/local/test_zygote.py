@@ -143,7 +143,7 @@ def receipt_of(run: Run[T]) -> tuple[bool, str]:
 def is_ready(home: Path) -> bool:
     """Return whether every zygote of a home is ready."""
     status = agent_status(home)
-    return status is not None and all("ready" in text for text in status.zygotes)
+    return status is not None and all(zygote.state == "ready" for zygote in status.zygotes)
 
 
 def test_the_first_run_is_cold_and_the_next_one_warm(own: Path) -> None:

@@ -21,7 +21,7 @@ HELD = "held"
 def zygote_is_ready(home: Path) -> bool:
     """Return whether the home's one zygote is ready."""
     status = agent_status(home)
-    return status is not None and len(status.zygotes) == 1 and status.zygotes[0].endswith("ready")
+    return status is not None and len(status.zygotes) == 1 and status.zygotes[0].state == "ready"
 
 
 def frames_of_ours(traceback: str) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from serverless_gpu import cli
+from serverless_gpu import attach, cli
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.cli.choosing import choose
 from serverless_gpu.cli.columns import columns
@@ -282,7 +282,7 @@ def test_clean_by_the_configuration(runs: Path) -> None:
     assert sgpu("clean").output == "nothing to delete; 0 runs stay\n"
 
 
-@pytest.mark.parametrize("arguments", [("--older-than", "7d"), ("--keep", "0"), ("--keep", "1kB"), (FIRST[-6:],)])
+@pytest.mark.parametrize("arguments", [("--older-than", "7d"), ("--keep", "0 GiB"), ("--keep", "1kB"), (FIRST[-6:],)])
 def test_clean_as_it_is_told(runs: Path, arguments: tuple[str, ...]) -> None:
     young = make(runs, SECOND)
     now_ns = SystemClock().wall_ns()
@@ -290,6 +290,17 @@ def test_clean_as_it_is_told(runs: Path, arguments: tuple[str, ...]) -> None:
         os.utime(path, ns=(now_ns, now_ns))
     sgpu("clean", *arguments)
     assert os.listdir(runs) == [SECOND]
+
+
+@pytest.mark.parametrize("size", ["0", "0B", "0 MiB", "1kB"])
+def test_clean_says_which_rule_keeps_what_is_too_much(runs: Path, size: str) -> None:
+    now_ns = SystemClock().wall_ns()
+    for path in make(runs, SECOND).rglob("*"):
+        os.utime(path, ns=(now_ns, now_ns))
+    rule = "; 1 run that ended less than an hour ago is kept by that rule: name it to delete it now\n"
+    assert sgpu("clean", "--keep", size, "--dry-run").output.endswith(rule)
+    assert sgpu("clean", "--keep", size).output.startswith("deleted 1 run, ")
+    assert sgpu("clean", "--keep", size).output == "nothing to delete; 1 run stay" + rule
 
 
 def test_clean_everything_that_has_ended(runs: Path) -> None:
@@ -326,8 +337,10 @@ def test_cancel_without_a_run_when_none_goes_on(runs: Path) -> None:
             ("--older-than", "soon"),
             "--older-than: 'soon' is not a duration; write a whole number and a unit: 90s, 15m, 12h, 7d or 2w",
         ),
-        (("--keep", "much"), "--keep: 'much' is not a size; write 500MB, 20GiB or a number of bytes"),
-        (("--keep", "-1GiB"), "--keep must be between 1 and 1152921504606846976, not -1073741824"),
+        *(
+            (("--keep", text), f"--keep: '{text}' is not a size; write a number and a unit: 500MB, 20GiB, or 0")
+            for text in ("much", "-1GiB", "5", "2000000TiB", "0x")
+        ),
     ],
 )
 def test_what_clean_does_not_understand(runs: Path, arguments: tuple[str, ...], message: str) -> None:
@@ -362,3 +375,10 @@ def test_what_is_no_duration(text: str) -> None:
 def test_columns() -> None:
     assert columns([["a", "bb", "c"], ["ccc", "d", ""]]) == ["a    bb  c", "ccc  d"]
     assert columns([]) == []
+
+
+def test_a_run_of_another_version_is_found_by_attach_as_by_show(runs: Path) -> None:
+    directory = make(runs, SECOND)
+    (directory / "spec.json").write_text(json.dumps(SPEC | {"version": "9.9", "spec": {"resources": "many"}}))
+    assert f"run {SECOND} · FAILED" in sgpu("show", SECOND).output
+    assert attach(SECOND).status() == "FAILED"

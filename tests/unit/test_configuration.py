@@ -8,7 +8,8 @@ import pytest
 
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.hardware import GpuType, recognise
-from serverless_gpu.node.configuration import configured_types, read_configuration
+from serverless_gpu.model.ledger import Price
+from serverless_gpu.node.configuration import Configuration, read_configuration
 from serverless_gpu.node.home import Home
 
 GOOD = """
@@ -31,15 +32,14 @@ def home_with(path: Path, text: str) -> Home:
 
 
 def test_without_a_file_nothing_is_configured(tmp_path: Path) -> None:
-    assert read_configuration(Home(tmp_path)) == {}
-    assert configured_types({}) == ()
+    assert read_configuration(Home(tmp_path)) == Configuration()
 
 
 def test_types_and_prices(tmp_path: Path) -> None:
-    table = read_configuration(home_with(tmp_path, GOOD))
+    own = read_configuration(home_with(tmp_path, GOOD))
     mine = GpuType(name="MYCARD", memory_bytes=48 * 2**30, products=("ACME Accelerator 48G",))
-    assert configured_types(table) == (mine, GpuType(name="SMALL", memory_bytes=2**29, aliases=("TINY",)))
-    assert table["prices"] == {"H100": 2.99}
+    assert own.types == (mine, GpuType(name="SMALL", memory_bytes=2**29, aliases=("TINY",)))
+    assert own.prices == {"H100": Price(gpu_type="H100", micros_per_gpu_hour=2_990_000)}
     assert recognise("ACME Accelerator 48G", 48 * 2**30, (mine,)) == "MYCARD"
 
 
@@ -72,20 +72,27 @@ def test_unknown_tables_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[types.A]\n", "Object missing required field `memory_gib` - at `$[...]`"),
-        ("[types.A]\nmemory_gib = 'x'\n", "Expected `float`, got `str` - at `$[...].memory_gib`"),
-        ("[types.A]\nmemory_gib = 1\nspeed = 2\n", "Object contains unknown field `speed` - at `$[...]`"),
-        ("types = 5\n", "Expected `object`, got `int`"),
+        ("[types.A]\n", "types: Object missing required field `memory_gib` - at `$[...]`"),
+        ("[types.A]\nmemory_gib = 'x'\n", "types: Expected `float`, got `str` - at `$[...].memory_gib`"),
+        ("[types.A]\nmemory_gib = 1\nspeed = 2\n", "types: Object contains unknown field `speed` - at `$[...]`"),
+        ("types = 5\n", "types: Expected `object`, got `int`"),
+        ("[prices]\nH100 = 'much'\n", "prices: Expected `float`, got `str` - at `$[...]`"),
+        (
+            "[prices]\nH100 = -1\n",
+            "prices: the price of H100 is -1.0, not between 0 and 1000000\n"
+            'hint: write the price of one GPU for one hour in USD, for example {"H100": 2.99}',
+        ),
+        ("[retention]\ndays = -1\n", "retention: days must be a number from 0 on, not -1.0"),
     ],
-    ids=["memory missing", "memory is text", "unknown field", "no table"],
+    ids=["memory missing", "memory is text", "unknown field", "no table", "no price", "negative price", "retention"],
 )
-def test_a_type_that_is_described_wrongly(tmp_path: Path, text: str, message: str) -> None:
+def test_a_table_that_is_wrong(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(InvalidValue) as caught:
-        configured_types(read_configuration(home_with(tmp_path, text)))
-    assert str(caught.value) == f"config.toml, table types: {message}"
+        read_configuration(home_with(tmp_path, text))
+    assert str(caught.value) == f"{tmp_path / 'config.toml'}, table {message}", "the file is named once"
 
 
 @pytest.mark.parametrize("memory", ["-1", "nan", "inf"])
 def test_memory_that_cannot_be(tmp_path: Path, memory: str) -> None:
     with pytest.raises(InvalidValue):
-        configured_types(read_configuration(home_with(tmp_path, f"[types.A]\nmemory_gib = {memory}\n")))
+        read_configuration(home_with(tmp_path, f"[types.A]\nmemory_gib = {memory}\n"))

@@ -107,7 +107,9 @@ def test_a_home_that_takes_no_bytes_is_found_by_writing(tmp_path: Path) -> None:
 def test_a_configuration_with_a_mistake(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text('[prices]\nH100 = "much"\n')
     facts = look_at_home({"SERVERLESS_GPU_HOME": str(tmp_path)})
-    assert facts.configuration_problem == "Expected `float`, got `str` - at `$[...]`"
+    assert facts.configuration_problem == (
+        f"{tmp_path / 'config.toml'}, table prices: Expected `float`, got `str` - at `$[...]`"
+    )
 
 
 def test_runs_and_limits(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from serverless_gpu.doctor.facts import (
     RunsFacts,
 )
 from serverless_gpu.doctor.findings import Outcome
+from serverless_gpu.node.protocol import ZygoteStatus
 from tests.unit.diagnosed import FAILED, GIB, OK, PYTHON, UNKNOWN, WARNING, found, one
 
 
@@ -176,14 +177,17 @@ def test_cgroups(cgroups: CgroupFacts, expected: tuple[Outcome, str, str]) -> No
     ("zygotes", "expected"),
     [
         ((), (OK, "none for this interpreter; its next run starts cold and leaves one", "")),
-        ((f"pid 5 · {PYTHON} · ready",), (OK, f"pid 5 · {PYTHON} · ready", "")),
+        ((ZygoteStatus(pid=5, python=PYTHON, state="ready"),), (OK, "pid 5 is ready", "")),
         (
-            ("pid 5 · /other/python · ready", f"none · {PYTHON} · cold: it has 3 threads"),
+            (
+                ZygoteStatus(pid=5, python="/other/python", state="ready"),
+                ZygoteStatus(python=PYTHON, state="cold", reason="it has 3 threads"),
+            ),
             (WARNING, "runs of this interpreter start cold: it has 3 threads", ""),
         ),
     ],
 )
-def test_zygotes(zygotes: tuple[str, ...], expected: tuple[Outcome, str, str]) -> None:
+def test_zygotes(zygotes: tuple[ZygoteStatus, ...], expected: tuple[Outcome, str, str]) -> None:
     assert one("zygote", Facts(agent=AgentFacts(pid=1, python=PYTHON, zygotes=zygotes))) == expected
 
 

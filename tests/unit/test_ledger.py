@@ -343,6 +343,22 @@ def test_a_receipt_leaves_out_what_is_not_known_and_says_unpriced() -> None:
     ]
 
 
+def test_printing_a_receipt_is_reading_it() -> None:
+    assert str(FULL) == f"{FULL}" == FULL.text()
+    assert repr(FULL).startswith("Receipt(run_id='01jabc', ")
+
+
+def test_the_receipt_of_a_session_speaks_of_a_session() -> None:
+    receipt = msgspec.structs.replace(BARE, runs=3, world_size=0)
+    assert receipt.text().splitlines() == [
+        "session 01jabc · SUCCEEDED",
+        "1 CPU slot · 3 runs · 0.040 slot-seconds idle, unpriced",
+    ]
+    page = receipt.html()
+    assert "session 01jabc<" in page and "1 CPU slot · 3 runs<" in page and " idle, unpriced<" in page
+    assert not any(word in page for word in ("attempt", "0 ranks", "start"))
+
+
 @pytest.mark.parametrize(
     ("kind", "gpus", "text"),
     [

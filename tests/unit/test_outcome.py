@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from serverless_gpu.client.outcome import load_result, make_exception
+from serverless_gpu.client.outcome import ending_text, load_result, make_exception
 from serverless_gpu.errors import (
     BudgetExhausted,
     CollectiveHang,
@@ -289,6 +289,7 @@ def test_many_consequences_are_counted(directory: Path) -> None:
     notes = make_exception(ending, directory, RUN, None).__notes__
     assert len(notes) == 9
     assert notes[7:] == ["consequence: rank 8: RuntimeError: peer 8", "consequence: 12 more ranks failed"]
+    assert ending_text(ending, directory, RUN, None).splitlines()[-9:] == notes, "as it is read later"
 
 
 def test_a_cancelled_run_has_no_consequences(directory: Path) -> None:

@@ -18,7 +18,7 @@ from serverless_gpu.ambient import SystemClock, new_run_id
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.retention import DAY_NS, HOUR_NS, Entry, Policy, to_delete
 from serverless_gpu.node import retention
-from serverless_gpu.node.configuration import configured_retention
+from serverless_gpu.node.configuration import read_configuration
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.retention import Schedule, clean, cleaned_text, delete, empty_trash, scan
 from serverless_gpu.testing import FakeClock
@@ -41,6 +41,17 @@ policies = st.builds(
     size_bytes_max=st.none() | st.integers(0, 500),
     spared_ns=st.integers(0, 2 * DAY_NS),
 )
+
+
+class FakePass:
+    """A pass that ends when a test says so."""
+
+    def __init__(self, rc: int | None) -> None:
+        self.rc = rc
+
+    def poll(self) -> int | None:
+        """Return the exit status, None while it runs."""
+        return self.rc
 
 
 @given(entries, policies)
@@ -93,30 +104,32 @@ def test_running_runs_do_not_count_against_the_size() -> None:
 @pytest.mark.parametrize(
     ("table", "policy"),
     [
-        ({}, Policy(age_ns=30 * DAY_NS, size_bytes_max=20 * 2**30)),
-        ({"retention": {"days": 7}}, Policy(age_ns=7 * DAY_NS, size_bytes_max=20 * 2**30)),
-        ({"retention": {"days": 0, "gib": 0}}, Policy(age_ns=None, size_bytes_max=None)),
-        ({"retention": {"days": 0.5, "gib": 1}}, Policy(age_ns=DAY_NS // 2, size_bytes_max=2**30)),
+        ("", Policy(age_ns=30 * DAY_NS, size_bytes_max=20 * 2**30)),
+        ("days = 7", Policy(age_ns=7 * DAY_NS, size_bytes_max=20 * 2**30)),
+        ("days = 0\ngib = 0", Policy(age_ns=None, size_bytes_max=None)),
+        ("days = 0.5\ngib = 1", Policy(age_ns=DAY_NS // 2, size_bytes_max=2**30)),
     ],
     ids=["default", "one of two", "no limits", "fractions"],
 )
-def test_the_table_of_the_configuration(table: dict[str, object], policy: Policy) -> None:
-    assert configured_retention(table) == policy
+def test_the_table_of_the_configuration(tmp_path: Path, table: str, policy: Policy) -> None:
+    (tmp_path / "config.toml").write_text(f"[retention]\n{table}\n")
+    assert read_configuration(Home(tmp_path)).retention == policy
 
 
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ({"days": -1}, "config.toml, table retention: days must be a number from 0 on, not -1.0"),
-        ({"gib": float("nan")}, "config.toml, table retention: gib must be a number from 0 on, not nan"),
-        ({"weeks": 2}, "config.toml, table retention: Object contains unknown field `weeks`"),
-        ({"days": "7"}, "config.toml, table retention: Expected `float`, got `str` - at `$.days`"),
+        ("days = -1", "days must be a number from 0 on, not -1.0"),
+        ("gib = nan", "gib must be a number from 0 on, not nan"),
+        ("weeks = 2", "Object contains unknown field `weeks`"),
+        ("days = '7'", "Expected `float`, got `str` - at `$.days`"),
     ],
 )
-def test_a_table_that_cannot_be(table: dict[str, object], message: str) -> None:
+def test_a_table_that_cannot_be(tmp_path: Path, table: str, message: str) -> None:
+    (tmp_path / "config.toml").write_text(f"[retention]\n{table}\n")
     with pytest.raises(InvalidValue) as caught:
-        configured_retention({"retention": table})
-    assert str(caught.value) == message
+        read_configuration(Home(tmp_path))
+    assert str(caught.value) == f"{tmp_path / 'config.toml'}, table retention: {message}"
 
 
 # --- directories -----------------------------------------------------------------------------------------------------
@@ -263,15 +276,37 @@ def test_one_pass_has_a_bound(runs: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_it_is_due_a_little_after_the_start_and_then_every_hour() -> None:
     clock, told = FakeClock(), list[str]()
-    schedule = Schedule(clock, lambda fd: told.append(os.pread(fd, 1000, 0).decode()))
+
+    def start(fd: int) -> FakePass:
+        told.append(os.pread(fd, 1000, 0).decode())
+        return FakePass(0)
+
+    schedule = Schedule(clock, start)
     for seconds in (0.0, 9.0, 2.0, 3000.0, 700.0, 1.0):
         clock.advance(seconds)
         schedule.tend(["a", "b"])
     assert told == ["a\nb", "a\nb"]
 
 
+def test_a_pass_that_takes_longer_than_an_hour_is_waited_for() -> None:
+    clock, passes = FakeClock(), list[FakePass]()
+
+    def start(fd: int) -> FakePass:
+        passes.append(FakePass(None))
+        return passes[-1]
+
+    schedule = Schedule(clock, start)
+    for _ in range(3):
+        clock.advance(4000)
+        schedule.tend([])
+    assert len(passes) == 1, "one pass at a time"
+    passes[0].rc = 0
+    schedule.tend([])
+    assert len(passes) == 2
+
+
 def test_no_process_to_be_had_is_no_reason_to_end() -> None:
-    def refuse(fd: int) -> None:
+    def refuse(fd: int) -> FakePass:
         raise OSError("no process")
 
     clock = FakeClock()

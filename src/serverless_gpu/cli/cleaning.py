@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 
 import click
@@ -10,14 +11,14 @@ from msgspec.structs import replace
 from serverless_gpu.ambient import SystemClock, format_moment
 from serverless_gpu.cli.choosing import choose, queued_runs, this_home
 from serverless_gpu.cli.columns import columns
-from serverless_gpu.errors import InvalidOption, InvalidValue
+from serverless_gpu.errors import InvalidValue, UsageError
 from serverless_gpu.model.retention import HOUR_NS, Entry, Policy, to_delete
 from serverless_gpu.model.spec import parse_bytes
-from serverless_gpu.node.configuration import configured_retention, read_configuration
+from serverless_gpu.node.configuration import read_configuration
 from serverless_gpu.node.history import read_run, run_ids, size_on_disk
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.retention import cleaned_text, delete_all, empty_trash, scan
-from serverless_gpu.units import format_bytes, parse_duration_s
+from serverless_gpu.units import format_bytes, format_duration_ms, parse_duration_s
 
 
 @click.command()
@@ -34,16 +35,17 @@ def clean(run: tuple[str, ...], older_than: str | None, keep: str | None, dry_ru
     home = this_home()
     if run and (older_than or keep):
         raise click.UsageError("name runs, or give --older-than and --keep; not both")
-    chosen = _named(home, run) if run else _kept_no_longer(home, older_than, keep)
+    chosen, spared = (_named(home, run), "") if run else _kept_no_longer(home, older_than, keep)
     if dry_run:
         for line in columns([_row(entry) for entry in chosen]):
             click.echo(line)
         total = sum(entry.size_bytes for entry in chosen)
-        click.echo(f"would delete {_count(len(chosen))}, {format_bytes(total)}")
+        click.echo(f"would delete {_count(len(chosen))}, {format_bytes(total)}{spared}")
         return
     empty_trash(home.runs)
     done = delete_all(home.runs, chosen)
-    click.echo(cleaned_text(done) if chosen else f"nothing to delete; {_count(len(run_ids(home.runs)))} stay")
+    said = cleaned_text(done) if chosen else f"nothing to delete; {_count(len(run_ids(home.runs)))} stay"
+    click.echo(said + spared)
     for problem in done.problems:
         click.echo(f"sgpu: {problem}", err=True)
     if done.problems:
@@ -61,14 +63,22 @@ def _named(home: Home, runs: tuple[str, ...]) -> list[Entry]:
     return chosen
 
 
-def _kept_no_longer(home: Home, older_than: str | None, keep: str | None) -> tuple[Entry, ...]:
-    now_ns = SystemClock().wall_ns()
-    return to_delete(scan(home.runs, queued_runs(home), now_ns), _policy(home, older_than, keep), now_ns)
+def _kept_no_longer(home: Home, older_than: str | None, keep: str | None) -> tuple[list[Entry], str]:
+    """Return what the rules delete, and in words what they would if it had not ended only just."""
+    policy, now_ns = _policy(home, older_than, keep), SystemClock().wall_ns()
+    entries = scan(home.runs, queued_runs(home), now_ns)
+    chosen = to_delete(entries, policy, now_ns)
+    young = len(to_delete(entries, replace(policy, spared_ns=0), now_ns)) - len(chosen)
+    if not young:
+        return list(chosen), ""
+    age = "an hour" if policy.spared_ns == HOUR_NS else format_duration_ms(policy.spared_ns // 1_000_000)
+    more = f"; {_count(young)} that ended less than {age} ago {'is' if young == 1 else 'are'} kept by that rule"
+    return list(chosen), f"{more}: name {'it' if young == 1 else 'them'} to delete {'it' if young == 1 else 'them'} now"
 
 
 def _policy(home: Home, older_than: str | None, keep: str | None) -> Policy:
     if older_than is None and keep is None:
-        return configured_retention(read_configuration(home))
+        return read_configuration(home).retention
     policy = Policy(age_ns=None, size_bytes_max=None)
     if older_than is not None:
         age_ns = _duration_ns(older_than)
@@ -86,12 +96,13 @@ def _duration_ns(text: str) -> int:
 
 
 def _size(name: str, text: str) -> int:
-    if text.strip() == "0":
+    written = text.strip().upper()
+    if written.rstrip("KMGTIB ") == "0":
         return 0
-    try:
-        return parse_bytes(name, int(text) if text.isdecimal() else text)
-    except InvalidOption:
-        raise InvalidValue(f"{name}: {text!r} is not a size; write 500MB, 20GiB or a number of bytes") from None
+    if not written.isdecimal():
+        with contextlib.suppress(UsageError):
+            return parse_bytes(name, written)
+    raise InvalidValue(f"{name}: {text!r} is not a size; write a number and a unit: 500MB, 20GiB, or 0")
 
 
 def _count(runs: int) -> str:

@@ -71,7 +71,8 @@ def _ranks(record: Record, wanted: str) -> list[int]:
     if wanted == "all":
         return list(range(count))
     if not (wanted.isascii() and wanted.isdigit() and int(wanted) < count):
-        raise InvalidValue(f"run {record.run_id} has ranks 0 to {count - 1}, not {wanted!r}", hint="or --rank all")
+        has = "only rank 0" if count == 1 else f"ranks 0 to {count - 1}"
+        raise InvalidValue(f"run {record.run_id} has {has}, not {wanted!r}", hint="" if count == 1 else "or --rank all")
     return [int(wanted)]
 
 

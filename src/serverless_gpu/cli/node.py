@@ -11,6 +11,7 @@ from serverless_gpu.client.connection import connect
 from serverless_gpu.model.hardware import DeviceKind, parse_fake
 from serverless_gpu.node.home import find_home
 from serverless_gpu.node.locks import DeviceLocks, lock_directory
+from serverless_gpu.node.protocol import AttemptStatus, ZygoteStatus
 from serverless_gpu.units import format_bytes
 
 
@@ -22,13 +23,24 @@ def status() -> None:
         click.echo("no agent is running; the next run starts one")
         return
     click.echo(f"agent: pid {found.pid}")
-    click.echo(f"cgroups: {found.cgroups}")
-    for line in found.zygotes or ("none",):
+    click.echo(f"cgroups: {found.cgroups or f'none: {found.cgroups_problem}'}")
+    for line in [_zygote_text(zygote) for zygote in found.zygotes] or ["none"]:
         click.echo(f"zygote: {line}")
-    for line in found.attempts or ("none",):
+    for line in [_attempt_text(attempt) for attempt in found.attempts] or ["none"]:
         click.echo(f"running: {line}")
     if found.queued:
         click.echo(f"queued: {len(found.queued)}")
+
+
+def _zygote_text(zygote: ZygoteStatus) -> str:
+    process = "none" if zygote.pid is None else f"pid {zygote.pid}"
+    return f"{process} · {zygote.python} · {zygote.state}" + (f": {zygote.reason}" if zygote.reason else "")
+
+
+def _attempt_text(attempt: AttemptStatus) -> str:
+    noun = "session" if attempt.kind == "session" else "run"
+    parts = (f"{noun} {attempt.run_id}", f"supervisor pid {attempt.pid}", "adopted" if attempt.adopted else "")
+    return " · ".join(part for part in parts if part)
 
 
 @click.command()

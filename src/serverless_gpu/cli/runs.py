@@ -15,7 +15,6 @@ from serverless_gpu.client.attaching import attach
 from serverless_gpu.client.outcome import ending_text
 from serverless_gpu.client.terminal import safe
 from serverless_gpu.model.attempt import State
-from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.history import (
     FUNCTION,
@@ -28,7 +27,7 @@ from serverless_gpu.node.history import (
     walk,
 )
 from serverless_gpu.node.home import Home
-from serverless_gpu.units import format_bytes, format_duration_ms, format_gpu_ms, format_micros
+from serverless_gpu.units import format_bytes, format_duration_ms
 
 _STATES = [*(state.value for state in State), NOT_STARTED, UNREADABLE]
 _NAME_CHARACTERS_MAX = 32
@@ -131,7 +130,7 @@ def _row(record: Record) -> list[str]:
         format_moment(record.began_ns or record.created_ns),
         _took_text(record),
         _devices_text(record),
-        _used_text(record),
+        "-" if record.receipt is None else record.receipt.used_text(),
     ]
 
 
@@ -153,16 +152,7 @@ def _devices_text(record: Record) -> str:
     receipt = record.receipt
     if receipt is None:
         return f"{record.world_size} rank{'' if record.world_size == 1 else 's'}" if record.world_size else "-"
-    noun = "CPU" if receipt.kind is DeviceKind.CPU else receipt.gpu_type
-    return f"{len(receipt.gpus)} {noun}" + (" (fake)" if receipt.kind is DeviceKind.FAKE else "")
-
-
-def _used_text(record: Record) -> str:
-    receipt = record.receipt
-    if receipt is None:
-        return "-"
-    used = format_gpu_ms(receipt.gpu_ms, unit="slot" if receipt.kind is DeviceKind.CPU else "GPU")
-    return used if receipt.micros is None else f"{used}, {format_micros(receipt.micros, receipt.currency)}"
+    return receipt.devices_text()
 
 
 def _story(home: Home, record: Record) -> str:

@@ -6,19 +6,18 @@ Failure cases: it waits in the agent's queue and has no supervisor yet; its supe
 
 from __future__ import annotations
 
-import fcntl
 import os
 import select
 import socket
 from pathlib import Path
 
-import msgspec
-
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.client.agent_control import agent_status
 from serverless_gpu.client.run import Run
-from serverless_gpu.errors import AgentUnavailable, InvalidValue
-from serverless_gpu.node import protocol
+from serverless_gpu.errors import AgentUnavailable, InvalidOption, InvalidValue
+from serverless_gpu.model.spec import RunSpec
+from serverless_gpu.node.flocks import is_held
+from serverless_gpu.node.history import read_run
 from serverless_gpu.node.home import Home, find_home
 from serverless_gpu.node.inside.channel import Channel
 
@@ -31,25 +30,29 @@ def attach(run_id: str) -> Run[object]:
     """Return the handle of a run that was started by another process of this user on this machine.
 
     Args:
-        run_id: the run's identifier.
+        run_id: the run's identifier, all of it.
 
     Raises:
+        InvalidOption: that is no string.
         InvalidValue: there is no such run.
         AgentUnavailable: it goes on and cannot be reached, or too many watch it.
     """
+    if not isinstance(run_id, str):
+        raise InvalidOption(f"attach takes the identifier of a run, a string, not {run_id!r}")
     home = find_home(os.environ)
-    directory = home.attempt(run_id, 1)
-    try:
-        launch = msgspec.json.decode((directory / "spec.json").read_bytes(), type=protocol.Submission)
-    except (OSError, msgspec.MsgspecError):
+    # Only what can be an identifier is looked for: it becomes part of a path.
+    record = read_run(home.runs, run_id) if run_id.isascii() and run_id.isalnum() else None
+    if record is None or record.problem:
         raise InvalidValue(
             f"there is no run {run_id!r} in {home.runs}",
             hint="`sgpu runs` lists them; those that ended long ago are deleted (`[retention]` in config.toml)",
-        ) from None
+        )
+    directory = record.directory
     channel = _find_supervisor(home, run_id, directory)
     if channel is None and not (directory / "stopped.json").exists():
         _refuse_unreachable(home, run_id, directory)
-    run: Run[object] = Run(run_id, directory, launch.spec, launch.world_size, channel, None)
+    run: Run[object] = Run(run_id, directory, record.spec or RunSpec(), record.world_size, channel, None)
+    run.session = record.session
     if channel is None:
         run._connection_ended()
     else:
@@ -81,15 +84,7 @@ def _refuse_unreachable(home: Home, run_id: str, directory: Path) -> None:
     if status is not None and run_id in status.queued:
         message = f"run {run_id} still waits behind {len(status.attempts)} others of this home"
         raise AgentUnavailable(message, hint="attach when it has started: `sgpu status` shows the queue")
-    try:
-        lock = os.open(directory / "supervisor.lock", os.O_RDWR)
-    except OSError:
-        return
-    try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if is_held(directory / "supervisor.lock"):
         message = f"run {run_id} goes on, but its supervisor cannot be reached from here"
         hint = f"is SERVERLESS_GPU_SOCKETS, or /tmp, another one here? The outcome will be in {directory}"
-        raise AgentUnavailable(message, hint=hint) from None
-    finally:
-        os.close(lock)
+        raise AgentUnavailable(message, hint=hint)

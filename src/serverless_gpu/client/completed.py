@@ -10,6 +10,8 @@ from serverless_gpu.ambient import SystemClock
 from serverless_gpu.client.display import TerminalDisplay
 from serverless_gpu.client.interrupts import interruptible
 from serverless_gpu.client.run import Run
+from serverless_gpu.errors import InvalidOption
+from serverless_gpu.model.spec import patience
 
 R = TypeVar("R")
 
@@ -24,12 +26,24 @@ def as_completed(runs: Iterable[Run[R]], timeout: float | None = None) -> Iterat
         timeout: seconds to wait for all of them at most, or None.
 
     Raises:
+        InvalidOption: something in it is no run.
         TimeoutError: some have not ended by then; they go on.
         KeyboardInterrupt: Ctrl-C; they go on.
     """
+    given: Iterable[object] = runs
+    if not isinstance(given, Iterable):
+        raise InvalidOption(f"as_completed takes a list of runs, not {given!r}")
+    pending: dict[Run[R], None] = {}
+    for run in given:
+        if not isinstance(run, Run):
+            raise InvalidOption(f"as_completed takes a list of runs; {run!r} is none")
+        pending[run] = None
+    return _as_completed(list(pending), patience("timeout", timeout))
+
+
+def _as_completed(pending: list[Run[R]], timeout: float | None) -> Iterator[Run[R]]:
     clock = SystemClock()
     deadline_ns = None if timeout is None else clock.boottime_ns() + round(timeout * 1e9)
-    pending = list(dict.fromkeys(runs))
     total = len(pending)
     while pending:
         ended = [run for run in pending if run._ended(0)]

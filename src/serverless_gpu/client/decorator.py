@@ -26,7 +26,7 @@ from serverless_gpu.client.run import Run
 from serverless_gpu.errors import InvalidOption, ServerlessGpuError, UnknownGpuType
 from serverless_gpu.model.hardware import GpuType
 from serverless_gpu.model.spec import Options, RunSpec, make_spec
-from serverless_gpu.node.configuration import configured_types, read_configuration
+from serverless_gpu.node.configuration import read_configuration
 from serverless_gpu.node.home import find_home
 
 P = ParamSpec("P")
@@ -182,4 +182,4 @@ def parse_options(
 
 
 def _own_types() -> tuple[GpuType, ...]:
-    return configured_types(read_configuration(find_home(os.environ)))
+    return read_configuration(find_home(os.environ)).types

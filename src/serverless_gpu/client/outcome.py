@@ -80,23 +80,21 @@ def make_exception(stopped: Stopped, directory: Path, run_id: str, timeout_s: fl
         run_id: the run.
         timeout_s: the run's limit, for the message.
     """
-    cause = stopped.cause
-    if stopped.reason in _RAISED and cause is not None and cause.rank is not None:
-        error = _raised(cause, cause.rank, directory, run_id)
-    else:
+    rank = _raised_by(stopped)
+    error: BaseException
+    if rank is None:
         error = _ended(stopped, directory, run_id, timeout_s)
-    if stopped.state is State.FAILED:
-        for failure in stopped.consequences[:_CONSEQUENCES_MAX]:
-            error.add_note(f"consequence: {_failure_text(failure)}")
-        if len(stopped.consequences) > _CONSEQUENCES_MAX:
-            error.add_note(f"consequence: {len(stopped.consequences) - _CONSEQUENCES_MAX} more ranks failed")
+    else:
+        error = _raised(rank, _detail(stopped), directory, run_id)
+    for consequence in _consequences(stopped):
+        error.add_note(consequence)
     return error
 
 
 def carries_tail(stopped: Stopped) -> bool:
     """Return whether the exception for an ending has the last output of its rank in a note."""
     cause = stopped.cause
-    return cause is not None and cause.rank is not None and stopped.reason not in _RAISED and bool(stopped.log_tail)
+    return cause is not None and cause.rank is not None and _raised_by(stopped) is None and bool(stopped.log_tail)
 
 
 def ending_text(stopped: Stopped, directory: Path, run_id: str, timeout_s: float | None) -> str:
@@ -108,17 +106,31 @@ def ending_text(stopped: Stopped, directory: Path, run_id: str, timeout_s: float
         run_id: the run.
         timeout_s: the run's limit, for the message.
     """
-    cause = stopped.cause
-    if stopped.reason in _RAISED and cause is not None and cause.rank is not None:
-        record = _record(directory, cause.rank)
-        traceback = str(record.get("traceback") or "").rstrip()
-        parts = [f"rank {cause.rank}: {cause.detail or MEANINGS[cause.reason].sentence}", traceback]
-    else:
+    rank = _raised_by(stopped)
+    if rank is None:
         error = _ended(stopped, directory, run_id, timeout_s)
         parts = [error.message, *getattr(error, "__notes__", [])]
-    if stopped.state is State.FAILED:
-        parts += [f"consequence: {_failure_text(failure)}" for failure in stopped.consequences[:_CONSEQUENCES_MAX]]
-    return "\n".join(part for part in parts if part)
+    else:
+        traceback = str(_record(directory, rank).get("traceback") or "").rstrip()
+        parts = [f"rank {rank}: {_detail(stopped) or MEANINGS[stopped.reason].sentence}", traceback]
+    return "\n".join(part for part in (*parts, *_consequences(stopped)) if part)
+
+
+def _raised_by(stopped: Stopped) -> int | None:
+    """Return the rank whose exception ended the run; None when something else did."""
+    return stopped.cause.rank if stopped.cause is not None and stopped.reason in _RAISED else None
+
+
+def _detail(stopped: Stopped) -> str:
+    return stopped.cause.detail if stopped.cause is not None else ""
+
+
+def _consequences(stopped: Stopped) -> list[str]:
+    if stopped.state is not State.FAILED:
+        return []
+    shown = [f"consequence: {_failure_text(failure)}" for failure in stopped.consequences[:_CONSEQUENCES_MAX]]
+    more = len(stopped.consequences) - _CONSEQUENCES_MAX
+    return shown + ([f"consequence: {more} more ranks failed"] if more > 0 else [])
 
 
 def _not_loadable(error: Exception, path: Path, rank: int, run_id: str) -> ResultUnavailableHere:
@@ -143,10 +155,10 @@ def _gone(directory: Path, path: Path, rank: int, run_id: str) -> ResultUnavaila
     )
 
 
-def _raised(cause: Failure, rank: int, directory: Path, run_id: str) -> BaseException:
+def _raised(rank: int, detail: str, directory: Path, run_id: str) -> BaseException:
     record = _record(directory, rank)
     if not record:  # its disk was full: what the event carried is all there is
-        record = {"kind": "exception", "type": cause.detail, "message": "", "traceback": ""}
+        record = {"kind": "exception", "type": detail, "message": "", "traceback": ""}
     pickled = directory / "failures" / f"{rank}.pkl"
     return rebuild(
         record,
@@ -199,7 +211,7 @@ def _hint(reason: Reason, directory: Path) -> str:
 
 
 def _message(stopped: Stopped, rank: int | None, directory: Path, timeout_s: float | None) -> str:
-    detail = stopped.cause.detail if stopped.cause is not None else ""
+    detail = _detail(stopped)
     meaning = MEANINGS[stopped.reason].sentence
     if stopped.reason is Reason.TIMEOUT and timeout_s:
         return f"the run reached its time limit of {timeout_s:g} s (ranks are asked to end one grace before it)"

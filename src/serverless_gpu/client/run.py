@@ -12,12 +12,13 @@ again to a new agent, which is safe because nothing has run.
 from __future__ import annotations
 
 import contextlib
+import operator
 import shutil
 import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Generic, TypeVar, cast
+from typing import Generic, SupportsIndex, TypeVar, cast
 
 import msgspec
 
@@ -25,10 +26,10 @@ from serverless_gpu.ambient import SystemClock
 from serverless_gpu.client.display import Display, TerminalDisplay, again, make_display
 from serverless_gpu.client.interrupts import interruptible
 from serverless_gpu.client.outcome import carries_tail, load_result, make_exception
-from serverless_gpu.errors import InvalidValue, ServerlessGpuError, error_class
+from serverless_gpu.errors import InvalidOption, InvalidValue, ServerlessGpuError, error_class
 from serverless_gpu.model.attempt import MEANINGS, Reason, State
 from serverless_gpu.model.ledger import Receipt
-from serverless_gpu.model.spec import RunSpec
+from serverless_gpu.model.spec import RunSpec, patience
 from serverless_gpu.node import protocol
 from serverless_gpu.node.history import read_ending, read_receipt
 from serverless_gpu.node.inside.channel import Channel
@@ -148,6 +149,7 @@ class Run(Generic[R]):
             RunError: the run did not succeed.
             Exception: what user code raised, as its own type.
         """
+        self._refuse_session()
         error = self._error(timeout)
         if error is not None:
             raise error
@@ -157,14 +159,29 @@ class Run(Generic[R]):
         """Return what one rank returned; as `results` otherwise.
 
         Raises:
+            InvalidOption: the rank is not a number.
             InvalidValue: there is no such rank.
         """
-        if not 0 <= rank < self._world_size:
-            raise InvalidValue(f"run {self.id} has ranks 0 to {self._world_size - 1}, not {rank}")
+        number = self._rank(rank)
         error = self._error(timeout)
         if error is not None:
             raise error
-        return cast("R", load_result(self.directory, rank, self.id))
+        return cast("R", load_result(self.directory, number, self.id))
+
+    def _rank(self, rank: object) -> int:
+        self._refuse_session()
+        if not isinstance(rank, SupportsIndex):
+            raise InvalidOption(f"rank must be a number, not {rank!r}")
+        number = operator.index(rank)
+        if not 0 <= number < self._world_size:
+            has = "only rank 0" if self._world_size == 1 else f"ranks 0 to {self._world_size - 1}"
+            raise InvalidValue(f"run {self.id} has {has}, not {number}")
+        return number
+
+    def _refuse_session(self) -> None:
+        if not self._world_size:
+            message = f"{self.id} is a session: it has a receipt, but no ranks and no results of its own"
+            raise InvalidValue(message, hint="the runs that use it have: `sgpu runs` lists them")
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when there is news of the run, or -1: for `select` and `asyncio`."""
@@ -203,10 +220,11 @@ class Run(Generic[R]):
         Raises:
             InvalidValue: there is no such rank or stream.
         """
-        if not 0 <= rank < self._world_size or stream not in ("stdout", "stderr"):
-            raise InvalidValue(f"run {self.id} has no {stream!r} of rank {rank}")
+        number = self._rank(rank)
+        if stream not in ("stdout", "stderr"):
+            raise InvalidValue(f"run {self.id} has no stream {stream!r}", hint='the streams are "stdout" and "stderr"')
         try:
-            return (self.directory / "logs" / f"{rank}.{stream}").read_text(encoding="utf-8", errors="replace")
+            return (self.directory / "logs" / f"{number}.{stream}").read_text(encoding="utf-8", errors="replace")
         except FileNotFoundError:
             return ""
 
@@ -293,9 +311,9 @@ class Run(Generic[R]):
         return self._hear_until(lambda: self._stopped is not None or self._refused is not None, timeout)
 
     def _hear_until(self, done: Callable[[], bool], timeout: float | None) -> bool:
-        clock = SystemClock()
+        clock, timeout = SystemClock(), patience("timeout", timeout)
         deadline_ns = None if timeout is None else clock.boottime_ns() + round(timeout * 1e9)
-        if not self._lock.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
+        if not self._lock.acquire(timeout=-1 if timeout is None else timeout):
             return done()  # another thread is waiting for the run, and keeps it fresh
         try:
             with interruptible():

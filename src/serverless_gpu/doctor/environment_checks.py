@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 
 from serverless_gpu.doctor.facts import Facts, Imported, ImportFacts, InterpreterFacts, Unknown
-from serverless_gpu.doctor.findings import Check, Finding, Group, failed, ok, unknown, warning
+from serverless_gpu.doctor.findings import Check, Finding, Group, about, failed, ok, unknown, warning
 
 _Mend = Callable[[Facts, str], str]
 
@@ -43,10 +43,8 @@ def _interpreter(facts: Facts) -> list[Finding]:
     return ok(sentence)
 
 
-def _imports(facts: Facts) -> list[Finding]:
-    imports = facts.imports
-    if isinstance(imports, Unknown):
-        return unknown(imports.why)
+@about(lambda facts: facts.imports)
+def _imports(facts: Facts, imports: ImportFacts) -> list[Finding]:
     found: list[Finding] = []
     for name, imported in imports.modules.items():
         if imported.outcome == "hung":
@@ -81,10 +79,8 @@ def _libstdcxx(facts: Facts) -> list[Finding]:
     return _matching(facts, _LIBSTDCXX, "", _mend_libstdcxx)
 
 
-def _requirements(facts: Facts) -> list[Finding]:
-    found = facts.interpreter
-    if isinstance(found, Unknown):
-        return unknown(found.why)
+@about(lambda facts: facts.interpreter)
+def _requirements(facts: Facts, found: InterpreterFacts) -> list[Finding]:
     if found.broken_problem:
         return unknown(found.broken_problem, f"{facts.python} -m pip check")
     findings = []
@@ -95,10 +91,8 @@ def _requirements(facts: Facts) -> list[Finding]:
     return findings or ok("those of torch's family are met")
 
 
-def _shadowed(facts: Facts) -> list[Finding]:
-    found = facts.interpreter
-    if isinstance(found, Unknown):
-        return unknown(found.why)
+@about(lambda facts: facts.interpreter)
+def _shadowed(facts: Facts, found: InterpreterFacts) -> list[Finding]:
     if not facts.cwd:
         return warning("the working directory does not exist any more; calls from here are refused", "cd")
     findings = []
@@ -110,10 +104,8 @@ def _shadowed(facts: Facts) -> list[Finding]:
     return findings or ok(f"no file in {facts.cwd} has the name of an installed module")
 
 
-def _openmp(facts: Facts) -> list[Finding]:
-    imports = facts.imports
-    if isinstance(imports, Unknown):
-        return unknown(imports.why)
+@about(lambda facts: facts.imports)
+def _openmp(facts: Facts, imports: ImportFacts) -> list[Finding]:
     intel = [path for path in imports.openmp if re.search(r"libi?omp\d*[-.]", path.rpartition("/")[2])]
     gnu = [path for path in imports.openmp if path not in intel]
     if len(intel) > 1 or (intel and gnu):

@@ -11,6 +11,7 @@ import msgspec
 
 from serverless_gpu.model.hardware import Device
 from serverless_gpu.node.gpus import Unavailable, Usage
+from serverless_gpu.node.protocol import ZygoteStatus
 
 
 class Unknown(msgspec.Struct, frozen=True):
@@ -84,7 +85,7 @@ class AgentFacts(msgspec.Struct, frozen=True, kw_only=True):
     python: str = ""
     problem: str = ""
     hint: str = ""
-    zygotes: tuple[str, ...] = ()
+    zygotes: tuple[ZygoteStatus, ...] = ()
     attempts: int = 0
     queued: int = 0
     others: dict[str, str] = {}

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import StrEnum
+from functools import wraps
+from typing import TypeVar
 
 import msgspec
 
-from serverless_gpu.doctor.facts import Facts
+from serverless_gpu.doctor.facts import Facts, Unknown
 
 
 class Outcome(StrEnum):
@@ -37,6 +39,10 @@ class Finding(msgspec.Struct, frozen=True):
     mend: str = ""
 
 
+Probe = Callable[[Facts], Sequence[Finding]]
+A = TypeVar("A")
+
+
 class Check(msgspec.Struct, frozen=True, kw_only=True):
     """One row: a trouble people have, why, and what mends it.
 
@@ -56,7 +62,25 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     symptoms: tuple[str, ...]
     cause: str
     mend: str
-    probe: Callable[[Facts], Sequence[Finding]] | None = None
+    probe: Probe | None = None
+
+
+def about(look: Callable[[Facts], A | Unknown]) -> Callable[[Callable[[Facts, A], Sequence[Finding]]], Probe]:
+    """Return a decorator for a probe that judges one area: where that could not be looked at, nothing is known.
+
+    Args:
+        look: picks the area.
+    """
+
+    def decorate(judge: Callable[[Facts, A], Sequence[Finding]]) -> Probe:
+        @wraps(judge)
+        def probe(facts: Facts) -> Sequence[Finding]:
+            area = look(facts)
+            return unknown(area.why) if isinstance(area, Unknown) else judge(facts, area)
+
+        return probe
+
+    return decorate
 
 
 def ok(sentence: str) -> list[Finding]:

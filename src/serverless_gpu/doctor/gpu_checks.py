@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from serverless_gpu.doctor.facts import Facts, GpuFacts, ImportFacts, TorchFacts, Unknown
-from serverless_gpu.doctor.findings import Check, Finding, Group, failed, ok, unknown, warning
+from serverless_gpu.doctor.findings import Check, Finding, Group, about, failed, ok, unknown, warning
 from serverless_gpu.errors import ServerlessGpuError
 from serverless_gpu.model.placement import restrict
 from serverless_gpu.node.gate import foreign
@@ -13,10 +13,8 @@ from serverless_gpu.node.gpus import FAKE_VARIABLE
 OLDEST_DRIVERS = {11: (450, 80, 2), 12: (525, 60, 13), 13: (580,)}
 
 
-def _driver(facts: Facts) -> list[Finding]:
-    gpus = facts.gpus
-    if isinstance(gpus, Unknown):
-        return unknown(gpus.why)
+@about(lambda facts: facts.gpus)
+def _driver(facts: Facts, gpus: GpuFacts) -> list[Finding]:
     if gpus.binding_problem:
         mend = f"{facts.python} -m pip install --force-reinstall nvidia-ml-py"
         return failed(f"GPUs cannot be looked for: {gpus.binding_problem}", mend)

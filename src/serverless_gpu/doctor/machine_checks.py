@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
-from serverless_gpu.doctor.facts import Facts, Unknown
-from serverless_gpu.doctor.findings import Check, Finding, Group, Outcome, failed, ok, unknown, warning
+from serverless_gpu.doctor.facts import (
+    AgentFacts,
+    CgroupFacts,
+    Facts,
+    HomeFacts,
+    LimitFacts,
+    NetworkFacts,
+    RunsFacts,
+    Unknown,
+)
+from serverless_gpu.doctor.findings import Check, Finding, Group, Outcome, about, failed, ok, unknown, warning
 from serverless_gpu.units import format_bytes
 
 GIB = 2**30
@@ -18,10 +27,8 @@ _PROCESSES_LOW = 4096
 _PORTS_USED_PERCENT = 80
 
 
-def _home(facts: Facts) -> list[Finding]:
-    home = facts.home
-    if isinstance(home, Unknown):
-        return unknown(home.why)
+@about(lambda facts: facts.home)
+def _home(facts: Facts, home: HomeFacts) -> list[Finding]:
     if home.problem:
         return failed(home.problem, home.hint)
     if home.note:
@@ -40,10 +47,8 @@ def _home_filesystem(facts: Facts) -> list[Finding]:
     return ok(home.filesystem)
 
 
-def _disk_space(facts: Facts) -> list[Finding]:
-    home = facts.home
-    if isinstance(home, Unknown):
-        return unknown(home.why)
+@about(lambda facts: facts.home)
+def _disk_space(facts: Facts, home: HomeFacts) -> list[Finding]:
     if not home.disks:
         return unknown("no file system could be asked")
     found = []
@@ -57,29 +62,23 @@ def _disk_space(facts: Facts) -> list[Finding]:
     return found or ok(f"{text} free")
 
 
-def _shared_memory(facts: Facts) -> list[Finding]:
-    limits = facts.limits
-    if isinstance(limits, Unknown):
-        return unknown(limits.why)
+@about(lambda facts: facts.limits)
+def _shared_memory(facts: Facts, limits: LimitFacts) -> list[Finding]:
     if limits.shared_memory is None:
         return failed("/dev/shm does not exist")
     sentence = f"/dev/shm has {format_bytes(limits.shared_memory.free_bytes)} free"
     return warning(sentence) if limits.shared_memory.free_bytes < _SHARED_LOW_BYTES else ok(sentence)
 
 
-def _sockets(facts: Facts) -> list[Finding]:
-    home = facts.home
-    if isinstance(home, Unknown):
-        return unknown(home.why)
+@about(lambda facts: facts.home)
+def _sockets(facts: Facts, home: HomeFacts) -> list[Finding]:
     if home.sockets_problem:
         return failed(home.sockets_problem)
     return ok(home.sockets) if home.sockets else unknown("without a home there are no sockets")
 
 
-def _limits(facts: Facts) -> list[Finding]:
-    limits = facts.limits
-    if isinstance(limits, Unknown):
-        return unknown(limits.why)
+@about(lambda facts: facts.limits)
+def _limits(facts: Facts, limits: LimitFacts) -> list[Finding]:
     found = []
     if limits.descriptors is not None and limits.descriptors < _DESCRIPTORS_LOW:
         hard = limits.descriptors_hard
@@ -97,10 +96,8 @@ def _limits(facts: Facts) -> list[Finding]:
     return found or ok(f"{files} open files, {tasks} processes")
 
 
-def _ports(facts: Facts) -> list[Finding]:
-    network = facts.network
-    if isinstance(network, Unknown):
-        return unknown(network.why)
+@about(lambda facts: facts.network)
+def _ports(facts: Facts, network: NetworkFacts) -> list[Finding]:
     if network.loopback_problem:
         return failed(f"127.0.0.1 cannot be used: {network.loopback_problem}", "ip link set lo up")
     if network.port_problem:
@@ -112,10 +109,8 @@ def _ports(facts: Facts) -> list[Finding]:
     return warning(sentence) if share >= _PORTS_USED_PERCENT else ok(sentence)
 
 
-def _hostname(facts: Facts) -> list[Finding]:
-    network = facts.network
-    if isinstance(network, Unknown):
-        return unknown(network.why)
+@about(lambda facts: facts.network)
+def _hostname(facts: Facts, network: NetworkFacts) -> list[Finding]:
     if network.hostname_problem:
         mend = f"echo 127.0.1.1 {network.hostname} | sudo tee -a /etc/hosts   (or: export GLOO_SOCKET_IFNAME=lo)"
         return warning(f"{network.hostname} does not resolve: {network.hostname_problem}", mend)
@@ -129,10 +124,8 @@ def _configuration(facts: Facts) -> list[Finding]:
     return failed(home.configuration_problem) if home.configuration_problem else ok("config.toml is fine, or not there")
 
 
-def _retention(facts: Facts) -> list[Finding]:
-    runs = facts.runs
-    if isinstance(runs, Unknown):
-        return unknown(runs.why)
+@about(lambda facts: facts.runs)
+def _retention(facts: Facts, runs: RunsFacts) -> list[Finding]:
     days = "for ever" if runs.days is None else f"{runs.days:g} days"
     size = "" if runs.size_bytes_max is None else f", ended ones at most {runs.size_bytes_max / GIB:g} GiB"
     counted = f"{runs.count} run{'' if runs.count == 1 else 's'}, {format_bytes(runs.size_bytes)}"
@@ -140,10 +133,8 @@ def _retention(facts: Facts) -> list[Finding]:
     return warning(sentence) if runs.days is None and runs.size_bytes_max is None else ok(sentence)
 
 
-def _agent(facts: Facts) -> list[Finding]:
-    agent = facts.agent
-    if isinstance(agent, Unknown):
-        return unknown(agent.why)
+@about(lambda facts: facts.agent)
+def _agent(facts: Facts, agent: AgentFacts) -> list[Finding]:
     if agent.problem:
         return failed(agent.problem, agent.hint)
     if agent.pid is None:
@@ -159,10 +150,8 @@ def _other_agents(facts: Facts) -> list[Finding]:
     return warning(f"there are others beside that of this version: {named}", f"kill {' '.join(agent.others)}")
 
 
-def _cgroups(facts: Facts) -> list[Finding]:
-    cgroups = facts.cgroups
-    if isinstance(cgroups, Unknown):
-        return unknown(cgroups.why)
+@about(lambda facts: facts.cgroups)
+def _cgroups(facts: Facts, cgroups: CgroupFacts) -> list[Finding]:
     limits = ", ".join(cgroups.controllers) or "none"
     if not cgroups.path:
         return warning(f"none: {cgroups.problem}; limits: {limits}")
@@ -170,25 +159,21 @@ def _cgroups(facts: Facts) -> list[Finding]:
     return ok(f"v2, kill, limits: {limits}{memory}")
 
 
-def _zygote(facts: Facts) -> list[Finding]:
-    agent = facts.agent
-    if isinstance(agent, Unknown):
-        return unknown(agent.why)
+@about(lambda facts: facts.agent)
+def _zygote(facts: Facts, agent: AgentFacts) -> list[Finding]:
     if agent.problem:
         return unknown("the agent does not answer")
-    cold = [line for line in agent.zygotes if " · cold: " in line and f" {agent.python} " in line]
+    mine = [zygote for zygote in agent.zygotes if zygote.python == agent.python]
+    cold = [zygote.reason for zygote in mine if zygote.state == "cold"]
     if cold:
-        return warning(f"runs of this interpreter start cold: {cold[0].partition(' · cold: ')[2]}")
-    mine = [line for line in agent.zygotes if f" {agent.python} " in line]
+        return warning(f"runs of this interpreter start cold: {cold[0]}")
     if mine:
-        return ok("; ".join(mine))
+        return ok("; ".join(f"pid {zygote.pid} is {zygote.state}" for zygote in mine))
     return ok("none for this interpreter; its next run starts cold and leaves one")
 
 
-def _last_start(facts: Facts) -> list[Finding]:
-    runs = facts.runs
-    if isinstance(runs, Unknown):
-        return unknown(runs.why)
+@about(lambda facts: facts.runs)
+def _last_start(facts: Facts, runs: RunsFacts) -> list[Finding]:
     if not runs.last_run:
         return ok("no run yet")
     how = "warm" if runs.warm else f"cold: {runs.warm_reason or 'no reason was written down'}"
@@ -312,7 +297,7 @@ CHECKS = (
             "AgentUnavailable: the agent of this node (pid …) did not answer within 10 s",
         ),
         cause="One agent per user and home starts runs. Stopped (Ctrl-Z, SIGSTOP) or swapped out, it cannot answer.",
-        mend="sgpu stop   (running attempts go on; the next call starts another agent)",
+        mend="kill -9 PID   (the message names it; running attempts go on; the next call starts another agent)",
         probe=_agent,
     ),
     Check(

@@ -195,40 +195,57 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
     runs: int | None = None
 
+    def rows(self) -> dict[str, str]:
+        """Return what there is to say, by label; what is not known, or nothing worth saying, is left out."""
+        is_run = self.runs is None
+        unpriced = ", unpriced" if self.micros is None else ""
+        peak = "" if self.peak_memory_bytes is None else units.format_bytes(self.peak_memory_bytes)
+        rows = {
+            "devices": _joined(self.devices_text(), _size_text(self)),
+            "cost": f"{self.used_text()}{unpriced}",
+            "time": _segments_text(self.segments),
+            "start": _start_text(self) if is_run else "",
+            "peak memory": peak if is_run else "",
+            "gate": self.gate,
+            "quarantined": ", ".join(self.quarantined),
+            "tags": ", ".join(f"{key}={value}" for key, value in sorted(self.tags.items())),
+            "notes": "; ".join(self.notes),
+        }
+        return {label: value for label, value in rows.items() if value}
+
+    def devices_text(self) -> str:
+        """Return how many devices of what kind: ``8 H100``, ``1 CPU slot``."""
+        count = len(self.gpus)
+        if self.kind is DeviceKind.CPU:
+            return f"{count} CPU slot{'' if count == 1 else 's'}"
+        return f"{count} {self.gpu_type}" + (" (fake)" if self.kind is DeviceKind.FAKE else "")
+
+    def used_text(self) -> str:
+        """Return the time the devices were held, and what it costs where there is a price."""
+        unit = "slot" if self.kind is DeviceKind.CPU else "GPU"
+        idle = "" if self.runs is None else " idle"
+        cost = "" if self.micros is None else f", {units.format_micros(self.micros, self.currency)}"
+        return f"{units.format_gpu_ms(self.gpu_ms, unit=unit)}{idle}{cost}"
+
     def text(self) -> str:
         """Return the receipt for a terminal: at most 8 lines, none of them empty."""
-        run = self.runs is None
+        rows = self.rows()
+        peak = rows.get("peak memory")
         lines = (
-            _joined(f"run {self.run_id}", f"attempt {self.fence}", self.state, self.reason or "")
-            if run
-            else _joined(f"session {self.run_id}", self.state, self.reason or ""),
-            _joined(_devices_text(self), _size_text(self), _cost_text(self)),
-            _segments_text(self.segments),
-            _joined(_start_text(self), _memory_text(self.peak_memory_bytes)) if run else "",
-            f"gate: {self.gate}" if self.gate else "",
-            f"quarantined: {', '.join(self.quarantined)}" if self.quarantined else "",
-            "tags: " + ", ".join(f"{key}={value}" for key, value in sorted(self.tags.items())) if self.tags else "",
-            f"notes: {'; '.join(self.notes)}" if self.notes else "",
+            _joined(*_names(self), self.state, self.reason or ""),
+            _joined(rows["devices"], rows["cost"]),
+            rows.get("time", ""),
+            _joined(rows.get("start", ""), f"peak memory {peak}" if peak else ""),
+            *(f"{label}: {rows[label]}" for label in ("gate", "quarantined", "tags", "notes") if label in rows),
         )
         return "\n".join(_printable(line) for line in lines if line)
 
+    __str__ = text
+
     def html(self) -> str:
         """Return the receipt for a notebook: the same as a table, everything in it escaped."""
-        heading = _joined(self.reason or "", f"run {self.run_id}", f"attempt {self.fence}")
-        ranks = f"{self.world_size} rank{'' if self.world_size == 1 else 's'}"
-        rows = (
-            ("devices", _joined(_devices_text(self), ranks)),
-            ("cost", _cost_text(self)),
-            ("time", _segments_text(self.segments)),
-            ("start", _start_text(self)),
-            ("peak memory", _memory_text(self.peak_memory_bytes).removeprefix("peak memory ")),
-            ("gate", self.gate),
-            ("quarantined", ", ".join(self.quarantined)),
-            ("tags", ", ".join(f"{key}={value}" for key, value in sorted(self.tags.items()))),
-            ("notes", "; ".join(self.notes)),
-        )
-        shown = [(label, _printable(value)) for label, value in rows if value]
-        return markup.table(self.state, _printable(heading), shown)
+        shown = [(label, _printable(value)) for label, value in self.rows().items()]
+        return markup.table(self.state, _printable(_joined(self.reason or "", *_names(self))), shown)
 
     # What IPython shows for a receipt that a cell ends with.
     _repr_html_ = html
@@ -332,24 +349,16 @@ def _price_micros(name: str, amount: float) -> int:
     return round(amount * units.MICROS_PER_UNIT)
 
 
-def _devices_text(receipt: Receipt) -> str:
-    count = len(receipt.gpus)
-    if receipt.kind is DeviceKind.CPU:
-        return f"{count} CPU slot{'' if count == 1 else 's'}"
-    return f"{count} {receipt.gpu_type}" + (" (fake)" if receipt.kind is DeviceKind.FAKE else "")
+def _names(receipt: Receipt) -> tuple[str, ...]:
+    if receipt.runs is not None:
+        return (f"session {receipt.run_id}",)
+    return (f"run {receipt.run_id}", f"attempt {receipt.fence}")
 
 
 def _size_text(receipt: Receipt) -> str:
     if receipt.runs is not None:
         return f"{receipt.runs} run{'' if receipt.runs == 1 else 's'}"
     return f"{receipt.world_size} rank{'' if receipt.world_size == 1 else 's'}"
-
-
-def _cost_text(receipt: Receipt) -> str:
-    unit = "slot" if receipt.kind is DeviceKind.CPU else "GPU"
-    idle = "" if receipt.runs is None else " idle"
-    cost = "unpriced" if receipt.micros is None else units.format_micros(receipt.micros, receipt.currency)
-    return f"{units.format_gpu_ms(receipt.gpu_ms, unit=unit)}{idle}, {cost}"
 
 
 def _segments_text(segments: Segments) -> str:
@@ -369,10 +378,6 @@ def _segments_text(segments: Segments) -> str:
 def _start_text(receipt: Receipt) -> str:
     start = "warm start" if receipt.warm else "cold start"
     return f"{start} ({receipt.warm_reason})" if receipt.warm_reason else start
-
-
-def _memory_text(peak_memory_bytes: int | None) -> str:
-    return "" if peak_memory_bytes is None else f"peak memory {units.format_bytes(peak_memory_bytes)}"
 
 
 def _joined(*parts: str) -> str:

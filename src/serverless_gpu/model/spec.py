@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import math
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from numbers import Real
 from typing import Literal, TypedDict
 
 import msgspec
@@ -261,6 +263,23 @@ def seconds(name: str, value: object) -> float:
     if value > SECONDS_MAX:
         raise InvalidValue(f"{name} must be at most {SECONDS_MAX} seconds, ten years")
     return float(value)
+
+
+def patience(name: str, value: object) -> float | None:
+    """Return how long to wait, in seconds, or None for as long as it takes; what is below 0 is 0.
+
+    Raises:
+        InvalidOption: it is not a number.
+        InvalidValue: it is no number that can be waited for.
+    """
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, Real):  # NumPy's numbers are Real
+        raise InvalidOption(f"{name} must be a number of seconds or None, not {value!r}")
+    limit_s = float(value)
+    if math.isnan(limit_s):
+        raise InvalidValue(f"{name} must be a number of seconds or None, not {limit_s}")
+    return max(0.0, limit_s) if limit_s <= SECONDS_MAX else None
 
 
 def _seconds_or_none(name: str, value: object) -> float | None:

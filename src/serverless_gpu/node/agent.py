@@ -190,10 +190,11 @@ class Agent:
     def _status(self) -> protocol.Status:
         return protocol.Status(
             pid=os.getpid(),
-            zygotes=tuple(self._zygotes.texts()),
-            attempts=self._attempts.texts(),
+            zygotes=self._zygotes.statuses(),
+            attempts=self._attempts.statuses(),
             queued=tuple(launch.run_id for launch, _ in self._queue),
-            cgroups=str(self._cgroups.path) if self._cgroups.path else f"none: {self._cgroups.problem}",
+            cgroups=str(self._cgroups.path or ""),
+            cgroups_problem=self._cgroups.problem,
         )
 
     def _answer(self, channel: Channel, message: protocol.Message) -> None:
@@ -300,12 +301,13 @@ class Agent:
         self._zygotes.tend(self._attempts.kept())
         self._retention.tend([launch.run_id for launch, _ in self._queue])
         bound_log(self._log)
-        subprocess._cleanup()  # type: ignore[attr-defined]  # reaps children whose Popen is gone; public only by use
 
-    def _clean(self, queued_fd: int, environ: dict[str, str]) -> None:
+    def _clean(self, queued_fd: int, environ: dict[str, str]) -> subprocess.Popen[bytes]:
         """Have run directories that are kept no longer deleted, by a process that nobody waits for."""
         arguments = (str(self._home.root), queued_fd)
-        clean_process("serverless_gpu.node.retention", arguments, fds=(queued_fd,), log=self._log, environ=environ)
+        return clean_process(
+            "serverless_gpu.node.retention", arguments, fds=(queued_fd,), log=self._log, environ=environ
+        )
 
     def _idle_too_long(self) -> bool:
         if self._attempts.count() or self._queue:

@@ -32,12 +32,10 @@ class Supervised:
         self.channel = channel
         self.pid = 0
         self.run_id = ""
-        self.note = ""
+        self.kind: protocol.Kind = "function"
+        self.adopted = False
         self.directory: Path | None = None
         self.key: Key | None = None  # of the zygote a session keeps warm
-
-    def __str__(self) -> str:
-        return " · ".join(text for text in (f"run {self.run_id}", f"supervisor pid {self.pid}", self.note) if text)
 
     def give_stem(self, stem: protocol.Stem, fd: int) -> None:
         """Hand over a stem; the descriptor is closed here in any case, so that only the supervisor holds it."""
@@ -86,9 +84,12 @@ class Attempts:
         """Return the keys of zygotes that sessions keep."""
         return frozenset(supervised.key for supervised in self._busy if supervised.key is not None)
 
-    def texts(self) -> tuple[str, ...]:
-        """Return one line for each attempt."""
-        return tuple(str(supervised) for supervised in self._busy)
+    def statuses(self) -> tuple[protocol.AttemptStatus, ...]:
+        """Return what there is to say about each attempt."""
+        return tuple(
+            protocol.AttemptStatus(run_id=each.run_id, pid=each.pid, kind=each.kind, adopted=each.adopted)
+            for each in self._busy
+        )
 
     def prepare(self) -> None:
         """Have one supervisor standing by.
@@ -115,7 +116,7 @@ class Attempts:
             protocol.send(supervised.channel, message, (client.fileno(),))
         supervised.directory = Path(message.launch.directory)
         supervised.run_id = message.launch.run_id
-        supervised.note = "session" if message.launch.idle_timeout_s is not None else ""
+        supervised.kind = "session" if message.launch.idle_timeout_s is not None else "function"
         self._busy.append(supervised)
         return supervised
 
@@ -141,7 +142,8 @@ class Attempts:
                 continue
             snapshot = received[0]
             supervised = Supervised(Channel(sock))
-            supervised.pid, supervised.run_id, supervised.note = snapshot.pid, snapshot.run_id, "adopted"
+            supervised.pid, supervised.run_id, supervised.kind = snapshot.pid, snapshot.run_id, snapshot.kind
+            supervised.adopted = True
             supervised.directory = self._home.attempt(snapshot.run_id, snapshot.fence)
             self._busy.append(supervised)
             self._watch(supervised)

@@ -15,11 +15,14 @@ gib = 20
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
+from typing import TypeVar
 
 import msgspec
 
-from serverless_gpu.errors import InvalidValue
+from serverless_gpu.errors import InvalidValue, UsageError
 from serverless_gpu.model.hardware import GpuType
+from serverless_gpu.model.ledger import Price, parse_prices
 from serverless_gpu.model.retention import DAY_NS, DEFAULT_DAYS, DEFAULT_GIB, Policy
 from serverless_gpu.node.home import Home
 
@@ -37,62 +40,74 @@ class _Retention(msgspec.Struct, forbid_unknown_fields=True):
 
 _TABLES = ("types", "prices", "retention")
 
+T = TypeVar("T")
 
-def read_configuration(home: Home) -> dict[str, object]:
-    """Return the configuration as a dictionary, empty when there is none.
+
+class Configuration(msgspec.Struct, frozen=True, kw_only=True):
+    """What the user configured: own types, prices by type name, and how long ended runs are kept."""
+
+    types: tuple[GpuType, ...] = ()
+    prices: dict[str, Price] = {}
+    retention: Policy = Policy()
+
+
+def read_configuration(home: Home) -> Configuration:
+    """Return the configuration; without a file, what holds then.
 
     Raises:
-        InvalidValue: the file is not TOML, or has a table that does not exist.
+        InvalidValue: the file is not TOML, or something in it is not what it must be; the message names the file.
     """
     path = home.root / "config.toml"
     try:
         with path.open("rb") as file:
-            table: dict[str, object] = tomllib.load(file)
+            tables: dict[str, object] = tomllib.load(file)
     except FileNotFoundError:
-        return {}
+        return Configuration()
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
         raise InvalidValue(f"{path} cannot be read: {error}") from error
-    unknown = set(table) - set(_TABLES)
+    unknown = set(tables) - set(_TABLES)
     if unknown:
         raise InvalidValue(
             f"{path} has unknown tables: {', '.join(sorted(unknown))}", hint=f"known: {', '.join(_TABLES)}"
         )
-    return table
-
-
-def configured_types(table: dict[str, object]) -> tuple[GpuType, ...]:
-    """Return the user's own GPU types.
-
-    Raises:
-        InvalidValue: a type is not described as it must be.
-    """
     try:
-        types = msgspec.convert(table.get("types", {}), dict[str, _OwnType])
-    except msgspec.ValidationError as error:
-        raise InvalidValue(f"config.toml, table types: {error}") from error
+        return Configuration(types=_types(tables), prices=_prices(tables), retention=_retention(tables))
+    except UsageError as error:
+        raise InvalidValue(f"{path}, {error.message}", hint=error.hint) from None
+
+
+def _types(tables: Mapping[str, object]) -> tuple[GpuType, ...]:
+    types = _converted(tables, "types", dict[str, _OwnType])
     for name, own in types.items():
         if not 0 < own.memory_gib < 1_000_000:  # NaN is neither
-            raise InvalidValue(f"config.toml, type {name}: memory_gib must be a positive number, not {own.memory_gib}")
+            raise InvalidValue(f"table types: memory_gib of {name} must be a positive number, not {own.memory_gib}")
     return tuple(
         GpuType(name=name, memory_bytes=round(own.memory_gib * 2**30), products=own.products, aliases=own.aliases)
         for name, own in types.items()
     )
 
 
-def configured_retention(table: dict[str, object]) -> Policy:
-    """Return how long ended runs are kept.
-
-    Raises:
-        InvalidValue: the table is not what it must be.
-    """
+def _prices(tables: Mapping[str, object]) -> dict[str, Price]:
+    amounts = _converted(tables, "prices", dict[str, float])
     try:
-        own = msgspec.convert(table.get("retention", {}), _Retention)
-    except msgspec.ValidationError as error:
-        raise InvalidValue(f"config.toml, table retention: {error}") from error
+        return parse_prices(amounts)
+    except UsageError as error:
+        raise InvalidValue(f"table prices: {error.message}", hint=error.hint) from None
+
+
+def _retention(tables: Mapping[str, object]) -> Policy:
+    own = _converted(tables, "retention", _Retention)
     for name, value in (("days", own.days), ("gib", own.gib)):
         if not 0 <= value < 1_000_000:  # NaN is neither
-            raise InvalidValue(f"config.toml, table retention: {name} must be a number from 0 on, not {value}")
+            raise InvalidValue(f"table retention: {name} must be a number from 0 on, not {value}")
     return Policy(
         age_ns=round(own.days * DAY_NS) or None,
         size_bytes_max=round(own.gib * 2**30) or None,
     )
+
+
+def _converted(tables: Mapping[str, object], name: str, kind: type[T]) -> T:
+    try:
+        return msgspec.convert(tables.get(name, {}), kind)
+    except msgspec.ValidationError as error:
+        raise InvalidValue(f"table {name}: {error}") from None

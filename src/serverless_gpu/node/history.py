@@ -12,7 +12,6 @@ unreadable, links, or vanish while they are read. A lock that cannot be asked co
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import stat
 from collections.abc import Collection, Iterator
@@ -25,6 +24,7 @@ from serverless_gpu.ambient import created_wall_ns
 from serverless_gpu.model.attempt import State
 from serverless_gpu.model.ledger import Fact, FactKind, Receipt
 from serverless_gpu.model.spec import RunSpec
+from serverless_gpu.node.flocks import is_held
 from serverless_gpu.node.protocol import Stopped
 
 NOT_STARTED = "NOT_STARTED"
@@ -149,7 +149,7 @@ def read_receipt(directory: Path) -> Receipt | None:
 
 def is_live(directory: Path) -> bool:
     """Return whether a process holds a lock of this attempt."""
-    return any(_is_held(path) for path in _locks(directory))
+    return any(is_held(path) for path in _locks(directory))
 
 
 def touched_ns(directory: Path) -> int:
@@ -239,22 +239,6 @@ def _ended_ns(directory: Path) -> int:
         with contextlib.suppress(OSError):
             return (directory / name).lstat().st_mtime_ns
     return touched_ns(directory)
-
-
-def _is_held(path: Path) -> bool:
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(fd)
-    return False
 
 
 def _decoded(path: Path, kind: type[T]) -> T | None:

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import os
 
-import msgspec
-
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.errors import UsageError
+from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.hardware import Device, GpuType
-from serverless_gpu.model.ledger import Price, parse_prices
+from serverless_gpu.model.ledger import Price
 from serverless_gpu.node import protocol
-from serverless_gpu.node.configuration import configured_retention, configured_types, read_configuration
+from serverless_gpu.node.configuration import Configuration, read_configuration
 from serverless_gpu.node.gpus import CpuProvider, NvmlProvider
 from serverless_gpu.node.home import Home
 
@@ -72,13 +70,10 @@ class Inventory:
     def _look(self) -> None:
         self._problem = ""
         try:
-            table = read_configuration(self._home)
-            types = configured_types(table)
-            configured_retention(table)  # used elsewhere; a mistake in it is said where people look
-            self._prices = parse_prices(msgspec.convert(table.get("prices", {}), dict[str, float]))
-        except (UsageError, msgspec.ValidationError) as error:
-            self._problem = f"{self._home.root / 'config.toml'}: {error}"
-            types = ()
+            configuration = read_configuration(self._home)
+        except InvalidValue as error:
+            self._problem, configuration = str(error), Configuration(prices=self._prices)
+        types, self._prices = configuration.types, configuration.prices
         if types != self._types:
             self._types, self._machine = types, NvmlProvider(own=types)
         self._unavailable = tuple(f"{gpu.name}: {gpu.reason}" for gpu in self._machine.unavailable())

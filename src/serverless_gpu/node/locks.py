@@ -23,13 +23,12 @@ Failure cases:
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import re
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -39,18 +38,26 @@ from msgspec import Struct
 from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.errors import InvalidValue, StorageError
 from serverless_gpu.model.hardware import DeviceKind
+from serverless_gpu.node.flocks import (
+    OPEN,
+    PAUSE_S,
+    create,
+    is_named,
+    is_taken,
+    mutex,
+    open_file,
+    opened,
+    opened_directory,
+    read_note,
+)
 
 MACHINE_DIRECTORIES = (Path("/run/lock/serverless_gpu"), Path("/tmp/serverless_gpu-locks"))
 """Where real GPUs are locked, best first: /run/lock is not writable for everybody on every distribution."""
 
-_OPEN = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # non-blocking: a planted pipe must not hang us
-_CONTENT_BYTES_MAX = 4096
 _TEXT_MAX = 1000
 _UUID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _NOT_QUEUE = re.compile(r"[^A-Za-z0-9_-]")
 _DEVICES = "devices.mutex"
-_MUTEX_TRIES = 200
-_MUTEX_PAUSE_S = 0.005
 
 
 class Holder(Struct, frozen=True):
@@ -138,7 +145,7 @@ class DeviceLocks:
         taken: dict[str, int] = {}
         holders: list[Holder] = []
         quarantined: list[str] = []
-        with _directory(self.directory) as directory, _mutex(directory, _DEVICES), contextlib.ExitStack() as held:
+        with opened_directory(self.directory) as directory, mutex(directory, _DEVICES), contextlib.ExitStack() as held:
             for uuid in candidates:
                 if len(taken) == count:
                     break
@@ -164,7 +171,7 @@ class DeviceLocks:
             StorageError: the note cannot be written.
         """
         note = Quarantine(reason[:_TEXT_MAX], self._clock.wall_ns())
-        with _directory(self.directory) as directory, _opened(directory, f"{_checked(uuid)}.quarantine") as fd:
+        with opened_directory(self.directory) as directory, opened(directory, f"{_checked(uuid)}.quarantine") as fd:
             _write(fd, note)
 
     def quarantined(self) -> dict[str, Quarantine]:
@@ -173,7 +180,7 @@ class DeviceLocks:
         Raises:
             StorageError: the directory cannot be used.
         """
-        with _directory(self.directory) as directory:
+        with opened_directory(self.directory) as directory:
             names = sorted(name for name in os.listdir(directory) if name.endswith(".quarantine"))
             notes = {uuid: _read_quarantine(directory, uuid) for uuid in (name.rpartition(".")[0] for name in names)}
         return {uuid: note for uuid, note in notes.items() if note is not None}
@@ -184,7 +191,7 @@ class DeviceLocks:
         Raises:
             StorageError: the note cannot be changed.
         """
-        with _directory(self.directory) as directory, _opened(directory, f"{_checked(uuid)}.quarantine") as fd:
+        with opened_directory(self.directory) as directory, opened(directory, f"{_checked(uuid)}.quarantine") as fd:
             # Emptied, not deleted: in a sticky directory only the file's owner may delete it, but anyone may lift.
             os.ftruncate(fd, 0)
 
@@ -209,12 +216,12 @@ class Ticket:
         self._fd = -1
 
     def __enter__(self) -> Ticket:
-        with _directory(self.directory) as directory, _mutex(directory, f"{self._queue}.mutex") as counter:
+        with opened_directory(self.directory) as directory, mutex(directory, f"{self._queue}.mutex") as counter:
             self._number = self._last(directory, counter)
             while self._fd < 0:
                 self._number += 1
                 with contextlib.suppress(FileExistsError):  # only when the mutex had to be done without
-                    self._fd = _create(directory, self._name(self._number))
+                    self._fd = create(directory, self._name(self._number))
             with contextlib.ExitStack() as undo:
                 undo.callback(self._give_up)
                 # Locked before the mutex is free, so that nobody sees this ticket and takes it for a dead one.
@@ -235,7 +242,7 @@ class Ticket:
         Raises:
             StorageError: the directory cannot be used.
         """
-        with _directory(self.directory) as directory:
+        with opened_directory(self.directory) as directory:
             numbers = [number for number in self._numbers(directory) if number < self._number]
             return sum(_waits(directory, self._name(number)) for number in numbers)
 
@@ -250,7 +257,7 @@ class Ticket:
     def _give_up(self) -> None:
         if self._fd >= 0:
             # The ticket is dead once it is closed; deleting it only keeps the directory small.
-            with contextlib.suppress(StorageError), _directory(self.directory) as directory:
+            with contextlib.suppress(StorageError), opened_directory(self.directory) as directory:
                 os.unlink(self._name(self._number), dir_fd=directory)
             os.close(self._fd)
             self._fd = -1
@@ -264,7 +271,7 @@ class Ticket:
 
     def _last(self, directory: int, counter: int) -> int:
         with contextlib.suppress(msgspec.MsgspecError):
-            return max(msgspec.json.decode(_read(counter), type=int), *self._numbers(directory), 0)
+            return max(msgspec.json.decode(read_note(counter), type=int), *self._numbers(directory), 0)
         return max(self._numbers(directory), default=0)
 
 
@@ -313,7 +320,7 @@ def _checked_shared(path: Path) -> Path:
             )
         if os.access(path, os.R_OK | os.W_OK | os.X_OK):
             return path
-        time.sleep(_MUTEX_PAUSE_S)
+        time.sleep(PAUSE_S)
     raise StorageError(
         f"The directory for GPU locks, {path}, cannot be written by this user.",
         hint=f"open it for everybody: `sudo chmod 1777 {path}`",
@@ -325,13 +332,13 @@ def _take(directory: int, uuid: str) -> int | Holder | Quarantine:
     name = f"{_checked(uuid)}.lock"
     for _ in range(3):
         with contextlib.ExitStack() as opened:
-            fd = _open(directory, name)
+            fd = open_file(directory, name)
             opened.callback(os.close, fd)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return _read_holder(fd, uuid)
-            if not _is_named(directory, name, fd):
+            if not is_named(directory, name, fd):
                 continue
             # Read after locking: the holder before us writes its note before it lets go.
             note = _read_quarantine(directory, uuid)
@@ -342,23 +349,15 @@ def _take(directory: int, uuid: str) -> int | Holder | Quarantine:
     raise StorageError(f"The lock file {name} is deleted again and again while it is being taken.")
 
 
-def _is_named(directory: int, name: str, fd: int) -> bool:
-    try:
-        return os.path.samestat(os.fstat(fd), os.stat(name, dir_fd=directory, follow_symlinks=False))
-    except FileNotFoundError:
-        return False
-
-
 def _waits(directory: int, name: str) -> bool:
     """Return whether a ticket's owner lives; a dead one's ticket is cleared away where we may."""
     try:
-        fd = os.open(name, os.O_RDONLY | _OPEN, dir_fd=directory)
+        fd = os.open(name, os.O_RDONLY | OPEN, dir_fd=directory)
     except OSError:  # given up meanwhile, or not a ticket at all
         return False
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        if is_taken(fd):
+            return True
     finally:
         os.close(fd)
     with contextlib.suppress(OSError):
@@ -369,87 +368,8 @@ def _waits(directory: int, name: str) -> bool:
 def _keep_cleaners_out(directory: int, held: contextlib.ExitStack) -> None:
     guard = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory)
     held.callback(os.close, guard)
-    with contextlib.suppress(BlockingIOError):  # a cleaner is at work this very moment; `_is_named` covers that
+    with contextlib.suppress(BlockingIOError):  # a cleaner is at work this very moment; `is_named` covers that
         fcntl.flock(guard, fcntl.LOCK_SH | fcntl.LOCK_NB)
-
-
-@contextlib.contextmanager
-def _directory(path: Path) -> Iterator[int]:
-    """Open the directory; whatever the system refuses inside becomes a StorageError that names it."""
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
-            yield fd
-        finally:
-            os.close(fd)
-    except OSError as error:
-        what = f" ({error.filename})" if error.filename not in (None, str(path)) else ""
-        raise StorageError(
-            f"The lock directory {path} cannot be used{what}: {error.strerror or error}.",
-            hint=f"this user must be able to write there; look at `ls -la {path}` and the free space of its disk",
-        ) from error
-
-
-@contextlib.contextmanager
-def _mutex(directory: int, name: str) -> Iterator[int]:
-    """Hold a lock for a moment; go on without it when somebody keeps it for longer than a second."""
-    with _opened(directory, name) as fd:
-        for _ in range(_MUTEX_TRIES):
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(_MUTEX_PAUSE_S)
-        yield fd
-
-
-@contextlib.contextmanager
-def _opened(directory: int, name: str) -> Iterator[int]:
-    fd = _open(directory, name)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
-def _open(directory: int, name: str) -> int:
-    """Open a file of ours for reading and writing, made if needed; refuse what is not a plain file with one name."""
-    fd = _open_or_create(directory, name)
-    status = os.fstat(fd)
-    if stat.S_ISREG(status.st_mode) and status.st_nlink <= 1:
-        return fd
-    os.close(fd)
-    raise _planted(name)
-
-
-def _open_or_create(directory: int, name: str) -> int:
-    for _ in range(3):
-        try:
-            # No O_CREAT: the kernel refuses it for another user's file in a sticky directory (fs.protected_regular).
-            return os.open(name, os.O_RDWR | _OPEN, dir_fd=directory)
-        except FileNotFoundError:
-            with contextlib.suppress(FileExistsError):
-                return _create(directory, name)
-        except OSError as error:
-            if error.errno == errno.ELOOP:
-                raise _planted(name) from error
-            raise
-    raise _planted(name)
-
-
-def _create(directory: int, name: str) -> int:
-    fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | _OPEN, 0o666, dir_fd=directory)
-    with contextlib.suppress(PermissionError):  # some network file systems; there all users are one
-        os.fchmod(fd, 0o666)  # the umask took the other users' bits away
-    return fd
-
-
-def _planted(name: str) -> StorageError:
-    return StorageError(
-        f"The lock file {name} is a link or not a plain file, so it was not made by serverless-gpu.",
-        hint="find out who made it, then remove it",
-    )
 
 
 def _checked(uuid: str) -> str:
@@ -465,13 +385,9 @@ def _write(fd: int, content: Holder | Quarantine | int) -> None:
     os.ftruncate(fd, len(text))
 
 
-def _read(fd: int) -> bytes:
-    return os.pread(fd, _CONTENT_BYTES_MAX, 0)
-
-
 def _read_holder(fd: int, uuid: str) -> Holder:
     try:
-        holder = msgspec.json.decode(_read(fd), type=Holder)
+        holder = msgspec.json.decode(read_note(fd), type=Holder)
     except msgspec.MsgspecError:  # taken this moment and not yet written, or not written by us
         return Holder(uuid=uuid, run_id="", user="", pid=0, since_wall_ns=0)
     return msgspec.structs.replace(holder, uuid=uuid, run_id=_plain(holder.run_id), user=_plain(holder.user))
@@ -479,13 +395,13 @@ def _read_holder(fd: int, uuid: str) -> Holder:
 
 def _read_quarantine(directory: int, uuid: str) -> Quarantine | None:
     try:
-        fd = os.open(f"{uuid}.quarantine", os.O_RDONLY | _OPEN, dir_fd=directory)
+        fd = os.open(f"{uuid}.quarantine", os.O_RDONLY | OPEN, dir_fd=directory)
     except FileNotFoundError:
         return None
     except OSError as error:
         return Quarantine(f"the quarantine note cannot be read: {error.strerror}", 0)
     try:
-        text = _read(fd)
+        text = read_note(fd)
         note = msgspec.json.decode(text, type=Quarantine) if text else None
     except (OSError, msgspec.MsgspecError) as error:
         return Quarantine(f"the quarantine note cannot be read: {error}", 0)

@@ -29,6 +29,7 @@ from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.version import __version__
 
 PROTOCOL = 2
+Kind = Literal["function", "session"]
 SESSION_DEVICES_MAX = 240  # a loan is one packet with a descriptor for each, and a packet carries 253
 
 
@@ -106,14 +107,50 @@ class StatusRequest(Message, frozen=True, kw_only=True, tag="status_request"):
     """Ask the agent what it looks after."""
 
 
+class ZygoteStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """An interpreter that is kept warm, or that cannot be.
+
+    Attributes:
+        python: path of the interpreter.
+        state: ``"cold"`` where there is no zygote and the next run gets none.
+        pid: of the zygote; None where there is none.
+        reason: why there is none.
+    """
+
+    python: str
+    state: Literal["starting", "ready", "cold"]
+    pid: int | None = None
+    reason: str = ""
+
+
+class AttemptStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A run or a session that goes on.
+
+    Attributes:
+        pid: of its supervisor; 0 while that has not said it.
+        adopted: whether an earlier agent started it.
+    """
+
+    run_id: str
+    pid: int
+    kind: Kind
+    adopted: bool = False
+
+
 class Status(Message, frozen=True, kw_only=True, tag="status"):
-    """What the agent looks after."""
+    """What the agent looks after.
+
+    Attributes:
+        cgroups: the directory its runs' cgroups are in; "" where it can use none.
+        cgroups_problem: why it can use none.
+    """
 
     pid: int
-    zygotes: tuple[str, ...]
-    attempts: tuple[str, ...]
+    zygotes: tuple[ZygoteStatus, ...]
+    attempts: tuple[AttemptStatus, ...]
     queued: tuple[str, ...]
     cgroups: str
+    cgroups_problem: str = ""
 
 
 class Retire(Message, frozen=True, kw_only=True, tag="retire"):
@@ -264,6 +301,7 @@ class Snapshot(Message, frozen=True, kw_only=True, tag="snapshot"):
     state: State
     pid: int
     waiting: str = ""
+    kind: Kind = "function"
 
 
 class Submission(msgspec.Struct, frozen=True, kw_only=True):
@@ -280,7 +318,7 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     world_size: int
     spec: RunSpec
     version: str
-    kind: Literal["function", "session"] = "function"
+    kind: Kind = "function"
     session: str = ""
 
 

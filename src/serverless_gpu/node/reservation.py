@@ -18,7 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 from serverless_gpu.ambient import Clock, format_clock
 from serverless_gpu.errors import StorageError
 from serverless_gpu.model.hardware import Device, DeviceKind
-from serverless_gpu.node.configuration import configured_types, read_configuration
+from serverless_gpu.node.configuration import read_configuration
 from serverless_gpu.node.gate import Verdict, foreign, judge
 from serverless_gpu.node.gpus import FakeProvider, Provider, Usage, providers, unknown_usage
 from serverless_gpu.node.home import Home
@@ -181,7 +181,7 @@ def find_provider(kind: DeviceKind, environ: Mapping[str, str], home: Home, mach
     """Return where devices of a kind come from."""
     if kind is DeviceKind.GPU and machine is not None:
         return machine
-    for provider in providers(home.root, environ, configured_types(read_configuration(home))):
+    for provider in providers(home.root, environ, read_configuration(home).types):
         if provider.kind is kind:
             return provider
     return FakeProvider("", home.root)

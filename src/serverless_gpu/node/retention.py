@@ -17,14 +17,14 @@ import os
 import shutil
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 import msgspec
 
 from serverless_gpu.ambient import Clock, SystemClock, created_wall_ns
 from serverless_gpu.errors import ServerlessGpuError
 from serverless_gpu.model.retention import DAY_NS, Entry, Policy, to_delete
-from serverless_gpu.node.configuration import configured_retention, read_configuration
+from serverless_gpu.node.configuration import read_configuration
 from serverless_gpu.node.history import NOT_STARTED, UNREADABLE, Record, read_run, run_ids, size_on_disk
 from serverless_gpu.node.home import Home
 from serverless_gpu.units import format_bytes
@@ -44,34 +44,43 @@ class Cleaned(msgspec.Struct, frozen=True):
     problems: tuple[str, ...] = ()
 
 
+class Pass(Protocol):
+    """A process that makes one pass."""
+
+    def poll(self) -> int | None: ...
+
+
 class Schedule:
-    """When the agent has run directories looked at.
+    """When the agent has run directories looked at: one pass at a time, however long a disk lets it wait.
 
     Args:
         clock: where time comes from.
         start: starts the process; given a descriptor that holds the ids of queued runs.
     """
 
-    def __init__(self, clock: Clock, start: Callable[[int], object]) -> None:
+    def __init__(self, clock: Clock, start: Callable[[int], Pass]) -> None:
         self._clock = clock
         self._start = start
+        self._pass: Pass | None = None
         self._due_ns = clock.boottime_ns() + int(FIRST_S * 1e9)
 
     def tend(self, queued: Collection[str]) -> None:
-        """Start a pass if one is due.
+        """Start a pass if one is due and the former has ended.
 
         Args:
             queued: runs that wait in the agent.
         """
+        if self._pass is not None and self._pass.poll() is not None:
+            self._pass = None
         now_ns = self._clock.boottime_ns()
-        if now_ns < self._due_ns:
+        if now_ns < self._due_ns or self._pass is not None:
             return
         self._due_ns = now_ns + int(EVERY_S * 1e9)
         with contextlib.suppress(OSError):  # no process or memory to be had now: in an hour, then
             fd = os.memfd_create("sgpu-queued")
             try:
                 os.write(fd, "\n".join(queued).encode())
-                self._start(fd)
+                self._pass = self._start(fd)
             finally:
                 os.close(fd)
 
@@ -86,7 +95,7 @@ def main(home: str, queued_fd: int) -> NoReturn:
     os.nice(19)
     queued = os.pread(queued_fd, _QUEUED_BYTES_MAX, 0).decode().split()
     try:
-        policy = configured_retention(read_configuration(Home(Path(home))))
+        policy = read_configuration(Home(Path(home))).retention
     except ServerlessGpuError as error:
         print(f"retention: nothing is deleted: {error}", flush=True)
         os._exit(1)

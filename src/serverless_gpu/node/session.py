@@ -315,6 +315,7 @@ class Keeper:
             state=State.QUEUED if self._book is None else State.RUNNING,
             pid=os.getpid(),
             waiting=self._waiting,
+            kind="session",
         )
 
     # --- the end -------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection
 from serverless_gpu.ambient import Clock
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.processes import CgroupRoot
-from serverless_gpu.node.protocol import Context, Stem
+from serverless_gpu.node.protocol import Context, Stem, ZygoteStatus
 from serverless_gpu.node.zygotes import PRELOAD, Key, ProblemTaker, StemTaker, Zygote, first_run, key_of
 
 ZYGOTES_MAX = 4
@@ -57,13 +57,14 @@ class ZygotePool:
         self._kept: frozenset[Key] = frozenset()  # keys of open sessions
         self.became_ready = False
 
-    def texts(self) -> list[str]:
-        """Return one line for each zygote, and for each interpreter that cannot have one."""
-        lines = [
-            f"pid {zygote.process.pid} · {zygote.key.python} · {'ready' if zygote.ready else 'starting'}"
-            for zygote in self._zygotes.values()
-        ]
-        return lines + [f"none · {key.python} · cold: {why}" for key, (why, _) in self._cold.items()]
+    def statuses(self) -> tuple[ZygoteStatus, ...]:
+        """Return what there is to say about each zygote, and about each interpreter that cannot have one."""
+        warm = (
+            ZygoteStatus(pid=each.process.pid, python=each.key.python, state="ready" if each.ready else "starting")
+            for each in self._zygotes.values()
+        )
+        cold = (ZygoteStatus(python=key.python, state="cold", reason=why) for key, (why, _) in self._cold.items())
+        return (*warm, *cold)
 
     def prewarm(self, context: Context, ranks: int) -> None:
         """Have a zygote for this caller.

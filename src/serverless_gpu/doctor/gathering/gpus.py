@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
 import stat
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,12 +12,12 @@ import msgspec
 from serverless_gpu.doctor.facts import GpuFacts, Unknown
 from serverless_gpu.doctor.gathering.children import look
 from serverless_gpu.errors import StorageError
+from serverless_gpu.node.flocks import held_note
 from serverless_gpu.node.home import find_home
 from serverless_gpu.node.locks import MACHINE_DIRECTORIES, DeviceLocks, Holder
 from serverless_gpu.node.spawning import clean_process
 
 _PCI = Path("/sys/bus/pci/devices")
-_HOLDER_BYTES = 4096
 
 
 def look_at_gpus(environ: Mapping[str, str], limit_s: float) -> GpuFacts | Unknown:
@@ -52,13 +50,9 @@ def _held(directory: Path) -> dict[str, str]:
     """Return who holds which device. A look takes each lock for a moment; a run that misses it tries again."""
     held: dict[str, str] = {}
     for path in sorted(directory.glob("*.lock")):
-        with contextlib.suppress(OSError):
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-            with os.fdopen(fd, "rb") as file:
-                try:
-                    fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    held[path.stem] = _run_of(file.read(_HOLDER_BYTES))
+        note = held_note(path)
+        if note is not None:
+            held[path.stem] = _run_of(note)
     return held
 
 

@@ -12,7 +12,7 @@ import msgspec
 from serverless_gpu.doctor.facts import GpuFacts, Health
 from serverless_gpu.errors import ServerlessGpuError
 from serverless_gpu.model.hardware import GpuType
-from serverless_gpu.node.configuration import configured_types, read_configuration
+from serverless_gpu.node.configuration import read_configuration
 from serverless_gpu.node.gpus import NvmlProvider
 from serverless_gpu.node.home import Home
 
@@ -80,6 +80,6 @@ def _asked(pynvml: Any, ask: Callable[[], Any], *, fails: bool = False) -> Any:
 
 def _own_types(home: str) -> tuple[GpuType, ...]:
     try:
-        return configured_types(read_configuration(Home(Path(home)))) if home else ()
+        return read_configuration(Home(Path(home))).types if home else ()
     except ServerlessGpuError:
         return ()

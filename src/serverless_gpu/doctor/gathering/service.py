@@ -5,8 +5,6 @@ Where no agent runs, cgroups are looked at as one started from here would find t
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
 import sys
 from collections.abc import Mapping
@@ -15,6 +13,7 @@ from pathlib import Path
 from serverless_gpu.client.agent_control import agent_status
 from serverless_gpu.doctor.facts import AgentFacts, CgroupFacts, Unknown
 from serverless_gpu.doctor.gathering.bounded import side_by_side
+from serverless_gpu.node.flocks import held_note
 from serverless_gpu.node.home import find_home
 from serverless_gpu.node.processes import controllers, find_cgroup_root
 from serverless_gpu.node.protocol import Status, agent_socket
@@ -22,6 +21,7 @@ from serverless_gpu.node.zygotes import one_name
 from serverless_gpu.version import __version__
 
 _ANSWER_S = 3.0
+_PID_BYTES = 20
 
 
 def look_at_service(environ: Mapping[str, str]) -> tuple[AgentFacts, CgroupFacts | Unknown]:
@@ -57,9 +57,8 @@ def look_at_service(environ: Mapping[str, str]) -> tuple[AgentFacts, CgroupFacts
 
 
 def _cgroups_of(status: Status) -> CgroupFacts:
-    if status.cgroups.startswith("/"):
-        return CgroupFacts(path=status.cgroups, controllers=controllers(Path(status.cgroups)))
-    return CgroupFacts(problem=status.cgroups.removeprefix("none: "), controllers=controllers(None))
+    path = Path(status.cgroups) if status.cgroups else None
+    return CgroupFacts(path=status.cgroups, problem=status.cgroups_problem, controllers=controllers(path))
 
 
 def _cgroups_from_here(environ: Mapping[str, str]) -> CgroupFacts:
@@ -84,9 +83,4 @@ def _others(sockets: Path) -> dict[str, str]:
 
 def _holder(path: Path) -> str:
     """Return the pid of the agent that holds a lock, or "" when nobody does."""
-    with contextlib.suppress(OSError), path.open("rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return file.read(20).decode("ascii", "replace").strip()
-    return ""
+    return (held_note(path) or b"")[:_PID_BYTES].decode("ascii", "replace").strip()

@@ -1,0 +1,174 @@
+"""Lock files: made and opened in directories that others write to as well, and asking whether somebody holds one.
+
+A flock is held while its holder, or whoever it handed the descriptor to, lives; asking takes it, shared, for a moment.
+Who takes a lock for good tries again, or (`mutex`) waits, so that no question turns it away.
+
+Lives here: files, by name in an open directory or by path, and the question. Must not: know what a lock stands for.
+
+Failure cases: a planted link, pipe or second hard link (StorageError); a holder that stops for longer than a second
+(`mutex` goes on without); a file that cannot be asked (counts as held: who asks may delete).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from serverless_gpu.errors import StorageError
+
+OPEN = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # non-blocking: a planted pipe must not hang us
+PAUSE_S = 0.005
+_MUTEX_TRIES = 200
+_NOTE_BYTES_MAX = 4096
+
+
+def is_held(path: Path) -> bool:
+    """Return whether somebody holds the lock of a file; one that cannot be asked counts as held.
+
+    Args:
+        path: the file; one that does not exist is not held.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | OPEN)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    try:
+        return is_taken(fd)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+
+
+def held_note(path: Path) -> bytes | None:
+    """Return what the holder of a lock wrote into its file; None when nobody holds it, or it cannot be read.
+
+    Args:
+        path: the file.
+    """
+    with contextlib.suppress(OSError):
+        fd = os.open(path, os.O_RDONLY | OPEN)
+        try:
+            return read_note(fd) if is_taken(fd) else None
+        finally:
+            os.close(fd)
+    return None
+
+
+def read_note(fd: int) -> bytes:
+    """Return what is written in a lock file, the first of it."""
+    return os.pread(fd, _NOTE_BYTES_MAX, 0)
+
+
+def is_taken(fd: int) -> bool:
+    """Return whether somebody else holds the lock of an open file; closing it ends the question.
+
+    Raises:
+        OSError: this file system knows no such locks.
+    """
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    return False
+
+
+def is_named(directory: int, name: str, fd: int) -> bool:
+    """Return whether an open file still has its name: a cleaner may have deleted it."""
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(name, dir_fd=directory, follow_symlinks=False))
+    except FileNotFoundError:
+        return False
+
+
+@contextlib.contextmanager
+def opened_directory(path: Path) -> Iterator[int]:
+    """Open the directory; whatever the system refuses inside becomes a StorageError that names it."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+    except OSError as error:
+        what = f" ({error.filename})" if error.filename not in (None, str(path)) else ""
+        raise StorageError(
+            f"The lock directory {path} cannot be used{what}: {error.strerror or error}.",
+            hint=f"this user must be able to write there; look at `ls -la {path}` and the free space of its disk",
+        ) from error
+
+
+@contextlib.contextmanager
+def mutex(directory: int, name: str) -> Iterator[int]:
+    """Hold a lock for a moment; go on without it when somebody keeps it for longer than a second."""
+    with opened(directory, name) as fd:
+        for _ in range(_MUTEX_TRIES):
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(PAUSE_S)
+        yield fd
+
+
+@contextlib.contextmanager
+def opened(directory: int, name: str) -> Iterator[int]:
+    """Open a file of ours for a moment; see `open_file`."""
+    fd = open_file(directory, name)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def open_file(directory: int, name: str) -> int:
+    """Open a file of ours for reading and writing, made if needed; refuse what is not a plain file with one name."""
+    fd = _open_or_create(directory, name)
+    status = os.fstat(fd)
+    if stat.S_ISREG(status.st_mode) and status.st_nlink <= 1:
+        return fd
+    os.close(fd)
+    raise _planted(name)
+
+
+def _open_or_create(directory: int, name: str) -> int:
+    for _ in range(3):
+        try:
+            # No O_CREAT: the kernel refuses it for another user's file in a sticky directory (fs.protected_regular).
+            return os.open(name, os.O_RDWR | OPEN, dir_fd=directory)
+        except FileNotFoundError:
+            with contextlib.suppress(FileExistsError):
+                return create(directory, name)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise _planted(name) from error
+            raise
+    raise _planted(name)
+
+
+def create(directory: int, name: str) -> int:
+    """Make and open a file that every user may open.
+
+    Raises:
+        FileExistsError: there is one.
+    """
+    fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | OPEN, 0o666, dir_fd=directory)
+    with contextlib.suppress(PermissionError):  # some network file systems; there all users are one
+        os.fchmod(fd, 0o666)  # the umask took the other users' bits away
+    return fd
+
+
+def _planted(name: str) -> StorageError:
+    return StorageError(
+        f"The lock file {name} is a link or not a plain file, so it was not made by serverless-gpu.",
+        hint="find out who made it, then remove it",
+    )
