@@ -11,7 +11,8 @@ from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from serverless_gpu import distributed
-from tests.local.observe import announced
+from serverless_gpu.ambient import SystemClock
+from tests.local.observe import announced, wait_for
 from tests.local.ranks import announce, wait_for_file
 from tests.local.test_hangs import WARNING, hung, report_of, section
 
@@ -26,9 +27,7 @@ def test_F04_a_rank_that_does_not_come_to_a_collective(warm: Path, where: str, c
         for step in range(3):
             model(torch.ones(2, 4)).sum().backward()
             if rank == 1 and step == 1:
-                while True:  # busy, in several places
-                    sum(range(100))
-                    time.sleep(0.001)
+                time.sleep(600)
             if step == 1 and call != "backward":
                 dist.barrier() if call == "barrier" else dist.all_reduce(torch.ones(2))
 
@@ -38,6 +37,30 @@ def test_F04_a_rank_that_does_not_come_to_a_collective(warm: Path, where: str, c
     report = report_of(run)
     frame = {"all_reduce": " in all_reduce", "barrier": " in barrier", "backward": " in _engine_run_backward"}[call]
     assert frame in section(report, 0) and frame in section(report, 2) and frame not in section(report, 1)
+
+
+def test_F04_while_one_rank_is_at_work_the_others_may_wait(
+    warm: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 evaluates, the others wait for it: said, and not ended."""
+
+    def train(where: str, rank: int = -1) -> int:
+        dist.init_process_group("gloo")
+        while rank == 0 and not Path(where, "go").exists():
+            sum(range(10_000))
+        dist.barrier()
+        return rank
+
+    monkeypatch.setenv(WARNING, "0")
+    run = distributed(gpus=2, quiet=True, hang_timeout=1.5)(train).submit(where)
+    assert "rank 1 waits in " in report_of(run)
+    assert "rank 0 is busy" in run.last_sentence()
+    began_ns = SystemClock().boottime_ns()
+    wait_for(lambda: SystemClock().boottime_ns() - began_ns > 3.5e9, "twice the limit has passed")
+    Path(where, "go").touch()
+    assert run.results(timeout=30) == [0, 1]
+    (note,) = (note for note in run.receipt().notes if "hang-" in note)
+    assert note.startswith("hang-1.txt has the stacks of all ranks")
 
 
 def test_collectives_that_are_looked_at_give_the_right_result(

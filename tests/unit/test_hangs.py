@@ -26,6 +26,7 @@ from serverless_gpu.model.hangs import (
     observed,
     progressed,
     returned_early,
+    spared,
     warned,
 )
 from serverless_gpu.model.hardware import DeviceKind
@@ -79,10 +80,13 @@ def live(
         before = watch
         watch = looked(watch, scene(now_ns), now_ns, spins=spins)
         if step.action is not Action.LOOK and watch.looks > before.looks:
-            done.append((now_ns, step.action))
+            at_work = step.action is Action.END and moving(watch)
+            if not (at_work and watch.warned):
+                done.append((now_ns, Action.WARN if at_work else step.action))
+            if step.action is Action.END and not at_work:
+                return warned(watch), done
+            watch = spared(watch, now_ns) if at_work else watch
             watch = warned(watch)
-            if step.action is Action.END:
-                return watch, done
     return watch, done
 
 
@@ -199,6 +203,18 @@ def test_a_rank_that_stands_still_is_enough() -> None:
     watch, done = live(TEN_MIN, scene, 600 * S)
     assert done == [(600 * S, Action.WARN)]
     assert moving(watch) == {0}
+
+
+def test_nothing_is_ended_while_a_rank_is_at_work() -> None:
+    """The others may rightly wait for it; once it stands still, too, the run has one more limit."""
+
+    def scene(now_ns: int) -> list[Look]:
+        return [look(0, (("/home/me/evaluate.py", min(now_ns, 1000 * S) // S % 7, "loop"),)), look(1)]
+
+    limits = Limits(hang_warning_ns=None, hang_timeout_ns=100 * S)
+    assert live(limits, scene, 990 * S)[1] == [(100 * S, Action.WARN)], "said once"
+    ends = live(limits, scene, 3000 * S)[1][1:]
+    assert [action for _, action in ends] == [Action.END] and 1050 * S < ends[0][0] <= 1200 * S
 
 
 def test_ranks_at_the_place_where_one_that_moves_was_seen_get_on_too() -> None:

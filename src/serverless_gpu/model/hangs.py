@@ -1,8 +1,9 @@
 """Does a run stand still? Decided from what it last did and from looks at its ranks.
 
-    output, event ──▶ progress ─── silence ───▶ looks, one window long ──▶ all move: progress
-                                                                       └─▶ some stand still: WARN (again after twice
-                                                                           the silence), END where that was asked for
+    output, event ──▶ progress ─── silence ───▶ looks, one window long ─┬▶ all move: progress
+                                                                        ├▶ some stand still: WARN, again after twice
+                                                                        │  the silence
+                                                                        └▶ none moves: END, where that was asked for
 
 What lives here: values and decisions. What must not: clocks, signals, /proc, files; `node/hangs.py` takes the looks and
 carries out what is decided.
@@ -12,8 +13,9 @@ Silence is no proof: many programs train for hours without a word. So before any
 its CPU. Ranks on several GPUs may wait for each other in a busy loop in C, so there CPU counts only where the main
 thread ran Python code between two looks: a program that waits for its GPU at one line nearly all the time is seen
 nowhere else, and yet comes by. Others sleep while they wait, and one long call in C is work. A rank gets on, too, when
-it stands where one that moves was seen. A run stands still when at least one rank neither returned nor gets on. It is
-not asked of all, for in a hang the one that is missed may well be busy elsewhere.
+it stands where one that moves was seen. A warning needs one rank that neither returned nor gets on: in a hang the one
+that is missed may well be busy elsewhere, and a warning harms nobody. An end needs that no rank moves: while one is at
+work the others may rightly wait for it (rank 0 evaluates), and the end is put off by its limit.
 
 Failure cases: the observer itself did not run (a suspended machine, a stopped supervisor), then the time does not
 count; a rank of which no stack can be had moves when it uses its CPU.
@@ -106,6 +108,7 @@ class Watch(msgspec.Struct, frozen=True, kw_only=True):
         places: where each rank was seen, as hashes.
         warned: warnings in this silence.
         warned_ever: warnings in all.
+        spared_ns: when the end was put off, because a rank was at work; 0: it was not.
     """
 
     since_ns: int
@@ -118,6 +121,7 @@ class Watch(msgspec.Struct, frozen=True, kw_only=True):
     places: dict[int, frozenset[int]] = {}
     warned: int = 0
     warned_ever: int = 0
+    spared_ns: int = 0
 
 
 class Action(StrEnum):
@@ -225,6 +229,14 @@ def warned(watch: Watch) -> Watch:
     return msgspec.structs.replace(watch, warned=watch.warned + 1, warned_ever=watch.warned_ever + 1)
 
 
+def spared(watch: Watch, now_ns: int) -> Watch:
+    """Return the watch after an end that was put off: a rank at work may be what the others rightly wait for.
+
+    From here on the ranks are judged by new looks.
+    """
+    return msgspec.structs.replace(watch, spared_ns=now_ns, looks=0, first={}, last={}, places={})
+
+
 def moving(watch: Watch) -> frozenset[int]:
     """Return the ranks that were seen in more than one place."""
     return frozenset(rank for rank, places in watch.places.items() if len(places) > 1)
@@ -329,7 +341,7 @@ def _due(watch: Watch, limits: Limits) -> _Due | None:
     dues = []
     if limits.hang_timeout_ns is not None:
         limit_ns = limits.hang_timeout_ns
-        dues.append(_Due(watch.since_ns + limit_ns, _window_ns(limit_ns), Action.END))
+        dues.append(_Due((watch.spared_ns or watch.since_ns) + limit_ns, _window_ns(limit_ns), Action.END))
     if limits.hang_warning_ns is not None and watch.warned_ever < WARNINGS_MAX:
         limit_ns = limits.hang_warning_ns
         dues.append(_Due(watch.since_ns + (limit_ns << watch.warned), _window_ns(limit_ns), Action.WARN))

@@ -117,13 +117,18 @@ class HangWatch:
             return None
         if self._then is Action.LOOK:
             return None
+        at_work = self._then is Action.END and bool(hangs.moving(self._watch))
         finding = self._find(attempt, now_ns)
+        if at_work:
+            self._watch = hangs.spared(self._watch, now_ns)
+            if self._watch.warned:
+                return None  # said already, and nothing else is to be done
         self._watch = hangs.warned(self._watch)
         path, problem = self._write(attempt, finding)
         told = sentence(finding)
         # A receipt cuts what is long, so the file comes first there; its directory is the run's.
         self._notes.append(f"{path.name}{problem or ' has the stacks of all ranks'}: {told}")
-        if self._then is Action.END:
+        if self._then is Action.END and not at_work:
             return HangConfirmed(detail=told)
         self._say(f"{told}; stacks of all ranks: {path}{problem}")
         if self._silent_ns is None:
