@@ -270,6 +270,24 @@ def test_a_package_that_cannot_be_preloaded_costs_the_warm_start_only(
     assert not warm and "numpy" in reason and "a broken numpy" in reason
 
 
+@pytest.mark.slow
+def test_a_package_that_was_mended_makes_runs_warm_again(
+    own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "numpy.py"
+    broken.write_text("raise RuntimeError('a broken numpy')\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")])))
+    run = distributed(gpus=1, quiet=True)(len)
+    assert run.distributed("ab") == [2]
+    broken.unlink()
+
+    def warm_again() -> bool:
+        warm, reason = receipt_of(run.submit("ab"))
+        return warm or "a broken numpy" not in reason
+
+    wait_for(warm_again, "it was tried again")
+
+
 def test_an_interpreter_that_ends_at_its_start_says_why(
     own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -174,12 +174,16 @@ def test_pythonpath(value: str, outcome: Outcome) -> None:
 
 
 def test_downloads_from_the_hub() -> None:
-    facts = Facts(environ={"HF_HUB_ENABLE_HF_TRANSFER": "1"}, interpreter=INTERPRETER)
+    old = replace(INTERPRETER, packages={"huggingface-hub": "0.36.0"})
+    facts = Facts(environ={"HF_HUB_ENABLE_HF_TRANSFER": "1"}, interpreter=old)
     assert one("hf-transfer", facts) == (
         FAILED,
         "HF_HUB_ENABLE_HF_TRANSFER=1, and the package hf_transfer is not installed",
         f"{PIP} hf_transfer   (or: export HF_HUB_ENABLE_HF_TRANSFER=0)",
     )
-    there = replace(INTERPRETER, packages={"hf-transfer": "0.1"})
+    there = replace(INTERPRETER, packages={"huggingface-hub": "0.36.0", "hf-transfer": "0.1"})
     assert one("hf-transfer", replace(facts, interpreter=there))[0] is OK
+    newer = replace(INTERPRETER, packages={"huggingface-hub": "2.4.0"})
+    assert one("hf-transfer", replace(facts, interpreter=newer))[0] is OK
+    assert found("hf-transfer", replace(facts, interpreter=INTERPRETER)) == []
     assert found("hf-transfer", Facts(interpreter=INTERPRETER)) == []

@@ -136,7 +136,13 @@ def _hf_transfer(facts: Facts) -> list[Finding]:
         return []
     if isinstance(facts.interpreter, Unknown):
         return unknown(facts.interpreter.why)
-    if "hf-transfer" in facts.interpreter.packages:
+    packages = facts.interpreter.packages
+    hub = packages.get("huggingface-hub", "")
+    if not hub:
+        return []
+    if not hub.startswith("0."):
+        return ok(f"huggingface_hub {hub} does not look at HF_HUB_ENABLE_HF_TRANSFER any more")
+    if "hf-transfer" in packages:
         return ok("hf_transfer is installed")
     mend = f"{facts.python} -m pip install hf_transfer   (or: export HF_HUB_ENABLE_HF_TRANSFER=0)"
     return failed("HF_HUB_ENABLE_HF_TRANSFER=1, and the package hf_transfer is not installed", mend)

@@ -26,7 +26,7 @@ ZYGOTES_MAX = 4
 IDLE_S = 600.0
 _PRELOAD_S = 120.0  # an import that hangs on a file system or a driver is given up
 _REMEMBERED_MAX = 64
-_COLD_S = 300.0  # before an interpreter that could not be kept warm is tried again
+_RETRY_S = 10.0  # before an interpreter that could not be kept warm is tried again
 
 Giver = Callable[[Stem, int], None]
 
@@ -144,11 +144,14 @@ class ZygotePool:
     def _choose(self, context: Context) -> tuple[Zygote, str]:
         """Return the interpreter for a caller, and why it is not a warm one, or ""."""
         key = key_of(context)
-        if key in self._cold and self._clock.boottime_ns() - self._cold[key][1] > _COLD_S * 1e9:
-            del self._cold[key]  # the user may have mended it
-        if key in self._cold:
-            return self._one_shot(context), self._cold[key][0]
         zygote = self._zygotes.get(key)
+        if key in self._cold and zygote is not None and zygote.ready:
+            del self._cold[key]  # the user has mended it
+        elif key in self._cold:
+            why, since_ns = self._cold[key]
+            if zygote is None and self._clock.boottime_ns() - since_ns > _RETRY_S * 1e9:
+                self._warm(key, context)  # for the next run: this one does not wait for the answer
+            return self._one_shot(context), why
         if zygote is not None:
             changed = zygote.stale()
             if changed is None and not zygote.dead:
