@@ -265,7 +265,8 @@ def test_a_held_session_works_in_a_notebook(kernel: Kernel) -> None:
     )
     assert shown.error == ("", "")
     assert shown.result == "[0, 4]"
-    assert len(shown.displayed()) == 1
+    of_the_run, of_the_session = shown.displayed()
+    assert all("2 GPUs verified free" in receipt for receipt in (of_the_run, of_the_session))
     assert "[rank 0] rank 0 works" in shown.text("stdout")
 
 
