@@ -293,7 +293,7 @@ class Run(Generic[R]):
             return None
         return make_exception(stopped, self.directory, self.id, self._spec.timeout_s)
 
-    def abandoned(self, *, interrupted: bool) -> bool:
+    def _abandoned(self, *, interrupted: bool) -> bool:
         """Return whether nobody is to wait for the run: Ctrl-C came twice, or once where it only detaches.
 
         Args:

@@ -203,7 +203,7 @@ class Session:
     def _stop_runs(self, *, interrupted: bool) -> None:
         """Cancel what still runs and wait for it, but not for what Ctrl-C was to leave or has left; then forget all."""
         runs, self._runs = self._runs, []
-        going = [run for run in runs if not run.abandoned(interrupted=interrupted) and not run.wait(timeout=0)]
+        going = [run for run in runs if not run._abandoned(interrupted=interrupted) and not run.wait(timeout=0)]
         if not going:
             return
         for run in going:
