@@ -52,6 +52,7 @@ VALID = ", ".join(["-o NAME", *(f"--{name.replace('_', '-')}" for name in VALUES
     ("line", "told"),
     [
         ("--gpuz 2", f"%%distributed has no option '--gpuz' (did you mean --gpus?)\nhint: valid options: {VALID}"),
+        ("--bogus 2", f"%%distributed has no option '--bogus'\nhint: valid options: {VALID}"),
         ("2", f"%%distributed has no option '2'\nhint: valid options: {VALID}"),
         ("--gpus two", "--gpus needs a whole number, not 'two'"),
         ("--gpus", "--gpus needs a value"),

@@ -163,7 +163,7 @@ def _option(word: str) -> str:
     written = word.replace("_", "-")
     if written in spelled:
         return spelled[written]
-    near = difflib.get_close_matches(written, spelled, n=1)
+    near = difflib.get_close_matches(written, spelled, n=1, cutoff=0.8)
     guess = f" (did you mean {near[0]}?)" if near else ""
     raise InvalidOption(
         f"%%distributed has no option {word!r}{guess}", hint="valid options: " + ", ".join(["-o NAME", *spelled])

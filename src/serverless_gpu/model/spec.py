@@ -221,7 +221,7 @@ def _refuse_unknown(options: Mapping[str, object]) -> None:
     valid = sorted({"gpus", "gpu_type", "remote", "timeout", *Options.__annotations__})
     for name in options:
         if name not in valid:
-            near = difflib.get_close_matches(name, valid, n=1)
+            near = difflib.get_close_matches(name, valid, n=1, cutoff=0.7)
             guess = f" (did you mean {near[0]!r}?)" if near else ""
             raise InvalidOption(f"there is no option {name!r}{guess}", hint="valid options: " + ", ".join(valid))
 
