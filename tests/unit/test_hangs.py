@@ -231,11 +231,11 @@ def test_ranks_at_the_place_where_one_that_moves_was_seen_get_on_too() -> None:
 
 def test_a_rank_that_waits_for_its_own_threads_moves_with_them() -> None:
     def scene(now_ns: int) -> list[Look]:
-        return [look(0, EVENT, (("/home/me/worker.py", now_ns // S, "work"),))]
+        return [look(0, EVENT, passed=True, cpu_ms=now_ns // 2_000_000)]  # half of one CPU
 
     assert live(TEN_MIN, scene, 2000 * S)[1] == []
-    daemon: Scene = lambda now_ns: [look(0, ALL_REDUCE, (("/p/monitor.py", now_ns // S, "beat"),))]  # noqa: E731
-    assert live(TEN_MIN, daemon, 600 * S)[1] == [(600 * S, Action.WARN)]
+    spinning: Scene = lambda now_ns: [look(0, ALL_REDUCE, cpu_ms=now_ns // 2_000_000)]  # noqa: E731 - one line
+    assert live(TEN_MIN, spinning, 600 * S)[1] == [(600 * S, Action.WARN)]
 
 
 @pytest.mark.parametrize(("calls", "moves"), [(CHILD, True), (LOADER, True), (ALL_REDUCE, False), (SLEEP, False)])

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from serverless_gpu.model.hangs import STOPPED, TRACED, Look
-from serverless_gpu.model.stacks import Thread
 from serverless_gpu.units import format_duration_ms
 
 RANK_CHARACTERS_MAX = 256 << 10
@@ -153,9 +152,6 @@ def _section(finding: Finding, look: Look) -> str:
     if look.note:
         lines.append(look.note)
     lines.append(f"main thread (most recent call first):\n{_main(look)}")
-    if look.stack.others:
-        lines.append("other threads:")
-    lines += [_thread(thread) for thread in look.stack.others]
     text = "\n".join(lines)
     if len(text) > RANK_CHARACTERS_MAX:
         text = f"{text[:RANK_CHARACTERS_MAX]}\n... {len(text) - RANK_CHARACTERS_MAX} characters left out"
@@ -164,7 +160,3 @@ def _section(finding: Finding, look: Look) -> str:
 
 def _main(look: Look) -> str:
     return look.stack.main.body() if look.stack.main is not None and look.stack.frames else "  (no stack)"
-
-
-def _thread(thread: Thread) -> str:
-    return f"{thread.title}\n{thread.body() or '  (no frame of Python code)'}"

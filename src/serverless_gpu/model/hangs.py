@@ -307,9 +307,8 @@ def _place(look: Look, before: Look | None, elapsed_ms: float, number: int, spin
     frames = look.stack.frames
     used_ms = 0.0 if before is None else _used_ms(look, before, spins)
     seen: set[object] = {("busy", number)} if used_ms > _BUSY * elapsed_ms + _LOOK_MS else set()
-    others = tuple(thread.frames for thread in look.stack.others) if delegates(frames) else ()
     if frames:  # a stack that did not come once is no other place
-        seen.add((frames, others))
+        seen.add(frames)
     return frozenset(map(hash, seen))
 
 
@@ -319,7 +318,7 @@ def _used_ms(look: Look, before: Look, spins: bool) -> float:
     used_ms = 0.0
     if look.passed or not spins:
         used_ms += (look.main_us - before.main_us) / 1e3
-    if not frames or (delegates(frames) and not spins):  # another program by now, or threads at work for it
+    if not frames or (delegates(frames) and (look.passed or not spins)):  # another program, or threads at work for it
         used_ms += max(0, look.cpu_ms - before.cpu_ms - _TICK_MS)
     if not frames or delegates(frames):  # others may be at work for it
         used_ms += max(0, look.children_ms - before.children_ms - _TICK_MS)

@@ -1,12 +1,12 @@
 """Python stacks as faulthandler writes them: read, and asked where a thread stands.
 
-    Current thread 0x00007f84c00a7b80 (most recent call first):
+    Stack (most recent call first):
       File "…/torch/distributed/distributed_c10d.py", line 3252 in all_reduce      innermost frame
       File "…/train.py", line 30 in train                                          the user's: where it is, for people
       File "<string>", line 6 in <module>                                          the zygote's: a whole stack ends so
 
-What lives here: text in, values out. Threads are written newest first, so the main thread is the last one; of more than
-a hundred threads faulthandler leaves out the oldest and says "...".
+What lives here: text in, values out. A rank that is looked at writes its main thread only. One that crashes writes all
+threads, newest first, so the main thread is the last one; of more than a hundred the oldest are left out ("...").
 
 Failure cases: a text that was cut, or written by a newer Python. What is not understood is no frame; nothing here
 raises.
@@ -20,7 +20,7 @@ from itertools import pairwise
 import msgspec
 
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
-_THREAD = re.compile(r"^(Current t|T)hread 0x[0-9a-f]+")
+_THREAD = re.compile(r"^((Current t|T)hread 0x[0-9a-f]+|Stack \(most recent call first\):)")
 _ZYGOTE = "<string>"  # what `python -c` calls its program
 _OUTERMOST = re.compile(r'^  File "<string>", line \d+ in <module>$')
 _CUT = "..."

@@ -33,7 +33,7 @@ from serverless_gpu.node.inside import protocol as inside
 from serverless_gpu.node.inside.linux import descendants
 
 POLL_NS = 2_000_000
-_ANSWER_NS = 1_000_000_000
+_ANSWER_NS = 3_000_000_000
 _STEADY_NS = 100_000_000  # an unfinished stack that has not grown for so long will not
 _STACK_BYTES_MAX = 1 << 20
 _TICK_MS = 1000 // os.sysconf("SC_CLK_TCK")
@@ -102,7 +102,7 @@ class Looking:
 
     def _take(self, rank: int, text: str) -> None:
         if not text:
-            self._note(rank, "no stack: it did not answer within 1 s")
+            self._note(rank, "no stack: it did not answer within 3 s")
             return
         self._looks[rank] = msgspec.structs.replace(self._looks[rank], stack=parse(text, _OWN))
         if rank not in self._woken and _catches(self._looks[rank].pid, inside.PASS_SIGNAL):

@@ -241,15 +241,16 @@ def _restore_signals() -> None:
 def _offer_stacks() -> int:
     """Have this process say, when it is asked to by a signal, where it is: to a memfd, which is returned, or -1.
 
-    The stacks are written in C: also while the rank is blocked in a collective. After either handler the kernel goes on
-    with the call into which the signal came, except for poll, select, nanosleep and the like, which it always
-    interrupts; Python calls those again itself, but for `signal.pause()`.
+    The stack is written in C: also while the rank is blocked in a collective. It is that of the main thread alone,
+    which stands still meanwhile; the frames of other threads would be read while they change. After either handler the
+    kernel goes on with the call into which the signal came, except for poll, select, nanosleep and the like, which it
+    always interrupts; Python calls those again itself, but for `signal.pause()`.
     """
     try:
         fd = os.memfd_create(protocol.STACK_FILE, os.MFD_CLOEXEC)
         fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)  # whoever reads cuts it to nothing afterwards
         made = os.fstat(fd)
-        faulthandler.register(protocol.STACK_SIGNAL, file=fd, all_threads=True, chain=False)
+        faulthandler.register(protocol.STACK_SIGNAL, file=fd, all_threads=False, chain=False)
     except (OSError, AttributeError):  # a system without one of them: then there are no stacks
         return -1
 
