@@ -177,3 +177,11 @@ linux.limit_harm()
 print(score())
 """
     assert run_rank(code) == "0 True\n1000\n"
+
+
+def test_a_signal_for_the_main_thread_arrives_and_a_process_that_is_gone_is_said() -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        linux.signal_main_thread(process.pid, signal.SIGTERM)
+        assert process.wait(timeout=20) == -signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        linux.signal_main_thread(process.pid, signal.SIGTERM)

@@ -60,9 +60,9 @@ class Looking:
         for rank, look in self._looks.items():
             if look.state not in (*_ENDED, TRACED, "D") and (look.state != STOPPED or rank in self._woken):
                 self._prepare(rank)
-        gang.signal(inside.STACK_SIGNAL, self._asked)
         self._answered: list[int] = []
         self._woken = [rank for rank in self._woken if rank in self._asked]
+        gang.signal(inside.STACK_SIGNAL, self._asked)
         gang.signal(signal.SIGCONT, self._woken)
 
     def poll(self, now_ns: int) -> list[Look] | None:

@@ -1,4 +1,4 @@
-"""The three `prctl` calls the standard library does not have, and walking a process's descendants.
+"""The system calls the standard library does not have: three of `prctl`, `tgkill`; and walking a process's descendants.
 
 Linux only; elsewhere every call here does nothing, and whoever needs the effect asks first.
 """
@@ -41,6 +41,19 @@ def die_with_parent(parent_pid: int) -> None:
 def become_subreaper() -> None:
     """Become the parent of every orphaned descendant, however it detached itself (double fork, `setsid`)."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def signal_main_thread(pid: int, number: int) -> None:
+    """Send a signal to a process's main thread; one to the process may go to any of its threads.
+
+    Raises:
+        OSError: there is no such process.
+    """
+    if not hasattr(_libc, "tgkill"):  # glibc before 2.30, musl
+        os.kill(pid, number)
+    elif _libc.tgkill(pid, pid, number) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
 
 
 def set_name(name: str) -> None:

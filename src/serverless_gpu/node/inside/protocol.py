@@ -33,6 +33,7 @@ VERSION = 2
 # Lightning take; C libraries and runtimes use the real-time signals at both ends.
 STACK_SIGNAL = 57
 PASS_SIGNAL = 58
+LOOK_SIGNALS = frozenset({STACK_SIGNAL, PASS_SIGNAL})
 PASSED = b"passed\n"
 STACK_FILE = "sgpu-stacks"
 

@@ -203,8 +203,10 @@ class _Stem:
     def _signal(self, number: int, ranks: object) -> None:
         for pid, rank_number in self.ranks.items():  # what is in here has not been reaped: its pid is still its own
             if isinstance(ranks, list) and rank_number in ranks:
+                # Stacks are the main thread's to write; that of another thread would be another, or none.
+                send = linux.signal_main_thread if number in protocol.LOOK_SIGNALS else os.kill
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, number)
+                    send(pid, number)
 
     def _reap(self) -> None:
         with contextlib.suppress(ChildProcessError):
