@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from serverless_gpu.node.inside.linux import descendants, kill_descendants
+from serverless_gpu.node.inside.linux import descendants, kill_descendants, signal_main_thread
 from tests.unit.rank_process import run_rank
 
 # A family of three generations; the youngest says its pid and waits for ever.
@@ -181,7 +181,7 @@ print(score())
 
 def test_a_signal_for_the_main_thread_arrives_and_a_process_that_is_gone_is_said() -> None:
     with subprocess.Popen(["sleep", "60"]) as process:
-        linux.signal_main_thread(process.pid, signal.SIGTERM)
+        signal_main_thread(process.pid, signal.SIGTERM)
         assert process.wait(timeout=20) == -signal.SIGTERM
     with pytest.raises(ProcessLookupError):
-        linux.signal_main_thread(process.pid, signal.SIGTERM)
+        signal_main_thread(process.pid, signal.SIGTERM)
