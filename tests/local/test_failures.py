@@ -151,7 +151,9 @@ def test_F06_an_exception_arrives_as_its_own_type_with_the_remote_lines(warm: Pa
     error = caught.value
     assert (error.code, error.text) == (7, "rank 1")
     assert error.__notes__[0] == "a note of the user's"
-    assert any("rank 1 on host" in note and run.id in note and str(run.directory / "logs") in note for note in error.__notes__)
+    assert any(
+        "rank 1 on host" in note and run.id in note and str(run.directory / "logs") in note for note in error.__notes__
+    )
     shown = "".join(traceback.format_exception(error))
     assert "raise error" in shown and "deeper(rank)" in shown and "in train" in shown
     assert run.receipt(timeout=30).reason == "rank_raised"
