@@ -128,16 +128,20 @@ def test_requirements() -> None:
     ("shadow", "outcome", "sentence"),
     [
         (
-            Shadow(name="random", file="/work/random.py", other="random", is_stdlib=True),
+            Shadow(name="random", file="/home/me/random.py", other="random", is_stdlib=True),
             WARNING,
-            "/work/random.py hides the standard library's random",
+            "/home/me/random.py hides the standard library's random",
         ),
         (
-            Shadow(name="torch", file="/work/torch.py", other="/s/torch/__init__.py"),
+            Shadow(name="torch", file="/home/me/torch.py", other="/s/torch/__init__.py"),
             FAILED,
-            "/work/torch.py hides /s/torch/__init__.py",
+            "/home/me/torch.py hides /s/torch/__init__.py",
         ),
-        (Shadow(name="utils", file="/work/utils.py", other="/s/utils.py"), WARNING, "/work/utils.py hides /s/utils.py"),
+        (
+            Shadow(name="utils", file="/home/me/utils.py", other="/s/utils.py"),
+            WARNING,
+            "/home/me/utils.py hides /s/utils.py",
+        ),
     ],
 )
 def test_files_that_hide_modules(shadow: Shadow, outcome: Outcome, sentence: str) -> None:
