@@ -6,10 +6,10 @@ from tests.unit.rank_process import run_rank
 
 OFFER = """
 import os, signal, threading
-from _sgpu_inside import protocol, rank
+from _sgpu_inside import linux, protocol, rank
 fd = rank._offer_stacks()
 def ask(number):
-    os.kill(os.getpid(), number)
+    linux.signal_main_thread(os.getpid(), number)
 def answer():
     return os.pread(fd, 1 << 16, 0).decode()
 """
@@ -41,7 +41,7 @@ def ask_and_let_go():
     time.sleep(0.05)
     ask(protocol.PASS_SIGNAL)
     ask(protocol.STACK_SIGNAL)
-    while "Current thread" not in answer():
+    while "Stack (most recent call first):" not in answer():
         pass
     print("passed" in answer(), flush=True)
     libc.sem_post(semaphore)
