@@ -156,8 +156,9 @@ class _Ear(Display):
         self.lines += [(int(line), heard_ns) for line in text.split()]
         if self._status is None:
             status = agent_status(_home())
-            told = next(told for told in (status.attempts if status else ()) if self._run_id in told)
-            self._status = Path("/proc") / told.partition("supervisor pid ")[2].split()[0] / "status"
+            attempts = status.attempts if status else ()
+            pid = next(attempt.pid for attempt in attempts if attempt.run_id == self._run_id)
+            self._status = Path("/proc") / str(pid) / "status"
         peak = self._status.read_text(encoding="ascii").partition("VmHWM:")[2].split()[0]
         self.supervisor_mb = max(self.supervisor_mb, int(peak) * 1024 / 1e6)
 
