@@ -98,6 +98,7 @@ def _record(folder: Path) -> str:
     (work / "train.py").write_text(FAILING, encoding="utf-8")
     (work / "examples").symlink_to(ROOT / "examples")
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("SERVERLESS_GPU_", "SGPU_"))}
+    environ["TERM"] = "dumb"  # a picture stands still: no line is redrawn
     environ |= {"SERVERLESS_GPU_HOME": str(folder / "home"), "PATH": f"{Path(sys.executable).parent}:{environ['PATH']}"}
     for shown in SCENE:  # the first start is cold, and says so in a long line
         run_under_pty(shown.command, work, environ)
