@@ -11,6 +11,13 @@
     ├── HardwareError              this machine cannot do what was asked
     │   ├── NoGpu · GpuTypeMismatch · NotEnoughGpus
     ├── StorageError               disk full, directory not writable
+    ├── EnvironmentProblem         an environment cannot be captured, sent or restored
+    │   ├── EnvironmentUnsupported   a kind of environment that cannot travel, or a file in it that cannot
+    │   ├── EnvironmentTooLarge      over the limit; names what is largest
+    │   ├── EnvironmentMissing       the store has no such snapshot
+    │   ├── EnvironmentRejected      what was sent is not what a snapshot may be
+    │   ├── EnvironmentCorrupt       what was stored is not what its address says, twice
+    │   └── StoreUnavailable         the store does not answer, or refuses
     ├── AgentUnavailable           the node's agent does not answer
     ├── ServerNotConfigured        remote=True without a server
     ├── SessionEnded               a call in a session that has ended
@@ -133,6 +140,54 @@ class StorageError(ServerlessGpuError):
 
     code = "storage"
     status = 507
+
+
+class EnvironmentProblem(ServerlessGpuError):
+    """The environment cannot be captured or restored."""
+
+    code = "environment"
+
+
+class EnvironmentUnsupported(EnvironmentProblem):
+    """This environment, or a file in it, cannot be captured."""
+
+    code = "environment_unsupported"
+    status = 422
+
+
+class EnvironmentTooLarge(EnvironmentProblem):
+    """The environment is over the size limit."""
+
+    code = "environment_too_large"
+    status = 413
+
+
+class EnvironmentMissing(EnvironmentProblem):
+    """The store does not have this snapshot."""
+
+    code = "environment_missing"
+    status = 404
+
+
+class EnvironmentRejected(EnvironmentProblem):
+    """A unit or snapshot breaks the rules of what it may hold, and nothing of it was used."""
+
+    code = "environment_rejected"
+    status = 422
+
+
+class EnvironmentCorrupt(EnvironmentProblem):
+    """Stored bytes are not what their address says, also when they were fetched again."""
+
+    code = "env_corrupt"
+
+
+class StoreUnavailable(EnvironmentProblem):
+    """The store of environments does not answer, or refuses."""
+
+    code = "store_unavailable"
+    status = 503
+    retryable = True
 
 
 class AgentUnavailable(ServerlessGpuError):

@@ -1,0 +1,1 @@
+"""What Python sees, as content-addressed units: recognised, captured, stored, restored."""

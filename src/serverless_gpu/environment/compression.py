@@ -1,0 +1,45 @@
+"""The one place that says where zstd comes from: the standard library from Python 3.14 on, its backport before."""
+
+from __future__ import annotations
+
+import sys
+
+from serverless_gpu.errors import EnvironmentRejected
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
+LEVEL_LOCAL = 1
+"""For the local disk: 14 % more bytes than level 3 in 30 % less time."""
+LEVEL_REMOTE = 3
+"""For a network, which is slower than the compressor."""
+
+
+def compress(data: bytes | bytearray | memoryview, level: int = LEVEL_LOCAL) -> bytes:
+    """Return data as one zstd frame."""
+    return zstd.compress(data, level=level)
+
+
+def decompress(frame: bytes | memoryview, size_max: int) -> bytes:
+    """Return the content of one zstd frame, never more than a bound.
+
+    Args:
+        frame: the whole frame and nothing else.
+        size_max: most bytes that are made of it.
+
+    Raises:
+        EnvironmentRejected: it is no such frame, ends early, goes on after its end, or holds more.
+    """
+    decompressor = zstd.ZstdDecompressor()
+    try:
+        # One byte more than allowed is enough to know that there is more.
+        data = decompressor.decompress(bytes(frame), max_length=size_max + 1)
+    except (zstd.ZstdError, EOFError) as error:
+        raise EnvironmentRejected(f"a compressed block cannot be read: {error}") from None
+    if len(data) > size_max:
+        raise EnvironmentRejected(f"a compressed block holds more than the {size_max} bytes it says")
+    if not decompressor.eof or decompressor.unused_data:
+        raise EnvironmentRejected("a compressed block ends early, or is followed by something else")
+    return data

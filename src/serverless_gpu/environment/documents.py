@@ -1,0 +1,269 @@
+"""Rows, units and snapshots: what an environment is made of, as values; what gives them their addresses.
+
+    snapshot ─ interpreter
+             ├ root 0, the interpreter's own site-packages ─ unit numpy, unit torch, …, unit of unowned files
+             ├ root 1, another directory of distributions  ─ units
+             └ root 2, the project's code                  ─ one unit
+    unit     ─ rows (path, kind, size, sha256, link target)                              → its address
+             └ packs, blocks, places: where the bytes of the rows lie in the store          not part of the address
+
+A row's path starts with its area: `site/` is the directory that is on `sys.path`, `prefix/` the directory above it
+that has `bin` and `share`. So a unit knows nothing of Python versions, machines or users, and the same wheel has the
+same address everywhere. The address of a unit is BLAKE3 over its rows in order of their paths; that of a snapshot is
+BLAKE3 over its interpreter, the addresses of the units of each root, and the files that are generated on restore. Facts
+(where it came from, notes of installers) are not part of an address.
+
+Whoever reads a document from a store goes through `blobs.py`, which checks it (`rules.py`) before anybody else sees it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+import msgspec
+from blake3 import blake3
+
+VERSION = 1
+BLOCK_BYTES = 4 * 1024 * 1024
+"""Content bytes of a block: what is compressed as one zstd frame, and restored by itself."""
+PACK_BYTES = 16 * 1024 * 1024
+"""Compressed bytes after which a pack is closed: what is sent, verified and resumed as one object."""
+
+RowKind = Literal["f", "x", "l", "d"]  # file, executable file, link, empty directory
+UnitKind = Literal["distribution", "unowned", "code"]
+RootKind = Literal["own", "library", "code"]
+
+
+class Row(msgspec.Struct, frozen=True, array_like=True):
+    """One file, link or empty directory of a unit.
+
+    Attributes:
+        path: area and path below it, for example ``site/numpy/__init__.py``; UTF-8, ``/`` between names.
+        kind: what it is.
+        size: content bytes; 0 for links and directories.
+        sha256: of the content, 32 bytes; empty for links and directories.
+        target: for a link, what it says.
+    """
+
+    path: str
+    kind: RowKind = "f"
+    size: int = 0
+    sha256: bytes = b""
+    target: str = ""
+
+    @property
+    def has_content(self) -> bool:
+        """Return whether this is a file."""
+        return self.kind in ("f", "x")
+
+
+class Block(msgspec.Struct, frozen=True, array_like=True):
+    """One zstd frame in a pack.
+
+    Attributes:
+        pack: index into the unit's packs.
+        offset: where the frame starts in the pack.
+        length: its compressed bytes.
+        size: its content bytes, at most `BLOCK_BYTES`.
+    """
+
+    pack: int
+    offset: int
+    length: int
+    size: int
+
+
+class Place(msgspec.Struct, frozen=True, array_like=True):
+    """Where a file's content starts: a block, and a byte in it. A file of more than a block starts at 0 and goes on in
+    the blocks that follow, which hold nothing else."""
+
+    block: int
+    start: int
+
+
+class Unit(msgspec.Struct, frozen=True, kw_only=True):
+    """One piece of an environment, as it is stored under ``units/<address>``.
+
+    Attributes:
+        address: hexadecimal, 64 digits.
+        rows: in order of their paths.
+        packs: digests of the packs, hexadecimal.
+        blocks: in the order in which large files run through them.
+        places: for each row that is a file and not empty, in order of the rows.
+    """
+
+    address: str
+    rows: tuple[Row, ...]
+    packs: tuple[str, ...] = ()
+    blocks: tuple[Block, ...] = ()
+    places: tuple[Place, ...] = ()
+    version: int = VERSION
+
+
+class Interpreter(msgspec.Struct, frozen=True, kw_only=True):
+    """The Python an environment is for.
+
+    Attributes:
+        implementation: ``cpython``.
+        version: for example ``3.11.7``; the first two numbers are part of the address.
+        abi: what extension modules are built for, for example ``cpython-311-x86_64-linux-gnu``.
+        platform: for example ``linux-x86_64``.
+        glibc: of the machine it was captured on, for example ``2.36``; "" elsewhere. Not part of the address.
+    """
+
+    implementation: str
+    version: str
+    abi: str
+    platform: str
+    glibc: str = ""
+
+    @property
+    def minor(self) -> str:
+        """Return for example ``3.11``."""
+        return ".".join(self.version.split(".")[:2])
+
+
+class Member(msgspec.Struct, frozen=True, kw_only=True):
+    """A unit as a snapshot lists it.
+
+    Attributes:
+        address: the unit.
+        kind: what it holds.
+        name: of the distribution in its normal form (``scikit-learn``), of the code's directory, or "" (unowned files).
+        version: of the distribution, or "".
+        size: content bytes.
+        files: number of files.
+        modules: names it adds to what can be imported: top-level files and directories, without endings.
+    """
+
+    address: str
+    kind: UnitKind
+    name: str = ""
+    version: str = ""
+    size: int = 0
+    files: int = 0
+    modules: tuple[str, ...] = ()
+
+
+class Generated(msgspec.Struct, frozen=True, kw_only=True):
+    """A small text file that names directories of its machine: written anew on restore.
+
+    Attributes:
+        path: area and path, as in a row.
+        text: its content, ``{{sgpu:2}}`` standing for the directory of root 2 (its site area), ``{{sgpu:python}}`` for
+            the interpreter.
+        executable: whether it can be run.
+    """
+
+    path: str
+    text: str
+    executable: bool = False
+
+
+class Root(msgspec.Struct, frozen=True, kw_only=True):
+    """A directory on `sys.path`, as a list of units.
+
+    Attributes:
+        kind: root 0 is the interpreter's ``own``; a ``library`` holds distributions too (user site, system site, `pip
+            --target`); ``code`` is the user's.
+        members: its units, in order of kind, name and address.
+        generated: files that come out different on each machine.
+        before: whether it comes before the standard library on `sys.path` (PYTHONPATH, the script's directory).
+    """
+
+    kind: RootKind
+    members: tuple[Member, ...]
+    generated: tuple[Generated, ...] = ()
+    before: bool = False
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a snapshot came from; not part of its address, and nothing is decided by it that could do harm.
+
+    Attributes:
+        captured_ns: when, nanoseconds since 1970.
+        python: the interpreter without its environment, for example ``/usr/bin/python3.11``.
+        prefix: `sys.prefix`.
+        originals: for each root, the directory it was captured from.
+        notes: for each root, what installers noted: path of a row that would be, and its text. Only names in
+            `rules.NOTE_NAMES`.
+        loaded: for each root, Python files (paths as in rows) of the modules the caller had imported: compiled first.
+        variables: names of the start-up variables that were set, never their values.
+        left_out: what was not captured, and why, one sentence each.
+    """
+
+    captured_ns: int = 0
+    python: str = ""
+    prefix: str = ""
+    originals: tuple[str, ...] = ()
+    notes: tuple[dict[str, str], ...] = ()
+    loaded: tuple[tuple[str, ...], ...] = ()
+    variables: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+
+
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """An environment: an interpreter and the units of each root, as it is stored under ``snapshots/<address>``."""
+
+    address: str
+    interpreter: Interpreter
+    roots: tuple[Root, ...]
+    facts: Facts = Facts()
+    version: int = VERSION
+
+    @property
+    def size(self) -> int:
+        """Return the content bytes of all units."""
+        return sum(member.size for root in self.roots for member in root.members)
+
+    @property
+    def files(self) -> int:
+        """Return the number of files of all units."""
+        return sum(member.files for root in self.roots for member in root.members)
+
+    def addresses(self) -> tuple[str, ...]:
+        """Return the addresses of all units, each once, in order."""
+        return tuple(dict.fromkeys(member.address for root in self.roots for member in root.members))
+
+
+def unit_address(rows: Iterable[Row]) -> str:
+    """Return the address of a unit: BLAKE3 over its rows in order of their paths.
+
+    Args:
+        rows: all of its rows, in any order.
+    """
+    digest = blake3(b"serverless-gpu unit 1\n")
+    for row in sorted(rows, key=_path):
+        digest.update(f"{row.path}\0{row.kind}\0{row.size}\0{row.sha256.hex()}\0{row.target}\n".encode())
+    return digest.hexdigest()
+
+
+def snapshot_address(interpreter: Interpreter, roots: Iterable[Root]) -> str:
+    """Return the address of a snapshot.
+
+    Args:
+        interpreter: what it is for.
+        roots: its directories in the order of `sys.path`, the interpreter's own first.
+    """
+    digest = blake3(b"serverless-gpu snapshot 1\n")
+    python = (interpreter.implementation, interpreter.minor, interpreter.abi, interpreter.platform)
+    digest.update("\0".join(python).encode() + b"\n")
+    for root in roots:
+        digest.update(f"root\0{root.kind}\0{int(root.before)}\n".encode())
+        for address in sorted(member.address for member in root.members):
+            digest.update(f"unit\0{address}\n".encode())
+        for file in sorted(root.generated, key=_path):
+            text = file.text.encode()
+            digest.update(f"generated\0{file.path}\0{int(file.executable)}\0{len(text)}\n".encode() + text)
+    return digest.hexdigest()
+
+
+def make_snapshot(interpreter: Interpreter, roots: tuple[Root, ...], facts: Facts) -> Snapshot:
+    """Return a snapshot with its address."""
+    address = snapshot_address(interpreter, roots)
+    return Snapshot(address=address, interpreter=interpreter, roots=roots, facts=facts)
+
+
+def _path(item: Row | Generated) -> bytes:
+    return item.path.encode()

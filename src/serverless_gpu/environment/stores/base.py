@@ -1,0 +1,68 @@
+"""What every store can do: six calls on keys and bytes, nothing about what the bytes mean (`blobs.py` does that).
+
+Keys are `packs/<digest>`, `units/<address>`, `snapshots/<address>` and `gc/condemned`. A key is never visible before
+all of its bytes are, and never half of them; putting the same bytes twice, from two places at once, is the normal case.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Collection, Iterable, Iterator
+from typing import NamedTuple
+
+OBJECT_BYTES_MAX = 256 * 1024 * 1024
+"""The largest object a store is asked to hold."""
+
+
+class Stored(NamedTuple):
+    """One object in a store: its key, its size in bytes, and when it was last put (nanoseconds since 1970)."""
+
+    key: str
+    size: int
+    put_ns: int
+
+
+class Store(abc.ABC):
+    """A place for objects; safe to use from several threads and by several processes at once.
+
+    Every method raises `StoreUnavailable` when the store does not answer within its bound or refuses, and
+    `StorageError` when it is full.
+
+    Attributes:
+        url: what a person would type to name it, without secrets.
+    """
+
+    url: str
+
+    @abc.abstractmethod
+    def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+        """Return an object, or a range of it.
+
+        Args:
+            key: which object.
+            start: first byte.
+            length: how many bytes; None means to the end, which must not be more than `OBJECT_BYTES_MAX`.
+
+        Raises:
+            KeyError: there is no such object.
+        """
+
+    @abc.abstractmethod
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        """Put an object, durably and at once, in place of what may be there."""
+
+    @abc.abstractmethod
+    def present(self, keys: Collection[str]) -> frozenset[str]:
+        """Return which of these objects are there, without listing anything."""
+
+    @abc.abstractmethod
+    def list(self, prefix: str) -> Iterator[Stored]:
+        """Return everything below `prefix/`; for garbage collection only."""
+
+    @abc.abstractmethod
+    def delete(self, keys: Iterable[str]) -> None:
+        """Remove objects; those that are not there are no error."""
+
+    @abc.abstractmethod
+    def free_bytes(self) -> int | None:
+        """Return how much more it can hold, or None where that is not known."""
