@@ -161,6 +161,7 @@ def test_a_machine_that_refuses_says_which_step(place: Path) -> None:
     code = "print(mounts.probe())"
     module = place / "mounts.py"
     shutil.copyfile(str(mounts.__file__), module)
-    command = ["setpriv", "--bounding-set=-sys_admin", sys.executable, "-I", "-c", PREAMBLE + code, module, str(place)]
+    command = ["setpriv", "--bounding-set=-sys_admin", sys.executable, "-I", "-c", PREAMBLE + code]
+    command += [str(module), str(place)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "a mount namespace cannot be made: Operation not permitted"

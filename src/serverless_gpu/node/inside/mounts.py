@@ -14,8 +14,8 @@ A mount is a mapping, as it comes out of JSON: ``at`` (where), ``layers`` (names
 Lives here: the system calls. Must not: know what is in a layer, or import anything of ours.
 
 Failure cases, each an OSError that says which step and at which place: user namespaces are switched off (EPERM,
-ENOSPC), more than one thread (EINVAL), a layer that is gone (ENOENT), too many layers (ENAMETOOLONG before the kernel is
-asked). After a failure the process may be half way in: it must end, or use nothing of the environment.
+ENOSPC), more than one thread (EINVAL), a layer that is gone (ENOENT), too many layers (ENAMETOOLONG, before the kernel
+is asked). After a failure the process may be half way in: it must end, or use nothing of the environment.
 """
 
 from __future__ import annotations
