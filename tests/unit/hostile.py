@@ -1,0 +1,339 @@
+"""Units and snapshots that somebody who means harm would send, each with the words of the rule that stops it.
+
+Every value here is built with a correct address where it can be, so that nothing but its own rule refuses it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from serverless_gpu.environment.documents import (
+    BLOCK_BYTES,
+    Block,
+    Facts,
+    Generated,
+    Interpreter,
+    Member,
+    Place,
+    Root,
+    Row,
+    Snapshot,
+    Unit,
+    make_snapshot,
+    unit_address,
+)
+
+PACK = "ab" * 32
+MIB = 1024 * 1024
+PYTHON = Interpreter(
+    implementation="cpython",
+    version="3.11.7",
+    abi="cpython-311-x86_64-linux-gnu",
+    platform="linux-x86_64",
+    glibc="2.36",
+)
+
+
+def file(path: str, size: int = 3, kind: str = "f") -> Row:
+    """Return the row of a file whose content nobody will read."""
+    digest = hashlib.sha256(b"" if size == 0 else b"%d" % size).digest()
+    return Row(path=path, kind=kind, size=size, sha256=digest)  # type: ignore[arg-type]  # hostile kinds are the point
+
+
+def link(path: str, target: str) -> Row:
+    return Row(path=path, kind="l", target=target)
+
+
+def unit(*rows: Row, ordered: bool = True, **changes: object) -> Unit:
+    """Return a unit that is right but for its rows, or for what is changed in it."""
+    listed = tuple(sorted(rows, key=lambda row: row.path.encode(errors="surrogatepass"))) if ordered else rows
+    try:
+        address = unit_address(listed)
+    except UnicodeEncodeError:
+        address = "0" * 64
+    made = Unit(address=address, rows=listed, packs=(PACK,), **places(listed))  # type: ignore[arg-type]  # blocks and places come as a dict
+    return msgspec.structs.replace(made, **changes)
+
+
+def places(rows: Sequence[Row]) -> dict[str, object]:
+    """Return blocks and places for rows: one block for each small file, as many as needed for a large one."""
+    blocks: list[Block] = []
+    found: list[Place] = []
+    offset = 0
+    for row in rows:
+        if not row.has_content or row.size <= 0:
+            continue
+        found.append(Place(len(blocks), 0))
+        left = min(row.size, 64 * MIB)  # larger ones are refused before anybody looks at their blocks
+        while left > 0:
+            size = min(left, BLOCK_BYTES)
+            length = max(1, size // 4)
+            blocks.append(Block(0, offset % MIB * 16 if offset > 16 * MIB else offset, length, size))
+            offset, left = offset + length, left - size
+    return {"blocks": tuple(blocks), "places": tuple(found)}
+
+
+def hostile_units() -> Iterator[tuple[str, Unit, str]]:
+    """Yield a name, a unit, and words of the error it has to raise."""
+    yield from _paths()
+    yield from _trees()
+    yield from _links()
+    yield from _rows()
+    yield from _blocks()
+    yield from _bombs()
+
+
+def _paths() -> Iterator[tuple[str, Unit, str]]:
+    for name, path, rule in (
+        ("absolute", "/etc/passwd", "not absolute"),
+        ("absolute at the root", "/x", "not absolute"),
+        ("another area", "etc/passwd", "starts with site/ or prefix/"),
+        ("the area itself", "site", "starts with site/ or prefix/"),
+        ("nothing", "", "starts with site/ or prefix/"),
+        ("up", "site/../../x", "'.' or '..'"),
+        ("up at the end", "site/a/..", "'.' or '..'"),
+        ("dot", "site/./x", "'.' or '..'"),
+        ("dot at the end", "site/a/.", "'.' or '..'"),
+        ("empty name", "site//x", "not empty"),
+        ("empty at the end", "site/a/", "not empty"),
+        ("area and slash", "site/", "not empty"),
+        ("NUL", "site/a\0b", "control character"),
+        ("newline", "site/a\nb", "control character"),
+        ("escape", "site/\x1b[2Ja", "control character"),
+        ("C1 control", "site/a\x9bb", "control character"),
+        ("delete", "site/a\x7f", "control character"),
+        ("half a surrogate pair", "site/\udcff", "not UTF-8"),
+        ("long name", "site/" + "a" * 256, "at most 255 bytes"),
+        ("long name in UTF-8", "site/" + "é" * 128, "at most 255 bytes"),
+        ("long directory", f"site/{'a' * 256}/x", "at most 255 bytes"),
+        ("long path", "site/" + "/".join(["a" * 99] * 11), "at most 1024 bytes"),
+        ("long path in UTF-8", "site/" + "/".join(["é" * 99] * 6), "at most 1024 bytes"),
+        ("PATH_MAX chain", "site/" + "/".join(["d" * 247] * 20), "at most 1024 bytes"),
+        ("deep", "site/" + "/".join("a" * 64), "at most 64 names"),
+    ):
+        yield name, unit(file(path)), rule
+        if "\0" not in path:
+            yield f"{name}, an empty directory", unit(Row(path=path, kind="d")), rule
+            yield f"{name}, a link", unit(link(path, "x"), file("site/x")), rule
+
+
+def _trees() -> Iterator[tuple[str, Unit, str]]:
+    one, two = file("site/a"), file("site/b")
+    yield "duplicate", unit(one, one), "twice"
+    yield "duplicate of two kinds", unit(one, link("site/a", "b"), two), "twice"
+    yield "unsorted", unit(two, one, ordered=False), "in order of their paths"
+    for name, first, second in (
+        ("case", "site/A", "site/a"),
+        ("case of directories", "site/Pkg/a.py", "site/pkg/b.py"),
+        ("case of a file and a directory", "site/PKG", "site/pkg/b.py"),
+        ("sharp s", "site/straße", "site/strasse"),
+        ("composed and decomposed", "site/e\u0301", "site/\u00e9"),
+        ("composed directories", "site/e\u0301/a", "site/\u00e9/b"),
+        ("ligature", "site/\ufb01le", "site/file"),
+        ("Kelvin sign", "site/\u212a", "site/k"),
+        ("dotted capital I", "site/\u0130", "site/i\u0307"),
+        ("full width", "site/\uff41", "site/A"),
+    ):
+        yield name, unit(file(first), file(second)), "same file as"
+    yield "below a file", unit(file("site/a"), file("site/a/b")), "below a file or link"
+    yield "below a file, deep", unit(file("site/a"), file("site/a/b/c")), "below a file or link"
+    yield "below a link", unit(link("site/a", "b"), file("site/a/c"), file("site/b/x")), "below a file or link"
+    yield "directory, then file", unit(file("site/a!/b"), file("site/a!")), "below a file or link"
+    yield "below an empty directory", unit(Row(path="site/a", kind="d"), file("site/a/b")), "below an empty directory"
+
+
+def _links() -> Iterator[tuple[str, Unit, str]]:
+    secret, inside = file("site/secret"), file("site/a/b/x")
+    for name, target, rule in (
+        ("absolute link", "/etc/passwd", "relative"),
+        ("empty link", "", "relative"),
+        ("link out of everything", "../../../../etc/passwd", "leads out"),
+        ("link out by one", "../../../x", "leads out"),
+        ("link to its area's parent", "../../..", "leads out"),
+        ("link to the other area", "../../../prefix/bin/x", "leads out"),
+        ("link out and in again", "../../../site/secret", "leads out"),
+        ("link to nothing", "nothing", "not there"),
+        ("link to nothing, deep", "../nothing/x", "not there"),
+        ("link with empty name", "..//b/x", "not there"),
+        ("link with a slash at the end", "../", "not there"),
+        ("link through a file", "x/../x", "through another link or a file"),
+        ("link to itself", "link", "circle"),
+        ("link with a control character", "x\n", "control character"),
+        ("link with a NUL", "x\0", "control character"),
+        ("long link", "./" * 600 + "x", "at most 1024 bytes"),
+    ):
+        yield name, unit(link("site/a/b/link", target), inside, secret, file("prefix/bin/x")), rule
+    yield "circle of two", unit(link("site/a", "b"), link("site/b", "a")), "circle"
+    # The archive of CVE-2025-4517 and its family: a directory behind a link, so that `..` means something else.
+    yield (
+        "through a link to a directory",
+        unit(
+            link("site/a/b/c", "../../deep/er"), link("site/a/out", "b/c/../../secret"), file("site/deep/er/x"), secret
+        ),
+        "through another link",
+    )
+    chain = [link(f"site/{n:02}", f"{n + 1:02}") for n in range(12)]
+    yield "long chain", unit(*chain, file("site/12")), "more than 8 others"
+
+
+def _rows() -> Iterator[tuple[str, Unit, str]]:
+    good = file("site/a")
+    for kind in ("h", "c", "b", "p", "s", "D", "", "ff", 7):
+        yield f"kind {kind!r}", unit(msgspec.structs.replace(good, kind=kind)), "no kind of row"
+    for size in (-1, -(2**63), 15 * 10**9 + 1, 2**63, 2**64):
+        yield f"size {size}", unit(msgspec.structs.replace(good, size=size)), "a size is between"
+    for digest in (b"", b"\0" * 31, b"\0" * 33):
+        yield f"digest of {len(digest)}", unit(msgspec.structs.replace(good, sha256=digest)), "32 bytes of SHA-256"
+    yield "digest of nothing", unit(msgspec.structs.replace(good, size=0, sha256=b"\1" * 32)), "32 bytes of SHA-256"
+    yield "file with a target", unit(msgspec.structs.replace(good, target="b")), "only links have a target"
+    yield "directory with a target", unit(Row(path="site/a", kind="d", target="b")), "only links have a target"
+    yield "directory with a size", unit(Row(path="site/a", kind="d", size=4)), "only files have a size"
+    yield "link with a digest", unit(Row(path="site/b", kind="l", target="a", sha256=b"\0" * 32), good), "only files"
+    yield "bytecode", unit(file("site/p/__pycache__/a.cpython-311.pyc")), "bytecode is made on the node"
+    yield "a million rows and one", Unit(address="0" * 64, rows=(good,) * 1_000_001), "1000001 rows"
+    two = [file(f"site/{n}", 8 * 10**9) for n in range(2)]
+    yield "more than 15 GB", unit(*two), "at most 15000000000"
+    yield "another address", unit(good, address="0" * 64), "not that of its rows"
+    yield "an address that is a path", unit(good, address="../../x"), "64 hexadecimal digits"
+    yield "upper case address", unit(good, address=unit(good).address.upper()), "64 hexadecimal digits"
+    yield "another format", unit(good, version=2), "its format is 2"
+
+
+def _blocks() -> Iterator[tuple[str, Unit, str]]:
+    rows = (file("site/a", 100), file("site/b", 50))
+    two = (Block(0, 0, 60, 100), Block(0, 60, 30, 50))
+    spots = (Place(0, 0), Place(1, 0))
+    for name, blocks, found, rule in (
+        ("no such pack", (Block(1, 0, 60, 100), two[1]), spots, "pack 1 of 1"),
+        ("pack -1", (Block(-1, 0, 60, 100), two[1]), spots, "pack -1 of 1"),
+        ("before the pack", (Block(0, -1, 60, 100), two[1]), spots, "outside its pack"),
+        ("after the pack", (Block(0, 33 * MIB, 60, 100), two[1]), spots, "outside its pack"),
+        ("far after the pack", (Block(0, 2**70, 60, 100), two[1]), spots, "outside its pack"),
+        ("no bytes", (Block(0, 0, 0, 100), two[1]), spots, "outside its pack"),
+        ("shared bytes", (Block(0, 0, 61, 100), two[1]), spots, "share bytes of a pack"),
+        ("one block twice", (two[0], two[0]), spots, "share bytes of a pack"),
+        ("large block", (Block(0, 0, 60, 4 * MIB + 1), two[1]), spots, "a block holds"),
+        ("empty block", (Block(0, 0, 60, 0), two[1]), spots, "a block holds"),
+        ("no such block", two, (Place(2, 0), Place(1, 0)), "block 2 of 2"),
+        ("block -1", two, (Place(-1, 0), Place(1, 0)), "block -1 of 2"),
+        ("byte -1", two, (Place(0, 0), Place(1, -1)), "byte -1"),
+        ("out of the block", two, (Place(0, 1), Place(1, 0)), "starts at the block's first byte"),
+        ("after the last block", two, (Place(0, 0), Place(1, 1)), "starts at the block's first byte"),
+        ("no blocks left", (two[0], Block(0, 60, 30, 49)), spots, "after the last block"),
+        ("not the end of a block", (Block(0, 0, 60, 90), two[1]), (Place(0, 0), Place(1, 0)), "hold nothing else"),
+        ("no places", two, (), "0 places for 2 files"),
+        ("one place too few", two, (Place(0, 0),), "1 places for 2 files"),
+        ("one place too many", two, (*spots, Place(1, 0)), "3 places for 2 files"),
+        ("two files in one place", two, (Place(0, 0), Place(0, 0)), "shares bytes with"),
+        ("files overlap", two, (Place(0, 0), Place(0, 50)), "shares bytes with"),
+    ):
+        yield name, unit(*rows, blocks=blocks, places=found), rule
+    yield "pack that is a path", unit(*rows, packs=("../../../etc/passwd",)), "name of a pack"
+    yield "pack twice", unit(*rows, packs=(PACK, PACK)), "listed once"
+
+
+def _bombs() -> Iterator[tuple[str, Unit, str]]:
+    zeros = file("site/zeros", 10**9)
+    count = -(-(10**9) // BLOCK_BYTES)
+    size = [BLOCK_BYTES] * (count - 1) + [10**9 - BLOCK_BYTES * (count - 1)]
+    each = 10**6 // count
+    blocks = tuple(Block(0, each * n, each, size[n]) for n in range(count))
+    yield "1 GB of zeros in 1 MB", unit(zeros, blocks=blocks, places=(Place(0, 0),)), "would become 1000000000"
+    many = tuple(file(f"site/{n}", 1) for n in range(100))
+    waste = tuple(Block(0, 40_000 * n, 40_000, BLOCK_BYTES) for n in range(100))
+    spots = tuple(Place(n, 0) for n in range(100))
+    yield "work for nothing", unit(*many, blocks=waste, places=spots), "far more than the 100 of its files"
+
+
+def snapshot(*members: Member, generated: Sequence[Generated] = (), facts: Facts | None = None) -> Snapshot:
+    """Return a snapshot of one root that is right but for what is put into it."""
+    return make_snapshot(PYTHON, (Root(kind="own", members=members, generated=tuple(generated)),), facts or Facts())
+
+
+def member_of(unit: Unit, name: str = "thing") -> Member:
+    content = [row.size for row in unit.rows if row.has_content]
+    return Member(address=unit.address, kind="distribution", name=name, size=sum(content), files=len(content))
+
+
+def hostile_snapshots() -> Iterator[tuple[str, Snapshot, str]]:
+    """Yield a name, a snapshot, and words of the error it has to raise."""
+    good = member_of(unit(file("site/a")))
+    replace = msgspec.structs.replace
+    own = Root(kind="own", members=(good,))
+    yield "another address", replace(snapshot(good), address="0" * 64), "not that of what it lists"
+    yield "address that is a path", replace(snapshot(good), address="../x"), "64 hexadecimal digits"
+    yield "another format", replace(snapshot(good), version=0), "its format is 0"
+    for field, value in (("version", "../../x"), ("version", "3"), ("abi", "a/b"), ("platform", ""), ("glibc", "../x")):
+        yield (
+            f"{field} {value!r}",
+            make_snapshot(replace(PYTHON, **{field: value}), (own,), Facts()),
+            "interpreter" if (field == "version") else "glibc" if field == "glibc" else "plain words",
+        )
+    yield "no roots", make_snapshot(PYTHON, (), Facts()), "0 roots"
+    yield "65 roots", make_snapshot(PYTHON, (own,) + (Root(kind="library", members=()),) * 64, Facts()), "65 roots"
+    yield "own root twice", make_snapshot(PYTHON, (own, own), Facts()), "the first root, and no other"
+    yield "no own root", make_snapshot(PYTHON, (Root(kind="library", members=()),), Facts()), "the first root"
+    yield "unit twice", snapshot(good, good), "lists the unit twice"
+    for changes, rule in (
+        ({"address": "../units/x"}, "64 hexadecimal digits"),
+        ({"kind": "code"}, "no kind of unit"),
+        ({"kind": "device"}, "no kind of unit"),
+        ({"name": "a\x1b[31m"}, "control characters"),
+        ({"name": "../x"}, "no path"),
+        ({"name": "a" * 256}, "at most 255 bytes"),
+        ({"version": "1\n2"}, "control characters"),
+        ({"modules": ("a\0",)}, "control characters"),
+        ({"size": -1}, "cannot be"),
+        ({"files": -1}, "cannot be"),
+        ({"size": 15 * 10**9 + 1}, "cannot be"),
+    ):
+        yield f"member with {changes}", snapshot(replace(good, **changes)), rule
+    large = [replace(good, address=f"{n:064x}", size=10**10) for n in range(2)]
+    yield "more than 15 GB", snapshot(*large), "20000000000 bytes"
+    many = [replace(good, address=f"{n:064x}", files=600_000) for n in range(2)]
+    yield "more than a million files", snapshot(*many), "1200000 files"
+    yield from _generated(good)
+    yield from _facts(good)
+
+
+def _generated(good: Member) -> Iterator[tuple[str, Snapshot, str]]:
+    for path, text, rule in (
+        ("site/../../x.pth", "", "'.' or '..'"),
+        ("/etc/cron.d/x", "", "not absolute"),
+        ("etc/x", "", "starts with site/ or prefix/"),
+        ("site/evil.so", "", "never generated"),
+        ("site/evil.SO.1", "", "never generated"),
+        ("site/evil.cpython-311-x86_64-linux-gnu.so", "", "never generated"),
+        ("site/evil.pyc", "", "never generated"),
+        ("site/a.pth", "x" * 65537, "at most 65536 bytes"),
+        ("site/a.pth", "é" * 40_000, "at most 65536 bytes"),
+        ("site/a.pth", "a\0b", "is text"),
+        ("site/a.pth", "{{sgpu:1}}/src", "stands for nothing"),
+        ("site/a.pth", "{{sgpu:-1}}/src", "stands for nothing"),
+        ("site/a.pth", "{{sgpu:²}}", "stands for nothing"),
+        ("site/a.pth", "{{sgpu:home}}", "stands for nothing"),
+    ):
+        yield f"generated {path!r} {text[:12]!r}", snapshot(good, generated=[Generated(path=path, text=text)]), rule
+    twice = [Generated(path="site/a.pth", text=""), Generated(path="site/A.pth", text="")]
+    yield "generated twice", snapshot(good, generated=twice), "same file as"
+    below = [Generated(path="site/a", text=""), Generated(path="site/a/b", text="")]
+    yield "generated below a generated file", snapshot(good, generated=below), "below a file"
+
+
+def _facts(good: Member) -> Iterator[tuple[str, Snapshot, str]]:
+    for name, facts, rule in (
+        ("another name", Facts(notes=({"site/a.dist-info/sitecustomize.py": ""},)), "a note is one of"),
+        ("not in a dist-info", Facts(notes=({"site/INSTALLER": "pip"},)), "a note is one of"),
+        ("in the prefix", Facts(notes=({"prefix/a.dist-info/INSTALLER": "pip"},)), "a note is one of"),
+        ("note outside", Facts(notes=({"site/../a.dist-info/INSTALLER": ""},)), "'.' or '..'"),
+        ("long note", Facts(notes=({"site/a.dist-info/INSTALLER": "x" * 65537},)), "at most 65536 bytes"),
+        ("notes of no root", Facts(notes=({}, {})), "more roots than there are"),
+        ("loaded outside", Facts(loaded=(("../x.py",),)), "starts with site/ or prefix/"),
+        ("control character", Facts(left_out=("a\x1b",)), "control characters"),
+        ("long sentence", Facts(left_out=("a" * 9000,)), "at most 8192 bytes"),
+        ("before time", Facts(captured_ns=-1), "no time"),
+    ):
+        yield name, snapshot(good, facts=facts), rule
