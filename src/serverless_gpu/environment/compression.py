@@ -18,8 +18,10 @@ LEVEL_REMOTE = 3
 
 
 def compress(data: bytes | bytearray | memoryview, level: int = LEVEL_LOCAL) -> bytes:
-    """Return data as one zstd frame."""
-    return zstd.compress(data, level=level)
+    """Return data as one zstd frame, with a checksum: what was altered on its way is found when it is read."""
+    parameter = zstd.CompressionParameter
+    options: dict[int, int] = {parameter.compression_level: level, parameter.checksum_flag: 1}
+    return zstd.compress(data, options=options)
 
 
 def decompress(frame: bytes | memoryview, size_max: int) -> bytes:

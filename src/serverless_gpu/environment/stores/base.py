@@ -1,17 +1,25 @@
 """What every store can do: six calls on keys and bytes, nothing about what the bytes mean (`blobs.py` does that).
 
-Keys are `packs/<digest>`, `units/<address>`, `snapshots/<address>` and `gc/condemned`. A key is never visible before
-all of its bytes are, and never half of them; putting the same bytes twice, from two places at once, is the normal case.
+Keys are `packs/<digest>`, `units/<address>`, `snapshots/<address>`, `gc/condemned` and `gc/collector-<digits>`. Any
+other is refused before anything is looked at, so no key leads out of its place. A key is never visible before all of
+its bytes are, and never half of them; putting the same bytes twice, from two places at once, is the normal case.
 """
 
 from __future__ import annotations
 
 import abc
+import re
 from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
+from serverless_gpu.errors import EnvironmentRejected
+
 OBJECT_BYTES_MAX = 256 * 1024 * 1024
 """The largest object a store is asked to hold."""
+PREFIXES = ("packs", "units", "snapshots", "gc")
+"""What keys start with: kinds of objects, and what can be listed."""
+
+_KEY = re.compile(r"(?:packs|units|snapshots)/[0-9a-f]{64}|gc/(?:condemned|collector-[0-9a-f]{32})")
 
 
 class Stored(NamedTuple):
@@ -41,10 +49,11 @@ class Store(abc.ABC):
         Args:
             key: which object.
             start: first byte.
-            length: how many bytes; None means to the end, which must not be more than `OBJECT_BYTES_MAX`.
+            length: how many bytes; None means to the end. Fewer come when the object ends before.
 
         Raises:
             KeyError: there is no such object.
+            EnvironmentRejected: that would be more than `OBJECT_BYTES_MAX`.
         """
 
     @abc.abstractmethod
@@ -57,7 +66,7 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def list(self, prefix: str) -> Iterator[Stored]:
-        """Return everything below `prefix/`; for garbage collection only."""
+        """Return everything below `prefix/`, one of `PREFIXES`, in any order; for garbage collection only."""
 
     @abc.abstractmethod
     def delete(self, keys: Iterable[str]) -> None:
@@ -66,3 +75,35 @@ class Store(abc.ABC):
     @abc.abstractmethod
     def free_bytes(self) -> int | None:
         """Return how much more it can hold, or None where that is not known."""
+
+
+def check_key(key: str) -> str:
+    """Return a key that a store may be asked for.
+
+    Raises:
+        EnvironmentRejected: it is none.
+    """
+    if not _KEY.fullmatch(key):
+        raise EnvironmentRejected(f"{key[:100]!r} is not a key of a store")
+    return key
+
+
+def check_prefix(prefix: str) -> str:
+    """Return a prefix that a store may be asked to list.
+
+    Raises:
+        EnvironmentRejected: it is none.
+    """
+    if prefix not in PREFIXES:
+        raise EnvironmentRejected(f"{prefix[:100]!r} is not a prefix of a store; these are: {', '.join(PREFIXES)}")
+    return prefix
+
+
+def check_range(key: str, start: int, length: int) -> None:
+    """Refuse a range that no object may have.
+
+    Raises:
+        EnvironmentRejected: it starts before the object, or is larger than any.
+    """
+    if start < 0 or not 0 <= length <= OBJECT_BYTES_MAX:
+        raise EnvironmentRejected(f"{length} bytes from byte {start} of {key} are not a range that can be read")

@@ -1,0 +1,273 @@
+"""A store in a directory of this machine, or of a file system that several machines mount.
+
+    <root>/packs/3f/3f09…      objects, 0400, in directories 0700; the first two digits keep directories small
+    <root>/gc/condemned
+    <root>/incoming/…          what is being written, under names nobody asks for
+
+An object is written under `incoming/`, made durable, and then renamed to its name: it is there whole or not at all,
+also after a power cut, and two writers of one key both succeed, in some order. A writer that is killed leaves a file
+under `incoming/`; a day later `delete`, which only garbage collection calls, removes it.
+
+Failure cases: a full disk (StorageError, before the first byte where free space is known to be too small), a
+directory that cannot be read or written, or a link where an object should be (StoreUnavailable).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+import tempfile
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+
+from serverless_gpu.ambient import Clock, SystemClock
+from serverless_gpu.environment.stores.base import (
+    OBJECT_BYTES_MAX,
+    Store,
+    Stored,
+    check_key,
+    check_prefix,
+    check_range,
+)
+from serverless_gpu.errors import EnvironmentRejected, ServerlessGpuError, StorageError, StoreUnavailable
+from serverless_gpu.units import format_bytes
+
+INCOMING = "incoming"
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_PRIVATE = 0o700
+_STALE_NS = 24 * 3600 * 10**9
+_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a planted link or pipe is refused, not followed or waited for
+
+
+class DirectoryStore(Store):
+    """Objects as files.
+
+    Args:
+        root: the directory, made when something is put.
+        clock: says when an object was put.
+    """
+
+    def __init__(self, root: Path, *, clock: Clock | None = None) -> None:
+        self._root = root.absolute()
+        self.url = self._root.as_uri()
+        self._clock = clock or SystemClock()
+
+    def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+        """Return an object, or a range of it."""
+        path = self._path(key)
+        try:
+            fd = os.open(path, os.O_RDONLY | _FLAGS)
+        except (FileNotFoundError, NotADirectoryError):
+            raise KeyError(key) from None
+        except OSError as error:
+            raise self._problem("read", key, error) from error
+        try:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise StoreUnavailable(f"{path} is not a plain file", hint="find out who put it there, and remove it")
+            there = max(0, status.st_size - start)
+            wanted = there if length is None else length
+            check_range(key, start, wanted)
+            return _read(fd, start, min(wanted, there))
+        except OSError as error:
+            raise self._problem("read", key, error) from error
+        finally:
+            os.close(fd)
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        """Put an object, durably and at once, in place of what may be there."""
+        path, view = self._path(key), memoryview(data).cast("B")
+        if len(view) > OBJECT_BYTES_MAX:
+            raise EnvironmentRejected(f"{key} has {len(view)} bytes, {OBJECT_BYTES_MAX} are the most")
+        try:
+            for directory in (self._root / INCOMING, path.parent):
+                _make_directory(directory)
+            free = self.free_bytes()
+            if free is not None and len(view) > free:
+                raise self._full(f"{format_bytes(len(view))} to write, {format_bytes(free)} free")
+            self._put(path, view)
+        except OSError as error:
+            raise self._problem("write", key, error) from error
+
+    def present(self, keys: Collection[str]) -> frozenset[str]:
+        """Return which of these objects are there."""
+        try:
+            return frozenset(key for key in keys if _is_file(self._path(key)))
+        except OSError as error:
+            raise self._problem("look at", "an object", error) from error
+
+    def list(self, prefix: str) -> Iterator[Stored]:
+        """Return everything below `prefix/`."""
+        top = self._root / check_prefix(prefix)
+        try:
+            for entry in _files(top):
+                key = f"{prefix}/{entry.name}"
+                # What is not ours is neither listed nor ever deleted.
+                if entry.path != str(self._root / _place(key)):
+                    continue
+                with contextlib.suppress(FileNotFoundError, EnvironmentRejected):
+                    status = entry.stat(follow_symlinks=False)
+                    yield Stored(check_key(key), status.st_size, status.st_mtime_ns)
+        except OSError as error:
+            raise self._problem("list", prefix, error) from error
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Remove objects; those that are not there are no error."""
+        parents = set()
+        for key in keys:
+            path = self._path(key)
+            try:
+                path.unlink(missing_ok=True)
+                parents.add(path.parent)
+            except NotADirectoryError:
+                continue
+            except OSError as error:
+                raise self._problem("delete", key, error) from error
+        try:
+            for parent in parents:
+                with contextlib.suppress(FileNotFoundError):
+                    _sync_directory(parent)
+            self._remove_leftovers()
+        except OSError as error:
+            raise self._problem("clean", INCOMING, error) from error
+
+    def free_bytes(self) -> int | None:
+        """Return how much more the disk can hold for this user, or None where that cannot be known."""
+        for directory in (self._root, *self._root.parents):
+            try:
+                disk = os.statvfs(directory)
+            except FileNotFoundError:
+                continue
+            except OSError:
+                return None
+            # Some network and FUSE file systems say that they have no blocks at all.
+            return disk.f_bavail * disk.f_frsize if disk.f_blocks else None
+        return None
+
+    def _path(self, key: str) -> Path:
+        return self._root / _place(check_key(key))
+
+    def _put(self, path: Path, view: memoryview) -> None:
+        fd, temporary = tempfile.mkstemp(dir=self._root / INCOMING)  # 0600
+        try:
+            with _closed(fd):
+                _write(fd, view)
+                now = self._clock.wall_ns()
+                os.utime(fd, ns=(now, now))
+                os.fchmod(fd, 0o400)
+                os.fsync(fd)
+            os.rename(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+        _sync_directory(path.parent)
+
+    def _remove_leftovers(self) -> None:
+        """Remove what writers that died left, by the file system's own clock: ours may be another machine's."""
+        incoming = self._root / INCOMING
+        if not incoming.is_dir():
+            return
+        fd, probe = tempfile.mkstemp(dir=incoming)
+        with _closed(fd):
+            now = os.fstat(fd).st_ctime_ns
+        for entry in (*os.scandir(incoming),):
+            with contextlib.suppress(FileNotFoundError):
+                if entry.path == probe or now - entry.stat(follow_symlinks=False).st_ctime_ns > _STALE_NS:
+                    os.unlink(entry.path)
+
+    def _problem(self, verb: str, what: str, error: OSError) -> ServerlessGpuError:
+        if error.errno in _FULL:
+            return self._full(os.strerror(error.errno or 0))
+        return StoreUnavailable(
+            f"cannot {verb} {what} in the store {self.url}: {error.strerror or error}",
+            hint=f"this user must be able to read and write there; look at `ls -la {self._root}`",
+        )
+
+    def _full(self, why: str) -> StorageError:
+        return StorageError(
+            f"no space left in the store {self.url}: {why}",
+            hint="free some space on its disk (`sgpu env gc` removes what nobody uses), or choose another store",
+        )
+
+
+def _place(key: str) -> str:
+    kind, _, name = key.partition("/")
+    return key if kind == "gc" else f"{kind}/{name[:2]}/{name}"
+
+
+def _read(fd: int, start: int, length: int) -> bytes:
+    if length <= 0:
+        return b""
+    data = os.pread(fd, length, start)
+    if len(data) == length:
+        return data
+    pieces = [data]
+    while data and (missing := length - sum(map(len, pieces))):  # large reads come in parts; an empty one is the end
+        data = os.pread(fd, missing, start + length - missing)
+        pieces.append(data)
+    return b"".join(pieces)
+
+
+def _write(fd: int, view: memoryview) -> None:
+    done = 0
+    while done < len(view):
+        done += os.write(fd, view[done:])
+
+
+@contextlib.contextmanager
+def _closed(fd: int) -> Iterator[None]:
+    """Close at the end; what closing says (network file systems write then) counts unless something else failed."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+        raise
+    os.close(fd)
+
+
+def _make_directory(path: Path) -> None:
+    """Make a directory and those above it, private and durably."""
+    if path.is_dir():
+        return
+    if path.parent != path:
+        _make_directory(path.parent)
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=_PRIVATE)
+    _sync_directory(path.parent)
+
+
+def _sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    with _closed(fd):
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems know no such thing
+                raise
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return stat.S_ISREG(os.lstat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def _files(top: Path) -> Iterator[os.DirEntry[str]]:
+    """Yield the files directly below a directory and one level further down."""
+    for entry in _entries(top):
+        if entry.is_dir(follow_symlinks=False):
+            yield from (below for below in _entries(entry.path) if below.is_file(follow_symlinks=False))
+        elif entry.is_file(follow_symlinks=False):
+            yield entry
+
+
+def _entries(path: str | Path) -> list[os.DirEntry[str]]:
+    try:
+        return list(os.scandir(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return []

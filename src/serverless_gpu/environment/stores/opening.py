@@ -1,0 +1,55 @@
+"""From what a person types to a store: a path, `file://`, `memory://`, `s3://`, `gs://` or `az://`."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from serverless_gpu.environment.stores.base import Store
+from serverless_gpu.environment.stores.directory import DirectoryStore
+from serverless_gpu.environment.stores.memory import MemoryStore
+from serverless_gpu.errors import InvalidValue
+
+_memory: dict[str, MemoryStore] = {}
+_memory_lock = threading.Lock()
+
+
+def open_store(url: str | Path, environ: Mapping[str, str]) -> Store:
+    """Return a store; nothing is looked at or made yet.
+
+    Args:
+        url: a path, ``file:///a/path``, ``memory://name`` (the same one for the same name in this process),
+            ``s3://bucket/prefix``, ``gs://bucket/prefix`` or ``az://container/prefix``.
+        environ: where credentials of object stores come from.
+
+    Raises:
+        InvalidValue: it is none of these, or has credentials in it.
+    """
+    text = str(url)
+    if "://" not in text:
+        if not text:
+            raise _invalid(text)
+        return DirectoryStore(Path(os.path.expanduser(text)))
+    parts = urlsplit(text)
+    if "@" in parts.netloc or parts.query or parts.fragment:
+        # Not shown: what stands there may be a secret.
+        raise InvalidValue(
+            f"the url of a store ({parts.scheme}://…) has a user, a password or a query in it",
+            hint="credentials come from variables, for example AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+        )
+    if parts.scheme == "file" and parts.netloc in ("", "localhost") and parts.path:
+        return DirectoryStore(Path(unquote(parts.path)))
+    if parts.scheme == "memory":
+        with _memory_lock:
+            return _memory.setdefault(text, MemoryStore(parts.netloc + parts.path))
+    raise _invalid(text)
+
+
+def _invalid(text: str) -> InvalidValue:
+    return InvalidValue(
+        f"{text!r} is not a store",
+        hint="a store is a directory, or s3://bucket/prefix, gs://bucket/prefix, az://container/prefix",
+    )
