@@ -170,12 +170,15 @@ class Root(msgspec.Struct, frozen=True, kw_only=True):
         members: its units, in order of kind, name and address.
         generated: files that come out different on each machine.
         before: whether it comes before the standard library on `sys.path` (PYTHONPATH, the script's directory).
+        on_path: whether it is on `sys.path` at all: the source of an editable install may only be named by generated
+            files.
     """
 
     kind: RootKind
     members: tuple[Member, ...]
     generated: tuple[Generated, ...] = ()
     before: bool = False
+    on_path: bool = True
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
@@ -250,7 +253,8 @@ def snapshot_address(interpreter: Interpreter, roots: Iterable[Root]) -> str:
     python = (interpreter.implementation, interpreter.minor, interpreter.abi, interpreter.platform)
     digest.update("\0".join(python).encode() + b"\n")
     for root in roots:
-        digest.update(f"root\0{root.kind}\0{int(root.before)}\n".encode())
+        off_path = "" if root.on_path else "\0off path"
+        digest.update(f"root\0{root.kind}\0{int(root.before)}{off_path}\n".encode())
         for address in sorted(member.address for member in root.members):
             digest.update(f"unit\0{address}\n".encode())
         for file in sorted(root.generated, key=_path):

@@ -1,0 +1,168 @@
+"""What differs between two snapshots of an environment, as sentences. Pure.
+
+compare        interpreters, distributions by name, the rest by root
+compare_rows   which files of two versions of a unit
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+import msgspec
+
+from serverless_gpu.environment.documents import Generated, Member, Root, Row, Snapshot
+
+ChangeKind = Literal["interpreter", "distribution", "unowned", "code", "generated", "root"]
+What = Literal["added", "removed", "changed", "edited"]
+_FILES_NAMED_MAX = 3
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True):
+    """One difference.
+
+    Attributes:
+        kind: of what.
+        name: of the distribution, the code's directory, the file; "" for unowned files.
+        what: `edited` is the same version with other content.
+        detail: for example ``2.12.0 → 2.13.0``, or "".
+        files: paths that differ, where they are known.
+    """
+
+    kind: ChangeKind
+    name: str
+    what: What
+    detail: str = ""
+    files: tuple[str, ...] = ()
+
+    def sentence(self) -> str:
+        """Return it for people, for example ``torch edited by hand: torch/nn/init.py``."""
+        parts = [self._subject(), self._verb()]
+        told = ", ".join(part for part in (self.detail, self._files()) if part)
+        return " ".join(parts) + (f": {told}" if told else "")
+
+    def _subject(self) -> str:
+        if self.kind == "unowned":
+            return "files that belong to no distribution"
+        if self.kind == "code":
+            return f"project code {self.name}"
+        return self.name
+
+    def _verb(self) -> str:
+        if self.what == "edited" and self.kind == "distribution":
+            return "edited by hand"
+        return "changed" if self.what == "edited" else self.what
+
+    def _files(self) -> str:
+        more = len(self.files) - _FILES_NAMED_MAX
+        return ", ".join(self.files[:_FILES_NAMED_MAX]) + (f" and {more} more" if more > 0 else "")
+
+
+class FileChange(msgspec.Struct, frozen=True, kw_only=True):
+    """One file that differs between two versions of a unit: path of its row, and how."""
+
+    path: str
+    what: What
+
+
+def compare(a: Snapshot, b: Snapshot) -> tuple[Change, ...]:
+    """Return what differs from one snapshot to another: interpreter, distributions, unowned files, code, the rest."""
+    if a.address == b.address:
+        return ()
+    changes = _compare_interpreters(a, b)
+    changes += _compare_distributions(_distributions(a), _distributions(b))
+    changes += _compare_others(_others(a), _others(b))
+    changes += _compare_generated(_generated(a), _generated(b))
+    if not changes:
+        changes.append(Change(kind="root", name="sys.path", what="changed", detail="the same units in another order"))
+    return tuple(changes)
+
+
+def compare_rows(a: Iterable[Row], b: Iterable[Row]) -> tuple[FileChange, ...]:
+    """Return which files differ from one version of a unit to another, in order of their paths."""
+    before, after = {row.path: row for row in a}, {row.path: row for row in b}
+    changes = [FileChange(path=path, what="removed") for path in before.keys() - after.keys()]
+    changes += [FileChange(path=path, what="added") for path in after.keys() - before.keys()]
+    changes += [
+        FileChange(path=path, what="changed") for path in before.keys() & after.keys() if before[path] != after[path]
+    ]
+    return tuple(sorted(changes, key=lambda change: change.path))
+
+
+def _compare_interpreters(a: Snapshot, b: Snapshot) -> list[Change]:
+    changes = []
+    for field in ("implementation", "minor", "abi", "platform"):
+        before, after = getattr(a.interpreter, field), getattr(b.interpreter, field)
+        if before != after:
+            name = {"minor": "Python", "abi": "ABI"}.get(field, field)
+            changes.append(Change(kind="interpreter", name=name, what="changed", detail=f"{before} → {after}"))
+    return changes
+
+
+def _compare_distributions(a: dict[str, list[Member]], b: dict[str, list[Member]]) -> list[Change]:
+    changes = []
+    for name in sorted(a.keys() | b.keys()):
+        before, after = a.get(name, []), b.get(name, [])
+        if sorted(member.address for member in before) == sorted(member.address for member in after):
+            continue
+        old, new = (", ".join(member.version for member in members) for members in (before, after))
+        if not before or not after:
+            what: What = "added" if after else "removed"
+            changes.append(Change(kind="distribution", name=name, what=what, detail=new or old))
+        elif old != new:
+            changes.append(Change(kind="distribution", name=name, what="changed", detail=f"{old} → {new}"))
+        else:
+            changes.append(Change(kind="distribution", name=name, what="edited", detail=new))
+    return changes
+
+
+def _compare_others(a: dict[tuple[ChangeKind, str], Member], b: dict[tuple[ChangeKind, str], Member]) -> list[Change]:
+    changes = []
+    for kind, name in sorted(a.keys() | b.keys()):
+        before, after = a.get((kind, name)), b.get((kind, name))
+        if before is None or after is None:
+            changes.append(Change(kind=kind, name=name, what="removed" if after is None else "added"))
+        elif before.address != after.address:
+            changes.append(Change(kind=kind, name=name, what="edited"))
+    return changes
+
+
+def _compare_generated(a: dict[str, Generated], b: dict[str, Generated]) -> list[Change]:
+    changes = []
+    for path in sorted(a.keys() | b.keys()):
+        if a.get(path) != b.get(path):
+            what: What = "added" if path not in a else "removed" if path not in b else "changed"
+            changes.append(Change(kind="generated", name=path, what=what))
+    return changes
+
+
+def _distributions(snapshot: Snapshot) -> dict[str, list[Member]]:
+    found: dict[str, list[Member]] = {}
+    for root in snapshot.roots:
+        for member in root.members:
+            if member.kind == "distribution":
+                found.setdefault(member.name, []).append(member)
+    return found
+
+
+def _others(snapshot: Snapshot) -> dict[tuple[ChangeKind, str], Member]:
+    """Return units that are no distributions; those of one name are told apart by their number."""
+    found: dict[tuple[ChangeKind, str], Member] = {}
+    for root in snapshot.roots:
+        for member in root.members:
+            if member.kind != "distribution":
+                name, again = member.name, 1
+                while (member.kind, name) in found:
+                    again += 1
+                    name = f"{member.name} ({again})"
+                found[member.kind, name] = member
+    return found
+
+
+def _generated(snapshot: Snapshot) -> dict[str, Generated]:
+    return {_short(root, file): file for root in snapshot.roots for file in root.generated}
+
+
+def _short(root: Root, file: Generated) -> str:
+    name = file.path.partition("/")[2]
+    return name if root.kind == "own" else f"{name} ({root.kind})"

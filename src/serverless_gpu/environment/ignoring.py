@@ -1,0 +1,194 @@
+"""What git would ignore: the nesting of `.gitignore` files, with the patterns themselves read by `pathspec`.
+
+Git asks of each entry by itself, from the top down: the last pattern that matches *this* path decides, the deepest
+`.gitignore` first, and what lies in an ignored directory is never asked. `pathspec` answers for a path and all above it
+at once, which differs when a directory is ignored and taken back; so its expressions are cut down to the path itself.
+`.sgpuignore` has the same syntax and goes before all `.gitignore`: with `!name` it takes back what git ignores.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+from pathspec.patterns.gitignore import GitIgnorePatternError
+from pathspec.patterns.gitignore.spec import GitIgnoreSpecPattern
+
+GIT = ".gitignore"
+OURS = ".sgpuignore"
+_PATTERNS_BYTES_MAX = 1024 * 1024
+
+
+class Patterns(msgspec.Struct, frozen=True):
+    """One file of patterns.
+
+    Attributes:
+        base: the directory its paths start from, relative to the top: "" or ending in ``/``. May lie above the top;
+            then `above` says what comes before a path.
+        above: for example ``src/`` when the file lies one directory above the top, which is called src.
+        rules: expression and whether it ignores, the last first.
+        any: matches when one of the rules may.
+    """
+
+    base: str
+    above: str
+    rules: tuple[tuple[re.Pattern[str], bool], ...]
+    any: re.Pattern[str]
+
+    def decide(self, path: str) -> bool | None:
+        """Return whether a path (directories end in ``/``) is ignored, or None when this file says nothing of it."""
+        return self.match(self.above + path[len(self.base) :])
+
+    def match(self, own: str) -> bool | None:
+        """Return the same for a path relative to the directory the file lies in."""
+        if self.any.match(own) is None:
+            return None
+        for expression, ignores in self.rules:
+            if expression.match(own) is not None:
+                return ignores
+        return None
+
+
+class Ignoring(msgspec.Struct, frozen=True):
+    """What holds in a directory: files of patterns from the outermost to its own."""
+
+    git: tuple[Patterns, ...] = ()
+    ours: tuple[Patterns, ...] = ()
+
+    def ignores(self, path: str) -> bool:
+        """Return whether an entry of this directory is ignored; directories end in ``/``."""
+        for chain in (self.ours, self.git):
+            for patterns in reversed(chain):
+                decided = patterns.decide(path)
+                if decided is not None:
+                    return decided
+        return False
+
+    def below(self, directory: str, base: str) -> Ignoring:
+        """Return what holds in a subdirectory: its own files added, git's forgotten where another repository begins.
+
+        Args:
+            directory: absolute path.
+            base: its path relative to the top, ending in ``/``, or "".
+        """
+        git = () if base and os.path.lexists(f"{directory}/.git") else self.git
+        own, ours = read_patterns(f"{directory}/{GIT}", base), read_patterns(f"{directory}/{OURS}", base)
+        if own is None and ours is None and git is self.git:
+            return self
+        return Ignoring(git + ((own,) if own else ()), self.ours + ((ours,) if ours else ()))
+
+
+def read_patterns(file: str, base: str = "", above: str = "") -> Patterns | None:
+    """Return a file of patterns, or None where there is none that says anything."""
+    try:
+        with open(file, "rb") as opened:
+            text = opened.read(_PATTERNS_BYTES_MAX).decode("utf-8-sig", errors="surrogateescape")
+    except OSError:  # most directories have none; what cannot be read is no pattern for git either
+        return None
+    return parse_patterns(text, base, above)
+
+
+def parse_patterns(text: str, base: str = "", above: str = "") -> Patterns | None:
+    """Return patterns as git reads them, or None when there are none."""
+    rules = []
+    for line in text.split("\n"):
+        line = line.removesuffix("\r")
+        try:
+            expression, ignores = GitIgnoreSpecPattern.pattern_to_regex(line)
+        except GitIgnorePatternError:
+            continue
+        if expression is not None and ignores is not None:
+            rules.append((_own(expression, line), ignores))
+    if not rules:
+        return None
+    rules.reverse()
+    anything = re.compile("|".join(f"(?:{expression})" for expression, _ in rules), re.DOTALL)
+    return Patterns(base, above, tuple((re.compile(text, re.DOTALL), ignores) for text, ignores in rules), anything)
+
+
+def outer_ignoring(top: str) -> tuple[Ignoring, tuple[str, ...]]:
+    """Return what holds above a directory, in its repository, and the files that say so or would if they were there.
+
+    When the repository ignores the directory itself, nothing above it counts: somebody runs code in it.
+    """
+    repository = next((path for path in (top, *map(str, Path(top).parents)) if os.path.lexists(f"{path}/.git")), None)
+    places = list(_outer_files(top, repository))
+    git = [found for file, above in places if (found := read_patterns(file, above=above)) is not None]
+    ours = [
+        found for above in _parents(top, repository) if (found := read_patterns(f"{above[0]}/{OURS}", above=above[1]))
+    ]
+    watched = tuple(file for file, _ in places) + tuple(f"{above}/{OURS}" for above, _ in _parents(top, repository))
+    if repository is not None and _is_ignored(_relative(top, repository), git):
+        return Ignoring(), watched
+    return Ignoring(tuple(git), tuple(ours)), watched
+
+
+def _own(expression: str, line: str) -> str:
+    """Return an expression of pathspec for a path itself, where it also matches what lies below."""
+    expression = expression.replace("(?P<ps_d>/)", "/")
+    if expression == ".":
+        return ""
+    if expression == "/":
+        return r".*/\Z"
+    if line.rstrip().endswith("/**"):
+        return expression + "."
+    return expression + r"\Z"
+
+
+def _outer_files(top: str, repository: str | None) -> Iterator[tuple[str, str]]:
+    """Yield git's files that hold above a directory, the weakest first, and what they put before its paths."""
+    if repository is None:
+        return
+    inside = _relative(top, repository)
+    configured = os.environ.get("XDG_CONFIG_HOME") or os.path.join(os.path.expanduser("~"), ".config")
+    yield os.path.join(configured, "git", "ignore"), inside
+    yield os.path.join(_git_directory(repository), "info", "exclude"), inside
+    for directory, above in _parents(top, repository):
+        yield f"{directory}/{GIT}", above
+
+
+def _parents(top: str, repository: str | None) -> list[tuple[str, str]]:
+    """Return the directories above one in its repository, the outermost first, each with the path between."""
+    if repository is None:
+        return []
+    between = [str(path) for path in Path(top).parents if str(path) == repository or _relative(str(path), repository)]
+    return [(path, _relative(top, path)) for path in reversed(between)]
+
+
+def _is_ignored(inside: str, git: Sequence[Patterns]) -> bool:
+    """Return whether a repository ignores a directory, or one above it; its path in the repository ends in ``/``."""
+    for end in (index + 1 for index, letter in enumerate(inside) if letter == "/"):
+        for patterns in reversed(git):
+            start = len(inside) - len(patterns.above)
+            decided = patterns.match(inside[start:end]) if start < end else None
+            if decided:
+                return True
+            if decided is not None:
+                break
+    return False
+
+
+def _relative(path: str, above: str) -> str:
+    """Return the path from a directory above, ending in ``/``; "" for itself, and for what does not lie below it."""
+    start = above.rstrip("/") + "/"
+    return path[len(start) :].rstrip("/") + "/" if path.startswith(start) and path != above else ""
+
+
+def _git_directory(repository: str) -> str:
+    """Return where a repository keeps its files; a worktree has a file there that says it."""
+    git = f"{repository}/.git"
+    try:
+        with open(git, encoding="utf-8", errors="surrogateescape") as file:
+            said = file.read(4096).strip()
+    except OSError:
+        return git
+    linked = os.path.join(repository, said.removeprefix("gitdir:").strip())
+    common = os.path.join(linked, "commondir")
+    try:
+        with open(common, encoding="utf-8", errors="surrogateescape") as file:
+            return os.path.normpath(os.path.join(linked, file.read(4096).strip()))
+    except OSError:
+        return linked

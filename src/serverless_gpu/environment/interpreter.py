@@ -1,0 +1,138 @@
+"""What an interpreter says about itself: where it looks for modules, what it has loaded, what it was built for.
+
+Standard library only, and syntax that old Pythons read: the text of this file is also run in interpreters that have
+nothing of ours installed (`describe_other`). Names of start-up variables are told, never their values.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import site
+import subprocess
+import sys
+import sysconfig
+
+STARTUP_PREFIXES = (
+    "LD_",
+    "PYTHON",
+    "OMP_",
+    "MKL_",
+    "OPENBLAS_",
+    "KMP_",
+    "GOMP_",
+    "MALLOC_",
+    "GLIBC_TUNABLES",
+    "TORCH",
+    "PYTORCH",
+)
+"""Variables that are read once, when an interpreter or a library starts."""
+
+LOADED_MAX = 50_000
+_ANSWER = "serverless-gpu interpreter: "  # what a .pth file may print at start-up stands before it
+_ANSWER_BYTES_MAX = 32 * 1024 * 1024
+_ANSWER_TIMEOUT_S = 60
+
+
+def describe():
+    # type: () -> dict[str, object]
+    """Return what is to be known about this process: values that JSON can hold."""
+    paths = sysconfig.get_paths()
+    return {
+        "implementation": sys.implementation.name,
+        "version": ".".join(str(number) for number in sys.version_info[:3]),
+        "abi": str(sysconfig.get_config_var("SOABI") or sys.implementation.cache_tag or ""),
+        "platform": sysconfig.get_platform(),
+        "glibc": _glibc(),
+        "executable": sys.executable or "",
+        "base_executable": getattr(sys, "_base_executable", "") or sys.executable or "",
+        "prefix": sys.prefix,
+        "base_prefix": sys.base_prefix,
+        "purelib": paths["purelib"],
+        "platlib": paths["platlib"],
+        "stdlib": paths["stdlib"],
+        "platstdlib": paths["platstdlib"],
+        "site_directories": _site_directories(),
+        "sys_path": [str(entry) for entry in sys.path],
+        "cwd": _cwd(),
+        "flags": {name: int(getattr(sys.flags, name, 0) or 0) for name in ("isolated", "no_site", "no_user_site")},
+        "loaded": _loaded(),
+        "variables": sorted(name for name in os.environ if name.startswith(STARTUP_PREFIXES)),
+        "home": os.path.expanduser("~"),
+        "own_home": os.path.abspath(
+            os.path.expanduser(os.environ.get("SERVERLESS_GPU_HOME") or os.path.join("~", ".serverless_gpu"))
+        ),
+    }
+
+
+def describe_other(python):
+    # type: (str) -> dict[str, object]
+    """Return what another interpreter says about itself, started as `python -c` in this directory.
+
+    Args:
+        python: path of the interpreter.
+
+    Raises:
+        OSError: it cannot be started.
+        RuntimeError: it does not answer within its bound, or with something else; says what it wrote.
+    """
+    with open(__file__, encoding="utf-8") as file:
+        program = file.read() + "\n\nprint('\\n' + _ANSWER + json.dumps(describe()))\n"
+    try:
+        done = subprocess.run(
+            [python, "-c", program],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_ANSWER_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"{python} did not answer within {_ANSWER_TIMEOUT_S} s") from None
+    _, found, answer = done.stdout.rpartition(_ANSWER.encode())
+    if done.returncode or not found or len(answer) > _ANSWER_BYTES_MAX:
+        said = done.stderr[-2000:].decode(errors="replace").strip()
+        raise RuntimeError(f"{python} did not say what it is (exit status {done.returncode}): {said or 'no message'}")
+    described: dict[str, object] = json.loads(answer)
+    return described
+
+
+def _site_directories():
+    # type: () -> list[str]
+    """Return the directories whose .pth files were read at start-up."""
+    if sys.flags.no_site:
+        return []
+    directories = list(site.getsitepackages())
+    if site.ENABLE_USER_SITE:
+        directories.append(site.getusersitepackages())
+    return directories
+
+
+def _loaded():
+    # type: () -> list[str]
+    """Return the files of all imported modules, read from where they are kept: a lazy module must not wake up."""
+    files = []
+    for module in list(sys.modules.values()):
+        try:
+            file = object.__getattribute__(module, "__dict__").get("__file__")
+        except AttributeError:  # something put an object of its own there
+            continue
+        if isinstance(file, str) and os.path.isabs(file):
+            files.append(file)
+    return sorted(set(files))[:LOADED_MAX]
+
+
+def _cwd():
+    # type: () -> str
+    try:
+        return os.getcwd()
+    except OSError:  # it was removed
+        return ""
+
+
+def _glibc():
+    # type: () -> str
+    try:
+        name, _, version = (os.confstr("CS_GNU_LIBC_VERSION") or "").partition(" ")
+    except (AttributeError, ValueError, OSError):  # not glibc
+        return ""
+    return version if name == "glibc" else ""

@@ -1,0 +1,213 @@
+"""Looking at directories: what is in one, and everything below one.
+
+    look   one directory: its mtime (read first, so that a later change shows), files with their stat, what is odd
+    walk   all directories below one, as a `Listing`
+
+A directory's *mark* is a digest of everything that counts in it: names, and size, mtime and inode of files. Bytecode
+does not count, so a first import, which makes `__pycache__` everywhere, changes mtimes of directories and no mark.
+
+Links are not followed into directories. A link to a file outside (uv with `--link-mode symlink`) is that file; other
+links that lead outside are odd, as are devices, sockets and FIFOs. Nothing is opened here.
+
+Failure: `EnvironmentUnsupported` naming a directory that cannot be read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import msgspec
+
+from serverless_gpu.errors import EnvironmentUnsupported
+
+BYTECODE = (".pyc", ".pyo")
+_UNUSUAL = frozenset(map(chr, (*range(32), *range(127, 160))))
+
+
+class File(NamedTuple):
+    """A file or link, as it was found.
+
+    Attributes:
+        file: absolute path.
+        kind: as in a row: file, executable file, link.
+        size: content bytes (of what a link to a file outside leads to).
+        mtime_ns: likewise.
+        inode: likewise.
+        target: what a link says that stays one, else "".
+    """
+
+    file: str
+    kind: str
+    size: int
+    mtime_ns: int
+    inode: int
+    target: str = ""
+
+
+class Directory(NamedTuple):
+    """A directory that was looked at: absolute path, mtime from before it was read, and its mark (8 bytes)."""
+
+    path: str
+    mtime_ns: int
+    mark: bytes
+
+
+class Look(NamedTuple):
+    """One directory: itself, files and subdirectories by name, and names that are left out, with the reason."""
+
+    directory: Directory
+    files: dict[str, File]
+    directories: list[str]
+    odd: dict[str, str]
+
+
+class Listing(msgspec.Struct):
+    """Everything below a directory; paths are relative, ``/`` between names.
+
+    Attributes:
+        top: the directory.
+        files: by path.
+        directories: all that were looked at, the top as "".
+        odd: what was left out, and why.
+    """
+
+    top: str
+    files: dict[str, File] = {}
+    directories: dict[str, Directory] = {}
+    odd: dict[str, str] = {}
+
+
+Keep = Callable[[str, str, bool], bool]
+"""Whether an entry counts: relative path of its directory ("" or ending in "/"), name, whether it is a directory."""
+
+
+def keep_all(above: str, name: str, is_directory: bool) -> bool:
+    """Keep everything but bytecode, and the lock that uv leaves in a `--target` directory."""
+    return name != "__pycache__" and not name.endswith(BYTECODE) and (name != ".lock" or bool(above))
+
+
+def look(directory: str, top: str, keep: Keep = keep_all) -> Look:
+    """Return what is in one directory.
+
+    Args:
+        directory: absolute path.
+        top: the directory that links must not leave; above or equal to it.
+        keep: which entries count.
+
+    Raises:
+        EnvironmentUnsupported: it cannot be read.
+    """
+    above = directory[len(top) :].lstrip("/")
+    above += "/" if above else ""
+    files: dict[str, File] = {}
+    directories: list[str] = []
+    odd: dict[str, str] = {}
+    marks: list[str] = []
+    try:
+        mtime_ns = os.stat(directory).st_mtime_ns
+        with os.scandir(directory) as entries:
+            for entry in entries:
+                name = entry.name
+                is_directory = entry.is_dir(follow_symlinks=False)
+                if not keep(above, name, is_directory):
+                    continue
+                if is_directory:
+                    directories.append(name)
+                    marks.append(name)
+                    continue
+                found = _read_entry(entry, top)
+                if isinstance(found, str):
+                    odd[name] = found
+                    marks.append(f"{name}\0{found}")
+                else:
+                    files[name] = found
+                    marks.append(f"{name}\0{found.size}\0{found.mtime_ns}\0{found.inode}\0{found.target}")
+    except OSError as error:
+        raise EnvironmentUnsupported(
+            f"cannot read the directory {directory}: {error.strerror}",
+            hint="make it readable, or take it off sys.path (in a project: name it in .sgpuignore)",
+        ) from error
+    marks.sort()
+    mark = hashlib.blake2b("\0\0".join(marks).encode(errors="surrogateescape"), digest_size=8).digest()
+    return Look(Directory(directory, mtime_ns, mark), files, directories, odd)
+
+
+def walk(top: str, keep: Keep = keep_all, start: Iterable[str] = ("",)) -> Listing:
+    """Return everything below a directory.
+
+    Args:
+        top: absolute path.
+        keep: which entries count.
+        start: directories below it to begin with, as relative paths.
+
+    Raises:
+        EnvironmentUnsupported: a directory cannot be read.
+    """
+    listing = Listing(top=top, files={}, directories={}, odd={})
+    waiting = list(start)
+    while waiting:
+        relative = waiting.pop()
+        seen = look(f"{top}/{relative}" if relative else top, top, keep)
+        listing.directories[relative] = seen.directory
+        above = f"{relative}/" if relative else ""
+        for name, file in seen.files.items():
+            listing.files[above + name] = file
+        for name, reason in seen.odd.items():
+            listing.odd[above + name] = reason
+        waiting += [above + name for name in seen.directories]
+    return listing
+
+
+def is_plain(name: str) -> bool:
+    """Return whether a name is UTF-8 without control characters."""
+    if name.isascii() and name.isprintable():
+        return True
+    return _UNUSUAL.isdisjoint(name) and not any("\ud800" <= letter <= "\udfff" for letter in name)
+
+
+def show(path: str) -> str:
+    """Return a path for a sentence, odd bytes and control characters escaped."""
+    return path if is_plain(path) else ascii(path)
+
+
+def read_file(path: str) -> File | None:
+    """Return a file by its path, or None where there is no regular one."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return _file(path, found) if stat.S_ISREG(found.st_mode) else None
+
+
+def is_inside(path: str, directory: str) -> bool:
+    """Return whether a path is a directory or lies below it."""
+    return path == directory or path.startswith(directory.rstrip("/") + "/")
+
+
+def _read_entry(entry: os.DirEntry[str], top: str) -> File | str:
+    if entry.is_symlink():
+        return _read_link(entry.path, top)
+    if entry.is_file(follow_symlinks=False):
+        return _file(entry.path, entry.stat(follow_symlinks=False))
+    return "it is a device, a socket or a FIFO"
+
+
+def _read_link(path: str, top: str) -> File | str:
+    target = os.readlink(path)
+    resolved = os.path.realpath(path)
+    if is_inside(resolved, os.path.realpath(top)):
+        own = os.lstat(path)
+        return File(path, "l", 0, own.st_mtime_ns, own.st_ino, target)
+    found = read_file(resolved)
+    if found is not None:
+        return found._replace(file=path)
+    return f"it is a link to {show(target)}, out of {show(top)}, and not to a file"
+
+
+def _file(path: str, found: os.stat_result) -> File:
+    kind = "x" if found.st_mode & stat.S_IXUSR else "f"
+    return File(path, kind, found.st_size, found.st_mtime_ns, found.st_ino)

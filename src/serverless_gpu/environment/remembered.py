@@ -1,0 +1,158 @@
+"""What of a scan is worth remembering: from units and directories to the two parts of the index, and back.
+
+What a file's digest is comes from the scan that was captured, which was corrected where a RECORD lied.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from array import array
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from serverless_gpu.environment.digests import Digest, digest_files
+from serverless_gpu.environment.documents import Member, Row, Snapshot
+from serverless_gpu.environment.index import (
+    UNKNOWN,
+    FilesPart,
+    GatePart,
+    IndexFile,
+    Owner,
+    Stats,
+    pack_directories,
+    pack_stats,
+)
+from serverless_gpu.environment.listing import File, read_file
+from serverless_gpu.environment.roots import Spot
+from serverless_gpu.environment.survey import Survey
+from serverless_gpu.errors import EnvironmentUnsupported
+
+Place = tuple[str, str, str]
+"""Where a unit is, whatever its version: directory of its root, kind, name."""
+
+
+class Made(msgspec.Struct, frozen=True):
+    """A unit that was made: where, as what, of which files by path of the row, with which rows."""
+
+    spot: Spot
+    member: Member
+    files: Mapping[str, File]
+    rows: tuple[Row, ...]
+
+
+class Known(msgspec.Struct, frozen=True):
+    """What was read before.
+
+    Attributes:
+        digests: by path of the file: size, mtime, inode, and its SHA-256.
+        addresses: of the units, by place.
+    """
+
+    digests: dict[str, tuple[int, int, int, bytes]]
+    addresses: dict[Place, str]
+
+    def find(self, file: File) -> Digest | None:
+        """Return the digest of a file that is the one that was read, by its stat."""
+        kept = self.digests.get(file.file)
+        if kept is None or kept[:3] != (file.size, file.mtime_ns, file.inode):
+            return None
+        return Digest(kept[3], file.size)
+
+
+def read_known(index: IndexFile) -> Known:
+    """Return what an index says was read; nothing where there is none."""
+    gate, files = index.read_gate(), index.read_files()
+    if gate is None or files is None:
+        return Known({}, {})
+    digests: dict[str, tuple[int, int, int, bytes]] = {}
+    for stats in (gate.code, files.files):
+        sizes, mtimes, inodes = stats.columns()
+        for number, name in enumerate(stats.names()):
+            if mtimes[number] != UNKNOWN and stats.kinds[number] in "fx":
+                sha256 = stats.digests[32 * number : 32 * number + 32]
+                digests[name] = (sizes[number], mtimes[number], inodes[number], sha256)
+    return Known(digests, {(owner.site, owner.kind, owner.name): owner.address for owner in files.owners})
+
+
+def make_parts(
+    key: bytes, snapshot: Snapshot, found: Survey, made: Sequence[Made], digests: Mapping[str, bytes], seen_ns: int
+) -> tuple[GatePart, FilesPart]:
+    """Return the two parts of an index.
+
+    Args:
+        key: of the description.
+        snapshot: what was captured.
+        found: the survey it was made of.
+        made: its units.
+        digests: SHA-256 of each file, by its path, as captured.
+        seen_ns: when the survey began.
+    """
+    areas = [(area, listing) for part in found.parts for area, listing in part.areas]
+    directories = [
+        (number, directory) for number, (_, listing) in enumerate(areas) for directory in listing.directories.values()
+    ]
+    names, areas_of, mtimes, marks = pack_directories(directories, seen_ns)
+    code = [file for one in made if one.member.kind == "code" for file in _digested(one, digests)]
+    gate = GatePart(
+        key=key,
+        snapshot=snapshot,
+        areas=tuple(area for area, _ in areas),
+        directories=names,
+        areas_of=areas_of,
+        mtimes=mtimes,
+        marks=marks,
+        small=_small([path for part in found.parts for path in part.watched], seen_ns),
+        code=pack_stats(code, seen_ns),
+        absent="\0".join(found.absent),
+    )
+    return gate, _files_part(snapshot, made, digests, seen_ns)
+
+
+def _files_part(snapshot: Snapshot, made: Sequence[Made], digests: Mapping[str, bytes], seen_ns: int) -> FilesPart:
+    originals = snapshot.facts.originals
+    captured = {
+        (originals[number], member.kind, member.name, member.version): member.address
+        for number, root in enumerate(snapshot.roots)
+        for member in root.members
+    }
+    owners: list[Owner] = []
+    owners_of = array("I")
+    files: list[tuple[str, File | None, bytes]] = []
+    for one in made:
+        member, spot = one.member, one.spot
+        address = captured.get((spot.directory, member.kind, member.name, member.version), member.address)
+        owner = Owner(spot.directory, spot.prefix, member.kind, member.name, member.version, address)
+        if member.kind != "code":
+            mine = _digested(one, digests)
+            files += mine
+            owners_of.extend([len(owners)] * len(mine))
+        owners.append(owner)
+    return FilesPart(pack_stats(files, seen_ns), owners_of.tobytes(), tuple(owners))
+
+
+def _digested(one: Made, digests: Mapping[str, bytes]) -> list[tuple[str, File | None, bytes]]:
+    found: list[tuple[str, File | None, bytes]] = []
+    for row in one.rows:
+        file = one.files[row.path]
+        if row.has_content:
+            found.append((file.file, file, digests.get(file.file, row.sha256)))
+        else:
+            found.append((file.file, file, hashlib.sha256(os.fsencode(os.readlink(file.file))).digest()))
+    return found
+
+
+def _small(paths: Sequence[str], seen_ns: int) -> Stats:
+    """Return small files with their digests, those that are not there as such."""
+    found: list[tuple[str, File | None, bytes]] = []
+    for path in dict.fromkeys(paths):
+        file = read_file(path)
+        digest = b"\0" * 32
+        if file is not None:
+            try:
+                digest = digest_files([(path, "site/", file.size)])[0].sha256
+            except EnvironmentUnsupported:  # gone meanwhile: it will be seen as changed
+                file = None
+        found.append((path, file, digest))
+    return pack_stats(found, seen_ns)
