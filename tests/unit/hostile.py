@@ -232,7 +232,6 @@ def _blocks() -> Iterator[tuple[str, Unit, str]]:
     ):
         yield name, unit(*rows, blocks=blocks, places=found), rule
     yield "pack that is a path", unit(*rows, packs=("../../../etc/passwd",)), "name of a pack"
-    yield "pack twice", unit(*rows, packs=(PACK, PACK)), "listed once"
 
 
 def _bombs() -> Iterator[tuple[str, Unit, str]]:
@@ -242,6 +241,12 @@ def _bombs() -> Iterator[tuple[str, Unit, str]]:
     each = 10**6 // count
     blocks = tuple(Block(0, each * n, each, size[n]) for n in range(count))
     yield "1 GB of zeros in 1 MB", unit(zeros, blocks=blocks, places=(Place(0, 0),)), "would become 1000000000"
+    twice = tuple(Block(n, 0, 10**6, size[n]) for n in range(count))
+    yield (
+        "1 GB in one pack, again and again",
+        unit(zeros, packs=(PACK,) * count, blocks=twice, places=(Place(0, 0),)),
+        ("1000000 bytes would become 1000000000"),
+    )
     many = tuple(file(f"site/{n}", 1) for n in range(100))
     waste = tuple(Block(0, 40_000 * n, 40_000, BLOCK_BYTES) for n in range(100))
     spots = tuple(Place(n, 0) for n in range(100))
