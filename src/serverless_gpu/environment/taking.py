@@ -18,19 +18,19 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
 
 import msgspec
 
 from serverless_gpu.environment.blobs import Blobs
 from serverless_gpu.environment.compression import LEVEL_LOCAL
+from serverless_gpu.environment.description import Description
 from serverless_gpu.environment.documents import Member, Root, Row, Snapshot, Unit, make_snapshot
 from serverless_gpu.environment.limits import CONTENT_BYTES_MAX
 from serverless_gpu.environment.packing import Counts, Job, Packed, Packer, Settings
 from serverless_gpu.environment.progress import Progress, Report, nobody
 from serverless_gpu.environment.reading import unreadable
 from serverless_gpu.environment.rules import check_rows
-from serverless_gpu.environment.scanning import Scan, Source
+from serverless_gpu.environment.scanning import Recogniser, Scan, Source
 from serverless_gpu.errors import (
     EnvironmentProblem,
     EnvironmentRejected,
@@ -75,19 +75,9 @@ class Captured(msgspec.Struct, frozen=True, kw_only=True):
         return self.scan.snapshot
 
 
-class Scanner(Protocol):
-    """What `take` needs of a `Recogniser`."""
-
-    def scan(self, d: object, report: Report) -> Scan:
-        """Look at the whole environment."""
-        ...
-
-    def remember(self, scan: Scan) -> None:
-        """Keep what was captured, to recognise it."""
-        ...
-
-
-def take(description: object, recogniser: Scanner, blobs: Blobs, *, level: int, report: Report = nobody) -> Captured:
+def take(
+    description: Description, recogniser: Recogniser, blobs: Blobs, *, level: int, report: Report = nobody
+) -> Captured:
     """Scan an environment, capture it, and remember it.
 
     Args:
