@@ -1,0 +1,99 @@
+"""Compiles Python files to bytecode in a process of its own: this file is run by the interpreter of an environment.
+
+    <interpreter> -I -S -B compiling.py <bytes of memory>
+        stdin   one JSON array per line: [source, bytecode, size]
+        stdout  the number of each line as it is dealt with, and 1 if there is bytecode now
+
+Standard library only, nothing of the environment: under -I -S no `.pth` file, no `sitecustomize`, no module of it is
+ever executed here; its source is read, compiled and never run.
+
+Bytecode names the source's time and size, and the units' files all have the same fixed time, so it is valid in every
+tree. A file that does not compile is left out: Python 2 code and templates are found in many distributions.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import marshal
+import os
+import resource
+import struct
+import sys
+import warnings
+
+_SOURCE_BYTES_MAX = 16 * 1024 * 1024
+_NO_FOLLOW = os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def bytecode(source: bytes, name: str, mtime_s: int) -> bytes:
+    """Return the content of a bytecode file.
+
+    Args:
+        source: the file's content.
+        name: what tracebacks would call it; an import puts the real path in its place.
+        mtime_s: the source's time.
+    """
+    code = compile(source, name, "exec", dont_inherit=True, optimize=0)
+    stamp = struct.pack("<III", 0, mtime_s & 0xFFFFFFFF, len(source) & 0xFFFFFFFF)
+    return importlib.util.MAGIC_NUMBER + stamp + marshal.dumps(code)
+
+
+def compile_file(source: str, target: str, size: int) -> bool:
+    """Compile one file; whether there is bytecode now. Nothing is written through a link.
+
+    Args:
+        source: path of the Python file.
+        target: path of the bytecode.
+        size: what the source has to be long, as its row says.
+    """
+    fd = os.open(source, os.O_RDONLY | _NO_FOLLOW)
+    with open(fd, "rb") as file:
+        status = os.fstat(fd)
+        if status.st_size != size or size > _SOURCE_BYTES_MAX:
+            return False
+        content = file.read()
+    try:
+        data = bytecode(content, source, int(status.st_mtime))
+    except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError):
+        return False
+    folder = os.path.dirname(target)
+    try:
+        os.mkdir(folder, 0o755)
+        os.chmod(folder, 0o755)
+    except FileExistsError:
+        if os.path.islink(folder):
+            return False
+    temporary = f"{target}.{os.getpid()}"
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_FOLLOW, 0o600)
+    try:
+        with open(fd, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fchmod(fd, 0o444)
+        os.rename(temporary, target)
+    except OSError:
+        os.unlink(temporary)
+        raise
+    return True
+
+
+def main() -> None:
+    """Compile what comes in, line by line."""
+    warnings.simplefilter("ignore")  # of other people's code
+    memory = int(sys.argv[1])
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for number, line in enumerate(sys.stdin):
+        source, target, size = json.loads(line)
+        try:
+            made = compile_file(source, target, size)
+        except OSError as error:
+            if error.errno in (28, 122):  # ENOSPC, EDQUOT: there is no use in going on
+                sys.exit(28)
+            made = False
+        print(number, int(made), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""Where everything lies below `<home>/environments`, the small files that lie there, and how directories come and go.
+
+    units/<aa>/<address>/   site/ prefix/  the unit, read-only · unit, outline: its documents · note: how it came
+    units/<aa>/.new-*       being unpacked, by whoever holds the unit's lock
+    trees/<address>/        members: its units · used: when last · snapshot · overlay/ or tree/: what restore made
+    */.old-*                replaced or evicted, not deleted yet because somebody may look at it
+    locks/<address>         shared by all who use the environment · <address>.making · units/<address> · evicting
+    view                    where overlays are mounted, in the namespaces of those who use them
+
+What has no dot at its front is whole: it came there by a rename. Nothing in a cache is written to the disk before it is
+used (30,000 files would take seconds), so what an earlier boot of this machine left is read again before it is
+believed."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+_RENAME_EXCHANGE = 2
+_AT_FDCWD = -100
+
+_Value = TypeVar("_Value")
+
+
+class Note(msgspec.Struct, frozen=True, kw_only=True):
+    """How a unit came into the cache.
+
+    Attributes:
+        size: bytes it takes.
+        boot: the boot of this machine in which it was last looked at.
+        settled: whether it was written to the disk since.
+    """
+
+    size: int
+    boot: str
+    settled: bool = False
+
+
+class Places:
+    """The paths of a cache.
+
+    Args:
+        root: `<home>/environments`.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.units = root / "units"
+        self.trees = root / "trees"
+        self.locks = root / "locks"
+        self.view = root / "view"
+
+    def unit(self, address: str) -> Path:
+        """Return where a unit is, or would be."""
+        return self.units / address[:2] / address
+
+    def unit_lock(self, address: str) -> Path:
+        """Return the lock of whoever fetches, replaces or removes a unit."""
+        return self.locks / "units" / address
+
+    def environment(self, address: str) -> Path:
+        """Return where what was made of a snapshot is."""
+        return self.trees / address
+
+    def use_lock(self, address: str) -> Path:
+        """Return the lock that all who use an environment share."""
+        return self.locks / address
+
+    def making_lock(self, address: str) -> Path:
+        """Return the lock of whoever assembles an environment."""
+        return self.locks / f"{address}.making"
+
+    def note(self, address: str) -> Note | None:
+        """Return how a unit came here; None when it is not here."""
+        return read_document(self.unit(address) / "note", Note)
+
+    def write_note(self, address: str, note: Note) -> None:
+        """Write how a unit came here, and keep when that was."""
+        path = self.unit(address) / "note"
+        before = path.stat().st_mtime_ns
+        write_document(path, note)
+        os.utime(path, ns=(before, before))
+
+
+def read_document(path: Path, kind: type[_Value]) -> _Value | None:
+    """Return a document of ours; None when it is not there or cannot be read."""
+    try:
+        return msgspec.msgpack.decode(path.read_bytes(), type=kind)
+    except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError):
+        return None
+
+
+def write_document(path: Path, value: object) -> None:
+    """Write a document of ours, at once or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_bytes(msgspec.msgpack.encode(value))
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def make_public(directory: Path) -> None:
+    """Make a directory others may look into, whatever the umask is."""
+    directory.mkdir(mode=0o755, parents=True, exist_ok=True)
+    if directory.stat().st_mode & 0o555 != 0o555:
+        directory.chmod(0o755)
+
+
+def exchange(one: Path, other: Path) -> None:
+    """Let two directories trade places, so that there is always one of them; where that is not possible, nearly."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    rename = getattr(libc, "renameat2", None)
+    names = os.fsencode(one), os.fsencode(other)
+    if rename is not None and rename(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0:
+        return
+    aside = put_aside(other)
+    one.rename(other)
+    aside.rename(one)
+
+
+def put_aside(directory: Path) -> Path:
+    """Give a directory a name that says it is to be deleted, and return that."""
+    aside = directory.with_name(f".old-{directory.name.removeprefix('.new-')}-{os.urandom(4).hex()}")
+    directory.rename(aside)
+    return aside
+
+
+def delete(directory: Path) -> None:
+    """Delete a directory with everything in it; what somebody else deletes at the same time is no error."""
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(directory)
+
+
+def write_to_disk(directory: Path) -> None:
+    """Wait until everything on the file system of a directory is on its disk."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        if not hasattr(libc, "syncfs") or libc.syncfs(fd) != 0:
+            os.sync()
+    finally:
+        os.close(fd)

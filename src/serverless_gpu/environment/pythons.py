@@ -1,0 +1,170 @@
+"""Finding the interpreter an environment needs on this machine: same implementation, version and ABI.
+
+    where the caller says · our own · pythonX.Y on PATH · /usr/bin, /usr/local/bin · uv's · pyenv's
+
+Each candidate is run once, without any environment, and says what it is; the first with the exact version is taken,
+else the first that fits. A path that a snapshot names is run only if nobody but root or this user could have put
+something else there.
+
+Failure cases: none fits (EnvironmentUnsupported naming where it was looked for), one that does not answer (passed
+over)."""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import re
+import stat
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+
+from serverless_gpu.environment.documents import Interpreter
+from serverless_gpu.errors import EnvironmentUnsupported
+
+_ANSWER_S_MAX = 10.0
+_CANDIDATES_MAX = 32
+_NAME = re.compile(r"python[0-9.]*t?")
+# The base interpreter of one that is in an environment itself, or behind a wrapper.
+_QUESTION = """
+import json, sys, sysconfig
+print(json.dumps([sys.implementation.name, "%d.%d.%d" % sys.version_info[:3], sysconfig.get_config_var("SOABI") or "",
+                  sysconfig.get_platform(), sys.implementation.cache_tag or "",
+                  getattr(sys, "_base_executable", None) or sys.executable]))
+"""
+_answers: dict[tuple[str, int, int], Python | None] = {}
+
+
+class Python(msgspec.Struct, frozen=True, kw_only=True):
+    """An interpreter on this machine, without any environment.
+
+    Attributes:
+        path: absolute.
+        version: for example ``3.11.2``.
+        tag: in the names of its bytecode files.
+        note: how it differs from the one that was captured, a sentence, or "".
+    """
+
+    path: str
+    implementation: str
+    version: str
+    abi: str
+    platform: str
+    tag: str
+    note: str = ""
+
+
+def find_python(
+    interpreter: Interpreter, hints: Iterable[str] = (), environ: Mapping[str, str] | None = None
+) -> Python:
+    """Return an interpreter of this machine that an environment can be restored for.
+
+    Args:
+        interpreter: what the environment was captured with.
+        hints: paths to look at first; they are run.
+        environ: the variables that name places; None means those of this process.
+
+    Raises:
+        EnvironmentUnsupported: there is none; says where it was looked for.
+    """
+    looked: list[str] = []
+    fitting: list[Python] = []
+    seen: set[str] = set()
+    for path in candidates(interpreter, hints, os.environ if environ is None else environ):
+        real = os.path.realpath(path)
+        if real in seen or len(seen) >= _CANDIDATES_MAX or not os.access(path, os.X_OK):
+            continue
+        seen.add(real)
+        looked.append(path)
+        python = ask(path)
+        if python is not None and _fits(python, interpreter):
+            if python.version == interpreter.version:
+                return python
+            fitting.append(python)
+    if fitting:
+        note = f"Python {fitting[0].version} stands in for {interpreter.version}"
+        return msgspec.structs.replace(fitting[0], note=note)
+    where = ", ".join(looked) or "no interpreter at all"
+    raise EnvironmentUnsupported(
+        f"This machine has no Python {interpreter.minor} ({interpreter.abi}) for the environment; looked at {where}.",
+        hint=f"install it, for example with `uv python install {interpreter.minor}`",
+    )
+
+
+def candidates(interpreter: Interpreter, hints: Iterable[str], environ: Mapping[str, str]) -> Iterator[str]:
+    """Yield paths where the interpreter may be, the likeliest first.
+
+    Args:
+        interpreter: what is wanted.
+        hints: given by whoever asks.
+        environ: the variables that name places.
+    """
+    name = f"python{interpreter.minor}"
+    home = environ.get("HOME", "")
+    uv = environ.get("UV_PYTHON_INSTALL_DIR") or f"{environ.get('XDG_DATA_HOME') or home + '/.local/share'}/uv/python"
+    pyenv = environ.get("PYENV_ROOT") or f"{home}/.pyenv"
+    yield from hints
+    yield getattr(sys, "_base_executable", None) or sys.executable
+    for directory in (*environ.get("PATH", "").split(":"), "/usr/bin", "/usr/local/bin"):
+        if directory.startswith("/"):
+            yield f"{directory}/{name}"
+    yield from sorted(glob.glob(f"{glob.escape(uv)}/cpython-{interpreter.minor}.*/bin/{name}"), reverse=True)
+    yield from sorted(glob.glob(f"{glob.escape(pyenv)}/versions/{interpreter.minor}.*/bin/{name}"), reverse=True)
+
+
+def ask(path: str) -> Python | None:
+    """Return what an interpreter says it is; None when it does not say in time.
+
+    Args:
+        path: it is run, without any environment; asked once as long as the file does not change.
+    """
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    key = os.path.realpath(path), status.st_mtime_ns, status.st_size
+    if key not in _answers:
+        _answers[key] = _run(path)
+    return _answers[key]
+
+
+def trusted(path: str) -> bool:
+    """Return whether a path that a snapshot names may be run: an interpreter, on a way nobody else can write to."""
+    real = Path(os.path.realpath(path))
+    if not (path.startswith("/") and _NAME.fullmatch(os.path.basename(path)) and _NAME.fullmatch(real.name)):
+        return False
+    try:
+        return all(_only_ours(place) for way in (Path(path).parent, real) for place in (way, *way.parents))
+    except OSError:
+        return False
+
+
+def _only_ours(place: Path) -> bool:
+    status = place.stat()
+    sticky_directory = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX
+    return status.st_uid in (0, os.geteuid()) and (not status.st_mode & 0o022 or bool(sticky_directory))
+
+
+def _run(path: str) -> Python | None:
+    try:
+        done = subprocess.run(
+            [path, "-I", "-S", "-c", _QUESTION],
+            capture_output=True,
+            stdin=subprocess.DEVNULL,
+            timeout=_ANSWER_S_MAX,
+            check=False,
+            cwd="/",
+        )
+        implementation, version, abi, platform, tag, base = json.loads(done.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+    return Python(path=str(base), implementation=implementation, version=version, abi=abi, platform=platform, tag=tag)
+
+
+def _fits(python: Python, interpreter: Interpreter) -> bool:
+    same_minor = python.version.split(".")[:2] == interpreter.minor.split(".")
+    return same_minor and python.implementation == interpreter.implementation and python.abi == interpreter.abi

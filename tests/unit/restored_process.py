@@ -1,0 +1,74 @@
+"""Programs in a restored environment: its interpreter, in a process that mounts first what has to be mounted."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from serverless_gpu.environment.restoring import Restored
+from serverless_gpu.node.inside import mounts
+
+NOBODY = 65534
+CANNOT_MOUNT = mounts.probe()
+MODES = ("links",) if CANNOT_MOUNT else ("links", "overlay")
+
+# Run by an interpreter outside of the environment: mounts, then becomes the program.
+_ENTER = """
+import importlib.util, json, os, sys
+spec = importlib.util.spec_from_file_location("mounts", sys.argv[1])
+mounts = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(mounts)
+mounts.enter(json.loads(sys.argv[2]))
+os.execv(sys.argv[3], sys.argv[3:])
+"""
+
+
+def command(restored: Restored, *arguments: str, outside: str = sys.executable) -> list[str]:
+    """Return the command that runs a program of a restored environment: the first argument, below its `bin`."""
+    program = [f"{restored.tree}/bin/{arguments[0]}", *arguments[1:]]
+    if not restored.mounts:
+        return program
+    wanted = json.dumps(msgspec.to_builtins(restored.mounts))
+    return [outside, "-I", "-c", _ENTER, str(mounts.__file__), wanted, *program]
+
+
+def run(restored: Restored, *arguments: str, environ: Mapping[str, str] | None = None) -> str:
+    """Run a program of a restored environment and return what it printed."""
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    done = subprocess.run(
+        command(restored, *arguments),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        cwd="/",
+        env={**variables, **(environ or {})},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def ask(restored: Restored, code: str, **environ: str) -> Any:
+    """Run code in a restored environment and return the value of its `answer`."""
+    return json.loads(run(restored, "python", "-c", f"{code}\nimport json; print(json.dumps(answer))", environ=environ))
+
+
+@contextmanager
+def public_directory() -> Iterator[Path]:
+    """Make a directory that every user of the machine can look into, for as long as the block runs."""
+    directory = Path(tempfile.mkdtemp(prefix="sg-public-"))
+    directory.chmod(0o755)
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory)
