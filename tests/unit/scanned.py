@@ -68,5 +68,5 @@ def _rows(directory: str, path: str) -> list[tuple[Row, str]]:
             data = Path(entry.path).read_bytes()
             kind = "x" if entry.stat().st_mode & stat.S_IXUSR else "f"
             digest = hashlib.sha256(data).digest()
-            rows.append((Row(path=below, kind=kind, size=len(data), sha256=digest), entry.path))  # type: ignore[arg-type]  # "x" or "f"
+            rows.append((Row(path=below, kind=kind, size=len(data), sha256=digest), entry.path))  # type: ignore[arg-type]  # one of the two kinds
     return rows
