@@ -1,0 +1,155 @@
+r"""How far a capture or a restore is, for a person: bytes, files, rate, time that remains.
+
+    Progress ──▶ Meter ──▶ one line of text        pure: times are given
+                   └──▶ Meters on stderr           a terminal: redrawn in place, ten times a second at most
+                                                   a file or a pipe: a plain line every five seconds
+
+The result of a command goes to stdout, this to stderr. Reports come from several threads, a thousand a second. The
+rate is that of the last seconds, so that a slow line after a fast disk is said as it is; nothing is foretold before
+a second is over. A terminal that goes away, or a full disk under stderr, ends the drawing and not the work.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import sys
+import threading
+from typing import TextIO
+
+from serverless_gpu.ambient import Clock, SystemClock
+from serverless_gpu.client.terminal import fit, safe
+from serverless_gpu.environment.progress import Phase, Progress
+from serverless_gpu.units import format_bytes, format_duration_ms
+
+_WORDS: dict[Phase, str] = {
+    "scan": "looking",
+    "capture": "capturing",
+    "fetch": "fetching",
+    "restore": "restoring",
+    "compile": "compiling",
+    "collect": "collecting",
+}
+_WINDOW_NS = 5_000_000_000
+_SURE_NS = 1_000_000_000
+_REDRAW_NS = 100_000_000
+_PLAIN_NS = 5_000_000_000
+_COLUMNS = 80
+
+
+class Meter:
+    """What is known about one phase, and its line.
+
+    Args:
+        phase: what is being done.
+        now_ns: when it began.
+    """
+
+    def __init__(self, phase: Phase, now_ns: int) -> None:
+        self.phase = phase
+        self._began_ns = now_ns
+        self._seen: collections.deque[tuple[int, int]] = collections.deque([(now_ns, 0)])
+        self._latest = Progress(phase=phase)
+
+    def note(self, progress: Progress, now_ns: int) -> None:
+        """Take a report; one that is behind an earlier one, of another thread, changes nothing."""
+        if progress.bytes_done < self._latest.bytes_done:
+            return
+        self._latest = progress
+        self._seen.append((now_ns, progress.bytes_done))
+        while len(self._seen) > 2 and self._seen[1][0] <= now_ns - _WINDOW_NS:
+            self._seen.popleft()
+
+    def line(self, now_ns: int) -> str:
+        """Return where it is now, as text."""
+        seen = self._latest
+        parts = [
+            _of(format_bytes(seen.bytes_done), format_bytes(seen.bytes_total), known=seen.bytes_total > 0),
+            _of(f"{seen.files_done:,}", f"{seen.files_total:,}", known=seen.files_total > 0) + " files",
+        ]
+        rate = self._rate(now_ns)
+        if rate:
+            parts.append(f"{format_bytes(rate)}/s")
+            if seen.bytes_total > seen.bytes_done:
+                parts.append(f"{_seconds_text(seen.bytes_total - seen.bytes_done, rate)} left")
+        if seen.name:
+            parts.append(seen.name)
+        return f"{_WORDS[self.phase]}: {' · '.join(parts)}"
+
+    def _rate(self, now_ns: int) -> int:
+        """Return bytes per second, or 0 while that is a guess."""
+        first_ns, first = self._seen[0]
+        if now_ns - self._began_ns < _SURE_NS or now_ns <= first_ns:
+            return 0
+        return (self._latest.bytes_done - first) * 1_000_000_000 // (now_ns - first_ns)
+
+
+def _of(done: str, total: str, *, known: bool) -> str:
+    return f"{done} of {total}" if known else done
+
+
+def _seconds_text(size: int, rate: int) -> str:
+    seconds = max(1, -(-size // rate))
+    return f"{seconds} s" if seconds < 60 else format_duration_ms(seconds * 1000)
+
+
+class Meters:
+    """Draws the meter of the current phase on stderr; a context that leaves a clean line behind.
+
+    Args:
+        stream: where to draw; None for this process's stderr.
+        clock: times.
+    """
+
+    def __init__(self, stream: TextIO | None = None, clock: Clock | None = None) -> None:
+        self._stream = sys.stderr if stream is None else stream
+        self._clock = SystemClock() if clock is None else clock
+        self._is_terminal = self._stream.isatty()
+        self._lock = threading.Lock()
+        self._meter: Meter | None = None
+        self._drawn_ns = self._clock.boottime_ns()
+        self._is_drawn = False
+        self._is_over = False
+
+    def __enter__(self) -> Meters:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._is_over = True
+            if self._is_drawn:
+                self._write("\r\x1b[K")
+
+    def report(self, progress: Progress) -> None:
+        """Take a report of work that is going on, from any thread."""
+        with self._lock:
+            if self._is_over:
+                return
+            now_ns = self._clock.boottime_ns()
+            if self._meter is None or self._meter.phase != progress.phase:
+                self._meter = Meter(progress.phase, now_ns)
+            self._meter.note(progress, now_ns)
+            if now_ns - self._drawn_ns >= (_REDRAW_NS if self._is_terminal else _PLAIN_NS):
+                self._drawn_ns = now_ns
+                self._draw(self._meter.line(now_ns))
+
+    def _draw(self, line: str) -> None:
+        if self._is_terminal:
+            self._is_drawn = True
+            self._write("\r" + fit(safe(line, tty=True), _columns(self._stream) - 1) + "\x1b[K")
+        else:
+            self._write(line + "\n")
+
+    def _write(self, text: str) -> None:
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except (OSError, ValueError):  # nobody looks any more, or it was closed
+            self._is_over = True
+
+
+def _columns(stream: TextIO) -> int:
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or _COLUMNS
+    except (OSError, ValueError):
+        return _COLUMNS

@@ -1,0 +1,117 @@
+"""A snapshot as text and as JSON: largest first, `.pth` files in words, what was left out."""
+
+from __future__ import annotations
+
+import msgspec
+
+from serverless_gpu.cli.environments.describing import Contents, as_json, described
+from serverless_gpu.environment.documents import (
+    Facts,
+    Generated,
+    Interpreter,
+    Member,
+    Root,
+    Row,
+    Snapshot,
+    make_snapshot,
+)
+
+PYTHON = Interpreter(
+    implementation="cpython", version="3.11.7", abi="cpython-311-x86_64-linux-gnu", platform="linux-x86_64"
+)
+TORCH = Member(address="a" * 64, kind="distribution", name="torch", version="2.13.0", size=700_000_000, files=12_251)
+SMALL = tuple(
+    Member(address=f"{n:064x}", kind="distribution", name=f"p{n:02}", version="1", size=n, files=1) for n in range(12)
+)
+UNOWNED = Member(address="c" * 64, kind="unowned", size=120, files=2)
+CODE = Member(address="d" * 64, kind="code", name="project", size=2_000, files=3)
+OWN = Root(
+    kind="own",
+    members=(*SMALL, TORCH, UNOWNED),
+    generated=(Generated(path="site/editable.pth", text="{{sgpu:1}}\n"),),
+)
+FACTS = Facts(
+    captured_ns=1_790_000_000_000_000_000,
+    python="/usr/bin/python3.11",
+    originals=("/venv/lib/python3.11/site-packages", "/home/ada/project"),
+    variables=("OMP_NUM_THREADS", "PYTHONPATH"),
+    left_out=("data/ (its .gitignore)",),
+)
+SNAPSHOT = make_snapshot(PYTHON, (OWN, Root(kind="code", members=(CODE,), before=True)), FACTS)
+CONTENTS = Contents(
+    rows={UNOWNED.address: (Row("site/hook.pth"), Row("site/alone.py"))},
+    texts={(UNOWNED.address, "site/hook.pth"): "# why\nimport hook; hook.start()\n/opt/more\n"},
+)
+
+
+def test_the_largest_units_the_unowned_files_and_what_pth_files_do() -> None:
+    lines = described(SNAPSHOT, CONTENTS, all_members=False, state="not captured")
+    assert lines == [
+        f"environment  {SNAPSHOT.address}",
+        "             700.0 MB, 12,268 files, 13 distributions; not captured",
+        "interpreter  cpython 3.11.7, cpython-311-x86_64-linux-gnu, linux-x86_64: /usr/bin/python3.11",
+        "",
+        "/venv/lib/python3.11/site-packages  (the interpreter's own, 13 distributions, 700.0 MB)",
+        "  torch 2.13.0  700.0 MB  12,251 files  aaaaaaaaaaaa",
+        *(f"  p{n:02} 1         {f'{n} B':<8}  1 file        000000000000" for n in range(11, 2, -1)),
+        "  and 3 smaller, 3 B: --all",
+        "  2 files of no distribution, 120 B: hook.pth, alone.py",
+        "  editable.pth adds /home/ada/project",
+        "  hook.pth adds /opt/more",
+        "  hook.pth runs at every start: import hook; hook.start()",
+        "",
+        "/home/ada/project  (code, 2.0 kB, before the standard library)",
+        "  project  2.0 kB  3 files  dddddddddddd",
+        "",
+        "left out:",
+        "  data/ (its .gitignore)",
+        "",
+        "start-up variables (names only): OMP_NUM_THREADS, PYTHONPATH",
+    ]
+
+
+def test_everything_is_named_when_asked_for() -> None:
+    text = "\n".join(described(SNAPSHOT, CONTENTS, all_members=True, state=""))
+    assert "p00 1" in text and "--all" not in text
+
+
+def test_a_long_list_of_what_was_left_out_is_cut_and_says_so() -> None:
+    facts = msgspec.structs.replace(FACTS, left_out=tuple(f"data/{n}" for n in range(25)))
+    lines = described(msgspec.structs.replace(SNAPSHOT, facts=facts), CONTENTS, all_members=False, state="")
+    assert "  data/19" in lines and "  data/20" not in lines and "  and 5 more: --all" in lines
+
+
+def test_what_is_not_at_hand_is_left_out_and_not_guessed() -> None:
+    bare = make_snapshot(PYTHON, (Root(kind="own", members=(UNOWNED,)),), Facts())
+    assert described(bare, Contents(), all_members=False, state="captured")[4:] == [
+        "root 0  (the interpreter's own, 0 distributions, 120 B)",
+        "  2 files of no distribution, 120 B",
+    ]
+    unread = Contents(rows={UNOWNED.address: (Row("site/hook.pth"),)})
+    assert described(bare, unread, all_members=False, state="")[-1] == "  hook.pth"
+
+
+def test_json_has_every_unit_and_every_pth_file() -> None:
+    shown = msgspec.json.decode(msgspec.json.encode(as_json(SNAPSHOT, CONTENTS)))
+    assert (shown["address"], shown["size_bytes"], shown["captured"]) == (
+        SNAPSHOT.address,
+        SNAPSHOT.size,
+        "2026-09-21T14:13:20Z",
+    )
+    own, code = shown["roots"]
+    assert len(own["members"]) == 14 and own["unowned"] == ["site/hook.pth", "site/alone.py"]
+    assert own["pth"][1] == {
+        "file": "hook.pth",
+        "owner": "",
+        "adds": ["/opt/more"],
+        "runs": ["import hook; hook.start()"],
+        "known": True,
+    }
+    assert (code["directory"], code["before"]) == ("/home/ada/project", True)
+
+
+def test_a_snapshot_of_nothing_is_described() -> None:
+    nothing: Snapshot = make_snapshot(PYTHON, (), Facts())
+    assert described(nothing, Contents(), all_members=False, state="x")[1] == (
+        "             0 B, 0 files, 0 distributions; x"
+    )
