@@ -2,11 +2,13 @@
 
     __main__      options, table, JSON
     rows          what is measured, and the bars
+    stage         a fresh home and the contestants of one row
     contestants   processes that do one round when told; rounds interleaved
     drive         what runs in such a process
     ours          rounds through `@distributed`
     neighbours    the same through fork, torchrun, torchrunx, accelerate, pickle
     ranks         what runs in ranks, whoever starts them
+    environments  the rows about environments: environment_ours, environment_neighbours, on environment_sets
     report        numbers, table, machine
 
 docs/benchmarks.md says what each row means.

@@ -42,10 +42,12 @@ class Contestant:
         name: of the function in `ours` or `neighbours`, as `module.function`.
         directory: scratch space; its log lies there.
         home: the home directory for our own runs.
+        round_s_max: how long a round may take.
     """
 
-    def __init__(self, name: str, directory: Path, home: Path) -> None:
+    def __init__(self, name: str, directory: Path, home: Path, *, round_s_max: float = ROUND_S_MAX) -> None:
         self.name = name
+        self._round_s_max = round_s_max
         self.samples: list[Sample] = []
         self.failures: list[str] = []
         self.notes: list[str] = []
@@ -76,9 +78,9 @@ class Contestant:
             os.write(self._requests, json.dumps(arguments).encode() + b"\n")
         except BrokenPipeError:
             raise ContestantFailed(self._last_words()) from None
-        if not select.select([self._lines], [], [], ROUND_S_MAX)[0]:
+        if not select.select([self._lines], [], [], self._round_s_max)[0]:
             os.killpg(self._process.pid, signal.SIGKILL)
-            raise ContestantFailed(f"no round within {ROUND_S_MAX:.0f} s")
+            raise ContestantFailed(f"no round within {self._round_s_max:.0f} s")
         line = self._lines.readline()
         if not line:
             raise ContestantFailed(self._last_words())

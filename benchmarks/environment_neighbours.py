@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks import environment_sets as sets
-from benchmarks.ranks import now_ns
+from benchmarks.environment_sets import now_ns
 
 
 def uv_freeze(directory: str) -> dict[str, object]:

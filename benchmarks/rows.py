@@ -6,14 +6,12 @@ Bars are on medians. `quick` takes few rounds: enough to see that everything wor
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 
-from benchmarks.contestants import Contestant, ContestantFailed, interleave
-from benchmarks.report import Row, Timing
-from serverless_gpu.testing import stop_agent
+from benchmarks import environments
+from benchmarks.contestants import ContestantFailed
+from benchmarks.report import Row
+from benchmarks.stage import Stage
 
 WARM_RATIO_MAX = 2.0
 COLD_RATIO_MAX = 1.3
@@ -23,55 +21,6 @@ TENSOR_FASTER_MIN = 3.0
 IMPORT_MS_MAX = 60.0
 FLOOD_RATIO_MAX = 2.0
 FLOOD_MB_MAX = 100.0
-
-
-class Stage:
-    """A fresh home and the contestants of one row; everything ends with it.
-
-    Args:
-        names: contestants, ours first.
-        labels: what the table calls the neighbours.
-    """
-
-    def __init__(self, names: Sequence[str], labels: Sequence[str]) -> None:
-        self._names = names
-        self._labels = labels
-        self._directory = Path(tempfile.mkdtemp(prefix="sgpu-bench-"))
-        self._contestants: list[Contestant] = []
-
-    def __enter__(self) -> Stage:
-        home = self._directory / "home"
-        home.mkdir(mode=0o700)
-        self._contestants = [Contestant(name, self._directory, home) for name in self._names]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for contestant in self._contestants:
-            contestant.close()
-        stop_agent(self._directory / "home")
-        shutil.rmtree(self._directory, ignore_errors=True)
-
-    def play(self, rounds: int, *, slow: Sequence[str] = (), pause_s: float = 0.5) -> None:
-        interleave(self._contestants, rounds, slow=slow, pause_s=pause_s)
-
-    def timing(self, index: int, label: str, key: str = "ms") -> Timing:
-        """Return one contestant's times.
-
-        Raises:
-            ContestantFailed: it has none.
-        """
-        contestant = self._contestants[index]
-        if not contestant.samples:
-            raise ContestantFailed("; ".join(contestant.problems()) or f"{contestant.name}: no rounds")
-        return Timing(label, tuple(sample[key] for sample in contestant.samples))
-
-    def against(self) -> tuple[Timing, ...]:
-        """Return the neighbours that could be measured."""
-        numbered = enumerate(self._labels, start=1)
-        return tuple(self.timing(index, label) for index, label in numbered if self._contestants[index].samples)
-
-    def problems(self) -> tuple[str, ...]:
-        return tuple(problem for contestant in self._contestants for problem in contestant.problems())
 
 
 def warm(quick: bool) -> Row:
@@ -275,6 +224,7 @@ ROWS: dict[str, Callable[[bool], Row]] = {
     "payload": payload,
     "import": imports,
     "log-flood": flood,
+    **environments.ROWS,
 }
 
 
