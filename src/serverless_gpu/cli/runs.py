@@ -11,6 +11,7 @@ import msgspec
 from serverless_gpu.ambient import SystemClock, format_moment, format_utc
 from serverless_gpu.cli.choosing import choose, queued_runs, this_home
 from serverless_gpu.cli.columns import columns
+from serverless_gpu.cli.output import print_json
 from serverless_gpu.client.attaching import attach
 from serverless_gpu.client.outcome import ending_text
 from serverless_gpu.client.terminal import safe
@@ -46,7 +47,7 @@ def runs(limit: int, state: str | None, size: bool, as_json: bool) -> None:
     records = (read_run(home.runs, run_id, queued) for run_id in run_ids(home.runs))
     chosen = list(islice((record for record in records if state in (None, record.state)), limit))
     if as_json:
-        _print_json([_as_json(home, record, size=size) for record in chosen])
+        print_json([_as_json(home, record, size=size) for record in chosen])
         return
     if not chosen:
         click.echo(f"no runs in {home.runs}" + (f" are {state}" if state else ""))
@@ -72,7 +73,7 @@ def show(run: str | None, as_json: bool) -> None:
     home = this_home()
     record = read_run(home.runs, choose(home, run), queued_runs(home))
     if as_json:
-        _print_json(_as_json(home, record, size=True) | _details(record))
+        print_json(_as_json(home, record, size=True) | _details(record))
         return
     for line in _story(home, record).splitlines():
         click.echo(safe(line, tty=sys.stdout.isatty()))
@@ -243,7 +244,3 @@ def _details(record: Record) -> dict[str, object]:
         "failure": failure,
         "files": [{"name": name, "size_bytes": size} for name, size in _files(record)],
     }
-
-
-def _print_json(value: object) -> None:
-    click.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())

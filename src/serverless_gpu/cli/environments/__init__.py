@@ -1,0 +1,164 @@
+"""`sgpu env`: what Python sees, captured into a store, restored from it, compared, and what nobody needs deleted.
+
+    looking.py     show · fingerprint · diff     nothing is written but what makes the next look fast
+    moving.py      capture · restore
+    collecting.py  gc
+    places.py      which interpreter, which store, which snapshot is meant
+    describing.py  a snapshot as text and JSON · meter.py how far it is
+
+The commands are declared here; what they need is loaded when one is called, so that `sgpu status` does not pay for it.
+A result goes to stdout, everything else to stderr. Exit codes: 0, 1 for a failure, 2 for a wrong command line, 130 after
+Ctrl-C; `diff` has 1 for "different" and 2 for a failure, as diff(1) does. Ctrl-C leaves nothing half-visible: units, packs and
+trees get their names when they are whole, and the next try goes on with those that are there.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import TypeVar
+
+import click
+
+from serverless_gpu.errors import ServerlessGpuError
+
+Command = TypeVar("Command", bound=Callable[..., object])
+
+_INTERRUPTED = 130
+_TROUBLE = 2
+
+
+@click.group()
+def env() -> None:
+    """Capture what Python sees, restore it elsewhere, and tell what changed.
+
+    An ADDRESS is that of a snapshot, or any beginning of one that no other snapshot in the store has.
+    """
+
+
+def _python(command: Command) -> Command:
+    text = "The interpreter to look at, or its venv; default: the one sgpu belongs to."
+    return click.option("--python", metavar="PATH", help=text)(command)
+
+
+def _store(command: Command) -> Command:
+    text = "A directory, s3://, gs:// or az:// URL; default: the store of this home."
+    return click.option("--store", metavar="URL", help=text)(command)
+
+
+def _json(command: Command) -> Command:
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON.")(command)
+
+
+@env.command()
+@click.argument("address", required=False)
+@click.option("--all", "everything", is_flag=True, help="Name every unit and file, not only the largest.")
+@_python
+@_store
+@_json
+def show(address: str | None, everything: bool, python: str | None, store: str | None, as_json: bool) -> None:
+    """Show what an environment consists of.
+
+    Without ADDRESS that of the interpreter as it is now; with ADDRESS a captured one.
+    """
+    with _interruptible("nothing was changed"):
+        looking = _room("looking")
+        if address is None:
+            looking.show_now(python, store, as_json=as_json, everything=everything)
+        else:
+            looking.show_stored(address, store, as_json=as_json, everything=everything)
+
+
+@env.command()
+@_python
+@_json
+def fingerprint(python: str | None, as_json: bool) -> None:
+    """Print the address of the environment as it is now; say whether it was known, and what changed if not.
+
+    Nothing is captured.
+    """
+    with _interruptible("nothing was changed"):
+        _room("looking").fingerprint(python, as_json=as_json)
+
+
+@env.command()
+@_python
+@_store
+@_json
+def capture(python: str | None, store: str | None, as_json: bool) -> None:
+    """Capture the environment as it is now: send what the store lacks, and print the address.
+
+    What was sent stays when it is interrupted: the next capture goes on from there.
+    """
+    with _interruptible("what was sent stays, and the next capture goes on from there; no snapshot was made"):
+        _room("moving").capture(python, store, as_json=as_json)
+
+
+@env.command()
+@click.argument("address")
+@click.argument("directory")
+@_python
+@_store
+@_json
+def restore(address: str, directory: str, python: str | None, store: str | None, as_json: bool) -> None:
+    """Restore a snapshot into DIRECTORY, which is new or empty, and print the command that uses it.
+
+    --python names the interpreter to put it on; default: one of the same version that is found on this machine.
+    """
+    with _interruptible("the directory was not made; what was fetched stays, and the next restore goes on from there"):
+        _room("moving").restore_into(address, directory, python, store, as_json=as_json)
+
+
+@env.command()
+@click.argument("first", metavar="[A]", required=False)
+@click.argument("second", metavar="[B]", required=False)
+@_python
+@_store
+@_json
+def diff(first: str | None, second: str | None, python: str | None, store: str | None, as_json: bool) -> None:
+    """Tell what differs: packages, files edited by hand, code, interpreter, start-up variables.
+
+    Without addresses: between the last capture and now. With A: between A and now. With A and B: between the two.
+    Ends with 0 when nothing differs, with 1 when something does, with 2 when that cannot be told.
+    """
+    with _interruptible("nothing was changed"):
+        try:
+            differs = _room("looking").differences(first, second, python, store, as_json=as_json)
+        except (ServerlessGpuError, OSError) as error:
+            click.echo(f"sgpu: {error}", err=True)
+            sys.exit(_TROUBLE)
+        sys.exit(1 if differs else 0)
+
+
+@env.command()
+@click.option("--keep", metavar="AGE", default="30d", show_default=True, help="Keep snapshots captured within this.")
+@click.option(
+    "--grace", metavar="AGE", default="1d", show_default=True, help="Delete what has been condemned for as long as this."
+)
+@click.option("--dry-run", is_flag=True, help="Only say what would be condemned and deleted.")
+@_store
+@_json
+def gc(keep: str, grace: str, dry_run: bool, store: str | None, as_json: bool) -> None:
+    """Delete what no recent snapshot and no running attempt needs.
+
+    In two steps: what is needed no more is condemned, and deleted by a later gc, at least --grace after that.
+    """
+    with _interruptible("what was deleted is gone, the rest is as it was"):
+        _room("collecting").collect_garbage(keep, grace, store, dry_run=dry_run, as_json=as_json)
+
+
+def _room(name: str) -> ModuleType:
+    return importlib.import_module(f"{__name__}.{name}")
+
+
+@contextmanager
+def _interruptible(left: str) -> Iterator[None]:
+    """Make Ctrl-C one line and an exit code."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        click.echo(f"sgpu: interrupted; {left}", err=True)
+        sys.exit(_INTERRUPTED)
