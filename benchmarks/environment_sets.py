@@ -199,17 +199,26 @@ def many_files(count: int) -> Path:
     """Return the prefix of a venv with so many files, in distributions of 250 of them."""
     prefix = scratch() / f"files-{count}"
     new_venv(prefix)
-    numbers = random.Random(count)
     for number in range(count // _FILES_PER_DISTRIBUTION):
-        _write_distribution(site_packages(prefix), f"package{number:04d}", numbers)
+        write_distribution(site_packages(prefix), f"package{number:04d}", 1, files=_FILES_PER_DISTRIBUTION)
     return prefix
 
 
-def _write_distribution(site: Path, name: str, numbers: random.Random) -> None:
-    info = site / f"{name}-1.0.dist-info"
+def write_distribution(site: Path, name: str, version: int, *, files: int) -> None:
+    """Install a distribution of small modules, in place of another version of it.
+
+    Args:
+        site: where.
+        name: what it is called, and the package in it.
+        version: decides what is in its modules, too.
+        files: how many it has, its metadata among them.
+    """
+    for old in site.glob(f"{name}-*.dist-info"):
+        shutil.rmtree(old)
+    info = site / f"{name}-{version}.dist-info"
     info.mkdir()
     rows = []
-    for relative, data in _files(name, info.name, numbers):
+    for relative, data in _files(name, version, files):
         path = site / relative
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
@@ -219,10 +228,11 @@ def _write_distribution(site: Path, name: str, numbers: random.Random) -> None:
         csv.writer(file, lineterminator="\n").writerows([*rows, (f"{info.name}/RECORD", "", "")])
 
 
-def _files(name: str, info: str, numbers: random.Random) -> Iterator[tuple[str, bytes]]:
-    yield f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n".encode()
+def _files(name: str, version: int, count: int) -> Iterator[tuple[str, bytes]]:
+    info, numbers = f"{name}-{version}.dist-info", random.Random(f"{name} {version}")
+    yield f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n".encode()
     yield f"{info}/WHEEL", b"Wheel-Version: 1.0\nGenerator: bench\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
     yield f"{info}/INSTALLER", b"uv"
-    for number in range(_FILES_PER_DISTRIBUTION - 4):  # and RECORD
+    for number in range(count - 4):  # and RECORD
         below = f"part{number // _FILES_PER_DIRECTORY}/" if number >= _FILES_PER_DIRECTORY else ""
         yield f"{name}/{below}module{number}.py", f"value = {numbers.getrandbits(4096)}\n".encode()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from serverless_gpu.cli.environments.describing import Contents, as_json, described
+from serverless_gpu.cli.environments.describing import Contents, described, snapshot_json
 from serverless_gpu.environment.documents import (
     Facts,
     Generated,
@@ -45,7 +45,7 @@ CONTENTS = Contents(
 
 
 def test_the_largest_units_the_unowned_files_and_what_pth_files_do() -> None:
-    lines = described(SNAPSHOT, CONTENTS, all_members=False, state="not captured")
+    lines = described(SNAPSHOT, CONTENTS, everything=False, state="not captured")
     assert lines == [
         f"environment  {SNAPSHOT.address}",
         "             700.0 MB, 12,268 files, 13 distributions; not captured",
@@ -61,7 +61,7 @@ def test_the_largest_units_the_unowned_files_and_what_pth_files_do() -> None:
         "  hook.pth runs at every start: import hook; hook.start()",
         "",
         "/home/ada/project  (code, 2.0 kB, before the standard library)",
-        "  project  2.0 kB  3 files  dddddddddddd",
+        "  code of project  2.0 kB  3 files  dddddddddddd",
         "",
         "left out:",
         "  data/ (its .gitignore)",
@@ -71,28 +71,28 @@ def test_the_largest_units_the_unowned_files_and_what_pth_files_do() -> None:
 
 
 def test_everything_is_named_when_asked_for() -> None:
-    text = "\n".join(described(SNAPSHOT, CONTENTS, all_members=True, state=""))
+    text = "\n".join(described(SNAPSHOT, CONTENTS, everything=True, state=""))
     assert "p00 1" in text and "--all" not in text
 
 
 def test_a_long_list_of_what_was_left_out_is_cut_and_says_so() -> None:
     facts = msgspec.structs.replace(FACTS, left_out=tuple(f"data/{n}" for n in range(25)))
-    lines = described(msgspec.structs.replace(SNAPSHOT, facts=facts), CONTENTS, all_members=False, state="")
+    lines = described(msgspec.structs.replace(SNAPSHOT, facts=facts), CONTENTS, everything=False, state="")
     assert "  data/19" in lines and "  data/20" not in lines and "  and 5 more: --all" in lines
 
 
 def test_what_is_not_at_hand_is_left_out_and_not_guessed() -> None:
     bare = make_snapshot(PYTHON, (Root(kind="own", members=(UNOWNED,)),), Facts())
-    assert described(bare, Contents(), all_members=False, state="captured")[4:] == [
+    assert described(bare, Contents(), everything=False, state="captured")[4:] == [
         "root 0  (the interpreter's own, 0 distributions, 120 B)",
         "  2 files of no distribution, 120 B",
     ]
     unread = Contents(rows={UNOWNED.address: (Row("site/hook.pth"),)})
-    assert described(bare, unread, all_members=False, state="")[-1] == "  hook.pth"
+    assert described(bare, unread, everything=False, state="")[-1] == "  hook.pth"
 
 
 def test_json_has_every_unit_and_every_pth_file() -> None:
-    shown = msgspec.json.decode(msgspec.json.encode(as_json(SNAPSHOT, CONTENTS)))
+    shown = msgspec.json.decode(msgspec.json.encode(snapshot_json(SNAPSHOT, CONTENTS)))
     assert (shown["address"], shown["size_bytes"], shown["captured"]) == (
         SNAPSHOT.address,
         SNAPSHOT.size,
@@ -112,6 +112,6 @@ def test_json_has_every_unit_and_every_pth_file() -> None:
 
 def test_a_snapshot_of_nothing_is_described() -> None:
     nothing: Snapshot = make_snapshot(PYTHON, (), Facts())
-    assert described(nothing, Contents(), all_members=False, state="x")[1] == (
+    assert described(nothing, Contents(), everything=False, state="x")[1] == (
         "             0 B, 0 files, 0 distributions; x"
     )

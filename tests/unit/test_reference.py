@@ -58,16 +58,42 @@ def test_every_command_is_in_the_reference(command: str) -> None:
     assert re.search(rf"^\| `sgpu {command}[ `]", REFERENCE, re.MULTILINE)
 
 
+def _leaves(group: click.Group, above: str = "") -> list[tuple[str, click.Command]]:
+    """Return every command that does something, with its whole name."""
+    found = []
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            found += _leaves(command, f"{above}{name} ")
+        else:
+            found.append((f"{above}{name}", command))
+    return found
+
+
+COMMANDS = _leaves(cli.sgpu)
 COMMAND_OPTIONS = [
-    (command.name, name)
-    for command in cli.sgpu.commands.values()
+    (name, option_name)
+    for name, command in COMMANDS
     for option in command.params
     if isinstance(option, click.Option)
-    for name in (*option.opts, *option.secondary_opts)
+    for option_name in (*option.opts, *option.secondary_opts)
 ]
+
+
+@pytest.mark.parametrize("command", [name for name, _ in COMMANDS])
+def test_every_command_of_a_group_is_in_the_reference(command: str) -> None:
+    assert re.search(rf"^\| `sgpu {command}[ `]", REFERENCE, re.MULTILINE)
 
 
 @pytest.mark.parametrize(("command", "option"), COMMAND_OPTIONS)
 def test_every_option_of_a_command_is_in_its_rows_of_the_reference(command: str, option: str) -> None:
-    rows = re.findall(rf"^\| `sgpu {command}(?: [^`]*)?` \| (.*?) \| ", REFERENCE, re.MULTILINE)
-    assert any(re.search(rf"`{option}[ `]", row) for row in rows), f"`{option}` of sgpu {command}"
+    rows = re.findall(r"^\| (`sgpu [^|]*) \| (.*?) \| ", REFERENCE, re.MULTILINE)
+    assert any(_is_about(names, command) and re.search(rf"`{option}[ `]", options) for names, options in rows), (
+        f"`{option}` of sgpu {command}"
+    )
+
+
+def _is_about(names: str, command: str) -> bool:
+    """Return whether a row is about a command: `sgpu env show [ADDRESS]`, or one of `sgpu env show`, `capture`."""
+    first, *others = re.findall(r"`([^`]*)`", names)
+    group = first.rpartition(" ")[0]
+    return any(re.match(rf"sgpu {command}( |$)", name) for name in (first, *(f"{group} {other}" for other in others)))

@@ -5,6 +5,7 @@
     logs.py      logs                             what ranks wrote
     cleaning.py  clean                            deleting run directories
     diagnosis.py doctor                           what is wrong here, and what mends it
+    environments/ env                             what Python sees: captured, restored, compared
 
 Every command but `gpus` leaves the agent as it is: none is started for looking.
 """
@@ -17,6 +18,7 @@ import click
 
 from serverless_gpu.cli.cleaning import clean
 from serverless_gpu.cli.diagnosis import doctor
+from serverless_gpu.cli.environments import env
 from serverless_gpu.cli.logs import logs
 from serverless_gpu.cli.node import gpus, status, stop
 from serverless_gpu.cli.runs import cancel, runs, show
@@ -30,7 +32,7 @@ def sgpu() -> None:
     """The function runtime for GPUs you own."""
 
 
-for _command in (cancel, clean, doctor, gpus, logs, runs, show, status, stop):
+for _command in (cancel, clean, doctor, env, gpus, logs, runs, show, status, stop):
     sgpu.add_command(_command)
 
 

@@ -7,9 +7,9 @@
     describing.py  a snapshot as text and JSON · meter.py how far it is
 
 The commands are declared here; what they need is loaded when one is called, so that `sgpu status` does not pay for it.
-A result goes to stdout, everything else to stderr. Exit codes: 0, 1 for a failure, 2 for a wrong command line, 130 after
-Ctrl-C; `diff` has 1 for "different" and 2 for a failure, as diff(1) does. Ctrl-C leaves nothing half-visible: units, packs and
-trees get their names when they are whole, and the next try goes on with those that are there.
+A result goes to stdout, everything else to stderr. Exit codes: 0, 1 for a failure, 2 for a wrong command line, 130
+after Ctrl-C; `diff` has 1 for "different" and 2 for a failure, as diff(1) does. Ctrl-C leaves nothing half-visible:
+units, packs and trees get their names when they are whole, and the next try goes on with those that are there.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def show(address: str | None, everything: bool, python: str | None, store: str |
     with _interruptible("nothing was changed"):
         looking = _room("looking")
         if address is None:
-            looking.show_now(python, store, as_json=as_json, everything=everything)
+            looking.show_now(python, as_json=as_json, everything=everything)
         else:
             looking.show_stored(address, store, as_json=as_json, everything=everything)
 
@@ -100,16 +100,17 @@ def capture(python: str | None, store: str | None, as_json: bool) -> None:
 @env.command()
 @click.argument("address")
 @click.argument("directory")
+@click.option("--copies", is_flag=True, help="Copy every file; else packages are links to the cache, read-only.")
 @_python
 @_store
 @_json
-def restore(address: str, directory: str, python: str | None, store: str | None, as_json: bool) -> None:
+def restore(address: str, directory: str, copies: bool, python: str | None, store: str | None, as_json: bool) -> None:
     """Restore a snapshot into DIRECTORY, which is new or empty, and print the command that uses it.
 
     --python names the interpreter to put it on; default: one of the same version that is found on this machine.
     """
     with _interruptible("the directory was not made; what was fetched stays, and the next restore goes on from there"):
-        _room("moving").restore_into(address, directory, python, store, as_json=as_json)
+        _room("moving").restore_into(address, directory, python, store, copies=copies, as_json=as_json)
 
 
 @env.command()
@@ -136,7 +137,11 @@ def diff(first: str | None, second: str | None, python: str | None, store: str |
 @env.command()
 @click.option("--keep", metavar="AGE", default="30d", show_default=True, help="Keep snapshots captured within this.")
 @click.option(
-    "--grace", metavar="AGE", default="1d", show_default=True, help="Delete what has been condemned for as long as this."
+    "--grace",
+    metavar="AGE",
+    default="1d",
+    show_default=True,
+    help="Delete what has been condemned for as long as this.",
 )
 @click.option("--dry-run", is_flag=True, help="Only say what would be condemned and deleted.")
 @_store

@@ -49,13 +49,13 @@ class Pth(msgspec.Struct, frozen=True, kw_only=True):
     known: bool = True
 
 
-def described(snapshot: Snapshot, contents: Contents, *, all_members: bool, state: str) -> list[str]:
+def described(snapshot: Snapshot, contents: Contents, *, everything: bool, state: str) -> list[str]:
     """Return a snapshot as lines.
 
     Args:
         snapshot: the environment.
         contents: what else is known about it.
-        all_members: whether to name every unit, and not only the largest.
+        everything: whether to name every unit, and not only the largest.
         state: a sentence about when it was captured.
     """
     python, count = snapshot.interpreter, sum(_is_distribution(m) for root in snapshot.roots for m in root.members)
@@ -68,8 +68,8 @@ def described(snapshot: Snapshot, contents: Contents, *, all_members: bool, stat
         f"interpreter  {python.implementation} {python.version}, {python.abi}, {python.platform}{glibc}{where}",
     ]
     for number, root in enumerate(snapshot.roots):
-        lines += ["", *_root_lines(snapshot, number, root, contents, all_members=all_members)]
-    left_out = snapshot.facts.left_out if all_members else snapshot.facts.left_out[:_LEFT_OUT_MAX]
+        lines += ["", *_root_lines(snapshot, number, root, contents, everything=everything)]
+    left_out = snapshot.facts.left_out if everything else snapshot.facts.left_out[:_LEFT_OUT_MAX]
     if left_out:
         lines += ["", "left out:", *(f"  {sentence}" for sentence in left_out)]
     if more := len(snapshot.facts.left_out) - len(left_out):
@@ -79,7 +79,7 @@ def described(snapshot: Snapshot, contents: Contents, *, all_members: bool, stat
     return lines
 
 
-def as_json(snapshot: Snapshot, contents: Contents) -> dict[str, object]:
+def snapshot_json(snapshot: Snapshot, contents: Contents) -> dict[str, object]:
     """Return a snapshot for machines."""
     facts = snapshot.facts
     return {
@@ -96,6 +96,13 @@ def as_json(snapshot: Snapshot, contents: Contents) -> dict[str, object]:
     }
 
 
+def titles(members: Sequence[Member]) -> str:
+    """Return what units are called, largest first; the first few of many."""
+    shown = [_title(member) for member in sorted(members, key=lambda member: -member.size)[:_NAMED_MAX]]
+    more = len(members) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")
+
+
 def captured_text(snapshot: Snapshot) -> str:
     """Return when a stored snapshot was captured, in words."""
     captured_ns = snapshot.facts.captured_ns
@@ -104,10 +111,10 @@ def captured_text(snapshot: Snapshot) -> str:
 
 def pth_files(snapshot: Snapshot, root: Root, contents: Contents) -> list[Pth]:
     """Return the `.pth` files of a root, with what they do."""
-    found = [_pth(snapshot, _file(item.path), "", item.text) for item in root.generated if _is_pth(item.path)]
+    found = [_pth(snapshot, _file(item.path), "", item.text) for item in root.generated if is_pth(item.path)]
     for member in root.members:
         for row in contents.rows.get(member.address, ()):
-            if _is_pth(row.path):
+            if is_pth(row.path):
                 text = contents.texts.get((member.address, row.path))
                 found.append(_pth(snapshot, _file(row.path), member.name, text))
     return sorted(found, key=lambda one: one.file)
@@ -119,19 +126,19 @@ def directory_of(snapshot: Snapshot, number: int) -> str:
     return originals[number] if number < len(originals) and originals[number] else f"root {number}"
 
 
-def _root_lines(snapshot: Snapshot, number: int, root: Root, contents: Contents, *, all_members: bool) -> list[str]:
+def _root_lines(snapshot: Snapshot, number: int, root: Root, contents: Contents, *, everything: bool) -> list[str]:
     size = format_bytes(sum(member.size for member in root.members))
     place = ", before the standard library" if root.before else ""
     lines = [f"{directory_of(snapshot, number)}  ({_kind_text(root)}, {size}{place})"]
     named = sorted((m for m in root.members if m.kind != "unowned"), key=lambda member: (-member.size, member.name))
-    shown = named if all_members else named[:_LARGEST]
+    shown = named if everything else named[:_LARGEST]
     rows = [[_title(m), format_bytes(m.size), _files(m.files), m.address[:SHORT]] for m in shown]
     lines += [f"  {line}" for line in columns(rows)]
     if rest := named[len(shown) :]:
         lines.append(f"  and {len(rest)} smaller, {format_bytes(sum(m.size for m in rest))}: --all")
     for member in root.members:
         if member.kind == "unowned":
-            lines.append(f"  {_unowned_text(member, contents.rows.get(member.address, ()), all_members=all_members)}")
+            lines.append(f"  {_unowned_text(member, contents.rows.get(member.address, ()), everything=everything)}")
     lines += [f"  {line}" for pth in pth_files(snapshot, root, contents) for line in _pth_lines(pth)]
     return lines
 
@@ -156,12 +163,15 @@ def _kind_text(root: Root) -> str:
 
 
 def _title(member: Member) -> str:
-    return f"{member.name or member.kind} {member.version}".rstrip()
+    if member.kind == "unowned":
+        return "files of no distribution"
+    name = f"{member.name} {member.version}".rstrip()
+    return f"code of {name}" if member.kind == "code" else name
 
 
-def _unowned_text(member: Member, rows: Sequence[Row], *, all_members: bool) -> str:
+def _unowned_text(member: Member, rows: Sequence[Row], *, everything: bool) -> str:
     names = [row.path.partition("/")[2] for row in rows]
-    shown = names if all_members else names[:_NAMED_MAX]
+    shown = names if everything else names[:_NAMED_MAX]
     more = f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
     listed = f": {', '.join(shown)}{more}" if shown else ""
     return f"{_files(member.files)} of no distribution, {format_bytes(member.size)}{listed}"
@@ -188,7 +198,8 @@ def _pth(snapshot: Snapshot, file: str, owner: str, text: str | None) -> Pth:
     return Pth(file=file, owner=owner, adds=tuple(line for line in said if line not in runs), runs=runs)
 
 
-def _is_pth(path: str) -> bool:
+def is_pth(path: str) -> bool:
+    """Return whether a row is a file that Python reads at every start."""
     return path.startswith("site/") and path.count("/") == 1 and path.endswith(".pth")
 
 

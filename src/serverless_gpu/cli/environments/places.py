@@ -62,6 +62,20 @@ def describe(python: str | None) -> Description:
         raise EnvironmentUnsupported(f"{path} cannot be asked for its environment: {error}") from None
 
 
+def interpreter(python: str | None) -> str:
+    """Return the interpreter to put an environment on; "" for any that fits.
+
+    Raises:
+        InvalidValue: there is no such interpreter.
+    """
+    return "" if python is None else str(_interpreter(python))
+
+
+def is_remote(url: str | None) -> bool:
+    """Return whether a store is across a network, as far as its name tells."""
+    return url is not None and "://" in url and not url.startswith(("file://", "memory://"))
+
+
 def choose_snapshot(wanted: str, among: Blobs) -> Snapshot:
     """Return the snapshot that is meant.
 
@@ -82,7 +96,9 @@ def _interpreter(text: str) -> Path:
     if path.is_dir():
         path = path / "bin" / "python"
     if not os.access(path, os.X_OK) or path.is_dir():
-        raise InvalidValue(f"--python: there is no interpreter {path}", hint="name a python, or the directory of a venv")
+        raise InvalidValue(
+            f"--python: there is no interpreter {path}", hint="name a python, or the directory of a venv"
+        )
     return path
 
 

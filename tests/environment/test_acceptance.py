@@ -1,0 +1,137 @@
+"""This project's own environment, torch included, captured here and used elsewhere: another path, another user,
+and the original out of sight.
+
+    sgpu env capture ─▶ store ─ becomes another user's ─▶ sgpu env restore, as that user ─▶ a tree
+                                                                                             │
+    an empty directory is mounted over every original ─▶ <tree>/bin/python digits_ddp.py ◀───┘
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from serverless_gpu.node.inside import mounts
+from tests.environment import elsewhere
+
+ROOT = Path(__file__).parents[2]
+OTHER = 65534
+LIMIT_S = 600
+
+pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.heavy, pytest.mark.timeout(LIMIT_S)]
+
+# Our command, in a process that has loaded everything and is somebody else: the interpreter may lie below a home that
+# nobody else can enter.
+AS_OTHER = """
+import importlib, os, pkgutil, sys
+import serverless_gpu.cli, serverless_gpu.environment
+for package in (serverless_gpu.cli, serverless_gpu.environment):
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+uid = int(sys.argv.pop(1))
+if os.geteuid() == 0:
+    os.setgroups([]); os.setresgid(uid, uid, uid); os.setresuid(uid, uid, uid)
+sys.argv[0] = "sgpu"
+serverless_gpu.cli.main()
+"""
+WHO = """
+import json, os, sys
+import sklearn, torch, serverless_gpu
+print(json.dumps({
+    "uid": os.getuid(),
+    "files": [module.__file__ for module in (sklearn, torch, serverless_gpu)],
+    "seen": [name for directory in sys.argv[1:] for name in os.listdir(directory)],
+}))
+"""
+
+
+@pytest.fixture
+def there() -> Iterator[Path]:
+    """Yield a directory that another user has, with a path as short as those of homes have to be."""
+    directory = Path(tempfile.mkdtemp(prefix="sg-", dir="/tmp"))
+    (directory / "empty").mkdir()
+    (directory / "home").mkdir(mode=0o700)
+    directory.chmod(0o755)
+    hand_over(directory)
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory)
+
+
+def hand_over(directory: Path) -> None:
+    """Give a directory and all that is in it to the other user, where that is possible."""
+    if os.geteuid() == 0:
+        for path in (directory, *directory.rglob("*")):
+            os.chown(path, OTHER, OTHER, follow_symlinks=False)
+
+
+def reachable_python(there: Path) -> Path:
+    """Return an interpreter like this one that another user can start: this one's, the system's, or a copy."""
+    version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    base = Path(getattr(sys, "_base_executable", sys.executable)).resolve()
+    if all(parent.stat().st_mode & 0o001 for parent in base.parents):
+        return base
+    ask = "import sysconfig; print(sysconfig.get_config_var('SOABI'))"
+    for directory in ("/usr/bin", "/usr/local/bin"):
+        python = Path(directory) / version
+        if python.exists():
+            said = subprocess.run([python, "-c", ask], capture_output=True, text=True, check=False).stdout.strip()
+            if said == sysconfig.get_config_var("SOABI"):
+                return python
+    shutil.copytree(sys.base_prefix, there / "python", symlinks=True, ignore=shutil.ignore_patterns("site-packages"))
+    return there / "python" / "bin" / version
+
+
+def run(command: list[str], there: Path, **more: str) -> str:
+    """Run a command with few variables; return its stdout."""
+    environ = {"PATH": "/usr/bin:/bin", "HOME": str(there), "SERVERLESS_GPU_HOME": str(there / "home"), **more}
+    done = subprocess.run(
+        command, env=environ, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S / 2, check=False
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def test_this_project_runs_from_its_restored_environment_as_another_user_with_the_original_hidden(
+    home: Path, there: Path
+) -> None:
+    if problem := mounts.probe():
+        pytest.skip(f"nothing can be hidden here: {problem}")
+    sgpu = [sys.executable, "-m", "serverless_gpu.cli", "env"]
+    store = str(there / "store")
+    captured = json.loads(run([*sgpu, "capture", "--store", store, "--json"], there, SERVERLESS_GPU_HOME=str(home)))
+    assert captured["size_bytes"] > 10**9
+    shown = json.loads(run([*sgpu, "show", captured["address"], "--store", store, "--json"], there))
+    hand_over(there)
+
+    tree = there / "tree"
+    restore = [sys.executable, "-c", AS_OTHER, str(OTHER), "env", "restore", captured["address"], str(tree)]
+    run([*restore, "--store", store, "--python", str(reachable_python(there))], there)
+    shutil.rmtree(store)
+
+    originals = {root["directory"] for root in shown["roots"]} | {sys.prefix, str(ROOT)}
+    hidden = sorted(path for path in originals if os.path.isdir(path))
+    plan = json.dumps({"hidden": hidden, "empty": str(there / "empty"), "uid": OTHER})
+    unseen = [sys.executable, elsewhere.__file__, plan, str(tree / "bin" / "python")]
+
+    who = json.loads(run([*unseen, "-c", WHO, *hidden], there))
+    assert (who["uid"], who["seen"]) == (OTHER, [])
+    assert [file for file in who["files"] if not file.startswith(f"{tree}/")] == []
+
+    (example,) = tree.glob("code/*/examples/digits_ddp.py")
+    try:
+        told = run([*unseen, str(example)], there, SERVERLESS_GPU_FAKE="CPU:2", CUDA_VISIBLE_DEVICES="")
+    finally:
+        run([*unseen, "-m", "serverless_gpu.cli", "stop"], there)
+    assert "test accuracy" in told
