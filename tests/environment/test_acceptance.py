@@ -8,18 +8,22 @@ and the original out of sight.
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
+import serverless_gpu
 from serverless_gpu.node.inside import mounts
 from tests.environment import elsewhere
 
@@ -29,21 +33,6 @@ LIMIT_S = 600
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.heavy, pytest.mark.timeout(LIMIT_S)]
 
-# Our command, in a process that has loaded everything and is somebody else: the interpreter may lie below a home that
-# nobody else can enter.
-AS_OTHER = """
-import importlib, os, pkgutil, sys
-import serverless_gpu.cli, serverless_gpu.environment
-for package in (serverless_gpu.cli, serverless_gpu.environment):
-    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-        if not module.name.endswith("__main__"):
-            importlib.import_module(module.name)
-uid = int(sys.argv.pop(1))
-if os.geteuid() == 0:
-    os.setgroups([]); os.setresgid(uid, uid, uid); os.setresuid(uid, uid, uid)
-sys.argv[0] = "sgpu"
-serverless_gpu.cli.main()
-"""
 WHO = """
 import json, os, sys
 import sklearn, torch, serverless_gpu
@@ -93,6 +82,22 @@ def reachable_python(there: Path) -> Path:
     return there / "python" / "bin" / version
 
 
+def carry_over(there: Path) -> Path:
+    """Copy our package and what it needs to where the other user can read it; return the directory."""
+    ours = there / "ours"
+    shutil.copytree(Path(serverless_gpu.__file__).parent, ours / "serverless_gpu")
+    for requirement in importlib.metadata.requires("serverless-gpu") or ():
+        if "extra ==" in requirement:
+            continue
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # for another Python
+            distribution = importlib.metadata.distribution(re.split(r"[^\w.-]", requirement)[0])
+            for file in distribution.files or ():
+                if ".." not in file.parts and file.suffix != ".pyc":
+                    (ours / file).parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(str(file.locate()), ours / file)
+    return ours
+
+
 def run(command: list[str], there: Path, **more: str) -> str:
     """Run a command with few variables; return its stdout."""
     environ = {"PATH": "/usr/bin:/bin", "HOME": str(there), "SERVERLESS_GPU_HOME": str(there / "home"), **more}
@@ -112,18 +117,21 @@ def test_this_project_runs_from_its_restored_environment_as_another_user_with_th
     store = str(there / "store")
     captured = json.loads(run([*sgpu, "capture", "--store", store, "--json"], there, SERVERLESS_GPU_HOME=str(home)))
     assert captured["size_bytes"] > 10**9
-    shown = json.loads(run([*sgpu, "show", captured["address"], "--store", store, "--json"], there))
+    address = captured["address"]
+    shown = json.loads(run([*sgpu, "show", address, "--store", store, "--json"], there, SERVERLESS_GPU_HOME=str(home)))
+    ours, python = carry_over(there), reachable_python(there)
     hand_over(there)
 
     tree = there / "tree"
-    restore = [sys.executable, "-c", AS_OTHER, str(OTHER), "env", "restore", captured["address"], str(tree)]
-    run([*restore, "--store", store, "--python", str(reachable_python(there))], there)
+    restore = ["-m", "serverless_gpu.cli", "env", "restore", address, str(tree), "--store", store]
+    told = run([*as_other(there), str(python), *restore, "--python", str(python)], there, PYTHONPATH=str(ours))
+    assert told.endswith(f"use it: {tree}/bin/python\n")
     shutil.rmtree(store)
+    shutil.rmtree(ours)
 
     originals = {root["directory"] for root in shown["roots"]} | {sys.prefix, str(ROOT)}
-    hidden = sorted(path for path in originals if os.path.isdir(path))
-    plan = json.dumps({"hidden": hidden, "empty": str(there / "empty"), "uid": OTHER})
-    unseen = [sys.executable, elsewhere.__file__, plan, str(tree / "bin" / "python")]
+    hidden = outermost(path for path in originals if os.path.isdir(path))
+    unseen = [*as_other(there, hidden), str(tree / "bin" / "python")]
 
     who = json.loads(run([*unseen, "-c", WHO, *hidden], there))
     assert (who["uid"], who["seen"]) == (OTHER, [])
@@ -135,3 +143,18 @@ def test_this_project_runs_from_its_restored_environment_as_another_user_with_th
     finally:
         run([*unseen, "-m", "serverless_gpu.cli", "stop"], there)
     assert "test accuracy" in told
+
+
+def outermost(directories: Iterable[str]) -> list[str]:
+    """Return directories that lie in none of the others."""
+    found: list[str] = []
+    for directory in sorted(directories):
+        if not any(directory.startswith(f"{outer}/") for outer in found):
+            found.append(directory)
+    return found
+
+
+def as_other(there: Path, hidden: Sequence[str] = ()) -> list[str]:
+    """Return the beginning of a command that another user runs, who does not see some directories."""
+    plan = {"hidden": hidden, "empty": str(there / "empty"), "uid": OTHER}
+    return [sys.executable, elsewhere.__file__, json.dumps(plan)]

@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 from serverless_gpu import cli
 from serverless_gpu.errors import EnvironmentMissing, InvalidValue, ServerlessGpuError
 from serverless_gpu.node.home import Home
-from tests.environment.venvs import install, make_venv, site_packages
+from tests.environment.venvs import INSTALLED_S, install, make_venv, site_packages
 from tests.local.observe import wait_for
 
 COMMAND = (sys.executable, "-m", "serverless_gpu.cli", "env")
@@ -116,10 +116,17 @@ def test_the_fingerprint_says_whether_it_was_known_and_what_changed(place: Place
     assert [change["files"] for change in changed["changes"]] == [["demo/more.py"]]
 
 
-def test_F29_like_a_file_edited_by_hand_is_named_by_diff(place: Place) -> None:
+def test_a_file_edited_by_hand_is_named_by_diff(place: Place) -> None:
     place.capture()
     assert place.lines("diff") == ["nothing differs"]
     (place.site / "demo" / "more.py").write_text("more = 2\n")
+    assert place.lines("diff", code=1) == ["demo edited by hand: 1.0, demo/more.py"]
+
+
+def test_an_edit_a_moment_after_the_installation_is_seen_though_the_size_is_the_same(place: Place) -> None:
+    place.capture()
+    (place.site / "demo" / "more.py").write_text("more = 2\n")
+    os.utime(place.site / "demo" / "more.py", (INSTALLED_S + 1, INSTALLED_S + 1))
     assert place.lines("diff", code=1) == ["demo edited by hand: 1.0, demo/more.py"]
 
 

@@ -60,6 +60,11 @@ class Known(msgspec.Struct, frozen=True):
             return None
         return Digest(kept[3], file.size)
 
+    def doubts(self, file: File) -> bool:
+        """Return whether a file has been written since it was read, though it kept its size: RECORD may be older."""
+        kept = self.digests.get(file.file)
+        return kept is not None and kept[0] == file.size and kept[1] != file.mtime_ns
+
 
 def read_known(index: IndexFile) -> Known:
     """Return what an index says was read; nothing where there is none."""

@@ -87,6 +87,12 @@ class Recogniser:
         self._gated = index
         return recognised.gate.snapshot
 
+    def last(self, description: Description) -> Snapshot | None:
+        """Return what this environment was captured as last, whatever has changed since; None when it never was."""
+        key = description.key()
+        gate = self._index(key).read_gate()
+        return gate.snapshot if gate is not None and gate.key == key else None
+
     def check(self) -> tuple[Change, ...]:
         """Return the files that were edited in place, after a gate that saw no change: looks at every file.
 

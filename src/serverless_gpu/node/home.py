@@ -3,6 +3,7 @@
     $SERVERLESS_GPU_HOME (default ~/.serverless_gpu), 0700
     ├── runs/<run>/<fence>/    one attempt: spec, payload, entrypoint, logs, results, failures, facts, receipt
     ├── locks/                 locks of fakes and CPU slots (real GPUs are locked machine-wide)
+    ├── environments/          captured environments (`store/`), what was restored of them, how they are recognised
     ├── config.toml            own GPU types, prices
     └── agent.log
 
@@ -49,6 +50,11 @@ class Home:
     def locks(self) -> Path:
         """Return the directory of locks for fakes and CPU slots."""
         return self.root / "locks"
+
+    @property
+    def environments(self) -> Path:
+        """Return the directory of captured and restored environments."""
+        return self.root / "environments"
 
     @property
     def agent_log(self) -> Path:
