@@ -8,18 +8,18 @@ from pathlib import Path
 
 import msgspec
 from serverless_gpu.environment.cache import Cache
-from serverless_gpu.environment.description import Description, read_description
-from serverless_gpu.environment.interpreter import describe_other
-from serverless_gpu.environment.restoring import restore
-from serverless_gpu.environment.scanning import Recogniser
-from serverless_gpu.environment.taking import take
+from serverless_gpu.environment.restoring import Way, restore
 
 from benchmarks.environment_neighbours import new_directory
 from benchmarks.environment_sets import now_ns
 from serverless_gpu.environment.blobs import Blobs
 from serverless_gpu.environment.compression import LEVEL_LOCAL
+from serverless_gpu.environment.description import Description, read_description
+from serverless_gpu.environment.interpreter import describe_other
 from serverless_gpu.environment.progress import nobody
-from serverless_gpu.environment.stores import open_store
+from serverless_gpu.environment.scanning import Recogniser
+from serverless_gpu.environment.stores.opening import open_store
+from serverless_gpu.environment.taking import take
 from serverless_gpu.node.inside import mounts
 
 
@@ -43,14 +43,14 @@ def capture(directory: str) -> dict[str, object]:
     started_ns = now_ns()
     taken = take(description, Recogniser(place / "index"), _blobs(place / "store"), level=LEVEL_LOCAL, report=nobody)
     took_ns = now_ns() - started_ns
-    return {"ms": took_ns / 1e6, "mb": taken.captured.sent_bytes / 1e6, "memory_mb": _peak_mb()}
+    return {"ms": took_ns / 1e6, "mb": taken.sent_bytes / 1e6, "memory_mb": _peak_mb()}
 
 
 def restore_mounted(directory: str) -> dict[str, object]:
     """Restore with the units on the node and mount it: until a process that sees it has mounted it."""
     root = _fresh_trees()
     started_ns = now_ns()
-    restored = restore(_named("SGPU_BENCH_SNAPSHOT"), _blobs(_store()), Cache(root), mode="overlay", report=nobody)
+    restored = restore(_named("SGPU_BENCH_SNAPSHOT"), _blobs(_store()), Cache(root))
     wanted = [msgspec.to_builtins(mount) for mount in restored.mounts]
     assembled_ns = now_ns()
     reading, writing = os.pipe()
@@ -74,7 +74,7 @@ def restore_linked(directory: str) -> dict[str, object]:
     """Restore with the units on the node as a tree of hard links."""
     root = _fresh_trees()
     started_ns = now_ns()
-    restore(_named("SGPU_BENCH_SNAPSHOT"), _blobs(_store()), Cache(root), mode="links", report=nobody)
+    restore(_named("SGPU_BENCH_SNAPSHOT"), _blobs(_store()), Cache(root), way=Way(mode="links", why="asked"))
     return {"ms": (now_ns() - started_ns) / 1e6}
 
 
@@ -82,7 +82,7 @@ def restore_cold(directory: str) -> dict[str, object]:
     """Restore on a node that has nothing: packs of a store on this disk to files, each checked."""
     place = new_directory()
     started_ns = now_ns()
-    restored = restore(_named("SGPU_BENCH_SNAPSHOT"), _blobs(_store()), Cache(place), mode="overlay", report=nobody)
+    restored = restore(_named("SGPU_BENCH_SNAPSHOT"), _blobs(_store()), Cache(place))
     took_ns = now_ns() - started_ns
     return {"ms": took_ns / 1e6, "mb": restored.fetched_bytes / 1e6, "memory_mb": _peak_mb()}
 
@@ -130,7 +130,7 @@ def main() -> None:
     """Capture what is to be restored into the store that the rows have named; print the snapshot's address."""
     index = new_directory() / "index"
     taken = take(_description(), Recogniser(index), _blobs(_store()), level=LEVEL_LOCAL, report=nobody)
-    print(taken.captured.snapshot.address)
+    print(taken.snapshot.address)
 
 
 if __name__ == "__main__":
