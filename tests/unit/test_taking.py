@@ -346,10 +346,12 @@ _MEASURED_LARGE = _MEASURED.format(
 )
 _MEASURED_MANY = _MEASURED.format(
     make="""
+    (before.parent / "one").write_bytes(os.urandom(2000) * 2)
     for number in range(30_000):
         if number % 1000 == 0:
             (before / str(number // 1000)).mkdir()
-        (before / str(number // 1000) / f"f{number}.py").write_bytes(b"content %d" % number * 200)
+        # Links are quick to make, and read as files of their own.
+        os.link(before.parent / "one", before / str(number // 1000) / f"f{number}.py")
     source = source_of(before)
 """
 )

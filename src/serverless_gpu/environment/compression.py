@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 
 from serverless_gpu.errors import EnvironmentRejected
 
@@ -15,6 +16,9 @@ LEVEL_LOCAL = 1
 """For the local disk: 14 % more bytes than level 3 in 30 % less time."""
 LEVEL_REMOTE = 3
 """For a network, which is slower than the compressor."""
+
+PIECE_BYTES = 256 * 1024
+"""What `pieces` gives at once: less than a core's cache, so that hashing and writing it find it there."""
 
 
 def compress(data: bytes | bytearray | memoryview, level: int = LEVEL_LOCAL) -> bytes:
@@ -45,3 +49,36 @@ def decompress(frame: bytes | memoryview, size_max: int) -> bytes:
     if not decompressor.eof or decompressor.unused_data:
         raise EnvironmentRejected("a compressed block ends early, or is followed by something else")
     return data
+
+
+def pieces(frame: bytes | memoryview, size: int) -> Iterator[bytes]:
+    """Yield the content of one zstd frame, a piece at a time.
+
+    Args:
+        frame: the whole frame and nothing else.
+        size: how many bytes it holds, exactly.
+
+    Raises:
+        EnvironmentRejected: it is no such frame, ends early, goes on after its end, or holds more or less; pieces that
+            were given before are of no use then.
+    """
+    decompressor, left = zstd.ZstdDecompressor(), size
+    data: bytes | memoryview = frame
+    while not decompressor.eof:
+        try:
+            # One byte more than there should be is enough to know that there is more.
+            piece = decompressor.decompress(data, max_length=min(PIECE_BYTES, left + 1))
+        except (zstd.ZstdError, EOFError) as error:
+            raise EnvironmentRejected(f"a compressed block cannot be read: {error}") from None
+        data = b""
+        left -= len(piece)
+        if left < 0:
+            raise EnvironmentRejected(f"a compressed block holds more than the {size} bytes it says")
+        if piece:
+            yield piece
+        elif not decompressor.eof:
+            break
+    if not decompressor.eof or decompressor.unused_data:
+        raise EnvironmentRejected("a compressed block ends early, or is followed by something else")
+    if left:
+        raise EnvironmentRejected(f"a compressed block holds {size - left} bytes instead of {size}")

@@ -10,9 +10,10 @@ import hashlib
 import os
 import threading
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from serverless_gpu.environment.compression import decompress
+from serverless_gpu.environment.compression import pieces
 from serverless_gpu.environment.documents import Row, Unit
 from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentRejected
 
@@ -128,7 +129,7 @@ class UnitWriter:
         self._unit = unit
         self._tree = tree
         self._what = f"unit {unit.address[:12]}"
-        self._small: dict[int, list[tuple[Row, int]]] = defaultdict(list)  # block → its files and where they start
+        self._small: dict[int, list[tuple[int, Row]]] = defaultdict(list)  # block → where files start in it, in order
         self._large: dict[int, tuple[_LargeFile, int]] = {}  # block → the file it is a part of, and from where
         self._plan()
         self.used_blocks = sorted([*self._small, *self._large])
@@ -147,18 +148,14 @@ class UnitWriter:
             EnvironmentCorrupt: it is not what the rows say.
         """
         size = self._unit.blocks[index].size
+        content = pieces(frame, size)
+        large, start = self._large.get(index, (None, 0))
         try:
-            data = decompress(frame, size)
+            if large is not None:
+                return size, int(large.write(content, start))
+            return self._write_small(self._small[index], _Stream(content))
         except EnvironmentRejected as error:
-            self._fail_large(index)
             raise EnvironmentCorrupt(f"{self._what}, block {index}: {error.message}") from None
-        if len(data) != size:
-            self._fail_large(index)
-            raise EnvironmentCorrupt(f"{self._what}, block {index}: {len(data)} bytes instead of {size}")
-        if index in self._large:
-            large, start = self._large[index]
-            return size, int(large.write(data, start))
-        return self._write_small(index, memoryview(data))
 
     def finish(self) -> int:
         """Make empty files and directories, then links; return how many files."""
@@ -188,20 +185,21 @@ class UnitWriter:
         filled = (row for row in self._unit.rows if row.has_content and row.size)
         for row, place in zip(filled, self._unit.places, strict=True):
             if place.start + row.size <= self._unit.blocks[place.block].size:
-                self._small[place.block].append((row, place.start))
+                self._small[place.block].append((place.start, row))
                 continue
             large, start, block = _LargeFile(row, self._tree, self._what), 0, place.block
             while start < row.size:
                 self._large[block] = (large, start)
                 start, block = start + self._unit.blocks[block].size, block + 1
+        for files in self._small.values():
+            files.sort(key=lambda item: item[0])
 
-    def _write_small(self, index: int, data: memoryview) -> tuple[int, int]:
+    def _write_small(self, files: Sequence[tuple[int, Row]], stream: _Stream) -> tuple[int, int]:
         total = 0
         sha256, write, utime, close = hashlib.sha256, os.write, os.utime, os.close
-        files = self._small[index]
         with Walk(self._tree) as walk:
-            for row, start in files:
-                content = data[start : start + row.size]
+            for start, row in files:
+                content = stream.take(start, row.size)
                 if sha256(content).digest() != row.sha256:
                     raise _wrong_content(self._what, row)
                 fd = walk.make(row)
@@ -213,11 +211,42 @@ class UnitWriter:
                 finally:
                     close(fd)
                 total += row.size
+        stream.end()
         return total, len(files)
 
-    def _fail_large(self, index: int) -> None:
-        if index in self._large:
-            self._large[index][0].fail()
+
+class _Stream:
+    """The content of a block, from its start to its end; what was passed is forgotten."""
+
+    def __init__(self, content: Iterator[bytes]) -> None:
+        self._content = content
+        self._at = 0  # where the piece at hand starts in the block
+        self._piece = memoryview(b"")
+
+    def take(self, start: int, size: int) -> memoryview:
+        """Return bytes of the block that were not passed; as many as there are, at its end."""
+        while start >= self._at + len(self._piece) and self._next():
+            pass
+        offset = start - self._at
+        if offset + size <= len(self._piece):
+            return self._piece[offset : offset + size]
+        parts = [self._piece[offset:]]
+        while sum(map(len, parts)) < size and self._next():
+            parts.append(self._piece[: size - sum(map(len, parts))])
+        return memoryview(b"".join(parts))
+
+    def end(self) -> None:
+        """Go to the end, because only there is it known that the frame is whole."""
+        while self._next():
+            pass
+
+    def _next(self) -> bool:
+        piece = next(self._content, None)
+        if piece is None:
+            return False
+        self._at += len(self._piece)
+        self._piece = memoryview(piece)
+        return True
 
 
 class _LargeFile:
@@ -233,20 +262,30 @@ class _LargeFile:
         self._hashed = 0
         self._failed = False
 
-    def write(self, data: bytes, start: int) -> bool:
+    def write(self, content: Iterator[bytes], start: int) -> bool:
         """Write a part; return whether it was the last one, and everything is right."""
         try:
-            self._put(data, start)
+            self._open()
+            waiting: list[bytes] = []
+            end = start
+            for piece in content:
+                self._put(piece, end)
+                end += len(piece)
+                if self._hashed == start:  # only whoever has the part that starts there moves it
+                    for earlier in waiting:
+                        self._digest.update(earlier)
+                    waiting.clear()
+                    self._digest.update(piece)
+                else:
+                    waiting.append(piece)
+            if not self._my_turn(start):
+                return False
+            for earlier in waiting:
+                self._digest.update(earlier)
             with self._turn:
-                while self._hashed != start and not self._failed:
-                    self._turn.wait(_TURN_S)
-                if self._failed:
-                    return False  # the thread that failed says why
-            self._digest.update(data)
-            with self._turn:
-                self._hashed += len(data)
+                self._hashed = end
                 self._turn.notify_all()
-            return start + len(data) == self._row.size and self._finish()
+            return end == self._row.size and self._finish()
         except BaseException:
             self.fail()
             raise
@@ -262,15 +301,24 @@ class _LargeFile:
             os.close(self._fd)
             self._fd = -1
 
-    def _put(self, data: bytes, start: int) -> None:
+    def _open(self) -> None:
         with self._turn:
             if self._fd < 0:
                 with Walk(self._tree) as walk:
                     self._fd = walk.make(self._row)
+
+    def _put(self, data: bytes, start: int) -> None:
         view = memoryview(data)
         while view:
             done = os.pwrite(self._fd, view, start)
             view, start = view[done:], start + done
+
+    def _my_turn(self, start: int) -> bool:
+        """Wait until all parts before have been hashed; return False if one of them failed, which says why."""
+        with self._turn:
+            while self._hashed != start and not self._failed:
+                self._turn.wait(_TURN_S)
+            return not self._failed
 
     def _finish(self) -> bool:
         if self._digest.digest() != self._row.sha256:
