@@ -22,6 +22,11 @@ import pytest
 _GUARDED = ("bind", "connect", "connect_ex", "sendto")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the tests of object stores last: obstore leaves threads behind, and a process with threads must not fork."""
+    items.sort(key=lambda item: "tests/stores/" in item.nodeid)
+
+
 @pytest.fixture
 def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Yield a fresh SERVERLESS_GPU_HOME with a short path, and end its agent afterwards."""

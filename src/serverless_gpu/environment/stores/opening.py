@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from serverless_gpu.environment.stores.base import Store
+from serverless_gpu.environment.stores.clouds import CLOUDS
 from serverless_gpu.environment.stores.directory import DirectoryStore
 from serverless_gpu.environment.stores.memory import MemoryStore
+from serverless_gpu.environment.stores.objects import BOUND_S, ObjectStore
 from serverless_gpu.errors import InvalidValue
+
+_PREFIX = re.compile(r"(?:[\w.-]+(?:/[\w.-]+)*)?", re.ASCII)
 
 _memory: dict[str, MemoryStore] = {}
 _memory_lock = threading.Lock()
 
 
-def open_store(url: str | Path, environ: Mapping[str, str]) -> Store:
+def open_store(url: str | Path, environ: Mapping[str, str], *, bound_s: float = BOUND_S) -> Store:
     """Return a store; nothing is looked at or made yet.
 
     Args:
         url: a path, ``file:///a/path``, ``memory://name`` (the same one for the same name in this process),
             ``s3://bucket/prefix``, ``gs://bucket/prefix`` or ``az://container/prefix``.
         environ: where credentials of object stores come from.
+        bound_s: how long one call of an object store may take.
 
     Raises:
         InvalidValue: it is none of these, or has credentials in it.
+        StoreUnavailable: it is an object store, and obstore is not installed.
     """
     text = str(url)
     if "://" not in text:
@@ -45,6 +52,10 @@ def open_store(url: str | Path, environ: Mapping[str, str]) -> Store:
     if parts.scheme == "memory":
         with _memory_lock:
             return _memory.setdefault(text, MemoryStore(parts.netloc + parts.path))
+    if parts.scheme in CLOUDS and (bucket := parts.netloc):
+        prefix = parts.path.strip("/")
+        if _PREFIX.fullmatch(prefix) and not {".", ".."} & set(prefix.split("/")):
+            return ObjectStore(parts.scheme, bucket, prefix, environ, bound_s=bound_s)
     raise _invalid(text)
 
 

@@ -1,0 +1,330 @@
+"""Stores in S3, Google Cloud Storage, Azure, and servers that speak like one of them.
+
+    call ─▶ ask: request ─▶ answer ─▶ judge ─▶ done │ not there │ ask again, later and later │ StoreUnavailable
+                    ▲────────────────────────────────────────────────┘     5 minutes in all
+
+What was put is compared with what the server says it got (its entity tag, where that is an MD5; else by reading it
+back once to learn that it is not), so bytes that a line altered on their way up are sent again, not kept.
+
+A process that has used such a store must not fork afterwards: obstore runs threads that a child does not have, and a
+call in the child would wait for ever. Here it is refused instead. Agent, zygotes and supervisors never come here.
+
+Failure cases: wrong or missing credentials, no such bucket (StoreUnavailable at once, saying what to check); no
+connection, 5xx, 429, an answer that is too slow or breaks off (again, then StoreUnavailable with the last answer);
+404 for what has just been put (again, for a second); no space on the server (StorageError); a server that answers
+a range with everything (the rest is dropped).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import random
+import re
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+from serverless_gpu.ambient import Clock, SystemClock
+from serverless_gpu.environment.stores.answers import Answer, judge, pause_s
+from serverless_gpu.environment.stores.base import (
+    OBJECT_BYTES_MAX,
+    Store,
+    Stored,
+    check_key,
+    check_prefix,
+    check_range,
+)
+from serverless_gpu.environment.stores.clouds import CLOUDS, connector, endpoint_of
+from serverless_gpu.errors import EnvironmentRejected, ServerlessGpuError, StorageError, StoreUnavailable
+from serverless_gpu.units import format_duration_ms
+
+if TYPE_CHECKING:
+    from obstore import ObjectMeta
+
+    from serverless_gpu.environment.stores.clouds import Client
+
+BOUND_S = 300.0
+"""How long one call may take, repetitions included."""
+AT_ONCE = 16
+_LATE_S = 1.0
+_PAGE = 1000
+_TIMEOUT_S_MIN = 0.05
+_MD5 = re.compile(r'"?([0-9a-f]{32})"?')
+
+_Value = TypeVar("_Value")
+
+
+class ObjectStore(Store):
+    """Objects in a bucket.
+
+    Args:
+        scheme: one of `CLOUDS`.
+        bucket: or container.
+        prefix: what the names of all objects start with, or "".
+        environ: where credentials come from.
+        bound_s: how long one call may take.
+        clock: measures that.
+    """
+
+    def __init__(
+        self,
+        scheme: str,
+        bucket: str,
+        prefix: str,
+        environ: Mapping[str, str],
+        *,
+        bound_s: float = BOUND_S,
+        clock: Clock | None = None,
+    ) -> None:
+        self.url = f"{scheme}://{bucket}/{prefix}".rstrip("/")
+        self._check = CLOUDS[scheme].check
+        self._connect = connector(scheme, bucket, prefix, environ)
+        self._endpoint = endpoint_of(scheme, environ)
+        self._bound_s = bound_s
+        self._clock = clock or SystemClock()
+        self._clients: dict[bool, Client] = {}
+        self._knows_ranges = True
+        self._tags_are_md5 = True
+
+    def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+        """Return an object, or a range of it."""
+        check_key(key)
+        check_range(key, start, 0 if length is None else length)
+        if length == 0:
+            if not self.present((key,)):
+                raise KeyError(key)
+            return b""
+        # What has been put is there; a server that says otherwise may have to hear of it first.
+        late_s = 0.0 if key.startswith("gc/") else min(_LATE_S, self._bound_s / 2)
+        try:
+            return self._ask(f"get {key}", lambda client: self._get(client, key, start, length), late_s=late_s)
+        except _Final as error:
+            if error.answer.verdict == "beyond":
+                return b""
+            raise KeyError(key) from None
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        """Put an object, durably and at once, in place of what may be there."""
+        check_key(key)
+        size = memoryview(data).nbytes
+        if size > OBJECT_BYTES_MAX:
+            raise EnvironmentRejected(f"{key} has {size} bytes, {OBJECT_BYTES_MAX} are the most")
+        try:
+            self._ask(f"put {key}", lambda client: self._put(client, key, data), reads=False)
+        except _Final as error:
+            raise self._problem(f"put {key}", Answer("no bucket", error.answer.said), 1, 0.0) from None
+
+    def present(self, keys: Collection[str]) -> frozenset[str]:
+        """Return which of these objects are there, asking for several at once."""
+
+        def look(key: str) -> bool:
+            try:
+                return self._ask(f"look for {key}", lambda client: _head(client, key))
+            except _Final:
+                return False
+
+        asked = [check_key(key) for key in keys]
+        return frozenset(key for key, there in zip(asked, _together(look, asked), strict=True) if there)
+
+    def list(self, prefix: str) -> Iterator[Stored]:
+        """Return everything below `prefix/`, page by page."""
+        pages = _Pages(check_prefix(prefix))
+        while page := self._ask(f"list {prefix}", pages.turn):
+            yield from (stored for stored in page if _is_ours(stored.key))
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Remove objects; those that are not there are no error."""
+
+        asked = [check_key(key) for key in keys]
+        for first in range(0, len(asked), _PAGE):
+            some = asked[first : first + _PAGE]
+            try:
+                self._ask("delete objects", partial(_delete, some))
+            except _Final:  # some clouds call it an error that one of them is not there
+                _together(self._delete_one, some)
+
+    def free_bytes(self) -> int | None:
+        """Return None: no bucket says how much it can hold."""
+        return None
+
+    def _delete_one(self, key: str) -> None:
+        with contextlib.suppress(_Final):
+            self._ask(f"delete {key}", partial(_delete, [key]))
+
+    def _get(self, client: Client, key: str, start: int, length: int | None) -> bytes:
+        import obstore
+
+        if (start or length is not None) and self._knows_ranges:
+            end = start + (OBJECT_BYTES_MAX if length is None else length)
+            return bytes(obstore.get(client, key, options={"range": (start, end)}).bytes())
+        result = obstore.get(client, key)
+        if result.meta["size"] - start > OBJECT_BYTES_MAX:
+            raise EnvironmentRejected(f"{key} has {result.meta['size']} bytes, {OBJECT_BYTES_MAX} are the most")
+        return bytes(memoryview(result.bytes())[start : None if length is None else start + length])
+
+    def _put(self, client: Client, key: str, data: bytes | memoryview) -> None:
+        import obstore
+
+        # One request: parts would leave pieces behind when we are killed.
+        tag = obstore.put(client, key, data, use_multipart=False)["e_tag"] or ""
+        said = _MD5.fullmatch(tag) if self._tags_are_md5 else None
+        if said and said[1] != hashlib.md5(data, usedforsecurity=False).hexdigest():
+            if bytes(obstore.get(client, key).bytes()) != bytes(data):
+                raise _ArrivedAltered
+            self._tags_are_md5 = False  # as with some kinds of encryption
+
+    def _ask(
+        self, what: str, request: Callable[[Client], _Value], *, reads: bool = True, late_s: float = 0.0
+    ) -> _Value:
+        """Send a request until it is answered.
+
+        Raises:
+            _Final: there is no such object, or no such range of it.
+        """
+        from obstore.exceptions import BaseError
+
+        _refuse_after_fork(self.url)
+        began_ns, tries = self._clock.boottime_ns(), 0
+        while True:
+            tries += 1
+            left_s = self._bound_s - (self._clock.boottime_ns() - began_ns) / 1e9
+            try:
+                return request(self._client(left_s, reads))
+            except (BaseError, OSError, _ArrivedAltered) as error:
+                answer = _judged(error)
+            took_s, pause = (self._clock.boottime_ns() - began_ns) / 1e9, pause_s(tries, random.random())
+            if answer.verdict == "beyond" or (answer.verdict == "absent" and took_s + pause > late_s):
+                raise _Final(answer)
+            if answer.verdict == "whole" and self._knows_ranges:
+                self._knows_ranges = False
+                continue
+            # A wrong secret is asked about twice: what a line altered is answered like one.
+            again = answer.verdict in ("again", "absent") or (answer.verdict == "refused" and tries == 1)
+            if not again or took_s + pause >= self._bound_s:
+                raise self._problem(what, answer, tries, took_s)
+            time.sleep(pause)
+
+    def _client(self, left_s: float, reads: bool) -> Client:
+        """Return a client whose requests end in time: one may take half of the bound, the last one what is left."""
+        half_s = self._bound_s / 2
+        if left_s < half_s:
+            return self._connect(max(left_s, _TIMEOUT_S_MIN), reads)
+        if reads not in self._clients:
+            self._clients[reads] = self._connect(half_s, reads)
+        return self._clients[reads]
+
+    def _problem(self, what: str, answer: Answer, tries: int, took_s: float) -> ServerlessGpuError:
+        name = f"the store {self.url}" + (f" (at {self._endpoint})" if self._endpoint else "")
+        if answer.verdict == "full":
+            return StorageError(
+                f"no space left in {name}: {answer.said}",
+                hint="`sgpu env gc` removes what nobody uses; or choose another store",
+            )
+        if answer.verdict == "no bucket":
+            return StoreUnavailable(
+                f"{name} does not exist: {answer.said}",
+                hint=f"make the bucket, or write its name as it is; it is looked for with {self._check}",
+            )
+        if answer.verdict == "no credentials":
+            return StoreUnavailable(f"{name} cannot be asked: {answer.said}", hint=f"set {self._check}")
+        if answer.verdict == "refused":
+            return StoreUnavailable(
+                f"{name} refuses to {what}: {answer.said}",
+                hint=f"check {self._check}, and that they may get, put, list and delete there",
+            )
+        return StoreUnavailable(
+            f"{name} does not {what}: {answer.said}, asked {tries} times in {format_duration_ms(round(took_s * 1000))}",
+            hint="look whether the server is up and can be reached from here, then try again",
+        )
+
+
+class _ArrivedAltered(Exception):
+    """The server has other bytes than were sent."""
+
+
+class _Final(Exception):
+    """An answer that asking again does not change."""
+
+    def __init__(self, answer: Answer) -> None:
+        super().__init__(answer.said)
+        self.answer = answer
+
+
+class _Pages:
+    """A listing, a page at a time; a page that fails is asked for again from where the last one ended."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self._last: str | None = None
+        self._stream: Iterator[Sequence[ObjectMeta]] | None = None
+
+    def turn(self, client: Client) -> list[Stored]:
+        """Return the next page; an empty one is the end."""
+        import obstore
+
+        stream, self._stream = self._stream, None  # not kept when the next line fails
+        if stream is None:
+            stream = iter(obstore.list(client, prefix=self._prefix, offset=self._last, chunk_size=_PAGE))
+        page = [_stored(found) for found in next(stream, ())]
+        self._stream = stream
+        if page:
+            self._last = page[-1].key
+        return page
+
+
+def _stored(found: ObjectMeta) -> Stored:
+    return Stored(found["path"], found["size"], round(found["last_modified"].timestamp() * 1e9))
+
+
+def _is_ours(key: str) -> bool:
+    try:
+        return bool(check_key(key))
+    except EnvironmentRejected:
+        return False  # what somebody else put there is not listed, so it is never deleted
+
+
+def _head(client: Client, key: str) -> bool:
+    import obstore
+
+    obstore.head(client, key)
+    return True
+
+
+def _delete(keys: list[str], client: Client) -> None:
+    import obstore
+
+    obstore.delete(client, keys)
+
+
+def _together(call: Callable[[str], _Value], keys: list[str]) -> list[_Value]:
+    if len(keys) < 2:
+        return [call(key) for key in keys]
+    with ThreadPoolExecutor(min(AT_ONCE, len(keys))) as pool:
+        return list(pool.map(call, keys))
+
+
+def _judged(error: Exception) -> Answer:
+    from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
+
+    if isinstance(error, _ArrivedAltered):
+        return Answer("again", "what arrived is not what was sent")
+    denied = isinstance(error, (PermissionDeniedError, UnauthenticatedError))
+    return judge(str(error), not_found=isinstance(error, FileNotFoundError), denied=denied)
+
+
+_used_by: list[int] = []
+"""The process that sent the first request, if any did."""
+
+
+def _refuse_after_fork(url: str) -> None:
+    if not _used_by:
+        _used_by.append(os.getpid())
+    if _used_by[0] != os.getpid():
+        raise StoreUnavailable(
+            f"the store {url} cannot be used in a process that was forked after another store had been used",
+            hint="start a new process instead, for example with subprocess, or multiprocessing's spawn",
+        )
