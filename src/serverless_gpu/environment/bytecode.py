@@ -110,7 +110,6 @@ class _Worker:
         self._next = 0
         self._deadline = 0.0
         self._buffer = b""
-        self.over = False
         self._process: subprocess.Popen[bytes] | None = None
         with contextlib.suppress(OSError):
             self._process = subprocess.Popen(
@@ -122,6 +121,7 @@ class _Worker:
                 env={},
                 bufsize=0,
             )
+        self.over = self._process is None
 
     def take(self, batch: list[Job], patience_s: float) -> None:
         """Hand it files; a batch fits into the pipe, or is read while it is written."""
