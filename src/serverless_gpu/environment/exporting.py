@@ -133,7 +133,9 @@ def _check_target(target: Path) -> None:
     except FileNotFoundError:
         return
     except NotADirectoryError:
-        raise InvalidValue(f"{target} is a file, or lies below one.", hint="name a directory that does not exist yet") from None
+        raise InvalidValue(
+            f"{target} is a file, or lies below one.", hint="name a directory that does not exist yet"
+        ) from None
 
 
 def _make(prepared: Prepared, cache: Cache, target: Path, *, copies: bool) -> Linked:
