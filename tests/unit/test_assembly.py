@@ -119,7 +119,7 @@ KINDS = ("own", "library", "code", "code")
     ],
 )
 def test_an_original_path_is_found_in_the_tree_by_the_longest_root(path: str, restored: str | None) -> None:
-    made = snapshot(*(Root(kind=kind, members=()) for kind in KINDS), facts=ENVIRONMENT)  # type: ignore[arg-type]  # kinds
+    made = snapshot(*(Root(kind=kind, members=()) for kind in KINDS), facts=ENVIRONMENT)  # type: ignore[arg-type]  # kinds of roots
     assert moved(made, "/view", path) == restored
 
 
