@@ -10,7 +10,7 @@ import pytest
 from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.progress import nobody
 from serverless_gpu.environment.scanning import Recogniser, Scan
-from tests.environment.wheels import PIP_OPTIONS, UV, Venv, Wheel, build_wheel, run
+from tests.environment.wheels import PIP_OPTIONS, Venv, Wheel, build_wheel, run
 
 ALPHA = Wheel(
     name="alpha-tools",
@@ -86,17 +86,7 @@ def test_a_target_directory_has_the_units_of_an_environment(tmp_path: Path, whee
     if installer == "pip":
         run([sys.executable, "-m", "pip", "install", *PIP_OPTIONS, "--no-deps", "--target", target, *wheels])
     else:
-        options: list[str | Path] = [
-            "--offline",
-            "--no-index",
-            "--no-deps",
-            "--quiet",
-            "--cache-dir",
-            tmp_path / "c",
-            "--target",
-            target,
-        ]
-        run([UV, "pip", "install", *options, "--python", empty.python, *wheels])
+        empty.install_with_uv(*wheels, cache=tmp_path / "cache", target=target)
 
     found = scan(empty, tmp_path / "i", path=str(target)).snapshot
 

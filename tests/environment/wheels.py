@@ -75,13 +75,14 @@ class Venv:
 
     def pip(self, *arguments: str | Path) -> None:
         """Run pip of this test's interpreter on it."""
-        run([sys.executable, "-m", "pip", "--python", self.python, *arguments[:1], *PIP_OPTIONS, *arguments[1:]])
+        run([sys.executable, "-m", "pip", "--python", self.python, *arguments])
 
     def install_with_pip(self, *wheels: Path) -> None:
-        self.pip("install", "--no-deps", *wheels)
+        self.pip("install", *PIP_OPTIONS, "--no-deps", *wheels)
 
-    def install_with_uv(self, *wheels: Path, cache: Path, link_mode: str = "copy") -> None:
+    def install_with_uv(self, *wheels: Path, cache: Path, link_mode: str = "copy", target: Path | None = None) -> None:
         options = ["--link-mode", link_mode, "--cache-dir", str(cache), "--python", str(self.python)]
+        options += ["--target", str(target)] if target else []
         run([UV, "pip", "install", "--offline", "--no-index", "--no-deps", "--quiet", *options, *wheels])
 
     def describe(self, cwd: Path | None = None, **variables: str) -> Description:
@@ -90,7 +91,7 @@ class Venv:
 
     def run(self, program: str, cwd: Path | None = None) -> str:
         """Run a program in it and return what it printed."""
-        return run([self.python, "-P", "-c", program], cwd=cwd)
+        return run([self.python, *([] if cwd else ["-P"]), "-c", program], cwd=cwd)
 
 
 PIP_OPTIONS = ("--quiet", "--no-index", "--no-cache-dir", "--disable-pip-version-check", "--root-user-action=ignore")

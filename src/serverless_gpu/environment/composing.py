@@ -154,7 +154,7 @@ def _digest_all(drafts: Sequence[Drafts], known: Known, report: Report) -> list[
                     continue
                 digest = None if may_be_script(path, file.size) else known.find(file)
                 claim = unit.believed.get(path)
-                if digest is None and claim is not None and not known.doubts(file):
+                if digest is None and claim is not None and not (unit.record and known.is_touched(file, unit.record)):
                     digest = Digest(claim.sha256, claim.size)
                 if digest is not None:
                     mine[path] = digest

@@ -16,7 +16,7 @@ from serverless_gpu.environment.canonical import (
     parse_scripts,
 )
 from serverless_gpu.environment.limits import NOTE_BYTES_MAX, NOTE_NAMES
-from serverless_gpu.environment.listing import Listing
+from serverless_gpu.environment.listing import File, Listing
 from serverless_gpu.errors import EnvironmentUnsupported
 
 RECORD_BYTES_MAX = 256 * 1024 * 1024
@@ -31,7 +31,7 @@ class Distribution(msgspec.Struct, frozen=True, kw_only=True):
         info: name of its ``.dist-info`` directory.
         claims: RECORD.
         trusted: whether a known installer wrote RECORD.
-        record_mtime_ns: when.
+        record: RECORD itself.
         scripts: names of the scripts its entry points make.
         notes: by path of the row that would be.
     """
@@ -41,7 +41,7 @@ class Distribution(msgspec.Struct, frozen=True, kw_only=True):
     info: str
     claims: list[Claim]
     trusted: bool
-    record_mtime_ns: int
+    record: File
     scripts: frozenset[str]
     notes: dict[str, str]
 
@@ -79,7 +79,7 @@ def _read_distribution(site: Listing, info: str) -> Distribution | None:
         info=info,
         claims=parse_record(read_text(record.file)),
         trusted=is_known_installer(notes.get(f"site/{info}/INSTALLER", "")),
-        record_mtime_ns=record.mtime_ns,
+        record=record,
         scripts=frozenset() if entry_points is None else parse_scripts(read_text(entry_points.file)),
         notes=notes,
     )

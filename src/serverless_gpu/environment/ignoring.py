@@ -135,6 +135,8 @@ def _own(expression: str, line: str) -> str:
         return r".*/\Z"
     if line.rstrip().endswith("/**"):
         return expression + "."
+    if line.rstrip().endswith("/**/"):
+        return expression + r".*/\Z"
     return expression + r"\Z"
 
 

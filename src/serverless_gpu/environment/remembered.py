@@ -46,12 +46,14 @@ class Known(msgspec.Struct, frozen=True):
     """What was read before.
 
     Attributes:
-        digests: by path of the file: size, mtime, inode, and its SHA-256.
+        digests: by path of the file: size, mtime (or `UNKNOWN`), inode, and its SHA-256.
+        records: by path of a RECORD, or another small file: size, mtime (or `UNKNOWN`), inode.
         addresses: of the units, by place.
     """
 
-    digests: dict[str, tuple[int, int, int, bytes]]
-    addresses: dict[Place, str]
+    digests: dict[str, tuple[int, int, int, bytes]] = {}
+    records: dict[str, tuple[int, int, int]] = {}
+    addresses: dict[Place, str] = {}
 
     def find(self, file: File) -> Digest | None:
         """Return the digest of a file that is the one that was read, by its stat."""
@@ -60,25 +62,30 @@ class Known(msgspec.Struct, frozen=True):
             return None
         return Digest(kept[3], file.size)
 
-    def doubts(self, file: File) -> bool:
-        """Return whether a file has been written since it was read, though it kept its size: RECORD may be older."""
-        kept = self.digests.get(file.file)
-        return kept is not None and kept[0] == file.size and kept[1] != file.mtime_ns
+    def is_touched(self, file: File, record: File) -> bool:
+        """Return whether a file was touched since it was read, without an installer that wrote RECORD anew.
+
+        Then RECORD is not believed, however well size and mtime go with it.
+        """
+        size, mtime_ns, inode = self.records.get(record.file, (-1, 0, 0))
+        is_old = (size, inode) == (record.size, record.inode) and mtime_ns in (UNKNOWN, record.mtime_ns)
+        return is_old and file.file in self.digests
 
 
 def read_known(index: IndexFile) -> Known:
     """Return what an index says was read; nothing where there is none."""
     gate, files = index.read_gate(), index.read_files()
     if gate is None or files is None:
-        return Known({}, {})
+        return Known()
     digests: dict[str, tuple[int, int, int, bytes]] = {}
     for stats in (gate.code, files.files):
-        sizes, mtimes, inodes = stats.columns()
-        for number, name in enumerate(stats.names()):
-            if mtimes[number] != UNKNOWN and stats.kinds[number] in "fx":
-                sha256 = stats.digests[32 * number : 32 * number + 32]
-                digests[name] = (sizes[number], mtimes[number], inodes[number], sha256)
-    return Known(digests, {(owner.site, owner.kind, owner.name): owner.address for owner in files.owners})
+        for number, (name, size, mtime_ns, inode) in enumerate(zip(stats.names(), *stats.columns(), strict=True)):
+            if stats.kinds[number] in "fx":
+                digests[name] = (size, mtime_ns, inode, stats.digests[32 * number : 32 * number + 32])
+    small = zip(gate.small.names(), *gate.small.columns(), strict=True)
+    records = {name: (size, mtime_ns, inode) for name, size, mtime_ns, inode in small}
+    addresses = {(owner.site, owner.kind, owner.name): owner.address for owner in files.owners}
+    return Known(digests, records, addresses)
 
 
 def make_parts(

@@ -45,6 +45,7 @@ class Draft(msgspec.Struct, kw_only=True):
         version: likewise.
         files: by path of the row.
         believed: what RECORD says of them, where it is believed.
+        record: RECORD itself, for a distribution.
     """
 
     kind: UnitKind
@@ -52,6 +53,7 @@ class Draft(msgspec.Struct, kw_only=True):
     version: str = ""
     files: dict[str, File] = {}
     believed: dict[str, Claim] = {}
+    record: File | None = None
 
     def modules(self) -> tuple[str, ...]:
         """Return the names it adds to what can be imported."""
@@ -74,7 +76,14 @@ def draft_units(part: Part) -> Drafts:
     claimed: dict[str, list[tuple[Draft, Claim]]] = {}
     scripts: frozenset[str] = frozenset()
     for distribution in part.distributions:
-        draft = Draft(kind="distribution", name=distribution.name, version=distribution.version, files={}, believed={})
+        draft = Draft(
+            kind="distribution",
+            name=distribution.name,
+            version=distribution.version,
+            files={},
+            believed={},
+            record=distribution.record,
+        )
         _claim_files(part, distribution, draft, claimed)
         scripts |= distribution.scripts
         units.append(draft)
@@ -146,7 +155,7 @@ def _claim_files(
         owners.append((draft, claim))
         # A script's digest in RECORD is that of the shebang of one machine.
         if distribution.trusted and file.kind != "l" and not may_be_script(path, file.size):
-            times = {"mtime_ns": file.mtime_ns, "record_mtime_ns": distribution.record_mtime_ns}
+            times = {"mtime_ns": file.mtime_ns, "record_mtime_ns": distribution.record.mtime_ns}
             if is_trusted(claim, size=file.size, **times):
                 draft.believed[path] = claim
 

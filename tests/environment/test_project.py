@@ -1,0 +1,224 @@
+"""Project code: what git would list, `.sgpuignore`, and directories that are nobody's project."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from serverless_gpu.environment import project
+from serverless_gpu.environment.project import CodePlace, list_code, wanted_files
+from serverless_gpu.errors import EnvironmentTooLarge
+
+_names = st.sampled_from(["a", "b", "ab", "a.py", "b.txt", "build", "#c", "x y"])
+_paths = st.lists(_names, min_size=1, max_size=4).map("/".join)
+_parts = st.sampled_from(
+    [
+        "a",
+        "b",
+        "ab",
+        "*",
+        "**",
+        "a*",
+        "?",
+        "*.py",
+        "[ab]",
+        "[!a]",
+        "build",
+        "b.txt",
+        r"\#c",
+        "#c",
+        "x y",
+        "x y ",
+        r"a\*",
+    ]
+)
+_lines = st.builds(
+    lambda negated, anchored, parts, directory: negated + anchored + "/".join(parts) + directory,
+    st.sampled_from(["", "", "!"]),
+    st.sampled_from(["", "", "/"]),
+    st.lists(_parts, min_size=1, max_size=3),
+    st.sampled_from(["", "", "/"]),
+)
+_patterns = st.lists(_lines, min_size=1, max_size=5).map("\n".join)
+_directories = st.one_of(st.just(""), st.lists(_names, min_size=1, max_size=2).map("/".join))
+_trees = st.tuples(
+    st.lists(_paths, min_size=1, max_size=12), st.dictionaries(_directories, _patterns, min_size=1, max_size=3)
+)
+
+
+def write(top: Path, files: Mapping[str, str]) -> None:
+    for path, text in files.items():
+        file = top / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+
+
+def listed(place: Path, **options: object) -> set[str]:
+    return set(list_code(CodePlace(directory=str(place), **options)).listing.files)  # type: ignore[arg-type]  # for short
+
+
+def git_lists(top: Path) -> set[str]:
+    environ = {**os.environ, "GIT_CONFIG_NOSYSTEM": "1", "HOME": str(top), "XDG_CONFIG_HOME": str(top / "no")}
+    if not (top / ".git").exists():
+        subprocess.run(["git", "init", "-q", top], check=True, env=environ)
+    command = ["git", "-C", top, "ls-files", "-z", "-co", "--exclude-standard"]
+    out = subprocess.run(command, check=True, env=environ, capture_output=True).stdout.decode()
+    return {path for path in out.split("\0") if path}
+
+
+@pytest.mark.slow
+@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(tree=_trees)
+@example(tree=(["x y/a"], {"": "x y\n!x y/"}))
+@example(tree=(["a/b/a.py", "a/ab/a.py"], {"": "a/**\n!a/ab/"}))
+@example(tree=(["a/b", "b/a"], {"": "/*\n!/a/", "a": "!b"}))
+@example(tree=(["a/b/ab", "a/ab"], {"": "**/\n", "a": "ab/"}))
+@example(tree=(["a/a", "a/b/a"], {"": "a/**/"}))
+def test_a_directory_is_listed_as_git_lists_it(tree: tuple[list[str], dict[str, str]]) -> None:
+    paths, patterns = tree
+    with tempfile.TemporaryDirectory() as directory:
+        top = Path(directory)
+        for path in [*paths, *(f"{above}/.gitignore".lstrip("/") for above in patterns)]:
+            file = top / path
+            above = path.rpartition("/")[0]
+            if file.exists() or any((top / parent).is_file() for parent in Path(path).parents):
+                continue
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(patterns[above] + "\n" if file.name == ".gitignore" and above in patterns else "")
+        assert listed(top) == git_lists(top)
+
+
+def test_a_directory_inside_a_repository_is_listed_as_git_lists_it(tmp_path: Path) -> None:
+    above = {
+        ".gitignore": "*.log\n/src/out/\nkept/*\n",
+        "src/.gitignore": "!kept/b.txt\n",
+        "src/a.py": "",
+        "src/a.log": "",
+    }
+    write(tmp_path, {**above, "src/out/x.py": "", "src/kept/a.txt": "", "src/kept/b.txt": "", "src/deep/out/y.py": ""})
+    write(tmp_path, {"src/secret.txt": ""})
+    everything = git_lists(tmp_path)
+    (tmp_path / ".git" / "info" / "exclude").write_text("secret.txt\n")
+
+    found = listed(tmp_path / "src")
+
+    assert found == {path.removeprefix("src/") for path in everything if path.startswith("src/")} - {"secret.txt"}
+    assert found == {".gitignore", "a.py", "kept/a.txt", "kept/b.txt", "deep/out/y.py"}
+
+
+def test_a_directory_that_its_repository_ignores_is_listed_nevertheless(tmp_path: Path) -> None:
+    write(tmp_path, {".gitignore": "scratch/\n*.log\n", "scratch/try.py": "", "scratch/sub/more.py": ""})
+    git_lists(tmp_path)
+
+    assert listed(tmp_path / "scratch") == {"try.py", "sub/more.py"}
+    assert listed(tmp_path / "scratch" / "sub") == {"more.py"}
+
+
+def test_a_worktree_and_a_nested_repository_have_patterns_of_their_own(tmp_path: Path) -> None:
+    repository, worktree = tmp_path / "main", tmp_path / "work"
+    write(repository, {".gitignore": "*.log\n", "a.py": ""})
+    git_lists(repository)
+    (repository / ".git" / "info" / "exclude").write_text("private.py\n")
+    (repository / ".git" / "worktrees" / "work").mkdir(parents=True)
+    (repository / ".git" / "worktrees" / "work" / "commondir").write_text("../..\n")
+    write(worktree, {".git": f"gitdir: {repository}/.git/worktrees/work\n", "a.py": "", "private.py": ""})
+    write(repository, {"nested/.git/HEAD": "", "nested/b.log": "", "nested/.gitignore": "c.py\n", "nested/c.py": ""})
+
+    assert listed(worktree) == {"a.py"}
+    assert listed(repository) == {".gitignore", "a.py", "nested/.gitignore", "nested/b.log"}
+
+
+def test_sgpuignore_goes_before_git(tmp_path: Path) -> None:
+    write(tmp_path, {".gitignore": "*.so\ndata/\n", ".sgpuignore": "!fast.so\ntests/\n", "fast.so": "", "slow.so": ""})
+    write(tmp_path, {"tests/test_a.py": "", "data/x": "", "a.py": "", "sub/.gitignore": "fast.so", "sub/fast.so": ""})
+
+    assert listed(tmp_path) == {".gitignore", ".sgpuignore", "fast.so", "a.py", "sub/.gitignore", "sub/fast.so"}
+
+
+def test_what_is_never_code_is_left_out(tmp_path: Path) -> None:
+    write(
+        tmp_path, {f"{name}/x.py": "" for name in (".git", ".hg", ".svn", "__pycache__", ".ipynb_checkpoints", "home")}
+    )
+    write(
+        tmp_path, {"a.py": "", "a.pyc": "", "env/pyvenv.cfg": "", "env/lib/x.py": "", "deps/b.py": "", "pkg/c.py": ""}
+    )
+    out = (str(tmp_path / "home"), str(tmp_path / "deps"))
+
+    assert listed(tmp_path, out=out) == {"a.py", "pkg/c.py"}
+
+
+def test_a_project_that_is_a_virtual_environment_leaves_the_environment_out(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        {"pyvenv.cfg": "", "bin/python": "", "lib/x.py": "", "share/y": "", "train.py": "", "sub/bin/z.py": ""},
+    )
+
+    assert listed(tmp_path) == {"train.py", "sub/bin/z.py"}
+
+
+def test_metadata_of_an_old_editable_install_is_kept_although_git_ignores_it(tmp_path: Path) -> None:
+    write(tmp_path, {".gitignore": "*.egg-info/\n", "tool.egg-info/PKG-INFO": "", "tool.egg-info/top_level.txt": ""})
+    write(tmp_path, {"tool.py": "", "deep/other.egg-info/PKG-INFO": ""})
+
+    found = {".gitignore", "tool.py", "tool.egg-info/PKG-INFO", "tool.egg-info/top_level.txt"}
+    assert listed(tmp_path) == found
+
+
+def test_an_ignored_file_that_was_imported_is_kept(tmp_path: Path) -> None:
+    write(tmp_path, {".gitignore": "_version.py\n*.so\n", "pkg/_version.py": "", "pkg/fast.so": "", "pkg/other.so": ""})
+    write(tmp_path, {"env/pyvenv.cfg": "", "env/lib/x.py": "", "deps/y.py": "", "deps/z.so": ""})
+    loaded = [
+        str(tmp_path / path) for path in ("pkg/_version.py", "pkg/fast.so", "env/lib/x.py", "deps/z.so", "gone.py")
+    ]
+    wanted = wanted_files(str(tmp_path), [*loaded, "/usr/lib/os.py"], [str(tmp_path / "deps"), "/elsewhere"])
+
+    found = listed(tmp_path, wanted=wanted, out=(str(tmp_path / "deps"),))
+
+    assert found == {".gitignore", "pkg/_version.py", "pkg/fast.so"}
+
+
+def test_a_shallow_directory_is_not_walked(tmp_path: Path) -> None:
+    write(tmp_path, {"train.py": "", "notes.txt": "", "package/__init__.py": "", "package/sub/data.json": ""})
+    write(tmp_path, {"Downloads/huge.py": "", ".cache/x.py": ""})
+    (tmp_path / "Downloads" / "closed").mkdir(mode=0)
+
+    assert listed(tmp_path, shallow=True) == {"train.py", "package/__init__.py", "package/sub/data.json"}
+
+
+def test_a_project_with_too_many_bytes_names_the_largest(tmp_path: Path) -> None:
+    write(tmp_path, {"a.py": "x"})
+    for number in range(12):
+        (tmp_path / f"data{number}").mkdir()
+        with open(tmp_path / f"data{number}" / "weights.bin", "wb") as file:
+            file.truncate((number + 90) * 1024**2)
+
+    with pytest.raises(EnvironmentTooLarge) as caught:
+        listed(tmp_path)
+
+    assert str(caught.value) == (
+        f"the project directory {tmp_path} has 13 files and 1.12 GiB; at most 100,000 files and 1.00 GiB travel as code. "
+        "Largest: data11/weights.bin (0.10 GiB), data10/weights.bin (0.10 GiB), data9/weights.bin (0.10 GiB), "
+        "data8/weights.bin (0.10 GiB), data7/weights.bin (0.09 GiB), data6/weights.bin (0.09 GiB), "
+        "data5/weights.bin (0.09 GiB), data4/weights.bin (0.09 GiB), data3/weights.bin (0.09 GiB), "
+        "data2/weights.bin (0.09 GiB)\n"
+        "hint: name what the code does not need in .gitignore or .sgpuignore, for example data/ or *.ckpt"
+    )
+    write(tmp_path, {".sgpuignore": "*.bin\n"})
+    assert listed(tmp_path) == {"a.py", ".sgpuignore"}
+
+
+def test_a_project_with_too_many_files_names_the_largest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(project, "CODE_FILES_MAX", 5)
+    write(tmp_path, {f"images/{number}.png": "" for number in range(6)} | {"a.py": ""})
+
+    with pytest.raises(
+        EnvironmentTooLarge, match=r"has 7 files and 0.00 MiB; at most 5 files .* images/ \(6 files\), a.py"
+    ):
+        listed(tmp_path)
