@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -53,6 +53,13 @@ _trees = st.tuples(
 )
 
 
+@pytest.fixture(autouse=True, scope="module")
+def no_patterns_of_the_user() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CONFIG_HOME", "/nonexistent")
+        yield
+
+
 def write(top: Path, files: Mapping[str, str]) -> None:
     for path, text in files.items():
         file = top / path
@@ -67,8 +74,8 @@ def listed(place: Path, **options: object) -> set[str]:
 def git_lists(top: Path) -> set[str]:
     environ = {**os.environ, "GIT_CONFIG_NOSYSTEM": "1", "HOME": str(top), "XDG_CONFIG_HOME": str(top / "no")}
     if not (top / ".git").exists():
-        subprocess.run(["git", "init", "-q", top], check=True, env=environ)
-    command = ["git", "-C", top, "ls-files", "-z", "-co", "--exclude-standard"]
+        subprocess.run(["git", "init", "-q", str(top)], check=True, env=environ)
+    command = ["git", "-C", str(top), "ls-files", "-z", "-co", "--exclude-standard"]
     out = subprocess.run(command, check=True, env=environ, capture_output=True).stdout.decode()
     return {path for path in out.split("\0") if path}
 
@@ -203,8 +210,8 @@ def test_a_project_with_too_many_bytes_names_the_largest(tmp_path: Path) -> None
         listed(tmp_path)
 
     assert str(caught.value) == (
-        f"the project directory {tmp_path} has 13 files and 1.12 GiB; at most 100,000 files and 1.00 GiB travel as code. "
-        "Largest: data11/weights.bin (0.10 GiB), data10/weights.bin (0.10 GiB), data9/weights.bin (0.10 GiB), "
+        f"the project directory {tmp_path} has 13 files and 1.12 GiB; at most 100,000 files and 1.00 GiB travel as "
+        "code. Largest: data11/weights.bin (0.10 GiB), data10/weights.bin (0.10 GiB), data9/weights.bin (0.10 GiB), "
         "data8/weights.bin (0.10 GiB), data7/weights.bin (0.09 GiB), data6/weights.bin (0.09 GiB), "
         "data5/weights.bin (0.09 GiB), data4/weights.bin (0.09 GiB), data3/weights.bin (0.09 GiB), "
         "data2/weights.bin (0.09 GiB)\n"

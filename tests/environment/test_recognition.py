@@ -72,9 +72,15 @@ def edited(*files: str, name: str = "alpha") -> tuple[Change, ...]:
     return (Change(kind="distribution", name=name, what="edited", detail="1.0", files=files),)
 
 
-def append(file: Path) -> None:
-    with open(file, "a") as opened:
-        opened.write("# more\n")
+def append(*files: Path) -> None:
+    for file in files:
+        with open(file, "a") as opened:
+            opened.write("# more\n")
+
+
+def write_below(file: Path) -> None:
+    file.parent.mkdir(parents=True)
+    file.write_text("{}")
 
 
 def replace(file: Path) -> None:
@@ -88,8 +94,14 @@ def write_mapped(file: Path) -> None:
         mapped[0:1] = b"V"
 
 
-def touch(file: Path) -> None:
-    os.utime(file, ns=(1, time.time_ns()))
+def close(directory: Path) -> None:
+    for path in directory.rglob("*"):
+        path.chmod(0o700 if path.is_dir() else 0o600)
+
+
+def touch(*files: Path) -> None:
+    for file in files:
+        os.utime(file, ns=(1, time.time_ns()))
 
 
 # What happens, and what gate and check say of it; None: the gate sees it.
@@ -100,10 +112,7 @@ GATE_SEES: dict[str, Callable[[Place], object]] = {
     "a file removed": lambda place: place.alpha_module.unlink(),
     "a distribution upgraded": lambda place: place.venv.install_with_uv(place.alpha_2, cache=place.cache),
     "a distribution removed": lambda place: place.venv.pip("uninstall", "--yes", "beta"),
-    "a data file added to the prefix": lambda place: (
-        (place.venv.prefix / "share" / "jupyter").mkdir(parents=True),
-        (place.venv.prefix / "share" / "jupyter" / "kernel.json").write_text("{}"),
-    ),
+    "a data file added to the prefix": lambda place: write_below(place.venv.prefix / "share" / "jupyter" / "k.json"),
     "a script added": lambda place: (place.venv.prefix / "bin" / "tool").write_text("#!/bin/sh\n"),
     "RECORD edited": lambda place: append(next(place.venv.site.glob("beta-*/RECORD"))),
     "a distribution added below a library": lambda place: place.venv.install_with_uv(
@@ -131,7 +140,7 @@ CHECK_SEES: dict[str, tuple[Callable[[Place], object], tuple[Change, ...]]] = {
     "edited through mmap": (lambda place: write_mapped(place.alpha_module), edited("alpha/__init__.py")),
     "chmod +x": (lambda place: place.alpha_module.chmod(0o755), edited("alpha/__init__.py")),
     "two files": (
-        lambda place: (append(place.alpha_module), append(place.venv.site / "alpha" / "data.txt")),
+        lambda place: append(place.alpha_module, place.venv.site / "alpha" / "data.txt"),
         edited("alpha/__init__.py", "alpha/data.txt"),
     ),
     "edited in the directory of another environment": (
@@ -147,8 +156,8 @@ NOTHING: dict[str, Callable[[Place], object]] = {
     "nothing": lambda place: None,
     "a first import writes bytecode": lambda place: place.venv.run("import alpha, beta.deep.er.file"),
     "another environment from the same cache": lambda place: _second_venv(place),
-    "chmod of what does not count": lambda place: (place.alpha_module.chmod(0o600), place.venv.site.chmod(0o700)),
-    "touch": lambda place: (touch(place.alpha_module), touch(place.project / "train.py"), touch(place.venv.site)),
+    "chmod of what does not count": lambda place: close(place.venv.site),
+    "touch": lambda place: touch(place.alpha_module, place.project / "train.py", place.venv.site),
     "code written again as it was": lambda place: (place.project / "train.py").write_text("import package\n"),
     "an ignored file": lambda place: (place.project / "run.log").write_text("1\n"),
     "a run wrote bytecode of the project": lambda place: place.venv.run("import train", cwd=place.project),

@@ -84,7 +84,7 @@ def read_known(index: IndexFile) -> Known:
                 digests[name] = (size, mtime_ns, inode, stats.digests[32 * number : 32 * number + 32])
     small = zip(gate.small.names(), *gate.small.columns(), strict=True)
     records = {name: (size, mtime_ns, inode) for name, size, mtime_ns, inode in small}
-    addresses = {(owner.site, owner.kind, owner.name): owner.address for owner in files.owners}
+    addresses: dict[Place, str] = {(owner.site, owner.kind, owner.name): owner.address for owner in files.owners}
     return Known(digests, records, addresses)
 
 
