@@ -154,9 +154,14 @@ class Blobs:
 
         return self._twice(read, what)
 
-    def write_pack(self, data: bytes | memoryview) -> str:
-        """Put a pack and return its name, which is the BLAKE3 of its bytes."""
-        digest = blake3(data).hexdigest()
+    def write_pack(self, data: bytes | memoryview, digest: str = "") -> str:
+        """Put a pack and return its name, which is the BLAKE3 of its bytes.
+
+        Args:
+            data: the pack.
+            digest: its name, where the caller has just worked it out.
+        """
+        digest = digest or blake3(data).hexdigest()
         self._put(f"packs/{digest}", data)
         return digest
 

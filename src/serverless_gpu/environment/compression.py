@@ -21,11 +21,16 @@ PIECE_BYTES = 256 * 1024
 """What `pieces` gives at once: less than a core's cache, so that hashing and writing it find it there."""
 
 
-def compress(data: bytes | bytearray | memoryview, level: int = LEVEL_LOCAL) -> bytes:
-    """Return data as one zstd frame, with a checksum: what was altered on its way is found when it is read."""
+def compress(data: bytes | bytearray | memoryview, level: int = LEVEL_LOCAL, *, checksum: bool = True) -> bytes:
+    """Return data as one zstd frame.
+
+    Args:
+        data: the content.
+        level: of zstd.
+        checksum: whether the frame carries one; what has a digest of its own needs none.
+    """
     parameter = zstd.CompressionParameter
-    options: dict[int, int] = {parameter.compression_level: level, parameter.checksum_flag: 1}
-    return zstd.compress(data, options=options)
+    return zstd.compress(data, options={parameter.compression_level: level, parameter.checksum_flag: int(checksum)})
 
 
 def decompress(frame: bytes | memoryview, size_max: int) -> bytes:

@@ -142,6 +142,7 @@ class Packer:
         self._pulse = pulse
         self._before_pack = before_pack
         self._stop = threading.Event()
+        self._own = threading.local()
         self._room = _Room(BYTES_IN_FLIGHT)
         self._flight: deque[tuple[_Work, BlockPlan, Future[bytes]]] = deque()
         self._ended: deque[tuple[Job, Future[Unit]]] = deque()
@@ -198,8 +199,12 @@ class Packer:
         return work
 
     def _fill(self, reader: Reader, plan: BlockPlan) -> bytes:
-        content = reader.read(plan)
-        return compress(content, self._settings.level) if content else b""
+        buffer: memoryview | None = getattr(self._own, "buffer", None)
+        if buffer is None:  # once per thread: memory that is asked for again and again is cleared again and again
+            buffer = self._own.buffer = memoryview(bytearray(self._settings.block_bytes + 1))
+        content = reader.read(plan, buffer)
+        # Every file in it has a digest of its own, so the frame needs none.
+        return compress(content, self._settings.level, checksum=False) if content else b""
 
     def _take(self, again: deque[_Work]) -> None:
         """Take the oldest block back, and put it into its unit's pack."""
@@ -257,7 +262,7 @@ class Packer:
             sent = bool(self._blobs.missing_packs((digest,)))
             if sent:
                 self._before_pack(len(data))
-                self._blobs.write_pack(data)
+                self._blobs.write_pack(data, digest)
             self._counts.stored(len(data) if sent else 0)
             return digest
         finally:

@@ -67,8 +67,15 @@ class Reader:
         self.corrections: dict[int, bytes] = {}
         """The true digests of rows that said another one."""
 
-    def read(self, plan: BlockPlan) -> bytes:
-        """Return the content of a block.
+    def read(self, plan: BlockPlan, buffer: memoryview) -> memoryview:
+        """Read the content of a block.
+
+        Args:
+            plan: of the block.
+            buffer: where to; one byte larger than the block at least, so that a file that is too long is noticed.
+
+        Returns:
+            The part of the buffer that is filled.
 
         Raises:
             Changed: a file has another size than its row says.
@@ -77,35 +84,40 @@ class Reader:
         if self._stopped():
             raise Stopped
         if plan.large:
-            return self._read_large(plan.parts[0])
-        return b"".join(self._read_small(plan.parts))
+            return self._read_large(plan.parts[0], buffer)
+        return self._read_small(plan.parts, buffer)
 
     def close(self) -> None:
         """Close files that nobody read to their end."""
         for large in self._large.values():
             large.close()
 
-    def _read_small(self, parts: Sequence[Part]) -> list[bytes]:
+    def _read_small(self, parts: Sequence[Part], buffer: memoryview) -> memoryview:
         rows, files, texts = self._rows, self._files, self._texts
-        sha256, read, close = hashlib.sha256, os.read, os.close
-        chunks = []
+        sha256, readv, close = hashlib.sha256, os.readv, os.close
+        start = 0
         for index, _, size in parts:
-            row = rows[index]
+            end = start + size
             if index in texts:
-                data = texts[index]
+                count = self._copy_text(index, buffer, start)
             else:
                 try:
                     fd = os.open(files[index], _FLAGS)
                     try:
-                        data = read(fd, size + 1)
+                        count = readv(fd, (buffer[start : end + 1],))
                     finally:
                         close(fd)
                 except OSError as error:
                     raise unreadable(files[index], error) from None
-            if len(data) != size or sha256(data).digest() != row.sha256:
-                data = self._read_again(index)
-            chunks.append(data)
-        return chunks
+            if count != size or sha256(buffer[start:end]).digest() != rows[index].sha256:
+                buffer[start:end] = self._read_again(index)
+            start = end
+        return buffer[:start]
+
+    def _copy_text(self, index: int, buffer: memoryview, start: int) -> int:
+        text, size = self._texts[index], self._rows[index].size
+        buffer[start : start + size] = text[:size].ljust(size)
+        return len(text)
 
     def _read_again(self, index: int) -> bytes:
         """Return the content of a small file that is not what its row says."""
@@ -121,18 +133,27 @@ class Reader:
             self.corrections[index] = digest
         return data
 
-    def _read_large(self, part: Part) -> bytes:
+    def _read_large(self, part: Part, buffer: memoryview) -> memoryview:
         index, size = part.row, self._rows[part.row].size
         if index in self._texts:
-            raise Changed(self._rows[index].path)  # texts are small
+            return self._read_large_text(part, buffer)
         with self._lock:
             large = self._large.get(index)
             if large is None:
                 large = self._large[index] = _LargeFile(self._files[index], size, self._stopped)
-        data = large.read(part)
+        data = large.read(part, buffer[: part.size])
         if part.start + part.size == size and (digest := large.finish()) != self._rows[index].sha256:
             self.corrections[index] = digest
         return data
+
+    def _read_large_text(self, part: Part, buffer: memoryview) -> memoryview:
+        text, row = self._texts[part.row], self._rows[part.row]
+        if len(text) != row.size:
+            raise Changed(row.path)
+        if part.start == 0 and (digest := hashlib.sha256(text).digest()) != row.sha256:
+            self.corrections[part.row] = digest
+        buffer[: part.size] = text[part.start : part.start + part.size]
+        return buffer[: part.size]
 
 
 class _LargeFile:
@@ -152,13 +173,14 @@ class _LargeFile:
             self.close()
             raise Changed(path)
 
-    def read(self, part: Part) -> bytes:
+    def read(self, part: Part, buffer: memoryview) -> memoryview:
+        """Read a part into a buffer of its size."""
         try:
-            data = os.pread(self._fd, part.size, part.start)
+            count = os.preadv(self._fd, (buffer,), part.start)
         except OSError as error:
             self._fail()
             raise unreadable(self._path, error) from None
-        if len(data) != part.size:
+        if count != part.size:
             self._fail()
             raise Changed(self._path)
         with self._turn:
@@ -166,11 +188,11 @@ class _LargeFile:
                 self._turn.wait(_TURN_S)
                 if self._failed or self._stopped():
                     raise Changed(self._path) if self._failed else Stopped
-        self._digest.update(data)
+        self._digest.update(buffer)
         with self._turn:
             self._hashed += part.size
             self._turn.notify_all()
-        return data
+        return buffer
 
     def finish(self) -> bytes:
         """Return the digest, once the last part has been read."""

@@ -31,6 +31,7 @@ from serverless_gpu.environment.stores.base import (
     check_prefix,
     check_range,
 )
+from serverless_gpu.environment.stores.direct import write_direct
 from serverless_gpu.errors import EnvironmentRejected, ServerlessGpuError, StorageError, StoreUnavailable
 from serverless_gpu.units import format_bytes
 
@@ -212,7 +213,7 @@ def _read(fd: int, start: int, length: int) -> bytes:
 
 
 def _write(fd: int, view: memoryview) -> None:
-    done = 0
+    done = write_direct(fd, view)
     while done < len(view):
         done += os.write(fd, view[done:])
 
