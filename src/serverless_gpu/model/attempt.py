@@ -58,6 +58,9 @@ class Reason(StrEnum):
     RESULT_STORAGE = "result_storage"
     START_FAILED = "start_failed"
     RENDEZVOUS = "rendezvous"
+    NODE_DISK = "node_disk"
+    ENV_CORRUPT = "env_corrupt"
+    ENV_UNAVAILABLE = "env_unavailable"
     SESSION_ENDED = "session_ended"
     RUNTIME_LOST = "runtime_lost"
     COLLECTIVE_HANG = "collective_hang"
@@ -101,6 +104,11 @@ MEANINGS: Mapping[Reason, Meaning] = {
     Reason.RESULT_STORAGE: Meaning(State.FAILED, False, True, "a rank finished, but its result could not be written"),
     Reason.START_FAILED: Meaning(State.FAILED, True, False, "the ranks could not be started"),
     Reason.RENDEZVOUS: Meaning(State.FAILED, True, False, "no free rendezvous port was found"),
+    Reason.NODE_DISK: Meaning(State.FAILED, True, False, "the node's disk is too full for the environment"),
+    Reason.ENV_CORRUPT: Meaning(
+        State.FAILED, True, False, "the environment's stored bytes are not what was captured, also when fetched again"
+    ),
+    Reason.ENV_UNAVAILABLE: Meaning(State.FAILED, True, False, "the environment could not be restored"),
     Reason.SESSION_ENDED: Meaning(State.CANCELLED, False, False, "its session ended before the run had devices"),
     Reason.RUNTIME_LOST: Meaning(State.FAILED, False, True, "the ranks' parent process died"),
     Reason.COLLECTIVE_HANG: Meaning(
@@ -202,6 +210,10 @@ class Placed(msgspec.Struct, frozen=True):
     """The gang has its GPUs and a stem."""
 
 
+class Preparing(msgspec.Struct, frozen=True):
+    """What the ranks start from is still being made ready, and it gets on."""
+
+
 class StartFailed(msgspec.Struct, frozen=True):
     """Ranks could not be started; no user code has run."""
 
@@ -285,6 +297,7 @@ class LeaseExpired(msgspec.Struct, frozen=True):
 
 Event = (
     Placed
+    | Preparing
     | StartFailed
     | RankExecuting
     | RankReturned

@@ -171,6 +171,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
         world_size: ranks of the run.
         notes: anything else the user should know.
         runs: for a session, how many runs used it; its time is what no run used.
+        environment: what the ranks imported: ``"live"``, or which snapshot and how it was restored.
     """
 
     run_id: str
@@ -194,6 +195,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     world_size: int
     notes: tuple[str, ...] = ()
     runs: int | None = None
+    environment: str = ""
 
     def rows(self) -> dict[str, str]:
         """Return what there is to say, by label; what is not known, or nothing worth saying, is left out."""
@@ -205,6 +207,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
             "cost": f"{self.used_text()}{unpriced}",
             "time": _segments_text(self.segments),
             "start": _start_text(self) if is_run else "",
+            "environment": self.environment if is_run else "",
             "peak memory": peak if is_run else "",
             "gate": self.gate,
             "quarantined": ", ".join(self.quarantined),
@@ -231,11 +234,16 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
         """Return the receipt for a terminal: at most 8 lines, none of them empty."""
         rows = self.rows()
         peak = rows.get("peak memory")
+        copied = self.environment not in ("", "live")
         lines = (
             _joined(*_names(self), self.state, self.reason or ""),
             _joined(rows["devices"], rows["cost"]),
             rows.get("time", ""),
-            _joined(rows.get("start", ""), f"peak memory {peak}" if peak else ""),
+            _joined(
+                rows.get("start", ""),
+                f"environment: {rows['environment']}" if copied and "environment" in rows else "",
+                f"peak memory {peak}" if peak else "",
+            ),
             *(f"{label}: {rows[label]}" for label in ("gate", "quarantined", "tags", "notes") if label in rows),
         )
         return "\n".join(_printable(line) for line in lines if line)

@@ -37,6 +37,7 @@ from serverless_gpu.model.attempt import (
     LeaseSilent,
     Phase,
     Placed,
+    Preparing,
     RankExecuting,
     RankExited,
     RankFailed,
@@ -98,6 +99,10 @@ def advance(attempt: Attempt, event: Event, now_ns: int) -> Step:
 def _placed(attempt: Attempt, _: Placed, now_ns: int) -> Step:
     wake_ns = now_ns + attempt.limits.start_ns
     return msgspec.structs.replace(attempt, state=State.STARTING, wake_ns=wake_ns), (Instruction.START_RANKS,)
+
+
+def _preparing(attempt: Attempt, _: Preparing, now_ns: int) -> Step:
+    return msgspec.structs.replace(attempt, wake_ns=now_ns + attempt.limits.start_ns), ()
 
 
 def _start_failed(attempt: Attempt, event: StartFailed, now_ns: int) -> Step:
@@ -287,6 +292,7 @@ def _kill(attempt: Attempt, now_ns: int, reason: Reason) -> Step:
 TABLE: Mapping[State, Mapping[type, _Handler]] = {
     State.QUEUED: {
         Placed: _placed,
+        Preparing: _nothing,
         StartFailed: _start_failed,
         StemLost: _stem_lost,
         CancelRequested: _cancel,
@@ -294,6 +300,7 @@ TABLE: Mapping[State, Mapping[type, _Handler]] = {
         Tick: _nothing,
     },
     State.STARTING: {
+        Preparing: _preparing,
         StartFailed: _start_failed,
         RankExecuting: _executing,
         RankFailed: _failed,
@@ -324,6 +331,7 @@ TABLE: Mapping[State, Mapping[type, _Handler]] = {
         Tick: _nothing,
     },
     State.STOPPING: {
+        Preparing: _nothing,
         StartFailed: _nothing,
         RankExecuting: _nothing,
         RankReturned: _returned,

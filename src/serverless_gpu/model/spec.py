@@ -30,6 +30,7 @@ HANG_WARNING = "SERVERLESS_GPU_HANG_WARNING"
 SECONDS_MAX = 10 * 366 * 86_400
 
 OnInterrupt = Literal["cancel", "detach"]
+Environment = Literal["live", "snapshot"]
 
 
 class Priority(StrEnum):
@@ -51,7 +52,7 @@ class Options(TypedDict, total=False):
     priority: str
     retries: int
     resume: bool
-    env: str
+    env: Environment
     secrets: Sequence[str]
     cpus: int
     memory: int | str
@@ -94,6 +95,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
         ranks_log: global ranks whose output is shown live; None means all.
         hang_timeout_s: without a sign of progress until the run is ended, in seconds, or None.
         hang_warning_s: without a sign of progress until that is said, in seconds; 0 means never.
+        environment: what ranks import: the caller's files as they lie there, or a restored copy of them.
     """
 
     spec_version: int = SPEC_VERSION
@@ -116,6 +118,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     on_interrupt: OnInterrupt = "cancel"
     hang_timeout_s: float | None = None
     hang_warning_s: float = DEFAULT_HANG_WARNING_S
+    environment: Environment = "live"
 
     def limits(self) -> Limits:
         """Return the limits the lifecycle works with."""
@@ -171,7 +174,6 @@ def make_spec(
         same_node=_flag("same_node", asked.get("same_node", False)),
         ignore_busy=_flag("ignore_busy", asked.get("ignore_busy", False)),
     )
-    _refuse_unready(asked)
     return RunSpec(
         resources=resources,
         remote=_flag("remote", remote),
@@ -190,6 +192,7 @@ def make_spec(
         quiet=_flag("quiet", asked.get("quiet", False)),
         on_interrupt=_on_interrupt(asked.get("on_interrupt", "cancel")),
         hang_timeout_s=_seconds_or_none("hang_timeout", asked.get("hang_timeout")),
+        environment=_environment(asked.get("env")),
     )
 
 
@@ -226,13 +229,17 @@ def _refuse_unknown(options: Mapping[str, object]) -> None:
             raise InvalidOption(f"there is no option {name!r}{guess}", hint="valid options: " + ", ".join(valid))
 
 
-def _refuse_unready(options: Mapping[str, object]) -> None:
-    """Refuse what this version would silently not do; an option that only a server enforces is recorded instead."""
-    if options.get("env") not in (None, "live"):
-        raise InvalidValue(
-            f"env={options['env']!r} is not possible",
-            hint="local runs use the live environment: leave env out, or 'live'",
-        )
+def _environment(value: object) -> Environment:
+    if value is None or value == "live":
+        return "live"
+    if value == "snapshot":
+        return "snapshot"
+    if not isinstance(value, str):
+        raise InvalidOption(f"env must be 'live' or 'snapshot', not {value!r}")
+    raise InvalidValue(
+        f"env={value!r} is not possible",
+        hint="'live' imports the files where they lie, 'snapshot' a copy of them as they are at the call",
+    )
 
 
 def _flag(name: str, value: object) -> bool:

@@ -2,7 +2,8 @@
 
     client ──Launch──▶ agent ──Assign + the client's socket + a stem's socket──▶ supervisor
     client ◀──Waiting · Started · Output · Skipped · Stopped · Finished────────── supervisor
-    client ──Cancel──▶ supervisor
+    client ──Confirm, Cancel──▶ supervisor
+    agent ──Preparing──▶ supervisor                       while the environment is being restored
     supervisor ──Borrow──▶ session ──Lent + lock descriptors──▶ supervisor ──Returned──▶ session
 
 The agent gives the client's connection away, so nothing it does or suffers later touches the run. The same words are
@@ -28,8 +29,9 @@ from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.version import __version__
 
-PROTOCOL = 2
+PROTOCOL = 3
 Kind = Literal["function", "session"]
+Mode = Literal["", "overlay", "links"]
 SESSION_DEVICES_MAX = 240  # a loan is one packet with a descriptor for each, and a packet carries 253
 
 
@@ -60,6 +62,20 @@ class Context(Message, frozen=True, kw_only=True, tag="context"):
     packages: dict[str, str] = {}
 
 
+class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+    """The environment that ranks are to have: a snapshot in a store, and nothing else of the caller's disk.
+
+    Attributes:
+        snapshot: its address.
+        store: URL of the store.
+        mode: how it must be restored; "" leaves that to the node.
+    """
+
+    snapshot: str
+    store: str
+    mode: Mode = ""
+
+
 class Greeting(Message, frozen=True, kw_only=True, tag="greeting"):
     """The agent's first words on every connection."""
 
@@ -78,6 +94,7 @@ class Prewarm(Message, frozen=True, kw_only=True, tag="prewarm"):
 
     context: Context
     ranks: int = 1
+    environment: Wanted | None = None
 
 
 class Launch(Message, frozen=True, kw_only=True, tag="launch"):
@@ -87,6 +104,9 @@ class Launch(Message, frozen=True, kw_only=True, tag="launch"):
         of_type: how many devices of the type that was chosen this node has.
         session: the session whose devices the run uses, or "".
         idle_timeout_s: set for a session: it ends when no run has used it for so long.
+        environment: the snapshot whose restored copy ranks import from; None for the caller's files as they are.
+        confirmed: whether user code may start; else the client says `Confirm` once it knows that the environment is
+            still what the snapshot says, or goes away.
     """
 
     run_id: str
@@ -101,6 +121,8 @@ class Launch(Message, frozen=True, kw_only=True, tag="launch"):
     price: Price | None = None
     session: str = ""
     idle_timeout_s: float | None = None
+    environment: Wanted | None = None
+    confirmed: bool = True
 
 
 class StatusRequest(Message, frozen=True, kw_only=True, tag="status_request"):
@@ -115,12 +137,30 @@ class ZygoteStatus(msgspec.Struct, frozen=True, kw_only=True):
         state: ``"cold"`` where there is no zygote and the next run gets none.
         pid: of the zygote; None where there is none.
         reason: why there is none.
+        environment: address of the snapshot it was restored from; "" for one that imports the caller's files.
     """
 
     python: str
     state: Literal["starting", "ready", "cold"]
     pid: int | None = None
     reason: str = ""
+    environment: str = ""
+
+
+class EnvironmentStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A snapshot that this node has restored, or is restoring.
+
+    Attributes:
+        snapshot: its address.
+        state: what becomes of it.
+        mode: how it was restored; "" while that is not known.
+        sentence: how far it is.
+    """
+
+    snapshot: str
+    state: Literal["restoring", "ready"]
+    mode: Mode = ""
+    sentence: str = ""
 
 
 class AttemptStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,12 +169,14 @@ class AttemptStatus(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         pid: of its supervisor; 0 while that has not said it.
         adopted: whether an earlier agent started it.
+        environment: address of the snapshot its ranks import from, or "".
     """
 
     run_id: str
     pid: int
     kind: Kind
     adopted: bool = False
+    environment: str = ""
 
 
 class Status(Message, frozen=True, kw_only=True, tag="status"):
@@ -151,6 +193,7 @@ class Status(Message, frozen=True, kw_only=True, tag="status"):
     queued: tuple[str, ...]
     cgroups: str
     cgroups_problem: str = ""
+    environments: tuple[EnvironmentStatus, ...] = ()
 
 
 class Retire(Message, frozen=True, kw_only=True, tag="retire"):
@@ -188,12 +231,24 @@ class Stem(Message, frozen=True, kw_only=True, tag="stem"):
     Attributes:
         warm: whether it comes from a zygote that was there before.
         warm_reason: why not, in words.
+        problem: why there is none, in words, and `reason` for machines.
+        context: what ranks take on, where that is not the caller's own: paths of a restored environment.
+        environment: for the receipt.
     """
 
     pid: int = 0
     warm: bool = False
     warm_reason: str = ""
     problem: str = ""
+    reason: Reason = Reason.START_FAILED
+    context: Context | None = None
+    environment: str = "live"
+
+
+class Preparing(Message, frozen=True, kw_only=True, tag="preparing"):
+    """What a run waits for before it gets its stem; said again while it gets on."""
+
+    sentence: str
 
 
 class Accepted(Message, frozen=True, kw_only=True, tag="accepted"):
@@ -203,9 +258,10 @@ class Accepted(Message, frozen=True, kw_only=True, tag="accepted"):
 
 
 class Waiting(Message, frozen=True, kw_only=True, tag="waiting"):
-    """Why the run has not started yet, or does not get on."""
+    """Why the run has not started yet, or does not get on; `passing` is how far something is, and soon another."""
 
     sentence: str
+    passing: bool = False
 
 
 class Held(Message, frozen=True, kw_only=True, tag="held"):
@@ -293,6 +349,10 @@ class Cancel(Message, frozen=True, kw_only=True, tag="cancel"):
     """Stop the run."""
 
 
+class Confirm(Message, frozen=True, kw_only=True, tag="confirm"):
+    """The environment is what the launch says: user code may start."""
+
+
 class Snapshot(Message, frozen=True, kw_only=True, tag="snapshot"):
     """A supervisor's first words on its own socket."""
 
@@ -333,6 +393,8 @@ AnyMessage = (
     | Status
     | Assign
     | Stem
+    | Preparing
+    | Confirm
     | Cancel
     | Borrow
     | Lent

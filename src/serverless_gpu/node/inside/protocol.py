@@ -1,7 +1,10 @@
 """The words zygote, stem and rank speak, and the version of their language.
 
-    agent ──▶ zygote   {"op": "stem", "cgroups": [path, …], "ranks": n}    fork one stem, n ranks standing by
-    zygote ─▶ agent    {"event": "ready", "modules": [path, …], "packages": {name: path}}
+    agent ──▶ zygote   {"op": "stem", "cgroups": [path, …], "ranks": n, "mounts": plan}
+                                                   fork one stem, n ranks standing by; with a plan
+                                                   (`mounts.py`) and a descriptor, in another environment
+    zygote ─▶ agent    {"event": "ready", "modules": [path, …], "packages": {name: path},
+                        "names": [name, …], "libraries": [path, …]}
                        {"event": "cold", "reason": text}              it cannot be forked from; ends
                        {"event": "stem", "pid": n} + descriptor of the stem's channel
     supervisor ─▶ stem {"op": "rank", "rank": n, "env": {…}} + stdout and stderr descriptors
@@ -26,7 +29,7 @@ from __future__ import annotations
 import json
 import time
 
-VERSION = 2
+VERSION = 3
 
 # A rank answers the first, SIGRTMAX-7, by writing its Python stacks to its memfd of that name, wherever it is; the
 # second, once its main thread is back in Python, by adding PASSED. Not SIGUSR1 or SIGUSR2, which user code and
