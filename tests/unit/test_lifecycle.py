@@ -26,6 +26,7 @@ from serverless_gpu.model.attempt import (
     Meaning,
     Phase,
     Placed,
+    Preparing,
     RankExecuting,
     RankExited,
     RankFailed,
@@ -54,6 +55,7 @@ RUNNING = msgspec.structs.replace(STARTING, state=State.RUNNING, exec_ns=10 * S,
 
 SAMPLES: tuple[Event, ...] = (
     Placed(),
+    Preparing(),
     StartFailed(Reason.START_FAILED, "no interpreter"),
     RankExecuting(0),
     RankReturned(0),
@@ -134,6 +136,7 @@ def test_F63_F64_nothing_happens_to_what_has_ended(state: State, event: Event) -
 
 # What thin code may deliver late, whatever else happened: none of it may be a surprise while the run is stopping.
 LATE = (
+    Preparing,
     StartFailed,
     RankExecuting,
     RankReturned,
@@ -182,10 +185,15 @@ def test_which_reason_ends_where() -> None:
 
 
 def test_only_what_ran_nothing_of_the_user_may_be_retried_and_faults_of_the_platform_are_not_billed() -> None:
-    assert {reason for reason, m in MEANINGS.items() if m.may_retry} == {Reason.START_FAILED, Reason.RENDEZVOUS}
-    assert {reason for reason, m in MEANINGS.items() if not m.is_billed} == {
+    never_started = {
         Reason.START_FAILED,
         Reason.RENDEZVOUS,
+        Reason.NODE_DISK,
+        Reason.ENV_CORRUPT,
+        Reason.ENV_UNAVAILABLE,
+    }
+    assert {reason for reason, m in MEANINGS.items() if m.may_retry} == never_started
+    assert {reason for reason, m in MEANINGS.items() if not m.is_billed} == never_started | {
         Reason.SESSION_ENDED,
         Reason.SUPERVISOR_LOST,
         Reason.NODE_LOST,
@@ -220,6 +228,15 @@ TO_RUNNING: tuple[tuple[int, Event], ...] = ((0, Placed()), (10 * S, RankExecuti
 def test_placed_and_executing() -> None:
     assert drive(QUEUED, (0, Placed())) == (STARTING, (START,))
     assert drive(QUEUED, *TO_RUNNING) == (RUNNING, (START,))
+
+
+def test_what_gets_on_has_time_to_start() -> None:
+    """Restoring gigabytes takes as long as it takes; what stands still for `start_ns` has failed."""
+    waiting, _ = drive(STARTING, (299 * S, Preparing()), (500 * S, Tick()))
+    assert waiting == changed(STARTING, wake_ns=599 * S)
+    failed, issued = drive(waiting, (599 * S, Tick()))
+    assert (failed.reason, issued) == (Reason.START_FAILED, (KILL,))
+    assert drive(RUNNING, (20 * S, Preparing())) == (RUNNING, ())
 
 
 def test_without_a_time_limit_nothing_wakes_a_running_attempt() -> None:

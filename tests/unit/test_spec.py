@@ -63,6 +63,7 @@ GOOD: dict[str, tuple[Mapping[str, object], RunSpec]] = {
     "resume": ({"resume": True}, RunSpec(resume=True)),
     "env": ({"env": "live"}, RunSpec()),
     "env none": ({"env": None}, RunSpec()),
+    "env snapshot": ({"env": "snapshot"}, RunSpec(environment="snapshot")),
     "hang_timeout none": ({"hang_timeout": None}, RunSpec()),
     "hang_timeout": ({"hang_timeout": 1800}, RunSpec(hang_timeout_s=1800.0)),
     "secrets": ({"secrets": ["a", "b"]}, RunSpec(secrets=("a", "b"))),
@@ -214,7 +215,8 @@ IMPOSSIBLE: dict[str, tuple[Mapping[str, object], str]] = {
     "ranks_log": ({"ranks_log": [-1]}, "ranks_log must be between 0 and 100000, not -1"),
     "env": (
         {"env": "torch-2.9"},
-        "env='torch-2.9' is not possible\nhint: local runs use the live environment: leave env out, or 'live'",
+        "env='torch-2.9' is not possible\n"
+        "hint: 'live' imports the files where they lie, 'snapshot' a copy of them as they are at the call",
     ),
     "hang_timeout": ({"hang_timeout": 0}, "hang_timeout must be a positive number of seconds, not 0"),
     "on_interrupt": ({"on_interrupt": "ignore"}, "on_interrupt must be 'cancel' or 'detach', not 'ignore'"),

@@ -311,6 +311,7 @@ TABLE: Mapping[State, Mapping[type, _Handler]] = {
         Tick: _tick_starting,
     },
     State.RUNNING: {
+        Preparing: _nothing,
         RankExecuting: _executing,
         RankReturned: _returned,
         RankFailed: _failed,

@@ -36,6 +36,7 @@ class Account:
         peak_bytes: peak of the whole attempt, where the memory controller knows it.
         notes: sentences for the user.
         runs: for a session, how many runs used it.
+        environment: what the ranks import, in words.
     """
 
     def __init__(self, launch: Launch, clock: Clock) -> None:
@@ -47,6 +48,7 @@ class Account:
         self.peaks: dict[int, int] = {}
         self.notes: list[str] = []
         self.warm = (False, "no stem came")
+        self.environment = ""
         self.peak_bytes: int | None = None
         self._launch = launch
         self._directory = Path(launch.directory)
@@ -126,6 +128,7 @@ class Account:
             world_size=attempt.world_size,
             notes=tuple(self.notes),
             runs=self.runs,
+            environment=self.environment,
         )
         write_json(self._directory / "receipt.json", receipt)
         return receipt
@@ -136,13 +139,17 @@ class Account:
     def _segments(self) -> Segments:
         return Segments(
             queued_ms=self._between("asked", "reserved"),
-            environment_ms=self._between("reserved", "stem"),
-            start_ms=self._between("stem", "exec", not_before="reserved"),  # the stem may have been there long before
+            environment_ms=self._between("reserved", self._ready()),
+            start_ms=self._between(self._ready(), "exec", not_before="reserved"),  # it may have been there long before
             first_line_ms=self._between("called", "enter"),
             run_ms=self._between("exec", "stopping"),
             stop_ms=self._between("stopping", "exited"),
             gate_ms=self._between("exited", "freed"),
         )
+
+    def _ready(self) -> str:
+        """Return the mark from which the ranks could start: their stem is there, and their environment is the right one."""
+        return max(("stem", "confirmed"), key=lambda name: self.marks.get(name, 0)) if "stem" in self.marks else "stem"
 
     def _between(self, start: str, end: str, *, not_before: str = "") -> int | None:
         if start not in self.marks or end not in self.marks:

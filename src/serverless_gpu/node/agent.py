@@ -39,11 +39,13 @@ from serverless_gpu.model.attempt import MEANINGS, Reason
 from serverless_gpu.node import protocol
 from serverless_gpu.node.account import write_json
 from serverless_gpu.node.attempts import Attempts, Supervised
+from serverless_gpu.node.environments import Environments, Waiter
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.inside import linux
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.inventory import Inventory
 from serverless_gpu.node.processes import find_cgroup_root
+from serverless_gpu.node.restored import RestoredEnvironment
 from serverless_gpu.node.retention import Schedule
 from serverless_gpu.node.spawning import bound_log, clean_process, open_log
 from serverless_gpu.node.zygote_pool import ZygotePool
@@ -107,6 +109,7 @@ class Agent:
         self._cgroups = find_cgroup_root(f"serverless_gpu-{os.getuid()}-{sockets.name}", environ)
         self._inventory = Inventory(home)
         self._attempts = Attempts(home, sockets, self._log, environ, self._selector)
+        self._environments = Environments(home, self._log, environ, self._selector)
         self._zygotes = ZygotePool(home, self._log, self._cgroups, self._selector, self._clock)
         self._retention = Schedule(self._clock, lambda fd: self._clean(fd, environ))
         self._clients: dict[int, Channel] = {}
@@ -176,9 +179,8 @@ class Agent:
             case protocol.Launch() as launch:
                 self._forget(channel)
                 self._launch(launch, channel)
-            case protocol.Prewarm(context=context, ranks=ranks):
-                with contextlib.suppress(OSError):
-                    self._zygotes.prewarm(context, ranks)
+            case protocol.Prewarm(context=context, ranks=ranks, environment=wanted):
+                self._prewarm(context, ranks, wanted)
             case protocol.StatusRequest():
                 self._answer(channel, self._status())
             case protocol.Retire():
@@ -195,6 +197,7 @@ class Agent:
             queued=tuple(launch.run_id for launch, _ in self._queue),
             cgroups=str(self._cgroups.path or ""),
             cgroups_problem=self._cgroups.problem,
+            environments=self._environments.statuses(),
         )
 
     def _answer(self, channel: Channel, message: protocol.Message) -> None:
@@ -239,6 +242,15 @@ class Agent:
             received = protocol.receive(client)
         except (OSError, msgspec.MsgspecError):
             received = None
+        if received is not None and isinstance(received[0], protocol.Confirm):
+            confirmed = (msgspec.structs.replace(entry[0], confirmed=True), client)
+            self._queue[self._queue.index(entry)] = confirmed
+            self._selector.register(client, selectors.EVENT_READ, lambda: self._hear_queued(confirmed))
+            return
+        if received is None and not entry[0].confirmed:
+            self._queue.remove(entry)  # nobody will ever say that it may start
+            client.close()
+            return
         if received is None or not isinstance(received[0], protocol.Cancel):
             return  # its client is gone: the run keeps its place
         self._queue.remove(entry)
@@ -261,18 +273,60 @@ class Agent:
         client.close()
         if launch.idle_timeout_s is not None:
             self._keep_warm(launch, supervisor)
-            return
-        try:
-            self._zygotes.give_stem(launch.context, launch.world_size, supervisor.give_stem, supervisor.give_problem)
-        except OSError as error:
-            supervisor.give_problem(f"{launch.context.python} could not be started: {error}")
+        elif launch.environment is None:
+            self._give_stem(launch, supervisor)
+        else:
+            waiter = Waiter(
+                ready=lambda environment, fetched: self._give_stem(launch, supervisor, environment, fetched=fetched),
+                failed=lambda reason, message: supervisor.give_problem(message, reason),
+                told=supervisor.tell,
+            )
+            self._environments.have(launch.environment, launch.context.environ, waiter)
         self._refill_ns = asked_ns + int(_REFILL_S * 1e9)
+
+    def _give_stem(
+        self,
+        launch: protocol.Launch,
+        supervisor: Supervised,
+        environment: RestoredEnvironment | None = None,
+        *,
+        fetched: bool = False,
+    ) -> None:
+        """Give a run its stem, in the caller's environment or in a restored one."""
+        context, said = launch.context, "live"
+        if environment is not None:
+            context, said = environment.context(context), environment.text(fetched=fetched)
+
+        def give(stem: protocol.Stem, fd: int) -> None:
+            moved = context if environment is not None else None
+            supervisor.give_stem(msgspec.structs.replace(stem, context=moved, environment=said), fd)
+
+        try:
+            self._zygotes.give_stem(context, launch.world_size, give, supervisor.give_problem, environment)
+        except OSError as error:
+            supervisor.give_problem(f"{context.python} could not be started: {error}")
+
+    def _prewarm(
+        self, context: protocol.Context, ranks: int, wanted: protocol.Wanted | None, keeper: Supervised | None = None
+    ) -> None:
+        """Have an interpreter ready; kept as long as a session, if it is for one. The first run says what goes wrong."""
+
+        def warm(environment: RestoredEnvironment | None = None, _fetched: bool = False) -> None:
+            own = context if environment is None else environment.context(context)
+            if keeper is not None:
+                keeper.key = key_of(own, environment)
+            with contextlib.suppress(OSError):
+                self._zygotes.prewarm(own, ranks, environment)
+
+        if wanted is None:
+            warm()
+            return
+        waiter = Waiter(ready=warm, failed=lambda _reason, _message: None, told=lambda _sentence: None)
+        self._environments.have(wanted, context.environ, waiter)
 
     def _keep_warm(self, launch: protocol.Launch, keeper: Supervised) -> None:
         """Have an interpreter ready for the first run of a session, and keep it as long as the session."""
-        keeper.key = key_of(launch.context)
-        with contextlib.suppress(OSError):  # its first run says what goes wrong
-            self._zygotes.prewarm(launch.context, launch.world_size)
+        self._prewarm(launch.context, launch.world_size, launch.environment, keeper)
 
     def _refuse(self, client: Channel, message: protocol.Refused) -> None:
         with contextlib.suppress(OSError):
@@ -297,6 +351,7 @@ class Agent:
             self._refill_ns = None
             with contextlib.suppress(OSError):  # no process to be had now; the next run asks again, and says so
                 self._attempts.prepare()
+            self._environments.prepare()
             self._zygotes.refill()
         self._zygotes.tend(self._attempts.kept())
         self._retention.tend([launch.run_id for launch, _ in self._queue])

@@ -36,6 +36,7 @@ class Supervised:
         self.adopted = False
         self.directory: Path | None = None
         self.key: Key | None = None  # of the zygote a session keeps warm
+        self.environment = ""  # address of the snapshot that its ranks import from
 
     def give_stem(self, stem: protocol.Stem, fd: int) -> None:
         """Hand over a stem; the descriptor is closed here in any case, so that only the supervisor holds it."""
@@ -45,10 +46,15 @@ class Supervised:
         finally:
             os.close(fd)
 
-    def give_problem(self, problem: str) -> None:
+    def give_problem(self, problem: str, reason: Reason = Reason.START_FAILED) -> None:
         """Say that there will be no stem."""
         with contextlib.suppress(OSError):
-            protocol.send(self.channel, protocol.Stem(problem=problem))
+            protocol.send(self.channel, protocol.Stem(problem=problem, reason=reason))
+
+    def tell(self, sentence: str) -> None:
+        """Say what the stem waits for."""
+        with contextlib.suppress(OSError):
+            protocol.send(self.channel, protocol.Preparing(sentence=sentence))
 
 
 class Attempts:
@@ -87,7 +93,13 @@ class Attempts:
     def statuses(self) -> tuple[protocol.AttemptStatus, ...]:
         """Return what there is to say about each attempt."""
         return tuple(
-            protocol.AttemptStatus(run_id=each.run_id, pid=each.pid, kind=each.kind, adopted=each.adopted)
+            protocol.AttemptStatus(
+                run_id=each.run_id,
+                pid=each.pid,
+                kind=each.kind,
+                adopted=each.adopted,
+                environment=each.environment,
+            )
             for each in self._busy
         )
 
@@ -116,6 +128,7 @@ class Attempts:
             protocol.send(supervised.channel, message, (client.fileno(),))
         supervised.directory = Path(message.launch.directory)
         supervised.run_id = message.launch.run_id
+        supervised.environment = message.launch.environment.snapshot if message.launch.environment else ""
         supervised.kind = "session" if message.launch.idle_timeout_s is not None else "function"
         self._busy.append(supervised)
         return supervised

@@ -63,6 +63,16 @@ def zygote_program(channel_fd: int, preload: Sequence[str], inside: Path = INSID
     return _load(inside) + "from _sgpu_inside import zygote\n" + call + "\n"
 
 
+def launcher_program(plan_fd: int, inside: Path = INSIDE) -> str:
+    """Return the program that enters mounts and executes another one.
+
+    Args:
+        plan_fd: the inherited descriptor of the plan (`inside/launcher.py`).
+        inside: directory of the runtime.
+    """
+    return _load(inside) + f"from _sgpu_inside import launcher\nlauncher.main({plan_fd})\n"
+
+
 def air_program(*, directory: Path, run_id: str, fence: int, world_size: int, context: Context) -> str:
     """Return `_air.py`, the readable program with which `torchrun` reproduces a run.
 

@@ -39,7 +39,7 @@ from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.live import Viewer
 from serverless_gpu.node.logs import RankLog
 from serverless_gpu.node.processes import MemoryWatch, cgroup_empty, kill_cgroup, remove_cgroup
-from serverless_gpu.node.protocol import Launch, original
+from serverless_gpu.node.protocol import Context, Launch, original
 from serverless_gpu.units import format_bytes
 
 RESULT_BYTES_MAX = 16 << 30
@@ -64,10 +64,12 @@ class Gang:
         launch: what to run.
         channel: the socket to the stem.
         account: where peaks and marks go.
+        context: what ranks take on, where that is not the caller's own.
     """
 
-    def __init__(self, launch: Launch, channel: Channel, account: Account) -> None:
+    def __init__(self, launch: Launch, channel: Channel, account: Account, context: Context | None = None) -> None:
         self.launch = launch
+        self.context = context or launch.context
         self.channel = channel
         self.account = account
         self.logs: dict[int, RankLog] = {}
@@ -142,7 +144,7 @@ class Gang:
             log = self.logs[rank] = RankLog(rank, directory / "logs", viewer if shown else None, SystemClock())
             self._say({"op": "rank", "rank": rank, "env": self._environment(rank, devices, port)}, log.write_ends())
             log.close_write_ends()
-        context = self.launch.context
+        context = self.context
         self._say(
             {
                 "op": "go",
@@ -245,7 +247,7 @@ class Gang:
             fence=self.launch.fence,
             master=("127.0.0.1", port.getsockname()[1]),
         )
-        caller = {original(name): original(value) for name, value in self.launch.context.environ.items()}
+        caller = {original(name): original(value) for name, value in self.context.environ.items()}
         return {**default_variables(devices), **caller, **variables}
 
     def _threads(self) -> int:

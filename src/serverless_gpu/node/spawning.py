@@ -7,15 +7,16 @@ start even under `-I`. Their search path is the standard library, then the direc
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-import msgspec
-
-from serverless_gpu.node.entrypoint import zygote_program
+from serverless_gpu.node.entrypoint import launcher_program, zygote_program
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 
@@ -34,6 +35,8 @@ _CLEAN_VARIABLES = (
     "SERVERLESS_GPU_CGROUPS",
     "SERVERLESS_GPU_TASKS_MAX",
 )
+
+_DEPENDENCIES = ("msgspec", "blake3", "backports", "pathspec", "obstore")
 
 LOG_BYTES_MAX = 10_000_000
 
@@ -68,7 +71,7 @@ def clean_process(
     Raises:
         OSError: no process can be started.
     """
-    paths = [str(_PACKAGE.parent), str(Path(msgspec.__file__).parent.parent)]
+    paths = _search_path()
     program = f"import sys; sys.path += {paths!r}; from {module} import main; main(*{list(arguments)!r})"
     return subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", program],
@@ -82,6 +85,16 @@ def clean_process(
     )
 
 
+def _search_path() -> list[str]:
+    """Return the directories of this package and of its few dependencies, which may be in several places."""
+    found = [str(_PACKAGE.parent)]
+    for name in _DEPENDENCIES:
+        spec = importlib.util.find_spec(name)
+        for place in (spec.submodule_search_locations or () if spec is not None else ()):
+            found.append(str(Path(place).parent))
+    return list(dict.fromkeys(found))
+
+
 def clean_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the few variables that our own processes get."""
     return {name: environ[name] for name in _CLEAN_VARIABLES if name in environ}
@@ -92,15 +105,29 @@ def startup_variables(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in sorted(environ.items()) if name.startswith(STARTUP_PREFIXES)}
 
 
+class Interpreter(NamedTuple):
+    """An interpreter as a caller has it.
+
+    Attributes:
+        python: its path.
+        flags: its options.
+        environ: the caller's variables; those read at start, and a few every program expects, are passed on.
+        mounts: what it lies in, as `inside/mounts.py` takes it; none where its path is there anyway.
+    """
+
+    python: str
+    flags: Sequence[str]
+    environ: Mapping[str, str]
+    mounts: Sequence[Mapping[str, object]] = ()
+
+
 def zygote_process(
-    python: str, flags: Sequence[str], environ: Mapping[str, str], preload: Sequence[str], *, channel_fd: int, log: int
+    interpreter: Interpreter, preload: Sequence[str], *, channel_fd: int, log: int
 ) -> subprocess.Popen[bytes]:
     """Start a zygote in the user's interpreter.
 
     Args:
-        python: the user's interpreter.
-        flags: the interpreter options of the caller.
-        environ: the caller's variables; those read at start, and a few every program expects, are passed on.
+        interpreter: the user's.
         preload: modules to import ahead.
         channel_fd: its end of the channel to the agent.
         log: descriptor for its stdout and stderr.
@@ -108,14 +135,33 @@ def zygote_process(
     Raises:
         OSError: the interpreter cannot be started.
     """
+    arguments = [interpreter.python, *interpreter.flags, "-c", zygote_program(channel_fd, preload)]
+    environ = {**clean_variables(interpreter.environ), **startup_variables(interpreter.environ)}
+    if not interpreter.mounts:
+        return _started(arguments, environ, (channel_fd,), log)
+    plan = os.memfd_create("sgpu-plan", os.MFD_CLOEXEC)
+    try:
+        text = json.dumps({"mounts": list(interpreter.mounts), "argv": arguments, "environ": environ})
+        with open(os.dup(plan), "w", encoding="utf-8") as file:
+            file.write(text)
+        os.lseek(plan, 0, os.SEEK_SET)
+        program = [sys.executable, "-I", "-S", "-c", launcher_program(plan)]
+        return _started(program, clean_variables(interpreter.environ), (plan, channel_fd), log)
+    finally:
+        os.close(plan)
+
+
+def _started(
+    arguments: Sequence[str], environ: Mapping[str, str], fds: tuple[int, ...], log: int
+) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [python, *flags, "-c", zygote_program(channel_fd, preload)],
+        arguments,
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=log,
         cwd="/",
-        env={**clean_variables(environ), **startup_variables(environ)},
-        pass_fds=(channel_fd,),
+        env=environ,
+        pass_fds=fds,
         start_new_session=True,
     )
 

@@ -14,7 +14,9 @@ Failure cases:
 - this process dies: the stem reads end of file and ends every rank at once; the stem's copies of the lock descriptors
   keep the devices taken until it has;
 - the stem dies: ranks die with it, the attempt fails as `runtime_lost`;
-- no stem comes (the zygote cannot start): the attempt fails as `start_failed` with what the zygote wrote.
+- no stem comes (the zygote cannot start): the attempt fails as `start_failed` with what the zygote wrote; or the
+  environment cannot be restored: with a reason of its own;
+- the client goes away, or cancels, before it has confirmed the environment: the attempt ends without user code.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ from serverless_gpu.model.attempt import (
     CancelRequested,
     Event,
     Placed,
+    Preparing,
     RankExecuting,
     Reason,
     StartFailed,
@@ -105,7 +108,10 @@ class Supervisor:
         self._gang: Gang | None = None
         self._port: socket.socket | None = None
         self._waiting = ""
+        self._preparing = ""
         self._begin_pending = False
+        self._confirmed = launch.confirmed
+        self._client: Watcher | None = None
         self._kill_ns: int | None = None
         self._alive_ns = 0
         self._done = False
@@ -122,7 +128,7 @@ class Supervisor:
         if problem:  # the run itself does not need it
             self._account.notes.append(problem)
         self._watch(self._agent.fileno(), self._hear_agent)
-        self._audience.add(client)
+        self._client = self._audience.add(client)
         self._reserve()
         while not self._done:
             for key, _ in self._selector.select(self._pause_s()):
@@ -146,14 +152,19 @@ class Supervisor:
                 self._withdraw()
         elif isinstance(received[0], protocol.Stem):
             self._meet_stem(received[0], received[1])
+        elif isinstance(received[0], protocol.Preparing):
+            self._preparing = received[0].sentence
+            self._audience.tell(protocol.Waiting(sentence=self._preparing, passing=True))
+            self._apply(Preparing())
 
     def _meet_stem(self, message: protocol.Stem, fds: tuple[int, ...]) -> None:
         self._audience.tell(protocol.Accepted(pid=os.getpid()))
         if message.problem or not fds:
-            self._apply(StartFailed(Reason.START_FAILED, message.problem))
+            self._apply(StartFailed(message.reason, message.problem))
             return
         self._account.warm = (message.warm, message.warm_reason)
-        self._gang = Gang(self._launch, Channel.adopt(fds[0]), self._account)
+        self._account.environment = message.environment
+        self._gang = Gang(self._launch, Channel.adopt(fds[0]), self._account, message.context)
         self._watch(fds[0], self._hear_gang)
 
     def _withdraw(self) -> None:
@@ -199,8 +210,10 @@ class Supervisor:
             self._audience.tell(protocol.Waiting(sentence=sentence))
 
     def _begin(self) -> None:
-        """Start the ranks once devices and stem are both there."""
+        """Start the ranks once devices and stem are both there, and the environment is known to be the right one."""
         if not self._begin_pending or self._gang is None or not self._gang.standby or self._reservation is None:
+            return
+        if not self._confirmed:
             return
         self._begin_pending = False
         try:
@@ -288,6 +301,8 @@ class Supervisor:
 
     def _look(self) -> None:
         """What has to be looked at because no descriptor announces it."""
+        if not self._confirmed and self._client is not None and self._client.gone:
+            self._leave_unconfirmed()
         self._audience.tend()
         if self._gang is not None:
             self._gang.tend()
@@ -399,11 +414,23 @@ class Supervisor:
             fence=self._launch.fence,
             state=self._attempt.state,
             pid=os.getpid(),
-            waiting=self._waiting if self._attempt.state is State.QUEUED else self._hangs.said,
+            waiting={State.QUEUED: self._waiting, State.STARTING: self._preparing}.get(self._attempt.state)
+            or self._hangs.said,
         )
 
-    def _obey(self, message: protocol.AnyMessage, _: Watcher) -> None:
+    def _obey(self, message: protocol.AnyMessage, watcher: Watcher) -> None:
         if isinstance(message, protocol.Cancel) and self._attempt.state not in TERMINAL:
+            self._apply(CancelRequested())
+        elif isinstance(message, protocol.Confirm) and watcher is self._client and not self._confirmed:
+            self._confirmed = True
+            self._account.mark("confirmed")
+            self._begin()
+
+    def _leave_unconfirmed(self) -> None:
+        """End an attempt whose caller went away before it knew that the environment is what the launch says."""
+        self._client = None
+        if self._attempt.state in (State.QUEUED, State.STARTING):
+            self._account.notes.append("its caller ended before the environment was confirmed; no user code ran")
             self._apply(CancelRequested())
 
     def _say(self, sentence: str) -> None:

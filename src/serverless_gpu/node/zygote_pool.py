@@ -5,6 +5,9 @@
                      ▼
                      a new zygote, or (where none can be kept) an interpreter for this run only: cold, and why
 
+A restored environment is part of the key. Where none is of that very snapshot, one of another snapshot that has all it
+loaded in common moves on to it (`Zygote.move`).
+
 A few zygotes at most beside those of open sessions, which stay; the one unused for longest goes first, and each after
 ten idle minutes.
 """
@@ -20,6 +23,7 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.processes import CgroupRoot
 from serverless_gpu.node.protocol import Context, Stem, ZygoteStatus
+from serverless_gpu.node.restored import RestoredEnvironment
 from serverless_gpu.node.zygotes import PRELOAD, Key, ProblemTaker, StemTaker, Zygote, first_run, key_of
 
 ZYGOTES_MAX = 4
@@ -60,27 +64,43 @@ class ZygotePool:
     def statuses(self) -> tuple[ZygoteStatus, ...]:
         """Return what there is to say about each zygote, and about each interpreter that cannot have one."""
         warm = (
-            ZygoteStatus(pid=each.process.pid, python=each.key.python, state="ready" if each.ready else "starting")
+            ZygoteStatus(
+                pid=each.process.pid,
+                python=each.key.python,
+                state="ready" if each.ready else "starting",
+                environment=each.key.environment,
+            )
             for each in self._zygotes.values()
         )
-        cold = (ZygoteStatus(python=key.python, state="cold", reason=why) for key, (why, _) in self._cold.items())
+        cold = (
+            ZygoteStatus(python=key.python, state="cold", reason=why, environment=key.environment)
+            for key, (why, _) in self._cold.items()
+        )
         return (*warm, *cold)
 
-    def prewarm(self, context: Context, ranks: int) -> None:
+    def prewarm(self, context: Context, ranks: int, environment: RestoredEnvironment | None = None) -> None:
         """Have a zygote for this caller.
 
         Args:
             context: the caller.
             ranks: how many ranks its next run will have, as far as it knows.
+            environment: the restored environment it is in, or None.
 
         Raises:
             OSError: the interpreter cannot be started.
         """
-        key = key_of(context)
+        key = key_of(context, environment)
         if key not in self._cold:
-            self._warm(key, context).ranks = max(1, ranks)
+            self._warm(key, context, environment).ranks = max(1, ranks)
 
-    def give_stem(self, context: Context, ranks: int, give: Giver, fail: ProblemTaker) -> None:
+    def give_stem(
+        self,
+        context: Context,
+        ranks: int,
+        give: Giver,
+        fail: ProblemTaker,
+        environment: RestoredEnvironment | None = None,
+    ) -> None:
         """Hand a stem for this caller to a run, now or as soon as there is one.
 
         Args:
@@ -88,11 +108,12 @@ class ZygotePool:
             ranks: how many ranks the run has; as many stand by for the next.
             give: called with the stem, warm or not and why, and a descriptor it then owns.
             fail: called with what went wrong instead.
+            environment: the restored environment it is in, or None.
 
         Raises:
             OSError: the interpreter cannot be started.
         """
-        zygote, why = self._choose(context)
+        zygote, why = self._choose(context, environment)
         warm = zygote.ready and not why
         zygote.used_ns, zygote.ranks = self._clock.boottime_ns(), ranks
 
@@ -103,7 +124,7 @@ class ZygotePool:
                 return
             os.close(fd)
             try:
-                fresh = self._one_shot(context)
+                fresh = self._one_shot(context, environment)
             except OSError as error:
                 fail(f"{context.python} could not be started: {error}")
                 return
@@ -122,11 +143,11 @@ class ZygotePool:
         Args:
             kept: keys whose zygotes stay, because a session is open.
         """
-        self._kept = frozenset(kept)
+        self._kept = frozenset(key.elsewhere() for key in kept)
         now_ns = self._clock.boottime_ns()
         for key, zygote in list(self._zygotes.items()):
             idle = now_ns - zygote.used_ns > IDLE_S * 1e9 and not zygote.waited_for
-            if idle and key not in kept:
+            if idle and key.elsewhere() not in self._kept:
                 self._discard(key, "its zygote had been idle for ten minutes")
             elif not zygote.ready and now_ns - zygote.started_ns > _PRELOAD_S * 1e9:
                 zygote.process.kill()
@@ -141,44 +162,60 @@ class ZygotePool:
         for zygote in (*self._zygotes.values(), *self._one_shots):
             zygote.close()
 
-    def _choose(self, context: Context) -> tuple[Zygote, str]:
+    def _choose(self, context: Context, environment: RestoredEnvironment | None) -> tuple[Zygote, str]:
         """Return the interpreter for a caller, and why it is not a warm one, or ""."""
-        key = key_of(context)
+        key = key_of(context, environment)
+        if environment is not None and key not in self._zygotes:
+            self._move_one(key, environment)
         zygote = self._zygotes.get(key)
         if key in self._cold and zygote is not None and zygote.ready:
             del self._cold[key]  # the user has mended it
         elif key in self._cold:
             why, since_ns = self._cold[key]
             if zygote is None and self._clock.boottime_ns() - since_ns > _RETRY_S * 1e9:
-                self._warm(key, context)  # for the next run: this one does not wait for the answer
-            return self._one_shot(context), why
+                self._warm(key, context, environment)  # for the next run: this one does not wait for the answer
+            return self._one_shot(context, environment), why
         if zygote is not None:
             changed = zygote.stale()
             if changed is None and not zygote.dead:
                 return zygote, "" if zygote.ready else f"its zygote was still starting: {zygote.why}"
             self._discard(key, f"{changed} has changed" if changed else "its zygote had died")
-        zygote = self._warm(key, context)
+        zygote = self._warm(key, context, environment)
         return zygote, zygote.why
 
-    def _warm(self, key: Key, context: Context) -> Zygote:
+    def _move_one(self, key: Key, environment: RestoredEnvironment) -> None:
+        """Have a zygote of another environment go on in this one, if there is one that can; remember why not."""
+        for other, zygote in sorted(self._zygotes.items(), key=lambda item: -item[1].used_ns):
+            if other.elsewhere() != key.elsewhere():
+                continue
+            why = zygote.misfit(environment)
+            if not why:
+                self._zygotes[key] = self._zygotes.pop(other)
+                zygote.move(environment)
+                return
+            self._gone.setdefault(key, why)
+
+    def _warm(self, key: Key, context: Context, environment: RestoredEnvironment | None) -> Zygote:
         if key in self._zygotes:
             return self._zygotes[key]
-        others = [other for other in self._zygotes if other not in self._kept]
+        others = [other for other in self._zygotes if other.elsewhere() not in self._kept]
         if len(others) >= ZYGOTES_MAX:
             oldest = min(others, key=lambda other: self._zygotes[other].used_ns)
             self._discard(oldest, f"{ZYGOTES_MAX} other interpreters were used since")
-        zygote = self._zygotes[key] = self._spawn(context, PRELOAD)
+        zygote = self._zygotes[key] = self._spawn(context, PRELOAD, environment)
         zygote.used_ns = zygote.started_ns = self._clock.boottime_ns()
         zygote.why = self._gone.pop(key, "") or first_run(key, [other for other in self._zygotes if other != key])
         return zygote
 
-    def _one_shot(self, context: Context) -> Zygote:
-        zygote = self._spawn(context, ())
+    def _one_shot(self, context: Context, environment: RestoredEnvironment | None) -> Zygote:
+        zygote = self._spawn(context, (), environment)
         self._one_shots.append(zygote)
         return zygote
 
-    def _spawn(self, context: Context, preload: tuple[str, ...]) -> Zygote:
-        zygote = Zygote(context, preload, self._home.agent_log, self._log, self._cgroups)
+    def _spawn(
+        self, context: Context, preload: tuple[str, ...], environment: RestoredEnvironment | None
+    ) -> Zygote:
+        zygote = Zygote(context, preload, (self._home.agent_log, self._log), self._cgroups, environment)
         self._selector.register(zygote.channel, selectors.EVENT_READ, lambda: self._hear(zygote, context))
         return zygote
 
@@ -202,11 +239,12 @@ class ZygotePool:
         waiting = zygote.release_takers()
         self._close(zygote)
         for take, fail in waiting:
-            self._start_over(context, take, fail)
+            self._start_over(zygote, take, fail)
 
-    def _start_over(self, context: Context, take: StemTaker, fail: ProblemTaker) -> None:
+    def _start_over(self, zygote: Zygote, take: StemTaker, fail: ProblemTaker) -> None:
+        context = zygote.context
         try:
-            self._one_shot(context).take_stem(take, fail)
+            self._one_shot(context, zygote.environment).take_stem(take, fail)
         except OSError as error:
             fail(f"{context.python} could not be started: {error}")
 

@@ -1,11 +1,14 @@
 """The agent's zygotes: one per interpreter and start-up variables, at most a few, none older than its use.
 
-    key = (interpreter, its options, start-up variables)   →   Zygote: process, channel, stems standing by, runs waiting
-    for one
+    key = (interpreter, its options, start-up variables, environment)   →   Zygote: process, channel, stems standing by,
+    runs waiting for one
 
 A zygote is stale when a file it loaded has changed since (another version installed, a file edited): what a rank would
 get from it is not what the caller's next interpreter would import. A package it never loaded may change freely; ranks
 see the new one.
+
+One in a restored environment goes on in another when nothing differs that it has loaded (`environment/fitting.py`):
+its next stems have that mounted in place of the first.
 
 Failure cases: the zygote cannot preload or dies (whoever waits for a stem is told what it wrote); it is not fit to
 be forked (the key is remembered and runs start cold: a zygote without preload, for one run each); it dies while
@@ -22,14 +25,17 @@ import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
+from serverless_gpu.environment.fitting import Loaded
 from serverless_gpu.node.inside import protocol as inside
 from serverless_gpu.node.inside.channel import pair
 from serverless_gpu.node.processes import CgroupRoot
 from serverless_gpu.node.protocol import Context, original
-from serverless_gpu.node.spawning import startup_variables, zygote_process
+from serverless_gpu.node.restored import RestoredEnvironment
+from serverless_gpu.node.spawning import Interpreter, startup_variables, zygote_process
 
 PRELOAD = ("numpy", "torch", "torch.distributed")
 PRELOAD_ROOTS = ("numpy", "torch")
@@ -42,16 +48,26 @@ Stamp = tuple[int, int, int]
 
 
 class Key(msgspec.Struct, frozen=True):
-    """What makes two callers share a zygote; `python` is the interpreter's one name."""
+    """What makes two callers share a zygote; `python` is the interpreter's one name.
+
+    `environment` is the snapshot that a zygote's stems have; "" for the caller's files as they lie there.
+    """
 
     python: str
     flags: tuple[str, ...]
     variables: tuple[tuple[str, str], ...]
+    environment: str = ""
+
+    def elsewhere(self) -> Key:
+        """Return what all environments have in common that one zygote may serve."""
+        return msgspec.structs.replace(self, environment="restored" if self.environment else "")
 
 
-def key_of(context: Context) -> Key:
-    """Return the key of a caller's context."""
-    return Key(one_name(context.python), context.flags, tuple(startup_variables(context.environ).items()))
+def key_of(context: Context, environment: RestoredEnvironment | None = None) -> Key:
+    """Return the key of a caller's context, in a restored environment or without."""
+    variables = tuple(startup_variables(context.environ).items())
+    address = "" if environment is None else environment.address
+    return Key(one_name(context.python), context.flags, variables, address)
 
 
 def one_name(python: str) -> str:
@@ -82,6 +98,14 @@ def first_run(key: Key, others: Sequence[Key]) -> str:
     return f"the warm interpreter was started with other values of {', '.join(names)}"
 
 
+class _Taker(NamedTuple):
+    """A run that waits for a stem, and in which environment."""
+
+    environment: RestoredEnvironment | None
+    take: StemTaker
+    fail: ProblemTaker
+
+
 class Zygote:
     """One zygote process and the stems it has made.
 
@@ -90,17 +114,27 @@ class Zygote:
         preload: modules it imports; empty for a cold start.
         log_path: the file its output is appended to.
         cgroups: where stems get their cgroups.
+        environment: the restored environment it lives in, or None.
 
     Raises:
         OSError: the interpreter cannot be started.
     """
 
     def __init__(
-        self, context: Context, preload: tuple[str, ...], log_path: Path, log: int, cgroups: CgroupRoot
+        self,
+        context: Context,
+        preload: tuple[str, ...],
+        log: tuple[Path, int],
+        cgroups: CgroupRoot,
+        environment: RestoredEnvironment | None = None,
     ) -> None:
         ours, theirs = pair()
+        log_path, log_fd = log
         self.channel = ours
-        self.key = key_of(context)
+        self.key = key_of(context, environment)
+        self.environment = environment  # that its stems have
+        self.loaded = Loaded()
+        self._born_in = environment
         self.ready = False
         self.why = ""  # why it had to be started
         self.cold = ""  # why it cannot be forked from
@@ -110,22 +144,22 @@ class Zygote:
         self.started_ns = 0
         self.ranks = 1  # of the last run: as many stand by for the next
         self._log_path = log_path
-        self._log_start = os.lseek(log, 0, os.SEEK_END)
+        self._log_start = os.lseek(log_fd, 0, os.SEEK_END)
         self._cgroups = cgroups
         self._stamps: dict[str, Stamp] = {}
         self._packages: dict[str, str] = {}
         self._stems: deque[tuple[int, int, int]] = deque()  # pid, channel, pidfd
-        self._asked = 0
-        self._takers: deque[tuple[StemTaker, ProblemTaker]] = deque()
+        self._asked: deque[RestoredEnvironment | None] = deque()  # of which environment stems were asked for
+        self._takers: deque[_Taker] = deque()
         try:
+            variables = {original(name): original(value) for name, value in context.environ.items()}
+            mounts = environment.mounts if environment is not None else ()
+            interpreter = Interpreter(context.python, context.flags, variables, mounts)
             self.process: subprocess.Popen[bytes] = zygote_process(
-                context.python,
-                context.flags,
-                {original(name): original(value) for name, value in context.environ.items()},
-                preload,
-                channel_fd=theirs.fileno(),
-                log=log,
+                interpreter, preload, channel_fd=theirs.fileno(), log=log_fd
             )
+            if environment is not None:
+                ours.send(inside.encode({"op": "hold"}), environment.fds)
         except OSError:
             ours.close()
             raise
@@ -152,9 +186,8 @@ class Zygote:
                 take(pid, fd)
                 return
             os.close(fd)  # the kernel may end what stands by when memory is short
-        self._takers.append((take, fail))
-        if self._asked < len(self._takers):
-            self.ask_stem()
+        self._takers.append(_Taker(self.environment, take, fail))
+        self._ask_for_takers()
 
     def refill(self) -> None:
         """Have one stem standing by."""
@@ -164,12 +197,15 @@ class Zygote:
     def ask_stem(self) -> None:
         """Ask for one more stem; a zygote that is still preloading answers when it is ready."""
         cgroups = [str(path) for path in self._cgroups.make()]
-        ranks = min(self.ranks, RANKS_STANDBY_MAX)
+        request: inside.Message = {"op": "stem", "cgroups": cgroups, "ranks": min(self.ranks, RANKS_STANDBY_MAX)}
+        fds: tuple[int, ...] = ()
+        if self.environment is not None and self.environment is not self._born_in:
+            request["mounts"], fds = list(self.environment.mounts), self.environment.fds
         try:
-            self.channel.send(inside.encode({"op": "stem", "cgroups": cgroups, "ranks": ranks}))
+            self.channel.send(inside.encode(request), fds)
         except OSError:
             return  # it has ended; what it said last is still to be heard
-        self._asked += 1
+        self._asked.append(self.environment)
 
     def hear(self) -> bool:
         """Take one message; return False when the zygote is gone."""
@@ -188,13 +224,34 @@ class Zygote:
                 files = message.get("modules")
                 packages = message.get("packages")
                 self._packages = packages if isinstance(packages, dict) else {}
-                self._stamps = {str(file): stamp(str(file)) for file in files} if isinstance(files, list) else {}
+                loaded = [str(file) for file in files] if isinstance(files, list) else []
+                self._meet(loaded, message)
             case "cold":
                 self.cold = inside.text(message, "reason")
             case "stem":
-                self._asked -= 1
-                self._offer(inside.integer(message, "pid"), fds[0])
+                self._offer(self._asked.popleft(), inside.integer(message, "pid"), fds[0])
         return True
+
+    def misfit(self, environment: RestoredEnvironment) -> str:
+        """Return why it cannot go on in another environment, or "" when it can."""
+        if not self.ready or self._born_in is None:
+            return "the warm interpreter was still starting, in another environment"
+        return environment.misfit(self.loaded, self._born_in)
+
+    def move(self, environment: RestoredEnvironment) -> None:
+        """Have its next stems in another environment, which it fits; those standing by are of the last one."""
+        self.environment = environment
+        self.key = msgspec.structs.replace(self.key, environment=environment.address)
+        self._drop_stems()
+
+    def _meet(self, files: Sequence[str], ready: inside.Message) -> None:
+        """Take note of what it has loaded: files that may change under it, and all that ties it to its environment."""
+        tree = "" if self.environment is None else self.environment.tree
+        self._stamps = {file: stamp(file) for file in files if not tree or not file.startswith(f"{tree}/")}
+        if self.environment is not None:
+            libraries = inside.strings(ready, "libraries")
+            names = inside.strings(ready, "names")
+            self.loaded = Loaded(names=frozenset(names), files=frozenset({*files, *libraries}))
 
     def stale(self) -> str | None:
         """Return the first loaded file that changed since, or None."""
@@ -217,26 +274,39 @@ class Zygote:
         self.dead = True
         problem = self._problem()
         while self._takers:
-            self._takers.popleft()[1](problem)
+            self._takers.popleft().fail(problem)
 
     def release_takers(self) -> list[tuple[StemTaker, ProblemTaker]]:
         """Return those who wait for a stem, and forget them."""
-        takers = list(self._takers)
+        takers = [(taker.take, taker.fail) for taker in self._takers]
         self._takers.clear()
         return takers
 
     def close(self) -> None:
         """Let the zygote and its unused stems end: they read end of file."""
         self.dead = True
+        self._drop_stems()
+        self.channel.close()
+
+    def _drop_stems(self) -> None:
         while self._stems:
             _, fd, process = self._stems.popleft()
             os.close(fd)
             os.close(process)
-        self.channel.close()
 
-    def _offer(self, pid: int, fd: int) -> None:
-        if self._takers:
-            self._takers.popleft()[0](pid, fd)
+    def _ask_for_takers(self) -> None:
+        waiting = sum(taker.environment is self.environment for taker in self._takers)
+        if sum(asked is self.environment for asked in self._asked) < waiting:
+            self.ask_stem()
+
+    def _offer(self, environment: RestoredEnvironment | None, pid: int, fd: int) -> None:
+        for taker in self._takers:
+            if taker.environment is environment:
+                self._takers.remove(taker)
+                taker.take(pid, fd)
+                return
+        if environment is not self.environment:
+            os.close(fd)  # it was asked for before the zygote moved on
             return
         try:
             self._stems.append((pid, fd, os.pidfd_open(pid)))

@@ -3,6 +3,7 @@
     agent ──▶ zygote   {"op": "stem", "cgroups": [path, …], "ranks": n, "mounts": plan}
                                                    fork one stem, n ranks standing by; with a plan
                                                    (`mounts.py`) and a descriptor, in another environment
+                       {"op": "hold"} + descriptors                    kept open until the zygote and its stems end
     zygote ─▶ agent    {"event": "ready", "modules": [path, …], "packages": {name: path},
                         "names": [name, …], "libraries": [path, …]}
                        {"event": "cold", "reason": text}              it cannot be forked from; ends

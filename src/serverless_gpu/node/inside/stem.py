@@ -13,6 +13,7 @@ ends.
 Failure cases:
 - the supervisor dies (end of file): everything below ends at once, then the stem;
 - a rank dies: said with its wait status, the moment it is reaped;
+- the environment it is to be in cannot be mounted: said, then it ends;
 - the stem itself dies: ranks follow through PR_SET_PDEATHSIG, their children through the cgroup, which the supervisor
   empties.
 """
@@ -20,13 +21,14 @@ Failure cases:
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import select
 import signal
 import sys
 from typing import NamedTuple, NoReturn
 
-from . import linux, protocol, rank
+from . import linux, mounts, protocol, rank
 from .channel import Channel, pair
 
 _EMPTYING_TRIES_MAX = 500
@@ -47,18 +49,19 @@ class _Work(NamedTuple):
     fds: tuple[int, ...]
 
 
-def main(channel: Channel, cgroups: list[str], standby: int) -> NoReturn:
+def main(channel: Channel, request: protocol.Message) -> NoReturn:
     """Stand by, run one attempt, end with it; never returns into the zygote's code.
 
     Args:
         channel: to whoever holds the stem: the agent, then a supervisor.
-        cgroups: the cgroups to move into.
-        standby: how many ranks to fork ahead.
+        request: which cgroups to move into, how many ranks to fork ahead, and what to mount before that.
     """
     code = 1
     try:
         os.setsid()
-        _Stem(channel, _enter(cgroups)).serve(standby)
+        own = _Stem(channel, _enter(protocol.strings(request, "cgroups")))
+        if own.mount(request.get("mounts")):
+            own.serve(protocol.integer(request, "ranks"))
         code = 0
     finally:
         if code and sys.exc_info()[0] is not None:
@@ -94,6 +97,21 @@ class _Stem:
         self.held: list[int] = []
         self.release = -1
         self.wake_read, self.wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def mount(self, plan: object) -> bool:
+        """Put another environment in place of the zygote's, for this process and what it forks; say if that fails.
+
+        Modules that the zygote has loaded stay as they are: whoever asks knows that both environments have the same.
+        """
+        if not isinstance(plan, list) or not plan:
+            return True
+        try:
+            mounts.enter(plan)
+        except OSError as error:
+            self._say({"event": "problem", "detail": f"the environment cannot be mounted: {error}"})
+            return False
+        importlib.invalidate_caches()  # what was listed there, metadata too, may be another file by now
+        return True
 
     def serve(self, standby: int) -> None:
         linux.set_name("sgpu-stem")

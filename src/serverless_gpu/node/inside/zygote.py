@@ -65,7 +65,8 @@ def main(channel_fd: int, version: int, preload: list[str]) -> None:
         names = ", ".join(_thread_name(thread) for thread in threads)
         channel.send(protocol.encode({"event": "cold", "reason": f"preloading leaves threads behind ({names})"}))
         return
-    channel.send(protocol.encode({"event": "ready", "modules": _module_files(), "packages": _packages()}))
+    ready = {"modules": _module_files(), "packages": _packages(), "names": _names(), "libraries": _libraries()}
+    channel.send(protocol.encode({"event": "ready", **ready}))
     _serve(channel)
 
 
@@ -104,13 +105,16 @@ def _answer(channel: Channel, own_fds: tuple[int, ...]) -> bool:
     if received is None:
         return False
     request = protocol.decode(received[0])
+    if request.get("op") == "hold":
+        return True  # an environment is in use as long as somebody has this descriptor, and stems inherit it
     if request.get("op") == "stem":
-        standby = protocol.integer(request, "ranks")
-        _fork_stem(channel, protocol.strings(request, "cgroups"), standby, own_fds)
+        _fork_stem(channel, request, own_fds)
+    for fd in received[1]:
+        os.close(fd)  # the stem has its own, of the environment that it is in
     return True
 
 
-def _fork_stem(channel: Channel, cgroups: list[str], standby: int, own_fds: tuple[int, ...]) -> None:
+def _fork_stem(channel: Channel, request: protocol.Message, own_fds: tuple[int, ...]) -> None:
     ours, theirs = pair()
     pid = os.fork()
     if pid == 0:
@@ -119,7 +123,7 @@ def _fork_stem(channel: Channel, cgroups: list[str], standby: int, own_fds: tupl
             os.close(fd)
         channel.close()
         ours.close()
-        stem.main(theirs, cgroups, standby)
+        stem.main(theirs, request)
     theirs.close()
     channel.send(protocol.encode({"event": "stem", "pid": pid}), (ours.fileno(),))
     ours.close()
@@ -159,6 +163,18 @@ def _packages() -> dict[str, str]:
     """Return the file of each loaded top-level module: a caller may have another one of that name."""
     files = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items()) if "." not in name}
     return {name: file for name, file in files.items() if isinstance(file, str)}
+
+
+def _names() -> list[str]:
+    """Return the names of all loaded top-level modules, also of those without a file."""
+    return sorted({name.partition(".")[0] for name in list(sys.modules)})
+
+
+def _libraries() -> list[str]:
+    """Return the files that are mapped into this process: shared libraries are loaded behind Python's back, too."""
+    with contextlib.suppress(OSError), open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as file:
+        return sorted({line.split(None, 5)[5].rstrip("\n") for line in file if line.count("/")} - {""})
+    return []
 
 
 def _module_files() -> list[str]:

@@ -1,0 +1,140 @@
+"""Whether an interpreter that was started in one environment can go on in another: a pure question about two snapshots.
+
+    loaded: names, files ─┐
+    old snapshot ─────────┼─▶ fits(…) ─▶ "" (yes: mount the new one over the old) or why not, in words
+    new snapshot ─────────┘
+
+What an interpreter has imported stays in it. So it fits an environment that has the same of everything it imported, in
+which no other unit provides a name it imported, and whose start-up would have run the same code. What it never
+imported may change, come and go: modules and metadata are looked up when they are asked for.
+
+Lives here: the decision. Must not: look at files, or know where units lie (`used` and `hooks` say what was seen there).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+import msgspec
+
+from serverless_gpu.environment.documents import Member, Root, Snapshot
+
+
+class Loaded(msgspec.Struct, frozen=True, kw_only=True):
+    """What an interpreter has of its environment.
+
+    Attributes:
+        names: top-level modules it imported, also those of the standard library.
+        files: files of its modules and libraries, absolute.
+    """
+
+    names: frozenset[str] = frozenset()
+    files: frozenset[str] = frozenset()
+
+
+def fits(loaded: Loaded, old: Snapshot, new: Snapshot, used: Collection[str], hooks: Collection[str]) -> str:
+    """Return why an interpreter of one environment cannot be used for another, or "" when it can.
+
+    Args:
+        loaded: what it has imported.
+        old: the environment it was started in.
+        new: the other one.
+        used: addresses of units of the old one that hold a file it loaded.
+        hooks: addresses of units, of either, whose code runs when an interpreter starts.
+    """
+    mine, theirs = old.interpreter, new.interpreter
+    if (mine.implementation, mine.abi, mine.platform, mine.minor) != (
+        theirs.implementation,
+        theirs.abi,
+        theirs.platform,
+        theirs.minor,
+    ):
+        return f"its interpreter is {theirs.implementation} {theirs.version}, the warm one {mine.version}"
+    if [_shape(root) for root in old.roots] != [_shape(root) for root in new.roots]:
+        return "other directories are on its path"
+    for before, after in zip(old.roots, new.roots, strict=True):
+        problem = _root_problem(loaded, before, after, used, hooks)
+        if problem:
+            return problem
+    return ""
+
+
+def changed_units(old: Snapshot, new: Snapshot) -> frozenset[str]:
+    """Return the addresses of units that only one of two environments has at a place."""
+    changed: set[str] = set()
+    for before, after in zip(old.roots, new.roots, strict=False):
+        gone, come = _difference(before, after)
+        changed |= {member.address for member in (*gone, *come)}
+    return frozenset(changed)
+
+
+def row_of(snapshot: Snapshot, tree: str, file: str) -> tuple[int, str] | None:
+    """Return the root and the row's path of a file in a restored environment, or None for what is not of a unit.
+
+    Args:
+        snapshot: what was restored.
+        tree: where.
+        file: absolute path.
+    """
+    if not file.startswith(f"{tree}/"):
+        return None
+    library = f"lib/python{snapshot.interpreter.minor}/site-packages/"
+    inner = file[len(tree) + 1 :]
+    first, _, rest = inner.partition("/")
+    number, _, below = rest.partition("/")
+    if first == "code" and number.isdigit():
+        return int(number), f"site/{below}"
+    root = 0
+    if first == "roots" and number.isdigit():
+        root, inner = int(number), below
+    if inner.startswith(library):
+        return root, f"site/{inner[len(library) :]}"
+    return root, f"prefix/{inner}"
+
+
+def _shape(root: Root) -> tuple[str, bool]:
+    return root.kind, root.before
+
+
+def _root_problem(loaded: Loaded, old: Root, new: Root, used: Collection[str], hooks: Collection[str]) -> str:
+    gone, come = _difference(old, new)
+    if old.generated != new.generated:
+        names = sorted({file.path for file in set(old.generated) ^ set(new.generated)})
+        return f"{names[0].partition('/')[2]} is another one"
+    for member in gone:
+        if member.address in used:
+            return f"{_text(member)}, which it has loaded, {_fate(member, come)}"
+    for member in (*gone, *come):
+        if member.address in hooks:
+            return f"{_text(member)} runs code when an interpreter starts"
+    for member in come:
+        # Code of the project's own is compared by file, name by name: the caller says what it imports from there.
+        taken = sorted(loaded.names.intersection(member.modules)) if member.kind != "code" else []
+        if taken:
+            return f"{_text(member)} brings {taken[0]}, which it has loaded from elsewhere"
+    return ""
+
+
+def _difference(old: Root, new: Root) -> tuple[tuple[Member, ...], tuple[Member, ...]]:
+    """Return the units that only the old, and that only the new one has."""
+    return _without(old.members, new.members), _without(new.members, old.members)
+
+
+def _without(members: Iterable[Member], others: Iterable[Member]) -> tuple[Member, ...]:
+    addresses = {member.address for member in others}
+    return tuple(member for member in members if member.address not in addresses)
+
+
+def _text(member: Member) -> str:
+    if member.kind == "code":
+        return f"the code in {member.name}"
+    if member.kind == "unowned":
+        return "what no distribution owns"
+    return f"{member.name} {member.version}".strip()
+
+
+def _fate(member: Member, come: Iterable[Member]) -> str:
+    for other in come:
+        if (other.kind, other.name) == (member.kind, member.name):
+            return "has changed" if other.version == member.version else f"is {other.version} now"
+    return "is not there any more"

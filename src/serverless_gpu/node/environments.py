@@ -1,0 +1,216 @@
+"""The agent's restored environments: each is restored once, however many runs want it, and kept while it is of use.
+
+    have(wanted) ─ there ───────────────────▶ ready, at once
+                 └ not ─▶ restoring process ─▶ ready, or failed with a reason; meanwhile: how far it is
+
+The last few stay locked here, so that no collection takes away what the next call wants; zygotes and stems hold locks
+of their own. Nothing here blocks.
+
+Failure cases: the restoring process dies (another one is asked again, once for each environment); it fails (everybody
+who waits is told the reason, and the next run tries again); what was restored is gone (restored again).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import subprocess
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from serverless_gpu.errors import EnvironmentCorrupt, StorageError
+from serverless_gpu.model.attempt import Reason
+from serverless_gpu.node.home import Home
+from serverless_gpu.node.inside.channel import Channel, pair
+from serverless_gpu.node.protocol import EnvironmentStatus, Wanted, original
+from serverless_gpu.node.restored import RestoredEnvironment
+from serverless_gpu.node.restoring_process import Done, Failed, Getting, Want, receive_answer, send
+from serverless_gpu.node.spawning import clean_process
+
+KEPT_MAX = 8
+TRIES_MAX = 2
+_STORE_PREFIXES = ("AWS_", "GOOGLE_", "AZURE_", "SSL_CERT_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
+_REASONS = {StorageError.code: Reason.NODE_DISK, EnvironmentCorrupt.code: Reason.ENV_CORRUPT}
+
+
+class Waiter(msgspec.Struct, frozen=True, kw_only=True):
+    """Somebody who wants an environment.
+
+    Attributes:
+        ready: called with it, and whether it had to be restored.
+        failed: called with why there is none.
+        told: called with how far it is.
+    """
+
+    ready: Callable[[RestoredEnvironment, bool], None]
+    failed: Callable[[Reason, str], None]
+    told: Callable[[str], None]
+
+
+class _Work(msgspec.Struct, kw_only=True):
+    """One environment that is being restored."""
+
+    want: Want
+    waiters: list[Waiter]
+    tries: int = 1
+    sentence: str = ""
+
+
+class Environments:
+    """What one agent has restored, and is restoring.
+
+    Args:
+        home: the home directory.
+        log: descriptor for what the restoring process writes.
+        environ: its start-up environment.
+        selector: the agent's.
+    """
+
+    def __init__(self, home: Home, log: int, environ: Mapping[str, str], selector: selectors.BaseSelector) -> None:
+        self._home = home
+        self._log = log
+        self._environ = environ
+        self._selector = selector
+        self._known: dict[Wanted, RestoredEnvironment] = {}  # the one used last at the end
+        self._work: dict[Wanted, _Work] = {}
+        self._number = 0
+        self._channel: Channel | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def statuses(self) -> tuple[EnvironmentStatus, ...]:
+        """Return what there is to say about each."""
+        known = (
+            EnvironmentStatus(snapshot=environment.address, state="ready", mode=environment.mode)
+            for environment in self._known.values()
+        )
+        coming = (
+            EnvironmentStatus(snapshot=wanted.snapshot, state="restoring", sentence=work.sentence)
+            for wanted, work in self._work.items()
+        )
+        return (*known, *coming)
+
+    def have(self, wanted: Wanted, environ: Mapping[str, str], waiter: Waiter) -> None:
+        """Have an environment, now or as soon as it is restored.
+
+        Args:
+            wanted: which.
+            environ: the caller's variables, for the store.
+            waiter: told what becomes of it.
+        """
+        known = self._known.pop(wanted, None)
+        if known is not None and os.path.lexists(known.evidence):
+            self._known[wanted] = known
+            waiter.ready(known, False)
+            return
+        work = self._work.get(wanted)
+        if work is not None:
+            work.waiters.append(waiter)
+            if work.sentence:
+                waiter.told(work.sentence)
+            return
+        self._number += 1
+        variables = {
+            name: original(value) for name, value in environ.items() if name.upper().startswith(_STORE_PREFIXES)
+        }
+        work = self._work[wanted] = _Work(
+            want=Want(number=self._number, wanted=wanted, environ=variables), waiters=[waiter]
+        )
+        self._ask(work)
+
+    def prepare(self) -> None:
+        """Have a restoring process standing by, if there ever was one."""
+        if self._process is not None and self._channel is None:
+            with contextlib.suppress(OSError):
+                self._started()
+
+    def _ask(self, work: _Work) -> None:
+        try:
+            send(self._started(), work.want)
+        except OSError as error:
+            if self._channel is not None and work.tries < TRIES_MAX:
+                work.tries += 1
+                self._close()
+                self._ask(work)
+            else:
+                self._fail(work, Reason.ENV_UNAVAILABLE, f"no process could be started to restore it: {error}")
+
+    def _started(self) -> Channel:
+        """Return the channel to the restoring process, which is started if there is none."""
+        if self._channel is not None:
+            return self._channel
+        ours, theirs = pair()
+        try:
+            self._process = clean_process(
+                "serverless_gpu.node.restoring_process",
+                (theirs.fileno(), str(self._home.environments)),
+                fds=(theirs.fileno(),),
+                log=self._log,
+                environ=self._environ,
+            )
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self._channel = ours
+        self._selector.register(ours, selectors.EVENT_READ, self._hear)
+        return ours
+
+    def _hear(self) -> None:
+        assert self._channel is not None
+        try:
+            received = receive_answer(self._channel)
+        except (OSError, msgspec.MsgspecError):
+            received = None
+        if received is None:
+            self._start_over()
+            return
+        answer, fds = received
+        work = next((work for work in self._work.values() if work.want.number == answer.number), None)
+        if work is None:
+            for fd in fds:
+                os.close(fd)
+            return
+        match answer:
+            case Getting(sentence=sentence):
+                work.sentence = f"preparing the environment: {sentence}"
+                for waiter in work.waiters:
+                    waiter.told(work.sentence)
+            case Done():
+                self._finish(work, RestoredEnvironment(answer.snapshot, answer.restored, fds[0], self._home.environments))
+            case Failed(code=code, message=message):
+                self._fail(work, _REASONS.get(code, Reason.ENV_UNAVAILABLE), message)
+
+    def _finish(self, work: _Work, environment: RestoredEnvironment) -> None:
+        self._work.pop(work.want.wanted)
+        self._known[work.want.wanted] = environment
+        while len(self._known) > KEPT_MAX:
+            self._known.pop(next(iter(self._known)))
+        for waiter in work.waiters:
+            waiter.ready(environment, True)
+
+    def _fail(self, work: _Work, reason: Reason, message: str) -> None:
+        self._work.pop(work.want.wanted, None)
+        for waiter in work.waiters:
+            waiter.failed(reason, message)
+
+    def _start_over(self) -> None:
+        """Ask another process for everything that the one that died was at; what failed twice is given up."""
+        self._close()
+        for work in list(self._work.values()):
+            work.tries += 1
+            if work.tries > TRIES_MAX:
+                message = "the process that restores environments ended, and so did the next one"
+                self._fail(work, Reason.ENV_UNAVAILABLE, message)
+            else:
+                self._ask(work)
+
+    def _close(self) -> None:
+        if self._channel is not None:
+            self._selector.unregister(self._channel)
+            self._channel.close()
+            self._channel = None
+        if self._process is not None:
+            self._process.poll()

@@ -1,0 +1,151 @@
+"""A restored environment as the agent holds it: where it is, what of a caller's context changes in it, who uses it.
+
+    restoring process ──Restored, snapshot, lock──▶ RestoredEnvironment ──▶ zygotes, stems (each with the lock's copy)
+
+It stays on the disk as long as somebody has a copy of the lock's descriptor: the agent while it remembers it, every
+zygote and every stem that lives in it.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+import msgspec
+
+from serverless_gpu.environment.assembly import moved
+from serverless_gpu.environment.documents import Member, Snapshot
+from serverless_gpu.environment.fitting import Loaded, changed_units, fits, row_of
+from serverless_gpu.environment.restoring import Restored
+from serverless_gpu.node.protocol import Context, original, portable
+from serverless_gpu.units import format_bytes
+
+_SHORT = 12
+_PATH_LISTS = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
+_PATHS = ("VIRTUAL_ENV", "PYTHONUSERBASE")
+_HOOK_MODULES = ("sitecustomize", "usercustomize")
+
+
+class RestoredEnvironment:
+    """One snapshot, restored on this node.
+
+    Args:
+        snapshot: what was restored.
+        restored: where, and how.
+        lock: descriptor of the lock that keeps it there; closed with this object.
+        environments: the directory of environments, which has the unpacked units.
+    """
+
+    def __init__(self, snapshot: Snapshot, restored: Restored, lock: int, environments: Path) -> None:
+        self.snapshot = snapshot
+        self.address = snapshot.address
+        self.mode = restored.mode
+        self.tree = restored.tree
+        self.python = restored.python
+        self.fds = (lock,)
+        self.mounts: tuple[Mapping[str, object], ...] = tuple(
+            {"at": mount.at, "layers": list(mount.layers), "directory": mount.directory} for mount in restored.mounts
+        )
+        self._restored = restored
+        self._units = environments / "units"
+        weakref.finalize(self, os.close, lock)
+
+    @property
+    def evidence(self) -> str:
+        """Return a path that is there as long as it can be used: with mounts the tree itself is nowhere to be seen."""
+        return str(self.mounts[0]["directory"]) if self.mounts else self.tree
+
+    @property
+    def short(self) -> str:
+        """Return the address as it is shown."""
+        return self.address[:_SHORT]
+
+    def text(self, *, fetched: bool) -> str:
+        """Return what a receipt says.
+
+        Args:
+            fetched: whether it was restored for this run.
+        """
+        count = len(self.snapshot.addresses())
+        parts = [f"snapshot {self.short}", f"{count} unit{'' if count == 1 else 's'}", self.mode]
+        if self._restored.why:
+            parts[-1] += f" ({self._restored.why})"
+        if fetched and self._restored.units_fetched:
+            parts.append(f"{self._restored.units_fetched} fetched ({format_bytes(self._restored.fetched_bytes)})")
+        if self._restored.note:
+            parts.append(self._restored.note)
+        return ", ".join(parts)
+
+    def context(self, caller: Context) -> Context:
+        """Return what ranks take on instead of the caller's own: the same, with paths of the restored environment."""
+        cwd = original(caller.cwd)
+
+        def there(path: str) -> str:
+            """Return where a path of the caller's is now; what is not of its environment stays."""
+            if not path:  # "" and an empty entry of a list are the working directory
+                return moved(self.snapshot, self.tree, cwd) or path
+            return moved(self.snapshot, self.tree, os.path.normpath(os.path.join(cwd, path))) or path
+
+        environ = {name: original(value) for name, value in caller.environ.items()}
+        for name in environ.keys() & {*_PATH_LISTS}:
+            environ[name] = os.pathsep.join(map(there, environ[name].split(os.pathsep)))
+        for name in environ.keys() & {*_PATHS}:
+            environ[name] = there(environ[name])
+        return msgspec.structs.replace(
+            caller,
+            python=self.python,
+            environ={name: portable(value) for name, value in environ.items()},
+            cwd=portable(cwd if os.path.isdir(cwd) and os.access(cwd, os.X_OK) else there(cwd)),
+            sys_path=tuple(dict.fromkeys(portable(there(original(path))) for path in caller.sys_path)),
+            packages={name: portable(there(original(file))) if file else "" for name, file in caller.packages.items()},
+        )
+
+    def misfit(self, loaded: Loaded, older: RestoredEnvironment) -> str:
+        """Return why an interpreter of an older environment cannot be used for this one, or "" when it can.
+
+        Args:
+            loaded: what that interpreter has imported.
+            older: the environment it was started in.
+        """
+        if self.mode != "overlay" or older.mode != "overlay":
+            return "each environment made of links has an interpreter of its own"
+        changed = changed_units(older.snapshot, self.snapshot)
+        used = self._used(loaded, older, changed)
+        return fits(loaded, older.snapshot, self.snapshot, used, self._hooks(changed))
+
+    def _used(self, loaded: Loaded, older: RestoredEnvironment, changed: Collection[str]) -> frozenset[str]:
+        """Return which of the changed units hold a file that was loaded."""
+        rows = [row for file in loaded.files if (row := row_of(older.snapshot, older.tree, file)) is not None]
+        return frozenset(
+            member.address
+            for number, root in enumerate(older.snapshot.roots)
+            for member in root.members
+            if member.address in changed
+            and any(
+                row == number and _may_hold(member, path) and os.path.lexists(self._unit(member.address) / path)
+                for row, path in rows
+            )
+        )
+
+    def _hooks(self, changed: Collection[str]) -> frozenset[str]:
+        """Return which of the changed units have something that runs when an interpreter starts."""
+        return frozenset(address for address in changed if _runs_at_start(self._unit(address) / "site"))
+
+    def _unit(self, address: str) -> Path:
+        return self._units / address[:2] / address
+
+
+def _may_hold(member: Member, path: str) -> bool:
+    """Return whether a unit may have a file, by its top-level names: looking at the disk costs more."""
+    top = path.split("/")[1]
+    return not member.modules or top in member.modules or top.partition(".")[0] in member.modules
+
+
+def _runs_at_start(site: Path) -> bool:
+    try:
+        names = os.listdir(site)
+    except FileNotFoundError:
+        return False
+    return any(name.endswith(".pth") or name.partition(".")[0] in _HOOK_MODULES for name in names)

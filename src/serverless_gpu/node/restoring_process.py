@@ -1,0 +1,215 @@
+"""The restoring process: a clean interpreter that restores environments for the agent, each in a child of its own.
+
+    agent ──Want──▶ this process ─ fork ─▶ child: fetch, verify, unpack, lay out, compile
+          ◀──Getting, Restoring…, Done + descriptor of the lock, Failed──┘
+
+The agent itself neither waits for disks and stores nor forks (it talks to NVML in a thread). A child is forked because
+a store's client may have threads that no fork survives: this process never opens one.
+
+Failure cases: the store, the disk, or the environment itself (a `Failed` with the error's code); a child is killed (a
+`Failed`, said here); this process is killed (its children end with it, and the agent asks the next one again: what was
+unpacked is there); the agent is gone (end of file: everything here ends).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import select
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+from serverless_gpu.ambient import Clock, SystemClock
+from serverless_gpu.environment.blobs import Blobs
+from serverless_gpu.environment.cache import Cache
+from serverless_gpu.environment.documents import Snapshot
+from serverless_gpu.environment.progress import Progress
+from serverless_gpu.environment.restoring import Restored, restore
+from serverless_gpu.environment.stores.opening import open_store
+from serverless_gpu.errors import EnvironmentProblem, ServerlessGpuError
+from serverless_gpu.node.home import storage_error
+from serverless_gpu.node.inside import linux
+from serverless_gpu.node.inside.channel import Channel
+from serverless_gpu.node.protocol import Wanted
+from serverless_gpu.units import format_bytes
+
+_REPORT_S = 0.25
+
+
+class Want(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Restore an environment; `environ` has what the store needs to be opened."""
+
+    number: int
+    wanted: Wanted
+    environ: dict[str, str] = {}
+
+
+class Getting(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """How far it is, in words."""
+
+    number: int
+    sentence: str
+
+
+class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """It is there; a descriptor that holds its lock is attached."""
+
+    number: int
+    restored: Restored
+    snapshot: Snapshot
+
+
+class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """It could not be restored."""
+
+    number: int
+    code: str
+    message: str
+
+
+Answer = Getting | Done | Failed
+
+_encoder = msgspec.msgpack.Encoder()
+_wants = msgspec.msgpack.Decoder(Want)
+_answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+
+
+def send(channel: Channel, message: Want | Answer, fds: tuple[int, ...] = ()) -> None:
+    """Send a message with descriptors.
+
+    Raises:
+        OSError: the peer is gone.
+    """
+    channel.send(_encoder.encode(message), fds)
+
+
+def receive_answer(channel: Channel) -> tuple[Answer, tuple[int, ...]] | None:
+    """Return the next answer and its descriptors, or None when nobody is left to give one."""
+    received = channel.receive()
+    return None if received is None else (_answers.decode(received[0]), received[1])
+
+
+def main(channel_fd: int, environments: str) -> NoReturn:
+    """Restore what comes, until the agent is gone.
+
+    Args:
+        channel_fd: the inherited channel to the agent.
+        environments: the directory of environments.
+    """
+    linux.set_name("sgpu-restore")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    channel = Channel.adopt(channel_fd)
+    channel.sock.set_inheritable(False)
+    wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+    children: dict[int, int] = {}  # pid → number
+    while True:
+        ready, _, _ = select.select([channel, wake_read], [], [])
+        if wake_read in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.read(wake_read, 4096)
+            _reap(children, channel)
+        if channel in ready:
+            received = channel.receive()
+            if received is None:
+                os._exit(0)
+            want = _wants.decode(received[0])
+            children[_fork(want, channel, Path(environments))] = want.number
+
+
+def _fork(want: Want, channel: Channel, environments: Path) -> int:
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            linux.die_with_parent(parent)
+            _restore(want, channel, environments)
+            code = 0
+        finally:
+            if code:
+                sys.excepthook(*sys.exc_info())
+            sys.stderr.flush()
+            os._exit(code)
+    return pid
+
+
+def _reap(children: dict[int, int], channel: Channel) -> None:
+    """Bury children; one that did not end by itself has not said so."""
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            number = children.pop(ended[0], None)
+            if number is not None and ended[1]:
+                how = os.waitstatus_to_exitcode(ended[1])
+                told = f"was ended by signal {-how}" if how < 0 else f"ended with code {how}"
+                message = f"the process that restored the environment {told}"
+                send(channel, Failed(number=number, code=EnvironmentProblem.code, message=message))
+
+
+def _restore(want: Want, channel: Channel, environments: Path) -> None:
+    try:
+        done, lock = restored(want, environments, reporter(want.number, channel, SystemClock()))
+    except ServerlessGpuError as error:
+        send(channel, Failed(number=want.number, code=error.code, message=str(error)))
+    except OSError as error:
+        problem = storage_error(error, environments)
+        send(channel, Failed(number=want.number, code=problem.code, message=str(problem)))
+    else:
+        send(channel, done, (lock,))
+
+
+def restored(want: Want, environments: Path, report: Callable[[Progress], None]) -> tuple[Done, int]:
+    """Restore an environment; return what there is to say, and a descriptor that keeps it there.
+
+    Args:
+        want: which.
+        environments: the directory of environments.
+        report: told how far it is.
+
+    Raises:
+        EnvironmentProblem: it cannot be had, or not here.
+        StorageError: the disk is full.
+    """
+    blobs = Blobs(open_store(want.wanted.store, want.environ))
+    cache = Cache(environments)
+    made = restore(want.wanted.snapshot, blobs, cache, mode=want.wanted.mode, report=report)
+    lock = os.open(made.lock, os.O_RDONLY | os.O_CLOEXEC)
+    fcntl.flock(lock, fcntl.LOCK_SH)
+    return Done(number=want.number, restored=made, snapshot=blobs.read_snapshot(want.wanted.snapshot)), lock
+
+
+def reporter(number: int, channel: Channel, clock: Clock) -> Callable[[Progress], None]:
+    """Return what sends progress in words, a few times a second."""
+    told = [0, 0]  # when, and how much
+
+    def report(progress: Progress) -> None:
+        now_ns = clock.boottime_ns()
+        if now_ns - told[0] < _REPORT_S * 1e9:
+            return
+        told[0] = now_ns
+        with contextlib.suppress(OSError):  # the agent is gone, and so are we, soon
+            send(channel, Getting(number=number, sentence=sentence(progress)))
+
+    return report
+
+
+_DOING: Mapping[str, str] = {"fetch": "fetching", "restore": "laying out", "compile": "compiling"}
+
+
+def sentence(progress: Progress) -> str:
+    """Return how far a restore is, for a person."""
+    doing = _DOING.get(progress.phase, progress.phase)
+    if progress.bytes_total:
+        return f"{doing} {format_bytes(progress.bytes_done)} of {format_bytes(progress.bytes_total)}"
+    if progress.files_total:
+        return f"{doing} {progress.files_done} of {progress.files_total} files"
+    return doing
