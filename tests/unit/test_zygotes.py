@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from serverless_gpu.node.zygotes import Key, first_run, one_name
+from serverless_gpu.node.spawning import one_name
+from serverless_gpu.node.zygotes import Key, first_run
 
 MINE = Key("/usr/bin/python3", (), (("OMP_NUM_THREADS", "1"),))
 

@@ -23,6 +23,7 @@ from serverless_gpu.client.failures import without_own_frames
 from serverless_gpu.client.launch import launch, prewarm, should_prewarm
 from serverless_gpu.client.preflight import check_function
 from serverless_gpu.client.run import Run
+from serverless_gpu.client.snapshots import shared
 from serverless_gpu.errors import InvalidOption, ServerlessGpuError, UnknownGpuType
 from serverless_gpu.model.hardware import GpuType
 from serverless_gpu.model.spec import Options, RunSpec, make_spec
@@ -104,8 +105,9 @@ class DistributedFunction(Generic[P, R]):
         """
         runs: list[Run[R]] = []
         try:
-            for item in items:
-                runs.append(self._start((item,), kwargs))
+            with shared():  # one look at the environment is enough for all of them
+                for item in items:
+                    runs.append(self._start((item,), kwargs))
         except BaseException:
             for run in runs:
                 run.cancel()

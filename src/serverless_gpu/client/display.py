@@ -26,6 +26,7 @@ _NOTEBOOK = "serverless_gpu.client.notebook"
 _REDRAW_S = 0.05
 _GLIMPSE_TICK_S = 1.0
 _LIVE_CHARACTERS_MAX = 2_000
+_PASSING_S = 10.0  # between two such sentences where a line cannot be replaced
 
 
 class Display:
@@ -58,6 +59,9 @@ class Display:
 
     def say(self, sentence: str) -> None:
         """Show a sentence of ours."""
+
+    def passing(self, sentence: str) -> None:
+        """Show how far something is: a sentence that the next one replaces."""
 
     def state(self, state: str, sentence: str) -> None:
         """Take that the run's state, or what it waits for, is another one now."""
@@ -140,6 +144,8 @@ class TerminalDisplay(LineDisplay):
         self._drawn_ns = 0
         self._changed = False  # since it was drawn
         self._told = False  # that a stream takes nothing
+        self._passing = ""
+        self._passed_ns = self._clock.boottime_ns()
 
     def output(self, rank: int, stream: str, text: str) -> None:
         """Print the lines of what a rank wrote that are final."""
@@ -153,8 +159,25 @@ class TerminalDisplay(LineDisplay):
         self._write("stderr", self._missing(rank, stream, bytes_, lost))
         self._refresh()
 
+    def passing(self, sentence: str) -> None:
+        """Show how far something is: below all lines on a terminal, elsewhere as a line now and then."""
+        if self._quiet:
+            return
+        now_ns = self._clock.boottime_ns()
+        if live_target(_target("stdout"), _target("stderr")) is not None:
+            self._passing, self._changed = f"serverless-gpu: {sentence}", True
+            self._refresh()
+        elif now_ns - self._passed_ns >= _PASSING_S * 1e9:
+            self._passed_ns = now_ns
+            self.say(sentence)
+
+    def state(self, state: str, sentence: str) -> None:
+        """Take that whatever was going on has come to its end."""
+        self._passing = ""
+
     def say(self, sentence: str) -> None:
         """Print a sentence of ours."""
+        self._passing = ""
         if not self._quiet:
             self._write("stderr", f"serverless-gpu: {sentence}\n")
             self._refresh()
@@ -171,6 +194,7 @@ class TerminalDisplay(LineDisplay):
 
     def finish(self) -> None:
         """Print lines that never got their newline."""
+        self._passing = ""
         for rank, stream, lines in self._screens.end_all():
             self._print(rank, stream, lines)
         self._block.erase()
@@ -222,7 +246,7 @@ class TerminalDisplay(LineDisplay):
             for rank, stream in sorted(keys)
             for row in shown[rank, stream].open_rows
         ]
-        return rows[:LIVE_ROWS_MAX]
+        return [*([safe(self._passing, tty=True)] if self._passing else []), *rows][:LIVE_ROWS_MAX]
 
 
 def make_display(*, quiet: bool, logs: Path) -> Display:

@@ -2,10 +2,12 @@
 anything starts.
 
     check function ─ bind arguments ─ agent (inventory) ─ choose candidates ─ run directory ─ payload ─ Launch
+                     └ with env="snapshot": which one? ─────────────────────────────────────────┘  └ Confirm
 
 A session is launched the same way, without a function.
 
-Failure cases: whatever goes wrong, the run directory is removed again; nothing else exists yet.
+Failure cases: whatever goes wrong, the run directory is removed again; nothing else exists yet. If the environment
+turns out to have changed, the launch is withdrawn before user code starts, and made again with what is there now.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from serverless_gpu.ambient import SystemClock, new_run_id
+from serverless_gpu.client import snapshots
 from serverless_gpu.client.connection import caller_context, connect
 from serverless_gpu.client.preflight import bind_arguments, check_function, pack
 from serverless_gpu.client.run import Run
@@ -38,6 +41,7 @@ R = TypeVar("R")
 Handle = TypeVar("Handle", bound=Run)  # type: ignore[type-arg]  # of whatever its ranks return
 
 _FENCE = 1
+_WITHDRAWN_S = 10.0
 _notes_said: set[str] = set()
 
 
@@ -113,6 +117,25 @@ def _place(handle: Callable[..., Handle], order: _Order, fill: Callable[[Path], 
             hint="leave remote out to run on this machine; the server, `sgpu up`, is not in this version",
         )
     home = _home()
+    recognition = snapshots.recognise(home) if order.spec.environment == "snapshot" else None
+    try:
+        while True:  # twice at most: what was captured just now needs no second look
+            placed = _try_place(handle, order, fill, home, recognition)
+            if placed is not None:
+                return placed
+    finally:
+        if recognition is not None:
+            recognition.close()
+
+
+def _try_place(
+    handle: Callable[..., Handle],
+    order: _Order,
+    fill: Callable[[Path], None],
+    home: Home,
+    recognition: snapshots.Recognition | None,
+) -> Handle | None:
+    """Launch; return None where the environment had changed, and the launch was withdrawn."""
     channel, greeting = connect(home)
     try:
         message = _message(order, home, greeting)
@@ -120,7 +143,13 @@ def _place(handle: Callable[..., Handle], order: _Order, fill: Callable[[Path], 
         try:
             _write(message, greeting.version)
             fill(directory)
+            if recognition is not None:
+                message = _in_environment(message, recognition)
             channel = _send(home, channel, message)
+            if not message.confirmed and recognition is not None and not _confirmed(channel, recognition, order.spec):
+                withdraw(channel)
+                home.remove_run(message.run_id)
+                return None
         except BaseException:
             # Ctrl-C may have come just after the launch was sent: then a supervisor reads this.
             with contextlib.suppress(OSError):
@@ -130,7 +159,41 @@ def _place(handle: Callable[..., Handle], order: _Order, fill: Callable[[Path], 
     except BaseException:
         channel.close()
         raise
-    return handle(message.run_id, directory, order.spec, _ranks(message), channel, lambda: _send(home, None, message))
+    again = msgspec.structs.replace(message, confirmed=True)
+    return handle(message.run_id, directory, order.spec, _ranks(message), channel, lambda: _send(home, None, again))
+
+
+def _in_environment(message: protocol.Launch, recognition: snapshots.Recognition) -> protocol.Launch:
+    """Return the launch with its environment, which is captured first if it must be."""
+    display = snapshots.capturing(quiet=message.spec.quiet, logs=Path(message.directory) / "logs")
+    try:
+        wanted = recognition.wanted(display)
+    finally:
+        display.finish()
+    confirmed = recognition.verified or message.idle_timeout_s is not None  # a session runs nothing
+    return msgspec.structs.replace(message, environment=wanted, confirmed=confirmed)
+
+
+def _confirmed(channel: Channel, recognition: snapshots.Recognition, spec: RunSpec) -> bool:
+    """Let user code start once every file is known to be as the snapshot says; else say what has changed."""
+    changes = recognition.changes()
+    for change in changes if not spec.quiet else ():
+        print(f"serverless-gpu: the environment has changed: {change}", file=sys.stderr)
+    if not changes:
+        with contextlib.suppress(OSError):  # its supervisor is gone: the handle finds out, and what to do
+            protocol.send(channel, protocol.Confirm())
+    return not changes
+
+
+def withdraw(channel: Channel) -> None:
+    """End a launch that user code has not seen, and wait until its devices are free again."""
+    channel.sock.settimeout(_WITHDRAWN_S)
+    with contextlib.suppress(OSError, msgspec.MsgspecError):
+        protocol.send(channel, protocol.Cancel())
+        while (received := protocol.receive(channel)) is not None:
+            if isinstance(received[0], protocol.Finished | protocol.Refused):
+                break
+    channel.close()
 
 
 def prewarm(spec: RunSpec) -> None:
@@ -138,8 +201,16 @@ def prewarm(spec: RunSpec) -> None:
 
     def ask() -> None:
         try:
-            channel, _ = connect(find_home(os.environ))
-            protocol.send(channel, protocol.Prewarm(context=caller_context(), ranks=spec.resources.gpus or 1))
+            home, environment = find_home(os.environ), None
+            if spec.environment == "snapshot":
+                recognition = snapshots.Recognition(home, capture=False)
+                environment = recognition.wanted()
+                recognition.close()
+                if environment is None:
+                    return  # not captured yet: the first call does that, and shows it
+            channel, _ = connect(home)
+            ranks = spec.resources.gpus or 1
+            protocol.send(channel, protocol.Prewarm(context=caller_context(), ranks=ranks, environment=environment))
             channel.close()
         except Exception:  # noqa: BLE001 - a help for later, in a thread nobody watches
             pass

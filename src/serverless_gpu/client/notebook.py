@@ -30,7 +30,7 @@ from serverless_gpu.units import format_duration_ms
 _TICK_S = 0.25
 _RANKS_MAX = 16
 _PROGRESS_CHARACTERS_MAX = 200
-_BEFORE = ("QUEUED", "STARTING")
+_BEFORE = ("QUEUED", "STARTING", "CAPTURING", "CAPTURED")
 _COLOUR_CODE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _ENDED = ("SUCCEEDED", "FAILED", "CANCELLED", "TIMED_OUT", "BUDGET_STOPPED", "LOST")
 
@@ -144,6 +144,11 @@ class NotebookDisplay(LineDisplay):
             self._show()
         elif not self._quiet:
             _write("stderr", f"serverless-gpu: {sentence}\n")
+
+    def passing(self, sentence: str) -> None:
+        """Show how far something is, in the status."""
+        self._sentence = sentence
+        self._show()
 
     def state(self, state: str, sentence: str) -> None:
         """Show the run's state."""

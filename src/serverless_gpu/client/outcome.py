@@ -205,6 +205,12 @@ def _explain_hang(error: CollectiveHang, hang: Hang, directory: Path) -> None:
 def _hint(reason: Reason, directory: Path) -> str:
     if reason in (Reason.START_FAILED, Reason.RUNTIME_LOST, Reason.SUPERVISOR_LOST):
         return f"the run's files: {directory}; what our own processes wrote: {directory.parents[2] / 'agent.log'}"
+    if reason is Reason.NODE_DISK:
+        return "free some space (`sgpu env gc` helps), or set SERVERLESS_GPU_HOME to a directory on another disk"
+    if reason is Reason.ENV_CORRUPT:
+        return "the store's disk may be failing; `sgpu env capture` stores the environment again"
+    if reason is Reason.ENV_UNAVAILABLE:
+        return f"what our own processes wrote: {directory.parents[2] / 'agent.log'}"
     if reason is Reason.RESULT_STORAGE:
         return "free some space, or set SERVERLESS_GPU_HOME to a directory on another disk"
     return f"logs: {directory / 'logs'}"

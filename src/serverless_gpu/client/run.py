@@ -374,6 +374,11 @@ class Run(Generic[R]):
                 self._accepted = True
             case protocol.Snapshot(state=state, waiting=waiting):
                 self._state, self._waiting = state, waiting
+            case protocol.Waiting(sentence=sentence, passing=True):
+                self._waiting = sentence
+                if self._display is not None:
+                    self._display.passing(sentence)
+                    self._told = (self._state, sentence)
             case protocol.Waiting(sentence=sentence):
                 self._waiting = _advised(sentence)
                 if self._display is not None and sentence:

@@ -58,6 +58,7 @@ CLIENTS_MAX = 512
 IDLE_S = 600.0
 _REFILL_S = 0.1  # after a hand-over: the ranks that just started need the cores more than the next run does
 _TURN_S = 5.0
+_IDLE_WORK_S = 10.0  # without a run, before what can wait is done
 _BREATH_S = 0.05
 
 
@@ -351,9 +352,9 @@ class Agent:
             self._refill_ns = None
             with contextlib.suppress(OSError):  # no process to be had now; the next run asks again, and says so
                 self._attempts.prepare()
-            self._environments.prepare()
             self._zygotes.refill()
         self._zygotes.tend(self._attempts.kept())
+        self._environments.tend(idle=not self._attempts.count() and now_ns - self._used_ns > _IDLE_WORK_S * 1e9)
         self._retention.tend([launch.run_id for launch, _ in self._queue])
         bound_log(self._log)
 

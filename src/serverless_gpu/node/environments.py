@@ -20,18 +20,18 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
+from serverless_gpu.environment.questions import store_variables
 from serverless_gpu.errors import EnvironmentCorrupt, StorageError
 from serverless_gpu.model.attempt import Reason
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.inside.channel import Channel, pair
 from serverless_gpu.node.protocol import EnvironmentStatus, Wanted, original
 from serverless_gpu.node.restored import RestoredEnvironment
-from serverless_gpu.node.restoring_process import Done, Failed, Getting, Want, receive_answer, send
+from serverless_gpu.node.restoring_process import Done, Failed, Finish, Getting, Want, receive_answer, send
 from serverless_gpu.node.spawning import clean_process
 
 KEPT_MAX = 8
 TRIES_MAX = 2
-_STORE_PREFIXES = ("AWS_", "GOOGLE_", "AZURE_", "SSL_CERT_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
 _REASONS = {StorageError.code: Reason.NODE_DISK, EnvironmentCorrupt.code: Reason.ENV_CORRUPT}
 
 
@@ -75,6 +75,7 @@ class Environments:
         self._selector = selector
         self._known: dict[Wanted, RestoredEnvironment] = {}  # the one used last at the end
         self._work: dict[Wanted, _Work] = {}
+        self._unfinished: set[str] = set()  # restored, and not all of it compiled
         self._number = 0
         self._channel: Channel | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -111,19 +112,22 @@ class Environments:
                 waiter.told(work.sentence)
             return
         self._number += 1
-        variables = {
-            name: original(value) for name, value in environ.items() if name.upper().startswith(_STORE_PREFIXES)
-        }
+        variables = {name: original(value) for name, value in store_variables(environ).items()}
         work = self._work[wanted] = _Work(
             want=Want(number=self._number, wanted=wanted, environ=variables), waiters=[waiter]
         )
         self._ask(work)
 
-    def prepare(self) -> None:
-        """Have a restoring process standing by, if there ever was one."""
-        if self._process is not None and self._channel is None:
-            with contextlib.suppress(OSError):
-                self._started()
+    def tend(self, *, idle: bool) -> None:
+        """Have what is left to be done for restored environments done, one at a time.
+
+        Args:
+            idle: whether no run needs the cores.
+        """
+        if idle and self._unfinished and self._channel is not None and not self._work:
+            with contextlib.suppress(OSError):  # it has died, which is heard
+                self._number += 1
+                send(self._channel, Finish(number=self._number, snapshot=self._unfinished.pop()))
 
     def _ask(self, work: _Work) -> None:
         try:
@@ -186,6 +190,7 @@ class Environments:
     def _finish(self, work: _Work, environment: RestoredEnvironment) -> None:
         self._work.pop(work.want.wanted)
         self._known[work.want.wanted] = environment
+        self._unfinished.add(environment.address)
         while len(self._known) > KEPT_MAX:
             self._known.pop(next(iter(self._known)))
         for waiter in work.waiters:

@@ -14,7 +14,6 @@ unpacked is there); the agent is gone (end of file: everything here ends).
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import select
 import signal
@@ -29,17 +28,19 @@ from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.environment.blobs import Blobs
 from serverless_gpu.environment.cache import Cache
 from serverless_gpu.environment.documents import Snapshot
+from serverless_gpu.environment.places import read_document
 from serverless_gpu.environment.progress import Progress
-from serverless_gpu.environment.restoring import Restored, restore
+from serverless_gpu.environment.restoring import Restored, Way, compile_rest, restore
 from serverless_gpu.environment.stores.opening import open_store
-from serverless_gpu.errors import EnvironmentProblem, ServerlessGpuError
+from serverless_gpu.errors import EnvironmentProblem, EnvironmentUnsupported, ServerlessGpuError
 from serverless_gpu.node.home import storage_error
-from serverless_gpu.node.inside import linux
+from serverless_gpu.node.inside import linux, mounts
 from serverless_gpu.node.inside.channel import Channel
-from serverless_gpu.node.protocol import Wanted
+from serverless_gpu.node.protocol import Mode, Wanted
 from serverless_gpu.units import format_bytes
 
 _REPORT_S = 0.25
+_NICE = 19
 
 
 class Want(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -48,6 +49,13 @@ class Want(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     number: int
     wanted: Wanted
     environ: dict[str, str] = {}
+
+
+class Finish(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Compile the rest of an environment that was restored: nothing else is to be done now."""
+
+    number: int
+    snapshot: str
 
 
 class Getting(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -73,14 +81,15 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     message: str
 
 
+Request = Want | Finish
 Answer = Getting | Done | Failed
 
 _encoder = msgspec.msgpack.Encoder()
-_wants = msgspec.msgpack.Decoder(Want)
+_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
-def send(channel: Channel, message: Want | Answer, fds: tuple[int, ...] = ()) -> None:
+def send(channel: Channel, message: Request | Answer, fds: tuple[int, ...] = ()) -> None:
     """Send a message with descriptors.
 
     Raises:
@@ -120,11 +129,11 @@ def main(channel_fd: int, environments: str) -> NoReturn:
             received = channel.receive()
             if received is None:
                 os._exit(0)
-            want = _wants.decode(received[0])
-            children[_fork(want, channel, Path(environments))] = want.number
+            request = _requests.decode(received[0])
+            children[_fork(request, channel, Path(environments))] = request.number
 
 
-def _fork(want: Want, channel: Channel, environments: Path) -> int:
+def _fork(request: Request, channel: Channel, environments: Path) -> int:
     parent = os.getpid()
     pid = os.fork()
     if pid == 0:
@@ -133,7 +142,12 @@ def _fork(want: Want, channel: Channel, environments: Path) -> int:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             linux.die_with_parent(parent)
-            _restore(want, channel, environments)
+            if isinstance(request, Want):
+                _restore(request, channel, environments)
+            else:
+                os.nice(_NICE)
+                with contextlib.suppress(ServerlessGpuError):  # a disk that is full by now; the next rank compiles
+                    compile_rest(request.snapshot, Cache(environments))
             code = 0
         finally:
             if code:
@@ -179,12 +193,36 @@ def restored(want: Want, environments: Path, report: Callable[[Progress], None])
         EnvironmentProblem: it cannot be had, or not here.
         StorageError: the disk is full.
     """
+    address = want.wanted.snapshot
     blobs = Blobs(open_store(want.wanted.store, want.environ))
     cache = Cache(environments)
-    made = restore(want.wanted.snapshot, blobs, cache, mode=want.wanted.mode, report=report)
-    lock = os.open(made.lock, os.O_RDONLY | os.O_CLOEXEC)
-    fcntl.flock(lock, fcntl.LOCK_SH)
-    return Done(number=want.number, restored=made, snapshot=blobs.read_snapshot(want.wanted.snapshot)), lock
+    lock = cache.hold(address)  # from now on; whoever uses it gets copies
+    made = restore(address, blobs, cache, way=way_for(want.wanted.mode, environments), report=report)
+    snapshot = read_document(cache.environment(address) / "snapshot", Snapshot) or blobs.read_snapshot(address)
+    return Done(number=want.number, restored=made, snapshot=snapshot), lock
+
+
+def way_for(asked: Mode, environments: Path) -> Way:
+    """Return how to restore on this machine.
+
+    Args:
+        asked: how the caller wants it; "" for what is possible.
+        environments: the directory of environments.
+
+    Raises:
+        EnvironmentUnsupported: mounts are wanted, and not to be had.
+    """
+    if asked == "links":
+        return Way(mode="links", why="SERVERLESS_GPU_RESTORE=links")
+    problem = mounts.probe(str(environments))
+    if not problem:
+        return Way(mode="overlay")
+    if asked == "overlay":
+        raise EnvironmentUnsupported(
+            f"SERVERLESS_GPU_RESTORE=overlay, and this machine cannot mount environments: {problem}",
+            hint="unset it and links are used; `sgpu doctor` says what makes mounts possible",
+        )
+    return Way(mode="links", why=f"no mounts: {problem}")
 
 
 def reporter(number: int, channel: Channel, clock: Clock) -> Callable[[Progress], None]:

@@ -7,6 +7,7 @@ start even under `-I`. Their search path is the standard library, then the direc
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -37,6 +38,9 @@ _CLEAN_VARIABLES = (
 )
 
 _DEPENDENCIES = ("msgspec", "blake3", "backports", "pathspec", "obstore")
+
+PRELOAD = ("numpy", "torch", "torch.distributed")
+PRELOAD_ROOTS = ("numpy", "torch")
 
 LOG_BYTES_MAX = 10_000_000
 
@@ -103,6 +107,19 @@ def clean_variables(environ: Mapping[str, str]) -> dict[str, str]:
 def startup_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that decide how an interpreter and its libraries start."""
     return {name: value for name, value in sorted(environ.items()) if name.startswith(STARTUP_PREFIXES)}
+
+
+def one_name(python: str) -> str:
+    """Return the same name for all names of an interpreter in its directory: `python` is `python3` there.
+
+    The directory stays as it is: by it an interpreter knows its environment.
+    """
+    for name in ("python3", "python"):
+        beside = os.path.join(os.path.dirname(python), name)
+        with contextlib.suppress(OSError):
+            if os.path.samefile(python, beside):
+                return beside
+    return python
 
 
 class Interpreter(NamedTuple):

@@ -24,7 +24,8 @@ from serverless_gpu.node.home import Home
 from serverless_gpu.node.processes import CgroupRoot
 from serverless_gpu.node.protocol import Context, Stem, ZygoteStatus
 from serverless_gpu.node.restored import RestoredEnvironment
-from serverless_gpu.node.zygotes import PRELOAD, Key, ProblemTaker, StemTaker, Zygote, first_run, key_of
+from serverless_gpu.node.spawning import PRELOAD
+from serverless_gpu.node.zygotes import Key, ProblemTaker, StemTaker, Zygote, first_run, key_of
 
 ZYGOTES_MAX = 4
 IDLE_S = 600.0

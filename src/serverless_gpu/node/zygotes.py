@@ -35,10 +35,8 @@ from serverless_gpu.node.inside.channel import pair
 from serverless_gpu.node.processes import CgroupRoot
 from serverless_gpu.node.protocol import Context, original
 from serverless_gpu.node.restored import RestoredEnvironment
-from serverless_gpu.node.spawning import Interpreter, startup_variables, zygote_process
+from serverless_gpu.node.spawning import Interpreter, one_name, startup_variables, zygote_process
 
-PRELOAD = ("numpy", "torch", "torch.distributed")
-PRELOAD_ROOTS = ("numpy", "torch")
 RANKS_STANDBY_MAX = 16
 _PROBLEM_BYTES_MAX = 4_000
 
@@ -68,19 +66,6 @@ def key_of(context: Context, environment: RestoredEnvironment | None = None) -> 
     variables = tuple(startup_variables(context.environ).items())
     address = "" if environment is None else environment.address
     return Key(one_name(context.python), context.flags, variables, address)
-
-
-def one_name(python: str) -> str:
-    """Return the same name for all names of an interpreter in its directory: `python` is `python3` there.
-
-    The directory stays as it is: by it an interpreter knows its environment.
-    """
-    for name in ("python3", "python"):
-        beside = os.path.join(os.path.dirname(python), name)
-        with contextlib.suppress(OSError):
-            if os.path.samefile(python, beside):
-                return beside
-    return python
 
 
 def first_run(key: Key, others: Sequence[Key]) -> str:

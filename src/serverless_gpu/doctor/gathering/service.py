@@ -17,7 +17,7 @@ from serverless_gpu.node.flocks import held_note
 from serverless_gpu.node.home import find_home
 from serverless_gpu.node.processes import controllers, find_cgroup_root
 from serverless_gpu.node.protocol import Status, agent_socket
-from serverless_gpu.node.zygotes import one_name
+from serverless_gpu.node.spawning import one_name
 from serverless_gpu.version import __version__
 
 _ANSWER_S = 3.0

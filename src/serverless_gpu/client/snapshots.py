@@ -1,0 +1,378 @@
+"""`env="snapshot"` in the caller's process: what environment this is, captured if need be, and whether it still is.
+
+    launch ─ ask ─────▶ service (a process of its own, `environment/service.py`)
+           ◀─ wanted ── known: at once · else captured first, and that is shown
+           ─ launched, beside it every file is looked at ─
+           ◀─ changes ─ none: Confirm, user code starts · else: said, captured, launched anew
+
+The caller only describes itself (`interpreter.describe`). One service per process and home; it is started when it is
+needed first, or by a decorator. A forked child has none of its parent's: it starts its own.
+
+Failure cases: the service is killed (started again, once for each question); what it refuses is raised here, as the
+same class; Ctrl-C (the question is abandoned, a capture that nobody else wants ends).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
+
+from serverless_gpu.client.display import Display, make_display
+from serverless_gpu.client.interrupts import interruptible
+from serverless_gpu.environment import questions
+from serverless_gpu.environment.interpreter import describe
+from serverless_gpu.environment.progress import Progress
+from serverless_gpu.errors import EnvironmentProblem, InvalidValue, error_class
+from serverless_gpu.node.home import Home
+from serverless_gpu.node.inside.channel import pair
+from serverless_gpu.node.protocol import Mode, Wanted
+from serverless_gpu.node.spawning import clean_process, open_log
+from serverless_gpu.units import format_bytes, format_duration_ms
+
+RESTORE = "SERVERLESS_GPU_RESTORE"
+_TRIES_MAX = 2
+_MODES: tuple[Mode, ...] = ("overlay", "links")
+
+
+class _Gone(Exception):
+    """The service has ended."""
+
+
+class _Service:
+    """The service of this process for one home.
+
+    Args:
+        home: whose.
+
+    Raises:
+        EnvironmentProblem: it cannot be started.
+    """
+
+    def __init__(self, home: Home) -> None:
+        self._turn = threading.Condition()
+        self._reading = False
+        self._inbox: dict[int, deque[questions.Answer]] = defaultdict(deque)
+        self._number = 0
+        self.alive = True
+        self._channel, theirs = pair()
+        log = -1
+        try:
+            log = open_log(home.agent_log)
+            index = str(home.environments / "index")
+            process = clean_process(
+                "serverless_gpu.client.environment_process",
+                (theirs.fileno(), os.getpid(), index),
+                fds=(theirs.fileno(),),
+                log=log,
+                environ=os.environ,
+            )
+            process.wait()  # it detaches at once
+        except OSError as error:
+            self._channel.close()
+            raise EnvironmentProblem(f"the process that captures environments cannot be started: {error}") from None
+        finally:
+            theirs.close()
+            if log >= 0:
+                os.close(log)
+
+    def ask(self, description: dict[str, object], store: str, *, capture: bool) -> int:
+        """Put a question and return its number.
+
+        Raises:
+            _Gone: nobody is there to answer.
+        """
+        with self._turn:
+            self._number += 1
+            number = self._number
+            self._inbox[number] = deque()
+        question = questions.Ask(
+            number=number,
+            description=description,
+            store=store,
+            environ=questions.store_variables(os.environ),
+            capture=capture,
+        )
+        self._send(question)
+        return number
+
+    def answer(self, number: int) -> questions.Answer:
+        """Return the next answer to a question; one of the threads that wait reads for all.
+
+        Raises:
+            _Gone: there will be none.
+        """
+        with self._turn:
+            while not self._inbox[number]:
+                if not self.alive:
+                    raise _Gone
+                if self._reading:
+                    self._turn.wait()
+                    continue
+                self._reading = True
+                try:
+                    self._read()
+                finally:
+                    self._reading = False
+                    self._turn.notify_all()
+            return self._inbox[number].popleft()
+
+    def forget(self, number: int, *, abandon: bool) -> None:
+        """Take no more answers to a question.
+
+        Args:
+            number: which.
+            abandon: whether there may be more.
+        """
+        with self._turn:
+            self._inbox.pop(number, None)
+        if abandon:
+            with contextlib.suppress(_Gone):
+                self._send(questions.Abandon(number=number))
+
+    def close(self) -> None:
+        """Let it end: it reads end of file."""
+        self.alive = False
+        self._channel.close()
+
+    def _read(self) -> None:
+        """Take one message while others may put questions, or find theirs answered."""
+        self._turn.release()
+        received = None
+        try:
+            received = self._channel.receive()
+        except OSError:
+            pass
+        finally:
+            self._turn.acquire()
+        if received is None:
+            self.alive = False
+            return
+        answer = questions.decode_answer(received[0])
+        if answer.number in self._inbox:
+            self._inbox[answer.number].append(answer)
+
+    def _send(self, question: questions.Question) -> None:
+        try:
+            self._channel.send(questions.encode(question))
+        except OSError:
+            self.alive = False
+            raise _Gone from None
+
+
+_services: dict[Path, _Service] = {}
+_starting = threading.Lock()
+_shared = threading.local()
+
+
+def _forget_all() -> None:
+    """Leave the parent's services to the parent."""
+    global _starting
+    for each in _services.values():
+        with contextlib.suppress(OSError):
+            each._channel.close()
+    _services.clear()
+    _starting = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_all)
+
+
+def _service_of(home: Home) -> _Service:
+    with _starting:
+        known = _services.get(home.root)
+        if known is None or not known.alive:
+            known = _services[home.root] = _Service(home)
+        return known
+
+
+class Recognition:
+    """One question: what environment is this, and does it stay so?
+
+    Args:
+        home: whose store and questions.
+        capture: whether to capture what is not known.
+
+    Raises:
+        EnvironmentProblem: nobody can be asked.
+        InvalidValue: `SERVERLESS_GPU_RESTORE` says something else than a way to restore.
+    """
+
+    def __init__(self, home: Home, *, capture: bool = True) -> None:
+        self._home = home
+        self._mode = asked_mode(os.environ.get(RESTORE))
+        self._capture = capture
+        self._store = str(home.environments / "store")
+        self._description = cast("dict[str, object]", describe())
+        self._tries = 0
+        self._over = False
+        self._snapshot = ""
+        self.verified = False
+        """Whether every file is known to be as the snapshot says."""
+        self._put()
+
+    def wanted(self, display: Display | None = None) -> Wanted | None:
+        """Return the snapshot of this environment, which is in the store then; None where it is not to be captured.
+
+        Args:
+            display: where a capture is shown; None for nowhere.
+
+        Raises:
+            EnvironmentProblem: it cannot be captured.
+            StorageError: the disk is full.
+            KeyboardInterrupt: Ctrl-C.
+        """
+        if not self.verified:
+            self._snapshot = self._until_known(display)
+        return Wanted(snapshot=self._snapshot, store=self._store, mode=self._mode) if self._snapshot else None
+
+    def changes(self) -> tuple[str, ...]:
+        """Wait until every file was looked at and return what is not as the snapshot says, in words.
+
+        After changes `wanted` returns another snapshot, which is captured by then.
+
+        Raises:
+            EnvironmentProblem: that cannot be known.
+            KeyboardInterrupt: Ctrl-C.
+        """
+        while not self.verified:
+            answer = self._next()
+            if isinstance(answer, questions.Checked):
+                if answer.changes:
+                    return answer.changes
+                self.verified = True
+                self.close()
+            elif isinstance(answer, questions.Unknown):  # it was asked again, because the service had died
+                return ("what is installed, or the project's code",)
+        return ()
+
+    def close(self) -> None:
+        """Be done with it; a second call does nothing."""
+        if not self._over:
+            self._service.forget(self._number, abandon=not self.verified)
+        self._over = True
+
+    def _put(self) -> None:
+        self._tries += 1
+        while True:
+            self._service = _service_of(self._home)
+            try:
+                self._number = self._service.ask(self._description, self._store, capture=self._capture)
+                return
+            except _Gone:
+                self._count_try()
+
+    def _count_try(self) -> None:
+        self._tries += 1
+        if self._tries > _TRIES_MAX:
+            raise EnvironmentProblem(
+                "the process that captures environments ended, and so did the next one",
+                hint=f"see {self._home.agent_log}",
+            )
+
+    def _next(self) -> questions.Answer:
+        try:
+            with interruptible():
+                answer = self._service.answer(self._number)
+        except _Gone:
+            self._put()
+            return self._next()
+        if isinstance(answer, questions.Failed):
+            self._over = True
+            self._service.forget(self._number, abandon=False)
+            raise error_class(answer.code)(answer.message, hint=answer.hint)
+        return answer
+
+    def _until_known(self, display: Display | None) -> str:
+        shown = False
+        while True:
+            answer = self._next()
+            match answer:
+                case questions.Known(snapshot=snapshot):
+                    return snapshot
+                case questions.Unknown() if not self._capture:
+                    return ""
+                case questions.Unknown() if display is not None and not shown:
+                    shown = True
+                    display.state("CAPTURING", "looking at the environment")
+                    display.say("capturing the environment (done once; later calls only look whether it has changed)")
+                case questions.Taking(progress=progress) if display is not None:
+                    display.passing(progress_text(progress))
+                case questions.Taken():
+                    self.verified = True
+                    self.close()
+                    if display is not None:
+                        _say_taken(display, answer)
+                    return answer.snapshot
+                case _:
+                    pass
+
+
+def recognise(home: Home) -> Recognition:
+    """Ask what environment this process has; inside of `shared` only the first call asks.
+
+    Raises:
+        EnvironmentProblem: nobody can be asked.
+    """
+    kept: list[Recognition] | None = getattr(_shared, "kept", None)
+    if kept is None:
+        return Recognition(home)
+    if not kept or kept[0]._home.root != home.root or not kept[0].verified:
+        kept[:] = [Recognition(home)]
+    return kept[0]
+
+
+@contextlib.contextmanager
+def shared() -> Iterator[None]:
+    """Have all launches of this block, in this thread, take the environment for the same: that of the first."""
+    _shared.kept = []
+    try:
+        yield
+    finally:
+        _shared.kept = None
+
+
+def capturing(*, quiet: bool, logs: Path) -> Display:
+    """Return where a capture is shown."""
+    return make_display(quiet=quiet, logs=logs)
+
+
+def asked_mode(text: str | None) -> Mode:
+    """Return how environments must be restored, as `SERVERLESS_GPU_RESTORE` says it.
+
+    Raises:
+        InvalidValue: there is no such way.
+    """
+    for mode in _MODES:
+        if text == mode:
+            return mode
+    if text:
+        raise InvalidValue(
+            f"{RESTORE}={text!r} is no way to restore an environment", hint="overlay or links; unset, the node decides"
+        )
+    return ""
+
+
+def progress_text(progress: Progress) -> str:
+    """Return how far a capture is, for a person."""
+    doing = "looking at the environment" if progress.phase == "scan" else "capturing the environment"
+    done = format_bytes(progress.bytes_done)
+    of = f" of {format_bytes(progress.bytes_total)}" if progress.bytes_total else ""
+    files = f", {progress.files_done} files" if progress.files_done else ""
+    return f"{doing}: {done}{of}{files}{f', {progress.name}' if progress.name else ''}"
+
+
+def _say_taken(display: Display, taken: questions.Taken) -> None:
+    for change in taken.changes:
+        display.say(f"changed: {change}")
+    code = f", {format_bytes(taken.code_bytes)} of it the project's code" if taken.code_bytes else ""
+    units = f"{taken.units} unit{'' if taken.units == 1 else 's'}"
+    sent = f"{taken.sent_units} new, {format_bytes(taken.sent_bytes)} stored" if taken.sent_units else "nothing new"
+    took = format_duration_ms(taken.ms)
+    text = f"environment {taken.snapshot[:12]}: {format_bytes(taken.size)} in {taken.files} files and {units}{code}"
+    display.state("CAPTURED", text)
+    display.say(f"{text}; {sent}, in {took}")

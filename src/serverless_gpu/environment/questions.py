@@ -1,0 +1,129 @@
+"""What a caller and its environment service (`service.py`) say to each other.
+
+Kept apart from the service so that the user's process loads nothing of what the service needs to do its work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from serverless_gpu.environment.progress import Progress
+
+_STORE_PREFIXES = ("AWS_", "GOOGLE_", "AZURE_", "SSL_CERT_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
+
+
+class Ask(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Is this environment known, and is it in the store? Capture it if not, unless that is not wanted now.
+
+    Attributes:
+        number: what answers carry.
+        description: what `interpreter.describe` said.
+        store: URL of the store.
+        environ: what the store needs to be opened.
+        capture: whether to capture it.
+    """
+
+    number: int
+    description: dict[str, object]
+    store: str
+    environ: dict[str, str] = {}
+    capture: bool = True
+
+
+class Abandon(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Nobody waits for the answer any more."""
+
+    number: int
+
+
+class Known(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """It looks unchanged; whether every file is will be said by `Checked`."""
+
+    number: int
+    snapshot: str
+
+
+class Unknown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """It was never seen, has changed, or is not in the store."""
+
+    number: int
+
+
+class Checked(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Every file was looked at; what is not as it was, in words."""
+
+    number: int
+    changes: tuple[str, ...] = ()
+
+
+class Taking(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """How far the capture is."""
+
+    number: int
+    progress: Progress
+
+
+class Taken(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """It is in the store.
+
+    Attributes:
+        snapshot: its address.
+        size: content bytes.
+        files: how many.
+        units: how many.
+        code_bytes: content bytes of the project's code.
+        sent_units: how many units the store lacked.
+        sent_bytes: what was sent, compressed.
+        ms: how long it took.
+        changes: what is different from the last one that this service knew, in words.
+    """
+
+    number: int
+    snapshot: str
+    size: int
+    files: int
+    units: int
+    code_bytes: int
+    sent_units: int
+    sent_bytes: int
+    ms: int
+    changes: tuple[str, ...] = ()
+
+
+class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """It cannot be captured."""
+
+    number: int
+    code: str
+    message: str
+    hint: str = ""
+
+
+Question = Ask | Abandon
+Answer = Known | Unknown | Checked | Taking | Taken | Failed
+
+_encoder = msgspec.msgpack.Encoder()
+_questions: msgspec.msgpack.Decoder[Question] = msgspec.msgpack.Decoder(Question)
+_answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+
+
+def encode(message: Question | Answer) -> bytes:
+    """Return a message as bytes."""
+    return _encoder.encode(message)
+
+
+def decode_question(data: bytes) -> Question:
+    """Return the question in bytes."""
+    return _questions.decode(data)
+
+
+def decode_answer(data: bytes) -> Answer:
+    """Return the answer in bytes."""
+    return _answers.decode(data)
+
+
+def store_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that a store may need to be opened: credentials, endpoints, proxies."""
+    return {name: value for name, value in environ.items() if name.upper().startswith(_STORE_PREFIXES)}

@@ -1,0 +1,333 @@
+"""The environment service: a process beside the caller's, which recognises and captures the environment for it.
+
+    caller ──Ask: a description──▶ service ─ gate, 10 ms ─┬─ Known ─▶ check in a child ──▶ Checked: nothing, or changes
+                                                          └─ Unknown, or changed ───┐
+           ◀── Taking …, Taken, Failed ─────────── capture in a child ◀─────────────┘
+
+All reading, hashing and compressing happens here, never in the user's process. The service itself has one thread and
+opens no store but a directory; whatever takes long is done by a child that is forked for it, so the next question is
+answered at once. Questions about the same environment share a capture; a check that starts after a question was asked
+answers it, and so all that came while the last one ran.
+
+Lives here: who is answered what, and when. Must not: transports (`client/environment_process.py`), or how things are
+recognised and captured (`scanning.py`, `taking.py`).
+
+Failure cases: an environment that cannot travel, a full disk, a store that does not answer (`Failed` with the error's
+code); a child that is killed (`Failed`, said here); the caller is gone (end of file, or its process has ended: children
+end with this process); the caller gives up (`Abandon`: a capture that nobody wants any more ends, and what it sent is
+there for the next).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NoReturn, Protocol
+
+import msgspec
+
+from serverless_gpu.ambient import SystemClock
+from serverless_gpu.environment.blobs import Blobs
+from serverless_gpu.environment.changes import compare
+from serverless_gpu.environment.compression import LEVEL_LOCAL, LEVEL_REMOTE
+from serverless_gpu.environment.description import Description, read_description
+from serverless_gpu.environment.documents import Snapshot
+from serverless_gpu.environment.progress import Progress
+from serverless_gpu.environment.questions import (
+    Abandon,
+    Answer,
+    Ask,
+    Checked,
+    Failed,
+    Known,
+    Taken,
+    Taking,
+    Unknown,
+    decode_answer,
+    decode_question,
+    encode,
+)
+from serverless_gpu.environment.scanning import Recogniser
+from serverless_gpu.environment.stores.opening import open_store
+from serverless_gpu.environment.taking import Captured, take
+from serverless_gpu.errors import EnvironmentProblem, ServerlessGpuError, StorageError
+
+CHANGES_TOLD_MAX = 8
+_REPORT_S = 0.1
+_PACKET_BYTES_MAX = 60_000
+
+
+class Wire(Protocol):
+    """The connection to the caller."""
+
+    def fileno(self) -> int: ...
+
+    def send(self, data: bytes) -> None: ...
+
+    def receive(self) -> bytes | None:
+        """Return the next message, or None when the caller is gone."""
+
+
+class _Task(msgspec.Struct, kw_only=True):
+    """A child at work, and the questions it answers."""
+
+    ask: Ask
+    key: bytes
+    pid: int
+    sock: socket.socket
+    numbers: list[int]
+    checks: bool
+    over: bool = False
+
+
+class Service:
+    """The service of one caller.
+
+    Args:
+        wire: the connection to it.
+        index: the directory of what recognises environments.
+    """
+
+    def __init__(self, wire: Wire, index: Path) -> None:
+        self._wire = wire
+        self._index = index
+        self._recogniser = Recogniser(index)
+        self._last: dict[bytes, Snapshot] = {}
+        self._tasks: list[_Task] = []
+        self._pending: dict[bytes, list[Ask]] = {}  # questions that the check which runs began too early for
+        self._selector = selectors.DefaultSelector()
+
+    def serve(self, caller_fd: int) -> None:
+        """Answer until the caller is gone.
+
+        Args:
+            caller_fd: a descriptor that is readable when its process has ended, which a fork of it may outlive; or -1.
+        """
+        self._selector.register(self._wire.fileno(), selectors.EVENT_READ, self._hear)
+        if caller_fd >= 0:
+            self._selector.register(caller_fd, selectors.EVENT_READ, lambda: False)
+        try:
+            while all([key.data() for key, _ in self._selector.select()]):
+                pass
+        except OSError:  # it went while it was answered
+            pass
+        for task in self._tasks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(task.pid, signal.SIGKILL)
+
+    # --- questions -----------------------------------------------------------------------------------------------
+
+    def _hear(self) -> bool:
+        data = self._wire.receive()
+        if data is None:
+            return False
+        question = decode_question(data)
+        if isinstance(question, Abandon):
+            self._abandon(question.number)
+            return True
+        try:
+            self._answer(question)
+        except ServerlessGpuError as error:
+            self._say(_failed(question.number, error))
+        except OSError as error:
+            self._say(_failed(question.number, _storage(error)))
+        return True
+
+    def _answer(self, ask: Ask) -> None:
+        description = read_description(ask.description)
+        snapshot = self._recogniser.gate(description)
+        key = description.key()
+        if snapshot is not None and _is_stored(ask, snapshot.address):
+            self._last[key] = snapshot
+            self._say(Known(number=ask.number, snapshot=snapshot.address))
+            self._check(ask, key, fresh=True)
+            return
+        self._say(Unknown(number=ask.number))
+        if ask.capture:
+            self._take(ask, key)
+
+    def _abandon(self, number: int) -> None:
+        for task in self._tasks:
+            if number in task.numbers:
+                task.numbers.remove(number)
+                if not task.numbers and not task.checks:
+                    os.kill(task.pid, signal.SIGKILL)  # reaped when its socket says so
+
+    # --- children ------------------------------------------------------------------------------------------------
+
+    def _check(self, ask: Ask, key: bytes, *, fresh: bool) -> None:
+        """Have every file looked at, from now on or after the look that is going on.
+
+        Args:
+            ask: the question.
+            key: of the environment.
+            fresh: whether the gate was passed just now.
+        """
+        if any(task.checks and task.key == key for task in self._tasks):
+            self._pending.setdefault(key, []).append(ask)
+            return
+        self._fork(ask, key, checks=True, work=lambda tell: _check(self._recogniser, ask, fresh, tell))
+
+    def _take(self, ask: Ask, key: bytes) -> None:
+        for task in self._tasks:
+            if not task.checks and task.key == key and task.ask.store == ask.store:
+                task.numbers.append(ask.number)
+                return
+        last = self._last.get(key)
+        self._fork(ask, key, checks=False, work=lambda tell: _take(self._index, ask, last, tell))
+
+    def _fork(self, ask: Ask, key: bytes, *, checks: bool, work: Callable[[Callable[[Answer], None]], None]) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid == 0:
+            ours.close()
+            _be_child(theirs, ask.number, work)
+        theirs.close()
+        task = _Task(ask=ask, key=key, pid=pid, sock=ours, numbers=[ask.number], checks=checks)
+        self._tasks.append(task)
+        self._selector.register(ours, selectors.EVENT_READ, lambda: self._hear_task(task))
+
+    def _hear_task(self, task: _Task) -> bool:
+        try:
+            data = task.sock.recv(_PACKET_BYTES_MAX)
+        except OSError:
+            data = b""
+        if not data:
+            self._bury(task)
+            return True
+        answer = decode_answer(data)
+        task.over = task.over or not isinstance(answer, Taking)
+        if isinstance(answer, Taken):
+            self._recogniser = Recogniser(self._index)  # the child has written what this one is to read
+        for number in task.numbers:
+            self._say(msgspec.structs.replace(answer, number=number))
+        if isinstance(answer, Checked) and answer.changes and task.ask.capture:
+            for number in task.numbers:
+                self._take(msgspec.structs.replace(task.ask, number=number), task.key)
+        return True
+
+    def _bury(self, task: _Task) -> None:
+        self._selector.unregister(task.sock)
+        task.sock.close()
+        self._tasks.remove(task)
+        status = os.waitpid(task.pid, 0)[1]
+        if not task.over:
+            how = os.waitstatus_to_exitcode(status)
+            told = f"was ended by signal {-how}" if how < 0 else f"ended with code {how}"
+            doing = "checked" if task.checks else "captured"
+            message = f"the process that {doing} the environment {told}"
+            for number in task.numbers:
+                self._say(Failed(number=number, code=EnvironmentProblem.code, message=message))
+        waiting = self._pending.pop(task.key, []) if task.checks else []
+        if waiting:
+            self._check(waiting[0], task.key, fresh=False)
+            self._tasks[-1].numbers += [ask.number for ask in waiting[1:]]
+
+    def _say(self, answer: Answer) -> None:
+        self._wire.send(encode(answer))
+
+
+def _be_child(sock: socket.socket, number: int, work: Callable[[Callable[[Answer], None]], None]) -> NoReturn:
+    """Do one piece of work and end; what goes wrong is said."""
+    code = 1
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+        def tell(answer: Answer) -> None:
+            sock.send(encode(answer))
+
+        try:
+            work(tell)
+        except ServerlessGpuError as error:
+            tell(_failed(number, error))
+        except BrokenPipeError:  # the service is gone, and so is whoever asked
+            pass
+        except OSError as error:
+            tell(_failed(number, _storage(error)))
+        code = 0
+    finally:
+        if code:
+            sys.excepthook(*sys.exc_info())
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _check(recogniser: Recogniser, ask: Ask, fresh: bool, tell: Callable[[Answer], None]) -> None:
+    changes: tuple[str, ...] = ()
+    if not fresh and recogniser.gate(read_description(ask.description)) is None:
+        changes = ("what is installed, or the project's code, has changed since",)
+    else:
+        changes = _told(change.sentence() for change in recogniser.check())
+    tell(Checked(number=ask.number, changes=changes))
+
+
+def _take(index: Path, ask: Ask, last: Snapshot | None, tell: Callable[[Answer], None]) -> None:
+    clock = SystemClock()
+    started_ns = clock.boottime_ns()
+    told_ns = [0]
+
+    def report(progress: Progress) -> None:
+        now_ns = clock.boottime_ns()
+        if now_ns - told_ns[0] >= _REPORT_S * 1e9:
+            told_ns[0] = now_ns
+            tell(Taking(number=ask.number, progress=progress))
+
+    description: Description = read_description(ask.description)
+    blobs = Blobs(open_store(ask.store, ask.environ))
+    level = LEVEL_REMOTE if _is_remote(ask.store) else LEVEL_LOCAL
+    taken = take(description, Recogniser(index), blobs, level=level, report=report)
+    ms = (clock.boottime_ns() - started_ns) // 1_000_000
+    changes = _told(change.sentence() for change in compare(last, taken.snapshot)) if last is not None else ()
+    tell(_summary(ask.number, taken, ms, changes))
+
+
+def _summary(number: int, taken: Captured, ms: int, changes: tuple[str, ...]) -> Taken:
+    snapshot = taken.snapshot
+    code = [member for root in snapshot.roots for member in root.members if member.kind == "code"]
+    return Taken(
+        number=number,
+        snapshot=snapshot.address,
+        size=snapshot.size,
+        files=snapshot.files,
+        units=len(snapshot.addresses()),
+        code_bytes=sum(member.size for member in code),
+        sent_units=len(taken.units_new),
+        sent_bytes=taken.sent_bytes,
+        ms=ms,
+        changes=changes,
+    )
+
+
+def _told(sentences: object) -> tuple[str, ...]:
+    told = [str(sentence)[:500] for sentence in sentences]  # type: ignore[attr-defined]  # any iterable
+    more = len(told) - CHANGES_TOLD_MAX
+    return (*told[:CHANGES_TOLD_MAX], f"and {more} more") if more > 0 else tuple(told)
+
+
+def _is_stored(ask: Ask, address: str) -> bool:
+    """Return whether a store still has a snapshot; a remote one is asked only by whoever restores."""
+    if _is_remote(ask.store):
+        return True
+    key = f"snapshots/{address}"
+    return key in open_store(ask.store, {}).present([key])
+
+
+def _is_remote(url: str) -> bool:
+    return "://" in url and not url.startswith("file://")
+
+
+def _failed(number: int, error: ServerlessGpuError) -> Failed:
+    return Failed(number=number, code=error.code, message=error.message, hint=error.hint)
+
+
+def _storage(error: OSError) -> StorageError:
+    return StorageError(
+        f"the environment cannot be captured: {error}", hint="is a disk full? SERVERLESS_GPU_HOME can be on another one"
+    )
