@@ -11,6 +11,7 @@ from serverless_gpu.doctor.facts import (
     Facts,
     HomeFacts,
     LimitFacts,
+    MountFacts,
     NetworkFacts,
     RunsFacts,
 )
@@ -53,6 +54,20 @@ from tests.unit.diagnosed import FAILED, GIB, OK, PYTHON, UNKNOWN, WARNING, foun
 )
 def test_the_home(code: str, home: HomeFacts, expected: tuple[Outcome, str, str]) -> None:
     assert one(code, Facts(home=home)) == expected
+
+
+@pytest.mark.parametrize(
+    ("mounts", "expected"),
+    [
+        (MountFacts(), (OK, "environments can be mounted", "")),
+        (
+            MountFacts(problem="a user namespace cannot be made: Operation not permitted"),
+            (WARNING, "environments are made of links: a user namespace cannot be made: Operation not permitted", ""),
+        ),
+    ],
+)
+def test_mounting_environments(mounts: MountFacts, expected: tuple[Outcome, str, str]) -> None:
+    assert one("mounts", Facts(mounts=mounts)) == expected
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,10 @@ from serverless_gpu.client.connection import connect
 from serverless_gpu.model.hardware import DeviceKind, parse_fake
 from serverless_gpu.node.home import find_home
 from serverless_gpu.node.locks import DeviceLocks, lock_directory
-from serverless_gpu.node.protocol import AttemptStatus, ZygoteStatus
+from serverless_gpu.node.protocol import AttemptStatus, EnvironmentStatus, ZygoteStatus
 from serverless_gpu.units import format_bytes
+
+_SHORT = 12
 
 
 @click.command()
@@ -26,6 +28,8 @@ def status() -> None:
     click.echo(f"cgroups: {found.cgroups or f'none: {found.cgroups_problem}'}")
     for line in [_zygote_text(zygote) for zygote in found.zygotes] or ["none"]:
         click.echo(f"zygote: {line}")
+    for environment in found.environments:
+        click.echo(f"environment: {_environment_text(environment)}")
     for line in [_attempt_text(attempt) for attempt in found.attempts] or ["none"]:
         click.echo(f"running: {line}")
     if found.queued:
@@ -34,12 +38,27 @@ def status() -> None:
 
 def _zygote_text(zygote: ZygoteStatus) -> str:
     process = "none" if zygote.pid is None else f"pid {zygote.pid}"
-    return f"{process} · {zygote.python} · {zygote.state}" + (f": {zygote.reason}" if zygote.reason else "")
+    state = zygote.state + (f": {zygote.reason}" if zygote.reason else "")
+    return " · ".join(part for part in (process, zygote.python, _snapshot_text(zygote.environment), state) if part)
+
+
+def _environment_text(environment: EnvironmentStatus) -> str:
+    parts = (environment.snapshot[:_SHORT], environment.state, environment.mode, environment.sentence)
+    return " · ".join(part for part in parts if part)
+
+
+def _snapshot_text(address: str) -> str:
+    return f"snapshot {address[:_SHORT]}" if address else ""
 
 
 def _attempt_text(attempt: AttemptStatus) -> str:
     noun = "session" if attempt.kind == "session" else "run"
-    parts = (f"{noun} {attempt.run_id}", f"supervisor pid {attempt.pid}", "adopted" if attempt.adopted else "")
+    parts = (
+        f"{noun} {attempt.run_id}",
+        f"supervisor pid {attempt.pid}",
+        _snapshot_text(attempt.environment),
+        "adopted" if attempt.adopted else "",
+    )
     return " · ".join(part for part in parts if part)
 
 

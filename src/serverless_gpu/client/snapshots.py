@@ -20,7 +20,6 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
 
 from serverless_gpu.client.display import Display, make_display
 from serverless_gpu.client.interrupts import interruptible
@@ -207,7 +206,7 @@ class Recognition:
         self._mode = asked_mode(os.environ.get(RESTORE))
         self._capture = capture
         self._store = str(home.environments / "store")
-        self._description = cast("dict[str, object]", describe())
+        self._description = describe()
         self._tries = 0
         self._over = False
         self._snapshot = ""

@@ -126,6 +126,12 @@ class NetworkFacts(msgspec.Struct, frozen=True, kw_only=True):
     hostname_problem: str = ""
 
 
+class MountFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Why restored environments cannot be mounted here, or ""."""
+
+    problem: str = ""
+
+
 class Health(msgspec.Struct, frozen=True, kw_only=True):
     """What a card says about its own memory, and what it can run; None where it does not say."""
 
@@ -243,6 +249,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     cgroups: CgroupFacts | Unknown = Unknown()
     limits: LimitFacts | Unknown = Unknown()
     network: NetworkFacts | Unknown = Unknown()
+    mounts: MountFacts | Unknown = Unknown()
     gpus: GpuFacts | Unknown = Unknown()
     interpreter: InterpreterFacts | Unknown = Unknown()
     imports: ImportFacts | Unknown = Unknown()

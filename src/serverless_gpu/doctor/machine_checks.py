@@ -8,6 +8,7 @@ from serverless_gpu.doctor.facts import (
     Facts,
     HomeFacts,
     LimitFacts,
+    MountFacts,
     NetworkFacts,
     RunsFacts,
     Unknown,
@@ -94,6 +95,13 @@ def _limits(facts: Facts, limits: LimitFacts) -> list[Finding]:
     files = "any number of" if limits.descriptors is None else str(limits.descriptors)
     tasks = "any number of" if limits.processes is None else str(limits.processes)
     return found or ok(f"{files} open files, {tasks} processes")
+
+
+@about(lambda facts: facts.mounts)
+def _mounts(facts: Facts, mounts: MountFacts) -> list[Finding]:
+    if mounts.problem:
+        return warning(f"environments are made of links: {mounts.problem}")
+    return ok("environments can be mounted")
 
 
 @about(lambda facts: facts.network)
@@ -266,6 +274,23 @@ CHECKS = (
         cause="gloo looks up the machine's own name to find the address it listens on.",
         mend="add the name to /etc/hosts, or set GLOO_SOCKET_IFNAME=lo",
         probe=_hostname,
+    ),
+    Check(
+        code="mounts",
+        group=Group.MACHINE,
+        title="Mounting environments",
+        symptoms=(
+            "environment: snapshot …, links (no mounts: …) in the receipt",
+            "RunError: the environment could not be restored: SERVERLESS_GPU_RESTORE=overlay, and this machine cannot "
+            "mount environments: …",
+        ),
+        cause='With env="snapshot" a restored environment is mounted in a namespace of its own, which takes '
+        "milliseconds. Where namespaces are refused it is made of hard links: the same, but each change costs a new "
+        "tree and a cold start.",
+        mend="sudo sysctl -w kernel.unprivileged_userns_clone=1 user.max_user_namespaces=65536   "
+        "(Ubuntu 24.04: also kernel.apparmor_restrict_unprivileged_userns=0; in a container: "
+        "docker run --security-opt seccomp=unconfined --security-opt apparmor=unconfined …)",
+        probe=_mounts,
     ),
     Check(
         code="configuration",

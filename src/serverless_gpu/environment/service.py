@@ -26,7 +26,7 @@ import selectors
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NoReturn, Protocol
 
@@ -60,6 +60,7 @@ from serverless_gpu.errors import EnvironmentProblem, ServerlessGpuError, Storag
 
 CHANGES_TOLD_MAX = 8
 _REPORT_S = 0.1
+_SENTENCE_CHARACTERS_MAX = 500
 _PACKET_BYTES_MAX = 60_000
 
 
@@ -305,8 +306,8 @@ def _summary(number: int, taken: Captured, ms: int, changes: tuple[str, ...]) ->
     )
 
 
-def _told(sentences: object) -> tuple[str, ...]:
-    told = [str(sentence)[:500] for sentence in sentences]  # type: ignore[attr-defined]  # any iterable
+def _told(sentences: Iterable[str]) -> tuple[str, ...]:
+    told = [sentence[:_SENTENCE_CHARACTERS_MAX] for sentence in sentences]
     more = len(told) - CHANGES_TOLD_MAX
     return (*told[:CHANGES_TOLD_MAX], f"and {more} more") if more > 0 else tuple(told)
 

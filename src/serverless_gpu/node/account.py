@@ -148,8 +148,9 @@ class Account:
         )
 
     def _ready(self) -> str:
-        """Return the mark from which the ranks could start: their stem is there, and their environment is the right one."""
-        return max(("stem", "confirmed"), key=lambda name: self.marks.get(name, 0)) if "stem" in self.marks else "stem"
+        """Return the mark from which the ranks could start: the stem is there, the environment known to be right."""
+        last = max(("stem", "confirmed"), key=lambda name: self.marks.get(name, 0))
+        return last if "stem" in self.marks else "stem"
 
     def _between(self, start: str, end: str, *, not_before: str = "") -> int | None:
         if start not in self.marks or end not in self.marks:

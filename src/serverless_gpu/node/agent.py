@@ -310,7 +310,7 @@ class Agent:
     def _prewarm(
         self, context: protocol.Context, ranks: int, wanted: protocol.Wanted | None, keeper: Supervised | None = None
     ) -> None:
-        """Have an interpreter ready; kept as long as a session, if it is for one. The first run says what goes wrong."""
+        """Have an interpreter ready, kept as long as a session if it is for one; the first run says what goes wrong."""
 
         def warm(environment: RestoredEnvironment | None = None, _fetched: bool = False) -> None:
             own = context if environment is None else environment.context(context)

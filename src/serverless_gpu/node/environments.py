@@ -183,7 +183,9 @@ class Environments:
                 for waiter in work.waiters:
                     waiter.told(work.sentence)
             case Done():
-                self._finish(work, RestoredEnvironment(answer.snapshot, answer.restored, fds[0], self._home.environments))
+                self._finish(
+                    work, RestoredEnvironment(answer.snapshot, answer.restored, fds[0], self._home.environments)
+                )
             case Failed(code=code, message=message):
                 self._fail(work, _REASONS.get(code, Reason.ENV_UNAVAILABLE), message)
 

@@ -120,12 +120,12 @@ def main(channel_fd: int, environments: str) -> NoReturn:
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     children: dict[int, int] = {}  # pid → number
     while True:
-        ready, _, _ = select.select([channel, wake_read], [], [])
+        ready, _, _ = select.select([channel.fileno(), wake_read], [], [])
         if wake_read in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(wake_read, 4096)
             _reap(children, channel)
-        if channel in ready:
+        if channel.fileno() in ready:
             received = channel.receive()
             if received is None:
                 os._exit(0)

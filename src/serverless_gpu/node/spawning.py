@@ -94,7 +94,7 @@ def _search_path() -> list[str]:
     found = [str(_PACKAGE.parent)]
     for name in _DEPENDENCIES:
         spec = importlib.util.find_spec(name)
-        for place in (spec.submodule_search_locations or () if spec is not None else ()):
+        for place in spec.submodule_search_locations or () if spec is not None else ():
             found.append(str(Path(place).parent))
     return list(dict.fromkeys(found))
 

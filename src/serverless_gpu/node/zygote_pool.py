@@ -213,9 +213,7 @@ class ZygotePool:
         self._one_shots.append(zygote)
         return zygote
 
-    def _spawn(
-        self, context: Context, preload: tuple[str, ...], environment: RestoredEnvironment | None
-    ) -> Zygote:
+    def _spawn(self, context: Context, preload: tuple[str, ...], environment: RestoredEnvironment | None) -> Zygote:
         zygote = Zygote(context, preload, (self._home.agent_log, self._log), self._cgroups, environment)
         self._selector.register(zygote.channel, selectors.EVENT_READ, lambda: self._hear(zygote, context))
         return zygote

@@ -1,7 +1,7 @@
 """Looking at this machine, thinly and bounded: what comes back are facts, or why there are none.
 
     threads     home · runs · agent and cgroups · limits · network       (a dead network file system blocks one of them)
-    processes   NVML · what is installed · what importing it does        (these crash and hang by nature)
+    processes   NVML · mounts · what is installed · what importing it does        (these crash and hang by nature)
 
 All start at once and each has the same limit, so the whole takes little longer than that.
 """
@@ -22,6 +22,7 @@ from serverless_gpu.doctor.facts import (
     ImportFacts,
     InterpreterFacts,
     LimitFacts,
+    MountFacts,
     NetworkFacts,
     RunsFacts,
     Unknown,
@@ -30,6 +31,7 @@ from serverless_gpu.doctor.gathering.bounded import side_by_side
 from serverless_gpu.doctor.gathering.environment import look_at_imports, look_at_packages
 from serverless_gpu.doctor.gathering.gpus import look_at_gpus
 from serverless_gpu.doctor.gathering.machine import look_at_home, look_at_limits, look_at_network, look_at_runs
+from serverless_gpu.doctor.gathering.mounting import look_at_mounts
 from serverless_gpu.doctor.gathering.service import look_at_service
 
 T = TypeVar("T")
@@ -46,6 +48,7 @@ def gather(environ: Mapping[str, str], limit_s: float) -> Facts:
         "imports": lambda: look_at_imports(limit_s),
         "interpreter": lambda: look_at_packages(limit_s),
         "gpus": lambda: look_at_gpus(environ, limit_s),
+        "mounts": lambda: look_at_mounts(environ, limit_s),
         "service": lambda: look_at_service(environ),
         "home": lambda: look_at_home(environ),
         "runs": lambda: look_at_runs(environ),
@@ -71,6 +74,7 @@ def gather(environ: Mapping[str, str], limit_s: float) -> Facts:
         cgroups=cgroups if isinstance(cgroups, CgroupFacts) else _why(cgroups),
         limits=area("limits", LimitFacts),
         network=area("network", NetworkFacts),
+        mounts=area("mounts", MountFacts),
         gpus=area("gpus", GpuFacts),
         interpreter=area("interpreter", InterpreterFacts),
         imports=area("imports", ImportFacts),

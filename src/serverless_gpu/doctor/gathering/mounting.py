@@ -1,0 +1,42 @@
+"""Whether environments can be mounted here: tried in a process of its own, which then has a namespace of its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from serverless_gpu.doctor.facts import MountFacts, Unknown
+from serverless_gpu.doctor.gathering.children import look
+from serverless_gpu.node.home import find_home
+from serverless_gpu.node.inside import mounts
+from serverless_gpu.node.spawning import clean_process
+
+_FINE = b"fine"
+
+
+def look_at_mounts(environ: Mapping[str, str], limit_s: float) -> MountFacts | Unknown:
+    """Return whether a process of this user can mount an environment from its home.
+
+    Args:
+        environ: the caller's variables.
+        limit_s: seconds it may take.
+    """
+    home = find_home(environ)
+    ended = look(
+        lambda fd, log: clean_process(__name__, (fd, str(home.root)), fds=(fd,), log=log, environ=environ), limit_s
+    )
+    if ended.answer == _FINE:
+        return MountFacts()
+    if not ended.answer:
+        return Unknown(f"{ended.why}. {ended.written.strip()[-300:]}")
+    return MountFacts(problem=ended.answer.decode("utf-8", "replace"))
+
+
+def main(fd: int, home: str) -> None:
+    """Try it and say why not.
+
+    Args:
+        fd: where the answer goes.
+        home: the home directory, on whose file system to try.
+    """
+    os.write(fd, mounts.probe(home).encode() or _FINE)
