@@ -139,6 +139,7 @@ for line in sys.stdin:
     def __init__(self, environment: SmallEnvironment, modules: str, **environ: str) -> None:
         environment.write("dialogue.py", self.PROGRAM.format(modules=modules))
         self.process = environment.start("dialogue.py", **environ)
+        self._said: str | None = None
 
     def say(self, line: str) -> None:
         """Give it something to do."""
@@ -160,15 +161,14 @@ for line in sys.stdin:
 
     def close(self) -> str:
         """Let it end; return what it wrote to stderr."""
-        if self.process.poll() is None:
+        if self._said is None:
             try:
-                _, err = self.process.communicate("", timeout=60)
+                _, self._said = self.process.communicate("", timeout=60)
             except subprocess.TimeoutExpired:
                 os.killpg(self.process.pid, signal.SIGKILL)
-                _, err = self.process.communicate()
-                raise AssertionError(f"it did not end\n{err}") from None
-            return err
-        return self.process.stderr.read() if self.process.stderr is not None else ""
+                _, self._said = self.process.communicate()
+                raise AssertionError(f"it did not end\n{self._said}") from None
+        return self._said
 
 
 def named(name: str, home: Path) -> list[Process]:

@@ -221,7 +221,7 @@ def test_a_caller_has_one_service_which_ends_with_it(own: Path, small: SmallEnvi
     line = "[os.getpid(), call(work.code), call(work.code), (child := os.fork()) or __import__('time').sleep(60)][0]"
     dialogue.say(line)
     dialogue.hear()
-    services = named("sgpu-environment", own)
+    services = named("sgpu-snapshots", own)
     assert len(services) == 1
     os.kill(dialogue.process.pid, 9)
     services[0].wait_gone()

@@ -40,7 +40,7 @@ def main(channel_fd: int, caller: int, index: str) -> NoReturn:
     """
     if os.fork():
         os._exit(0)  # nobody's child: a caller that lives longer must not be left with a zombie
-    linux.set_name("sgpu-environment")
+    linux.set_name("sgpu-snapshots")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = Channel.adopt(channel_fd)
     channel.sock.set_inheritable(False)

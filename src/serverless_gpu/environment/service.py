@@ -205,14 +205,22 @@ class Service:
             return True
         answer = decode_answer(data)
         task.over = task.over or not isinstance(answer, Taking)
-        if isinstance(answer, Taken):
-            self._recogniser = Recogniser(self._index)  # the child has written what this one is to read
         for number in task.numbers:
             self._say(msgspec.structs.replace(answer, number=number))
         if isinstance(answer, Checked) and answer.changes and task.ask.capture:
             for number in task.numbers:
                 self._take(msgspec.structs.replace(task.ask, number=number), task.key)
+        if isinstance(answer, Taken):
+            self._remember(task)
         return True
+
+    def _remember(self, task: _Task) -> None:
+        """Read what the child has written: the next change is told as a difference from that."""
+        self._recogniser = Recogniser(self._index)
+        with contextlib.suppress(ServerlessGpuError, OSError):
+            snapshot = self._recogniser.gate(read_description(task.ask.description))
+            if snapshot is not None:
+                self._last[task.key] = snapshot
 
     def _bury(self, task: _Task) -> None:
         self._selector.unregister(task.sock)

@@ -57,8 +57,8 @@ class Key(msgspec.Struct, frozen=True):
     environment: str = ""
 
     def elsewhere(self) -> Key:
-        """Return what all environments have in common that one zygote may serve."""
-        return msgspec.structs.replace(self, environment="restored" if self.environment else "")
+        """Return what all restored environments have in common that one zygote may serve."""
+        return msgspec.structs.replace(self, environment="restored", python="") if self.environment else self
 
 
 def key_of(context: Context, environment: RestoredEnvironment | None = None) -> Key:
