@@ -177,7 +177,9 @@ def test_a_session_and_a_map(own: Path, small: SmallEnvironment, dialogue: Dialo
     """One look at the environment serves all items of a map."""
     line = "[s := session(gpus=1, gpu_type='CPU', env='snapshot', quiet=True), s.distributed(work.code), s.close()][1]"
     assert dialogue.ask(line) == "['first']"
-    line = "[run.results(60)[0] for run in distributed(gpus=1, gpu_type='CPU', env='snapshot')(work.double).map([1, 2])]"
+    line = (
+        "[run.results(60)[0] for run in distributed(gpus=1, gpu_type='CPU', env='snapshot')(work.double).map([1, 2])]"
+    )
     small.write("work.py", WORK + "\ndef double(x):\n    return 2 * x\n")
     assert dialogue.ask("importlib.reload(work).double(1)") == "2"
     assert dialogue.ask(line) == "[2, 4]"
@@ -191,7 +193,9 @@ def test_the_original_may_be_gone_when_a_rank_starts(
     dialogue.ask("importlib.reload(work)")
     devices = "gpu_type='H100', gpus=8"
     gate = os.path.join(where, "go")
-    assert dialogue.ask(f"[first := snapshot(work.wait, {gate!r}, {devices}), setattr(sys, 'first', first)][1]") == "None"
+    assert (
+        dialogue.ask(f"[first := snapshot(work.wait, {gate!r}, {devices}), setattr(sys, 'first', first)][1]") == "None"
+    )
     assert dialogue.ask(f"setattr(sys, 'later', snapshot(work.where, {devices}))") == "None"
     shutil.move(small.project, small.project.with_name("moved away"))
     shutil.rmtree(small.site / "toy")
