@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -123,13 +124,21 @@ class Cache(Places):
         """Return the outline of a unit that is in the cache."""
         return self._own(address, "outline", Outline)
 
-    def ensure(self, addresses: Iterable[str], blobs: Blobs, report: Report = nobody) -> Ensured:
+    def ensure(
+        self,
+        addresses: Iterable[str],
+        blobs: Blobs,
+        report: Report = nobody,
+        *,
+        accept: Callable[[Unit], None] = lambda unit: None,
+    ) -> Ensured:
         """Have units in the cache.
 
         Args:
             addresses: which; who calls holds an environment made of them.
             blobs: where those are that are missing.
             report: how far it is.
+            accept: raises when a unit is not as it should be; asked before a byte of it is fetched.
 
         Raises:
             StorageError: there is no space, also after what was not used for longest had gone.
@@ -138,7 +147,7 @@ class Cache(Places):
         """
         wanted = tuple(dict.fromkeys(addresses))
         missing = [address for address in wanted if not self._is_good(address)]
-        fetched = self._fetch(missing, wanted, blobs, report) if missing else []
+        fetched = self._fetch(self._read(missing, blobs, accept), wanted, blobs, report) if missing else []
         return Ensured(
             directories={address: self.unit(address) for address in wanted},
             fetched=len(fetched),
@@ -164,7 +173,9 @@ class Cache(Places):
             place = self.unit(address)
             self._forget_trees_of(address)
             try:
-                fetch = Fetch(self, blobs, clock=self.clock, make_space=_Space(self, [address]), report=report)
+                fetch = Fetch(
+                    self, blobs, clock=self.clock, make_space=partial(self.make_space, keep=[address]), report=report
+                )
                 fresh = fetch.bring(blobs.read_unit(address))
             except BaseException:
                 if place.exists():
@@ -194,6 +205,22 @@ class Cache(Places):
         excess = max(size - limit, room(self, 0, floor))
         return evicting.evict(self, excess) if excess > 0 else 0
 
+    def make_space(self, needed: int, *, keep: Collection[str]) -> None:
+        """Make room above the floor of free disk, by removing what was not used for longest.
+
+        Args:
+            needed: bytes that are going to be written.
+            keep: units that stay in any case.
+
+        Raises:
+            StorageError: there is no room, and nothing more may go.
+        """
+        if short := room(self, needed, self.floor_bytes):
+            evicting.sweep(self)
+            evicting.evict(self, short, keep)
+            if room(self, needed, self.floor_bytes):
+                raise full(self.units, needed, self.floor_bytes)
+
     def settle(self, addresses: Iterable[str]) -> None:
         """Write units to the disk, so that a later boot need not read them all; at idle, it may take seconds."""
         notes = {address: note for address in addresses if (note := self.note(address)) and not note.settled}
@@ -215,12 +242,17 @@ class Cache(Places):
             return self._floor_bytes
         return min(FLOOR_BYTES_MAX, total_bytes(self.root) // _FLOOR_SHARE)
 
-    def _fetch(self, missing: list[str], keep: Collection[str], blobs: Blobs, report: Report) -> list[Unit]:
-        make_public(self.root)
-        make_public(self.units)
+    def _read(self, missing: list[str], blobs: Blobs, accept: Callable[[Unit], None]) -> list[Unit]:
         with ThreadPoolExecutor(_READERS) as pool:
             units = list(pool.map(blobs.read_unit, missing))
-        fetch = Fetch(self, blobs, clock=self.clock, make_space=_Space(self, keep), report=report)
+        for unit in units:
+            accept(unit)
+        return units
+
+    def _fetch(self, units: list[Unit], keep: Collection[str], blobs: Blobs, report: Report) -> list[Unit]:
+        make_public(self.root)
+        make_public(self.units)
+        fetch = Fetch(self, blobs, clock=self.clock, make_space=partial(self.make_space, keep=keep), report=report)
         fetch.run(units, self._survived)
         return fetch.fetched
 
@@ -269,19 +301,3 @@ class Cache(Places):
         for environment in evicting.environments(self):
             if address in environment.units:
                 (self.environment(environment.address) / "tree.ready").unlink(missing_ok=True)
-
-
-class _Space:
-    """Makes space on the disk of a cache, see `fetching.MakeSpace`."""
-
-    def __init__(self, cache: Cache, keep: Collection[str]) -> None:
-        self._cache = cache
-        self._keep = keep
-
-    def __call__(self, needed: int) -> None:
-        floor = self._cache.floor_bytes
-        if short := room(self._cache, needed, floor):
-            evicting.sweep(self._cache)
-            evicting.evict(self._cache, short, self._keep)
-            if room(self._cache, needed, floor):
-                raise full(self._cache.units, needed, floor)

@@ -11,6 +11,7 @@ from serverless_gpu.units import format_bytes
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _BLOCK_BYTES = 4096
+_FILES_MIN = 1000
 
 
 def free_bytes(directory: Path) -> int:
@@ -52,6 +53,13 @@ def full(directory: Path, needed: int, floor: int) -> StorageError:
         needed: bytes that were to be written.
         floor: bytes that have to stay free.
     """
+    status = os.statvfs(directory)
+    if status.f_files and status.f_favail < _FILES_MIN:
+        return StorageError(
+            f"The disk at {disk_of(directory)} is full: no more files can be made in {directory}, "
+            f"though {format_bytes(free_bytes(directory))} are free.",
+            hint="delete files there, or let SERVERLESS_GPU_HOME name a directory on a disk with more inodes",
+        )
     kept = f", and {format_bytes(floor)} of it stay free" if floor else ""
     return StorageError(
         f"The disk at {disk_of(directory)} is full: {format_bytes(free_bytes(directory))} are free{kept}; "

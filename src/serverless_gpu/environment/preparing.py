@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
 from serverless_gpu.environment.blobs import Blobs
 from serverless_gpu.environment.bytecode import Job, compile_all, jobs
 from serverless_gpu.environment.cache import Cache, Ensured
-from serverless_gpu.environment.documents import Root, Snapshot
+from serverless_gpu.environment.documents import Root, Snapshot, Unit
 from serverless_gpu.environment.places import read_document
 from serverless_gpu.environment.progress import Report
 from serverless_gpu.environment.pythons import Python, find_python, trusted
 from serverless_gpu.environment.rules import check_snapshot
+from serverless_gpu.errors import EnvironmentRejected
 
 
 class Prepared(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,7 +32,10 @@ def known_snapshot(cache: Cache, address: str) -> Snapshot | None:
     snapshot = read_document(cache.environment(address) / "snapshot", Snapshot)
     if snapshot is None or snapshot.address != address:
         return None
-    check_snapshot(snapshot)
+    try:
+        check_snapshot(snapshot)
+    except EnvironmentRejected:
+        return None  # what lies here was altered; the store has it
     return snapshot
 
 
@@ -45,9 +50,26 @@ def prepare(snapshot: Snapshot, blobs: Blobs, cache: Cache, python: str, report:
         report: how far it is.
     """
     base = find_python(snapshot.interpreter, _hints(snapshot, python))
+    base = msgspec.structs.replace(base, note="; ".join(filter(None, (base.note, _glibc_note(snapshot)))))
     cache.register(snapshot)
-    ensured = cache.ensure(snapshot.addresses(), blobs, report)
+    ensured = cache.ensure(snapshot.addresses(), blobs, report, accept=_as_listed(snapshot))
     return Prepared(snapshot=snapshot, base=base, ensured=ensured)
+
+
+def _as_listed(snapshot: Snapshot) -> Callable[[Unit], None]:
+    """Return what refuses a unit larger or smaller than the snapshot says: its limits would mean nothing (F41)."""
+    listed = {member.address: (member.size, member.files) for root in snapshot.roots for member in root.members}
+
+    def accept(unit: Unit) -> None:
+        content = [row.size for row in unit.rows if row.has_content]
+        if (sum(content), len(content)) != listed[unit.address]:
+            raise EnvironmentRejected(
+                f"snapshot {snapshot.address[:12]}: unit {unit.address[:12]} holds {sum(content)} bytes in "
+                f"{len(content)} files, and the snapshot lists it with {listed[unit.address][0]} in "
+                f"{listed[unit.address][1]}"
+            )
+
+    return accept
 
 
 def compile_loaded(prepared: Prepared, cache: Cache, report: Report) -> int:
@@ -61,6 +83,27 @@ def _hints(snapshot: Snapshot, python: str) -> Iterator[str]:
         yield python
     if trusted(snapshot.facts.python):
         yield snapshot.facts.python
+
+
+def _glibc_note(snapshot: Snapshot) -> str:
+    """Return that libraries may not load here: they were used with a newer C library than this machine has."""
+    theirs, ours = snapshot.interpreter.glibc, glibc()
+    if theirs and ours and _numbers(theirs) > _numbers(ours):
+        return f"captured with glibc {theirs}, and this machine has {ours}"
+    return ""
+
+
+def glibc() -> str:
+    """Return the version of this machine's C library, for example ``2.36``; "" where it is another one."""
+    try:
+        name, _, version = (os.confstr("CS_GNU_LIBC_VERSION") or "").partition(" ")
+    except (ValueError, OSError):
+        return ""
+    return version if name == "glibc" else ""
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)]
 
 
 def _loaded(snapshot: Snapshot, cache: Cache, tag: str) -> Iterator[Job]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 from typing import Literal
 
 import msgspec
@@ -27,6 +28,7 @@ from serverless_gpu.environment.assembly import library_name, moved, paths_befor
 from serverless_gpu.environment.blobs import Blobs
 from serverless_gpu.environment.bytecode import compile_all, jobs
 from serverless_gpu.environment.cache import Cache, Ensured
+from serverless_gpu.environment.disks import full, is_full, occupied_bytes
 from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.exporting import Exported, Order, export
 from serverless_gpu.environment.locking import locked
@@ -199,7 +201,7 @@ def _make(prepared: Prepared, cache: Cache, way: Way, report: Report) -> Ready:
         compile_loaded(prepared, cache, report)
         report(Progress(phase="restore", files_total=snapshot.files, bytes_total=snapshot.size))
         make = make_overlay if way.mode == "overlay" else make_links
-        ready = make(snapshot, cache, prepared.base)
+        ready = _with_space(cache, snapshot, lambda: make(snapshot, cache, prepared.base))
         report(
             Progress(
                 phase="restore",
@@ -210,6 +212,21 @@ def _make(prepared: Prepared, cache: Cache, way: Way, report: Report) -> Ready:
             )
         )
         return ready
+
+
+def _with_space(cache: Cache, snapshot: Snapshot, make: Callable[[], Ready]) -> Ready:
+    """Make a tree; when the disk is full, once more after what was not used for longest has gone."""
+    needed = occupied_bytes(0, snapshot.files // 8 + 400)  # directories, and generated files
+    try:
+        return make()
+    except OSError as error:
+        if not is_full(error):
+            raise StorageError(f"{error.filename or cache.trees} cannot be written: {error.strerror}.") from error
+    cache.make_space(needed, keep=snapshot.addresses())
+    try:
+        return make()
+    except OSError as error:
+        raise full(cache.trees, needed, 0) from error
 
 
 def _restored(snapshot: Snapshot, cache: Cache, ready: Ready, way: Way, ensured: Ensured, ms: int) -> Restored:

@@ -14,8 +14,9 @@ directories."""
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -96,7 +97,14 @@ def read_ready(cache: Cache, snapshot: Snapshot, mode: str) -> Ready | None:
 def make_overlay(snapshot: Snapshot, cache: Cache, base: Python) -> Ready:
     """Make the layers of an environment; the caller holds its making lock."""
     final, _ = _overlay(cache, snapshot)
-    fresh = _fresh(final)
+    with _fresh(final) as fresh:
+        ready = _write_layers(snapshot, cache, base, fresh)
+        _publish(cache, snapshot, fresh, final)
+    return ready
+
+
+def _write_layers(snapshot: Snapshot, cache: Cache, base: Python, fresh: Path) -> Ready:
+    final, _ = _overlay(cache, snapshot)
     layers = fresh / "layers"
     for directory in (fresh, layers, fresh / "parts", fresh / "empty", cache.view):
         make_public(directory)
@@ -115,7 +123,6 @@ def make_overlay(snapshot: Snapshot, cache: Cache, base: Python) -> Ready:
         mounts.append(Mount(at=at, layers=(*names, *more), directory=str(final / "layers")))
     ready = _ready(cache, base, str(cache.view), mounts=tuple(mounts))
     write_document(fresh / "ready", ready)
-    _publish(cache, snapshot, fresh, final)
     return ready
 
 
@@ -123,11 +130,11 @@ def make_links(snapshot: Snapshot, cache: Cache, base: Python) -> Ready:
     """Make a tree of links of an environment; the caller holds its making lock."""
     final, name = _links(cache, snapshot)
     name.unlink(missing_ok=True)
-    fresh = _fresh(final)
-    make_public(fresh)
     parts = _assemble(snapshot, cache, base, str(final))
-    linked = fill(fresh, [Source(_with_bytecode_room(part), _directories(cache, part)) for part in parts])
-    _publish(cache, snapshot, fresh, final)
+    with _fresh(final) as fresh:
+        make_public(fresh)
+        linked = fill(fresh, [Source(_with_bytecode_room(part), _directories(cache, part)) for part in parts])
+        _publish(cache, snapshot, fresh, final)
     watched = [final, final / "bin", *(final / part.at for part in parts if part.area == "site")]
     ready = _ready(
         cache,
@@ -215,10 +222,15 @@ def _links(cache: Cache, snapshot: Snapshot) -> tuple[Path, Path]:
     return directory, directory.with_name("tree.ready")
 
 
-def _fresh(final: Path) -> Path:
+@contextlib.contextmanager
+def _fresh(final: Path) -> Iterator[Path]:
+    """Yield where something is made, beside its place; what is left there afterwards is deleted."""
     fresh = final.with_name(f".new-{final.name}")
     delete(fresh)
-    return fresh
+    try:
+        yield fresh
+    finally:
+        delete(fresh)
 
 
 def _publish(cache: Cache, snapshot: Snapshot, fresh: Path, final: Path) -> None:
