@@ -60,7 +60,8 @@ def test_an_exported_tree_puts_early_roots_in_front_itself() -> None:
     made = snapshot(Root(kind="own", members=()), Root(kind="library", members=(), before=True))
     alone = Place(tree="/view", base="/usr/bin/python3.11", version="3.11.2", alone=True)
     text = assemble(made, {}, alone)[1].files["_sgpu_roots.pth"].decode()
-    assert text == f"import sys; sys.path[:0] = ['/view/roots/1/{SITE}']\n"
+    listed = f"['/view/roots/1/{SITE}']"
+    assert text == f"import sys; sys.path[:0] = [path for path in {listed} if path not in sys.path]\n"
 
 
 def test_a_site_directory_is_added_as_one_and_any_other_by_its_path() -> None:

@@ -6,6 +6,7 @@ import os
 import shutil
 import stat
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,9 +16,11 @@ import pytest
 from serverless_gpu.environment.blobs import Blobs
 from serverless_gpu.environment.cache import Cache
 from serverless_gpu.environment.documents import Facts, Generated, Snapshot, make_snapshot
+from serverless_gpu.environment.preparing import glibc
 from serverless_gpu.environment.restoring import Restored, Way, restore
+from serverless_gpu.environment.stores.directory import DirectoryStore
 from serverless_gpu.environment.trees import LAYERS_MAX
-from serverless_gpu.errors import EnvironmentMissing, EnvironmentUnsupported
+from serverless_gpu.errors import EnvironmentMissing, EnvironmentRejected, EnvironmentUnsupported
 from tests.unit.made_environments import Counting, Executable, Folder, Link, Made, base_python, interpreter
 from tests.unit.restored_process import MODES, NOBODY, ask, command, public_directory, run
 
@@ -373,3 +376,58 @@ def test_files_of_the_cache_cannot_be_written_through_a_tree(made: Made, cache: 
     if os.geteuid() != 0:
         with pytest.raises(PermissionError):
             file.open("a")
+
+
+def test_F41_a_unit_larger_than_the_snapshot_says_is_refused_before_it_is_fetched(made: Made, cache: Cache) -> None:
+    piece = made.piece({"site/big.bin": bytes(100_000)})
+    lying = piece._replace(member=msgspec.structs.replace(piece.member, size=10))
+    snapshot = made.snapshot([made.root([lying])])
+    with pytest.raises(EnvironmentRejected, match="100000 bytes in 1 files, and the snapshot lists it with 10 in 1"):
+        restore(snapshot.address, made.blobs, cache)
+    assert not cache.units.exists()
+
+
+def test_an_older_c_library_is_noted(made: Made, cache: Cache) -> None:
+    python = msgspec.structs.replace(interpreter(), glibc="99.1")
+    snapshot = make_snapshot(python, made.simple("alpha").roots, Facts())
+    made.blobs.write_snapshot(snapshot)
+    restored = restore(snapshot.address, made.blobs, cache)
+    assert restored.note == f"captured with glibc 99.1, and this machine has {glibc()}"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_a_killed_restore_left_is_made_again(made: Made, cache: Cache, mode: str) -> None:
+    snapshot = made.simple("alpha")
+    for name in (".new-tree", ".new-overlay"):
+        half = cache.environment(snapshot.address) / name
+        half.mkdir(parents=True)
+        (half / "pyvenv.cfg").write_text("half")
+    restored = restore(snapshot.address, made.blobs, cache, way=Way(mode="links" if mode == "links" else "overlay"))
+    assert ask(restored, "import alpha; answer = alpha.name") == "alpha"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_processes_that_restore_at_the_same_time_all_get_it(cache: Cache, tmp_path: Path, mode: str) -> None:
+    shared = Made(Blobs(DirectoryStore(tmp_path / "store")))
+    names = [f"many{number}" for number in range(12)]
+    pieces = [shared.distribution(name, {f"site/{name}.py": f"n = {name!r}\n"}) for name in names]
+    loaded = tuple(f"site/{name}.py" for name in names)
+    snapshot = shared.snapshot([shared.root(pieces)], facts=Facts(loaded=(loaded,)))
+    code = f"""
+import sys
+from pathlib import Path
+from serverless_gpu.environment.blobs import Blobs
+from serverless_gpu.environment.cache import Cache
+from serverless_gpu.environment.restoring import Way, restore
+from serverless_gpu.environment.stores.directory import DirectoryStore
+blobs = Blobs(DirectoryStore(Path({str(tmp_path / "store")!r})))
+print(restore({snapshot.address!r}, blobs, Cache(Path({str(cache.root)!r})), way=Way(mode={mode!r})).units_fetched)
+"""
+    command = [sys.executable, "-c", code]
+    crowd = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(4)]
+    said = [process.communicate(timeout=60) for process in crowd]
+    assert [process.returncode for process in crowd] == [0] * 4, said
+    assert sum(int(out) for out, _ in said) == 12
+    restored = restore(snapshot.address, shared.blobs, cache, way=Way(mode="links" if mode == "links" else "overlay"))
+    assert ask(restored, "import many0, many11; answer = many11.n") == "many11"
+    assert sorted(path.name for path in cache.trees.iterdir()) == [snapshot.address]

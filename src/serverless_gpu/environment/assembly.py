@@ -228,8 +228,9 @@ def _roots_pth(snapshot: Snapshot, place: Place) -> str:
     lines = []
     before = paths_before(snapshot, place.tree)
     if place.alone and before:
-        # Lines that start with "import" are executed; this runs before the script's directory is put in front.
-        lines.append(f"import sys; sys.path[:0] = {list(before)!r}")
+        # Lines that start with "import" are executed, in a virtual environment twice; the script's directory is put in
+        # front later.
+        lines.append(f"import sys; sys.path[:0] = [path for path in {list(before)!r} if path not in sys.path]")
     for number, root in enumerate(snapshot.roots):
         if number == 0 or root.before:
             continue
