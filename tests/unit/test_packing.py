@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import signal
 import subprocess
 import sys
 import textwrap
@@ -162,16 +161,13 @@ def test_a_capture_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
     for number in range(6):
         (before / f"f{number}").write_bytes(os.urandom(5 * 1024 * 1024))
     # The child stops at its fourth pack, so the kill comes in the middle.
-    child = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(_KILLED), str(before), str(tmp_path / "store")],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-    )
-    assert child.stdout is not None
-    with child.stdout:
-        assert child.stdout.readline() == b"third\n"
-        child.send_signal(signal.SIGKILL)
-    child.wait(30)
+    command = [sys.executable, "-c", textwrap.dedent(_KILLED), str(before), str(tmp_path / "store")]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as child:
+        try:
+            assert child.stdout is not None
+            assert child.stdout.readline() == b"third\n"
+        finally:
+            child.kill()
     packs = {stored.key: stored.put_ns for stored in store.list("packs")}
     assert len(packs) >= 1
     assert not list(store.list("snapshots"))

@@ -145,13 +145,15 @@ class Packer:
         self._own = threading.local()
         self._room = _Room(BYTES_IN_FLIGHT)
         self._flight: deque[tuple[_Work, BlockPlan, Future[bytes]]] = deque()
+        self._again: deque[_Work] = deque()
         self._ended: deque[tuple[Job, Future[Unit]]] = deque()
 
-    def pack(self, jobs: Iterable[Job]) -> Iterator[Packed]:
+    def pack(self, *lines: Iterable[Job]) -> Iterator[Packed]:
         """Yield each unit when it is stored.
 
         Args:
-            jobs: taken one after another, when there is room for the next.
+            lines: of units; a block of each line in turn, so that a line of large units keeps the compressor busy while
+                the many files of small ones are opened. A job is taken from its line when the one before is planned.
         """
         threads = self._settings.thread_count
         with (
@@ -159,7 +161,7 @@ class Packer:
             ThreadPoolExecutor(STORING_THREADS, "sgpu-store") as self._storing,
         ):
             try:
-                yield from self._pack(iter(jobs), 2 * threads + 2)
+                yield from self._pack([_Line(iter(jobs)) for jobs in lines], 4 * threads + 2)
             finally:
                 self._stop.set()
                 self._reading.shutdown(wait=True, cancel_futures=True)
@@ -167,32 +169,38 @@ class Packer:
                 for work, _, _ in self._flight:
                     work.reader.close()
 
-    def _pack(self, jobs: Iterator[Job], window: int) -> Iterator[Packed]:
-        again: deque[_Work] = deque()
-        while True:
-            work = again.popleft() if again else self._next_work(jobs)
-            if work is None and not self._flight:
-                break
-            for plan in work.plans if work else ():
-                if work is None or work.changed:
-                    break
-                work.outstanding += 1
-                self._flight.append((work, plan, self._reading.submit(self._fill, work.reader, plan)))
+    def _pack(self, lines: list[_Line], window: int) -> Iterator[Packed]:
+        while lines or self._flight or self._again:
+            for line in lines:
+                self._advance(line)
                 while len(self._flight) >= window:
-                    self._take(again)
-                yield from self._stored(wait=False)
-            if work:
-                work.planned = True
-                self._close_if_done(work, again)
-            else:
-                self._take(again)
+                    self._take()
+            lines = [line for line in lines if line.work] or ([_Line(iter(()))] if self._again else [])
+            if not lines and self._flight:
+                self._take()
+            yield from self._stored(wait=False)
         yield from self._stored(wait=True)
+
+    def _advance(self, line: _Line) -> None:
+        """Hand out one more block of a line's unit, or begin its next one."""
+        work = line.work
+        if work is None or work.planned:
+            work = line.work = self._again.popleft() if self._again else self._next_work(line.jobs)
+            if work is None:
+                return
+        plan = None if work.changed else next(work.plans, None)
+        if plan is None:
+            work.planned = True
+            self._close_if_done(work)
+            return
+        work.outstanding += 1
+        self._flight.append((work, plan, self._reading.submit(self._fill, work.reader, plan)))
 
     def _next_work(self, jobs: Iterator[Job]) -> _Work | None:
         job = next(jobs, None)
-        return (
-            None if job is None else self._begun(_Work(job, list(job.source.rows), self._settings, self._stop.is_set))
-        )
+        if job is None:
+            return None
+        return self._begun(_Work(job, list(job.source.rows), self._settings, self._stop.is_set))
 
     def _begun(self, work: _Work) -> _Work:
         self._counts.add(bytes_done=work.bytes_done, files_done=work.files_done)
@@ -206,7 +214,7 @@ class Packer:
         # Every file in it has a digest of its own, so the frame needs none.
         return compress(content, self._settings.level, checksum=False) if content else b""
 
-    def _take(self, again: deque[_Work]) -> None:
+    def _take(self) -> None:
         """Take the oldest block back, and put it into its unit's pack."""
         work, plan, future = self._flight[0]
         try:
@@ -221,15 +229,15 @@ class Packer:
             self._counts.add(bytes_done=plan.size, files_done=sum(part.start == 0 for part in plan.parts))
             if work.filled >= self._settings.pack_bytes:
                 self._close_pack(work)
-        self._close_if_done(work, again)
+        self._close_if_done(work)
 
-    def _close_if_done(self, work: _Work, again: deque[_Work]) -> None:
+    def _close_if_done(self, work: _Work) -> None:
         if work.outstanding or not work.planned or work.closed:
             return
         work.closed = True
         work.reader.close()
         if work.changed:
-            again.append(self._planned_again(work))
+            self._again.append(self._planned_again(work))
             return
         if work.filled:
             self._close_pack(work)
@@ -321,6 +329,14 @@ class _Room:
         with self._free:
             self._bytes -= size
             self._free.notify()
+
+
+class _Line:
+    """Units to be packed one after another, and the one that is being handed out."""
+
+    def __init__(self, jobs: Iterator[Job]) -> None:
+        self.jobs = jobs
+        self.work: _Work | None = None
 
 
 class _Work:

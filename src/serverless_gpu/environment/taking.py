@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -129,7 +130,11 @@ def capture(
             pulse=lambda name: meter.pulse(counts, name),
             before_pack=before_pack,
         )
-        packed = {done.job.address: done for done in packer.pack(_jobs(members, scan.sources, blobs))}
+        # The largest of what is left, and the smallest, side by side.
+        left = deque(members.values())
+        large = _jobs(left.popleft, scan.sources, blobs)
+        small = _jobs(left.pop, scan.sources, blobs)
+        packed = {done.job.address: done for done in packer.pack(large, small)}
     captured = _result(scan, packed, counts, known=len(scan.snapshot.addresses()) - len(members))
     check_size(captured.snapshot)  # a file may have grown since it was looked at
     blobs.write_snapshot(captured.snapshot)
@@ -210,9 +215,9 @@ class _Meter:
 
 
 def _members(snapshot: Snapshot, missing: set[str]) -> dict[str, Member]:
-    """Return the units that are missing, each once, smallest first: what each costs in the store is paid meanwhile."""
+    """Return the units that are missing, each once, the largest first."""
     found = {member.address: member for root in snapshot.roots for member in root.members if member.address in missing}
-    return dict(sorted(found.items(), key=lambda item: (item[1].size, item[0])))
+    return dict(sorted(found.items(), key=lambda item: (-item[1].size, item[0])))
 
 
 def _check_readable(sources: Sequence[Source]) -> None:
@@ -227,16 +232,21 @@ def _check_readable(sources: Sequence[Source]) -> None:
                     raise unreadable(path, error) from None
 
 
-def _jobs(members: Mapping[str, Member], sources: Mapping[str, Source], blobs: Blobs) -> Iterator[Job]:
-    for address, member in members.items():
-        source = sources[address]
+def _jobs(take: Callable[[], Member], sources: Mapping[str, Source], blobs: Blobs) -> Iterator[Job]:
+    """Yield jobs until there is nobody left to take."""
+    while True:
+        try:
+            member = take()
+        except IndexError:
+            return
+        source = sources[member.address]
         try:
             check_rows(source.rows, _name(member))
         except EnvironmentRejected as error:
             raise EnvironmentUnsupported(
                 f"this cannot be captured: {error.message}", hint="rename it, or remove it from the environment"
             ) from None
-        yield Job(address=address, name=_name(member), source=source, old=_old(source, blobs))
+        yield Job(address=member.address, name=_name(member), source=source, old=_old(source, blobs))
 
 
 def _old(source: Source, blobs: Blobs) -> Unit | None:
