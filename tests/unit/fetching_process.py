@@ -30,15 +30,18 @@ class Logged(DirectoryStore):
         return super().get(key, start, length)
 
 
-def start(store: Path, cache: Path, log: Path, addresses: list[str], *, stop_at: str = "") -> subprocess.Popen[str]:
+def start(
+    store: Path, cache: Path, log: Path, addresses: list[str], *, stop_at: str = "", stdin: int = subprocess.DEVNULL
+) -> subprocess.Popen[str]:
     """Start such a process; it prints how many units it fetched."""
     arguments = [str(store), str(cache), str(log), stop_at, *addresses]
     command = [sys.executable, "-m", "tests.unit.fetching_process", *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def main(store: str, cache: str, log: str, stop_at: str, *addresses: str) -> None:
-    """Ensure the units and say how many this process fetched."""
+    """Ensure the units, once standard input ends, and say how many this process fetched."""
+    sys.stdin.read()
     ensured = Cache(Path(cache)).ensure(addresses, Blobs(Logged(Path(store), Path(log), stop_at)))
     print(ensured.fetched)
 

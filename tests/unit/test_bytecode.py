@@ -137,6 +137,20 @@ def test_S221_bytecode_is_never_taken_from_a_unit(made: Made) -> None:
         made.piece({"site/a.py": "", f"site/__pycache__/a.{TAG}.pyc": "evil"})
 
 
+def test_S221_the_compiler_starts_without_site_packages_variables_and_directory(tmp_path: Path) -> None:
+    sources(tmp_path / "site", a="x = 1\n")
+    python = tmp_path / "python"
+    python.write_text(
+        f'#!/bin/sh\necho "$1 $2 $PWD" >> {tmp_path}/log\nenv >> {tmp_path}/log\nexec {base_python()} "$@"\n'
+    )
+    python.chmod(0o755)
+    piece = Made(Blobs(Counting())).piece({"site/a.py": "x = 1\n"})
+    assert compile_all(jobs(tmp_path, piece.unit.rows, TAG), str(python)) == 1
+    first, *variables = (tmp_path / "log").read_text().splitlines()
+    assert first == "-I -S /"
+    assert {line.partition("=")[0] for line in variables if "=" in line} <= {"PWD", "OLDPWD", "_", "SHLVL"}
+
+
 def test_files_under_the_names_of_bytecode_are_left_alone(made: Made, tmp_path: Path) -> None:
     piece = made.piece({"site/a.py": "x = 1\n", "site/__pycache__": "a file", "site/b/c.py": "", "prefix/bin/t.py": ""})
     assert [job.source for job in jobs(tmp_path, piece.unit.rows, TAG)] == [f"{tmp_path}/site/b/c.py"]

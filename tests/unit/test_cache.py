@@ -258,11 +258,14 @@ def finish(process: subprocess.Popen[str]) -> int:
 
 def test_many_processes_fetch_each_unit_once(shared: tuple[Path, Made], tmp_path: Path) -> None:
     store, made = shared
-    pieces = [made.piece({f"site/m{number}.bin": os.urandom(100_000)}) for number in range(20)]
+    pieces = [made.piece({f"site/m{number}.bin": os.urandom(100_000)}) for number in range(40)]
     addresses = [piece.unit.address for piece in pieces]
     log = tmp_path / "log"
-    crowd = [fetching_process.start(store, tmp_path / "cache", log, addresses) for _ in range(4)]
-    assert sum(map(finish, crowd)) == 20
+    gate, opened = os.pipe()
+    crowd = [fetching_process.start(store, tmp_path / "cache", log, addresses, stdin=gate) for _ in range(4)]
+    os.close(gate)
+    os.close(opened)  # all of them go on now
+    assert sum(map(finish, crowd)) == 40
     packs = [line.split()[1] for line in log.read_text().splitlines()]
     assert sorted(packs) == sorted(f"packs/{piece.unit.packs[0]}" for piece in pieces)
 
