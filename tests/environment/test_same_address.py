@@ -43,7 +43,7 @@ def units(snapshot: Snapshot, root: int = 0) -> dict[str, str]:
 
 @pytest.mark.slow
 def test_pip_and_uv_give_equal_units_and_snapshots_under_two_prefixes(tmp_path: Path, wheels: list[Path]) -> None:
-    by_pip, by_uv = Venv(tmp_path / "one"), Venv(tmp_path / "another place" / "two")
+    by_pip, by_uv = Venv(tmp_path / "one"), Venv(tmp_path / "another place" / "two", by_uv=True)
     by_pip.install_with_pip(*wheels)
     by_uv.install_with_uv(*wheels, cache=tmp_path / "cache")
 

@@ -65,11 +65,15 @@ class Venv:
     Args:
         prefix: where it is made.
         options: of `python -m venv`.
+        by_uv: whether uv makes it.
     """
 
-    def __init__(self, prefix: Path, *options: str) -> None:
+    def __init__(self, prefix: Path, *options: str, by_uv: bool = False) -> None:
         self.prefix = prefix
-        run([BASE, "-m", "venv", "--without-pip", *options, prefix])
+        if by_uv:
+            run([UV, "venv", "--quiet", "--offline", "--no-config", "--python", BASE, *options, prefix])
+        else:
+            run([BASE, "-m", "venv", "--without-pip", *options, prefix])
         self.python = prefix / "bin" / "python"
         (self.site,) = (prefix / "lib").glob("python3.*/site-packages")
 

@@ -232,7 +232,7 @@ def _roots_pth(snapshot: Snapshot, place: Place) -> str:
         # front later.
         lines.append(f"import sys; sys.path[:0] = [path for path in {list(before)!r} if path not in sys.path]")
     for number, root in enumerate(snapshot.roots):
-        if number == 0 or root.before:
+        if number == 0 or root.before or not root.on_path:
             continue
         path = f"{place.tree}/{site_of(snapshot, number)}"
         lines.append(f"import site; site.addsitedir({path!r})" if _had_pth_files(snapshot, number) else path)

@@ -34,8 +34,7 @@ _ANSWER_BYTES_MAX = 32 * 1024 * 1024
 _ANSWER_TIMEOUT_S = 60
 
 
-def describe():
-    # type: () -> dict[str, object]
+def describe() -> dict[str, object]:
     """Return what is to be known about this process: values that JSON can hold."""
     paths = sysconfig.get_paths()
     return {
@@ -65,8 +64,7 @@ def describe():
     }
 
 
-def describe_other(python):
-    # type: (str) -> dict[str, object]
+def describe_other(python: str) -> dict[str, object]:
     """Return what another interpreter says about itself, started as `python -c` in this directory.
 
     Args:
@@ -96,8 +94,7 @@ def describe_other(python):
     return described
 
 
-def _site_directories():
-    # type: () -> list[str]
+def _site_directories() -> list[str]:
     """Return the directories whose .pth files were read at start-up."""
     if sys.flags.no_site:
         return []
@@ -107,8 +104,7 @@ def _site_directories():
     return directories
 
 
-def _loaded():
-    # type: () -> list[str]
+def _loaded() -> list[str]:
     """Return the files of all imported modules, read from where they are kept: a lazy module must not wake up."""
     files = []
     for module in list(sys.modules.values()):
@@ -121,16 +117,14 @@ def _loaded():
     return sorted(set(files))[:LOADED_MAX]
 
 
-def _cwd():
-    # type: () -> str
+def _cwd() -> str:
     try:
         return os.getcwd()
     except OSError:  # it was removed
         return ""
 
 
-def _glibc():
-    # type: () -> str
+def _glibc() -> str:
     try:
         name, _, version = (os.confstr("CS_GNU_LIBC_VERSION") or "").partition(" ")
     except (AttributeError, ValueError, OSError):  # not glibc

@@ -34,9 +34,7 @@ from serverless_gpu.errors import EnvironmentUnsupported
 
 SpotKind = Literal["own", "library", "archive", "code"]
 
-_LAYOUT = re.compile(
-    r"(?P<prefix>/.*?)/(?P<site>(?:local/)?lib(?:64)?/(?:python|pypy)[0-9.]*t?/(?:site|dist)-packages)"
-)
+_LAYOUT = re.compile(r"(?P<prefix>/.*?)/(?P<site>lib(?:64)?/(?:python|pypy)[0-9.]*t?/(?:site|dist)-packages)")
 FINDER = re.compile(r"__editable__.*\.py|_?__editable___.*_finder\.py|_editable_impl_.*\.py")
 _QUOTED_PATH = re.compile(r"""(["'])(/[^"'\n]+)\1""")
 _PROJECT_FILES = (".git", "pyproject.toml", "setup.py", "setup.cfg")
@@ -189,7 +187,7 @@ def _library(kind: SpotKind, directory: str) -> Spot:
         real=os.path.realpath(directory),
         prefix=prefix,
         site=site,
-        is_venv=bool(site) and os.path.isfile(os.path.join(prefix, "pyvenv.cfg")),
+        is_venv=kind == "own" and bool(site) and os.path.isfile(os.path.join(prefix, "pyvenv.cfg")),
     )
 
 

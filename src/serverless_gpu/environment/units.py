@@ -29,10 +29,11 @@ from serverless_gpu.environment.limits import LINK_HOPS_MAX
 from serverless_gpu.environment.listing import File, read_file, show
 from serverless_gpu.environment.survey import Part
 
-# Made by venv, virtualenv and uv in `bin`, for the machine they are on; `𝜋thon` is Python 3.14's joke.
-_VENV_SCRIPT = re.compile(
+# Made by venv, virtualenv and uv for the environment itself; `𝜋thon` is Python 3.14's joke.
+_VENV_FILE = re.compile(
     r"prefix/bin/(activate(\.\w+|_this\.py)?|Activate\.ps1|deactivate(\.\w+)?|pydoc(\.bat)?"
-    r"|(python|pypy|𝜋thon)w?[0-9.]*t?(-config)?|\.gitignore|CACHEDIR\.TAG)"
+    r"|(python|pypy|𝜋thon)w?[0-9.]*t?(-config)?)"
+    r"|site/_virtualenv\.(py|pth)"
 )
 
 
@@ -161,7 +162,7 @@ def _claim_files(
 
 
 def _is_made(path: str, scripts: frozenset[str]) -> bool:
-    return _VENV_SCRIPT.fullmatch(path) is not None or is_entry_script(path, scripts)
+    return _VENV_FILE.fullmatch(path) is not None or is_entry_script(path, scripts)
 
 
 def _directories(paths: Iterable[str]) -> set[str]:

@@ -1,0 +1,92 @@
+"""What differs between two snapshots, as sentences."""
+
+from __future__ import annotations
+
+import pytest
+
+from serverless_gpu.environment.changes import Change, FileChange, compare, compare_rows
+from serverless_gpu.environment.documents import (
+    Facts,
+    Generated,
+    Interpreter,
+    Member,
+    Root,
+    Row,
+    Snapshot,
+    make_snapshot,
+)
+
+PYTHON = Interpreter(implementation="cpython", version="3.11.7", abi="cpython-311", platform="linux-x86_64")
+
+
+def distribution(name: str, version: str, address: str = "") -> Member:
+    return Member(address=address or f"{name}{version}", kind="distribution", name=name, version=version)
+
+
+TORCH = distribution("torch", "2.12.0")
+LOOSE = Member(address="loose", kind="unowned")
+CODE = Member(address="code", kind="code", name="project")
+
+
+def snapshot(*members: Member, python: Interpreter = PYTHON, code: Member = CODE, **generated: str) -> Snapshot:
+    texts = tuple(Generated(path=f"site/{name}.pth", text=text) for name, text in generated.items())
+    roots = (Root(kind="own", members=members, generated=texts), Root(kind="code", members=(code,), before=True))
+    return make_snapshot(python, roots, Facts())
+
+
+BEFORE = snapshot(TORCH, LOOSE)
+
+
+@pytest.mark.parametrize(
+    ("after", "sentences"),
+    [
+        (snapshot(TORCH, LOOSE), []),
+        (snapshot(distribution("torch", "2.13.0"), LOOSE), ["torch changed: 2.12.0 → 2.13.0"]),
+        (snapshot(distribution("torch", "2.12.0", "other"), LOOSE), ["torch edited by hand: 2.12.0"]),
+        (snapshot(LOOSE, TORCH, distribution("six", "1")), ["six added: 1"]),
+        (snapshot(LOOSE), ["torch removed: 2.12.0"]),
+        (snapshot(TORCH, distribution("torch", "2.11"), LOOSE), ["torch changed: 2.12.0 → 2.12.0, 2.11"]),
+        (snapshot(TORCH), ["files that belong to no distribution removed"]),
+        (
+            snapshot(TORCH, Member(address="x", kind="unowned")),
+            ["files that belong to no distribution changed"],
+        ),
+        (
+            snapshot(TORCH, LOOSE, code=Member(address="x", kind="code", name="project")),
+            ["project code project changed"],
+        ),
+        (
+            snapshot(TORCH, LOOSE, code=Member(address="code", kind="code", name="other")),
+            ["sys.path changed: the same units in another order"],
+        ),
+        (snapshot(TORCH, LOOSE, tool="{{sgpu:1}}\n"), ["tool.pth added"]),
+        (
+            snapshot(
+                TORCH, LOOSE, python=Interpreter(implementation="cpython", version="3.12.1", abi="x", platform="y")
+            ),
+            ["Python changed: 3.11 → 3.12", "ABI changed: cpython-311 → x", "platform changed: linux-x86_64 → y"],
+        ),
+    ],
+)
+def test_what_differs_is_said(after: Snapshot, sentences: list[str]) -> None:
+    if sentences == ["sys.path changed: the same units in another order"]:
+        after = make_snapshot(PYTHON, tuple(reversed(BEFORE.roots)), Facts())
+
+    assert [change.sentence() for change in compare(BEFORE, after)] == sentences
+
+
+def test_files_are_named_up_to_a_bound() -> None:
+    files = tuple(f"torch/{name}.py" for name in "abcde")
+    change = Change(kind="distribution", name="torch", what="edited", detail="2.12.0", files=files)
+
+    assert change.sentence() == "torch edited by hand: 2.12.0, torch/a.py, torch/b.py, torch/c.py and 2 more"
+
+
+def test_rows_of_two_versions() -> None:
+    a, b, c, changed = Row("site/a"), Row("site/b"), Row("site/c"), Row("site/b", "x")
+
+    assert compare_rows([a, b], [changed, c]) == (
+        FileChange(path="site/a", what="removed"),
+        FileChange(path="site/b", what="changed"),
+        FileChange(path="site/c", what="added"),
+    )
