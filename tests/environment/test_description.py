@@ -40,7 +40,7 @@ def test_looking_at_loaded_modules_wakes_no_lazy_one(monkeypatch: pytest.MonkeyP
             raise AssertionError(f"{name} was asked for")
 
     monkeypatch.setitem(sys.modules, "lazy_one", Lazy("lazy_one"))
-    monkeypatch.setitem(sys.modules, "no_module", None)  # type: ignore[arg-type]  # what Python itself allows
+    monkeypatch.setitem(sys.modules, "no_module", None)
 
     assert describe()["loaded"]
 
