@@ -354,6 +354,14 @@ def test_a_restore_evicts_afterwards_what_is_over_the_size(made: Made, tmp_path:
     assert cache.unit(two.unit.address).exists()
 
 
+def test_a_restore_does_not_evict_itself_from_a_cache_that_is_too_small_for_it(made: Made, tmp_path: Path) -> None:
+    clock = FakeClock()
+    cache = Cache(tmp_path / "cache", clock=clock, max_bytes=1)
+    piece = made.piece({"site/one.bin": os.urandom(100_000)})
+    used(made, cache, clock, piece)
+    assert cache.unit(piece.unit.address).exists()
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """Yield a file system of 64 MB of its own."""

@@ -147,11 +147,11 @@ def restore(
             ensured = prepared.ensured
             ready = _make(prepared, cache, _way_for(snapshot, way), report)
         cache.touch(address)
+        if ensured.fetched:
+            with contextlib.suppress(OSError, StorageError):  # it is restored; the next restore evicts
+                cache.evict()  # while it is held: never what has just been made
     finally:
         os.close(holding)
-    if ensured.fetched:
-        with contextlib.suppress(OSError, StorageError):  # it is restored; the next restore evicts
-            cache.evict()
     ms = (cache.clock.boottime_ns() - began_ns) // 1_000_000
     return _restored(snapshot, cache, ready, _way_for(snapshot, way), ensured, ms)
 
