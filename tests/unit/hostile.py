@@ -231,6 +231,7 @@ def _blocks() -> Iterator[tuple[str, Unit, str]]:
         ("files overlap", two, (Place(0, 0), Place(0, 50)), "shares bytes with"),
     ):
         yield name, unit(*rows, blocks=blocks, places=found), rule
+    yield "packs without end", unit(*rows, packs=(PACK,) * 100_001), "at most 100000 packs"
     yield "pack that is a path", unit(*rows, packs=("../../../etc/passwd",)), "name of a pack"
 
 
@@ -281,6 +282,9 @@ def hostile_snapshots() -> Iterator[tuple[str, Snapshot, str]]:
     yield "65 roots", make_snapshot(PYTHON, (own,) + (Root(kind="library", members=()),) * 64, Facts()), "65 roots"
     yield "own root twice", make_snapshot(PYTHON, (own, own), Facts()), "the first root, and no other"
     yield "no own root", make_snapshot(PYTHON, (Root(kind="library", members=()),), Facts()), "the first root"
+    odd = Root(kind="temp", members=())  # type: ignore[arg-type]  # hostile kinds are the point
+    yield "kind of a root", make_snapshot(PYTHON, (own, odd), Facts()), "no kind of root"
+    yield "units without end", snapshot(*(good,) * 10_001), "at most 10000 units"
     yield "unit twice", snapshot(good, good), "lists the unit twice"
     for changes, rule in (
         ({"address": "../units/x"}, "64 hexadecimal digits"),
@@ -340,5 +344,9 @@ def _facts(good: Member) -> Iterator[tuple[str, Snapshot, str]]:
         ("control character", Facts(left_out=("a\x1b",)), "control characters"),
         ("long sentence", Facts(left_out=("a" * 9000,)), "at most 8192 bytes"),
         ("before time", Facts(captured_ns=-1), "no time"),
+        ("modules without end", Facts(loaded=(("site/a.py",) * 200_001,)), "modules were loaded"),
+        ("notes without end", Facts(notes=(dict.fromkeys(map(str, range(200_001)), ""),)), "notes are kept"),
+        ("variables without end", Facts(variables=("A",) * 200_001), "at most 200000 entries"),
+        ("note that is not UTF-8", Facts(notes=({"site/a.dist-info/INSTALLER": "\udcff"},)), "not UTF-8"),
     ):
         yield name, snapshot(good, facts=facts), rule
