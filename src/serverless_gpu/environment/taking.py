@@ -15,6 +15,7 @@ is gone or does not stand still (`EnvironmentUnsupported` names it), a name that
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -116,11 +117,10 @@ def capture(
     space = _Space(blobs)
     space.check(sum(member.size for member in members.values()))
     counts, meter = Counts(), _Meter(report, members)
-    with ThreadPoolExecutor(1, "sgpu-look") as looking:
-        readable = looking.submit(_check_readable, [scan.sources[address] for address in members])
+    with _Look([scan.sources[address] for address in members]) as look:
 
         def before_pack(size: int) -> None:
-            readable.result()  # the first files are read meanwhile, but nothing is sent before all can be
+            look.wait()  # the first files are read meanwhile, but nothing is sent before all can be
             space.take(size)
 
         packer = Packer(
@@ -187,6 +187,43 @@ class _Space:
             )
 
 
+class _Look:
+    """Looks, beside other work, whether all files can be read."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self._sources = sources
+        self._stop = threading.Event()
+        self._thread = ThreadPoolExecutor(1, "sgpu-look")
+
+    def __enter__(self) -> _Look:
+        self._done = self._thread.submit(self._run)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stop.set()
+        self._thread.shutdown(wait=True)
+
+    def wait(self) -> None:
+        """Wait for the end.
+
+        Raises:
+            EnvironmentUnsupported: a file cannot be read, or is gone.
+        """
+        self._done.result()
+
+    def _run(self) -> None:
+        access = os.access
+        for source in self._sources:
+            for path in source.files:
+                if not access(path, os.R_OK, effective_ids=True):
+                    try:
+                        os.close(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
+                    except OSError as error:
+                        raise unreadable(path, error) from None
+            if self._stop.is_set():
+                return
+
+
 class _Meter:
     """Reports, several times a second."""
 
@@ -218,18 +255,6 @@ def _members(snapshot: Snapshot, missing: set[str]) -> dict[str, Member]:
     """Return the units that are missing, each once, the largest first."""
     found = {member.address: member for root in snapshot.roots for member in root.members if member.address in missing}
     return dict(sorted(found.items(), key=lambda item: (-item[1].size, item[0])))
-
-
-def _check_readable(sources: Sequence[Source]) -> None:
-    """Name a file that cannot be read before anything is sent."""
-    access = os.access
-    for source in sources:
-        for path in source.files:
-            if path and not access(path, os.R_OK, effective_ids=True):
-                try:
-                    os.close(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
-                except OSError as error:
-                    raise unreadable(path, error) from None
 
 
 def _jobs(take: Callable[[], Member], sources: Mapping[str, Source], blobs: Blobs) -> Iterator[Job]:
