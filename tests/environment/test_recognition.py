@@ -24,7 +24,7 @@ from tests.environment.wheels import Venv, Wheel, build_wheel, run
 
 ALPHA = Wheel(name="alpha", files={"alpha/__init__.py": "value = 1\n", "alpha/data.txt": "data\n"})
 ALPHA_2 = Wheel(name="alpha", version="2.0", files={"alpha/__init__.py": "value = 2\n", "alpha/more.py": ""})
-BETA = Wheel(name="beta", files={"beta/__init__.py": "", "beta/deep/er/file.py": "x = 1\n"})
+BETA = Wheel(name="beta", files={"beta/__init__.py": "0", "beta/deep/er/file.py": "x = 1\n"})
 
 
 class Place:
@@ -45,6 +45,10 @@ class Place:
         self.index = directory / "index"
         self.target = directory / "deps"
         self.venv.install_with_uv(self.beta, cache=self.cache, target=self.target)
+        self.linked = directory / "outside.py"  # as uv's links into its cache
+        shutil.copyfile(self.venv.site / "beta" / "__init__.py", self.linked)
+        (self.venv.site / "beta" / "__init__.py").unlink()
+        (self.venv.site / "beta" / "__init__.py").symlink_to(self.linked)
         self.recogniser = Recogniser(self.index)
         self.description = self.describe()
 
@@ -92,6 +96,19 @@ def replace(file: Path) -> None:
 def write_mapped(file: Path) -> None:
     with open(file, "r+b") as opened, mmap.mmap(opened.fileno(), 0) as mapped:
         mapped[0:1] = b"V"
+
+
+def replace_linked(place: Place) -> None:
+    before = place.linked.stat()
+    other = place.linked.with_name("other.py")
+    other.write_text("1")
+    os.utime(other, ns=(0, before.st_mtime_ns))
+    other.replace(place.linked)
+
+
+def import_alpha(place: Place) -> None:
+    place.venv.run("import alpha, beta.deep.er.file")
+    assert list(place.venv.site.rglob("*.pyc"))
 
 
 def close(directory: Path) -> None:
@@ -144,7 +161,11 @@ CHECK_SEES: dict[str, tuple[Callable[[Place], object], tuple[Change, ...]]] = {
         edited("alpha/__init__.py", "alpha/data.txt"),
     ),
     "edited in the directory of another environment": (
-        lambda place: append(_second_venv(place) / "beta" / "__init__.py"),
+        lambda place: append(_second_venv(place) / "beta" / "deep" / "er" / "file.py"),
+        edited("beta/deep/er/file.py", name="beta"),
+    ),
+    "replaced where a link leads, size and mtime kept": (
+        lambda place: replace_linked(place),
         edited("beta/__init__.py", name="beta"),
     ),
     "edited in a target directory": (
@@ -154,7 +175,7 @@ CHECK_SEES: dict[str, tuple[Callable[[Place], object], tuple[Change, ...]]] = {
 }
 NOTHING: dict[str, Callable[[Place], object]] = {
     "nothing": lambda place: None,
-    "a first import writes bytecode": lambda place: place.venv.run("import alpha, beta.deep.er.file"),
+    "a first import writes bytecode": lambda place: import_alpha(place),
     "another environment from the same cache": lambda place: _second_venv(place),
     "chmod of what does not count": lambda place: close(place.venv.site),
     "touch": lambda place: touch(place.alpha_module, place.project / "train.py", place.venv.site),
@@ -223,9 +244,11 @@ def test_an_edit_that_keeps_size_and_mtime_is_seen_by_nobody(place: Place) -> No
 @pytest.mark.slow
 def test_what_a_look_cleared_is_not_looked_at_again(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     before = place.capture()
-    place.venv.run("import alpha, beta.deep.er.file")
+    import_alpha(place)
+    _wait_for_ticks()
+    assert place.look() == (before, ())
     touch(place.alpha_module)
-    _wait_for_ticks(place)
+    _wait_for_ticks()
     assert place.look() == (before, ())
 
     def refuse(*arguments: object) -> object:
@@ -237,7 +260,7 @@ def test_what_a_look_cleared_is_not_looked_at_again(place: Place, monkeypatch: p
     assert place.look(Recogniser(place.index)) == (before, ())
 
 
-def _wait_for_ticks(place: Place) -> None:
+def _wait_for_ticks() -> None:
     """Wait until a file written now is told apart from all that were written before."""
     newest = time.time_ns()
     deadline = time.monotonic() + 5

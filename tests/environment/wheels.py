@@ -117,7 +117,10 @@ def describe_in(python: Path, cwd: Path | None = None, **variables: str) -> Desc
 
 def run(command: Sequence[str | Path], cwd: Path | None = None) -> str:
     """Run a command and return what it printed; what it complains about is shown when it fails."""
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, cwd=cwd, check=False)
+    # Users' interpreters write bytecode, whatever the shell of this test says.
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    words = [str(part) for part in command]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=cwd, env=environ, check=False)
     assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
     return done.stdout
 
