@@ -26,7 +26,7 @@ from blake3 import blake3
 
 from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.environment.codec import decode, encode
-from serverless_gpu.environment.condemned import LEASE_S, LIST_NAME, Sentence, collectors_at_work, read_condemned
+from serverless_gpu.environment.condemned import LEASE_S, LIST_NAME, Sentence, collectors, read_condemned
 from serverless_gpu.environment.documents import Snapshot, Unit, snapshot_address, unit_address
 from serverless_gpu.environment.rules import check_snapshot, check_unit
 from serverless_gpu.environment.stores.base import Store, check_key
@@ -62,7 +62,7 @@ class Blobs:
         self, store: Store, *, clock: Clock | None = None, sleep: Callable[[float], None] = time.sleep
     ) -> None:
         self.store = store
-        self._clock = clock or SystemClock()
+        self.clock = clock or SystemClock()
         self._sleep = sleep
         self._lock = threading.Lock()
         self._condemned: frozenset[str] | None = None
@@ -273,7 +273,7 @@ class Blobs:
     def _condemned_keys(self) -> frozenset[str]:
         with self._lock:
             if self._condemned is None:
-                self._began_ns = self._clock.boottime_ns()
+                self._began_ns = self.clock.boottime_ns()
                 self._condemned = frozenset(entry.key for entry in self._twice(self._entries, LIST_NAME))
             return self._condemned
 
@@ -285,14 +285,14 @@ class Blobs:
 
     def _settle(self) -> None:
         """Make sure that nothing this capture relies on is being deleted at this moment."""
-        if self._clock.boottime_ns() - self._began_ns > CAPTURE_S_MAX * 10**9:
+        if self.clock.boottime_ns() - self._began_ns > CAPTURE_S_MAX * 10**9:
             raise self._interrupted(f"this capture took longer than {CAPTURE_S_MAX // 3600} hours")
         if not self._rescued:
             return
         # A collection that began before something was put again may not have seen that: wait for its end, then look.
-        deadline_ns = self._clock.boottime_ns() + 2 * LEASE_S * 10**9
-        while collectors_at_work(self.store, self._clock.wall_ns()):
-            if self._clock.boottime_ns() > deadline_ns:
+        deadline_ns = self.clock.boottime_ns() + 2 * LEASE_S * 10**9
+        while collectors(self.store, self.clock.wall_ns())[0]:
+            if self.clock.boottime_ns() > deadline_ns:
                 raise self._interrupted("garbage collection does not end")
             self._sleep(_PAUSE_S)
         self._check_rescued(self._rescued)

@@ -20,7 +20,7 @@ from serverless_gpu.environment.stores.base import Store
 CONDEMNED = "gc/condemned"
 COLLECTOR = "gc/collector-"
 LIST_NAME = "the list of condemned objects"
-LEASE_S = 15 * 60
+LEASE_S = 20 * 60
 """How long after it last said so a collection may still be deleting."""
 
 
@@ -63,10 +63,8 @@ def write_condemned(store: Store, condemned: Condemned) -> None:
     store.put(CONDEMNED, encode(condemned))
 
 
-def collectors_at_work(store: Store, now_ns: int) -> tuple[str, ...]:
-    """Return the keys of the collections that may be deleting at this moment."""
-    return tuple(
-        stored.key
-        for stored in store.list("gc")
-        if stored.key.startswith(COLLECTOR) and now_ns - stored.put_ns < LEASE_S * 10**9
-    )
+def collectors(store: Store, now_ns: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the keys of the collections that may be deleting at this moment, and of those that are void."""
+    found = [stored for stored in store.list("gc") if stored.key.startswith(COLLECTOR)]
+    at_work = tuple(stored.key for stored in found if abs(now_ns - stored.put_ns) < LEASE_S * 10**9)
+    return at_work, tuple(stored.key for stored in found if stored.key not in at_work)
