@@ -38,7 +38,7 @@ from serverless_gpu.units import format_bytes
 INCOMING = "incoming"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _PRIVATE = 0o700
-_STALE_NS = 24 * 3600 * 10**9
+LEFTOVERS_S = 24 * 3600
 _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a planted link or pipe is refused, not followed or waited for
 
 
@@ -48,12 +48,14 @@ class DirectoryStore(Store):
     Args:
         root: the directory, made when something is put.
         clock: says when an object was put.
+        leftovers_s: how old a file under `incoming/` is whose writer must be dead.
     """
 
-    def __init__(self, root: Path, *, clock: Clock | None = None) -> None:
+    def __init__(self, root: Path, *, clock: Clock | None = None, leftovers_s: int = LEFTOVERS_S) -> None:
         self._root = root.absolute()
         self.url = self._root.as_uri()
         self._clock = clock or SystemClock()
+        self._leftovers_ns = leftovers_s * 10**9
 
     def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
         """Return an object, or a range of it."""
@@ -176,7 +178,7 @@ class DirectoryStore(Store):
             now = os.fstat(fd).st_ctime_ns
         for entry in (*os.scandir(incoming),):
             with contextlib.suppress(FileNotFoundError):
-                if entry.path == probe or now - entry.stat(follow_symlinks=False).st_ctime_ns > _STALE_NS:
+                if entry.path == probe or now - entry.stat(follow_symlinks=False).st_ctime_ns > self._leftovers_ns:
                     os.unlink(entry.path)
 
     def _problem(self, verb: str, what: str, error: OSError) -> ServerlessGpuError:
