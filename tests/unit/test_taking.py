@@ -59,9 +59,9 @@ def test_a_size_that_was_another_is_corrected(tmp_path: Path, claimed: int, real
     before.mkdir()
     for name in ("a", "c"):
         (before / name).write_bytes(name.encode() * 40)
-    (before / "b").write_bytes(os.urandom(real))
+    (before / "y").write_bytes(os.urandom(real))  # after others that were counted already
     true = scan_of({"thing": source_of(before)})
-    wrong = claiming(true, "site/b", size=claimed, sha256=hashlib.sha256(bytes(claimed)).digest())
+    wrong = claiming(true, "site/y", size=claimed, sha256=hashlib.sha256(bytes(claimed)).digest())
     blobs, seen = Blobs(MemoryStore()), list[Progress]()
     captured = capture(wrong, blobs, settings=TINY, report=seen.append)
     assert captured.snapshot == true.snapshot
