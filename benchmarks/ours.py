@@ -22,6 +22,7 @@ from serverless_gpu.testing import agent_status, stop_agent
 _two = distributed(gpus=RANKS, gpu_type="CPU", quiet=True)
 _one = distributed(gpus=1, gpu_type="CPU", quiet=True)
 _join = _two(ranks.join)
+_join_restored = distributed(gpus=RANKS, gpu_type="CPU", quiet=True, env="snapshot")(ranks.join)
 _first_line = _two(ranks.first_line)
 _make_tensor = _one(ranks.make_tensor)
 _die_beside_sleeper = _two(ranks.die_beside_sleeper)
@@ -38,6 +39,11 @@ def warm(directory: str) -> dict[str, object]:
     return _joined(_join.submit, directory)
 
 
+def warm_snapshot(directory: str) -> dict[str, object]:
+    """The same in a restored copy of the environment, which the first round captures and restores."""
+    return _joined(_join_restored.submit, directory)
+
+
 def in_session(directory: str) -> dict[str, object]:
     """The same in a held session."""
     if not _sessions:
@@ -51,6 +57,8 @@ def _joined(submit: Callable[[str], Run[None]], directory: str) -> dict[str, obj
     run.follow()  # the two halves of `.distributed()`; the handle tells whether the start was warm
     times = _since(called_ns, directory, "ready", returned_ns=now_ns())
     receipt = run.receipt()
+    started = receipt.segments.start_ms
+    times = times if started is None else {**times, "start_ms": float(started)}
     return times if receipt.warm else {**times, "note": f"started cold: {receipt.warm_reason}"}
 
 

@@ -5,10 +5,12 @@ that a test makes itself. Capturing all that a developer has installed would tak
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import importlib.metadata
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -34,13 +36,13 @@ class SmallEnvironment:
         project: where scripts and modules of the test lie.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *also: str) -> None:
         venv.create(directory / "venv", symlinks=True, with_pip=False)
         self.python = directory / "venv" / "bin" / "python"
         (self.site,) = (directory / "venv" / "lib").glob("python*/site-packages")
         self.project = directory / "project"
         self.project.mkdir()
-        for name in NEEDED:
+        for name in with_requirements(*NEEDED, *also):
             self._copy(name)
         (self.site / "source.pth").write_text(f"{SOURCE}\n")  # as an editable installation does
 
@@ -107,6 +109,20 @@ class SmallEnvironment:
             out, err = process.communicate()
         assert process.returncode == 0, err
         return out, err
+
+
+def with_requirements(*names: str) -> list[str]:
+    """Return distributions of this interpreter with all that they need and that is installed, extras left out."""
+    found: list[str] = []
+    queue = list(names)
+    while queue:
+        name = re.split(r"[^A-Za-z0-9._-]", queue.pop())[0].lower().replace("_", "-")
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            needed = importlib.metadata.distribution(name).requires or []
+            if name not in found:
+                found.append(name)
+                queue += [line for line in needed if "extra ==" not in line]
+    return found
 
 
 class Dialogue:

@@ -26,7 +26,6 @@ LIMIT_S = 60
 LOOK_S = 0.02
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _SPEC = {
-    "argv": [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"],
     "display_name": "test",
     "language": "python",
 }
@@ -154,11 +153,12 @@ class Kernel:
 
 
 @contextmanager
-def started(directory: Path, **environ: str) -> Iterator[Kernel]:
+def started(directory: Path, python: str = sys.executable, **environ: str) -> Iterator[Kernel]:
     """Yield a kernel whose notebook lies in a directory.
 
     Args:
         directory: the kernel's working directory.
+        python: its interpreter, which has ipykernel.
         environ: variables for the kernel beside this process's own.
     """
     ours = ("SERVERLESS_GPU_", "SGPU_", "PYTEST_")
@@ -166,7 +166,8 @@ def started(directory: Path, **environ: str) -> Iterator[Kernel]:
     with tempfile.TemporaryDirectory(prefix="sgk-", dir="/tmp") as own:
         spec = Path(own) / "kernels" / "under_test"
         spec.mkdir(parents=True)
-        (spec / "kernel.json").write_text(json.dumps(_SPEC), encoding="utf-8")
+        argv = [python, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+        (spec / "kernel.json").write_text(json.dumps({**_SPEC, "argv": argv}), encoding="utf-8")
         jupyter = {"JUPYTER_PATH": own, "JUPYTER_RUNTIME_DIR": own, "IPYTHONDIR": f"{own}/ipython"}
         before = {name: os.environ.get(name) for name in jupyter}
         os.environ.update(jupyter)

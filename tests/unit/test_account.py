@@ -160,6 +160,19 @@ def test_the_receipt_of_a_run(tmp_path: Path) -> None:
     assert msgspec.json.decode((tmp_path / "receipt.json").read_bytes(), type=Receipt) == receipt
 
 
+def test_waiting_for_the_callers_word_is_time_of_the_environment(tmp_path: Path) -> None:
+    clock = FakeClock()
+    account = Account(launch(tmp_path), clock)
+    for seconds, mark in ((0.1, "stem"), (0.1, "reserved"), (0.3, "confirmed"), (0.05, "exec")):
+        clock.advance(seconds)
+        account.mark(mark)
+    attempt = Attempt(run_id="r", fence=2, world_size=2, limits=Limits(), state=State.SUCCEEDED)
+    account.environment = "snapshot 0123456789ab, 3 units, overlay"
+    receipt = account.receipt(attempt, DEVICES, FREE, ())
+    assert (receipt.segments.environment_ms, receipt.segments.start_ms) == (300, 50)
+    assert "environment: snapshot 0123456789ab, 3 units, overlay" in receipt.text()
+
+
 def test_a_run_that_never_started_costs_nothing_and_says_why(tmp_path: Path) -> None:
     account = Account(launch(tmp_path), FakeClock())
     ended = msgspec.structs.replace(ENDED, state=State.FAILED, reason=Reason.START_FAILED)

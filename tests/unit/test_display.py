@@ -109,6 +109,18 @@ def test_our_own_sentences_can_be_left_out(capsys: Captured, quiet: bool, said: 
     assert capsys.readouterr() == ("[rank 0] still shown\n", said)
 
 
+def test_how_far_something_is_goes_into_a_file_now_and_then(capsys: Captured, clock: FakeClock) -> None:
+    display = TerminalDisplay(quiet=False, clock=clock)
+    for second in range(25):
+        display.passing(f"fetching {second} of 25")
+        clock.advance(1)
+    assert capsys.readouterr().err == "serverless-gpu: fetching 10 of 25\nserverless-gpu: fetching 20 of 25\n"
+    quiet = TerminalDisplay(quiet=True, clock=clock)
+    clock.advance(11)
+    quiet.passing("fetching")
+    assert capsys.readouterr().err == ""
+
+
 def test_without_a_terminal_nothing_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", None)
     monkeypatch.setattr(sys, "stderr", None)
@@ -237,6 +249,17 @@ def test_F50_bars_below_each_other_on_a_terminal(terminal: Terminal, clock: Fake
     assert ("epochs:   0%", "steps:  50%|") in seen
     made.finish()
     assert terminal.rows() == ["[rank 0] epochs: 100%|█| 2/2 [00:00<00:00, 4894.1", "[rank 0] done", ""]
+
+
+def test_how_far_something_is_is_redrawn_on_a_terminal_and_leaves_no_row(terminal: Terminal, clock: FakeClock) -> None:
+    display = TerminalDisplay(quiet=False, clock=clock)
+    for second in range(3):
+        display.passing(f"fetching {second} of 3")
+        clock.advance(1)
+    assert terminal.rows() == ["serverless-gpu: fetching 2 of 3"]
+    display.state("RUNNING", "")
+    display.finish()
+    assert terminal.rows() == [""]
 
 
 def test_a_bar_that_is_cleared_leaves_no_row(terminal: Terminal, clock: FakeClock) -> None:

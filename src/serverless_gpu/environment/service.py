@@ -55,7 +55,7 @@ from serverless_gpu.environment.questions import (
 )
 from serverless_gpu.environment.scanning import Recogniser
 from serverless_gpu.environment.stores.opening import open_store
-from serverless_gpu.environment.taking import Captured, take
+from serverless_gpu.environment.taking import Captured, capture
 from serverless_gpu.errors import EnvironmentProblem, ServerlessGpuError, StorageError
 
 CHANGES_TOLD_MAX = 8
@@ -102,6 +102,7 @@ class Service:
         self._last: dict[bytes, Snapshot] = {}
         self._tasks: list[_Task] = []
         self._pending: dict[bytes, list[Ask]] = {}  # questions that the check which runs began too early for
+        self._put_off: dict[bytes, list[Ask]] = {}  # questions that came while a capture was being written down
         self._selector = selectors.DefaultSelector()
 
     def serve(self, caller_fd: int) -> None:
@@ -132,18 +133,24 @@ class Service:
         if isinstance(question, Abandon):
             self._abandon(question.number)
             return True
-        try:
-            self._answer(question)
-        except ServerlessGpuError as error:
-            self._say(_failed(question.number, error))
-        except OSError as error:
-            self._say(_failed(question.number, _storage(error)))
+        self._answer_safely(question)
         return True
+
+    def _answer_safely(self, ask: Ask) -> None:
+        try:
+            self._answer(ask)
+        except ServerlessGpuError as error:
+            self._say(_failed(ask.number, error))
+        except OSError as error:
+            self._say(_failed(ask.number, _storage(error)))
 
     def _answer(self, ask: Ask) -> None:
         description = read_description(ask.description)
-        snapshot = self._recogniser.gate(description)
         key = description.key()
+        if any(task.over and task.key == key and not task.checks for task in self._tasks):
+            self._put_off.setdefault(key, []).append(ask)
+            return
+        snapshot = self._recogniser.gate(description)
         if snapshot is not None and _is_stored(ask, snapshot.address):
             self._last[key] = snapshot
             self._say(Known(number=ask.number, snapshot=snapshot.address))
@@ -177,7 +184,7 @@ class Service:
 
     def _take(self, ask: Ask, key: bytes) -> None:
         for task in self._tasks:
-            if not task.checks and task.key == key and task.ask.store == ask.store:
+            if not task.checks and not task.over and task.key == key and task.ask.store == ask.store:
                 task.numbers.append(ask.number)
                 return
         last = self._last.get(key)
@@ -210,12 +217,10 @@ class Service:
         if isinstance(answer, Checked) and answer.changes and task.ask.capture:
             for number in task.numbers:
                 self._take(msgspec.structs.replace(task.ask, number=number), task.key)
-        if isinstance(answer, Taken):
-            self._remember(task)
         return True
 
     def _remember(self, task: _Task) -> None:
-        """Read what the child has written: the next change is told as a difference from that."""
+        """Read what a child has written: the next change is told as a difference from that."""
         self._recogniser = Recogniser(self._index)
         with contextlib.suppress(ServerlessGpuError, OSError):
             snapshot = self._recogniser.gate(read_description(task.ask.description))
@@ -238,6 +243,10 @@ class Service:
         if waiting:
             self._check(waiting[0], task.key, fresh=False)
             self._tasks[-1].numbers += [ask.number for ask in waiting[1:]]
+        if not task.checks:
+            self._remember(task)
+            for ask in self._put_off.pop(task.key, []):
+                self._answer_safely(ask)
 
     def _say(self, answer: Answer) -> None:
         self._wire.send(encode(answer))
@@ -291,10 +300,12 @@ def _take(index: Path, ask: Ask, last: Snapshot | None, tell: Callable[[Answer],
     description: Description = read_description(ask.description)
     blobs = Blobs(open_store(ask.store, ask.environ))
     level = LEVEL_REMOTE if _is_remote(ask.store) else LEVEL_LOCAL
-    taken = take(description, Recogniser(index), blobs, level=level, report=report)
+    recogniser = Recogniser(index)
+    taken = capture(recogniser.scan(description, report), blobs, level=level, report=report)
     ms = (clock.boottime_ns() - started_ns) // 1_000_000
     changes = _told(change.sentence() for change in compare(last, taken.snapshot)) if last is not None else ()
     tell(_summary(ask.number, taken, ms, changes))
+    recogniser.remember(taken.scan)  # nobody waits for this; the next question does, if it comes before the end
 
 
 def _summary(number: int, taken: Captured, ms: int, changes: tuple[str, ...]) -> Taken:

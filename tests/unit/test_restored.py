@@ -1,0 +1,141 @@
+"""A restored environment as the agent holds it: what of a caller's context changes in it, and what a receipt says."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from serverless_gpu.environment.documents import Facts, Interpreter, Member, Root, make_snapshot
+from serverless_gpu.environment.fitting import Loaded
+from serverless_gpu.environment.progress import Progress
+from serverless_gpu.environment.restoring import Mount, Restored
+from serverless_gpu.errors import EnvironmentUnsupported
+from serverless_gpu.node import restoring_process
+from serverless_gpu.node.protocol import Context
+from serverless_gpu.node.restored import RestoredEnvironment
+from serverless_gpu.node.restoring_process import sentence, way_for
+
+PYTHON = Interpreter(implementation="cpython", version="3.11.7", abi="cpython-311-x86_64-linux-gnu", platform="linux")
+TOY = Member(address="ab" + "0" * 62, kind="distribution", name="toy", version="1.0", modules=("toy",))
+
+
+def environment(directory: Path, mode: str = "overlay", **facts: object) -> RestoredEnvironment:
+    project = directory / "project"
+    project.mkdir(exist_ok=True)
+    facts = {
+        "prefix": "/venv",
+        "python": "/usr/bin/python3.11",
+        "originals": ("/venv/lib/python3.11/site-packages", str(project)),
+        **facts,
+    }
+    roots = (Root(kind="own", members=(TOY,)), Root(kind="code", members=(), before=True))
+    snapshot = make_snapshot(PYTHON, roots, Facts(**facts))  # type: ignore[arg-type]  # written down by hand
+    restored = Restored(
+        address=snapshot.address,
+        tree="/view",
+        python="/view/bin/python",
+        mode="overlay" if mode == "overlay" else "links",
+        why="" if mode == "overlay" else "no mounts: refused",
+        mounts=(Mount(at="/view", layers=("0", "1"), directory=str(directory)),) if mode == "overlay" else (),
+        fetched_bytes=2_000_000,
+        units_fetched=1,
+    )
+    lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    return RestoredEnvironment(snapshot, restored, lock, directory)
+
+
+def caller(directory: Path, **changes: object) -> Context:
+    fields: dict[str, object] = {
+        "python": "/venv/bin/python3",
+        "flags": ("-O",),
+        "environ": {"PATH": "/venv/bin:/usr/bin", "VIRTUAL_ENV": "/venv", "PYTHONPATH": "lib::/opt/x", "A": "/venv"},
+        "cwd": str(directory / "project"),
+        "umask": 0o22,
+        "argv": ("train.py",),
+        "sys_path": ("", "/usr/lib/python3.11", "/venv/lib/python3.11/site-packages"),
+        "packages": {"toy": "/venv/lib/python3.11/site-packages/toy.py", "torch": "", "json": "/usr/lib/json.py"},
+        **changes,
+    }
+    return Context(**fields)  # type: ignore[arg-type]  # written down by hand
+
+
+def test_a_callers_paths_are_those_of_the_restored_environment(tmp_path: Path) -> None:
+    moved = environment(tmp_path).context(caller(tmp_path))
+    assert moved.python == "/view/bin/python" and moved.flags == ("-O",) and moved.argv == ("train.py",)
+    assert moved.sys_path == ("/view/code/1", "/usr/lib/python3.11", "/view/lib/python3.11/site-packages")
+    assert moved.environ == {
+        "PATH": "/view/bin:/usr/bin",
+        "VIRTUAL_ENV": "/view",
+        "PYTHONPATH": "/view/code/1/lib:/view/code/1:/opt/x",
+        "A": "/venv",
+    }
+    assert moved.packages == {
+        "toy": "/view/lib/python3.11/site-packages/toy.py",
+        "torch": "",
+        "json": "/usr/lib/json.py",
+    }
+    assert moved.cwd == str(tmp_path / "project"), "files are written where the caller expects them"
+
+
+def test_a_working_directory_that_is_gone_is_its_restored_copy(tmp_path: Path) -> None:
+    held = environment(tmp_path)
+    (tmp_path / "project").rmdir()
+    assert held.context(caller(tmp_path)).cwd == "/view/code/1"
+
+
+def test_what_a_receipt_says(tmp_path: Path) -> None:
+    mounted, linked = environment(tmp_path), environment(tmp_path, "links")
+    short = mounted.address[:12]
+    assert mounted.text(fetched=True) == f"snapshot {short}, 1 unit, overlay, 1 fetched (2.0 MB)"
+    assert mounted.text(fetched=False) == f"snapshot {short}, 1 unit, overlay"
+    assert linked.text(fetched=False) == f"snapshot {short}, 1 unit, links (no mounts: refused)"
+
+
+def test_a_unit_that_was_loaded_is_found_by_its_files(tmp_path: Path) -> None:
+    old, new = environment(tmp_path), environment(tmp_path)
+    new.snapshot = make_snapshot(PYTHON, (Root(kind="own", members=()), old.snapshot.roots[1]), Facts())
+    file = tmp_path / "units" / "ab" / TOY.address / "site" / "toy" / "fast.so"
+    file.parent.mkdir(parents=True)
+    file.touch()
+    library = Loaded(files=frozenset({"/view/lib/python3.11/site-packages/toy/fast.so"}))
+    assert new.misfit(library, old) == "toy 1.0, which it has loaded, is not there any more"
+    other = Loaded(files=frozenset({"/view/lib/python3.11/site-packages/toy/other.so"}))
+    assert new.misfit(other, old) == ""
+    (file.parents[1] / "toy.pth").touch()
+    assert new.misfit(other, old) == "toy 1.0 runs code when an interpreter starts"
+
+
+def test_links_have_an_interpreter_each(tmp_path: Path) -> None:
+    linked = environment(tmp_path, "links")
+    assert linked.misfit(Loaded(), environment(tmp_path)) == (
+        "each environment made of links has an interpreter of its own"
+    )
+
+
+def test_the_lock_is_let_go_with_the_last_who_uses_it(tmp_path: Path) -> None:
+    held = environment(tmp_path)
+    (fd,) = held.fds
+    assert os.fstat(fd)
+    del held
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+
+
+def test_how_to_restore(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restoring_process.mounts, "probe", lambda directory: "")
+    assert (way_for("", tmp_path).mode, way_for("overlay", tmp_path).mode) == ("overlay", "overlay")
+    forced = way_for("links", tmp_path)
+    assert (forced.mode, forced.why) == ("links", "SERVERLESS_GPU_RESTORE=links")
+    monkeypatch.setattr(restoring_process.mounts, "probe", lambda directory: "a user namespace cannot be made")
+    fallen_back = way_for("", tmp_path)
+    assert (fallen_back.mode, fallen_back.why) == ("links", "no mounts: a user namespace cannot be made")
+    with pytest.raises(EnvironmentUnsupported, match=r"this machine cannot mount environments: a user namespace"):
+        way_for("overlay", tmp_path)
+
+
+def test_how_far_a_restore_is_in_words() -> None:
+    assert sentence(Progress(phase="fetch", bytes_done=1_000_000, bytes_total=4_000_000)) == "fetching 1.0 MB of 4.0 MB"
+    assert sentence(Progress(phase="compile", files_done=3, files_total=9)) == "compiling 3 of 9 files"
+    assert sentence(Progress(phase="restore")) == "laying out"
