@@ -53,6 +53,12 @@ def zstd_tar(directory: str) -> dict[str, object]:
     return _timed(["sh", "-c", f"zstd -d -q -c {shlex.quote(str(packed))} | tar -C {shlex.quote(str(to))} -xf -"])
 
 
+def newest_wheel(directory: str) -> dict[str, object]:
+    """The wheel of the newer torch, as an installer downloads it."""
+    wheel = max(Path(_named("SGPU_BENCH_TORCH")).glob("torch-*.whl"))
+    return {"ms": 0, "mb": wheel.stat().st_size / 1e6}
+
+
 def uv_sync(directory: str) -> dict[str, object]:
     """`uv pip sync` into an empty venv, everything in its cache: it links the files."""
     prefix = new_directory() / "venv"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from benchmarks import environment_sets as sets
 from benchmarks.environment_neighbours import new_directory
 from benchmarks.environment_sets import now_ns
 from serverless_gpu.environment.blobs import Blobs
@@ -19,7 +20,7 @@ from serverless_gpu.environment.progress import nobody
 from serverless_gpu.environment.restoring import Way, restore
 from serverless_gpu.environment.scanning import Recogniser
 from serverless_gpu.environment.stores.opening import open_store
-from serverless_gpu.environment.taking import take
+from serverless_gpu.environment.taking import Captured, take
 from serverless_gpu.node.inside import mounts
 
 
@@ -87,6 +88,52 @@ def restore_cold(directory: str) -> dict[str, object]:
     return {"ms": took_ns / 1e6, "mb": restored.fetched_bytes / 1e6, "memory_mb": _peak_mb()}
 
 
+def sent_after_edit(directory: str) -> dict[str, object]:
+    """Edit a file of torch by hand, as editors do: a new file in its place; capture into a store that has the rest."""
+    tree = Path(_named("SGPU_BENCH_TREE"))
+    path = sets.site_packages(tree) / "torch" / "nn" / "init.py"
+    edited = path.with_suffix(".edited")
+    edited.write_bytes(path.read_bytes() + f"# {now_ns()}\n".encode())
+    edited.replace(path)
+    return _captured_again()
+
+
+def sent_after_install(directory: str) -> dict[str, object]:
+    """Install another version of a small distribution (60 files, 80 kB)."""
+    sets.write_distribution(sets.site_packages(Path(_named("SGPU_BENCH_TREE"))), "sgpu_small", now_ns(), files=60)
+    return _captured_again()
+
+
+def sent_after_upgrade(directory: str) -> dict[str, object]:
+    """Replace torch by its next minor version: each round installs the wheel whose turn it is."""
+    wheels = sorted(Path(_named("SGPU_BENCH_TORCH")).glob("torch-*.whl"))
+    tree = Path(_named("SGPU_BENCH_TREE"))
+    sets.unzip_wheel(wheels[len(_upgrades) % len(wheels)], tree)
+    _upgrades.append(now_ns())
+    return _captured_again()
+
+
+_upgrades: list[int] = []
+
+
+def _captured_again() -> dict[str, object]:
+    before, started_ns = _stored_bytes(), now_ns()
+    _taken()
+    took_ns = now_ns() - started_ns
+    return {"ms": took_ns / 1e6, "mb": (_stored_bytes() - before) / 1e6}
+
+
+def _stored_bytes() -> int:
+    """Return what the store holds: packs, and the lists of what is in them."""
+    return sum(path.stat().st_size for path in _store().rglob("*") if path.is_file())
+
+
+def _taken() -> Captured:
+    """Capture into the store that the row names, knowing what was captured into it before."""
+    index = _store().with_name(f"{_store().name}-index")
+    return take(_description(), Recogniser(index), _blobs(_store()), level=LEVEL_LOCAL)
+
+
 def _fresh_trees() -> Path:
     """Return the node's directory, its units as they are, what the last round assembled put aside."""
     root = Path(_named("SGPU_BENCH_NODE"))
@@ -128,9 +175,7 @@ def _named(variable: str) -> str:
 
 def main() -> None:
     """Capture what is to be restored into the store that the rows have named; print the snapshot's address."""
-    index = new_directory() / "index"
-    taken = take(_description(), Recogniser(index), _blobs(_store()), level=LEVEL_LOCAL, report=nobody)
-    print(taken.snapshot.address)
+    print(_taken().snapshot.address)
 
 
 if __name__ == "__main__":

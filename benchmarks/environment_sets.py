@@ -191,6 +191,48 @@ def _quoted(cell: str) -> str:
     return f'"{cell}"' if "," in cell else cell
 
 
+# --- an upgrade -------------------------------------------------------------------------------------------------------
+
+TORCH_VERSIONS = ("2.12.1", "2.13.0")
+TORCH_PLATFORM = "macosx_14_0_arm64"
+"""Wheels of 88 and 111 MB; those for Linux with CUDA are over 500 (SGPU_BENCH_TORCH_PLATFORM=manylinux_2_28_x86_64)."""
+
+
+@functools.cache
+def torch_wheels() -> Path:
+    """Return a directory with the wheels of two minor versions of torch, from PyPI.
+
+    Raises:
+        ContestantFailed: they cannot be had, for there is no network.
+    """
+    directory = scratch() / "torch"
+    for version in TORCH_VERSIONS:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+        command += ["--platform", torch_platform(), "--python-version", "3.11", "--dest", str(directory)]
+        done = subprocess.run([*command, f"torch=={version}"], capture_output=True, text=True, timeout=600, check=False)
+        if done.returncode:
+            raise ContestantFailed(f"skipped: PyPI has to be asked for torch {version}, and that failed (no network?)")
+    return directory
+
+
+def torch_platform() -> str:
+    """Return for which platform the wheels are: we never import them."""
+    return os.environ.get("SGPU_BENCH_TORCH_PLATFORM", TORCH_PLATFORM)
+
+
+def unzip_wheel(wheel: Path, prefix: Path) -> None:
+    """Install a wheel for another machine: its files, and what an installer notes; what was there is put aside."""
+    site = site_packages(prefix)
+    aside = Path(tempfile.mkdtemp(prefix="aside-", dir=prefix.parent))
+    for old in (*site.glob("torch*"), *site.glob("functorch*")):
+        old.rename(aside / old.name)
+    with zipfile.ZipFile(wheel) as opened:
+        opened.extractall(site)
+    (info,) = site.glob("torch-*.dist-info")
+    (info / "INSTALLER").write_text("uv", encoding="ascii")
+    os.utime(info / "RECORD")
+
+
 # --- many files -------------------------------------------------------------------------------------------------------
 
 

@@ -160,6 +160,67 @@ def restore_cold(quick: bool) -> Row:
         )
 
 
+def sent_after_edit(quick: bool) -> Row:
+    """One line added to a file of torch by hand."""
+    return _sent("a hand edit in torch", "sent_after_edit", quick)
+
+
+def sent_after_install(quick: bool) -> Row:
+    """A small distribution in another version."""
+    return _sent("a small package", "sent_after_install", quick)
+
+
+def _sent(what: str, name: str, quick: bool) -> Row:
+    sets.need_room(4 * sets.GIGABYTE)
+    _name_stored()
+    with _stage((name,), ("tar_zstd",), ("`tar \\| zstd -1` of all of it",)) as stage:
+        stage.play(2 if quick else 5, slow=("environment_neighbours.tar_zstd",))
+        return Row(
+            name=f"sent for {what}",
+            ours=stage.timing(0, "to the store", "mb"),
+            against=stage.against("mb"),
+            also=(stage.timing(0, f"{what}: until it is captured"),),
+            problems=stage.problems(),
+        )
+
+
+def sent_after_upgrade(quick: bool) -> Row:
+    """The next minor version of torch; wheels from PyPI, for a machine that is not this one."""
+    wheels, prefix = sets.torch_wheels(), sets.scratch() / "upgraded" / "venv"
+    sets.new_venv(prefix)
+    _name(SGPU_BENCH_TREE=prefix, SGPU_BENCH_STORE=sets.scratch() / "upgrade-store", SGPU_BENCH_TORCH=wheels)
+    # The round that is thrown away captures the old version, the one that counts the new one.
+    with _stage(
+        ("sent_after_upgrade",), ("newest_wheel", "tar_zstd"), ("its wheel", "`tar \\| zstd -1` of it")
+    ) as stage:
+        stage.play(1)
+        before, after = sets.TORCH_VERSIONS
+        return Row(
+            name=f"sent for torch {before} → {after} ({sets.torch_platform()})",
+            ours=stage.timing(0, "to the store", "mb"),
+            against=stage.against("mb"),
+            also=(stage.timing(0, "the upgrade: until it is captured"),),
+            problems=stage.problems(),
+        )
+
+
+def small_change(quick: bool) -> Row:
+    """Another version of a small package, which the zygote never imported, then a call with `env="snapshot"`."""
+    with Stage(("environment_calls.changed", "environment_calls.unchanged"), ("nothing changed",)) as stage:
+        stage.play(3 if quick else 12, pause_s=1.0)
+        ours, unchanged = stage.timing(0, "small package changed; call → first line"), stage.timing(1, "")
+        more_ms = ours.median - unchanged.median
+        return Row(
+            name='env="snapshot": a small package changed, call → first line',
+            ours=ours,
+            against=stage.against(),
+            bar=f"≤ {SMALL_CHANGE_MS_MAX:.0f} ms more",
+            met=more_ms <= SMALL_CHANGE_MS_MAX,
+            value=f"{more_ms:.0f} ms more",
+            problems=stage.problems(),
+        )
+
+
 ROWS: dict[str, Callable[[bool], Row]] = {
     "env-unchanged": unchanged,
     "env-unchanged-100k": unchanged_large,
@@ -167,4 +228,8 @@ ROWS: dict[str, Callable[[bool], Row]] = {
     "env-restore": restore,
     "env-restore-links": restore_linked,
     "env-restore-cold": restore_cold,
+    "env-small-change": small_change,
+    "env-sent-edit": sent_after_edit,
+    "env-sent-package": sent_after_install,
+    "env-sent-upgrade": sent_after_upgrade,
 }

@@ -19,26 +19,30 @@ _PACKAGES = ("serverless-gpu", "torch", "numpy", "accelerate", "torchrunx")
 
 @dataclass(frozen=True)
 class Timing:
-    """All rounds of one contestant, in milliseconds."""
+    """All rounds of one contestant, in milliseconds, or in another unit."""
 
     label: str
     values: tuple[float, ...]
+    unit: str = "ms"
 
     @property
     def median(self) -> float:
         return statistics.median(self.values)
 
     def text(self) -> str:
-        low, high = min(self.values), max(self.values)
-        return f"{_ms(self.median)} ({_ms(low)} – {_ms(high)}, n={len(self.values)})"
+        low, middle, high = (
+            _ms(value) if self.unit == "ms" else _mb(value)
+            for value in (min(self.values), self.median, max(self.values))
+        )
+        return f"{middle} ({low} – {high}, n={len(self.values)})" if low != high else middle
 
     def json(self) -> dict[str, object]:
         rounded = [round(value, 3) for value in self.values]
         return {
             "label": self.label,
-            "median_ms": round(self.median, 3),
-            "min_ms": min(rounded),
-            "max_ms": max(rounded),
+            f"median_{self.unit}": round(self.median, 3),
+            f"min_{self.unit}": min(rounded),
+            f"max_{self.unit}": max(rounded),
             "rounds": rounded,
         }
 
@@ -159,7 +163,11 @@ def _ms(value: float) -> str:
     return f"{value:.0f} ms" if abs(value) >= 100 else f"{value:.1f} ms"
 
 
+def _mb(value: float) -> str:
+    return f"{value * 1000:.1f} kB" if value < 1 else f"{value:.1f} MB"
+
+
 def _ratio(value: float) -> str:
     if value >= 0.1:
         return f"{value:.2f}×"
-    return f"{value:.3f}×"
+    return f"{value:.3f}×" if value >= 0.001 else "< 0.001×"

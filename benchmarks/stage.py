@@ -54,12 +54,12 @@ class Stage:
         contestant = self._contestants[index]
         if not contestant.samples:
             raise ContestantFailed("; ".join(contestant.problems()) or f"{contestant.name}: no rounds")
-        return Timing(label, tuple(sample[key] for sample in contestant.samples))
+        return Timing(label, tuple(sample[key] for sample in contestant.samples), key if key == "mb" else "ms")
 
-    def against(self) -> tuple[Timing, ...]:
+    def against(self, key: str = "ms") -> tuple[Timing, ...]:
         """Return the neighbours that could be measured."""
         numbered = enumerate(self._labels, start=1)
-        return tuple(self.timing(index, label) for index, label in numbered if self._contestants[index].samples)
+        return tuple(self.timing(index, label, key) for index, label in numbered if self._contestants[index].samples)
 
     def problems(self) -> tuple[str, ...]:
         return tuple(problem for contestant in self._contestants for problem in contestant.problems())
