@@ -190,9 +190,8 @@ def sent_after_upgrade(quick: bool) -> Row:
     sets.new_venv(prefix)
     _name(SGPU_BENCH_TREE=prefix, SGPU_BENCH_STORE=sets.scratch() / "upgrade-store", SGPU_BENCH_TORCH=wheels)
     # The round that is thrown away captures the old version, the one that counts the new one.
-    with _stage(
-        ("sent_after_upgrade",), ("newest_wheel", "tar_zstd"), ("its wheel", "`tar \\| zstd -1` of it")
-    ) as stage:
+    labels = ("its wheel", "`tar \\| zstd -1` of it")
+    with _stage(("sent_after_upgrade",), ("newest_wheel", "tar_zstd"), labels) as stage:
         stage.play(1)
         before, after = sets.TORCH_VERSIONS
         return Row(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from serverless_gpu import cli
+from serverless_gpu.environment.blobs import Blobs
+from serverless_gpu.environment.cache import Cache
+from serverless_gpu.environment.stores.opening import open_store
 from serverless_gpu.errors import EnvironmentMissing, InvalidValue, ServerlessGpuError
 from serverless_gpu.node.home import Home
 from tests.environment.venvs import INSTALLED_S, install, make_venv, site_packages
@@ -219,6 +223,57 @@ def test_an_address_that_is_not_there_is_named_with_the_store(place: Place, argu
 def test_what_is_no_address_is_said(place: Place, text: str) -> None:
     with pytest.raises(ServerlessGpuError, match="not the address of a snapshot"):
         place.run("show", text)
+
+
+# --- gc -------------------------------------------------------------------------------------------------------------
+
+
+def test_gc_condemns_and_later_deletes_what_nothing_needs(place: Place) -> None:
+    old = place.capture()
+    assert "  condemned: nothing" in place.lines("gc")
+    now = ("--keep", "0s", "--grace", "0s")
+    assert any(line.startswith("  would condemn: 1 snapshot, ") for line in place.lines("gc", *now, "--dry-run"))
+    assert place.lines("show", old)
+    assert json.loads(place.run("gc", *now, "--json").stdout)["condemned"]["snapshots"] == 1
+    lines = place.lines("gc", *now)
+    assert any(line.startswith("  deleted: 1 snapshot, ") for line in lines) and "  needed: nothing" in lines
+    with pytest.raises(EnvironmentMissing):
+        place.run("show", old)
+    assert place.capture() == old
+
+
+def test_gc_leaves_what_is_used_now(place: Place) -> None:
+    address = place.capture()
+    cache = Cache(Home(place.home).environments)
+    holding = cache.hold(address)
+    cache.register(Blobs(open_store(Home(place.home).environments / "store", {})).read_snapshot(address))
+    try:
+        for _ in range(3):
+            place.run("gc", "--keep", "0s", "--grace", "0s", "--cache", "0")
+        assert place.lines("show", address)
+    finally:
+        os.close(holding)
+
+
+def test_gc_shrinks_what_was_unpacked_here(place: Place, tmp_path: Path) -> None:
+    place.run("restore", place.capture(), str(tmp_path / "there"), "--python", sys.executable)
+    assert json.loads(place.run("gc", "--json").stdout)["cache_units"] > 0
+    assert place.lines("gc", "--cache", "0", "--dry-run")[-1].startswith("unpacked on this node: 2 units, ")
+    assert place.lines("gc", "--cache", "0")[-1].startswith("unpacked on this node: 0 units, 0 B; ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--keep", "soon"), "--keep: 'soon' is not a duration"),
+        (("--grace", "1"), "--grace: '1' is not a duration"),
+        (("--cache", "big"), "--cache: 'big' is not a size"),
+        (("--store", "https://x"), "'https://x' is not a store"),
+    ],
+)
+def test_gc_says_which_value_is_wrong(place: Place, arguments: tuple[str, ...], said: str) -> None:
+    with pytest.raises(InvalidValue, match=re.escape(said)):
+        place.run("gc", *arguments)
 
 
 # --- which interpreter ------------------------------------------------------------------------------------------------

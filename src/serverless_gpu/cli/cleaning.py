@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 
 import click
 from msgspec.structs import replace
 
 from serverless_gpu.ambient import SystemClock, format_moment
+from serverless_gpu.cli.amounts import age_s, size_bytes
 from serverless_gpu.cli.choosing import choose, queued_runs, this_home
 from serverless_gpu.cli.columns import columns
-from serverless_gpu.errors import InvalidValue, UsageError
+from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.retention import HOUR_NS, Entry, Policy, to_delete
-from serverless_gpu.model.spec import parse_bytes
 from serverless_gpu.node.configuration import read_configuration
 from serverless_gpu.node.history import read_run, run_ids, size_on_disk
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.retention import cleaned_text, delete_all, empty_trash, scan
-from serverless_gpu.units import format_bytes, format_duration_ms, parse_duration_s
+from serverless_gpu.units import format_bytes, format_duration_ms
 
 
 @click.command()
@@ -81,28 +80,11 @@ def _policy(home: Home, older_than: str | None, keep: str | None) -> Policy:
         return read_configuration(home).retention
     policy = Policy(age_ns=None, size_bytes_max=None)
     if older_than is not None:
-        age_ns = _duration_ns(older_than)
+        age_ns = age_s("--older-than", older_than) * 1_000_000_000
         policy = replace(policy, age_ns=age_ns, spared_ns=min(HOUR_NS, age_ns))
     if keep is not None:
-        policy = replace(policy, size_bytes_max=_size("--keep", keep))
+        policy = replace(policy, size_bytes_max=size_bytes("--keep", keep))
     return policy
-
-
-def _duration_ns(text: str) -> int:
-    try:
-        return parse_duration_s(text) * 1_000_000_000
-    except ValueError as error:
-        raise InvalidValue(f"--older-than: {error}") from None
-
-
-def _size(name: str, text: str) -> int:
-    written = text.strip().upper()
-    if written.rstrip("KMGTIB ") == "0":
-        return 0
-    if not written.isdecimal():
-        with contextlib.suppress(UsageError):
-            return parse_bytes(name, written)
-    raise InvalidValue(f"{name}: {text!r} is not a size; write a number and a unit: 500MB, 20GiB, or 0")
 
 
 def _count(runs: int) -> str:

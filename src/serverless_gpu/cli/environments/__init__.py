@@ -2,6 +2,7 @@
 
     looking.py     show · fingerprint · diff     nothing is written but what makes the next look fast
     moving.py      capture · restore
+    collecting.py  gc
     places.py      which interpreter, which store, which snapshot is meant
     describing.py  a snapshot as text and JSON · meter.py how far it is
 
@@ -131,6 +132,31 @@ def diff(first: str | None, second: str | None, python: str | None, store: str |
             click.echo(f"sgpu: {error}", err=True)
             sys.exit(_TROUBLE)
         sys.exit(1 if differs else 0)
+
+
+@env.command()
+@click.option(
+    "--keep", metavar="AGE", default="30d", show_default=True, help="Keep what was captured or used within this."
+)
+@click.option(
+    "--grace",
+    metavar="AGE",
+    default="1d",
+    show_default=True,
+    help="Delete what was condemned this long ago; longer than any capture takes.",
+)
+@click.option("--cache", metavar="SIZE", help="Also shrink what was unpacked on this node to at most this: 20GB, 0.")
+@click.option("--dry-run", is_flag=True, help="Only say what would be condemned and deleted.")
+@_store
+@_json
+def gc(keep: str, grace: str, cache: str | None, dry_run: bool, store: str | None, as_json: bool) -> None:
+    """Delete what no recent snapshot and no running attempt needs.
+
+    In two steps, so that a capture that goes on meanwhile loses nothing: what is needed no more is condemned, and
+    deleted by a later gc, at least --grace after that.
+    """
+    with _interruptible("what was deleted is gone, the rest is as it was, and the next gc goes on"):
+        _room("collecting").collect_garbage((keep, grace, cache), store, dry_run=dry_run, as_json=as_json)
 
 
 def _room(name: str) -> ModuleType:
