@@ -36,7 +36,7 @@ def test_nothing_is_foretold_in_the_first_second_or_without_a_total() -> None:
     assert meter.line(SECOND // 2) == "capturing: 100.0 MB of 1.4 GB · 12 of 29,911 files · torch 2.13.0"
     unknown = Meter("scan", 0)
     unknown.note(Progress(phase="scan", files_done=1200), 2 * SECOND)
-    assert unknown.line(2 * SECOND) == "looking: 0 B · 1,200 files"
+    assert unknown.line(2 * SECOND) == "looking: 1,200 files"
 
 
 def test_the_rate_is_that_of_the_last_seconds() -> None:

@@ -63,10 +63,10 @@ class Meter:
     def line(self, now_ns: int) -> str:
         """Return where it is now, as text."""
         seen = self._latest
-        parts = [
-            _of(format_bytes(seen.bytes_done), format_bytes(seen.bytes_total), known=seen.bytes_total > 0),
-            _of(f"{seen.files_done:,}", f"{seen.files_total:,}", known=seen.files_total > 0) + " files",
-        ]
+        parts = []
+        if seen.bytes_done or seen.bytes_total:  # a walk counts files only
+            parts.append(_of(format_bytes(seen.bytes_done), format_bytes(seen.bytes_total), known=seen.bytes_total > 0))
+        parts.append(_of(f"{seen.files_done:,}", f"{seen.files_total:,}", known=seen.files_total > 0) + " files")
         rate = self._rate(now_ns)
         if rate:
             parts.append(f"{format_bytes(rate)}/s")

@@ -10,13 +10,14 @@ import msgspec
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.cli.environments import places
-from serverless_gpu.cli.environments.describing import titles
+from serverless_gpu.cli.environments.describing import SHORT, titles
 from serverless_gpu.cli.environments.meter import Meters
 from serverless_gpu.cli.output import print_json
 from serverless_gpu.environment.cache import Cache
 from serverless_gpu.environment.compression import LEVEL_LOCAL, LEVEL_REMOTE
 from serverless_gpu.environment.documents import Member, Snapshot
 from serverless_gpu.environment.exporting import Exported, Order, export
+from serverless_gpu.environment.progress import Progress
 from serverless_gpu.environment.taking import Captured, take
 from serverless_gpu.units import format_bytes, format_duration_ms
 
@@ -82,8 +83,13 @@ def restore_into(
     blobs = places.blobs(store, directory)
     snapshot = places.choose_snapshot(address, blobs)
     order = Order(target=Path(target), python=places.interpreter(python), copies=copies)
+    names = {m.address[:SHORT]: titles([m]) for root in snapshot.roots for m in root.members}
     with Meters() as meters:
-        made = export(snapshot.address, blobs, Cache(directory), order, report=meters.report)
+
+        def report(progress: Progress) -> None:  # a node knows units by their addresses
+            meters.report(msgspec.structs.replace(progress, name=names.get(progress.name, progress.name)))
+
+        made = export(snapshot.address, blobs, Cache(directory), order, report=report)
     if as_json:
         print_json({**msgspec.structs.asdict(made), "size_bytes": snapshot.size, "files": snapshot.files})
         return
