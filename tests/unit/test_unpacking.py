@@ -28,6 +28,7 @@ from serverless_gpu.environment.progress import Progress
 from serverless_gpu.environment.stores.memory import MemoryStore
 from serverless_gpu.environment.taking import capture
 from serverless_gpu.environment.unpacking import MTIME_S, unpack, unpack_each
+from serverless_gpu.environment.writing import Tree, Walk
 from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentProblem, StorageError
 from tests.unit.scanned import contents, scan_of, source_of
 
@@ -276,6 +277,49 @@ def test_no_file_is_made_through_a_link_even_if_the_rules_had_a_hole(tmp_path: P
         unpack(unit, blobs, tmp_path / "after")
     assert not list(outside.iterdir())
     assert not (tmp_path / "after").exists()
+
+
+@pytest.mark.parametrize("planted", ["file", "link", "directory link"])
+def test_what_somebody_plants_while_files_are_written_is_not_followed(tmp_path: Path, planted: str) -> None:
+    outside, fresh = tmp_path / "outside", tmp_path / "fresh"
+    outside.mkdir()
+    (outside / "a").write_bytes(b"mine")
+    (fresh / "site").mkdir(parents=True)
+    if planted == "directory link":
+        (fresh / "site").rmdir()
+        (fresh / "site").symlink_to(outside)
+    elif planted == "link":
+        (fresh / "site" / "a").symlink_to(outside / "a")
+    else:
+        (fresh / "site" / "a").write_bytes(b"mine")
+    tree = Tree(fresh)
+    try:
+        with Walk(tree) as walk, pytest.raises(OSError, match=r"exists|Not a directory|Too many levels"):
+            os.close(walk.make(Row(path="site/b" if planted == "directory link" else "site/a")))
+    finally:
+        tree.close()
+    assert {path.name: path.read_bytes() for path in outside.iterdir()} == {"a": b"mine"}
+
+
+def test_files_may_lie_in_a_block_in_any_order(tmp_path: Path) -> None:
+    # Each longer than a piece of content, so that nobody can go back to one that was passed.
+    contents_by_name = {name: os.urandom(300_000) for name in "abc"}
+    frame = compress(b"".join(reversed(contents_by_name.values())))
+    blobs = Blobs(MemoryStore())
+    pack = blobs.write_pack(frame)
+    rows = tuple(
+        Row(path=f"site/{name}", size=len(content), sha256=hashlib.sha256(content).digest())
+        for name, content in contents_by_name.items()
+    )
+    unit = Unit(
+        address=unit_address(rows),
+        rows=rows,
+        packs=(pack,),
+        blocks=(Block(0, 0, len(frame), 900_000),),
+        places=(Place(0, 600_000), Place(0, 300_000), Place(0, 0)),
+    )
+    unpack(unit, blobs, tmp_path / "after")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "after/site").iterdir()} == contents_by_name
 
 
 def test_nothing_is_written_into_a_directory_that_is_there(tmp_path: Path) -> None:
