@@ -10,7 +10,7 @@ from pathlib import Path
 from serverless_gpu.environment.documents import Row, Snapshot
 from serverless_gpu.environment.progress import nobody
 from serverless_gpu.environment.rules import check_rows, check_snapshot
-from serverless_gpu.environment.scanning import Recogniser, Scan
+from serverless_gpu.environment.scan.scanning import Recogniser, Scan
 from tests.environment.wheels import Venv
 
 

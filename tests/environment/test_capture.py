@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.environment.blobs import Blobs
+from serverless_gpu.environment.capture.taking import Captured, take
 from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.progress import Progress, nobody
-from serverless_gpu.environment.scanning import Recogniser
+from serverless_gpu.environment.restore.unpacking import unpack
+from serverless_gpu.environment.scan.scanning import Recogniser
+from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.environment.stores.directory import DirectoryStore
-from serverless_gpu.environment.taking import Captured, take
-from serverless_gpu.environment.unpacking import unpack
 from tests.environment.scans import claim
 from tests.environment.wheels import Venv, Wheel, build_wheel
 

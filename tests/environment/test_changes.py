@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from serverless_gpu.environment.changes import Change, FileChange, compare, compare_rows
 from serverless_gpu.environment.documents import (
     Facts,
     Generated,
@@ -15,6 +14,7 @@ from serverless_gpu.environment.documents import (
     Snapshot,
     make_snapshot,
 )
+from serverless_gpu.environment.scan.changes import Change, FileChange, compare, compare_rows
 
 PYTHON = Interpreter(implementation="cpython", version="3.11.7", abi="cpython-311", platform="linux-x86_64")
 

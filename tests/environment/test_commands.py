@@ -14,8 +14,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from serverless_gpu import cli
-from serverless_gpu.environment.blobs import Blobs
-from serverless_gpu.environment.cache import Cache
+from serverless_gpu.environment.restore.cache import Cache
+from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.environment.stores.opening import open_store
 from serverless_gpu.errors import EnvironmentMissing, InvalidValue, ServerlessGpuError
 from serverless_gpu.node.home import Home

@@ -11,9 +11,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from serverless_gpu.environment import interpreter
-from serverless_gpu.environment.description import read_description
-from serverless_gpu.environment.interpreter import describe, describe_other
+from serverless_gpu.environment.scan import interpreter
+from serverless_gpu.environment.scan.description import read_description
+from serverless_gpu.environment.scan.interpreter import describe, describe_other
 from serverless_gpu.errors import EnvironmentUnsupported
 from tests.environment.wheels import BASE, Venv, describe_in
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from serverless_gpu.environment import project
-from serverless_gpu.environment.project import CodePlace, list_code, wanted_files
+from serverless_gpu.environment.scan import project
+from serverless_gpu.environment.scan.project import CodePlace, list_code, wanted_files
 from serverless_gpu.errors import EnvironmentTooLarge
 
 _names = st.sampled_from(["a", "b", "ab", "a.py", "b.txt", "build", "#c", "x y"])

@@ -13,12 +13,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from serverless_gpu.environment import recognition
-from serverless_gpu.environment.changes import Change
-from serverless_gpu.environment.description import Description
-from serverless_gpu.environment.index import UNKNOWN, known_mtime
 from serverless_gpu.environment.progress import nobody
-from serverless_gpu.environment.scanning import Recogniser
+from serverless_gpu.environment.scan import recognition
+from serverless_gpu.environment.scan.changes import Change
+from serverless_gpu.environment.scan.description import Description
+from serverless_gpu.environment.scan.index import UNKNOWN, known_mtime
+from serverless_gpu.environment.scan.scanning import Recogniser
 from serverless_gpu.testing import FakeClock
 from tests.environment.wheels import Venv, Wheel, build_wheel, run
 
@@ -325,9 +325,9 @@ def test_two_workers_find_what_one_finds(place: Place) -> None:
     program = f"""
 import msgspec, sys
 from pathlib import Path
-from serverless_gpu.environment import recognition
-from serverless_gpu.environment.description import Description
-from serverless_gpu.environment.scanning import Recogniser
+from serverless_gpu.environment.scan import recognition
+from serverless_gpu.environment.scan.description import Description
+from serverless_gpu.environment.scan.scanning import Recogniser
 assert recognition.is_single_threaded()
 recognition._FORK_FROM_FILES = 1
 recogniser = Recogniser(Path({str(place.index)!r}))

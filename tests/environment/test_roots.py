@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.environment.progress import nobody
-from serverless_gpu.environment.scanning import Recogniser
+from serverless_gpu.environment.scan.scanning import Recogniser
 from serverless_gpu.errors import EnvironmentUnsupported
 from tests.environment.laid_out import LaidOut
 from tests.environment.scans import check, names, rows, scan, write

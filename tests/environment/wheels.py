@@ -14,8 +14,8 @@ from pathlib import Path
 import msgspec
 import uv
 
-from serverless_gpu.environment.description import Description, read_description
-from serverless_gpu.environment.interpreter import describe_other
+from serverless_gpu.environment.scan.description import Description, read_description
+from serverless_gpu.environment.scan.interpreter import describe_other
 
 BASE = Path(getattr(sys, "_base_executable", sys.executable)).resolve()
 UV = Path(uv.__file__).parents[4] / "bin" / "uv"

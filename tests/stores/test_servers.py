@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import obstore
 import pytest
 
-from serverless_gpu.environment.blobs import Blobs
 from serverless_gpu.environment.stores.base import Store
+from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.environment.stores.opening import open_store
 from serverless_gpu.errors import StoreUnavailable
 from serverless_gpu.testing.stores import StoreConformance, pack_key

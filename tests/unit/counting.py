@@ -8,8 +8,8 @@ from pathlib import Path
 
 import msgspec
 
-from serverless_gpu.environment.packing import Settings
-from serverless_gpu.environment.scanning import Scan
+from serverless_gpu.environment.capture.packing import Settings
+from serverless_gpu.environment.scan.scanning import Scan
 from serverless_gpu.environment.stores.memory import MemoryStore
 from serverless_gpu.errors import StoreUnavailable
 from tests.unit.scanned import scan_of, source_of

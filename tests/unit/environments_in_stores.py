@@ -6,7 +6,6 @@ import hashlib
 
 from blake3 import blake3
 
-from serverless_gpu.environment.blobs import Blobs
 from serverless_gpu.environment.compression import compress
 from serverless_gpu.environment.documents import (
     Block,
@@ -21,6 +20,7 @@ from serverless_gpu.environment.documents import (
     make_snapshot,
     unit_address,
 )
+from serverless_gpu.environment.stores.blobs import Blobs
 
 PYTHON = Interpreter(
     implementation="cpython", version="3.11.7", abi="cpython-311-x86_64-linux-gnu", platform="linux-x86_64"

@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from serverless_gpu.environment.blobs import Blobs
-from serverless_gpu.environment.cache import Cache
+from serverless_gpu.environment.restore.cache import Cache
+from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.environment.stores.directory import DirectoryStore
 
 

@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from serverless_gpu.environment.blobs import Blobs
 from serverless_gpu.environment.compression import compress
 from serverless_gpu.environment.documents import (
     BLOCK_BYTES,
@@ -34,7 +33,8 @@ from serverless_gpu.environment.documents import (
     make_snapshot,
     unit_address,
 )
-from serverless_gpu.environment.pythons import ask
+from serverless_gpu.environment.restore.pythons import ask
+from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.environment.stores.memory import MemoryStore
 
 FRAMES = 4  # in a pack

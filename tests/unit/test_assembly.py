@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from serverless_gpu.environment.assembly import Place, assemble, library_name, moved
 from serverless_gpu.environment.documents import Facts, Generated, Interpreter, Member, Root, Snapshot, make_snapshot
-from serverless_gpu.environment.outlines import Outline
+from serverless_gpu.environment.restore.assembly import Place, assemble, library_name, moved
+from serverless_gpu.environment.restore.outlines import Outline
 
 PYTHON = Interpreter(implementation="cpython", version="3.11.7", abi="cpython-311-x86_64-linux-gnu", platform="linux")
 PLACE = Place(tree="/view", base="/usr/bin/python3.11", version="3.11.2")

@@ -10,12 +10,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from serverless_gpu.environment.blobs import Blobs
-from serverless_gpu.environment.codec import DOCUMENT_BYTES_MAX, encode
 from serverless_gpu.environment.compression import compress
-from serverless_gpu.environment.condemned import Condemned, Sentence, write_condemned
 from serverless_gpu.environment.documents import Facts
 from serverless_gpu.environment.stores.base import Store
+from serverless_gpu.environment.stores.blobs import Blobs
+from serverless_gpu.environment.stores.codec import DOCUMENT_BYTES_MAX, encode
+from serverless_gpu.environment.stores.condemned import Condemned, Sentence, write_condemned
 from serverless_gpu.environment.stores.directory import DirectoryStore
 from serverless_gpu.environment.stores.memory import MemoryStore
 from serverless_gpu.errors import (

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.environment.blobs import Blobs
-from serverless_gpu.environment.bytecode import compile_all, jobs
-from serverless_gpu.environment.cache import Cache
 from serverless_gpu.environment.documents import Facts, Snapshot
-from serverless_gpu.environment.restoring import Restored, Way, compile_rest, restore
-from serverless_gpu.environment.unpacking import MTIME_S
+from serverless_gpu.environment.restore.bytecode import compile_all, jobs
+from serverless_gpu.environment.restore.cache import Cache
+from serverless_gpu.environment.restore.restoring import Restored, Way, compile_rest, restore
+from serverless_gpu.environment.restore.unpacking import MTIME_S
+from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.errors import EnvironmentRejected
 from tests.unit.made_environments import Counting, Made, Piece, base_python, interpreter
 from tests.unit.restored_process import MODES, ask

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.environment.blobs import Blobs
-from serverless_gpu.environment.cache import Cache
 from serverless_gpu.environment.progress import Progress
-from serverless_gpu.environment.restoring import Way, restore
+from serverless_gpu.environment.restore.cache import Cache
+from serverless_gpu.environment.restore.restoring import Way, restore
+from serverless_gpu.environment.restore.unpacking import MTIME_S
+from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.environment.stores.directory import DirectoryStore
-from serverless_gpu.environment.unpacking import MTIME_S
 from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentMissing, StorageError
 from serverless_gpu.testing import FakeClock
 from tests.unit import fetching_process

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.environment.blobs import Blobs
-from serverless_gpu.environment.codec import encode
-from serverless_gpu.environment.collection import Collected, Tally, collect
-from serverless_gpu.environment.condemned import COLLECTOR, CONDEMNED, Condemned, read_condemned
 from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.progress import Progress
 from serverless_gpu.environment.stores.base import Store
+from serverless_gpu.environment.stores.blobs import Blobs
+from serverless_gpu.environment.stores.codec import encode
+from serverless_gpu.environment.stores.collection import Collected, Tally, collect
+from serverless_gpu.environment.stores.condemned import COLLECTOR, CONDEMNED, Condemned, read_condemned
 from serverless_gpu.environment.stores.directory import DirectoryStore
 from serverless_gpu.environment.stores.memory import MemoryStore
 from serverless_gpu.errors import EnvironmentMissing, EnvironmentRejected, StoreUnavailable

@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from serverless_gpu.environment.blobs import Blobs
-from serverless_gpu.environment.collection import collect
 from serverless_gpu.environment.documents import Snapshot
+from serverless_gpu.environment.stores.blobs import Blobs
+from serverless_gpu.environment.stores.collection import collect
 from serverless_gpu.errors import StoreUnavailable
 from tests.unit.environments_in_stores import capture
 from tests.unit.stepped import Actor, World

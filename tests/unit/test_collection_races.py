@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import pytest
 
-from serverless_gpu.environment.blobs import Blobs
-from serverless_gpu.environment.collection import collect
-from serverless_gpu.environment.condemned import CONDEMNED, Condemned, Sentence
 from serverless_gpu.environment.documents import Snapshot
-from serverless_gpu.environment.reachability import make_plan
 from serverless_gpu.environment.stores.base import Stored
+from serverless_gpu.environment.stores.blobs import Blobs
+from serverless_gpu.environment.stores.collection import collect
+from serverless_gpu.environment.stores.condemned import CONDEMNED, Condemned, Sentence
+from serverless_gpu.environment.stores.reachability import make_plan
 from serverless_gpu.errors import StoreUnavailable
 from tests.unit.environments_in_stores import capture
 from tests.unit.stepped import Actor, World

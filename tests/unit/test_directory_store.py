@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.environment.blobs import Blobs
 from serverless_gpu.environment.stores.base import OBJECT_BYTES_MAX, Store
+from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.environment.stores.directory import INCOMING, DirectoryStore
 from serverless_gpu.environment.stores.memory import MemoryStore
 from serverless_gpu.environment.stores.opening import open_store
@@ -252,7 +252,7 @@ def limited(root: Path, script: str) -> subprocess.CompletedProcess[str]:
 
     program = f"""
 from pathlib import Path
-from serverless_gpu.environment.blobs import Blobs
+from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.environment.stores.directory import DirectoryStore
 from serverless_gpu.errors import StorageError
 blobs = Blobs(DirectoryStore(Path({str(root)!r})))

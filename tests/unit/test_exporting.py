@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.environment.blobs import Blobs
-from serverless_gpu.environment.cache import Cache
 from serverless_gpu.environment.documents import Facts, Snapshot
-from serverless_gpu.environment.restoring import Order, export, restore
+from serverless_gpu.environment.restore.cache import Cache
+from serverless_gpu.environment.restore.restoring import Order, export, restore
+from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.errors import EnvironmentCorrupt, InvalidValue, StorageError
 from tests.unit.made_environments import Counting, Made, interpreter
 from tests.unit.restored_process import NOBODY, public_directory

@@ -14,7 +14,7 @@ from serverless_gpu.environment.documents import (
     Snapshot,
     make_snapshot,
 )
-from serverless_gpu.environment.fitting import Loaded, changed_units, fits, row_of
+from serverless_gpu.environment.restore.fitting import Loaded, changed_units, fits, row_of
 
 PYTHON = Interpreter(implementation="cpython", version="3.11.7", abi="cpython-311-x86_64-linux-gnu", platform="linux")
 NUMPY = Member(address="a" * 64, kind="distribution", name="numpy", version="2.0", modules=("numpy",))

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from serverless_gpu.environment.assembly import Part
-from serverless_gpu.environment.linking import Source, fill
+from serverless_gpu.environment.restore.assembly import Part
+from serverless_gpu.environment.restore.linking import Source, fill
 from serverless_gpu.errors import EnvironmentRejected
 from tests.unit.restored_process import CANNOT_MOUNT, public_directory
 

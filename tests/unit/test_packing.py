@@ -12,12 +12,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from serverless_gpu.environment.blobs import Blobs
+from serverless_gpu.environment.capture.layout import PACKS_MORE_MAX, places_of, plan_blocks, reuse
+from serverless_gpu.environment.capture.taking import capture
 from serverless_gpu.environment.documents import Block, Place, Row, Unit, unit_address
-from serverless_gpu.environment.layout import PACKS_MORE_MAX, places_of, plan_blocks, reuse
+from serverless_gpu.environment.restore.unpacking import unpack
+from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.environment.stores.directory import DirectoryStore
-from serverless_gpu.environment.taking import capture
-from serverless_gpu.environment.unpacking import unpack
 from serverless_gpu.errors import StoreUnavailable
 from tests.unit.counting import TINY, WHOLE_PACKS, CountingStore, two_units
 from tests.unit.hostile import file
@@ -181,9 +181,9 @@ def test_a_capture_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
 _KILLED = """
     import itertools, sys, threading
     from pathlib import Path
-    from serverless_gpu.environment.blobs import Blobs
+    from serverless_gpu.environment.stores.blobs import Blobs
     from serverless_gpu.environment.stores.directory import DirectoryStore
-    from serverless_gpu.environment.taking import capture
+    from serverless_gpu.environment.capture.taking import capture
     from tests.unit.scanned import scan_of, source_of
     from tests.unit.counting import WHOLE_PACKS
 

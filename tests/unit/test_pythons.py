@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from serverless_gpu.environment.pythons import ask, candidates, find_python, trusted
+from serverless_gpu.environment.restore.pythons import ask, candidates, find_python, trusted
 from serverless_gpu.errors import EnvironmentUnsupported
 from tests.unit.made_environments import base_python, interpreter
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.environment.documents import Facts, Interpreter, Member, Root, make_snapshot
-from serverless_gpu.environment.fitting import Loaded
 from serverless_gpu.environment.progress import Progress
-from serverless_gpu.environment.restoring import Mount, Restored
+from serverless_gpu.environment.restore.fitting import Loaded
+from serverless_gpu.environment.restore.restoring import Mount, Restored
 from serverless_gpu.errors import EnvironmentUnsupported
 from serverless_gpu.node.inside import mounts
 from serverless_gpu.node.protocol import Context

@@ -13,13 +13,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from serverless_gpu.environment.blobs import Blobs
-from serverless_gpu.environment.cache import Cache
 from serverless_gpu.environment.documents import Facts, Generated, Snapshot, make_snapshot
-from serverless_gpu.environment.preparing import glibc
-from serverless_gpu.environment.restoring import Restored, Way, restore
+from serverless_gpu.environment.restore.cache import Cache
+from serverless_gpu.environment.restore.preparing import glibc
+from serverless_gpu.environment.restore.restoring import Restored, Way, restore
+from serverless_gpu.environment.restore.trees import LAYERS_MAX
+from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.environment.stores.directory import DirectoryStore
-from serverless_gpu.environment.trees import LAYERS_MAX
 from serverless_gpu.errors import EnvironmentMissing, EnvironmentRejected, EnvironmentUnsupported
 from tests.unit.made_environments import Counting, Executable, Folder, Link, Made, base_python, interpreter
 from tests.unit.restored_process import MODES, NOBODY, ask, command, public_directory, run
@@ -416,9 +416,9 @@ def test_processes_that_restore_at_the_same_time_all_get_it(cache: Cache, tmp_pa
     code = f"""
 import sys
 from pathlib import Path
-from serverless_gpu.environment.blobs import Blobs
-from serverless_gpu.environment.cache import Cache
-from serverless_gpu.environment.restoring import Way, restore
+from serverless_gpu.environment.stores.blobs import Blobs
+from serverless_gpu.environment.restore.cache import Cache
+from serverless_gpu.environment.restore.restoring import Way, restore
 from serverless_gpu.environment.stores.directory import DirectoryStore
 blobs = Blobs(DirectoryStore(Path({str(tmp_path / "store")!r})))
 print(restore({snapshot.address!r}, blobs, Cache(Path({str(cache.root)!r})), way=Way(mode={mode!r})).units_fetched)

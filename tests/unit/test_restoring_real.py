@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from serverless_gpu.environment.blobs import Blobs
-from serverless_gpu.environment.cache import Cache
-from serverless_gpu.environment.description import read_description
+from serverless_gpu.environment.capture.taking import take
 from serverless_gpu.environment.documents import Snapshot
-from serverless_gpu.environment.interpreter import describe_other
-from serverless_gpu.environment.restoring import Order, Restored, Way, export, moved, restore
-from serverless_gpu.environment.scanning import Recogniser
-from serverless_gpu.environment.taking import take
+from serverless_gpu.environment.restore.cache import Cache
+from serverless_gpu.environment.restore.restoring import Order, Restored, Way, export, moved, restore
+from serverless_gpu.environment.scan.description import read_description
+from serverless_gpu.environment.scan.interpreter import describe_other
+from serverless_gpu.environment.scan.scanning import Recogniser
+from serverless_gpu.environment.stores.blobs import Blobs
 from tests.unit.made_environments import Counting, base_python
 from tests.unit.restored_process import MODES, run
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.environment.scripts import entry_points, is_generic, script, shebang, specific
+from serverless_gpu.environment.restore.scripts import entry_points, is_generic, script, shebang, specific
 
 
 def test_a_script_is_what_pip_writes() -> None:

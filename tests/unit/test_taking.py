@@ -16,13 +16,13 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.environment.blobs import Blobs
+from serverless_gpu.environment.capture.taking import capture
 from serverless_gpu.environment.documents import Row
 from serverless_gpu.environment.progress import Progress
-from serverless_gpu.environment.scanning import Source
+from serverless_gpu.environment.restore.unpacking import unpack
+from serverless_gpu.environment.scan.scanning import Source
+from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.environment.stores.memory import MemoryStore
-from serverless_gpu.environment.taking import capture
-from serverless_gpu.environment.unpacking import unpack
 from serverless_gpu.errors import EnvironmentTooLarge, EnvironmentUnsupported, StorageError
 from tests.unit.counting import TINY, WHOLE_PACKS, CountingStore, claiming, two_units
 from tests.unit.scanned import contents, scan_of, source_of
@@ -319,11 +319,11 @@ def test_memory_stays_below_256_mb(tmp_path: Path, shape: str) -> None:
 _MEASURED = """
     import os, resource, sys
     from pathlib import Path
-    from serverless_gpu.environment.blobs import Blobs
+    from serverless_gpu.environment.stores.blobs import Blobs
     from serverless_gpu.environment.documents import Row
-    from serverless_gpu.environment.scanning import Source
+    from serverless_gpu.environment.scan.scanning import Source
     from serverless_gpu.environment.stores.directory import DirectoryStore
-    from serverless_gpu.environment.taking import capture
+    from serverless_gpu.environment.capture.taking import capture
     from tests.unit.scanned import scan_of, source_of
 
     before = Path(sys.argv[1])

@@ -20,15 +20,15 @@ import pytest
 from blake3 import blake3
 from hypothesis import HealthCheck, given, settings
 
-from serverless_gpu.environment.blobs import Blobs
+from serverless_gpu.environment.capture.packing import Settings
+from serverless_gpu.environment.capture.taking import capture
 from serverless_gpu.environment.compression import compress
 from serverless_gpu.environment.documents import Block, Place, Row, Unit, unit_address
-from serverless_gpu.environment.packing import Settings
 from serverless_gpu.environment.progress import Progress
+from serverless_gpu.environment.restore.unpacking import MTIME_S, unpack, unpack_each
+from serverless_gpu.environment.restore.writing import Tree, Walk
+from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.environment.stores.memory import MemoryStore
-from serverless_gpu.environment.taking import capture
-from serverless_gpu.environment.unpacking import MTIME_S, unpack, unpack_each
-from serverless_gpu.environment.writing import Tree, Walk
 from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentProblem, StorageError
 from tests.unit.scanned import contents, scan_of, source_of
 

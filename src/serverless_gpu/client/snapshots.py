@@ -24,8 +24,8 @@ from pathlib import Path
 from serverless_gpu.client.display import Display, make_display
 from serverless_gpu.client.interrupts import interruptible
 from serverless_gpu.environment import questions
-from serverless_gpu.environment.interpreter import describe
 from serverless_gpu.environment.progress import Progress
+from serverless_gpu.environment.scan.interpreter import describe
 from serverless_gpu.errors import EnvironmentProblem, InvalidValue, error_class
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.inside.channel import pair

@@ -33,10 +33,8 @@ from typing import NoReturn, Protocol
 import msgspec
 
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.environment.blobs import Blobs
-from serverless_gpu.environment.changes import compare
+from serverless_gpu.environment.capture.taking import Captured, capture
 from serverless_gpu.environment.compression import LEVEL_LOCAL, LEVEL_REMOTE
-from serverless_gpu.environment.description import Description, read_description
 from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.progress import Progress
 from serverless_gpu.environment.questions import (
@@ -53,9 +51,11 @@ from serverless_gpu.environment.questions import (
     decode_question,
     encode,
 )
-from serverless_gpu.environment.scanning import Recogniser
+from serverless_gpu.environment.scan.changes import compare
+from serverless_gpu.environment.scan.description import Description, read_description
+from serverless_gpu.environment.scan.scanning import Recogniser
+from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.environment.stores.opening import open_store
-from serverless_gpu.environment.taking import Captured, capture
 from serverless_gpu.errors import EnvironmentProblem, ServerlessGpuError, StorageError
 
 CHANGES_TOLD_MAX = 8

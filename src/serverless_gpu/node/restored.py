@@ -15,10 +15,10 @@ from pathlib import Path
 
 import msgspec
 
-from serverless_gpu.environment.assembly import moved
 from serverless_gpu.environment.documents import Member, Snapshot
-from serverless_gpu.environment.fitting import Loaded, changed_units, fits, row_of
-from serverless_gpu.environment.restoring import Restored
+from serverless_gpu.environment.restore.assembly import moved
+from serverless_gpu.environment.restore.fitting import Loaded, changed_units, fits, row_of
+from serverless_gpu.environment.restore.restoring import Restored
 from serverless_gpu.node.protocol import Context, original, portable
 from serverless_gpu.units import format_bytes
 

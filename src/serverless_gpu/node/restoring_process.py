@@ -25,12 +25,12 @@ from typing import NoReturn
 import msgspec
 
 from serverless_gpu.ambient import Clock, SystemClock
-from serverless_gpu.environment.blobs import Blobs
-from serverless_gpu.environment.cache import Cache
 from serverless_gpu.environment.documents import Snapshot
-from serverless_gpu.environment.places import read_document
 from serverless_gpu.environment.progress import Progress
-from serverless_gpu.environment.restoring import Restored, Way, compile_rest, restore
+from serverless_gpu.environment.restore.cache import Cache
+from serverless_gpu.environment.restore.places import read_document
+from serverless_gpu.environment.restore.restoring import Restored, Way, compile_rest, restore
+from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.environment.stores.opening import open_store
 from serverless_gpu.errors import EnvironmentProblem, EnvironmentUnsupported, ServerlessGpuError
 from serverless_gpu.node.home import storage_error

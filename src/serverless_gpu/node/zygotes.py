@@ -7,8 +7,8 @@ A zygote is stale when a file it loaded has changed since (another version insta
 get from it is not what the caller's next interpreter would import. A package it never loaded may change freely; ranks
 see the new one.
 
-One in a restored environment goes on in another when nothing differs that it has loaded (`environment/fitting.py`):
-its next stems have that mounted in place of the first.
+One in a restored environment goes on in another when nothing differs that it has loaded
+(`environment/restore/fitting.py`): its next stems have that mounted in place of the first.
 
 Failure cases: the zygote cannot preload or dies (whoever waits for a stem is told what it wrote); it is not fit to
 be forked (the key is remembered and runs start cold: a zygote without preload, for one run each); it dies while
@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from serverless_gpu.environment.fitting import Loaded
+from serverless_gpu.environment.restore.fitting import Loaded
 from serverless_gpu.node.inside import protocol as inside
 from serverless_gpu.node.inside.channel import pair
 from serverless_gpu.node.processes import CgroupRoot

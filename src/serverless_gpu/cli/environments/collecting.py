@@ -12,9 +12,9 @@ from serverless_gpu.cli.amounts import age_s, size_bytes
 from serverless_gpu.cli.environments import places
 from serverless_gpu.cli.environments.meter import Meters
 from serverless_gpu.cli.output import print_json
-from serverless_gpu.environment.cache import Cache
-from serverless_gpu.environment.collection import Collected, Tally, collect
-from serverless_gpu.environment.evicting import environments
+from serverless_gpu.environment.restore.cache import Cache
+from serverless_gpu.environment.restore.evicting import environments
+from serverless_gpu.environment.stores.collection import Collected, Tally, collect
 from serverless_gpu.errors import StorageError
 from serverless_gpu.units import format_bytes
 

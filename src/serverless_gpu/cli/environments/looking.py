@@ -15,10 +15,10 @@ from serverless_gpu.cli.environments.describing import Contents, captured_text, 
 from serverless_gpu.cli.environments.meter import Meters
 from serverless_gpu.cli.output import print_json
 from serverless_gpu.client.terminal import safe
-from serverless_gpu.environment.blobs import Blobs
-from serverless_gpu.environment.changes import Change, compare, compare_rows
 from serverless_gpu.environment.documents import Member, Row, Snapshot
-from serverless_gpu.environment.scanning import Source
+from serverless_gpu.environment.scan.changes import Change, compare, compare_rows
+from serverless_gpu.environment.scan.scanning import Source
+from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.errors import EnvironmentMissing, EnvironmentProblem
 from serverless_gpu.units import format_duration_ms
 

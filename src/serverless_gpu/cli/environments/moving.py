@@ -13,12 +13,12 @@ from serverless_gpu.cli.environments import places
 from serverless_gpu.cli.environments.describing import SHORT, titles
 from serverless_gpu.cli.environments.meter import Meters
 from serverless_gpu.cli.output import print_json
-from serverless_gpu.environment.cache import Cache
+from serverless_gpu.environment.capture.taking import Captured, take
 from serverless_gpu.environment.compression import LEVEL_LOCAL, LEVEL_REMOTE
 from serverless_gpu.environment.documents import Member, Snapshot
-from serverless_gpu.environment.exporting import Exported, Order, export
 from serverless_gpu.environment.progress import Progress
-from serverless_gpu.environment.taking import Captured, take
+from serverless_gpu.environment.restore.cache import Cache
+from serverless_gpu.environment.restore.exporting import Exported, Order, export
 from serverless_gpu.units import format_bytes, format_duration_ms
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import click
 
 from serverless_gpu.cli.choosing import this_home
-from serverless_gpu.environment.blobs import Blobs
-from serverless_gpu.environment.description import Description, read_description
 from serverless_gpu.environment.documents import Snapshot
-from serverless_gpu.environment.interpreter import describe_other
-from serverless_gpu.environment.scanning import Recogniser
+from serverless_gpu.environment.scan.description import Description, read_description
+from serverless_gpu.environment.scan.interpreter import describe_other
+from serverless_gpu.environment.scan.scanning import Recogniser
+from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.environment.stores.opening import open_store
 from serverless_gpu.errors import EnvironmentUnsupported, InvalidValue
 

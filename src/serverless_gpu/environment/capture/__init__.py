@@ -1,0 +1,1 @@
+"""From files to packs in a store."""

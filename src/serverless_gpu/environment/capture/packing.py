@@ -1,0 +1,393 @@
+"""Units become packs: read, checked, compressed and stored, several blocks at a time, in bounded memory.
+
+    this thread       plans units, hands out blocks in order, takes frames back in the same order, fills packs, reports
+    reading threads   one block each: read the files, check their digests, compress          (all of it without the GIL)
+    storing threads   put full packs, and a unit's document once all of its packs are there
+
+Frames come back in the order in which blocks were handed out, so a unit packed twice gives the same packs, and after a
+capture that was killed the next one finds the packs that it had stored. In memory are the blocks under way (each once
+as content and once compressed), the pack being filled, and the packs being stored: about 150 MB, whatever the
+environment's size.
+
+Failure cases: a file whose size is not its row's (the unit is planned again with what is there now, a few times, then
+`EnvironmentUnsupported` names it), unreadable or gone (named), what no restore would accept (named), the store is full
+or does not answer (its error). In each of them the threads are ended before the error goes on, and no document was
+written that points at what is not there.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+import msgspec
+from blake3 import blake3
+
+from serverless_gpu.environment.capture.layout import BlockPlan, Reuse, places_of, plan_blocks, reuse
+from serverless_gpu.environment.capture.reading import TRIES_MAX, Changed, Reader, true_sizes, unsteady
+from serverless_gpu.environment.compression import LEVEL_LOCAL, compress
+from serverless_gpu.environment.documents import BLOCK_BYTES, PACK_BYTES, Block, Row, Unit, unit_address
+from serverless_gpu.environment.scan.scanning import Source
+from serverless_gpu.environment.stores.blobs import Blobs
+from serverless_gpu.errors import EnvironmentRejected, EnvironmentUnsupported
+
+STORING_THREADS = 4
+BYTES_IN_FLIGHT = 32 * 1024 * 1024
+"""Compressed bytes that wait to be stored, at most; and a pack more."""
+WAIT_S = 0.2
+"""How long this thread waits for anything before it reports again."""
+
+_Result = TypeVar("_Result")
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """How to pack.
+
+    Attributes:
+        level: of zstd.
+        threads: that read and compress; 0 means one per core, 2 to 8.
+        block_bytes: content of a block.
+        pack_bytes: after which a pack is closed.
+    """
+
+    level: int = LEVEL_LOCAL
+    threads: int = 0
+    block_bytes: int = BLOCK_BYTES
+    pack_bytes: int = PACK_BYTES
+
+    @property
+    def thread_count(self) -> int:
+        return self.threads or min(8, max(2, len(os.sched_getaffinity(0))))
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """A unit to be packed.
+
+    Attributes:
+        address: as it was scanned; what comes out may have another.
+        name: of the unit, for people.
+        source: its rows and files.
+        old: the version before, if the store has it with all of its packs.
+    """
+
+    address: str
+    name: str
+    source: Source
+    old: Unit | None = None
+
+
+class Packed(msgspec.Struct, frozen=True, kw_only=True):
+    """A unit that is stored.
+
+    Attributes:
+        job: what it was made for.
+        unit: as it is stored now.
+    """
+
+    job: Job
+    unit: Unit
+
+
+class Counts:
+    """What has happened so far; read by whoever reports, written by several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.bytes_done = 0
+        self.files_done = 0
+        self.sent_bytes = 0
+        self.packs_sent = 0
+        self.packs_known = 0
+
+    def add(self, *, bytes_done: int = 0, files_done: int = 0) -> None:
+        with self._lock:
+            self.bytes_done += bytes_done
+            self.files_done += files_done
+
+    def stored(self, sent_bytes: int) -> None:
+        """Count a pack: the bytes that were sent, 0 if the store had it."""
+        with self._lock:
+            self.sent_bytes += sent_bytes
+            self.packs_sent += sent_bytes > 0
+            self.packs_known += sent_bytes == 0
+
+
+class Packer:
+    """Packs units into a store.
+
+    Args:
+        blobs: the store.
+        settings: how.
+        counts: what has happened, for reports.
+        pulse: called in this thread, with the name of the unit at hand, at least every `WAIT_S`.
+        before_pack: called before a pack of so many bytes is put; may raise.
+    """
+
+    def __init__(
+        self,
+        blobs: Blobs,
+        settings: Settings,
+        *,
+        counts: Counts,
+        pulse: Callable[[str], None] = lambda name: None,
+        before_pack: Callable[[int], None] = lambda size: None,
+    ) -> None:
+        self._blobs = blobs
+        self._settings = settings
+        self._counts = counts
+        self._pulse = pulse
+        self._before_pack = before_pack
+        self._stop = threading.Event()
+        self._own = threading.local()
+        self._room = _Room(BYTES_IN_FLIGHT)
+        self._flight: deque[tuple[_Work, BlockPlan, Future[bytes]]] = deque()
+        self._again: deque[_Work] = deque()
+        self._ended: deque[tuple[Job, Future[Unit]]] = deque()
+
+    def pack(self, *lines: Iterable[Job]) -> Iterator[Packed]:
+        """Yield each unit when it is stored.
+
+        Args:
+            lines: of units; a block of each line in turn, so that a line of large units keeps the compressor busy while
+                the many files of small ones are opened. A job is taken from its line when the one before is planned.
+        """
+        threads = self._settings.thread_count
+        with (
+            ThreadPoolExecutor(threads, "sgpu-read") as self._reading,
+            ThreadPoolExecutor(STORING_THREADS, "sgpu-store") as self._storing,
+        ):
+            try:
+                yield from self._pack([_Line(iter(jobs)) for jobs in lines], 4 * threads + 2)
+            finally:
+                self._stop.set()
+                self._reading.shutdown(wait=True, cancel_futures=True)
+                self._storing.shutdown(wait=True, cancel_futures=True)
+                for work, _, _ in self._flight:
+                    work.reader.close()
+
+    def _pack(self, lines: list[_Line], window: int) -> Iterator[Packed]:
+        while lines or self._flight or self._again:
+            for line in lines:
+                self._advance(line)
+                while len(self._flight) >= window:
+                    self._take()
+            lines = [line for line in lines if line.work] or ([_Line(iter(()))] if self._again else [])
+            if not lines and self._flight:
+                self._take()
+            yield from self._stored(wait=False)
+        yield from self._stored(wait=True)
+
+    def _advance(self, line: _Line) -> None:
+        """Hand out one more block of a line's unit, or begin its next one."""
+        work = line.work
+        if work is None or work.planned:
+            work = line.work = self._again.popleft() if self._again else self._next_work(line.jobs)
+            if work is None:
+                return
+        plan = None if work.changed else next(work.plans, None)
+        if plan is None:
+            work.planned = True
+            self._close_if_done(work)
+            return
+        work.outstanding += 1
+        self._flight.append((work, plan, self._reading.submit(self._fill, work.reader, plan)))
+
+    def _next_work(self, jobs: Iterator[Job]) -> _Work | None:
+        job = next(jobs, None)
+        if job is None:
+            return None
+        return self._begun(_Work(job, list(job.source.rows), self._settings, self._stop.is_set))
+
+    def _begun(self, work: _Work) -> _Work:
+        self._counts.add(bytes_done=work.bytes_done, files_done=work.files_done)
+        return work
+
+    def _fill(self, reader: Reader, plan: BlockPlan) -> bytes:
+        buffer: memoryview | None = getattr(self._own, "buffer", None)
+        if buffer is None:  # once per thread: memory that is asked for again and again is cleared again and again
+            buffer = self._own.buffer = memoryview(bytearray(self._settings.block_bytes + 1))
+        content = reader.read(plan, buffer)
+        # Every file in it has a digest of its own, so the frame needs none.
+        return compress(content, self._settings.level, checksum=False) if content else b""
+
+    def _take(self) -> None:
+        """Take the oldest block back, and put it into its unit's pack."""
+        work, plan, future = self._flight[0]
+        try:
+            frame = self._wait(future, work.job.name)
+        except Changed as change:
+            work.changed = change.path
+            frame = b""
+        self._flight.popleft()
+        work.outstanding -= 1
+        if not work.changed:
+            work.add(plan, frame)
+            self._counts.add(bytes_done=plan.size, files_done=sum(part.start == 0 for part in plan.parts))
+            if work.filled >= self._settings.pack_bytes:
+                self._close_pack(work)
+        self._close_if_done(work)
+
+    def _close_if_done(self, work: _Work) -> None:
+        if work.outstanding or not work.planned or work.closed:
+            return
+        work.closed = True
+        work.reader.close()
+        if work.changed:
+            self._again.append(self._planned_again(work))
+            return
+        if work.filled:
+            self._close_pack(work)
+        self._ended.append((work.job, self._storing.submit(self._finish, work)))
+
+    def _planned_again(self, work: _Work) -> _Work:
+        if work.tries >= TRIES_MAX:
+            raise unsteady(work.changed)
+        self._counts.add(bytes_done=-work.bytes_done, files_done=-work.files_done)
+        rows = true_sizes(work.rows, work.files, work.job.source.texts)
+        return self._begun(_Work(work.job, rows, self._settings, self._stop.is_set, tries=work.tries + 1))
+
+    def _close_pack(self, work: _Work) -> None:
+        size = work.filled
+        while not self._room.take(size):
+            self._pulse(work.job.name)
+        for pack in work.packs:
+            if pack.done():
+                pack.result()  # a store that refuses is noticed now, not after the last of a hundred packs
+        work.packs.append(self._storing.submit(self._store, work.take_frames(), size))
+
+    def _store(self, frames: list[bytes], size: int) -> str:
+        """Put a pack, unless the store has it; return its name."""
+        try:
+            if self._stop.is_set():
+                return ""  # nobody will ask
+            data = b"".join(frames)
+            frames.clear()
+            digest = blake3(data).hexdigest()
+            sent = bool(self._blobs.missing_packs((digest,)))
+            if sent:
+                self._before_pack(len(data))
+                self._blobs.write_pack(data, digest)
+            self._counts.stored(len(data) if sent else 0)
+            return digest
+        finally:
+            self._room.give(size)
+
+    def _finish(self, work: _Work) -> Unit:
+        # Packs were handed to the same threads before this, so each is stored or being stored: this wait ends.
+        unit = work.unit(tuple(pack.result() for pack in work.packs))
+        if self._stop.is_set():
+            return unit  # nobody will ask
+        try:
+            self._blobs.write_unit(unit)
+        except EnvironmentRejected as error:
+            raise EnvironmentUnsupported(
+                f"{work.job.name} cannot be captured: {error.message}", hint="no restore would accept it; remove it"
+            ) from None
+        return unit
+
+    def _stored(self, *, wait: bool) -> Iterator[Packed]:
+        while self._ended and (wait or self._ended[0][1].done()):
+            job, future = self._ended[0]
+            unit = self._wait(future, job.name)
+            self._ended.popleft()
+            yield Packed(job=job, unit=unit)
+
+    def _wait(self, future: Future[_Result], name: str) -> _Result:
+        while True:
+            try:
+                result = future.result(timeout=WAIT_S)
+            except TimeoutError:
+                if future.done():
+                    raise
+                self._pulse(name)
+                continue
+            self._pulse(name)
+            return result
+
+
+class _Room:
+    """A bound on bytes that several threads hold."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self._free = threading.Condition()
+        self._bytes_max = bytes_max
+        self._bytes = 0
+
+    def take(self, size: int) -> bool:
+        """Take room, or return after a moment that there was none; whoever comes first has room for any size."""
+        with self._free:
+            if not self._free.wait_for(lambda: not self._bytes or self._bytes + size <= self._bytes_max, WAIT_S):
+                return False
+            self._bytes += size
+            return True
+
+    def give(self, size: int) -> None:
+        with self._free:
+            self._bytes -= size
+            self._free.notify()
+
+
+class _Line:
+    """Units to be packed one after another, and the one that is being handed out."""
+
+    def __init__(self, jobs: Iterator[Job]) -> None:
+        self.jobs = jobs
+        self.work: _Work | None = None
+
+
+class _Work:
+    """A unit being packed: one try."""
+
+    def __init__(
+        self, job: Job, rows: list[Row], settings: Settings, stopped: Callable[[], bool], *, tries: int = 1
+    ) -> None:
+        self.job = job
+        self.rows = rows
+        self.tries = tries
+        filled = [index for index, row in enumerate(rows) if row.has_content]
+        self.files = dict(zip(filled, job.source.files, strict=True))
+        self.reader = Reader(rows, self.files, job.source.texts, stopped)
+        self._reuse = reuse(rows, job.old) if job.old else Reuse()
+        self._plans = plan_blocks(
+            rows, [index for index in filled if index not in self._reuse.places], settings.block_bytes
+        )
+        self.plans = iter(self._plans)
+        self.bytes_done = sum(rows[index].size for index in self._reuse.places)
+        self.files_done = len(self._reuse.places)
+        self.packs: list[Future[str]] = []
+        self.filled = 0
+        self.outstanding = 0
+        self.planned = self.closed = False
+        self.changed = ""
+        self._frames: list[bytes] = []
+        self._blocks: list[Block] = []
+
+    def add(self, plan: BlockPlan, frame: bytes) -> None:
+        self.bytes_done += plan.size
+        self.files_done += sum(part.start == 0 for part in plan.parts)
+        if frame:
+            pack = len(self._reuse.packs) + len(self.packs)
+            self._blocks.append(Block(pack, self.filled, len(frame), plan.size))
+            self._frames.append(frame)
+            self.filled += len(frame)
+
+    def take_frames(self) -> list[bytes]:
+        frames, self._frames, self.filled = self._frames, [], 0
+        return frames
+
+    def unit(self, packs: tuple[str, ...]) -> Unit:
+        rows = self.rows
+        for index, digest in self.reader.corrections.items():
+            rows[index] = msgspec.structs.replace(rows[index], sha256=digest)
+        places = self._reuse.places | places_of(self._plans, len(self._reuse.blocks))
+        return Unit(
+            address=unit_address(rows),
+            rows=tuple(rows),
+            packs=self._reuse.packs + packs,
+            blocks=(*self._reuse.blocks, *self._blocks),
+            places=tuple(places[index] for index in sorted(places)),
+        )

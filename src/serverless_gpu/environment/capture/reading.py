@@ -1,0 +1,295 @@
+"""Reading the files of a unit, block by block, each checked against its row while it is read.
+
+The common case is quick: open, read, close, and the digest is the row's. If it is not, there are three stories:
+RECORD told something else than what is there (the row is corrected, and with it the unit's address); the file has
+another size than when it was looked at (`Changed`: the unit is planned again); it changes at this moment (read again a
+few times, then `EnvironmentUnsupported` names it).
+
+Blocks of a large file are read by several threads at once, and hashed in their order: each waits for its turn, which
+is short, because the one before was started first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from serverless_gpu.environment.capture.layout import BlockPlan, Part
+from serverless_gpu.environment.documents import Row
+from serverless_gpu.errors import EnvironmentUnsupported
+
+TRIES_MAX = 4
+"""How often a file that changes while it is read is read."""
+_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # not blocking: somebody may have put a FIFO there
+_TURN_S = 0.1
+
+
+class Changed(Exception):
+    """A file is not as large as its row says; the unit has to be planned again."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.path = path
+
+
+class Stopped(Exception):
+    """Somebody else failed, so that nobody needs this any more."""
+
+
+class Reader:
+    """The content of one unit's files, for several threads at once.
+
+    Args:
+        rows: of the unit.
+        files: absolute path by index of the row.
+        texts: content that stands instead of a file's, by index of the row.
+        stopped: whether to give up.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        files: Mapping[int, str],
+        texts: Mapping[int, bytes],
+        stopped: Callable[[], bool],
+    ) -> None:
+        self._rows = rows
+        self._files = files
+        self._texts = texts
+        self._stopped = stopped
+        self._lock = threading.Lock()
+        self._large: dict[int, _LargeFile] = {}
+        self.corrections: dict[int, bytes] = {}
+        """The true digests of rows that said another one."""
+
+    def read(self, plan: BlockPlan, buffer: memoryview) -> memoryview:
+        """Read the content of a block.
+
+        Args:
+            plan: of the block.
+            buffer: where to; one byte larger than the block at least, so that a file that is too long is noticed.
+
+        Returns:
+            The part of the buffer that is filled.
+
+        Raises:
+            Changed: a file has another size than its row says.
+            EnvironmentUnsupported: a file cannot be read, is gone, or does not stand still.
+        """
+        if self._stopped():
+            raise Stopped
+        if plan.large:
+            return self._read_large(plan.parts[0], buffer)
+        return self._read_small(plan.parts, buffer)
+
+    def close(self) -> None:
+        """Close files that nobody read to their end."""
+        for large in self._large.values():
+            large.close()
+
+    def _read_small(self, parts: Sequence[Part], buffer: memoryview) -> memoryview:
+        rows, files, texts = self._rows, self._files, self._texts
+        sha256, readv, close = hashlib.sha256, os.readv, os.close
+        start = 0
+        for index, _, size in parts:
+            end = start + size
+            if index in texts:
+                count = self._copy_text(index, buffer, start)
+            else:
+                try:
+                    fd = os.open(files[index], _FLAGS)
+                    try:
+                        count = readv(fd, (buffer[start : end + 1],))
+                    finally:
+                        close(fd)
+                except OSError as error:
+                    raise unreadable(files[index], error) from None
+            if count != size or sha256(buffer[start:end]).digest() != rows[index].sha256:
+                buffer[start:end] = self._read_again(index)
+            start = end
+        return buffer[:start]
+
+    def _copy_text(self, index: int, buffer: memoryview, start: int) -> int:
+        text, size = self._texts[index], self._rows[index].size
+        buffer[start : start + size] = text[:size].ljust(size)
+        return len(text)
+
+    def _read_again(self, index: int) -> bytes:
+        """Return the content of a small file that is not what its row says."""
+        size = self._rows[index].size
+        if index in self._texts:
+            data = self._texts[index]
+        else:
+            data = _read_steady(self._files[index], size)
+        if len(data) != size:
+            raise Changed(self._rows[index].path)
+        digest = hashlib.sha256(data).digest()
+        if digest != self._rows[index].sha256:
+            self.corrections[index] = digest
+        return data
+
+    def _read_large(self, part: Part, buffer: memoryview) -> memoryview:
+        index, size = part.row, self._rows[part.row].size
+        if index in self._texts:
+            return self._read_large_text(part, buffer)
+        with self._lock:
+            large = self._large.get(index)
+            if large is None:
+                large = self._large[index] = _LargeFile(self._files[index], size, self._stopped)
+        data = large.read(part, buffer[: part.size])
+        if part.start + part.size == size and (digest := large.finish()) != self._rows[index].sha256:
+            self.corrections[index] = digest
+        return data
+
+    def _read_large_text(self, part: Part, buffer: memoryview) -> memoryview:
+        text, row = self._texts[part.row], self._rows[part.row]
+        if len(text) != row.size:
+            raise Changed(row.path)
+        if part.start == 0 and (digest := hashlib.sha256(text).digest()) != row.sha256:
+            self.corrections[part.row] = digest
+        buffer[: part.size] = text[part.start : part.start + part.size]
+        return buffer[: part.size]
+
+
+class _LargeFile:
+    """A file that is read in parts by several threads, and hashed in order."""
+
+    def __init__(self, path: str, size: int, stopped: Callable[[], bool]) -> None:
+        self._path = path
+        self._size = size
+        self._stopped = stopped
+        self._fd = open_regular(path)
+        self._before = _signature(os.fstat(self._fd))
+        self._digest = hashlib.sha256()
+        self._turn = threading.Condition()
+        self._hashed = 0
+        self._failed = False
+        if self._before[0] != size:
+            self.close()
+            raise Changed(path)
+
+    def read(self, part: Part, buffer: memoryview) -> memoryview:
+        """Read a part into a buffer of its size."""
+        try:
+            count = os.preadv(self._fd, (buffer,), part.start)
+        except OSError as error:
+            self._fail()
+            raise unreadable(self._path, error) from None
+        if count != part.size:
+            self._fail()
+            raise Changed(self._path)
+        with self._turn:
+            while self._hashed != part.start:
+                self._turn.wait(_TURN_S)
+                if self._failed or self._stopped():
+                    raise Changed(self._path) if self._failed else Stopped
+        self._digest.update(buffer)
+        with self._turn:
+            self._hashed += part.size
+            self._turn.notify_all()
+        return buffer
+
+    def finish(self) -> bytes:
+        """Return the digest, once the last part has been read."""
+        after = _signature(os.fstat(self._fd))
+        self.close()
+        if after != self._before:
+            raise Changed(self._path)
+        return self._digest.digest()
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _fail(self) -> None:
+        with self._turn:
+            self._failed = True
+            self._turn.notify_all()
+
+
+def open_regular(path: str) -> int:
+    """Open a regular file for reading.
+
+    Raises:
+        EnvironmentUnsupported: it cannot be read, is gone, or is something else.
+    """
+    try:
+        fd = os.open(path, _FLAGS)
+    except OSError as error:
+        raise unreadable(path, error) from None
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise EnvironmentUnsupported(
+            f"{path} is no regular file any more, so it cannot be captured", hint="capture again when nothing changes"
+        )
+    return fd
+
+
+def unreadable(path: str, error: OSError) -> EnvironmentUnsupported:
+    """Return the error that says why a file could not be read."""
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
+        return EnvironmentUnsupported(
+            f"{path} disappeared while the environment was captured",
+            hint="capture again when nothing installs or deletes in this environment",
+        )
+    if isinstance(error, PermissionError):
+        return EnvironmentUnsupported(
+            f"{path} cannot be read, so the environment cannot be captured: {error.strerror}",
+            hint=f"allow it (chmod u+r {path!r}), or remove the file, or leave it out with .sgpuignore if it is code",
+        )
+    return EnvironmentUnsupported(
+        f"{path} cannot be read, so the environment cannot be captured: {error.strerror or error}",
+        hint="look at the disk it lies on, then capture again",
+    )
+
+
+def unsteady(path: str) -> EnvironmentUnsupported:
+    """Return the error for a file that changes each time it is read."""
+    return EnvironmentUnsupported(
+        f"{path} changes while it is read, so the environment cannot be captured",
+        hint="stop what writes to it, or move the file out of the environment or code directory",
+    )
+
+
+def _read_steady(path: str, size: int) -> bytes:
+    """Return the content of a file of this size that stood still while it was read."""
+    for _ in range(TRIES_MAX):
+        fd = open_regular(path)
+        try:
+            before = os.fstat(fd)
+            if before.st_size != size:
+                raise Changed(path)
+            data = os.read(fd, size + 1)
+            after = os.fstat(fd)
+        except OSError as error:
+            raise unreadable(path, error) from None
+        finally:
+            os.close(fd)
+        if _signature(before) == _signature(after) and len(data) == size:
+            return data
+    raise unsteady(path)
+
+
+def _signature(seen: os.stat_result) -> tuple[int, int, int]:
+    return seen.st_size, seen.st_mtime_ns, seen.st_ino
+
+
+def true_sizes(rows: Sequence[Row], files: Mapping[int, str], texts: Mapping[int, bytes]) -> list[Row]:
+    """Return the rows with the sizes that their files have now; the digest of what changed is not known."""
+    fresh = list(rows)
+    for index, row in enumerate(rows):
+        if not row.has_content:
+            continue
+        try:
+            size = len(texts[index]) if index in texts else os.stat(files[index]).st_size
+        except OSError as error:
+            raise unreadable(files[index], error) from None
+        if size != row.size:
+            fresh[index] = msgspec.structs.replace(row, size=size, sha256=bytes(32))
+    return fresh

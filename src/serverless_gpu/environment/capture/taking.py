@@ -1,0 +1,335 @@
+"""Taking a snapshot: what the store lacks is packed and sent, then the units are written, and the snapshot last.
+
+    take     scan → capture → remember
+    capture  cap of 15 GB → which units are missing → space → pack → units → snapshot
+
+The snapshot is the only thing that makes the rest count, so whoever is killed half-way leaves packs and units that the
+next capture finds, and nothing that can be restored by half. Where a RECORD said another digest than the file has, the
+unit comes out with its true address, and the snapshot with it.
+
+Failure cases: too large (`EnvironmentTooLarge` names the ten largest, before a byte moves), a file that cannot be read,
+is gone or does not stand still (`EnvironmentUnsupported` names it), a name that no restore would accept
+(`EnvironmentUnsupported`), the store is full (`StorageError`) or does not answer (`StoreUnavailable`).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+
+from serverless_gpu.environment.capture.packing import Counts, Job, Packed, Packer, Settings
+from serverless_gpu.environment.capture.reading import unreadable
+from serverless_gpu.environment.compression import LEVEL_LOCAL
+from serverless_gpu.environment.documents import Member, Root, Row, Snapshot, Unit, make_snapshot
+from serverless_gpu.environment.progress import Progress, Report, nobody
+from serverless_gpu.environment.rules import check_rows
+from serverless_gpu.environment.rules.limits import CONTENT_BYTES_MAX
+from serverless_gpu.environment.scan.description import Description
+from serverless_gpu.environment.scan.scanning import Recogniser, Scan, Source
+from serverless_gpu.environment.stores.blobs import Blobs
+from serverless_gpu.errors import (
+    EnvironmentProblem,
+    EnvironmentRejected,
+    EnvironmentTooLarge,
+    EnvironmentUnsupported,
+    StorageError,
+)
+from serverless_gpu.units import format_bytes
+
+RATIO_EXPECTED = 4
+"""Content bytes per compressed byte that an environment is expected to have at best, for the look at free space."""
+SPACE_KEPT_BYTES = 64 * 1024 * 1024
+"""What is left free in a store."""
+LARGEST = 10
+REPORT_S = 0.1
+
+
+class Captured(msgspec.Struct, frozen=True, kw_only=True):
+    """What a capture did.
+
+    Attributes:
+        scan: with true addresses; what `Recogniser.remember` wants.
+        units_new: addresses of units that were sent.
+        units_known: how many the store had.
+        sent_bytes: compressed bytes of packs that went to the store.
+        packs_sent: how many packs.
+        packs_known: packs that were made again and found in the store, after a capture that was ended early.
+        moved: claimed address → true address, where a RECORD or an old look was wrong.
+    """
+
+    scan: Scan
+    units_new: tuple[str, ...]
+    units_known: int
+    sent_bytes: int
+    packs_sent: int
+    packs_known: int
+    moved: dict[str, str]
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """Return the snapshot as it was stored."""
+        return self.scan.snapshot
+
+
+def take(
+    description: Description, recogniser: Recogniser, blobs: Blobs, *, level: int, report: Report = nobody
+) -> Captured:
+    """Scan an environment, capture it, and remember it.
+
+    Args:
+        description: of the process whose environment it is.
+        recogniser: looks, and remembers.
+        blobs: the store.
+        level: of zstd.
+        report: told how far it is.
+    """
+    captured = capture(recogniser.scan(description, report), blobs, level=level, report=report)
+    recogniser.remember(captured.scan)
+    return captured
+
+
+def capture(
+    scan: Scan, blobs: Blobs, *, level: int = LEVEL_LOCAL, report: Report = nobody, settings: Settings | None = None
+) -> Captured:
+    """Send what the store lacks of an environment, and then the snapshot.
+
+    Args:
+        scan: what it is made of, and where the files are.
+        blobs: the store.
+        level: of zstd.
+        report: told how far it is, in this thread, several times a second.
+        settings: how to pack; for tests.
+
+    Raises:
+        EnvironmentTooLarge: it is over the cap.
+        EnvironmentUnsupported: a file cannot be captured.
+        StorageError: the store has not enough space.
+    """
+    check_size(scan.snapshot)
+    missing = set(blobs.missing_units(scan.snapshot.addresses()))
+    members = _members(scan.snapshot, missing)
+    space = _Space(blobs)
+    space.check(sum(member.size for member in members.values()))
+    counts, meter = Counts(), _Meter(report, members)
+    with _Look([scan.sources[address] for address in members]) as look:
+
+        def before_pack(size: int) -> None:
+            look.wait()  # the first files are read meanwhile, but nothing is sent before all can be
+            space.take(size)
+
+        packer = Packer(
+            blobs,
+            settings or Settings(level=level),
+            counts=counts,
+            pulse=lambda name: meter.pulse(counts, name),
+            before_pack=before_pack,
+        )
+        # The largest of what is left, and the smallest, side by side.
+        left = deque(members.values())
+        large = _jobs(left.popleft, scan.sources, blobs)
+        small = _jobs(left.pop, scan.sources, blobs)
+        packed = {done.job.address: done for done in packer.pack(large, small)}
+    captured = _result(scan, packed, counts, known=len(scan.snapshot.addresses()) - len(members))
+    check_size(captured.snapshot)  # a file may have grown since it was looked at
+    blobs.write_snapshot(captured.snapshot)
+    meter.pulse(counts, "", last=True)
+    return captured
+
+
+def check_size(snapshot: Snapshot) -> None:
+    """Refuse what is over the cap.
+
+    Raises:
+        EnvironmentTooLarge: it is; names the ten largest parts.
+    """
+    if snapshot.size <= CONTENT_BYTES_MAX:
+        return
+    members = {member.address: member for root in snapshot.roots for member in root.members}
+    largest = sorted(members.values(), key=lambda member: -member.size)[:LARGEST]
+    listed = "\n".join(f"  {format_bytes(member.size):>9}  {_name(member)}" for member in largest)
+    raise EnvironmentTooLarge(
+        f"the environment holds {format_bytes(snapshot.size)}, and {format_bytes(CONTENT_BYTES_MAX)} is the limit; "
+        f"the largest parts of it:\n{listed}",
+        hint="uninstall what is not needed, and leave data out of the code with .sgpuignore",
+    )
+
+
+class _Space:
+    """Keeps the store from being filled up."""
+
+    def __init__(self, blobs: Blobs) -> None:
+        self._store = blobs.store
+
+    def check(self, content_bytes: int) -> None:
+        """Refuse to begin what will not fit."""
+        free = self._store.free_bytes()
+        if content_bytes and free is not None and free < content_bytes // RATIO_EXPECTED + SPACE_KEPT_BYTES:
+            raise StorageError(
+                f"the store {self._store.url} has {format_bytes(free)} free, and {format_bytes(content_bytes)} are to "
+                f"be stored, which take about a third of that; nothing was sent",
+                hint="free some space there (`sgpu env gc`), or choose another store",
+            )
+
+    def take(self, size: int) -> None:
+        """Refuse a pack that would fill the store up."""
+        free = self._store.free_bytes()
+        if free is not None and free < size + SPACE_KEPT_BYTES:
+            raise StorageError(
+                f"the store {self._store.url} has only {format_bytes(free)} free; the capture stopped, and nothing of "
+                f"it can be seen",
+                hint="free some space there (`sgpu env gc`) and capture again: what was sent is not sent twice",
+            )
+
+
+class _Look:
+    """Looks, beside other work, whether all files can be read."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self._sources = sources
+        self._stop = threading.Event()
+        self._thread = ThreadPoolExecutor(1, "sgpu-look")
+
+    def __enter__(self) -> _Look:
+        self._done = self._thread.submit(self._run)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stop.set()
+        self._thread.shutdown(wait=True)
+
+    def wait(self) -> None:
+        """Wait for the end.
+
+        Raises:
+            EnvironmentUnsupported: a file cannot be read, or is gone.
+        """
+        self._done.result()
+
+    def _run(self) -> None:
+        access = os.access
+        for source in self._sources:
+            for path in source.files:
+                if not access(path, os.R_OK, effective_ids=True):
+                    try:
+                        os.close(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
+                    except OSError as error:
+                        raise unreadable(path, error) from None
+            if self._stop.is_set():
+                return
+
+
+class _Meter:
+    """Reports, several times a second."""
+
+    def __init__(self, report: Report, members: Mapping[str, Member]) -> None:
+        self._report = report
+        self._bytes = sum(member.size for member in members.values())
+        self._files = sum(member.files for member in members.values())
+        self._next_s = 0.0
+
+    def pulse(self, counts: Counts, name: str, *, last: bool = False) -> None:
+        now = time.monotonic()
+        if now < self._next_s and not last:
+            return
+        self._next_s = now + REPORT_S
+        self._report(
+            Progress(
+                phase="capture",
+                bytes_done=counts.bytes_done,
+                bytes_total=max(self._bytes, counts.bytes_done),
+                files_done=counts.files_done,
+                files_total=max(self._files, counts.files_done),
+                moved_bytes=counts.sent_bytes,
+                name=name,
+            )
+        )
+
+
+def _members(snapshot: Snapshot, missing: set[str]) -> dict[str, Member]:
+    """Return the units that are missing, each once, the largest first."""
+    found = {member.address: member for root in snapshot.roots for member in root.members if member.address in missing}
+    return dict(sorted(found.items(), key=lambda item: (-item[1].size, item[0])))
+
+
+def _jobs(take: Callable[[], Member], sources: Mapping[str, Source], blobs: Blobs) -> Iterator[Job]:
+    """Yield jobs until there is nobody left to take."""
+    while True:
+        try:
+            member = take()
+        except IndexError:
+            return
+        source = sources[member.address]
+        try:
+            check_rows(source.rows, _name(member))
+        except EnvironmentRejected as error:
+            raise EnvironmentUnsupported(
+                f"this cannot be captured: {error.message}", hint="rename it, or remove it from the environment"
+            ) from None
+        yield Job(address=member.address, name=_name(member), source=source, old=_old(source, blobs))
+
+
+def _old(source: Source, blobs: Blobs) -> Unit | None:
+    """Return the version before of a unit, if it is whole."""
+    if not source.previous:
+        return None
+    try:
+        if blobs.missing_units((source.previous,)):
+            return None
+        unit = blobs.read_unit(source.previous)
+        return None if blobs.missing_packs(unit.packs) else unit
+    except EnvironmentProblem as error:
+        if error.retryable:
+            raise
+        return None  # altered, or of another format: everything is packed then
+
+
+def _result(scan: Scan, packed: Mapping[str, Packed], counts: Counts, *, known: int) -> Captured:
+    moved = {address: done.unit.address for address, done in packed.items() if done.unit.address != address}
+    return Captured(
+        scan=_corrected(scan, {address: packed[address].unit.rows for address in moved}, moved) if moved else scan,
+        units_new=tuple(done.unit.address for done in packed.values()),
+        units_known=known,
+        sent_bytes=counts.sent_bytes,
+        packs_sent=counts.packs_sent,
+        packs_known=counts.packs_known,
+        moved=moved,
+    )
+
+
+def _corrected(scan: Scan, rows: Mapping[str, Sequence[Row]], moved: Mapping[str, str]) -> Scan:
+    """Return a scan in which units have their true rows and addresses."""
+
+    def corrected(member: Member) -> Member:
+        if member.address not in moved:
+            return member
+        content = [row.size for row in rows[member.address] if row.has_content]
+        return msgspec.structs.replace(member, address=moved[member.address], size=sum(content), files=len(content))
+
+    roots: list[Root] = []
+    for root in scan.snapshot.roots:
+        # Two units may turn out to be one.
+        members = {member.address: member for member in map(corrected, root.members)}
+        ordered = sorted(members.values(), key=lambda member: (member.kind, member.name, member.address))
+        roots.append(msgspec.structs.replace(root, members=tuple(ordered)))
+    sources = {
+        moved.get(address, address): (
+            msgspec.structs.replace(source, rows=tuple(rows[address])) if address in moved else source
+        )
+        for address, source in scan.sources.items()
+    }
+    snapshot = scan.snapshot
+    return Scan(snapshot=make_snapshot(snapshot.interpreter, tuple(roots), snapshot.facts), sources=sources)
+
+
+def _name(member: Member) -> str:
+    if member.kind == "unowned":
+        return "files that no distribution owns"
+    if member.kind == "code":
+        return f"code in {member.name or 'a directory'}"
+    return f"{member.name} {member.version}".strip()

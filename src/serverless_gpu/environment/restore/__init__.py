@@ -1,0 +1,1 @@
+"""From a store to a tree that Python can be started in."""

@@ -1,0 +1,281 @@
+"""Where each part of an environment goes, and what is generated: pure, from a snapshot to the plan of a tree.
+
+    <tree>/bin/python, pyvenv.cfg                 generated
+    <tree>/{bin,share,...}                        prefix areas of root 0 · scripts
+    <tree>/lib/pythonX.Y/site-packages            site areas of root 0 · RECORD, notes, _sgpu_roots.pth
+    <tree>/roots/<n>/...                          the same for a library root
+    <tree>/code/<n>                               code root n
+
+An `Assembly` is a list of parts: a place below the tree, the units that lie there one over the other, and generated
+files over them all. With overlays each part is a mount, with links each is a directory filled from its units.
+
+Lives here: the layout, which a path in the original environment is translated to as well (`moved`). Must not: touch a
+disk.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Iterator, Mapping
+
+import msgspec
+
+from serverless_gpu.environment.documents import Interpreter, Member, Snapshot
+from serverless_gpu.environment.restore.outlines import Outline, record_line, record_row
+from serverless_gpu.environment.restore.scripts import scripts, specific
+
+ROOTS_PTH = "_sgpu_roots.pth"
+_PLACEHOLDER = re.compile(r"\{\{sgpu:(python|\d+)\}\}")
+_SITE_DIRECTORIES = ("site-packages", "dist-packages")  # python processes .pth files of these
+_OF_GLOBAL_PREFIX = ("bin", "etc", "include", "share")
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """A place below the tree.
+
+    Attributes:
+        at: where, relative to the tree; "" is the tree itself.
+        area: of the units.
+        root: which root it belongs to.
+        units: addresses of those that have something there, the top one first.
+        files: generated files over them: path below the part → content.
+        executable: which of the generated files are.
+        links: generated links: path below the part → target.
+        directories: directories that have to be there.
+    """
+
+    at: str
+    area: str
+    root: int
+    units: tuple[str, ...]
+    files: dict[str, bytes] = {}
+    executable: frozenset[str] = frozenset()
+    links: dict[str, str] = {}
+    directories: tuple[str, ...] = ()
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """What a tree is assembled for.
+
+    Attributes:
+        tree: its absolute path, as processes that use it will see it.
+        base: absolute path of the interpreter without an environment.
+        version: of that interpreter.
+        alone: whether nothing of ours prepares the search path later (an exported tree): then roots that come before
+            the standard library are put there by a `.pth` file.
+    """
+
+    tree: str
+    base: str
+    version: str
+    alone: bool = False
+
+    @property
+    def python(self) -> str:
+        """Return the path of the tree's interpreter."""
+        return f"{self.tree}/bin/python"
+
+
+def assemble(snapshot: Snapshot, outlines: Mapping[str, Outline], place: Place) -> tuple[Part, ...]:
+    """Return the parts of a tree, outer ones first.
+
+    Args:
+        snapshot: what is to be restored.
+        outlines: of all of its units, by address.
+        place: where, and with which interpreter.
+    """
+    parts: list[Part] = []
+    for number, root in enumerate(snapshot.roots):
+        prefix, site = _Files(), _Files()
+        for member in root.members:
+            if member.kind == "distribution":
+                _add_distribution(outlines[member.address], place, prefix, site, _notes(snapshot, number))
+        for path, text in _notes(snapshot, number).items():
+            site.add(path.partition("/")[2], text.encode())
+        for file in root.generated:
+            area, _, path = file.path.partition("/")
+            content = _fill_in(file.text, snapshot, place.tree).encode()
+            (site if area == "site" else prefix).add(path, content, executable=file.executable)
+        if number == 0:
+            site.add(ROOTS_PTH, _roots_pth(snapshot, place).encode())
+        parts += _parts_of(snapshot, number, outlines, prefix, site)
+    parts[0] = _with_interpreter(parts[0], snapshot, place)
+    return tuple(parts)
+
+
+def site_of(snapshot: Snapshot, number: int) -> str:
+    """Return where a root's site area lies, relative to the tree."""
+    if snapshot.roots[number].kind == "code":
+        return f"code/{number}"
+    return posixpath.join(_prefix_of(number), "lib", library_name(snapshot.interpreter), "site-packages")
+
+
+def paths_before(snapshot: Snapshot, tree: str) -> tuple[str, ...]:
+    """Return the directories that come before the standard library on `sys.path`, in order."""
+    return tuple(f"{tree}/{site_of(snapshot, number)}" for number, root in enumerate(snapshot.roots) if root.before)
+
+
+def library_name(interpreter: Interpreter) -> str:
+    """Return for example ``python3.11``, or ``python3.13t`` for an interpreter without a global lock."""
+    digits = interpreter.minor.replace(".", "")
+    threaded = "t" if f"-{digits}t" in interpreter.abi else ""
+    return f"python{interpreter.minor}{threaded}"
+
+
+def moved(snapshot: Snapshot, tree: str, path: str) -> str | None:
+    """Return where a path of the original environment is in a restored tree.
+
+    Args:
+        snapshot: that knows its original directories.
+        tree: the restored tree.
+        path: absolute, in the original environment.
+
+    Returns:
+        A path below the tree; None when it was not part of the environment.
+    """
+    path = posixpath.normpath(path)
+    candidates = [
+        (original, f"{tree}/{site_of(snapshot, number)}")
+        for number, original in enumerate(snapshot.facts.originals[: len(snapshot.roots)])
+        if original
+    ]
+    candidates += _prefixes(snapshot, tree)
+    for original, restored in sorted(candidates, key=lambda pair: len(pair[0]), reverse=True):
+        if path == original:
+            return restored
+        if path.startswith(original.rstrip("/") + "/"):
+            return restored + path[len(original.rstrip("/")) :]
+    return None
+
+
+class _Files:
+    """Generated files of one part, while they are gathered."""
+
+    def __init__(self) -> None:
+        self.contents: dict[str, bytes] = {}
+        self.executable: set[str] = set()
+
+    def add(self, path: str, content: bytes, *, executable: bool = False) -> None:
+        self.contents[path] = content
+        if executable:
+            self.executable.add(path)
+
+
+def _add_distribution(outline: Outline, place: Place, prefix: _Files, site: _Files, notes: Mapping[str, str]) -> None:
+    lines = [outline.record]
+    for name, text in scripts(outline.points, place.python).items():
+        prefix.add(f"bin/{name}", text.encode(), executable=True)
+        lines.append(record_line(record_row(f"prefix/bin/{name}", text.encode()), outline.dist_info))
+    for path, content in outline.generic.items():
+        changed = specific(content, place.python)
+        prefix.add(path.partition("/")[2], changed, executable=True)
+        lines.append(record_line(record_row(path, changed), outline.dist_info))
+    if not outline.dist_info:
+        return
+    for path, text in notes.items():
+        if path.startswith(f"site/{outline.dist_info}/"):
+            lines.append(record_line(record_row(path, text.encode()), outline.dist_info))
+    lines.append(f"{outline.dist_info}/RECORD,,\n")
+    site.add(f"{outline.dist_info}/RECORD", "".join(lines).encode())
+
+
+def _parts_of(
+    snapshot: Snapshot, number: int, outlines: Mapping[str, Outline], prefix: _Files, site: _Files
+) -> Iterator[Part]:
+    members = snapshot.roots[number].members
+    in_prefix = _with_area(members, outlines, "prefix") if snapshot.roots[number].kind != "code" else ()
+    if number == 0 or in_prefix or prefix.contents:
+        yield Part(
+            at=_prefix_of(number),
+            area="prefix",
+            root=number,
+            units=in_prefix,
+            files=prefix.contents,
+            executable=frozenset(prefix.executable),
+            directories=(site_of(snapshot, number).removeprefix(_prefix_of(number)).lstrip("/"),),
+        )
+    yield Part(
+        at=site_of(snapshot, number),
+        area="site",
+        root=number,
+        units=_with_area(members, outlines, "site"),
+        files=site.contents,
+        executable=frozenset(site.executable),
+    )
+
+
+def _with_interpreter(part: Part, snapshot: Snapshot, place: Place) -> Part:
+    """Return the outermost part, with the interpreter and every place where something is put into it."""
+    config = (
+        f"home = {posixpath.dirname(place.base)}\n"
+        "include-system-site-packages = false\n"
+        f"version = {place.version}\n"
+        f"executable = {place.base}\n"
+    )
+    links = {"bin/python": place.base, "bin/python3": "python", f"bin/python{snapshot.interpreter.minor}": "python"}
+    directories = [site_of(snapshot, number) for number in range(len(snapshot.roots))]
+    return msgspec.structs.replace(
+        part,
+        files={**part.files, "pyvenv.cfg": config.encode()},
+        links=links,
+        directories=tuple(dict.fromkeys(directories)),
+    )
+
+
+def _roots_pth(snapshot: Snapshot, place: Place) -> str:
+    """Return the lines that put the other roots on `sys.path`, in their order."""
+    lines = []
+    before = paths_before(snapshot, place.tree)
+    if place.alone and before:
+        # Lines that start with "import" are executed, in a virtual environment twice; the script's directory is put in
+        # front later.
+        lines.append(f"import sys; sys.path[:0] = [path for path in {list(before)!r} if path not in sys.path]")
+    for number, root in enumerate(snapshot.roots):
+        if number == 0 or root.before or not root.on_path:
+            continue
+        path = f"{place.tree}/{site_of(snapshot, number)}"
+        lines.append(f"import site; site.addsitedir({path!r})" if _had_pth_files(snapshot, number) else path)
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _had_pth_files(snapshot: Snapshot, number: int) -> bool:
+    """Return whether Python itself took a root for a site directory, and so ran what its `.pth` files say."""
+    originals = snapshot.facts.originals
+    original = originals[number] if number < len(originals) else ""
+    return snapshot.roots[number].kind == "library" and posixpath.basename(original) in _SITE_DIRECTORIES
+
+
+def _fill_in(text: str, snapshot: Snapshot, tree: str) -> str:
+    def replacement(match: re.Match[str]) -> str:
+        if match[1] == "python":
+            return f"{tree}/bin/python"
+        number = int(match[1])
+        return f"{tree}/{site_of(snapshot, number)}" if number < len(snapshot.roots) else match[0]
+
+    return _PLACEHOLDER.sub(replacement, text)
+
+
+def _prefixes(snapshot: Snapshot, tree: str) -> Iterator[tuple[str, str]]:
+    prefix = snapshot.facts.prefix.rstrip("/")
+    if not prefix:
+        return
+    if posixpath.dirname(posixpath.dirname(snapshot.facts.python)) != prefix:
+        yield prefix, tree
+        return
+    # An environment without a prefix of its own: the standard library is below it as well, and does not move.
+    for name in _OF_GLOBAL_PREFIX:
+        yield f"{prefix}/{name}", f"{tree}/{name}"
+
+
+def _prefix_of(number: int) -> str:
+    return "" if number == 0 else f"roots/{number}"
+
+
+def _with_area(members: tuple[Member, ...], outlines: Mapping[str, Outline], area: str) -> tuple[str, ...]:
+    return tuple(member.address for member in members if area in outlines[member.address].areas)
+
+
+def _notes(snapshot: Snapshot, number: int) -> dict[str, str]:
+    notes = snapshot.facts.notes
+    return notes[number] if number < len(notes) else {}

@@ -1,0 +1,178 @@
+"""Bytecode of units: made on this node from verified source, by the interpreter of the environment, and never sent.
+
+    what the caller had loaded ─ compiled before an environment is used for the first time
+    the rest                   ─ at idle (`compile_rest`)
+
+It lies in `__pycache__` beside the sources, under names that carry the interpreter's tag, so interpreters share units
+and a mounted environment shows it as it comes. Two processes of the interpreter without any environment
+(`compiling.py`) take the files in turn: no code of a unit is ever executed here, `.pth` files included.
+
+Failure cases, all of which leave files without bytecode and nothing else: a file that does not compile, one that takes
+too long or ends its process (it is skipped, and another process goes on), a full disk, an interpreter that does not
+start."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import time
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from serverless_gpu.environment.documents import Row
+from serverless_gpu.environment.progress import Progress, Report, nobody
+from serverless_gpu.environment.restore import compiling
+
+PROCESSES = 2
+FILE_S_MAX = 60.0
+_BATCH = 64
+_DEATHS_MAX = 20  # of compiling processes, before the rest is left as it is
+_MEMORY_BYTES = 4 * 1024**3
+_PROGRAM = str(Path(compiling.__file__))
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """One file to compile: where it is, where its bytecode goes, how long its row says it is."""
+
+    source: str
+    target: str
+    size: int
+
+
+def jobs(directory: Path, rows: Sequence[Row], tag: str, only: Collection[str] | None = None) -> list[Job]:
+    """Return what there is to compile in a unit.
+
+    Args:
+        directory: of the unit.
+        rows: all of them.
+        tag: of the interpreter, for example ``cpython-311``.
+        only: paths of rows; None means all.
+    """
+    taken = {row.path for row in rows if row.kind != "d"}
+    found = []
+    for row in rows:
+        if not (row.path.startswith("site/") and row.path.endswith(".py") and row.has_content):
+            continue
+        folder, _, name = row.path.rpartition("/")
+        target = f"{folder}/__pycache__/{name[:-3]}.{tag}.pyc"
+        # What a unit itself has under the name of bytecode is not ours to replace.
+        if (only is None or row.path in only) and target not in taken and f"{folder}/__pycache__" not in taken:
+            found.append(Job(source=f"{directory}/{row.path}", target=f"{directory}/{target}", size=row.size))
+    return [job for job in found if not os.path.lexists(job.target)]
+
+
+def compile_all(work: Sequence[Job], python: str, *, report: Report = nobody, patience_s: float = FILE_S_MAX) -> int:
+    """Compile files in two processes and return how many have bytecode now.
+
+    Args:
+        work: from `jobs`.
+        python: the interpreter without an environment.
+        report: how far it is.
+        patience_s: for one file.
+    """
+    waiting = list(reversed(work))
+    crew: list[_Worker] = []
+    deaths = made = done = 0
+    try:
+        while waiting or any(worker.jobs for worker in crew):
+            while waiting and len(crew) < PROCESSES and deaths < _DEATHS_MAX:
+                crew.append(_Worker(python))
+            for worker in crew:
+                if waiting and not worker.jobs:
+                    worker.take([waiting.pop() for _ in range(min(_BATCH, len(waiting)))], patience_s)
+            if not crew:
+                break
+            for worker in _ready(crew):
+                finished, compiled = worker.look(patience_s)
+                done += finished
+                made += compiled
+                if worker.over:
+                    crew.remove(worker)
+                    deaths += 1
+                    waiting += reversed(worker.rest())
+            report(Progress(phase="compile", files_done=done, files_total=len(work)))
+    finally:
+        for worker in crew:
+            worker.end()
+    return made
+
+
+class _Worker:
+    """A process that compiles one batch of files after another."""
+
+    def __init__(self, python: str) -> None:
+        self.jobs: list[Job] = []
+        self._next = 0
+        self._deadline = 0.0
+        self._buffer = b""
+        self._process: subprocess.Popen[bytes] | None = None
+        with contextlib.suppress(OSError):
+            self._process = subprocess.Popen(
+                [python, "-I", "-S", "-B", "-X", "utf8", _PROGRAM, str(_MEMORY_BYTES)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                cwd="/",
+                env={},
+                bufsize=0,
+            )
+        self.over = self._process is None
+
+    def take(self, batch: list[Job], patience_s: float) -> None:
+        """Hand it files; a batch fits into the pipe, or is read while it is written."""
+        self.jobs, self._next = batch, 0
+        self._deadline = time.monotonic() + patience_s
+        lines = "".join(json.dumps([job.source, job.target, job.size]) + "\n" for job in batch)
+        if self._process is None or self._process.stdin is None:
+            self.over = True
+            return
+        with contextlib.suppress(BrokenPipeError):  # it died; that is seen at its answers
+            self._process.stdin.write(lines.encode())
+
+    def fileno(self) -> int:
+        """Return where its answers come."""
+        assert self._process is not None and self._process.stdout is not None
+        return self._process.stdout.fileno()
+
+    def look(self, patience_s: float) -> tuple[int, int]:
+        """Take its answers: how many files it dealt with, and how many have bytecode."""
+        if self.over or self._process is None:
+            return 0, 0
+        finished = compiled = 0
+        if select.select([self], [], [], 0)[0]:
+            data = os.read(self.fileno(), 65536)
+            self.over = not data
+            *lines, self._buffer = (self._buffer + data).split(b"\n")
+            finished = len(lines)
+            compiled = sum(line.endswith(b" 1") for line in lines)
+            self._next += finished
+            self._deadline = time.monotonic() + patience_s
+        if self._next >= len(self.jobs):
+            self.jobs = []
+        elif time.monotonic() > self._deadline:
+            self.over = True
+        if self.over:
+            self.end()
+        return finished, compiled
+
+    def rest(self) -> list[Job]:
+        """Return what it did not deal with, without the file it was at when it ended."""
+        return self.jobs[self._next + 1 :]
+
+    def end(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+
+
+def _ready(crew: Iterable[_Worker]) -> list[_Worker]:
+    workers = [worker for worker in crew if not worker.over]
+    if workers:
+        select.select(workers, [], [], 0.2)
+    return list(crew)

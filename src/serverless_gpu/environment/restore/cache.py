@@ -1,0 +1,303 @@
+"""The units of a node: each unpacked once, verified before its first use, shared read-only by all environments.
+
+    ensure ─ there, and looked at in this boot of the machine? nothing to do
+           ├ its lock is free: fetch it   (many processes at once: each takes what nobody fetches yet)
+           └ somebody fetches it: wait until it is there, or until they died and it is ours to fetch
+    verify ─ what is on the disk against its rows; a damaged unit is replaced by a rename, whoever looks at the old one
+             keeps seeing it
+    evict  ─ what was not used for longest goes; never what somebody uses
+
+Lives here: who does what when. `places.py` says where, `fetching.py` brings, `inspection.py` looks, `evicting.py`
+removes. Must not: know what an environment looks like.
+
+Failure cases: disk full (StorageError naming it; nothing half-visible, F27), a unit damaged on the disk (refetched,
+F29), a process killed at any point (the kernel frees its lock, the next one goes on from what is whole), an altered
+store (EnvironmentCorrupt)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from serverless_gpu.ambient import Clock, SystemClock
+from serverless_gpu.environment.documents import Snapshot, Unit, unit_address
+from serverless_gpu.environment.progress import Report, nobody
+from serverless_gpu.environment.restore import evicting
+from serverless_gpu.environment.restore.disks import full, total_bytes
+from serverless_gpu.environment.restore.evicting import LOCK_WAIT_S, evicting_lock
+from serverless_gpu.environment.restore.fetching import WAIT_S, Fetch, moved_bytes, room
+from serverless_gpu.environment.restore.inspection import damage, drop_bytecode
+from serverless_gpu.environment.restore.locking import lock, locked
+from serverless_gpu.environment.restore.outlines import Outline
+from serverless_gpu.environment.restore.places import (
+    Places,
+    exchange,
+    make_public,
+    put_aside,
+    read_document,
+    write_document,
+    write_to_disk,
+)
+from serverless_gpu.environment.stores.blobs import Blobs
+from serverless_gpu.errors import EnvironmentCorrupt
+
+CACHE_BYTES_MAX = 100 * 10**9
+"""What units may take on a node, unless said otherwise."""
+FLOOR_BYTES_MAX = 10**9
+_FLOOR_SHARE = 20  # of a small disk, a twentieth stays free
+_READERS = 8
+
+_Document = TypeVar("_Document", bound=msgspec.Struct)
+
+
+class Ensured(msgspec.Struct, frozen=True, kw_only=True):
+    """Units that are in the cache now: where each is, how many this call fetched, and with how many bytes."""
+
+    directories: dict[str, Path]
+    fetched: int = 0
+    fetched_bytes: int = 0
+
+
+class Cache(Places):
+    """The units and trees of a node.
+
+    Args:
+        root: `<home>/environments`.
+        max_bytes: what units may take.
+        floor_bytes: what stays free on the disk; None means 1 GB, or a twentieth of a smaller disk.
+        clock: says which boot of the machine this is.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        max_bytes: int = CACHE_BYTES_MAX,
+        floor_bytes: int | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        super().__init__(root)
+        self._max_bytes = max_bytes
+        self._floor_bytes = floor_bytes
+        self.clock = clock or SystemClock()
+        self.boot = self.clock.boot_id()
+
+    def hold(self, snapshot: str) -> int:
+        """Return a descriptor that keeps an environment, and its units, from being evicted while it is open.
+
+        Args:
+            snapshot: its address; it need not have been restored yet.
+        """
+        make_public(self.root)
+        make_public(self.locks)
+        return lock(self.use_lock(snapshot), shared=True, wait_s=LOCK_WAIT_S)
+
+    def register(self, snapshot: Snapshot) -> None:
+        """Write down which units an environment uses, before they are ensured; the caller holds the environment."""
+        place = self.environment(snapshot.address)
+        make_public(self.trees)
+        with locked(evicting_lock(self), shared=True, wait_s=LOCK_WAIT_S):
+            make_public(place)
+            write_document(place / "members", list(snapshot.addresses()))
+            write_document(place / "snapshot", snapshot)
+            self.touch(snapshot.address)
+
+    def touch(self, snapshot: str) -> None:
+        """Note that an environment was used now."""
+        now = self.clock.wall_ns()
+        stamp = self.environment(snapshot) / "used"
+        stamp.touch()
+        os.utime(stamp, ns=(now, now))
+
+    def document(self, address: str) -> Unit:
+        """Return the rows of a unit that is in the cache."""
+        return self._own(address, "unit", Unit)
+
+    def outline(self, address: str) -> Outline:
+        """Return the outline of a unit that is in the cache."""
+        return self._own(address, "outline", Outline)
+
+    def ensure(
+        self,
+        addresses: Iterable[str],
+        blobs: Blobs,
+        report: Report = nobody,
+        *,
+        accept: Callable[[Unit], None] = lambda unit: None,
+    ) -> Ensured:
+        """Have units in the cache.
+
+        Args:
+            addresses: which; who calls holds an environment made of them.
+            blobs: where those are that are missing.
+            report: how far it is.
+            accept: raises when a unit is not as it should be; asked before a byte of it is fetched.
+
+        Raises:
+            StorageError: there is no space, also after what was not used for longest had gone.
+            EnvironmentCorrupt: what the store has is altered.
+            EnvironmentMissing: the store does not have a unit.
+        """
+        wanted = tuple(dict.fromkeys(addresses))
+        missing = [address for address in wanted if not self._is_good(address)]
+        fetched = self._fetch(self._read(missing, blobs, accept), wanted, blobs, report) if missing else []
+        return Ensured(
+            directories={address: self.unit(address) for address in wanted},
+            fetched=len(fetched),
+            fetched_bytes=sum(map(moved_bytes, fetched)),
+        )
+
+    def verify(self, address: str, blobs: Blobs, report: Report = nobody, *, read: bool = True) -> str:
+        """Compare a unit with its rows, and replace it when it is damaged.
+
+        Args:
+            address: the unit.
+            blobs: where to fetch it again.
+            report: how far that is.
+            read: whether to read every byte; else only what the file system says of each file.
+
+        Returns:
+            What was wrong, or "". It is right now in either case.
+        """
+        with locked(self.unit_lock(address), wait_s=WAIT_S):
+            wrong = self._damage(address, read=read)
+            if not wrong:
+                return ""
+            place = self.unit(address)
+            self._forget_trees_of(address)
+            try:
+                fetch = Fetch(
+                    self, blobs, clock=self.clock, make_space=partial(self.make_space, keep=[address]), report=report
+                )
+                fresh = fetch.bring(blobs.read_unit(address))
+            except BaseException:
+                if place.exists():
+                    put_aside(place)  # nobody may use it, and those who do keep it until the next sweep
+                raise
+            if place.exists():
+                exchange(fresh, place)
+                put_aside(fresh)
+            else:
+                fresh.rename(place)
+        evicting.sweep(self)
+        return wrong
+
+    def evict(self, max_bytes: int | None = None, free_floor_bytes: int | None = None) -> int:
+        """Remove what was not used for longest, until the cache is small enough and the disk has its floor free.
+
+        Call it after a restore, not just before: some file systems are slow to create files right after so many were
+        deleted.
+
+        Returns:
+            The bytes that went.
+        """
+        evicting.sweep(self)
+        size = sum(unit.size for unit in evicting.units(self))
+        limit = self._max_bytes if max_bytes is None else max_bytes
+        floor = self.floor_bytes if free_floor_bytes is None else free_floor_bytes
+        excess = max(size - limit, room(self, 0, floor))
+        return evicting.evict(self, excess) if excess > 0 else 0
+
+    def make_space(self, needed: int, *, keep: Collection[str]) -> None:
+        """Make room above the floor of free disk, by removing what was not used for longest.
+
+        Args:
+            needed: bytes that are going to be written.
+            keep: units that stay in any case.
+
+        Raises:
+            StorageError: there is no room, and nothing more may go.
+        """
+        if short := room(self, needed, self.floor_bytes):
+            evicting.sweep(self)
+            evicting.evict(self, short, keep)
+            if room(self, needed, self.floor_bytes):
+                raise full(self.units, needed, self.floor_bytes)
+
+    def settle(self, addresses: Iterable[str]) -> None:
+        """Write units to the disk, so that a later boot need not read them all; at idle, it may take seconds."""
+        notes = {address: note for address in addresses if (note := self.note(address)) and not note.settled}
+        if notes:
+            write_to_disk(self.units)
+        for address, note in notes.items():
+            with contextlib.suppress(FileNotFoundError):
+                self.write_note(address, msgspec.structs.replace(note, settled=True))
+
+    def sizes(self) -> tuple[int, int]:
+        """Return how many units there are, and the bytes they take."""
+        units = evicting.units(self)
+        return len(units), sum(unit.size for unit in units)
+
+    @property
+    def floor_bytes(self) -> int:
+        """Return what has to stay free on the disk."""
+        if self._floor_bytes is not None:
+            return self._floor_bytes
+        return min(FLOOR_BYTES_MAX, total_bytes(self.root) // _FLOOR_SHARE)
+
+    def _read(self, missing: list[str], blobs: Blobs, accept: Callable[[Unit], None]) -> list[Unit]:
+        with ThreadPoolExecutor(_READERS) as pool:
+            units = list(pool.map(blobs.read_unit, missing))
+        for unit in units:
+            accept(unit)
+        return units
+
+    def _fetch(self, units: list[Unit], keep: Collection[str], blobs: Blobs, report: Report) -> list[Unit]:
+        make_public(self.root)
+        make_public(self.units)
+        fetch = Fetch(self, blobs, clock=self.clock, make_space=partial(self.make_space, keep=keep), report=report)
+        fetch.run(units, self._survived)
+        return fetch.fetched
+
+    def _own(self, address: str, name: str, kind: type[_Document]) -> _Document:
+        value = read_document(self.unit(address) / name, kind)
+        if value is None:
+            raise EnvironmentCorrupt(
+                f"unit {address[:12]} in the cache {self.units} lacks what describes it",
+                hint=f"remove {self.unit(address)}; it is fetched again",
+            )
+        return value
+
+    def _is_good(self, address: str) -> bool:
+        note = self.note(address)
+        if note is None:
+            return False
+        if note.boot == self.boot:
+            return True
+        with locked(self.unit_lock(address), wait_s=WAIT_S):
+            return self._survived(address)
+
+    def _survived(self, address: str) -> bool:
+        """Look at a unit of an earlier boot: what was not written to the disk then may be empty now."""
+        note = self.note(address)
+        if note is None:
+            return False
+        if note.boot != self.boot:
+            if not note.settled:
+                drop_bytecode(self.unit(address))
+            if self._damage(address, read=not note.settled):
+                put_aside(self.unit(address))
+                return False
+            self.write_note(address, msgspec.structs.replace(note, boot=self.boot))
+        return True
+
+    def _damage(self, address: str, *, read: bool) -> str:
+        unit = read_document(self.unit(address) / "unit", Unit)
+        if unit is None or read_document(self.unit(address) / "outline", Outline) is None:
+            return "what describes it is missing"
+        if read and unit_address(unit.rows) != address:
+            return "its rows are not what its address says"
+        return damage(self.unit(address), unit.rows, read=read)
+
+    def _forget_trees_of(self, address: str) -> None:
+        """Have trees of links to a damaged unit made again for whoever comes next."""
+        for environment in evicting.environments(self):
+            if address in environment.units:
+                (self.environment(environment.address) / "tree.ready").unlink(missing_ok=True)

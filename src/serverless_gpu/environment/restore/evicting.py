@@ -1,0 +1,139 @@
+"""Removing from the cache what `eviction.plan` says, and what the dead and the replaced left behind.
+
+    evicting (exclusive) ─ look at everything · for each unit: lock and move aside the environments made of it, then it
+    released             ─ delete what was moved aside
+
+Who restores writes down which units it is going to use while it holds `evicting` shared, and the lock of its
+environment: so either it is seen here, or it starts when this is done and finds what is missing missing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from serverless_gpu.environment.restore.eviction import CachedEnvironment, CachedUnit, Step, plan
+from serverless_gpu.environment.restore.locking import locked, try_lock
+from serverless_gpu.environment.restore.places import Places, delete, put_aside, read_document
+
+LOCK_WAIT_S = 60.0
+_ADDRESS = re.compile(r"[0-9a-f]{64}")
+_LEFT = re.compile(r"\.(?P<what>new|old)-(?P<address>[0-9a-f]{64})(-[0-9a-f]{8})?")
+
+
+def evict(places: Places, excess: int, keep: Collection[str] = ()) -> int:
+    """Remove units, and what was made of them, until so many bytes are gone or nothing more may go.
+
+    Args:
+        places: of the cache.
+        excess: bytes that should go.
+        keep: units that stay in any case.
+
+    Returns:
+        How many bytes went.
+    """
+    gone: list[Path] = []
+    freed = 0
+    with locked(evicting_lock(places), wait_s=LOCK_WAIT_S):
+        for step in plan(environments(places), units(places), excess=excess, keep=keep):
+            aside = _carry_out(places, step)
+            gone += aside
+            freed += step.size if aside and aside[-1].parent.parent == places.units else 0
+    for directory in gone:
+        delete(directory)
+    return freed
+
+
+def sweep(places: Places) -> None:
+    """Delete what was being made by processes that died, and what was replaced and is not looked at any more."""
+    in_use = frozenset[str]().union(*(seen.units for seen in environments(places) if seen.held))
+    for parent in (*_directories(places.units), places.trees):
+        for directory in _directories(parent):
+            if match := _LEFT.fullmatch(directory.name):
+                address = match["address"]
+                if match["what"] == "new":
+                    _delete_if_free(directory, places.unit_lock(address))
+                elif parent == places.trees:
+                    _delete_if_free(directory, places.use_lock(address))
+                elif address not in in_use:
+                    delete(directory)
+
+
+def evicting_lock(places: Places) -> Path:
+    """Return the lock of whoever evicts; who is about to use units holds it shared while saying so."""
+    return places.locks / "evicting"
+
+
+def units(places: Places) -> list[CachedUnit]:
+    """Return all units of the cache."""
+    found = []
+    for parent in _directories(places.units):
+        for directory in _directories(parent):
+            note = places.note(directory.name) if _ADDRESS.fullmatch(directory.name) else None
+            if note is not None:
+                with contextlib.suppress(FileNotFoundError):
+                    used_ns = (directory / "note").stat().st_mtime_ns
+                    found.append(CachedUnit(address=directory.name, size=note.size, used_ns=used_ns))
+    return found
+
+
+def environments(places: Places) -> list[CachedEnvironment]:
+    """Return all environments that were restored here, and whether somebody uses them."""
+    found = []
+    for directory in _directories(places.trees):
+        members = read_document(directory / "members", list[str]) if _ADDRESS.fullmatch(directory.name) else None
+        if members is None:
+            continue
+        lock = try_lock(places.use_lock(directory.name))
+        if lock is not None:
+            os.close(lock)
+        used_ns = 0
+        with contextlib.suppress(FileNotFoundError):
+            used_ns = (directory / "used").stat().st_mtime_ns
+        environment = CachedEnvironment(
+            address=directory.name, units=frozenset(members), used_ns=used_ns, held=lock is None
+        )
+        found.append(environment)
+    return found
+
+
+def _carry_out(places: Places, step: Step) -> list[Path]:
+    """Move a unit aside, after what was made of it; return what was moved, the unit last if it could be."""
+    aside: list[Path] = []
+    for address in step.environments:
+        environment = places.environment(address)
+        lock = try_lock(places.use_lock(address))
+        if lock is None:
+            return aside  # somebody came to use it just now
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                aside.append(put_aside(environment))
+        finally:
+            os.close(lock)
+    lock = try_lock(places.unit_lock(step.unit))
+    if lock is not None:
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                aside.append(put_aside(places.unit(step.unit)))
+            places.unit_lock(step.unit).unlink(missing_ok=True)
+        finally:
+            os.close(lock)
+    return aside
+
+
+def _delete_if_free(directory: Path, lock_file: Path) -> None:
+    lock = try_lock(lock_file)
+    if lock is not None:
+        try:
+            delete(directory)
+        finally:
+            os.close(lock)
+
+
+def _directories(parent: Path) -> Iterator[Path]:
+    with contextlib.suppress(FileNotFoundError), os.scandir(parent) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                yield parent / entry.name

@@ -1,0 +1,176 @@
+"""An environment as a directory of the user's own, which needs nothing of ours: `sgpu env restore ADDRESS DIR`.
+
+It is made beside its place and comes there by a rename, so nobody sees half of it. Files are links to the cache where
+they can be, read-only; files of code are copies, because people edit them. Installers replace files and leave the cache
+alone; who wants to edit a package in place asks for copies of everything.
+
+Failure cases: a directory that is not empty (InvalidValue), a disk that is full (StorageError); nothing is left then.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+
+import msgspec
+
+from serverless_gpu.environment.documents import Snapshot
+from serverless_gpu.environment.progress import Report, nobody
+from serverless_gpu.environment.restore.assembly import Part, Place
+from serverless_gpu.environment.restore.cache import Cache
+from serverless_gpu.environment.restore.disks import free_bytes, full, is_full, occupied_bytes
+from serverless_gpu.environment.restore.linking import Linked, Source, fill
+from serverless_gpu.environment.restore.locking import locked
+from serverless_gpu.environment.restore.places import delete, make_public
+from serverless_gpu.environment.restore.preparing import Prepared, compile_loaded, known_snapshot, prepare
+from serverless_gpu.environment.restore.trees import MAKING_S_MAX, assembled
+from serverless_gpu.environment.stores.blobs import Blobs
+from serverless_gpu.errors import InvalidValue, StorageError
+
+_ACTIVATE = """\
+# Source this file: . {name}
+deactivate () {{
+    PATH="$_SGPU_PATH"; export PATH
+    PS1="${{_SGPU_PS1-}}"
+    unset VIRTUAL_ENV _SGPU_PATH _SGPU_PS1
+    unset -f deactivate
+    hash -r 2>/dev/null
+}}
+VIRTUAL_ENV={tree}; export VIRTUAL_ENV
+_SGPU_PATH="$PATH"; _SGPU_PS1="${{PS1-}}"
+PATH="$VIRTUAL_ENV/bin:$PATH"; export PATH
+PS1="($(basename "$VIRTUAL_ENV")) ${{PS1-}}"
+hash -r 2>/dev/null
+"""
+
+
+class Exported(msgspec.Struct, frozen=True, kw_only=True):
+    """A directory that was made of a snapshot.
+
+    Attributes:
+        address: of the snapshot.
+        tree: the directory.
+        python: its interpreter.
+        linked: files that share their bytes with the cache.
+        copied: files that do not.
+        fetched_bytes: what came from the store.
+        units_fetched: how many units.
+        ms: how long it took.
+        note: what is different from where it was captured, or "".
+    """
+
+    address: str
+    tree: str
+    python: str
+    linked: int
+    copied: int
+    fetched_bytes: int
+    units_fetched: int
+    ms: int
+    note: str = ""
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True):
+    """What a person asked for: the directory, an interpreter to try first, and whether to copy every file."""
+
+    target: Path
+    python: str = ""
+    copies: bool = False
+
+
+def export(address: str, blobs: Blobs, cache: Cache, order: Order, *, report: Report = nobody) -> Exported:
+    """Make a free-standing tree of an environment.
+
+    Args:
+        address: of the snapshot.
+        blobs: where it is.
+        cache: of this node.
+        order: where to, and how.
+        report: how far it is.
+
+    Raises:
+        InvalidValue: the directory is there and not empty.
+        EnvironmentMissing, EnvironmentUnsupported, EnvironmentCorrupt, StorageError: as `restore`.
+    """
+    began_ns = cache.clock.boottime_ns()
+    target = Path(os.path.abspath(order.target))
+    _check_target(target)
+    holding = cache.hold(address)
+    try:
+        snapshot = known_snapshot(cache, address) or blobs.read_snapshot(address)
+        prepared = prepare(snapshot, blobs, cache, order.python, report)
+        with locked(cache.making_lock(address), wait_s=MAKING_S_MAX):
+            compile_loaded(prepared, cache, report)
+        try:
+            linked = _make(prepared, cache, target, copies=order.copies)
+        except OSError as error:
+            if is_full(error):
+                raise full(target.parent, snapshot.size, 0) from error
+            raise StorageError(f"{error.filename or target} cannot be written: {error.strerror}.") from error
+    finally:
+        os.close(holding)
+    return Exported(
+        address=address,
+        tree=str(target),
+        python=str(target / "bin" / "python"),
+        linked=linked.linked,
+        copied=linked.copied,
+        fetched_bytes=prepared.ensured.fetched_bytes,
+        units_fetched=prepared.ensured.fetched,
+        ms=(cache.clock.boottime_ns() - began_ns) // 1_000_000,
+        note=prepared.base.note,
+    )
+
+
+def _check_target(target: Path) -> None:
+    try:
+        if any(target.iterdir()):
+            raise InvalidValue(
+                f"{target} is not empty, and an environment is never mixed with what is there.",
+                hint="name a directory that does not exist yet",
+            )
+    except FileNotFoundError:
+        return
+    except NotADirectoryError:
+        raise InvalidValue(
+            f"{target} is a file, or lies below one.", hint="name a directory that does not exist yet"
+        ) from None
+
+
+def _make(prepared: Prepared, cache: Cache, target: Path, *, copies: bool) -> Linked:
+    snapshot, base = prepared.snapshot, prepared.base
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _check_space(snapshot, cache, target.parent, copies=copies)
+    place = Place(tree=str(target), base=base.path, version=base.version, alone=True)
+    parts = assembled(snapshot, cache, place)
+    fresh = target.with_name(f".{target.name}.new-{os.urandom(4).hex()}")
+    try:
+        make_public(fresh)
+        linked = fill(fresh, [_source(part, snapshot, cache, copies=copies) for part in parts])
+        _write_activate(fresh, target)
+        fresh.rename(target)  # in place of an empty directory, too
+    except BaseException:
+        delete(fresh)
+        raise
+    return linked
+
+
+def _check_space(snapshot: Snapshot, cache: Cache, directory: Path, *, copies: bool) -> None:
+    if copies or directory.stat().st_dev != cache.units.stat().st_dev:
+        needed = occupied_bytes(snapshot.size, snapshot.files)
+        if needed > free_bytes(directory):
+            raise full(directory, needed, 0)
+
+
+def _source(part: Part, snapshot: Snapshot, cache: Cache, *, copies: bool) -> Source:
+    own = copies or snapshot.roots[part.root].kind == "code"
+    return Source(part, [cache.unit(address) / part.area for address in part.units], own)
+
+
+def _write_activate(fresh: Path, target: Path) -> None:
+    path = fresh / "bin" / "activate"
+    if not path.exists():
+        text = _ACTIVATE.format(name=shlex.quote(str(target / "bin" / "activate")), tree=shlex.quote(str(target)))
+        path.write_text(text)
+        path.chmod(0o644)

@@ -1,0 +1,241 @@
+"""Rules of paths, rows and links: a tree that means the same on every file system, and never leaves its directory.
+
+Two names that differ only in case or in their Unicode form are one file on some machines, so they are refused on all.
+A link's target is followed name by name through the tree as the rows describe it: every directory on the way has to be
+a real one, so what is checked here is what the kernel will do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import unicodedata
+from collections.abc import Sequence
+
+from serverless_gpu.environment.documents import Row
+from serverless_gpu.environment.rules.limits import (
+    CONTENT_BYTES_MAX,
+    DEPTH_MAX,
+    LINK_HOPS_MAX,
+    NAME_BYTES_MAX,
+    PATH_BYTES_MAX,
+    ROWS_MAX,
+    refuse,
+)
+
+AREAS = ("site", "prefix")
+EMPTY_SHA256 = hashlib.sha256().digest()
+# Control characters, and halves of surrogate pairs (they stand for bytes that are not UTF-8).
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+_KINDS = ("f", "x", "l", "d")
+_DIRECTORY = "directory"
+
+
+def check_path(path: str, what: str = "a path") -> None:
+    """Check one path of a row: area, names, lengths, depth.
+
+    Args:
+        path: area and path below it.
+        what: the unit or snapshot it belongs to, for the error.
+
+    Raises:
+        EnvironmentRejected: it breaks a rule.
+    """
+    _check_text(path, what)
+    if path.startswith("/"):
+        refuse(what, path, "a path is not absolute")
+    area, _, rest = path.partition("/")
+    if area not in AREAS or not rest:
+        refuse(what, path, "a path starts with site/ or prefix/ and goes on")
+    names = path.split("/")
+    if len(names) > DEPTH_MAX:
+        refuse(what, path, f"a path has at most {DEPTH_MAX} names")
+    for name in names:
+        _check_name(name, path, what)
+
+
+def check_rows(rows: Sequence[Row], what: str = "a unit") -> None:
+    """Check all rows of a unit: each by itself, and the tree they make.
+
+    Args:
+        rows: in the order in which they stand.
+        what: the unit, for the error.
+
+    Raises:
+        EnvironmentRejected: one of them breaks a rule; says the path and the rule.
+    """
+    if len(rows) > ROWS_MAX:
+        refuse(what, "", f"it has {len(rows)} rows, and at most {ROWS_MAX} are allowed")
+    tree = Tree(what)
+    before, size = "", 0
+    for row in rows:
+        _check_row(row, what)
+        tree.add(row.path, row.kind)
+        if row.path < before:
+            refuse(what, row.path, "rows are in order of their paths")
+        before = row.path
+        size += row.size
+    if size > CONTENT_BYTES_MAX:
+        refuse(what, "", f"it holds {size} bytes, and at most {CONTENT_BYTES_MAX} are allowed")
+    for row in rows:
+        if row.kind == "l":
+            tree.targets[row.path] = row.target
+    for path in tree.targets:
+        tree.check_link(path)
+
+
+class Tree:
+    """The tree that rows make, as it grows.
+
+    Args:
+        what: the unit or snapshot, for errors.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._kinds: dict[str, str] = dict.fromkeys(AREAS, _DIRECTORY)
+        self._folded: dict[str, str] = {area: area for area in AREAS}  # path → its form that must be unique
+        self._taken: dict[str, str] = {area: area for area in AREAS}  # and back
+        self._clear = set(AREAS)  # directories of units that `meet` has found in nobody's way
+        self.targets: dict[str, str] = {}
+
+    def add(self, path: str, kind: str) -> None:
+        """Add a row.
+
+        Raises:
+            EnvironmentRejected: the path breaks a rule by itself, or together with those that are there.
+        """
+        _check_text(path, self._what)
+        directory, _, name = path.rpartition("/")
+        if not directory or path.count("/") >= DEPTH_MAX:
+            check_path(path, self._what)  # says which rule
+        self._enter(directory, path)
+        _check_name(name, path, self._what)
+        self._put(path, directory, name, kind)
+
+    def meet(self, path: str, kind: str) -> None:
+        """Check that a row of a unit leaves alone what is there: not the same path, not above or below it.
+
+        Args:
+            path: of a row, already checked.
+            kind: of the row.
+        """
+        there = self._taken.get(_fold_path(path))
+        # An empty directory is nothing but a directory that others may share.
+        if there is not None and (kind != "d" or self._kinds[there] != _DIRECTORY):
+            refuse(self._what, there, f"a file is generated where a unit has {path!r}, or below it")
+        directory = path.rpartition("/")[0]
+        while directory not in self._clear:
+            there = self._taken.get(_fold_path(directory))
+            if there is not None and self._kinds[there] != _DIRECTORY:
+                refuse(self._what, there, f"a file is generated where a unit has the directory {directory!r}")
+            self._clear.add(directory)
+            directory = directory.rpartition("/")[0]
+
+    def check_link(self, path: str) -> None:
+        """Check where a link leads, through at most a few others.
+
+        Raises:
+            EnvironmentRejected: out of its area, to nothing, through another link, or in a circle.
+        """
+        at = path
+        for _ in range(LINK_HOPS_MAX):
+            at = self._follow(at, path)
+            if self._kinds[at] != "l":
+                return
+        refuse(self._what, path, f"a link leads in a circle, or through more than {LINK_HOPS_MAX} others")
+
+    def _follow(self, link: str, path: str) -> str:
+        target = self.targets[link]
+        if not target or target.startswith("/"):
+            refuse(self._what, path, f"a link's target is relative, not {target!r}")
+        at = link.rpartition("/")[0]
+        names = target.split("/")
+        for index, name in enumerate(names):
+            if name == "..":
+                at = at.rpartition("/")[0]
+                if not at:
+                    refuse(self._what, path, f"a link stays in its tree, and {target!r} leads out of it")
+            elif name != ".":
+                at = f"{at}/{name}"
+            kind = self._kinds.get(at)
+            if kind is None or not name:
+                refuse(self._what, path, f"a link leads to something in its unit, and {target!r} is not there")
+            if index < len(names) - 1 and kind not in (_DIRECTORY, "d"):
+                refuse(self._what, path, f"a link does not lead through another link or a file, as {target!r} does")
+        return at
+
+    def _enter(self, directory: str, path: str) -> None:
+        kind = self._kinds.get(directory)
+        if kind == _DIRECTORY:
+            return
+        if kind is not None:
+            below = "an empty directory" if kind == "d" else "a file or link"
+            refuse(self._what, path, f"it lies below {below}")
+        above, _, name = directory.rpartition("/")
+        if not above:
+            check_path(path, self._what)
+        self._enter(above, path)
+        _check_name(name, path, self._what)
+        self._put(directory, above, name, _DIRECTORY)
+
+    def _put(self, path: str, directory: str, name: str, kind: str) -> None:
+        if path in self._kinds:
+            twice = "the path is there twice" if self._kinds[path] != _DIRECTORY else "it is a directory, too"
+            refuse(self._what, path, twice)
+        folded = f"{self._folded[directory]}/{_fold(name)}"
+        other = self._taken.setdefault(folded, path)
+        if other != path:
+            refuse(self._what, path, f"it is the same file as {other!r} where case or Unicode forms do not count")
+        self._kinds[path] = kind
+        if kind == _DIRECTORY:
+            self._folded[path] = folded
+
+
+def _check_row(row: Row, what: str) -> None:
+    if row.kind not in _KINDS:
+        refuse(what, row.path, f"{row.kind!r} is no kind of row")
+    if not row.has_content:
+        if row.size or row.sha256:
+            refuse(what, row.path, "only files have a size and a digest")
+        if row.kind == "l":
+            _check_text(row.target, what)
+        elif row.target:
+            refuse(what, row.path, "only links have a target")
+        return
+    if row.target:
+        refuse(what, row.path, "only links have a target")
+    if not 0 <= row.size <= CONTENT_BYTES_MAX:
+        refuse(what, row.path, f"a size is between 0 and {CONTENT_BYTES_MAX}, not {row.size}")
+    if len(row.sha256) != 32 or (row.size == 0 and row.sha256 != EMPTY_SHA256):
+        refuse(what, row.path, "a digest is the 32 bytes of SHA-256 of the content")
+    if row.path.endswith(".pyc") and row.path.rpartition("/")[0].endswith("/__pycache__"):
+        # It would be run in place of the source beside it, which is what people read.
+        refuse(what, row.path, "bytecode is made on the node, never sent")
+
+
+def _check_text(text: str, what: str) -> None:
+    if _CONTROL.search(text):
+        refuse(what, text, "it has a control character, or bytes that are not UTF-8")
+    if len(text) * 4 > PATH_BYTES_MAX and len(text.encode()) > PATH_BYTES_MAX:
+        refuse(what, text, f"a path has at most {PATH_BYTES_MAX} bytes")
+
+
+def _check_name(name: str, path: str, what: str) -> None:
+    if not name:
+        refuse(what, path, "a name is not empty")
+    if name == "." or name == "..":
+        refuse(what, path, "a name is not '.' or '..'")
+    if len(name) * 4 > NAME_BYTES_MAX and len(name.encode()) > NAME_BYTES_MAX:
+        refuse(what, path, f"a name has at most {NAME_BYTES_MAX} bytes")
+
+
+def _fold(name: str) -> str:
+    if name.isascii():
+        return name.lower()
+    # Folding case can bring back what normalising took away, so it is done around it.
+    return unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", name).casefold())
+
+
+def _fold_path(path: str) -> str:
+    return path.lower() if path.isascii() else "/".join(_fold(name) for name in path.split("/"))

@@ -1,0 +1,1 @@
+"""What is there: roots, distributions, code, and whether any of it has changed."""

@@ -1,0 +1,224 @@
+"""From parts to a snapshot: units get their rows and addresses, roots their members.
+
+    parts ─ drafts ─ generated files taken out ─ links settled ─ digests ─ rows ─ units ─ members ─ roots ─ snapshot
+
+Where a digest comes from, in this order: what was read before, if the file is the same by stat; RECORD, where it is to
+be believed; the file.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from serverless_gpu.environment.documents import (
+    Facts,
+    Member,
+    Root,
+    Row,
+    RowKind,
+    Snapshot,
+    make_snapshot,
+    unit_address,
+)
+from serverless_gpu.environment.progress import Progress, Report
+from serverless_gpu.environment.scan.description import Description
+from serverless_gpu.environment.scan.digests import Digest, digest_files, may_be_script
+from serverless_gpu.environment.scan.generated import Directories, archive_line, take_generated
+from serverless_gpu.environment.scan.listing import File, is_plain
+from serverless_gpu.environment.scan.remembered import Known, Made
+from serverless_gpu.environment.scan.survey import Part, Survey
+from serverless_gpu.environment.scan.units import Draft, Drafts, draft_units, settle_contested, settle_links
+
+_LEFT_OUT_MAX = 1000
+
+
+class Source(msgspec.Struct, frozen=True, kw_only=True):
+    """A unit on this machine.
+
+    Attributes:
+        rows: in order of their paths.
+        files: for each row with content, in that order, the absolute path of the file; links are to be followed.
+        texts: by number of a row: what stands instead of the file's content (a script whose first line is `#!python`).
+        previous: address of the version of this unit that was captured here before, or "".
+    """
+
+    rows: tuple[Row, ...]
+    files: tuple[str, ...]
+    texts: dict[int, bytes] = {}
+    previous: str = ""
+
+
+class Composed(msgspec.Struct, frozen=True, kw_only=True):
+    """A snapshot, where its units are, and what of each file is worth remembering."""
+
+    snapshot: Snapshot
+    sources: dict[str, Source]
+    made: list[Made]
+
+
+def compose(found: Survey, description: Description, known: Known, captured_ns: int, report: Report) -> Composed:
+    """Return the snapshot of what was found.
+
+    Args:
+        found: everything that counts.
+        description: the interpreter.
+        known: what was read before.
+        captured_ns: the time.
+        report: told how much was read.
+
+    Raises:
+        EnvironmentUnsupported: a file cannot be read, or cannot travel.
+    """
+    # A directory without anything in it adds nothing; the interpreter's own is there always.
+    parts = [part for number, part in enumerate(found.parts) if part.files or number == 0]
+    drafts = [draft_units(part) for part in parts]
+    directories = Directories([part.spot for part in parts])
+    generated = [take_generated(one.units, directories) for one in drafts]
+    for number, part in enumerate(parts):
+        if part.spot.archive and not part.spot.before:
+            generated[0] = (*generated[0], archive_line(number, part.spot))
+    left_out = [*found.left_out, *(said for one in drafts for unit in one.units for said in settle_links(unit))]
+    digests = _digest_all(drafts, known, report)
+    composer = _Composer(known)
+    roots = []
+    for part, drafted, digested, texts in zip(parts, drafts, digests, generated, strict=True):
+        settle_contested(drafted.contested, {path: digest.sha256 for path, digest in digested.items()})
+        members = [composer.make_member(part, unit, digested) for unit in drafted.units if unit.files]
+        spot = part.spot
+        kind = "library" if spot.kind == "archive" else spot.kind
+        roots.append(
+            Root(kind=kind, members=_in_order(members), generated=texts, before=spot.before, on_path=spot.on_path)
+        )
+    facts = _make_facts(parts, description, captured_ns, left_out)
+    snapshot = make_snapshot(description.interpreter, tuple(roots), facts)
+    return Composed(snapshot=snapshot, sources=composer.sources, made=composer.made)
+
+
+class _Composer:
+    """Units as they come: their sources by address, and what is remembered of them."""
+
+    def __init__(self, known: Known) -> None:
+        self._known = known
+        self.sources: dict[str, Source] = {}
+        self.made: list[Made] = []
+
+    def make_member(self, part: Part, draft: Draft, digests: Mapping[str, Digest]) -> Member:
+        """Return a unit as its root lists it, and keep its source."""
+        rows: list[Row] = []
+        files: list[str] = []
+        texts: dict[int, bytes] = {}
+        size = 0
+        for path in sorted(draft.files):
+            file = draft.files[path]
+            if file.kind == "l":
+                rows.append(Row(path, "l", target=file.target))
+                continue
+            digest = digests[path]
+            if digest.text is not None:
+                texts[len(rows)] = digest.text
+            rows.append(Row(path, _row_kind(draft, path, file), digest.size, digest.sha256))
+            files.append(file.file)
+            size += digest.size
+        address = unit_address(rows)
+        place = (part.spot.directory, draft.kind, draft.name)
+        previous = self._known.addresses.get(place, "")
+        self.sources[address] = Source(
+            rows=tuple(rows), files=tuple(files), texts=texts, previous="" if previous == address else previous
+        )
+        member = Member(
+            address=address,
+            kind=draft.kind,
+            name=draft.name,
+            version=draft.version,
+            size=size,
+            files=len(files),
+            modules=draft.modules(),
+        )
+        self.made.append(Made(part.spot, member, draft.files, tuple(rows)))
+        return member
+
+
+def _digest_all(drafts: Sequence[Drafts], known: Known, report: Report) -> list[dict[str, Digest]]:
+    """Return for each part the digests of its files by path of the row."""
+    digests: list[dict[str, Digest]] = []
+    unread: list[tuple[int, str, File]] = []
+    for number, one in enumerate(drafts):
+        mine: dict[str, Digest] = {}
+        digests.append(mine)
+        for unit in one.units:
+            for path, file in unit.files.items():
+                if file.kind == "l" or path in mine:
+                    continue
+                digest = None if may_be_script(path, file.size) else known.find(file)
+                claim = unit.believed.get(path)
+                if digest is None and claim is not None and not (unit.record and known.is_touched(file, unit.record)):
+                    digest = Digest(claim.sha256, claim.size)
+                if digest is not None:
+                    mine[path] = digest
+                else:
+                    mine[path] = Digest(b"", 0)  # its place is taken: another unit may have the same file
+                    unread.append((number, path, file))
+    total = sum(file.size for _, _, file in unread)
+
+    def done(files: int, size: int) -> None:
+        report(
+            Progress(
+                phase="scan",
+                files_done=files,
+                files_total=len(unread),
+                bytes_done=size,
+                bytes_total=total,
+                name="reading",
+            )
+        )
+
+    read = digest_files([(file.file, path, file.size) for _, path, file in unread], done)
+    for (number, path, _), digest in zip(unread, read, strict=True):
+        digests[number][path] = digest
+    return digests
+
+
+def _row_kind(draft: Draft, path: str, file: File) -> RowKind:
+    # pip leaves a wheel's script as executable as it was packed, uv makes each of them so.
+    return "x" if file.kind == "x" or (draft.kind == "distribution" and path.startswith("prefix/bin/")) else "f"
+
+
+def _in_order(members: Sequence[Member]) -> tuple[Member, ...]:
+    """Return members in order of kind, name and address; of two that are the same unit, one."""
+    once = {member.address: member for member in members}
+    return tuple(sorted(once.values(), key=lambda member: (member.kind, member.name, member.address)))
+
+
+def _make_facts(parts: Sequence[Part], description: Description, captured_ns: int, left_out: Sequence[str]) -> Facts:
+    sentences = tuple(dict.fromkeys(sentence for sentence in left_out if is_plain(sentence)))
+    if len(sentences) > _LEFT_OUT_MAX:
+        more = len(sentences) - _LEFT_OUT_MAX
+        sentences = (*sentences[:_LEFT_OUT_MAX], f"{more} more")
+    return Facts(
+        captured_ns=captured_ns,
+        python=os.path.realpath(description.base_executable),
+        prefix=description.prefix,
+        originals=tuple(part.spot.directory for part in parts),
+        notes=tuple(_notes(part) for part in parts),
+        loaded=_loaded(parts, description.loaded),
+        variables=description.variables,
+        left_out=sentences,
+    )
+
+
+def _notes(part: Part) -> dict[str, str]:
+    return {path: text for distribution in part.distributions for path, text in distribution.notes.items()}
+
+
+def _loaded(parts: Sequence[Part], loaded: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    """Return for each root the rows of the Python files that were imported."""
+    rows = {file.file: (number, path) for number, part in enumerate(parts) for path, file in part.files.items()}
+    found: list[list[str]] = [[] for _ in parts]
+    for file in loaded:
+        number, path = rows.get(file, (0, ""))
+        if path.endswith(".py"):
+            found[number].append(path)
+    return tuple(tuple(paths) for paths in found)

@@ -1,0 +1,230 @@
+"""What was seen when an environment was captured, kept so that the next look is short.
+
+    <key>.index   header │ gate part: snapshot, directories, small files, code │ files part: all stats and digests
+
+One file per environment, replaced whole (temporary name, rename). Reading the gate part takes 1-2 ms; the files part is
+read by the background check and by a scan. Paths are one string with NUL between them, numbers are arrays as bytes:
+100,000 small objects would take longer to make than the directories to look at. It is a memory, not a promise: what
+cannot be read (another version, torn by a power cut, altered) was never seen, and nothing is fsynced.
+
+An mtime from the last moments before the look is kept as `UNKNOWN`: a file changed once more in the same tick of the
+file system's clock would look the same. Whoever compares it looks at the content instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+import sys
+import tempfile
+from array import array
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+from blake3 import blake3
+
+from serverless_gpu.environment.documents import Snapshot, UnitKind
+from serverless_gpu.environment.scan.canonical import flat_path
+from serverless_gpu.environment.scan.listing import Directory, File
+from serverless_gpu.environment.scan.survey import Area
+
+_PartT = TypeVar("_PartT")
+
+UNKNOWN = -1
+_MAGIC = b"sgpu-index-1" + sys.byteorder[:1].encode() + b"\0\0\0"
+_HEADER = struct.Struct("<16sQ32sQ32s")
+_TICK_NS = 20_000_000  # kernels count in ticks of 1 to 10 ms
+_COARSE_TICK_NS = 2_000_000_000  # file systems that count in seconds, FAT in two
+_PART_BYTES_MAX = 1024**3
+ENTRIES_MAX = 64
+"""Environments that are remembered; the oldest are forgotten."""
+
+
+class Stats(msgspec.Struct, array_like=True):
+    """Files with their stat, and what their content was.
+
+    Attributes:
+        paths: absolute, NUL between them.
+        numbers: size, mtime and inode of each, as int64; all 0 for a file that was not there.
+        kinds: one letter for each, as in rows; "-" for a file that was not there.
+        digests: SHA-256 of each, 32 bytes (zeros for links); empty where no content was looked at.
+    """
+
+    paths: str = ""
+    numbers: bytes = b""
+    kinds: str = ""
+    digests: bytes = b""
+
+    def names(self) -> list[str]:
+        """Return the paths."""
+        return self.paths.split("\0") if self.paths else []
+
+    def columns(self) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
+        """Return sizes, mtimes and inodes."""
+        numbers = memoryview(self.numbers).cast("q").tolist()
+        return numbers[::3], numbers[1::3], numbers[2::3]
+
+
+class GatePart(msgspec.Struct, array_like=True):
+    """What decides at once whether an environment is unchanged.
+
+    Attributes:
+        key: of the description.
+        snapshot: what it was captured as.
+        areas: what was walked.
+        directories: absolute, NUL between them.
+        areas_of: for each directory the number of its area, as uint16.
+        mtimes: of each, as int64.
+        marks: of each, 8 bytes.
+        small: files that decide what counts, RECORD among them.
+        code: files of the project.
+        absent: entries of `sys.path` that were not there, NUL between them.
+    """
+
+    key: bytes
+    snapshot: Snapshot
+    areas: tuple[Area, ...]
+    directories: str
+    areas_of: bytes
+    mtimes: bytes
+    marks: bytes
+    small: Stats
+    code: Stats
+    absent: str
+
+    def directory_names(self) -> list[str]:
+        """Return the directories."""
+        return self.directories.split("\0") if self.directories else []
+
+
+class Owner(msgspec.Struct, frozen=True, array_like=True):
+    """A unit that files belong to: directory and prefix of its root, and what it was captured as."""
+
+    site: str
+    prefix: str
+    kind: UnitKind
+    name: str
+    version: str
+    address: str
+
+    def row_path(self, file: str) -> str:
+        """Return the path of a file's row."""
+        if file.startswith(self.site + "/"):
+            path = file[len(self.site) + 1 :]
+            return flat_path(path) if self.site == self.prefix else f"site/{path}"
+        return f"prefix/{file[len(self.prefix) + 1 :]}"
+
+
+class FilesPart(msgspec.Struct, array_like=True):
+    """Every file of the libraries.
+
+    Attributes:
+        files: with their digests.
+        owners_of: for each file the number of its owner, as uint32.
+        owners: all units, those of code too.
+    """
+
+    files: Stats
+    owners_of: bytes
+    owners: tuple[Owner, ...]
+
+    def owner(self, number: int) -> Owner:
+        """Return what a file belongs to."""
+        return self.owners[memoryview(self.owners_of).cast("I")[number]]
+
+
+class IndexFile:
+    """One file of the index, by path; its parts are read one by one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def read_gate(self) -> GatePart | None:
+        """Return the gate part, or None when there is none to be read."""
+        return self._read(0, GatePart)
+
+    def read_files(self) -> FilesPart | None:
+        """Return the files part, or None when there is none to be read."""
+        return self._read(1, FilesPart)
+
+    def write(self, gate: GatePart, files: FilesPart) -> None:
+        """Replace the file, and forget the oldest ones."""
+        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        parts = [msgspec.msgpack.encode(part) for part in (gate, files)]
+        header = _HEADER.pack(_MAGIC, *(field for part in parts for field in (len(part), blake3(part).digest())))
+        descriptor, temporary = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=self.path.parent)
+        try:
+            with open(descriptor, "wb") as file:
+                file.write(header + parts[0] + parts[1])
+            os.replace(temporary, self.path)
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+            raise
+        self._forget_oldest()
+
+    def renew(self, gate: GatePart | None = None, files: FilesPart | None = None) -> None:
+        """Replace one part by what was seen since; what cannot be written is let be."""
+        old_gate, old_files = self.read_gate(), self.read_files()
+        if old_gate is None or old_files is None:
+            return
+        with contextlib.suppress(OSError):  # a full disk costs the next call some milliseconds
+            self.write(gate or old_gate, files or old_files)
+
+    def _read(self, number: int, kind: type[_PartT]) -> _PartT | None:
+        try:
+            with open(self.path, "rb", buffering=0) as file:
+                magic, *fields = _HEADER.unpack(file.read(_HEADER.size))
+                length, digest = fields[2 * number : 2 * number + 2]
+                if magic != _MAGIC or length > _PART_BYTES_MAX:
+                    return None
+                file.seek(_HEADER.size + (fields[0] if number else 0))
+                part = file.read(length)
+            return msgspec.msgpack.decode(part, type=kind) if blake3(part).digest() == digest else None
+        except (OSError, struct.error, msgspec.DecodeError):
+            return None
+
+    def _forget_oldest(self) -> None:
+        with contextlib.suppress(OSError):  # others may do the same at the same time
+            found = sorted(self.path.parent.glob("*.index"), key=lambda path: path.stat().st_mtime_ns)
+            for path in found[:-ENTRIES_MAX]:
+                path.unlink(missing_ok=True)
+
+
+def pack_stats(files: Iterable[tuple[str, File | None, bytes]], seen_ns: int) -> Stats:
+    """Return files as they are kept: path, stat (None: not there), SHA-256 (b"" in all of them, or in none)."""
+    paths: list[str] = []
+    kinds: list[str] = []
+    numbers = array("q")
+    digests: list[bytes] = []
+    for path, file, sha256 in files:
+        paths.append(path)
+        digests.append(sha256)
+        kinds.append(file.kind if file else "-")
+        if file is None:
+            numbers.extend((0, 0, 0))
+        else:
+            numbers.extend((file.size, known_mtime(file.mtime_ns, seen_ns), file.inode))
+    return Stats("\0".join(paths), numbers.tobytes(), "".join(kinds), b"".join(digests))
+
+
+def known_mtime(mtime_ns: int, seen_ns: int) -> int:
+    """Return an mtime that will tell a later change, else `UNKNOWN`.
+
+    Args:
+        mtime_ns: of a file or directory.
+        seen_ns: when the look began that saw it.
+    """
+    tick_ns = _COARSE_TICK_NS if mtime_ns % 1_000_000_000 == 0 else _TICK_NS
+    return UNKNOWN if mtime_ns > seen_ns - tick_ns else mtime_ns
+
+
+def pack_directories(directories: Sequence[tuple[int, Directory]], seen_ns: int) -> tuple[str, bytes, bytes, bytes]:
+    """Return directories as they are kept: names, areas, mtimes, marks."""
+    names = "\0".join(directory.path for _, directory in directories)
+    areas = array("H", (area for area, _ in directories)).tobytes()
+    mtimes = array("q", (known_mtime(directory.mtime_ns, seen_ns) for _, directory in directories)).tobytes()
+    return names, areas, mtimes, b"".join(directory.mark for _, directory in directories)

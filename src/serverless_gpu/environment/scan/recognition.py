@@ -1,0 +1,262 @@
+"""Whether an environment is what it was when it was captured.
+
+    level A, `recognise`   directories' mtimes, RECORD and other small files, every file of the project
+    level B, `find_edits`  the stat of every file
+
+A difference of stat is no change yet. A directory with another mtime is looked at again: only its mark counts, so
+bytecode does not. A file with another stat, or an mtime that was too fresh to be told apart, is read: only its content
+counts, so `touch`, a checkout there and back, and a chmod that leaves the execute bit alone do not. What was cleared
+this way is told to the caller, who keeps it for the next time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import threading
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+
+from serverless_gpu.environment.scan.description import Description
+from serverless_gpu.environment.scan.digests import digest_file
+from serverless_gpu.environment.scan.index import GatePart, Stats, known_mtime
+from serverless_gpu.environment.scan.listing import look
+from serverless_gpu.environment.scan.project import CodePlace, list_code, wanted_files
+from serverless_gpu.environment.scan.survey import keep_for
+from serverless_gpu.errors import EnvironmentProblem
+
+_FORK_FROM_FILES = 4000
+"""With fewer files, looking at them takes less than a fork."""
+_WORKERS = 2
+
+RowPath = Callable[[int], str]
+
+
+class Recognised(msgspec.Struct, frozen=True):
+    """An environment that is unchanged: what was seen, and whether that says more than what was kept."""
+
+    gate: GatePart
+    fresher: bool
+
+
+def recognise(gate: GatePart, description: Description, seen_ns: int) -> Recognised | None:
+    """Return what was seen of an unchanged environment, None for one that may have changed.
+
+    Args:
+        gate: what was kept of it.
+        description: the interpreter, as it is now.
+        seen_ns: the time, before anything is looked at.
+    """
+    if gate.absent and any(os.path.lexists(path) for path in gate.absent.split("\0")):
+        return None
+    small = _compare_all(gate.small, seen_ns)
+    code = small and _compare_all(gate.code, seen_ns)
+    if small is None or code is None:
+        return None
+    try:
+        mtimes = _compare_directories(gate, description, seen_ns)
+    except EnvironmentProblem:  # a directory is gone or unreadable; the scan that follows says so where it matters
+        return None
+    if mtimes is None:
+        return None
+    fresher = small is not gate.small or code is not gate.code or mtimes is not gate.mtimes
+    return Recognised(msgspec.structs.replace(gate, small=small, code=code, mtimes=mtimes), fresher)
+
+
+def find_edits(stats: Stats, row_path: RowPath, seen_ns: int) -> tuple[list[int], Stats]:
+    """Return the numbers of files that are gone or hold something else, and what was seen of all others.
+
+    Args:
+        stats: all files.
+        row_path: the path of a file's row, by its number.
+        seen_ns: the time, before anything is looked at.
+    """
+    names = stats.names()
+    suspects = _find_differences(names, stats)
+    edited, same = _read_suspects(names, stats, suspects, row_path)
+    return edited, _renew(stats, same, seen_ns)
+
+
+def is_single_threaded() -> bool:
+    """Return whether this process may be forked: no thread of Python's, nor of a library's."""
+    try:
+        return threading.active_count() == 1 and len(os.listdir("/proc/self/task")) == 1
+    except OSError:  # no /proc: cannot be known
+        return False
+
+
+def _compare_all(stats: Stats, seen_ns: int) -> Stats | None:
+    """Return what was seen of files when all hold what they held, else None."""
+    names = stats.names()
+    suspects = _differences(names, stats, 0, len(names))
+    if not suspects:
+        return stats
+    edited, same = _read_suspects(names, stats, suspects, lambda number: "site/")
+    return None if edited else _renew(stats, same, seen_ns)
+
+
+def _differences(names: Sequence[str], stats: Stats, start: int, end: int) -> list[int]:
+    """Return the numbers of the files, of a range, whose stat is not what it was."""
+    sizes, mtimes, inodes = stats.columns()
+    kinds, look_at, look_at_link = stats.kinds, os.stat, os.lstat
+    found = []
+    for number in range(start, end):
+        kind = kinds[number]
+        try:
+            seen = look_at(names[number]) if kind != "l" else look_at_link(names[number])
+        except OSError:
+            if kind != "-":
+                found.append(number)
+            continue
+        if (
+            seen.st_mtime_ns != mtimes[number]
+            or seen.st_ino != inodes[number]
+            or (kind != "l" and seen.st_size != sizes[number])
+            or (kind == "f") == bool(seen.st_mode & stat.S_IXUSR)
+        ):
+            found.append(number)
+    return found
+
+
+def _find_differences(names: Sequence[str], stats: Stats) -> list[int]:
+    if len(names) < _FORK_FROM_FILES or not is_single_threaded():
+        return _differences(names, stats, 0, len(names))
+    size = -(-len(names) // _WORKERS)
+    shares = [(start, min(start + size, len(names))) for start in range(0, len(names), size)]
+    workers = [_Worker(names, stats, share) for share in shares[1:]]
+    found = _differences(names, stats, *shares[0])
+    for worker in workers:
+        found += worker.finish()
+    return found
+
+
+class _Worker:
+    """A forked copy of this process that looks at a share of the files: Python's threads would take turns."""
+
+    def __init__(self, names: Sequence[str], stats: Stats, share: tuple[int, int]) -> None:
+        self._work = (names, stats, *share)
+        self._reading, writing = os.pipe()
+        self._pid = os.fork()
+        if self._pid == 0:
+            self._run(writing)
+        os.close(writing)
+
+    def finish(self) -> list[int]:
+        """Return what it found; its share is looked at here when it died."""
+        with open(self._reading, "rb") as pipe:
+            answer = pipe.read()
+        _, status = os.waitpid(self._pid, 0)
+        if status or len(answer) % 8:
+            return _differences(*self._work)
+        return array("q", answer).tolist()
+
+    def _run(self, writing: int) -> None:
+        status = 1
+        try:
+            with open(writing, "wb") as pipe:
+                pipe.write(array("q", _differences(*self._work)).tobytes())
+            status = 0
+        finally:
+            os._exit(status)  # whatever happens, this copy never returns into its caller
+
+
+def _read_suspects(
+    names: Sequence[str], stats: Stats, suspects: Sequence[int], row_path: RowPath
+) -> tuple[list[int], dict[int, os.stat_result]]:
+    """Return which files hold something else, and for the others their stat from before they were read."""
+
+    def read(number: int) -> os.stat_result | None:
+        return _read_suspect(names[number], stats, number, row_path(number))
+
+    with ThreadPoolExecutor(_WORKERS, thread_name_prefix="suspects") as pool:
+        seen = list(pool.map(read, suspects)) if len(suspects) > 1 else [read(number) for number in suspects]
+    edited = [number for number, found in zip(suspects, seen, strict=True) if found is None]
+    return edited, {number: found for number, found in zip(suspects, seen, strict=True) if found is not None}
+
+
+def _read_suspect(name: str, stats: Stats, number: int, row_path: str) -> os.stat_result | None:
+    kind, digest = stats.kinds[number], stats.digests[32 * number : 32 * number + 32]
+    try:
+        if kind == "-":
+            return None
+        if kind == "l":
+            own = os.lstat(name)
+            said = hashlib.sha256(os.fsencode(os.readlink(name))).digest()
+            return own if said == digest else None
+        found = os.stat(name)
+        if not stat.S_ISREG(found.st_mode) or (kind == "x") != bool(found.st_mode & stat.S_IXUSR):
+            return None
+        return found if digest_file(name, row_path).sha256 == digest else None
+    except (OSError, EnvironmentProblem):  # gone, or not readable any more
+        return None
+
+
+def _renew(stats: Stats, seen: Mapping[int, os.stat_result], seen_ns: int) -> Stats:
+    """Return stats with what was read and found to be the same."""
+    if not seen:
+        return stats
+    numbers = array("q", stats.numbers)
+    for number, found in seen.items():
+        size = 0 if stats.kinds[number] == "l" else found.st_size
+        numbers[3 * number : 3 * number + 3] = array("q", (size, known_mtime(found.st_mtime_ns, seen_ns), found.st_ino))
+    return msgspec.structs.replace(stats, numbers=numbers.tobytes())
+
+
+def _compare_directories(gate: GatePart, description: Description, seen_ns: int) -> bytes | None:
+    """Return the mtimes of the directories when everything that counts in them is as it was, else None."""
+    names = gate.directory_names()
+    mtimes = array("q", gate.mtimes)
+    look_at = os.stat
+    try:
+        moved = [number for number, name in enumerate(names) if look_at(name).st_mtime_ns != mtimes[number]]
+    except OSError:
+        return None
+    areas_of = memoryview(gate.areas_of).cast("H")
+    again = _newly_loaded(gate, description)
+    for number in moved:
+        area = gate.areas[areas_of[number]]
+        if area.place is not None:
+            again.setdefault(areas_of[number], area.place)
+            continue
+        directory = look(names[number], area.top, keep_for(area)).directory
+        if directory.mark != gate.marks[8 * number : 8 * number + 8]:
+            return None
+        mtimes[number] = known_mtime(directory.mtime_ns, seen_ns)
+    for area_number, place in again.items():
+        if not _compare_code(gate, area_number, place, mtimes, seen_ns):
+            return None
+    return mtimes.tobytes() if moved else gate.mtimes
+
+
+def _newly_loaded(gate: GatePart, description: Description) -> dict[int, CodePlace]:
+    """Return the areas of code from which modules were loaded that are not known to be part of them."""
+    known = set(gate.code.names())
+    again = {}
+    for number, area in enumerate(gate.areas):
+        if area.place is not None:
+            place = area.place
+            loaded = wanted_files(place.directory, description.loaded, place.out)
+            new = tuple(path for path in loaded if f"{place.directory}/{path}" not in known)
+            if new:
+                again[number] = msgspec.structs.replace(place, wanted=place.wanted + new)
+    return again
+
+
+def _compare_code(gate: GatePart, number: int, place: CodePlace, mtimes: array[int], seen_ns: int) -> bool:
+    """Return whether a walk of an area of code finds the same directories and files as before."""
+    listing = list_code(place).listing
+    names, areas_of = gate.directory_names(), memoryview(gate.areas_of).cast("H")
+    mine = {names[index]: index for index in range(len(names)) if areas_of[index] == number}
+    if len(mine) != len(listing.directories):
+        return False
+    for directory in listing.directories.values():
+        index = mine.get(directory.path)
+        if index is None or directory.mark != gate.marks[8 * index : 8 * index + 8]:
+            return False
+        mtimes[index] = known_mtime(directory.mtime_ns, seen_ns)
+    known = set(gate.code.names())
+    return all(file.file in known for path, file in listing.files.items() if path in place.wanted)

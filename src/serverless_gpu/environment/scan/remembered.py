@@ -1,0 +1,170 @@
+"""What of a scan is worth remembering: from units and directories to the two parts of the index, and back.
+
+What a file's digest is comes from the scan that was captured, which was corrected where a RECORD lied.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from array import array
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from serverless_gpu.environment.documents import Member, Row, Snapshot
+from serverless_gpu.environment.scan.digests import Digest, digest_files
+from serverless_gpu.environment.scan.index import (
+    UNKNOWN,
+    FilesPart,
+    GatePart,
+    IndexFile,
+    Owner,
+    Stats,
+    pack_directories,
+    pack_stats,
+)
+from serverless_gpu.environment.scan.listing import File, read_file
+from serverless_gpu.environment.scan.roots import Spot
+from serverless_gpu.environment.scan.survey import Survey
+from serverless_gpu.errors import EnvironmentUnsupported
+
+Place = tuple[str, str, str]
+"""Where a unit is, whatever its version: directory of its root, kind, name."""
+
+
+class Made(msgspec.Struct, frozen=True):
+    """A unit that was made: where, as what, of which files by path of the row, with which rows."""
+
+    spot: Spot
+    member: Member
+    files: Mapping[str, File]
+    rows: tuple[Row, ...]
+
+
+class Known(msgspec.Struct, frozen=True):
+    """What was read before.
+
+    Attributes:
+        digests: by path of the file: size, mtime (or `UNKNOWN`), inode, and its SHA-256.
+        records: by path of a RECORD, or another small file: size, mtime (or `UNKNOWN`), inode.
+        addresses: of the units, by place.
+    """
+
+    digests: dict[str, tuple[int, int, int, bytes]] = {}
+    records: dict[str, tuple[int, int, int]] = {}
+    addresses: dict[Place, str] = {}
+
+    def find(self, file: File) -> Digest | None:
+        """Return the digest of a file that is the one that was read, by its stat."""
+        kept = self.digests.get(file.file)
+        if kept is None or kept[:3] != (file.size, file.mtime_ns, file.inode):
+            return None
+        return Digest(kept[3], file.size)
+
+    def is_touched(self, file: File, record: File) -> bool:
+        """Return whether a file was touched since it was read, without an installer that wrote RECORD anew.
+
+        Then RECORD is not believed, however well size and mtime go with it.
+        """
+        size, mtime_ns, inode = self.records.get(record.file, (-1, 0, 0))
+        is_old = (size, inode) == (record.size, record.inode) and mtime_ns in (UNKNOWN, record.mtime_ns)
+        return is_old and file.file in self.digests
+
+
+def read_known(index: IndexFile) -> Known:
+    """Return what an index says was read; nothing where there is none."""
+    gate, files = index.read_gate(), index.read_files()
+    if gate is None or files is None:
+        return Known()
+    digests: dict[str, tuple[int, int, int, bytes]] = {}
+    for stats in (gate.code, files.files):
+        for number, (name, size, mtime_ns, inode) in enumerate(zip(stats.names(), *stats.columns(), strict=True)):
+            if stats.kinds[number] in "fx":
+                digests[name] = (size, mtime_ns, inode, stats.digests[32 * number : 32 * number + 32])
+    small = zip(gate.small.names(), *gate.small.columns(), strict=True)
+    records = {name: (size, mtime_ns, inode) for name, size, mtime_ns, inode in small}
+    addresses: dict[Place, str] = {(owner.site, owner.kind, owner.name): owner.address for owner in files.owners}
+    return Known(digests, records, addresses)
+
+
+def make_parts(
+    key: bytes, snapshot: Snapshot, found: Survey, made: Sequence[Made], digests: Mapping[str, bytes], seen_ns: int
+) -> tuple[GatePart, FilesPart]:
+    """Return the two parts of an index.
+
+    Args:
+        key: of the description.
+        snapshot: what was captured.
+        found: the survey it was made of.
+        made: its units.
+        digests: SHA-256 of each file, by its path, as captured.
+        seen_ns: when the survey began.
+    """
+    areas = [(area, listing) for part in found.parts for area, listing in part.areas]
+    directories = [
+        (number, directory) for number, (_, listing) in enumerate(areas) for directory in listing.directories.values()
+    ]
+    names, areas_of, mtimes, marks = pack_directories(directories, seen_ns)
+    code = [file for one in made if one.member.kind == "code" for file in _digested(one, digests)]
+    gate = GatePart(
+        key=key,
+        snapshot=snapshot,
+        areas=tuple(area for area, _ in areas),
+        directories=names,
+        areas_of=areas_of,
+        mtimes=mtimes,
+        marks=marks,
+        small=_small([path for part in found.parts for path in part.watched], seen_ns),
+        code=pack_stats(code, seen_ns),
+        absent="\0".join(found.absent),
+    )
+    return gate, _files_part(snapshot, made, digests, seen_ns)
+
+
+def _files_part(snapshot: Snapshot, made: Sequence[Made], digests: Mapping[str, bytes], seen_ns: int) -> FilesPart:
+    originals = snapshot.facts.originals
+    captured = {
+        (originals[number], member.kind, member.name, member.version): member.address
+        for number, root in enumerate(snapshot.roots)
+        for member in root.members
+    }
+    owners: list[Owner] = []
+    owners_of = array("I")
+    files: list[tuple[str, File | None, bytes]] = []
+    for one in made:
+        member, spot = one.member, one.spot
+        address = captured.get((spot.directory, member.kind, member.name, member.version), member.address)
+        owner = Owner(spot.directory, spot.prefix, member.kind, member.name, member.version, address)
+        if member.kind != "code":
+            mine = _digested(one, digests)
+            files += mine
+            owners_of.extend([len(owners)] * len(mine))
+        owners.append(owner)
+    return FilesPart(pack_stats(files, seen_ns), owners_of.tobytes(), tuple(owners))
+
+
+def _digested(one: Made, digests: Mapping[str, bytes]) -> list[tuple[str, File | None, bytes]]:
+    found: list[tuple[str, File | None, bytes]] = []
+    for row in one.rows:
+        file = one.files[row.path]
+        if row.has_content:
+            found.append((file.file, file, digests.get(file.file, row.sha256)))
+        else:
+            found.append((file.file, file, hashlib.sha256(os.fsencode(os.readlink(file.file))).digest()))
+    return found
+
+
+def _small(paths: Sequence[str], seen_ns: int) -> Stats:
+    """Return small files with their digests, those that are not there as such."""
+    found: list[tuple[str, File | None, bytes]] = []
+    for path in dict.fromkeys(paths):
+        file = read_file(path)
+        digest = b"\0" * 32
+        if file is not None:
+            try:
+                digest = digest_files([(path, "site/", file.size)])[0].sha256
+            except EnvironmentUnsupported:  # gone meanwhile: it will be seen as changed
+                file = None
+        found.append((path, file, digest))
+    return pack_stats(found, seen_ns)

@@ -1,0 +1,245 @@
+"""Which directories an interpreter imports from, and what each of them is.
+
+    sys.path                                      root
+    /proj                       (script, cwd)     code, before the standard library
+    /usr/lib/python311.zip, /usr/lib/python3.11   –     the standard library belongs to the interpreter
+    /venv/lib/python3.11/site-packages            own   always root 0
+    ~/.local/lib/python3.11/site-packages         library
+    /usr/lib/python3/dist-packages                library
+    /tmp/deps          (pip install --target)     library, flat: it is site and prefix at once
+    /opt/lib/tools.zip                            library of one file, an archive
+    /src/pkg/src       (.pth of an editable)      code
+    –                  (finder of an editable)    code, not on the path: only generated files name it
+
+The file system is asked what is a directory, small `.pth` files and editable finders are read, nothing is walked.
+
+Failure: `EnvironmentUnsupported` for conda, which rewrites installed files so that nobody can tell what they were.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from typing import Literal
+
+import msgspec
+
+from serverless_gpu.environment.rules.limits import ROOTS_MAX
+from serverless_gpu.environment.scan.description import Description
+from serverless_gpu.environment.scan.distributions import read_text
+from serverless_gpu.environment.scan.listing import is_inside
+from serverless_gpu.errors import EnvironmentUnsupported
+
+SpotKind = Literal["own", "library", "archive", "code"]
+
+_LAYOUT = re.compile(r"(?P<prefix>/.*?)/(?P<site>lib(?:64)?/(?:python|pypy)[0-9.]*t?/(?:site|dist)-packages)")
+FINDER = re.compile(r"__editable__.*\.py|_?__editable___.*_finder\.py|_editable_impl_.*\.py")
+_QUOTED_PATH = re.compile(r"""(["'])(/[^"'\n]+)\1""")
+_PROJECT_FILES = (".git", "pyproject.toml", "setup.py", "setup.cfg")
+_SYSTEM_SCRIPTS = frozenset({"/bin", "/sbin", "/usr/bin", "/usr/sbin", "/usr/local/bin", "/usr/local/sbin"})
+
+
+class Spot(msgspec.Struct, frozen=True, kw_only=True):
+    """A directory that modules come from.
+
+    Attributes:
+        kind: what it is.
+        directory: absolute, as `sys.path` says it (for an archive: the directory it lies in).
+        real: without links.
+        prefix: for a library the directory above it with ``bin`` and ``share``; the same as `directory` when flat.
+        site: where the library lies below its prefix; "" when flat.
+        is_venv: whether the prefix belongs to it alone, so that what nobody owns there is part of it.
+        before: whether it comes before the standard library.
+        on_path: whether it is on `sys.path`, not only named by a generated file.
+        shallow: whether it is nobody's project: the home directory, ``/``.
+        archive: name of the file, for an archive.
+    """
+
+    kind: SpotKind
+    directory: str
+    real: str
+    prefix: str = ""
+    site: str = ""
+    is_venv: bool = False
+    before: bool = False
+    on_path: bool = True
+    shallow: bool = False
+    archive: str = ""
+
+
+class Spots(msgspec.Struct, frozen=True, kw_only=True):
+    """Where modules come from.
+
+    Attributes:
+        spots: the interpreter's own first, then in order of `sys.path`; none twice, but one may lie in another.
+        absent: entries of `sys.path` that are not there (yet).
+        left_out: what is not looked at, and why.
+    """
+
+    spots: tuple[Spot, ...]
+    absent: tuple[str, ...]
+    left_out: tuple[str, ...]
+
+
+def find_spots(description: Description) -> Spots:
+    """Return the directories an interpreter imports from.
+
+    Raises:
+        EnvironmentUnsupported: one of them is conda's, or there are too many.
+    """
+    search = _Search(description)
+    search.add_own()
+    for entry in description.search_path():
+        search.add_entry(entry)
+    for directory in description.site_directories:
+        for entry in _pth_directories(directory):
+            search.add_entry(entry)
+    for spot in list(search.spots.values()):
+        if spot.kind in ("own", "library"):
+            for source in _finder_sources(spot.directory):
+                search.add_source(source)
+    if len(search.spots) > ROOTS_MAX:
+        raise EnvironmentUnsupported(
+            f"sys.path has {len(search.spots)} directories of its own; at most {ROOTS_MAX} can be captured",
+            hint="install packages into one environment instead of one directory each",
+        )
+    return Spots(spots=tuple(search.spots.values()), absent=tuple(search.absent), left_out=tuple(search.left_out))
+
+
+class _Search:
+    """The spots found so far, by their real path."""
+
+    def __init__(self, description: Description) -> None:
+        self._description = description
+        self._stdlib = _standard_library(description)
+        self._scripts = _script_directories(description)
+        self._before = any(os.path.realpath(entry) in self._stdlib for entry in description.search_path())
+        self.spots: dict[str, Spot] = {}
+        self.absent: list[str] = []
+        self.left_out: list[str] = []
+
+    def add_own(self) -> None:
+        directory = os.path.normpath(self._description.purelib)
+        self._add(_library("own", directory))
+
+    def add_entry(self, entry: str) -> None:
+        """Add what an entry of `sys.path` stands for."""
+        real = os.path.realpath(entry)
+        if real in self._stdlib:
+            self._before = False
+            return
+        if real in self.spots or real in self._scripts:
+            return
+        if os.path.isfile(entry):
+            directory, name = os.path.split(entry)
+            spot = Spot(kind="archive", directory=directory, real=os.path.realpath(directory), archive=name)
+            self._add(msgspec.structs.replace(spot, before=self._before), key=real)
+        elif not os.path.isdir(entry):
+            self.absent.append(entry)
+        elif os.path.basename(entry) == ".ipython":
+            self.left_out.append(f"{entry}: IPython's own directory")
+        elif self._is_library(entry):
+            self._add(msgspec.structs.replace(_library("library", entry), before=self._before))
+        else:
+            self._add(self._code(entry, before=self._before))
+
+    def add_source(self, source: str) -> None:
+        """Add a directory that an editable install's finder names."""
+        if os.path.realpath(source) not in self.spots:
+            self._add(msgspec.structs.replace(self._code(source, before=False), on_path=False))
+
+    def _add(self, spot: Spot, key: str = "") -> None:
+        for place in {spot.prefix or spot.directory, spot.directory}:
+            if os.path.isdir(os.path.join(place, "conda-meta")):
+                raise EnvironmentUnsupported(
+                    f"{place} is a conda environment, which cannot be captured: conda rewrites files it installs",
+                    hint=f"make a virtual environment on top of it: {place}/bin/python -m venv .venv",
+                )
+        self.spots[key or spot.real] = spot
+
+    def _code(self, directory: str, *, before: bool) -> Spot:
+        real = os.path.realpath(directory)
+        home = os.path.realpath(self._description.home or "/")
+        temporary = {os.path.realpath(path) for path in ("/tmp", "/var/tmp", "/dev/shm", tempfile.gettempdir())}
+        shallow = is_inside(home, real) or real in temporary
+        return Spot(kind="code", directory=directory, real=real, before=before, shallow=shallow)
+
+    def _is_library(self, directory: str) -> bool:
+        if os.path.basename(directory) in ("site-packages", "dist-packages"):
+            return True
+        if directory in self._description.site_directories:
+            return True
+        try:
+            names = os.listdir(directory)
+        except OSError:  # said when it is looked at
+            return False
+        return any(name.endswith(".dist-info") for name in names) and not any(name in names for name in _PROJECT_FILES)
+
+
+def _library(kind: SpotKind, directory: str) -> Spot:
+    match = _LAYOUT.fullmatch(directory)
+    prefix, site = (match["prefix"], match["site"]) if match else (directory, "")
+    return Spot(
+        kind=kind,
+        directory=directory,
+        real=os.path.realpath(directory),
+        prefix=prefix,
+        site=site,
+        is_venv=kind == "own" and bool(site) and os.path.isfile(os.path.join(prefix, "pyvenv.cfg")),
+    )
+
+
+def _standard_library(description: Description) -> frozenset[str]:
+    stdlib = (description.stdlib, description.platstdlib)
+    version = "".join(description.version.split(".")[:2])
+    return frozenset(
+        os.path.realpath(path)
+        for directory in stdlib
+        for path in (
+            directory,
+            os.path.join(directory, "lib-dynload"),
+            os.path.join(os.path.dirname(directory), f"python{version}.zip"),
+        )
+    )
+
+
+def _script_directories(description: Description) -> frozenset[str]:
+    """Return where programs lie: a program's own directory is on `sys.path`, and holds no modules of the user."""
+    prefixes = (description.prefix, description.base_prefix, os.path.join(description.home, ".local"))
+    programs = (description.executable, description.base_executable)
+    places = [os.path.join(prefix, "bin") for prefix in prefixes] + [os.path.dirname(program) for program in programs]
+    return frozenset(os.path.realpath(place) for place in places if place) | _SYSTEM_SCRIPTS
+
+
+def _pth_directories(directory: str) -> Iterator[str]:
+    """Yield the directories that `.pth` files of a site directory add to `sys.path`."""
+    for file in _names(directory, ".pth"):
+        for line in read_text(file).splitlines():
+            line = line.strip()
+            if not line or line.startswith(("#", "import ", "import\t")):
+                continue
+            path = os.path.normpath(os.path.join(directory, line))
+            if "\0" not in path and os.path.exists(path):
+                yield path
+
+
+def _finder_sources(directory: str) -> Iterator[str]:
+    """Yield the directories in which editable installs of a directory find their packages."""
+    for file in _names(directory, ".py"):
+        if not FINDER.fullmatch(os.path.basename(file)):
+            continue
+        for _, path in _QUOTED_PATH.findall(read_text(file)):
+            if is_inside(path, directory) or not os.path.exists(path):
+                continue
+            package = os.path.dirname(path) if os.path.basename(path) == "__init__.py" else path
+            yield os.path.dirname(os.path.normpath(package))
+
+
+def _names(directory: str, ending: str) -> list[str]:
+    try:
+        names = sorted(name for name in os.listdir(directory) if name.endswith(ending))
+    except OSError:  # not there: nothing is installed; not readable: said when it is looked at
+        return []
+    return [os.path.join(directory, name) for name in names]

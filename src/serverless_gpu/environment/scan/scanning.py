@@ -1,0 +1,189 @@
+"""The scan of an environment, and the memory that makes the next one short.
+
+    gate(d)      ~10 ms   unchanged since it was remembered? its snapshot, else None          recognition.py
+    check()      ~50 ms   after a gate that said so, beside the launch: files edited in place
+    scan(d)      < 1 s    everything: roots, units, addresses                                  survey.py, units.py
+    remember(s)           after a capture: what the gate compares with from now on             index.py
+
+A scan reads what RECORD does not answer for: code, unowned files, files of unknown installers, edited ones; and of
+those only what it has not read before. So a RECORD that lies may give a unit a wrong address here. The capture that
+sends its bytes finds out, corrects the scan, and what it remembers wins over RECORD the next time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+from blake3 import blake3
+
+from serverless_gpu.ambient import Clock, SystemClock
+from serverless_gpu.environment.documents import Snapshot
+from serverless_gpu.environment.progress import Progress, Report
+from serverless_gpu.environment.scan.changes import Change
+from serverless_gpu.environment.scan.composing import Composed, Source, compose
+from serverless_gpu.environment.scan.description import Description
+from serverless_gpu.environment.scan.index import FilesPart, IndexFile
+from serverless_gpu.environment.scan.recognition import find_edits, recognise
+from serverless_gpu.environment.scan.remembered import make_parts, read_known
+from serverless_gpu.environment.scan.survey import Survey, survey
+
+__all__ = ["Recogniser", "Scan", "Source"]
+
+
+class Scan(msgspec.Struct, frozen=True, kw_only=True):
+    """An environment as it was found: its snapshot, and by address where its units are."""
+
+    snapshot: Snapshot
+    sources: dict[str, Source]
+
+
+class _Seen(msgspec.Struct, frozen=True):
+    """The last scan, as far as it is needed to remember it."""
+
+    key: bytes
+    seen_ns: int
+    survey: Survey
+    composed: Composed
+
+
+class Recogniser:
+    """What this machine knows about environments it has captured. One object serves one caller at a time.
+
+    Args:
+        directory: where it is kept, made if needed.
+        clock: to tell fresh mtimes.
+    """
+
+    def __init__(self, directory: Path, clock: Clock | None = None) -> None:
+        self._directory = directory
+        self._clock = clock or SystemClock()
+        self._gated: IndexFile | None = None
+        self._seen: _Seen | None = None
+
+    def gate(self, description: Description) -> Snapshot | None:
+        """Return what this environment was captured as, when nothing has changed as far as can be seen at once.
+
+        Args:
+            description: the interpreter, as it is now.
+
+        Returns:
+            None when something has changed, or it was never captured.
+        """
+        self._gated = None
+        key = description.key()
+        index = self._index(key)
+        gate = index.read_gate()
+        if gate is None or gate.key != key:
+            return None
+        recognised = recognise(gate, description, self._clock.wall_ns())
+        if recognised is None:
+            return None
+        if recognised.fresher:
+            index.renew(gate=recognised.gate)
+        self._gated = index
+        return recognised.gate.snapshot
+
+    def last(self, description: Description) -> Snapshot | None:
+        """Return what this environment was captured as last, whatever has changed since; None when it never was."""
+        key = description.key()
+        gate = self._index(key).read_gate()
+        return gate.snapshot if gate is not None and gate.key == key else None
+
+    def check(self) -> tuple[Change, ...]:
+        """Return the files that were edited in place, after a gate that saw no change: looks at every file.
+
+        Returns:
+            One change for each unit that is not what it was; none when the environment is unchanged.
+        """
+        files = self._gated.read_files() if self._gated is not None else None
+        if self._gated is None or files is None:
+            return ()
+        names = files.files.names()
+        edited, stats = find_edits(
+            files.files, lambda number: files.owner(number).row_path(names[number]), self._clock.wall_ns()
+        )
+        if stats is not files.files:
+            self._gated.renew(files=msgspec.structs.replace(files, files=stats))
+        return _tell(files, names, edited)
+
+    def scan(self, description: Description, report: Report) -> Scan:
+        """Return what an interpreter imports from, as units with their addresses.
+
+        Args:
+            description: the interpreter.
+            report: told how far it is.
+
+        Raises:
+            EnvironmentUnsupported: something in it cannot be captured; names it and says what to do.
+            EnvironmentTooLarge: the project's code is larger than code may be.
+        """
+        seen_ns, key = self._clock.wall_ns(), description.key()
+        counted = 0
+
+        def look_at(name: str, files: int) -> None:
+            nonlocal counted
+            counted += files
+            report(Progress(phase="scan", files_done=counted, name=name))
+
+        with _garbage_kept():
+            found = survey(description, look_at)
+            composed = compose(found, description, read_known(self._index(key)), seen_ns, report)
+        self._seen = _Seen(key, seen_ns, found, composed)
+        return Scan(snapshot=composed.snapshot, sources=composed.sources)
+
+    def remember(self, scan: Scan) -> None:
+        """Keep what was captured, for `gate` and `check`.
+
+        Args:
+            scan: what `scan` of this object returned last, corrected where a RECORD lied.
+
+        Raises:
+            OSError: it cannot be written; the next call takes as long as the first.
+        """
+        seen = self._seen
+        if seen is None:
+            raise ValueError("there was no scan to remember")
+        digests = {
+            file: row.sha256
+            for source in scan.sources.values()
+            for file, row in zip(source.files, (row for row in source.rows if row.has_content), strict=True)
+        }
+        gate, files = make_parts(seen.key, scan.snapshot, seen.survey, seen.composed.made, digests, seen.seen_ns)
+        self._index(seen.key).write(gate, files)
+
+    def _index(self, key: bytes) -> IndexFile:
+        return IndexFile(self._directory / f"{blake3(key).hexdigest()[:32]}.index")
+
+
+@contextlib.contextmanager
+def _garbage_kept() -> Iterator[None]:
+    """Let the garbage collector rest: a scan makes 100,000 small objects that stay, and it would look at them all,
+    again and again, for a third of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _tell(files: FilesPart, names: list[str], edited: list[int]) -> tuple[Change, ...]:
+    by_owner: dict[int, list[str]] = {}
+    for number in edited:
+        owner = files.owner(number)
+        by_owner.setdefault(files.owners.index(owner), []).append(owner.row_path(names[number]).partition("/")[2])
+    return tuple(
+        Change(
+            kind=files.owners[owner].kind,
+            name=files.owners[owner].name,
+            what="edited",
+            detail=files.owners[owner].version,
+            files=tuple(sorted(paths)),
+        )
+        for owner, paths in sorted(by_owner.items())
+    )

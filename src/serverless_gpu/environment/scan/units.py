@@ -1,0 +1,215 @@
+"""Who owns what in a root: its files, divided into units.
+
+Pure but for `settle_links`. A file that several distributions claim is in each of them as long as they claim the same;
+else its content is looked at, and it belongs to those that are right. What nobody claims is the root's unowned unit,
+apart from what a virtual environment makes for itself.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import re
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from serverless_gpu.environment.documents import UnitKind
+from serverless_gpu.environment.rules.limits import LINK_HOPS_MAX
+from serverless_gpu.environment.scan.canonical import (
+    Claim,
+    is_dropped,
+    is_entry_script,
+    is_trusted,
+    module_name,
+    row_path,
+)
+from serverless_gpu.environment.scan.digests import may_be_script
+from serverless_gpu.environment.scan.distributions import Distribution
+from serverless_gpu.environment.scan.listing import File, read_file, show
+from serverless_gpu.environment.scan.survey import Part
+
+# Made by venv, virtualenv and uv for the environment itself; `𝜋thon` is Python 3.14's joke.
+_VENV_FILE = re.compile(
+    r"prefix/bin/(activate(\.\w+|_this\.py)?|Activate\.ps1|deactivate(\.\w+)?|pydoc(\.bat)?"
+    r"|(python|pypy|𝜋thon)w?[0-9.]*t?(-config)?)"
+    r"|site/_virtualenv\.(py|pth)"
+)
+
+
+class Draft(msgspec.Struct, kw_only=True):
+    """A unit whose digests are not all known yet.
+
+    Attributes:
+        kind: what it holds.
+        name: as in a snapshot's member.
+        version: likewise.
+        files: by path of the row.
+        believed: what RECORD says of them, where it is believed.
+        record: RECORD itself, for a distribution.
+    """
+
+    kind: UnitKind
+    name: str = ""
+    version: str = ""
+    files: dict[str, File] = {}
+    believed: dict[str, Claim] = {}
+    record: File | None = None
+
+    def modules(self) -> tuple[str, ...]:
+        """Return the names it adds to what can be imported."""
+        return tuple(sorted({name for path in self.files if (name := module_name(path))}))
+
+
+class Drafts(msgspec.Struct, kw_only=True):
+    """The units of a root, and for files that distributions disagree about, which claims what."""
+
+    units: list[Draft]
+    contested: dict[str, list[tuple[Draft, Claim]]]
+
+
+def draft_units(part: Part) -> Drafts:
+    """Divide the files of a part."""
+    if part.spot.kind == "code":
+        code = Draft(kind="code", name=os.path.basename(part.spot.real), files=dict(part.files), believed={})
+        return Drafts(units=[code], contested={})
+    units: list[Draft] = []
+    claimed: dict[str, list[tuple[Draft, Claim]]] = {}
+    scripts: frozenset[str] = frozenset()
+    for distribution in part.distributions:
+        draft = Draft(
+            kind="distribution",
+            name=distribution.name,
+            version=distribution.version,
+            files={},
+            believed={},
+            record=distribution.record,
+        )
+        _claim_files(part, distribution, draft, claimed)
+        scripts |= distribution.scripts
+        units.append(draft)
+    unowned = {
+        path: file
+        for path, file in part.files.items()
+        if path not in claimed and not is_dropped(path) and not _is_made(path, scripts)
+    }
+    units.append(Draft(kind="unowned", files=unowned, believed={}))
+    contested = {path: owners for path, owners in claimed.items() if len({claim[1:] for _, claim in owners}) > 1}
+    for path, owners in contested.items():
+        for draft, _ in owners:
+            draft.believed.pop(path, None)
+    return Drafts(units=units, contested=contested)
+
+
+def settle_contested(contested: Mapping[str, list[tuple[Draft, Claim]]], sha256: Mapping[str, bytes]) -> None:
+    """Leave files that distributions disagree about to those that are right, or to the first when none is.
+
+    Args:
+        contested: as `draft_units` returned it.
+        sha256: of their content, by path of the row.
+    """
+    for path, owners in contested.items():
+        right = [draft for draft, claim in owners if claim.sha256 == sha256[path]] or [owners[0][0]]
+        for draft, _ in owners:
+            if draft not in right:
+                draft.files.pop(path, None)
+
+
+def settle_links(draft: Draft) -> list[str]:
+    """Keep the links of a unit that lead to something in it, one way or another; others become files, or are left out.
+
+    Returns:
+        What was left out, and why.
+    """
+    links = [path for path, file in draft.files.items() if file.kind == "l"]
+    if not links:
+        return []
+    directories = _directories(draft.files)
+    left_out = []
+    for path in links:
+        if _leads_somewhere(path, draft.files, directories):
+            continue
+        found = _resolve(path, draft.files, directories)
+        if found is not None:
+            draft.files[path] = found
+        else:
+            file = draft.files.pop(path)
+            left_out.append(f"{show(file.file)}: it is a link to {show(file.target)}, and that is not captured")
+    return left_out
+
+
+def _claim_files(
+    part: Part, distribution: Distribution, draft: Draft, claimed: dict[str, list[tuple[Draft, Claim]]]
+) -> None:
+    site, prefix = part.spot.site, part.spot.prefix
+    for claim in distribution.claims:
+        path = row_path(claim.path, site, prefix)
+        if path is None or path.endswith(".pyc"):
+            continue
+        file = part.files.get(path)
+        if file is None:
+            continue
+        owners = claimed.setdefault(path, [])
+        if is_dropped(path) or is_entry_script(path, distribution.scripts, distribution.name) or path in draft.files:
+            continue
+        draft.files[path] = file
+        owners.append((draft, claim))
+        # A script's digest in RECORD is that of the shebang of one machine.
+        if distribution.trusted and file.kind != "l" and not may_be_script(path, file.size):
+            times = {"mtime_ns": file.mtime_ns, "record_mtime_ns": distribution.record.mtime_ns}
+            if is_trusted(claim, size=file.size, **times):
+                draft.believed[path] = claim
+
+
+def _is_made(path: str, scripts: frozenset[str]) -> bool:
+    return _VENV_FILE.fullmatch(path) is not None or is_entry_script(path, scripts)
+
+
+def _directories(paths: Iterable[str]) -> set[str]:
+    directories: set[str] = set()
+    for path in paths:
+        above = posixpath.dirname(path)
+        while above and above not in directories:
+            directories.add(above)
+            above = posixpath.dirname(above)
+    return directories
+
+
+def _leads_somewhere(path: str, files: Mapping[str, File], directories: set[str]) -> bool:
+    """Return whether a link's text leads to a file or directory of the unit, through real directories only."""
+    for _ in range(LINK_HOPS_MAX):
+        target = files[path].target
+        if target.startswith("/"):
+            return False
+        at = posixpath.dirname(path)
+        names = target.split("/")
+        for index, name in enumerate(names):
+            if not name:
+                return False
+            at = posixpath.dirname(at) if name == ".." else at if name == "." else f"{at}/{name}"
+            if index < len(names) - 1 and at not in directories:
+                return False
+        if at in directories:
+            return True
+        if at not in files:
+            return False
+        if files[at].kind != "l":
+            return True
+        path = at
+    return False
+
+
+def _resolve(path: str, files: Mapping[str, File], directories: set[str]) -> File | None:
+    """Return what a link becomes: one that says it directly, or the file it leads to, or nothing."""
+    file = files[path]
+    depth = path.count("/")
+    top = file.file
+    for _ in range(depth):
+        top = posixpath.dirname(top)
+    real, real_top = os.path.realpath(file.file), os.path.realpath(top)
+    if real.startswith(real_top + "/"):
+        inside = f"{path.partition('/')[0]}/{real[len(real_top) + 1 :]}"
+        if inside in directories or (inside in files and files[inside].kind != "l"):
+            return file._replace(target=posixpath.relpath(inside, posixpath.dirname(path)))
+    found = read_file(real)
+    return None if found is None else found._replace(file=file.file)

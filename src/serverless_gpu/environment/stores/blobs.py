@@ -1,0 +1,326 @@
+"""Snapshots, units and packs in a store: the one door through which documents come in and go out.
+
+    read_*    bounded, decoded strictly, checked by `rules.py` and against its address before anybody sees it; what is
+              wrong is read once more (a line that cut or flipped it), then it is an error
+    write_*   checked by the same rules; packs before the units that point into them, units before the snapshot that
+              lists them, so whatever is there is whole, whoever was killed and when
+    missing_* what a capture has to send: what is not there, and what garbage collection has condemned
+
+One object serves one capture or one restore: the list of the condemned is read once, at its first question. Safe to use
+from several threads.
+
+Failure cases: not there (EnvironmentMissing), altered in the store (EnvironmentCorrupt), breaks the rules or is of a
+newer version (EnvironmentRejected), no answer (StoreUnavailable), no space (StorageError).
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable
+from typing import TypeVar
+
+import msgspec
+from blake3 import blake3
+
+from serverless_gpu.ambient import Clock, SystemClock
+from serverless_gpu.environment.documents import Snapshot, Unit, snapshot_address, unit_address
+from serverless_gpu.environment.rules import check_snapshot, check_unit
+from serverless_gpu.environment.stores.base import Store, check_key
+from serverless_gpu.environment.stores.codec import decode, encode
+from serverless_gpu.environment.stores.condemned import LEASE_S, LIST_NAME, Sentence, collectors, read_condemned
+from serverless_gpu.errors import (
+    EnvironmentCorrupt,
+    EnvironmentMissing,
+    EnvironmentRejected,
+    InvalidValue,
+    StoreUnavailable,
+)
+
+CAPTURE_S_MAX = 6 * 3600
+"""How long after its first question a capture may publish; garbage collection leaves it four times as long."""
+PREFIX_DIGITS_MIN = 4
+_PAUSE_S = 1.0
+
+_ANOTHER = "it is not what its address says"
+
+_Value = TypeVar("_Value")
+_Document = TypeVar("_Document", bound=msgspec.Struct)
+
+
+class Blobs:
+    """What a store holds, as values.
+
+    Args:
+        store: where it lies.
+        clock: how long this capture has taken.
+        sleep: waits; for tests.
+    """
+
+    def __init__(
+        self, store: Store, *, clock: Clock | None = None, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
+        self.store = store
+        self.clock = clock or SystemClock()
+        self._sleep = sleep
+        self._lock = threading.Lock()
+        self._condemned: frozenset[str] | None = None
+        self._began_ns = 0
+        self._there: set[str] = set()
+        """Keys that were there and not condemned, or put by this object."""
+        self._rescued: set[str] = set()
+        """Condemned keys that this object put again."""
+
+    def read_snapshot(self, address: str) -> Snapshot:
+        """Return a snapshot.
+
+        Raises:
+            EnvironmentMissing: the store does not have it.
+            EnvironmentCorrupt: what the store has is something else, twice.
+            EnvironmentRejected: it breaks the rules of what a snapshot may be.
+        """
+        key, what = check_key(f"snapshots/{address}"), f"snapshot {address[:12]}"
+
+        def read() -> Snapshot:
+            snapshot = _decoded(self._get(key, what), Snapshot, what)
+            try:
+                check_snapshot(snapshot)
+            except EnvironmentRejected:
+                if snapshot_address(snapshot.interpreter, snapshot.roots) == address:
+                    raise  # it was written like that
+                raise _Altered(_ANOTHER) from None
+            if snapshot.address != address:
+                raise _Altered(_ANOTHER)
+            return snapshot
+
+        return self._twice(read, what)
+
+    def read_unit(self, address: str) -> Unit:
+        """Return a unit.
+
+        Raises:
+            EnvironmentMissing: the store does not have it.
+            EnvironmentCorrupt: what the store has is something else, twice.
+            EnvironmentRejected: it breaks the rules of what a unit may be.
+        """
+        key, what = check_key(f"units/{address}"), f"unit {address[:12]}"
+
+        def read() -> Unit:
+            unit = _decoded(self._get(key, what), Unit, what)
+            try:
+                check_unit(unit)
+            except EnvironmentRejected:
+                if unit_address(unit.rows) == address:
+                    raise
+                raise _Altered(_ANOTHER) from None
+            if unit.address != address:
+                raise _Altered(_ANOTHER)
+            return unit
+
+        return self._twice(read, what)
+
+    def read_pack(self, digest: str) -> bytes:
+        """Return a whole pack.
+
+        Raises:
+            EnvironmentMissing: the store does not have it.
+            EnvironmentCorrupt: its bytes are others than its name says, twice.
+        """
+        key, what = check_key(f"packs/{digest}"), f"pack {digest[:12]}"
+
+        def read() -> bytes:
+            data = self._get(key, what)
+            if blake3(data).hexdigest() != digest:
+                raise _Altered(_ANOTHER)
+            return data
+
+        return self._twice(read, what)
+
+    def read_range(self, digest: str, start: int, length: int) -> bytes:
+        """Return a part of a pack. It is as long as asked for; only its content can say whether it is right.
+
+        Raises:
+            EnvironmentMissing: the store does not have the pack.
+            EnvironmentCorrupt: the pack ends before, twice.
+        """
+        key, what = check_key(f"packs/{digest}"), f"pack {digest[:12]}"
+
+        def read() -> bytes:
+            data = self._get(key, what, start, length)
+            if len(data) != length:
+                raise _Altered("it ends too early")
+            return data
+
+        return self._twice(read, what)
+
+    def write_pack(self, data: bytes | memoryview, digest: str = "") -> str:
+        """Put a pack and return its name, which is the BLAKE3 of its bytes.
+
+        Args:
+            data: the pack.
+            digest: its name, where the caller has just worked it out.
+        """
+        digest = digest or blake3(data).hexdigest()
+        self._put(f"packs/{digest}", data)
+        return digest
+
+    def write_unit(self, unit: Unit) -> None:
+        """Put a unit, whose packs are there.
+
+        Raises:
+            EnvironmentRejected: it breaks the rules of what a unit may be.
+            EnvironmentMissing: a pack it points into is not there.
+        """
+        check_unit(unit)
+        self._need((f"packs/{digest}" for digest in unit.packs), f"unit {unit.address[:12]}")
+        self._put(f"units/{unit.address}", encode(unit))
+
+    def write_snapshot(self, snapshot: Snapshot) -> None:
+        """Put a snapshot, whose units are there: from now on it can be restored, and what it needs is kept.
+
+        Raises:
+            EnvironmentRejected: it breaks the rules of what a snapshot may be.
+            EnvironmentMissing: a unit it lists is not there.
+            StoreUnavailable: garbage collection came in between; what has been sent is there, capture again.
+        """
+        check_snapshot(snapshot)
+        self._need((f"units/{address}" for address in snapshot.addresses()), f"snapshot {snapshot.address[:12]}")
+        self._settle()
+        self._put(f"snapshots/{snapshot.address}", encode(snapshot))
+
+    def missing_units(self, addresses: Iterable[str]) -> tuple[str, ...]:
+        """Return which of these units a capture has to write, in the order asked."""
+        return self._missing("units", addresses)
+
+    def missing_packs(self, digests: Iterable[str]) -> tuple[str, ...]:
+        """Return which of these packs a capture has to write, in the order asked."""
+        return self._missing("packs", digests)
+
+    def has_snapshot(self, address: str) -> bool:
+        """Return whether a snapshot is there to stay: not if garbage collection has condemned it."""
+        return not self._missing("snapshots", (address,))
+
+    def find_snapshot(self, prefix: str) -> str:
+        """Return the address of the one snapshot that starts so; lists the store, so it is for commands only.
+
+        Raises:
+            InvalidValue: it is no start of an address, or too short.
+            EnvironmentMissing: there is no such snapshot, or more than one.
+        """
+        if not re.fullmatch(rf"[0-9a-f]{{{PREFIX_DIGITS_MIN},64}}", prefix):
+            raise InvalidValue(
+                f"{prefix[:80]!r} is not the address of a snapshot, nor its first {PREFIX_DIGITS_MIN} digits or more",
+                hint="`sgpu env show` prints the address of this environment",
+            )
+        found = sorted(
+            address
+            for stored in self.store.list("snapshots")
+            if (address := stored.key.partition("/")[2]).startswith(prefix)
+        )
+        if len(found) == 1:
+            return found[0]
+        if not found:
+            raise _missing_error(f"snapshot {prefix[:12]}", self.store.url)
+        few = ", ".join(address[:16] for address in found[:5])
+        raise EnvironmentMissing(f"{len(found)} snapshots start with {prefix}: {few}", hint="write more digits")
+
+    def _get(self, key: str, what: str, start: int = 0, length: int | None = None) -> bytes:
+        try:
+            return self.store.get(key, start, length)
+        except KeyError:
+            raise _missing_error(what, self.store.url) from None
+
+    def _put(self, key: str, data: bytes | memoryview) -> None:
+        condemned = self._condemned_keys()
+        self.store.put(key, data)
+        if key in condemned:
+            self._rescued.add(key)
+        self._there.add(key)
+
+    def _twice(self, read: Callable[[], _Value], what: str) -> _Value:
+        try:
+            return read()
+        except (_Altered, EnvironmentRejected):
+            pass  # on its way or where it lies: the second look tells
+        try:
+            return read()
+        except _Altered as error:
+            raise EnvironmentCorrupt(
+                f"{what} in the store {self.store.url} is altered: {error}",
+                hint="look at the disk of the store, then capture the environment again with `sgpu env capture`",
+            ) from None
+
+    def _missing(self, kind: str, names: Iterable[str]) -> tuple[str, ...]:
+        asked = {check_key(f"{kind}/{name}"): name for name in names}
+        condemned = self._condemned_keys()
+        look = [key for key in asked if key not in self._there and key not in condemned]
+        self._there |= self.store.present(look) if look else frozenset()
+        return tuple(name for key, name in asked.items() if key not in self._there)
+
+    def _need(self, keys: Iterable[str], what: str) -> None:
+        """Refuse to write a document whose parts are not there."""
+        wanted = dict.fromkeys(keys)
+        kind = next(iter(wanted), "").partition("/")[0]
+        missing = self._missing(kind, [key.partition("/")[2] for key in wanted]) if wanted else ()
+        if missing:
+            raise EnvironmentMissing(
+                f"{what} cannot be written: {len(missing)} of its {kind} are not in the store {self.store.url}, "
+                f"for example {missing[0][:12]}",
+                hint="capture the environment again",
+            )
+
+    def _condemned_keys(self) -> frozenset[str]:
+        with self._lock:
+            if self._condemned is None:
+                self._began_ns = self.clock.boottime_ns()
+                self._condemned = frozenset(entry.key for entry in self._twice(self._entries, LIST_NAME))
+            return self._condemned
+
+    def _entries(self) -> tuple[Sentence, ...]:
+        try:
+            return read_condemned(self.store).entries
+        except EnvironmentRejected as error:
+            raise (error if error.hint else _Altered(error.message)) from None
+
+    def _settle(self) -> None:
+        """Make sure that nothing this capture relies on is being deleted at this moment."""
+        if self.clock.boottime_ns() - self._began_ns > CAPTURE_S_MAX * 10**9:
+            raise self._interrupted(f"this capture took longer than {CAPTURE_S_MAX // 3600} hours")
+        if not self._rescued:
+            return
+        # A collection that began before something was put again may not have seen that: wait for its end, then look.
+        deadline_ns = self.clock.boottime_ns() + 2 * LEASE_S * 10**9
+        while collectors(self.store, self.clock.wall_ns())[0]:
+            if self.clock.boottime_ns() > deadline_ns:
+                raise self._interrupted("garbage collection does not end")
+            self._sleep(_PAUSE_S)
+        self._check_rescued(self._rescued)
+
+    def _check_rescued(self, keys: Collection[str]) -> None:
+        if lost := set(keys) - self.store.present(keys):
+            raise self._interrupted(f"garbage collection deleted {len(lost)} objects while they were sent")
+
+    def _interrupted(self, why: str) -> StoreUnavailable:
+        return StoreUnavailable(
+            f"{why} (store {self.store.url})", hint="capture again; what has been sent need not be sent again"
+        )
+
+
+class _Altered(Exception):
+    """What was read is not what its address says."""
+
+
+def _decoded(data: bytes, kind: type[_Document], what: str) -> _Document:
+    try:
+        return decode(data, kind, what)
+    except EnvironmentRejected as error:
+        # A hint says that another version wrote it; what cannot be read for another reason, nobody wrote.
+        raise (error if error.hint else _Altered(error.message)) from None
+
+
+def _missing_error(what: str, url: str) -> EnvironmentMissing:
+    return EnvironmentMissing(
+        f"{what} is not in the store {url}",
+        hint="it was never captured there, or has been removed: `sgpu env capture` puts it there (again)",
+    )

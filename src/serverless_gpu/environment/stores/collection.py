@@ -1,0 +1,284 @@
+"""Garbage collection: what no snapshot needs is condemned, and deleted by a later collection.
+
+    announce ─▶ anybody else? ─▶ list, read what stays ─▶ plan ─▶ delete ─▶ the list: undated, then dated ─▶ withdraw
+                    │ yes                          (pure: reachability.py)
+                    └─▶ nothing is done
+
+Snapshots are deleted before units, and units before packs: whatever is there is whole at every moment, and whoever is
+killed leaves nothing behind that a later collection does not find. New entries of the list get their date only when
+the list is known to be there, so nobody can have missed them for as long as they say. `condemned.py` tells why captures
+need not stop meanwhile; all of it holds while a capture takes less than the grace.
+
+Failure cases: a document that is needed and cannot be read (nothing below it is deleted or condemned, and it is
+named); another collection (`busy`); a collection that does not get on with its work (StoreUnavailable; the next one
+goes on); clocks of machines that differ by more than minutes (an object may stay longer).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+
+from serverless_gpu.environment.progress import Progress, Report, nobody
+from serverless_gpu.environment.stores.base import Stored
+from serverless_gpu.environment.stores.blobs import Blobs
+from serverless_gpu.environment.stores.codec import ITEMS_MAX
+from serverless_gpu.environment.stores.condemned import (
+    COLLECTOR,
+    LEASE_S,
+    Condemned,
+    Sentence,
+    collectors,
+    read_condemned,
+    write_condemned,
+)
+from serverless_gpu.environment.stores.reachability import Plan, kept_parts, kept_snapshots, make_plan
+from serverless_gpu.errors import EnvironmentProblem, EnvironmentRejected, StoreUnavailable
+
+KEEP_S = 30 * 24 * 3600
+"""How long a snapshot stays after it was captured, if nothing uses it."""
+GRACE_S = 24 * 3600
+"""How long everything else stays, twice; four times what a capture may take."""
+_KINDS = ("snapshots", "units", "packs")
+# One round of requests, each within the store's bound, is over before the lease is.
+_DELETE_AT_ONCE = 16
+_READ_AT_ONCE = 8
+_READ_BATCH = 64
+_RENEW_S = 60
+
+
+class Tally(msgspec.Struct, frozen=True, kw_only=True):
+    """How many objects, and their bytes in the store."""
+
+    snapshots: int = 0
+    units: int = 0
+    packs: int = 0
+    bytes: int = 0
+
+
+class Collected(msgspec.Struct, frozen=True, kw_only=True):
+    """What a collection did, or would do.
+
+    Attributes:
+        kept: what is needed, or young.
+        condemned: what nobody needs, from now on on the list.
+        waiting: what has been on the list for less than the grace.
+        deleted: what was deleted.
+        deleted_keys: its keys.
+        condemned_keys: keys of what is new on the list.
+        unreadable: keys of documents that are needed and cannot be read; nothing below them was touched.
+        busy: whether another collection was at work, and nothing was done.
+        dry_run: whether nothing was done because only that was asked.
+    """
+
+    kept: Tally = Tally()
+    condemned: Tally = Tally()
+    waiting: Tally = Tally()
+    deleted: Tally = Tally()
+    deleted_keys: tuple[str, ...] = ()
+    condemned_keys: tuple[str, ...] = ()
+    unreadable: tuple[str, ...] = ()
+    busy: bool = False
+    dry_run: bool = False
+
+
+def collect(
+    blobs: Blobs,
+    *,
+    in_use: Collection[str] = (),
+    keep_s: int = KEEP_S,
+    grace_s: int = GRACE_S,
+    dry_run: bool = False,
+    report: Report = nobody,
+) -> Collected:
+    """Condemn what nobody needs, and delete what was condemned long enough ago.
+
+    Args:
+        blobs: the store, and the clock.
+        in_use: addresses of snapshots that stay whatever their age: of running attempts, of live zygotes.
+        keep_s: how long other snapshots stay.
+        grace_s: how long an object that nothing needs stays before it is condemned, and again after that. Longer than
+            any capture.
+        dry_run: only say what would be done.
+        report: told how far it is.
+
+    Raises:
+        StoreUnavailable: the store does not answer, or this took too long; the next collection goes on.
+        EnvironmentRejected: the list was written by a newer version.
+    """
+    work = _Collection(blobs, Terms(frozenset(in_use), max(keep_s, grace_s) * 10**9, grace_s * 10**9), report)
+    if dry_run:
+        return msgspec.structs.replace(work.collected(work.look()), dry_run=True)
+    with work.announced() as alone:
+        if not alone:
+            return Collected(busy=True)
+        plan = work.look()
+        work.delete(plan.deleted)
+        work.write_list(plan)
+    return work.collected(plan)
+
+
+class Terms(msgspec.Struct, frozen=True):
+    """What stays: these snapshots, young snapshots, and what was put just now."""
+
+    in_use: frozenset[str]
+    keep_ns: int
+    grace_ns: int
+
+
+class _Collection:
+    """One collection, from announcing it to withdrawing."""
+
+    def __init__(self, blobs: Blobs, terms: Terms, report: Report) -> None:
+        self._blobs = blobs
+        self._store = blobs.store
+        self._clock = blobs.clock
+        self._terms = terms
+        self._report = report
+        self._key = COLLECTOR + os.urandom(16).hex()
+        self._renewed_ns: int | None = None
+        self._listed: dict[str, Stored] = {}
+        self._condemned = Condemned()
+        self._unreadable: list[str] = []
+
+    @contextlib.contextmanager
+    def announced(self) -> Iterator[bool]:
+        """Say that a collection is at work; whether it is the only one. Of two that meet, both withdraw."""
+        self._renew()
+        try:
+            at_work, void = collectors(self._store, self._clock.wall_ns())
+            if self._key not in at_work:
+                raise StoreUnavailable(
+                    f"the clocks of this machine and of the store {self._store.url} differ by more than {LEASE_S} s",
+                    hint="set the clock of this machine; garbage collection goes by ages",
+                )
+            self._store.delete(void)
+            yield at_work == (self._key,)
+        finally:
+            with contextlib.suppress(StoreUnavailable):  # it becomes void by itself
+                self._store.delete([self._key])
+
+    def look(self) -> Plan:
+        """List everything, read what stays, and return what is to be done."""
+        self._condemned = self._read_list()
+        listed = {kind: list(self._store.list(kind)) for kind in _KINDS}
+        self._listed = {stored.key: stored for kind in _KINDS for stored in listed[kind]}
+        now_ns, terms = self._clock.wall_ns(), self._terms
+        snapshots = kept_snapshots(listed["snapshots"], terms.in_use, now_ns=now_ns, keep_ns=terms.keep_ns)
+        pointed_at = self._read(snapshots, self._units_of)
+        units = kept_parts(listed["units"], pointed_at, now_ns=now_ns, grace_ns=terms.grace_ns)
+        pointed_at = self._read(units, self._packs_of) if pointed_at is not None else None
+        packs = kept_parts(listed["packs"], pointed_at, now_ns=now_ns, grace_ns=terms.grace_ns)
+        everything = [stored for kind in _KINDS for stored in listed[kind]]
+        return make_plan(everything, snapshots | units | packs, self._condemned, now_ns=now_ns, grace_ns=terms.grace_ns)
+
+    def delete(self, doomed: Sequence[Stored]) -> None:
+        """Delete, a few at a time, as long as nobody can take this collection for dead."""
+        for done, some in _batches([stored.key for stored in doomed], _DELETE_AT_ONCE):
+            self._renew()
+            self._store.delete(some)
+            self._pulse("deleting", done, len(doomed))
+
+    def write_list(self, plan: Plan) -> None:
+        """Put the new list in place: first without dates, then, when it is known to be there, with them."""
+        some = plan.condemned[: ITEMS_MAX - len(plan.waiting)]
+        new = tuple(Sentence(stored.key, 0, stored.put_ns) for stored in some)
+        if not new and frozenset(plan.waiting) == frozenset(self._condemned.entries):
+            return
+        self._renew()
+        write_condemned(self._store, Condemned(entries=plan.waiting + new))
+        if new:
+            now_ns = self._clock.wall_ns()
+            dated = tuple(Sentence(sentence.key, now_ns, sentence.put_ns) for sentence in new)
+            self._renew()
+            write_condemned(self._store, Condemned(entries=plan.waiting + dated))
+
+    def collected(self, plan: Plan) -> Collected:
+        """Return what is to be said of it."""
+        waiting = [self._listed[sentence.key] for sentence in plan.waiting]
+        return Collected(
+            kept=_tally(plan.kept),
+            condemned=_tally(plan.condemned),
+            waiting=_tally(waiting),
+            deleted=_tally(plan.deleted),
+            deleted_keys=tuple(stored.key for stored in plan.deleted),
+            condemned_keys=tuple(stored.key for stored in plan.condemned),
+            unreadable=tuple(sorted(self._unreadable)),
+        )
+
+    def _read_list(self) -> Condemned:
+        try:
+            return read_condemned(self._store)
+        except EnvironmentRejected as error:
+            if error.hint:  # a newer version knows better
+                raise
+            return Condemned()  # everything is condemned anew
+
+    def _read(self, keys: Collection[str], parts: Callable[[str], Iterable[str]]) -> frozenset[str] | None:
+        """Return the keys that documents point at; None when not all of them can be read."""
+        found: set[str] = set()
+        readable = True
+        with ThreadPoolExecutor(_READ_AT_ONCE) as pool:
+            for done, some in _batches(sorted(key for key in keys if key in self._listed), _READ_BATCH):
+                if self._renewed_ns is not None:
+                    self._renew()
+                for key, result in zip(some, pool.map(lambda key: self._parts(key, parts), some), strict=True):
+                    if result is None:
+                        self._unreadable.append(key)
+                        readable = False
+                    else:
+                        found |= result
+                self._pulse("looking", done, len(keys))
+        return frozenset(found) if readable else None
+
+    def _parts(self, key: str, parts: Callable[[str], Iterable[str]]) -> frozenset[str] | None:
+        try:
+            return frozenset(parts(key.partition("/")[2]))
+        except StoreUnavailable:
+            raise
+        except EnvironmentProblem:
+            return None
+
+    def _units_of(self, address: str) -> Iterable[str]:
+        return (f"units/{unit}" for unit in self._blobs.read_snapshot(address).addresses())
+
+    def _packs_of(self, address: str) -> Iterable[str]:
+        return (f"packs/{digest}" for digest in self._blobs.read_unit(address).packs)
+
+    def _renew(self) -> None:
+        """Say again that this collection is at work; stop if others may have stopped to believe it."""
+        now_ns = self._clock.boottime_ns()
+        if self._renewed_ns is not None:
+            silent_s = (now_ns - self._renewed_ns) / 1e9
+            if silent_s < _RENEW_S:
+                return
+            if silent_s > LEASE_S / 2:
+                raise StoreUnavailable(
+                    f"garbage collection of {self._store.url} stood still for {silent_s:.0f} s and was given up",
+                    hint="run it again, it goes on where it was; nothing is lost",
+                )
+        self._store.put(self._key, b"")
+        self._renewed_ns = now_ns
+
+    def _pulse(self, name: str, done: int, total: int) -> None:
+        self._report(Progress(phase="collect", files_done=done, files_total=total, name=name))
+
+
+def _batches(keys: Sequence[str], size: int) -> Iterator[tuple[int, list[str]]]:
+    """Yield a few keys at a time, and how many there have been with them."""
+    for first in range(0, len(keys), size):
+        some = list(keys[first : first + size])
+        yield first + len(some), some
+
+
+def _tally(listed: Iterable[Stored]) -> Tally:
+    count = dict.fromkeys(_KINDS, 0)
+    size = 0
+    for stored in listed:
+        count[stored.key.partition("/")[0]] += 1
+        size += stored.size
+    return Tally(**count, bytes=size)
