@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.environment.documents import Facts, Snapshot
+from serverless_gpu.environment.restore import preparing
 from serverless_gpu.environment.restore.bytecode import compile_all, jobs
 from serverless_gpu.environment.restore.cache import Cache
 from serverless_gpu.environment.restore.restoring import Restored, Way, compile_rest, restore
@@ -60,6 +61,22 @@ def environment(made: Made) -> tuple[Piece, Snapshot]:
     )
     loaded = ("site/alpha/__init__.py", "site/alpha/used.py", "site/single.py", "site/alpha/gone.py")
     return piece, made.snapshot([made.root([piece])], facts=Facts(loaded=(loaded,)))
+
+
+@pytest.fixture(autouse=True)
+def even_short_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compile before the first use what is too short to be worth it."""
+    monkeypatch.setattr(preparing, "FEW_BYTES", 0)
+
+
+def test_a_few_short_files_are_left_to_whoever_imports_them(
+    made: Made, cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    piece, snapshot = environment(made)
+    monkeypatch.setattr(preparing, "FEW_BYTES", 10_000)
+    restore(snapshot.address, made.blobs, cache)
+    assert bytecode_in(cache.unit(piece.unit.address)) == []
+    assert compile_rest(snapshot.address, cache) == 6
 
 
 def bytecode_in(directory: Path) -> list[str]:

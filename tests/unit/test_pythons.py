@@ -9,7 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from serverless_gpu.environment.restore.pythons import ask, candidates, find_python, trusted
+from serverless_gpu.environment.restore import pythons
+from serverless_gpu.environment.restore.pythons import ask, candidates, find_python, keep, recall, trusted
 from serverless_gpu.errors import EnvironmentUnsupported
 from tests.unit.made_environments import base_python, interpreter
 
@@ -109,3 +110,22 @@ def test_a_path_that_a_snapshot_names_is_trusted_where_nobody_else_can_write(tmp
     python.chmod(0o755)
     python.parent.chmod(0o777)
     assert not trusted(str(python))
+
+
+def test_an_interpreter_is_asked_once_in_a_boot_of_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, kept = tmp_path / "log", tmp_path / "kept"
+    program = str(wrapper(tmp_path / "python", log=log))
+    answer = ask(program)
+    keep(kept, "this boot")
+
+    def ask_elsewhere(boot: str) -> object:
+        monkeypatch.setattr(pythons, "_answers", {})  # another process
+        recall(kept, boot)
+        return ask(program)
+
+    assert (ask_elsewhere("this boot"), log.read_text()) == (answer, "asked\n")
+    assert (ask_elsewhere("the next boot"), log.read_text()) == (answer, "asked\n" * 2)
+    os.utime(program, ns=(1, 1))
+    assert (ask_elsewhere("this boot"), log.read_text()) == (answer, "asked\n" * 3)

@@ -12,6 +12,7 @@ from serverless_gpu.environment.progress import Progress
 from serverless_gpu.environment.restore.fitting import Loaded
 from serverless_gpu.environment.restore.restoring import Mount, Restored
 from serverless_gpu.errors import EnvironmentUnsupported
+from serverless_gpu.node import restoring_process
 from serverless_gpu.node.inside import mounts
 from serverless_gpu.node.protocol import Context
 from serverless_gpu.node.restored import RestoredEnvironment
@@ -124,10 +125,14 @@ def test_the_lock_is_let_go_with_the_last_who_uses_it(tmp_path: Path) -> None:
 
 
 def test_how_to_restore(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restoring_process, "_can_mount", set())
     monkeypatch.setattr(mounts, "probe", lambda directory: "")
     assert (way_for("", tmp_path).mode, way_for("overlay", tmp_path).mode) == ("overlay", "overlay")
     forced = way_for("links", tmp_path)
     assert (forced.mode, forced.why) == ("links", "SERVERLESS_GPU_RESTORE=links")
+    monkeypatch.setattr(mounts, "probe", lambda directory: pytest.fail("asked twice"))
+    assert way_for("", tmp_path).mode == "overlay"
+    monkeypatch.setattr(restoring_process, "_can_mount", set())
     monkeypatch.setattr(mounts, "probe", lambda directory: "a user namespace cannot be made")
     fallen_back = way_for("", tmp_path)
     assert (fallen_back.mode, fallen_back.why) == ("links", "no mounts: a user namespace cannot be made")

@@ -41,6 +41,7 @@ from serverless_gpu.units import format_bytes
 
 _REPORT_S = 0.25
 _NICE = 19
+_can_mount: set[Path] = set()
 
 
 class Want(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -130,6 +131,8 @@ def main(channel_fd: int, environments: str) -> NoReturn:
             if received is None:
                 os._exit(0)
             request = _requests.decode(received[0])
+            if isinstance(request, Want) and request.wanted.mode != "links":
+                mount_problem(Path(environments))  # here, where the next child finds the answer
             children[_fork(request, channel, Path(environments))] = request.number
 
 
@@ -214,7 +217,7 @@ def way_for(asked: Mode, environments: Path) -> Way:
     """
     if asked == "links":
         return Way(mode="links", why="SERVERLESS_GPU_RESTORE=links")
-    problem = mounts.probe(str(environments))
+    problem = mount_problem(environments)
     if not problem:
         return Way(mode="overlay")
     if asked == "overlay":
@@ -223,6 +226,16 @@ def way_for(asked: Mode, environments: Path) -> Way:
             hint="unset it and links are used; `sgpu doctor` says what makes mounts possible",
         )
     return Way(mode="links", why=f"no mounts: {problem}")
+
+
+def mount_problem(environments: Path) -> str:
+    """Return why nothing can be mounted on this machine, or ""; asked once when something can."""
+    if environments not in _can_mount:
+        problem = mounts.probe(str(environments))
+        if problem:
+            return problem
+        _can_mount.add(environments)
+    return ""
 
 
 def reporter(number: int, channel: Channel, clock: Clock) -> Callable[[Progress], None]:

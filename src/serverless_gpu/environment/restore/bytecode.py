@@ -80,7 +80,7 @@ def compile_all(work: Sequence[Job], python: str, *, report: Report = nobody, pa
     deaths = made = done = 0
     try:
         while waiting or any(worker.jobs for worker in crew):
-            while waiting and len(crew) < PROCESSES and deaths < _DEATHS_MAX:
+            while len(waiting) > _BATCH * len(crew) and len(crew) < PROCESSES and deaths < _DEATHS_MAX:
                 crew.append(_Worker(python))
             for worker in crew:
                 if waiting and not worker.jobs:

@@ -5,6 +5,7 @@
     trees/<address>/        members: its units · used: when last · snapshot · overlay/ or tree/: what restore made
     */.old-*                replaced or evicted, not deleted yet because somebody may look at it
     locks/<address>         shared by all who use the environment · <address>.making · units/<address> · evicting
+    interpreters            what those of this machine have said they are
     view                    where overlays are mounted, in the namespaces of those who use them
 
 What has no dot at its front is whole: it came there by a rename. Nothing in a cache is written to the disk before it is

@@ -12,11 +12,15 @@ from serverless_gpu.environment.documents import Root, Snapshot, Unit
 from serverless_gpu.environment.progress import Report
 from serverless_gpu.environment.restore.bytecode import Job, compile_all, jobs
 from serverless_gpu.environment.restore.cache import Cache, Ensured
-from serverless_gpu.environment.restore.places import read_document
-from serverless_gpu.environment.restore.pythons import Python, find_python, trusted
+from serverless_gpu.environment.restore.places import make_public, read_document
+from serverless_gpu.environment.restore.pythons import Python, find_python, keep, recall, trusted
 from serverless_gpu.environment.rules import check_snapshot
 from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.errors import EnvironmentRejected
+
+
+FEW_BYTES = 128 * 1024
+"""So much source is compiled by whoever imports it, in the time that a process takes to start."""
 
 
 class Prepared(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,7 +53,11 @@ def prepare(snapshot: Snapshot, blobs: Blobs, cache: Cache, python: str, report:
         python: an interpreter to try first, or "".
         report: how far it is.
     """
+    make_public(cache.root)
+    answers = cache.root / "interpreters"
+    recall(answers, cache.boot)
     base = find_python(snapshot.interpreter, _hints(snapshot, python))
+    keep(answers, cache.boot)
     base = msgspec.structs.replace(base, note="; ".join(filter(None, (base.note, _glibc_note(snapshot)))))
     cache.register(snapshot)
     ensured = cache.ensure(snapshot.addresses(), blobs, report, accept=_as_listed(snapshot))
@@ -73,9 +81,14 @@ def _as_listed(snapshot: Snapshot) -> Callable[[Unit], None]:
 
 
 def compile_loaded(prepared: Prepared, cache: Cache, report: Report) -> int:
-    """Compile what the caller had loaded, as far as it has no bytecode; the caller holds the making lock."""
+    """Compile what the caller had loaded, as far as it has no bytecode; the caller holds the making lock.
+
+    A few short files are left to whoever imports them, and to `compile_rest`: a process takes longer to start.
+    """
     work = list(_loaded(prepared.snapshot, cache, prepared.base.tag))
-    return compile_all(work, prepared.base.path, report=report) if work else 0
+    if sum(job.size for job in work) <= FEW_BYTES:
+        return 0
+    return compile_all(work, prepared.base.path, report=report)
 
 
 def _hints(snapshot: Snapshot, python: str) -> Iterator[str]:
@@ -110,7 +123,8 @@ def _loaded(snapshot: Snapshot, cache: Cache, tag: str) -> Iterator[Job]:
     """Yield what the caller had loaded and has no bytecode for this interpreter yet."""
     for root, paths in zip(snapshot.roots, snapshot.facts.loaded, strict=False):
         for address, here in _by_unit(root, cache, paths).items():
-            missing = {path for path in here if not os.path.lexists(_bytecode(cache, address, path, tag))}
+            unit = str(cache.unit(address))
+            missing = {path for path in here if not os.path.lexists(_bytecode(unit, path, tag))}
             if missing:
                 yield from jobs(cache.unit(address), cache.document(address).rows, tag, missing)
 
@@ -132,6 +146,6 @@ def _by_unit(root: Root, cache: Cache, paths: Iterable[str]) -> dict[str, list[s
     return found
 
 
-def _bytecode(cache: Cache, address: str, path: str, tag: str) -> str:
+def _bytecode(unit: str, path: str, tag: str) -> str:
     folder, _, name = path.rpartition("/")
-    return f"{cache.unit(address)}/{folder}/__pycache__/{name.removesuffix('.py')}.{tag}.pyc"
+    return f"{unit}/{folder}/__pycache__/{name.removesuffix('.py')}.{tag}.pyc"

@@ -2,7 +2,7 @@
 
     where the caller says · our own · pythonX.Y on PATH · /usr/bin, /usr/local/bin · uv's · pyenv's
 
-Each candidate is run once, without any environment, and says what it is; the first with the exact version is taken,
+Each candidate is run once in a boot of the machine, without any environment, and says what it is; the first with the exact version is taken,
 else the first that fits. A path that a snapshot names is run only if nobody but root or this user could have put
 something else there.
 
@@ -11,6 +11,7 @@ over)."""
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import json
 import os
@@ -24,6 +25,7 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.environment.documents import Interpreter
+from serverless_gpu.environment.restore.places import read_document, write_document
 from serverless_gpu.errors import EnvironmentUnsupported
 
 _ANSWER_S_MAX = 10.0
@@ -56,6 +58,13 @@ class Python(msgspec.Struct, frozen=True, kw_only=True):
     platform: str
     tag: str
     note: str = ""
+
+
+class _Kept(msgspec.Struct, frozen=True, kw_only=True):
+    """Answers of interpreters, by real path, time and size of their files, in one boot of the machine."""
+
+    boot: str
+    answers: list[tuple[str, int, int, Python]]
 
 
 def find_python(
@@ -130,6 +139,23 @@ def ask(path: str) -> Python | None:
     if key not in _answers:
         _answers[key] = _run(path)
     return _answers[key]
+
+
+def recall(file: Path, boot: str) -> None:
+    """Know what interpreters said when another process of this boot asked them."""
+    kept = read_document(file, _Kept)
+    if kept is not None and kept.boot == boot:
+        for path, mtime_ns, size, python in kept.answers:
+            _answers.setdefault((path, mtime_ns, size), python)
+
+
+def keep(file: Path, boot: str) -> None:
+    """Write down what interpreters have said, for `recall`."""
+    answers = [(*key, python) for key, python in _answers.items() if python is not None]
+    kept = read_document(file, _Kept)
+    if kept is None or kept.boot != boot or len(answers) > len(kept.answers):
+        with contextlib.suppress(OSError):  # then they are asked again
+            write_document(file, _Kept(boot=boot, answers=answers))
 
 
 def trusted(path: str) -> bool:
