@@ -112,9 +112,7 @@ def test_a_path_that_a_snapshot_names_is_trusted_where_nobody_else_can_write(tmp
     assert not trusted(str(python))
 
 
-def test_an_interpreter_is_asked_once_in_a_boot_of_the_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interpreter_is_asked_once_in_a_boot_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log, kept = tmp_path / "log", tmp_path / "kept"
     program = str(wrapper(tmp_path / "python", log=log))
     answer = ask(program)
