@@ -18,7 +18,6 @@ from serverless_gpu.environment.rules import check_snapshot
 from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.errors import EnvironmentRejected
 
-
 FEW_BYTES = 128 * 1024
 """So much source is compiled by whoever imports it, in the time that a process takes to start."""
 
