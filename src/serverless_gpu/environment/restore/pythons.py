@@ -3,8 +3,8 @@
     where the caller says · our own · pythonX.Y on PATH · /usr/bin, /usr/local/bin · uv's · pyenv's
 
 Each candidate is run once in a boot of the machine, without any environment, and says what it is; the first with the
-exact version is taken, else the first that fits. A path that a snapshot names is run only if nobody but root or this user could have put
-something else there.
+exact version is taken, else the first that fits. A path that a snapshot names is run only if nobody but root or this
+user could have put something else there.
 
 Failure cases: none fits (EnvironmentUnsupported naming where it was looked for), one that does not answer (passed
 over)."""
