@@ -110,6 +110,16 @@ def test_F43_a_server_that_never_answers(call: Callable[[Store], object]) -> Non
         assert time.monotonic() - began < 10
 
 
+def test_F43_many_questions_to_a_server_that_is_down_have_one_bound() -> None:
+    with Scripted(OK) as server:
+        pass
+    keys = [pack_key(b"%d" % number) for number in range(640)]
+    began = time.monotonic()
+    with pytest.raises(StoreUnavailable, match="no connection"):
+        reached(server, 0.5).present(keys)
+    assert time.monotonic() - began < 10
+
+
 def test_F43_a_slow_answer_is_given_up_and_asked_for_again() -> None:
     with Scripted(Reply(hold=True), FINE) as server:
         assert reached(server, 2.0).get(KEY) == DATA

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.stores.blobs import Blobs
@@ -22,6 +22,8 @@ GRACE_S = 3600
 KEEP_S = 3 * GRACE_S
 
 some = st.lists(st.sampled_from(CONTENTS), min_size=1, max_size=3, unique=True)
+KINDS = [("capture", "collection"), ("collection", "capture"), ("collection", "collection"), ("capture", "capture")]
+turns = st.lists(st.tuples(st.integers(0, 1), st.integers(1, 8)), max_size=10)
 
 
 class Machine(RuleBasedStateMachine):
@@ -32,6 +34,18 @@ class Machine(RuleBasedStateMachine):
         self.world = World()
         self.published: dict[str, Snapshot] = {}
         self.in_use: set[str] = set()
+
+    @initialize(contents=some, condemned=st.booleans())
+    def there_is_something_old(self, contents: list[bytes], condemned: bool) -> None:
+        """Begin where it gets dangerous: with what nobody needs, on the list for long enough or not on it yet."""
+        # Somebody may have died while collecting: then a capture waits.
+        blobs = Blobs(self.world.memory, clock=self.world.clock, sleep=self.world.clock.advance)
+        snapshot = capture(blobs, *contents)
+        self.published[snapshot.address] = snapshot
+        self.world.clock.advance(KEEP_S)
+        if condemned:
+            collect(blobs, in_use=self.in_use, keep_s=KEEP_S, grace_s=GRACE_S)
+            self.world.clock.advance(GRACE_S)
 
     def blobs(self, actor: Actor) -> Blobs:
         def sleep(seconds: float) -> None:
@@ -60,9 +74,41 @@ class Machine(RuleBasedStateMachine):
             self.world.start(work, seconds_max=GRACE_S - 1)  # type: ignore[arg-type]  # one of the two above
 
     @precondition(lambda self: self.world.actors)
-    @rule(data=st.data(), calls=st.integers(1, 30))
+    @rule(data=st.data(), calls=st.integers(1, 15))
     def goes_on(self, data: st.DataObject, calls: int) -> None:
-        actor = data.draw(st.sampled_from(self.world.actors))
+        self.advance(data.draw(st.sampled_from(self.world.actors)), calls)
+
+    @rule(contents=some, other=some, kinds=st.sampled_from(KINDS), turns=turns, pause=st.sampled_from([0, 0, 299]))
+    def two_meet(
+        self,
+        contents: list[bytes],
+        other: list[bytes],
+        kinds: tuple[str, str],
+        turns: list[tuple[int, int]],
+        pause: int,
+    ) -> None:
+        """Let two processes take turns of a few calls each, and then end, while others stand."""
+        pair: list[Actor] = []
+        for kind, wanted in zip(kinds, (contents, other), strict=True):
+            pair += [actor for actor in [self.start_one(kind, wanted)] if actor is not None]
+        for which, calls in turns:
+            if which < len(pair):
+                self.advance(pair[which], calls)
+                self.time_passes(pause)
+        for _ in range(100):  # one may wait for another that stands
+            for actor in pair:
+                self.advance(actor, 1)
+
+    def start_one(self, kind: str, contents: list[bytes]) -> Actor | None:
+        before = list(self.world.actors)
+        if kind == "capture":
+            self.capture_begins(contents)
+        else:
+            self.collection_begins()
+        new = [actor for actor in self.world.actors if actor not in before]
+        return new[0] if new else None
+
+    def advance(self, actor: Actor, calls: int) -> None:
         for _ in range(calls):
             if actor.over:
                 break
@@ -70,19 +116,10 @@ class Machine(RuleBasedStateMachine):
             self.whole()
         self.check(actor)
 
-    @rule(contents=some, kind=st.sampled_from(["capture", "collection"]))
-    def one_runs_while_others_stand(self, contents: list[bytes], kind: str) -> None:
-        before = list(self.world.actors)
-        if kind == "capture":
-            self.capture_begins(contents)
-        else:
-            self.collection_begins()
-        for actor in [actor for actor in self.world.actors if actor not in before]:
-            for _ in range(200):  # a capture may wait for a collection that stands
-                if not actor.over:
-                    self.world.turn(actor)
-                    self.whole()
-            self.check(actor)
+    @precondition(lambda self: not self.world.actors)
+    @rule(contents=some, condemned=st.booleans())
+    def nobody_comes_for_long(self, contents: list[bytes], condemned: bool) -> None:
+        self.there_is_something_old(contents, condemned)
 
     @precondition(lambda self: self.world.actors)
     @rule(data=st.data())
@@ -145,6 +182,6 @@ class Machine(RuleBasedStateMachine):
 
 
 Machine.TestCase.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=150, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestMachine = Machine.TestCase

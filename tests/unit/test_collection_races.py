@@ -144,6 +144,22 @@ def about_to_delete(actor: Actor) -> bool:
     return actor.store.next_call == "delete" and actor.store.calls > 5  # the first ones clean up behind others
 
 
+def test_a_snapshot_that_grew_old_unseen_keeps_its_units_as_long_as_it_is_there(races: Races) -> None:
+    # It came to need a unit in the moment in which that was condemned, and no collection ran while it was young.
+    capturing = races.start_capture(b"1", b"3")
+    for _ in range(3):
+        races.world.turn(capturing)
+    races.collect()
+    races.end(capturing)
+    assert capturing.error is None
+    races.world.clock.advance(DAY_S)
+    races.collect()
+    assert races.is_whole()
+    races.world.clock.advance(GRACE_S)
+    races.collect()
+    assert [*races.world.memory.list("snapshots"), *races.world.memory.list("units")] == []
+
+
 def test_two_collections_that_meet_both_withdraw_and_the_next_one_works(races: Races) -> None:
     races.collect()
     races.world.clock.advance(GRACE_S)
@@ -164,7 +180,7 @@ def stored(name: str, put_ns: int) -> Stored:
 
 def test_what_becomes_of_each_object() -> None:
     now_ns, grace_ns = 1000, 100
-    listed = [stored(name, 5) for name in "abcdef"]
+    listed = [stored(name, 5) for name in "abcdef0"]
     keys = [one.key for one in listed]
     condemned = Condemned(
         entries=(
@@ -174,10 +190,11 @@ def test_what_becomes_of_each_object() -> None:
             Sentence(keys[3], 0, 5),  # no date
             Sentence(keys[4], 900, 5),  # needed
             Sentence("packs/" + "9" * 64, 900, 5),  # gone
+            Sentence(keys[6], 900, 5),  # something that waits points at it
         )
     )
-    plan = make_plan(listed, {keys[4]}, condemned, now_ns=now_ns, grace_ns=grace_ns)
+    plan = make_plan(listed, {keys[4]}, {keys[6]}, condemned, now_ns=now_ns, grace_ns=grace_ns)
     assert [one.key for one in plan.deleted] == [keys[0]]
-    assert plan.waiting == (condemned.entries[1],)
+    assert plan.waiting == (condemned.entries[1], condemned.entries[6])
     assert [one.key for one in plan.condemned] == [keys[2], keys[3], keys[5]]
     assert [one.key for one in plan.kept] == [keys[4]]

@@ -36,7 +36,7 @@ from serverless_gpu.environment.stores.condemned import (
     read_condemned,
     write_condemned,
 )
-from serverless_gpu.environment.stores.reachability import Plan, kept_parts, kept_snapshots, make_plan
+from serverless_gpu.environment.stores.reachability import Plan, joined, kept_parts, kept_snapshots, make_plan
 from serverless_gpu.errors import EnvironmentProblem, EnvironmentRejected, StoreUnavailable
 
 KEEP_S = 30 * 24 * 3600
@@ -168,13 +168,16 @@ class _Collection:
         listed = {kind: list(self._store.list(kind)) for kind in _KINDS}
         self._listed = {stored.key: stored for kind in _KINDS for stored in listed[kind]}
         now_ns, terms = self._clock.wall_ns(), self._terms
-        snapshots = kept_snapshots(listed["snapshots"], terms.in_use, now_ns=now_ns, keep_ns=terms.keep_ns)
-        pointed_at = self._read(snapshots, self._units_of)
-        units = kept_parts(listed["units"], pointed_at, now_ns=now_ns, grace_ns=terms.grace_ns)
-        pointed_at = self._read(units, self._packs_of) if pointed_at is not None else None
-        packs = kept_parts(listed["packs"], pointed_at, now_ns=now_ns, grace_ns=terms.grace_ns)
-        everything = [stored for kind in _KINDS for stored in listed[kind]]
-        return make_plan(everything, snapshots | units | packs, self._condemned, now_ns=now_ns, grace_ns=terms.grace_ns)
+        ages = {"now_ns": now_ns, "grace_ns": terms.grace_ns}
+        kept = kept_snapshots(listed["snapshots"], terms.in_use, now_ns=now_ns, keep_ns=terms.keep_ns)
+        snapshots = make_plan(listed["snapshots"], kept, (), self._condemned, **ages)
+        pointed_at, held = self._read(snapshots, kept, self._units_of)
+        kept = kept_parts(listed["units"], pointed_at, **ages)
+        units = make_plan(listed["units"], kept, held, self._condemned, **ages)
+        pointed_at, held = self._read(units, kept, self._packs_of)
+        kept = kept_parts(listed["packs"], pointed_at, **ages)
+        packs = make_plan(listed["packs"], kept, held, self._condemned, **ages)
+        return joined(snapshots, units, packs)
 
     def delete(self, doomed: Sequence[Stored]) -> None:
         """Delete, a few at a time, as long as nobody can take this collection for dead."""
@@ -218,22 +221,28 @@ class _Collection:
                 raise
             return Condemned()  # everything is condemned anew
 
-    def _read(self, keys: Collection[str], parts: Callable[[str], Iterable[str]]) -> frozenset[str] | None:
-        """Return the keys that documents point at; None when not all of them can be read."""
-        found: set[str] = set()
+    def _read(
+        self, plan: Plan, kept: Collection[str], parts: Callable[[str], Iterable[str]]
+    ) -> tuple[frozenset[str] | None, frozenset[str]]:
+        """Return the keys that documents point at: those that stay (None when one cannot be read), and all."""
+        keys = plan.remaining()
+        pointed_at: set[str] = set()
+        held: set[str] = set()
         readable = True
         with ThreadPoolExecutor(_READ_AT_ONCE) as pool:
-            for done, some in _batches(sorted(key for key in keys if key in self._listed), _READ_BATCH):
+            for done, some in _batches(keys, _READ_BATCH):
                 if self._renewed_ns is not None:
                     self._renew()
                 for key, result in zip(some, pool.map(lambda key: self._parts(key, parts), some), strict=True):
+                    held |= result or frozenset()
+                    if key not in kept:
+                        continue  # when it cannot be read, nobody can restore it either
+                    pointed_at |= result or frozenset()
                     if result is None:
                         self._unreadable.append(key)
                         readable = False
-                    else:
-                        found |= result
                 self._pulse("looking", done, len(keys))
-        return frozenset(found) if readable else None
+        return frozenset(pointed_at) if readable else None, frozenset(held)
 
     def _parts(self, key: str, parts: Callable[[str], Iterable[str]]) -> frozenset[str] | None:
         try:

@@ -4,14 +4,18 @@
     anything put less than a grace ago                                      needed: somebody may be about to point at it
     the rest                    not on the list ─▶ condemned                goes on the list now
                                 on the list for less than the grace         waits
-                                longer, and not put again since             deleted
+                                something that is still there points at it  waits
+                                neither, and not put again since            deleted
 
-A unit that is kept because it is young keeps its packs: whoever comes to use it will not look at them again.
+A unit that is kept because it is young keeps its packs: whoever comes to use it will not look at them again. And
+nothing goes before what points at it, whatever the list says: a snapshot may have come to need a unit that was on the
+list already, and have grown old before any collection saw that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from itertools import chain
 from typing import NamedTuple
 
 from serverless_gpu.environment.stores.base import Stored
@@ -25,6 +29,11 @@ class Plan(NamedTuple):
     condemned: tuple[Stored, ...]
     waiting: tuple[Sentence, ...]
     deleted: tuple[Stored, ...]
+
+    def remaining(self) -> tuple[str, ...]:
+        """Return the keys of what is not deleted."""
+        listed = (stored.key for stored in (*self.kept, *self.condemned))
+        return (*listed, *(sentence.key for sentence in self.waiting))
 
 
 def kept_snapshots(listed: Iterable[Stored], in_use: Collection[str], *, now_ns: int, keep_ns: int) -> frozenset[str]:
@@ -59,13 +68,20 @@ def kept_parts(
 
 
 def make_plan(
-    listed: Iterable[Stored], kept: Collection[str], condemned: Condemned, *, now_ns: int, grace_ns: int
+    listed: Iterable[Stored],
+    kept: Collection[str],
+    held: Collection[str],
+    condemned: Condemned,
+    *,
+    now_ns: int,
+    grace_ns: int,
 ) -> Plan:
-    """Return what becomes of each object.
+    """Return what becomes of each object of one kind.
 
     Args:
-        listed: everything there is, in the order in which it may be deleted.
+        listed: all of them.
         kept: keys of what stays.
+        held: keys that something which is not deleted now points at.
         condemned: the list as it is.
         now_ns: the time.
         grace_ns: how long an object is on the list before it may be deleted.
@@ -79,8 +95,14 @@ def make_plan(
             keep.append(stored)
         elif sentence is None or sentence.put_ns != stored.put_ns or not sentence.since_ns:
             condemn.append(stored)
-        elif now_ns - sentence.since_ns < grace_ns:
+        elif stored.key in held or now_ns - sentence.since_ns < grace_ns:
             wait.append(sentence)
         else:
             delete.append(stored)
     return Plan(tuple(keep), tuple(condemn), tuple(wait), tuple(delete))
+
+
+def joined(*plans: Plan) -> Plan:
+    """Return the plans of several kinds as one, in their order."""
+    kept, condemned, waiting, deleted = (tuple(chain.from_iterable(parts)) for parts in zip(*plans, strict=True))
+    return Plan(kept, condemned, waiting, deleted)
