@@ -42,6 +42,10 @@ class Place:
         (self.project / "package").mkdir(parents=True)
         (self.project / "train.py").write_text("import package\n")
         (self.project / ".gitignore").write_text("*.log\n")
+        self.finder = self.venv.site / "__editable___tool_finder.py"  # both name the project: they are generated
+        self.finder.write_text(f"MAPPING = {{'tool': '{self.project}/package'}}\n")
+        self.link = self.venv.site / "link.pth"
+        self.link.write_text(f"{self.project}\n")
         self.index = directory / "index"
         self.target = directory / "deps"
         self.venv.install_with_uv(self.beta, cache=self.cache, target=self.target)
@@ -136,6 +140,8 @@ GATE_SEES: dict[str, Callable[[Place], object]] = {
         place.beta, cache=place.cache, target=place.venv.site / "alpha"
     ),
     "a file added to a target directory": lambda place: (place.target / "new.py").write_text(""),
+    "a .pth that names a directory edited in place": lambda place: append(place.link),
+    "a finder that names a directory edited in place": lambda place: append(place.finder),
     "an editable install": lambda place: (place.venv.site / "editable.pth").write_text(f"{place.project}\n"),
     "code edited": lambda place: append(place.project / "train.py"),
     "code edited, size kept": lambda place: (place.project / "train.py").write_text("import packagE\n"),
@@ -175,6 +181,7 @@ CHECK_SEES: dict[str, tuple[Callable[[Place], object], tuple[Change, ...]]] = {
 }
 NOTHING: dict[str, Callable[[Place], object]] = {
     "nothing": lambda place: None,
+    "a finder written again as it was": lambda place: place.finder.write_text(place.finder.read_text()),
     "a first import writes bytecode": lambda place: import_alpha(place),
     "another environment from the same cache": lambda place: _second_venv(place),
     "chmod of what does not count": lambda place: close(place.venv.site),
@@ -229,6 +236,15 @@ def test_no_change_is(place: Place, happens: str) -> None:
     assert place.look() == (before, ())
     assert place.look(Recogniser(place.index)) == (before, ())
     assert place.capture() == before
+
+
+@pytest.mark.slow
+def test_a_generated_file_edited_during_the_capture_is_seen(place: Place) -> None:
+    scan = place.recogniser.scan(place.description, nobody)
+    append(place.finder)
+    place.recogniser.remember(scan)
+
+    assert place.look() == ("changed", ())
 
 
 @pytest.mark.slow

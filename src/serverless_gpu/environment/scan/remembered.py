@@ -115,7 +115,7 @@ def make_parts(
         areas_of=areas_of,
         mtimes=mtimes,
         marks=marks,
-        small=_small([path for part in found.parts for path in part.watched], seen_ns),
+        small=_small(_watched(found, snapshot), seen_ns),
         code=pack_stats(code, seen_ns),
         absent="\0".join(found.absent),
     )
@@ -155,13 +155,36 @@ def _digested(one: Made, digests: Mapping[str, bytes]) -> list[tuple[str, File |
     return found
 
 
-def _small(paths: Sequence[str], seen_ns: int) -> Stats:
-    """Return small files with their digests, those that are not there as such."""
+def _watched(found: Survey, snapshot: Snapshot) -> dict[str, File | None]:
+    """Return the small files that decide what counts, as they were found; None for those that were not listed.
+
+    Files that were taken out of their units because they name directories are among them: no unit answers for them.
+    """
+    generated = {
+        original: [one.path for one in root.generated]
+        for original, root in zip(snapshot.facts.originals, snapshot.roots, strict=True)
+        if root.generated
+    }
+    watched: dict[str, File | None] = {}
+    for part in found.parts:
+        paths = [path for path in generated.get(part.spot.directory, ()) if path in part.files]
+        watched |= {part.files[path].file: part.files[path] for path in paths}
+        watched |= {path: None for path in part.watched if path not in watched}
+    return watched
+
+
+def _small(files: Mapping[str, File | None], seen_ns: int) -> Stats:
+    """Return small files with their digests, those that are not there as such.
+
+    One that is no longer what was found is kept as it was found, with a digest that nothing has: what was captured is
+    not what it says now.
+    """
     found: list[tuple[str, File | None, bytes]] = []
-    for path in dict.fromkeys(paths):
-        file = read_file(path)
-        digest = b"\0" * 32
-        if file is not None:
+    for path, then in files.items():
+        file, digest = read_file(path), b"\0" * 32
+        if then is not None and then.kind != "l" and then != file:
+            file = then
+        elif file is not None:
             try:
                 digest = digest_files([(path, "site/", file.size)])[0].sha256
             except EnvironmentUnsupported:  # gone meanwhile: it will be seen as changed
