@@ -14,7 +14,7 @@ from serverless_gpu.environment.documents import (
     Snapshot,
     make_snapshot,
 )
-from serverless_gpu.environment.scan.changes import Change, FileChange, compare, compare_rows
+from serverless_gpu.environment.scan.changes import Change, FileChange, compare, compare_rows, one_line, with_files
 
 PYTHON = Interpreter(implementation="cpython", version="3.11.7", abi="cpython-311", platform="linux-x86_64")
 
@@ -43,15 +43,15 @@ BEFORE = snapshot(TORCH, LOOSE)
     ("after", "sentences"),
     [
         (snapshot(TORCH, LOOSE), []),
-        (snapshot(distribution("torch", "2.13.0"), LOOSE), ["torch changed: 2.12.0 → 2.13.0"]),
-        (snapshot(distribution("torch", "2.12.0", "other"), LOOSE), ["torch edited by hand: 2.12.0"]),
-        (snapshot(LOOSE, TORCH, distribution("six", "1")), ["six added: 1"]),
-        (snapshot(LOOSE), ["torch removed: 2.12.0"]),
-        (snapshot(TORCH, distribution("torch", "2.11"), LOOSE), ["torch changed: 2.12.0 → 2.12.0, 2.11"]),
-        (snapshot(TORCH), ["files that belong to no distribution removed"]),
+        (snapshot(distribution("torch", "2.13.0"), LOOSE), ["torch 2.12.0 → 2.13.0"]),
+        (snapshot(distribution("torch", "2.12.0", "other"), LOOSE), ["torch 2.12.0 edited by hand"]),
+        (snapshot(LOOSE, TORCH, distribution("six", "1")), ["six 1 added"]),
+        (snapshot(LOOSE), ["torch 2.12.0 removed"]),
+        (snapshot(TORCH, distribution("torch", "2.11"), LOOSE), ["torch 2.12.0 → 2.12.0, 2.11"]),
+        (snapshot(TORCH), ["files of no distribution removed"]),
         (
             snapshot(TORCH, Member(address="x", kind="unowned")),
-            ["files that belong to no distribution changed"],
+            ["files of no distribution changed"],
         ),
         (snapshot(TORCH, LOOSE, code=OTHER_CODE), ["project code project changed"]),
         (snapshot(TORCH, LOOSE, tool="{{sgpu:1}}\n"), ["tool.pth added"]),
@@ -75,7 +75,7 @@ def test_files_are_named_up_to_a_bound() -> None:
     files = tuple(f"torch/{name}.py" for name in "abcde")
     change = Change(kind="distribution", name="torch", what="edited", detail="2.12.0", files=files)
 
-    assert change.sentence() == "torch edited by hand: 2.12.0, torch/a.py, torch/b.py, torch/c.py and 2 more"
+    assert change.sentence() == "torch 2.12.0: torch/a.py, torch/b.py, torch/c.py and 2 more edited by hand"
 
 
 def test_rows_of_two_versions() -> None:
@@ -86,3 +86,32 @@ def test_rows_of_two_versions() -> None:
         FileChange(path="site/b", what="changed"),
         FileChange(path="site/c", what="added"),
     )
+
+
+def test_a_changed_unit_is_said_file_by_file() -> None:
+    def row(path: str, content: bytes) -> Row:
+        return Row(f"site/{path}", "f", 1, content)
+
+    before = [row("edited.py", b"1"), row("gone.py", b"2"), row("mended.py", b"3"), row("same.py", b"4")]
+    after = [row("back.py", b"8"), row("edited.py", b"5"), row("mended.py", b"6"), row("new.py", b"7"), before[3]]
+    installed = {"site/mended.py": b"6", "site/back.py": b"8", "site/edited.py": b"1", "site/gone.py": b"2"}
+    rich = Change(kind="distribution", name="rich", what="edited", detail="15.0.0")
+    code = Change(kind="code", name="project", what="edited")
+
+    assert [one.sentence() for one in with_files(rich, before, after, installed)] == [
+        "rich 15.0.0: edited.py edited by hand",
+        "rich 15.0.0: new.py added by hand",
+        "rich 15.0.0: gone.py removed by hand",
+        "rich 15.0.0: back.py, mended.py are again what was installed",
+    ]
+    assert [one.sentence() for one in with_files(code, before, after, {})] == [
+        "edited.py, mended.py changed",
+        "back.py, new.py added",
+        "gone.py removed",
+    ]
+    assert with_files(rich, before, before, {}) == (rich,)
+
+
+def test_a_line_names_the_first_few() -> None:
+    assert one_line(["a", "b", "c"]) == "a; b; c"
+    assert one_line(["a", "b", "c", "d", "e"]) == "a; b; c; and 2 more"

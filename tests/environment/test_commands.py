@@ -124,14 +124,14 @@ def test_a_file_edited_by_hand_is_named_by_diff(place: Place) -> None:
     place.capture()
     assert place.lines("diff") == ["nothing differs"]
     (place.site / "demo" / "more.py").write_text("more = 2\n")
-    assert place.lines("diff", code=1) == ["demo edited by hand: 1.0, demo/more.py"]
+    assert place.lines("diff", code=1) == ["demo 1.0: demo/more.py edited by hand"]
 
 
 def test_an_edit_a_moment_after_the_installation_is_seen_though_the_size_is_the_same(place: Place) -> None:
     place.capture()
     (place.site / "demo" / "more.py").write_text("more = 2\n")
     os.utime(place.site / "demo" / "more.py", (INSTALLED_S + 1, INSTALLED_S + 1))
-    assert place.lines("diff", code=1) == ["demo edited by hand: 1.0, demo/more.py"]
+    assert place.lines("diff", code=1) == ["demo 1.0: demo/more.py edited by hand"]
 
 
 def test_diff_names_packages_with_both_versions_and_code(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,9 +141,9 @@ def test_diff_names_packages_with_both_versions_and_code(place: Place, monkeypat
     (place.project / "train.py").write_text("import demo, other\n")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     said = [
-        "demo changed: 1.0 → 2.0",
-        "other added: 1.0",
-        "project code project changed: train.py",
+        "demo 1.0 → 2.0",
+        "other 1.0 added",
+        "train.py changed",
         "start-up variable OMP_NUM_THREADS is set now",
     ]
     assert place.lines("diff", code=1) == said

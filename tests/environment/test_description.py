@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -102,3 +103,37 @@ def test_a_description_that_is_none_is_refused() -> None:
         "the interpreter's description of itself cannot be read: Expected `str`, got `int` - at `$.sys_path[0]`\n"
         "hint: is there another version of serverless-gpu in that environment?"
     )
+
+
+TWO_THREADS = """
+import sys, sysconfig, threading
+from serverless_gpu.environment.scan.interpreter import describe
+
+sys.setswitchinterval(1e-5)
+table = sysconfig._get_sysconfigdata_name()
+found = set()
+for _ in range(100):
+    sysconfig._CONFIG_VARS = None  # as in a process that has just started
+    sysconfig._CONFIG_VARS_INITIALIZED = False
+    sys.modules.pop(table, None)
+    start = threading.Barrier(2)
+    threads = [threading.Thread(target=lambda: (start.wait(), found.add(describe()["abi"]))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+print(sorted(found) == [sysconfig.get_config_var("SOABI")], sorted(found))
+"""
+
+
+def test_two_threads_at_once_get_the_same_answer() -> None:
+    done = subprocess.run([sys.executable, "-c", TWO_THREADS], capture_output=True, text=True, check=True, timeout=60)
+
+    assert done.stdout.startswith("True"), done.stdout
+
+
+def test_what_it_was_built_for_needs_no_table_that_others_may_still_fill(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = describe()["abi"]
+    monkeypatch.setattr(interpreter.sysconfig, "get_config_var", lambda name: None)
+
+    assert describe()["abi"] == expected != sys.implementation.cache_tag

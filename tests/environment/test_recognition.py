@@ -354,8 +354,8 @@ print(snapshot.address, *(change.sentence() for change in recogniser.check()), s
 
     assert out.splitlines() == [
         before,
-        "alpha edited by hand: 1.0, alpha/__init__.py",
-        "beta edited by hand: 1.0, beta/deep/er/file.py",
+        "alpha 1.0: alpha/__init__.py edited by hand",
+        "beta 1.0: beta/deep/er/file.py edited by hand",
     ]
 
 

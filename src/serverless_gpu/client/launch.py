@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import sysconfig
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -198,6 +199,7 @@ def withdraw(channel: Channel) -> None:
 
 def prewarm(spec: RunSpec) -> None:
     """Have a warm interpreter ready for such runs, in the background; the first run says what goes wrong."""
+    sysconfig.get_config_vars()  # in this thread: code of the user's might see it half filled by another (Python < 3.13)
 
     def ask() -> None:
         try:

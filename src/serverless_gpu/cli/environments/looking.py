@@ -15,11 +15,12 @@ from serverless_gpu.cli.environments.describing import Contents, captured_text, 
 from serverless_gpu.cli.environments.meter import Meters
 from serverless_gpu.cli.output import print_json
 from serverless_gpu.client.terminal import safe
-from serverless_gpu.environment.documents import Member, Row, Snapshot
-from serverless_gpu.environment.scan.changes import Change, compare, compare_rows
+from serverless_gpu.environment.differences import differences as differences_of_files
+from serverless_gpu.environment.documents import Snapshot
+from serverless_gpu.environment.scan.changes import Change
 from serverless_gpu.environment.scan.scanning import Source
 from serverless_gpu.environment.stores.blobs import Blobs
-from serverless_gpu.errors import EnvironmentMissing, EnvironmentProblem
+from serverless_gpu.errors import EnvironmentMissing
 from serverless_gpu.units import format_duration_ms
 
 _PTH_BYTES_MAX = 65_536
@@ -165,42 +166,13 @@ def _timed(times: dict[str, int], name: str, work: Callable[[], Value]) -> Value
 def _difference(look: Look, blobs: Blobs) -> Difference:
     """Return what differs, with the files of units that were edited as far as both versions are at hand."""
     assert look.last is not None  # the callers see to it
-    changes = tuple(
-        _with_files(change, look.last, look.now, look.sources, blobs) for change in compare(look.last, look.now)
-    )
+    changes = differences_of_files(look.last, look.now, look.sources, blobs)
     before, after = set(look.last.facts.variables), set(look.now.facts.variables)
     return Difference(
         changes=changes,
         variables_added=tuple(sorted(after - before)),
         variables_removed=tuple(sorted(before - after)),
     )
-
-
-def _with_files(change: Change, old: Snapshot, new: Snapshot, sources: Mapping[str, Source], blobs: Blobs) -> Change:
-    if change.what != "edited":
-        return change
-    before, after = _members(old, change), _members(new, change)
-    if len(before) != 1 or len(after) != 1:
-        return change
-    rows = [_rows(member.address, sources, blobs) for member in (*before, *after)]
-    if rows[0] is None or rows[1] is None:
-        return change
-    files = tuple(one.path.partition("/")[2] for one in compare_rows(rows[0], rows[1]))
-    return msgspec.structs.replace(change, files=files)
-
-
-def _members(snapshot: Snapshot, change: Change) -> list[Member]:
-    members = (member for root in snapshot.roots for member in root.members)
-    return [member for member in members if (member.kind, member.name) == (change.kind, change.name)]
-
-
-def _rows(address: str, sources: Mapping[str, Source], blobs: Blobs) -> tuple[Row, ...] | None:
-    if address in sources:
-        return sources[address].rows
-    try:
-        return blobs.read_unit(address).rows
-    except EnvironmentProblem:  # collected, or captured into another store: the unit is named, its files are not
-        return None
 
 
 def _contents(sources: Mapping[str, Source]) -> Contents:

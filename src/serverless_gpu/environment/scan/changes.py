@@ -2,11 +2,13 @@
 
 compare        interpreters, distributions by name, the rest by root
 compare_rows   which files of two versions of a unit
+with_files     a changed unit as what happened to its files: added, removed, edited, back as they were installed
+one_line       the first few sentences as one
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -14,7 +16,8 @@ import msgspec
 from serverless_gpu.environment.documents import Generated, Member, Root, Row, Snapshot
 
 ChangeKind = Literal["interpreter", "distribution", "unowned", "code", "generated", "root"]
-What = Literal["added", "removed", "changed", "edited"]
+What = Literal["added", "removed", "changed", "edited", "mended"]
+SENTENCES_MAX = 3
 _FILES_NAMED_MAX = 3
 
 
@@ -24,9 +27,9 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         kind: of what.
         name: of the distribution, the code's directory, the file; "" for unowned files.
-        what: `edited` is the same version with other content.
-        detail: for example ``2.12.0 → 2.13.0``, or "".
-        files: paths that differ, where they are known.
+        what: `edited` is the same version with other content, `mended` that with what was installed.
+        detail: for example ``2.12.0 → 2.13.0``, a version, or "".
+        files: paths that this happened to, where they are known.
     """
 
     kind: ChangeKind
@@ -36,22 +39,27 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     files: tuple[str, ...] = ()
 
     def sentence(self) -> str:
-        """Return it for people, for example ``torch edited by hand: torch/nn/init.py``."""
-        parts = [self._subject(), self._verb()]
-        told = ", ".join(part for part in (self.detail, self._files()) if part)
-        return " ".join(parts) + (f": {told}" if told else "")
+        """Return it for people, for example ``torch 2.13.0: torch/nn/init.py edited by hand``."""
+        if self.kind == "distribution":
+            return self._distribution()
+        if self.kind in ("code", "unowned"):
+            what = "changed" if self.what == "edited" else self.what
+            whole = f"project code {self.name}".rstrip() if self.kind == "code" else "files of no distribution"
+            return f"{self._files() or whole} {what}"
+        return f"{self.name} {self.what}{f': {self.detail}' if self.detail else ''}"
 
-    def _subject(self) -> str:
-        if self.kind == "unowned":
-            return "files that belong to no distribution"
-        if self.kind == "code":
-            return f"project code {self.name}"
-        return self.name
-
-    def _verb(self) -> str:
-        if self.what == "edited" and self.kind == "distribution":
-            return "edited by hand"
-        return "changed" if self.what == "edited" else self.what
+    def _distribution(self) -> str:
+        if self.what == "changed":
+            return f"{self.name} {self.detail}"
+        title = f"{self.name} {self.detail}".rstrip()
+        files = f": {self._files()}" if self.files else ""
+        match self.what:
+            case "edited":
+                return f"{title}{files} edited by hand"
+            case "mended":
+                return f"{title}{files} {'are' if len(self.files) > 1 else 'is'} again what was installed"
+            case _:
+                return f"{title}{files} {self.what}{' by hand' if files else ''}"
 
     def _files(self) -> str:
         more = len(self.files) - _FILES_NAMED_MAX
@@ -87,6 +95,36 @@ def compare_rows(a: Iterable[Row], b: Iterable[Row]) -> tuple[FileChange, ...]:
         FileChange(path=path, what="changed") for path in before.keys() & after.keys() if before[path] != after[path]
     ]
     return tuple(sorted(changes, key=lambda change: change.path))
+
+
+def with_files(
+    change: Change, before: Iterable[Row], after: Iterable[Row], installed: Mapping[str, bytes]
+) -> tuple[Change, ...]:
+    """Return a changed unit as what happened to its files, one change for each kind of thing.
+
+    Args:
+        change: of a unit that is there before and after.
+        before: its rows.
+        after: likewise.
+        installed: SHA-256 of the files as its RECORD has them, by path of the row; nothing where that is not known.
+    """
+    after = tuple(after)
+    now = {row.path: row.sha256 for row in after}
+    found: dict[What, list[str]] = {}
+    for file in compare_rows(before, after):
+        what: What = "edited" if file.what == "changed" else file.what
+        if file.what != "removed" and now[file.path] and installed.get(file.path) == now[file.path]:
+            what = "mended"
+        found.setdefault(what, []).append(file.path.partition("/")[2])
+    order: tuple[What, ...] = ("edited", "added", "removed", "mended")
+    said = (msgspec.structs.replace(change, what=what, files=tuple(found[what])) for what in order if what in found)
+    return tuple(said) or (change,)
+
+
+def one_line(sentences: Sequence[str], most: int = SENTENCES_MAX) -> str:
+    """Return the first few sentences as one line, with how many more there are."""
+    more = len(sentences) - most
+    return "; ".join(sentences[:most]) + (f"; and {more} more" if more > 0 else "")
 
 
 def _compare_interpreters(a: Snapshot, b: Snapshot) -> list[Change]:

@@ -12,6 +12,8 @@ import site
 import subprocess
 import sys
 import sysconfig
+import threading
+from importlib.machinery import EXTENSION_SUFFIXES
 
 STARTUP_PREFIXES = (
     "LD_",
@@ -33,14 +35,30 @@ _ANSWER = "serverless-gpu interpreter: "  # what a .pth file may print at start-
 _ANSWER_BYTES_MAX = 32 * 1024 * 1024
 _ANSWER_TIMEOUT_S = 60
 
+_turn = threading.Lock()
+
+
+def _renew_turn() -> None:
+    """Free the lock in a forked child: the thread that may have held it is not there."""
+    global _turn
+    _turn = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_turn)
+
 
 def describe() -> dict[str, object]:
-    """Return what is to be known about this process: values that JSON can hold."""
+    """Return what is to be known about this process: values that JSON can hold. One thread at a time."""
+    with _turn:  # up to Python 3.12, sysconfig shows its variables to a second thread while the first still fills them
+        return _describe()
+
+
+def _describe() -> dict[str, object]:
     paths = sysconfig.get_paths()
     return {
         "implementation": sys.implementation.name,
         "version": ".".join(str(number) for number in sys.version_info[:3]),
-        "abi": str(sysconfig.get_config_var("SOABI") or sys.implementation.cache_tag or ""),
+        "abi": _abi(),
         "platform": sysconfig.get_platform(),
         "glibc": _glibc(),
         "executable": sys.executable or "",
@@ -92,6 +110,14 @@ def describe_other(python: str) -> dict[str, object]:
         raise RuntimeError(f"{python} did not say what it is (exit status {done.returncode}): {said or 'no message'}")
     described: dict[str, object] = json.loads(answer)
     return described
+
+
+def _abi() -> str:
+    """Return what extension modules are built for; of CPython from what it was built with, which is always there."""
+    if sys.implementation.name == "cpython":
+        tagged = [ending for ending in EXTENSION_SUFFIXES if ending.startswith(".cpython-")]
+        return tagged[0].split(".")[1] if tagged else ""
+    return str(sysconfig.get_config_var("SOABI") or sys.implementation.cache_tag or "")
 
 
 def _site_directories() -> list[str]:
