@@ -14,7 +14,7 @@ from serverless_gpu.environment.documents import (
     Snapshot,
     make_snapshot,
 )
-from serverless_gpu.environment.scan.changes import Change, FileChange, compare, compare_rows, one_line, with_files
+from serverless_gpu.environment.scan.changes import Change, FileChange, compare, compare_rows, with_files
 
 PYTHON = Interpreter(implementation="cpython", version="3.11.7", abi="cpython-311", platform="linux-x86_64")
 
@@ -110,8 +110,3 @@ def test_a_changed_unit_is_said_file_by_file() -> None:
         "gone.py removed",
     ]
     assert with_files(rich, before, before, {}) == (rich,)
-
-
-def test_a_line_names_the_first_few() -> None:
-    assert one_line(["a", "b", "c"]) == "a; b; c"
-    assert one_line(["a", "b", "c", "d", "e"]) == "a; b; c; and 2 more"

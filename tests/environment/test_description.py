@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import types
 from pathlib import Path
 
@@ -134,6 +135,6 @@ def test_two_threads_at_once_get_the_same_answer() -> None:
 
 def test_what_it_was_built_for_needs_no_table_that_others_may_still_fill(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = describe()["abi"]
-    monkeypatch.setattr(interpreter.sysconfig, "get_config_var", lambda name: None)
+    monkeypatch.setattr(sysconfig, "get_config_var", lambda name: None)
 
     assert describe()["abi"] == expected != sys.implementation.cache_tag

@@ -104,7 +104,7 @@ def test_project_code_edited_between_two_calls(own: Path, small: SmallEnvironmen
     run = "[run := snapshot(work.code), run.results(60), run.receipt(60).warm]"
     assert dialogue.ask(f"{run}[1:]") == "[['second'], True]", "the caller's own copy is of no interest"
     assert zygote_pids(own) == before, "it has imported nothing of the project"
-    assert "changed: project code" in dialogue.close()
+    assert "environment changed: work.py changed" in dialogue.close()
 
 
 def test_a_package_upgraded_between_two_calls(own: Path, small: SmallEnvironment, dialogue: Dialogue) -> None:
@@ -116,7 +116,7 @@ def test_a_package_upgraded_between_two_calls(own: Path, small: SmallEnvironment
     assert dialogue.ask("call(work.versions)").startswith("ModuleNotFoundError: No module named 'toy'")
     assert zygote_pids(own) == before, "it never imported it"
     said = dialogue.close()
-    assert "changed: toy changed: 1.0 → 2.0" in said and "changed: toy removed" in said
+    assert "environment changed: toy 1.0 → 2.0" in said and "environment changed: toy 2.0 removed" in said
 
 
 def test_a_package_that_runs_code_at_start_needs_another_zygote(
@@ -140,9 +140,43 @@ def test_a_file_edited_in_place_is_found_and_said_at_the_next_call(
         file.write("VALUE = 'TWO'\n")
     assert dialogue.ask("call(work.versions)") == "['TWO', '1.0']"
     said = dialogue.close()
-    assert re.search(r"the environment has changed: toy .*toy/__init__\.py", said), said
+    assert said.count("environment changed") == said.count("toy/__init__.py") == 1, said
+    assert "environment changed: toy 1.0: toy/__init__.py edited by hand" in said
     runs = [json.loads((run / "1" / "receipt.json").read_text()) for run in (own / "runs").iterdir()]
     assert sorted(receipt["state"] for receipt in runs) == ["SUCCEEDED"] * 2, "the withdrawn launch is not there"
+
+
+def test_every_edit_of_the_same_file_is_said_and_that_it_was_put_back(
+    own: Path, small: SmallEnvironment, dialogue: Dialogue
+) -> None:
+    toy = small.site / "toy" / "__init__.py"
+    installed = toy.read_text()
+    for text, value in (
+        (installed, "one"),
+        ("VALUE = 'two'\n", "two"),
+        ("VALUE = 'three'\n", "three"),
+        (installed, "one"),
+    ):
+        toy.write_text(text)
+        small.write("work.py", WORK if text == installed else WORK + "# edited\n")
+        assert dialogue.ask("call(work.versions)") == f"['{value}', '1.0']"
+    said = [line for line in dialogue.close().splitlines() if "environment" in line]
+    assert [line.partition("environment changed: ")[2] for line in said if "changed" in line][1:] == [
+        "toy 1.0: toy/__init__.py edited by hand; work.py changed",
+        "toy 1.0: toy/__init__.py edited by hand",
+        "toy 1.0: toy/__init__.py is again what was installed; work.py changed",
+    ], said
+    assert sum("done once" in line for line in said) == 1
+    assert sum(bool(re.search(r"environment [0-9a-f]{12}: \d of \d+ units new, ", line)) for line in said) == 2, said
+    assert "nothing new" in said[-1]
+
+
+def test_what_changed_between_two_programs_is_said(own: Path, small: SmallEnvironment) -> None:
+    for said, version in (("done once", "1.0"), ("environment changed: toy 1.0 → 2.0", "2.0")):
+        small.install("toy", version, {"toy/__init__.py": "VALUE = 'x'\n"})
+        caller = Dialogue(small, "work")
+        assert caller.ask("call(work.versions)") == f"['x', '{version}']"
+        assert said in caller.close()
 
 
 def test_links_where_they_are_asked_for(own: Path, small: SmallEnvironment) -> None:

@@ -147,7 +147,7 @@ def _try_place(
             if recognition is not None:
                 message = _in_environment(message, recognition)
             channel = _send(home, channel, message)
-            if not message.confirmed and recognition is not None and not _confirmed(channel, recognition, order.spec):
+            if not message.confirmed and recognition is not None and not _confirmed(channel, recognition):
                 withdraw(channel)
                 home.remove_run(message.run_id)
                 return None
@@ -175,15 +175,13 @@ def _in_environment(message: protocol.Launch, recognition: snapshots.Recognition
     return msgspec.structs.replace(message, environment=wanted, confirmed=confirmed)
 
 
-def _confirmed(channel: Channel, recognition: snapshots.Recognition, spec: RunSpec) -> bool:
-    """Let user code start once every file is known to be as the snapshot says; else say what has changed."""
-    changes = recognition.changes()
-    for change in changes if not spec.quiet else ():
-        print(f"serverless-gpu: the environment has changed: {change}", file=sys.stderr)
-    if not changes:
-        with contextlib.suppress(OSError):  # its supervisor is gone: the handle finds out, and what to do
-            protocol.send(channel, protocol.Confirm())
-    return not changes
+def _confirmed(channel: Channel, recognition: snapshots.Recognition) -> bool:
+    """Let user code start once every file is known to be as the snapshot says; the capture says what changed."""
+    if recognition.changes():
+        return False
+    with contextlib.suppress(OSError):  # its supervisor is gone: the handle finds out, and what to do
+        protocol.send(channel, protocol.Confirm())
+    return True
 
 
 def withdraw(channel: Channel) -> None:
@@ -199,7 +197,7 @@ def withdraw(channel: Channel) -> None:
 
 def prewarm(spec: RunSpec) -> None:
     """Have a warm interpreter ready for such runs, in the background; the first run says what goes wrong."""
-    sysconfig.get_config_vars()  # in this thread: code of the user's might see it half filled by another (Python < 3.13)
+    sysconfig.get_config_vars()  # here: up to Python 3.12, the caller might see it half filled by a thread
 
     def ask() -> None:
         try:

@@ -232,7 +232,7 @@ class Recognition:
     def changes(self) -> tuple[str, ...]:
         """Wait until every file was looked at and return what is not as the snapshot says, in words.
 
-        After changes `wanted` returns another snapshot, which is captured by then.
+        After changes `wanted` returns another snapshot, which is captured by then, and says what they are.
 
         Raises:
             EnvironmentProblem: that cannot be known.
@@ -287,7 +287,7 @@ class Recognition:
         return answer
 
     def _until_known(self, display: Display | None) -> str:
-        shown = False
+        said = _Said(display)
         while True:
             answer = self._next()
             match answer:
@@ -295,20 +295,48 @@ class Recognition:
                     return snapshot
                 case questions.Unknown() if not self._capture:
                     return ""
-                case questions.Unknown() if display is not None and not shown:
-                    shown = True
-                    display.state("CAPTURING", "looking at the environment")
-                    display.say("capturing the environment (done once; later calls only look whether it has changed)")
-                case questions.Taking(progress=progress) if display is not None:
-                    display.passing(progress_text(progress))
                 case questions.Taken():
                     self.verified = True
                     self.close()
-                    if display is not None:
-                        _say_taken(display, answer)
+                    said.take(answer)
                     return answer.snapshot
                 case _:
-                    pass
+                    said.take(answer)
+
+
+class _Said:
+    """What is shown of a capture: what changed, once; how far it is; what was stored.
+
+    Args:
+        display: where; None for nowhere.
+    """
+
+    def __init__(self, display: Display | None) -> None:
+        self._display = display
+        self._shown = False
+        self._found: questions.Found | None = None  # of a service that has died meanwhile, too: it is said once
+
+    def take(self, answer: questions.Answer) -> None:
+        """Show an answer."""
+        display = self._display
+        if display is None:
+            return
+        if not self._shown:
+            self._shown = True
+            display.state("CAPTURING", "looking at the environment")
+        match answer:
+            case questions.Found() if self._found is None:
+                self._found = answer
+                for sentence in found_text(answer):
+                    display.say(sentence)
+            case questions.Taking(progress=progress):
+                display.passing(progress_text(progress))
+            case questions.Taken():
+                display.state("CAPTURED", f"environment {answer.snapshot[:12]}")
+                if sentence := taken_text(answer, self._found):
+                    display.say(sentence)
+            case _:
+                pass
 
 
 def recognise(home: Home) -> Recognition:
@@ -365,13 +393,30 @@ def progress_text(progress: Progress) -> str:
     return f"{doing}: {done}{of}{files}{f', {progress.name}' if progress.name else ''}"
 
 
-def _say_taken(display: Display, taken: questions.Taken) -> None:
-    for change in taken.changes:
-        display.say(f"changed: {change}")
+def found_text(found: questions.Found) -> list[str]:
+    """Return what is said before a capture."""
+    said = []
+    if found.first:
+        said.append("capturing the environment (done once; later calls only look whether it has changed)")
+    if found.changes:
+        said.append(f"environment changed: {'; '.join(found.changes)}")
+    return [*said, *found.remarks]
+
+
+def taken_text(taken: questions.Taken, found: questions.Found | None) -> str:
+    """Return what is said after a capture: all of it the first time, then what was new; "" where nothing was."""
+    address, took = taken.snapshot[:12], format_duration_ms(taken.ms)
+    stored = format_bytes(taken.sent_bytes)
+    if found is not None and not found.first:
+        if not found.changes and not taken.sent_units:
+            return ""
+        new = f"{taken.sent_units} of {_units(taken.units)} new, {stored} stored" if taken.sent_units else "nothing new"
+        return f"environment {address}: {new}, in {took}"
     code = f", {format_bytes(taken.code_bytes)} of it the project's code" if taken.code_bytes else ""
-    units = f"{taken.units} unit{'' if taken.units == 1 else 's'}"
-    sent = f"{taken.sent_units} new, {format_bytes(taken.sent_bytes)} stored" if taken.sent_units else "nothing new"
-    took = format_duration_ms(taken.ms)
-    text = f"environment {taken.snapshot[:12]}: {format_bytes(taken.size)} in {taken.files} files and {units}{code}"
-    display.state("CAPTURED", text)
-    display.say(f"{text}; {sent}, in {took}")
+    sent = f"{taken.sent_units} new, {stored} stored" if taken.sent_units else "nothing new"
+    size = f"{format_bytes(taken.size)} in {taken.files} files and {_units(taken.units)}"
+    return f"environment {address}: {size}{code}; {sent}, in {took}"
+
+
+def _units(count: int) -> str:
+    return f"{count} unit{'' if count == 1 else 's'}"

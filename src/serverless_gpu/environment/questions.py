@@ -58,6 +58,21 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     changes: tuple[str, ...] = ()
 
 
+class Found(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """It was looked at, and is captured now.
+
+    Attributes:
+        first: whether it was never captured before.
+        changes: what is different from the last capture of it, in words.
+        remarks: what else its user should know: large code, files that are left out.
+    """
+
+    number: int
+    first: bool
+    changes: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
+
+
 class Taking(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """How far the capture is."""
 
@@ -77,7 +92,6 @@ class Taken(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         sent_units: how many units the store lacked.
         sent_bytes: what was sent, compressed.
         ms: how long it took.
-        changes: what is different from the last one that this service knew, in words.
     """
 
     number: int
@@ -89,7 +103,6 @@ class Taken(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     sent_units: int
     sent_bytes: int
     ms: int
-    changes: tuple[str, ...] = ()
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -102,7 +115,7 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 Question = Ask | Abandon
-Answer = Known | Unknown | Checked | Taking | Taken | Failed
+Answer = Known | Unknown | Checked | Found | Taking | Taken | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 _questions: msgspec.msgpack.Decoder[Question] = msgspec.msgpack.Decoder(Question)

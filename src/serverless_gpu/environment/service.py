@@ -2,7 +2,7 @@
 
     caller ──Ask: a description──▶ service ─ gate, 10 ms ─┬─ Known ─▶ check in a child ──▶ Checked: nothing, or changes
                                                           └─ Unknown, or changed ───┐
-           ◀── Taking …, Taken, Failed ─────────── capture in a child ◀─────────────┘
+           ◀── Found, Taking …, Taken, Failed ──── capture in a child ◀─────────────┘
 
 All reading, hashing and compressing happens here, never in the user's process. The service itself has one thread and
 opens no store but a directory; whatever takes long is done by a child that is forked for it, so the next question is
@@ -26,7 +26,7 @@ import selectors
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn, Protocol
 
@@ -35,6 +35,7 @@ import msgspec
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.environment.capture.taking import Captured, capture
 from serverless_gpu.environment.compression import LEVEL_LOCAL, LEVEL_REMOTE
+from serverless_gpu.environment.differences import differences
 from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.progress import Progress
 from serverless_gpu.environment.questions import (
@@ -43,6 +44,7 @@ from serverless_gpu.environment.questions import (
     Ask,
     Checked,
     Failed,
+    Found,
     Known,
     Taken,
     Taking,
@@ -51,14 +53,14 @@ from serverless_gpu.environment.questions import (
     decode_question,
     encode,
 )
-from serverless_gpu.environment.scan.changes import compare
+from serverless_gpu.environment.remarks import remarks
 from serverless_gpu.environment.scan.description import Description, read_description
-from serverless_gpu.environment.scan.scanning import Recogniser
+from serverless_gpu.environment.scan.scanning import Recogniser, Scan
 from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.environment.stores.opening import open_store
 from serverless_gpu.errors import EnvironmentProblem, ServerlessGpuError, StorageError
 
-CHANGES_TOLD_MAX = 8
+CHANGES_TOLD_MAX = 3
 _REPORT_S = 0.1
 _SENTENCE_CHARACTERS_MAX = 500
 _PACKET_BYTES_MAX = 60_000
@@ -84,6 +86,7 @@ class _Task(msgspec.Struct, kw_only=True):
     sock: socket.socket
     numbers: list[int]
     checks: bool
+    found: Found | None = None
     over: bool = False
 
 
@@ -99,7 +102,6 @@ class Service:
         self._wire = wire
         self._index = index
         self._recogniser = Recogniser(index)
-        self._last: dict[bytes, Snapshot] = {}
         self._tasks: list[_Task] = []
         self._pending: dict[bytes, list[Ask]] = {}  # questions that the check which runs began too early for
         self._put_off: dict[bytes, list[Ask]] = {}  # questions that came while a capture was being written down
@@ -152,7 +154,6 @@ class Service:
             return
         snapshot = self._recogniser.gate(description)
         if snapshot is not None and _is_stored(ask, snapshot.address):
-            self._last[key] = snapshot
             self._say(Known(number=ask.number, snapshot=snapshot.address))
             self._check(ask, key, fresh=True)
             return
@@ -186,9 +187,10 @@ class Service:
         for task in self._tasks:
             if not task.checks and not task.over and task.key == key and task.ask.store == ask.store:
                 task.numbers.append(ask.number)
+                if task.found is not None:
+                    self._say(msgspec.structs.replace(task.found, number=ask.number))
                 return
-        last = self._last.get(key)
-        self._fork(ask, key, checks=False, work=lambda tell: _take(self._index, ask, last, tell))
+        self._fork(ask, key, checks=False, work=lambda tell: _take(self._index, ask, tell))
 
     def _fork(self, ask: Ask, key: bytes, *, checks: bool, work: Callable[[Callable[[Answer], None]], None]) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -211,21 +213,14 @@ class Service:
             self._bury(task)
             return True
         answer = decode_answer(data)
-        task.over = task.over or not isinstance(answer, Taking)
+        task.over = task.over or not isinstance(answer, Found | Taking)
+        task.found = answer if isinstance(answer, Found) else task.found
         for number in task.numbers:
             self._say(msgspec.structs.replace(answer, number=number))
         if isinstance(answer, Checked) and answer.changes and task.ask.capture:
             for number in task.numbers:
                 self._take(msgspec.structs.replace(task.ask, number=number), task.key)
         return True
-
-    def _remember(self, task: _Task) -> None:
-        """Read what a child has written: the next change is told as a difference from that."""
-        self._recogniser = Recogniser(self._index)
-        with contextlib.suppress(ServerlessGpuError, OSError):
-            snapshot = self._recogniser.gate(read_description(task.ask.description))
-            if snapshot is not None:
-                self._last[task.key] = snapshot
 
     def _bury(self, task: _Task) -> None:
         self._selector.unregister(task.sock)
@@ -244,7 +239,7 @@ class Service:
             self._check(waiting[0], task.key, fresh=False)
             self._tasks[-1].numbers += [ask.number for ask in waiting[1:]]
         if not task.checks:
-            self._remember(task)
+            self._recogniser = Recogniser(self._index)  # what the child has written is read anew
             for ask in self._put_off.pop(task.key, []):
                 self._answer_safely(ask)
 
@@ -282,11 +277,11 @@ def _check(recogniser: Recogniser, ask: Ask, fresh: bool, tell: Callable[[Answer
     if not fresh and recogniser.gate(read_description(ask.description)) is None:
         changes = ("what is installed, or the project's code, has changed since",)
     else:
-        changes = _told(change.sentence() for change in recogniser.check())
+        changes = _told(tuple(change.sentence() for change in recogniser.check()))
     tell(Checked(number=ask.number, changes=changes))
 
 
-def _take(index: Path, ask: Ask, last: Snapshot | None, tell: Callable[[Answer], None]) -> None:
+def _take(index: Path, ask: Ask, tell: Callable[[Answer], None]) -> None:
     clock = SystemClock()
     started_ns = clock.boottime_ns()
     told_ns = [0]
@@ -301,14 +296,26 @@ def _take(index: Path, ask: Ask, last: Snapshot | None, tell: Callable[[Answer],
     blobs = Blobs(open_store(ask.store, ask.environ))
     level = LEVEL_REMOTE if _is_remote(ask.store) else LEVEL_LOCAL
     recogniser = Recogniser(index)
-    taken = capture(recogniser.scan(description, report), blobs, level=level, report=report)
-    ms = (clock.boottime_ns() - started_ns) // 1_000_000
-    changes = _told(change.sentence() for change in compare(last, taken.snapshot)) if last is not None else ()
-    tell(_summary(ask.number, taken, ms, changes))
+    last = recogniser.last(description)
+    scan = recogniser.scan(description, report)
+    tell(_found(ask, last, scan, blobs))
+    taken = capture(scan, blobs, level=level, report=report)
+    tell(_summary(ask.number, taken, (clock.boottime_ns() - started_ns) // 1_000_000))
     recogniser.remember(taken.scan)  # nobody waits for this; the next question does, if it comes before the end
 
 
-def _summary(number: int, taken: Captured, ms: int, changes: tuple[str, ...]) -> Taken:
+def _found(ask: Ask, last: Snapshot | None, scan: Scan, blobs: Blobs) -> Found:
+    """Return what is to be said of an environment before it is captured."""
+    told = remarks(last, scan)
+    if last is None:
+        return Found(number=ask.number, first=True, remarks=told)
+    changes = tuple(change.sentence() for change in differences(last, scan.snapshot, scan.sources, blobs))
+    if not changes and not _is_stored(ask, last.address):
+        told = ("the environment is captured again: it is not in the store any more", *told)
+    return Found(number=ask.number, first=False, changes=_told(changes), remarks=told)
+
+
+def _summary(number: int, taken: Captured, ms: int) -> Taken:
     snapshot = taken.snapshot
     code = [member for root in snapshot.roots for member in root.members if member.kind == "code"]
     return Taken(
@@ -321,14 +328,13 @@ def _summary(number: int, taken: Captured, ms: int, changes: tuple[str, ...]) ->
         sent_units=len(taken.units_new),
         sent_bytes=taken.sent_bytes,
         ms=ms,
-        changes=changes,
     )
 
 
-def _told(sentences: Iterable[str]) -> tuple[str, ...]:
-    told = [sentence[:_SENTENCE_CHARACTERS_MAX] for sentence in sentences]
-    more = len(told) - CHANGES_TOLD_MAX
-    return (*told[:CHANGES_TOLD_MAX], f"and {more} more") if more > 0 else tuple(told)
+def _told(sentences: Sequence[str]) -> tuple[str, ...]:
+    told = tuple(sentence[:_SENTENCE_CHARACTERS_MAX] for sentence in sentences[:CHANGES_TOLD_MAX])
+    more = len(sentences) - CHANGES_TOLD_MAX
+    return (*told, f"and {more} more") if more > 0 else told
 
 
 def _is_stored(ask: Ask, address: str) -> bool:

@@ -3,12 +3,11 @@
 compare        interpreters, distributions by name, the rest by root
 compare_rows   which files of two versions of a unit
 with_files     a changed unit as what happened to its files: added, removed, edited, back as they were installed
-one_line       the first few sentences as one
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 import msgspec
@@ -17,7 +16,6 @@ from serverless_gpu.environment.documents import Generated, Member, Root, Row, S
 
 ChangeKind = Literal["interpreter", "distribution", "unowned", "code", "generated", "root"]
 What = Literal["added", "removed", "changed", "edited", "mended"]
-SENTENCES_MAX = 3
 _FILES_NAMED_MAX = 3
 
 
@@ -119,12 +117,6 @@ def with_files(
     order: tuple[What, ...] = ("edited", "added", "removed", "mended")
     said = (msgspec.structs.replace(change, what=what, files=tuple(found[what])) for what in order if what in found)
     return tuple(said) or (change,)
-
-
-def one_line(sentences: Sequence[str], most: int = SENTENCES_MAX) -> str:
-    """Return the first few sentences as one line, with how many more there are."""
-    more = len(sentences) - most
-    return "; ".join(sentences[:most]) + (f"; and {more} more" if more > 0 else "")
 
 
 def _compare_interpreters(a: Snapshot, b: Snapshot) -> list[Change]:
