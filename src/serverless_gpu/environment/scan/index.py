@@ -2,10 +2,12 @@
 
     <key>.index   header │ gate part: snapshot, directories, small files, code │ files part: all stats and digests
 
-One file per environment, replaced whole (temporary name, rename). Reading the gate part takes 1-2 ms; the files part is
-read by the background check and by a scan. Paths are one string with NUL between them, numbers are arrays as bytes:
-100,000 small objects would take longer to make than the directories to look at. It is a memory, not a promise: what
-cannot be read (another version, torn by a power cut, altered) was never seen, and nothing is fsynced.
+One file per environment, replaced whole (temporary name, rename). Its parts are read one by one, and processes may
+remember at the same time: what goes together has the same *generation*, a number made at each capture. Reading the gate
+part takes 1-2 ms; the files part is read by the background check and by a scan. Paths are one string with NUL between
+them, numbers are arrays as bytes: 100,000 small objects would take longer to make than the directories to look at. It
+is a memory, not a promise: what cannot be read (another version, torn by a power cut, altered) was never seen, and
+nothing is fsynced.
 
 An mtime from the last moments before the look is kept as `UNKNOWN`: a file changed once more in the same tick of the
 file system's clock would look the same. Whoever compares it looks at the content instead.
@@ -34,7 +36,7 @@ from serverless_gpu.environment.scan.survey import Area
 _PartT = TypeVar("_PartT")
 
 UNKNOWN = -1
-_MAGIC = b"sgpu-index-1" + sys.byteorder[:1].encode() + b"\0\0\0"
+_MAGIC = b"sgpu-index-2" + sys.byteorder[:1].encode() + b"\0\0\0"
 _HEADER = struct.Struct("<16sQ32sQ32s")
 _TICK_NS = 20_000_000  # kernels count in ticks of 1 to 10 ms
 _COARSE_TICK_NS = 2_000_000_000  # file systems that count in seconds, FAT in two
@@ -72,6 +74,7 @@ class GatePart(msgspec.Struct, array_like=True):
     """What decides at once whether an environment is unchanged.
 
     Attributes:
+        generation: of this and the files part that goes with it, 16 bytes.
         key: of the description.
         snapshot: what it was captured as.
         areas: what was walked.
@@ -84,6 +87,7 @@ class GatePart(msgspec.Struct, array_like=True):
         absent: entries of `sys.path` that were not there, NUL between them.
     """
 
+    generation: bytes
     key: bytes
     snapshot: Snapshot
     areas: tuple[Area, ...]
@@ -122,11 +126,13 @@ class FilesPart(msgspec.Struct, array_like=True):
     """Every file of the libraries.
 
     Attributes:
+        generation: of the gate part that it goes with.
         files: with their digests.
         owners_of: for each file the number of its owner, as uint32.
         owners: all units, those of code too.
     """
 
+    generation: bytes
     files: Stats
     owners_of: bytes
     owners: tuple[Owner, ...]
@@ -167,12 +173,20 @@ class IndexFile:
         self._forget_oldest()
 
     def renew(self, gate: GatePart | None = None, files: FilesPart | None = None) -> None:
-        """Replace one part by what was seen since; what cannot be written is let be."""
+        """Replace one part by what was seen since; what cannot be written is let be.
+
+        It stays with the part that it goes with. When another process has remembered the environment anew, what was
+        seen here is no longer wanted. (Should that happen just before the rename, the old pair stands there again:
+        true for what it was captured as, so the next look finds the change again.)
+        """
         old_gate, old_files = self.read_gate(), self.read_files()
         if old_gate is None or old_files is None:
             return
+        gate, files = gate or old_gate, files or old_files
+        if len({part.generation for part in (gate, files, old_gate, old_files)}) > 1:
+            return
         with contextlib.suppress(OSError):  # a full disk costs the next call some milliseconds
-            self.write(gate or old_gate, files or old_files)
+            self.write(gate, files)
 
     def _read(self, number: int, kind: type[_PartT]) -> _PartT | None:
         try:

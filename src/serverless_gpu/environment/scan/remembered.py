@@ -107,7 +107,9 @@ def make_parts(
     ]
     names, areas_of, mtimes, marks = pack_directories(directories, seen_ns)
     code = [file for one in made if one.member.kind == "code" for file in _digested(one, digests)]
+    generation = os.urandom(16)
     gate = GatePart(
+        generation=generation,
         key=key,
         snapshot=snapshot,
         areas=tuple(area for area, _ in areas),
@@ -119,10 +121,14 @@ def make_parts(
         code=pack_stats(code, seen_ns),
         absent="\0".join(found.absent),
     )
-    return gate, _files_part(snapshot, made, digests, seen_ns)
+    files, owners_of, owners = _owned_files(snapshot, made, digests)
+    return gate, FilesPart(generation, pack_stats(files, seen_ns), owners_of, owners)
 
 
-def _files_part(snapshot: Snapshot, made: Sequence[Made], digests: Mapping[str, bytes], seen_ns: int) -> FilesPart:
+def _owned_files(
+    snapshot: Snapshot, made: Sequence[Made], digests: Mapping[str, bytes]
+) -> tuple[list[tuple[str, File | None, bytes]], bytes, tuple[Owner, ...]]:
+    """Return the files of the libraries with their digests, for each the number of its owner, and the owners."""
     originals = snapshot.facts.originals
     captured = {
         (originals[number], member.kind, member.name, member.version): member.address
@@ -141,7 +147,7 @@ def _files_part(snapshot: Snapshot, made: Sequence[Made], digests: Mapping[str, 
             files += mine
             owners_of.extend([len(owners)] * len(mine))
         owners.append(owner)
-    return FilesPart(pack_stats(files, seen_ns), owners_of.tobytes(), tuple(owners))
+    return files, owners_of.tobytes(), tuple(owners)
 
 
 def _digested(one: Made, digests: Mapping[str, bytes]) -> list[tuple[str, File | None, bytes]]:

@@ -23,10 +23,10 @@ from blake3 import blake3
 from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.progress import Progress, Report
-from serverless_gpu.environment.scan.changes import Change
+from serverless_gpu.environment.scan.changes import Change, compare
 from serverless_gpu.environment.scan.composing import Composed, Source, compose
 from serverless_gpu.environment.scan.description import Description
-from serverless_gpu.environment.scan.index import FilesPart, IndexFile
+from serverless_gpu.environment.scan.index import FilesPart, GatePart, IndexFile
 from serverless_gpu.environment.scan.recognition import find_edits, recognise
 from serverless_gpu.environment.scan.remembered import make_parts, read_known
 from serverless_gpu.environment.scan.survey import Survey, survey
@@ -41,6 +41,9 @@ class Scan(msgspec.Struct, frozen=True, kw_only=True):
     sources: dict[str, Source]
 
 
+_UNKNOWN = Change(kind="root", name="the environment", what="changed")
+
+
 class _Seen(msgspec.Struct, frozen=True):
     """The last scan, as far as it is needed to remember it."""
 
@@ -48,6 +51,13 @@ class _Seen(msgspec.Struct, frozen=True):
     seen_ns: int
     survey: Survey
     composed: Composed
+
+
+class _Gated(msgspec.Struct, frozen=True):
+    """An environment that the gate has found unchanged, and what it was compared with."""
+
+    description: Description
+    gate: GatePart
 
 
 class Recogniser:
@@ -61,7 +71,7 @@ class Recogniser:
     def __init__(self, directory: Path, clock: Clock | None = None) -> None:
         self._directory = directory
         self._clock = clock or SystemClock()
-        self._gated: IndexFile | None = None
+        self._gated: _Gated | None = None
         self._seen: _Seen | None = None
 
     def gate(self, description: Description) -> Snapshot | None:
@@ -84,7 +94,7 @@ class Recogniser:
             return None
         if recognised.fresher:
             index.renew(gate=recognised.gate)
-        self._gated = index
+        self._gated = _Gated(description, recognised.gate)
         return recognised.gate.snapshot
 
     def last(self, description: Description) -> Snapshot | None:
@@ -99,16 +109,31 @@ class Recogniser:
         Returns:
             One change for each unit that is not what it was; none when the environment is unchanged.
         """
-        files = self._gated.read_files() if self._gated is not None else None
-        if self._gated is None or files is None:
+        gated = self._gated
+        if gated is None:
             return ()
+        index = self._index(gated.gate.key)
+        files = index.read_files()
+        if files is None or files.generation != gated.gate.generation:
+            return self._check_again(gated)
         names = files.files.names()
         edited, stats = find_edits(
             files.files, lambda number: files.owner(number).row_path(names[number]), self._clock.wall_ns()
         )
         if stats is not files.files:
-            self._gated.renew(files=msgspec.structs.replace(files, files=stats))
+            index.renew(files=msgspec.structs.replace(files, files=stats))
         return _tell(files, names, edited)
+
+    def _check_again(self, gated: _Gated) -> tuple[Change, ...]:
+        """Return what has changed when another process has remembered the environment since the gate.
+
+        Nothing that is remembered answers for what the gate said, unless it says the same again.
+        """
+        was = gated.gate
+        now = self.gate(gated.description)
+        if now is None or self._gated is None or self._gated.gate.generation == was.generation:
+            return (_UNKNOWN,)
+        return compare(was.snapshot, now) or self.check()
 
     def scan(self, description: Description, report: Report) -> Scan:
         """Return what an interpreter imports from, as units with their addresses.
