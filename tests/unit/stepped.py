@@ -124,7 +124,7 @@ class SteppedStore(Store):
         self._inner = actor.world.memory
         # Threads of one process take turns, too: a call has happened before the next one stands there.
         self._one = threading.Lock()
-        self.calls = 0
+        self.calls = self.puts = 0
         self.next_call = ""
 
     def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
@@ -164,6 +164,7 @@ class SteppedStore(Store):
         self.next_call = call
         self._actor.wait()
         self.calls += 1
+        self.puts += call == "put"
 
     def free_bytes(self) -> int | None:
         """Return None."""

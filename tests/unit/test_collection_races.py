@@ -132,7 +132,7 @@ def test_a_deletion_that_hangs_makes_captures_wait(races: Races) -> None:
     races.end(capturing)
     # Either way nobody has a snapshot that is not whole.
     assert isinstance(capturing.error, StoreUnavailable)
-    assert "garbage collection deleted 2 objects while they were sent" in str(capturing.error)
+    assert "garbage collection deleted 1 objects while they were sent" in str(capturing.error)
     assert list(races.world.memory.list("snapshots")) == []
     again = races.start_capture(b"1")
     races.end(again)
@@ -158,6 +158,39 @@ def test_a_snapshot_that_grew_old_unseen_keeps_its_units_as_long_as_it_is_there(
     races.world.clock.advance(GRACE_S)
     races.collect()
     assert [*races.world.memory.list("snapshots"), *races.world.memory.list("units")] == []
+
+
+def test_no_unit_is_written_whose_pack_is_being_deleted(races: Races) -> None:
+    races.collect()
+    races.world.clock.advance(GRACE_S)
+    collecting = races.start_collection()
+    races.until(collecting, lambda: about_to_delete(collecting))
+    capturing = races.start_capture(b"1")
+    for _ in range(10):
+        races.world.turn(capturing)
+    races.end(collecting)
+    races.end(capturing)
+    assert isinstance(capturing.error, StoreUnavailable)
+    assert not races.has_unit()
+
+
+def test_a_snapshot_that_is_put_while_it_is_deleted_is_not_said_to_be_there(races: Races) -> None:
+    races.collect()
+    races.world.clock.advance(GRACE_S)
+    capturing = races.start_capture(b"1", b"2")
+    races.until(capturing, lambda: capturing.store.next_call == "put" and capturing.store.puts == 4)
+    collecting = races.start_collection()
+    races.until(collecting, lambda: about_to_delete(collecting))
+    for _ in range(10):
+        races.world.turn(capturing)
+    assert not capturing.over
+    races.end(collecting)
+    races.end(capturing)
+    assert isinstance(capturing.error, StoreUnavailable)
+    again = races.start_capture(b"1", b"2")
+    races.end(again)
+    assert again.error is None
+    assert races.is_whole()
 
 
 def test_two_collections_that_meet_both_withdraw_and_the_next_one_works(races: Races) -> None:

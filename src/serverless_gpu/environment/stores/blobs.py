@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import msgspec
@@ -70,7 +70,7 @@ class Blobs:
         self._there: set[str] = set()
         """Keys that were there and not condemned, or put by this object."""
         self._rescued: set[str] = set()
-        """Condemned keys that this object put again."""
+        """Condemned keys that this object put again, and that may yet be deleted."""
 
     def read_snapshot(self, address: str) -> Snapshot:
         """Return a snapshot.
@@ -171,9 +171,12 @@ class Blobs:
         Raises:
             EnvironmentRejected: it breaks the rules of what a unit may be.
             EnvironmentMissing: a pack it points into is not there.
+            StoreUnavailable: garbage collection came in between; capture again.
         """
         check_unit(unit)
-        self._need((f"packs/{digest}" for digest in unit.packs), f"unit {unit.address[:12]}")
+        packs = [f"packs/{digest}" for digest in unit.packs]
+        self._need(packs, f"unit {unit.address[:12]}")
+        self._settle(packs)
         self._put(f"units/{unit.address}", encode(unit))
 
     def write_snapshot(self, snapshot: Snapshot) -> None:
@@ -185,9 +188,14 @@ class Blobs:
             StoreUnavailable: garbage collection came in between; what has been sent is there, capture again.
         """
         check_snapshot(snapshot)
-        self._need((f"units/{address}" for address in snapshot.addresses()), f"snapshot {snapshot.address[:12]}")
-        self._settle()
-        self._put(f"snapshots/{snapshot.address}", encode(snapshot))
+        units = [f"units/{address}" for address in snapshot.addresses()]
+        self._need(units, f"snapshot {snapshot.address[:12]}")
+        self._settle(units)
+        if self.clock.boottime_ns() - self._began_ns > CAPTURE_S_MAX * 10**9:
+            raise self._interrupted(f"this capture took longer than {CAPTURE_S_MAX // 3600} hours")
+        key = f"snapshots/{snapshot.address}"
+        self._put(key, encode(snapshot))
+        self._settle([key])
 
     def missing_units(self, addresses: Iterable[str]) -> tuple[str, ...]:
         """Return which of these units a capture has to write, in the order asked."""
@@ -283,23 +291,21 @@ class Blobs:
         except EnvironmentRejected as error:
             raise (error if error.hint else _Altered(error.message)) from None
 
-    def _settle(self) -> None:
-        """Make sure that nothing this capture relies on is being deleted at this moment."""
-        if self.clock.boottime_ns() - self._began_ns > CAPTURE_S_MAX * 10**9:
-            raise self._interrupted(f"this capture took longer than {CAPTURE_S_MAX // 3600} hours")
-        if not self._rescued:
+    def _settle(self, keys: Iterable[str]) -> None:
+        """Make sure that nothing that was put again is being deleted at this moment, before anything points at it."""
+        fresh = self._rescued.intersection(keys)
+        if not fresh:
             return
         # A collection that began before something was put again may not have seen that: wait for its end, then look.
+        # One that begins later sees that it is young.
         deadline_ns = self.clock.boottime_ns() + 2 * LEASE_S * 10**9
         while collectors(self.store, self.clock.wall_ns())[0]:
             if self.clock.boottime_ns() > deadline_ns:
                 raise self._interrupted("garbage collection does not end")
             self._sleep(_PAUSE_S)
-        self._check_rescued(self._rescued)
-
-    def _check_rescued(self, keys: Collection[str]) -> None:
-        if lost := set(keys) - self.store.present(keys):
+        if lost := fresh - self.store.present(fresh):
             raise self._interrupted(f"garbage collection deleted {len(lost)} objects while they were sent")
+        self._rescued -= fresh
 
     def _interrupted(self, why: str) -> StoreUnavailable:
         return StoreUnavailable(
