@@ -38,6 +38,10 @@ def code():
 
 def touch(path):
     open(path, "w").close()
+
+def value():
+    import toy
+    return toy.VALUE
 """
 
 
@@ -264,6 +268,18 @@ def test_a_killed_zygote_is_replaced_in_the_same_environment(own: Path, warmed: 
     Process(pid).kill()
     assert warmed.ask("call(work.code)") == "'first'"
     assert zygote_pids(own) != [pid]
+
+
+@pytest.mark.parametrize("what", [".", "view", "units", "units/??/*", "trees"])
+def test_what_is_deleted_under_a_warm_agent_is_restored_again(own: Path, dialogue: Dialogue, what: str) -> None:
+    assert dialogue.ask("call(work.value)") == "'one'"
+    before = zygote_pids(own)
+    found = list(own.glob(f"environments/{what}")) if "*" in what else [own / "environments" / what]
+    for path in [path for path in found if (path / "site" / "toy").is_dir()] or found:
+        shutil.rmtree(path)
+    assert [dialogue.ask("call(work.value)") for _ in range(2)] == ["'one'"] * 2
+    assert zygote_pids(own) != before
+    assert dialogue.ask("snapshot(work.value).receipt(60).warm") == "True"
 
 
 # --- Ctrl-C -----------------------------------------------------------------------------------------------------------

@@ -24,7 +24,9 @@ TOY = Member(address="ab" + "0" * 62, kind="distribution", name="toy", version="
 
 def environment(directory: Path, mode: str = "overlay", **facts: object) -> RestoredEnvironment:
     project = directory / "project"
-    project.mkdir(exist_ok=True)
+    unit, view = directory / "units" / "ab" / TOY.address, directory / "view"
+    for path in (project, unit, view):
+        path.mkdir(parents=True, exist_ok=True)
     facts = {
         "prefix": "/venv",
         "python": "/usr/bin/python3.11",
@@ -39,7 +41,7 @@ def environment(directory: Path, mode: str = "overlay", **facts: object) -> Rest
         python="/view/bin/python",
         mode="overlay" if mode == "overlay" else "links",
         why="" if mode == "overlay" else "no mounts: refused",
-        mounts=(Mount(at="/view", layers=("0", "1"), directory=str(directory)),) if mode == "overlay" else (),
+        mounts=(Mount(at=str(view), layers=("0", "1"), directory=str(directory)),) if mode == "overlay" else (),
         fetched_bytes=2_000_000,
         units_fetched=1,
     )
@@ -106,6 +108,18 @@ def test_a_unit_that_was_loaded_is_found_by_its_files(tmp_path: Path) -> None:
     assert new.misfit(other, old) == ""
     (file.parents[1] / "toy.pth").touch()
     assert new.misfit(other, old) == "toy 1.0 runs code when an interpreter starts"
+
+
+@pytest.mark.parametrize("gone", ["view", f"units/ab/{TOY.address}", "units"])
+def test_what_was_deleted_is_not_there_even_if_it_was_made_again(tmp_path: Path, gone: str) -> None:
+    held, same = environment(tmp_path), environment(tmp_path)
+    assert held.is_there() and held.is_one_with(same)
+    (tmp_path / gone).rename(tmp_path / "deleted")
+    assert not held.is_there()
+    assert not environment(tmp_path / "elsewhere").is_one_with(held)
+    again = environment(tmp_path)  # which makes them
+    assert not held.is_there() and not held.is_one_with(again) and again.is_there()
+    assert again.misfit(Loaded(), held) == "what it was started in was deleted"
 
 
 def test_links_have_an_interpreter_each(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ class Environments:
             waiter: told what becomes of it.
         """
         known = self._known.pop(wanted, None)
-        if known is not None and os.path.lexists(known.evidence):
+        if known is not None and known.is_there():
             self._known[wanted] = known
             waiter.ready(known, False)
             return

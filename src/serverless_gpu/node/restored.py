@@ -50,12 +50,20 @@ class RestoredEnvironment:
         )
         self._restored = restored
         self._units = environments / "units"
+        self._places = self._needed()
+        self._identities = tuple(map(_identity, self._places))
         weakref.finalize(self, os.close, lock)
 
-    @property
-    def evidence(self) -> str:
-        """Return a path that is there as long as it can be used: with mounts the tree itself is nowhere to be seen."""
-        return str(self.mounts[0]["directory"]) if self.mounts else self.tree
+    def is_there(self) -> bool:
+        """Return whether everything it consists of is there, and is what it was: nobody has deleted anything.
+
+        What was deleted and is there again is something else: mounts of processes that run still show the first.
+        """
+        return None not in self._identities and tuple(map(_identity, self._places)) == self._identities
+
+    def is_one_with(self, other: RestoredEnvironment) -> bool:
+        """Return whether two are made of the same directories: a process of one is a process of the other."""
+        return (self._places, self._identities) == (other._places, other._identities)
 
     @property
     def short(self) -> str:
@@ -111,9 +119,19 @@ class RestoredEnvironment:
         """
         if self.mode != "overlay" or older.mode != "overlay":
             return "each environment made of links has an interpreter of its own"
+        if not older.is_there():  # and what it has loaded of it cannot be told any more
+            return "what it was started in was deleted"
         changed = changed_units(older.snapshot, self.snapshot)
         used = self._used(loaded, older, changed)
         return fits(loaded, older.snapshot, self.snapshot, used, self._hooks(changed))
+
+    def _needed(self) -> tuple[str, ...]:
+        """Return the directories it consists of; a tree of links needs its units no more."""
+        if not self.mounts:
+            return (self.tree,)
+        layers = [str(mount["directory"]) for mount in self.mounts]
+        units = [str(self._unit(address)) for address in self.snapshot.addresses()]
+        return (str(self.mounts[0]["at"]), *layers, *units)
 
     def _used(self, loaded: Loaded, older: RestoredEnvironment, changed: Collection[str]) -> frozenset[str]:
         """Return which of the changed units hold a file that was loaded."""
@@ -135,6 +153,14 @@ class RestoredEnvironment:
 
     def _unit(self, address: str) -> Path:
         return self._units / address[:2] / address
+
+
+def _identity(directory: str) -> tuple[int, int] | None:
+    try:
+        status = os.stat(directory)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def _may_hold(member: Member, path: str) -> bool:

@@ -91,6 +91,7 @@ class ZygotePool:
             OSError: the interpreter cannot be started.
         """
         key = key_of(context, environment)
+        self._leave_deleted(key, environment)
         if key not in self._cold:
             self._warm(key, context, environment).ranks = max(1, ranks)
 
@@ -166,6 +167,7 @@ class ZygotePool:
     def _choose(self, context: Context, environment: RestoredEnvironment | None) -> tuple[Zygote, str]:
         """Return the interpreter for a caller, and why it is not a warm one, or ""."""
         key = key_of(context, environment)
+        self._leave_deleted(key, environment)
         if environment is not None and key not in self._zygotes:
             self._move_one(key, environment)
         zygote = self._zygotes.get(key)
@@ -183,6 +185,12 @@ class ZygotePool:
             self._discard(key, f"{changed} has changed" if changed else "its zygote had died")
         zygote = self._warm(key, context, environment)
         return zygote, zygote.why
+
+    def _leave_deleted(self, key: Key, environment: RestoredEnvironment | None) -> None:
+        """Let go of the zygote of a key that sees directories that were deleted; those made since are others."""
+        zygote = self._zygotes.get(key)
+        if zygote is not None and not zygote.lives_in(environment):
+            self._discard(key, "its environment was deleted, and restored again")
 
     def _move_one(self, key: Key, environment: RestoredEnvironment) -> None:
         """Have a zygote of another environment go on in this one, if there is one that can; remember why not."""

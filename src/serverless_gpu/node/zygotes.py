@@ -8,7 +8,8 @@ get from it is not what the caller's next interpreter would import. A package it
 see the new one.
 
 One in a restored environment goes on in another when nothing differs that it has loaded
-(`environment/restore/fitting.py`): its next stems have that mounted in place of the first.
+(`environment/restore/fitting.py`): its next stems have that mounted in place of the first. When the directories of an
+environment were deleted and made again, a zygote sees the deleted ones, and ends.
 
 Failure cases: the zygote cannot preload or dies (whoever waits for a stem is told what it wrote); it is not fit to
 be forked (the key is remembered and runs start cold: a zygote without preload, for one run each); it dies while
@@ -216,6 +217,12 @@ class Zygote:
             case "stem":
                 self._offer(self._asked.popleft(), inside.integer(message, "pid"), fds[0])
         return True
+
+    def lives_in(self, environment: RestoredEnvironment | None) -> bool:
+        """Return whether its stems are in an environment of its address: not when that was deleted and made again."""
+        if self.environment is None or environment is None:
+            return self.environment is environment
+        return self.environment.is_one_with(environment)
 
     def misfit(self, environment: RestoredEnvironment) -> str:
         """Return why it cannot go on in another environment, or "" when it can."""

@@ -89,6 +89,10 @@ def read_ready(cache: Cache, snapshot: Snapshot, mode: str) -> Ready | None:
         same = same and all(os.stat(path).st_mtime_ns == time for path, time in ready.times.items())
         for address in snapshot.addresses():
             os.stat(cache.unit(address))
+        for mount in ready.mounts:
+            os.stat(mount.directory)
+        if ready.mounts:
+            os.stat(cache.view)
     except FileNotFoundError:
         return None
     return ready if same else None
