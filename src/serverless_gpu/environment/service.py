@@ -27,6 +27,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NoReturn, Protocol
 
@@ -78,13 +79,12 @@ class Wire(Protocol):
 
 
 class _Task(msgspec.Struct, kw_only=True):
-    """A child at work, and the questions it answers."""
+    """A child at work, and the questions it answers: each wants for itself to have captured what has changed."""
 
-    ask: Ask
     key: bytes
     pid: int
     sock: socket.socket
-    numbers: list[int]
+    asks: list[Ask]
     checks: bool
     found: Found | None = None
     over: bool = False
@@ -135,16 +135,19 @@ class Service:
         if isinstance(question, Abandon):
             self._abandon(question.number)
             return True
-        self._answer_safely(question)
+        self._safely([question], partial(self._answer, question))
         return True
 
-    def _answer_safely(self, ask: Ask) -> None:
+    def _safely(self, asks: Sequence[Ask], work: Callable[[], None]) -> None:
+        """Do something for questions; what goes wrong is their answer."""
         try:
-            self._answer(ask)
+            work()
         except ServerlessGpuError as error:
-            self._say(_failed(ask.number, error))
+            for ask in asks:
+                self._say(_failed(ask.number, error))
         except OSError as error:
-            self._say(_failed(ask.number, _storage(error)))
+            for ask in asks:
+                self._say(_failed(ask.number, _storage(error)))
 
     def _answer(self, ask: Ask) -> None:
         description = read_description(ask.description)
@@ -155,52 +158,62 @@ class Service:
         snapshot = self._recogniser.gate(description)
         if snapshot is not None and _is_stored(ask, snapshot.address):
             self._say(Known(number=ask.number, snapshot=snapshot.address))
-            self._check(ask, key, fresh=True)
+            self._check([ask], key, fresh=True)
             return
         self._say(Unknown(number=ask.number))
         if ask.capture:
             self._take(ask, key)
 
     def _abandon(self, number: int) -> None:
+        for waiting in (*self._pending.values(), *self._put_off.values()):
+            waiting[:] = [ask for ask in waiting if ask.number != number]
         for task in self._tasks:
-            if number in task.numbers:
-                task.numbers.remove(number)
-                if not task.numbers and not task.checks:
-                    os.kill(task.pid, signal.SIGKILL)  # reaped when its socket says so
+            asks = [ask for ask in task.asks if ask.number != number]
+            if task.asks and not asks and not task.checks:
+                os.kill(task.pid, signal.SIGKILL)  # reaped when its socket says so
+            task.asks[:] = asks
 
     # --- children ------------------------------------------------------------------------------------------------
 
-    def _check(self, ask: Ask, key: bytes, *, fresh: bool) -> None:
+    def _check(self, asks: list[Ask], key: bytes, *, fresh: bool) -> None:
         """Have every file looked at, from now on or after the look that is going on.
 
         Args:
-            ask: the question.
+            asks: the questions.
             key: of the environment.
             fresh: whether the gate was passed just now.
         """
         if any(task.checks and task.key == key for task in self._tasks):
-            self._pending.setdefault(key, []).append(ask)
+            self._pending.setdefault(key, []).extend(asks)
             return
-        self._fork(ask, key, checks=True, work=lambda tell: _check(self._recogniser, ask, fresh, tell))
+        first = asks[0]
+        self._fork(asks, key, checks=True, work=lambda tell: _check(self._recogniser, first, fresh, tell))
 
     def _take(self, ask: Ask, key: bytes) -> None:
         for task in self._tasks:
-            if not task.checks and not task.over and task.key == key and task.ask.store == ask.store:
-                task.numbers.append(ask.number)
+            if task.asks and not task.checks and not task.over and task.key == key and task.asks[0].store == ask.store:
+                task.asks.append(ask)
                 if task.found is not None:
                     self._say(msgspec.structs.replace(task.found, number=ask.number))
                 return
-        self._fork(ask, key, checks=False, work=lambda tell: _take(self._index, ask, tell))
+        self._fork([ask], key, checks=False, work=lambda tell: _take(self._index, ask, tell))
 
-    def _fork(self, ask: Ask, key: bytes, *, checks: bool, work: Callable[[Callable[[Answer], None]], None]) -> None:
+    def _fork(
+        self, asks: list[Ask], key: bytes, *, checks: bool, work: Callable[[Callable[[Answer], None]], None]
+    ) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         sys.stderr.flush()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError:
+            ours.close()
+            theirs.close()
+            raise
         if pid == 0:
             ours.close()
-            _be_child(theirs, ask.number, work)
+            _be_child(theirs, asks[0].number, work)
         theirs.close()
-        task = _Task(ask=ask, key=key, pid=pid, sock=ours, numbers=[ask.number], checks=checks)
+        task = _Task(key=key, pid=pid, sock=ours, asks=asks, checks=checks)
         self._tasks.append(task)
         self._selector.register(ours, selectors.EVENT_READ, lambda: self._hear_task(task))
 
@@ -215,11 +228,12 @@ class Service:
         answer = decode_answer(data)
         task.over = task.over or not isinstance(answer, Found | Taking)
         task.found = answer if isinstance(answer, Found) else task.found
-        for number in task.numbers:
-            self._say(msgspec.structs.replace(answer, number=number))
-        if isinstance(answer, Checked) and answer.changes and task.ask.capture:
-            for number in task.numbers:
-                self._take(msgspec.structs.replace(task.ask, number=number), task.key)
+        for ask in task.asks:
+            self._say(msgspec.structs.replace(answer, number=ask.number))
+        if isinstance(answer, Checked) and answer.changes:
+            for ask in task.asks:
+                if ask.capture:
+                    self._safely([ask], partial(self._take, ask, task.key))
         return True
 
     def _bury(self, task: _Task) -> None:
@@ -232,16 +246,15 @@ class Service:
             told = f"was ended by signal {-how}" if how < 0 else f"ended with code {how}"
             doing = "checked" if task.checks else "captured"
             message = f"the process that {doing} the environment {told}"
-            for number in task.numbers:
-                self._say(Failed(number=number, code=EnvironmentProblem.code, message=message))
+            for ask in task.asks:
+                self._say(Failed(number=ask.number, code=EnvironmentProblem.code, message=message))
         waiting = self._pending.pop(task.key, []) if task.checks else []
         if waiting:
-            self._check(waiting[0], task.key, fresh=False)
-            self._tasks[-1].numbers += [ask.number for ask in waiting[1:]]
+            self._safely(waiting, partial(self._check, waiting, task.key, fresh=False))
         if not task.checks:
             self._recogniser = Recogniser(self._index)  # what the child has written is read anew
             for ask in self._put_off.pop(task.key, []):
-                self._answer_safely(ask)
+                self._safely([ask], partial(self._answer, ask))
 
     def _say(self, answer: Answer) -> None:
         self._wire.send(encode(answer))
