@@ -8,7 +8,7 @@ import shlex
 import click
 import pytest
 
-from serverless_gpu import cli
+from serverless_gpu.cli import program
 from tests.docs.pages import ROOT, commands, pages
 
 COMMANDS = [
@@ -31,7 +31,7 @@ def _wrong(command: str) -> str:
         words.pop(0)
     match words:
         case ["sgpu", *arguments]:
-            return _wrong_sgpu(cli.sgpu, arguments)
+            return _wrong_sgpu(program.sgpu, arguments)
         case ["make", target, *_]:
             return "" if target in TARGETS else f"make has no target {target}"
         case [("python" | ".venv/bin/python"), path, *_] if path.startswith(("examples/", "scripts/")):

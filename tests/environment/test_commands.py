@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from serverless_gpu import cli
+from serverless_gpu.cli import program
 from serverless_gpu.environment.restore.cache import Cache
 from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.environment.stores.opening import open_store
@@ -46,7 +46,7 @@ class Place:
         """Run a command in the project's directory; an error of ours is raised."""
         with_python = [] if arguments[0] == "gc" or "--python" in arguments else ["--python", str(self.prefix)]
         result = CliRunner().invoke(
-            cli.sgpu, ["env", *arguments, *with_python], catch_exceptions=False, prog_name="sgpu"
+            program.sgpu, ["env", *arguments, *with_python], catch_exceptions=False, prog_name="sgpu"
         )
         assert result.exit_code == code, result.output
         return result
@@ -296,7 +296,7 @@ def test_what_is_no_interpreter_is_said(place: Place) -> None:
 def test_another_active_environment_is_mentioned(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VIRTUAL_ENV", str(place.prefix))
     monkeypatch.setattr(sys, "executable", str(place.python))
-    result = CliRunner().invoke(cli.sgpu, ["env", "fingerprint"], catch_exceptions=False)
+    result = CliRunner().invoke(program.sgpu, ["env", "fingerprint"], catch_exceptions=False)
     said = f"sgpu: this is about {sys.prefix}, which sgpu belongs to; for the active one: --python {place.prefix}\n"
     assert result.stderr.startswith(said)
 

@@ -229,3 +229,36 @@ def test_a_project_with_too_many_files_names_the_largest(tmp_path: Path, monkeyp
         EnvironmentTooLarge, match=r"has 7 files and 0.00 MiB; at most 5 files .* images/ \(6 files\), a.py"
     ):
         listed(tmp_path)
+
+
+def test_of_names_that_differ_in_case_one_travels_and_the_others_are_said(tmp_path: Path) -> None:
+    for name in ("A.txt", "a.txt", "Data/x", "data/y", "data/z", "deep/ﬁle", "deep/file", "Net.py", "net.py", "solo"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("")
+
+    code = list_code(CodePlace(directory=str(tmp_path), wanted=("net.py",)))
+
+    assert sorted(code.listing.files) == ["A.txt", "Data/x", "deep/file", "net.py", "solo"]
+    same = "where case or Unicode forms do not count it is the same name as"
+    assert code.listing.odd == {
+        "a.txt": f"{same} A.txt",
+        "data": f"{same} Data",
+        "deep/ﬁle": f"{same} file",
+        "Net.py": f"{same} net.py",
+    }
+
+
+def test_what_is_named_too_oddly_to_travel_is_left_out(tmp_path: Path) -> None:
+    deep = tmp_path.joinpath(*["d"] * 64)
+    deep.mkdir(parents=True)
+    (deep / "file").touch()
+    (tmp_path / "new\nline").touch()
+    (tmp_path / "fine").touch()
+
+    code = list_code(CodePlace(directory=str(tmp_path)))
+
+    assert list(code.listing.files) == ["fine"]
+    reasons = {os.path.basename(path): reason for path, reason in code.listing.odd.items()}
+    assert reasons["file"].startswith("its path is too long") and reasons["new\nline"].startswith(
+        "its name has control"
+    )

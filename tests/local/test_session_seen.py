@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 import serverless_gpu
 from serverless_gpu import attach, distributed
-from serverless_gpu.cli import sgpu
+from serverless_gpu.cli.program import sgpu
 from serverless_gpu.errors import InvalidValue, SessionEnded
 from tests.local.observe import agent, announced, held_locks, wait_for
 from tests.local.ranks import stay

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -205,6 +206,17 @@ def test_a_way_to_restore_that_does_not_exist_is_refused(own: Path, small: Small
         )
     finally:
         caller.close()
+
+
+def test_the_run_is_reproduced_by_hand_in_the_live_environment_and_says_so(
+    own: Path, small: SmallEnvironment, dialogue: Dialogue
+) -> None:
+    directory = Path(eval(dialogue.ask("[run := snapshot(work.where), run.results(60), str(run.directory)][2]")))
+    air = directory / "_air.py"
+    assert "sgpu env diff ADDRESS" in air.read_text().partition("import os")[0]
+    done = subprocess.run([small.python, air], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0 and str(small.project / "work.py") in done.stdout, done
+    assert str(small.site / "toy" / "__init__.py") in done.stdout
 
 
 def test_a_session_and_a_map(own: Path, small: SmallEnvironment, dialogue: Dialogue) -> None:

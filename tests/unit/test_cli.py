@@ -5,13 +5,16 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
-from serverless_gpu import attach, cli
+from serverless_gpu import attach
 from serverless_gpu.ambient import SystemClock
+from serverless_gpu.cli import program
 from serverless_gpu.cli.choosing import choose
 from serverless_gpu.cli.columns import columns
 from serverless_gpu.cli.logs import _tail_start
@@ -83,7 +86,7 @@ def make(runs: Path, run_id: str, *, stopped: bool = True) -> Path:
 
 def sgpu(*arguments: str) -> Result:
     """Run the command in this process; an error of ours is raised."""
-    return CliRunner().invoke(cli.sgpu, arguments, catch_exceptions=False, prog_name="sgpu")
+    return CliRunner().invoke(program.sgpu, arguments, catch_exceptions=False, prog_name="sgpu")
 
 
 # --- which run -------------------------------------------------------------------------------------------------------
@@ -382,3 +385,22 @@ def test_a_run_of_another_version_is_found_by_attach_as_by_show(runs: Path) -> N
     (directory / "spec.json").write_text(json.dumps(SPEC | {"version": "9.9", "spec": {"resources": "many"}}))
     assert f"run {SECOND} · FAILED" in sgpu("show", SECOND).output
     assert attach(SECOND).status() == "FAILED"
+
+
+def test_ctrl_c_while_the_command_is_loaded_is_one_line() -> None:
+    code = """
+import sys
+
+class Interrupting:
+    def find_spec(self, name, path, target=None):
+        if name == "serverless_gpu.cli.runs":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupting())
+from serverless_gpu.cli import main
+
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "sgpu: interrupted\n")

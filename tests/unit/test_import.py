@@ -75,8 +75,8 @@ def test_what_a_user_imports_loads_no_user_library(code: str) -> None:
 
 
 def test_a_command_loads_no_user_library_and_not_the_doctor() -> None:
-    assert loaded_by("import serverless_gpu.cli") & (HEAVY - {"msgspec"}) == set()
-    code = "import sys, serverless_gpu.cli; print([name for name in sys.modules if 'serverless_gpu.doctor' in name])"
+    assert loaded_by("import serverless_gpu.cli.program") & (HEAVY - {"msgspec"}) == set()
+    code = "import sys, serverless_gpu.cli.program; print([name for name in sys.modules if 'gpu.doctor' in name])"
     environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
     assert ast.literal_eval(done.stdout) == []

@@ -9,7 +9,8 @@ from pathlib import Path
 import click
 import pytest
 
-from serverless_gpu import cli, errors
+from serverless_gpu import errors
+from serverless_gpu.cli import program
 from serverless_gpu.client.decorator import distributed
 from serverless_gpu.model.attempt import MEANINGS, State
 from serverless_gpu.model.spec import Options
@@ -48,12 +49,12 @@ def test_every_variable_is_in_the_reference() -> None:
     assert {name for name in re.findall(r'"(SERVERLESS_GPU_[A-Z_]+)"', SOURCE) if f"`{name}`" not in REFERENCE} == set()
 
 
-@pytest.mark.parametrize("command", sorted(cli.sgpu.commands))
+@pytest.mark.parametrize("command", sorted(program.sgpu.commands))
 def test_every_command_is_in_the_readme(command: str) -> None:
     assert f"$ sgpu {command}" in README
 
 
-@pytest.mark.parametrize("command", sorted(cli.sgpu.commands))
+@pytest.mark.parametrize("command", sorted(program.sgpu.commands))
 def test_every_command_is_in_the_reference(command: str) -> None:
     assert re.search(rf"^\| `sgpu {command}[ `]", REFERENCE, re.MULTILINE)
 
@@ -69,7 +70,7 @@ def _leaves(group: click.Group, above: str = "") -> list[tuple[str, click.Comman
     return found
 
 
-COMMANDS = _leaves(cli.sgpu)
+COMMANDS = _leaves(program.sgpu)
 COMMAND_OPTIONS = [
     (name, option_name)
     for name, command in COMMANDS

@@ -198,7 +198,7 @@ def test_a_name_that_no_restore_would_accept_is_refused(tmp_path: Path) -> None:
     store = CountingStore()
     with pytest.raises(EnvironmentUnsupported) as caught:
         capture(scan_of({"thing": source_of(before)}), Blobs(store))
-    assert "thing 1.0: 'site/readme': it is the same file as 'site/README'" in str(caught.value)
+    assert "thing 1.0: 'readme': it is the same file as 'README'" in str(caught.value)
     assert not store.puts
 
 

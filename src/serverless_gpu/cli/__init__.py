@@ -1,45 +1,21 @@
-"""The command `sgpu`.
+"""The command `sgpu`; its commands are in `program.py`.
 
-    node.py      status · gpus · stop             what this machine keeps warm and lends
-    runs.py      runs · show · cancel             run directories, and the runs behind them
-    logs.py      logs                             what ranks wrote
-    cleaning.py  clean                            deleting run directories
-    diagnosis.py doctor                           what is wrong here, and what mends it
-    environments/ env                             what Python sees: captured, restored, compared
-
-Every command but `gpus` leaves the agent as it is: none is started for looking.
+Only what Python has anyway is imported here: loading the commands takes 0.1 s, and Ctrl-C may come in that time.
 """
 
 from __future__ import annotations
 
+import importlib
+import os
 import sys
 
-import click
-
-from serverless_gpu.cli.cleaning import clean
-from serverless_gpu.cli.diagnosis import doctor
-from serverless_gpu.cli.environments import env
-from serverless_gpu.cli.logs import logs
-from serverless_gpu.cli.node import gpus, status, stop
-from serverless_gpu.cli.runs import cancel, runs, show
-from serverless_gpu.errors import ServerlessGpuError
-from serverless_gpu.version import __version__
-
-
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, prog_name="serverless-gpu")
-def sgpu() -> None:
-    """The function runtime for GPUs you own."""
-
-
-for _command in (cancel, clean, doctor, env, gpus, logs, runs, show, status, stop):
-    sgpu.add_command(_command)
+_INTERRUPTED = 130
 
 
 def main() -> None:
-    """Run the command; an error of ours is a message and exit code 1, not a traceback."""
+    """Run the command; Ctrl-C before it has begun is a line and an exit code, not a traceback."""
     try:
-        sgpu(prog_name="sgpu")
-    except (ServerlessGpuError, OSError) as error:  # OSError: a file or terminal that cannot be written to
-        click.echo(f"sgpu: {error}", err=True)
-        sys.exit(1)
+        importlib.import_module("serverless_gpu.cli.program").main()
+    except KeyboardInterrupt:
+        print("sgpu: interrupted", file=sys.stderr, flush=True)
+        os._exit(_INTERRUPTED)  # what is half loaded has nothing to finish

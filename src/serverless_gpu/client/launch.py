@@ -325,6 +325,7 @@ def _write(message: protocol.Launch, version: str) -> None:
                 fence=message.fence,
                 world_size=message.world_size,
                 context=context,
+                live=message.spec.environment != "snapshot",
             )
             (directory / "_air.py").write_text(air, encoding="utf-8", errors="surrogateescape")
     except OSError as error:

@@ -32,7 +32,7 @@ Reproduce it by hand, outside of serverless-gpu:
 The call itself (function, arguments) is in call.pkl beside this file. This program puts the interpreter where the
 caller was, loads the runtime that every rank uses (standard library only) and calls the function; each rank prints what
 it returned.
-"""
+{note}"""
 
 import os
 import sys
@@ -49,6 +49,12 @@ from _sgpu_inside import reproduce  # noqa: E402
 if __name__ == "__main__":
     sys.exit(reproduce.main({directory!r}, world_size={world_size}))
 '''
+
+
+_OF_A_SNAPSHOT = """
+The run itself used a captured copy of the environment (receipt.json says which). This program uses packages and code as
+they are on this machine now; `sgpu env diff ADDRESS` tells what has changed since.
+"""
 
 
 def zygote_program(channel_fd: int, preload: Sequence[str], inside: Path = INSIDE) -> str:
@@ -73,7 +79,9 @@ def launcher_program(plan_fd: int, inside: Path = INSIDE) -> str:
     return _load(inside) + f"from _sgpu_inside import launcher\nlauncher.main({plan_fd})\n"
 
 
-def air_program(*, directory: Path, run_id: str, fence: int, world_size: int, context: Context) -> str:
+def air_program(
+    *, directory: Path, run_id: str, fence: int, world_size: int, context: Context, live: bool = True
+) -> str:
     """Return `_air.py`, the readable program with which `torchrun` reproduces a run.
 
     Args:
@@ -82,6 +90,7 @@ def air_program(*, directory: Path, run_id: str, fence: int, world_size: int, co
         fence: the attempt's number.
         world_size: ranks of the gang.
         context: the caller.
+        live: whether the run used the caller's environment itself, not a captured copy.
     """
     paths = "[\n" + "".join(f"    {original(path)!r},\n" for path in context.sys_path) + "]"
     return _AIR.format(
@@ -94,6 +103,7 @@ def air_program(*, directory: Path, run_id: str, fence: int, world_size: int, co
         argv=[original(argument) for argument in context.argv],
         sys_path=paths,
         load=_load(INSIDE),
+        note="" if live else _OF_A_SNAPSHOT,
         directory=str(directory),
     )
 

@@ -268,9 +268,9 @@ def _jobs(take: Callable[[], Member], sources: Mapping[str, Source], blobs: Blob
         try:
             check_rows(source.rows, _name(member))
         except EnvironmentRejected as error:
-            raise EnvironmentUnsupported(
-                f"this cannot be captured: {error.message}", hint="rename it, or remove it from the environment"
-            ) from None
+            said = error.message.replace("'site/", "'")  # a place in a unit, and none that its user knows
+            where = "name it in .sgpuignore" if member.kind == "code" else "remove it from the environment"
+            raise EnvironmentUnsupported(f"this cannot be captured: {said}", hint=f"rename it, or {where}") from None
         yield Job(address=member.address, name=_name(member), source=source, old=_old(source, blobs))
 
 

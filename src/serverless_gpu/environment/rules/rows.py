@@ -183,7 +183,7 @@ class Tree:
         if path in self._kinds:
             twice = "the path is there twice" if self._kinds[path] != _DIRECTORY else "it is a directory, too"
             refuse(self._what, path, twice)
-        folded = f"{self._folded[directory]}/{_fold(name)}"
+        folded = f"{self._folded[directory]}/{fold_name(name)}"
         other = self._taken.setdefault(folded, path)
         if other != path:
             refuse(self._what, path, f"it is the same file as {other!r} where case or Unicode forms do not count")
@@ -230,7 +230,8 @@ def _check_name(name: str, path: str, what: str) -> None:
         refuse(what, path, f"a name has at most {NAME_BYTES_MAX} bytes")
 
 
-def _fold(name: str) -> str:
+def fold_name(name: str) -> str:
+    """Return what two names have in common that are one where case or Unicode forms do not count."""
     if name.isascii():
         return name.lower()
     # Folding case can bring back what normalising took away, so it is done around it.
@@ -238,4 +239,4 @@ def _fold(name: str) -> str:
 
 
 def _fold_path(path: str) -> str:
-    return path.lower() if path.isascii() else "/".join(_fold(name) for name in path.split("/"))
+    return path.lower() if path.isascii() else "/".join(fold_name(name) for name in path.split("/"))

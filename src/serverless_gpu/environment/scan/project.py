@@ -8,6 +8,8 @@ extension module built in place), and `*.egg-info`, without which an old editabl
 A directory that is nobody's project (the home directory, `/`, `/tmp`: a script may lie there) is not walked: only
 Python files in it, and packages in it, count.
 
+Left out, too, and said: what no restore would accept (`travelling.py`).
+
 Failures, `EnvironmentTooLarge`: more than 1 GiB or 100,000 files, naming the ten largest.
 """
 
@@ -21,6 +23,7 @@ import msgspec
 
 from serverless_gpu.environment.scan.ignoring import GIT, OURS, Ignoring, outer_ignoring
 from serverless_gpu.environment.scan.listing import BYTECODE, File, Listing, look, read_file, show
+from serverless_gpu.environment.scan.travelling import leave_out_misfits
 from serverless_gpu.errors import EnvironmentTooLarge
 
 CODE_BYTES_MAX = 1024**3
@@ -71,6 +74,7 @@ def list_code(place: CodePlace) -> Code:
     walk = _CodeWalk(place, outer)
     walk.run()
     walk.add_wanted()
+    leave_out_misfits(walk.listing, frozenset(place.wanted))
     _check_size(walk.listing)
     inner = (f"{directory.path}/{name}" for directory in walk.listing.directories.values() for name in (GIT, OURS))
     return Code(listing=walk.listing, watched=(*watched, *(path for path in inner if os.path.lexists(path))))

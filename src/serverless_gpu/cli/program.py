@@ -1,0 +1,45 @@
+"""The commands of `sgpu`.
+
+    node.py      status · gpus · stop             what this machine keeps warm and lends
+    runs.py      runs · show · cancel             run directories, and the runs behind them
+    logs.py      logs                             what ranks wrote
+    cleaning.py  clean                            deleting run directories
+    diagnosis.py doctor                           what is wrong here, and what mends it
+    environments/ env                             what Python sees: captured, restored, compared
+
+Every command but `gpus` leaves the agent as it is: none is started for looking.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from serverless_gpu.cli.cleaning import clean
+from serverless_gpu.cli.diagnosis import doctor
+from serverless_gpu.cli.environments import env
+from serverless_gpu.cli.logs import logs
+from serverless_gpu.cli.node import gpus, status, stop
+from serverless_gpu.cli.runs import cancel, runs, show
+from serverless_gpu.errors import ServerlessGpuError
+from serverless_gpu.version import __version__
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="serverless-gpu")
+def sgpu() -> None:
+    """The function runtime for GPUs you own."""
+
+
+for _command in (cancel, clean, doctor, env, gpus, logs, runs, show, status, stop):
+    sgpu.add_command(_command)
+
+
+def main() -> None:
+    """Run the command; an error of ours is a message and exit code 1, not a traceback."""
+    try:
+        sgpu(prog_name="sgpu")
+    except (ServerlessGpuError, OSError) as error:  # OSError: a file or terminal that cannot be written to
+        click.echo(f"sgpu: {error}", err=True)
+        sys.exit(1)
