@@ -25,7 +25,7 @@ from serverless_gpu.node.processes import CgroupRoot
 from serverless_gpu.node.protocol import Context, Stem, ZygoteStatus
 from serverless_gpu.node.restored import RestoredEnvironment
 from serverless_gpu.node.spawning import PRELOAD
-from serverless_gpu.node.zygotes import Key, ProblemTaker, StemTaker, Zygote, first_run, key_of
+from serverless_gpu.node.zygotes import Key, ProblemTaker, Zygote, first_run, key_of
 
 ZYGOTES_MAX = 4
 IDLE_S = 600.0
@@ -122,7 +122,7 @@ class ZygotePool:
         def take(pid: int, fd: int) -> None:
             elsewhere = zygote.differs(context.packages)
             if elsewhere is None:
-                give(Stem(pid=pid, warm=warm, warm_reason=zygote.cold or why), fd)
+                give(Stem(pid=pid, warm=warm and not zygote.dead, warm_reason=zygote.cold or why), fd)
                 return
             os.close(fd)
             try:
@@ -243,17 +243,17 @@ class ZygotePool:
         while len(self._cold) > _REMEMBERED_MAX:
             self._cold.pop(next(iter(self._cold)))
         self._zygotes.pop(zygote.key, None)
+        self._let_go(zygote)
+
+    def _let_go(self, zygote: Zygote) -> None:
+        """Close a zygote; a run that waits for a stem of it gets a fresh interpreter, in the run's environment."""
         waiting = zygote.release_takers()
         self._close(zygote)
-        for take, fail in waiting:
-            self._start_over(zygote, take, fail)
-
-    def _start_over(self, zygote: Zygote, take: StemTaker, fail: ProblemTaker) -> None:
-        context = zygote.context
-        try:
-            self._one_shot(context, zygote.environment).take_stem(take, fail)
-        except OSError as error:
-            fail(f"{context.python} could not be started: {error}")
+        for taker in waiting:
+            try:
+                self._one_shot(zygote.context, taker.environment).take_stem(taker.take, taker.fail)
+            except OSError as error:
+                taker.fail(f"{zygote.context.python} could not be started: {error}")
 
     def _remember(self, key: Key, why: str) -> None:
         self._gone[key] = why
@@ -262,7 +262,9 @@ class ZygotePool:
 
     def _discard(self, key: Key, why: str) -> None:
         self._remember(key, why)
-        self._close(self._zygotes.pop(key))
+        zygote = self._zygotes.pop(key)
+        zygote.cold = zygote.cold or why
+        self._let_go(zygote)
 
     def _close(self, zygote: Zygote) -> None:
         with contextlib.suppress(KeyError, ValueError):

@@ -84,7 +84,7 @@ def first_run(key: Key, others: Sequence[Key]) -> str:
     return f"the warm interpreter was started with other values of {', '.join(names)}"
 
 
-class _Taker(NamedTuple):
+class Taker(NamedTuple):
     """A run that waits for a stem, and in which environment."""
 
     environment: RestoredEnvironment | None
@@ -136,7 +136,7 @@ class Zygote:
         self._packages: dict[str, str] = {}
         self._stems: deque[tuple[int, int, int]] = deque()  # pid, channel, pidfd
         self._asked: deque[RestoredEnvironment | None] = deque()  # of which environment stems were asked for
-        self._takers: deque[_Taker] = deque()
+        self._takers: deque[Taker] = deque()
         try:
             variables = {original(name): original(value) for name, value in context.environ.items()}
             mounts = environment.mounts if environment is not None else ()
@@ -172,7 +172,7 @@ class Zygote:
                 take(pid, fd)
                 return
             os.close(fd)  # the kernel may end what stands by when memory is short
-        self._takers.append(_Taker(self.environment, take, fail))
+        self._takers.append(Taker(self.environment, take, fail))
         self._ask_for_takers()
 
     def refill(self) -> None:
@@ -268,9 +268,9 @@ class Zygote:
         while self._takers:
             self._takers.popleft().fail(problem)
 
-    def release_takers(self) -> list[tuple[StemTaker, ProblemTaker]]:
+    def release_takers(self) -> list[Taker]:
         """Return those who wait for a stem, and forget them."""
-        takers = [(taker.take, taker.fail) for taker in self._takers]
+        takers = list(self._takers)
         self._takers.clear()
         return takers
 
