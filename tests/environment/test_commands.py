@@ -17,7 +17,7 @@ from serverless_gpu.cli import program
 from serverless_gpu.environment.restore.cache import Cache
 from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.environment.stores.opening import open_store
-from serverless_gpu.errors import EnvironmentMissing, InvalidValue, ServerlessGpuError
+from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentMissing, InvalidValue, ServerlessGpuError
 from serverless_gpu.node.home import Home
 from tests.environment.venvs import INSTALLED_S, install, make_venv, site_packages
 from tests.local.observe import wait_for
@@ -210,6 +210,22 @@ def test_copies_can_be_edited_and_links_cannot(place: Place, tmp_path: Path) -> 
     linked, copied = (next((tmp_path / name).rglob("demo/more.py")).stat() for name in ("linked", "copied"))
     assert linked.st_nlink > 1 and not linked.st_mode & 0o222
     assert copied.st_nlink == 1 and copied.st_mode & 0o200
+
+
+@pytest.mark.parametrize("kind", ["snapshots", "units", "packs"])
+def test_F29_F42_what_is_altered_in_the_store_is_sent_again_by_the_next_capture(
+    place: Place, tmp_path: Path, kind: str
+) -> None:
+    address = place.capture()
+    for path in (place.home / "environments" / "store" / kind).rglob("*"):
+        if path.is_file():
+            path.chmod(0o600)
+            os.truncate(path, path.stat().st_size // 2)
+    with pytest.raises(EnvironmentCorrupt) as caught:
+        place.run("restore", address, str(tmp_path / "there"), "--python", sys.executable)
+    assert "`sgpu env capture`" in caught.value.hint
+    assert place.capture() == address
+    place.run("restore", address, str(tmp_path / "there"), "--python", sys.executable)
 
 
 @pytest.mark.parametrize("arguments", [("show", "abcd1234"), ("restore", "abcd1234", "x"), ("show", "f" * 64)])

@@ -18,6 +18,7 @@ import pytest
 
 from serverless_gpu import distributed
 from serverless_gpu.client import launch
+from serverless_gpu.client.agent_control import stop_agent
 from serverless_gpu.client.connection import connect
 from serverless_gpu.client.preflight import pack
 from serverless_gpu.model.attempt import Reason, State
@@ -366,23 +367,50 @@ def test_F27_a_full_disk_while_restoring(tiny: Path, own: Path, small: SmallEnvi
     assert dialogue.ask("call(work.code)") == "'first'"
 
 
-def test_F29_a_pack_that_was_altered_fails_the_run_by_name(
+@pytest.mark.parametrize("kinds", [("packs",), ("units",), ("snapshots",), ("snapshots", "units", "packs")])
+def test_F29_F42_what_was_altered_in_the_store_is_captured_again_by_the_run(
+    own: Path, small: SmallEnvironment, warmed: Dialogue, kinds: tuple[str, ...]
+) -> None:
+    alter(own, *kinds)
+    forget_what_was_restored(own)
+    assert warmed.ask("call(work.code)") == "'first'"
+    assert warmed.ask("call(work.code)") == "'first'"
+    said = warmed.close()
+    assert said.count("what is stored of the environment is damaged") == 1, said
+
+
+def test_F29_what_was_altered_and_is_there_no_more_fails_the_run_by_name(
     own: Path, small: SmallEnvironment, warmed: Dialogue
 ) -> None:
-    small.install("toy", "2.0", {"toy/__init__.py": "VALUE = " + repr(os.urandom(2000).hex()) + "\n"})
-    known = set(packs(own))
+    small.install("toy", "2.0", {"toy/__init__.py": "VALUE = 'two'\n"})
     stopped = restorer(own)
     stopped.send(signal.SIGSTOP)
-    warmed.say("call(work.code)")
-    wait_for(lambda: restoring(own), "it was asked")
-    for path in set(packs(own)) - known:
-        data = bytearray(path.read_bytes())
-        data[len(data) // 2] ^= 1
-        path.chmod(0o600)
-        path.write_bytes(bytes(data))
+    warmed.ask("setattr(sys, 'going', snapshot(work.code))")
+    alter(own, "packs")
+    small.install("toy", "3.0", {"toy/__init__.py": "VALUE = 'three'\n"})
     stopped.send(signal.SIGCONT)
-    answer = warmed.hear()
-    assert answer.startswith("RunError: the environment's stored bytes are not what was captured"), answer
+    answer = warmed.ask("sys.going.results(60)")
+    assert answer.startswith("RunError: what is stored of the environment is gone, or is not what was"), answer
+    assert "removed from the store: " in answer and "call it again" in answer
+    assert warmed.ask("call(work.code)") == "'first'"
+
+
+def alter(home: Path, *kinds: str) -> None:
+    """Flip a bit in the middle of every object of these kinds in the store of a home."""
+    for kind in kinds:
+        for path in (home / "environments" / "store" / kind).rglob("*"):
+            if path.is_file():
+                data = bytearray(path.read_bytes())
+                data[len(data) // 2] ^= 1
+                path.chmod(0o600)
+                path.write_bytes(bytes(data))
+
+
+def forget_what_was_restored(home: Path) -> None:
+    """Have a node as one that has never restored anything."""
+    stop_agent(home)
+    for name in ("units", "trees"):
+        shutil.rmtree(home / "environments" / name)
 
 
 def packs(home: Path) -> list[Path]:

@@ -75,7 +75,6 @@ def test_a_snapshot_comes_out_as_it_went_in(store: Store) -> None:
     assert Blobs(store).read_snapshot(snapshot.address) == snapshot
     assert Blobs(store).read_pack(unit.packs[0]) == make_pack(b"x = 1\n")
     assert Blobs(store).read_range(unit.packs[0], 3, 4) == make_pack(b"x = 1\n")[3:7]
-    assert Blobs(store).has_snapshot(snapshot.address)
 
 
 def test_what_is_missing_is_named() -> None:
@@ -84,7 +83,6 @@ def test_what_is_missing_is_named() -> None:
         with pytest.raises(EnvironmentMissing) as caught:
             read(A)
         assert caught.value.message == f"{what} aaaaaaaaaaaa is not in the store memory://mine"
-    assert not blobs.has_snapshot(A)
 
 
 def test_missing_keeps_the_order_asked(store: Store) -> None:
@@ -232,13 +230,11 @@ def test_what_is_condemned_counts_as_absent_until_it_is_put_again() -> None:
     blobs = Blobs(store)
     assert blobs.missing_units([unit.address]) == (unit.address,)
     assert blobs.missing_packs(unit.packs) == unit.packs
-    assert not blobs.has_snapshot(snapshot.address)
     with pytest.raises(EnvironmentMissing):
         blobs.write_snapshot(snapshot)
     assert Blobs(store).read_snapshot(snapshot.address) == snapshot
     capture(blobs, b"1")
     assert blobs.missing_units([unit.address]) == ()
-    assert blobs.has_snapshot(snapshot.address)
 
 
 def test_a_capture_that_takes_too_long_does_not_publish() -> None:

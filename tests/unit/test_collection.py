@@ -85,7 +85,7 @@ def test_what_nobody_needs_is_condemned_and_then_deleted(store: Store, clock: Fa
     assert fourth.kept.bytes + fourth.deleted.bytes == before
     assert fourth.kept.bytes == sum(len(data) for key, data in everything(store).items() if key != CONDEMNED)
     assert is_whole(store, new)
-    assert not Blobs(store).has_snapshot(old.address)
+    assert not store.present([f"snapshots/{old.address}"])
     assert read_condemned(store) == Condemned()
     assert [stored.key for stored in store.list("gc")] == [CONDEMNED]
 

@@ -120,6 +120,7 @@ def test_what_fails_leaves_nothing(store: Counting, made: Made, cache: Cache, tm
     with pytest.raises(EnvironmentCorrupt):
         export(snapshot.address, made.blobs, cache, Order(target=tmp_path / "here" / "env"))
     store.altered_times = 0
+    snapshot = environment(made)  # the unit was removed from the store
     with pytest.raises(StorageError, match="/proc/none cannot be written: No such file"):
         export(snapshot.address, made.blobs, cache, Order(target=Path("/proc/none/env")))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["environments"]

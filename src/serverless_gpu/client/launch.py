@@ -7,13 +7,15 @@ anything starts.
 A session is launched the same way, without a function.
 
 Failure cases: whatever goes wrong, the run directory is removed again; nothing else exists yet. If the environment
-turns out to have changed, the launch is withdrawn before user code starts, and made again with what is there now.
+turns out to have changed, the launch is withdrawn before user code starts, and made again with what is there now. If
+what is stored of it turns out to be damaged, it is captured again and the run launched anew.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sys
 import sysconfig
 import threading
@@ -28,7 +30,7 @@ from serverless_gpu.ambient import SystemClock, new_run_id
 from serverless_gpu.client import snapshots
 from serverless_gpu.client.connection import caller_context, connect
 from serverless_gpu.client.preflight import bind_arguments, check_function, pack
-from serverless_gpu.client.run import Run
+from serverless_gpu.client.run import Launched, Run
 from serverless_gpu.errors import AgentUnavailable, HardwareError, InvalidValue, ServerNotConfigured
 from serverless_gpu.model.hardware import Device, DeviceKind, parse_fake
 from serverless_gpu.model.placement import Candidates, candidates, restrict
@@ -161,7 +163,40 @@ def _try_place(
         channel.close()
         raise
     again = msgspec.structs.replace(message, confirmed=True)
-    return handle(message.run_id, directory, order.spec, _ranks(message), channel, lambda: _send(home, None, again))
+    made = handle(message.run_id, directory, order.spec, _ranks(message), channel, lambda: _send(home, None, again))
+    if recognition is not None and order.idle_timeout_s is None:
+        made._relaunch_with(lambda: _relaunch(order, home, again))
+    return made
+
+
+def _relaunch(order: _Order, home: Home, message: protocol.Launch) -> Launched | None:
+    """Capture the environment of a run that found it damaged in the store, and launch the run anew.
+
+    Returns:
+        The new run; None where capturing does not help: nothing was missing, or the environment is another one by now.
+    """
+    recognition = snapshots.Recognition(home)
+    try:
+        wanted = recognition.wanted()
+        if not recognition.verified or wanted is None or wanted != message.environment:
+            return None
+    finally:
+        recognition.close()
+    channel, greeting = connect(home)
+    try:
+        fresh = msgspec.structs.replace(_message(order, home, greeting), environment=wanted, confirmed=True)
+        directory = Path(fresh.directory)
+        try:
+            _write(fresh, greeting.version)
+            shutil.copyfile(Path(message.directory) / "call.pkl", directory / "call.pkl")
+            channel = _send(home, channel, fresh)
+        except BaseException:
+            home.remove_run(fresh.run_id)
+            raise
+    except BaseException:
+        channel.close()
+        raise
+    return Launched(fresh.run_id, directory, channel, lambda: _send(home, None, fresh))
 
 
 def _in_environment(message: protocol.Launch, recognition: snapshots.Recognition) -> protocol.Launch:

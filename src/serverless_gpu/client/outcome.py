@@ -208,7 +208,9 @@ def _hint(reason: Reason, directory: Path) -> str:
     if reason is Reason.NODE_DISK:
         return "free some space (`sgpu env gc` helps), or set SERVERLESS_GPU_HOME to a directory on another disk"
     if reason is Reason.ENV_CORRUPT:
-        return "the store's disk may be failing; `sgpu env capture` stores the environment again"
+        return (
+            "call it again: what is missing in the store is captured first; if it comes back, the disk may be failing"
+        )
     if reason is Reason.ENV_UNAVAILABLE:
         return f"what our own processes wrote: {directory.parents[2] / 'agent.log'}"
     if reason is Reason.RESULT_STORAGE:

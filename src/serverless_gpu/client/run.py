@@ -4,6 +4,9 @@ A handle is moved on by whoever asks it something, in that thread; there is no t
 what it has to say until it is read, so a handle that nobody asks costs nothing and loses nothing but live output (which
 is in the logs).
 
+A run whose environment is damaged in the store has not begun: it is captured and launched anew, and the handle is from
+then on that of the new run.
+
 Failure cases: the connection ends without the last word, then the run directory has it, or the supervisor was killed;
 it ends before a supervisor had accepted the run (the agent died with the run in its queue), then the launch is sent
 again to a new agent, which is safe because nothing has run.
@@ -18,7 +21,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Generic, SupportsIndex, TypeVar, cast
+from typing import Generic, NamedTuple, SupportsIndex, TypeVar, cast
 
 import msgspec
 
@@ -38,9 +41,23 @@ from serverless_gpu.units import format_duration_ms
 R = TypeVar("R")
 
 _LAUNCH_TRIES = 3
+_RELAUNCHES = 3  # behind a damaged snapshot damaged units may be found, and behind these damaged packs
 _RECEIPT_AFTER_FAILURE_S = 0.05
 
 Reconnect = Callable[[], Channel]
+
+
+class Launched(NamedTuple):
+    """A run that takes another one's place, and how to reach it."""
+
+    run_id: str
+    directory: Path
+    channel: Channel
+    again: Reconnect
+
+
+Relaunch = Callable[[], Launched | None]
+"""Captures the environment once more and launches anew; None where that does not help."""
 
 own_sessions: set[str] = set()
 """Sessions this process holds open: a run of its own that waits for one would wait for ever."""
@@ -62,7 +79,8 @@ class Run(Generic[R]):
     """One submitted run.
 
     Attributes:
-        id: the run's identifier; `serverless_gpu.attach(id)` finds it from another process.
+        id: the run's identifier; `serverless_gpu.attach(id)` finds it from another process. It is another one after the
+            environment was found damaged in the store, and the run was launched anew.
         directory: the attempt's directory with its logs, results and receipt.
         session: the session whose devices it uses, or "".
     """
@@ -87,6 +105,8 @@ class Run(Generic[R]):
         self._again = again
         self._tries = 1
         self._accepted = again is None
+        self._relaunch: Relaunch | None = None
+        self._relaunches_left = _RELAUNCHES
         self._state = State.QUEUED
         self._stopped: protocol.Stopped | None = None
         self._receipt: Receipt | None = None
@@ -391,6 +411,8 @@ class Run(Generic[R]):
             case protocol.Skipped(rank=rank, stream=stream, bytes=bytes_, lost=lost):
                 if self._display is not None:
                     self._display.skipped(rank, stream, bytes_, lost)
+            case protocol.Stopped(reason=Reason.ENV_CORRUPT) if self._relaunched():
+                pass
             case protocol.Stopped():
                 self._stopped, self._state, self._accepted = message, message.state, True
             case protocol.Finished(receipt=receipt):
@@ -406,6 +428,26 @@ class Run(Generic[R]):
                 self._disconnect()
             case _:
                 pass
+
+    def _relaunch_with(self, relaunch: Relaunch) -> None:
+        """Have the run launched anew if its environment turns out to be damaged in the store."""
+        self._relaunch = relaunch
+
+    def _relaunched(self) -> bool:
+        """Go on as another run, whose environment was captured again; whether there is one."""
+        if self._relaunch is None or not self._relaunches_left:
+            return False
+        if self._relaunches_left == _RELAUNCHES:
+            display = self._display or TerminalDisplay(quiet=self._spec.quiet)
+            display.say("what is stored of the environment is damaged: it is captured again, and the run starts anew")
+        self._relaunches_left -= 1
+        launched = self._relaunch()
+        if launched is None:
+            return False
+        self._link.close()
+        self.id, self.directory, self._link.channel, self._again = launched
+        self._state, self._waiting, self._tries, self._accepted = State.QUEUED, "", 1, False
+        return True
 
     def _connection_ended(self) -> None:
         if not self._accepted and self._again is not None and self._tries < _LAUNCH_TRIES:

@@ -156,7 +156,7 @@ class Service:
             self._put_off.setdefault(key, []).append(ask)
             return
         snapshot = self._recogniser.gate(description)
-        if snapshot is not None and _is_stored(ask, snapshot.address):
+        if snapshot is not None and _is_stored(ask, snapshot):
             self._say(Known(number=ask.number, snapshot=snapshot.address))
             self._check([ask], key, fresh=True)
             return
@@ -323,7 +323,7 @@ def _found(ask: Ask, last: Snapshot | None, scan: Scan, blobs: Blobs) -> Found:
     if last is None:
         return Found(number=ask.number, first=True, remarks=told)
     changes = tuple(change.sentence() for change in differences(last, scan.snapshot, scan.sources, blobs))
-    if not changes and not _is_stored(ask, last.address):
+    if not changes and not _is_stored(ask, last):
         told = ("the environment is captured again: it is not in the store any more", *told)
     return Found(number=ask.number, first=False, changes=_told(changes), remarks=told)
 
@@ -350,12 +350,12 @@ def _told(sentences: Sequence[str]) -> tuple[str, ...]:
     return (*told, f"and {more} more") if more > 0 else told
 
 
-def _is_stored(ask: Ask, address: str) -> bool:
-    """Return whether a store still has a snapshot; a remote one is asked only by whoever restores."""
+def _is_stored(ask: Ask, snapshot: Snapshot) -> bool:
+    """Return whether a store still has a snapshot and its units; a remote one is asked only by whoever restores."""
     if _is_remote(ask.store):
         return True
-    key = f"snapshots/{address}"
-    return key in open_store(ask.store, {}).present([key])
+    keys = [f"snapshots/{snapshot.address}", *(f"units/{address}" for address in snapshot.addresses())]
+    return len(open_store(ask.store, {}).present(keys)) == len(keys)
 
 
 def _is_remote(url: str) -> bool:

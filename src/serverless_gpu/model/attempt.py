@@ -106,7 +106,7 @@ MEANINGS: Mapping[Reason, Meaning] = {
     Reason.RENDEZVOUS: Meaning(State.FAILED, True, False, "no free rendezvous port was found"),
     Reason.NODE_DISK: Meaning(State.FAILED, True, False, "the node's disk is too full for the environment"),
     Reason.ENV_CORRUPT: Meaning(
-        State.FAILED, True, False, "the environment's stored bytes are not what was captured, also when fetched again"
+        State.FAILED, True, False, "what is stored of the environment is gone, or is not what was captured"
     ),
     Reason.ENV_UNAVAILABLE: Meaning(State.FAILED, True, False, "the environment could not be restored"),
     Reason.SESSION_ENDED: Meaning(State.CANCELLED, False, False, "its session ended before the run had devices"),

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from serverless_gpu.environment.questions import store_variables
-from serverless_gpu.errors import EnvironmentCorrupt, StorageError
+from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentMissing, StorageError
 from serverless_gpu.model.attempt import Reason
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.inside.channel import Channel, pair
@@ -32,7 +32,11 @@ from serverless_gpu.node.spawning import clean_process
 
 KEPT_MAX = 8
 TRIES_MAX = 2
-_REASONS = {StorageError.code: Reason.NODE_DISK, EnvironmentCorrupt.code: Reason.ENV_CORRUPT}
+_REASONS = {
+    StorageError.code: Reason.NODE_DISK,
+    EnvironmentCorrupt.code: Reason.ENV_CORRUPT,
+    EnvironmentMissing.code: Reason.ENV_CORRUPT,
+}
 
 
 class Waiter(msgspec.Struct, frozen=True, kw_only=True):

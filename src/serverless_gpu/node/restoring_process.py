@@ -31,6 +31,7 @@ from serverless_gpu.environment.restore.cache import Cache
 from serverless_gpu.environment.restore.places import read_document
 from serverless_gpu.environment.restore.restoring import Restored, Way, compile_rest, restore
 from serverless_gpu.environment.stores.blobs import Blobs
+from serverless_gpu.environment.stores.mending import read_snapshot
 from serverless_gpu.environment.stores.opening import open_store
 from serverless_gpu.errors import EnvironmentProblem, EnvironmentUnsupported, ServerlessGpuError
 from serverless_gpu.node.home import storage_error
@@ -201,7 +202,7 @@ def restored(want: Want, environments: Path, report: Callable[[Progress], None])
     cache = Cache(environments)
     lock = cache.hold(address)  # from now on; whoever uses it gets copies
     made = restore(address, blobs, cache, way=way_for(want.wanted.mode, environments), report=report)
-    snapshot = read_document(cache.environment(address) / "snapshot", Snapshot) or blobs.read_snapshot(address)
+    snapshot = read_document(cache.environment(address) / "snapshot", Snapshot) or read_snapshot(blobs, address)
     return Done(number=want.number, restored=made, snapshot=snapshot), lock
 
 

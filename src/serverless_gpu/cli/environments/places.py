@@ -14,6 +14,7 @@ from serverless_gpu.environment.scan.description import Description, read_descri
 from serverless_gpu.environment.scan.interpreter import describe_other
 from serverless_gpu.environment.scan.scanning import Recogniser
 from serverless_gpu.environment.stores.blobs import Blobs
+from serverless_gpu.environment.stores.mending import read_snapshot
 from serverless_gpu.environment.stores.opening import open_store
 from serverless_gpu.errors import EnvironmentUnsupported, InvalidValue
 
@@ -88,7 +89,7 @@ def choose_snapshot(wanted: str, among: Blobs) -> Snapshot:
     """
     text = wanted.strip().lower()
     # A whole address needs no list of the store, which may be long and far away.
-    return among.read_snapshot(text if len(text) == _ADDRESS_DIGITS else among.find_snapshot(text))
+    return read_snapshot(among, text if len(text) == _ADDRESS_DIGITS else among.find_snapshot(text))
 
 
 def _interpreter(text: str) -> Path:

@@ -26,6 +26,7 @@ from serverless_gpu.environment.restore.places import delete, make_public
 from serverless_gpu.environment.restore.preparing import Prepared, compile_loaded, known_snapshot, prepare
 from serverless_gpu.environment.restore.trees import MAKING_S_MAX, assembled
 from serverless_gpu.environment.stores.blobs import Blobs
+from serverless_gpu.environment.stores.mending import read_snapshot
 from serverless_gpu.errors import InvalidValue, StorageError
 
 _ACTIVATE = """\
@@ -98,7 +99,7 @@ def export(address: str, blobs: Blobs, cache: Cache, order: Order, *, report: Re
     _check_target(target)
     holding = cache.hold(address)
     try:
-        snapshot = known_snapshot(cache, address) or blobs.read_snapshot(address)
+        snapshot = known_snapshot(cache, address) or read_snapshot(blobs, address)
         prepared = prepare(snapshot, blobs, cache, order.python, report)
         with locked(cache.making_lock(address), wait_s=MAKING_S_MAX):
             compile_loaded(prepared, cache, report)

@@ -16,7 +16,8 @@ from serverless_gpu.environment.restore.places import make_public, read_document
 from serverless_gpu.environment.restore.pythons import Python, find_python, keep, recall, trusted
 from serverless_gpu.environment.rules import check_snapshot
 from serverless_gpu.environment.stores.blobs import Blobs
-from serverless_gpu.errors import EnvironmentRejected
+from serverless_gpu.environment.stores.mending import mended
+from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentMissing, EnvironmentRejected
 
 FEW_BYTES = 128 * 1024
 """So much source is compiled by whoever imports it, in the time that a process takes to start."""
@@ -51,6 +52,10 @@ def prepare(snapshot: Snapshot, blobs: Blobs, cache: Cache, python: str, report:
         cache: of this node.
         python: an interpreter to try first, or "".
         report: how far it is.
+
+    Raises:
+        EnvironmentCorrupt, EnvironmentMissing: the store is altered, and that was removed; or it lacks something.
+        EnvironmentUnsupported, EnvironmentRejected, StorageError: as `restore`.
     """
     make_public(cache.root)
     answers = cache.root / "interpreters"
@@ -59,7 +64,10 @@ def prepare(snapshot: Snapshot, blobs: Blobs, cache: Cache, python: str, report:
     keep(answers, cache.boot)
     base = msgspec.structs.replace(base, note="; ".join(filter(None, (base.note, _glibc_note(snapshot)))))
     cache.register(snapshot)
-    ensured = cache.ensure(snapshot.addresses(), blobs, report, accept=_as_listed(snapshot))
+    try:
+        ensured = cache.ensure(snapshot.addresses(), blobs, report, accept=_as_listed(snapshot))
+    except (EnvironmentCorrupt, EnvironmentMissing) as error:
+        raise mended(error, blobs, snapshot.addresses()) from None
     return Prepared(snapshot=snapshot, base=base, ensured=ensured)
 
 

@@ -46,6 +46,7 @@ from serverless_gpu.environment.restore.trees import (
     read_ready,
 )
 from serverless_gpu.environment.stores.blobs import Blobs
+from serverless_gpu.environment.stores.mending import read_snapshot
 from serverless_gpu.errors import StorageError
 
 __all__ = [
@@ -142,7 +143,7 @@ def restore(
         snapshot = known_snapshot(cache, address)
         ready = read_ready(cache, snapshot, _way_for(snapshot, way).mode) if snapshot else None
         if snapshot is None or ready is None:
-            snapshot = snapshot or blobs.read_snapshot(address)
+            snapshot = snapshot or read_snapshot(blobs, address)
             prepared = prepare(snapshot, blobs, cache, python, report)
             ensured = prepared.ensured
             ready = _make(prepared, cache, _way_for(snapshot, way), report)

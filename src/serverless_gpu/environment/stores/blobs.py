@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import TypeVar
 
 import msgspec
@@ -205,9 +205,14 @@ class Blobs:
         """Return which of these packs a capture has to write, in the order asked."""
         return self._missing("packs", digests)
 
-    def has_snapshot(self, address: str) -> bool:
-        """Return whether a snapshot is there to stay: not if garbage collection has condemned it."""
-        return not self._missing("snapshots", (address,))
+    def remove(self, keys: Collection[str]) -> None:
+        """Remove objects that are not what their names say; from now on they count as missing.
+
+        Raises:
+            StoreUnavailable: the store does not let them be removed.
+        """
+        self.store.delete([check_key(key) for key in keys])
+        self._there -= set(keys)
 
     def find_snapshot(self, prefix: str) -> str:
         """Return the address of the one snapshot that starts so; lists the store, so it is for commands only.
@@ -256,7 +261,7 @@ class Blobs:
         except _Altered as error:
             raise EnvironmentCorrupt(
                 f"{what} in the store {self.store.url} is altered: {error}",
-                hint="look at the disk of the store, then capture the environment again with `sgpu env capture`",
+                hint="look at the disk of the store; a restore removes what is altered, and a capture sends it again",
             ) from None
 
     def _missing(self, kind: str, names: Iterable[str]) -> tuple[str, ...]:
