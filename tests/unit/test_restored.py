@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from serverless_gpu.environment.documents import Facts, Interpreter, Member, Root, make_snapshot
@@ -120,6 +121,22 @@ def test_what_was_deleted_is_not_there_even_if_it_was_made_again(tmp_path: Path,
     again = environment(tmp_path)  # which makes them
     assert not held.is_there() and not held.is_one_with(again) and again.is_there()
     assert again.misfit(Loaded(), held) == "what it was started in was deleted"
+
+
+def test_what_a_unit_brings_is_looked_up_in_it(tmp_path: Path) -> None:
+    old, new = environment(tmp_path), environment(tmp_path)
+    silent = msgspec.structs.replace(TOY, modules=())  # a snapshot may say so: its address does not cover it
+    old.snapshot = make_snapshot(PYTHON, (Root(kind="own", members=()), new.snapshot.roots[1]), Facts())
+    new.snapshot = make_snapshot(PYTHON, (Root(kind="own", members=(silent,)), new.snapshot.roots[1]), Facts())
+    site = tmp_path / "units" / "ab" / TOY.address / "site"
+    (site / "toy-1.0.dist-info").mkdir(parents=True)
+    for name in ("calendar.cpython-311-x86_64-linux-gnu.so", "numpy.txt"):
+        (site / name).touch()
+    assert new.misfit(Loaded(names=frozenset({"numpy", "toy-1"})), old) == ""
+    why = "toy 1.0 brings calendar, which it has loaded from elsewhere"
+    assert new.misfit(Loaded(names=frozenset({"calendar"})), old) == why
+    (site / "toy-1.0.dist-info" / "entry_points.txt").write_text("[torch.backends]\ntoy = toy:load\n")
+    assert new.misfit(Loaded(), old) == "toy 1.0 runs code when torch is imported"
 
 
 def test_links_have_an_interpreter_each(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ zygote and every stem that lives in it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
 from collections.abc import Collection, Mapping
@@ -15,9 +16,9 @@ from pathlib import Path
 
 import msgspec
 
-from serverless_gpu.environment.documents import Member, Snapshot
+from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.restore.assembly import moved
-from serverless_gpu.environment.restore.fitting import Loaded, changed_units, fits, row_of
+from serverless_gpu.environment.restore.fitting import Loaded, Units, changed_units, fits, row_of
 from serverless_gpu.environment.restore.restoring import Restored
 from serverless_gpu.node.protocol import Context, original, portable
 from serverless_gpu.units import format_bytes
@@ -26,6 +27,7 @@ _SHORT = 12
 _PATH_LISTS = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
 _PATHS = ("VIRTUAL_ENV", "PYTHONUSERBASE")
 _HOOK_MODULES = ("sitecustomize", "usercustomize")
+_TORCH_POINTS = b"[torch.backends]"  # entry points that `import torch` loads
 
 
 class RestoredEnvironment:
@@ -122,8 +124,13 @@ class RestoredEnvironment:
         if not older.is_there():  # and what it has loaded of it cannot be told any more
             return "what it was started in was deleted"
         changed = changed_units(older.snapshot, self.snapshot)
-        used = self._used(loaded, older, changed)
-        return fits(loaded, older.snapshot, self.snapshot, used, self._hooks(changed))
+        tops = {address: _tops(self._unit(address)) for address in changed}
+        units = Units(
+            used=self._used(loaded, older, tops),
+            hooks={address: when for address in changed if (when := _runs_code(self._unit(address), tops[address]))},
+            names={address: frozenset(map(_module_name, tops[address])) for address in changed},
+        )
+        return fits(loaded, older.snapshot, self.snapshot, units)
 
     def _needed(self) -> tuple[str, ...]:
         """Return the directories it consists of; a tree of links needs its units no more."""
@@ -133,23 +140,21 @@ class RestoredEnvironment:
         units = [str(self._unit(address)) for address in self.snapshot.addresses()]
         return (str(self.mounts[0]["at"]), *layers, *units)
 
-    def _used(self, loaded: Loaded, older: RestoredEnvironment, changed: Collection[str]) -> frozenset[str]:
-        """Return which of the changed units hold a file that was loaded."""
+    def _used(self, loaded: Loaded, older: RestoredEnvironment, tops: Mapping[str, Collection[str]]) -> frozenset[str]:
+        """Return which of the changed units, given with the tops of their files, hold a file that was loaded."""
         rows = [row for file in loaded.files if (row := row_of(older.snapshot, older.tree, file)) is not None]
         return frozenset(
             member.address
             for number, root in enumerate(older.snapshot.roots)
             for member in root.members
-            if member.address in changed
+            if member.address in tops
             and any(
-                row == number and _may_hold(member, path) and os.path.lexists(self._unit(member.address) / path)
+                row == number
+                and _top(path) in tops[member.address]  # looking at the disk costs more
+                and os.path.lexists(self._unit(member.address) / path)
                 for row, path in rows
             )
         )
-
-    def _hooks(self, changed: Collection[str]) -> frozenset[str]:
-        """Return which of the changed units have something that runs when an interpreter starts."""
-        return frozenset(address for address in changed if _runs_at_start(self._unit(address) / "site"))
 
     def _unit(self, address: str) -> Path:
         return self._units / address[:2] / address
@@ -163,15 +168,35 @@ def _identity(directory: str) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-def _may_hold(member: Member, path: str) -> bool:
-    """Return whether a unit may have a file, by its top-level names: looking at the disk costs more."""
-    top = path.split("/")[1]
-    return not member.modules or top in member.modules or top.partition(".")[0] in member.modules
+def _tops(unit: Path) -> frozenset[str]:
+    """Return what a unit has at the top of its areas, as paths of rows."""
+    found: list[str] = []
+    for area in ("site", "prefix"):
+        with contextlib.suppress(FileNotFoundError):
+            found += [f"{area}/{name}" for name in os.listdir(unit / area)]
+    return frozenset(found)
 
 
-def _runs_at_start(site: Path) -> bool:
-    try:
-        names = os.listdir(site)
-    except FileNotFoundError:
-        return False
-    return any(name.endswith(".pth") or name.partition(".")[0] in _HOOK_MODULES for name in names)
+def _top(path: str) -> str:
+    return "/".join(path.split("/", 2)[:2])
+
+
+def _module_name(top: str) -> str:
+    """Return what can be imported from an entry at the top of a unit, or ""."""
+    area, _, name = top.partition("/")
+    stem, _, ending = name.partition(".")
+    is_module = not ending or ending.endswith(("py", "pyc", "so"))
+    return stem if area == "site" and is_module else ""
+
+
+def _runs_code(unit: Path, tops: Collection[str]) -> str:
+    """Return when code of a unit runs without being imported by anybody, or ""."""
+    names = [top.partition("/")[2] for top in tops if top.startswith("site/")]
+    if any(name.endswith(".pth") or name.partition(".")[0] in _HOOK_MODULES for name in names):
+        return "an interpreter starts"
+    for name in names:
+        if name.endswith((".dist-info", ".egg-info")):
+            with contextlib.suppress(OSError):
+                if _TORCH_POINTS in (unit / "site" / name / "entry_points.txt").read_bytes():
+                    return "torch is imported"
+    return ""

@@ -8,16 +8,19 @@ What an interpreter has imported stays in it. So it fits an environment that has
 which no other unit provides a name it imported, and whose start-up would have run the same code. What it never
 imported may change, come and go: modules and metadata are looked up when they are asked for.
 
-Lives here: the decision. Must not: look at files, or know where units lie (`used` and `hooks` say what was seen there).
+What a snapshot says of its units beside their addresses (names, modules) is for people: addresses do not cover it.
+
+Lives here: the decision. Must not: look at files, or know where units lie (`Units` says what was seen there).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 import msgspec
 
 from serverless_gpu.environment.documents import Member, Root, Snapshot
+from serverless_gpu.environment.restore.assembly import library_name
 
 
 class Loaded(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,15 +35,28 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
     files: frozenset[str] = frozenset()
 
 
-def fits(loaded: Loaded, old: Snapshot, new: Snapshot, used: Collection[str], hooks: Collection[str]) -> str:
+class Units(msgspec.Struct, frozen=True, kw_only=True):
+    """What was seen in the units that only one of two environments has, by their addresses.
+
+    Attributes:
+        used: those of the old one that hold a file that was loaded.
+        hooks: those whose code runs by itself, and when.
+        names: what can be imported from each.
+    """
+
+    used: Collection[str] = ()
+    hooks: Mapping[str, str] = {}
+    names: Mapping[str, Collection[str]] = {}
+
+
+def fits(loaded: Loaded, old: Snapshot, new: Snapshot, units: Units) -> str:
     """Return why an interpreter of one environment cannot be used for another, or "" when it can.
 
     Args:
         loaded: what it has imported.
         old: the environment it was started in.
         new: the other one.
-        used: addresses of units of the old one that hold a file it loaded.
-        hooks: addresses of units, of either, whose code runs when an interpreter starts.
+        units: what was seen in the units that differ.
     """
     mine, theirs = old.interpreter, new.interpreter
     if (mine.implementation, mine.abi, mine.platform, mine.minor) != (
@@ -53,7 +69,7 @@ def fits(loaded: Loaded, old: Snapshot, new: Snapshot, used: Collection[str], ho
     if [_shape(root) for root in old.roots] != [_shape(root) for root in new.roots]:
         return "other directories are on its path"
     for before, after in zip(old.roots, new.roots, strict=True):
-        problem = _root_problem(loaded, before, after, used, hooks)
+        problem = _root_problem(loaded, before, after, units)
         if problem:
             return problem
     return ""
@@ -78,7 +94,7 @@ def row_of(snapshot: Snapshot, tree: str, file: str) -> tuple[int, str] | None:
     """
     if not file.startswith(f"{tree}/"):
         return None
-    library = f"lib/python{snapshot.interpreter.minor}/site-packages/"
+    library = f"lib/{library_name(snapshot.interpreter)}/site-packages/"
     inner = file[len(tree) + 1 :]
     first, _, rest = inner.partition("/")
     number, _, below = rest.partition("/")
@@ -96,20 +112,20 @@ def _shape(root: Root) -> tuple[str, bool]:
     return root.kind, root.before
 
 
-def _root_problem(loaded: Loaded, old: Root, new: Root, used: Collection[str], hooks: Collection[str]) -> str:
+def _root_problem(loaded: Loaded, old: Root, new: Root, units: Units) -> str:
     gone, come = _difference(old, new)
     if old.generated != new.generated:
         names = sorted({file.path for file in set(old.generated) ^ set(new.generated)})
         return f"{names[0].partition('/')[2]} is another one"
     for member in gone:
-        if member.address in used:
+        if member.address in units.used:
             return f"{_text(member)}, which it has loaded, {_fate(member, come)}"
     for member in (*gone, *come):
-        if member.address in hooks:
-            return f"{_text(member)} runs code when an interpreter starts"
+        if member.address in units.hooks:
+            return f"{_text(member)} runs code when {units.hooks[member.address]}"
     for member in come:
         # Code of the project's own is compared by file, name by name: the caller says what it imports from there.
-        taken = sorted(loaded.names.intersection(member.modules)) if member.kind != "code" else []
+        taken = sorted(loaded.names.intersection(units.names[member.address])) if new.kind != "code" else []
         if taken:
             return f"{_text(member)} brings {taken[0]}, which it has loaded from elsewhere"
     return ""
