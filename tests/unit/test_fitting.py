@@ -125,3 +125,10 @@ def test_what_a_unit_brings_is_what_is_in_it_whatever_the_snapshot_says() -> Non
     shadow = newer(TOY, name="", kind="unowned", modules=())
     why = asked(snapshot(NUMPY, TOY, shadow), names={shadow.address: {"numpy"}})
     assert why == "what no distribution owns brings numpy, which it has loaded from elsewhere"
+
+
+def test_libraries_that_are_not_known_may_be_any() -> None:
+    unknown = msgspec.structs.replace(LOADED, libraries_known=False)
+    assert fits(unknown, OLD, snapshot(NUMPY), Units()) == (
+        "it is not known which libraries the warm interpreter has loaded"
+    )

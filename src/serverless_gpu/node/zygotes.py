@@ -241,9 +241,10 @@ class Zygote:
         tree = "" if self.environment is None else self.environment.tree
         self._stamps = {file: stamp(file) for file in files if not tree or not file.startswith(f"{tree}/")}
         if self.environment is not None:
-            libraries = inside.strings(ready, "libraries")
+            known = ready.get("libraries") is not None
+            libraries = inside.strings(ready, "libraries") if known else []
             names = inside.strings(ready, "names")
-            self.loaded = Loaded(names=frozenset(names), files=frozenset({*files, *libraries}))
+            self.loaded = Loaded(names=frozenset(names), files=frozenset({*files, *libraries}), libraries_known=known)
 
     def stale(self) -> str | None:
         """Return the first loaded file that changed since, or None."""

@@ -29,10 +29,12 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         names: top-level modules it imported, also those of the standard library.
         files: files of its modules and libraries, absolute.
+        libraries_known: whether the libraries are among them: not where the system does not say.
     """
 
     names: frozenset[str] = frozenset()
     files: frozenset[str] = frozenset()
+    libraries_known: bool = True
 
 
 class Units(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,6 +68,8 @@ def fits(loaded: Loaded, old: Snapshot, new: Snapshot, units: Units) -> str:
         theirs.minor,
     ):
         return f"its interpreter is {theirs.implementation} {theirs.version}, the warm one {mine.version}"
+    if not loaded.libraries_known:
+        return "it is not known which libraries the warm interpreter has loaded"
     if [_shape(root) for root in old.roots] != [_shape(root) for root in new.roots]:
         return "other directories are on its path"
     for before, after in zip(old.roots, new.roots, strict=True):

@@ -170,11 +170,16 @@ def _names() -> list[str]:
     return sorted({name.partition(".")[0] for name in list(sys.modules)})
 
 
-def _libraries() -> list[str]:
-    """Return the files that are mapped into this process: shared libraries are loaded behind Python's back, too."""
-    with contextlib.suppress(OSError), open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as file:
-        return sorted({line.split(None, 5)[5].rstrip("\n") for line in file if line.count("/")} - {""})
-    return []
+def _libraries(maps: str = "/proc/self/maps") -> list[str] | None:
+    """Return the files that are mapped into this process: shared libraries are loaded behind Python's back, too.
+
+    None where that cannot be known.
+    """
+    try:
+        with open(maps, encoding="utf-8", errors="surrogateescape") as file:
+            return sorted({line.split(None, 5)[5].rstrip("\n") for line in file if line.count("/")} - {""})
+    except OSError:
+        return None
 
 
 def _module_files() -> list[str]:
