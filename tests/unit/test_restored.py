@@ -36,6 +36,7 @@ def environment(directory: Path, mode: str = "overlay", **facts: object) -> Rest
     }
     roots = (Root(kind="own", members=(TOY,)), Root(kind="code", members=(), before=True))
     snapshot = make_snapshot(PYTHON, roots, Facts(**facts))  # type: ignore[arg-type]  # written down by hand
+    (directory / "trees" / snapshot.address / "overlay").mkdir(parents=True, exist_ok=True)
     restored = Restored(
         address=snapshot.address,
         tree="/view",

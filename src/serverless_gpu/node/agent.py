@@ -282,7 +282,7 @@ class Agent:
                 failed=lambda reason, message: supervisor.give_problem(message, reason),
                 told=supervisor.tell,
             )
-            self._environments.have(launch.environment, launch.context.environ, waiter)
+            self._environments.have(launch.environment, launch.context.environ, waiter, self._zygotes.is_entered)
         self._refill_ns = asked_ns + int(_REFILL_S * 1e9)
 
     def _give_stem(
@@ -323,7 +323,7 @@ class Agent:
             warm()
             return
         waiter = Waiter(ready=warm, failed=lambda _reason, _message: None, told=lambda _sentence: None)
-        self._environments.have(wanted, context.environ, waiter)
+        self._environments.have(wanted, context.environ, waiter, self._zygotes.is_entered)
 
     def _keep_warm(self, launch: protocol.Launch, keeper: Supervised) -> None:
         """Have an interpreter ready for the first run of a session, and keep it as long as the session."""

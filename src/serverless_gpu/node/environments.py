@@ -7,7 +7,8 @@ The last few stay locked here, so that no collection takes away what the next ca
 of their own. Nothing here blocks.
 
 Failure cases: the restoring process dies (another one is asked again, once for each environment); it fails (everybody
-who waits is told the reason, and the next run tries again); what was restored is gone (restored again).
+who waits is told the reason, and the next run tries again); what was restored is gone (restored again); a rank has
+changed it, which links make possible (the restoring process is asked before each start then, and makes it again).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from serverless_gpu.environment.questions import store_variables
+from serverless_gpu.environment.restore.places import LINKED
 from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentMissing, StorageError
 from serverless_gpu.model.attempt import Reason
 from serverless_gpu.node.home import Home
@@ -96,17 +98,18 @@ class Environments:
         )
         return (*known, *coming)
 
-    def have(self, wanted: Wanted, environ: Mapping[str, str], waiter: Waiter) -> None:
+    def have(self, wanted: Wanted, environ: Mapping[str, str], waiter: Waiter, entered: Callable[[str], bool]) -> None:
         """Have an environment, now or as soon as it is restored.
 
         Args:
             wanted: which.
             environ: the caller's variables, for the store.
             waiter: told what becomes of it.
+            entered: whether an interpreter is in the snapshot of an address already.
         """
-        known = self._known.pop(wanted, None)
-        if known is not None and known.is_there():
-            self._known[wanted] = known
+        known = self._known.get(wanted)
+        if known is not None and known.is_there() and not self._may_have_changed(known, entered):
+            self._known[wanted] = self._known.pop(wanted)
             waiter.ready(known, False)
             return
         work = self._work.get(wanted)
@@ -132,6 +135,12 @@ class Environments:
             with contextlib.suppress(OSError):  # it has died, which is heard
                 self._number += 1
                 send(self._channel, Finish(number=self._number, snapshot=self._unfinished.pop()))
+
+    def _may_have_changed(self, known: RestoredEnvironment, entered: Callable[[str], bool]) -> bool:
+        """Return whether it is to be looked at before a start: ranks can write to files that links lead to."""
+        if known.mode == "overlay" and entered(known.address):
+            return False
+        return os.path.lexists(self._home.environments / LINKED)
 
     def _ask(self, work: _Work) -> None:
         try:
@@ -195,12 +204,23 @@ class Environments:
 
     def _finish(self, work: _Work, environment: RestoredEnvironment) -> None:
         self._work.pop(work.want.wanted)
+        known = self._known.pop(work.want.wanted, None)
+        fetched = known is None or not known.is_one_with(environment)
+        if known is not None and not fetched:
+            environment = known  # it was looked at, and is as it was
+        else:
+            self._unfinished.add(environment.address)
+        if environment.mended:
+            self._tell(f"environment {environment.short}: {environment.mended}")
         self._known[work.want.wanted] = environment
-        self._unfinished.add(environment.address)
         while len(self._known) > KEPT_MAX:
             self._known.pop(next(iter(self._known)))
         for waiter in work.waiters:
-            waiter.ready(environment, True)
+            waiter.ready(environment, fetched)
+
+    def _tell(self, sentence: str) -> None:
+        with contextlib.suppress(OSError):  # the log's disk is full
+            os.write(self._log, f"{sentence}\n".encode())
 
     def _fail(self, work: _Work, reason: Reason, message: str) -> None:
         self._work.pop(work.want.wanted, None)

@@ -46,6 +46,7 @@ class RestoredEnvironment:
         self.mode = restored.mode
         self.tree = restored.tree
         self.python = restored.python
+        self.mended = restored.mended
         self.fds = (lock,)
         self.mounts: tuple[Mapping[str, object], ...] = tuple(
             {"at": mount.at, "layers": list(mount.layers), "directory": mount.directory} for mount in restored.mounts
@@ -86,6 +87,8 @@ class RestoredEnvironment:
             parts.append(f"{self._restored.units_fetched} fetched ({format_bytes(self._restored.fetched_bytes)})")
         if self._restored.note:
             parts.append(self._restored.note)
+        if fetched and self.mended:
+            parts.append(self.mended)
         return ", ".join(parts)
 
     def context(self, caller: Context) -> Context:
@@ -136,7 +139,8 @@ class RestoredEnvironment:
         """Return the directories it consists of; a tree of links needs its units no more."""
         if not self.mounts:
             return (self.tree,)
-        layers = [str(mount["directory"]) for mount in self.mounts]
+        made = self._units.parent / "trees" / self.address / "overlay"
+        layers = [str(made), *(str(mount["directory"]) for mount in self.mounts)]
         units = [str(self._unit(address)) for address in self.snapshot.addresses()]
         return (str(self.mounts[0]["at"]), *layers, *units)
 

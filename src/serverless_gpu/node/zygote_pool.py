@@ -134,6 +134,10 @@ class ZygotePool:
 
         zygote.take_stem(take, fail)
 
+    def is_entered(self, snapshot: str) -> bool:
+        """Return whether an interpreter is in a restored environment, or starting there."""
+        return any(key.environment == snapshot for key in self._zygotes)
+
     def refill(self) -> None:
         """Have a stem of each zygote standing by."""
         for zygote in self._zygotes.values():
@@ -190,7 +194,7 @@ class ZygotePool:
         """Let go of the zygote of a key that sees directories that were deleted; those made since are others."""
         zygote = self._zygotes.get(key)
         if zygote is not None and not zygote.lives_in(environment):
-            self._discard(key, "its environment was deleted, and restored again")
+            self._discard(key, "its environment was restored again")
 
     def _move_one(self, key: Key, environment: RestoredEnvironment) -> None:
         """Have a zygote of another environment go on in this one, if there is one that can; remember why not."""

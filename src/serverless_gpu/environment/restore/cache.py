@@ -32,6 +32,7 @@ from serverless_gpu.environment.progress import Report, nobody
 from serverless_gpu.environment.restore import evicting
 from serverless_gpu.environment.restore.disks import full, total_bytes
 from serverless_gpu.environment.restore.evicting import LOCK_WAIT_S, evicting_lock
+from serverless_gpu.environment.restore.exposure import expose
 from serverless_gpu.environment.restore.fetching import WAIT_S, Fetch, moved_bytes, room
 from serverless_gpu.environment.restore.inspection import damage, drop_bytecode
 from serverless_gpu.environment.restore.locking import lock, locked
@@ -171,7 +172,7 @@ class Cache(Places):
             if not wrong:
                 return ""
             place = self.unit(address)
-            self._forget_trees_of(address)
+            self.forget_made_of(address)
             try:
                 fetch = Fetch(
                     self, blobs, clock=self.clock, make_space=partial(self.make_space, keep=[address]), report=report
@@ -296,8 +297,16 @@ class Cache(Places):
             return "its rows are not what its address says"
         return damage(self.unit(address), unit.rows, read=read)
 
-    def _forget_trees_of(self, address: str) -> None:
-        """Have trees of links to a damaged unit made again for whoever comes next."""
+    def expose(self, addresses: Iterable[str]) -> None:
+        """Note that links to the files of units were made until now; the caller is the only one who does."""
+        for address in addresses:
+            expose(self.unit(address))
+        self.linked.touch()
+
+    def forget_made_of(self, address: str) -> None:
+        """Have what was made of a damaged unit made again for whoever comes next."""
         for environment in evicting.environments(self):
             if address in environment.units:
-                (self.environment(environment.address) / "tree.ready").unlink(missing_ok=True)
+                place = self.environment(environment.address)
+                (place / "tree.ready").unlink(missing_ok=True)
+                (place / "overlay" / "ready").unlink(missing_ok=True)

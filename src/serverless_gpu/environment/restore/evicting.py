@@ -17,6 +17,7 @@ from pathlib import Path
 from serverless_gpu.environment.restore.eviction import CachedEnvironment, CachedUnit, Step, plan
 from serverless_gpu.environment.restore.locking import locked, try_lock
 from serverless_gpu.environment.restore.places import Places, delete, put_aside, read_document
+from serverless_gpu.environment.restore.sharing import sweep_layers
 
 LOCK_WAIT_S = 60.0
 _ADDRESS = re.compile(r"[0-9a-f]{64}")
@@ -43,6 +44,8 @@ def evict(places: Places, excess: int, keep: Collection[str] = ()) -> int:
             freed += step.size if aside and aside[-1].parent.parent == places.units else 0
     for directory in gone:
         delete(directory)
+    if gone:
+        sweep_layers(places)
     return freed
 
 

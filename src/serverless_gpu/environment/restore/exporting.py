@@ -20,6 +20,7 @@ from serverless_gpu.environment.progress import Report, nobody
 from serverless_gpu.environment.restore.assembly import Part, Place
 from serverless_gpu.environment.restore.cache import Cache
 from serverless_gpu.environment.restore.disks import free_bytes, full, is_full, occupied_bytes
+from serverless_gpu.environment.restore.exposure import linking
 from serverless_gpu.environment.restore.linking import Linked, Source, fill
 from serverless_gpu.environment.restore.locking import locked
 from serverless_gpu.environment.restore.places import delete, make_public
@@ -148,7 +149,10 @@ def _make(prepared: Prepared, cache: Cache, target: Path, *, copies: bool) -> Li
     fresh = target.with_name(f".{target.name}.new-{os.urandom(4).hex()}")
     try:
         make_public(fresh)
-        linked = fill(fresh, [_source(part, snapshot, cache, copies=copies) for part in parts])
+        with linking(cache):
+            linked = fill(fresh, [_source(part, snapshot, cache, copies=copies) for part in parts])
+            if linked.linked:
+                cache.expose(snapshot.addresses())
         _write_activate(fresh, target)
         fresh.rename(target)  # in place of an empty directory, too
     except BaseException:

@@ -1,7 +1,8 @@
 """Whether a unit on the disk is what its rows say: by what the file system says of each file, or by reading them all.
 
 An ordinary write changes a file's time, and the time of every file of a unit is the same; a failing disk, or somebody
-who sets the time back, is found by reading. Bytecode beside the sources is the only thing that may have been added.
+who sets the time back, is found by reading. Only bytecode beside the sources, and what `sharing.py` adds, may have come
+since.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from serverless_gpu.environment.documents import Row
+from serverless_gpu.environment.restore.sharing import is_added
 from serverless_gpu.environment.restore.unpacking import MTIME_S
 
 _THREADS = 2
@@ -89,6 +91,8 @@ def _difference(directory: Path, path: str, status: os.stat_result, row: Row) ->
 def _surplus(path: str, status: os.stat_result, directories: set[str]) -> str:
     if stat.S_ISDIR(status.st_mode) and (path in directories or path.endswith("/__pycache__")):
         return ""
+    if stat.S_ISREG(status.st_mode) and is_added(path):
+        return "" if status.st_mtime_ns == MTIME_S * 10**9 else "was written to"
     return "" if stat.S_ISREG(status.st_mode) and _is_bytecode(path) else "does not belong there"
 
 

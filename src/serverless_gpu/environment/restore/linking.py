@@ -36,17 +36,29 @@ _COPY_BYTES = 8 * 1024 * 1024
 
 
 class Linked(msgspec.Struct, frozen=True, kw_only=True):
-    """How files came into a tree: by links, by copies, and why the first copy was needed."""
+    """How files came into a tree: by links, by copies, and why the first copy was needed.
+
+    Attributes:
+        copies: paths of the copied files.
+        directories: paths of all directories of the tree.
+    """
 
     linked: int = 0
-    copied: int = 0
     why_copied: str = ""
+    copies: tuple[str, ...] = ()
+    directories: tuple[str, ...] = ()
+
+    @property
+    def copied(self) -> int:
+        """Return how many files are copies."""
+        return len(self.copies)
 
     def __add__(self, other: Linked) -> Linked:
         return Linked(
             linked=self.linked + other.linked,
-            copied=self.copied + other.copied,
             why_copied=self.why_copied or other.why_copied,
+            copies=self.copies + other.copies,
+            directories=self.directories + other.directories,
         )
 
 
@@ -73,10 +85,10 @@ def fill(tree: Path, sources: Sequence[Source]) -> Linked:
         tree: an empty directory.
         sources: its parts, outer ones first.
     """
-    for source in sources:
-        write_generated(tree / source.part.at, source.part)
-    folders: list[_Folder] = []
     made = {str(tree)}
+    for source in sources:
+        write_generated(tree / source.part.at, source.part, made)
+    folders: list[_Folder] = []
     for source in sources:
         target = str(tree / source.part.at)
         _make_directory(target, made)
@@ -88,17 +100,18 @@ def fill(tree: Path, sources: Sequence[Source]) -> Linked:
         for name in folder.links:
             with contextlib.suppress(FileExistsError):
                 os.symlink(os.readlink(os.path.join(folder.source, name)), os.path.join(folder.target, name))
-    return sum(results, Linked())
+    return sum(results, Linked(directories=tuple(made)))
 
 
-def write_generated(directory: Path, part: Part) -> None:
+def write_generated(directory: Path, part: Part, made: set[str] | None = None) -> None:
     """Write the generated files, links and directories of a part.
 
     Args:
         directory: made when needed; nothing in it is replaced.
         part: what to write.
+        made: directories that are known to be there; those made here are added.
     """
-    made: set[str] = set()
+    made = set() if made is None else made
     for below in ("", *part.directories):
         _make_directory(os.path.join(directory, below) if below else str(directory), made)
     for path, content in part.files.items():
@@ -161,7 +174,8 @@ def _batches(folders: Iterable[_Folder]) -> Iterator[list[_Folder]]:
 
 
 def _fill_folders(folders: Sequence[_Folder]) -> Linked:
-    linked = copied = 0
+    linked = 0
+    copies: list[str] = []
     why = ""
     for folder in folders:
         if not folder.files:
@@ -174,12 +188,12 @@ def _fill_folders(folders: Sequence[_Folder]) -> Linked:
                 if not refusal:
                     linked += 1
                 elif refusal is not _THERE and _copy(name, source, target, writable=folder.copies):
-                    copied += 1
+                    copies.append(f"{folder.target}/{name}")
                     why = why or refusal
         finally:
             os.close(source)
             os.close(target)
-    return Linked(linked=linked, copied=copied, why_copied=why)
+    return Linked(linked=linked, why_copied=why, copies=tuple(copies))
 
 
 _THERE = "there is one"

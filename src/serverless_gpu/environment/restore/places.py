@@ -6,6 +6,8 @@
     */.old-*                replaced or evicted, not deleted yet because somebody may look at it
     locks/<address>         shared by all who use the environment · <address>.making · units/<address> · evicting
     interpreters            what those of this machine have said they are
+    layers/                 short names of units' directories, for mounts (sharing.py)
+    linked                  there if somebody may have links to files of units (exposure.py)
     view                    where overlays are mounted, in the namespaces of those who use them
 
 What has no dot at its front is whole: it came there by a rename. Nothing in a cache is written to the disk before it is
@@ -23,6 +25,8 @@ from typing import TypeVar
 
 import msgspec
 
+LINKED = "linked"
+"""Below the root: links lead to files of units, so these are looked at before each use."""
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
 
@@ -56,6 +60,8 @@ class Places:
         self.trees = root / "trees"
         self.locks = root / "locks"
         self.view = root / "view"
+        self.linked = root / LINKED
+        self.layers = root / "layers"
 
     def unit(self, address: str) -> Path:
         """Return where a unit is, or would be."""
@@ -137,7 +143,12 @@ def put_aside(directory: Path) -> Path:
 def delete(directory: Path) -> None:
     """Delete a directory with everything in it; what somebody else deletes at the same time is no error."""
     with contextlib.suppress(FileNotFoundError):
-        shutil.rmtree(directory)
+        try:
+            shutil.rmtree(directory)
+        except PermissionError:  # trees of links cannot be written, also not by their owner
+            for here, _, _ in os.walk(directory):
+                os.chmod(here, 0o700)
+            shutil.rmtree(directory)
 
 
 def write_to_disk(directory: Path) -> None:

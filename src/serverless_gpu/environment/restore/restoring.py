@@ -32,6 +32,7 @@ from serverless_gpu.environment.restore.cache import Cache, Ensured
 from serverless_gpu.environment.restore.disks import full, is_full, occupied_bytes
 from serverless_gpu.environment.restore.exporting import Exported, Order, export
 from serverless_gpu.environment.restore.locking import locked
+from serverless_gpu.environment.restore.mending import mend_units, said
 from serverless_gpu.environment.restore.preparing import Prepared, compile_loaded, known_snapshot, prepare
 from serverless_gpu.environment.restore.pythons import ask, find_python
 from serverless_gpu.environment.restore.trees import (
@@ -39,11 +40,13 @@ from serverless_gpu.environment.restore.trees import (
     MAKING_S_MAX,
     Mount,
     Ready,
+    forget_links,
     link_bytecode,
     make_links,
     make_overlay,
     most_layers,
     read_ready,
+    tree_change,
 )
 from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.environment.stores.mending import read_snapshot
@@ -94,6 +97,7 @@ class Restored(msgspec.Struct, frozen=True, kw_only=True):
         units_fetched: how many units.
         ms: how long it took.
         note: what is different from where it was captured, or "".
+        mended: what a run had changed in it, and was put right by this call, a sentence, or "".
     """
 
     address: str
@@ -109,6 +113,7 @@ class Restored(msgspec.Struct, frozen=True, kw_only=True):
     units_fetched: int = 0
     ms: int = 0
     note: str = ""
+    mended: str = ""
 
 
 def restore(
@@ -140,10 +145,14 @@ def restore(
     holding = cache.hold(address)
     try:
         ensured = Ensured(directories={})
-        snapshot = known_snapshot(cache, address)
-        ready = read_ready(cache, snapshot, _way_for(snapshot, way).mode) if snapshot else None
-        if snapshot is None or ready is None:
-            snapshot = snapshot or read_snapshot(blobs, address)
+        snapshot = known_snapshot(cache, address) or read_snapshot(blobs, address)
+        changes = mend_units(snapshot, blobs, cache, report)
+        ready = read_ready(cache, snapshot, _way_for(snapshot, way).mode)
+        if ready is not None and not ready.mounts and (what := tree_change(snapshot, cache, ready)):
+            changes += (what,)
+            forget_links(snapshot, cache)
+            ready = None
+        if ready is None:
             prepared = prepare(snapshot, blobs, cache, python, report)
             ensured = prepared.ensured
             ready = _make(prepared, cache, _way_for(snapshot, way), report)
@@ -154,7 +163,8 @@ def restore(
     finally:
         os.close(holding)
     ms = (cache.clock.boottime_ns() - began_ns) // 1_000_000
-    return _restored(snapshot, cache, ready, _way_for(snapshot, way), ensured, ms)
+    restored = _restored(snapshot, cache, ready, _way_for(snapshot, way), ensured, ms)
+    return msgspec.structs.replace(restored, mended=said(changes))
 
 
 def compile_rest(address: str, cache: Cache, *, report: Report = nobody) -> int:

@@ -1,16 +1,14 @@
 """What restore makes of a snapshot and keeps: layers of an overlay, or a tree of links; and whether it is still good.
 
-    trees/<address>/overlay/layers/0 → ../parts/0 · 1 → units/…/site · …   short names, see mounts.py
     trees/<address>/overlay/parts/<n>/                                       generated files of each mount
     trees/<address>/overlay/ready                                            what `read_ready` returns
-    trees/<address>/tree/ · tree.ready                                       the same with links
+    trees/<address>/tree/ · tree.ready · tree.watched                        the same with links; what it was then
 
 Overlays are mounted at the view, one place for all environments: every process has its own mounts, and paths in
 tracebacks are the same for all.
 
 What was made is used again in the same boot of the machine, as long as its interpreter has not changed and its units
-are there; a tree of links also only while nobody has installed anything into it, which shows in the times of its
-directories."""
+are there; a tree of links also only while nobody has changed it (`tree_change`)."""
 
 from __future__ import annotations
 
@@ -24,9 +22,12 @@ import msgspec
 from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.restore.assembly import Part, Place, assemble, site_of
 from serverless_gpu.environment.restore.cache import Cache
+from serverless_gpu.environment.restore.exposure import linking
 from serverless_gpu.environment.restore.linking import Source, fill, link_new, write_generated
 from serverless_gpu.environment.restore.places import delete, exchange, make_public, read_document, write_document
 from serverless_gpu.environment.restore.pythons import Python
+from serverless_gpu.environment.restore.sharing import Sharing, make_layers
+from serverless_gpu.environment.restore.watching import Watched, change, watch
 
 LAYERS_MAX = 480
 """The kernel takes 500 layers; some are ours."""
@@ -59,7 +60,6 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True):
         boot: of this machine, when it was made.
         mounts: for an overlay.
         note: what is different from where it was captured.
-        times: of directories that change when somebody installs something.
     """
 
     tree: str
@@ -68,7 +68,6 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True):
     boot: str
     mounts: tuple[Mount, ...] = ()
     note: str = ""
-    times: dict[str, int] = {}
 
 
 def most_layers(snapshot: Snapshot) -> int:
@@ -86,7 +85,6 @@ def read_ready(cache: Cache, snapshot: Snapshot, mode: str) -> Ready | None:
         return None  # the whole cache was moved
     try:
         same = ready.stamp == _stamp(ready.base)
-        same = same and all(os.stat(path).st_mtime_ns == time for path, time in ready.times.items())
         for address in snapshot.addresses():
             os.stat(cache.unit(address))
         for mount in ready.mounts:
@@ -109,22 +107,19 @@ def make_overlay(snapshot: Snapshot, cache: Cache, base: Python) -> Ready:
 
 def _write_layers(snapshot: Snapshot, cache: Cache, base: Python, fresh: Path) -> Ready:
     final, _ = _overlay(cache, snapshot)
-    layers = fresh / "layers"
-    for directory in (fresh, layers, fresh / "parts", fresh / "empty", cache.view):
+    for directory in (fresh, fresh / "parts", cache.view):
         make_public(directory)
-    (layers / "e").symlink_to("../empty")
+    make_layers(cache)
+    sharing = Sharing(cache)
     mounts: list[Mount] = []
-    count = 0
-    for part in _assemble(snapshot, cache, base, str(cache.view)):
-        write_generated(fresh / "parts" / str(len(mounts)), part)
-        targets = [f"../parts/{len(mounts)}", *(str(path) for path in _directories(cache, part))]
-        names = [str(count + index) for index in range(len(targets))]
-        count += len(targets)
-        for name, target in zip(names, targets, strict=True):
-            (layers / name).symlink_to(target)
+    for part in _assemble(snapshot, cache, base, str(cache.view), add=True):
+        number = len(mounts)
+        write_generated(fresh / "parts" / str(number), part)
+        own = os.path.relpath(final / "parts" / str(number), cache.layers)
+        names = (own, *(sharing.layer(address, part.area) for address in part.units))
         at = f"{cache.view}/{part.at}" if part.at else str(cache.view)
         more = ("e",) if len(names) == 1 else ()  # an overlay of one layer is refused
-        mounts.append(Mount(at=at, layers=(*names, *more), directory=str(final / "layers")))
+        mounts.append(Mount(at=at, layers=(*names, *more), directory=str(cache.layers)))
     ready = _ready(cache, base, str(cache.view), mounts=tuple(mounts))
     write_document(fresh / "ready", ready)
     return ready
@@ -137,25 +132,55 @@ def make_links(snapshot: Snapshot, cache: Cache, base: Python) -> Ready:
     parts = _assemble(snapshot, cache, base, str(final))
     with _fresh(final) as fresh:
         make_public(fresh)
-        linked = fill(fresh, [Source(_with_bytecode_room(part), _directories(cache, part)) for part in parts])
+        with linking(cache):
+            linked = fill(fresh, [Source(_with_bytecode_room(part), _directories(cache, part)) for part in parts])
+            cache.expose(snapshot.addresses())
+        for path in linked.directories:
+            os.chmod(path, 0o555)
+        own = [os.path.join(part.at, path) for part in parts for path in part.files]
+        own += [os.path.relpath(path, fresh) for path in linked.copies]
+        watched = watch(fresh, [path[len(str(fresh)) + 1 :] for path in linked.directories], own)
         _publish(cache, snapshot, fresh, final)
-    watched = [final, final / "bin", *(final / part.at for part in parts if part.area == "site")]
-    ready = _ready(
-        cache,
-        base,
-        str(final),
-        copied=f"{linked.copied} files were copied, not linked: {linked.why_copied}" if linked.copied else "",
-        times={str(path): path.stat().st_mtime_ns for path in watched},
-    )
+    copied = f"{linked.copied} files were copied, not linked: {linked.why_copied}" if linked.copied else ""
+    ready = _ready(cache, base, str(final), copied=copied)
+    write_document(_watched(cache, snapshot), watched)
     write_document(name, ready)
     return ready
 
 
+def tree_change(snapshot: Snapshot, cache: Cache, ready: Ready) -> str:
+    """Return what somebody has changed in a tree of links, or ""; files of units are not looked at."""
+    tree, _ = _links(cache, snapshot)
+    watched = read_document(_watched(cache, snapshot), Watched)
+    if watched is None:
+        return "what it was made of is not known"
+
+    def parts() -> Sequence[Part]:
+        place = Place(tree=ready.tree, base=ready.base, version="")
+        outlines = {address: cache.outline(address) for address in snapshot.addresses()}
+        return [_with_bytecode_room(part) for part in assemble(snapshot, outlines, place)]
+
+    return change(tree, watched, parts, lambda part: _directories(cache, part))
+
+
+def forget_links(snapshot: Snapshot, cache: Cache) -> None:
+    """Have a tree of links made again for whoever comes next."""
+    _links(cache, snapshot)[1].unlink(missing_ok=True)
+
+
 def link_bytecode(snapshot: Snapshot, cache: Cache) -> None:
     """Link bytecode that came to the units since into a tree of links."""
-    if read_ready(cache, snapshot, "links") is None:
+    ready = read_ready(cache, snapshot, "links")
+    if ready is None:
         return
+    with linking(cache):
+        if not tree_change(snapshot, cache, ready):
+            _link_bytecode(snapshot, cache)
+
+
+def _link_bytecode(snapshot: Snapshot, cache: Cache) -> None:
     tree, _ = _links(cache, snapshot)
+    moved: list[str] = []
     for number, root in enumerate(snapshot.roots):
         for member in root.members:
             unit = cache.unit(member.address)
@@ -167,17 +192,41 @@ def link_bytecode(snapshot: Snapshot, cache: Cache) -> None:
             for folder in folders:
                 source = unit / folder / "__pycache__"
                 if source.is_dir() and not source.is_symlink():
-                    link_new(source, tree / site_of(snapshot, number) / folder[len("site/") :] / "__pycache__")
+                    above = os.path.join(site_of(snapshot, number), folder[len("site/") :])
+                    with _writable(tree / above), _writable(tree / above / "__pycache__"):
+                        link_new(source, tree / above / "__pycache__")
+                    moved.append(above)
+    cache.expose(snapshot.addresses())
+    watched = read_document(_watched(cache, snapshot), Watched) or Watched()
+    times = {path: os.stat(tree / path).st_mtime_ns for path in moved}
+    watched = msgspec.structs.replace(watched, directories={**watched.directories, **times})
+    write_document(_watched(cache, snapshot), watched)
 
 
-def assembled(snapshot: Snapshot, cache: Cache, place: Place) -> tuple[Part, ...]:
-    """Return the parts of a tree, from the outlines in a cache."""
+def assembled(snapshot: Snapshot, cache: Cache, place: Place, *, add: bool = False) -> tuple[Part, ...]:
+    """Return the parts of a tree, without the generated files that its units have already.
+
+    Args:
+        snapshot: what is assembled.
+        cache: that has its units.
+        place: where it is going to be.
+        add: whether to add to units what they do not have yet.
+    """
     outlines = {address: cache.outline(address) for address in snapshot.addresses()}
-    return assemble(snapshot, outlines, place)
+    sharing = Sharing(cache)
+    parts = []
+    for part in assemble(snapshot, outlines, place):
+        if part.area == "site":
+            if add:
+                sharing.add(part.root, snapshot, part.files, outlines)
+            files = sharing.without_added(part.root, snapshot, part.files, outlines)
+            part = msgspec.structs.replace(part, files=files)
+        parts.append(part)
+    return tuple(parts)
 
 
-def _assemble(snapshot: Snapshot, cache: Cache, base: Python, tree: str) -> tuple[Part, ...]:
-    return assembled(snapshot, cache, Place(tree=tree, base=base.path, version=base.version))
+def _assemble(snapshot: Snapshot, cache: Cache, base: Python, tree: str, *, add: bool = False) -> tuple[Part, ...]:
+    return assembled(snapshot, cache, Place(tree=tree, base=base.path, version=base.version), add=add)
 
 
 def _directories(cache: Cache, part: Part) -> Sequence[Path]:
@@ -198,7 +247,6 @@ def _ready(
     *,
     mounts: tuple[Mount, ...] = (),
     copied: str = "",
-    times: dict[str, int] | None = None,
 ) -> Ready:
     return Ready(
         tree=tree,
@@ -207,7 +255,6 @@ def _ready(
         boot=cache.boot,
         mounts=mounts,
         note="; ".join(filter(None, (base.note, copied))),
-        times=times or {},
     )
 
 
@@ -226,6 +273,21 @@ def _links(cache: Cache, snapshot: Snapshot) -> tuple[Path, Path]:
     return directory, directory.with_name("tree.ready")
 
 
+def _watched(cache: Cache, snapshot: Snapshot) -> Path:
+    return cache.environment(snapshot.address) / "tree.watched"
+
+
+@contextlib.contextmanager
+def _writable(directory: Path) -> Iterator[None]:
+    """Let ourselves write to a directory of a tree while the block runs; it may be made there."""
+    with contextlib.suppress(FileNotFoundError):
+        os.chmod(directory, 0o755)
+    try:
+        yield
+    finally:
+        os.chmod(directory, 0o555)
+
+
 @contextlib.contextmanager
 def _fresh(final: Path) -> Iterator[Path]:
     """Yield where something is made, beside its place; what is left there afterwards is deleted."""
@@ -242,5 +304,6 @@ def _publish(cache: Cache, snapshot: Snapshot, fresh: Path, final: Path) -> None
         fresh.rename(final)
         return
     exchange(fresh, final)
+    fresh.chmod(0o755)  # only a directory that can be written moves below another one
     # Somebody may be using it: it goes when nobody holds the environment.
     fresh.rename(cache.trees / f".old-{snapshot.address}-{os.urandom(4).hex()}")

@@ -1,0 +1,68 @@
+"""Before a start: what ranks have changed in a restored environment is found, thrown away and made again.
+
+    units that were ever linked ─ every file looked at ─ suspicious? read; wrong: fetched again, trees made again
+    a tree of links             ─ every directory's time, every generated file ─ changed? the tree is made again
+
+Lives here: the order, and the words for what was found. `exposure.py` and `watching.py` look.
+
+Failure cases: the store does not have a changed unit any more, or cannot be reached (what it raises; the unit is not
+used then).
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from serverless_gpu.environment.documents import Snapshot
+from serverless_gpu.environment.progress import Report
+from serverless_gpu.environment.restore.cache import Cache
+from serverless_gpu.environment.restore.exposure import expose, exposed_since, linking, suspects
+from serverless_gpu.environment.stores.blobs import Blobs
+
+_NAMED_MAX = 3
+
+
+def mend_units(snapshot: Snapshot, blobs: Blobs, cache: Cache, report: Report) -> tuple[str, ...]:
+    """Look at the units of an environment that links lead to, and fetch again what was changed through them.
+
+    Args:
+        snapshot: of which; the caller holds it.
+        blobs: where its units are.
+        cache: of this node.
+        report: how far fetching is.
+
+    Returns:
+        What was changed, a few words for each unit.
+    """
+    if not any(exposed_since(cache.unit(address)) for address in snapshot.addresses()):
+        return ()
+    with linking(cache):
+        found = [_mend(address, blobs, cache, report) for address in snapshot.addresses()]
+    return tuple(filter(None, found))
+
+
+def said(changes: tuple[str, ...]) -> str:
+    """Return the sentence for receipts and logs, or ""."""
+    if not changes:
+        return ""
+    more = f" and {len(changes) - _NAMED_MAX} more" if len(changes) > _NAMED_MAX else ""
+    which = "; ".join(changes[:_NAMED_MAX])
+    return f"files of the restored environment were changed by a run: {which}{more}; restored again"
+
+
+def _mend(address: str, blobs: Blobs, cache: Cache, report: Report) -> str:
+    unit = cache.unit(address)
+    since_ns = exposed_since(unit)
+    if not since_ns:
+        return ""
+    own, bytecode = suspects(unit, since_ns)
+    for path in bytecode:
+        Path(path).unlink(missing_ok=True)  # it is compiled again
+    wrong = cache.verify(address, blobs, report) if own else ""
+    if bytecode and not wrong:
+        wrong = f"{os.path.relpath(bytecode[0], unit)} was written to"
+        cache.forget_made_of(address)
+    if own or bytecode:
+        expose(unit)
+    return wrong.partition("/")[2]  # the first name of a path in a unit is its area
