@@ -1,7 +1,8 @@
 """Units, snapshots and the list of the condemned as bytes: msgpack in one zstd frame with a checksum.
 
 Decoding is strict: what comes out, encoded again, must be the same bytes, so a document has no field that nobody
-looks at, and no two forms. Sizes are checked before anything is made of them: 100 MB of nothing compress to 10 kB.
+looks at, and no two forms. Sizes are checked before anything is made of them: 100 MB of nothing compress to 10 kB, and
+30 million empty lists are 2 GB of memory. What is refused when it is read is refused when it is written, too.
 
 Failure: `EnvironmentRejected`, also for a version of the format that this program does not know.
 """
@@ -13,11 +14,15 @@ from typing import TypeVar
 import msgspec
 
 from serverless_gpu.environment.compression import LEVEL_REMOTE, compress, decompress
-from serverless_gpu.environment.documents import VERSION
+from serverless_gpu.environment.documents import VERSION, Snapshot
 from serverless_gpu.errors import EnvironmentRejected
 
 DOCUMENT_BYTES_MAX = 256 * 1024 * 1024
 """Most bytes of a document before compression: a million rows of 250 bytes."""
+SNAPSHOT_BYTES_MAX = 32 * 1024 * 1024
+"""Most bytes of a snapshot before compression: thousands of units, and what hundreds of thousands of modules say."""
+SNAPSHOT_VALUES_MAX = 1_000_000
+"""Most values in a snapshot, at any depth: lists and maps in it are not of one length, so all of them are counted."""
 ITEMS_MAX = 1_000_000
 """Most rows, packs, blocks, places or other items of one kind."""
 
@@ -37,8 +42,18 @@ class _Shape(msgspec.Struct):
 
 
 def encode(document: msgspec.Struct) -> bytes:
-    """Return a document as it is stored."""
-    return compress(msgspec.msgpack.encode(document), LEVEL_REMOTE)
+    """Return a document as it is stored.
+
+    Raises:
+        EnvironmentRejected: it is a snapshot that nobody would read.
+    """
+    content = msgspec.msgpack.encode(document)
+    if isinstance(document, Snapshot):
+        what = f"snapshot {document.address[:12]}"
+        if len(content) > SNAPSHOT_BYTES_MAX:
+            raise EnvironmentRejected(f"{what} has {len(content)} bytes, and {SNAPSHOT_BYTES_MAX} are the most")
+        _check_values(content, what)
+    return compress(content, LEVEL_REMOTE)
 
 
 def decode(data: bytes, kind: type[_Document], what: str) -> _Document:
@@ -52,8 +67,10 @@ def decode(data: bytes, kind: type[_Document], what: str) -> _Document:
     Raises:
         EnvironmentRejected: it is none, or of a version that is not known here.
     """
-    content = decompress(data, DOCUMENT_BYTES_MAX)
+    content = decompress(data, SNAPSHOT_BYTES_MAX if kind is Snapshot else DOCUMENT_BYTES_MAX)
     try:
+        if kind is Snapshot:
+            _check_values(content, what)
         _check_shape(msgspec.msgpack.decode(content, type=_Shape), what)
         document = msgspec.msgpack.decode(content, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -81,3 +98,41 @@ def _items(head: bytes) -> int:
     if head[:1] == b"\xdc":
         return int.from_bytes(head[1:3], "big")
     return 0
+
+
+def _check_values(content: bytes, what: str) -> None:
+    """Refuse a document of too many values, whatever it is made of; nothing is made of them here."""
+    if len(content) <= SNAPSHOT_VALUES_MAX:
+        return  # each takes a byte
+    values, left, at = 0, 1, 0
+    while left:
+        values, left = values + 1, left - 1
+        if values > SNAPSHOT_VALUES_MAX:
+            raise EnvironmentRejected(f"{what} has more than {SNAPSHOT_VALUES_MAX} values")
+        size, inside = _value(content, at)
+        at, left = at + size, left + inside
+        if left > len(content) - at:
+            raise EnvironmentRejected(f"{what} cannot be read: it ends early")
+
+
+_FIXED = {0xCA: 5, 0xCB: 9, 0xCC: 2, 0xCD: 3, 0xCE: 5, 0xCF: 9, 0xD0: 2, 0xD1: 3, 0xD2: 5, 0xD3: 9}
+_BYTES = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
+_LISTS = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
+
+
+def _value(content: bytes, at: int) -> tuple[int, int]:
+    """Return how many bytes of msgpack a value takes without those in it, and how many are directly in it."""
+    first = content[at]
+    if 0xA0 <= first <= 0xBF:  # short text, most of what there is
+        return 1 + (first & 0x1F), 0
+    if 0x80 <= first <= 0x8F:
+        return 1, 2 * (first & 0x0F)
+    if 0x90 <= first <= 0x9F:
+        return 1, first & 0x0F
+    if first in _BYTES:
+        digits = _BYTES[first]
+        return 1 + digits + int.from_bytes(content[at + 1 : at + 1 + digits], "big"), 0
+    if first in _LISTS:
+        digits, each = _LISTS[first]
+        return 1 + digits, each * int.from_bytes(content[at + 1 : at + 1 + digits], "big")
+    return _FIXED.get(first, 1), 0  # what is of no kind we write is refused when it is decoded
