@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from serverless_gpu.environment.scan import project
 from serverless_gpu.environment.scan.project import CodePlace, list_code, wanted_files
+from serverless_gpu.environment.scan.tracked import tracked_files
 from serverless_gpu.errors import EnvironmentTooLarge
 
 _names = st.sampled_from(["a", "b", "ab", "a.py", "b.txt", "build", "#c", "x y"])
@@ -262,3 +263,54 @@ def test_what_is_named_too_oddly_to_travel_is_left_out(tmp_path: Path) -> None:
     assert reasons["file"].startswith("its path is too long") and reasons["new\nline"].startswith(
         "its name has control"
     )
+
+
+@pytest.mark.parametrize("version", ["2", "4"])
+@pytest.mark.parametrize("below", ["", "sub"])
+def test_what_git_tracks_travels_although_its_patterns_ignore_it(tmp_path: Path, version: str, below: str) -> None:
+    repository = tmp_path / "repository"
+    top = repository / below
+    texts = {
+        ".gitignore": "build/\nforced/\n*.dat\n",
+        ".sgpuignore": "forced/large.bin\nsecret.dat\n",
+        "build/out": "",
+        "forced/__init__.py": "",
+        "forced/deep/more.py": "",
+        "forced/large.bin": "",
+        "forced/untracked.py": "",
+        "kept.py": "",
+        "loose.dat": "",
+        "secret.dat": "",
+        "tracked.dat": "",
+    }
+    for name, text in texts.items():
+        (top / name).parent.mkdir(parents=True, exist_ok=True)
+        (top / name).write_text(text)
+    forced = ("forced/__init__.py", "forced/deep/more.py", "forced/large.bin", "secret.dat", "tracked.dat", "kept.py")
+    for arguments in (("init", "-q"), ("add", "-f", *(str(top / name) for name in forced))):
+        subprocess.run(("git", "-C", repository, "-c", f"index.version={version}", *arguments), check=True)
+    (top / "tracked.dat").write_text("and edited since")
+
+    code = list_code(CodePlace(directory=str(top)))
+
+    assert sorted(code.listing.files) == [
+        ".gitignore",
+        ".sgpuignore",
+        "forced/__init__.py",
+        "forced/deep/more.py",
+        "kept.py",
+        "tracked.dat",
+    ]
+    (said,) = code.listing.odd.values()
+    assert said.startswith(".gitignore or .sgpuignore name ") and "build/" in said and "loose.dat" in said
+    assert str(repository / ".git" / "index") in code.watched
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"DIRC", b"DIRC\0\0\0\2\0\0\0\x09" + b"\0" * 80, b"DIRC\0\0\0\7\0\0\0\1", b"x" * 99]
+)
+def test_an_index_of_git_that_cannot_be_read_tracks_nothing(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "index").write_bytes(content)
+
+    assert tracked_files(str(tmp_path / "index"), "") == []
+    assert tracked_files(str(tmp_path / "none"), "") == []

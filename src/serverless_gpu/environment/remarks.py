@@ -54,7 +54,10 @@ def _left_out(last: Snapshot | None, now: Snapshot) -> Sequence[str]:
     new = [
         sentence
         for sentence in now.facts.left_out
-        if sentence not in known and sentence.startswith(code) and not sentence.startswith(libraries)
+        if sentence not in known
+        and sentence.startswith(code)
+        and not sentence.startswith(libraries)
+        and (last is None or not sentence.startswith(tuple(f"{top}: " for top in code)))  # what patterns name
     ]
     said = [f"left out: {sentence}" for sentence in new[:_LEFT_OUT_SAID_MAX]]
     more = len(new) - len(said)

@@ -109,6 +109,14 @@ def parse_patterns(text: str, base: str = "", above: str = "") -> Patterns | Non
     return Patterns(base, above, tuple((re.compile(text, re.DOTALL), ignores) for text, ignores in rules), anything)
 
 
+def git_index(top: str) -> tuple[str, str] | None:
+    """Return where git keeps what it tracks in a directory, and what its paths put before those of the directory."""
+    repository = next((path for path in (top, *map(str, Path(top).parents)) if os.path.lexists(f"{path}/.git")), None)
+    if repository is None:
+        return None
+    return os.path.join(_own_git_directory(repository), "index"), _relative(top, repository)
+
+
 def outer_ignoring(top: str) -> tuple[Ignoring, tuple[str, ...]]:
     """Return what holds above a directory, in its repository, and the files that say so or would if they were there.
 
@@ -180,17 +188,21 @@ def _relative(path: str, above: str) -> str:
 
 
 def _git_directory(repository: str) -> str:
-    """Return where a repository keeps its files; a worktree has a file there that says it."""
+    """Return where a repository keeps what all its worktrees have in common."""
+    own = _own_git_directory(repository)
+    common = os.path.join(own, "commondir")
+    try:
+        with open(common, encoding="utf-8", errors="surrogateescape") as file:
+            return os.path.normpath(os.path.join(own, file.read(4096).strip()))
+    except OSError:
+        return own
+
+
+def _own_git_directory(repository: str) -> str:
+    """Return where a repository, or one worktree of it, keeps its files; a worktree has a file there that says it."""
     git = f"{repository}/.git"
     try:
         with open(git, encoding="utf-8", errors="surrogateescape") as file:
-            said = file.read(4096).strip()
+            return os.path.join(repository, file.read(4096).strip().removeprefix("gitdir:").strip())
     except OSError:
         return git
-    linked = os.path.join(repository, said.removeprefix("gitdir:").strip())
-    common = os.path.join(linked, "commondir")
-    try:
-        with open(common, encoding="utf-8", errors="surrogateescape") as file:
-            return os.path.normpath(os.path.join(linked, file.read(4096).strip()))
-    except OSError:
-        return linked

@@ -3,7 +3,8 @@
 Left out: what git ignores (`.gitignore`, `.git/info/exclude`, the user's own file) or `.sgpuignore` names; always
 `.git .hg .svn __pycache__ *.pyc .ipynb_checkpoints`, virtual environments, directories of distributions (they are roots
 of their own) and our home. Kept although ignored: files of modules that were imported (a generated `_version.py`, an
-extension module built in place), and `*.egg-info`, without which an old editable install has no metadata.
+extension module built in place), files that git tracks all the same (`git add -f`, `tracked.py`), and `*.egg-info`,
+without which an old editable install has no metadata. What patterns leave out is said.
 
 A directory that is nobody's project (the home directory, `/`, `/tmp`: a script may lie there) is not walked: only
 Python files in it, and packages in it, count.
@@ -21,8 +22,9 @@ from collections.abc import Collection
 
 import msgspec
 
-from serverless_gpu.environment.scan.ignoring import GIT, OURS, Ignoring, outer_ignoring
+from serverless_gpu.environment.scan.ignoring import GIT, OURS, Ignoring, git_index, outer_ignoring
 from serverless_gpu.environment.scan.listing import BYTECODE, File, Listing, look, read_file, show
+from serverless_gpu.environment.scan.tracked import tracked_files
 from serverless_gpu.environment.scan.travelling import leave_out_misfits
 from serverless_gpu.errors import EnvironmentTooLarge
 
@@ -30,6 +32,8 @@ CODE_BYTES_MAX = 1024**3
 CODE_FILES_MAX = 100_000
 _COUNTED_FILES_MAX = 4 * CODE_FILES_MAX
 """So far a directory that is too large is walked, to say what is large in it."""
+
+_IGNORED_NAMED_MAX = 8
 
 ALWAYS_OUT = frozenset({".git", ".hg", ".svn", "__pycache__", ".ipynb_checkpoints"})
 _VENV_NAMES = frozenset({"bin", "lib", "lib64", "include", "share", "etc", "pyvenv.cfg"})
@@ -74,6 +78,11 @@ def list_code(place: CodePlace) -> Code:
     walk = _CodeWalk(place, outer)
     walk.run()
     walk.add_wanted()
+    index = None if place.shallow else git_index(place.directory)
+    if index is not None:
+        walk.add_tracked(tracked_files(*index))
+        watched = (*watched, index[0])
+    walk.say_ignored()
     leave_out_misfits(walk.listing, frozenset(place.wanted))
     _check_size(walk.listing)
     inner = (f"{directory.path}/{name}" for directory in walk.listing.directories.values() for name in (GIT, OURS))
@@ -88,6 +97,8 @@ class _CodeWalk:
         self._out = frozenset(place.out)
         self._waiting: list[tuple[str, Ignoring]] = [("", outer)]
         self._ignoring = outer
+        self._ignoring_in: dict[str, Ignoring] = {}
+        self._ignored: list[str] = []
         self._is_venv = os.path.lexists(f"{place.directory}/pyvenv.cfg")
         self.listing = Listing(top=place.directory, files={}, directories={}, odd={})
 
@@ -96,7 +107,7 @@ class _CodeWalk:
         while self._waiting and len(listing.files) <= _COUNTED_FILES_MAX:
             base, above = self._waiting.pop()
             directory = f"{top}/{base}".rstrip("/") or "/"
-            self._ignoring = above.below(directory, base)
+            self._ignoring = self._ignoring_in[base] = above.below(directory, base)
             seen = look(directory, top, self._keep)
             listing.directories[base.rstrip("/")] = seen.directory
             for name, file in seen.files.items():
@@ -111,6 +122,32 @@ class _CodeWalk:
             file = f"{self._place.directory}/{path}"
             if path not in self.listing.files and not self._is_out(path) and (found := read_file(file)) is not None:
                 self.listing.files[path] = found
+
+    def add_tracked(self, tracked: Collection[str]) -> None:
+        """Add files that git tracks although its patterns ignore them, where `.sgpuignore` does not."""
+        for path in tracked:
+            if path in self.listing.files or self._is_out(path) or self._is_ours(path):
+                continue
+            file = f"{self._place.directory}/{path}"
+            if not os.path.islink(file) and (found := read_file(file)) is not None:
+                self.listing.files[path] = found
+
+    def say_ignored(self) -> None:
+        """Say what patterns leave out: a function that needs it finds nothing in a rank."""
+        if names := [name for name in self._ignored if name not in self.listing.files]:
+            more = len(names) - _IGNORED_NAMED_MAX
+            listed = ", ".join(show(name) for name in names[:_IGNORED_NAMED_MAX])
+            self.listing.odd[""] = f"{GIT} or {OURS} name {listed}{f' and {more} more' if more > 0 else ''}"
+
+    def _is_ours(self, path: str) -> bool:
+        """Return whether `.sgpuignore` leaves out a file, or a directory above it."""
+        names, ours = path.split("/"), Ignoring()
+        for depth in range(len(names)):
+            base = "".join(f"{name}/" for name in names[:depth])
+            ours = Ignoring((), self._ignoring_in[base].ours) if base in self._ignoring_in else ours
+            if ours.ignores(base + names[depth] + ("/" if depth < len(names) - 1 else "")):
+                return True
+        return False
 
     def _keep(self, above: str, name: str, is_directory: bool) -> bool:
         if name in ALWAYS_OUT or name.endswith(BYTECODE):
@@ -127,7 +164,11 @@ class _CodeWalk:
                 return True
         elif above.endswith(".egg-info/") and above.count("/") == 1:
             return True
-        return not self._ignoring.ignores(f"{above}{name}/" if is_directory else above + name)
+        path = f"{above}{name}/" if is_directory else above + name
+        ignored = self._ignoring.ignores(path)
+        if ignored:
+            self._ignored.append(path)
+        return not ignored
 
     def _is_foreign(self, directory: str) -> bool:
         return directory in self._out or os.path.lexists(f"{directory}/pyvenv.cfg")
