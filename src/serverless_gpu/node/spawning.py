@@ -22,7 +22,7 @@ from serverless_gpu.node.entrypoint import launcher_program, zygote_program
 _PACKAGE = Path(__file__).resolve().parent.parent
 
 # What a clean process gets of the caller's environment. HOME and the like are for libraries that insist on a home
-# directory.
+# directory. The last ones say where a user's patterns of git lie (captures look there) and interpreters (restores do).
 _CLEAN_VARIABLES = (
     "PATH",
     "HOME",
@@ -35,6 +35,10 @@ _CLEAN_VARIABLES = (
     "LD_LIBRARY_PATH",
     "SERVERLESS_GPU_CGROUPS",
     "SERVERLESS_GPU_TASKS_MAX",
+    "XDG_CONFIG_HOME",
+    "XDG_DATA_HOME",
+    "UV_PYTHON_INSTALL_DIR",
+    "PYENV_ROOT",
 )
 
 _DEPENDENCIES = ("msgspec", "blake3", "backports", "pathspec", "obstore")

@@ -1,0 +1,40 @@
+"""What processes of ours get of a caller's variables: all that decides what a capture or a restore finds."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from serverless_gpu.environment.documents import Interpreter
+from serverless_gpu.environment.restore.pythons import candidates
+from serverless_gpu.environment.scan.ignoring import outer_ignoring
+from serverless_gpu.node.spawning import clean_variables
+
+PYTHON = Interpreter(implementation="cpython", version="3.11.7", abi="cpython-311-x86_64-linux-gnu", platform="linux")
+
+
+def test_a_clean_process_leaves_out_what_the_caller_leaves_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "project" / ".git").mkdir(parents=True)
+    (tmp_path / "config" / "git").mkdir(parents=True)
+    (tmp_path / "config" / "git" / "ignore").write_text("*.dat\n")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+
+    for variables in (dict(os.environ), clean_variables(os.environ)):
+        for name in ("XDG_CONFIG_HOME", *variables):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        assert outer_ignoring(str(tmp_path / "project"))[0].ignores("a.dat")
+
+
+@pytest.mark.parametrize("name", ["XDG_DATA_HOME", "UV_PYTHON_INSTALL_DIR", "PYENV_ROOT"])
+def test_a_clean_process_looks_for_interpreters_where_the_caller_would(tmp_path: Path, name: str) -> None:
+    below = {"XDG_DATA_HOME": "uv/python/", "UV_PYTHON_INSTALL_DIR": "", "PYENV_ROOT": "versions/"}[name]
+    version = "3.11.7" if name == "PYENV_ROOT" else "cpython-3.11.7-linux-x86_64-gnu"
+    python = tmp_path / f"{below}{version}" / "bin" / "python3.11"
+    python.parent.mkdir(parents=True)
+    python.touch()
+
+    assert str(python) in candidates(PYTHON, (), clean_variables({name: str(tmp_path)}))
