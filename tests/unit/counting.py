@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -28,14 +29,15 @@ class CountingStore(MemoryStore):
         self.fail_at = fail_at
         self.free = free
 
-    def put(self, key: str, data: bytes | memoryview) -> None:
-        if len(self.puts) == self.fail_at:
-            raise StoreUnavailable("the store does not answer")
-        super().put(key, data)
-        self.puts.append(key)
-        self.threads.add(threading.get_ident())
-        if self.free is not None:
-            self.free -= len(data)
+    def put(self, objects: Mapping[str, bytes | memoryview]) -> None:
+        for key, data in objects.items():
+            if len(self.puts) == self.fail_at:
+                raise StoreUnavailable("the store does not answer")
+            super().put({key: data})
+            self.puts.append(key)
+            self.threads.add(threading.get_ident())
+            if self.free is not None:
+                self.free -= len(data)
 
     def kinds(self) -> list[str]:
         return [key.partition("/")[0] for key in self.puts]

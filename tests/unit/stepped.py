@@ -8,7 +8,7 @@ Time passes only when a test says so, and never more during one call, one captur
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from serverless_gpu.environment.stores.base import Store, Stored
 from serverless_gpu.environment.stores.memory import MemoryStore
@@ -133,11 +133,12 @@ class SteppedStore(Store):
             self._wait("get")
             return self._inner.get(key, start, length)
 
-    def put(self, key: str, data: bytes | memoryview) -> None:
-        """Put an object, later."""
-        with self._one:
-            self._wait("put")
-            self._inner.put(key, data)
+    def put(self, objects: Mapping[str, bytes | memoryview]) -> None:
+        """Put objects, each at its own time."""
+        for key, data in objects.items():
+            with self._one:
+                self._wait("put")
+                self._inner.put({key: data})
 
     def present(self, keys: Collection[str]) -> frozenset[str]:
         """Look for objects, each at its own time."""

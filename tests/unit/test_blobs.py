@@ -147,7 +147,7 @@ def test_a_document_under_another_address_is_corrupt() -> None:
         ("snapshots", first.address, second.address),
         ("units", first.addresses()[0], second.addresses()[0]),
     ):
-        store.put(f"{kind}/{one}", store.get(f"{kind}/{other}"))
+        store.put({f"{kind}/{one}": store.get(f"{kind}/{other}")})
     with pytest.raises(EnvironmentCorrupt, match="it is not what its address says"):
         Blobs(store).read_snapshot(first.address)
     with pytest.raises(EnvironmentCorrupt, match="it is not what its address says"):
@@ -159,7 +159,7 @@ def test_a_document_that_breaks_the_rules_is_rejected_by_its_rule() -> None:
     address = capture(Blobs(store), b"1").addresses()[0]
     unit = Blobs(store).read_unit(address)
     bad = msgspec.structs.replace(unit, packs=("../../etc/passwd",))
-    store.put(f"units/{address}", encode(bad))
+    store.put({f"units/{address}": encode(bad)})
     with pytest.raises(EnvironmentRejected, match="the name of a pack is 64 hexadecimal digits"):
         Blobs(store).read_unit(address)
     with pytest.raises(EnvironmentRejected):
@@ -170,9 +170,9 @@ def test_another_version_says_to_upgrade() -> None:
     store = MemoryStore()
     snapshot = capture(Blobs(store), b"1")
     unit = Blobs(store).read_unit(snapshot.addresses()[0])
-    store.put(f"snapshots/{snapshot.address}", encode(msgspec.structs.replace(snapshot, version=2)))
-    store.put(f"units/{unit.address}", encode(msgspec.structs.replace(unit, version=2)))
-    store.put("gc/condemned", encode(Condemned(version=2)))
+    store.put({f"snapshots/{snapshot.address}": encode(msgspec.structs.replace(snapshot, version=2))})
+    store.put({f"units/{unit.address}": encode(msgspec.structs.replace(unit, version=2))})
+    store.put({"gc/condemned": encode(Condemned(version=2))})
     for read in (
         lambda: Blobs(store).read_snapshot(snapshot.address),
         lambda: Blobs(store).read_unit(unit.address),
@@ -201,7 +201,7 @@ def test_another_version_says_to_upgrade() -> None:
 )
 def test_what_cannot_be_a_document_is_not_decoded(document: bytes, why: str) -> None:
     store = MemoryStore()
-    store.put(f"units/{A}", document)
+    store.put({f"units/{A}": document})
     with pytest.raises(EnvironmentCorrupt, match=why):
         Blobs(store).read_unit(A)
 
@@ -260,7 +260,7 @@ def test_a_snapshot_is_found_by_the_start_of_its_address() -> None:
     assert blobs.find_snapshot(address) == address
     with pytest.raises(EnvironmentMissing, match="is not in the store memory://mine"):
         blobs.find_snapshot("0" * 12)
-    store.put(f"snapshots/{address[:8]}" + "0" * 56, b"")
+    store.put({f"snapshots/{address[:8]}" + "0" * 56: b""})
     with pytest.raises(EnvironmentMissing) as caught:
         blobs.find_snapshot(address[:8])
     assert caught.value.message.startswith(f"2 snapshots start with {address[:8]}: {address[:8]}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -159,7 +160,7 @@ def test_below_what_cannot_be_read_nothing_is_touched(store: Store, clock: FakeC
     clock.advance(KEEP_S)
     snapshot = capture(Blobs(store, clock=clock), b"new")
     altered = {"snapshots": f"snapshots/{snapshot.address}", "units": f"units/{snapshot.addresses()[0]}"}[kind]
-    store.put(altered, b"altered")
+    store.put({altered: b"altered"})
     for _ in range(3):
         collected = run(store, clock)
         assert collected.unreadable == (altered,)
@@ -174,7 +175,7 @@ def test_an_altered_list_condemns_anew(store: Store, clock: FakeClock) -> None:
     capture(Blobs(store, clock=clock), b"1")
     clock.advance(KEEP_S)
     run(store, clock)
-    store.put(CONDEMNED, b"altered")
+    store.put({CONDEMNED: b"altered"})
     clock.advance(GRACE_S)
     assert run(store, clock).condemned.snapshots == 1
     clock.advance(GRACE_S)
@@ -183,7 +184,7 @@ def test_an_altered_list_condemns_anew(store: Store, clock: FakeClock) -> None:
 
 def test_the_list_of_a_newer_version_is_left_alone(clock: FakeClock) -> None:
     store = MemoryStore(clock=clock)
-    store.put(CONDEMNED, encode(Condemned(version=2)))
+    store.put({CONDEMNED: encode(Condemned(version=2))})
     with pytest.raises(EnvironmentRejected, match="is in version 2"):
         run(store, clock)
     assert read_keys(store) == [CONDEMNED]
@@ -197,7 +198,7 @@ def test_two_at_once_do_nothing(store: Store, clock: FakeClock) -> None:
     capture(Blobs(store, clock=clock), b"1")
     clock.advance(KEEP_S)
     other = COLLECTOR + "0" * 32
-    store.put(other, b"")
+    store.put({other: b""})
     before = everything(store)
     assert run(store, clock) == Collected(busy=True)
     assert everything(store) == before
@@ -252,10 +253,10 @@ def test_killed_anywhere_the_next_one_goes_on(clock: FakeClock, dies_at: int) ->
             if self.calls == dies_at + 1:
                 raise KeyboardInterrupt
 
-        def put(self, key: str, data: bytes | memoryview) -> None:
+        def put(self, objects: Mapping[str, bytes | memoryview]) -> None:
             if self.calls >= 0:
                 self._step()
-            super().put(key, data)
+            super().put(objects)
 
         def delete(self, keys: object) -> None:
             for key in list(keys):  # type: ignore[call-overload]  # it is iterable

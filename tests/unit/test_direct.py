@@ -21,9 +21,9 @@ KEY = "packs/" + "ab" * 32
 )
 def test_an_object_of_any_size_comes_back(tmp_path: Path, size: int) -> None:
     data, store = os.urandom(size), DirectoryStore(tmp_path)
-    store.put(KEY, data)
+    store.put({KEY: data})
     assert store.get(KEY) == data
-    store.put(KEY, b"another")
+    store.put({KEY: b"another"})
     assert store.get(KEY) == b"another"
 
 
@@ -52,13 +52,13 @@ def test_a_file_system_without_direct_writing_is_no_error() -> None:
 
 def test_F40_a_limit_reached_half_way_is_named_and_leaves_nothing(tmp_path: Path) -> None:
     store = DirectoryStore(tmp_path)
-    store.put(KEY, b"before")
+    store.put({KEY: b"before"})
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (3 * SIZE_MIN + 100, old[1]))
     try:
         with pytest.raises(StorageError):
-            store.put(KEY, os.urandom(9 * SIZE_MIN))
+            store.put({KEY: os.urandom(9 * SIZE_MIN)})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
         signal.signal(signal.SIGXFSZ, handler)

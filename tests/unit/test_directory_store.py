@@ -52,11 +52,11 @@ def test_only_its_owner_can_look_inside(root: Path) -> None:
 def test_the_time_of_an_object_is_when_it_was_put(root: Path) -> None:
     clock = FakeClock()
     store = DirectoryStore(root, clock=clock)
-    store.put(KEY, DATA)
+    store.put({KEY: DATA})
     first = clock.wall_ns()
     clock.advance(60)
     assert [stored.put_ns for stored in store.list("packs")] == [first]
-    store.put(KEY, DATA)
+    store.put({KEY: DATA})
     assert [stored.put_ns for stored in store.list("packs")] == [clock.wall_ns()]
 
 
@@ -73,7 +73,7 @@ for name in ("fsync", "rename"):
     setattr(os, name, spied)
 from pathlib import Path
 from serverless_gpu.environment.stores.directory import DirectoryStore
-DirectoryStore(Path({str(root)!r})).put({KEY!r}, b"x")
+DirectoryStore(Path({str(root)!r})).put({{KEY!r}: b"x"})
 """
     subprocess.run(
         [sys.executable, "-c", program], check=True, timeout=60, env={**os.environ, "PYTHONPATH": str(SOURCE)}
@@ -96,7 +96,7 @@ store = DirectoryStore(root)
 print("ready", flush=True)
 sys.stdin.readline()
 for _ in range(times):
-    store.put(key, bytes([byte]) * (1_000_000 + byte))
+    store.put({key: bytes([byte]) * (1_000_000 + byte)})
 print("done", flush=True)
 """
 
@@ -165,7 +165,7 @@ def test_a_killed_writer_leaves_nothing_that_is_seen(root: Path) -> None:
 
 def test_what_killed_writers_left_is_removed_after_a_day(root: Path) -> None:
     store = DirectoryStore(root)
-    store.put(KEY, DATA)
+    store.put({KEY: DATA})
     incoming = root / INCOMING
     (incoming / "tmp-left").write_bytes(b"half")
     store.delete([])
@@ -177,7 +177,7 @@ def test_what_killed_writers_left_is_removed_after_a_day(root: Path) -> None:
 
 def test_what_others_put_there_is_neither_listed_nor_followed(root: Path) -> None:
     store = DirectoryStore(root)
-    store.put(KEY, DATA)
+    store.put({KEY: DATA})
     directory = root / "packs" / KEY[6:8]
     secret = root.parent / "secret"
     secret.write_bytes(b"secret")
@@ -193,7 +193,7 @@ def test_what_others_put_there_is_neither_listed_nor_followed(root: Path) -> Non
     os.mkfifo(directory / planted.rpartition("/")[2])
     with pytest.raises(StoreUnavailable, match="is not a plain file"):
         store.get(planted)
-    store.put(planted, b"mine")
+    store.put({planted: b"mine"})
     assert store.get(planted) == b"mine"
     assert secret.read_bytes() == b"secret"
 
@@ -203,7 +203,7 @@ def test_a_place_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     blocked.write_bytes(b"")
     store = DirectoryStore(blocked / "store")
     with pytest.raises(StoreUnavailable) as caught:
-        store.put(KEY, DATA)
+        store.put({KEY: DATA})
     assert caught.value.message == f"cannot write {KEY} in the store {store.url}: Not a directory"
     assert str(blocked / "store") in caught.value.hint
     with pytest.raises(KeyError):
@@ -215,7 +215,7 @@ def test_a_place_that_cannot_be_used_is_named(tmp_path: Path) -> None:
 
 def test_an_object_over_the_limit_is_neither_put_nor_read(root: Path) -> None:
     store = DirectoryStore(root)
-    store.put(KEY, b"")
+    store.put({KEY: b""})
     path = root / "packs" / KEY[6:8] / KEY[6:]
     path.chmod(0o600)
     os.truncate(path, OBJECT_BYTES_MAX + 1)
@@ -233,14 +233,14 @@ def test_F40_too_little_space_is_said_before_the_first_byte(root: Path) -> None:
             return len(DATA) - 1
 
     with pytest.raises(StorageError) as caught:
-        Small(root).put(KEY, DATA)
+        Small(root).put({KEY: DATA})
     assert str(caught.value) == (
         f"no space left in the store {root.as_uri()}: 1.0 MB to write, 1.0 MB free\n"
         "hint: free some space on its disk (`sgpu env gc` removes what nobody uses), or choose another store"
     )
     assert files(root) == []
     with pytest.raises(StorageError, match="bytes to write, 10 bytes free"):
-        MemoryStore(capacity_bytes=10).put(KEY, DATA)
+        MemoryStore(capacity_bytes=10).put({KEY: DATA})
 
 
 def limited(root: Path, script: str) -> subprocess.CompletedProcess[str]:
@@ -289,8 +289,8 @@ for size in (200_000, 400_000):
 
 
 def test_F40_an_object_that_cannot_be_replaced_stays(root: Path) -> None:
-    DirectoryStore(root).put("gc/condemned", b"old")
-    done = limited(root, 'blobs.store.put("gc/condemned", bytes(400_000))')
+    DirectoryStore(root).put({"gc/condemned": b"old"})
+    done = limited(root, 'blobs.store.put({"gc/condemned": bytes(400_000)})')
     assert "StorageError" in done.stderr
     assert DirectoryStore(root).get("gc/condemned") == b"old"
     assert files(root) == ["gc/condemned"]

@@ -189,11 +189,11 @@ _KILLED = """
 
     class Stuck(DirectoryStore):
         begun, stored = itertools.count(1), []
-        def put(self, key, data):
+        def put(self, objects):
             if next(self.begun) > 3:
                 threading.Event().wait()
-            super().put(key, data)
-            self.stored.append(key)
+            super().put(objects)
+            self.stored += objects
             if len(self.stored) == 3:
                 print("third", flush=True)
 
@@ -245,7 +245,7 @@ def test_an_old_version_that_is_not_whole_is_not_pointed_into(tmp_path: Path, ha
     first = capture(scan_of({"thing": source_of(before)}), Blobs(store), settings=TINY)
     unit = Blobs(store).read_unit(first.units_new[0])
     if harm == "altered":
-        store.put(f"units/{unit.address}", b"nonsense")
+        store.put({f"units/{unit.address}": b"nonsense"})
     else:
         store.delete([f"units/{unit.address}" if harm == "unit" else f"packs/{unit.packs[0]}"])
     (before / "f3").write_bytes(b"edited")

@@ -148,7 +148,7 @@ def test_F42_an_altered_or_cut_pack_is_named_and_nothing_is_left(
     unit, blobs = _captured(_some_files(tmp_path), TINY)
     for pack in unit.packs:
         key = f"packs/{pack}"
-        blobs.store.put(key, harm(blobs.store.get(key)))
+        blobs.store.put({key: harm(blobs.store.get(key))})
     with pytest.raises(EnvironmentCorrupt) as caught:
         unpack(unit, blobs, tmp_path / "after")
     assert any(pack[:12] in str(caught.value) for pack in unit.packs)

@@ -35,7 +35,7 @@ UnitKind = Literal["distribution", "unowned", "code"]
 RootKind = Literal["own", "library", "code"]
 
 
-class Row(msgspec.Struct, frozen=True, array_like=True):
+class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One file, link or empty directory of a unit.
 
     Attributes:
@@ -58,7 +58,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
         return self.kind in ("f", "x")
 
 
-class Block(msgspec.Struct, frozen=True, array_like=True):
+class Block(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One zstd frame in a pack.
 
     Attributes:
@@ -74,7 +74,7 @@ class Block(msgspec.Struct, frozen=True, array_like=True):
     size: int
 
 
-class Place(msgspec.Struct, frozen=True, array_like=True):
+class Place(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Where a file's content starts: a block, and a byte in it. A file of more than a block starts at 0 and goes on in
     the blocks that follow, which hold nothing else."""
 

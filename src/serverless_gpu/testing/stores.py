@@ -49,7 +49,7 @@ class StoreConformance:
     def test_what_was_put_can_be_got(self, store: Store) -> None:
         """Bytes come back as they were, also none, and also large ones that are no plain bytes object."""
         for data in (b"", b"\0", b"half\r\n\xff" * 1000, bytes(range(256)) * 40_000):
-            store.put(pack_key(data), memoryview(data))
+            store.put({pack_key(data): memoryview(data)})
             assert store.get(pack_key(data)) == data
 
     def test_what_is_not_there_is_a_key_error(self, store: Store) -> None:
@@ -63,7 +63,7 @@ class StoreConformance:
         """A range is cut at the end of the object, and nothing is beyond it."""
         data = bytes(range(256)) * 4
         key = pack_key(data)
-        store.put(key, data)
+        store.put({key: data})
         for start, length in ((0, 10), (17, 300), (1000, 24), (0, 1024), (0, None), (17, None), (1023, 1), (5, 0)):
             end = None if length is None else start + length
             assert store.get(key, start, length) == data[start:end], (start, length)
@@ -72,14 +72,14 @@ class StoreConformance:
 
     def test_ranges_that_no_object_has_are_refused(self, store: Store) -> None:
         """A negative start or length never reaches the place where bytes lie."""
-        store.put(pack_key(b"x"), b"x")
+        store.put({pack_key(b"x"): b"x"})
         for start, length in ((-1, 1), (0, -1), (0, 1 << 40)):
             assert _raised(partial(store.get, pack_key(b"x"), start, length), EnvironmentRejected)
 
     def test_putting_again_replaces(self, store: Store) -> None:
         """The last bytes count: longer, shorter and the same ones."""
         for data in (b"first", b"second, which is longer", b"3", b"3"):
-            store.put("gc/condemned", data)
+            store.put({"gc/condemned": data})
             assert store.get("gc/condemned") == data
         assert [stored.size for stored in store.list("gc")] == [1]
 
@@ -87,7 +87,7 @@ class StoreConformance:
         """Only what is there is said to be, and nothing asked is nothing answered."""
         there = [pack_key(b"%d" % number) for number in range(40)]
         for number, key in enumerate(there):
-            store.put(key, b"%d" % number)
+            store.put({key: b"%d" % number})
         absent = [pack_key(b"absent %d" % number) for number in range(40)]
         assert store.present(there + absent) == frozenset(there)
         assert store.present(absent) == frozenset()
@@ -98,10 +98,10 @@ class StoreConformance:
         """Each object once, with its size and a time, by kind."""
         sizes = {pack_key(b"x" * size): size for size in range(30)}
         for key, size in sizes.items():
-            store.put(key, b"x" * size)
+            store.put({key: b"x" * size})
         unit = "units/" + "f" * 64
-        store.put(unit, b"unit")
-        store.put("gc/condemned", b"list")
+        store.put({unit: b"unit"})
+        store.put({"gc/condemned": b"list"})
         listed = list(store.list("packs"))
         assert len(listed) == len(sizes)
         assert {stored.key: stored.size for stored in listed} == sizes
@@ -114,12 +114,12 @@ class StoreConformance:
         """What is gone is gone, and deleting it again is no error."""
         keys = [pack_key(b"%d" % number) for number in range(20)]
         for number, key in enumerate(keys):
-            store.put(key, b"%d" % number)
+            store.put({key: b"%d" % number})
         for _ in range(2):
             store.delete([*keys[:15], pack_key(b"never put")])
             assert store.present(keys) == frozenset(keys[15:])
         assert _raised(lambda: store.get(keys[0]), KeyError)
-        store.put(keys[0], b"0")
+        store.put({keys[0]: b"0"})
         assert store.get(keys[0]) == b"0"
         store.delete(())
 
@@ -128,7 +128,7 @@ class StoreConformance:
         for key in HOSTILE_KEYS:
             for call in (
                 lambda key=key: store.get(key),
-                lambda key=key: store.put(key, b""),
+                lambda key=key: store.put({key: b""}),
                 lambda key=key: store.present([key]),
                 lambda key=key: store.delete([key]),
                 lambda key=key: list(store.list(key)),
@@ -139,12 +139,12 @@ class StoreConformance:
     def test_writers_of_one_key_at_once(self, store: Store) -> None:
         """Readers see one writer's bytes or another's, whole."""
         versions = [bytes([number]) * (200_000 + number) for number in range(4)]
-        store.put("gc/condemned", versions[0])
+        store.put({"gc/condemned": versions[0]})
         seen: list[bytes] = []
 
         def write(version: bytes) -> None:
             for _ in range(5):
-                store.put("gc/condemned", version)
+                store.put({"gc/condemned": version})
 
         def read() -> None:
             seen.extend(store.get("gc/condemned") for _ in range(10))

@@ -2,7 +2,7 @@
 
     this thread       plans units, hands out blocks in order, takes frames back in the same order, fills packs, reports
     reading threads   one block each: read the files, check their digests, compress          (all of it without the GIL)
-    storing threads   put full packs, and a unit's document once all of its packs are there
+    storing threads   put packs, and a unit's document once all of its packs are there                    (`sending.py`)
 
 Frames come back in the order in which blocks were handed out, so a unit packed twice gives the same packs, and after a
 capture that was killed the next one finds the packs that it had stored. In memory are the blocks under way (each once
@@ -25,21 +25,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 import msgspec
-from blake3 import blake3
 
 from serverless_gpu.environment.capture.layout import BlockPlan, Reuse, places_of, plan_blocks, reuse
 from serverless_gpu.environment.capture.reading import TRIES_MAX, Changed, Reader, true_sizes, unsteady
+from serverless_gpu.environment.capture.sending import STORING_THREADS, WAIT_S, Counts, Ending, Sender
 from serverless_gpu.environment.compression import LEVEL_LOCAL, compress
 from serverless_gpu.environment.documents import BLOCK_BYTES, PACK_BYTES, Block, Row, Unit, unit_address
 from serverless_gpu.environment.scan.scanning import Source
 from serverless_gpu.environment.stores.blobs import Blobs
-from serverless_gpu.errors import EnvironmentRejected, EnvironmentUnsupported
-
-STORING_THREADS = 4
-BYTES_IN_FLIGHT = 32 * 1024 * 1024
-"""Compressed bytes that wait to be stored, at most; and a pack more."""
-WAIT_S = 0.2
-"""How long this thread waits for anything before it reports again."""
+BLOCKS_MAX = 12
+"""How many blocks are under way, at most."""
 
 _Result = TypeVar("_Result")
 
@@ -49,7 +44,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         level: of zstd.
-        threads: that read and compress; 0 means one per core, 2 to 8.
+        threads: that read and compress; 0 means one per core, 2 to 8, and one more, for one may wait for its turn to
+            read small files.
         block_bytes: content of a block.
         pack_bytes: after which a pack is closed.
     """
@@ -61,7 +57,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def thread_count(self) -> int:
-        return self.threads or min(8, max(2, len(os.sched_getaffinity(0))))
+        return self.threads or 1 + min(8, max(2, len(os.sched_getaffinity(0))))
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,30 +88,6 @@ class Packed(msgspec.Struct, frozen=True, kw_only=True):
     unit: Unit
 
 
-class Counts:
-    """What has happened so far; read by whoever reports, written by several threads."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.bytes_done = 0
-        self.files_done = 0
-        self.sent_bytes = 0
-        self.packs_sent = 0
-        self.packs_known = 0
-
-    def add(self, *, bytes_done: int = 0, files_done: int = 0) -> None:
-        with self._lock:
-            self.bytes_done += bytes_done
-            self.files_done += files_done
-
-    def stored(self, sent_bytes: int) -> None:
-        """Count a pack: the bytes that were sent, 0 if the store had it."""
-        with self._lock:
-            self.sent_bytes += sent_bytes
-            self.packs_sent += sent_bytes > 0
-            self.packs_known += sent_bytes == 0
-
-
 class Packer:
     """Packs units into a store.
 
@@ -124,7 +96,7 @@ class Packer:
         settings: how.
         counts: what has happened, for reports.
         pulse: called in this thread, with the name of the unit at hand, at least every `WAIT_S`.
-        before_pack: called before a pack of so many bytes is put; may raise.
+        before_packs: called before packs of so many bytes are put; may raise.
     """
 
     def __init__(
@@ -134,16 +106,15 @@ class Packer:
         *,
         counts: Counts,
         pulse: Callable[[str], None] = lambda name: None,
-        before_pack: Callable[[int], None] = lambda size: None,
+        before_packs: Callable[[int], None] = lambda size: None,
     ) -> None:
         self._blobs = blobs
         self._settings = settings
         self._counts = counts
         self._pulse = pulse
-        self._before_pack = before_pack
+        self._before_packs = before_packs
         self._stop = threading.Event()
         self._own = threading.local()
-        self._room = _Room(BYTES_IN_FLIGHT)
         self._flight: deque[tuple[_Work, BlockPlan, Future[bytes]]] = deque()
         self._again: deque[_Work] = deque()
         self._ended: deque[tuple[Job, Future[Unit]]] = deque()
@@ -158,14 +129,21 @@ class Packer:
         threads = self._settings.thread_count
         with (
             ThreadPoolExecutor(threads, "sgpu-read") as self._reading,
-            ThreadPoolExecutor(STORING_THREADS, "sgpu-store") as self._storing,
+            ThreadPoolExecutor(STORING_THREADS, "sgpu-store") as storing,
         ):
+            self._sender = Sender(
+                self._blobs,
+                storing,
+                counts=self._counts,
+                stopped=self._stop.is_set,
+                before_packs=self._before_packs,
+            )
             try:
-                yield from self._pack([_Line(iter(jobs)) for jobs in lines], 4 * threads + 2)
+                yield from self._pack([_Line(iter(jobs)) for jobs in lines], min(4 * threads, BLOCKS_MAX))
             finally:
                 self._stop.set()
                 self._reading.shutdown(wait=True, cancel_futures=True)
-                self._storing.shutdown(wait=True, cancel_futures=True)
+                storing.shutdown(wait=True, cancel_futures=True)
                 for work, _, _ in self._flight:
                     work.reader.close()
 
@@ -179,6 +157,7 @@ class Packer:
             if not lines and self._flight:
                 self._take()
             yield from self._stored(wait=False)
+        self._sender.flush()
         yield from self._stored(wait=True)
 
     def _advance(self, line: _Line) -> None:
@@ -241,7 +220,7 @@ class Packer:
             return
         if work.filled:
             self._close_pack(work)
-        self._ended.append((work.job, self._storing.submit(self._finish, work)))
+        self._ended.append((work.job, self._sender.add_unit(Ending(work.job.name, work.packs, work.unit))))
 
     def _planned_again(self, work: _Work) -> _Work:
         if work.tries >= TRIES_MAX:
@@ -251,43 +230,12 @@ class Packer:
         return self._begun(_Work(work.job, rows, self._settings, self._stop.is_set, tries=work.tries + 1))
 
     def _close_pack(self, work: _Work) -> None:
-        size = work.filled
-        while not self._room.take(size):
+        while not self._sender.has_room(work.filled):
             self._pulse(work.job.name)
         for pack in work.packs:
             if pack.done():
                 pack.result()  # a store that refuses is noticed now, not after the last of a hundred packs
-        work.packs.append(self._storing.submit(self._store, work.take_frames(), size))
-
-    def _store(self, frames: list[bytes], size: int) -> str:
-        """Put a pack, unless the store has it; return its name."""
-        try:
-            if self._stop.is_set():
-                return ""  # nobody will ask
-            data = b"".join(frames)
-            frames.clear()
-            digest = blake3(data).hexdigest()
-            sent = bool(self._blobs.missing_packs((digest,)))
-            if sent:
-                self._before_pack(len(data))
-                self._blobs.write_pack(data, digest)
-            self._counts.stored(len(data) if sent else 0)
-            return digest
-        finally:
-            self._room.give(size)
-
-    def _finish(self, work: _Work) -> Unit:
-        # Packs were handed to the same threads before this, so each is stored or being stored: this wait ends.
-        unit = work.unit(tuple(pack.result() for pack in work.packs))
-        if self._stop.is_set():
-            return unit  # nobody will ask
-        try:
-            self._blobs.write_unit(unit)
-        except EnvironmentRejected as error:
-            raise EnvironmentUnsupported(
-                f"{work.job.name} cannot be captured: {error.message}", hint="no restore would accept it; remove it"
-            ) from None
-        return unit
+        work.packs.append(self._sender.add_pack(work.take_pack()))
 
     def _stored(self, *, wait: bool) -> Iterator[Packed]:
         while self._ended and (wait or self._ended[0][1].done()):
@@ -307,28 +255,6 @@ class Packer:
                 continue
             self._pulse(name)
             return result
-
-
-class _Room:
-    """A bound on bytes that several threads hold."""
-
-    def __init__(self, bytes_max: int) -> None:
-        self._free = threading.Condition()
-        self._bytes_max = bytes_max
-        self._bytes = 0
-
-    def take(self, size: int) -> bool:
-        """Take room, or return after a moment that there was none; whoever comes first has room for any size."""
-        with self._free:
-            if not self._free.wait_for(lambda: not self._bytes or self._bytes + size <= self._bytes_max, WAIT_S):
-                return False
-            self._bytes += size
-            return True
-
-    def give(self, size: int) -> None:
-        with self._free:
-            self._bytes -= size
-            self._free.notify()
 
 
 class _Line:
@@ -359,12 +285,15 @@ class _Work:
         self.bytes_done = sum(rows[index].size for index in self._reuse.places)
         self.files_done = len(self._reuse.places)
         self.packs: list[Future[str]] = []
-        self.filled = 0
         self.outstanding = 0
         self.planned = self.closed = False
         self.changed = ""
-        self._frames: list[bytes] = []
+        self._pack = bytearray()
         self._blocks: list[Block] = []
+
+    @property
+    def filled(self) -> int:
+        return len(self._pack)
 
     def add(self, plan: BlockPlan, frame: bytes) -> None:
         self.bytes_done += plan.size
@@ -372,12 +301,11 @@ class _Work:
         if frame:
             pack = len(self._reuse.packs) + len(self.packs)
             self._blocks.append(Block(pack, self.filled, len(frame), plan.size))
-            self._frames.append(frame)
-            self.filled += len(frame)
+            self._pack += frame
 
-    def take_frames(self) -> list[bytes]:
-        frames, self._frames, self.filled = self._frames, [], 0
-        return frames
+    def take_pack(self) -> bytearray:
+        pack, self._pack = self._pack, bytearray()
+        return pack
 
     def unit(self, packs: tuple[str, ...]) -> Unit:
         rows = self.rows

@@ -23,8 +23,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from serverless_gpu.environment.capture.packing import Counts, Job, Packed, Packer, Settings
+from serverless_gpu.environment.capture.packing import Job, Packed, Packer, Settings
 from serverless_gpu.environment.capture.reading import unreadable
+from serverless_gpu.environment.capture.sending import Counts
 from serverless_gpu.environment.compression import LEVEL_LOCAL
 from serverless_gpu.environment.documents import Member, Root, Row, Snapshot, Unit, make_snapshot
 from serverless_gpu.environment.progress import Progress, Report, nobody
@@ -119,7 +120,7 @@ def capture(
     counts, meter = Counts(), _Meter(report, members)
     with _Look([scan.sources[address] for address in members]) as look:
 
-        def before_pack(size: int) -> None:
+        def before_packs(size: int) -> None:
             look.wait()  # the first files are read meanwhile, but nothing is sent before all can be
             space.take(size)
 
@@ -128,7 +129,7 @@ def capture(
             settings or Settings(level=level),
             counts=counts,
             pulse=lambda name: meter.pulse(counts, name),
-            before_pack=before_pack,
+            before_packs=before_packs,
         )
         # The largest of what is left, and the smallest, side by side.
         left = deque(members.values())

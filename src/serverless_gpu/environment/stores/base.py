@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import abc
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from serverless_gpu.errors import EnvironmentRejected
@@ -57,8 +57,18 @@ class Store(abc.ABC):
         """
 
     @abc.abstractmethod
-    def put(self, key: str, data: bytes | memoryview) -> None:
-        """Put an object, durably and at once, in place of what may be there."""
+    def put(self, objects: Mapping[str, bytes | memoryview]) -> None:
+        """Put objects, durably and at once, in place of what may be there.
+
+        Several cost far less together than one after another. Each becomes visible by itself, in any order, so what
+        points at something is put after that, in another call. When this fails, some of them may be there.
+
+        Args:
+            objects: bytes by key.
+
+        Raises:
+            EnvironmentRejected: one is larger than `OBJECT_BYTES_MAX`, or its key is none; then nothing was put.
+        """
 
     @abc.abstractmethod
     def present(self, keys: Collection[str]) -> frozenset[str]:
@@ -107,3 +117,15 @@ def check_range(key: str, start: int, length: int) -> None:
     """
     if start < 0 or not 0 <= length <= OBJECT_BYTES_MAX:
         raise EnvironmentRejected(f"{length} bytes from byte {start} of {key} are not a range that can be read")
+
+
+def check_size(key: str, data: bytes | memoryview) -> memoryview:
+    """Return what is to be put, as bytes.
+
+    Raises:
+        EnvironmentRejected: it is more than a store is asked to hold.
+    """
+    view = memoryview(data).cast("B")
+    if len(view) > OBJECT_BYTES_MAX:
+        raise EnvironmentRejected(f"{key} has {len(view)} bytes, {OBJECT_BYTES_MAX} are the most")
+    return view

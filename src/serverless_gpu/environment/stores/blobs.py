@@ -15,10 +15,11 @@ newer version (EnvironmentRejected), no answer (StoreUnavailable), no space (Sto
 
 from __future__ import annotations
 
+import itertools
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TypeVar
 
 import msgspec
@@ -154,30 +155,34 @@ class Blobs:
 
         return self._twice(read, what)
 
-    def write_pack(self, data: bytes | memoryview, digest: str = "") -> str:
-        """Put a pack and return its name, which is the BLAKE3 of its bytes.
-
-        Args:
-            data: the pack.
-            digest: its name, where the caller has just worked it out.
-        """
-        digest = digest or blake3(data).hexdigest()
-        self._put(f"packs/{digest}", data)
+    def write_pack(self, data: bytes | memoryview) -> str:
+        """Put a pack and return its name, which is the BLAKE3 of its bytes."""
+        digest = blake3(data).hexdigest()
+        self.write_packs({digest: data})
         return digest
 
+    def write_packs(self, packs: Mapping[str, bytes | memoryview]) -> None:
+        """Put packs, by the names that the caller has just worked out; together they cost little more than one."""
+        self._put({f"packs/{digest}": data for digest, data in packs.items()})
+
     def write_unit(self, unit: Unit) -> None:
-        """Put a unit, whose packs are there.
+        """Put a unit as `write_units` does."""
+        self.write_units((unit,))
+
+    def write_units(self, units: Collection[Unit]) -> None:
+        """Put units, whose packs are there.
 
         Raises:
-            EnvironmentRejected: it breaks the rules of what a unit may be.
-            EnvironmentMissing: a pack it points into is not there.
+            EnvironmentRejected: one breaks the rules of what a unit may be; none was put then.
+            EnvironmentMissing: a pack one points into is not there.
             StoreUnavailable: garbage collection came in between; capture again.
         """
-        check_unit(unit)
-        packs = [f"packs/{digest}" for digest in unit.packs]
-        self._need(packs, f"unit {unit.address[:12]}")
+        for unit in units:
+            check_unit(unit)
+        packs = list(dict.fromkeys(f"packs/{digest}" for unit in units for digest in unit.packs))
+        self._need(packs, ", ".join(f"unit {unit.address[:12]}" for unit in itertools.islice(units, 3)))
         self._settle(packs)
-        self._put(f"units/{unit.address}", encode(unit))
+        self._put({f"units/{unit.address}": encode(unit) for unit in units})
 
     def write_snapshot(self, snapshot: Snapshot) -> None:
         """Put a snapshot, whose units are there: from now on it can be restored, and what it needs is kept.
@@ -194,7 +199,7 @@ class Blobs:
         if self.clock.boottime_ns() - self._began_ns > CAPTURE_S_MAX * 10**9:
             raise self._interrupted(f"this capture took longer than {CAPTURE_S_MAX // 3600} hours")
         key = f"snapshots/{snapshot.address}"
-        self._put(key, encode(snapshot))
+        self._put({key: encode(snapshot)})
         self._settle([key])
 
     def missing_units(self, addresses: Iterable[str]) -> tuple[str, ...]:
@@ -244,12 +249,11 @@ class Blobs:
         except KeyError:
             raise _missing_error(what, self.store.url) from None
 
-    def _put(self, key: str, data: bytes | memoryview) -> None:
+    def _put(self, objects: Mapping[str, bytes | memoryview]) -> None:
         condemned = self._condemned_keys()
-        self.store.put(key, data)
-        if key in condemned:
-            self._rescued.add(key)
-        self._there.add(key)
+        self.store.put(objects)
+        self._rescued |= objects.keys() & condemned
+        self._there |= objects.keys()
 
     def _twice(self, read: Callable[[], _Value], what: str) -> _Value:
         try:

@@ -270,7 +270,7 @@ class _Collection:
                     f"garbage collection of {self._store.url} stood still for {silent_s:.0f} s and was given up",
                     hint="run it again, it goes on where it was; nothing is lost",
                 )
-        self._store.put(self._key, b"")
+        self._store.put({self._key: b""})
         self._renewed_ns = now_ns
 
     def _pulse(self, name: str, done: int, total: int) -> None:

@@ -60,7 +60,7 @@ def read_condemned(store: Store) -> Condemned:
 
 def write_condemned(store: Store, condemned: Condemned) -> None:
     """Put the list in place of the one that is there."""
-    store.put(CONDEMNED, encode(condemned))
+    store.put({CONDEMNED: encode(condemned)})
 
 
 def collectors(store: Store, now_ns: int) -> tuple[tuple[str, ...], tuple[str, ...]]:

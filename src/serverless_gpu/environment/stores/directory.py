@@ -4,8 +4,8 @@
     <root>/gc/condemned
     <root>/incoming/…          what is being written, under names nobody asks for
 
-An object is written under `incoming/`, made durable, and then renamed to its name: it is there whole or not at all,
-also after a power cut, and two writers of one key both succeed, in some order. A writer that is killed leaves a file
+An object is written under `incoming/`, made durable, and then renamed to its name (`writing.py`): it is there whole or
+not at all, also after a power cut, and two writers of one key both succeed, in some order. A writer that is killed leaves a file
 under `incoming/`; a day later `delete`, which only garbage collection calls, removes it.
 
 Failure cases: a full disk (StorageError, before the first byte where free space is known to be too small), a
@@ -19,25 +19,24 @@ import errno
 import os
 import stat
 import tempfile
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.environment.stores.base import (
-    OBJECT_BYTES_MAX,
     Store,
     Stored,
     check_key,
     check_prefix,
     check_range,
+    check_size,
 )
-from serverless_gpu.environment.stores.direct import write_direct
+from serverless_gpu.environment.stores.writing import closed, make_directories, sync_directory, write_together
 from serverless_gpu.errors import EnvironmentRejected, ServerlessGpuError, StorageError, StoreUnavailable
 from serverless_gpu.units import format_bytes
 
 INCOMING = "incoming"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_PRIVATE = 0o700
 LEFTOVERS_S = 24 * 3600
 _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a planted link or pipe is refused, not followed or waited for
 
@@ -79,20 +78,20 @@ class DirectoryStore(Store):
         finally:
             os.close(fd)
 
-    def put(self, key: str, data: bytes | memoryview) -> None:
-        """Put an object, durably and at once, in place of what may be there."""
-        path, view = self._path(key), memoryview(data).cast("B")
-        if len(view) > OBJECT_BYTES_MAX:
-            raise EnvironmentRejected(f"{key} has {len(view)} bytes, {OBJECT_BYTES_MAX} are the most")
+    def put(self, objects: Mapping[str, bytes | memoryview]) -> None:
+        """Put objects, durably and at once, in place of what may be there."""
+        contents = {self._path(key): check_size(key, data) for key, data in objects.items()}
+        total = sum(map(len, contents.values()))
         try:
-            _make_directory(self._root / INCOMING)
-            _make_shelf(path.parent)
+            if contents:
+                make_directories((self._root / INCOMING, *(self._root / key.partition("/")[0] for key in objects)))
             free = self.free_bytes()
-            if free is not None and len(view) > free:
-                raise self._full(f"{format_bytes(len(view))} to write, {format_bytes(free)} free")
-            self._put(path, view)
+            if free is not None and total > free:
+                raise self._full(f"{format_bytes(total)} to write, {format_bytes(free)} free")
+            write_together(self._root / INCOMING, contents, now_ns=self._clock.wall_ns())
         except OSError as error:
-            raise self._problem("write", key, error) from error
+            what = next(iter(objects)) if len(objects) == 1 else f"{len(objects)} objects"
+            raise self._problem("write", what, error) from error
 
     def present(self, keys: Collection[str]) -> frozenset[str]:
         """Return which of these objects are there."""
@@ -131,7 +130,7 @@ class DirectoryStore(Store):
         try:
             for parent in parents:
                 with contextlib.suppress(FileNotFoundError):
-                    _sync_directory(parent)
+                    sync_directory(parent)
             self._remove_leftovers()
         except OSError as error:
             raise self._problem("clean", INCOMING, error) from error
@@ -152,29 +151,13 @@ class DirectoryStore(Store):
     def _path(self, key: str) -> Path:
         return self._root / _place(check_key(key))
 
-    def _put(self, path: Path, view: memoryview) -> None:
-        fd, temporary = tempfile.mkstemp(dir=self._root / INCOMING)  # 0600
-        try:
-            with _closed(fd):
-                _write(fd, view)
-                now = self._clock.wall_ns()
-                os.utime(fd, ns=(now, now))
-                os.fchmod(fd, 0o400)
-                os.fsync(fd)
-            os.rename(temporary, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
-        _sync_directory(path.parent)
-
     def _remove_leftovers(self) -> None:
         """Remove what writers that died left, by the file system's own clock: ours may be another machine's."""
         incoming = self._root / INCOMING
         if not incoming.is_dir():
             return
         fd, probe = tempfile.mkstemp(dir=incoming)
-        with _closed(fd):
+        with closed(fd):
             now = os.fstat(fd).st_ctime_ns
         for entry in (*os.scandir(incoming),):
             with contextlib.suppress(FileNotFoundError):
@@ -212,58 +195,6 @@ def _read(fd: int, start: int, length: int) -> bytes:
         data = os.pread(fd, missing, start + length - missing)
         pieces.append(data)
     return b"".join(pieces)
-
-
-def _write(fd: int, view: memoryview) -> None:
-    done = write_direct(fd, view)
-    while done < len(view):
-        done += os.write(fd, view[done:])
-
-
-@contextlib.contextmanager
-def _closed(fd: int) -> Iterator[None]:
-    """Close at the end; what closing says (network file systems write then) counts unless something else failed."""
-    try:
-        yield
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.close(fd)
-        raise
-    os.close(fd)
-
-
-def _make_directory(path: Path) -> None:
-    """Make a directory and those above it, private and durably."""
-    if path.is_dir():
-        return
-    if path.parent != path:
-        _make_directory(path.parent)
-    with contextlib.suppress(FileExistsError):
-        path.mkdir(mode=_PRIVATE)
-    _sync_directory(path.parent)
-
-
-def _make_shelf(path: Path) -> None:
-    """Make the directory of an object, and its 255 neighbours with it: syncing once is quicker than for each."""
-    if path.is_dir():
-        return
-    _make_directory(path.parent)
-    if len(path.name) == 2:
-        for number in range(256):
-            with contextlib.suppress(FileExistsError):
-                (path.parent / f"{number:02x}").mkdir(mode=_PRIVATE)
-        _sync_directory(path.parent)
-    _make_directory(path)
-
-
-def _sync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    with _closed(fd):
-        try:
-            os.fsync(fd)
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems know no such thing
-                raise
 
 
 def _is_file(path: Path) -> bool:

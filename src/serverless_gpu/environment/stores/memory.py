@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.environment.stores.base import (
-    OBJECT_BYTES_MAX,
     Store,
     Stored,
     check_key,
     check_prefix,
     check_range,
+    check_size,
 )
-from serverless_gpu.errors import EnvironmentRejected, StorageError
+from serverless_gpu.errors import StorageError
 
 
 class MemoryStore(Store):
@@ -39,19 +39,18 @@ class MemoryStore(Store):
         check_range(key, start, max(0, len(data) - start) if length is None else length)
         return data[start:] if length is None else data[start : start + length]
 
-    def put(self, key: str, data: bytes | memoryview) -> None:
-        """Put an object, at once, in place of what may be there."""
-        content = bytes(data)
-        if len(content) > OBJECT_BYTES_MAX:
-            raise EnvironmentRejected(f"{key} has {len(content)} bytes, {OBJECT_BYTES_MAX} are the most")
+    def put(self, objects: Mapping[str, bytes | memoryview]) -> None:
+        """Put objects, at once, in place of what may be there."""
+        contents = {check_key(key): bytes(check_size(key, data)) for key, data in objects.items()}
         with self._lock:
-            free = self.free_bytes()
-            if free is not None and len(content) > free:
+            free, size = self.free_bytes(), sum(map(len, contents.values()))
+            if free is not None and size > free:
                 raise StorageError(
-                    f"no space left in {self.url}: {len(content)} bytes to write, {free} bytes free",
+                    f"no space left in {self.url}: {size} bytes to write, {free} bytes free",
                     hint="make more space, or choose another store",
                 )
-            self._objects[check_key(key)] = (content, self._clock.wall_ns())
+            now_ns = self._clock.wall_ns()
+            self._objects.update((key, (content, now_ns)) for key, content in contents.items())
 
     def present(self, keys: Collection[str]) -> frozenset[str]:
         """Return which of these objects are there."""

@@ -37,6 +37,7 @@ from serverless_gpu.environment.stores.base import (
     check_key,
     check_prefix,
     check_range,
+    check_size,
 )
 from serverless_gpu.environment.stores.clouds import CLOUDS, connector, endpoint_of
 from serverless_gpu.errors import EnvironmentRejected, ServerlessGpuError, StorageError, StoreUnavailable
@@ -107,16 +108,11 @@ class ObjectStore(Store):
                 return b""
             raise KeyError(key) from None
 
-    def put(self, key: str, data: bytes | memoryview) -> None:
-        """Put an object, durably and at once, in place of what may be there."""
-        check_key(key)
-        size = memoryview(data).nbytes
-        if size > OBJECT_BYTES_MAX:
-            raise EnvironmentRejected(f"{key} has {size} bytes, {OBJECT_BYTES_MAX} are the most")
-        try:
-            self._ask(f"put {key}", lambda client: self._put(client, key, data), reads=False)
-        except _Final as error:
-            raise self._problem(f"put {key}", Answer("no bucket", error.answer.said), 1, 0.0) from None
+    def put(self, objects: Mapping[str, bytes | memoryview]) -> None:
+        """Put objects, durably and at once, in place of what may be there; several at a time."""
+        for key, data in objects.items():
+            check_size(check_key(key), data)
+        _together(lambda key: self._put_one(key, objects[key]), list(objects))
 
     def present(self, keys: Collection[str]) -> frozenset[str]:
         """Return which of these objects are there, asking for several at once."""
@@ -150,6 +146,12 @@ class ObjectStore(Store):
     def free_bytes(self) -> int | None:
         """Return None: no bucket says how much it can hold."""
         return None
+
+    def _put_one(self, key: str, data: bytes | memoryview) -> None:
+        try:
+            self._ask(f"put {key}", lambda client: self._put(client, key, data), reads=False)
+        except _Final as error:
+            raise self._problem(f"put {key}", Answer("no bucket", error.answer.said), 1, 0.0) from None
 
     def _delete_one(self, key: str) -> None:
         with contextlib.suppress(_Final):
