@@ -51,14 +51,14 @@ def test_F43_several_bad_answers_in_a_row() -> None:
         assert reached(server).get(KEY) == DATA
         assert len(server.asked) == 5
     with Scripted(BROKEN, Reply(500), OK) as server:
-        reached(server).put(KEY, DATA)
+        reached(server).put({KEY: DATA})
         assert len(server.asked) == 3
 
 
 def test_F43_not_there_after_it_was_put() -> None:
     with Scripted(OK, Reply(404), Reply(404), FINE) as server:
         store = reached(server)
-        store.put(KEY, DATA)
+        store.put({KEY: DATA})
         assert store.get(KEY) == DATA
 
 
@@ -79,7 +79,7 @@ def test_F43_not_there_is_believed_in_the_end() -> None:
 CALLS: list[Callable[[Store], object]] = [
     lambda store: store.get(KEY),
     lambda store: store.get(KEY, 1, 2),
-    lambda store: store.put(KEY, DATA),
+    lambda store: store.put({KEY: DATA}),
     lambda store: store.present([KEY]),
     lambda store: list(store.list("packs")),
     lambda store: store.delete([KEY]),
@@ -149,7 +149,7 @@ def test_F40_a_server_without_space() -> None:
     ):
         with Scripted(reply) as server:
             with pytest.raises(StorageError, match=r"no space left in the store s3://bucket/prefix \(at "):
-                reached(server).put(KEY, DATA)
+                reached(server).put({KEY: DATA})
             assert len(server.asked) == 1
 
 
@@ -158,18 +158,18 @@ def test_an_entity_tag_that_is_no_md5_is_found_out_once() -> None:
     with Scripted(Reply(headers=other), FINE, Reply(headers=other), Reply(headers=other)) as server:
         store = reached(server)
         for _ in range(3):
-            store.put(KEY, DATA)
+            store.put({KEY: DATA})
         assert [asked.split()[0] for asked in server.asked] == ["PUT", "GET", "PUT", "PUT"]
 
 
 def test_F42_other_bytes_on_the_server_are_sent_again() -> None:
     other = Reply(headers={"ETag": '"' + "0" * 32 + '"'})
     with Scripted(other, Reply(200, DATA[1:]), OK) as server:
-        reached(server).put(KEY, DATA)
+        reached(server).put({KEY: DATA})
         assert [asked.split()[0] for asked in server.asked] == ["PUT", "GET", "PUT"]
     replies = [other, Reply(200, DATA[1:])] * 20
     with Scripted(*replies) as server, pytest.raises(StoreUnavailable, match="what arrived is not what was sent"):
-        reached(server, 1.0).put(KEY, DATA)
+        reached(server, 1.0).put({KEY: DATA})
 
 
 def test_secrets_are_in_no_text() -> None:

@@ -43,20 +43,20 @@ class TestRclone(StoreConformance):
     def test_writers_of_one_key_at_once(self, store: Store) -> None:
         """The same bytes from several writers are there when they are done."""
         with ThreadPoolExecutor(4) as pool:
-            list(pool.map(lambda _: store.put(pack_key(LARGE), LARGE), range(12)))
+            list(pool.map(lambda _: store.put({pack_key(LARGE): LARGE}), range(12)))
         assert store.get(pack_key(LARGE)) == LARGE
 
 
 def test_two_stores_of_one_bucket_do_not_meet(server: str, prefix: str) -> None:
     here, there = (open_store(f"s3://{BUCKET}/{prefix}/{name}", variables(server)) for name in ("a", "ab"))
-    here.put(pack_key(b"1"), b"1")
+    here.put({pack_key(b"1"): b"1"})
     assert there.present([pack_key(b"1")]) == frozenset()
     assert [*there.list("packs")] == []
 
 
 def test_what_is_not_ours_is_not_listed(server: str, prefix: str) -> None:
     store = open_store(f"s3://{BUCKET}/{prefix}", variables(server))
-    store.put(pack_key(b"1"), b"1")
+    store.put({pack_key(b"1"): b"1"})
     client = store._connect(10.0, False)  # type: ignore[attr-defined]  # an object that no call of ours could put
     obstore.put(client, "packs/readme.txt", b"not ours")
     assert [stored.key for stored in store.list("packs")] == [pack_key(b"1")]
@@ -66,7 +66,7 @@ def test_more_objects_than_a_page(server: str, prefix: str) -> None:
     store = open_store(f"s3://{BUCKET}/{prefix}", variables(server))
     keys = [pack_key(b"%d" % number) for number in range(1100)]
     for key in keys:
-        store.put(key, b"x")
+        store.put({key: b"x"})
     assert sorted(stored.key for stored in store.list("packs")) == sorted(keys)
     assert store.present(keys) == frozenset(keys)
     store.delete(keys)
@@ -79,7 +79,7 @@ def test_a_wrong_secret_says_what_to_check(rclone_url: str, prefix: str) -> None
     key = pack_key(b"1")
     for call in (
         lambda: store.get(key),
-        lambda: store.put(key, b"1"),
+        lambda: store.put({key: b"1"}),
         lambda: store.present([key]),
         lambda: list(store.list("packs")),
     ):
@@ -93,13 +93,13 @@ def test_a_wrong_secret_says_what_to_check(rclone_url: str, prefix: str) -> None
         )
         assert "wrong-but-secret" not in repr(caught.value) + str(caught.value)
     with pytest.raises(StoreUnavailable, match="403 SignatureDoesNotMatch"):
-        store.put(key, b"1")
+        store.put({key: b"1"})
 
 
 def test_a_bucket_that_does_not_exist(server: str) -> None:
     store = open_store("s3://nowhere/here", variables(server))
     for call in (
-        lambda: store.put(pack_key(b"1"), b"1"),
+        lambda: store.put({pack_key(b"1"): b"1"}),
         lambda: store.get(pack_key(b"1")),
         lambda: list(store.list("packs")),
     ):

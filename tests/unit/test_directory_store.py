@@ -73,18 +73,18 @@ for name in ("fsync", "rename"):
     setattr(os, name, spied)
 from pathlib import Path
 from serverless_gpu.environment.stores.directory import DirectoryStore
-DirectoryStore(Path({str(root)!r})).put({{KEY!r}: b"x"})
+DirectoryStore(Path({str(root)!r})).put({{{KEY!r}: b"x"}})
 """
     subprocess.run(
         [sys.executable, "-c", program], check=True, timeout=60, env={**os.environ, "PYTHONPATH": str(SOURCE)}
     )
     calls = log.read_text().splitlines()
     place = f"{root}/packs/{KEY[6:8]}"
-    *directories, content, renamed, last = calls
+    *directories, content, shelf, renamed, last = calls
     assert content.startswith(f"fsync {root}/{INCOMING}/")
     assert renamed == f"rename {content.removeprefix('fsync ')} {place}/{KEY[6:]}"
     assert last == f"fsync {place}"
-    assert directories == [f"fsync {path}" for path in (root.parent, root, root, f"{root}/packs")]
+    assert [*directories, shelf] == [f"fsync {path}" for path in (root.parent, root, root, f"{root}/packs")]
 
 
 WRITER = """

@@ -160,16 +160,16 @@ def test_a_capture_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
     before.mkdir()
     for number in range(6):
         (before / f"f{number}").write_bytes(os.urandom(5 * 1024 * 1024))
-    # The child stores three packs of eight, so the kill comes in the middle.
+    # The child stores two groups of packs, about half of all, so the kill comes in the middle.
     command = [sys.executable, "-c", textwrap.dedent(_KILLED), str(before), str(tmp_path / "store")]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as child:
         try:
             assert child.stdout is not None
-            assert child.stdout.readline() == b"third\n"
+            assert child.stdout.readline() == b"second\n"
         finally:
             child.kill()
     packs = {stored.key: stored.put_ns for stored in store.list("packs")}
-    assert len(packs) == 3
+    assert 2 <= len(packs) <= 6
     assert not list(store.list("snapshots"))
     captured = capture(scan_of({"thing": source_of(before)}), Blobs(store), settings=WHOLE_PACKS)
     assert captured.packs_known == len(packs)
@@ -190,12 +190,12 @@ _KILLED = """
     class Stuck(DirectoryStore):
         begun, stored = itertools.count(1), []
         def put(self, objects):
-            if next(self.begun) > 3:
+            if next(self.begun) > 2:
                 threading.Event().wait()
             super().put(objects)
-            self.stored += objects
-            if len(self.stored) == 3:
-                print("third", flush=True)
+            self.stored.append(1)
+            if len(self.stored) == 2:
+                print("second", flush=True)
 
     capture(scan_of({"thing": source_of(Path(sys.argv[1]))}), Blobs(Stuck(Path(sys.argv[2]))), settings=WHOLE_PACKS)
 """

@@ -83,6 +83,18 @@ class StoreConformance:
             assert store.get("gc/condemned") == data
         assert [stored.size for stored in store.list("gc")] == [1]
 
+    def test_many_are_put_at_once(self, store: Store) -> None:
+        """Small and large ones, of several kinds, new ones and ones that are there; none of none is no error."""
+        objects: dict[str, bytes | memoryview] = {pack_key(b"%d" % number): b"%d" % number for number in range(150)}
+        objects |= {pack_key(data): memoryview(data) for data in (b"", bytes(range(256)) * 8_000)}
+        objects |= {"units/" + "e" * 64: b"unit", "gc/condemned": b"list"}
+        store.put({"gc/condemned": b"before"})
+        store.put(objects)
+        for key, data in objects.items():
+            assert store.get(key) == data
+        store.put({})
+        assert len(list(store.list("packs"))) == 152
+
     def test_present_answers_for_many_at_once(self, store: Store) -> None:
         """Only what is there is said to be, and nothing asked is nothing answered."""
         there = [pack_key(b"%d" % number) for number in range(40)]

@@ -33,6 +33,7 @@ from serverless_gpu.environment.compression import LEVEL_LOCAL, compress
 from serverless_gpu.environment.documents import BLOCK_BYTES, PACK_BYTES, Block, Row, Unit, unit_address
 from serverless_gpu.environment.scan.scanning import Source
 from serverless_gpu.environment.stores.blobs import Blobs
+
 BLOCKS_MAX = 12
 """How many blocks are under way, at most."""
 

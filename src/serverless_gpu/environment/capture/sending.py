@@ -133,7 +133,8 @@ class Sender:
             self.flush()
 
     def _send(self, group: _Group) -> None:
-        waiting: list[Future[str] | Future[Unit]] = [done for _, done in (*group.packs, *group.units)]
+        waiting: list[Future[str] | Future[Unit]] = [done for _, done in group.packs]
+        waiting += [done for _, done in group.units]
         try:
             try:
                 self._send_packs(group)

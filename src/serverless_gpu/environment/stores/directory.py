@@ -5,8 +5,8 @@
     <root>/incoming/…          what is being written, under names nobody asks for
 
 An object is written under `incoming/`, made durable, and then renamed to its name (`writing.py`): it is there whole or
-not at all, also after a power cut, and two writers of one key both succeed, in some order. A writer that is killed leaves a file
-under `incoming/`; a day later `delete`, which only garbage collection calls, removes it.
+not at all, also after a power cut, and two writers of one key both succeed, in some order. A writer that is killed
+leaves a file under `incoming/`; a day later `delete`, which only garbage collection calls, removes it.
 
 Failure cases: a full disk (StorageError, before the first byte where free space is known to be too small), a
 directory that cannot be read or written, or a link where an object should be (StoreUnavailable).

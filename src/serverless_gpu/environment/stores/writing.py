@@ -1,8 +1,8 @@
 """Making files durable, several at a time: a disk is asked to finish a few times for all of them, not for each.
 
-    write all under names nobody asks for ─▶ let the disk begin with all ─▶ wait for each ─▶ rename all ─▶ their directories
-                                                                          the first waits for the journal, the others
-                                                                          find theirs written with it
+    write all under names nobody asks for, the disk begins ─▶ wait for each ─▶ rename all ─▶ wait for their directories
+                                                              the first waits for the journal, the others find
+                                                              theirs written with it
 
 Nothing has its name before its bytes are on the disk, and whoever returns from here has lost nothing to a power cut.
 Two small files for each of 200 units are 800 waits one by one, and about 40 this way.
