@@ -64,7 +64,7 @@ def alter(store: Store, kinds: Iterable[str], change: Callable[[bytes], bytes], 
     """Alter objects where they lie; return their keys."""
     keys = sorted(stored.key for kind in kinds for stored in store.list(kind))[:most]
     for key in keys:
-        store.put(key, change(store.get(key)))
+        store.put({key: change(store.get(key))})
     return keys
 
 
