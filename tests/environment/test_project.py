@@ -13,6 +13,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from serverless_gpu.environment.scan import project
+from serverless_gpu.environment.scan.git_settings import excludes_file
+from serverless_gpu.environment.scan.ignoring import outer_ignoring
 from serverless_gpu.environment.scan.project import CodePlace, list_code, wanted_files
 from serverless_gpu.environment.scan.tracked import tracked_files
 from serverless_gpu.errors import EnvironmentTooLarge
@@ -58,6 +60,7 @@ _trees = st.tuples(
 def no_patterns_of_the_user() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CONFIG_HOME", "/nonexistent")
+        patch.setenv("HOME", "/nonexistent")
         yield
 
 
@@ -101,6 +104,39 @@ def test_a_directory_is_listed_as_git_lists_it(tree: tuple[list[str], dict[str, 
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(patterns[above] + "\n" if file.name == ".gitignore" and above in patterns else "")
         assert listed(top) == git_lists(top)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "[core]\n\texcludesFile = ~/mine\n",
+        "[Core] excludesfile=~/mine ; a comment\n",
+        '[core]\n editor = vi\n excludesfile = "~/mi\\\\ne" # a comment\n',
+        '[core]\nexcludesfile = ~/"m#;i"ne\n',
+        "[core]\nexcludesfile = ~/mi\\\nne\n[user]\nname = core\n",
+        '[core "sub"]\nexcludesfile = ~/no\n[user]\nexcludesfile = ~/no\n[core]\nexcludesfile = ~/mine\n',
+        "[core]\nexcludesfile = ~/no\nexcludesfile = /etc/mine\n",
+        "[core]\n# excludesfile = ~/no\neditor = vi\n",
+    ],
+)
+def test_core_excludesfile_is_read_as_git_reads_it(tmp_path: Path, settings: str) -> None:
+    file = tmp_path / "config"
+    file.write_text(settings)
+    command = ["git", "config", "--file", str(file), "--get", "--type=path", "core.excludesfile"]
+    git = subprocess.run(command, capture_output=True, text=True)
+    assert (excludes_file(settings) or "") == git.stdout.removesuffix("\n")
+
+
+def test_a_users_own_patterns_hold_and_are_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "project" / ".git").mkdir(parents=True)
+    (tmp_path / "project" / "a.dat").touch()
+    (tmp_path / "project" / "a.py").touch()
+    (tmp_path / "mine").write_text("*.dat\n")
+    assert listed(tmp_path / "project") == {"a.dat", "a.py"}
+    (tmp_path / ".gitconfig").write_text("[core]\nexcludesFile = ~/mine\n")
+    assert listed(tmp_path / "project") == {"a.py"}
+    assert {str(tmp_path / ".gitconfig"), str(tmp_path / "mine")} <= {*outer_ignoring(str(tmp_path / "project"))[1]}
 
 
 def test_a_directory_inside_a_repository_is_listed_as_git_lists_it(tmp_path: Path) -> None:

@@ -294,6 +294,15 @@ def test_a_check_is_of_what_the_gate_said(place: Place) -> None:
 
 
 @pytest.mark.slow
+def test_other_patterns_of_the_user_make_it_another_environment(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = place.capture()
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(place.late))
+    assert place.look() == ("changed", ())
+    monkeypatch.undo()
+    assert place.look() == (before, ())
+
+
+@pytest.mark.slow
 def test_an_edit_that_keeps_size_and_mtime_is_seen_by_nobody(place: Place) -> None:
     os.utime(place.alpha_module, ns=(0, 10**18))
     before = place.capture()

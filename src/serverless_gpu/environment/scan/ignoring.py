@@ -17,6 +17,8 @@ import msgspec
 from pathspec.patterns.gitignore import GitIgnorePatternError
 from pathspec.patterns.gitignore.spec import GitIgnoreSpecPattern
 
+from serverless_gpu.environment.scan.git_settings import user_patterns
+
 GIT = ".gitignore"
 OURS = ".sgpuignore"
 _PATTERNS_BYTES_MAX = 1024 * 1024
@@ -128,7 +130,9 @@ def outer_ignoring(top: str) -> tuple[Ignoring, tuple[str, ...]]:
     ours = [
         found for above in _parents(top, repository) if (found := read_patterns(f"{above[0]}/{OURS}", above=above[1]))
     ]
-    watched = tuple(file for file, _ in places) + tuple(f"{above}/{OURS}" for above, _ in _parents(top, repository))
+    settings = user_patterns()[1] if repository is not None else ()
+    watched = (*settings, *(file for file, _ in places))
+    watched += tuple(f"{above}/{OURS}" for above, _ in _parents(top, repository))
     if repository is not None and _is_ignored(_relative(top, repository), git):
         return Ignoring(), watched
     return Ignoring(tuple(git), tuple(ours)), watched
@@ -153,8 +157,9 @@ def _outer_files(top: str, repository: str | None) -> Iterator[tuple[str, str]]:
     if repository is None:
         return
     inside = _relative(top, repository)
-    configured = os.environ.get("XDG_CONFIG_HOME") or os.path.join(os.path.expanduser("~"), ".config")
-    yield os.path.join(configured, "git", "ignore"), inside
+    mine, _ = user_patterns()
+    if mine:
+        yield mine, inside
     yield os.path.join(_git_directory(repository), "info", "exclude"), inside
     for directory, above in _parents(top, repository):
         yield f"{directory}/{GIT}", above

@@ -26,6 +26,7 @@ from serverless_gpu.environment.progress import Progress, Report
 from serverless_gpu.environment.scan.changes import Change, compare
 from serverless_gpu.environment.scan.composing import Composed, Source, compose
 from serverless_gpu.environment.scan.description import Description
+from serverless_gpu.environment.scan.git_settings import user_patterns
 from serverless_gpu.environment.scan.index import FilesPart, GatePart, IndexFile
 from serverless_gpu.environment.scan.recognition import find_edits, recognise
 from serverless_gpu.environment.scan.remembered import make_parts, read_known
@@ -84,7 +85,7 @@ class Recogniser:
             None when something has changed, or it was never captured.
         """
         self._gated = None
-        key = description.key()
+        key = _key(description)
         index = self._index(key)
         gate = index.read_gate()
         if gate is None or gate.key != key:
@@ -99,7 +100,7 @@ class Recogniser:
 
     def last(self, description: Description) -> Snapshot | None:
         """Return what this environment was captured as last, whatever has changed since; None when it never was."""
-        key = description.key()
+        key = _key(description)
         gate = self._index(key).read_gate()
         return gate.snapshot if gate is not None and gate.key == key else None
 
@@ -146,7 +147,7 @@ class Recogniser:
             EnvironmentUnsupported: something in it cannot be captured; names it and says what to do.
             EnvironmentTooLarge: the project's code is larger than code may be.
         """
-        seen_ns, key = self._clock.wall_ns(), description.key()
+        seen_ns, key = self._clock.wall_ns(), _key(description)
         counted = 0
 
         def look_at(name: str, files: int) -> None:
@@ -182,6 +183,11 @@ class Recogniser:
 
     def _index(self, key: bytes) -> IndexFile:
         return IndexFile(self._directory / f"{blake3(key).hexdigest()[:32]}.index")
+
+
+def _key(description: Description) -> bytes:
+    """Return what an environment is remembered by: its own key, and where git's patterns of the user would be."""
+    return description.key() + "\0".join(user_patterns()[1]).encode(errors="surrogateescape")
 
 
 @contextlib.contextmanager
