@@ -247,7 +247,7 @@ def test_what_is_no_address_is_said(place: Place, text: str) -> None:
 def test_gc_condemns_and_later_deletes_what_nothing_needs(place: Place) -> None:
     old = place.capture()
     assert "  condemned: nothing" in place.lines("gc")
-    now = ("--keep", "0s", "--grace", "0s")
+    now = ("--keep", "0s", "--grace", "0s", "--force")
     assert any(line.startswith("  would condemn: 1 snapshot, ") for line in place.lines("gc", *now, "--dry-run"))
     assert place.lines("show", old)
     assert json.loads(place.run("gc", *now, "--json").stdout)["condemned"]["snapshots"] == 1
@@ -265,7 +265,7 @@ def test_gc_leaves_what_is_used_now(place: Place) -> None:
     cache.register(Blobs(open_store(Home(place.home).environments / "store", {})).read_snapshot(address))
     try:
         for _ in range(3):
-            place.run("gc", "--keep", "0s", "--grace", "0s", "--cache", "0")
+            place.run("gc", "--keep", "0s", "--grace", "0s", "--force", "--cache", "0")
         assert place.lines("show", address)
     finally:
         os.close(holding)
@@ -283,6 +283,7 @@ def test_gc_shrinks_what_was_unpacked_here(place: Place, tmp_path: Path) -> None
     [
         (("--keep", "soon"), "--keep: 'soon' is not a duration"),
         (("--grace", "1"), "--grace: '1' is not a duration"),
+        (("--grace", "5h"), "--grace 5h is shorter than a capture may take"),
         (("--cache", "big"), "--cache: 'big' is not a size"),
         (("--store", "https://x"), "'https://x' is not a store"),
     ],

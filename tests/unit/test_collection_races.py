@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.stores.base import Stored
 from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.environment.stores.collection import collect
 from serverless_gpu.environment.stores.condemned import CONDEMNED, Condemned, Sentence
+from serverless_gpu.environment.stores.memory import MemoryStore
 from serverless_gpu.environment.stores.reachability import make_plan
-from serverless_gpu.errors import StoreUnavailable
+from serverless_gpu.errors import EnvironmentMissing, StoreUnavailable
+from serverless_gpu.testing import FakeClock
 from tests.unit.environments_in_stores import capture
 from tests.unit.stepped import Actor, World
 
@@ -237,3 +241,54 @@ def test_what_becomes_of_each_object() -> None:
     assert plan.waiting == (condemned.entries[1], condemned.entries[6])
     assert [one.key for one in plan.condemned] == [keys[2], keys[3], keys[5]]
     assert [one.key for one in plan.kept] == [keys[4]]
+
+
+class Hurried(MemoryStore):
+    """A store on which, before one of a capture's calls, somebody collects twice without any grace."""
+
+    def __init__(self, clock: FakeClock) -> None:
+        super().__init__(clock=clock)
+        self.clock = clock
+        self.left: int | None = None
+
+    def count(self) -> None:
+        """Count a call of the capture."""
+        if self.left is None:
+            return
+        self.left -= 1
+        if self.left < 0:
+            self.left = None
+            for _ in range(2):
+                self.clock.advance(1)
+                collect(Blobs(self, clock=self.clock), keep_s=0, grace_s=0)
+
+    def put(self, objects: Mapping[str, bytes | memoryview]) -> None:
+        """Put objects."""
+        if not any(key.startswith("snapshots/") for key in objects):  # then it is too late, as a moment later
+            self.count()
+        super().put(objects)
+
+    def present(self, keys: Collection[str]) -> frozenset[str]:
+        """Look for objects."""
+        self.count()
+        return super().present(keys)
+
+
+@given(known=st.booleans(), at=st.integers(0, 12))
+@settings(deadline=None)
+def test_a_collection_without_grace_lets_no_capture_publish_what_is_not_there(known: bool, at: int) -> None:
+    clock = FakeClock()
+    store = Hurried(clock)
+    if known:
+        capture(Blobs(store, clock=clock), b"1", b"2")
+        clock.advance(10)
+    store.left = at
+    try:
+        snapshot = capture(Blobs(store, clock=clock), b"1", b"2", b"3")
+    except (StoreUnavailable, EnvironmentMissing):
+        store.left = None
+        snapshot = capture(Blobs(store, clock=clock), b"1", b"2", b"3")
+    blobs = Blobs(store, clock=clock)
+    for address in blobs.read_snapshot(snapshot.address).addresses():
+        for digest in blobs.read_unit(address).packs:
+            blobs.read_pack(digest)

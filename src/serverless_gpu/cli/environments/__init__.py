@@ -143,20 +143,21 @@ def diff(first: str | None, second: str | None, python: str | None, store: str |
     metavar="AGE",
     default="1d",
     show_default=True,
-    help="Delete what was condemned this long ago; longer than any capture takes.",
+    help="Delete what was condemned this long ago; at least 6h, which is longer than any capture takes.",
 )
+@click.option("--force", is_flag=True, help="Allow a shorter --grace: nobody captures into this store now.")
 @click.option("--cache", metavar="SIZE", help="Also shrink what was unpacked on this node to at most this: 20GB, 0.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be condemned and deleted.")
 @_store
 @_json
-def gc(keep: str, grace: str, cache: str | None, dry_run: bool, store: str | None, as_json: bool) -> None:
+def gc(keep: str, grace: str, cache: str | None, store: str | None, **flags: bool) -> None:
     """Delete what no recent snapshot and no running attempt needs.
 
     In two steps, so that a capture that goes on meanwhile loses nothing: what is needed no more is condemned, and
     deleted by a later gc, at least --grace after that.
     """
     with _interruptible("what was deleted is gone, the rest is as it was, and the next gc goes on"):
-        _room("collecting").collect_garbage((keep, grace, cache), store, dry_run=dry_run, as_json=as_json)
+        _room("collecting").collect_garbage((keep, grace, cache), store, **flags)
 
 
 def _room(name: str) -> ModuleType:

@@ -14,27 +14,37 @@ from serverless_gpu.cli.environments.meter import Meters
 from serverless_gpu.cli.output import print_json
 from serverless_gpu.environment.restore.cache import Cache
 from serverless_gpu.environment.restore.evicting import environments
+from serverless_gpu.environment.stores.blobs import CAPTURE_S_MAX
 from serverless_gpu.environment.stores.collection import Collected, Tally, collect
-from serverless_gpu.errors import StorageError
+from serverless_gpu.errors import InvalidValue, StorageError
 from serverless_gpu.units import format_bytes
 
 _UNREADABLE_MAX = 5
 
 
-def collect_garbage(amounts: tuple[str, str, str | None], store: str | None, *, dry_run: bool, as_json: bool) -> None:
+def collect_garbage(
+    amounts: tuple[str, str, str | None], store: str | None, *, force: bool, dry_run: bool, as_json: bool
+) -> None:
     """Collect, and say what went.
 
     Args:
         amounts: keep, grace and size of the cache, as they were typed.
         store: what was typed.
+        force: whether the grace may be shorter than a capture, because none goes on.
         dry_run: whether only to say what would go.
         as_json: for machines.
 
     Raises:
+        InvalidValue: the grace is shorter than a capture may take.
         StorageError: another collection is at work.
     """
     keep, grace, cache_size = amounts
     keep_s, grace_s = age_s("--keep", keep), age_s("--grace", grace)
+    if grace_s < CAPTURE_S_MAX and not (force or dry_run):
+        raise InvalidValue(
+            f"--grace {grace} is shorter than a capture may take ({CAPTURE_S_MAX // 3600}h)",
+            hint="leave it out; or add --force when nobody captures into this store now",
+        )
     limit = None if cache_size is None else size_bytes("--cache", cache_size)
     directory = places.environments()
     blobs, cache = places.blobs(store, directory), Cache(directory)

@@ -70,6 +70,8 @@ class Blobs:
         self._began_ns = 0
         self._there: set[str] = set()
         """Keys that were there and not condemned, or put by this object."""
+        self._written: dict[str, tuple[str, ...]] = {}
+        """Keys of units that were put by this object, and of their packs."""
         self._rescued: set[str] = set()
         """Condemned keys that this object put again, and that may yet be deleted."""
 
@@ -183,6 +185,8 @@ class Blobs:
         self._need(packs, ", ".join(f"unit {unit.address[:12]}" for unit in itertools.islice(units, 3)))
         self._settle(packs)
         self._put({f"units/{unit.address}": encode(unit) for unit in units})
+        for unit in units:
+            self._written[f"units/{unit.address}"] = tuple(f"packs/{digest}" for digest in unit.packs)
 
     def write_snapshot(self, snapshot: Snapshot) -> None:
         """Put a snapshot, whose units are there: from now on it can be restored, and what it needs is kept.
@@ -190,7 +194,7 @@ class Blobs:
         Raises:
             EnvironmentRejected: it breaks the rules of what a snapshot may be.
             EnvironmentMissing: a unit it lists is not there.
-            StoreUnavailable: garbage collection came in between; what has been sent is there, capture again.
+            StoreUnavailable: something was deleted since it was looked at; what is there need not be sent again.
         """
         check_snapshot(snapshot)
         units = [f"units/{address}" for address in snapshot.addresses()]
@@ -198,6 +202,7 @@ class Blobs:
         self._settle(units)
         if self.clock.boottime_ns() - self._began_ns > CAPTURE_S_MAX * 10**9:
             raise self._interrupted(f"this capture took longer than {CAPTURE_S_MAX // 3600} hours")
+        self._make_sure(units)
         key = f"snapshots/{snapshot.address}"
         self._put({key: encode(snapshot)})
         self._settle([key])
@@ -286,6 +291,15 @@ class Blobs:
                 f"for example {missing[0][:12]}",
                 hint="capture the environment again",
             )
+
+    def _make_sure(self, units: Iterable[str]) -> None:
+        """Look again for all that this capture relies on: a hurried collection, or a restore, may have deleted it."""
+        relied_on = {*units, *(key for key in self._there if key.startswith("packs/"))}
+        lost = relied_on - self.store.present(relied_on)
+        self._there -= lost
+        if lost:
+            self.remove([unit for unit, packs in self._written.items() if lost.intersection(packs)])
+            raise self._interrupted(f"{len(lost)} objects were deleted from the store while this was captured")
 
     def _condemned_keys(self) -> frozenset[str]:
         with self._lock:
