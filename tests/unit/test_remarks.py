@@ -55,6 +55,15 @@ def test_what_of_the_code_stays_behind_is_said_once() -> None:
     assert remarks(scan(*many[:3]).snapshot, scan(*many)) == (f"left out: {many[3]}",)
 
 
+def test_what_git_ignores_is_said_once_however_many_there_are() -> None:
+    first, later = (f"/p/: {count} files that git ignores (a, b, …)" for count in (7, 8))
+    unasked = f"{later}; which of them it tracks is not known: its index cannot be read"
+
+    assert remarks(None, scan(first)) == (f"left out: {first}",)
+    assert remarks(scan(first).snapshot, scan(later)) == ()
+    assert remarks(scan(first).snapshot, scan(unasked)) == (f"left out: {unasked}",)
+
+
 def test_the_first_capture_says_all_and_later_ones_what_is_new() -> None:
     first = Found(number=1, first=True)
     changed = Found(number=1, first=False, changes=("six 1.17.0 added", "helper.py changed"), remarks=("a remark",))

@@ -26,7 +26,7 @@ def test_a_clean_process_leaves_out_what_the_caller_leaves_out(tmp_path: Path, m
             monkeypatch.delenv(name, raising=False)
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
-        assert outer_ignoring(str(tmp_path / "project"))[0].ignores("a.dat")
+        assert outer_ignoring(str(tmp_path / "project"))[0].by_git("a.dat")
 
 
 @pytest.mark.parametrize("name", ["XDG_DATA_HOME", "UV_PYTHON_INSTALL_DIR", "PYENV_ROOT"])

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from serverless_gpu.environment.documents import Member, Root, Snapshot
 from serverless_gpu.environment.scan.scanning import Scan, Source
+from serverless_gpu.environment.scan.staying import same_matter
 from serverless_gpu.units import format_bytes
 
 CODE_STEP_BYTES = 100_000_000
@@ -47,17 +48,14 @@ def _large(member: Member, directory: str, before: int, source: Source) -> str:
 
 def _left_out(last: Snapshot | None, now: Snapshot) -> Sequence[str]:
     """Return what of the code stays behind though nobody asked for it."""
-    known = frozenset(last.facts.left_out if last is not None else ())
+    known = frozenset(map(same_matter, last.facts.left_out if last is not None else ()))
     tops = [f"{_directory(now, number).rstrip('/')}/" for number in range(len(now.roots))]
     code = tuple(top for top, root in zip(tops, now.roots, strict=True) if _code(root))
     libraries = tuple(top for top, root in zip(tops, now.roots, strict=True) if not _code(root))
     new = [
         sentence
         for sentence in now.facts.left_out
-        if sentence not in known
-        and sentence.startswith(code)
-        and not sentence.startswith(libraries)
-        and (last is None or not sentence.startswith(tuple(f"{top}: " for top in code)))  # what patterns name
+        if same_matter(sentence) not in known and sentence.startswith(code) and not sentence.startswith(libraries)
     ]
     said = [f"left out: {sentence}" for sentence in new[:_LEFT_OUT_SAID_MAX]]
     more = len(new) - len(said)

@@ -55,32 +55,48 @@ class Patterns(msgspec.Struct, frozen=True):
 
 
 class Ignoring(msgspec.Struct, frozen=True):
-    """What holds in a directory: files of patterns from the outermost to its own."""
+    """What holds in a directory: files of patterns from the outermost to its own.
+
+    Attributes:
+        git: `.gitignore` and the like.
+        ours: `.sgpuignore`.
+        all: whether git ignores the directory itself, and so everything in it that it does not track.
+    """
 
     git: tuple[Patterns, ...] = ()
     ours: tuple[Patterns, ...] = ()
+    all: bool = False
 
-    def ignores(self, path: str) -> bool:
-        """Return whether an entry of this directory is ignored; directories end in ``/``."""
-        for chain in (self.ours, self.git):
-            for patterns in reversed(chain):
-                decided = patterns.decide(path)
-                if decided is not None:
-                    return decided
-        return False
+    def by_ours(self, path: str) -> bool | None:
+        """Return what `.sgpuignore` says of an entry of this directory, if anything; directories end in ``/``."""
+        return _decide(self.ours, path)
 
-    def below(self, directory: str, base: str) -> Ignoring:
+    def by_git(self, path: str) -> bool:
+        """Return whether git's patterns ignore an entry of this directory."""
+        return self.all or bool(_decide(self.git, path))
+
+    def below(self, directory: str, base: str, *, begins: bool = False) -> Ignoring:
         """Return what holds in a subdirectory: its own files added, git's forgotten where another repository begins.
 
         Args:
             directory: absolute path.
             base: its path relative to the top, ending in ``/``, or "".
+            begins: whether another repository begins there.
         """
-        git = () if base and os.path.lexists(f"{directory}/.git") else self.git
         own, ours = read_patterns(f"{directory}/{GIT}", base), read_patterns(f"{directory}/{OURS}", base)
-        if own is None and ours is None and git is self.git:
+        if own is None and ours is None and not begins:
             return self
-        return Ignoring(git + ((own,) if own else ()), self.ours + ((ours,) if ours else ()))
+        git = () if begins else self.git
+        git, mine = git + ((own,) if own else ()), self.ours + ((ours,) if ours else ())
+        return Ignoring(git, mine, self.all and not begins)
+
+
+def _decide(chain: Sequence[Patterns], path: str) -> bool | None:
+    for patterns in reversed(chain):
+        decided = patterns.decide(path)
+        if decided is not None:
+            return decided
+    return None
 
 
 def read_patterns(file: str, base: str = "", above: str = "") -> Patterns | None:

@@ -2,9 +2,13 @@
 
 Left out: what git ignores (`.gitignore`, `.git/info/exclude`, the user's own file) or `.sgpuignore` names; always
 `.git .hg .svn __pycache__ *.pyc .ipynb_checkpoints`, virtual environments, directories of distributions (they are roots
-of their own) and our home. Kept although ignored: files of modules that were imported (a generated `_version.py`, an
-extension module built in place), files that git tracks all the same (`git add -f`, `tracked.py`), and `*.egg-info`,
-without which an old editable install has no metadata. What patterns leave out is said.
+of their own) and our home. Kept although ignored, unless `.sgpuignore` names it:
+
+    tracked    what git tracks (`git add -f`), also in an ignored directory
+    imported   files of modules that were imported
+    beside     Python files and extension modules that lie in a package, or where something was imported from: a
+               generated `_version.py`, an extension module built in place. Not in an ignored directory
+    egg-info   without which an old editable install has no metadata
 
 A directory that is nobody's project (the home directory, `/`, `/tmp`: a script may lie there) is not walked: only
 Python files in it, and packages in it, count.
@@ -24,7 +28,8 @@ import msgspec
 
 from serverless_gpu.environment.scan.ignoring import GIT, OURS, Ignoring, git_index, outer_ignoring
 from serverless_gpu.environment.scan.listing import BYTECODE, File, Listing, look, read_file, show
-from serverless_gpu.environment.scan.tracked import tracked_files
+from serverless_gpu.environment.scan.staying import Staying
+from serverless_gpu.environment.scan.tracked import index_mtime, tracked_files
 from serverless_gpu.environment.scan.travelling import leave_out_misfits
 from serverless_gpu.errors import EnvironmentTooLarge
 
@@ -33,9 +38,8 @@ CODE_FILES_MAX = 100_000
 _COUNTED_FILES_MAX = 4 * CODE_FILES_MAX
 """So far a directory that is too large is walked, to say what is large in it."""
 
-_IGNORED_NAMED_MAX = 8
-
 ALWAYS_OUT = frozenset({".git", ".hg", ".svn", "__pycache__", ".ipynb_checkpoints"})
+_IMPORTABLE = (".py", ".so")
 _VENV_NAMES = frozenset({"bin", "lib", "lib64", "include", "share", "etc", "pyvenv.cfg"})
 
 
@@ -46,13 +50,25 @@ class CodePlace(msgspec.Struct, frozen=True, kw_only=True):
         directory: absolute path.
         shallow: whether only Python files and packages in it count.
         out: absolute paths of directories below it that are never part of it.
-        wanted: files below it, relative, that count although they are ignored.
+        wanted: files below it, relative, that count although git ignores them.
+        unwanted: others that were imported, which `.sgpuignore` keeps out.
+        tracked: files below it, relative, that git ignores and tracks.
+        index: the file in which git keeps what it tracks, or "".
+        index_ns: when that was written.
     """
 
     directory: str
     shallow: bool = False
     out: tuple[str, ...] = ()
     wanted: tuple[str, ...] = ()
+    unwanted: tuple[str, ...] = ()
+    tracked: tuple[str, ...] = ()
+    index: str = ""
+    index_ns: int = 0
+
+    def is_stale(self) -> bool:
+        """Return whether git has tracked or forgotten something since this was found."""
+        return bool(self.index) and index_mtime(self.index) != self.index_ns
 
 
 class Code(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,114 +77,181 @@ class Code(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         listing: its files and the directories that were looked at.
         watched: files of patterns that decided, or would if they were there.
+        place: the directory, with what was found to decide.
     """
 
     listing: Listing
     watched: tuple[str, ...]
+    place: CodePlace
 
 
-def list_code(place: CodePlace) -> Code:
+def list_code(place: CodePlace, *, ask: bool = False) -> Code:
     """Return what of a directory of code travels.
+
+    Args:
+        place: the directory.
+        ask: whether it is read what git tracks; otherwise what the place says stands.
 
     Raises:
         EnvironmentTooLarge: it is more than a project may be.
         EnvironmentUnsupported: a directory cannot be read.
     """
     outer, watched = outer_ignoring(place.directory)
-    walk = _CodeWalk(place, outer)
+    walk = _CodeWalk(place, outer, ask=ask)
     walk.run()
     walk.add_wanted()
-    index = None if place.shallow else git_index(place.directory)
-    if index is not None:
-        walk.add_tracked(tracked_files(*index))
-        watched = (*watched, index[0])
-    walk.say_ignored()
     leave_out_misfits(walk.listing, frozenset(place.wanted))
     _check_size(walk.listing)
+    if ask and (said := walk.staying.sentence(place.directory, walk.problem)):
+        walk.listing.odd = {"": said} | walk.listing.odd
     inner = (f"{directory.path}/{name}" for directory in walk.listing.directories.values() for name in (GIT, OURS))
-    return Code(listing=walk.listing, watched=(*watched, *(path for path in inner if os.path.lexists(path))))
+    return Code(
+        listing=walk.listing,
+        watched=(*watched, *(path for path in inner if os.path.lexists(path))),
+        place=walk.place,
+    )
 
 
 class _CodeWalk:
     """One walk: which directories are still to be looked at, with what is ignored in each."""
 
-    def __init__(self, place: CodePlace, outer: Ignoring) -> None:
-        self._place = place
+    def __init__(self, place: CodePlace, outer: Ignoring, *, ask: bool) -> None:
+        self._ask = ask
         self._out = frozenset(place.out)
         self._waiting: list[tuple[str, Ignoring]] = [("", outer)]
+        self._chains: dict[str, Ignoring] = {}
         self._ignoring = outer
-        self._ignoring_in: dict[str, Ignoring] = {}
-        self._ignored: list[str] = []
         self._is_venv = os.path.lexists(f"{place.directory}/pyvenv.cfg")
+        self._tracked: set[str] = set()
+        self._ignored_and_tracked: list[str] = []
+        self._above_tracked: set[str] = set()
+        self._imported_from = {path.rpartition("/")[0] for path in (*place.wanted, *place.unwanted)}
+        self._packages: dict[str, bool] = {}
         self.listing = Listing(top=place.directory, files={}, directories={}, odd={})
+        self.staying = Staying()
+        self.problem = ""
+        self.place = place
+        if ask:
+            self.place = self._ask_first(place)
+        else:
+            self._track("", place.tracked)
 
     def run(self) -> None:
-        top, listing = self._place.directory, self.listing
+        top, listing = self.place.directory, self.listing
         while self._waiting and len(listing.files) <= _COUNTED_FILES_MAX:
             base, above = self._waiting.pop()
             directory = f"{top}/{base}".rstrip("/") or "/"
-            self._ignoring = self._ignoring_in[base] = above.below(directory, base)
+            begins = bool(base) and os.path.lexists(f"{directory}/.git")
+            self._ignoring = self._chains[base] = above.below(directory, base, begins=begins)
+            if begins and self._ask:
+                self._read_tracked(directory, base)
             seen = look(directory, top, self._keep)
             listing.directories[base.rstrip("/")] = seen.directory
             for name, file in seen.files.items():
                 listing.files[base + name] = file
             for name, reason in seen.odd.items():
                 listing.odd[base + name] = reason
-            self._waiting += [(f"{base}{name}/", self._ignoring) for name in seen.directories]
+            self._waiting += [(f"{base}{name}/", self._holds_in(f"{base}{name}/")) for name in seen.directories]
+        if self._ask:
+            self.place = msgspec.structs.replace(self.place, tracked=tuple(self._ignored_and_tracked))
 
     def add_wanted(self) -> None:
-        """Add files that are ignored and were imported, where nothing but patterns kept them out."""
-        for path in self._place.wanted:
-            file = f"{self._place.directory}/{path}"
-            if path not in self.listing.files and not self._is_out(path) and (found := read_file(file)) is not None:
-                self.listing.files[path] = found
-
-    def add_tracked(self, tracked: Collection[str]) -> None:
-        """Add files that git tracks although its patterns ignore them, where `.sgpuignore` does not."""
-        for path in tracked:
-            if path in self.listing.files or self._is_out(path) or self._is_ours(path):
+        """Add files that are ignored and were imported, where nothing but git's patterns kept them out."""
+        unwanted = []
+        for path in self.place.wanted:
+            file = f"{self.place.directory}/{path}"
+            if path in self.listing.files or self._is_out(path):
                 continue
-            file = f"{self._place.directory}/{path}"
-            if not os.path.islink(file) and (found := read_file(file)) is not None:
+            if self._is_ours(path):
+                unwanted.append(path)
+            elif (found := read_file(file)) is not None:
                 self.listing.files[path] = found
+        self.place = msgspec.structs.replace(self.place, unwanted=(*self.place.unwanted, *unwanted))
 
-    def say_ignored(self) -> None:
-        """Say what patterns leave out: a function that needs it finds nothing in a rank."""
-        if names := [name for name in self._ignored if name not in self.listing.files]:
-            more = len(names) - _IGNORED_NAMED_MAX
-            listed = ", ".join(show(name) for name in names[:_IGNORED_NAMED_MAX])
-            self.listing.odd[""] = f"{GIT} or {OURS} name {listed}{f' and {more} more' if more > 0 else ''}"
+    def _ask_first(self, place: CodePlace) -> CodePlace:
+        found = git_index(place.directory)
+        index = found[0] if found else ""
+        index_ns = index_mtime(index)  # before it is read: what comes later is seen
+        self._read_tracked(place.directory, "")
+        return msgspec.structs.replace(place, index=index, index_ns=index_ns)
+
+    def _read_tracked(self, directory: str, base: str) -> None:
+        found = git_index(directory)
+        paths = tracked_files(*found) if found else []
+        if paths is None:
+            self.problem = self.problem or f"cannot read {show(found[0]) if found else ''}"
+        self._track(base, paths or ())
+
+    def _track(self, base: str, paths: Collection[str]) -> None:
+        for path in paths:
+            self._tracked.add(base + path)
+            above = base + path + "/"  # its own path is among them: of a submodule, git tracks the directory
+            while above and above not in self._above_tracked:
+                self._above_tracked.add(above)
+                above = above[: above.rfind("/", 0, -1) + 1]
+
+    def _holds_in(self, path: str) -> Ignoring:
+        """Return what holds in a directory that is kept: only what is tracked, where the directory itself is not."""
+        ignoring = self._ignoring
+        if path in self._above_tracked and ignoring.by_ours(path) is None and ignoring.by_git(path):
+            return msgspec.structs.replace(ignoring, all=True)
+        return ignoring
+
+    def _is_ignored(self, above: str, path: str) -> bool:
+        """Return whether an entry stays behind, and count it when git says so; directories end in ``/``."""
+        ours = self._ignoring.by_ours(path)
+        if ours:
+            return True
+        if path in (self._above_tracked if path.endswith("/") else self._tracked):
+            if self._ask and self._ignoring.by_git(path):
+                self._ignored_and_tracked.append(path.rstrip("/"))
+            return False
+        # As in git, nothing in an ignored directory is taken back.
+        ignored = self._ignoring.by_git(path) if ours is None or self._ignoring.all else False
+        if not ignored or (path.endswith(_IMPORTABLE) and not self._ignoring.all and self._is_imported_from(above)):
+            return False
+        self.staying.add(path)
+        return True
+
+    def _is_imported_from(self, above: str) -> bool:
+        """Return whether modules come from a directory: something was imported, or it is a package that travels."""
+        known = self._packages.get(above)
+        if known is None:
+            own = above + "__init__.py"
+            known = self._packages[above] = above.rstrip("/") in self._imported_from or (
+                os.path.isfile(f"{self.place.directory}/{own}")
+                and not self._ignoring.by_ours(own)
+                and (own in self._tracked or not self._ignoring.by_git(own))
+            )
+        return known
 
     def _is_ours(self, path: str) -> bool:
-        """Return whether `.sgpuignore` leaves out a file, or a directory above it."""
-        names, ours = path.split("/"), Ignoring()
-        for depth in range(len(names)):
-            base = "".join(f"{name}/" for name in names[:depth])
-            ours = Ignoring((), self._ignoring_in[base].ours) if base in self._ignoring_in else ours
-            if ours.ignores(base + names[depth] + ("/" if depth < len(names) - 1 else "")):
+        """Return whether `.sgpuignore` keeps out a file, or a directory that it lies in."""
+        names = path.split("/")
+        ignoring = self._chains[""]
+        for depth in range(1, len(names) + 1):
+            part = "/".join(names[:depth]) + ("/" if depth < len(names) else "")
+            if ignoring.by_ours(part):
                 return True
+            ignoring = self._chains.get(part, ignoring)
         return False
 
     def _keep(self, above: str, name: str, is_directory: bool) -> bool:
         if name in ALWAYS_OUT or name.endswith(BYTECODE):
             return False
-        top = self._place.directory.rstrip("/")
+        top = self.place.directory.rstrip("/")
         if is_directory and self._is_foreign(f"{top}/{above}{name}"):
             return False
         if not above:
             if self._is_venv and name in _VENV_NAMES:
                 return False
-            if self._place.shallow and not _is_python(f"{top}/{name}", is_directory):
+            if self.place.shallow and not _is_python(f"{top}/{name}", is_directory):
                 return False
             if is_directory and name.endswith(".egg-info"):
                 return True
         elif above.endswith(".egg-info/") and above.count("/") == 1:
             return True
-        path = f"{above}{name}/" if is_directory else above + name
-        ignored = self._ignoring.ignores(path)
-        if ignored:
-            self._ignored.append(path)
-        return not ignored
+        return not self._is_ignored(above, f"{above}{name}/" if is_directory else above + name)
 
     def _is_foreign(self, directory: str) -> bool:
         return directory in self._out or os.path.lexists(f"{directory}/pyvenv.cfg")
@@ -179,7 +262,7 @@ class _CodeWalk:
         return (
             not ALWAYS_OUT.isdisjoint(names)
             or path.endswith(BYTECODE)
-            or any(self._is_foreign(f"{self._place.directory}/{directory}") for directory in directories)
+            or any(self._is_foreign(f"{self.place.directory}/{directory}") for directory in directories)
             or (self._is_venv and names[0] in _VENV_NAMES)
         )
 
@@ -202,7 +285,7 @@ def wanted_files(directory: str, loaded: Collection[str], deeper: Collection[str
 def _is_python(path: str, is_directory: bool) -> bool:
     if is_directory:
         return os.path.lexists(f"{path}/__init__.py")
-    return path.endswith((".py", ".so"))
+    return path.endswith(_IMPORTABLE)
 
 
 def _check_size(listing: Listing) -> None:

@@ -240,7 +240,8 @@ def _newly_loaded(gate: GatePart, description: Description) -> dict[int, CodePla
         if area.place is not None:
             place = area.place
             loaded = wanted_files(place.directory, description.loaded, place.out)
-            new = tuple(path for path in loaded if f"{place.directory}/{path}" not in known)
+            unwanted = frozenset(place.unwanted)
+            new = tuple(path for path in loaded if f"{place.directory}/{path}" not in known and path not in unwanted)
             if new:
                 again[number] = msgspec.structs.replace(place, wanted=place.wanted + new)
     return again
@@ -248,6 +249,8 @@ def _newly_loaded(gate: GatePart, description: Description) -> dict[int, CodePla
 
 def _compare_code(gate: GatePart, number: int, place: CodePlace, mtimes: array[int], seen_ns: int) -> bool:
     """Return whether a walk of an area of code finds the same directories and files as before."""
+    if place.is_stale():  # git may track what it did not, and only a whole scan asks it
+        return False
     listing = list_code(place).listing
     names, areas_of = gate.directory_names(), memoryview(gate.areas_of).cast("H")
     mine = {names[index]: index for index in range(len(names)) if areas_of[index] == number}

@@ -184,11 +184,11 @@ def _look_at_code(spot: Spot, spots: Spots, description: Description) -> Part:
     out = tuple(sorted({path for path in others if path and path != spot.directory}))
     wanted = wanted_files(spot.directory, description.loaded, out)
     place = CodePlace(directory=spot.directory, shallow=spot.shallow, out=out, wanted=wanted)
-    code = list_code(place)
+    code = list_code(place, ask=True)
     files = {f"site/{path}": file for path, file in code.listing.files.items() if is_plain(path)}
     for path in code.listing.files.keys() - {path[5:] for path in files}:
         code.listing.odd[path] = "its name has control characters, or bytes that are not UTF-8"
-    place = msgspec.structs.replace(place, wanted=tuple(path for path in wanted if path in code.listing.files))
+    place = msgspec.structs.replace(code.place, wanted=tuple(path for path in wanted if path in code.listing.files))
     area = Area("code", spot.directory, place)
     return Part(spot=spot, files=files, areas=((area, code.listing),), watched=code.watched)
 

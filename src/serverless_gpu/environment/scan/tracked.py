@@ -1,7 +1,7 @@
 """Which files git tracks: those it never ignores, whatever its patterns say (`git add -f`).
 
-They are read from `.git/index`, versions 2 to 4, where git may not be installed. What cannot be read that way (another
-version, SHA-256 names) tracks nothing that patterns ignore.
+They are read from `.git/index`, versions 2 to 4: git may not be installed, or refuse a repository of another user. What
+cannot be read that way (another version, SHA-256 names, an index in parts) is said, and patterns alone decide.
 """
 
 from __future__ import annotations
@@ -17,24 +17,37 @@ _MODE = 24
 _EXTENDED = 0x40
 
 
-def tracked_files(index: str, inside: str) -> list[str]:
-    """Return the files below a directory that git tracks, relative to it.
+def tracked_files(index: str, inside: str) -> list[str] | None:
+    """Return the files and submodules below a directory that git tracks; None when the index cannot be read.
 
     Args:
         index: path of git's index.
         inside: the directory relative to the repository, ending in ``/``, or "".
+
+    Returns:
+        Paths relative to the directory.
     """
     start = os.fsencode(inside)
     try:
         with open(index, "rb") as file:
             data = file.read(_INDEX_BYTES_MAX)
         return [os.fsdecode(path[len(start) :]) for path in _paths(data) if path.startswith(start)]
-    except (OSError, struct.error, ValueError, IndexError):
+    except FileNotFoundError:
         return []
+    except (OSError, struct.error, ValueError, IndexError):
+        return None
+
+
+def index_mtime(index: str) -> int:
+    """Return when git's index was last written, or 0 where there is none."""
+    try:
+        return os.stat(index).st_mtime_ns
+    except OSError:
+        return 0
 
 
 def _paths(data: bytes) -> Iterator[bytes]:
-    """Yield the paths of all files and links.
+    """Yield the paths of all files, links and submodules.
 
     Raises:
         ValueError: it is no index of a known version.
@@ -54,8 +67,10 @@ def _paths(data: bytes) -> Iterator[bytes]:
         path = path[:kept] + data[name:end]
         kind = data[at + _MODE + 2] >> 4
         at = end + 1 if version == 4 else end + 8 - (end - at) % 8
-        if kind in (0b1000, 0b1010):  # not a submodule, nor a directory of a sparse index
+        if kind in (0b1000, 0b1010, 0b1110):  # not a directory of a sparse index
             yield path
+    if data[at : at + 4] == b"link":
+        raise ValueError("the rest is in another file")
 
 
 def _number(data: bytes, at: int) -> tuple[int, int]:
