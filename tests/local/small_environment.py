@@ -28,7 +28,7 @@ SOURCE = Path(serverless_gpu.__file__).parents[1]
 
 
 class SmallEnvironment:
-    """A virtual environment, and a project beside it.
+    """A virtual environment of this interpreter or of another one of its version, and a project beside it.
 
     Attributes:
         python: its interpreter.
@@ -36,8 +36,11 @@ class SmallEnvironment:
         project: where scripts and modules of the test lie.
     """
 
-    def __init__(self, directory: Path, *also: str) -> None:
-        venv.create(directory / "venv", symlinks=True, with_pip=False)
+    def __init__(self, directory: Path, *also: str, python: str = "") -> None:
+        if python:
+            subprocess.run([python, "-m", "venv", "--without-pip", str(directory / "venv")], check=True)
+        else:
+            venv.create(directory / "venv", symlinks=True, with_pip=False)
         self.python = directory / "venv" / "bin" / "python"
         (self.site,) = (directory / "venv" / "lib").glob("python*/site-packages")
         self.project = directory / "project"
