@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -342,6 +343,26 @@ def test_what_was_not_used_for_longest_goes_first_and_never_what_is_held(made: M
     assert there() == []
     restored = restore(third, made.blobs, cache, way=Way(mode="links"))
     assert restored.units_fetched == 2
+
+
+@pytest.mark.parametrize("mode", ["overlay", "links"])
+def test_environments_that_nobody_uses_go_and_their_units_stay(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: Literal["overlay", "links"]
+) -> None:
+    monkeypatch.setattr("serverless_gpu.environment.restore.cache.ENVIRONMENTS_MAX", 2)
+    cache = Cache(tmp_path / "environments")
+    snapshots = [made.simple("shared", f"mine{number}") for number in range(5)]
+    held = cache.hold(snapshots[0].address)
+    for snapshot in snapshots:
+        assert not restore(snapshot.address, made.blobs, cache, way=Way(mode=mode)).mended
+    cache.evict()
+    left = {snapshots[number].address for number in (0, 3, 4)}
+    assert {path.name for path in cache.trees.iterdir()} == left
+    locks = {path.name.partition(".")[0] for path in cache.locks.iterdir()}
+    assert locks - {"units", "evicting", "linking"} == left
+    assert cache.sizes()[0] == 6
+    os.close(held)
+    assert not restore(snapshots[4].address, made.blobs, cache, way=Way(mode=mode)).mended
 
 
 def test_a_restore_evicts_afterwards_what_is_over_the_size(made: Made, tmp_path: Path) -> None:

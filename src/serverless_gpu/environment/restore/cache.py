@@ -51,6 +51,8 @@ from serverless_gpu.errors import EnvironmentCorrupt
 
 CACHE_BYTES_MAX = 100 * 10**9
 """What units may take on a node, unless said otherwise."""
+ENVIRONMENTS_MAX = 32
+"""How many that nobody uses stay assembled; each is a directory, with links a tree of all files."""
 FLOOR_BYTES_MAX = 10**9
 _FLOOR_SHARE = 20  # of a small disk, a twentieth stays free
 _READERS = 8
@@ -200,6 +202,7 @@ class Cache(Places):
             The bytes that went.
         """
         evicting.sweep(self)
+        evicting.forget(self, ENVIRONMENTS_MAX)
         size = sum(unit.size for unit in evicting.units(self))
         limit = self._max_bytes if max_bytes is None else max_bytes
         floor = self.floor_bytes if free_floor_bytes is None else free_floor_bytes

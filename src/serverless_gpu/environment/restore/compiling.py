@@ -13,6 +13,7 @@ tree. A file that does not compile is left out: Python 2 code and templates are 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import marshal
@@ -65,6 +66,8 @@ def compile_file(source: str, target: str, size: int) -> bool:
         if os.path.islink(folder):
             return False
     temporary = f"{target}.{os.getpid()}"
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(temporary)  # of one that was killed, and had the same number
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_FOLLOW, 0o600)
     try:
         with open(fd, "wb") as file:

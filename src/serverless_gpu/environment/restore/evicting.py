@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from serverless_gpu.environment.restore.eviction import CachedEnvironment, CachedUnit, Step, plan
+from serverless_gpu.environment.restore.exposure import expose, exposed_since, linking_lock, suspects
 from serverless_gpu.environment.restore.locking import locked, try_lock
 from serverless_gpu.environment.restore.places import Places, delete, put_aside, read_document
 from serverless_gpu.environment.restore.sharing import sweep_layers
@@ -43,23 +44,40 @@ def evict(places: Places, excess: int, keep: Collection[str] = ()) -> int:
             gone += aside
             freed += step.size if aside and aside[-1].parent.parent == places.units else 0
     for directory in gone:
-        delete(directory)
+        _delete_with_links(places, directory)
     if gone:
         sweep_layers(places)
     return freed
 
 
+def forget(places: Places, keep: int) -> None:
+    """Remove environments that nobody uses, their units excepted, those used last excepted.
+
+    Args:
+        places: of the cache.
+        keep: how many stay beside those in use.
+    """
+    gone: list[Path] = []
+    with locked(evicting_lock(places), wait_s=LOCK_WAIT_S):
+        unused = [each for each in environments(places) if not each.held]
+        for each in sorted(unused, key=lambda each: each.used_ns, reverse=True)[keep:]:
+            gone += _put_environment_aside(places, each.address) or []
+    for directory in gone:
+        _delete_with_links(places, directory)
+
+
 def sweep(places: Places) -> None:
     """Delete what was being made by processes that died, and what was replaced and is not looked at any more."""
-    in_use = frozenset[str]().union(*(seen.units for seen in environments(places) if seen.held))
+    with locked(evicting_lock(places), wait_s=LOCK_WAIT_S):  # who looks at the same time would find all in use
+        in_use = frozenset[str]().union(*(seen.units for seen in environments(places) if seen.held))
     for parent in (*_directories(places.units), places.trees):
         for directory in _directories(parent):
             if match := _LEFT.fullmatch(directory.name):
                 address = match["address"]
                 if match["what"] == "new":
-                    _delete_if_free(directory, places.unit_lock(address))
+                    _delete_if_free(places, directory, places.unit_lock(address))
                 elif parent == places.trees:
-                    _delete_if_free(directory, places.use_lock(address))
+                    _delete_if_free(places, directory, places.use_lock(address))
                 elif address not in in_use:
                     delete(directory)
 
@@ -106,15 +124,10 @@ def _carry_out(places: Places, step: Step) -> list[Path]:
     """Move a unit aside, after what was made of it; return what was moved, the unit last if it could be."""
     aside: list[Path] = []
     for address in step.environments:
-        environment = places.environment(address)
-        lock = try_lock(places.use_lock(address))
-        if lock is None:
-            return aside  # somebody came to use it just now
-        try:
-            with contextlib.suppress(FileNotFoundError):
-                aside.append(put_aside(environment))
-        finally:
-            os.close(lock)
+        moved = _put_environment_aside(places, address)
+        if moved is None:
+            return aside
+        aside += moved
     lock = try_lock(places.unit_lock(step.unit))
     if lock is not None:
         try:
@@ -126,11 +139,54 @@ def _carry_out(places: Places, step: Step) -> list[Path]:
     return aside
 
 
-def _delete_if_free(directory: Path, lock_file: Path) -> None:
+def _put_environment_aside(places: Places, address: str) -> list[Path] | None:
+    """Move what was made of a snapshot aside, and remove its locks; None when somebody came to use it just now."""
+    moved: list[Path] = []
+    lock = try_lock(places.use_lock(address))
+    if lock is None:
+        return None
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            moved.append(put_aside(places.environment(address)))
+        making = try_lock(places.making_lock(address))
+        if making is not None:
+            places.making_lock(address).unlink(missing_ok=True)
+            os.close(making)
+        places.use_lock(address).unlink(missing_ok=True)
+    finally:
+        os.close(lock)
+    return moved
+
+
+def _delete_with_links(places: Places, directory: Path) -> None:
+    """Delete a directory; units that were right before are known to be so after links to their files are gone."""
+    match = _LEFT.fullmatch(directory.name)
+    if directory.parent != places.trees or match is None:
+        delete(directory)
+        return
+    members = read_document(directory / "members", list[str])
+    members = members or read_document(places.environment(match["address"]) / "members", list[str]) or []
+    lock = try_lock(linking_lock(places))
+    if (
+        lock is None
+    ):  # somebody makes links, or we look at them ourselves: files whose links go now are read again later
+        delete(directory)
+        return
+    try:
+        since = {unit: exposed_since(unit) for unit in map(places.unit, members)}
+        right = [unit for unit, time in since.items() if time and suspects(unit, time) == ([], [])]
+        delete(directory)
+        for unit in right:
+            expose(unit)
+    finally:
+        os.close(lock)
+
+
+def _delete_if_free(places: Places, directory: Path, lock_file: Path) -> None:
     lock = try_lock(lock_file)
     if lock is not None:
         try:
-            delete(directory)
+            _delete_with_links(places, directory)
         finally:
             os.close(lock)
 

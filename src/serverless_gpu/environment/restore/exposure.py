@@ -31,10 +31,15 @@ _MTIME_NS = MTIME_S * 10**9
 _LINKING_S_MAX = 3600.0
 
 
+def linking_lock(places: Places) -> Path:
+    """Return the lock of whoever makes links to units, removes them, or looks at what they lead to."""
+    return places.locks / "linking"
+
+
 @contextlib.contextmanager
 def linking(places: Places) -> Iterator[None]:
     """Be the only one who makes links to units, or decides what a changed time means, while the block runs."""
-    with locked(places.locks / "linking", wait_s=_LINKING_S_MAX):
+    with locked(linking_lock(places), wait_s=_LINKING_S_MAX):
         yield
 
 

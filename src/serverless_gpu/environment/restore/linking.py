@@ -138,7 +138,8 @@ def link_new(source: Path, target: Path) -> Linked:
     made: set[str] = set()
     _make_directory(str(target), made)
     with os.scandir(source) as entries:
-        files = [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
+        names = [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
+    files = [name for name in names if name.endswith(".pyc")]  # others are half-written
     return _fill_folders([_Folder(str(source), str(target), files, [], copies=False)])
 
 
