@@ -88,9 +88,10 @@ def assemble(snapshot: Snapshot, outlines: Mapping[str, Outline], place: Place) 
     parts: list[Part] = []
     for number, root in enumerate(snapshot.roots):
         prefix, site = _Files(), _Files()
+        notes = _notes_by_directory(snapshot, number)
         for member in root.members:
             if member.kind == "distribution":
-                _add_distribution(outlines[member.address], place, prefix, site, _notes(snapshot, number))
+                _add_distribution(outlines[member.address], place, prefix, site, notes)
         for path, text in _notes(snapshot, number).items():
             site.add(path.partition("/")[2], text.encode())
         for file in root.generated:
@@ -162,7 +163,9 @@ class _Files:
             self.executable.add(path)
 
 
-def _add_distribution(outline: Outline, place: Place, prefix: _Files, site: _Files, notes: Mapping[str, str]) -> None:
+def _add_distribution(
+    outline: Outline, place: Place, prefix: _Files, site: _Files, notes: Mapping[str, Mapping[str, str]]
+) -> None:
     lines = [outline.record]
     for name, text in scripts(outline.points, place.python).items():
         prefix.add(f"bin/{name}", text.encode(), executable=True)
@@ -173,9 +176,8 @@ def _add_distribution(outline: Outline, place: Place, prefix: _Files, site: _Fil
         lines.append(record_line(record_row(path, changed), outline.dist_info))
     if not outline.dist_info:
         return
-    for path, text in notes.items():
-        if path.startswith(f"site/{outline.dist_info}/"):
-            lines.append(record_line(record_row(path, text.encode()), outline.dist_info))
+    for path, text in notes.get(f"site/{outline.dist_info}", {}).items():
+        lines.append(record_line(record_row(path, text.encode()), outline.dist_info))
     lines.append(f"{outline.dist_info}/RECORD,,\n")
     site.add(f"{outline.dist_info}/RECORD", "".join(lines).encode())
 
@@ -274,6 +276,13 @@ def _prefix_of(number: int) -> str:
 
 def _with_area(members: tuple[Member, ...], outlines: Mapping[str, Outline], area: str) -> tuple[str, ...]:
     return tuple(member.address for member in members if area in outlines[member.address].areas)
+
+
+def _notes_by_directory(snapshot: Snapshot, number: int) -> dict[str, dict[str, str]]:
+    found: dict[str, dict[str, str]] = {}
+    for path, text in _notes(snapshot, number).items():
+        found.setdefault(posixpath.dirname(path), {})[path] = text
+    return found
 
 
 def _notes(snapshot: Snapshot, number: int) -> dict[str, str]:

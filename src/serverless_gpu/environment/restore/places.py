@@ -62,10 +62,14 @@ class Places:
         self.view = root / "view"
         self.linked = root / LINKED
         self.layers = root / "layers"
+        self._known: dict[str, Path] = {}  # a path costs more to make than to look up, and an environment has hundreds
 
     def unit(self, address: str) -> Path:
         """Return where a unit is, or would be."""
-        return self.units / address[:2] / address
+        known = self._known.get(address)
+        if known is None:
+            known = self._known[address] = self.units / address[:2] / address
+        return known
 
     def unit_lock(self, address: str) -> Path:
         """Return the lock of whoever fetches, replaces or removes a unit."""
