@@ -50,6 +50,7 @@ def zstd_tar(directory: str) -> dict[str, object]:
     """`zstd -d | tar x` of what `tar | zstd` made."""
     to = new_directory()
     packed = Path(_named("SGPU_BENCH_TAR"))
+    sets.settle()
     return _timed(["sh", "-c", f"zstd -d -q -c {shlex.quote(str(packed))} | tar -C {shlex.quote(str(to))} -xf -"])
 
 
@@ -64,6 +65,7 @@ def uv_sync(directory: str) -> dict[str, object]:
     prefix = new_directory() / "venv"
     python = sets.new_venv(prefix)
     command = [_named("SGPU_BENCH_UV"), "pip", "sync", "--quiet", "--no-index", "--python", str(python)]
+    sets.settle()
     return _timed([*command, "--find-links", _named("SGPU_BENCH_WHEELS"), _named("SGPU_BENCH_PINS")])
 
 

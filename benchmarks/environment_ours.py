@@ -50,6 +50,7 @@ def capture(directory: str) -> dict[str, object]:
 def restore_mounted(directory: str) -> dict[str, object]:
     """Restore with the units on the node and mount it: until a process that sees it has mounted it."""
     root = _fresh_trees()
+    sets.settle()
     started_ns = now_ns()
     restored = restore(_named("SGPU_BENCH_SNAPSHOT"), _blobs(_store()), Cache(root))
     wanted = [msgspec.to_builtins(mount) for mount in restored.mounts]
@@ -74,6 +75,7 @@ def restore_mounted(directory: str) -> dict[str, object]:
 def restore_linked(directory: str) -> dict[str, object]:
     """Restore with the units on the node as a tree of hard links."""
     root = _fresh_trees()
+    sets.settle()
     started_ns = now_ns()
     restore(_named("SGPU_BENCH_SNAPSHOT"), _blobs(_store()), Cache(root), way=Way(mode="links", why="asked"))
     return {"ms": (now_ns() - started_ns) / 1e6}
@@ -82,6 +84,7 @@ def restore_linked(directory: str) -> dict[str, object]:
 def restore_cold(directory: str) -> dict[str, object]:
     """Restore on a node that has nothing: packs of a store on this disk to files, each checked."""
     place = new_directory()
+    sets.settle()
     started_ns = now_ns()
     restored = restore(_named("SGPU_BENCH_SNAPSHOT"), _blobs(_store()), Cache(place))
     took_ns = now_ns() - started_ns

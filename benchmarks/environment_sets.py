@@ -46,6 +46,11 @@ def scratch() -> Path:
     return directory
 
 
+def settle() -> None:
+    """Have what earlier rounds wrote on the disk: nobody's time has the writing of somebody else's files in it."""
+    os.sync()
+
+
 def need_room(size: int) -> None:
     """Refuse a row for which the disk is too small.
 
