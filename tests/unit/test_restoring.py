@@ -78,7 +78,15 @@ def zoo(made: Made) -> Snapshot:
         made.distribution(f"space-{name}", {f"site/space/{name}/__init__.py": f"name = {name!r}\n"})
         for name in ("one", "two")
     ]
-    loose = made.piece({"site/loose.py": "x = 1\n", "site/more.pth": "more\n", "site/more/deep.py": "y = 2\n"})
+    by_hand = Executable("#!python\nimport loose\nprint('by hand', loose.x)\n")
+    loose = made.piece(
+        {
+            "site/loose.py": "x = 1\n",
+            "site/more.pth": "more\n",
+            "site/more/deep.py": "y = 2\n",
+            "prefix/bin/by-hand": by_hand,
+        }
+    )
     own = made.root(
         [alpha, *spaces, loose],
         generated=[
@@ -205,6 +213,7 @@ answer = {
         ("Alpha.Two", "second"),
         ("alpha-old", "old plugged"),
         ("alpha-native", "native"),
+        ("by-hand", "by hand 1"),
         ("told", "42"),
         ("python3", ""),
     ],

@@ -90,8 +90,10 @@ def assemble(snapshot: Snapshot, outlines: Mapping[str, Outline], place: Place) 
         prefix, site = _Files(), _Files()
         notes = _notes_by_directory(snapshot, number)
         for member in root.members:
+            outline = outlines[member.address]
             if member.kind == "distribution":
-                _add_distribution(outlines[member.address], place, prefix, site, notes)
+                _add_distribution(outline, place, prefix, site, notes)
+            _add_scripts(outline, place, prefix)
         for path, text in _notes(snapshot, number).items():
             site.add(path.partition("/")[2], text.encode())
         for file in root.generated:
@@ -170,16 +172,20 @@ def _add_distribution(
     for name, text in scripts(outline.points, place.python).items():
         prefix.add(f"bin/{name}", text.encode(), executable=True)
         lines.append(record_line(record_row(f"prefix/bin/{name}", text.encode()), outline.dist_info))
-    for path, content in outline.generic.items():
-        changed = specific(content, place.python)
-        prefix.add(path.partition("/")[2], changed, executable=True)
-        lines.append(record_line(record_row(path, changed), outline.dist_info))
     if not outline.dist_info:
         return
+    for path, content in outline.generic.items():
+        lines.append(record_line(record_row(path, specific(content, place.python)), outline.dist_info))
     for path, text in notes.get(f"site/{outline.dist_info}", {}).items():
         lines.append(record_line(record_row(path, text.encode()), outline.dist_info))
     lines.append(f"{outline.dist_info}/RECORD,,\n")
     site.add(f"{outline.dist_info}/RECORD", "".join(lines).encode())
+
+
+def _add_scripts(outline: Outline, place: Place, prefix: _Files) -> None:
+    """Write the tree's interpreter into scripts of any unit: of wheels, of no distribution, or made by hand."""
+    for path, content in outline.generic.items():
+        prefix.add(path.partition("/")[2], specific(content, place.python), executable=True)
 
 
 def _parts_of(
