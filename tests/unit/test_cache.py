@@ -14,6 +14,7 @@ import pytest
 
 from serverless_gpu.environment.progress import Progress
 from serverless_gpu.environment.restore.cache import Cache
+from serverless_gpu.environment.restore.fetching import Fetch
 from serverless_gpu.environment.restore.restoring import Way, restore
 from serverless_gpu.environment.restore.unpacking import MTIME_S
 from serverless_gpu.environment.stores.blobs import Blobs
@@ -90,6 +91,21 @@ def test_what_was_altered_on_its_way_is_asked_for_again(store: Counting, made: M
     store.altered_times = 2
     assert cache.ensure([piece.unit.address], made.blobs).fetched == 1
     assert cache.verify(piece.unit.address, made.blobs) == ""
+
+
+def test_an_error_of_the_disk_is_not_its_own_cause(made: Made, cache: Cache) -> None:
+    unit = alpha(made).unit
+    os.close(cache.hold("0" * 64))
+    asked: list[int] = []
+
+    def make_space(needed: int) -> None:
+        asked.append(needed)
+        if len(asked) > 1:
+            raise StorageError("the disk is odd")
+
+    with pytest.raises(StorageError) as caught:
+        Fetch(cache, made.blobs, clock=cache.clock, make_space=make_space).run([unit], lambda address: False)
+    assert caught.value.__cause__ is not caught.value
 
 
 def test_F29_a_store_that_is_altered_for_good_is_an_error_and_leaves_nothing(

@@ -238,8 +238,10 @@ def test_F41_over_the_cap_the_ten_largest_are_named_before_a_byte_moves(tmp_path
 
 def test_F40_a_store_without_space_is_refused_before_a_byte_moves(tmp_path: Path) -> None:
     store = CountingStore(free=10_000_000)
-    with pytest.raises(StorageError, match=r"memory:// has 10.0 MB free, and .* are to be stored"):
+    with pytest.raises(StorageError, match=r"memory:// has 10.0 MB free; .* are to be stored, which") as caught:
         capture(two_units(tmp_path), Blobs(store), settings=TINY)
+    assert "and 67.1 MB always stay free: 57.1 MB more are needed; nothing was sent" in caught.value.message
+    assert "SERVERLESS_GPU_HOME" in caught.value.hint
     assert not store.puts
 
 

@@ -58,7 +58,7 @@ from serverless_gpu.environment.remarks import remarks
 from serverless_gpu.environment.scan.description import Description, read_description
 from serverless_gpu.environment.scan.scanning import Recogniser, Scan
 from serverless_gpu.environment.stores.blobs import Blobs
-from serverless_gpu.environment.stores.opening import open_store
+from serverless_gpu.environment.stores.opening import is_remote, open_store
 from serverless_gpu.errors import EnvironmentProblem, ServerlessGpuError, StorageError
 
 CHANGES_TOLD_MAX = 3
@@ -307,7 +307,7 @@ def _take(index: Path, ask: Ask, tell: Callable[[Answer], None]) -> None:
 
     description: Description = read_description(ask.description)
     blobs = Blobs(open_store(ask.store, ask.environ))
-    level = LEVEL_REMOTE if _is_remote(ask.store) else LEVEL_LOCAL
+    level = LEVEL_REMOTE if is_remote(ask.store) else LEVEL_LOCAL
     recogniser = Recogniser(index)
     last = recogniser.last(description)
     scan = recogniser.scan(description, report)
@@ -352,14 +352,10 @@ def _told(sentences: Sequence[str]) -> tuple[str, ...]:
 
 def _is_stored(ask: Ask, snapshot: Snapshot) -> bool:
     """Return whether a store still has a snapshot and its units; a remote one is asked only by whoever restores."""
-    if _is_remote(ask.store):
+    if is_remote(ask.store):
         return True
     keys = [f"snapshots/{snapshot.address}", *(f"units/{address}" for address in snapshot.addresses())]
     return len(open_store(ask.store, {}).present(keys)) == len(keys)
-
-
-def _is_remote(url: str) -> bool:
-    return "://" in url and not url.startswith("file://")
 
 
 def _failed(number: int, error: ServerlessGpuError) -> Failed:

@@ -19,6 +19,7 @@ from serverless_gpu.environment.documents import Member, Snapshot
 from serverless_gpu.environment.progress import Progress
 from serverless_gpu.environment.restore.cache import Cache
 from serverless_gpu.environment.restore.exporting import Exported, Order, export
+from serverless_gpu.environment.stores.opening import is_remote
 from serverless_gpu.units import format_bytes, format_duration_ms
 
 
@@ -27,7 +28,7 @@ def capture(python: str | None, store: str | None, *, as_json: bool) -> None:
     directory = places.environments()
     described = places.describe(python)
     blobs = places.blobs(store, directory)
-    level = LEVEL_REMOTE if places.is_remote(store) else LEVEL_LOCAL
+    level = LEVEL_REMOTE if store is not None and is_remote(store) else LEVEL_LOCAL
     clock = SystemClock()
     began_ns = clock.boottime_ns()
     with Meters() as meters:

@@ -72,11 +72,6 @@ def interpreter(python: str | None) -> str:
     return "" if python is None else str(_interpreter(python))
 
 
-def is_remote(url: str | None) -> bool:
-    """Return whether a store is across a network, as far as its name tells."""
-    return url is not None and "://" in url and not url.startswith(("file://", "memory://"))
-
-
 def choose_snapshot(wanted: str, among: Blobs) -> Snapshot:
     """Return the snapshot that is meant.
 

@@ -21,7 +21,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TypeVar
 
 import msgspec
@@ -246,16 +246,10 @@ class Packer:
             yield Packed(job=job, unit=unit)
 
     def _wait(self, future: Future[_Result], name: str) -> _Result:
-        while True:
-            try:
-                result = future.result(timeout=WAIT_S)
-            except TimeoutError:
-                if future.done():
-                    raise
-                self._pulse(name)
-                continue
+        while not wait((future,), timeout=WAIT_S).done:
             self._pulse(name)
-            return result
+        self._pulse(name)
+        return future.result()
 
 
 class _Line:

@@ -47,6 +47,10 @@ RATIO_EXPECTED = 4
 """Content bytes per compressed byte that an environment is expected to have at best, for the look at free space."""
 SPACE_KEPT_BYTES = 64 * 1024 * 1024
 """What is left free in a store."""
+_MORE_SPACE = (
+    "make space on its disk, choose another store, or let SERVERLESS_GPU_HOME name a larger disk; "
+    "`sgpu env gc` helps where older environments are stored, `.sgpuignore` where the code holds data"
+)
 LARGEST = 10
 REPORT_S = 0.1
 
@@ -170,11 +174,13 @@ class _Space:
     def check(self, content_bytes: int) -> None:
         """Refuse to begin what will not fit."""
         free = self._store.free_bytes()
-        if content_bytes and free is not None and free < content_bytes // RATIO_EXPECTED + SPACE_KEPT_BYTES:
+        needed = content_bytes // RATIO_EXPECTED
+        if content_bytes and free is not None and free < needed + SPACE_KEPT_BYTES:
             raise StorageError(
-                f"the store {self._store.url} has {format_bytes(free)} free, and {format_bytes(content_bytes)} are to "
-                f"be stored, which take about a third of that; nothing was sent",
-                hint="free some space there (`sgpu env gc`), or choose another store",
+                f"the store {self._store.url} has {format_bytes(free)} free; {format_bytes(content_bytes)} are to be "
+                f"stored, which compress to {format_bytes(needed)} at best, and {format_bytes(SPACE_KEPT_BYTES)} "
+                f"always stay free: {format_bytes(needed + SPACE_KEPT_BYTES - free)} more are needed; nothing was sent",
+                hint=_MORE_SPACE,
             )
 
     def take(self, size: int) -> None:
@@ -182,9 +188,10 @@ class _Space:
         free = self._store.free_bytes()
         if free is not None and free < size + SPACE_KEPT_BYTES:
             raise StorageError(
-                f"the store {self._store.url} has only {format_bytes(free)} free; the capture stopped, and nothing of "
-                f"it can be seen",
-                hint="free some space there (`sgpu env gc`) and capture again: what was sent is not sent twice",
+                f"the store {self._store.url} has {format_bytes(free)} free, of which {format_bytes(SPACE_KEPT_BYTES)} "
+                f"always stay free, and {format_bytes(size)} were to be sent next; the capture stopped, and nothing "
+                f"of it can be seen",
+                hint=f"{_MORE_SPACE}. What was sent is not sent twice",
             )
 
 

@@ -128,7 +128,10 @@ class Fetch:
             except (OSError, StorageError) as error:
                 needed = sum(map(size_of, self._waiting.values()))
                 if not left or not _was_full(error):
-                    raise self._explained(error, needed) from error
+                    explained = self._explained(error, needed)
+                    if explained is error:
+                        raise
+                    raise explained from error
                 self._make_space(needed)
         raise AssertionError("the last try returns or raises")
 

@@ -25,7 +25,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TypeVar
 
@@ -222,16 +222,10 @@ class _Unpacker:
             yield work.directory
 
     def _wait(self, future: Future[_Result]) -> _Result:
-        while True:
-            try:
-                result = future.result(timeout=REPORT_S)
-            except TimeoutError:
-                if future.done():
-                    raise
-                self._meter.pulse()
-                continue
+        while not wait((future,), timeout=REPORT_S).done:
             self._meter.pulse()
-            return result
+        self._meter.pulse()
+        return future.result()
 
 
 class _Work:

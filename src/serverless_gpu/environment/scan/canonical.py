@@ -112,12 +112,6 @@ def flat_path(path: str) -> str:
     return f"prefix/{path}" if path.partition("/")[0] in _FLAT_AREAS and "/" in path else f"site/{path}"
 
 
-def is_note(path: str) -> bool:
-    """Return whether a row would be an installer's note."""
-    directory, _, name = path.rpartition("/")
-    return name in NOTE_NAMES and directory.endswith(".dist-info")
-
-
 def is_dropped(path: str) -> bool:
     """Return whether a row is never part of a unit: bytecode, RECORD, notes."""
     if path.endswith(".pyc"):

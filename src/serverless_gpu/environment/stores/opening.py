@@ -22,6 +22,11 @@ _memory: dict[str, MemoryStore] = {}
 _memory_lock = threading.Lock()
 
 
+def is_remote(url: str) -> bool:
+    """Return whether a store is across a network, as far as its name tells."""
+    return "://" in url and not url.startswith(("file://", "memory://"))
+
+
 def open_store(url: str | Path, environ: Mapping[str, str], *, bound_s: float = BOUND_S) -> Store:
     """Return a store; nothing is looked at or made yet.
 
