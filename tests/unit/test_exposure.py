@@ -1,0 +1,98 @@
+"""F29: what is written through links to units is found by a look at each file, also when its time was put back."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from serverless_gpu.environment.documents import Snapshot
+from serverless_gpu.environment.restore.cache import Cache
+from serverless_gpu.environment.restore.exposure import exposed_since, suspects
+from serverless_gpu.environment.restore.restoring import Order, Way, compile_rest, export, restore
+from serverless_gpu.environment.stores.blobs import Blobs
+from tests.unit.made_environments import Counting, Made, interpreter
+
+_LATER_NS = 50_000_000
+LINKS = Way(mode="links", why="asked")
+
+
+@pytest.fixture
+def made() -> Made:
+    return Made(Blobs(Counting()))
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Cache:
+    return Cache(tmp_path / "environments")
+
+
+def module(tree: str) -> Path:
+    return Path(tree) / "lib" / f"python{interpreter().minor}" / "site-packages" / "alpha" / "__init__.py"
+
+
+def spoil(path: Path) -> None:
+    """Change a byte, and put the file's time and mode back."""
+    status = path.stat()
+    path.chmod(0o644)
+    path.write_bytes(path.read_bytes().replace(b"alpha", b"ALPHA"))
+    path.chmod(status.st_mode)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    while path.stat().st_ctime_ns < status.st_ctime_ns + _LATER_NS:  # some file systems count in ticks of 4 ms
+        path.chmod(status.st_mode)
+
+
+def found(snapshot: Snapshot, cache: Cache) -> list[tuple[list[str], list[str]]]:
+    units = [cache.unit(address) for address in snapshot.addresses()]
+    return [suspects(unit, exposed_since(unit)) for unit in units]
+
+
+def test_F29_a_change_that_puts_size_and_time_back_is_found(made: Made, cache: Cache) -> None:
+    snapshot = made.simple("alpha", "beta")
+    first = restore(snapshot.address, made.blobs, cache, way=LINKS)
+    spoil(module(first.tree))
+    second = restore(snapshot.address, made.blobs, cache, way=LINKS)
+    assert "changed by a run: alpha/__init__.py holds other bytes; restored again" in second.mended
+    assert module(second.tree).read_text() == "name = 'alpha'\n"
+    assert not restore(snapshot.address, made.blobs, cache, way=LINKS).mended
+
+
+def test_F29_a_change_through_an_exported_tree_is_found_by_another_snapshot(
+    made: Made, cache: Cache, tmp_path: Path
+) -> None:
+    exported = export(made.simple("alpha").address, made.blobs, cache, Order(target=tmp_path / "there"))
+    spoil(module(exported.tree))
+    other = restore(made.simple("alpha", "beta").address, made.blobs, cache)
+    assert "alpha/__init__.py holds other bytes" in other.mended
+
+
+def test_links_made_and_removed_by_us_and_bytecode_are_no_change(made: Made, cache: Cache) -> None:
+    snapshot = made.simple("alpha")
+    restore(snapshot.address, made.blobs, cache, way=LINKS)
+    compile_rest(snapshot.address, cache)
+    for name in ("beta", "gamma"):
+        restore(made.simple("alpha", name).address, made.blobs, cache, way=LINKS)
+        assert found(snapshot, cache) == [([], [])]
+    held = cache.hold(snapshot.address)
+    monkey = made.simple("alpha", "beta").address
+    (cache.trees / monkey).rename(cache.trees / f".old-{monkey}-00000000")
+    cache.evict()
+    os.close(held)
+    assert not list(cache.trees.glob(".old-*"))
+    assert found(snapshot, cache) == [([], [])]
+    assert not restore(snapshot.address, made.blobs, cache, way=LINKS).mended
+
+
+def test_bytecode_that_was_written_to_is_thrown_away(made: Made, cache: Cache) -> None:
+    snapshot = made.simple("alpha")
+    first = restore(snapshot.address, made.blobs, cache, way=LINKS)
+    compile_rest(snapshot.address, cache)
+    (bytecode,) = (module(first.tree).parent / "__pycache__").iterdir()
+    bytecode.chmod(0o644)
+    with bytecode.open("ab") as file:
+        file.write(b"more")
+    later_ns = bytecode.stat().st_mtime_ns + _LATER_NS
+    os.utime(bytecode, ns=(later_ns, later_ns))
+    assert ".pyc was written to" in restore(snapshot.address, made.blobs, cache, way=LINKS).mended
+    assert not restore(snapshot.address, made.blobs, cache, way=LINKS).mended
