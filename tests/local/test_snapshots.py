@@ -66,6 +66,28 @@ def test_ranks_import_the_restored_copy(own: Path, small: SmallEnvironment, dial
     assert re.search(r"environment [0-9a-f]{12}: .* files and \d+ units, .* of it the project's code; \d+ new, ", said)
 
 
+def test_a_file_that_git_ignores_is_said_and_its_absence_explained(own: Path, small: SmallEnvironment) -> None:
+    small.write(".gitignore", "data/\n_version.py\n")
+    for name in ("data", "made"):
+        (small.project / name).mkdir()
+    small.write("data/x.csv", "1")
+    small.write("made/__init__.py", "from made._version import version")
+    small.write("made/_version.py", "version = '1.2'")
+    small.write("work.py", WORK + "\ndef read(name):\n    return open(os.path.join(os.path.dirname(__file__), name))\n")
+    caught = "    try:\n        run.results(60)\n    except OSError as error:\n        return error.__notes__\n"
+    small.write("notes.py", f"def of(run):\n{caught}")
+    dialogue = Dialogue(small, "work, notes")
+    try:
+        assert dialogue.ask("call(lambda: __import__('made').version)") == "'1.2'"
+        notes = dialogue.ask("notes.of(snapshot(work.read, 'data/x.csv'))")
+    finally:
+        said = dialogue.close()
+
+    assert f"captured copy of {small.project}, without what git ignores" in notes
+    assert f"would be {small.project}/data/x.csv" in notes
+    assert f"left out: {small.project}/: 1 directory that git ignores (data/)" in said
+
+
 def test_the_receipt_and_the_status_name_the_snapshot(own: Path, dialogue: Dialogue) -> None:
     first = dialogue.ask("snapshot(work.code).receipt(60).environment")
     fetched = re.fullmatch(r"'snapshot ([0-9a-f]{12}), (\d+) units, overlay, \2 fetched \(.* [kM]B\)'", first)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import errno
 import importlib
 import json
 import os
@@ -434,3 +435,44 @@ def test_other_base_exceptions_become_remote_errors(tmp_path: Path) -> None:
 def test_an_incomplete_description_still_gives_an_error() -> None:
     back = failures.rebuild({}, None, rank=0, host="h", run_id="r", log_path="/l")
     assert isinstance(back, RemoteError) and "rank 0 raised an exception" in str(back)
+
+
+@pytest.mark.parametrize(
+    ("number", "path", "said"),
+    [
+        (errno.ENOENT, "/view/code/1/data/x.csv", "The original of this file would be /proj/data/x.csv: use that path"),
+        (errno.ENOENT, b"/view/code/1/a/../x.csv", "The original of this file would be /proj/x.csv: use that path"),
+        (errno.EROFS, "/view/code/1/out.txt", "read-only. The original of this file would be /proj/out.txt: write"),
+        (errno.EACCES, "/view/code/1/out.txt", "read-only. The original of this file would be /proj/out.txt: write"),
+        (errno.ENOENT, "/proj/data/x.csv", ""),
+        (errno.ENOENT, "/view/code/11/x.csv", ""),
+        (errno.ENOENT, 7, ""),
+        (errno.EISDIR, "/view/code/1/data", ""),
+    ],
+)
+def test_a_file_that_is_missing_in_the_captured_copy_is_explained(number: int, path: object, said: str) -> None:
+    def wrapped() -> BaseException:
+        try:
+            raise OSError(number, os.strerror(number), path)
+        except OSError as error:
+            wrapping = ValueError("no data")
+            wrapping.__cause__ = error
+            return wrapping
+
+    for error in (OSError(number, os.strerror(number), path), wrapped()):
+        failure.tell_of_copies(error, {"/view/code/1": "/proj"})
+        notes = failure.describe(error)["notes"]
+        assert isinstance(notes, list) and len(notes) == bool(said)
+        assert not said or ("captured copy of /proj" in notes[0] and said in notes[0])
+
+
+def test_an_error_that_takes_no_note_is_told_without() -> None:
+    class Bare(FileNotFoundError):
+        @property
+        def __notes__(self) -> list[str]:  # type: ignore[override]  # as a class of a user's may
+            raise RuntimeError("no notes")
+
+    error = Bare(errno.ENOENT, "gone", "/view/code/1/x")
+    failure.tell_of_copies(error, {"/view/code/1": "/proj"})
+
+    assert error.filename == "/view/code/1/x"

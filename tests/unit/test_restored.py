@@ -81,6 +81,7 @@ def test_a_callers_paths_are_those_of_the_restored_environment(tmp_path: Path) -
         "torch": "",
         "json": "/usr/lib/json.py",
     }
+    assert moved.copies == {"/view/code/1": str(tmp_path / "project")}
     assert moved.cwd == str(tmp_path / "project"), "files are written where the caller expects them"
 
 

@@ -157,6 +157,7 @@ class Gang:
                 "argv": [original(argument) for argument in context.argv],
                 "sys_path": [original(path) for path in context.sys_path],
                 "packages": {name: original(file) for name, file in context.packages.items()},
+                "copies": {original(copy): original(directory) for copy, directory in context.copies.items()},
                 "threads": self._threads(),
             }
         )

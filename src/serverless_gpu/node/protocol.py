@@ -49,6 +49,7 @@ class Context(Message, frozen=True, kw_only=True, tag="context"):
         descriptors_max: the soft limit on open descriptors.
         packages: the file this process imports (or would import) a module from, for those of which a zygote may have
             another: what it preloads, and what lies beside the script under the name of something installed.
+        copies: directories of code that are captured copies, and where the originals are; none when ranks use those.
     """
 
     python: str
@@ -60,6 +61,7 @@ class Context(Message, frozen=True, kw_only=True, tag="context"):
     sys_path: tuple[str, ...]
     descriptors_max: int = 1024
     packages: dict[str, str] = {}
+    copies: dict[str, str] = {}
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.environment.documents import Snapshot
-from serverless_gpu.environment.restore.assembly import moved
+from serverless_gpu.environment.restore.assembly import moved, site_of
 from serverless_gpu.environment.restore.fitting import Loaded, Units, changed_units, fits, row_of
 from serverless_gpu.environment.restore.restoring import Restored
 from serverless_gpu.node.protocol import Context, original, portable
@@ -113,6 +113,11 @@ class RestoredEnvironment:
             cwd=portable(cwd if os.path.isdir(cwd) and os.access(cwd, os.X_OK) else there(cwd)),
             sys_path=tuple(dict.fromkeys(portable(there(original(path))) for path in caller.sys_path)),
             packages={name: portable(there(original(file))) if file else "" for name, file in caller.packages.items()},
+            copies={
+                portable(f"{self.tree}/{site_of(self.snapshot, number)}"): portable(directory)
+                for number, directory in enumerate(self.snapshot.facts.originals[: len(self.snapshot.roots)])
+                if directory and self.snapshot.roots[number].kind == "code"
+            },
         )
 
     def misfit(self, loaded: Loaded, older: RestoredEnvironment) -> str:

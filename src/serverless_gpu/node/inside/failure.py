@@ -6,10 +6,12 @@ None of them may replace or hide the user's own error: words fall back to plaine
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import cast
 
 from . import payload
@@ -24,6 +26,7 @@ _COMPARE_DEPTH_MAX = 20
 
 # Addresses in a default repr differ between an object and its copy.
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
+_COPY_ERRNOS = {errno.ENOENT, errno.EROFS, errno.EACCES, errno.EPERM}
 _PEER_TYPES = {
     "torch.distributed.DistNetworkError",
     "builtins.ConnectionResetError",
@@ -166,6 +169,46 @@ def _cut(text: str, size_max: int) -> str:
     half = size_max // 2 - 50
     head, tail = data[:half].decode("utf-8", "ignore"), data[-half:].decode("utf-8", "ignore")
     return f"{head}\n... {len(data) - 2 * half} bytes left out ...\n{tail}"
+
+
+# --- of the captured copy ---------------------------------------------------------------------------------------------
+
+
+def tell_of_copies(error: BaseException, copies: Mapping[str, str]) -> None:
+    """Add a note to an error about a file that is not in the captured copy of the code, or cannot be written there.
+
+    Args:
+        error: what the user's code raised.
+        copies: directories of code that are captured copies, and where the originals are.
+    """
+    for link in _causes(error):
+        note = _copy_note(link, copies) if isinstance(link, OSError) and link.errno in _COPY_ERRNOS else ""
+        if note:
+            with contextlib.suppress(Exception):  # a class of the user's may refuse it; its error is told as it is
+                notes = getattr(error, "__notes__", None)
+                object.__setattr__(error, "__notes__", [*(notes if isinstance(notes, list) else []), note])
+            return
+
+
+def _copy_note(error: OSError, copies: Mapping[str, str]) -> str:
+    for name in (error.filename, error.filename2):
+        path = os.path.abspath(os.fsdecode(name)) if isinstance(name, (str, bytes)) and name else ""
+        for copy, directory in copies.items():
+            if not path.startswith(copy + os.sep):
+                continue
+            inside = path[len(copy) + 1 :]
+            theirs = os.path.join(directory, inside)
+            if error.errno == errno.ENOENT:
+                return (
+                    f"ranks run a captured copy of {directory}, without what git ignores or .sgpuignore names. The "
+                    f"original of this file would be {theirs}: use that path, or take the file along with a line "
+                    f"!name in .sgpuignore"
+                )
+            return (
+                f"ranks run a captured copy of {directory}, which is read-only. The original of this file would be "
+                f"{theirs}: write there, or relative to the working directory"
+            )
+    return ""
 
 
 # --- pickled ----------------------------------------------------------------------------------------------------------

@@ -28,14 +28,14 @@ import signal
 import sys
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from . import blas, linux, protocol
 from .call import Call, fill_rank, load_call
 from .channel import Channel
 from .entry import pass_gate
-from .failure import describe, dump_exception
+from .failure import describe, dump_exception, tell_of_copies
 from .payload import PayloadNotWritten, PayloadTooLarge, dump, dumps, loads
 
 Report = Callable[[protocol.Message], None]
@@ -52,7 +52,7 @@ class Place(NamedTuple):
 
     `gate` is a pipe that holds the others back until rank 0 has entered the function: rank 0 has its writing end.
     `release` is a pipe that ends when every rank has returned. `stack` is where Python stacks go when the supervisor
-    asks for them.
+    asks for them. `copies` are directories of code that were captured, with the originals.
     """
 
     directory: str
@@ -62,6 +62,7 @@ class Place(NamedTuple):
     gate: int | None = None
     release: int | None = None
     stack: int = -1
+    copies: Mapping[str, str] = {}
 
 
 def main(channel: Channel, events: Channel) -> int:
@@ -89,6 +90,7 @@ def main(channel: Channel, events: Channel) -> int:
         gate=gate,
         release=release,
         stack=stack,
+        copies=copies if isinstance(copies := message.get("copies"), dict) else {},
     )
     linux.set_name(f"sgpu-rank{place.rank}")
 
@@ -174,6 +176,7 @@ def _wait_for_others(place: Place) -> None:
 
 def _fail(place: Place, error: BaseException, report: Report, **extra: object) -> int:
     """Store a failure, report it, and return the exit code."""
+    tell_of_copies(error, place.copies)
     record = {**describe(error), "rank": place.rank}
     record.update({f"value_{key}" if key in ("type", "repr") else key: value for key, value in extra.items()})
     path = os.path.join(place.directory, "failures", str(place.rank))
