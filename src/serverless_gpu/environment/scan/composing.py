@@ -9,7 +9,7 @@ be believed; the file.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -24,12 +24,13 @@ from serverless_gpu.environment.documents import (
     unit_address,
 )
 from serverless_gpu.environment.progress import Progress, Report
+from serverless_gpu.environment.scan.again import own_row_path
 from serverless_gpu.environment.scan.description import Description
 from serverless_gpu.environment.scan.digests import Digest, digest_files, may_be_script
 from serverless_gpu.environment.scan.generated import Directories, archive_line, take_generated
 from serverless_gpu.environment.scan.listing import File, is_plain
 from serverless_gpu.environment.scan.remembered import Known, Made
-from serverless_gpu.environment.scan.survey import Part, Survey
+from serverless_gpu.environment.scan.survey import Part, Reused, Survey
 from serverless_gpu.environment.scan.units import Draft, Drafts, draft_units, settle_contested, settle_links
 
 _LEFT_OUT_MAX = 1000
@@ -55,7 +56,7 @@ class Composed(msgspec.Struct, frozen=True, kw_only=True):
     """A snapshot, where its units are, and what of each file is worth remembering."""
 
     snapshot: Snapshot
-    sources: dict[str, Source]
+    sources: Mapping[str, Source]
     made: list[Made]
 
 
@@ -87,6 +88,7 @@ def compose(found: Survey, description: Description, known: Known, captured_ns: 
     for part, drafted, digested, texts in zip(parts, drafts, digests, generated, strict=True):
         settle_contested(drafted.contested, {path: digest.sha256 for path, digest in digested.items()})
         members = [composer.make_member(part, unit, digested) for unit in drafted.units if unit.files]
+        members += composer.reuse(part)
         spot = part.spot
         kind = "library" if spot.kind == "archive" else spot.kind
         roots.append(
@@ -97,12 +99,42 @@ def compose(found: Survey, description: Description, known: Known, captured_ns: 
     return Composed(snapshot=snapshot, sources=composer.sources, made=composer.made)
 
 
+class Sources(Mapping[str, Source]):
+    """Sources by address; those of units that are reused are made when somebody asks."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Source] = {}
+        self._reused: dict[str, Reused] = {}
+
+    def add(self, address: str, source: Source) -> None:
+        """Add a source."""
+        self._known[address] = source
+
+    def add_reused(self, reused: Reused) -> None:
+        """Add those of a root's units that are reused."""
+        for member in reused.members:
+            self._reused.setdefault(member.address, reused)
+
+    def __getitem__(self, address: str) -> Source:
+        if address not in self._known:
+            unit = self._reused[address].unit(address)
+            rows, files = tuple(row for row, _ in unit), tuple(file.file for _, file in unit)
+            self._known[address] = Source(rows=rows, files=files)
+        return self._known[address]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys((*self._known, *self._reused)))
+
+    def __len__(self) -> int:
+        return len(self._known.keys() | self._reused.keys())
+
+
 class _Composer:
     """Units as they come: their sources by address, and what is remembered of them."""
 
     def __init__(self, known: Known) -> None:
         self._known = known
-        self.sources: dict[str, Source] = {}
+        self.sources = Sources()
         self.made: list[Made] = []
 
     def make_member(self, part: Part, draft: Draft, digests: Mapping[str, Digest]) -> Member:
@@ -125,9 +157,10 @@ class _Composer:
         address = unit_address(rows)
         place = (part.spot.directory, draft.kind, draft.name)
         previous = self._known.addresses.get(place, "")
-        self.sources[address] = Source(
+        source = Source(
             rows=tuple(rows), files=tuple(files), texts=texts, previous="" if previous == address else previous
         )
+        self.sources.add(address, source)
         member = Member(
             address=address,
             kind=draft.kind,
@@ -137,8 +170,15 @@ class _Composer:
             files=len(files),
             modules=draft.modules(),
         )
-        self.made.append(Made(part.spot, member, draft.files, tuple(rows)))
+        self.made.append(Made(part.spot, member, draft.files, tuple(rows), draft.distribution))
         return member
+
+    def reuse(self, part: Part) -> tuple[Member, ...]:
+        """Return the units of a root that are as they were."""
+        if part.reused is None:
+            return ()
+        self.sources.add_reused(part.reused)
+        return part.reused.members
 
 
 def _digest_all(drafts: Sequence[Drafts], known: Known, report: Report) -> list[dict[str, Digest]]:
@@ -210,15 +250,22 @@ def _make_facts(parts: Sequence[Part], description: Description, captured_ns: in
 
 
 def _notes(part: Part) -> dict[str, str]:
-    return {path: text for distribution in part.distributions for path, text in distribution.notes.items()}
+    notes = {path: text for distribution in part.distributions for path, text in distribution.notes.items()}
+    if part.reused is not None:
+        notes.update(part.reused.notes)
+    return dict(sorted(notes.items()))
 
 
 def _loaded(parts: Sequence[Part], loaded: Sequence[str]) -> tuple[tuple[str, ...], ...]:
     """Return for each root the rows of the Python files that were imported."""
     rows = {file.file: (number, path) for number, part in enumerate(parts) for path, file in part.files.items()}
     found: list[list[str]] = [[] for _ in parts]
+    reused = [(number, part.spot, part.reused.files) for number, part in enumerate(parts) if part.reused is not None]
     for file in loaded:
         number, path = rows.get(file, (0, ""))
+        for index, spot, files in reused:
+            if not path and file in files:
+                number, path = index, own_row_path(spot, file)
         if path.endswith(".py"):
             found[number].append(path)
     return tuple(tuple(paths) for paths in found)

@@ -62,7 +62,7 @@ def take_generated(drafts: Sequence[Draft], directories: Directories) -> tuple[G
     """
     texts: dict[str, Generated] = {}
     for draft in drafts:
-        for path in [path for path in draft.files if _may_name_directories(path)]:
+        for path in [path for path in draft.files if may_name_directories(path)]:
             text = read_text(draft.files[path].file)
             replaced = directories.replace_lines(text) if path.endswith(".pth") else directories.replace(text)
             if replaced == text:
@@ -83,7 +83,8 @@ def archive_line(number: int, spot: Spot) -> Generated:
     return Generated(path=f"site/_sgpu_archive_{number}.pth", text=f"{{{{sgpu:{number}}}}}/{spot.archive}\n")
 
 
-def _may_name_directories(path: str) -> bool:
+def may_name_directories(path: str) -> bool:
+    """Return whether a row is a file of a kind that may name directories of its machine."""
     area, _, name = path.partition("/")
     if area != "site" or "/" in name:
         return False

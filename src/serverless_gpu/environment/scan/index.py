@@ -1,13 +1,14 @@
 """What was seen when an environment was captured, kept so that the next look is short.
 
     <key>.index   header │ gate part: snapshot, directories, small files, code │ files part: all stats and digests
+                         │ kept part: what a second look at the interpreter's own library has to know besides
 
 One file per environment, replaced whole (temporary name, rename). Its parts are read one by one, and processes may
 remember at the same time: what goes together has the same *generation*, a number made at each capture. Reading the gate
-part takes 1-2 ms; the files part is read by the background check and by a scan. Paths are one string with NUL between
-them, numbers are arrays as bytes: 100,000 small objects would take longer to make than the directories to look at. It
-is a memory, not a promise: what cannot be read (another version, torn by a power cut, altered) was never seen, and
-nothing is fsynced.
+part takes 1-2 ms; the files part is read by the background check, all three by a scan. Paths are one string with NUL
+between them, numbers are arrays as bytes: 100,000 small objects would take longer to make than the directories to look
+at. It is a memory, not a promise: what cannot be read (another version, torn by a power cut, altered) was never seen,
+and nothing is fsynced.
 
 An mtime from the last moments before the look is kept as `UNKNOWN`: a file changed once more in the same tick of the
 file system's clock would look the same. Whoever compares it looks at the content instead.
@@ -31,13 +32,16 @@ from blake3 import blake3
 from serverless_gpu.environment.documents import Snapshot, UnitKind
 from serverless_gpu.environment.scan.canonical import flat_path
 from serverless_gpu.environment.scan.listing import Directory, File
-from serverless_gpu.environment.scan.survey import Area
+from serverless_gpu.environment.scan.roots import Spot
+from serverless_gpu.environment.scan.survey import Area, KeptDistribution
 
 _PartT = TypeVar("_PartT")
 
 UNKNOWN = -1
-_MAGIC = b"sgpu-index-2" + sys.byteorder[:1].encode() + b"\0\0\0"
-_HEADER = struct.Struct("<16sQ32sQ32s")
+NOBODY = 2**32 - 1
+"""In place of an owner's number."""
+_MAGIC = b"sgpu-index-3" + sys.byteorder[:1].encode() + b"\0\0\0"
+_HEADER = struct.Struct("<16sQ32sQ32sQ32s")
 _TICK_NS = 20_000_000  # kernels count in ticks of 1 to 10 ms
 _COARSE_TICK_NS = 2_000_000_000  # file systems that count in seconds, FAT in two
 _PART_BYTES_MAX = 1024**3
@@ -142,6 +146,26 @@ class FilesPart(msgspec.Struct, array_like=True):
         return self.owners[memoryview(self.owners_of).cast("I")[number]]
 
 
+class KeptPart(msgspec.Struct, array_like=True):
+    """What `again.py` needs besides: nothing of a library that is no virtual environment of its own.
+
+    Attributes:
+        generation: that of the other parts.
+        spot: the library; None where there is nothing to go by.
+        inodes: of the gate part's directories, as int64.
+        others: files of the library that are in no unit; without digests.
+        others_of: for each the number of the owner that claims it, or `NOBODY`, as uint32.
+        distributions: those that can be reused.
+    """
+
+    generation: bytes
+    spot: Spot | None = None
+    inodes: bytes = b""
+    others: Stats = msgspec.field(default_factory=Stats)
+    others_of: bytes = b""
+    distributions: tuple[KeptDistribution, ...] = ()
+
+
 class IndexFile:
     """One file of the index, by path; its parts are read one by one."""
 
@@ -156,15 +180,19 @@ class IndexFile:
         """Return the files part, or None when there is none to be read."""
         return self._read(1, FilesPart)
 
-    def write(self, gate: GatePart, files: FilesPart) -> None:
+    def read_kept(self) -> KeptPart | None:
+        """Return the kept part, or None when there is none to be read."""
+        return self._read(2, KeptPart)
+
+    def write(self, gate: GatePart, files: FilesPart, kept: KeptPart) -> None:
         """Replace the file, and forget the oldest ones."""
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        parts = [msgspec.msgpack.encode(part) for part in (gate, files)]
+        parts = [msgspec.msgpack.encode(part) for part in (gate, files, kept)]
         header = _HEADER.pack(_MAGIC, *(field for part in parts for field in (len(part), blake3(part).digest())))
         descriptor, temporary = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=self.path.parent)
         try:
             with open(descriptor, "wb") as file:
-                file.write(header + parts[0] + parts[1])
+                file.write(b"".join((header, *parts)))
             os.replace(temporary, self.path)
         except BaseException:
             with contextlib.suppress(FileNotFoundError):
@@ -175,18 +203,18 @@ class IndexFile:
     def renew(self, gate: GatePart | None = None, files: FilesPart | None = None) -> None:
         """Replace one part by what was seen since; what cannot be written is let be.
 
-        It stays with the part that it goes with. When another process has remembered the environment anew, what was
-        seen here is no longer wanted. (Should that happen just before the rename, the old pair stands there again:
+        It stays with the parts that it goes with. When another process has remembered the environment anew, what was
+        seen here is no longer wanted. (Should that happen just before the rename, the old parts stand there again:
         true for what it was captured as, so the next look finds the change again.)
         """
-        old_gate, old_files = self.read_gate(), self.read_files()
-        if old_gate is None or old_files is None:
+        old_gate, old_files, kept = self.read_gate(), self.read_files(), self.read_kept()
+        if old_gate is None or old_files is None or kept is None:
             return
         gate, files = gate or old_gate, files or old_files
-        if len({part.generation for part in (gate, files, old_gate, old_files)}) > 1:
+        if len({part.generation for part in (gate, files, kept, old_gate, old_files)}) > 1:
             return
         with contextlib.suppress(OSError):  # a full disk costs the next call some milliseconds
-            self.write(gate, files)
+            self.write(gate, files, kept)
 
     def _read(self, number: int, kind: type[_PartT]) -> _PartT | None:
         try:
@@ -195,7 +223,7 @@ class IndexFile:
                 length, digest = fields[2 * number : 2 * number + 2]
                 if magic != _MAGIC or length > _PART_BYTES_MAX:
                     return None
-                file.seek(_HEADER.size + (fields[0] if number else 0))
+                file.seek(_HEADER.size + sum(fields[: 2 * number : 2]))
                 part = file.read(length)
             return msgspec.msgpack.decode(part, type=kind) if blake3(part).digest() == digest else None
         except (OSError, struct.error, msgspec.DecodeError):

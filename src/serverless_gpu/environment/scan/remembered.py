@@ -13,12 +13,17 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from serverless_gpu.environment.documents import Member, Row, Snapshot
+from serverless_gpu.environment.scan.again import Memory, directory_inodes, reusable
+from serverless_gpu.environment.scan.canonical import row_path
 from serverless_gpu.environment.scan.digests import Digest, digest_files
+from serverless_gpu.environment.scan.distributions import Distribution
 from serverless_gpu.environment.scan.index import (
+    NOBODY,
     UNKNOWN,
     FilesPart,
     GatePart,
     IndexFile,
+    KeptPart,
     Owner,
     Stats,
     pack_directories,
@@ -34,12 +39,13 @@ Place = tuple[str, str, str]
 
 
 class Made(msgspec.Struct, frozen=True):
-    """A unit that was made: where, as what, of which files by path of the row, with which rows."""
+    """A unit that was made: where, as what, of which files by path of the row, with which rows, of what."""
 
     spot: Spot
     member: Member
     files: Mapping[str, File]
     rows: tuple[Row, ...]
+    distribution: Distribution | None = None
 
 
 class Known(msgspec.Struct, frozen=True):
@@ -72,15 +78,24 @@ class Known(msgspec.Struct, frozen=True):
         return is_old and file.file in self.digests
 
 
-def read_known(index: IndexFile) -> Known:
-    """Return what an index says was read; nothing where there is none."""
-    gate, files = index.read_gate(), index.read_files()
-    if gate is None or files is None:
+def read_memory(index: IndexFile) -> Memory | None:
+    """Return what is kept of an environment."""
+    gate, files, kept = index.read_gate(), index.read_files(), index.read_kept()
+    if gate is None or files is None or kept is None:
+        return None
+    return Memory(gate, files, kept) if gate.generation == files.generation == kept.generation else None
+
+
+def known_of(memory: Memory | None, found: Survey) -> Known:
+    """Return what was read before of what is there now; nothing without a memory."""
+    if memory is None:
         return Known()
+    gate, files = memory.gate, memory.files
+    wanted = {file.file for part in found.parts for file in part.files.values()}
     digests: dict[str, tuple[int, int, int, bytes]] = {}
     for stats in (gate.code, files.files):
         for number, (name, size, mtime_ns, inode) in enumerate(zip(stats.names(), *stats.columns(), strict=True)):
-            if stats.kinds[number] in "fx":
+            if name in wanted and stats.kinds[number] in "fx":
                 digests[name] = (size, mtime_ns, inode, stats.digests[32 * number : 32 * number + 32])
     small = zip(gate.small.names(), *gate.small.columns(), strict=True)
     records = {name: (size, mtime_ns, inode) for name, size, mtime_ns, inode in small}
@@ -90,8 +105,8 @@ def read_known(index: IndexFile) -> Known:
 
 def make_parts(
     key: bytes, snapshot: Snapshot, found: Survey, made: Sequence[Made], digests: Mapping[str, bytes], seen_ns: int
-) -> tuple[GatePart, FilesPart]:
-    """Return the two parts of an index.
+) -> Memory:
+    """Return the parts of an index.
 
     Args:
         key: of the description.
@@ -101,6 +116,7 @@ def make_parts(
         digests: SHA-256 of each file, by its path, as captured.
         seen_ns: when the survey began.
     """
+    made = [*made, *_made_before(found)]
     areas = [(area, listing) for part in found.parts for area, listing in part.areas]
     directories = [
         (number, directory) for number, (_, listing) in enumerate(areas) for directory in listing.directories.values()
@@ -122,7 +138,49 @@ def make_parts(
         absent="\0".join(found.absent),
     )
     files, owners_of, owners = _owned_files(snapshot, made, digests)
-    return gate, FilesPart(generation, pack_stats(files, seen_ns), owners_of, owners)
+    parts = FilesPart(generation, pack_stats(files, seen_ns), owners_of, owners)
+    return Memory(gate, parts, _kept_part(found, gate, made, seen_ns))
+
+
+def _made_before(found: Survey) -> list[Made]:
+    """Return the units that were reused as if they had been made."""
+    made = []
+    for part in found.parts:
+        for member in part.reused.members if part.reused is not None else ():
+            assert part.reused is not None
+            unit = part.reused.unit(member.address)
+            made.append(Made(part.spot, member, {row.path: file for row, file in unit}, tuple(row for row, _ in unit)))
+    return made
+
+
+def _kept_part(found: Survey, gate: GatePart, made: Sequence[Made], seen_ns: int) -> KeptPart:
+    part = found.parts[0]
+    if not part.spot.is_venv:
+        return KeptPart(generation=gate.generation)
+    mine = [(number, one) for number, one in enumerate(made) if one.spot == part.spot]
+    units = [(number, one.distribution, one.rows) for number, one in mine if one.distribution is not None]
+    kept = reusable(part, units)
+    owner_of: dict[str, int] = {}
+    for number, distribution, _ in units:
+        if any(one.owner == number for one in kept):
+            paths = (row_path(claim.path, part.spot.site, part.spot.prefix) for claim in distribution.claims)
+            owner_of.update((path, number) for path in paths if path is not None)
+    in_units = {path for _, one in mine for path in one.files}
+    others = [(file, owner_of.get(path, NOBODY)) for path, file in part.files.items() if path not in in_units]
+    if part.reused is not None:
+        for number, one in mine:
+            before = part.reused.distributions.get(one.member.address)
+            if one.distribution is None and before is not None:
+                kept.append(msgspec.structs.replace(before, owner=number))
+                others += [(file, number) for file in part.reused.others[one.member.address]]
+    return KeptPart(
+        generation=gate.generation,
+        spot=part.spot,
+        inodes=directory_inodes(gate.directory_names()),
+        others=pack_stats(((file.file, file, b"") for file, _ in others), seen_ns),
+        others_of=array("I", (owner for _, owner in others)).tobytes(),
+        distributions=tuple(kept),
+    )
 
 
 def _owned_files(

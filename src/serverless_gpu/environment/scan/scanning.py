@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -23,13 +23,14 @@ from blake3 import blake3
 from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.progress import Progress, Report
+from serverless_gpu.environment.scan.again import look_again
 from serverless_gpu.environment.scan.changes import Change, compare
 from serverless_gpu.environment.scan.composing import Composed, Source, compose
 from serverless_gpu.environment.scan.description import Description
 from serverless_gpu.environment.scan.git_settings import user_patterns
 from serverless_gpu.environment.scan.index import FilesPart, GatePart, IndexFile
 from serverless_gpu.environment.scan.recognition import find_edits, recognise
-from serverless_gpu.environment.scan.remembered import make_parts, read_known
+from serverless_gpu.environment.scan.remembered import known_of, make_parts, read_memory
 from serverless_gpu.environment.scan.survey import Survey, survey
 
 __all__ = ["Recogniser", "Scan", "Source"]
@@ -39,7 +40,7 @@ class Scan(msgspec.Struct, frozen=True, kw_only=True):
     """An environment as it was found: its snapshot, and by address where its units are."""
 
     snapshot: Snapshot
-    sources: dict[str, Source]
+    sources: Mapping[str, Source]
 
 
 _UNKNOWN = Change(kind="root", name="the environment", what="changed")
@@ -156,8 +157,9 @@ class Recogniser:
             report(Progress(phase="scan", files_done=counted, name=name))
 
         with _garbage_kept():
-            found = survey(description, look_at)
-            composed = compose(found, description, read_known(self._index(key)), seen_ns, report)
+            memory = read_memory(self._index(key))
+            found = survey(description, look_at, lambda spot: look_again(spot, memory) if memory else None)
+            composed = compose(found, description, known_of(memory, found), seen_ns, report)
         self._seen = _Seen(key, seen_ns, found, composed)
         return Scan(snapshot=composed.snapshot, sources=composed.sources)
 
@@ -178,8 +180,8 @@ class Recogniser:
             for source in scan.sources.values()
             for file, row in zip(source.files, (row for row in source.rows if row.has_content), strict=True)
         }
-        gate, files = make_parts(seen.key, scan.snapshot, seen.survey, seen.composed.made, digests, seen.seen_ns)
-        self._index(seen.key).write(gate, files)
+        memory = make_parts(seen.key, scan.snapshot, seen.survey, seen.composed.made, digests, seen.seen_ns)
+        self._index(seen.key).write(memory.gate, memory.files, memory.kept)
 
     def _index(self, key: bytes) -> IndexFile:
         return IndexFile(self._directory / f"{blake3(key).hexdigest()[:32]}.index")

@@ -10,11 +10,12 @@ part, and left out of the code.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 import msgspec
 
+from serverless_gpu.environment.documents import Member, Row
 from serverless_gpu.environment.scan.canonical import flat_path, row_path
 from serverless_gpu.environment.scan.description import Description
 from serverless_gpu.environment.scan.distributions import Distribution, read_distributions
@@ -51,6 +52,46 @@ class Area(msgspec.Struct, frozen=True, array_like=True):
     place: CodePlace | None = None
 
 
+class KeptDistribution(msgspec.Struct, frozen=True, array_like=True):
+    """A distribution whose unit can be used again while its files are what they are.
+
+    Attributes:
+        owner: number of its unit among all owners.
+        info: name of its ``.dist-info`` directory.
+        scripts: names of the scripts its entry points make.
+        notes: by path of the row that would be.
+        missing: rows of files it claims that were not there.
+    """
+
+    owner: int
+    info: str
+    scripts: tuple[str, ...]
+    notes: dict[str, str]
+    missing: tuple[str, ...]
+
+
+class Reused(msgspec.Struct, frozen=True, kw_only=True):
+    """What of a root is as it was captured, and was not looked at in detail.
+
+    Attributes:
+        members: its units.
+        scripts: names of the scripts their entry points make.
+        notes: by path of the row that would be.
+        files: all files that belong to them.
+        distributions: what was kept of each, by address.
+        others: files each claims that are not in its unit, by address.
+        unit: returns rows and files of one, by address.
+    """
+
+    members: tuple[Member, ...]
+    scripts: frozenset[str]
+    notes: dict[str, str]
+    files: frozenset[str]
+    distributions: dict[str, KeptDistribution]
+    others: dict[str, tuple[File, ...]]
+    unit: Callable[[str], list[tuple[Row, File]]]
+
+
 class Part(msgspec.Struct, frozen=True, kw_only=True):
     """A root as it was found.
 
@@ -60,6 +101,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
         areas: what was walked, with what was seen.
         distributions: that say what they consist of.
         watched: small files that decide what counts: patterns of git, RECORD, `pyvenv.cfg`.
+        reused: what is not among files and distributions, because it is as it was.
     """
 
     spot: Spot
@@ -67,6 +109,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     areas: tuple[tuple[Area, Listing], ...] = ()
     distributions: tuple[Distribution, ...] = ()
     watched: tuple[str, ...] = ()
+    reused: Reused | None = None
 
     def holds(self, path: str) -> bool:
         """Return whether a real path is a directory or file that is part of this one."""
@@ -74,6 +117,8 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
             return False
         _, listing = self.areas[0]
         relative = path[len(self.spot.real) :].strip("/")
+        if self.reused is not None and (path in self.reused.files or f"site/{relative}" in self.files):
+            return True
         return relative in listing.directories or relative in listing.files
 
 
@@ -99,12 +144,17 @@ def keep_for(area: Area) -> Keep:
     return keep_prefix if area.kind == "prefix" else keep_all
 
 
-def survey(description: Description, look_at: Callable[[str, int], None] = lambda name, files: None) -> Survey:
+def survey(
+    description: Description,
+    look_at: Callable[[str, int], None] = lambda name, files: None,
+    again: Callable[[Spot], Part | None] = lambda spot: None,
+) -> Survey:
     """Look at everything an interpreter imports from.
 
     Args:
         description: the interpreter.
         look_at: told of each directory that was looked at, and the number of its files.
+        again: returns the interpreter's own library, or None to have all of it looked at.
 
     Raises:
         EnvironmentUnsupported: something cannot be captured; says what.
@@ -121,7 +171,7 @@ def survey(description: Description, look_at: Callable[[str, int], None] = lambd
         target = os.path.realpath(os.path.join(spot.real, spot.archive)) if spot.archive else spot.real
         if any(part.holds(target) for part in parts.values()):
             continue
-        part = _look(spot, spots, description)
+        part = (again(spot) if spot.is_venv else None) or _look(spot, spots, description)
         parts[number] = part
         left_out += _say_odd(part)
         look_at(spot.directory, len(part.files))
@@ -151,16 +201,25 @@ def _look_at_library(spot: Spot) -> Part:
         areas.append((Area("prefix", spot.prefix), prefix))
         files.update((f"prefix/{path}", file) for path, file in prefix.files.items())
         watched.append(os.path.join(spot.prefix, "pyvenv.cfg"))
+    check_names(spot, files)
+    distributions = tuple(read_distributions(site))
+    if not spot.is_venv:
+        _add_claimed(spot, distributions, files)
+    return Part(spot=spot, files=files, areas=tuple(areas), distributions=distributions, watched=tuple(watched))
+
+
+def check_names(spot: Spot, files: Iterable[str]) -> None:
+    """Refuse names that cannot travel.
+
+    Raises:
+        EnvironmentUnsupported: names the file.
+    """
     for path in files:
         if not is_plain(path):
             raise EnvironmentUnsupported(
                 f"{show(spot.directory)} holds {show(path)}: its name has control characters, or is not UTF-8",
                 hint="rename or remove it",
             )
-    distributions = tuple(read_distributions(site))
-    if not spot.is_venv:
-        _add_claimed(spot, distributions, files)
-    return Part(spot=spot, files=files, areas=tuple(areas), distributions=distributions, watched=tuple(watched))
 
 
 def _add_claimed(spot: Spot, distributions: tuple[Distribution, ...], files: dict[str, File]) -> None:

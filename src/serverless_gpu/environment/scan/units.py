@@ -47,6 +47,7 @@ class Draft(msgspec.Struct, kw_only=True):
         files: by path of the row.
         believed: what RECORD says of them, where it is believed.
         record: RECORD itself, for a distribution.
+        distribution: which one.
     """
 
     kind: UnitKind
@@ -55,6 +56,7 @@ class Draft(msgspec.Struct, kw_only=True):
     files: dict[str, File] = {}
     believed: dict[str, Claim] = {}
     record: File | None = None
+    distribution: Distribution | None = None
 
     def modules(self) -> tuple[str, ...]:
         """Return the names it adds to what can be imported."""
@@ -75,7 +77,7 @@ def draft_units(part: Part) -> Drafts:
         return Drafts(units=[code], contested={})
     units: list[Draft] = []
     claimed: dict[str, list[tuple[Draft, Claim]]] = {}
-    scripts: frozenset[str] = frozenset()
+    scripts = part.reused.scripts if part.reused is not None else frozenset()
     for distribution in part.distributions:
         draft = Draft(
             kind="distribution",
@@ -84,6 +86,7 @@ def draft_units(part: Part) -> Drafts:
             files={},
             believed={},
             record=distribution.record,
+            distribution=distribution,
         )
         _claim_files(part, distribution, draft, claimed)
         scripts |= distribution.scripts
