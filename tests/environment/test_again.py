@@ -62,7 +62,9 @@ class Changing:
             if above.is_file() and above != path:
                 above.unlink()
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_dir() and not path.is_symlink():
+        if path.is_symlink():
+            path.unlink()
+        elif path.is_dir():
             shutil.rmtree(path)
         path.write_text(text)
 
