@@ -285,3 +285,32 @@ def test_a_knowing_scan_equals_one_that_knows_nothing_after(tmp_path: Path, name
     changing.compare(remember=True)
     changing.compare(remember=False)
     assert changing.reused > 0
+
+
+def test_a_link_to_nowhere_is_said_again_and_again(tmp_path: Path) -> None:
+    changing = Changing(tmp_path, 1)
+    (changing.site / "beta" / "same.py").unlink()
+    (changing.site / "beta" / "same.py").symlink_to("nowhere.py")
+    for _ in range(3):
+        changing.compare(remember=True)
+
+
+def test_a_file_that_was_claimed_and_missing_is_its_owners_when_it_comes(tmp_path: Path) -> None:
+    changing = Changing(tmp_path, 1)
+    record = next(changing.site.glob("beta-*")) / "RECORD"
+    record.write_text(record.read_text() + "later/module.py,,\n")
+    os.utime(record, ns=(0, INSTALLED_S * 10**9 + changing.number()))
+    changing.compare(remember=True)
+    changing.compare(remember=True)
+    changing.write(changing.site / "later" / "module.py", "1\n")
+    changing.compare(remember=True)
+
+
+def test_a_file_that_another_claims_now_belongs_to_whoever_is_right(tmp_path: Path) -> None:
+    changing = Changing(tmp_path, 1)
+    record = next(changing.site.glob("beta-*")) / "RECORD"
+    for line in ("delta/same.py,,", "zeta/same.py,sha256=47DEQpj8HBSa-_TImW-5JCeuQeRkm5NMpJWZG3hSuFU,0"):
+        record.write_text(f"{record.read_text()}{line}\n")
+        os.utime(record, ns=(0, INSTALLED_S * 10**9 + changing.number()))
+        changing.compare(remember=True)
+        changing.compare(remember=True)
