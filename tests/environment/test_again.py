@@ -287,8 +287,23 @@ def test_a_knowing_scan_equals_one_that_knows_nothing_after(tmp_path: Path, name
     assert changing.reused > 0
 
 
+def _plain_ones(directory: Path) -> Changing:
+    """Return an environment whose distributions can all be reused."""
+    changing = Changing(directory, 1)
+    changing.random.random = lambda: 1.0  # type: ignore[method-assign]  # nothing shared, odd, or rewritten
+    for name in NAMES:
+        changing.install(name)
+    for path in (changing.site / "shared", *changing.site.glob("*.pth")):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    changing.compare(remember=True)
+    changing.reused = 0
+    changing.compare(remember=True)
+    assert changing.reused == len(NAMES)
+    return changing
+
+
 def test_a_link_to_nowhere_is_said_again_and_again(tmp_path: Path) -> None:
-    changing = Changing(tmp_path, 1)
+    changing = _plain_ones(tmp_path)
     (changing.site / "beta" / "same.py").unlink()
     (changing.site / "beta" / "same.py").symlink_to("nowhere.py")
     for _ in range(3):
@@ -296,7 +311,7 @@ def test_a_link_to_nowhere_is_said_again_and_again(tmp_path: Path) -> None:
 
 
 def test_a_file_that_was_claimed_and_missing_is_its_owners_when_it_comes(tmp_path: Path) -> None:
-    changing = Changing(tmp_path, 1)
+    changing = _plain_ones(tmp_path)
     record = next(changing.site.glob("beta-*")) / "RECORD"
     record.write_text(record.read_text() + "later/module.py,,\n")
     os.utime(record, ns=(0, INSTALLED_S * 10**9 + changing.number()))
@@ -307,7 +322,7 @@ def test_a_file_that_was_claimed_and_missing_is_its_owners_when_it_comes(tmp_pat
 
 
 def test_a_file_that_another_claims_now_belongs_to_whoever_is_right(tmp_path: Path) -> None:
-    changing = Changing(tmp_path, 1)
+    changing = _plain_ones(tmp_path)
     record = next(changing.site.glob("beta-*")) / "RECORD"
     for line in ("delta/same.py,,", "zeta/same.py,sha256=47DEQpj8HBSa-_TImW-5JCeuQeRkm5NMpJWZG3hSuFU,0"):
         record.write_text(f"{record.read_text()}{line}\n")
