@@ -19,6 +19,7 @@ from tests.environment.scans import check
 from tests.environment.venvs import INSTALLED_S, install, make_venv, site_packages
 from tests.environment.wheels import describe_in
 
+RIGHT = "zeta/same.py,sha256=Q1WkaxnTSNwvV8BG-O9j1FOOu5NgAPPJ7pVKJ0YN2GU,2"  # of "1\n"
 NAMES = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta")
 SEEDS = range(12)
 STEPS = 14
@@ -324,7 +325,7 @@ def test_a_file_that_was_claimed_and_missing_is_its_owners_when_it_comes(tmp_pat
 def test_a_file_that_another_claims_now_belongs_to_whoever_is_right(tmp_path: Path) -> None:
     changing = _plain_ones(tmp_path)
     record = next(changing.site.glob("beta-*")) / "RECORD"
-    for line in ("delta/same.py,,", "zeta/same.py,sha256=47DEQpj8HBSa-_TImW-5JCeuQeRkm5NMpJWZG3hSuFU,0"):
+    for line in ("delta/same.py,,", RIGHT):
         record.write_text(f"{record.read_text()}{line}\n")
         os.utime(record, ns=(0, INSTALLED_S * 10**9 + changing.number()))
         changing.compare(remember=True)
