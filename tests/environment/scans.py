@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from serverless_gpu.environment.documents import Row, Snapshot
 from serverless_gpu.environment.progress import nobody
 from serverless_gpu.environment.rules import check_rows, check_snapshot
+from serverless_gpu.environment.scan.index import UNKNOWN, known_mtime
 from serverless_gpu.environment.scan.scanning import Recogniser, Scan
 from tests.environment.wheels import Venv
 
@@ -54,3 +56,12 @@ def write_record(venv: Venv, change: dict[str, str | None]) -> None:
 def claim(path: str, content: bytes, size: int | None = None) -> str:
     digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).decode().rstrip("=")
     return f"{path},sha256={digest},{len(content) if size is None else size}"
+
+
+def wait_for_ticks() -> None:
+    """Wait until a file written now is told apart from all that were written before."""
+    newest = time.time_ns()
+    deadline = time.monotonic() + 5
+    while known_mtime(newest, time.time_ns()) == UNKNOWN:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)

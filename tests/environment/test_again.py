@@ -15,7 +15,7 @@ from serverless_gpu.environment.progress import nobody
 from serverless_gpu.environment.scan.description import Description
 from serverless_gpu.environment.scan.scanning import Recogniser, Scan
 from serverless_gpu.errors import EnvironmentUnsupported
-from tests.environment.scans import check
+from tests.environment.scans import check, wait_for_ticks
 from tests.environment.venvs import INSTALLED_S, install, make_venv, site_packages
 from tests.environment.wheels import describe_in
 
@@ -116,6 +116,7 @@ class Changing:
 
     def compare(self, *, remember: bool) -> None:
         """Scan with and without knowing anything, and compare all of it."""
+        wait_for_ticks()
         description = self.describe()
         knowing, fresh = Recogniser(self.directory / "index"), Recogniser(self.directory / f"index{self.number()}")
         first, second = _scanned(knowing, description), _scanned(fresh, description)

@@ -243,7 +243,7 @@ class _Choice:
         return {
             path
             for path in before.keys() | fresh.keys()
-            if path not in before or path not in fresh or fresh[path][1:5] != before[path][1:5]
+            if path not in before or path not in fresh or fresh[path][1:6] != before[path][1:6]
         }
 
     def _drop_changed(
@@ -334,15 +334,16 @@ def _above(path: str) -> str:
 
 def _kept_files(stats: Stats, owners_of: bytes) -> Iterator[tuple[File, int]]:
     names, owners = stats.names(), memoryview(owners_of).cast("I").tolist()
-    for name, kind, size, mtime_ns, inode, owner in zip(names, stats.kinds, *stats.columns(), owners, strict=True):
-        yield File(name, kind, size, mtime_ns, inode), owner
+    for name, kind, *numbers, owner in zip(names, stats.kinds, *stats.columns(), owners, strict=True):
+        size, mtime_ns, inode, ctime_ns = numbers
+        yield File(name, kind, size, mtime_ns, inode, ctime_ns), owner
 
 
 def _differing(stats: Stats, mine: Sequence[bool] | None) -> set[str]:
     """Return the directories of files whose stat is not what it was, and of all links: where they lead may change."""
     found = set()
     look_at, executable, is_link = os.lstat, stat.S_IXUSR, stat.S_ISLNK
-    for number, (name, kind, size, mtime_ns, inode) in enumerate(
+    for number, (name, kind, size, mtime_ns, inode, ctime_ns) in enumerate(
         zip(stats.names(), stats.kinds, *stats.columns(), strict=True)
     ):
         if mine is not None and not mine[number]:
@@ -354,6 +355,7 @@ def _differing(stats: Stats, mine: Sequence[bool] | None) -> set[str]:
             continue
         if (
             seen.st_mtime_ns != mtime_ns
+            or seen.st_ctime_ns != ctime_ns
             or seen.st_size != size
             or seen.st_ino != inode
             or (kind == "x") != bool(seen.st_mode & executable)

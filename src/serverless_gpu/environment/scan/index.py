@@ -10,8 +10,8 @@ between them, numbers are arrays as bytes: 100,000 small objects would take long
 at. It is a memory, not a promise: what cannot be read (another version, torn by a power cut, altered) was never seen,
 and nothing is fsynced.
 
-An mtime from the last moments before the look is kept as `UNKNOWN`: a file changed once more in the same tick of the
-file system's clock would look the same. Whoever compares it looks at the content instead.
+An mtime or ctime from the last moments before the look is kept as `UNKNOWN`: a file changed once more in the same tick
+of the file system's clock would look the same. Whoever compares it looks at the content instead.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _PartT = TypeVar("_PartT")
 UNKNOWN = -1
 NOBODY = 2**32 - 1
 """In place of an owner's number."""
-_MAGIC = b"sgpu-index-3" + sys.byteorder[:1].encode() + b"\0\0\0"
+_MAGIC = b"sgpu-index-4" + sys.byteorder[:1].encode() + b"\0\0\0"
 _HEADER = struct.Struct("<16sQ32sQ32sQ32s")
 _TICK_NS = 20_000_000  # kernels count in ticks of 1 to 10 ms
 _COARSE_TICK_NS = 2_000_000_000  # file systems that count in seconds, FAT in two
@@ -54,7 +54,7 @@ class Stats(msgspec.Struct, array_like=True):
 
     Attributes:
         paths: absolute, NUL between them.
-        numbers: size, mtime and inode of each, as int64; all 0 for a file that was not there.
+        numbers: size, mtime, inode and ctime of each, as int64; all 0 for a file that was not there.
         kinds: one letter for each, as in rows; "-" for a file that was not there.
         digests: SHA-256 of each, 32 bytes (zeros for links); empty where no content was looked at.
     """
@@ -68,10 +68,10 @@ class Stats(msgspec.Struct, array_like=True):
         """Return the paths."""
         return self.paths.split("\0") if self.paths else []
 
-    def columns(self) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
-        """Return sizes, mtimes and inodes."""
+    def columns(self) -> tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int]]:
+        """Return sizes, mtimes, inodes and ctimes."""
         numbers = memoryview(self.numbers).cast("q").tolist()
-        return numbers[::3], numbers[1::3], numbers[2::3]
+        return numbers[::4], numbers[1::4], numbers[2::4], numbers[3::4]
 
 
 class GatePart(msgspec.Struct, array_like=True):
@@ -247,14 +247,15 @@ def pack_stats(files: Iterable[tuple[str, File | None, bytes]], seen_ns: int) ->
         digests.append(sha256)
         kinds.append(file.kind if file else "-")
         if file is None:
-            numbers.extend((0, 0, 0))
+            numbers.extend((0, 0, 0, 0))
         else:
-            numbers.extend((file.size, known_mtime(file.mtime_ns, seen_ns), file.inode))
+            times = known_mtime(file.mtime_ns, seen_ns), known_mtime(file.ctime_ns, seen_ns)
+            numbers.extend((file.size, times[0], file.inode, times[1]))
     return Stats("\0".join(paths), numbers.tobytes(), "".join(kinds), b"".join(digests))
 
 
 def known_mtime(mtime_ns: int, seen_ns: int) -> int:
-    """Return an mtime that will tell a later change, else `UNKNOWN`.
+    """Return an mtime or ctime that will tell a later change, else `UNKNOWN`.
 
     Args:
         mtime_ns: of a file or directory.

@@ -37,6 +37,7 @@ class File(NamedTuple):
         size: content bytes (of what a link to a file outside leads to).
         mtime_ns: likewise.
         inode: likewise.
+        ctime_ns: likewise; an edit moves it whatever becomes of the mtime, and so does another link to the file.
         target: what a link says that stays one, else "".
     """
 
@@ -45,6 +46,7 @@ class File(NamedTuple):
     size: int
     mtime_ns: int
     inode: int
+    ctime_ns: int
     target: str = ""
 
 
@@ -201,7 +203,7 @@ def _read_link(path: str, top: str) -> File | str:
     resolved = os.path.realpath(path)
     if is_inside(resolved, os.path.realpath(top)):
         own = os.lstat(path)
-        return File(path, "l", 0, own.st_mtime_ns, own.st_ino, target)
+        return File(path, "l", 0, own.st_mtime_ns, own.st_ino, own.st_ctime_ns, target)
     found = read_file(resolved)
     if found is not None:
         return found._replace(file=path)
@@ -210,4 +212,4 @@ def _read_link(path: str, top: str) -> File | str:
 
 def _file(path: str, found: os.stat_result) -> File:
     kind = "x" if found.st_mode & stat.S_IXUSR else "f"
-    return File(path, kind, found.st_size, found.st_mtime_ns, found.st_ino)
+    return File(path, kind, found.st_size, found.st_mtime_ns, found.st_ino, found.st_ctime_ns)

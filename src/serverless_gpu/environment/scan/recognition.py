@@ -4,9 +4,10 @@
     level B, `find_edits`  the stat of every file
 
 A difference of stat is no change yet. A directory with another mtime is looked at again: only its mark counts, so
-bytecode does not. A file with another stat, or an mtime that was too fresh to be told apart, is read: only its content
-counts, so `touch`, a checkout there and back, and a chmod that leaves the execute bit alone do not. What was cleared
-this way is told to the caller, who keeps it for the next time.
+bytecode does not. A file with another stat, or times that were too fresh to be told apart, is read: only its content
+counts, so `touch`, a checkout there and back, another link to it, and a chmod that leaves the execute bit alone do not.
+The ctime is part of the stat: nobody can put it back, so an edit of the same size shows though its mtime was restored.
+What was cleared this way is told to the caller, who keeps it for the next time.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def _compare_all(stats: Stats, seen_ns: int) -> Stats | None:
 
 def _differences(names: Sequence[str], stats: Stats, start: int, end: int) -> list[int]:
     """Return the numbers of the files, of a range, whose stat is not what it was."""
-    sizes, mtimes, inodes = stats.columns()
+    sizes, mtimes, inodes, ctimes = stats.columns()
     kinds, look_at, look_at_link = stats.kinds, os.stat, os.lstat
     found = []
     for number in range(start, end):
@@ -114,6 +115,7 @@ def _differences(names: Sequence[str], stats: Stats, start: int, end: int) -> li
             continue
         if (
             seen.st_mtime_ns != mtimes[number]
+            or seen.st_ctime_ns != ctimes[number]
             or seen.st_ino != inodes[number]
             or (kind != "l" and seen.st_size != sizes[number])
             or (kind == "f") == bool(seen.st_mode & stat.S_IXUSR)
@@ -202,7 +204,8 @@ def _renew(stats: Stats, seen: Mapping[int, os.stat_result], seen_ns: int) -> St
     numbers = array("q", stats.numbers)
     for number, found in seen.items():
         size = 0 if stats.kinds[number] == "l" else found.st_size
-        numbers[3 * number : 3 * number + 3] = array("q", (size, known_mtime(found.st_mtime_ns, seen_ns), found.st_ino))
+        times = known_mtime(found.st_mtime_ns, seen_ns), known_mtime(found.st_ctime_ns, seen_ns)
+        numbers[4 * number : 4 * number + 4] = array("q", (size, times[0], found.st_ino, times[1]))
     return msgspec.structs.replace(stats, numbers=numbers.tobytes())
 
 

@@ -52,21 +52,21 @@ class Known(msgspec.Struct, frozen=True):
     """What was read before.
 
     Attributes:
-        digests: by path of the file: size, mtime (or `UNKNOWN`), inode, and its SHA-256.
+        digests: by path of the file: size, mtime (or `UNKNOWN`), inode, ctime (or `UNKNOWN`), and its SHA-256.
         records: by path of a RECORD, or another small file: size, mtime (or `UNKNOWN`), inode.
         addresses: of the units, by place.
     """
 
-    digests: dict[str, tuple[int, int, int, bytes]] = {}
+    digests: dict[str, tuple[int, int, int, int, bytes]] = {}
     records: dict[str, tuple[int, int, int]] = {}
     addresses: dict[Place, str] = {}
 
     def find(self, file: File) -> Digest | None:
         """Return the digest of a file that is the one that was read, by its stat."""
         kept = self.digests.get(file.file)
-        if kept is None or kept[:3] != (file.size, file.mtime_ns, file.inode):
+        if kept is None or kept[:4] != (file.size, file.mtime_ns, file.inode, file.ctime_ns):
             return None
-        return Digest(kept[3], file.size)
+        return Digest(kept[4], file.size)
 
     def is_touched(self, file: File, record: File) -> bool:
         """Return whether a file was touched since it was read, without an installer that wrote RECORD anew.
@@ -92,13 +92,14 @@ def known_of(memory: Memory | None, found: Survey) -> Known:
         return Known()
     gate, files = memory.gate, memory.files
     wanted = {file.file for part in found.parts for file in part.files.values()}
-    digests: dict[str, tuple[int, int, int, bytes]] = {}
+    digests: dict[str, tuple[int, int, int, int, bytes]] = {}
     for stats in (gate.code, files.files):
-        for number, (name, size, mtime_ns, inode) in enumerate(zip(stats.names(), *stats.columns(), strict=True)):
+        for number, (name, *numbers) in enumerate(zip(stats.names(), *stats.columns(), strict=True)):
             if name in wanted and stats.kinds[number] in "fx":
-                digests[name] = (size, mtime_ns, inode, stats.digests[32 * number : 32 * number + 32])
+                size, mtime_ns, inode, ctime_ns = numbers
+                digests[name] = (size, mtime_ns, inode, ctime_ns, stats.digests[32 * number : 32 * number + 32])
     small = zip(gate.small.names(), *gate.small.columns(), strict=True)
-    records = {name: (size, mtime_ns, inode) for name, size, mtime_ns, inode in small}
+    records = {name: (size, mtime_ns, inode) for name, size, mtime_ns, inode, _ in small}
     addresses: dict[Place, str] = {(owner.site, owner.kind, owner.name): owner.address for owner in files.owners}
     return Known(digests, records, addresses)
 
