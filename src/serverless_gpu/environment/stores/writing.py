@@ -5,7 +5,7 @@
                                                               theirs written with it
 
 Nothing has its name before its bytes are on the disk, and whoever returns from here has lost nothing to a power cut.
-Two small files for each of 200 units are 800 waits one by one, and about 40 this way.
+As many calls as one by one, but most of them find their work done.
 
 Failure: the `OSError` of the step; what has its name already is whole, the rest leaves nothing.
 """
