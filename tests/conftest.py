@@ -11,6 +11,7 @@ import importlib
 import ipaddress
 import os
 import shutil
+import signal
 import socket
 import tempfile
 from collections.abc import Callable, Iterator
@@ -20,6 +21,9 @@ import pytest
 
 # Socket methods that reach out (or let in); the address is the last positional argument of each.
 _GUARDED = ("bind", "connect", "connect_ex", "sendto")
+
+# `nohup make test &` ignores SIGINT, and children would inherit that: tests press Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
