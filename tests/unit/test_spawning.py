@@ -9,7 +9,9 @@ import pytest
 
 from serverless_gpu.environment.documents import Interpreter
 from serverless_gpu.environment.restore.pythons import candidates
+from serverless_gpu.environment.scan import interpreter
 from serverless_gpu.environment.scan.ignoring import outer_ignoring
+from serverless_gpu.node import spawning
 from serverless_gpu.node.spawning import clean_variables
 
 PYTHON = Interpreter(implementation="cpython", version="3.11.7", abi="cpython-311-x86_64-linux-gnu", platform="linux")
@@ -38,3 +40,8 @@ def test_a_clean_process_looks_for_interpreters_where_the_caller_would(tmp_path:
     python.touch()
 
     assert str(python) in candidates(PYTHON, (), clean_variables({name: str(tmp_path)}))
+
+
+def test_both_lists_of_startup_variables_are_one() -> None:
+    # Two, because the description of an interpreter stands alone and a caller's import must not pay for it.
+    assert spawning.STARTUP_PREFIXES == interpreter.STARTUP_PREFIXES
