@@ -6,6 +6,7 @@ from `boottime_ns` (it goes on during suspend and never jumps); `wall_ns` only p
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from typing import Protocol
@@ -55,6 +56,26 @@ def new_run_id() -> str:
     """Return a run identifier: 26 characters, sortable by creation time, 80 random bits (the ULID layout)."""
     value = (time.time_ns() // 1_000_000) << 80 | int.from_bytes(os.urandom(10), "big")
     return "".join(_ALPHABET[value >> shift & 31] for shift in range(125, -1, -5))
+
+
+def machine() -> str:
+    """Return a name for what files and processes look like from here: machine, root file system, user.
+
+    Two processes with the same name find the same files under the same paths. A container has another root than its
+    host, so it is another machine.
+    """
+    identity = "no identity"
+    for path in ("/etc/machine-id", "/proc/sys/kernel/random/boot_id"):
+        try:
+            with open(path, encoding="ascii") as file:
+                identity = file.read().strip()
+        except (OSError, UnicodeDecodeError):
+            continue
+        if identity:
+            break
+    root = os.stat("/")
+    text = f"{identity} {root.st_dev} {root.st_ino} {os.getuid()}"
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def created_wall_ns(run_id: str) -> int | None:

@@ -19,7 +19,16 @@
     │   ├── EnvironmentCorrupt       what was stored is not what its address says, twice
     │   └── StoreUnavailable         the store does not answer, or refuses
     ├── AgentUnavailable           the node's agent does not answer
-    ├── ServerNotConfigured        remote=True without a server
+    ├── ServerProblem              a server refused, or is not there
+    │   ├── ServerNotConfigured      remote=True without a server
+    │   ├── ServerUnavailable        it does not answer, or cannot now
+    │   ├── NotAuthenticated · NotAllowed · NotFound
+    │   ├── IdempotencyConflict      a run of this identifier exists and is another one
+    │   ├── StaleAttempt             a report about an attempt that is not the current one
+    │   ├── AlreadyFinished          a stop for a run that has ended
+    │   ├── HashMismatch             bytes arrived that are not what their name says
+    │   ├── TooLarge                 a body, label or page over its limit
+    │   └── ServerStorageFull        the server's disk or store has no room
     ├── SessionEnded               a call in a session that has ended
     └── RunError                   a run started and did not succeed
         ├── RemoteError            a rank raised, and its exception cannot be rebuilt here
@@ -27,8 +36,10 @@
         ├── OutOfMemory            a rank was ended by the kernel for host memory
         ├── CollectiveHang         ranks waited for others that did not come, longer than hang_timeout=
         ├── RunTimedOut · RunCancelled · NodeLost · BudgetExhausted
+        ├── CommandFailed          a submitted command ended with an exit code other than 0
         ├── ResultNotSerializable · ResultTooLarge   the function finished, its value cannot travel
-        └── ResultUnavailableHere  the value arrived, this process cannot load it
+        ├── ResultUnavailableHere  the value arrived, this process cannot load it
+        └── UntrustedResult        the value is somebody else's, and loading it would run their code
 
 An `Exception` raised by user code is *not* in this tree: it reaches the caller as its own type. A class without a
 message of its own says its docstring's first line, so each class must explain itself. `code` is stable: it goes over
@@ -198,11 +209,88 @@ class AgentUnavailable(ServerlessGpuError):
     retryable = True
 
 
-class ServerNotConfigured(ServerlessGpuError):
+class ServerProblem(ServerlessGpuError):
+    """The server refused, or something went wrong in it."""
+
+    code = "server"
+
+
+class ServerNotConfigured(ServerProblem):
     """No server is configured for remote runs."""
 
     code = "server_not_configured"
     status = 400
+
+
+class ServerUnavailable(ServerProblem):
+    """The server does not answer, or cannot do this now."""
+
+    code = "server_unavailable"
+    status = 503
+    retryable = True
+
+
+class NotAuthenticated(ServerProblem):
+    """The request has no valid token."""
+
+    code = "not_authenticated"
+    status = 401
+
+
+class NotAllowed(ServerProblem):
+    """The token's owner may not do this."""
+
+    code = "not_allowed"
+    status = 403
+
+
+class NotFound(ServerProblem):
+    """There is no such thing, or the token's owner may not see it."""
+
+    code = "not_found"
+    status = 404
+
+
+class IdempotencyConflict(ServerProblem):
+    """A run with this identifier exists and was asked for differently."""
+
+    code = "idempotency_conflict"
+    status = 409
+
+
+class StaleAttempt(ServerProblem):
+    """A report came about an attempt that is not the run's current one."""
+
+    code = "stale_attempt"
+    status = 409
+
+
+class AlreadyFinished(ServerProblem):
+    """The run has ended already."""
+
+    code = "already_finished"
+    status = 409
+
+
+class HashMismatch(ServerProblem):
+    """The bytes that arrived are not those their name says."""
+
+    code = "hash_mismatch"
+    status = 422
+
+
+class TooLarge(ServerProblem):
+    """A request is over a limit of the server."""
+
+    code = "too_large"
+    status = 413
+
+
+class ServerStorageFull(ServerProblem):
+    """The server has no room to store this."""
+
+    code = "storage_full"
+    status = 507
 
 
 class SessionEnded(ServerlessGpuError):
@@ -297,6 +385,12 @@ class BudgetExhausted(RunError):
     code = "budget_exhausted"
 
 
+class CommandFailed(RunError):
+    """A submitted command ended with an exit code other than 0."""
+
+    code = "command_failed"
+
+
 class ResultNotSerializable(RunError):
     """The function finished, but its result cannot be sent back."""
 
@@ -313,6 +407,12 @@ class ResultUnavailableHere(RunError):
     """The result arrived, but this process cannot load it."""
 
     code = "result_unavailable_here"
+
+
+class UntrustedResult(RunError):
+    """The result was made by another principal, and loading it would run their code here."""
+
+    code = "untrusted_result"
 
 
 def error_class(code: str) -> type[ServerlessGpuError]:

@@ -163,10 +163,10 @@ def test_a_stopping_attempt_takes_every_late_word(event: Event) -> None:
 
 ENDINGS = {
     State.SUCCEEDED: {Reason.COMPLETED},
-    State.CANCELLED: {Reason.CANCELLED, Reason.SESSION_ENDED},
+    State.CANCELLED: {Reason.CANCELLED, Reason.SESSION_ENDED, Reason.PREEMPTED, Reason.DRAINED},
     State.TIMED_OUT: {Reason.TIMEOUT},
     State.BUDGET_STOPPED: {Reason.BUDGET},
-    State.LOST: {Reason.SUPERVISOR_LOST, Reason.NODE_LOST},
+    State.LOST: {Reason.SUPERVISOR_LOST, Reason.NODE_LOST, Reason.NODE_PARTITIONED, Reason.NODE_GONE},
 }
 
 
@@ -191,12 +191,17 @@ def test_only_what_ran_nothing_of_the_user_may_be_retried_and_faults_of_the_plat
         Reason.NODE_DISK,
         Reason.ENV_CORRUPT,
         Reason.ENV_UNAVAILABLE,
+        Reason.GANG_START,
+        Reason.REFUSED,
     }
     assert {reason for reason, m in MEANINGS.items() if m.may_retry} == never_started
     assert {reason for reason, m in MEANINGS.items() if not m.is_billed} == never_started | {
         Reason.SESSION_ENDED,
         Reason.SUPERVISOR_LOST,
         Reason.NODE_LOST,
+        Reason.NODE_PARTITIONED,
+        Reason.NODE_REBOOTED,
+        Reason.NODE_GONE,
     }
 
 

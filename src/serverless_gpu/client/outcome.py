@@ -15,6 +15,7 @@ from serverless_gpu.client.terminal import safe
 from serverless_gpu.errors import (
     BudgetExhausted,
     CollectiveHang,
+    CommandFailed,
     NodeLost,
     OutOfMemory,
     RankCrashed,
@@ -49,6 +50,12 @@ _CLASSES: dict[Reason, type[RunError]] = {
     Reason.SUPERVISOR_LOST: NodeLost,
     Reason.NODE_LOST: NodeLost,
     Reason.RUNTIME_LOST: NodeLost,
+    Reason.NODE_PARTITIONED: NodeLost,
+    Reason.NODE_REBOOTED: NodeLost,
+    Reason.NODE_GONE: NodeLost,
+    Reason.PREEMPTED: RunCancelled,
+    Reason.DRAINED: RunCancelled,
+    Reason.COMMAND_FAILED: CommandFailed,
 }
 _CONSEQUENCES_MAX = 8
 _CONSEQUENCE_CHARACTERS_MAX = 300

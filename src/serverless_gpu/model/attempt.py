@@ -69,6 +69,25 @@ class Reason(StrEnum):
     BUDGET = "budget"
     SUPERVISOR_LOST = "supervisor_lost"
     NODE_LOST = "node_lost"
+    COMMAND_FAILED = "command_failed"
+    PREEMPTED = "preempted"
+    DRAINED = "drained"
+    NODE_PARTITIONED = "node_partitioned"
+    NODE_REBOOTED = "node_rebooted"
+    NODE_GONE = "node_gone"
+    GANG_START = "gang_start"
+    RESULT_UPLOAD = "result_upload"
+    REFUSED = "refused"
+
+
+class StopReason(StrEnum):
+    """Why a run is asked to stop before its end; what ranks read as `SGPU_STOP_REASON`."""
+
+    CANCEL = "cancel"
+    PREEMPT = "preempt"
+    TIMEOUT = "timeout"
+    BUDGET = "budget"
+    DRAIN = "drain"
 
 
 class Meaning(msgspec.Struct, frozen=True):
@@ -121,6 +140,19 @@ MEANINGS: Mapping[Reason, Meaning] = {
         State.LOST, False, False, "the run's supervisor process died (was it killed, or the machine restarted?)"
     ),
     Reason.NODE_LOST: Meaning(State.LOST, False, False, "the node did not answer any more"),
+    Reason.COMMAND_FAILED: Meaning(State.FAILED, False, True, "the command ended with an exit code other than 0"),
+    Reason.PREEMPTED: Meaning(State.CANCELLED, False, True, "the run had to make room for another"),
+    Reason.DRAINED: Meaning(State.CANCELLED, False, True, "the run had to leave its node"),
+    Reason.NODE_PARTITIONED: Meaning(
+        State.LOST, False, False, "the node was cut off from the server for longer than it may be, and stopped the run"
+    ),
+    Reason.NODE_REBOOTED: Meaning(State.FAILED, False, False, "the node restarted"),
+    Reason.NODE_GONE: Meaning(State.LOST, False, False, "the node never came back"),
+    Reason.GANG_START: Meaning(State.FAILED, True, False, "not every rank could be started"),
+    Reason.RESULT_UPLOAD: Meaning(
+        State.FAILED, False, True, "the run finished, but its results could not be sent to the server"
+    ),
+    Reason.REFUSED: Meaning(State.FAILED, True, False, "the node refused to start the run"),
 }
 
 

@@ -20,7 +20,8 @@ from serverless_gpu.errors import InvalidOption, InvalidValue
 from serverless_gpu.model.attempt import Limits
 from serverless_gpu.model.hardware import GpuType, find_type
 
-SPEC_VERSION = 1
+SPEC_VERSION = 2
+BLOB_PART_BYTES = 16 << 20
 RANKS_MAX = 100_000
 TAGS_MAX = 64
 TAG_CHARACTERS_MAX = 256
@@ -66,6 +67,47 @@ class Options(TypedDict, total=False):
     ignore_busy: bool
 
 
+class BlobReference(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes that lie in the server's store.
+
+    Attributes:
+        size: how many bytes.
+        parts: BLAKE3 digest (64 hexadecimal digits) of each `BLOB_PART_BYTES`, the last one may be shorter.
+    """
+
+    size: int
+    parts: tuple[str, ...]
+
+
+class Function(msgspec.Struct, frozen=True, kw_only=True, tag="function"):
+    """Call a function in every rank.
+
+    Attributes:
+        call: the pickled call; None when it travels with the request, or lies in the run directory.
+    """
+
+    call: BlobReference | None = None
+
+
+class Command(msgspec.Struct, frozen=True, kw_only=True, tag="command"):
+    """Run a program.
+
+    Attributes:
+        argv: the program and its arguments; a program without a slash is looked for on the PATH of the rank.
+        per: whether one process is started for every rank, or one for every node with all of its devices.
+    """
+
+    argv: tuple[str, ...]
+    per: Literal["rank", "node"] = "rank"
+
+
+class Kernel(msgspec.Struct, frozen=True, kw_only=True, tag="kernel"):
+    """Be a notebook's kernel; no version can do that yet."""
+
+
+Payload = Function | Command | Kernel
+
+
 class Resources(msgspec.Struct, frozen=True, kw_only=True):
     """What the gang needs.
 
@@ -96,6 +138,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
         hang_timeout_s: without a sign of progress until the run is ended, in seconds, or None.
         hang_warning_s: without a sign of progress until that is said, in seconds; 0 means never.
         environment: what ranks import: the caller's files as they lie there, or a restored copy of them.
+        payload: what the run does.
     """
 
     spec_version: int = SPEC_VERSION
@@ -119,6 +162,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     hang_timeout_s: float | None = None
     hang_warning_s: float = DEFAULT_HANG_WARNING_S
     environment: Environment = "live"
+    payload: Payload = Function()
 
     def limits(self) -> Limits:
         """Return the limits the lifecycle works with."""

@@ -1,0 +1,1 @@
+"""Where gangs can be placed."""

@@ -1,0 +1,199 @@
+"""The tables, in one place; `migrations/` makes and changes them, the query rooms (one per noun) read and write them.
+
+Times are nanoseconds since 1970 (`*_ns`). Values that only travel are JSON (`*_json`) as `wire` or `model` define them.
+A foreign key is there where a row without its parent would be a lie. What grows with use (log bytes, large outputs) is
+in files and the store, not here.
+"""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+
+NAMES = {
+    "ix": "ix_%(column_0_label)s",
+    "uq": "uq_%(table_name)s_%(column_0_name)s",
+    "ck": "ck_%(table_name)s_%(constraint_name)s",
+    "fk": "fk_%(table_name)s_%(column_0_name)s_%(referred_table_name)s",
+    "pk": "pk_%(table_name)s",
+}
+metadata = sa.MetaData(naming_convention=NAMES)
+
+principals = sa.Table(
+    "principals",
+    metadata,
+    sa.Column("name", sa.String(64), primary_key=True),
+    sa.Column("kind", sa.String(16), nullable=False),  # user, service
+    sa.Column("role", sa.String(16), nullable=False),
+    sa.Column("created_ns", sa.BigInteger, nullable=False),
+    sa.Column("disabled_ns", sa.BigInteger),
+)
+
+teams = sa.Table(
+    "teams",
+    metadata,
+    sa.Column("name", sa.String(64), primary_key=True),
+    sa.Column("created_ns", sa.BigInteger, nullable=False),
+)
+
+members = sa.Table(
+    "members",
+    metadata,
+    sa.Column("team", sa.ForeignKey("teams.name"), primary_key=True),
+    sa.Column("principal", sa.ForeignKey("principals.name"), primary_key=True),
+)
+
+tokens = sa.Table(
+    "tokens",
+    metadata,
+    sa.Column("id", sa.String(26), primary_key=True),
+    sa.Column("sha256", sa.String(64), nullable=False, unique=True),  # of the secret, which is kept nowhere
+    sa.Column("principal", sa.ForeignKey("principals.name"), nullable=False, index=True),
+    sa.Column("label", sa.String(256), nullable=False, default=""),
+    sa.Column("scopes_json", sa.Text, nullable=False, default="[]"),
+    sa.Column("created_ns", sa.BigInteger, nullable=False),
+    sa.Column("expires_ns", sa.BigInteger),
+    sa.Column("revoked_ns", sa.BigInteger),
+    sa.Column("used_ns", sa.BigInteger),  # coalesced: at most once a minute
+)
+
+pools = sa.Table(
+    "pools",
+    metadata,
+    sa.Column("name", sa.String(64), primary_key=True),
+    sa.Column("kind", sa.String(16), nullable=False),  # on-demand, reserved
+    sa.Column("created_ns", sa.BigInteger, nullable=False),
+)
+
+nodes = sa.Table(
+    "nodes",
+    metadata,
+    sa.Column("id", sa.String(26), primary_key=True),
+    sa.Column("name", sa.String(256), nullable=False, unique=True),
+    sa.Column("machine", sa.String(64), nullable=False),
+    sa.Column("boot_id", sa.String(64), nullable=False),
+    sa.Column("principal", sa.ForeignKey("principals.name"), nullable=False),  # whose token the agent has
+    sa.Column("pool", sa.ForeignKey("pools.name"), nullable=False),
+    sa.Column("hello_json", sa.Text, nullable=False),  # wire.agents.AgentHello without attempts, as last heard
+    sa.Column("seen_ns", sa.BigInteger, nullable=False),  # coalesced
+    sa.Column("forgotten_ns", sa.BigInteger),
+)
+
+runs = sa.Table(
+    "runs",
+    metadata,
+    sa.Column("id", sa.String(26), primary_key=True),
+    sa.Column("owner", sa.ForeignKey("principals.name"), nullable=False),
+    sa.Column("team", sa.String(64), nullable=False, default=""),
+    sa.Column("name", sa.String(256), nullable=False, default=""),
+    sa.Column("pool", sa.String(64), nullable=False, default=""),
+    sa.Column("priority", sa.Integer, nullable=False),  # 0 is the first to be served
+    sa.Column("state", sa.String(16), nullable=False),
+    sa.Column("reason", sa.String(32)),
+    sa.Column("detail", sa.Text, nullable=False, default=""),
+    sa.Column("fence", sa.Integer, nullable=False, default=0),  # of the current attempt; 0 before the first
+    sa.Column("stop", sa.String(16)),  # why it is asked to stop
+    sa.Column("retries_used", sa.Integer, nullable=False, default=0),
+    sa.Column("infra_retries_used", sa.Integer, nullable=False, default=0),
+    sa.Column("created_ns", sa.BigInteger, nullable=False),
+    sa.Column("queued_ns", sa.BigInteger, nullable=False),  # its age in the queue; a requeued run keeps it
+    sa.Column("started_ns", sa.BigInteger),
+    sa.Column("ended_ns", sa.BigInteger),
+    sa.Column("settled_ns", sa.BigInteger),
+    sa.Column("events", sa.Integer, nullable=False, default=0),  # seq of the last one
+    sa.Column("request_sha256", sa.String(64), nullable=False),  # of the canonical request: same id, same body?
+    sa.Column("spec_json", sa.Text, nullable=False),
+    sa.Column("target_json", sa.Text, nullable=False),
+    sa.Column("tags_json", sa.Text, nullable=False, default="{}"),
+    sa.Column("snapshot", sa.String(64), nullable=False, default=""),
+    sa.Column("context_sealed", sa.LargeBinary, nullable=False),  # encrypted: it holds the caller's variables
+    sa.Column("call", sa.LargeBinary),
+    sa.Column("client_version", sa.String(32), nullable=False, default=""),
+    sa.Index("ix_runs_queue", "state", "priority", "queued_ns"),
+    sa.Index("ix_runs_owner", "owner", "id"),
+)
+
+attempts = sa.Table(
+    "attempts",
+    metadata,
+    sa.Column("run_id", sa.ForeignKey("runs.id"), primary_key=True),
+    sa.Column("fence", sa.Integer, primary_key=True),
+    sa.Column("node_id", sa.ForeignKey("nodes.id"), nullable=False, index=True),
+    sa.Column("gpu_type", sa.String(256), nullable=False),
+    sa.Column("world_size", sa.Integer, nullable=False),
+    sa.Column("state", sa.String(16), nullable=False),
+    sa.Column("before", sa.String(16)),  # what it was when it became UNREACHABLE
+    sa.Column("reason", sa.String(32)),
+    sa.Column("began", sa.Boolean, nullable=False, default=False),
+    sa.Column("sentence", sa.Text, nullable=False, default=""),
+    sa.Column("token_sha256", sa.String(64), nullable=False, unique=True),
+    sa.Column("boot_id", sa.String(64), nullable=False),  # of the node when it was placed there
+    sa.Column("created_ns", sa.BigInteger, nullable=False),
+    sa.Column("lease_ns", sa.BigInteger, nullable=False),  # last renewal that was written (coalesced)
+    sa.Column("started_ns", sa.BigInteger),
+    sa.Column("ended_ns", sa.BigInteger),
+    sa.Column("settled_ns", sa.BigInteger),
+    sa.Column("stopped_json", sa.Text),  # node.protocol.Stopped
+    sa.Column("receipt_json", sa.Text),
+)
+
+orders = sa.Table(  # the outbox: written with the decision, delivered until acknowledged
+    "orders",
+    metadata,
+    sa.Column("seq", sa.BigInteger().with_variant(sa.Integer, "sqlite"), primary_key=True, autoincrement=True),
+    sa.Column("node_id", sa.ForeignKey("nodes.id"), nullable=False),
+    sa.Column("run_id", sa.String(26), nullable=False),
+    sa.Column("fence", sa.Integer, nullable=False),
+    sa.Column("kind", sa.String(8), nullable=False),  # start, stop
+    sa.Column("stop", sa.String(16)),
+    sa.Column("created_ns", sa.BigInteger, nullable=False),
+    sa.Column("taken_ns", sa.BigInteger),
+    sa.Index("ix_orders_open", "node_id", "taken_ns", "seq"),
+    sa.UniqueConstraint("run_id", "fence", "kind", "stop"),
+)
+
+events = sa.Table(
+    "events",
+    metadata,
+    sa.Column("run_id", sa.ForeignKey("runs.id"), primary_key=True),
+    sa.Column("seq", sa.Integer, primary_key=True),  # 1, 2, 3 … of this run
+    sa.Column("fence", sa.Integer, nullable=False),
+    sa.Column("at_ns", sa.BigInteger, nullable=False),
+    sa.Column("state", sa.String(16), nullable=False),
+    sa.Column("reason", sa.String(32)),
+    sa.Column("sentence", sa.Text, nullable=False, default=""),
+    sa.Column("node", sa.String(256), nullable=False, default=""),
+)
+
+files = sa.Table(  # outputs of attempts
+    "files",
+    metadata,
+    sa.Column("run_id", sa.String(26), primary_key=True),
+    sa.Column("fence", sa.Integer, primary_key=True),
+    sa.Column("name", sa.String(256), primary_key=True),
+    sa.Column("size", sa.BigInteger, nullable=False),
+    sa.Column("inline", sa.LargeBinary),
+    sa.Column("parts_json", sa.Text),
+    sa.ForeignKeyConstraint(["run_id", "fence"], ["attempts.run_id", "attempts.fence"]),
+)
+
+facts = sa.Table(
+    "facts",
+    metadata,
+    sa.Column("run_id", sa.String(26), primary_key=True),
+    sa.Column("fence", sa.Integer, primary_key=True),
+    sa.Column("seq", sa.Integer, primary_key=True),
+    sa.Column("fact_json", sa.Text, nullable=False),
+    sa.ForeignKeyConstraint(["run_id", "fence"], ["attempts.run_id", "attempts.fence"]),
+)
+
+audit = sa.Table(  # who did what; only ever added to
+    "audit",
+    metadata,
+    sa.Column("seq", sa.BigInteger().with_variant(sa.Integer, "sqlite"), primary_key=True, autoincrement=True),
+    sa.Column("at_ns", sa.BigInteger, nullable=False),
+    sa.Column("principal", sa.String(64), nullable=False),
+    sa.Column("action", sa.String(64), nullable=False),  # "run.create", "token.revoke" …
+    sa.Column("subject", sa.String(256), nullable=False),
+    sa.Column("detail_json", sa.Text, nullable=False, default="{}"),
+    sa.Column("token", sa.String(26), nullable=False, default=""),
+)

@@ -1,0 +1,183 @@
+"""Nodes: how an agent joins the server and what it is told to do. The agent dials out; a node listens on nothing.
+
+    POST /agents                            AgentHello → AgentWelcome    (scope `agent`; again after a reconnect)
+    POST /agents/{node}/heartbeat           Heartbeat  → HeartbeatAnswer
+    GET  /agents/{node}/orders?after        → stream of `Order`, those not acknowledged first
+    POST /agents/{node}/orders/ack          OrdersTaken
+
+An order may come again until it is acknowledged; it is taken once, by its gang. `Start` is acknowledged when the
+attempt's directory says durably that it is being started.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from serverless_gpu.model.attempt import State, StopReason
+from serverless_gpu.model.hardware import Device, GpuType
+from serverless_gpu.model.spec import RunSpec
+from serverless_gpu.wire.base import Answer, Request
+
+
+class AttemptSeen(Request, frozen=True, kw_only=True):
+    """An attempt that a node looks after, or has news of that the server has not taken yet."""
+
+    run_id: str
+    fence: int
+    state: State
+
+
+class AgentHello(Request, frozen=True, kw_only=True):
+    """A node as it introduces itself.
+
+    Attributes:
+        name: what people call it; the host name unless configured.
+        machine: `ambient.machine()`.
+        boot_id: another one than before proves that nothing of before still runs.
+        problem: why it can run nothing now, or "".
+        protocol: of `wire.base`; the server refuses what it does not speak by name.
+    """
+
+    name: str
+    machine: str
+    boot_id: str
+    version: str
+    protocol: int
+    python: str
+    platform: str
+    pool: str = ""
+    devices: tuple[Device, ...]
+    own_types: tuple[GpuType, ...] = ()
+    unavailable: tuple[str, ...] = ()
+    attempts: tuple[AttemptSeen, ...] = ()
+    problem: str = ""
+
+
+class AgentWelcome(Answer, frozen=True, kw_only=True):
+    """The node's identifier, and how often it is to be heard of.
+
+    Attributes:
+        stale: gangs (`run:fence`) among those it named that are over for the server: stop and forget them.
+    """
+
+    node: str
+    heartbeat_s: float
+    partition_grace_s: float
+    stale: tuple[str, ...] = ()
+
+
+class Heartbeat(Request, frozen=True, kw_only=True):
+    """A node is there; its devices as they are now (`unavailable`: uuids taken by others, or in quarantine)."""
+
+    devices: tuple[Device, ...]
+    unavailable: tuple[str, ...] = ()
+    attempts: tuple[AttemptSeen, ...] = ()
+    problem: str = ""
+
+
+class HeartbeatAnswer(Answer, frozen=True, kw_only=True):
+    """Gangs that are over for the server: stop and forget them."""
+
+    stale: tuple[str, ...] = ()
+
+
+class Start(Answer, frozen=True, kw_only=True, tag="start"):
+    """Start an attempt.
+
+    Attributes:
+        seq: of the order.
+        token: the attempt's own; it can report about this attempt and nothing else.
+        gpu_type: chosen by the scheduler; `world_size` devices of it.
+        context: as in `RunRequest`.
+        call: as in `RunRequest`; None when it is a blob.
+        submitted_ns: when the client asked, nanoseconds since 1970.
+    """
+
+    seq: int
+    run_id: str
+    fence: int
+    token: str
+    spec: RunSpec
+    gpu_type: str
+    world_size: int
+    context: msgspec.Raw
+    call: bytes | None = None
+    snapshot: str = ""
+    owner: str = ""
+    submitted_ns: int = 0
+    partition_grace_s: float = 900.0
+
+
+class Stop(Answer, frozen=True, kw_only=True, tag="stop"):
+    """Stop an attempt in order."""
+
+    seq: int
+    run_id: str
+    fence: int
+    reason: StopReason
+
+
+Order = Start | Stop
+
+
+class OrdersTaken(Request, frozen=True, kw_only=True):
+    """Orders that need not come again, by `seq`."""
+
+    seqs: tuple[int, ...]
+
+
+class NodeView(Answer, frozen=True, kw_only=True):
+    """A node as people see it.
+
+    Attributes:
+        state: UP, or SILENT with `sentence` since when, or GONE.
+        busy: devices that runs of the server have now.
+    """
+
+    id: str
+    name: str
+    state: str
+    sentence: str
+    pool: str
+    devices: tuple[Device, ...]
+    unavailable: tuple[str, ...]
+    busy: int
+    runs: tuple[str, ...]
+    version: str
+    seen_ns: int
+
+
+class NodeList(Answer, frozen=True, kw_only=True):
+    """All nodes."""
+
+    nodes: tuple[NodeView, ...]
+
+
+class ForgetRequest(Request, frozen=True, kw_only=True):
+    """`POST /nodes/{node}/forget`: an operator knows that the machine is dead; its attempts are given up at once."""
+
+    i_know_it_is_dead: bool
+
+
+class PoolView(Answer, frozen=True, kw_only=True):
+    """Nodes under one policy; `free` and `total` devices by type."""
+
+    name: str
+    kind: str
+    nodes: tuple[str, ...]
+    total: dict[str, int]
+    free: dict[str, int]
+    queued: int
+
+
+class PoolList(Answer, frozen=True, kw_only=True):
+    """All pools."""
+
+    pools: tuple[PoolView, ...]
+
+
+class PoolRequest(Request, frozen=True, kw_only=True):
+    """`PUT /pools/{name}`: make or change a pool; `nodes` are moved into it."""
+
+    kind: str = "on-demand"
+    nodes: tuple[str, ...] = ()

@@ -1,0 +1,96 @@
+"""An attempt as its node reports it: with the attempt's own token, fenced.
+
+    POST /attempts/{run}/{fence}/report     Report → ReportAnswer; also the heartbeat, every `heartbeat_s`
+    GET  /attempts/{run}/{fence}/blobs/{digest}      → a part of the payload
+    PUT  /blobs/{digest}, POST /blobs/missing        as for users (see blobs.py)
+
+A report is applied whole or not at all, and may come twice: logs by their offset, facts and files by their name, states
+because nothing goes backwards. An answer with `stale` means: this attempt is over for the server; stop it, keep
+nothing running, report nothing more.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from serverless_gpu.model.attempt import Reason, State, StopReason
+from serverless_gpu.model.ledger import Fact
+from serverless_gpu.model.spec import BlobReference
+from serverless_gpu.wire.base import Answer, Request
+
+
+class LogPiece(Request, frozen=True, kw_only=True):
+    """Bytes of a rank's log file from `offset` on."""
+
+    rank: int
+    stream: Literal["stdout", "stderr"]
+    offset: int
+    data: bytes
+
+
+class File(Request, frozen=True, kw_only=True):
+    """An output of the attempt: its bytes, or where they were put as a blob before."""
+
+    name: str
+    size: int
+    inline: bytes | None = None
+    blob: BlobReference | None = None
+
+
+class Ending(Request, frozen=True, kw_only=True):
+    """How the attempt ended; every file it has was reported before or with it.
+
+    Attributes:
+        began: whether user code had started.
+        stopped: `node.protocol.Stopped` as JSON; None when its supervisor was lost.
+    """
+
+    state: State
+    reason: Reason
+    began: bool
+    stopped: msgspec.Raw | None = None
+
+
+class Report(Request, frozen=True, kw_only=True):
+    """What is new about an attempt since the last report that was answered.
+
+    Attributes:
+        state: STARTING, RUNNING or STOPPING as the node sees it.
+        sentence: what it waits for, or says about itself.
+        world_size: ranks, once known.
+        exec_ns: when user code began, nanoseconds since 1970; None while it has not.
+        ending: set once no rank runs any more.
+        receipt: `model.ledger.Receipt` as JSON, once devices are given back; with it the attempt is settled.
+    """
+
+    state: State
+    sentence: str = ""
+    world_size: int = 0
+    gpus: tuple[str, ...] = ()
+    exec_ns: int | None = None
+    logs: tuple[LogPiece, ...] = ()
+    facts: tuple[Fact, ...] = ()
+    files: tuple[File, ...] = ()
+    ending: Ending | None = None
+    receipt: msgspec.Raw | None = None
+
+
+class ReportAnswer(Answer, frozen=True, kw_only=True):
+    """What the server makes of a report.
+
+    Attributes:
+        stale: the attempt is over for the server.
+        stop: the run is to be stopped, and why.
+        offsets: where a log piece did not continue what the server has: `"<rank>.<stream>"` → the offset it wants.
+        partition_grace_s: seconds from the *start* of the request for which the attempt may go on without another
+            answer.
+        heartbeat_s: report at least this often.
+    """
+
+    stale: bool = False
+    stop: StopReason | None = None
+    offsets: dict[str, int] = msgspec.field(default_factory=dict)
+    partition_grace_s: float = 900.0
+    heartbeat_s: float = 5.0

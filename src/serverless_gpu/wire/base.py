@@ -1,0 +1,48 @@
+"""What every body has in common: names of the protocol, its limits, and errors as they travel.
+
+Bodies are JSON objects under `/api/v1`; a request with a field that this version does not know is refused, an answer
+with one is read without it, so that a newer server can talk to an older client. Streams are server-sent events whose
+data is one tagged object each.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+API = "/api/v1"
+PROTOCOL = 1
+BODY_BYTES_MAX = 8 << 20
+INLINE_BYTES_MAX = 1 << 20
+"""A payload, and the outputs of one report together, up to this size travel inside of a body; larger ones are blobs."""
+INLINE_OUTPUT_BYTES_MAX = 64 << 10
+LOG_REPORT_BYTES_MAX = 1 << 20
+LABEL_CHARACTERS_MAX = 256
+NAME_CHARACTERS_MAX = 64
+PAGE_MAX = 500
+PAGE_DEFAULT = 50
+LIVE_STREAMS_MAX = 128
+"""Streams of output (a rank has two) that one event stream carries."""
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of what is sent to the server."""
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of what the server sends."""
+
+
+class Problem(Answer, frozen=True, kw_only=True):
+    """Any answer of 400 or more.
+
+    Attributes:
+        code: of an exception class in `errors.py`; the client raises that.
+        message: what happened, to which thing.
+        hint: what to do next.
+        run_id: the run it is about, or "".
+    """
+
+    code: str
+    message: str
+    hint: str = ""
+    run_id: str = ""

@@ -1,0 +1,54 @@
+"""Bytes: parts of payloads and outputs, and the objects of captured environments.
+
+    POST /blobs/missing        DigestList → DigestList      which of these parts have to be sent
+    PUT  /blobs/{digest}       bytes, up to BLOB_PART_BYTES → 204; durable, and checked against its name (BLAKE3)
+
+A blob is sent as parts and named by the list of them (`BlobReference`), so an upload that breaks off goes on with the
+parts that are missing. Nobody reads a part by its digest: payloads are read through their attempt, outputs through
+their run.
+
+    GET    /environments/objects/{key}?start&length          → bytes
+    PUT    /environments/objects/{key}                       bytes → 204
+    POST   /environments/present         KeyList → KeyList   which of these are there
+    GET    /environments/list/{prefix}                       → StoredList      (operators)
+    POST   /environments/delete          KeyList → 204                         (operators)
+    GET    /environments/free                                → Free
+
+Keys are those of `environment.stores.base`.
+"""
+
+from __future__ import annotations
+
+from serverless_gpu.wire.base import Answer, Request
+
+
+class DigestList(Request, frozen=True, kw_only=True):
+    """Digests of parts."""
+
+    digests: tuple[str, ...]
+
+
+class KeyList(Request, frozen=True, kw_only=True):
+    """Keys of a store."""
+
+    keys: tuple[str, ...]
+
+
+class StoredView(Answer, frozen=True, kw_only=True):
+    """One object of a store."""
+
+    key: str
+    size: int
+    put_ns: int
+
+
+class StoredList(Answer, frozen=True, kw_only=True):
+    """Objects of a store."""
+
+    objects: tuple[StoredView, ...]
+
+
+class Free(Answer, frozen=True, kw_only=True):
+    """How much more fits, or None where that is not known."""
+
+    bytes: int | None

@@ -1,0 +1,116 @@
+"""Who may do what: users, teams, services, and their tokens.
+
+    GET    /whoami                                    → PrincipalView
+    GET    /users                                     → PrincipalList
+    POST   /users                   PrincipalRequest  → TokenMade
+    PATCH  /users/{name}            PrincipalChange   → PrincipalView
+    GET    /teams                                     → TeamList
+    POST   /teams                   TeamRequest       → TeamView
+    PUT    /teams/{team}/members/{user}               → TeamView      (DELETE the same)
+    GET    /tokens                                    → TokenList
+    POST   /tokens                  TokenRequest      → TokenMade
+    DELETE /tokens/{id}                               → TokenView     (revoked)
+
+Services are users of kind "service".
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from serverless_gpu.wire.base import Answer, Request
+
+Role = Literal["admin", "operator", "member", "viewer", "agent"]
+Kind = Literal["user", "service"]
+
+
+class PrincipalView(Answer, frozen=True, kw_only=True):
+    """A user or service."""
+
+    name: str
+    kind: Kind
+    role: Role
+    teams: tuple[str, ...]
+    disabled: bool
+    created_ns: int
+
+
+class PrincipalList(Answer, frozen=True, kw_only=True):
+    """Users and services."""
+
+    principals: tuple[PrincipalView, ...]
+
+
+class PrincipalRequest(Request, frozen=True, kw_only=True):
+    """Make a user or service; the answer has its first token."""
+
+    name: str
+    kind: Kind = "user"
+    role: Role = "member"
+    teams: tuple[str, ...] = ()
+
+
+class PrincipalChange(Request, frozen=True, kw_only=True):
+    """Change a principal; None leaves a thing as it is. Disabling revokes all tokens."""
+
+    role: Role | None = None
+    disabled: bool | None = None
+
+
+class TeamRequest(Request, frozen=True, kw_only=True):
+    """Make a team."""
+
+    name: str
+
+
+class TeamView(Answer, frozen=True, kw_only=True):
+    """A team and who is in it."""
+
+    name: str
+    members: tuple[str, ...]
+
+
+class TeamList(Answer, frozen=True, kw_only=True):
+    """All teams."""
+
+    teams: tuple[TeamView, ...]
+
+
+class TokenRequest(Request, frozen=True, kw_only=True):
+    """Make a token for oneself, or for `principal` where one may.
+
+    Attributes:
+        scopes: what it can be used for, within what its owner may do; none means everything.
+        expires_s: seconds from now; None for the server's default, 90 days.
+    """
+
+    label: str = ""
+    principal: str = ""
+    scopes: tuple[str, ...] = ()
+    expires_s: float | None = None
+
+
+class TokenView(Answer, frozen=True, kw_only=True):
+    """A token without its secret."""
+
+    id: str
+    principal: str
+    label: str
+    scopes: tuple[str, ...]
+    created_ns: int
+    expires_ns: int | None
+    revoked_ns: int | None
+    used_ns: int | None
+
+
+class TokenMade(Answer, frozen=True, kw_only=True):
+    """A new token; the secret is said this once."""
+
+    token: TokenView
+    secret: str
+
+
+class TokenList(Answer, frozen=True, kw_only=True):
+    """Tokens."""
+
+    tokens: tuple[TokenView, ...]

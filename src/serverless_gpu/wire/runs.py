@@ -1,0 +1,222 @@
+"""Runs: how they are asked for, listed, watched and stopped.
+
+POST   /runs                            RunRequest → RunView, or with `Accept: text/event-stream` its stream at once
+GET    /runs?state&owner&team&name&tag&limit&cursor      → RunPage
+GET    /runs/{run}                                       → RunView
+GET    /runs/{run}/events?after&offsets                  → stream of `StreamMessage`
+POST   /runs/{run}/stop                 StopRequest      → RunView
+GET    /runs/{run}/logs/{rank}/{stream}?fence&offset&limit → bytes; headers `SGPU-Next-Offset`, `SGPU-Complete`
+GET    /runs/{run}/results                               → FileList of `results/<rank>.pkl`
+GET    /runs/{run}/files?fence                           → FileList
+GET    /runs/{run}/files/{name}?fence                    → bytes, with Range
+GET    /runs/{run}/receipt                               → the receipt as the node wrote it
+GET    /runs/{run}/attempts                              → AttemptList
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from serverless_gpu.model.attempt import Reason, State, StopReason
+from serverless_gpu.model.spec import RunSpec
+from serverless_gpu.wire.base import Answer, Request
+
+
+class Target(Request, frozen=True, kw_only=True):
+    """What the node has to be like.
+
+    Attributes:
+        machine: `ambient.machine()` of the caller when ranks import its files where they lie; "" for any node.
+        python: version of the caller's interpreter, as ``"3.11"``.
+        platform: for example ``"linux-x86_64"``.
+    """
+
+    machine: str = ""
+    python: str
+    platform: str
+
+
+class RunRequest(Request, frozen=True, kw_only=True):
+    """A run as it is asked for. The same identifier and the same body again mean the same run.
+
+    Attributes:
+        id: made by the client (`ambient.new_run_id`) and written to its disk before this is sent.
+        spec: what to run.
+        target: what the node has to be like.
+        context: `node.protocol.Context` as JSON: what ranks take on of the caller. Opaque to the server, which keeps it
+            encrypted (it holds variables) and gives it to the node only.
+        call: the pickled call, up to `INLINE_BYTES_MAX`; None when `spec.payload` has it as a blob, or has none.
+        snapshot: address of the environment ranks import from; "" for the caller's own files.
+        version: of the client's package.
+    """
+
+    id: str
+    spec: RunSpec
+    target: Target
+    context: msgspec.Raw
+    call: bytes | None = None
+    snapshot: str = ""
+    version: str = ""
+
+
+class RunView(Answer, frozen=True, kw_only=True):
+    """A run as everybody who may see it sees it.
+
+    Attributes:
+        fence: number of the current attempt; 0 before the first.
+        sentence: what it waits for, and who has it; or why it ended.
+        node: name of the node it is on, or "".
+        world_size: ranks; 0 while that is not known.
+        stop: why it is asked to stop, or None.
+        deduplicated: whether this answers a request that had come before.
+        finished: whether state, files and receipt are final.
+        Times are nanoseconds since 1970.
+    """
+
+    id: str
+    name: str
+    state: State
+    reason: Reason | None
+    sentence: str
+    fence: int
+    owner: str
+    team: str
+    pool: str
+    node: str
+    gpu_type: str
+    world_size: int
+    created_ns: int
+    started_ns: int | None
+    ended_ns: int | None
+    stop: StopReason | None
+    spec: RunSpec
+    snapshot: str = ""
+    deduplicated: bool = False
+    finished: bool = False
+
+
+class RunPage(Answer, frozen=True, kw_only=True):
+    """Runs, newest first; `cursor` asks for the next page, "" when there is none."""
+
+    runs: tuple[RunView, ...]
+    cursor: str = ""
+
+
+class StopRequest(Request, frozen=True, kw_only=True):
+    """Stop a run. `preempt` and `drain` let a run that asked for `resume` continue as a new attempt."""
+
+    reason: StopReason = StopReason.CANCEL
+
+
+class FileView(Answer, frozen=True, kw_only=True):
+    """One output of an attempt, as it lies in the attempt's directory on the node.
+
+    Attributes:
+        name: `results/<rank>.pkl`, `failures/<rank>.json`, `.pkl`, `.stack`, `hang-<n>.txt`, `receipt.json` …
+        inline: its bytes, when they are few; else they are read from `/runs/{run}/files/{name}`.
+    """
+
+    name: str
+    size: int
+    inline: bytes | None = None
+
+
+class FileList(Answer, frozen=True, kw_only=True):
+    """Outputs of an attempt, by name."""
+
+    fence: int
+    files: tuple[FileView, ...]
+
+
+class AttemptView(Answer, frozen=True, kw_only=True):
+    """One try at a run."""
+
+    fence: int
+    state: State
+    reason: Reason | None
+    node: str
+    created_ns: int
+    started_ns: int | None
+    ended_ns: int | None
+
+
+class AttemptList(Answer, frozen=True, kw_only=True):
+    """All tries at a run, in order."""
+
+    attempts: tuple[AttemptView, ...]
+
+
+# --- the stream -------------------------------------------------------------------------------------------------------
+#
+# A reader that lost its connection asks again with `after` = the last `seq` it has, and `offsets` =
+# "<fence>.<rank>.<stream>:<next byte>,…": then nothing is missing and nothing comes twice.
+
+
+class StateMessage(Answer, frozen=True, kw_only=True, tag="state"):
+    """The run's state, or the sentence about it, is another one. `seq` 0: the sentence alone, which is not an event."""
+
+    seq: int
+    fence: int
+    state: State
+    reason: Reason | None = None
+    sentence: str = ""
+    node: str = ""
+    at_ns: int = 0
+
+
+class LogMessage(Answer, frozen=True, kw_only=True, tag="log"):
+    """Bytes a rank wrote, from `offset` of its stream on."""
+
+    fence: int
+    rank: int
+    stream: Literal["stdout", "stderr"]
+    offset: int
+    data: bytes
+
+
+class GapMessage(Answer, frozen=True, kw_only=True, tag="gap"):
+    """A flood: so many bytes from `offset` on are not shown here; they are in the log."""
+
+    fence: int
+    rank: int
+    stream: Literal["stdout", "stderr"]
+    offset: int
+    size: int
+
+
+class EndedMessage(Answer, frozen=True, kw_only=True, tag="ended"):
+    """No rank runs any more; this is final.
+
+    Attributes:
+        ending: `node.protocol.Stopped` as JSON; None when no node could tell: state and reason are all there is.
+        files: outputs of the last attempt.
+    """
+
+    seq: int
+    fence: int
+    state: State
+    reason: Reason
+    sentence: str = ""
+    ending: msgspec.Raw | None = None
+    files: tuple[FileView, ...] = ()
+
+
+class SettledMessage(Answer, frozen=True, kw_only=True, tag="settled"):
+    """Devices were checked and given back; the last message of a stream.
+
+    Attributes:
+        receipt: `model.ledger.Receipt` as JSON, or None when there is none.
+    """
+
+    receipt: msgspec.Raw | None = None
+
+
+class AcceptedMessage(Answer, frozen=True, kw_only=True, tag="accepted"):
+    """The first message of a stream: the run is durable."""
+
+    run: RunView
+
+
+StreamMessage = AcceptedMessage | StateMessage | LogMessage | GapMessage | EndedMessage | SettledMessage
