@@ -63,7 +63,11 @@ def test_what_python_would_raise_is_a_base_of_what_we_raise() -> None:
         "NotDistributable": "TypeError",
         "NotPicklable": "TypeError",
     }
-    assert {cls.__name__ for cls in TREE if cls.retryable} == {"AgentUnavailable", "ServerUnavailable", "StoreUnavailable"}
+    assert {cls.__name__ for cls in TREE if cls.retryable} == {
+        "AgentUnavailable",
+        "ServerUnavailable",
+        "StoreUnavailable",
+    }
 
 
 def test_a_hint_has_a_line_of_its_own() -> None:
