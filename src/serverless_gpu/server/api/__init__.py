@@ -1,0 +1,1 @@
+"""Routes: one module per noun, each with `routes`; how they are written stands at the head of `routing.py`."""

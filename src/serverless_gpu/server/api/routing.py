@@ -1,0 +1,298 @@
+"""How routes are written. A route parses, calls one verb or query room, and returns: at most fifteen lines.
+
+    routes = Routes("runs")                                    # one per module; `api/__init__.py` lists the modules
+
+    class RunsQuery(Query):                                    # what may stand behind the "?"; every field optional
+        state: str = ""
+        limit: Annotated[int, msgspec.Meta(ge=1, le=PAGE_MAX)] = PAGE_DEFAULT
+
+    @routes.get("/runs", needs=reading("runs"))
+    def list_runs(call: Call, query: RunsQuery) -> RunPage:    # a plain function runs in a thread: it may block
+        return call.services.database.read(lambda connection: runs.page(connection, call.who, ...))
+
+    @routes.post("/runs/{run}/stop", needs=writing("runs"))
+    def stop(call: Call, run: str, body: StopRequest) -> RunView: ...
+
+    @routes.get("/runs/{run}/events", needs=reading("runs"))   # an async function runs in the loop: it must not block,
+    async def watch(call: Call, run: str) -> Stream[StreamMessage]:      # and uses `await call.in_thread(function)`
+        return Stream(watching.messages(...))                  # an async iterator; None from it keeps the line alive
+
+Parameters are found by their names:
+- the first one is the `Call`: who asks (`call.who`), how far that may reach (`call.reach`), `call.services`;
+- `query`: a `Query`; a parameter that it does not know is refused;
+- `body`: a `wire` struct (JSON, `application/json`, up to `limit` bytes, 8 MiB unless said), or `bytes`
+  (`application/octet-stream`, read whole up to `limit`), or `Incoming` (the same as a stream; async functions only);
+- all others are parts of the path, `str` or `int`. "{name:path}" takes slashes, too.
+
+What a route returns: a `wire` struct (200), `None` (204), `Stream` (server-sent events), `Bytes`, or another Starlette
+response (say `-> Health | Response`). What it raises: exceptions of `errors.py` become a `wire.base.Problem` with their
+status; anything else is logged and becomes a 500 that says nothing. Raise `NotFound` for what somebody may not see.
+
+`needs` is what the gate asks before the body is read (see `gate.py`): `reading(noun)`, `writing(noun)` of
+`model.access`, `ANYBODY` with a valid token, `ATTEMPT` (the attempt's own token, whose run and fence stand in the path
+as {run} and {fence}), or `PUBLIC`, which has to stand in the gate's list of public routes, too. A route checks what
+only it can know: whether *this* run is in reach.
+"""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Generic, TypeVar
+
+import msgspec
+from anyio import to_thread
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response, StreamingResponse
+
+from serverless_gpu.errors import InvalidValue
+from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.services import Services
+from serverless_gpu.wire.base import BODY_BYTES_MAX
+
+T = TypeVar("T")
+CALL = "sgpu.call"
+"""Key of the ASGI scope under which the gate leaves the `Call`."""
+JSON = "application/json"
+BYTES = "application/octet-stream"
+_EVENTS = "text/event-stream"
+
+
+class Need(msgspec.Struct, frozen=True, kw_only=True):
+    """What somebody must have to use a route.
+
+    Attributes:
+        noun: a resource of `model.access`, or one of "anybody", "attempt", "public".
+        write: whether it changes something.
+        attempts: whether the token of any attempt will do, too.
+    """
+
+    noun: str
+    write: bool = False
+    attempts: bool = False
+
+
+ANYBODY = Need(noun="anybody")
+ATTEMPT = Need(noun="attempt", write=True)
+PUBLIC = Need(noun="public")
+
+
+def reading(noun: str, *, attempts: bool = False) -> Need:
+    """Return what is needed to look at a resource of `model.access`."""
+    return Need(noun=noun, attempts=attempts)
+
+
+def writing(noun: str, *, attempts: bool = False) -> Need:
+    """Return what is needed to make or change a resource of `model.access`."""
+    return Need(noun=noun, write=True, attempts=attempts)
+
+
+class Query(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of what may stand behind the "?"."""
+
+
+class Call:
+    """One request on its way through a route.
+
+    Attributes:
+        who: whose token it is.
+        reach: how far `who` may reach on the route's resource: "none", "own", "team", "all".
+    """
+
+    def __init__(self, services: Services, route: Route, who: Caller, reach: str) -> None:
+        self.services = services
+        self.route = route
+        self.who = who
+        self.reach = reach
+        self.headers: typing.Mapping[str, str] = {}
+
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """Return what blocking work returns, from a thread: for async routes."""
+        return await to_thread.run_sync(work)
+
+
+class Bytes(Response):
+    """An answer of bytes."""
+
+    media_type = BYTES
+
+
+class Incoming:
+    """The bytes of a request as they arrive.
+
+    Attributes:
+        size: as announced, or None.
+    """
+
+    def __init__(self, request: HttpRequest, size: int | None) -> None:
+        self._request = request
+        self.size = size
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        """Yield what arrives; more than the route's limit raises `TooLarge`."""
+        async for piece in self._request.stream():
+            if piece:
+                yield piece
+
+
+class Stream(Generic[T]):
+    """An answer of server-sent events, one JSON object each; ends when `source` does.
+
+    `source` yields messages, and None when there was nothing to say for a while. It ends by itself soon after the hub
+    was closed. It is pulled at the reader's pace, and closed when the reader is gone.
+    """
+
+    def __init__(self, source: AsyncIterator[T | None]) -> None:
+        self._source = source
+
+    def response(self) -> Response:
+        """Return it as ASGI can send it."""
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        return StreamingResponse(self._lines(), media_type=_EVENTS, headers=headers)
+
+    async def _lines(self) -> AsyncIterator[bytes]:
+        yield b":\n\n"  # the headers go out now, also when there is nothing to say yet
+        async for message in self._source:
+            yield b":\n\n" if message is None else b"data: " + msgspec.json.encode(message) + b"\n\n"
+
+
+class Route(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """One route as it was declared."""
+
+    method: str
+    path: str
+    needs: Need
+    tag: str
+    handler: Callable[..., Any]
+    limit: int
+    body: Any = None
+    query: Any = None
+    parts: dict[str, type] = msgspec.field(default_factory=dict)
+    answer: Any = None
+
+    @property
+    def content_type(self) -> str:
+        """Return the content type its body has to have, or "" where there is none."""
+        if self.body is None:
+            return ""
+        return BYTES if self.body in (bytes, Incoming) else JSON
+
+    async def serve(self, request: HttpRequest) -> Response:
+        """Answer a request that the gate let in for this route, and for no other."""
+        call = request.scope.get(CALL)
+        if not isinstance(call, Call) or call.route is not self:
+            raise RuntimeError(f"{self.method} {self.path} was reached without the gate")
+        call.headers = request.headers
+        arguments = {name: _part(request.path_params[name], kind, name) for name, kind in self.parts.items()}
+        if self.query is not None:
+            arguments["query"] = _decoded(lambda: _query(request, self.query))
+        if self.body is not None:
+            arguments["body"] = await self._read_body(request)
+        if inspect.iscoroutinefunction(self.handler):
+            return _response(await self.handler(call, **arguments))
+        return _response(await to_thread.run_sync(lambda: self.handler(call, **arguments)))
+
+    async def _read_body(self, request: HttpRequest) -> object:
+        if self.body is Incoming:
+            length = request.headers.get("content-length")
+            return Incoming(request, int(length) if length else None)
+        data = await request.body()
+        return data if self.body is bytes else _decoded(lambda: msgspec.json.decode(data, type=self.body))
+
+
+class Routes:
+    """The routes of one module.
+
+    Args:
+        tag: what they are about, for the API's description.
+    """
+
+    def __init__(self, tag: str) -> None:
+        self._tag = tag
+        self.all: list[Route] = []
+
+    def get(self, path: str, *, needs: Need) -> Callable[[Callable[..., T]], Callable[..., T]]:
+        """Declare how something is read."""
+        return self._declare("GET", path, needs, 0)
+
+    def post(
+        self, path: str, *, needs: Need, limit: int = BODY_BYTES_MAX
+    ) -> Callable[[Callable[..., T]], Callable[..., T]]:
+        """Declare how something is made or done; `limit` of the body in bytes."""
+        return self._declare("POST", path, needs, limit)
+
+    def put(
+        self, path: str, *, needs: Need, limit: int = BODY_BYTES_MAX
+    ) -> Callable[[Callable[..., T]], Callable[..., T]]:
+        """Declare how something of a given name is made; `limit` of the body in bytes."""
+        return self._declare("PUT", path, needs, limit)
+
+    def patch(
+        self, path: str, *, needs: Need, limit: int = BODY_BYTES_MAX
+    ) -> Callable[[Callable[..., T]], Callable[..., T]]:
+        """Declare how something is changed; `limit` of the body in bytes."""
+        return self._declare("PATCH", path, needs, limit)
+
+    def delete(self, path: str, *, needs: Need) -> Callable[[Callable[..., T]], Callable[..., T]]:
+        """Declare how something is taken away."""
+        return self._declare("DELETE", path, needs, 0)
+
+    def _declare(
+        self, method: str, path: str, needs: Need, limit: int
+    ) -> Callable[[Callable[..., T]], Callable[..., T]]:
+        def declare(handler: Callable[..., T]) -> Callable[..., T]:
+            hints = typing.get_type_hints(handler)
+            names = list(inspect.signature(handler).parameters)[1:]
+            self.all.append(
+                Route(
+                    method=method,
+                    path=path,
+                    needs=needs,
+                    tag=self._tag,
+                    handler=handler,
+                    limit=limit,
+                    body=hints.get("body") if "body" in names else None,
+                    query=hints.get("query") if "query" in names else None,
+                    parts={name: hints[name] for name in names if name not in ("body", "query")},
+                    answer=hints.get("return"),
+                )
+            )
+            return handler
+
+        return declare
+
+
+def _decoded(decode: Callable[[], T]) -> T:
+    try:
+        return decode()
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidValue(str(error)[:500], hint="docs/openapi.json says what this route takes") from error
+
+
+def _query(request: HttpRequest, kind: Any) -> object:
+    asked: dict[str, str] = {}
+    for name, value in request.query_params.multi_items():
+        if name in asked:
+            raise InvalidValue(f"the parameter {name[:64]!r} is there twice")
+        asked[name] = value
+    return msgspec.convert(asked, kind, strict=False)
+
+
+def _part(value: object, kind: type, name: str) -> object:
+    if kind is not int:
+        return value
+    text = str(value)
+    if not (text.isascii() and text.isdigit() and len(text) <= 10):
+        raise InvalidValue(f"{name} is not a number", hint="it is a part of the path")
+    return int(text)
+
+
+def _response(answer: object) -> Response:
+    if isinstance(answer, Response):
+        return answer
+    if isinstance(answer, Stream):
+        return answer.response()
+    if answer is None:
+        return Response(status_code=204)
+    return Response(msgspec.json.encode(answer), media_type=JSON)

@@ -1,0 +1,30 @@
+"""Whose token a request carries, as far as routes and verbs need to know it."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Caller(msgspec.Struct, frozen=True, kw_only=True):
+    """A principal, or one attempt.
+
+    Attributes:
+        name: of the principal; "" for nobody (public routes), and for an attempt.
+        kind: user, service, or "attempt".
+        role: of `wire.principals`; "" for an attempt.
+        teams: it is in.
+        scopes: what the token may be used for; none means everything its owner may do.
+        token_id: for the audit.
+        attempt: run and fence, for the token of an attempt.
+    """
+
+    name: str = ""
+    kind: str = "user"
+    role: str = ""
+    teams: tuple[str, ...] = ()
+    scopes: tuple[str, ...] = ()
+    token_id: str = ""
+    attempt: tuple[str, int] | None = None
+
+
+NOBODY = Caller()

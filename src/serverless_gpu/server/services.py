@@ -1,0 +1,48 @@
+"""What the server works with, in one object: routes, loops and verbs get it and look for nothing anywhere else.
+
+    database   transactions            hub        who waits for what; closed once the server is to stop
+    blobs      parts of payloads       logs       output of ranks, in files
+    engine     where gangs can be      …
+
+`assembly.py` makes it for the server; tests make one with what they need. Its parts do not know it. Whoever adds a part
+adds a field here and a line there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+from sqlalchemy.engine import Connection
+
+from serverless_gpu.ambient import Clock
+from serverless_gpu.server.hub import Hub
+
+T = TypeVar("T")
+
+
+class Transactions(Protocol):
+    """The database, as far as most need to know it: `server.database.Database`."""
+
+    def read(self, work: Callable[[Connection], T]) -> T:
+        """Return what `work` returns, reading one state of the database; called in a thread."""
+        ...
+
+    def write(self, work: Callable[[Connection], T]) -> T:
+        """Return what `work` returns once its changes are durable; called in a thread. `work` may run twice."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Services:
+    """What routes, loops and verbs work with.
+
+    Attributes:
+        checks: each returns what is wrong with the server, in words that name no one, or "".
+    """
+
+    clock: Clock
+    database: Transactions
+    hub: Hub
+    checks: tuple[Callable[[], str], ...] = ()
