@@ -1,6 +1,6 @@
 """A gang of one to four ranks that lives at random, told to the lifecycle as thin code would tell it.
 
-Ranks execute, return, fail, die and are reaped in any order, with cancels, passing time and lost stems between them.
+Ranks execute, return, fail, die and are reaped in any order, with stops, passing time and lost stems between them.
 Whatever happens, the promises below hold after every step.
 """
 
@@ -13,10 +13,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from serverless_gpu.model.attempt import (
     MEANINGS,
+    PASSING_STOPS,
+    STOPPED_BY,
     TERMINAL,
     Attempt,
-    BudgetSpent,
-    CancelRequested,
     Event,
     Failure,
     HangConfirmed,
@@ -31,6 +31,8 @@ from serverless_gpu.model.attempt import (
     StartFailed,
     State,
     StemLost,
+    StopReason,
+    StopRequested,
     Tick,
     TreeEmpty,
 )
@@ -59,6 +61,7 @@ class GangMachine(RuleBasedStateMachine):
         self.stem = True
         self.issued: list[Instruction] = []
         self.due: State | None = None  # how it has to end, known from what stopped it
+        self.out_of_time = False
         self.ending: Attempt | None = None
         if begun is not State.QUEUED:
             self.tell(Placed())
@@ -81,6 +84,9 @@ class GangMachine(RuleBasedStateMachine):
         self.issued += instructions
         if self.due is None and self.attempt.state is State.STOPPING:
             self.due = self.end_after(event, before)
+            self.out_of_time = isinstance(event, Tick) and self.due is State.TIMED_OUT
+        elif isinstance(event, StopRequested) and before.reason in PASSING_STOPS and before.state is State.STOPPING:
+            self.due = self.end_after(event, before)
         if self.attempt.state in TERMINAL:
             assert self.ending is None
             self.ending = self.attempt
@@ -91,10 +97,8 @@ class GangMachine(RuleBasedStateMachine):
             case RankReturned():
                 assert self.returned == set(self.ranks)
                 return State.SUCCEEDED
-            case CancelRequested():
-                return State.CANCELLED
-            case BudgetSpent():
-                return State.BUDGET_STOPPED
+            case StopRequested(why):
+                return MEANINGS[STOPPED_BY[why]].state
             case Tick() if before.state is State.RUNNING and before.phase is Phase.NONE:
                 return State.TIMED_OUT
             case _:
@@ -166,13 +170,9 @@ class GangMachine(RuleBasedStateMachine):
         if Instruction.KILL_TREE not in self.issued:  # afterwards the stem is expected to end
             self.tell(StemLost(detail="gone", out_of_memory=memory))
 
-    @rule()
-    def cancel(self) -> None:
-        self.tell(CancelRequested())
-
-    @rule()
-    def spend(self) -> None:
-        self.tell(BudgetSpent())
+    @rule(why=st.sampled_from(StopReason))
+    def stop(self, why: StopReason) -> None:
+        self.tell(StopRequested(why))
 
     @rule()
     @precondition(lambda self: self.attempt.state is State.RUNNING)
@@ -228,7 +228,7 @@ class GangMachine(RuleBasedStateMachine):
         if attempt.phase is Phase.TERMINATING and attempt.wake_ns is not None and attempt.stop_ns is not None:
             given_ns = attempt.wake_ns - attempt.stop_ns
             assert given_ns <= (limits.failure_grace_ns if self.due is State.FAILED else limits.grace_ns)
-            assert self.due is not State.TIMED_OUT or given_ns == limits.stop_grace_ns()
+            assert not self.out_of_time or given_ns == limits.stop_grace_ns()
         if attempt.phase is Phase.NONE and attempt.state is State.RUNNING and limits.timeout_ns is not None:
             assert attempt.exec_ns is not None and attempt.wake_ns is not None
             assert attempt.wake_ns + limits.stop_grace_ns() == attempt.exec_ns + limits.timeout_ns
@@ -279,7 +279,7 @@ class GangMachine(RuleBasedStateMachine):
         if not hasattr(self, "attempt"):
             return
         if self.attempt.state not in {State.STOPPING, *TERMINAL}:
-            self.cancel()
+            self.tell(StopRequested(StopReason.CANCEL))
         for _ in range(2):
             if self.attempt.wake_ns is not None:
                 self.sleep()

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from serverless_gpu.model.attempt import (
+    STOPPED_BY,
     Attempt,
-    BudgetSpent,
-    CancelRequested,
     Event,
     Failure,
     HangConfirmed,
@@ -25,8 +24,11 @@ from serverless_gpu.model.attempt import (
     StartFailed,
     State,
     StemLost,
+    StopReason,
+    StopRequested,
     Tick,
     TreeEmpty,
+    stop_word,
 )
 from serverless_gpu.model.lifecycle import Instruction
 from tests.unit.test_lifecycle import (
@@ -54,10 +56,13 @@ def killed(attempt: Attempt, reason: Reason, at_ns: int, **fields: object) -> At
 # --- cancel ----------------------------------------------------------------------------------------------------------
 
 STOPS: list[tuple[Event, Reason, State]] = [
-    (CancelRequested(), Reason.CANCELLED, State.CANCELLED),
-    (BudgetSpent(), Reason.BUDGET, State.BUDGET_STOPPED),
+    (StopRequested(StopReason.CANCEL), Reason.CANCELLED, State.CANCELLED),
+    (StopRequested(StopReason.PREEMPT), Reason.PREEMPTED, State.CANCELLED),
+    (StopRequested(StopReason.TIMEOUT), Reason.TIMEOUT, State.TIMED_OUT),
+    (StopRequested(StopReason.BUDGET), Reason.BUDGET, State.BUDGET_STOPPED),
+    (StopRequested(StopReason.DRAIN), Reason.DRAINED, State.CANCELLED),
 ]
-stops = pytest.mark.parametrize(("event", "reason", "state"), STOPS, ids=["cancel", "budget"])
+stops = pytest.mark.parametrize(("event", "reason", "state"), STOPS, ids=list(StopReason))
 
 
 @stops
@@ -94,10 +99,28 @@ def test_a_second_stop_changes_nothing(phase: Phase, event: Event, reason: Reaso
     assert drive(stopping, (21 * S, event)) == (stopping, ())
 
 
+PASSING = (StopReason.PREEMPT, StopReason.DRAIN)
+
+
+@pytest.mark.parametrize("later", StopReason)
+@pytest.mark.parametrize("first", StopReason)
+def test_a_stop_that_is_final_replaces_one_after_which_the_run_may_go_on(first: StopReason, later: StopReason) -> None:
+    stopping, _ = drive(RUNNING, (25 * S, StopRequested(first)))
+    decides = later if first in PASSING and later not in PASSING else first
+    assert drive(stopping, (26 * S, StopRequested(later))) == (changed(stopping, reason=STOPPED_BY[decides]), ())
+
+
+def test_every_stop_has_its_own_reason_and_the_word_that_ranks_read() -> None:
+    assert set(STOPPED_BY) == set(StopReason)
+    assert {why: stop_word(reason) for why, reason in STOPPED_BY.items()} == {why: why.value for why in StopReason}
+    assert stop_word(Reason.NODE_PARTITIONED) == "drain"
+    assert {stop_word(reason) for reason in Reason if reason not in STOPPED_BY.values()} == {"drain", "failure"}
+
+
 def test_ranks_that_heed_a_cancel_are_no_failures() -> None:
     after, issued = drive(
         RUNNING,
-        (25 * S, CancelRequested()),
+        (25 * S, StopRequested(StopReason.CANCEL)),
         (26 * S, RankExited(rank=0, signal=15, detail="ended by SIGTERM")),
         (27 * S, RankExited(rank=1, signal=None, detail="exited with code 1")),
         (28 * S, TreeEmpty()),
@@ -112,7 +135,7 @@ def test_what_ranks_raise_after_a_cancel_is_kept_and_does_not_change_the_end() -
     late = raised(0, 26 * S)
     after, _ = drive(
         RUNNING,
-        (25 * S, CancelRequested()),
+        (25 * S, StopRequested(StopReason.CANCEL)),
         (26 * S, RankFailed(late)),
         (27 * S, RankExited(rank=1, signal=11, detail="ended by SIGSEGV")),
         (27 * S, RankExited(rank=0, signal=None)),
@@ -125,7 +148,7 @@ def test_what_ranks_raise_after_a_cancel_is_kept_and_does_not_change_the_end() -
 def test_F63_a_cancel_after_the_last_result_comes_too_late() -> None:
     results = ((20 * S, RankReturned(0)), (20 * S, RankReturned(1)))
     exits = ((22 * S, RankExited(rank=0, signal=None)), (22 * S, RankExited(rank=1, signal=None)))
-    after, issued = drive(RUNNING, *results, (21 * S, CancelRequested()), *exits, (23 * S, TreeEmpty()))
+    after, issued = drive(RUNNING, *results, (21 * S, StopRequested(StopReason.CANCEL)), *exits, (23 * S, TreeEmpty()))
     both = frozenset({0, 1})
     assert after == ended(
         RUNNING, state=State.SUCCEEDED, reason=Reason.COMPLETED, stop_ns=20 * S, returned=both, exited=both
@@ -137,7 +160,7 @@ def test_F63_results_after_a_cancel_are_kept_and_the_run_stays_cancelled() -> No
     after, issued = drive(
         RUNNING,
         (20 * S, RankReturned(0)),
-        (21 * S, CancelRequested()),
+        (21 * S, StopRequested(StopReason.CANCEL)),
         (22 * S, RankReturned(1)),
         (23 * S, RankExited(rank=0, signal=None)),
         (23 * S, RankExited(rank=1, signal=None)),
@@ -251,7 +274,7 @@ def test_the_stem_is_lost(attempt: Attempt, out_of_memory: bool, reason: Reason)
 
 
 def test_a_stem_lost_during_a_stop_ends_the_waiting() -> None:
-    stopping, _ = drive(RUNNING, (20 * S, CancelRequested()))
+    stopping, _ = drive(RUNNING, (20 * S, StopRequested(StopReason.CANCEL)))
     killing = killed(RUNNING, Reason.CANCELLED, 20 * S)
     assert drive(stopping, (21 * S, StemLost(detail="gone"))) == (killing, (KILL,))
 
@@ -260,7 +283,7 @@ def test_a_stem_lost_during_a_stop_ends_the_waiting() -> None:
 
 
 def test_an_empty_tree_means_nothing_before_the_kill() -> None:
-    stopping, _ = drive(RUNNING, (20 * S, CancelRequested()))
+    stopping, _ = drive(RUNNING, (20 * S, StopRequested(StopReason.CANCEL)))
     assert drive(stopping, (21 * S, TreeEmpty())) == (stopping, ())
 
 
@@ -271,7 +294,7 @@ def test_late_exits_during_the_kill_are_only_noted() -> None:
 
 
 def test_a_rank_killed_for_memory_during_a_stop_is_a_failure_of_its_own() -> None:
-    stopping, _ = drive(RUNNING, (20 * S, CancelRequested()))
+    stopping, _ = drive(RUNNING, (20 * S, StopRequested(StopReason.CANCEL)))
     after, _ = drive(stopping, (21 * S, RankExited(rank=0, signal=9, out_of_memory=True, detail="ended by SIGKILL")))
     assert after.failures == (
         Failure(rank=0, reason=Reason.HOST_OOM, at_ns=21 * S, signal=9, detail="ended by SIGKILL"),
@@ -329,14 +352,14 @@ def test_F18_an_expired_lease_loses_the_attempt_and_nothing_is_left_to_wait_for(
 
 @pytest.mark.parametrize("event", [LeaseSilent(), LeaseRenewed()])
 def test_leases_mean_nothing_to_a_stop(event: Event) -> None:
-    stopping, _ = drive(RUNNING, (20 * S, CancelRequested()))
+    stopping, _ = drive(RUNNING, (20 * S, StopRequested(StopReason.CANCEL)))
     assert drive(stopping, (21 * S, event)) == (stopping, ())
 
 
 def test_every_instruction_is_issued_in_one_life_or_another() -> None:
     begin: list[tuple[int, Event]] = [(0, Placed()), (10 * S, RankExecuting(0))]
     end: list[tuple[int, Event]] = [(60 * S, Tick()), (61 * S, TreeEmpty())]
-    _, cancelled = drive(QUEUED, *begin, (20 * S, CancelRequested()), *end)
+    _, cancelled = drive(QUEUED, *begin, (20 * S, StopRequested(StopReason.CANCEL)), *end)
     _, returned = drive(QUEUED, *begin, (20 * S, RankReturned(0)), (20 * S, RankReturned(1)), *end)
     assert cancelled == tuple(each for each in Instruction if each is not RELEASE)
     assert returned == tuple(each for each in Instruction if each is not TERMINATE)

@@ -90,6 +90,32 @@ class StopReason(StrEnum):
     DRAIN = "drain"
 
 
+STOPPED_BY: Mapping[StopReason, Reason] = {
+    StopReason.CANCEL: Reason.CANCELLED,
+    StopReason.PREEMPT: Reason.PREEMPTED,
+    StopReason.TIMEOUT: Reason.TIMEOUT,
+    StopReason.BUDGET: Reason.BUDGET,
+    StopReason.DRAIN: Reason.DRAINED,
+}
+"""The reason with which an attempt ends that was asked to stop."""
+
+# An attempt that is stopped for one of these may go on as another attempt; a later stop of another kind forbids that.
+PASSING_STOPS = frozenset({Reason.PREEMPTED, Reason.DRAINED, Reason.NODE_PARTITIONED})
+
+STOPPED_FOR_A_FAILURE = "failure"
+
+
+def stop_word(reason: Reason | None) -> str:
+    """Return what ranks read as `SGPU_STOP_REASON`: a `StopReason`, or ``"failure"`` when the run has failed already.
+
+    Args:
+        reason: why the attempt is being ended.
+    """
+    words = {ending: why.value for why, ending in STOPPED_BY.items()}
+    words[Reason.NODE_PARTITIONED] = StopReason.DRAIN.value
+    return words.get(reason, STOPPED_FOR_A_FAILURE) if reason is not None else STOPPED_FOR_A_FAILURE
+
+
 class Meaning(msgspec.Struct, frozen=True):
     """What follows from a reason.
 
@@ -293,12 +319,10 @@ class StemLost(msgspec.Struct, frozen=True, kw_only=True):
     out_of_memory: bool = False
 
 
-class CancelRequested(msgspec.Struct, frozen=True):
-    """The user, or their client, asked to stop."""
+class StopRequested(msgspec.Struct, frozen=True):
+    """The attempt is to end before its end: its user asked, or the server did."""
 
-
-class BudgetSpent(msgspec.Struct, frozen=True):
-    """The budget that pays for this attempt is used up."""
+    why: StopReason
 
 
 class HangConfirmed(msgspec.Struct, frozen=True):
@@ -336,8 +360,7 @@ Event = (
     | RankFailed
     | RankExited
     | StemLost
-    | CancelRequested
-    | BudgetSpent
+    | StopRequested
     | HangConfirmed
     | Tick
     | TreeEmpty

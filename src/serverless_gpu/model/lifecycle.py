@@ -26,9 +26,9 @@ import msgspec
 
 from serverless_gpu.model.attempt import (
     MEANINGS,
+    PASSING_STOPS,
+    STOPPED_BY,
     Attempt,
-    BudgetSpent,
-    CancelRequested,
     Event,
     Failure,
     HangConfirmed,
@@ -46,13 +46,14 @@ from serverless_gpu.model.attempt import (
     StartFailed,
     State,
     StemLost,
+    StopRequested,
     Tick,
     TreeEmpty,
 )
 
 SETTLE_NS = 200_000_000
 
-_NOT_A_FAILURE = frozenset({Reason.COMPLETED, Reason.CANCELLED, Reason.TIMEOUT, Reason.BUDGET})
+_NOT_A_FAILURE = frozenset({Reason.COMPLETED, *STOPPED_BY.values()})
 
 
 class Instruction(StrEnum):
@@ -188,12 +189,16 @@ def _stem_lost_while_stopping(attempt: Attempt, _: StemLost, now_ns: int) -> Ste
     return _kill(attempt, now_ns, attempt.reason or Reason.RUNTIME_LOST)
 
 
-def _cancel(attempt: Attempt, _: CancelRequested, now_ns: int) -> Step:
-    return _stop(attempt, now_ns, Reason.CANCELLED)
+def _asked_to_stop(attempt: Attempt, event: StopRequested, now_ns: int) -> Step:
+    return _stop(attempt, now_ns, STOPPED_BY[event.why])
 
 
-def _budget(attempt: Attempt, _: BudgetSpent, now_ns: int) -> Step:
-    return _stop(attempt, now_ns, Reason.BUDGET)
+def _asked_again(attempt: Attempt, event: StopRequested, _: int) -> Step:
+    """Ranks were asked to end already; what changes is whether the run may go on as another attempt."""
+    reason = STOPPED_BY[event.why]
+    if attempt.reason in PASSING_STOPS and reason not in PASSING_STOPS:
+        return msgspec.structs.replace(attempt, reason=reason), ()
+    return attempt, ()
 
 
 def _hang(attempt: Attempt, event: HangConfirmed, now_ns: int) -> Step:
@@ -295,8 +300,7 @@ TABLE: Mapping[State, Mapping[type, _Handler]] = {
         Preparing: _nothing,
         StartFailed: _start_failed,
         StemLost: _stem_lost,
-        CancelRequested: _cancel,
-        BudgetSpent: _budget,
+        StopRequested: _asked_to_stop,
         Tick: _nothing,
     },
     State.STARTING: {
@@ -306,8 +310,7 @@ TABLE: Mapping[State, Mapping[type, _Handler]] = {
         RankFailed: _failed,
         RankExited: _exited,
         StemLost: _stem_lost,
-        CancelRequested: _cancel,
-        BudgetSpent: _budget,
+        StopRequested: _asked_to_stop,
         Tick: _tick_starting,
     },
     State.RUNNING: {
@@ -317,16 +320,14 @@ TABLE: Mapping[State, Mapping[type, _Handler]] = {
         RankFailed: _failed,
         RankExited: _exited,
         StemLost: _stem_lost,
-        CancelRequested: _cancel,
-        BudgetSpent: _budget,
+        StopRequested: _asked_to_stop,
         HangConfirmed: _hang,
         Tick: _tick_running,
         LeaseSilent: _silent,
         LeaseRenewed: _nothing,
     },
     State.UNREACHABLE: {
-        CancelRequested: _cancel,
-        BudgetSpent: _budget,
+        StopRequested: _asked_to_stop,
         LeaseRenewed: _renewed,
         LeaseExpired: _expired,
         Tick: _nothing,
@@ -339,8 +340,7 @@ TABLE: Mapping[State, Mapping[type, _Handler]] = {
         RankFailed: _failed_while_stopping,
         RankExited: _exited_while_stopping,
         StemLost: _stem_lost_while_stopping,
-        CancelRequested: _nothing,
-        BudgetSpent: _nothing,
+        StopRequested: _asked_again,
         Tick: _tick_stopping,
         TreeEmpty: _tree_empty,
         LeaseSilent: _nothing,

@@ -176,7 +176,16 @@ def gate_text(devices: Sequence[Device], verdicts: Mapping[str, Verdict], kind: 
 
 def write_json(path: Path, value: msgspec.Struct) -> None:
     """Write a value to a file that is either whole or not there; a full disk loses it without ending the run."""
-    temporary = path.with_name(path.name + ".tmp")
     with contextlib.suppress(OSError):
-        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
-        temporary.replace(path)
+        write_text(path, msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file that is either whole or not there.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)

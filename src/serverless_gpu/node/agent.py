@@ -35,7 +35,7 @@ from typing import NoReturn
 import msgspec
 
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.model.attempt import MEANINGS, Reason
+from serverless_gpu.model.attempt import MEANINGS, STOPPED_BY
 from serverless_gpu.node import protocol
 from serverless_gpu.node.account import write_json
 from serverless_gpu.node.attempts import Attempts, Supervised
@@ -255,7 +255,7 @@ class Agent:
         if received is None or not isinstance(received[0], protocol.Cancel):
             return  # its client is gone: the run keeps its place
         self._queue.remove(entry)
-        reason = Reason.CANCELLED
+        reason = STOPPED_BY[received[0].reason]
         stopped = protocol.Stopped(state=MEANINGS[reason].state, reason=reason, cause=None, consequences=())
         write_json(Path(entry[0].directory) / "stopped.json", stopped)
         with contextlib.suppress(OSError):

@@ -33,7 +33,7 @@ from serverless_gpu.model.placement import (
     share_of_cores,
     threads_per_rank,
 )
-from serverless_gpu.node.account import Account
+from serverless_gpu.node.account import Account, write_text
 from serverless_gpu.node.inside import protocol as inside
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.live import Viewer
@@ -42,6 +42,7 @@ from serverless_gpu.node.processes import MemoryWatch, cgroup_empty, kill_cgroup
 from serverless_gpu.node.protocol import Context, Launch, original
 from serverless_gpu.units import format_bytes
 
+STOP_FILE = "stop_reason"
 RESULT_BYTES_MAX = 16 << 30
 _HOLDS_AT_ONCE = 200  # a packet carries 253 descriptors at most
 
@@ -72,6 +73,7 @@ class Gang:
         self.context = context or launch.context
         self.channel = channel
         self.account = account
+        self._stop_file = Path(launch.directory) / STOP_FILE
         self.logs: dict[int, RankLog] = {}
         self.pids: dict[int, int] = {}
         self.devices: tuple[Device, ...] = ()  # by rank, once they are started
@@ -167,8 +169,17 @@ class Gang:
         with contextlib.suppress(OSError):
             self._say({"op": "release"})
 
-    def terminate(self) -> None:
-        """Ask every rank to end; one that returns after that, its checkpoint saved, need not wait for the others."""
+    def terminate(self, why: str) -> None:
+        """Ask every rank to end; one that returns after that, its checkpoint saved, need not wait for the others.
+
+        Args:
+            why: what ranks are told, durable enough for them before the signal comes: a file, for a variable cannot be
+                set in a process that runs, and commands read it, too.
+        """
+        try:
+            write_text(self._stop_file, f"{why}\n")
+        except OSError as error:
+            self.account.notes.append(f"ranks could not be told why they were to stop: {error.strerror}")
         self.release()
         self.signal(signal.SIGTERM, range(self.launch.world_size))
 
@@ -248,6 +259,7 @@ class Gang:
             fence=self.launch.fence,
             master=("127.0.0.1", port.getsockname()[1]),
         )
+        variables["SGPU_STOP_FILE"] = str(self._stop_file)
         caller = {original(name): original(value) for name, value in self.context.environ.items()}
         return {**default_variables(devices), **caller, **variables}
 

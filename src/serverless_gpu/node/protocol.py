@@ -22,14 +22,14 @@ from typing import Literal
 
 import msgspec
 
-from serverless_gpu.model.attempt import Failure, Hang, Reason, State
+from serverless_gpu.model.attempt import Failure, Hang, Reason, State, StopReason
 from serverless_gpu.model.hardware import Device, GpuType
 from serverless_gpu.model.ledger import Price, Receipt
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.version import __version__
 
-PROTOCOL = 3
+PROTOCOL = 4
 Kind = Literal["function", "session"]
 Mode = Literal["", "overlay", "links"]
 SESSION_DEVICES_MAX = 240  # a loan is one packet with a descriptor for each, and a packet carries 253
@@ -348,7 +348,9 @@ class Finished(Message, frozen=True, kw_only=True, tag="finished"):
 
 
 class Cancel(Message, frozen=True, kw_only=True, tag="cancel"):
-    """Stop the run."""
+    """Stop the run; with a session, which knows no other reason, its runs as well."""
+
+    reason: StopReason = StopReason.CANCEL
 
 
 class Confirm(Message, frozen=True, kw_only=True, tag="confirm"):

@@ -37,7 +37,6 @@ from serverless_gpu.errors import ServerlessGpuError, SessionEnded
 from serverless_gpu.model.attempt import (
     TERMINAL,
     Attempt,
-    CancelRequested,
     Event,
     Placed,
     Preparing,
@@ -46,8 +45,11 @@ from serverless_gpu.model.attempt import (
     StartFailed,
     State,
     StemLost,
+    StopReason,
+    StopRequested,
     Tick,
     TreeEmpty,
+    stop_word,
 )
 from serverless_gpu.model.hang_report import ranks_text
 from serverless_gpu.model.ledger import FactKind
@@ -283,7 +285,7 @@ class Supervisor:
                         self._gang.release()
                 case Instruction.TERMINATE_RANKS:
                     if self._gang is not None:
-                        self._gang.terminate()
+                        self._gang.terminate(stop_word(self._attempt.reason))
                 case Instruction.KILL_TREE:
                     self._kill()
                 case Instruction.CONCLUDE:
@@ -420,7 +422,7 @@ class Supervisor:
 
     def _obey(self, message: protocol.AnyMessage, watcher: Watcher) -> None:
         if isinstance(message, protocol.Cancel) and self._attempt.state not in TERMINAL:
-            self._apply(CancelRequested())
+            self._apply(StopRequested(message.reason))
         elif isinstance(message, protocol.Confirm) and watcher is self._client and not self._confirmed:
             self._confirmed = True
             self._account.mark("confirmed")
@@ -431,7 +433,7 @@ class Supervisor:
         self._client = None
         if self._attempt.state in (State.QUEUED, State.STARTING):
             self._account.notes.append("its caller ended before the environment was confirmed; no user code ran")
-            self._apply(CancelRequested())
+            self._apply(StopRequested(StopReason.CANCEL))
 
     def _say(self, sentence: str) -> None:
         self._audience.tell(protocol.Waiting(sentence=sentence))
