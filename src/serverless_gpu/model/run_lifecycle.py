@@ -1,0 +1,292 @@
+"""The life of one run under a server, as a table: events in, instructions out.
+
+    QUEUED ─▶ STARTING ─▶ RUNNING ─▶ STOPPING ─▶ SUCCEEDED FAILED CANCELLED TIMED_OUT BUDGET_STOPPED LOST
+       ▲         └────────────┴─────────┤ ⇅
+       │                                │ UNREACHABLE (and back to where it was, or further)
+       └──── a new attempt ◀────────────┘
+
+What lives here: what the server makes of what it is told about a run. What must not: clocks, the database, nodes. What
+happens inside of one attempt is `lifecycle.py`, which the attempt's supervisor drives; this table sees its reports.
+
+Three promises, each a test:
+- A run ends once. A terminal state has an empty row.
+- A new attempt is made only after proof that the one before is over: its own report (`Ended`), another boot of its
+  node or the hard fence passed (`GivenUp`), an operator's word (`Forgotten`). Silence is no proof; it shows.
+- User code runs again only if the user asked for it (`retries`, `resume`). What failed before user code began is the
+  platform's fault and is tried again on its own, a few times.
+
+A stop that is final (cancel, timeout, budget) replaces one after which the run may go on (preempt, drain), never the
+other way round. What is done is done: every rank returned before the stop arrived means SUCCEEDED.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+
+import msgspec
+
+from serverless_gpu.model.attempt import MEANINGS, TERMINAL, Reason, State, StopReason
+
+INFRA_RETRIES_MAX = 3
+"""Attempts that are made again because the platform failed before user code began."""
+
+STOPPED_AS: Mapping[StopReason, Reason] = {
+    StopReason.CANCEL: Reason.CANCELLED,
+    StopReason.PREEMPT: Reason.PREEMPTED,
+    StopReason.TIMEOUT: Reason.TIMEOUT,
+    StopReason.BUDGET: Reason.BUDGET,
+    StopReason.DRAIN: Reason.DRAINED,
+}
+"""The reason a run ends with that was stopped, and heeded it."""
+
+LOST = frozenset({*(r for r, meaning in MEANINGS.items() if meaning.state is State.LOST), Reason.NODE_REBOOTED})
+"""Nobody could end the attempt in order: user code may have been anywhere."""
+
+_DISPLACED = frozenset({Reason.PREEMPTED, Reason.DRAINED})
+_FINAL_STOPS = frozenset({StopReason.CANCEL, StopReason.TIMEOUT, StopReason.BUDGET})
+_SAME_AGAIN = frozenset({Reason.RESULT_UNSERIALISABLE, Reason.RESULT_TOO_LARGE})  # retrying costs, and changes nothing
+_ORDER = (State.STARTING, State.RUNNING, State.STOPPING)
+
+
+class Instruction(StrEnum):
+    """What thin code does next, in the transaction that writes the run."""
+
+    SEND_STOP = "send_stop"
+    REQUEUE = "requeue"
+    CONCLUDE = "conclude"
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything the next decision depends on.
+
+    Attributes:
+        fence: number of the current attempt; 0 before the first. It only grows.
+        stop: why the run is asked to stop, or None.
+        began: whether user code of the current attempt is known to have started.
+        may_resume: `spec.resume`.
+        retries_left: of those the user asked for.
+        infra_left: attempts that may be made again because the platform failed.
+        before: where an UNREACHABLE run was when it was last heard of, else None.
+    """
+
+    run_id: str
+    fence: int = 0
+    state: State = State.QUEUED
+    reason: Reason | None = None
+    stop: StopReason | None = None
+    began: bool = False
+    may_resume: bool = False
+    retries_left: int = 0
+    infra_left: int = INFRA_RETRIES_MAX
+    before: State | None = None
+
+
+class Placed(msgspec.Struct, frozen=True):
+    """The scheduler has decided where the next attempt runs; this is the intent, before anybody is told."""
+
+
+class Started(msgspec.Struct, frozen=True):
+    """User code begins."""
+
+
+class Stopping(msgspec.Struct, frozen=True):
+    """The node says that the attempt is being ended, for whatever reason."""
+
+
+class Silent(msgspec.Struct, frozen=True):
+    """Nothing was heard of the attempt for longer than the soft limit."""
+
+
+class Heard(msgspec.Struct, frozen=True):
+    """A report arrived; `state` is STARTING, RUNNING or STOPPING, as the node sees it."""
+
+    state: State
+
+
+class StopAsked(msgspec.Struct, frozen=True):
+    """Somebody, or a limit, asks the run to stop."""
+
+    why: StopReason
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """The node reports that no process of the attempt is left."""
+
+    reason: Reason
+    began: bool
+
+
+class GivenUp(msgspec.Struct, frozen=True):
+    """It is certain without a report that the attempt is over: NODE_REBOOTED, or NODE_GONE after the hard fence."""
+
+    reason: Reason
+
+
+class Forgotten(msgspec.Struct, frozen=True):
+    """An operator knows that the node is dead."""
+
+
+Event = Placed | Started | Stopping | Silent | Heard | StopAsked | Ended | GivenUp | Forgotten
+Step = tuple[Run, tuple[Instruction, ...]]
+_Handler = Callable[..., Step]
+
+
+class IllegalTransition(Exception):
+    """An event arrived in a state that has no row for it; nothing was changed."""
+
+    def __init__(self, run: Run, event: Event) -> None:
+        super().__init__(f"run {run.run_id} (fence {run.fence}): {type(event).__name__} in {run.state}")
+
+
+def advance(run: Run, event: Event) -> Step:
+    """Return the run after an event, and what has to be done about it.
+
+    Args:
+        run: the run as it is.
+        event: what happened.
+
+    Returns:
+        The next value and the instructions, in order. A run that equals the one before has nothing to write.
+
+    Raises:
+        IllegalTransition: the table has no row for this event in this state.
+    """
+    handler = TABLE[run.state].get(type(event))
+    if handler is None:
+        raise IllegalTransition(run, event)
+    return handler(run, event)
+
+
+def over_because(event: Ended | GivenUp | Forgotten) -> Reason:
+    """Return why the attempt is over that an event ends; the run may go on with another one."""
+    return Reason.NODE_GONE if isinstance(event, Forgotten) else event.reason
+
+
+def _placed(run: Run, _: Placed) -> Step:
+    return msgspec.structs.replace(run, fence=run.fence + 1, state=State.STARTING), ()
+
+
+def _started(run: Run, _: Started) -> Step:
+    return msgspec.structs.replace(run, began=True, state=_later(run.state, State.RUNNING)), ()
+
+
+def _stopping(run: Run, _: Stopping) -> Step:
+    return msgspec.structs.replace(run, state=State.STOPPING), ()
+
+
+def _silent(run: Run, _: Silent) -> Step:
+    return msgspec.structs.replace(run, state=State.UNREACHABLE, before=run.state), ()
+
+
+def _heard_again(run: Run, event: Heard) -> Step:
+    return msgspec.structs.replace(run, state=_later(run.before or State.STARTING, event.state), before=None), ()
+
+
+def _stop_in_queue(run: Run, event: StopAsked) -> Step:
+    if event.why not in _FINAL_STOPS:
+        return run, ()  # it has nothing that it could make room with
+    return _conclude(msgspec.structs.replace(run, stop=event.why), STOPPED_AS[event.why])
+
+
+def _stop(run: Run, event: StopAsked) -> Step:
+    is_stronger = run.stop not in _FINAL_STOPS and event.why in _FINAL_STOPS
+    if run.stop is not None and not is_stronger:
+        return run, ()
+    run = msgspec.structs.replace(run, stop=event.why)
+    if run.state is State.UNREACHABLE:  # still is; but whatever is heard next, it is stopping
+        return msgspec.structs.replace(run, before=State.STOPPING), (Instruction.SEND_STOP,)
+    return msgspec.structs.replace(run, state=State.STOPPING), (Instruction.SEND_STOP,)
+
+
+def _over(run: Run, event: Ended | GivenUp | Forgotten) -> Step:
+    reason = over_because(event)
+    run = msgspec.structs.replace(run, began=run.began or (isinstance(event, Ended) and event.began))
+    if MEANINGS[reason].state is State.SUCCEEDED:
+        return _conclude(run, reason)
+    untouched = not run.began and (MEANINGS[reason].may_retry or reason in _DISPLACED)
+    if run.stop in _FINAL_STOPS:
+        # Had nobody asked, it would go on with another attempt: then the stop is what ended it, else what is reported.
+        goes_on = untouched or reason in _DISPLACED
+        return _conclude(run, STOPPED_AS[run.stop] if goes_on and run.stop else reason)
+    if untouched:
+        return _again_untouched(run, reason)
+    if reason in _DISPLACED:
+        return _requeue(run) if run.may_resume else _conclude(run, reason)
+    if reason in LOST and run.may_resume:
+        # One that dies before it begins, time and again, would do so for ever.
+        return _requeue(run) if run.began else _requeue_for_infra(run, reason)
+    may_retry = reason in LOST or (MEANINGS[reason].state is State.FAILED and reason not in _SAME_AGAIN)
+    if may_retry and run.retries_left > 0:
+        return _requeue(msgspec.structs.replace(run, retries_left=run.retries_left - 1))
+    return _conclude(run, reason)
+
+
+def _again_untouched(run: Run, reason: Reason) -> Step:
+    if reason in _DISPLACED:  # somebody decided that, and user code never saw it
+        return _requeue(run)
+    return _requeue_for_infra(run, Reason.GANG_START if reason is Reason.START_FAILED else reason)
+
+
+def _requeue_for_infra(run: Run, reason_of_the_last: Reason) -> Step:
+    if run.infra_left == 0:
+        return _conclude(run, reason_of_the_last)
+    return _requeue(msgspec.structs.replace(run, infra_left=run.infra_left - 1))
+
+
+def _requeue(run: Run) -> Step:
+    run = msgspec.structs.replace(run, state=State.QUEUED, stop=None, began=False, before=None)
+    return run, (Instruction.REQUEUE,)
+
+
+def _conclude(run: Run, reason: Reason) -> Step:
+    run = msgspec.structs.replace(run, state=MEANINGS[reason].state, reason=reason, before=None)
+    return run, (Instruction.CONCLUDE,)
+
+
+def _nothing(run: Run, _: Event) -> Step:
+    return run, ()
+
+
+def _later(one: State, other: State) -> State:
+    """Return the state that comes later in an attempt's life: nothing goes backwards."""
+    return max(one, other, key=_ORDER.index)
+
+
+_OVER: Mapping[type, _Handler] = {Ended: _over, GivenUp: _over, Forgotten: _over}
+
+# Rows: state → event → handler. A terminal state has an empty row: nothing can happen to it any more.
+TABLE: Mapping[State, Mapping[type, _Handler]] = {
+    State.QUEUED: {Placed: _placed, StopAsked: _stop_in_queue},
+    State.STARTING: {
+        Started: _started,
+        Stopping: _stopping,
+        Silent: _silent,
+        Heard: _nothing,
+        StopAsked: _stop,
+        **_OVER,
+    },
+    State.RUNNING: {
+        Started: _nothing,
+        Stopping: _stopping,
+        Silent: _silent,
+        Heard: _nothing,
+        StopAsked: _stop,
+        **_OVER,
+    },
+    State.UNREACHABLE: {
+        Silent: _nothing,
+        Heard: _heard_again,
+        StopAsked: _stop,
+        **_OVER,
+    },
+    State.STOPPING: {
+        Started: _started,
+        Stopping: _nothing,
+        Silent: _silent,
+        Heard: _nothing,
+        StopAsked: _stop,
+        **_OVER,
+    },
+    **{state: {} for state in State if state in TERMINAL},
+}
