@@ -19,7 +19,6 @@ import pytest
 from serverless_gpu import distributed
 from serverless_gpu.client import launch
 from serverless_gpu.client.agent_control import stop_agent
-from serverless_gpu.client.connection import connect
 from serverless_gpu.client.preflight import pack
 from serverless_gpu.model.attempt import Reason, State
 from serverless_gpu.model.spec import RunSpec
@@ -27,6 +26,8 @@ from serverless_gpu.node import protocol
 from serverless_gpu.node.history import read_ending, read_receipt
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.inside.channel import Channel
+from serverless_gpu.node.reaching import connect
+from serverless_gpu.node.submission import write_submission
 from serverless_gpu.testing import agent_status
 from tests.local.observe import Process, agent, nothing_of_a_run, supervisor, wait_for
 from tests.local.small_environment import Dialogue, SmallEnvironment, named, zygote_pids
@@ -105,7 +106,7 @@ def unconfirmed(home: Path, path: Path) -> tuple[protocol.Launch, Channel]:
     order = launch._Order(RunSpec(name="touch", quiet=True), 0)
     message = launch._message(order, Home(home), greeting)
     message = msgspec.structs.replace(message, confirmed=False)
-    launch._write(message, greeting.version)
+    write_submission(message, greeting.version)
     pack(str(Path(message.directory) / "call.pkl"), Path.touch, (path,), {})
     protocol.send(channel, message)
     wait_for(lambda: standing_by(Path(message.directory)), "it has its devices")

@@ -7,11 +7,11 @@ import os
 import click
 
 from serverless_gpu.client.agent_control import agent_status, stop_agent
-from serverless_gpu.client.connection import connect
 from serverless_gpu.model.hardware import DeviceKind, parse_fake
 from serverless_gpu.node.home import find_home
 from serverless_gpu.node.locks import DeviceLocks, lock_directory
 from serverless_gpu.node.protocol import AttemptStatus, EnvironmentStatus, ZygoteStatus
+from serverless_gpu.node.reaching import connect
 from serverless_gpu.units import format_bytes
 
 _SHORT = 12

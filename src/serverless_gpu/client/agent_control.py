@@ -8,10 +8,10 @@ import select
 import signal
 from pathlib import Path
 
-from serverless_gpu.client.connection import running_agent
 from serverless_gpu.errors import AgentUnavailable
 from serverless_gpu.node import protocol
 from serverless_gpu.node.home import Home
+from serverless_gpu.node.reaching import running_agent
 
 _END_S = 10.0
 

@@ -28,17 +28,19 @@ import msgspec
 
 from serverless_gpu.ambient import SystemClock, new_run_id
 from serverless_gpu.client import snapshots
-from serverless_gpu.client.connection import caller_context, connect
+from serverless_gpu.client.connection import caller_context
 from serverless_gpu.client.preflight import bind_arguments, check_function, pack
 from serverless_gpu.client.run import Launched, Run
 from serverless_gpu.errors import AgentUnavailable, HardwareError, InvalidValue, ServerNotConfigured
-from serverless_gpu.model.hardware import Device, DeviceKind, parse_fake
+from serverless_gpu.model.hardware import Device
 from serverless_gpu.model.placement import Candidates, candidates, restrict
 from serverless_gpu.model.spec import HANG_WARNING, RunSpec, hang_warning_s
 from serverless_gpu.node import protocol
-from serverless_gpu.node.entrypoint import air_program
-from serverless_gpu.node.home import Home, find_home, storage_error
+from serverless_gpu.node.home import Home, find_home
 from serverless_gpu.node.inside.channel import Channel
+from serverless_gpu.node.inventory import offered
+from serverless_gpu.node.reaching import connect
+from serverless_gpu.node.submission import ranks_of, write_submission
 
 R = TypeVar("R")
 Handle = TypeVar("Handle", bound=Run)  # type: ignore[type-arg]  # of whatever its ranks return
@@ -144,7 +146,7 @@ def _try_place(
         message = _message(order, home, greeting)
         directory = Path(message.directory)
         try:
-            _write(message, greeting.version)
+            write_submission(message, greeting.version)
             fill(directory)
             if recognition is not None:
                 message = _in_environment(message, recognition)
@@ -163,7 +165,7 @@ def _try_place(
         channel.close()
         raise
     again = msgspec.structs.replace(message, confirmed=True)
-    made = handle(message.run_id, directory, order.spec, _ranks(message), channel, lambda: _send(home, None, again))
+    made = handle(message.run_id, directory, order.spec, ranks_of(message), channel, lambda: _send(home, None, again))
     if recognition is not None and order.idle_timeout_s is None:
         made._relaunch_with(lambda: _relaunch(order, home, again))
     return made
@@ -187,7 +189,7 @@ def _relaunch(order: _Order, home: Home, message: protocol.Launch) -> Launched |
         fresh = msgspec.structs.replace(_message(order, home, greeting), environment=wanted, confirmed=True)
         directory = Path(fresh.directory)
         try:
-            _write(fresh, greeting.version)
+            write_submission(fresh, greeting.version)
             shutil.copyfile(Path(message.directory) / "call.pkl", directory / "call.pkl")
             channel = _send(home, channel, fresh)
         except BaseException:
@@ -272,8 +274,8 @@ def _home() -> Home:
 def _message(order: _Order, home: Home, greeting: protocol.Greeting) -> protocol.Launch:
     """Return the launch for an order, its attempt's directory made."""
     context = caller_context()
-    offered = _offered(greeting, context.environ)
-    chosen = _choose(greeting, order, offered, context.environ)
+    devices = offered(greeting, context.environ)
+    chosen = _choose(greeting, order, devices, context.environ)
     if order.idle_timeout_s is not None and chosen.count > protocol.SESSION_DEVICES_MAX:
         raise InvalidValue(
             f"a session holds at most {protocol.SESSION_DEVICES_MAX} devices, not {chosen.count}",
@@ -294,28 +296,13 @@ def _message(order: _Order, home: Home, greeting: protocol.Greeting) -> protocol
         spec=order.spec,
         candidates=chosen.devices,
         world_size=chosen.count,
-        of_type=sum(device.type == chosen.devices[0].type for device in offered),
+        of_type=sum(device.type == chosen.devices[0].type for device in devices),
         context=context,
         called_ns=order.called_ns,
         price=greeting.prices.get(chosen.devices[0].type),
         session=order.lender.session if order.lender else "",
         idle_timeout_s=order.idle_timeout_s,
     )
-
-
-def _ranks(message: protocol.Launch) -> int:
-    return message.world_size if message.idle_timeout_s is None else 0
-
-
-def _offered(greeting: protocol.Greeting, environ: Mapping[str, str]) -> tuple[Device, ...]:
-    """Return what this node has; declared GPUs are there in place of real ones."""
-    if greeting.problem:
-        raise InvalidValue(greeting.problem)
-    fakes = environ.get("SERVERLESS_GPU_FAKE")
-    if not fakes:
-        return greeting.devices
-    cpus = [device for device in greeting.devices if device.kind is DeviceKind.CPU]
-    return (*parse_fake(fakes, greeting.own_types), *cpus)
 
 
 def _choose(
@@ -335,36 +322,6 @@ def _choose(
             f"{len(held)} {held[0].type}",
             hint="open a session with what it needs, or call it outside of the session",
         ) from None
-
-
-def _write(message: protocol.Launch, version: str) -> None:
-    """Write what makes a run readable and repeatable by hand; values of variables stay out of it."""
-    directory, context = Path(message.directory), message.context
-    submission = protocol.Submission(
-        run_id=message.run_id,
-        fence=message.fence,
-        world_size=_ranks(message),
-        spec=message.spec,
-        version=version,
-        kind="function" if message.idle_timeout_s is None else "session",
-        session=message.session,
-    )
-    environment = {"python": context.python, "flags": context.flags, "variables": sorted(context.environ)}
-    try:
-        (directory / "spec.json").write_bytes(msgspec.json.encode(submission))
-        (directory / "environment.json").write_bytes(msgspec.json.encode(environment))
-        if message.idle_timeout_s is None:
-            air = air_program(
-                directory=directory,
-                run_id=message.run_id,
-                fence=message.fence,
-                world_size=message.world_size,
-                context=context,
-                live=message.spec.environment != "snapshot",
-            )
-            (directory / "_air.py").write_text(air, encoding="utf-8", errors="surrogateescape")
-    except OSError as error:
-        raise storage_error(error, directory) from None
 
 
 def _send(home: Home, channel: Channel | None, message: protocol.Launch) -> Channel:

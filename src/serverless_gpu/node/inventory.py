@@ -7,10 +7,11 @@ Fakes are not here: they are declared by the caller's environment, call by call.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model.hardware import Device, GpuType
+from serverless_gpu.model.hardware import Device, DeviceKind, GpuType, parse_fake
 from serverless_gpu.model.ledger import Price
 from serverless_gpu.node import protocol
 from serverless_gpu.node.configuration import Configuration, read_configuration
@@ -78,3 +79,22 @@ class Inventory:
             self._types, self._machine = types, NvmlProvider(own=types)
         self._unavailable = tuple(f"{gpu.name}: {gpu.reason}" for gpu in self._machine.unavailable())
         self._devices = (*self._machine.devices(), *self._cpu.devices())
+
+
+def offered(greeting: protocol.Greeting, environ: Mapping[str, str]) -> tuple[Device, ...]:
+    """Return what a node has; declared GPUs are there in place of real ones.
+
+    Args:
+        greeting: what the agent says it has.
+        environ: the variables that may declare some.
+
+    Raises:
+        InvalidValue: the node's configuration, or the declaration, cannot be used.
+    """
+    if greeting.problem:
+        raise InvalidValue(greeting.problem)
+    fakes = environ.get("SERVERLESS_GPU_FAKE")
+    if not fakes:
+        return greeting.devices
+    cpus = [device for device in greeting.devices if device.kind is DeviceKind.CPU]
+    return (*parse_fake(fakes, greeting.own_types), *cpus)

@@ -1,0 +1,54 @@
+"""What an attempt's directory says about what was asked for: a run is readable, and repeatable by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from serverless_gpu.node import protocol
+from serverless_gpu.node.entrypoint import air_program
+from serverless_gpu.node.home import storage_error
+
+
+def write_submission(message: protocol.Launch, version: str) -> None:
+    """Write `spec.json`, `environment.json` and `_air.py`; values of variables stay out of them.
+
+    Args:
+        message: the launch; its directory exists.
+        version: of the package that runs it.
+
+    Raises:
+        StorageError: the disk is full, or the directory is gone.
+    """
+    directory, context = Path(message.directory), message.context
+    submission = protocol.Submission(
+        run_id=message.run_id,
+        fence=message.fence,
+        world_size=ranks_of(message),
+        spec=message.spec,
+        version=version,
+        kind="function" if message.idle_timeout_s is None else "session",
+        session=message.session,
+    )
+    environment = {"python": context.python, "flags": context.flags, "variables": sorted(context.environ)}
+    try:
+        (directory / "spec.json").write_bytes(msgspec.json.encode(submission))
+        (directory / "environment.json").write_bytes(msgspec.json.encode(environment))
+        if message.idle_timeout_s is None:
+            air = air_program(
+                directory=directory,
+                run_id=message.run_id,
+                fence=message.fence,
+                world_size=message.world_size,
+                context=context,
+                live=message.spec.environment != "snapshot",
+            )
+            (directory / "_air.py").write_text(air, encoding="utf-8", errors="surrogateescape")
+    except OSError as error:
+        raise storage_error(error, directory) from None
+
+
+def ranks_of(message: protocol.Launch) -> int:
+    """Return how many ranks a launch has; a session has none."""
+    return message.world_size if message.idle_timeout_s is None else 0
