@@ -1,0 +1,289 @@
+"""The database: one way to read, one way to write, the same on SQLite and PostgreSQL.
+
+                    read                                     write
+    SQLite          a connection per thread, a snapshot      one thread; who waits shares a commit (`group_commit`)
+    PostgreSQL      a connection from the pool, a snapshot   a connection from the pool, REPEATABLE READ, tried again
+
+A piece of work is a function of a connection. It is one transaction: all of it is durable when `write` returns, or
+nothing of it is there. It sees the database as of its start; where a row that it changes was changed by somebody else
+meanwhile, it is done again. So it must be pure database work: no clock, no file, no network, no engine inside.
+
+What can go wrong:
+
+- The database is away, or too busy: `ServerUnavailable`; nothing was written, or, where the connection broke while
+  committing, everything was. Callers repeat their request, and requests may be repeated.
+- The disk is full: `ServerStorageFull`, and reading goes on.
+- A work in a work would wait for itself: refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import sqlalchemy as sa
+
+from serverless_gpu.ambient import Clock
+from serverless_gpu.errors import InvalidValue, ServerProblem, ServerStorageFull, ServerUnavailable
+from serverless_gpu.server import migrations
+from serverless_gpu.server.group_commit import GroupCommit, WriterClosed
+
+T = TypeVar("T")
+
+READERS_MAX = 40
+POSTGRES_POOL = 16
+WAIT_S = 10
+"""How long a work waits for a connection of the pool, or for SQLite's lock when another process has it."""
+CONNECT_S = 5
+TRIES = 6
+_CHANGED_MEANWHILE = frozenset({"40001", "40P01"})  # serialisation failure, deadlock
+_UNIQUE = "23505"
+
+
+class Database:
+    """A database of a server.
+
+    Args:
+        url: ``sqlite:///path``, ``sqlite://`` (in memory, for tests) or ``postgresql://…``.
+        clock: bounds how long writers are gathered for one commit.
+
+    Raises:
+        InvalidValue: another kind of url.
+    """
+
+    def __init__(self, url: str, *, clock: Clock) -> None:
+        self._working = threading.local()
+        self._closed = False
+        self._writer: GroupCommit | None = None
+        parsed = _parse(url)
+        self.kind = parsed.get_backend_name()
+        if self.kind == "postgresql":
+            self._readers = self._engine = _postgres(parsed)
+            self._turns = _Turns()
+            return
+        memory = not parsed.database
+        if not memory:
+            _make_private(Path(str(parsed.database)))
+        self._engine = _sqlite(parsed, begin="BEGIN IMMEDIATE", readers=False)
+        # A database in memory belongs to its one connection, so its writer reads, too.
+        self._readers = self._engine if memory else _sqlite(parsed, begin="BEGIN", readers=True)
+        self._writer = GroupCommit(self._engine, clock=clock)
+
+    def migrate(self) -> None:
+        """Bring the tables to this version; a few milliseconds when they are.
+
+        Raises:
+            ServerProblem: the database was made by a newer version.
+        """
+        if self.read(migrations.is_current):
+            return
+        if self._writer is not None:
+            self.write(migrations.bring)
+            return
+        with self._told(), self._engine.connect() as connection:
+            # The lock is waited for first, and what was committed meanwhile must be seen.
+            committed = connection.execution_options(isolation_level="READ COMMITTED")
+            with committed.begin():
+                committed.execute(sa.text("SELECT pg_advisory_xact_lock(:key)"), {"key": migrations.LOCK})
+                migrations.bring(committed)
+
+    def read(self, work: Callable[[sa.Connection], T]) -> T:
+        """Return what a work finds; it sees one moment of the database, and may not write.
+
+        Raises:
+            ServerUnavailable: the database is away, or closed.
+        """
+        with self._told(), self._one_at_a_time():
+            if self._writer is not None and self._readers is self._engine:
+                return self._writer.do(work)
+            with self._readers.connect() as connection:
+                if self.kind == "postgresql":
+                    connection = connection.execution_options(postgresql_readonly=True)
+                with connection.begin():
+                    return work(connection)
+
+    def write(self, work: Callable[[sa.Connection], T]) -> T:
+        """Return what a work returns, once all that it wrote is durable.
+
+        Raises:
+            ServerUnavailable: the database is away, or closed.
+            ServerStorageFull: its disk is full.
+            Exception: whatever the work raises; nothing of it is written then.
+        """
+        with self._told(), self._one_at_a_time():
+            if self._writer is not None:
+                return self._writer.do(self._marked(work))
+            return self._write_postgres(work)
+
+    def close(self) -> None:
+        """Finish what waits and close all connections."""
+        self._closed = True
+        if self._writer is not None:
+            self._writer.close()
+        self._readers.dispose()
+        self._engine.dispose()
+
+    def _write_postgres(self, work: Callable[[sa.Connection], T]) -> T:
+        for tried in range(1, TRIES + 1):
+            turn = self._turns.together() if tried == 1 else self._turns.alone()
+            try:
+                with turn, self._engine.begin() as connection:
+                    return work(connection)
+            except sa.exc.DBAPIError as error:
+                state = getattr(error.orig, "sqlstate", None)
+                # A row that another transaction wrote after this one had looked for it will be found the next time.
+                again = state in _CHANGED_MEANWHILE or (state == _UNIQUE and tried == 1)
+                if not again or tried == TRIES:
+                    raise
+        raise AssertionError("unreachable")
+
+    def _marked(self, work: Callable[[sa.Connection], T]) -> Callable[[sa.Connection], T]:
+        """Return a work that the writer's thread knows it is in."""
+
+        def marked(connection: sa.Connection) -> T:
+            with self._one_at_a_time():
+                return work(connection)
+
+        return marked
+
+    @contextlib.contextmanager
+    def _one_at_a_time(self) -> Iterator[None]:
+        if getattr(self._working, "now", False):
+            raise RuntimeError("work on the database inside of other work: pass the connection on instead")
+        if self._closed:
+            raise WriterClosed
+        self._working.now = True
+        try:
+            yield
+        finally:
+            self._working.now = False
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """Say in the server's words what a driver says in its own."""
+        try:
+            yield
+        except WriterClosed as error:
+            raise ServerUnavailable("the server is stopping, and its database is closed") from error
+        except sa.exc.TimeoutError as error:
+            raise ServerUnavailable(f"no connection to the database was free within {WAIT_S} s") from error
+        except sa.exc.DBAPIError as error:
+            problem = _problem(error)
+            if problem is None:
+                raise
+            raise problem from error
+
+
+class _Turns:
+    """Who may write to PostgreSQL now: many at once, or one alone.
+
+    Works that change the same row at once make each other fail. One that failed goes alone, so the second try succeeds
+    unless another process writes, too.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._together = 0
+        self._alone = False
+        self._want_alone = 0
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._alone and not self._want_alone)
+            self._together += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._together -= 1
+                self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        with self._changed:
+            self._want_alone += 1
+            self._changed.wait_for(lambda: not self._alone and not self._together)
+            self._want_alone -= 1
+            self._alone = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._alone = False
+                self._changed.notify_all()
+
+
+def _parse(url: str) -> sa.URL:
+    try:
+        parsed = sa.make_url(url)
+    except sa.exc.ArgumentError as error:
+        raise InvalidValue("the url of the database cannot be read", hint=_KINDS) from error
+    if parsed.drivername in ("postgresql", "postgres"):
+        parsed = parsed.set(drivername="postgresql+psycopg")
+    if parsed.drivername not in ("sqlite", "postgresql+psycopg"):
+        raise InvalidValue(f"{parsed.drivername} is no kind of database that the server can use", hint=_KINDS)
+    return parsed
+
+
+_KINDS = "write sqlite:///path/to/server.db or postgresql://user:password@host/name"
+
+
+def _make_private(path: Path) -> None:
+    """Make the file before SQLite does: it may be read by its owner only, and SQLite's other files take on its mode."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+
+
+def _sqlite(url: sa.URL, *, begin: str, readers: bool) -> sa.Engine:
+    pool: dict[str, Any] = {"pool_size": READERS_MAX, "max_overflow": 0, "pool_timeout": WAIT_S}
+    if not readers:
+        # One connection, made and used by the writer's thread.
+        pool = {"poolclass": sa.StaticPool, "connect_args": {"check_same_thread": False}}
+    engine = sa.create_engine(url, **pool)
+
+    @sa.event.listens_for(engine, "connect")
+    def _connect(connection: Any, _record: object) -> None:
+        connection.isolation_level = None  # the driver begins nothing by itself
+        cursor = connection.cursor()
+        cursor.execute(f"PRAGMA busy_timeout = {WAIT_S * 1000}")
+        cursor.execute("PRAGMA foreign_keys = ON")
+        if readers:
+            cursor.execute("PRAGMA query_only = ON")
+        else:
+            cursor.execute("PRAGMA journal_mode = WAL")
+            cursor.execute("PRAGMA synchronous = FULL")
+        cursor.close()
+
+    @sa.event.listens_for(engine, "begin")
+    def _begin(connection: sa.Connection) -> None:
+        connection.exec_driver_sql(begin)
+
+    return engine
+
+
+def _postgres(url: sa.URL) -> sa.Engine:
+    return sa.create_engine(
+        url,
+        isolation_level="REPEATABLE READ",
+        pool_pre_ping=True,
+        pool_size=POSTGRES_POOL,
+        max_overflow=0,
+        pool_timeout=WAIT_S,
+        connect_args={"connect_timeout": CONNECT_S, "application_name": "serverless-gpu"},
+    )
+
+
+def _problem(error: sa.exc.DBAPIError) -> ServerProblem | None:
+    """Return what a driver's error means for a request, or None when it is a mistake in our own SQL."""
+    said = str(error.orig).strip().partition("\n")[0]
+    state = getattr(error.orig, "sqlstate", None) or ""
+    if "database or disk is full" in said or state == "53100":
+        return ServerStorageFull(f"the database cannot be written: {said}", hint="make room on the server's disk")
+    if isinstance(error, sa.exc.OperationalError | sa.exc.InterfaceError) or error.connection_invalidated:
+        return ServerUnavailable(f"the database does not answer: {said}")
+    return None

@@ -1,0 +1,172 @@
+"""The one writer of an SQLite database: a thread that commits what waits together.
+
+    thread A ── work ─▶┐            BEGIN IMMEDIATE
+    thread B ── work ─▶├─ queue ─▶  A's work · SAVEPOINT B's work · SAVEPOINT C's work
+    thread C ── work ─▶┘            COMMIT, one fsync ─▶ A, B and C get what their work returned
+
+SQLite lets one connection write at a time, and a commit that survives a power cut costs one fsync, whoever pays for it.
+So writers do not fight for the lock: they queue, and those that came while the disk was busy share the next fsync.
+
+What can go wrong:
+
+- A work raises: its savepoint is rolled back, its caller gets the exception, the others do not notice.
+- The transaction as a whole fails (disk full, I/O error, another process has the lock): nothing of it is there, and
+  each work is done again in a transaction of its own, so that only those get an error whose own work fails.
+- The process dies: what was committed is there, the rest is not; no caller was told otherwise.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import sqlalchemy as sa
+
+from serverless_gpu.ambient import Clock
+
+T = TypeVar("T")
+Work = Callable[[sa.Connection], Any]
+
+TOGETHER_MAX = 256
+TOGETHER_NS = 20_000_000
+"""A transaction takes no further work when it holds so much, or is so old: the first to come waits for the last."""
+
+
+class WriterClosed(Exception):
+    """The writer takes no work any more."""
+
+
+class _TransactionLost(Exception):
+    """SQLite rolled the whole transaction back by itself."""
+
+
+class _Waiting:
+    """A work, and the one who waits for what it returns."""
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+        self.future: Future[Any] = Future()
+        self.value: Any = None
+        self.error: BaseException | None = None
+
+    def tell(self) -> None:
+        if self.error is not None:
+            self.future.set_exception(self.error)
+        else:
+            self.future.set_result(self.value)
+
+
+class GroupCommit:
+    """Does works one after another, in the order they came, and commits those that wait together.
+
+    Args:
+        engine: whose connections begin with ``BEGIN IMMEDIATE``.
+        clock: bounds how long a transaction takes further work.
+    """
+
+    def __init__(self, engine: sa.Engine, *, clock: Clock) -> None:
+        self._engine = engine
+        self._clock = clock
+        self._queue: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="database-writer", daemon=True)
+        self._thread.start()
+
+    def do(self, work: Callable[[sa.Connection], T]) -> T:
+        """Return what a work returns, once it is durable.
+
+        Raises:
+            WriterClosed: the writer was closed before.
+            Exception: what the work raised, or why its transaction failed.
+        """
+        waiting = _Waiting(work)
+        with self._lock:
+            if self._closed:
+                raise WriterClosed
+            self._queue.put(waiting)
+        value: T = waiting.future.result()
+        return value
+
+    def close(self) -> None:
+        """Finish what waits, and end the thread."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (first := self._queue.get()) is not None:
+            taken: list[_Waiting] = []
+            try:
+                over = self._together(first, taken)
+            except (sa.exc.SQLAlchemyError, _TransactionLost):
+                over = False
+                for waiting in taken:
+                    self._alone(waiting)
+            for waiting in taken:
+                waiting.tell()
+            if over:
+                return
+
+    def _together(self, first: _Waiting, taken: list[_Waiting]) -> bool:
+        """Do a work and those that come meanwhile in one transaction; return whether the writer is to end."""
+        taken.append(first)
+        with self._engine.connect() as connection:
+            transaction = connection.begin()
+            try:
+                # The first needs no savepoint: when it fails there is nothing else to keep.
+                _attempt(first, connection)
+                if first.error is not None:
+                    transaction.rollback()
+                    return False
+                over = self._followers(connection, taken)
+            except BaseException:
+                connection.invalidate()  # in an unknown state; closing it rolls back
+                raise
+            with transaction:
+                return over
+
+    def _followers(self, connection: sa.Connection, taken: list[_Waiting]) -> bool:
+        enough_ns = self._clock.boottime_ns() + TOGETHER_NS
+        while len(taken) < TOGETHER_MAX and self._clock.boottime_ns() < enough_ns:
+            try:
+                waiting = self._queue.get_nowait()
+            except queue.Empty:
+                return False
+            if waiting is None:
+                return True
+            taken.append(waiting)
+            savepoint = connection.begin_nested()
+            _attempt(waiting, connection)
+            if not _in_transaction(connection):
+                raise _TransactionLost
+            if waiting.error is not None:
+                savepoint.rollback()
+            else:
+                with savepoint:
+                    pass
+        return False
+
+    def _alone(self, waiting: _Waiting) -> None:
+        waiting.error = None
+        try:
+            with self._engine.begin() as connection:
+                waiting.value = waiting.work(connection)
+        except BaseException as error:  # noqa: BLE001 - handed to the thread that waits, which raises it
+            waiting.error = error
+
+
+def _attempt(waiting: _Waiting, connection: sa.Connection) -> None:
+    try:
+        waiting.value = waiting.work(connection)
+    except BaseException as error:  # noqa: BLE001 - handed to the thread that waits, which raises it
+        waiting.error = error
+
+
+def _in_transaction(connection: sa.Connection) -> bool:
+    return bool(getattr(connection.connection.dbapi_connection, "in_transaction", True))

@@ -1,0 +1,16 @@
+"""What Alembic runs to run revisions: they share the caller's connection and transaction."""
+
+from __future__ import annotations
+
+from alembic import context
+
+from serverless_gpu.server.tables import metadata
+
+# SQLite cannot alter a column: Alembic then copies the table, which it calls a batch.
+context.configure(
+    connection=context.config.attributes["connection"],
+    target_metadata=metadata,
+    render_as_batch=True,
+    compare_type=True,
+)
+context.run_migrations()

@@ -1,0 +1,221 @@
+"""The tables as they were first."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0001"
+down_revision = None
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    """Make all tables."""
+    _people()
+    _nodes()
+    _runs()
+    _attempts()
+    _outcomes()
+
+
+def _people() -> None:
+    op.create_table(
+        "principals",
+        sa.Column("name", sa.String(length=64), nullable=False),
+        sa.Column("kind", sa.String(length=16), nullable=False),
+        sa.Column("role", sa.String(length=16), nullable=False),
+        sa.Column("created_ns", sa.BigInteger(), nullable=False),
+        sa.Column("disabled_ns", sa.BigInteger(), nullable=True),
+        sa.PrimaryKeyConstraint("name", name=op.f("pk_principals")),
+    )
+    op.create_table(
+        "teams",
+        sa.Column("name", sa.String(length=64), nullable=False),
+        sa.Column("created_ns", sa.BigInteger(), nullable=False),
+        sa.PrimaryKeyConstraint("name", name=op.f("pk_teams")),
+    )
+    op.create_table(
+        "members",
+        sa.Column("team", sa.String(length=64), nullable=False),
+        sa.Column("principal", sa.String(length=64), nullable=False),
+        sa.ForeignKeyConstraint(["principal"], ["principals.name"], name=op.f("fk_members_principal_principals")),
+        sa.ForeignKeyConstraint(["team"], ["teams.name"], name=op.f("fk_members_team_teams")),
+        sa.PrimaryKeyConstraint("team", "principal", name=op.f("pk_members")),
+    )
+    op.create_table(
+        "tokens",
+        sa.Column("id", sa.String(length=26), nullable=False),
+        sa.Column("sha256", sa.String(length=64), nullable=False),
+        sa.Column("principal", sa.String(length=64), nullable=False),
+        sa.Column("label", sa.String(length=256), nullable=False),
+        sa.Column("scopes_json", sa.Text(), nullable=False),
+        sa.Column("created_ns", sa.BigInteger(), nullable=False),
+        sa.Column("expires_ns", sa.BigInteger(), nullable=True),
+        sa.Column("revoked_ns", sa.BigInteger(), nullable=True),
+        sa.Column("used_ns", sa.BigInteger(), nullable=True),
+        sa.ForeignKeyConstraint(["principal"], ["principals.name"], name=op.f("fk_tokens_principal_principals")),
+        sa.PrimaryKeyConstraint("id", name=op.f("pk_tokens")),
+        sa.UniqueConstraint("sha256", name=op.f("uq_tokens_sha256")),
+    )
+    op.create_index(op.f("ix_tokens_principal"), "tokens", ["principal"], unique=False)
+
+
+def _nodes() -> None:
+    op.create_table(
+        "pools",
+        sa.Column("name", sa.String(length=64), nullable=False),
+        sa.Column("kind", sa.String(length=16), nullable=False),
+        sa.Column("created_ns", sa.BigInteger(), nullable=False),
+        sa.PrimaryKeyConstraint("name", name=op.f("pk_pools")),
+    )
+    op.create_table(
+        "nodes",
+        sa.Column("id", sa.String(length=26), nullable=False),
+        sa.Column("name", sa.String(length=256), nullable=False),
+        sa.Column("machine", sa.String(length=64), nullable=False),
+        sa.Column("boot_id", sa.String(length=64), nullable=False),
+        sa.Column("principal", sa.String(length=64), nullable=False),
+        sa.Column("pool", sa.String(length=64), nullable=False),
+        sa.Column("hello_json", sa.Text(), nullable=False),
+        sa.Column("seen_ns", sa.BigInteger(), nullable=False),
+        sa.Column("forgotten_ns", sa.BigInteger(), nullable=True),
+        sa.ForeignKeyConstraint(["pool"], ["pools.name"], name=op.f("fk_nodes_pool_pools")),
+        sa.ForeignKeyConstraint(["principal"], ["principals.name"], name=op.f("fk_nodes_principal_principals")),
+        sa.PrimaryKeyConstraint("id", name=op.f("pk_nodes")),
+        sa.UniqueConstraint("name", name=op.f("uq_nodes_name")),
+    )
+
+
+def _runs() -> None:
+    op.create_table(
+        "runs",
+        sa.Column("id", sa.String(length=26), nullable=False),
+        sa.Column("owner", sa.String(length=64), nullable=False),
+        sa.Column("team", sa.String(length=64), nullable=False),
+        sa.Column("name", sa.String(length=256), nullable=False),
+        sa.Column("pool", sa.String(length=64), nullable=False),
+        sa.Column("priority", sa.Integer(), nullable=False),
+        sa.Column("state", sa.String(length=16), nullable=False),
+        sa.Column("reason", sa.String(length=32), nullable=True),
+        sa.Column("detail", sa.Text(), nullable=False),
+        sa.Column("fence", sa.Integer(), nullable=False),
+        sa.Column("stop", sa.String(length=16), nullable=True),
+        sa.Column("retries_used", sa.Integer(), nullable=False),
+        sa.Column("infra_retries_used", sa.Integer(), nullable=False),
+        sa.Column("created_ns", sa.BigInteger(), nullable=False),
+        sa.Column("queued_ns", sa.BigInteger(), nullable=False),
+        sa.Column("started_ns", sa.BigInteger(), nullable=True),
+        sa.Column("ended_ns", sa.BigInteger(), nullable=True),
+        sa.Column("settled_ns", sa.BigInteger(), nullable=True),
+        sa.Column("events", sa.Integer(), nullable=False),
+        sa.Column("request_sha256", sa.String(length=64), nullable=False),
+        sa.Column("spec_json", sa.Text(), nullable=False),
+        sa.Column("target_json", sa.Text(), nullable=False),
+        sa.Column("tags_json", sa.Text(), nullable=False),
+        sa.Column("snapshot", sa.String(length=64), nullable=False),
+        sa.Column("context_sealed", sa.LargeBinary(), nullable=False),
+        sa.Column("call", sa.LargeBinary(), nullable=True),
+        sa.Column("client_version", sa.String(length=32), nullable=False),
+        sa.ForeignKeyConstraint(["owner"], ["principals.name"], name=op.f("fk_runs_owner_principals")),
+        sa.PrimaryKeyConstraint("id", name=op.f("pk_runs")),
+    )
+    op.create_index("ix_runs_owner", "runs", ["owner", "id"], unique=False)
+    op.create_index("ix_runs_queue", "runs", ["state", "priority", "queued_ns"], unique=False)
+
+
+def _attempts() -> None:
+    op.create_table(
+        "attempts",
+        sa.Column("run_id", sa.String(length=26), nullable=False),
+        sa.Column("fence", sa.Integer(), nullable=False),
+        sa.Column("node_id", sa.String(length=26), nullable=False),
+        sa.Column("gpu_type", sa.String(length=256), nullable=False),
+        sa.Column("world_size", sa.Integer(), nullable=False),
+        sa.Column("state", sa.String(length=16), nullable=False),
+        sa.Column("before", sa.String(length=16), nullable=True),
+        sa.Column("reason", sa.String(length=32), nullable=True),
+        sa.Column("began", sa.Boolean(), nullable=False),
+        sa.Column("sentence", sa.Text(), nullable=False),
+        sa.Column("token_sha256", sa.String(length=64), nullable=False),
+        sa.Column("boot_id", sa.String(length=64), nullable=False),
+        sa.Column("created_ns", sa.BigInteger(), nullable=False),
+        sa.Column("lease_ns", sa.BigInteger(), nullable=False),
+        sa.Column("started_ns", sa.BigInteger(), nullable=True),
+        sa.Column("ended_ns", sa.BigInteger(), nullable=True),
+        sa.Column("settled_ns", sa.BigInteger(), nullable=True),
+        sa.Column("stopped_json", sa.Text(), nullable=True),
+        sa.Column("receipt_json", sa.Text(), nullable=True),
+        sa.ForeignKeyConstraint(["node_id"], ["nodes.id"], name=op.f("fk_attempts_node_id_nodes")),
+        sa.ForeignKeyConstraint(["run_id"], ["runs.id"], name=op.f("fk_attempts_run_id_runs")),
+        sa.PrimaryKeyConstraint("run_id", "fence", name=op.f("pk_attempts")),
+        sa.UniqueConstraint("token_sha256", name=op.f("uq_attempts_token_sha256")),
+    )
+    op.create_index(op.f("ix_attempts_node_id"), "attempts", ["node_id"], unique=False)
+    op.create_table(
+        "orders",
+        sa.Column("seq", sa.BigInteger().with_variant(sa.Integer(), "sqlite"), autoincrement=True, nullable=False),
+        sa.Column("node_id", sa.String(length=26), nullable=False),
+        sa.Column("run_id", sa.String(length=26), nullable=False),
+        sa.Column("fence", sa.Integer(), nullable=False),
+        sa.Column("kind", sa.String(length=8), nullable=False),
+        sa.Column("stop", sa.String(length=16), nullable=True),
+        sa.Column("created_ns", sa.BigInteger(), nullable=False),
+        sa.Column("taken_ns", sa.BigInteger(), nullable=True),
+        sa.ForeignKeyConstraint(["node_id"], ["nodes.id"], name=op.f("fk_orders_node_id_nodes")),
+        sa.PrimaryKeyConstraint("seq", name=op.f("pk_orders")),
+        sa.UniqueConstraint("run_id", "fence", "kind", "stop", name=op.f("uq_orders_run_id")),
+    )
+    op.create_index("ix_orders_open", "orders", ["node_id", "taken_ns", "seq"], unique=False)
+
+
+def _outcomes() -> None:
+    op.create_table(
+        "events",
+        sa.Column("run_id", sa.String(length=26), nullable=False),
+        sa.Column("seq", sa.Integer(), nullable=False),
+        sa.Column("fence", sa.Integer(), nullable=False),
+        sa.Column("at_ns", sa.BigInteger(), nullable=False),
+        sa.Column("state", sa.String(length=16), nullable=False),
+        sa.Column("reason", sa.String(length=32), nullable=True),
+        sa.Column("sentence", sa.Text(), nullable=False),
+        sa.Column("node", sa.String(length=256), nullable=False),
+        sa.ForeignKeyConstraint(["run_id"], ["runs.id"], name=op.f("fk_events_run_id_runs")),
+        sa.PrimaryKeyConstraint("run_id", "seq", name=op.f("pk_events")),
+    )
+    op.create_table(
+        "files",
+        sa.Column("run_id", sa.String(length=26), nullable=False),
+        sa.Column("fence", sa.Integer(), nullable=False),
+        sa.Column("name", sa.String(length=256), nullable=False),
+        sa.Column("size", sa.BigInteger(), nullable=False),
+        sa.Column("inline", sa.LargeBinary(), nullable=True),
+        sa.Column("parts_json", sa.Text(), nullable=True),
+        sa.ForeignKeyConstraint(
+            ["run_id", "fence"], ["attempts.run_id", "attempts.fence"], name=op.f("fk_files_run_id_attempts")
+        ),
+        sa.PrimaryKeyConstraint("run_id", "fence", "name", name=op.f("pk_files")),
+    )
+    op.create_table(
+        "facts",
+        sa.Column("run_id", sa.String(length=26), nullable=False),
+        sa.Column("fence", sa.Integer(), nullable=False),
+        sa.Column("seq", sa.Integer(), nullable=False),
+        sa.Column("fact_json", sa.Text(), nullable=False),
+        sa.ForeignKeyConstraint(
+            ["run_id", "fence"], ["attempts.run_id", "attempts.fence"], name=op.f("fk_facts_run_id_attempts")
+        ),
+        sa.PrimaryKeyConstraint("run_id", "fence", "seq", name=op.f("pk_facts")),
+    )
+    op.create_table(
+        "audit",
+        sa.Column("seq", sa.BigInteger().with_variant(sa.Integer(), "sqlite"), autoincrement=True, nullable=False),
+        sa.Column("at_ns", sa.BigInteger(), nullable=False),
+        sa.Column("principal", sa.String(length=64), nullable=False),
+        sa.Column("action", sa.String(length=64), nullable=False),
+        sa.Column("subject", sa.String(length=256), nullable=False),
+        sa.Column("detail_json", sa.Text(), nullable=False),
+        sa.Column("token", sa.String(length=26), nullable=False),
+        sa.PrimaryKeyConstraint("seq", name=op.f("pk_audit")),
+    )

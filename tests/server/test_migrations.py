@@ -1,0 +1,126 @@
+"""Migrations: they make the tables that the program uses, on both databases, and nothing else touches them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
+
+from serverless_gpu.ambient import SystemClock
+from serverless_gpu.errors import ServerProblem
+from serverless_gpu.server import migrations
+from serverless_gpu.server.database import Database
+from serverless_gpu.server.tables import metadata
+from tests.server.postgres import Cluster
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def bare(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[], Database]]:
+    """Yield a function that opens one and the same database, which has no tables at first."""
+    opened: list[Database] = []
+    url = f"sqlite:///{tmp_path}/server.db"
+    if request.param == "postgresql":
+        postgres: Cluster = request.getfixturevalue("postgres")
+        url = postgres.url(postgres.new_database())
+
+    def open_one() -> Database:
+        opened.append(Database(url, clock=SystemClock()))
+        return opened[-1]
+
+    yield open_one
+    for one in opened:
+        one.close()
+
+
+def by_alembic(connection: sa.Connection) -> None:
+    """Make everything with the revisions, as an old database is brought up."""
+    connection.execute(sa.text("CREATE TABLE alembic_version (version_num VARCHAR(32) NOT NULL PRIMARY KEY)"))
+    migrations.upgrade(connection)
+
+
+def shape(connection: sa.Connection) -> dict[str, object]:
+    """Return what a database says about each table: columns, keys, indexes, constraints."""
+    inspector = sa.inspect(connection)
+    found: dict[str, object] = {}
+    for table in sorted(inspector.get_table_names()):
+        columns = [{**column, "type": str(column["type"])} for column in inspector.get_columns(table)]
+        indexes = sorted(inspector.get_indexes(table), key=lambda index: str(index["name"]))
+        uniques = sorted(inspector.get_unique_constraints(table), key=lambda unique: str(unique["name"]))
+        foreign = sorted(inspector.get_foreign_keys(table), key=lambda key: str(key["name"]))
+        found[table] = (columns, inspector.get_pk_constraint(table), indexes, uniques, foreign)
+    return found
+
+
+def test_the_newest_revision_is_the_one_that_the_program_asks_for() -> None:
+    directory = ScriptDirectory(str(Path(migrations.__file__).parent))
+    assert directory.get_heads() == [migrations.HEAD]
+
+
+def test_revisions_and_tables_agree(bare: Callable[[], Database]) -> None:
+    """Where they do not, this prints what a revision has to do. Nothing was released yet: change revision_0001."""
+    database = bare()
+
+    def compare(connection: sa.Connection) -> list[object]:
+        by_alembic(connection)
+        return list(compare_metadata(MigrationContext.configure(connection), metadata))
+
+    assert database.write(compare) == []
+
+
+def test_tables_made_at_once_and_by_revisions_are_the_same(bare: Callable[[], Database]) -> None:
+    database = bare()
+
+    class Undo(Exception):
+        pass
+
+    made: list[dict[str, object]] = []
+
+    def revisions(connection: sa.Connection) -> None:
+        by_alembic(connection)
+        made.append(shape(connection))
+        raise Undo
+
+    with pytest.raises(Undo):
+        database.write(revisions)
+    database.migrate()
+    assert database.read(shape) == made[0]
+
+
+def test_migrating_again_changes_nothing_and_does_not_load_alembic(bare: Callable[[], Database]) -> None:
+    database = bare()
+    database.migrate()
+    before = database.read(shape)
+    database.migrate()
+    assert database.read(shape) == before
+    assert database.read(migrations.revision) == migrations.HEAD
+
+
+def test_servers_that_start_at_once_make_the_tables_once(bare: Callable[[], Database]) -> None:
+    databases = [bare() for _ in range(4)]
+    with ThreadPoolExecutor(4) as threads:
+        for future in [threads.submit(database.migrate) for database in databases]:
+            future.result(30)
+    assert databases[0].read(migrations.is_current)
+
+
+def test_a_database_of_a_newer_version_is_refused_and_left_alone(bare: Callable[[], Database]) -> None:
+    database = bare()
+    database.migrate()
+    database.write(lambda connection: connection.execute(sa.text("UPDATE alembic_version SET version_num = '9999'")))
+    with pytest.raises(ServerProblem, match="newer version") as caught:
+        database.migrate()
+    assert "9999" in caught.value.message and caught.value.hint
+    assert database.read(migrations.revision) == "9999"
+
+
+def test_a_database_with_tables_of_something_else_is_refused(bare: Callable[[], Database]) -> None:
+    database = bare()
+    database.write(lambda connection: connection.execute(sa.text("CREATE TABLE runs (id INTEGER)")))
+    with pytest.raises(ServerProblem, match="'runs'"):
+        database.migrate()
