@@ -37,26 +37,30 @@ only it can know: whether *this* run is in reach.
 from __future__ import annotations
 
 import inspect
+import logging
 import typing
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Generic, TypeVar
 
 import msgspec
 from anyio import to_thread
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 
-from serverless_gpu.errors import InvalidValue
+from serverless_gpu.errors import InvalidValue, ServerlessGpuError, ServerProblem
+from serverless_gpu.server.api.problems import problem
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.services import Services
 from serverless_gpu.wire.base import BODY_BYTES_MAX
 
 T = TypeVar("T")
+_logger = logging.getLogger(__name__)
 CALL = "sgpu.call"
 """Key of the ASGI scope under which the gate leaves the `Call`."""
 JSON = "application/json"
 BYTES = "application/octet-stream"
-_EVENTS = "text/event-stream"
+EVENTS = "text/event-stream"
 
 
 class Need(msgspec.Struct, frozen=True, kw_only=True):
@@ -149,7 +153,7 @@ class Stream(Generic[T]):
     def response(self) -> Response:
         """Return it as ASGI can send it."""
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        return StreamingResponse(self._lines(), media_type=_EVENTS, headers=headers)
+        return StreamingResponse(self._lines(), media_type=EVENTS, headers=headers)
 
     async def _lines(self) -> AsyncIterator[bytes]:
         yield b":\n\n"  # the headers go out now, also when there is nothing to say yet
@@ -179,7 +183,18 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return BYTES if self.body in (bytes, Incoming) else JSON
 
     async def serve(self, request: HttpRequest) -> Response:
-        """Answer a request that the gate let in for this route, and for no other."""
+        """Answer a request that the gate let in for this route, and for no other; errors become problems."""
+        try:
+            return await self._serve(request)
+        except ServerlessGpuError as error:
+            return problem(error)
+        except ClientDisconnect:
+            return Response(status_code=499)  # nobody reads it
+        except Exception:  # a bug of a route must not end the server, and says nothing to the outside
+            _logger.exception("%s %s failed", self.method, self.path)
+            return problem(ServerProblem("something went wrong in the server", hint="its log says what"))
+
+    async def _serve(self, request: HttpRequest) -> Response:
         call = request.scope.get(CALL)
         if not isinstance(call, Call) or call.route is not self:
             raise RuntimeError(f"{self.method} {self.path} was reached without the gate")

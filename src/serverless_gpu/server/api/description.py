@@ -1,0 +1,111 @@
+"""The API's description: what each route takes and answers, as OpenAPI, from the same structs that do the work.
+
+`docs/openapi.json` is written from it (`make docs`), and a test compares the two.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+import typing
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from serverless_gpu.server.api.routing import BYTES, EVENTS, JSON, PUBLIC, Bytes, Incoming, Route, Stream
+from serverless_gpu.wire.base import Problem
+
+_REFERENCE = "#/components/schemas/{name}"
+_BINARY = {"type": "string", "format": "binary"}
+_UNIONS = (typing.Union, types.UnionType)
+SECURITY = {"bearer": {"type": "http", "scheme": "bearer", "description": "`sgpu_…`, or `sgpa_…` of an attempt"}}
+
+
+class Described(msgspec.Struct, frozen=True, kw_only=True):
+    """The description of all routes.
+
+    Attributes:
+        operations: for each route, in order, what FastAPI does not know of it.
+        components: schemas by name.
+    """
+
+    operations: tuple[dict[str, Any], ...]
+    components: dict[str, Any]
+
+
+def describe(routes: Sequence[Route]) -> Described:
+    """Return what the routes take and answer."""
+    used: list[Any] = [Problem]
+    for route in routes:
+        used += [*_body_types(route), *_answer_types(route)]
+    unique = list(dict.fromkeys(used))
+    schemas, components = msgspec.json.schema_components(unique, ref_template=_REFERENCE)
+    by_type = dict(zip(unique, schemas, strict=True))
+    return Described(operations=tuple(_operation(route, by_type) for route in routes), components=components)
+
+
+def _operation(route: Route, by_type: dict[Any, Any]) -> dict[str, Any]:
+    problem = {"description": "A problem.", "content": {JSON: {"schema": by_type[Problem]}}}
+    operation: dict[str, Any] = {
+        "summary": (inspect.getdoc(route.handler) or "").partition("\n")[0],
+        "parameters": [*_parts(route), *_query(route)],
+        "responses": {**_answers(route, by_type), "default": problem},
+        "security": [] if route.needs == PUBLIC else [{"bearer": []}],
+        "x-needs": msgspec.to_builtins(route.needs),
+    }
+    if route.body is not None:
+        schema = by_type.get(route.body, _BINARY)
+        operation["requestBody"] = {"required": True, "content": {route.content_type: {"schema": schema}}}
+        operation["x-body-bytes-max"] = route.limit
+    return operation
+
+
+def _answers(route: Route, by_type: dict[Any, Any]) -> dict[str, Any]:
+    answers: dict[str, Any] = {}
+    for kind in _kinds(route):
+        if kind is type(None):
+            answers["204"] = {"description": "Done."}
+        elif typing.get_origin(kind) is Stream:
+            schema = by_type[typing.get_args(kind)[0]]
+            answers.setdefault("200", {"description": "Done.", "content": {}})["content"][EVENTS] = {"schema": schema}
+        elif inspect.isclass(kind) and issubclass(kind, Response):
+            content = {BYTES: {"schema": _BINARY}} if issubclass(kind, Bytes) else {}
+            answers.setdefault("200", {"description": "Done.", "content": {}})["content"].update(content)
+        else:
+            entry = answers.setdefault("200", {"description": "Done.", "content": {}})
+            entry["content"][JSON] = {"schema": by_type[kind]}
+    return answers
+
+
+def _parts(route: Route) -> list[dict[str, Any]]:
+    schemas: dict[type, dict[str, Any]] = {str: {"type": "string"}, int: {"type": "integer", "minimum": 0}}
+    return [
+        {"name": name, "in": "path", "required": True, "schema": schemas[kind]} for name, kind in route.parts.items()
+    ]
+
+
+def _query(route: Route) -> list[dict[str, Any]]:
+    if route.query is None:
+        return []
+    schema = msgspec.json.schema(route.query)
+    definition = next(iter(schema["$defs"].values()))
+    return [
+        {"name": name, "in": "query", "required": False, "schema": field}
+        for name, field in definition["properties"].items()
+    ]
+
+
+def _kinds(route: Route) -> tuple[Any, ...]:
+    union = typing.get_origin(route.answer)
+    return typing.get_args(route.answer) if union in _UNIONS else (route.answer,)
+
+
+def _body_types(route: Route) -> list[Any]:
+    return [] if route.body in (None, bytes, Incoming) else [route.body]
+
+
+def _answer_types(route: Route) -> list[Any]:
+    said = [typing.get_args(kind)[0] if typing.get_origin(kind) is Stream else kind for kind in _kinds(route)]
+    return [kind for kind in said if not (inspect.isclass(kind) and issubclass(kind, (Response, type(None))))]

@@ -1,0 +1,79 @@
+"""The application: all routes behind the gate, and their description.
+
+FastAPI keeps the table of routes and writes the OpenAPI document; bodies and answers are `wire` structs, which msgspec
+reads, checks, writes and describes. So client, node and server have one definition of what they say to each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.types import ASGIApp
+
+from serverless_gpu.server.api import state
+from serverless_gpu.server.api.description import SECURITY, describe
+from serverless_gpu.server.api.routing import Route
+from serverless_gpu.server.gate import Authenticate, Gate, Reach
+from serverless_gpu.server.services import Services
+from serverless_gpu.version import __version__
+from serverless_gpu.wire.base import API
+
+MODULES = (state,)
+"""Modules of `api/` with `routes`; whoever adds one adds it here."""
+
+
+def all_routes() -> list[Route]:
+    """Return every route of the server."""
+    return [route for module in MODULES for route in module.routes.all]
+
+
+def application(routes: Sequence[Route]) -> FastAPI:
+    """Return the application without its gate, of use to the gate and for its description only."""
+    app = FastAPI(
+        title="serverless-gpu",
+        version=__version__,
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
+    )
+    for route in routes:
+        app.add_api_route(
+            API + route.path,
+            route.serve,
+            methods=[route.method],
+            response_model=None,
+            tags=[route.tag],
+            operation_id=f"{route.tag}_{route.handler.__name__}",
+        )
+    return app
+
+
+def description(routes: Sequence[Route]) -> dict[str, Any]:
+    """Return the OpenAPI document of the routes."""
+    document = application(routes).openapi()
+    described = describe(routes)
+    for route, operation in zip(routes, described.operations, strict=True):
+        said = document["paths"][API + route.path][route.method.lower()]
+        said.pop("parameters", None)
+        said.update(operation)
+    document["components"] = {"schemas": described.components, "securitySchemes": SECURITY}
+    return document
+
+
+def guarded(services: Services, *, hosts: Sequence[str], authenticate: Authenticate, reach: Reach) -> ASGIApp:
+    """Return what the server serves: the application behind its gate.
+
+    Args:
+        services: what routes work with.
+        hosts: names under which the server may be reached.
+        authenticate: whose token it is.
+        reach: what they may.
+    """
+    routes = all_routes()
+    return Gate(
+        application(routes), services, routes=routes, hosts=hosts, authenticate=authenticate, reach=reach
+    )

@@ -1,0 +1,278 @@
+"""The one door: outermost, for every method, path and protocol, on loopback too. What it does not let in is refused.
+
+    request ─▶ header bounds ─▶ Host, Origin ─▶ public? ────────────────────────────────────────┐
+                                     │             └▶ token ─▶ route ─▶ may they? ─▶ body bounds ─┴▶ route
+                                  refused             401      404/405   403          413, 415
+
+The order matters. A page in somebody's browser is stopped by the name it came under, whatever it knows. Nobody learns
+which paths exist without a token. Nothing of a body is read before its sender may send it, and then only so much, of
+the declared type.
+
+`PUBLIC_ROUTES` is the whole list of what needs no token. A route that says `needs=PUBLIC` and is not in it, or the
+other way round, keeps the server from starting. There are no WebSockets and no mounts; both are refused here.
+
+The gate finds the route by the table that the application is made of, and leaves it, with the caller, in the request's
+scope; a route serves nothing that was not let in for exactly itself. So two parsers that disagree about a path end in
+a refusal, not in a hole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Sequence
+from urllib.parse import urlsplit
+
+from anyio import to_thread
+from starlette.requests import Request as HttpRequest
+from starlette.routing import compile_path
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from serverless_gpu.errors import (
+    InvalidValue,
+    NotAllowed,
+    NotAuthenticated,
+    NotFound,
+    ServerlessGpuError,
+    ServerProblem,
+    TooLarge,
+)
+from serverless_gpu.server.api.problems import problem
+from serverless_gpu.server.api.routing import ANYBODY, ATTEMPT, CALL, PUBLIC, Call, Need, Route
+from serverless_gpu.server.callers import NOBODY, Caller
+from serverless_gpu.server.services import Services
+from serverless_gpu.wire.base import API
+
+PUBLIC_ROUTES = frozenset({("GET", f"{API}/health"), ("GET", f"{API}/version")})
+HEADERS_MAX = 100
+HEADER_BYTES_MAX = 32 << 10
+PATH_BYTES_MAX = 4 << 10
+TOKEN_CHARACTERS_MAX = 200
+BODY_SILENCE_S = 60.0
+"""How long a body that is not complete may send nothing."""
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+_BEARER = "bearer "
+
+Authenticate = Callable[[str], Caller]
+"""Returns whose token it is, or raises `NotAuthenticated`; called in a thread."""
+Reach = Callable[[Caller, Need], str]
+"""Returns how far a caller may reach: "none", "own", "team" or "all"."""
+
+
+class WrongMethod(InvalidValue):
+    """This path does not take this method."""
+
+    status = 405
+
+
+class WrongContent(InvalidValue):
+    """The body is not of the type that this route takes."""
+
+    status = 415
+
+
+class Gate:
+    """The outermost layer.
+
+    Args:
+        app: what is behind it.
+        services: given to every call.
+        routes: all routes behind it.
+        hosts: names, without ports, under which this server may be reached.
+        authenticate: whose token it is.
+        reach: what they may.
+
+    Raises:
+        ServerProblem: what is public is not what the list says.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        services: Services,
+        *,
+        routes: Sequence[Route],
+        hosts: Sequence[str],
+        authenticate: Authenticate,
+        reach: Reach,
+    ) -> None:
+        public = {(route.method, API + route.path) for route in routes if route.needs == PUBLIC}
+        if public != PUBLIC_ROUTES:
+            raise ServerProblem(f"public routes are not those of the list: {sorted(public ^ PUBLIC_ROUTES)}")
+        self._app = app
+        self._services = services
+        self._hosts = frozenset(host.lower() for host in hosts)
+        self._authenticate = authenticate
+        self._reach = reach
+        self._table = _Table(routes)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a request in, or refuse it."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008, "reason": "there are no WebSockets here"})
+        else:
+            await self._http(scope, receive, send)
+
+    async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            call = await self._admitted(scope)
+        except ServerlessGpuError as error:
+            await problem(error, close=_has_body(scope))(scope, receive, send)
+            return
+        scope[CALL] = call
+        await self._app(scope, _Bounded(receive, call.route.limit).receive, send)
+
+    async def _admitted(self, scope: Scope) -> Call:
+        request = HttpRequest(scope)
+        _check_bounds(scope)
+        self._check_host(request)
+        routes = self._table.find(scope["path"])
+        route = routes.get(scope["method"])
+        if route is not None and route.needs == PUBLIC:
+            return Call(self._services, route, NOBODY, "none")
+        token = _token(request)
+        who = await to_thread.run_sync(self._authenticate, token)
+        if not routes:
+            raise NotFound(f"there is nothing at {scope['path'][:200]!r}", hint="docs/openapi.json lists all routes")
+        if route is None:
+            raise WrongMethod(f"{scope['method'][:20]} is not possible here", hint=f"possible: {', '.join(routes)}")
+        call = Call(self._services, route, who, self._reach_of(who, route, scope["path"]))
+        _check_body(request, route)
+        return call
+
+    def _reach_of(self, who: Caller, route: Route, path: str) -> str:
+        if who.attempt is not None:
+            own = self._table.attempt_of(route, path) if route.needs == ATTEMPT else None
+            if own == who.attempt or (own is None and route.needs.attempts):
+                return "own"
+            raise NotAllowed("the token of an attempt is good for that attempt only")
+        if route.needs == ANYBODY:
+            return "own"
+        reach = "none" if route.needs == ATTEMPT else self._reach(who, route.needs)
+        if reach == "none":
+            verb = "change" if route.needs.write else "see"
+            raise NotAllowed(
+                f"{who.name or 'this token'} may not {verb} {route.needs.noun}",
+                hint="an administrator can give another role, or a token with other scopes",
+            )
+        return reach
+
+    def _check_host(self, request: HttpRequest) -> None:
+        hosts = request.headers.getlist("host")
+        if len(hosts) != 1 or _name(hosts[0]) not in self._hosts:
+            shown = ", ".join(host[:100] for host in hosts) or "no name"
+            raise NotAllowed(
+                f"this server is not reached as {shown!r}", hint="`sgpu up --host-name NAME` adds a name it answers to"
+            )
+        for origin in request.headers.getlist("origin"):
+            if urlsplit(origin).netloc.lower() != hosts[0].lower():
+                raise NotAllowed("requests from pages of other sites are refused")
+
+
+class _Table:
+    """Routes by path, matched as the application matches them."""
+
+    def __init__(self, routes: Sequence[Route]) -> None:
+        self._fixed: dict[str, dict[str, Route]] = {}
+        patterns: dict[str, tuple[re.Pattern[str], dict[str, Route]]] = {}
+        for route in routes:
+            path = API + route.path
+            if "{" not in path:
+                self._fixed.setdefault(path, {})[route.method] = route
+                continue
+            patterns.setdefault(path, (compile_path(path)[0], {}))[1][route.method] = route
+        self._patterns = list(patterns.values())
+
+    def find(self, path: str) -> dict[str, Route]:
+        """Return the routes at a path, by method."""
+        found = dict(self._fixed.get(path, {}))
+        for pattern, routes in self._patterns:
+            if pattern.match(path):
+                found = {**routes, **found}
+        return found
+
+    def attempt_of(self, route: Route, path: str) -> tuple[str, int] | None:
+        """Return the run and the fence in a path, or None when there are none."""
+        for pattern, routes in self._patterns:
+            match = pattern.match(path)
+            if match and routes.get(route.method) is route:
+                parts = match.groupdict()
+                fence = parts.get("fence", "")
+                return (parts["run"], int(fence)) if "run" in parts and fence.isascii() and fence.isdigit() else None
+        return None
+
+
+class _Bounded:
+    """The body of a request: so many bytes, and no endless pauses."""
+
+    def __init__(self, receive: Receive, limit: int) -> None:
+        self._receive = receive
+        self._limit = limit
+        self._taken = 0
+        self._complete = False
+
+    async def receive(self) -> Message:
+        """Return the next message, or raise `TooLarge`."""
+        if self._complete:
+            return await self._receive()
+        try:
+            async with asyncio.timeout(BODY_SILENCE_S):
+                message = await self._receive()
+        except TimeoutError:
+            raise InvalidValue(f"nothing of the body came for {BODY_SILENCE_S:.0f} s") from None
+        self._taken += len(message.get("body", b""))
+        self._complete = not message.get("more_body", False)
+        if self._taken > self._limit:
+            raise TooLarge(f"the body is larger than {self._limit} bytes")
+        return message
+
+
+def _check_bounds(scope: Scope) -> None:
+    headers = scope["headers"]
+    if len(headers) > HEADERS_MAX or sum(len(name) + len(value) for name, value in headers) > HEADER_BYTES_MAX:
+        raise TooLarge(f"headers are over {HEADERS_MAX} lines or {HEADER_BYTES_MAX} bytes")
+    if len(scope.get("raw_path") or b"") + len(scope.get("query_string", b"")) > PATH_BYTES_MAX:
+        raise TooLarge(f"path and query are over {PATH_BYTES_MAX} bytes")
+    if "\0" in scope["path"]:
+        raise InvalidValue("the path has a zero byte in it")
+
+
+def _token(request: HttpRequest) -> str:
+    given = request.headers.getlist("authorization")
+    if len(given) != 1 or not given[0].lower().startswith(_BEARER):
+        raise NotAuthenticated(hint="send `Authorization: Bearer <token>`; `sgpu login` stores one")
+    token = given[0][len(_BEARER) :].strip()
+    if not token or len(token) > TOKEN_CHARACTERS_MAX or not token.isascii():
+        raise NotAuthenticated("this is no token", hint="`sgpu login` stores one")
+    return token
+
+
+def _check_body(request: HttpRequest, route: Route) -> None:
+    if not route.content_type:
+        if _has_body(request.scope):
+            raise TooLarge("this route takes no body")
+        return
+    kinds = [kind.partition(";")[0].strip().lower() for kind in request.headers.getlist("content-type")]
+    if kinds != [route.content_type]:
+        raise WrongContent(f"this route takes {route.content_type}")
+    if request.headers.get("content-encoding", "identity").lower() != "identity":
+        raise WrongContent("bodies are taken as they are, not compressed")
+    lengths = request.headers.getlist("content-length")
+    if len(lengths) > 1 or not all(length.isascii() and length.isdigit() for length in lengths):
+        raise InvalidValue("Content-Length is not one number")
+    if lengths and int(lengths[0]) > route.limit:
+        raise TooLarge(f"a body of {int(lengths[0])} bytes is larger than {route.limit}")
+
+
+def _has_body(scope: Scope) -> bool:
+    given = {name: value for name, value in scope["headers"] if name in (b"content-length", b"transfer-encoding")}
+    return given.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in given
+
+
+def _name(host: str) -> str:
+    """Return the name in a Host header, without its port."""
+    name, colon, port = host.rpartition(":")
+    return (name if colon and port.isdigit() else host).lower()
+
