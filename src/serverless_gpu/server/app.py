@@ -58,7 +58,8 @@ def description(routes: Sequence[Route]) -> dict[str, Any]:
     described = describe(routes)
     for route, operation in zip(routes, described.operations, strict=True):
         said = document["paths"][API + route.path][route.method.lower()]
-        said.pop("parameters", None)
+        for own in ("parameters", "description"):
+            said.pop(own, None)
         said.update(operation)
     document["components"] = {"schemas": described.components, "securitySchemes": SECURITY}
     return document
@@ -74,6 +75,4 @@ def guarded(services: Services, *, hosts: Sequence[str], authenticate: Authentic
         reach: what they may.
     """
     routes = all_routes()
-    return Gate(
-        application(routes), services, routes=routes, hosts=hosts, authenticate=authenticate, reach=reach
-    )
+    return Gate(application(routes), services, routes=routes, hosts=hosts, authenticate=authenticate, reach=reach)

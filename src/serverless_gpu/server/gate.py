@@ -275,4 +275,3 @@ def _name(host: str) -> str:
     """Return the name in a Host header, without its port."""
     name, colon, port = host.rpartition(":")
     return (name if colon and port.isdigit() else host).lower()
-

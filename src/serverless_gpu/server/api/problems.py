@@ -28,6 +28,4 @@ def problem(error: ServerlessGpuError, *, close: bool = False) -> Response:
         headers["Retry-After"] = str(RETRY_AFTER_S)
     if close or isinstance(error, TooLarge):
         headers["Connection"] = "close"
-    return Response(
-        msgspec.json.encode(body), status_code=error.status, headers=headers, media_type="application/json"
-    )
+    return Response(msgspec.json.encode(body), status_code=error.status, headers=headers, media_type="application/json")
