@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import fcntl
 import os
 import re
@@ -31,18 +30,16 @@ from pathlib import Path
 
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.spec import RANKS_MAX
+from serverless_gpu.server.space import FULL, KEPT_FREE_BYTES, free_bytes
 
 STREAMS = ("stdout", "stderr")
 BYTES_MAX = (1 << 30) + (64 << 20)
 """Stored bytes of one stream, at most; nodes stop before (`node/logs.py`), whoever else has a token does not."""
-KEPT_FREE_BYTES = 128 << 20
-"""What logs leave on the disk, so that runs can still be stopped and written down."""
 TOGETHER_MIN = 64
 """From so many files on the disk is asked to finish everything once, instead of each by itself."""
 
 _RUN_ID = re.compile(r"[0-9a-hjkmnp-tv-z]{26}")
 _NAME = re.compile(r"(0|[1-9][0-9]{0,6})\.(stdout|stderr)")
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -195,15 +192,14 @@ class Logs:
 
     def _write(self, fd: int, data: memoryview) -> int:
         """Write as much as there is room for; return how many bytes that was."""
-        disk = os.fstatvfs(fd)
-        free = disk.f_bavail * disk.f_frsize if disk.f_blocks else len(data) + self._kept_free_bytes
-        data = data[: max(0, free - self._kept_free_bytes)]
+        free = free_bytes(fd)
+        data = data if free is None else data[: max(0, free - self._kept_free_bytes)]
         written = 0
         try:
             while written < len(data):
                 written += os.write(fd, data[written:])
         except OSError as error:
-            if error.errno not in _FULL:
+            if error.errno not in FULL:
                 raise
         return written
 

@@ -1,0 +1,218 @@
+"""Parts of large payloads and outputs: put once by their digest, read through whatever refers to them.
+
+    client, node ── missing(digests) ─▶ those that have to be sent ── put(digest, bytes) ─▶ store, under packs/<digest>
+    run, file    ── BlobReference(size, parts) ─▶ read, part by part
+
+They lie in a store as environments do, in a place of their own: a directory of the server, or a bucket. So a part is
+there whole or not at all, is durable when `put` returns, and survives what that store survives. Every part is compared
+with its name when it comes and when it goes.
+
+Parts that nothing refers to are removed in two steps, a grace apart (`collect`): what is not needed is condemned, and
+what is still condemned a grace later is deleted. Asking whether a part is there, or putting it again, takes it off the
+list: whoever was told that it is there has at least a grace to refer to it. The list is in memory: a server that was
+restarted condemns anew.
+
+Failure cases: bytes that are not what their name says (HashMismatch, nothing is kept); no room (ServerStorageFull); a
+store that does not answer (StoreUnavailable, after trying for as long as a store does); a part that is not there, or
+altered where it lies (NotFound: it has to be sent again).
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+
+import msgspec
+from blake3 import blake3
+
+from serverless_gpu.ambient import Clock
+from serverless_gpu.environment.stores.base import Store
+from serverless_gpu.errors import HashMismatch, InvalidValue, NotFound, StorageError
+from serverless_gpu.model.spec import BLOB_PART_BYTES, BlobReference
+from serverless_gpu.server.space import KEPT_FREE_BYTES, check_room, full
+
+GRACE_S = 24 * 3600
+"""How long a part may be there before something refers to it."""
+SIZE_MAX = 64 << 30
+"""Bytes of a blob, at most; results have a lower bound of their own."""
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_DELETE_AT_ONCE = 100
+
+
+class Collected(msgspec.Struct, frozen=True, kw_only=True):
+    """What a collection did: how many parts stay, may go next time, and are gone, with the bytes of those."""
+
+    kept: int
+    condemned: int
+    deleted: int
+    deleted_bytes: int
+
+
+class Blobs:
+    """Parts in a store; safe to use from several threads.
+
+    Args:
+        store: where they lie, and nothing else.
+        clock: how long they are there.
+        kept_free_bytes: what is left on the store's disk.
+    """
+
+    def __init__(self, store: Store, *, clock: Clock, kept_free_bytes: int = KEPT_FREE_BYTES) -> None:
+        self._store = store
+        self._clock = clock
+        self._kept_free_bytes = kept_free_bytes
+        self._changed = threading.Condition()
+        self._condemned: dict[str, int] = {}  # key → boottime
+        self._deleting: frozenset[str] = frozenset()
+
+    def missing(self, digests: Collection[str]) -> tuple[str, ...]:
+        """Return which of these parts have to be sent, in the order asked; the others stay for a grace at least.
+
+        Raises:
+            InvalidValue: one is no digest.
+        """
+        keys = {_key(digest): digest for digest in digests}
+        with self._changed:
+            look = [key for key in keys if key not in self._deleting]
+            self._pardon(look)
+        there = self._store.present(look) if look else frozenset()
+        return tuple(digest for key, digest in keys.items() if key not in there)
+
+    def check_room(self, size: int) -> None:
+        """Refuse so many bytes if they do not fit.
+
+        Raises:
+            ServerStorageFull: they do not.
+        """
+        check_room(size, self._store.free_bytes(), kept_free_bytes=self._kept_free_bytes)
+
+    def put(self, digest: str, data: bytes | memoryview) -> None:
+        """Store a part, durably; one that is there is put again.
+
+        Raises:
+            InvalidValue: it has no digest for a name.
+            HashMismatch: the bytes are others than the name says.
+            ServerStorageFull: there is no room.
+        """
+        key = _key(digest)
+        if blake3(data).hexdigest() != digest:
+            raise HashMismatch(
+                f"{len(data)} bytes arrived for part {digest[:12]}, and they are not what it says",
+                hint="send them again; when that happens often, something on the way alters or cuts what is sent",
+            )
+        self.check_room(len(data))
+        with self._changed:
+            self._changed.wait_for(lambda: key not in self._deleting)
+            self._pardon([key])
+        try:
+            self._store.put({key: data})
+        except StorageError as error:
+            raise full(error.message) from error
+
+    def get(self, digest: str) -> bytes:
+        """Return a part.
+
+        Raises:
+            NotFound: there is no such part, or it is not what its name says any more.
+        """
+        try:
+            data = self._store.get(_key(digest))
+        except KeyError:
+            raise NotFound(f"part {digest[:12]} is not on the server", hint="it has to be sent again") from None
+        if blake3(data).hexdigest() != digest:
+            raise NotFound(
+                f"part {digest[:12]} was altered where it lies on the server", hint="look at the disk of its store"
+            )
+        return data
+
+    def read(self, reference: BlobReference, start: int = 0, length: int | None = None) -> Iterator[bytes]:
+        """Yield the bytes of a blob, or of a range of it, at most a part at a time.
+
+        Args:
+            reference: the blob.
+            start: first byte.
+            length: how many; fewer come where the blob ends before.
+
+        Raises:
+            InvalidValue: it can be no blob, or no range.
+            NotFound: a part of it is not there.
+        """
+        check_reference(reference)
+        if start < 0 or (length is not None and length < 0):
+            raise InvalidValue(f"{length} bytes from byte {start} are not a range")
+        end = reference.size if length is None else min(reference.size, start + length)
+        for number in range(start // BLOB_PART_BYTES, len(reference.parts)):
+            first = number * BLOB_PART_BYTES
+            if first >= end:
+                return
+            part = self.get(reference.parts[number])
+            if len(part) != min(BLOB_PART_BYTES, reference.size - first):
+                raise NotFound(f"part {number} of the blob has {len(part)} bytes, and not those its size says")
+            yield part[max(0, start - first) : end - first]
+
+    def collect(self, in_use: Callable[[], Collection[str]], *, grace_s: float = GRACE_S) -> Collected:
+        """Delete what nothing refers to, and has not for long; one collection at a time.
+
+        Args:
+            in_use: returns the digests that runs and files refer to; called once, after the store was listed.
+            grace_s: how long a part may be there, in seconds, and how long it is condemned then.
+
+        Raises:
+            StoreUnavailable: the store does not answer; the next collection goes on.
+        """
+        listed = {stored.key: stored for stored in self._store.list("packs")}
+        needed = {f"packs/{digest}" for digest in in_use()}
+        now_ns, wall_ns, grace_ns = self._clock.boottime_ns(), self._clock.wall_ns(), round(grace_s * 1e9)
+        idle = {key for key, stored in listed.items() if key not in needed and wall_ns - stored.put_ns >= grace_ns}
+        with self._changed:
+            doomed = [key for key in idle if now_ns - self._condemned.get(key, now_ns) >= max(grace_ns, 1)]
+            self._condemned = {key: self._condemned.get(key, now_ns) for key in idle}
+        deleted: list[str] = []
+        for first in range(0, len(doomed), _DELETE_AT_ONCE):
+            deleted += self._delete(doomed[first : first + _DELETE_AT_ONCE])
+        return Collected(
+            kept=len(listed) - len(idle),
+            condemned=len(idle) - len(deleted),
+            deleted=len(deleted),
+            deleted_bytes=sum(listed[key].size for key in deleted),
+        )
+
+    def _pardon(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self._condemned.pop(key, None)
+
+    def _delete(self, keys: Sequence[str]) -> Sequence[str]:
+        """Delete those that are still condemned; who comes for one of them meanwhile finds it missing, or waits."""
+        with self._changed:
+            self._deleting = frozenset(key for key in keys if self._condemned.pop(key, None) is not None)
+            doomed = tuple(self._deleting)
+        try:
+            self._store.delete(doomed)
+        finally:
+            with self._changed:
+                self._deleting = frozenset()
+                self._changed.notify_all()
+        return doomed
+
+
+def check_reference(reference: BlobReference) -> None:
+    """Refuse what can be no blob.
+
+    Raises:
+        InvalidValue: its parts are none, or too few or too many for its size; or it is over `SIZE_MAX`.
+    """
+    if not 0 <= reference.size <= SIZE_MAX:
+        raise InvalidValue(f"a blob of {reference.size} bytes: {SIZE_MAX} are the most")
+    if len(reference.parts) != -(-reference.size // BLOB_PART_BYTES):
+        raise InvalidValue(
+            f"{len(reference.parts)} parts of a blob of {reference.size} bytes: there must be another number"
+        )
+    for digest in reference.parts:
+        _key(digest)
+
+
+def _key(digest: str) -> str:
+    if not _DIGEST.fullmatch(digest):
+        raise InvalidValue(f"{digest[:80]!r} is not a digest", hint="64 hexadecimal digits: BLAKE3 of the part's bytes")
+    return f"packs/{digest}"

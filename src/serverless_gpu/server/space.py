@@ -1,0 +1,55 @@
+"""How much more fits on a disk, and what is never given away of it.
+
+A run must be able to end, and the database to say so, also when payloads, results and logs have filled the disk. So
+whoever stores bytes for users leaves some of it free.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+from serverless_gpu.errors import ServerStorageFull
+from serverless_gpu.units import format_bytes
+
+KEPT_FREE_BYTES = 128 << 20
+"""What bytes of users leave free."""
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def free_bytes(place: Path | int) -> int | None:
+    """Return how much this user can still write, or None where that is not known.
+
+    Args:
+        place: a directory, or a descriptor of a file on that disk.
+    """
+    try:
+        disk = os.statvfs(place)
+    except OSError:
+        return None
+    # Some network and FUSE file systems say that they have no blocks at all.
+    return disk.f_bavail * disk.f_frsize if disk.f_blocks else None
+
+
+def check_room(size: int, free: int | None, *, kept_free_bytes: int) -> None:
+    """Refuse to store so many bytes where there is no room for them.
+
+    Args:
+        size: how many.
+        free: how many fit, or None where that is not known.
+        kept_free_bytes: how many of those stay free.
+
+    Raises:
+        ServerStorageFull: they do not fit.
+    """
+    if free is not None and size > free - kept_free_bytes:
+        raise full(f"{format_bytes(size)} to write, {format_bytes(max(0, free - kept_free_bytes))} free")
+
+
+def full(why: str) -> ServerStorageFull:
+    """Return the error for a disk that is full."""
+    return ServerStorageFull(
+        f"the server has no room to store this: {why}",
+        hint="nothing of it was kept; when whoever looks after the server has made room, send it again",
+    )
