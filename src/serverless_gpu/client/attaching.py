@@ -14,6 +14,7 @@ from pathlib import Path
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.client.agent_control import agent_status
 from serverless_gpu.client.run import Run
+from serverless_gpu.client.source import Supervised
 from serverless_gpu.errors import AgentUnavailable, InvalidOption, InvalidValue
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.flocks import is_held
@@ -51,10 +52,10 @@ def attach(run_id: str) -> Run[object]:
     channel = _find_supervisor(home, run_id, directory)
     if channel is None and not (directory / "stopped.json").exists():
         _refuse_unreachable(home, run_id, directory)
-    run: Run[object] = Run(run_id, directory, record.spec or RunSpec(), record.world_size, channel, None)
+    run: Run[object] = Run(Supervised(run_id, directory, record.world_size, channel), record.spec or RunSpec())
     run.session = record.session
     if channel is None:
-        run._connection_ended()
+        run._nothing_more()
     else:
         run._hear(_SNAPSHOT_S)
         if run._refused is not None:

@@ -88,13 +88,13 @@ class LineDisplay(Display):
 
     Args:
         quiet: print nothing of our own (rank output is still shown, and what is missing of it).
-        logs: where the whole output of the ranks is.
+        logs: where the whole output of the ranks is: a directory, or the command that shows it.
         clock: where time comes from.
     """
 
-    def __init__(self, *, quiet: bool, logs: Path, clock: Clock | None) -> None:
+    def __init__(self, *, quiet: bool, logs: Path | str, clock: Clock | None) -> None:
         self._quiet = quiet
-        self._logs = logs
+        self._logs = logs if isinstance(logs, Path) else f"`{logs}`"
         self._clock = clock or SystemClock()
         self._screens = Screens()
 
@@ -108,9 +108,12 @@ class LineDisplay(Display):
         """Print final lines of a rank."""
         raise NotImplementedError
 
+    def _log_of(self, rank: int, stream: str) -> str:
+        return str(self._logs / f"{rank}.{stream}") if isinstance(self._logs, Path) else self._logs
+
     def _missing(self, rank: int, stream: str, bytes_: int, lost: bool) -> str:
         """Return the line that says how much is missing and where it is."""
-        where = "dropped" if lost else f"not shown (too fast for a screen), in {self._logs / f'{rank}.{stream}'}"
+        where = "dropped" if lost else f"not shown (too fast for a screen), in {self._log_of(rank, stream)}"
         return f"[rank {rank}] — {format_bytes(bytes_)} {where} —\n"
 
 
@@ -122,7 +125,7 @@ class TerminalDisplay(LineDisplay):
 
     Args:
         quiet: print nothing of our own (rank output is still shown, and what is missing of it).
-        logs: where the whole output of the ranks is.
+        logs: where the whole output of the ranks is: a directory, or the command that shows it.
         clock: where time comes from.
         tagged: put the rank in front of each line.
         write: how to write to a stream; returns why that was not possible, or "".
@@ -132,7 +135,7 @@ class TerminalDisplay(LineDisplay):
         self,
         *,
         quiet: bool,
-        logs: Path = Path("logs"),
+        logs: Path | str = Path("logs"),
         clock: Clock | None = None,
         tagged: bool = True,
         write: Callable[[TextIO | None, str], str] = write,
@@ -249,12 +252,12 @@ class TerminalDisplay(LineDisplay):
         return [*([safe(self._passing, tty=True)] if self._passing else []), *rows][:LIVE_ROWS_MAX]
 
 
-def make_display(*, quiet: bool, logs: Path) -> Display:
+def make_display(*, quiet: bool, logs: Path | str) -> Display:
     """Return the display that suits this process: a notebook's in an IPython kernel, else a terminal's.
 
     Args:
         quiet: show nothing of our own.
-        logs: where the whole output of the ranks is.
+        logs: where the whole output of the ranks is: a directory, or the command that shows it.
     """
     if _in_kernel():
         # By name: it imports from here.

@@ -61,7 +61,7 @@ def rebuild(
     """Return the exception to raise in the caller for what a rank raised.
 
     Args:
-        description: what `inside.failure.describe` said.
+        description: what `inside.failure.describe` said; `untrusted` in it names whose code loading it would run.
         pickled_path: the file that `inside.failure.dump_exception` wrote, or None.
         rank: global rank that raised.
         host: name of its node.
@@ -85,6 +85,9 @@ def rebuild(
 
 
 def _load(description: Mapping[str, object], path: str | None, rank: int, run_id: str) -> BaseException:
+    if description.get("untrusted"):
+        why = f"the run is {description['untrusted']}'s, and loading it would run their code here"
+        return _remote_error(description, rank, run_id, why)
     if path is None or description.get("kind") == "base":
         is_base = description.get("kind") == "base"
         why = "not being an Exception, it would end this process" if is_base else "the rank could not pickle it"

@@ -30,7 +30,8 @@ from serverless_gpu.ambient import SystemClock, new_run_id
 from serverless_gpu.client import snapshots
 from serverless_gpu.client.connection import caller_context
 from serverless_gpu.client.preflight import bind_arguments, check_function, pack
-from serverless_gpu.client.run import Launched, Run
+from serverless_gpu.client.run import Run
+from serverless_gpu.client.source import Supervised
 from serverless_gpu.errors import AgentUnavailable, HardwareError, InvalidValue, ServerNotConfigured
 from serverless_gpu.model.hardware import Device
 from serverless_gpu.model.placement import Candidates, candidates, restrict
@@ -165,13 +166,14 @@ def _try_place(
         channel.close()
         raise
     again = msgspec.structs.replace(message, confirmed=True)
-    made = handle(message.run_id, directory, order.spec, ranks_of(message), channel, lambda: _send(home, None, again))
+    source = Supervised(message.run_id, directory, ranks_of(message), channel, lambda: _send(home, None, again))
+    made = handle(source, order.spec)
     if recognition is not None and order.idle_timeout_s is None:
         made._relaunch_with(lambda: _relaunch(order, home, again))
     return made
 
 
-def _relaunch(order: _Order, home: Home, message: protocol.Launch) -> Launched | None:
+def _relaunch(order: _Order, home: Home, message: protocol.Launch) -> Supervised | None:
     """Capture the environment of a run that found it damaged in the store, and launch the run anew.
 
     Returns:
@@ -198,7 +200,7 @@ def _relaunch(order: _Order, home: Home, message: protocol.Launch) -> Launched |
     except BaseException:
         channel.close()
         raise
-    return Launched(fresh.run_id, directory, channel, lambda: _send(home, None, fresh))
+    return Supervised(fresh.run_id, directory, fresh.world_size, channel, lambda: _send(home, None, fresh))
 
 
 def _in_environment(message: protocol.Launch, recognition: snapshots.Recognition) -> protocol.Launch:

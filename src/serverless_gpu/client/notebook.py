@@ -107,7 +107,7 @@ class NotebookDisplay(LineDisplay):
 
     Args:
         quiet: show nothing of our own (rank output is still shown).
-        logs: where the whole output of the ranks is.
+        logs: where the whole output of the ranks is: a directory, or the command that shows it.
         clock: where time comes from.
         status: where the status is shown.
     """
@@ -115,7 +115,12 @@ class NotebookDisplay(LineDisplay):
     tick_s: float | None = _TICK_S
 
     def __init__(
-        self, *, quiet: bool, logs: Path = Path("logs"), clock: Clock | None = None, status: StatusOutput | None = None
+        self,
+        *,
+        quiet: bool,
+        logs: Path | str = Path("logs"),
+        clock: Clock | None = None,
+        status: StatusOutput | None = None,
     ) -> None:
         super().__init__(quiet=quiet, logs=logs, clock=clock)
         self._status = Status(status or KernelOutput(), self._clock)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import socket
 from pathlib import Path
+from typing import NamedTuple
 
 from serverless_gpu.client.failures import rebuild
 from serverless_gpu.client.terminal import safe
@@ -25,6 +26,7 @@ from serverless_gpu.errors import (
     RunCancelled,
     RunError,
     RunTimedOut,
+    UntrustedResult,
 )
 from serverless_gpu.model.attempt import MEANINGS, Failure, Hang, Reason, State
 from serverless_gpu.model.stacks import readable
@@ -61,13 +63,37 @@ _CONSEQUENCES_MAX = 8
 _CONSEQUENCE_CHARACTERS_MAX = 300
 
 
-def load_result(directory: Path, rank: int, run_id: str) -> object:
+class Origin(NamedTuple):
+    """Where the files of a run come from.
+
+    Attributes:
+        node: name of the node it ran on, through a server; "" for this machine.
+        untrusted: whose run it is, where that is somebody whose code must not be run here by loading what it returned.
+    """
+
+    node: str = ""
+    untrusted: str = ""
+
+
+HERE = Origin()
+
+
+def load_result(directory: Path, rank: int, run_id: str, origin: Origin = HERE) -> object:
     """Return what a rank returned.
 
     Raises:
+        UntrustedResult: it is another's.
         ResultUnavailableHere: the value needs something this process does not have, or its file is gone.
     """
     path = directory / "results" / f"{rank}.pkl"
+    if origin.untrusted:
+        raise UntrustedResult(
+            f"run {run_id} is {origin.untrusted}'s, and loading what it returned would run their code here",
+            hint=f"if you trust them: serverless_gpu.attach({run_id!r}, allow_pickle_from={origin.untrusted!r})",
+            run_id=run_id,
+            rank=rank,
+            reason=Reason.COMPLETED.value,
+        )
     try:
         return payload.load(str(path))
     except FileNotFoundError as error:
@@ -78,7 +104,9 @@ def load_result(directory: Path, rank: int, run_id: str) -> object:
         raise _not_loadable(error, path, rank, run_id) from error
 
 
-def make_exception(stopped: Stopped, directory: Path, run_id: str, timeout_s: float | None) -> BaseException:
+def make_exception(
+    stopped: Stopped, directory: Path, run_id: str, timeout_s: float | None, origin: Origin = HERE
+) -> BaseException:
     """Return the exception that tells how a run ended.
 
     Args:
@@ -86,13 +114,14 @@ def make_exception(stopped: Stopped, directory: Path, run_id: str, timeout_s: fl
         directory: the attempt's directory.
         run_id: the run.
         timeout_s: the run's limit, for the message.
+        origin: where the directory's files come from.
     """
     rank = _raised_by(stopped)
     error: BaseException
     if rank is None:
-        error = _ended(stopped, directory, run_id, timeout_s)
+        error = _ended(stopped, directory, run_id, timeout_s, origin)
     else:
-        error = _raised(rank, _detail(stopped), directory, run_id)
+        error = _raised(rank, _detail(stopped), directory, run_id, origin)
     for consequence in _consequences(stopped):
         error.add_note(consequence)
     return error
@@ -104,7 +133,7 @@ def carries_tail(stopped: Stopped) -> bool:
     return cause is not None and cause.rank is not None and _raised_by(stopped) is None and bool(stopped.log_tail)
 
 
-def ending_text(stopped: Stopped, directory: Path, run_id: str, timeout_s: float | None) -> str:
+def ending_text(stopped: Stopped, directory: Path, run_id: str, timeout_s: float | None, origin: Origin = HERE) -> str:
     """Return how a run ended, for reading: as `make_exception`, but nothing of the user's is loaded or run.
 
     Args:
@@ -112,10 +141,11 @@ def ending_text(stopped: Stopped, directory: Path, run_id: str, timeout_s: float
         directory: the attempt's directory.
         run_id: the run.
         timeout_s: the run's limit, for the message.
+        origin: where the directory's files come from.
     """
     rank = _raised_by(stopped)
     if rank is None:
-        error = _ended(stopped, directory, run_id, timeout_s)
+        error = _ended(stopped, directory, run_id, timeout_s, origin)
         parts = [error.message, *getattr(error, "__notes__", [])]
     else:
         traceback = str(_record(directory, rank).get("traceback") or "").rstrip()
@@ -162,27 +192,29 @@ def _gone(directory: Path, path: Path, rank: int, run_id: str) -> ResultUnavaila
     )
 
 
-def _raised(rank: int, detail: str, directory: Path, run_id: str) -> BaseException:
+def _raised(rank: int, detail: str, directory: Path, run_id: str, origin: Origin) -> BaseException:
     record = _record(directory, rank)
     if not record:  # its disk was full: what the event carried is all there is
         record = {"kind": "exception", "type": detail, "message": "", "traceback": ""}
+    if origin.untrusted:
+        record["untrusted"] = origin.untrusted
     pickled = directory / "failures" / f"{rank}.pkl"
     return rebuild(
         record,
         str(pickled) if record.get("pickled") else None,
         rank=rank,
-        host=socket.gethostname(),
+        host=origin.node or socket.gethostname(),
         run_id=run_id,
-        log_path=str(_log(directory, rank)),
+        log_path=f"`sgpu logs {run_id} --rank {rank}`" if origin.node else str(_log(directory, rank)),
     )
 
 
-def _ended(stopped: Stopped, directory: Path, run_id: str, timeout_s: float | None) -> RunError:
+def _ended(stopped: Stopped, directory: Path, run_id: str, timeout_s: float | None, origin: Origin) -> RunError:
     cause = stopped.cause
     rank = cause.rank if cause is not None and stopped.state is State.FAILED else None
     error = _CLASSES.get(stopped.reason, RunError)(
         _message(stopped, rank, directory, timeout_s),
-        hint=_hint(stopped.reason, directory),
+        hint=_hint_elsewhere(stopped.reason, run_id, origin) if origin.node else _hint(stopped.reason, directory),
         run_id=run_id,
         rank=rank,
         reason=stopped.reason.value,
@@ -223,6 +255,14 @@ def _hint(reason: Reason, directory: Path) -> str:
     if reason is Reason.RESULT_STORAGE:
         return "free some space, or set SERVERLESS_GPU_HOME to a directory on another disk"
     return f"logs: {directory / 'logs'}"
+
+
+def _hint_elsewhere(reason: Reason, run_id: str, origin: Origin) -> str:
+    if reason in (Reason.START_FAILED, Reason.RUNTIME_LOST, Reason.SUPERVISOR_LOST, Reason.ENV_UNAVAILABLE):
+        return f"what our own processes wrote is on node {origin.node}: agent.log in the home of its agent"
+    if reason in (Reason.NODE_DISK, Reason.RESULT_STORAGE):
+        return f"node {origin.node} needs space: `sgpu env gc` there helps"
+    return f"logs: `sgpu logs {run_id}`"
 
 
 def _message(stopped: Stopped, rank: int | None, directory: Path, timeout_s: float | None) -> str:

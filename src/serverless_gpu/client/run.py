@@ -1,110 +1,59 @@
 """The handle of one run: wait, results, cancel, receipt, logs.
 
-A handle is moved on by whoever asks it something, in that thread; there is no thread of its own. The supervisor keeps
-what it has to say until it is read, so a handle that nobody asks costs nothing and loses nothing but live output (which
-is in the logs).
+A handle is moved on by whoever asks it something, in that thread. What it hears, and its files, come from a `Source`: a
+supervisor of this machine, or a server. Either keeps what it has to say until it is read, so a handle that nobody asks
+costs nothing and loses nothing but live output (which is in the logs).
 
 A run whose environment is damaged in the store has not begun: it is captured and launched anew, and the handle is from
 then on that of the new run.
 
-Failure cases: the connection ends without the last word, then the run directory has it, or the supervisor was killed;
-it ends before a supervisor had accepted the run (the agent died with the run in its queue), then the launch is sent
-again to a new agent, which is safe because nothing has run.
+Failure cases are those of the source; what it cannot find out it says as an ending, or raises.
 """
 
 from __future__ import annotations
 
-import contextlib
 import operator
-import shutil
 import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Generic, NamedTuple, SupportsIndex, TypeVar, cast
-
-import msgspec
+from typing import Generic, SupportsIndex, TypeVar, cast
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.client.display import Display, TerminalDisplay, again, make_display
 from serverless_gpu.client.interrupts import interruptible
 from serverless_gpu.client.outcome import carries_tail, load_result, make_exception
-from serverless_gpu.errors import InvalidOption, InvalidValue, ServerlessGpuError, error_class
-from serverless_gpu.model.attempt import MEANINGS, Reason, State
+from serverless_gpu.client.source import Source
+from serverless_gpu.errors import InvalidOption, InvalidValue, ServerlessGpuError, ServerProblem, error_class
+from serverless_gpu.model.attempt import Reason, State
 from serverless_gpu.model.ledger import Receipt
 from serverless_gpu.model.spec import RunSpec, patience
 from serverless_gpu.node import protocol
-from serverless_gpu.node.history import read_ending, read_receipt
-from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.units import format_duration_ms
 
 R = TypeVar("R")
 
-_LAUNCH_TRIES = 3
 _RELAUNCHES = 3  # behind a damaged snapshot damaged units may be found, and behind these damaged packs
 _RECEIPT_AFTER_FAILURE_S = 0.05
 
-Reconnect = Callable[[], Channel]
-
-
-class Launched(NamedTuple):
-    """A run that takes another one's place, and how to reach it."""
-
-    run_id: str
-    directory: Path
-    channel: Channel
-    again: Reconnect
-
-
-Relaunch = Callable[[], Launched | None]
+Relaunch = Callable[[], Source | None]
 """Captures the environment once more and launches anew; None where that does not help."""
 
 own_sessions: set[str] = set()
 """Sessions this process holds open: a run of its own that waits for one would wait for ever."""
 
 
-class _Link:
-    """The connection of a handle; a handle that nobody keeps closes it and leaves the run alone."""
-
-    def __init__(self, channel: Channel | None) -> None:
-        self.channel = channel
-
-    def close(self) -> None:
-        if self.channel is not None:
-            self.channel.close()
-            self.channel = None
-
-
 class Run(Generic[R]):
     """One submitted run.
 
     Attributes:
-        id: the run's identifier; `serverless_gpu.attach(id)` finds it from another process. It is another one after the
-            environment was found damaged in the store, and the run was launched anew.
-        directory: the attempt's directory with its logs, results and receipt.
         session: the session whose devices it uses, or "".
     """
 
-    def __init__(
-        self,
-        run_id: str,
-        directory: Path,
-        spec: RunSpec,
-        world_size: int,
-        channel: Channel | None,
-        again: Reconnect | None,
-    ) -> None:
-        self.id = run_id
-        self.directory = directory
+    def __init__(self, source: Source, spec: RunSpec) -> None:
         self.session = ""
         self._spec = spec
-        self._world_size = world_size
-        self._link = _Link(channel)
-        # Not `__del__`: in a reference cycle, such as an exception's traceback makes, the socket would go first.
-        weakref.finalize(self, self._link.close)
-        self._again = again
-        self._tries = 1
-        self._accepted = again is None
+        self._keep(source)
         self._relaunch: Relaunch | None = None
         self._relaunches_left = _RELAUNCHES
         self._state = State.QUEUED
@@ -117,6 +66,25 @@ class Run(Generic[R]):
         self._told: tuple[State, str] | None = None
         self._ticked_ns = 0
         self._left = False
+
+    def _keep(self, source: Source) -> None:
+        """Have the run from this source; a handle that nobody keeps closes it and leaves the run alone."""
+        self._source = source
+        # Not `__del__`: in a reference cycle, such as an exception's traceback makes, a socket would go first.
+        weakref.finalize(self, source.close)
+
+    @property
+    def id(self) -> str:
+        """Return the run's identifier, with which `serverless_gpu.attach(id)` finds it from another process.
+
+        It is another one after the environment was found damaged in the store, and the run was launched anew.
+        """
+        return self._source.run_id
+
+    @property
+    def directory(self) -> Path:
+        """Return the directory of the run's last attempt, with its results and receipt (and logs, if it ran here)."""
+        return self._source.directory
 
     def __repr__(self) -> str:
         return f"<Run {self.id} {self._state}>"
@@ -173,7 +141,7 @@ class Run(Generic[R]):
         error = self._error(timeout)
         if error is not None:
             raise error
-        return [cast("R", load_result(self.directory, rank, self.id)) for rank in range(self._world_size)]
+        return [self._load(rank) for rank in range(self._source.world_size or 0)]
 
     def result(self, rank: int = 0, timeout: float | None = None) -> R:
         """Return what one rank returned; as `results` otherwise.
@@ -182,39 +150,44 @@ class Run(Generic[R]):
             InvalidOption: the rank is not a number.
             InvalidValue: there is no such rank.
         """
-        number = self._rank(rank)
+        self._rank(rank)
         error = self._error(timeout)
         if error is not None:
             raise error
-        return cast("R", load_result(self.directory, number, self.id))
+        return self._load(self._rank(rank))  # once more: how many there are may have been unknown
+
+    def _load(self, rank: int) -> R:
+        self._source.bring_result(rank)
+        return cast("R", load_result(self.directory, rank, self.id, self._source.origin))
 
     def _rank(self, rank: object) -> int:
         self._refuse_session()
         if not isinstance(rank, SupportsIndex):
             raise InvalidOption(f"rank must be a number, not {rank!r}")
-        number = operator.index(rank)
-        if not 0 <= number < self._world_size:
-            has = "only rank 0" if self._world_size == 1 else f"ranks 0 to {self._world_size - 1}"
+        number, count = operator.index(rank), self._source.world_size
+        if number < 0 or (count is not None and number >= count):
+            has = "only rank 0" if count == 1 else f"ranks 0 to {count - 1}" if count else "ranks from 0 on"
             raise InvalidValue(f"run {self.id} has {has}, not {number}")
         return number
 
     def _refuse_session(self) -> None:
-        if not self._world_size:
+        if self._source.world_size == 0:
             message = f"{self.id} is a session: it has a receipt, but no ranks and no results of its own"
             raise InvalidValue(message, hint="the runs that use it have: `sgpu runs` lists them")
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when there is news of the run, or -1: for `select` and `asyncio`."""
-        channel = self._channel
-        return -1 if channel is None else channel.fileno()
+        return self._source.fileno()
 
     def cancel(self) -> None:
-        """Ask for the run to be stopped; does nothing when it has ended."""
+        """Ask for the run to be stopped; does nothing when it has ended.
+
+        Raises:
+            ServerUnavailable: the run goes on through a server, which does not answer.
+        """
         # Without the lock: another thread may be waiting for the run, and holds it.
-        channel = self._channel
-        if channel is not None and self._stopped is None:
-            with contextlib.suppress(OSError):
-                protocol.send(channel, protocol.Cancel())
+        if self._stopped is None:
+            self._source.cancel()
 
     def receipt(self, timeout: float | None = None) -> Receipt:
         """Return the account of the run, once its GPUs were checked and given back.
@@ -223,9 +196,9 @@ class Run(Generic[R]):
             TimeoutError: that has not happened by then.
             ServerlessGpuError: there is none, because the run never started or its supervisor was killed.
         """
-        self._hear_until(lambda: self._receipt is not None or self._channel is None, timeout)
+        self._hear_until(lambda: self._receipt is not None or not self._source.is_open, timeout)
         if self._receipt is None:
-            if self._channel is not None:
+            if self._source.is_open:
                 raise TimeoutError(f"run {self.id} has no receipt yet")
             raise ServerlessGpuError(f"run {self.id} has no receipt", hint=f"what there is: {self.directory}")
         return self._receipt
@@ -243,10 +216,7 @@ class Run(Generic[R]):
         number = self._rank(rank)
         if stream not in ("stdout", "stderr"):
             raise InvalidValue(f"run {self.id} has no stream {stream!r}", hint='the streams are "stdout" and "stderr"')
-        try:
-            return (self.directory / "logs" / f"{number}.{stream}").read_text(encoding="utf-8", errors="replace")
-        except FileNotFoundError:
-            return ""
+        return self._source.read_log(number, stream).decode("utf-8", "replace")
 
     def follow(self) -> BaseException | None:
         """Show the run while it goes on; return what ended it, or None when its results are there.
@@ -255,7 +225,7 @@ class Run(Generic[R]):
             KeyboardInterrupt: after Ctrl-C; the run was cancelled and its GPUs handed back, unless Ctrl-C came twice or
                 `on_interrupt="detach"` was asked for.
         """
-        display = self._display = make_display(quiet=self._spec.quiet, logs=self.directory / "logs")
+        display = self._display = make_display(quiet=self._spec.quiet, logs=self._source.logs)
         self._told = None
         try:
             self._tell_state()
@@ -265,10 +235,15 @@ class Run(Generic[R]):
                 display.failure(self._untold_tails(self._stopped))
             ended_well = self._stopped is not None and self._stopped.state is State.SUCCEEDED
             timeout = None if ended_well else _RECEIPT_AFTER_FAILURE_S
-            if self._hear_until(lambda: self._receipt is not None or self._channel is None, timeout) and self._receipt:
+            if (
+                self._hear_until(lambda: self._receipt is not None or not self._source.is_open, timeout)
+                and self._receipt
+            ):
                 display.receipt(self._receipt)
         except KeyboardInterrupt:
             self._interrupted(display)
+            raise
+        except ServerProblem:  # nobody could be told to stop the run, which goes on
             raise
         except BaseException:  # a signal handler that exits, a notebook's own interrupt: nobody waits any more
             if self._spec.on_interrupt == "cancel":
@@ -290,7 +265,7 @@ class Run(Generic[R]):
             self.cancel()
             display.finish()
             display.say(f"cancelling; {again()} to leave at once")
-            self._hear_until(lambda: self._receipt is not None or self._channel is None, None)
+            self._hear_until(lambda: self._receipt is not None or not self._source.is_open, None)
         except KeyboardInterrupt:
             self.cancel()  # the first may not have been sent
             self._left = True
@@ -311,7 +286,7 @@ class Run(Generic[R]):
         stopped = self._stopped
         if stopped is None or stopped.state is State.SUCCEEDED:
             return None
-        return make_exception(stopped, self.directory, self.id, self._spec.timeout_s)
+        return make_exception(stopped, self.directory, self.id, self._spec.timeout_s, self._source.origin)
 
     def _abandoned(self, *, interrupted: bool) -> bool:
         """Return whether nobody is to wait for the run: Ctrl-C came twice, or once where it only detaches.
@@ -339,7 +314,7 @@ class Run(Generic[R]):
             with interruptible():
                 while not done():
                     left_s = None if deadline_ns is None else max(0.0, (deadline_ns - clock.boottime_ns()) / 1e9)
-                    if self._channel is None:
+                    if not self._source.is_open:
                         return done()
                     tick_s = self._display.tick_s if self._display is not None else None
                     pause_s = min((limit for limit in (left_s, tick_s) if limit is not None), default=None)
@@ -352,20 +327,16 @@ class Run(Generic[R]):
 
     def _hear(self, timeout_s: float | None) -> bool:
         """Take one message if it comes in time; return whether one came."""
-        channel = self._channel
-        if channel is None:
+        if not self._source.is_open:
             return False
-        channel.sock.settimeout(timeout_s)
         try:
-            received = protocol.receive(channel)
+            message = self._source.receive(timeout_s)
         except (TimeoutError, BlockingIOError):
             return False
-        except (OSError, msgspec.MsgspecError):
-            received = None
-        if received is None:
-            self._connection_ended()
+        if message is None:
+            self._nothing_more()
         else:
-            self._take(received[0])
+            self._take(message)
         self._tell_state()
         return True
 
@@ -390,8 +361,6 @@ class Run(Generic[R]):
 
     def _take(self, message: protocol.AnyMessage) -> None:
         match message:
-            case protocol.Accepted():
-                self._accepted = True
             case protocol.Snapshot(state=state, waiting=waiting):
                 self._state, self._waiting = state, waiting
             case protocol.Waiting(sentence=sentence, passing=True):
@@ -414,18 +383,16 @@ class Run(Generic[R]):
             case protocol.Stopped(reason=Reason.ENV_CORRUPT) if self._relaunched():
                 pass
             case protocol.Stopped():
-                self._stopped, self._state, self._accepted = message, message.state, True
+                self._stopped, self._state = message, message.state
             case protocol.Finished(receipt=receipt):
                 self._receipt = receipt
                 if self._stopped is None:  # a Ctrl-C between hearing it and taking it in
-                    self._stopped = read_ending(self.directory) or _supervisor_lost()
+                    self._stopped = self._source.ending()
                     self._state = self._stopped.state
-                self._disconnect()
+                self._source.close()
             case protocol.Refused():
                 self._refused, self._state = message, State.FAILED
-                if not self._accepted:  # nothing was started
-                    shutil.rmtree(self.directory.parent, ignore_errors=True)
-                self._disconnect()
+                self._source.close()
             case _:
                 pass
 
@@ -444,30 +411,19 @@ class Run(Generic[R]):
         launched = self._relaunch()
         if launched is None:
             return False
-        self._link.close()
-        self.id, self.directory, self._link.channel, self._again = launched
-        self._state, self._waiting, self._tries, self._accepted = State.QUEUED, "", 1, False
+        self._source.close()
+        self._keep(launched)
+        self._state, self._waiting = State.QUEUED, ""
         return True
 
-    def _connection_ended(self) -> None:
-        if not self._accepted and self._again is not None and self._tries < _LAUNCH_TRIES:
-            self._tries += 1
-            self._link.close()
-            self._link.channel = self._again()
-            return
-        self._disconnect()
+    def _nothing_more(self) -> None:
+        """Take in how the run ended where its source has ended without the last word."""
+        self._source.close()
         if self._stopped is None:
-            self._stopped = read_ending(self.directory) or _supervisor_lost()
+            self._stopped = self._source.ending()
             self._state = self._stopped.state
         if self._receipt is None:
-            self._receipt = read_receipt(self.directory)
-
-    @property
-    def _channel(self) -> Channel | None:
-        return self._link.channel
-
-    def _disconnect(self) -> None:
-        self._link.close()
+            self._receipt = self._source.receipt()
 
 
 def _advised(sentence: str) -> str:
@@ -475,8 +431,3 @@ def _advised(sentence: str) -> str:
     if any(f"session {session} " in sentence for session in own_sessions):
         return f"{sentence}; that session is open in this process: call session.distributed(...), or close it"
     return sentence
-
-
-def _supervisor_lost() -> protocol.Stopped:
-    reason = Reason.SUPERVISOR_LOST
-    return protocol.Stopped(state=MEANINGS[reason].state, reason=reason, cause=None, consequences=())

@@ -58,12 +58,12 @@ class _Hold(Run[None]):
     def listen(self) -> None:
         """Say what the session says, until it has ended."""
         with contextlib.suppress(OSError):
-            self._hear_until(lambda: self.over and self._channel is None, None)
+            self._hear_until(lambda: self.over and not self._source.is_open, None)
 
     @property
     def over(self) -> bool:
         """Return whether the session has ended."""
-        return self._stopped is not None or self._refused is not None or self._channel is None
+        return self._stopped is not None or self._refused is not None or not self._source.is_open
 
     def _take(self, message: protocol.AnyMessage) -> None:
         if isinstance(message, protocol.Held):

@@ -1,0 +1,206 @@
+"""Where a handle has its run from: what is said about it, and its files.
+
+    Run ──▶ Source ──┬─ Supervised   the run's supervisor on this machine: a socket and the run directory
+                     └─ Watched      a server: its event stream, and copies of the run's files (`remote/watching.py`)
+
+A source speaks the words of `node.protocol`, whoever it hears them from, so that there is one handle with one behaviour.
+
+Failure cases of `Supervised`: the connection ends before a supervisor had accepted the run (the agent died with the run
+in its queue), then the launch is sent again to a new agent, which is safe because nothing has run; it ends without the
+last word, then the run directory has it, or the supervisor was killed.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from serverless_gpu.client.outcome import Origin
+from serverless_gpu.model.attempt import MEANINGS, Reason
+from serverless_gpu.model.ledger import Receipt
+from serverless_gpu.node import protocol
+from serverless_gpu.node.history import read_ending, read_receipt
+from serverless_gpu.node.inside.channel import Channel
+
+_LAUNCH_TRIES = 3
+
+Reconnect = Callable[[], Channel]
+
+
+class Source(abc.ABC):
+    """Where a handle has its run from.
+
+    Attributes:
+        run_id: the run.
+        directory: where the files of its last attempt are, or come to.
+        world_size: ranks of the run; 0 for a session, which has none; None while that is not known.
+        origin: which machine the files come from, and whether loading them is safe.
+    """
+
+    run_id: str
+    directory: Path
+    world_size: int | None
+    origin: Origin = Origin()
+
+    @property
+    @abc.abstractmethod
+    def is_open(self) -> bool:
+        """Return whether anything more may be heard."""
+
+    @property
+    @abc.abstractmethod
+    def logs(self) -> Path | str:
+        """Return where all output of the ranks is: a directory, or the command that shows it."""
+
+    @abc.abstractmethod
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when there is news, or -1."""
+
+    @abc.abstractmethod
+    def receive(self, timeout_s: float | None) -> protocol.AnyMessage | None:
+        """Return the next message, or None where there will be no more.
+
+        Raises:
+            TimeoutError: none came in time.
+            BlockingIOError: none is there, and it was not to be waited for.
+            ServerlessGpuError: it cannot be known how the run goes on.
+        """
+
+    @abc.abstractmethod
+    def cancel(self) -> None:
+        """Ask for the run to be stopped; does nothing when it has ended.
+
+        Raises:
+            ServerlessGpuError: that could not be said to anybody.
+        """
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Listen no more; the run goes on."""
+
+    @abc.abstractmethod
+    def ending(self) -> protocol.Stopped:
+        """Return how the run ended, after nothing more is to be heard."""
+
+    @abc.abstractmethod
+    def receipt(self) -> Receipt | None:
+        """Return the account of the run, after nothing more is to be heard."""
+
+    @abc.abstractmethod
+    def bring_result(self, rank: int) -> None:
+        """Have the result of a rank in `directory`, where it is kept at all.
+
+        Raises:
+            ServerlessGpuError: that cannot be.
+        """
+
+    @abc.abstractmethod
+    def read_log(self, rank: int, stream: str) -> bytes:
+        """Return what a rank has written so far, all that is kept of it."""
+
+
+class Supervised(Source):
+    """A run of this machine.
+
+    Args:
+        run_id: the run.
+        directory: the attempt's directory.
+        world_size: ranks; 0 for a session.
+        channel: to its supervisor, or to the agent that looks for one; None when it has ended.
+        again: launches once more, or None where it was accepted before.
+    """
+
+    def __init__(
+        self, run_id: str, directory: Path, world_size: int, channel: Channel | None, again: Reconnect | None = None
+    ) -> None:
+        self.run_id = run_id
+        self.directory = directory
+        self.world_size = world_size
+        self.channel = channel
+        self._again = again
+        self._tries = 1
+        self._accepted = again is None
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether anything more may be heard."""
+        return self.channel is not None
+
+    @property
+    def logs(self) -> Path:
+        """Return the directory of the ranks' output."""
+        return self.directory / "logs"
+
+    def fileno(self) -> int:
+        """Return the socket's descriptor, or -1."""
+        return -1 if self.channel is None else self.channel.fileno()
+
+    def receive(self, timeout_s: float | None) -> protocol.AnyMessage | None:
+        """Return the supervisor's next message, or None after its last; a lost launch is sent again meanwhile."""
+        while self.channel is not None:
+            self.channel.sock.settimeout(timeout_s)
+            try:
+                received = protocol.receive(self.channel)
+            except (TimeoutError, BlockingIOError):
+                raise
+            except (OSError, msgspec.MsgspecError):
+                received = None
+            if received is not None:
+                self._note(received[0])
+                return received[0]
+            self.close()
+            if not self._accepted and self._again is not None and self._tries < _LAUNCH_TRIES:
+                self._tries += 1
+                self.channel = self._again()
+        return None
+
+    def cancel(self) -> None:
+        """Tell the supervisor; one that is gone has ended its ranks."""
+        channel = self.channel
+        if channel is not None:
+            with contextlib.suppress(OSError):
+                protocol.send(channel, protocol.Cancel())
+
+    def close(self) -> None:
+        """Close the socket."""
+        if self.channel is not None:
+            self.channel.close()
+            self.channel = None
+
+    def ending(self) -> protocol.Stopped:
+        """Return what the run directory says, or that the supervisor is lost."""
+        return read_ending(self.directory) or supervisor_lost()
+
+    def receipt(self) -> Receipt | None:
+        """Return what the run directory has."""
+        return read_receipt(self.directory)
+
+    def bring_result(self, rank: int) -> None:
+        """Do nothing: it is there."""
+
+    def read_log(self, rank: int, stream: str) -> bytes:
+        """Return what the rank's file has."""
+        try:
+            return (self.directory / "logs" / f"{rank}.{stream}").read_bytes()
+        except FileNotFoundError:
+            return b""
+
+    def _note(self, message: protocol.AnyMessage) -> None:
+        match message:
+            case protocol.Accepted() | protocol.Stopped():
+                self._accepted = True
+            case protocol.Refused() if not self._accepted:  # nothing was started
+                shutil.rmtree(self.directory.parent, ignore_errors=True)
+            case _:
+                pass
+
+
+def supervisor_lost() -> protocol.Stopped:
+    """Return the ending of a run whose supervisor died without a word."""
+    reason = Reason.SUPERVISOR_LOST
+    return protocol.Stopped(state=MEANINGS[reason].state, reason=reason, cause=None, consequences=())
