@@ -3,7 +3,7 @@
     Run ──▶ Source ──┬─ Supervised   the run's supervisor on this machine: a socket and the run directory
                      └─ Watched      a server: its event stream, and copies of the run's files (`remote/watching.py`)
 
-A source speaks the words of `node.protocol`, whoever it hears them from, so that there is one handle with one behaviour.
+A source speaks the words of `node.protocol`, whoever it hears them from: there is one handle, with one behaviour.
 
 Failure cases of `Supervised`: the connection ends before a supervisor had accepted the run (the agent died with the run
 in its queue), then the launch is sent again to a new agent, which is safe because nothing has run; it ends without the
