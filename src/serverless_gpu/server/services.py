@@ -18,6 +18,8 @@ from sqlalchemy.engine import Connection
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.server.hub import Hub
+from serverless_gpu.server.liveness import Deliveries, Leases, Presence
+from serverless_gpu.server.sentences import Sentences
 
 T = TypeVar("T")
 
@@ -40,9 +42,17 @@ class Services:
 
     Attributes:
         checks: each returns what is wrong with the server, in words that name no one, or "".
+        leases: when attempts were heard of last; whoever applies a report renews.
+        presence: when nodes were heard of last.
+        deliveries: orders that left.
+        sentences: what runs that wait are told.
     """
 
     clock: Clock
     database: Transactions
     hub: Hub
     checks: tuple[Callable[[], str], ...] = ()
+    leases: Leases = dataclasses.field(default_factory=Leases)
+    presence: Presence = dataclasses.field(default_factory=Presence)
+    deliveries: Deliveries = dataclasses.field(default_factory=Deliveries)
+    sentences: Sentences = dataclasses.field(default_factory=Sentences)

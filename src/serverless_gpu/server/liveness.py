@@ -1,0 +1,126 @@
+"""What this process has heard, and when, by its own boottime: memory that is meant to be lost with it.
+
+    Leases        attempts, renewed by their reports          silence ─▶ UNREACHABLE ─▶ given up after the hard fence
+    Presence      nodes, renewed by hello and heartbeat       who is not there gets nothing new
+    Deliveries    orders that left this process               what never left can be taken back
+
+No wall clock takes part: a column would be read by the next process with another boottime, and a wall clock jumps. So
+a server that starts knows nothing, and every attempt counts as heard of at that moment; a node counts as there once it
+has said something. All methods may be called from any thread, and take the time as a value.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterable
+
+PRESENT_S = 20.0
+"""A node that has not been heard of for so long gets nothing new; it says something every five seconds."""
+
+
+class Leases:
+    """When attempts were heard of last."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._heard: dict[tuple[str, int], int] = {}
+
+    def renew(self, run_id: str, fence: int, *, now_ns: int) -> None:
+        """Note that an attempt reported.
+
+        Args:
+            run_id: the run.
+            fence: the attempt.
+            now_ns: boottime at which the report arrived, nanoseconds.
+        """
+        with self._lock:
+            self._heard[run_id, fence] = now_ns
+
+    def last_ns(self, run_id: str, fence: int, *, now_ns: int) -> int:
+        """Return when an attempt was heard of last, boottime in nanoseconds; one that never was counts from now on."""
+        with self._lock:
+            return self._heard.setdefault((run_id, fence), now_ns)
+
+    def keep(self, gangs: Collection[tuple[str, int]]) -> None:
+        """Forget all attempts but these."""
+        with self._lock:
+            self._heard = {gang: heard for gang, heard in self._heard.items() if gang in gangs}
+
+
+class Presence:
+    """When nodes were heard of last."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._heard: dict[str, int] = {}
+        self._lost: dict[str, str] = {}
+
+    def heard(self, node_id: str, *, now_ns: int) -> bool:
+        """Note that a node said something; return whether it was not there before."""
+        with self._lock:
+            before = self._heard.get(node_id)
+            self._heard[node_id] = now_ns
+            was_lost = self._lost.pop(node_id, None) is not None
+            return was_lost or before is None or now_ns - before > PRESENT_S * 1e9
+
+    def is_there(self, node_id: str, *, now_ns: int) -> bool:
+        """Return whether a node can be counted on."""
+        with self._lock:
+            heard = self._heard.get(node_id)
+            return node_id not in self._lost and heard is not None and now_ns - heard <= PRESENT_S * 1e9
+
+    def last_ns(self, node_id: str) -> int | None:
+        """Return when a node was heard of last, boottime in nanoseconds; None for never since this process started."""
+        with self._lock:
+            return self._heard.get(node_id)
+
+    def lose(self, node_id: str, sentence: str) -> None:
+        """Note that an engine does not count on a node, until it is heard of again or `find` is called."""
+        with self._lock:
+            self._lost[node_id] = sentence
+
+    def find(self, node_id: str) -> None:
+        """Note that an engine counts on a node again."""
+        with self._lock:
+            self._lost.pop(node_id, None)
+
+    def why_lost(self, node_id: str) -> str:
+        """Return what an engine says about a node that it does not count on, or ""."""
+        with self._lock:
+            return self._lost.get(node_id, "")
+
+
+class Deliveries:
+    """Orders by number, between "may leave" and "may be taken back": each is one or the other, never both."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sent: set[int] = set()
+        self._held: set[int] = set()
+        self._mine: set[int] = set()
+
+    def made(self, seq: int) -> None:
+        """Note that this process wrote an order: what an earlier one wrote may have left long ago."""
+        with self._lock:
+            self._mine.add(seq)
+
+    def send(self, seqs: Iterable[int]) -> list[int]:
+        """Return which of these may be sent now, and note that they were."""
+        with self._lock:
+            free = [seq for seq in seqs if seq not in self._held]
+            self._sent.update(free)
+            return free
+
+    def hold(self, seq: int) -> bool:
+        """Return whether an order has never left and never will, so that it can be taken back."""
+        with self._lock:
+            if seq in self._sent or seq not in self._mine:
+                return False
+            self._held.add(seq)
+            return True
+
+    def done(self, seqs: Iterable[int]) -> None:
+        """Forget orders that were taken, or taken back."""
+        with self._lock:
+            for known in (self._sent, self._held, self._mine):
+                known.difference_update(seqs)

@@ -1,0 +1,98 @@
+"""Nodes: the query room of machines that have joined. Nobody else reads or writes their table.
+
+What a node said last is kept as it was said (`AgentHello` without its attempts), so that a server that starts again
+knows what there is, and what it waits for, before anybody has said anything. Whether a node is *there* is not here: a
+column would be as old as its last write. `presence.py` knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import sqlalchemy as sa
+
+from serverless_gpu.server.tables import nodes
+from serverless_gpu.wire.agents import AgentHello
+
+_decoder = msgspec.json.Decoder(AgentHello)
+
+
+class StoredNode(msgspec.Struct, frozen=True, kw_only=True):
+    """A node as it is written down.
+
+    Attributes:
+        principal: whose token its agent has.
+        hello: what it said of itself last, without its attempts.
+        seen_ns: its last sign of life that was written, nanoseconds since 1970; some seconds behind.
+        forgotten_ns: since when an operator says that it is dead; None for a node.
+    """
+
+    id: str
+    name: str
+    machine: str
+    boot_id: str
+    principal: str
+    pool: str
+    hello: AgentHello
+    seen_ns: int
+    forgotten_ns: int | None
+
+
+def every(connection: sa.Connection) -> list[StoredNode]:
+    """Return all nodes that are not forgotten, by name."""
+    query = sa.select(nodes).where(nodes.c.forgotten_ns.is_(None)).order_by(nodes.c.name)
+    return [_from_row(row._mapping) for row in connection.execute(query)]
+
+
+def get(connection: sa.Connection, node_id: str) -> StoredNode | None:
+    """Return a node by its identifier, also a forgotten one."""
+    return _first(connection, nodes.c.id == node_id)
+
+
+def named(connection: sa.Connection, name: str) -> StoredNode | None:
+    """Return a node by its name, also a forgotten one."""
+    return _first(connection, nodes.c.name == name)
+
+
+def insert(connection: sa.Connection, node: StoredNode) -> None:
+    """Write down a node that is new."""
+    connection.execute(nodes.insert(), {"id": node.id, "name": node.name, **_columns(node)})
+
+
+def change(connection: sa.Connection, node: StoredNode) -> None:
+    """Write down what a node is now: all but its identifier and name may be another one."""
+    connection.execute(nodes.update().where(nodes.c.id == node.id).values(**_columns(node)))
+
+
+def forget(connection: sa.Connection, node_id: str, *, at_ns: int) -> None:
+    """Write down that a node is dead; should it come back, it is a node again."""
+    connection.execute(nodes.update().where(nodes.c.id == node_id).values(forgotten_ns=at_ns))
+
+
+def _columns(node: StoredNode) -> dict[str, object]:
+    hello = msgspec.structs.replace(node.hello, attempts=())
+    return {
+        "machine": node.machine,
+        "boot_id": node.boot_id,
+        "principal": node.principal,
+        "pool": node.pool,
+        "hello_json": msgspec.json.encode(hello).decode(),
+        "seen_ns": node.seen_ns,
+        "forgotten_ns": node.forgotten_ns,
+    }
+
+
+def _first(connection: sa.Connection, which: sa.ColumnElement[bool]) -> StoredNode | None:
+    row = connection.execute(sa.select(nodes).where(which)).first()
+    return None if row is None else _from_row(row._mapping)
+
+
+def _from_row(fields: sa.RowMapping) -> StoredNode:
+    own = {name: fields[name] for name in StoredNode.__struct_fields__ if name != "hello"}
+    return StoredNode(**own, hello=_decoder.decode(fields["hello_json"]))
+
+
+def by_id(found: Sequence[StoredNode]) -> dict[str, StoredNode]:
+    """Return nodes by their identifiers."""
+    return {node.id: node for node in found}

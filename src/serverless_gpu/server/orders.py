@@ -1,0 +1,133 @@
+"""Orders: the query room of what nodes are told to do, the outbox.
+
+    decision ─▶ one transaction: attempt + order ─▶ (committed) ─▶ stream of the node ─▶ taken
+
+An order is written with the decision it follows from and delivered until its node says that it has taken it, over any
+number of restarts on either side. It may arrive twice; the node takes it once, by its gang. Orders about attempts that
+have ended are not delivered any more: the attempt's end was the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+import sqlalchemy as sa
+
+from serverless_gpu.model.attempt import StopReason
+from serverless_gpu.server.tables import attempts, orders, runs
+
+OPEN_MAX = 1_000
+"""Orders that are looked at in one go; the rest comes when these are taken."""
+
+
+class StoredOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """An order that has not been taken.
+
+    Attributes:
+        stop: why, for a stop; None for a start.
+    """
+
+    seq: int
+    run_id: str
+    fence: int
+    kind: Literal["start", "stop"]
+    stop: StopReason | None
+    created_ns: int
+
+
+class Starting(msgspec.Struct, frozen=True, kw_only=True):
+    """What a node has to know to start an attempt, as it lies in the database."""
+
+    gpu_type: str
+    world_size: int
+    token_sha256: str
+    spec_json: str
+    context_sealed: bytes
+    call: bytes | None
+    snapshot: str
+    owner: str
+    created_ns: int
+
+
+def add_start(connection: sa.Connection, node_id: str, run_id: str, fence: int, *, at_ns: int) -> int:
+    """Write the order to start an attempt; return its number."""
+    return _insert(connection, {"node_id": node_id, "run_id": run_id, "fence": fence, "kind": "start"}, at_ns)
+
+
+def add_stop(
+    connection: sa.Connection, node_id: str, run_id: str, fence: int, *, why: StopReason, at_ns: int
+) -> int | None:
+    """Write the order to stop an attempt; return its number, or None when it was written before."""
+    same = sa.and_(
+        orders.c.run_id == run_id, orders.c.fence == fence, orders.c.kind == "stop", orders.c.stop == why.value
+    )
+    if connection.execute(sa.select(orders.c.seq).where(same)).first() is not None:
+        return None
+    row = {"node_id": node_id, "run_id": run_id, "fence": fence, "kind": "stop", "stop": why.value}
+    return _insert(connection, row, at_ns)
+
+
+def waiting(connection: sa.Connection, node_id: str) -> list[StoredOrder]:
+    """Return the orders of a node that it has not taken and whose attempts have not ended, in order."""
+    return _open(connection, orders.c.node_id == node_id)
+
+
+def untaken_starts(connection: sa.Connection, *, before_ns: int) -> list[StoredOrder]:
+    """Return orders to start, older than a moment, that no node has taken."""
+    return _open(connection, sa.and_(orders.c.kind == "start", orders.c.created_ns < before_ns))
+
+
+def starting(connection: sa.Connection, run_id: str, fence: int) -> Starting | None:
+    """Return what a start is about; None when the attempt has ended meanwhile."""
+    query = sa.select(
+        attempts.c.gpu_type,
+        attempts.c.world_size,
+        attempts.c.token_sha256,
+        runs.c.spec_json,
+        runs.c.context_sealed,
+        runs.c.call,
+        runs.c.snapshot,
+        runs.c.owner,
+        runs.c.created_ns,
+    )
+    query = query.select_from(attempts.join(runs, runs.c.id == attempts.c.run_id))
+    query = query.where(attempts.c.run_id == run_id, attempts.c.fence == fence, attempts.c.ended_ns.is_(None))
+    row = connection.execute(query).first()
+    return None if row is None else Starting(**row._mapping)
+
+
+def take(connection: sa.Connection, node_id: str, seqs: Sequence[int], *, at_ns: int) -> None:
+    """Write down that a node has taken orders; those of other nodes, and those taken before, stay as they are."""
+    mine = sa.and_(orders.c.node_id == node_id, orders.c.seq.in_(list(seqs)), orders.c.taken_ns.is_(None))
+    connection.execute(orders.update().where(mine).values(taken_ns=at_ns))
+
+
+def take_starts(connection: sa.Connection, node_id: str, gangs: Sequence[tuple[str, int]], *, at_ns: int) -> None:
+    """Write down that a node has attempts, whether or not its word about the orders arrived."""
+    for run_id, fence in gangs:
+        same = sa.and_(orders.c.node_id == node_id, orders.c.run_id == run_id, orders.c.fence == fence)
+        untaken = sa.and_(same, orders.c.kind == "start", orders.c.taken_ns.is_(None))
+        connection.execute(orders.update().where(untaken).values(taken_ns=at_ns))
+
+
+def withdraw(connection: sa.Connection, seq: int, *, at_ns: int) -> bool:
+    """Take an order back that nobody has taken; return whether that was so."""
+    untaken = sa.and_(orders.c.seq == seq, orders.c.taken_ns.is_(None))
+    return connection.execute(orders.update().where(untaken).values(taken_ns=at_ns)).rowcount == 1
+
+
+def _open(connection: sa.Connection, which: sa.ColumnElement[bool]) -> list[StoredOrder]:
+    columns = [orders.c[name] for name in StoredOrder.__struct_fields__]
+    joined = orders.join(attempts, sa.and_(attempts.c.run_id == orders.c.run_id, attempts.c.fence == orders.c.fence))
+    query = sa.select(*columns).select_from(joined)
+    query = query.where(which, orders.c.taken_ns.is_(None), attempts.c.ended_ns.is_(None))
+    rows = connection.execute(query.order_by(orders.c.seq).limit(OPEN_MAX))
+    return [StoredOrder(**(dict(row._mapping) | {"stop": StopReason(row.stop) if row.stop else None})) for row in rows]
+
+
+def _insert(connection: sa.Connection, row: dict[str, object], at_ns: int) -> int:
+    result = connection.execute(orders.insert().values(**row, created_ns=at_ns))
+    key = result.inserted_primary_key
+    return int(key[0]) if key is not None else 0

@@ -1,0 +1,83 @@
+"""What the server has heard, by its own clock."""
+
+from __future__ import annotations
+
+import pytest
+
+from serverless_gpu import faults
+from serverless_gpu.model.queueing import Wait
+from serverless_gpu.server.liveness import PRESENT_S, Deliveries, Leases, Presence
+from serverless_gpu.server.sentences import Sentences
+
+S = 1_000_000_000
+
+
+def test_an_attempt_that_was_never_heard_of_counts_from_the_first_look() -> None:
+    leases = Leases()
+    assert leases.last_ns("r", 1, now_ns=5 * S) == 5 * S
+    assert leases.last_ns("r", 1, now_ns=9 * S) == 5 * S
+    leases.renew("r", 1, now_ns=7 * S)
+    assert leases.last_ns("r", 1, now_ns=9 * S) == 7 * S
+    leases.keep({("r", 2)})
+    assert leases.last_ns("r", 1, now_ns=9 * S) == 9 * S
+
+
+def test_a_node_is_there_once_it_said_something_and_not_long_after() -> None:
+    presence = Presence()
+    assert not presence.is_there("n", now_ns=0)
+    assert presence.last_ns("n") is None
+    assert presence.heard("n", now_ns=0)
+    assert not presence.heard("n", now_ns=1 * S)
+    assert presence.is_there("n", now_ns=20 * S)
+    late = round((PRESENT_S + 2) * S)
+    assert not presence.is_there("n", now_ns=late)
+    assert presence.heard("n", now_ns=late)
+
+
+def test_a_node_that_an_engine_lost_is_not_there_until_it_is_found_or_heard_of() -> None:
+    presence = Presence()
+    presence.heard("n", now_ns=0)
+    presence.lose("n", "lost power")
+    assert not presence.is_there("n", now_ns=0)
+    assert presence.why_lost("n") == "lost power"
+    presence.find("n")
+    assert presence.is_there("n", now_ns=0)
+    presence.lose("n", "lost power")
+    assert presence.heard("n", now_ns=1)
+    assert presence.is_there("n", now_ns=1)
+
+
+def test_an_order_is_sent_or_taken_back_and_never_both() -> None:
+    deliveries = Deliveries()
+    for seq in (1, 2):
+        deliveries.made(seq)
+    assert deliveries.hold(1)
+    assert deliveries.send([1, 2, 3]) == [2, 3]
+    assert not deliveries.hold(2)
+
+
+def test_an_order_that_an_earlier_process_wrote_may_have_left() -> None:
+    assert not Deliveries().hold(1)
+
+
+def test_only_those_who_are_told_something_else_are_named() -> None:
+    sentences = Sentences()
+    first = {"a": Wait(why="needs 1 H100", place=1), "b": Wait(why="needs 1 H100", place=2)}
+    assert sentences.replace(first) == ["a", "b"]
+    assert sentences.of("b") == "needs 1 H100; you are 2nd"
+    assert sentences.replace({"b": Wait(why="needs 1 H100", place=1)}) == ["b"]
+    assert (sentences.of("a"), sentences.of("b")) == ("", "needs 1 H100; you are 1st")
+
+
+def test_a_fault_point_does_nothing_unless_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    reached: list[str] = []
+    monkeypatch.setattr(faults, "crash", reached.append)
+    monkeypatch.delenv(faults.VARIABLE, raising=False)
+    faults.reach("after_commit_before_launch")
+    monkeypatch.setenv(faults.VARIABLE, "after_commit_before_launch")
+    faults.reach("after_launch_before_ack")
+    assert reached == []
+    faults.reach("after_commit_before_launch")
+    assert reached == ["after_commit_before_launch"]
+    with pytest.raises(ValueError, match="no fault point"):
+        faults.reach("somewhere")
