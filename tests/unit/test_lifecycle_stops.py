@@ -320,34 +320,33 @@ def test_F17_a_silent_supervisor_is_unreachable_and_comes_back() -> None:
     assert drive(unreachable, (21 * S, LeaseRenewed())) == (RUNNING, ())
 
 
-@pytest.mark.parametrize(
-    "attempt",
-    [
-        changed(RUNNING, state=State.UNREACHABLE),
-        changed(SETTLING, state=State.UNREACHABLE),
-        changed(
-            RUNNING,
-            state=State.STOPPING,
-            phase=Phase.TERMINATING,
-            reason=Reason.CANCELLED,
-            stop_ns=15 * S,
-            wake_ns=45 * S,
-        ),
-    ],
-    ids=["unreachable", "unreachable while settling", "stopping"],
-)
-def test_F18_an_expired_lease_loses_the_attempt_and_nothing_is_left_to_wait_for(attempt: Attempt) -> None:
-    after, issued = drive(attempt, (20 * S, LeaseExpired()))
-    failure = Failure(rank=None, reason=Reason.NODE_LOST, at_ns=20 * S)
-    assert after == changed(
-        attempt,
-        state=State.LOST,
-        reason=Reason.NODE_LOST,
-        failures=(*attempt.failures, failure),
-        phase=Phase.NONE,
-        wake_ns=None,
-    )
-    assert issued == (CONCLUDE,)
+@pytest.mark.parametrize("attempt", [RUNNING, SETTLING, changed(RUNNING, state=State.UNREACHABLE)])
+def test_F18_an_expired_lease_stops_the_ranks_and_soon(attempt: Attempt) -> None:
+    for grace_s, given_s in ((5, 5), (600, 30)):
+        patient = changed(attempt, limits=Limits(grace_ns=grace_s * S))
+        after, issued = drive(patient, (20 * S, LeaseExpired()))
+        assert (after.state, after.phase, after.reason) == (State.STOPPING, Phase.TERMINATING, Reason.NODE_PARTITIONED)
+        assert after.wake_ns == (20 + given_s) * S
+        assert issued == (TERMINATE,)
+    after, _ = drive(after, (60 * S, Tick()), (61 * S, TreeEmpty()))
+    assert (after.state, after.reason) == (State.LOST, Reason.NODE_PARTITIONED)
+
+
+@pytest.mark.parametrize("attempt", [QUEUED, STARTING])
+def test_F18_an_expired_lease_ends_at_once_what_has_not_begun(attempt: Attempt) -> None:
+    after, issued = drive(attempt, (20 * S, LeaseExpired()), (21 * S, TreeEmpty()))
+    assert (after.state, after.reason) == (State.LOST, Reason.NODE_PARTITIONED)
+    assert issued == (KILL, CONCLUDE)
+
+
+def test_F18_an_expired_lease_leaves_a_stop_its_reason_and_less_time() -> None:
+    patient = changed(RUNNING, limits=Limits(grace_ns=600 * S))
+    stopping, _ = drive(patient, (20 * S, StopRequested(StopReason.CANCEL)))
+    assert stopping.wake_ns == 620 * S
+    assert drive(stopping, (25 * S, LeaseExpired())) == (changed(stopping, wake_ns=55 * S), ())
+    assert drive(stopping, (600 * S, LeaseExpired())) == (stopping, ())
+    killing, _ = drive(stopping, (620 * S, Tick()))
+    assert drive(killing, (621 * S, LeaseExpired())) == (killing, ())
 
 
 @pytest.mark.parametrize("event", [LeaseSilent(), LeaseRenewed()])

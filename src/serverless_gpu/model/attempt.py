@@ -348,7 +348,7 @@ class LeaseRenewed(msgspec.Struct, frozen=True):
 
 
 class LeaseExpired(msgspec.Struct, frozen=True):
-    """The hard fence has passed; the node has stopped the ranks by its own clock."""
+    """The server has not answered for as long as it may; soon it will count the attempt as gone."""
 
 
 Event = (

@@ -52,8 +52,10 @@ from serverless_gpu.model.attempt import (
 )
 
 SETTLE_NS = 200_000_000
+FENCE_GRACE_NS = 30_000_000_000
+"""At most this long ranks may take to end when the lease has expired; the server waits a minute before it goes on."""
 
-_NOT_A_FAILURE = frozenset({Reason.COMPLETED, *STOPPED_BY.values()})
+_NOT_A_FAILURE = frozenset({Reason.COMPLETED, Reason.NODE_PARTITIONED, *STOPPED_BY.values()})
 
 
 class Instruction(StrEnum):
@@ -249,12 +251,17 @@ def _renewed(attempt: Attempt, _: LeaseRenewed, now_ns: int) -> Step:
 
 
 def _expired(attempt: Attempt, _: LeaseExpired, now_ns: int) -> Step:
-    failure = Failure(rank=None, reason=Reason.NODE_LOST, at_ns=now_ns)
-    attempt = _with_failure(attempt, failure)
-    attempt = msgspec.structs.replace(
-        attempt, state=State.LOST, reason=Reason.NODE_LOST, wake_ns=None, phase=Phase.NONE
-    )
-    return attempt, (Instruction.CONCLUDE,)
+    """Stop by this node's own clock: another attempt may run elsewhere soon."""
+    if attempt.exec_ns is None:
+        return _kill(attempt, now_ns, Reason.NODE_PARTITIONED)
+    grace = min(attempt.limits.grace_ns, FENCE_GRACE_NS)
+    return _terminating(attempt, now_ns, Reason.NODE_PARTITIONED, grace), (Instruction.TERMINATE_RANKS,)
+
+
+def _expired_while_stopping(attempt: Attempt, _: LeaseExpired, now_ns: int) -> Step:
+    if attempt.wake_ns is None:
+        return attempt, ()
+    return msgspec.structs.replace(attempt, wake_ns=min(attempt.wake_ns, now_ns + FENCE_GRACE_NS)), ()
 
 
 def _nothing(attempt: Attempt, _: Event, now_ns: int) -> Step:
@@ -301,6 +308,7 @@ TABLE: Mapping[State, Mapping[type, _Handler]] = {
         StartFailed: _start_failed,
         StemLost: _stem_lost,
         StopRequested: _asked_to_stop,
+        LeaseExpired: _expired,
         Tick: _nothing,
     },
     State.STARTING: {
@@ -311,6 +319,7 @@ TABLE: Mapping[State, Mapping[type, _Handler]] = {
         RankExited: _exited,
         StemLost: _stem_lost,
         StopRequested: _asked_to_stop,
+        LeaseExpired: _expired,
         Tick: _tick_starting,
     },
     State.RUNNING: {
@@ -325,6 +334,7 @@ TABLE: Mapping[State, Mapping[type, _Handler]] = {
         Tick: _tick_running,
         LeaseSilent: _silent,
         LeaseRenewed: _nothing,
+        LeaseExpired: _expired,
     },
     State.UNREACHABLE: {
         StopRequested: _asked_to_stop,
@@ -345,7 +355,7 @@ TABLE: Mapping[State, Mapping[type, _Handler]] = {
         TreeEmpty: _tree_empty,
         LeaseSilent: _nothing,
         LeaseRenewed: _nothing,
-        LeaseExpired: _expired,
+        LeaseExpired: _expired_while_stopping,
     },
     State.SUCCEEDED: {},
     State.FAILED: {},

@@ -236,3 +236,5 @@ class Attempts:
             self._ended.append(supervised)
         elif isinstance(received[0], protocol.Standby):
             supervised.pid = received[0].pid
+        elif isinstance(received[0], protocol.Refused):
+            supervised.directory = None  # its launch had come twice, and what it says is not the attempt's

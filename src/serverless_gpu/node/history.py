@@ -107,7 +107,7 @@ def read_run(runs: Path, run_id: str, queued: Collection[str] = ()) -> Record:
     written, spec, problem = _read_spec(directory)
     live = is_live(directory)
     stopped, receipt = read_ending(directory), read_receipt(directory)
-    facts = _first_facts(directory)
+    facts = first_facts(directory)
     begun = next((fact.wall_ns for fact in facts if fact.kind is FactKind.EXEC), None)
     if stopped is not None:
         state = stopped.state.value
@@ -145,6 +145,15 @@ def read_ending(directory: Path) -> Stopped | None:
 def read_receipt(directory: Path) -> Receipt | None:
     """Return the receipt of an attempt, as its directory has it."""
     return _decoded(directory / "receipt.json", Receipt)
+
+
+def first_facts(directory: Path) -> list[Fact]:
+    """Return the first facts of an attempt; a last line that is half written is left out."""
+    facts: list[Fact] = []
+    with contextlib.suppress(OSError, msgspec.MsgspecError):  # the last line may be half written, or cut off by us
+        for line in _read(directory / "facts.jsonl", _FACTS_BYTES).splitlines():
+            facts.append(msgspec.json.decode(line, type=Fact))
+    return facts
 
 
 def is_live(directory: Path) -> bool:
@@ -224,14 +233,6 @@ def _running_state(facts: list[Fact]) -> str:
     if kinds & {FactKind.EXEC, FactKind.HELD}:
         return State.RUNNING.value
     return State.STARTING.value if FactKind.RESERVED in kinds else State.QUEUED.value
-
-
-def _first_facts(directory: Path) -> list[Fact]:
-    facts: list[Fact] = []
-    with contextlib.suppress(OSError, msgspec.MsgspecError):  # the last line may be half written, or cut off by us
-        for line in _read(directory / "facts.jsonl", _FACTS_BYTES).splitlines():
-            facts.append(msgspec.json.decode(line, type=Fact))
-    return facts
 
 
 def _ended_ns(directory: Path) -> int:

@@ -3,6 +3,7 @@
     client ──Launch──▶ agent ──Assign + the client's socket + a stem's socket──▶ supervisor
     client ◀──Waiting · Started · Output · Skipped · Stopped · Finished────────── supervisor
     client ──Confirm, Cancel──▶ supervisor
+    uplink ──Lease──▶ supervisor                          whenever the server has answered; else the run is stopped
     agent ──Preparing──▶ supervisor                       while the environment is being restored
     supervisor ──Borrow──▶ session ──Lent + lock descriptors──▶ supervisor ──Returned──▶ session
 
@@ -109,6 +110,8 @@ class Launch(Message, frozen=True, kw_only=True, tag="launch"):
         environment: the snapshot whose restored copy ranks import from; None for the caller's files as they are.
         confirmed: whether user code may start; else the client says `Confirm` once it knows that the environment is
             still what the snapshot says, or goes away.
+        lease_ns: of a run that a server gave to this node: boottime after which it stops itself, unless a `Lease` comes
+            before; None for a run of this node's own.
     """
 
     run_id: str
@@ -125,6 +128,7 @@ class Launch(Message, frozen=True, kw_only=True, tag="launch"):
     idle_timeout_s: float | None = None
     environment: Wanted | None = None
     confirmed: bool = True
+    lease_ns: int | None = None
 
 
 class StatusRequest(Message, frozen=True, kw_only=True, tag="status_request"):
@@ -353,6 +357,12 @@ class Cancel(Message, frozen=True, kw_only=True, tag="cancel"):
     reason: StopReason = StopReason.CANCEL
 
 
+class Lease(Message, frozen=True, kw_only=True, tag="lease"):
+    """The server has answered: the run may go on until this boottime of the node."""
+
+    deadline_ns: int
+
+
 class Confirm(Message, frozen=True, kw_only=True, tag="confirm"):
     """The environment is what the launch says: user code may start."""
 
@@ -400,6 +410,7 @@ AnyMessage = (
     | Preparing
     | Confirm
     | Cancel
+    | Lease
     | Borrow
     | Lent
     | Returned

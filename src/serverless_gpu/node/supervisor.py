@@ -16,13 +16,16 @@ Failure cases:
 - the stem dies: ranks die with it, the attempt fails as `runtime_lost`;
 - no stem comes (the zygote cannot start): the attempt fails as `start_failed` with what the zygote wrote; or the
   environment cannot be restored: with a reason of its own;
-- the client goes away, or cancels, before it has confirmed the environment: the attempt ends without user code.
+- the client goes away, or cancels, before it has confirmed the environment: the attempt ends without user code;
+- the server that gave the run to this node does not answer for longer than the lease says: the attempt is stopped, by
+  this process's own clock, for another one may run elsewhere soon;
+- the attempt comes a second time (whoever launched it could not know whether it had): one supervisor has the lock, and
+  what has ended does not begin again.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import selectors
 import socket
@@ -33,11 +36,12 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.ambient import Clock, SystemClock
-from serverless_gpu.errors import ServerlessGpuError, SessionEnded
+from serverless_gpu.errors import AgentUnavailable, ServerlessGpuError, SessionEnded
 from serverless_gpu.model.attempt import (
     TERMINAL,
     Attempt,
     Event,
+    LeaseExpired,
     Placed,
     Preparing,
     RankExecuting,
@@ -66,6 +70,7 @@ from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.logs import hidden_tails
 from serverless_gpu.node.rendezvous import NoPort, reserve_port
 from serverless_gpu.node.reservation import Reservation
+from serverless_gpu.node.taking import take_attempt
 from serverless_gpu.node.watchers import Audience, Watcher
 from serverless_gpu.units import format_bytes
 
@@ -116,6 +121,7 @@ class Supervisor:
         self._client: Watcher | None = None
         self._kill_ns: int | None = None
         self._alive_ns = 0
+        self._lease_ns = launch.lease_ns
         self._done = False
 
     def serve(self, client: Channel) -> None:
@@ -124,8 +130,12 @@ class Supervisor:
         Args:
             client: whoever launched it; the first watcher.
         """
-        lock = os.open(self._directory / "supervisor.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(lock, fcntl.LOCK_EX)  # held as long as this process lives: how `attach` knows
+        problem = take_attempt(self._directory)
+        if problem:
+            for channel in (self._agent, client):
+                with contextlib.suppress(OSError):
+                    protocol.send(channel, protocol.Refused(code=AgentUnavailable.code, message=problem))
+            return
         problem = self._audience.listen()
         if problem:  # the run itself does not need it
             self._account.notes.append(problem)
@@ -312,6 +322,8 @@ class Supervisor:
             self._try_devices()
         if self._kill_ns is not None and self._attempt.state is State.STOPPING:
             self._look_for_empty()
+        if self._lease_ns is not None and self._clock.boottime_ns() > self._lease_ns:
+            self._expire()
         if self._attempt.state not in TERMINAL:
             self._apply(Tick())
         hang = self._hangs.look(self._attempt, self._gang)
@@ -320,6 +332,13 @@ class Supervisor:
         if self._attempt.state is State.RUNNING and self._clock.boottime_ns() - self._alive_ns > _ALIVE_S * 1e9:
             self._fact(FactKind.ALIVE)
             self._alive_ns = self._clock.boottime_ns()
+
+    def _expire(self) -> None:
+        """Stop the run because the server is silent; an answer that comes later changes nothing any more."""
+        self._lease_ns = None
+        if self._attempt.state not in TERMINAL:
+            self._account.notes.append("the server did not answer for as long as the run may go on without it")
+            self._apply(LeaseExpired())
 
     def _look_for_empty(self) -> None:
         assert self._kill_ns is not None
@@ -423,6 +442,9 @@ class Supervisor:
     def _obey(self, message: protocol.AnyMessage, watcher: Watcher) -> None:
         if isinstance(message, protocol.Cancel) and self._attempt.state not in TERMINAL:
             self._apply(StopRequested(message.reason))
+        elif isinstance(message, protocol.Lease):
+            if self._lease_ns is not None:
+                self._lease_ns = message.deadline_ns
         elif isinstance(message, protocol.Confirm) and watcher is self._client and not self._confirmed:
             self._confirmed = True
             self._account.mark("confirmed")
@@ -457,7 +479,7 @@ class Supervisor:
             return _EMPTYING_S
         behind = self._audience.waiting or (self._gang is not None and self._gang.behind)
         pauses = [_RETRY_S if behind else _TURN_S]
-        for wake_ns in (self._attempt.wake_ns, self._hangs.wake_ns):
+        for wake_ns in (self._attempt.wake_ns, self._hangs.wake_ns, self._lease_ns):
             if wake_ns is not None:
                 pauses.append(max(0.0, (wake_ns - self._clock.boottime_ns()) / 1e9))
         return min(pauses)

@@ -1,0 +1,65 @@
+"""Who looks after an attempt: one process, once.
+
+    supervisor.lock   flock held = a supervisor lives (`attach` and the history look at it)
+    facts.jsonl       what happened; `exec` = user code began
+    stopped.json      it has ended, whatever else comes
+
+Whoever sends a launch may not learn whether it arrived, and sends it again. So a supervisor first takes the lock, then
+looks whether the attempt has begun or ended before: then it leaves it alone. Who wants to be sure that an attempt never
+starts takes the same lock and writes `stopped.json` (`uplink/adopting.py`).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+from pathlib import Path
+
+from serverless_gpu.model.ledger import Fact, FactKind
+from serverless_gpu.node.history import first_facts
+
+LOCK = "supervisor.lock"
+_TRIES = 100
+_PAUSE_S = 0.01  # whoever asks whether the lock is held holds it for a moment
+
+
+def take_attempt(directory: Path) -> str:
+    """Take an attempt for this process, for as long as it lives.
+
+    Args:
+        directory: of the attempt.
+
+    Returns:
+        Why it is not to be had, or "".
+    """
+    if try_lock(directory) < 0:
+        return f"another process looks after the attempt in {directory}"
+    if (directory / "stopped.json").exists():
+        return f"the attempt in {directory} has ended"
+    if has_begun(first_facts(directory)):
+        return f"the attempt in {directory} has begun before"
+    return ""
+
+
+def try_lock(directory: Path) -> int:
+    """Return the descriptor of an attempt's lock, or -1 when somebody else holds it.
+
+    Raises:
+        OSError: the directory is gone, or cannot be written to.
+    """
+    lock = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    for _ in range(_TRIES):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            select.select([], [], [], _PAUSE_S)
+        else:
+            return lock
+    os.close(lock)
+    return -1
+
+
+def has_begun(facts: list[Fact]) -> bool:
+    """Return whether user code began, as far as facts say."""
+    return any(fact.kind is FactKind.EXEC for fact in facts)
