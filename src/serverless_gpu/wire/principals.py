@@ -18,9 +18,9 @@ from __future__ import annotations
 
 from typing import Literal
 
+from serverless_gpu.model.access import Role
 from serverless_gpu.wire.base import Answer, Request
 
-Role = Literal["admin", "operator", "member", "viewer", "agent"]
 Kind = Literal["user", "service"]
 
 

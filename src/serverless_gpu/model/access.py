@@ -1,0 +1,175 @@
+"""Who may do what: one table of roles and resources, and how far each may reach.
+
+    none    nothing: for that role the resource is not there
+    own     what the principal made, or what was made for it
+    team    that, and what belongs to a team it is in
+    all     everything
+
+The gate asks with `reach` whether somebody may use a route at all; the route then asks with `covers` about the one
+thing it is for. What somebody may not see is `NotFound`, never `NotAllowed`: a refusal would say that it exists.
+
+A token may be good for less than its owner, never for more: its scopes, when it has any, are a second table (`SCOPES`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from enum import StrEnum
+from typing import Literal, get_args
+
+Role = Literal["admin", "operator", "member", "viewer", "agent"]
+ROLES: tuple[Role, ...] = get_args(Role)
+
+
+class Reach(StrEnum):
+    """How far somebody may reach on a resource."""
+
+    NONE = "none"
+    OWN = "own"
+    TEAM = "team"
+    ALL = "all"
+
+
+class Resource(StrEnum):
+    """What there is to see and to change.
+
+    Attributes:
+        RUNS: runs, their attempts, logs, files and receipts; write: ask for one, stop it.
+        NODES: nodes as people see them; write: forget one.
+        POOLS: pools.
+        ENVIRONMENTS: objects of captured environments; own: by their address; all: list and delete.
+        BLOBS: parts of payloads and outputs, by their digest.
+        AGENTS: a node's own side: join, heartbeat.
+        ORDERS: what a node is told to do; with it go the callers' variables.
+        USERS: users and services.
+        TEAMS: teams and who is in them.
+        TOKENS: tokens, without their secrets.
+        AUDIT: who did what.
+    """
+
+    RUNS = "runs"
+    NODES = "nodes"
+    POOLS = "pools"
+    ENVIRONMENTS = "environments"
+    BLOBS = "blobs"
+    AGENTS = "agents"
+    ORDERS = "orders"
+    USERS = "users"
+    TEAMS = "teams"
+    TOKENS = "tokens"
+    AUDIT = "audit"
+
+
+_NONE, _OWN, _TEAM, _ALL = Reach.NONE, Reach.OWN, Reach.TEAM, Reach.ALL
+
+# Role → resource → how far it may read, and write. What is not there is none.
+POLICY: Mapping[Role, Mapping[Resource, tuple[Reach, Reach]]] = {
+    "admin": dict.fromkeys(Resource, (_ALL, _ALL)) | {Resource.AUDIT: (_ALL, _NONE)},
+    "operator": {
+        Resource.RUNS: (_ALL, _ALL),
+        Resource.NODES: (_ALL, _ALL),
+        Resource.POOLS: (_ALL, _ALL),
+        Resource.ENVIRONMENTS: (_ALL, _ALL),
+        Resource.BLOBS: (_OWN, _OWN),
+        Resource.USERS: (_OWN, _NONE),
+        Resource.TEAMS: (_TEAM, _NONE),
+        Resource.TOKENS: (_OWN, _OWN),
+    },
+    "member": {
+        Resource.RUNS: (_TEAM, _OWN),
+        Resource.NODES: (_ALL, _NONE),
+        Resource.POOLS: (_ALL, _NONE),
+        Resource.ENVIRONMENTS: (_OWN, _OWN),
+        Resource.BLOBS: (_OWN, _OWN),
+        Resource.USERS: (_OWN, _NONE),
+        Resource.TEAMS: (_TEAM, _NONE),
+        Resource.TOKENS: (_OWN, _OWN),
+    },
+    "viewer": {
+        Resource.RUNS: (_TEAM, _NONE),
+        Resource.NODES: (_ALL, _NONE),
+        Resource.POOLS: (_ALL, _NONE),
+        Resource.USERS: (_OWN, _NONE),
+        Resource.TEAMS: (_TEAM, _NONE),
+        Resource.TOKENS: (_OWN, _OWN),
+    },
+    "agent": {
+        Resource.AGENTS: (_OWN, _OWN),
+        Resource.ORDERS: (_OWN, _OWN),
+        Resource.ENVIRONMENTS: (_OWN, _NONE),
+        Resource.BLOBS: (_OWN, _OWN),
+    },
+}
+
+# By what comes from outside, which may be anything.
+_ROWS: Mapping[str, Mapping[Resource, tuple[Reach, Reach]]] = {str(role): row for role, row in POLICY.items()}
+_RESOURCES: Mapping[str, Resource] = {resource.value: resource for resource in Resource}
+
+# Scope of a token → what it lets through: resources, and whether to change them, too.
+SCOPES: Mapping[str, Mapping[Resource, bool]] = {
+    "read": dict.fromkeys(Resource, False),
+    "agent": {
+        Resource.AGENTS: True,
+        Resource.ORDERS: True,
+        Resource.ENVIRONMENTS: False,
+        Resource.BLOBS: True,
+    },
+    "submit": {Resource.RUNS: True, Resource.ENVIRONMENTS: True, Resource.BLOBS: True, Resource.NODES: False},
+    **{resource.value: {resource: True} for resource in Resource},
+    **{f"{resource.value}:read": {resource: False} for resource in Resource},
+}
+
+
+def reach(role: str, resource: str, *, write: bool, scopes: Collection[str] = ()) -> Reach:
+    """Return how far somebody may reach.
+
+    Args:
+        role: of the principal; one that is not in the table reaches nothing.
+        resource: a value of `Resource`; one that is not in the table is reached by nobody.
+        write: whether to change it.
+        scopes: of the token; none of them means everything that the principal may do.
+    """
+    row = _ROWS.get(role)
+    wanted = _RESOURCES.get(resource)
+    if row is None or wanted is None:
+        return Reach.NONE
+    if scopes and not any(_lets(scope, wanted, write=write) for scope in scopes):
+        return Reach.NONE
+    return row.get(wanted, (_NONE, _NONE))[write]
+
+
+def covers(reached: str, *, name: str, teams: Iterable[str], owner: str, team: str = "") -> bool:
+    """Return whether one thing is in reach.
+
+    Args:
+        reached: what `reach` returned.
+        name: of the principal who asks.
+        teams: it is in.
+        owner: of the thing.
+        team: the thing belongs to, or "".
+    """
+    if reached == Reach.ALL:
+        return True
+    if reached == Reach.NONE or not name:
+        return False
+    return owner == name or (reached == Reach.TEAM and bool(team) and team in teams)
+
+
+def table() -> str:
+    """Return the policy as people read it: a Markdown table, "read / write" in each cell."""
+    rows = [["", *ROLES], ["---"] * (len(ROLES) + 1)]
+    for resource in Resource:
+        cells = [POLICY[role].get(resource, (_NONE, _NONE)) for role in ROLES]
+        rows.append([resource.value, *(_cell(*cell) for cell in cells)])
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def _lets(scope: str, resource: Resource, *, write: bool) -> bool:
+    found = SCOPES.get(scope, {})
+    return resource in found and (found[resource] or not write)
+
+
+def _cell(read: Reach, write: Reach) -> str:
+    if read == write:
+        return "–" if read == Reach.NONE else read.value
+    return " / ".join("–" if one == Reach.NONE else one.value for one in (read, write))
