@@ -1,0 +1,115 @@
+"""The server's key: 32 random bytes in a file that only its user can read, and what is derived from them.
+
+    key ─┬─ "sealing"  ─▶ encrypts what lies in the database (`sealing.py`)
+         └─ "attempts" ─▶ tokens of attempts
+
+A token of an attempt is computed, not remembered, so that an order can be delivered again after a restart with the same
+token in it; the database has its hash only. Whoever has a copy of the database but not of this file can neither read
+the callers' variables nor speak for an attempt. Without the file, what was sealed is lost: back it up with the
+database, and not beside it.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import hmac
+import os
+import secrets
+from pathlib import Path
+
+from serverless_gpu.errors import ServerProblem
+
+KEY_BYTES = 32
+PREFIX = "sgpa_"
+_RUN_CHARACTERS = 26
+_SECRET_CHARACTERS = 43
+
+
+class Keys:
+    """What is derived from the server's key.
+
+    Args:
+        key: 32 bytes.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        if len(key) != KEY_BYTES:
+            raise ServerProblem(f"the server's key has {len(key)} bytes and not {KEY_BYTES}")
+        self.sealing = _derived(key, "sealing")
+        self._attempts = _derived(key, "attempts")
+
+    def attempt_token(self, run_id: str, fence: int) -> str:
+        """Return the token of an attempt; the same one each time."""
+        said = hmac.digest(self._attempts, f"attempt:{run_id}:{fence}".encode(), "sha256")
+        return f"{PREFIX}{run_id}_{fence}_{encode(said)}"
+
+
+def read_keys(directory: Path) -> Keys:
+    """Return the keys of a server; makes its key at the first start.
+
+    Args:
+        directory: the server's, which is made if needed.
+
+    Raises:
+        ServerProblem: the file is there and is no key.
+    """
+    path = directory / "key"
+    with contextlib.suppress(FileNotFoundError):
+        return Keys(path.read_bytes())
+    write_private(path, secrets.token_bytes(KEY_BYTES), replace=False)
+    return Keys(path.read_bytes())
+
+
+def parse_attempt_token(token: str) -> tuple[str, int] | None:
+    """Return the run and the fence that a token says it is for, or None when it is no token of an attempt."""
+    run_id, _, rest = token.removeprefix(PREFIX).partition("_")
+    fence, _, secret = rest.partition("_")
+    right = len(run_id) == _RUN_CHARACTERS and fence.isascii() and fence.isdigit() and len(fence) <= 9
+    if not token.startswith(PREFIX) or not right or len(secret) != _SECRET_CHARACTERS:
+        return None
+    return run_id, int(fence)
+
+
+def sha256(token: str) -> str:
+    """Return what the database has of a token. They are random: guessing one is hopeless without a slow hash, too."""
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+def encode(data: bytes) -> str:
+    """Return bytes as letters, digits, "-" and "_"."""
+    return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
+
+
+def write_private(path: Path, data: bytes, *, replace: bool = True) -> None:
+    """Write a file durably that only its owner can read; all of it is there, or nothing.
+
+    Args:
+        path: of the file; its directory is made if needed.
+        data: all of it.
+        replace: whether one that is there is replaced; else it stays, also one that another process makes meanwhile.
+    """
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        if replace:
+            beside.replace(path)
+        else:
+            with contextlib.suppress(FileExistsError):
+                os.link(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+    directory = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def _derived(key: bytes, purpose: str) -> bytes:
+    return hmac.digest(key, f"serverless-gpu {purpose} 1".encode(), "sha256")
