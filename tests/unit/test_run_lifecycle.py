@@ -8,11 +8,10 @@ import typing
 import msgspec
 import pytest
 
-from serverless_gpu.model.attempt import MEANINGS, TERMINAL, Reason, State, StopReason
+from serverless_gpu.model.attempt import MEANINGS, STOPPED_BY, TERMINAL, Reason, State, StopReason
 from serverless_gpu.model.run_lifecycle import (
     INFRA_RETRIES_MAX,
     LOST,
-    STOPPED_AS,
     TABLE,
     Ended,
     Event,
@@ -100,10 +99,6 @@ def test_every_pair_has_a_row_or_is_refused_by_name(state: State, event: Event) 
     assert msgspec.structs.asdict(run) == before
 
 
-def test_every_reason_to_stop_has_a_reason_to_end() -> None:
-    assert set(STOPPED_AS) == set(StopReason)
-
-
 # --- until the end ----------------------------------------------------------------------------------------------------
 
 
@@ -149,7 +144,7 @@ def test_a_report_of_somebody_who_was_not_missed_changes_nothing(run: Run) -> No
 
 @pytest.mark.parametrize("why", FINAL_STOPS)
 def test_a_final_stop_ends_a_waiting_run_at_once(why: StopReason) -> None:
-    assert advance(QUEUED, StopAsked(why)) == concluded(QUEUED, STOPPED_AS[why], stop=why)
+    assert advance(QUEUED, StopAsked(why)) == concluded(QUEUED, STOPPED_BY[why], stop=why)
 
 
 @pytest.mark.parametrize("why", PASSING_STOPS)
@@ -276,7 +271,7 @@ def test_no_attempt_follows_a_final_stop(run: Run, stop: StopReason, reason: Rea
     assert instructions == (CONCLUDE,)
     # Where it would have gone on by itself, the stop is what ended it. All else is told as it was.
     by_itself = reason in (Reason.PREEMPTED, Reason.DRAINED) or (reason in INFRA and not after.began)
-    assert after.reason is (STOPPED_AS[stop] if by_itself else reason)
+    assert after.reason is (STOPPED_BY[stop] if by_itself else reason)
 
 
 # --- every ending, whatever came before -------------------------------------------------------------------------------

@@ -11,11 +11,10 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from serverless_gpu.model.attempt import MEANINGS, TERMINAL, Reason, State, StopReason
+from serverless_gpu.model.attempt import MEANINGS, STOPPED_BY, TERMINAL, Reason, State, StopReason
 from serverless_gpu.model.run_lifecycle import (
     INFRA_RETRIES_MAX,
     LOST,
-    STOPPED_AS,
     Ended,
     Event,
     Forgotten,
@@ -177,7 +176,7 @@ class RunMachine(RuleBasedStateMachine):
         self.tell(StopAsked(StopReason.CANCEL))
         if self.alive:
             assert self.run.stop in FINAL_STOPS
-            self.tell(Ended(STOPPED_AS[self.run.stop or StopReason.CANCEL], began=self.run.began))
+            self.tell(Ended(STOPPED_BY[self.run.stop or StopReason.CANCEL], began=self.run.began))
         assert self.run.state in TERMINAL and self.run.reason not in LOST
 
 

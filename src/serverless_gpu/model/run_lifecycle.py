@@ -26,19 +26,10 @@ from enum import StrEnum
 
 import msgspec
 
-from serverless_gpu.model.attempt import MEANINGS, TERMINAL, Reason, State, StopReason
+from serverless_gpu.model.attempt import MEANINGS, STOPPED_BY, TERMINAL, Reason, State, StopReason
 
 INFRA_RETRIES_MAX = 3
 """Attempts that are made again because the platform failed before user code began."""
-
-STOPPED_AS: Mapping[StopReason, Reason] = {
-    StopReason.CANCEL: Reason.CANCELLED,
-    StopReason.PREEMPT: Reason.PREEMPTED,
-    StopReason.TIMEOUT: Reason.TIMEOUT,
-    StopReason.BUDGET: Reason.BUDGET,
-    StopReason.DRAIN: Reason.DRAINED,
-}
-"""The reason a run ends with that was stopped, and heeded it."""
 
 LOST = frozenset({*(r for r, meaning in MEANINGS.items() if meaning.state is State.LOST), Reason.NODE_REBOOTED})
 """Nobody could end the attempt in order: user code may have been anywhere."""
@@ -186,7 +177,7 @@ def _heard_again(run: Run, event: Heard) -> Step:
 def _stop_in_queue(run: Run, event: StopAsked) -> Step:
     if event.why not in _FINAL_STOPS:
         return run, ()  # it has nothing that it could make room with
-    return _conclude(msgspec.structs.replace(run, stop=event.why), STOPPED_AS[event.why])
+    return _conclude(msgspec.structs.replace(run, stop=event.why), STOPPED_BY[event.why])
 
 
 def _stop(run: Run, event: StopAsked) -> Step:
@@ -208,7 +199,7 @@ def _over(run: Run, event: Ended | GivenUp | Forgotten) -> Step:
     if run.stop in _FINAL_STOPS:
         # Had nobody asked, it would go on with another attempt: then the stop is what ended it, else what is reported.
         goes_on = untouched or reason in _DISPLACED
-        return _conclude(run, STOPPED_AS[run.stop] if goes_on and run.stop else reason)
+        return _conclude(run, STOPPED_BY[run.stop] if goes_on and run.stop else reason)
     if untouched:
         return _again_untouched(run, reason)
     if reason in _DISPLACED:

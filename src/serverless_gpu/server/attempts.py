@@ -1,0 +1,199 @@
+"""Attempts: the query room of the tries at a run. Nobody else reads or writes their table.
+
+An attempt is written when the scheduler decides, before anybody is told (the intent); its state follows the run's as
+long as it is the current one, and its end is its own: the run may go on with another.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Iterable, Sequence
+
+import msgspec
+import sqlalchemy as sa
+
+from serverless_gpu.errors import StaleAttempt
+from serverless_gpu.model.attempt import Reason, State
+from serverless_gpu.server.tables import attempts, nodes
+
+WITHOUT_REPORT = frozenset({Reason.NODE_GONE, Reason.NODE_REBOOTED})
+"""An attempt of such an end was given up: whatever still comes of it is too late."""
+
+
+class NewAttempt(msgspec.Struct, frozen=True, kw_only=True):
+    """Where an attempt is to run.
+
+    Attributes:
+        gpu_type: of all its devices.
+        world_size: how many.
+        token_sha256: of its own token; the token itself is made again from the server's key when it is needed.
+        boot_id: of the node now. When the node has another one, the attempt is over.
+    """
+
+    node_id: str
+    gpu_type: str
+    world_size: int
+    token_sha256: str
+    boot_id: str
+
+
+class StoredAttempt(msgspec.Struct, frozen=True, kw_only=True):
+    """An attempt as it is written down; what it ended with is `outcome`, which may be large.
+
+    Attributes:
+        node: the node's name.
+        before: what it was when it became UNREACHABLE.
+        sentence: what the node says about it.
+        lease_ns: its last sign of life that was written; up to 15 s behind.
+        started_ns: when its user code began.
+    """
+
+    run_id: str
+    fence: int
+    node_id: str
+    node: str
+    gpu_type: str
+    world_size: int
+    state: State
+    before: State | None
+    reason: Reason | None
+    began: bool
+    sentence: str
+    token_sha256: str
+    boot_id: str
+    created_ns: int
+    lease_ns: int
+    started_ns: int | None
+    ended_ns: int | None
+    settled_ns: int | None
+
+    @property
+    def gang(self) -> str:
+        """Return the gang id, `run:fence`."""
+        return f"{self.run_id}:{self.fence}"
+
+    @property
+    def given_up(self) -> bool:
+        """Return whether the server ended it without a report."""
+        return self.reason in WITHOUT_REPORT
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What an attempt ended with, as JSON: `node.protocol.Stopped` and `model.ledger.Receipt`, or None."""
+
+    stopped: str | None
+    receipt: str | None
+
+
+_NAMES = [name for name in StoredAttempt.__struct_fields__ if name != "node"]
+COLUMNS: Sequence[sa.ColumnElement[typing.Any]] = [*(attempts.c[name] for name in _NAMES), nodes.c.name]
+"""What a query selects of an attempt and its node for `from_row`."""
+JOINED = attempts.join(nodes, nodes.c.id == attempts.c.node_id)
+
+
+def from_row(row: Sequence[typing.Any]) -> StoredAttempt | None:
+    """Return the attempt of `COLUMNS`, or None when an outer join found none."""
+    if row[0] is None:
+        return None
+    fields = dict(zip(_NAMES, row, strict=False))
+    return StoredAttempt(
+        **(
+            fields
+            | {
+                "node": row[len(_NAMES)],
+                "state": State(fields["state"]),
+                "before": State(fields["before"]) if fields["before"] else None,
+                "reason": Reason(fields["reason"]) if fields["reason"] else None,
+            }
+        )
+    )
+
+
+def insert(connection: sa.Connection, run_id: str, fence: int, *, new: NewAttempt, at_ns: int) -> None:
+    """Write down an attempt that is to be made."""
+    row = msgspec.structs.asdict(new) | {
+        "run_id": run_id,
+        "fence": fence,
+        "state": State.STARTING.value,
+        "created_ns": at_ns,
+        "lease_ns": at_ns,
+    }
+    connection.execute(attempts.insert(), row)
+
+
+def find(connection: sa.Connection, run_id: str, fence: int) -> StoredAttempt | None:
+    """Return one attempt."""
+    query = sa.select(*COLUMNS).select_from(JOINED).where(_is(run_id, fence))
+    row = connection.execute(query).first()
+    return None if row is None else from_row(row)
+
+
+def of_run(connection: sa.Connection, run_id: str) -> list[StoredAttempt]:
+    """Return all attempts of a run, in order."""
+    query = sa.select(*COLUMNS).select_from(JOINED).where(attempts.c.run_id == run_id).order_by(attempts.c.fence)
+    return [attempt for row in connection.execute(query) if (attempt := from_row(row))]
+
+
+def open_attempts(connection: sa.Connection, *, node_id: str | None = None) -> list[StoredAttempt]:
+    """Return the attempts that have not ended, of one node or of all."""
+    query = sa.select(*COLUMNS).select_from(JOINED).where(attempts.c.ended_ns.is_(None))
+    if node_id is not None:
+        query = query.where(attempts.c.node_id == node_id)
+    query = query.order_by(attempts.c.created_ns, attempts.c.run_id)
+    return [attempt for row in connection.execute(query) if (attempt := from_row(row))]
+
+
+def unsettled(connection: sa.Connection, *, ended_before_ns: int) -> list[StoredAttempt]:
+    """Return the attempts that ended before a moment and whose receipt has not come."""
+    query = sa.select(*COLUMNS).select_from(JOINED)
+    query = query.where(attempts.c.ended_ns < ended_before_ns, attempts.c.settled_ns.is_(None))
+    return [attempt for row in connection.execute(query) if (attempt := from_row(row))]
+
+
+def failed_nodes(connection: sa.Connection, run_ids: Iterable[str]) -> dict[str, frozenset[str]]:
+    """Return, by run, the nodes on which an attempt of it ended before its user code began."""
+    found: dict[str, set[str]] = {}
+    query = sa.select(attempts.c.run_id, attempts.c.node_id)
+    query = query.where(attempts.c.ended_ns.is_not(None), attempts.c.began.is_(sa.false()))
+    for some in _portions(list(run_ids)):
+        for run_id, node_id in connection.execute(query.where(attempts.c.run_id.in_(some))):
+            found.setdefault(run_id, set()).add(node_id)
+    return {run_id: frozenset(ids) for run_id, ids in found.items()}
+
+
+def outcome(connection: sa.Connection, run_id: str, fence: int) -> Outcome:
+    """Return what an attempt ended with; nothing, when there is no such attempt."""
+    query = sa.select(attempts.c.stopped_json, attempts.c.receipt_json).where(_is(run_id, fence))
+    row = connection.execute(query).first()
+    return Outcome(stopped=row[0] if row else None, receipt=row[1] if row else None)
+
+
+def change(connection: sa.Connection, attempt: StoredAttempt, **values: object) -> None:
+    """Change an attempt that is still as it was read.
+
+    Raises:
+        StaleAttempt: it is not; nothing was changed.
+    """
+    unchanged = sa.and_(_is(attempt.run_id, attempt.fence), attempts.c.state == attempt.state.value)
+    if connection.execute(attempts.update().where(unchanged).values(**values)).rowcount != 1:
+        raise StaleAttempt(f"attempt {attempt.gang} is not {attempt.state} any more")
+
+
+def note(connection: sa.Connection, run_id: str, fence: int, **values: object) -> None:
+    """Write what does not depend on the attempt's state: its lease, its sentence, how many ranks it has."""
+    connection.execute(attempts.update().where(_is(run_id, fence)).values(**values))
+
+
+def settle(connection: sa.Connection, run_id: str, fence: int, *, receipt: str | None, at_ns: int) -> bool:
+    """Write the receipt of an attempt that ended, or that none will come; return False when that was done before."""
+    first = sa.and_(_is(run_id, fence), attempts.c.settled_ns.is_(None))
+    changed = connection.execute(attempts.update().where(first).values(receipt_json=receipt, settled_ns=at_ns))
+    return changed.rowcount == 1
+
+
+def _is(run_id: str, fence: int) -> sa.ColumnElement[bool]:
+    return sa.and_(attempts.c.run_id == run_id, attempts.c.fence == fence)
+
+
+def _portions(values: list[str], size: int = 500) -> Iterable[list[str]]:
+    return (values[start : start + size] for start in range(0, len(values), size))

@@ -1,0 +1,65 @@
+"""Events: the query room of what happened to a run, numbered 1, 2, 3 … for each run, only ever added to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import sqlalchemy as sa
+
+from serverless_gpu.model.attempt import Reason, State
+from serverless_gpu.server.tables import events
+
+
+class StoredEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """One change of a run's state.
+
+    Attributes:
+        fence: of the attempt it was about.
+        reason: why the run ended, or why the attempt did after which it waits again.
+        node: the node's name, or "".
+    """
+
+    run_id: str
+    seq: int
+    fence: int
+    at_ns: int
+    state: State
+    reason: Reason | None = None
+    sentence: str = ""
+    node: str = ""
+
+
+_COLUMNS = [events.c[name] for name in StoredEvent.__struct_fields__]
+
+
+def add(connection: sa.Connection, new: Sequence[StoredEvent]) -> None:
+    """Write events, numbered by whoever changed the run."""
+    if new:
+        connection.execute(events.insert(), [msgspec.structs.asdict(event) for event in new])
+
+
+def after(connection: sa.Connection, run_id: str, seq: int, *, limit: int = 1_000) -> list[StoredEvent]:
+    """Return the events of a run that came after one, in order.
+
+    Args:
+        seq: number of the last one that is known; 0 for all.
+        limit: how many at most.
+    """
+    query = sa.select(*_COLUMNS).where(events.c.run_id == run_id, events.c.seq > seq)
+    rows = connection.execute(query.order_by(events.c.seq).limit(limit))
+    return [_from_row(row._mapping) for row in rows]
+
+
+def _from_row(fields: sa.RowMapping) -> StoredEvent:
+    reason = fields["reason"]
+    return StoredEvent(
+        run_id=fields["run_id"],
+        seq=fields["seq"],
+        fence=fields["fence"],
+        at_ns=fields["at_ns"],
+        state=State(fields["state"]),
+        reason=Reason(reason) if reason else None,
+        sentence=fields["sentence"],
+        node=fields["node"],
+    )

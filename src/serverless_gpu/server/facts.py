@@ -1,0 +1,60 @@
+"""Facts: the query room of what happened on the devices of attempts, only ever added to.
+
+A fact has a number within its attempt and comes until it is acknowledged. One that is there is not written again; one
+that is there and says something else is a contradiction, and the first one stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import sqlalchemy as sa
+
+from serverless_gpu.errors import InvalidValue
+from serverless_gpu.model.ledger import Fact
+from serverless_gpu.server.tables import facts
+
+_decode = msgspec.json.Decoder(Fact).decode
+
+
+def add(connection: sa.Connection, run_id: str, fence: int, new: Sequence[Fact]) -> list[int]:
+    """Write the facts that are not there yet.
+
+    Args:
+        new: facts of this attempt, in any order, each as often as it was sent.
+
+    Returns:
+        The numbers of those that contradict what is there, which were not written.
+
+    Raises:
+        InvalidValue: a fact is about another attempt.
+    """
+    if any(fact.attempt != f"{run_id}:{fence}" for fact in new):
+        raise InvalidValue(f"a fact came with the report of {run_id}:{fence} that is about another attempt")
+    numbers = sorted({fact.seq for fact in new})
+    query = sa.select(facts.c.seq, facts.c.fact_json).where(_of(run_id, fence))
+    if numbers:
+        query = query.where(facts.c.seq.between(numbers[0], numbers[-1]))
+    known: dict[int, str] = {seq: text for seq, text in connection.execute(query)}
+    rows, contradicting = [], []
+    for fact in new:
+        text = msgspec.json.encode(fact).decode()
+        if fact.seq not in known:
+            known[fact.seq] = text
+            rows.append({"run_id": run_id, "fence": fence, "seq": fact.seq, "fact_json": text})
+        elif _decode(known[fact.seq]) != fact:
+            contradicting.append(fact.seq)
+    if rows:
+        connection.execute(facts.insert(), rows)
+    return contradicting
+
+
+def of_attempt(connection: sa.Connection, run_id: str, fence: int) -> list[Fact]:
+    """Return the facts of an attempt, in order."""
+    query = sa.select(facts.c.fact_json).where(_of(run_id, fence)).order_by(facts.c.seq)
+    return [_decode(text) for text in connection.execute(query).scalars()]
+
+
+def _of(run_id: str, fence: int) -> sa.ColumnElement[bool]:
+    return sa.and_(facts.c.run_id == run_id, facts.c.fence == fence)

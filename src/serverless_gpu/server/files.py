@@ -1,0 +1,134 @@
+"""Files: the query room of what attempts leave behind: results, failures, reports of a hang, receipts.
+
+A small file is in its row, a larger one is a blob, of which the row has the parts. Once an attempt has ended, its files
+are what they are: a name that is there keeps its content.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+import sqlalchemy as sa
+
+from serverless_gpu.errors import InvalidValue
+from serverless_gpu.model.spec import BLOB_PART_BYTES, BlobReference
+from serverless_gpu.server.tables import files
+
+NAME_CHARACTERS_MAX = 256
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)?")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_AT_ONCE = 500
+_decode_parts = msgspec.json.Decoder(tuple[str, ...]).decode
+
+
+class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
+    """One file of an attempt, as it lies in the attempt's directory on the node.
+
+    Attributes:
+        name: relative to that directory.
+        inline: its bytes, or None when they are a blob.
+        parts: of that blob.
+    """
+
+    name: str
+    size: int
+    inline: bytes | None = None
+    parts: tuple[str, ...] = ()
+
+
+def check_name(name: str) -> None:
+    """Refuse a name that could lead anywhere but into an attempt's directory.
+
+    Raises:
+        InvalidValue: it could, or it is too long.
+    """
+    if len(name) > NAME_CHARACTERS_MAX or not _NAME.fullmatch(name):
+        raise InvalidValue(f"{name[:80]!r} is no name of an attempt's file", hint="for example results/0.pkl")
+
+
+def check_blob(blob: BlobReference) -> None:
+    """Refuse a reference whose parts cannot be what its size says.
+
+    Raises:
+        InvalidValue: a digest is none, or there are too few or too many.
+    """
+    expected = -(-blob.size // BLOB_PART_BYTES)
+    if blob.size < 0 or len(blob.parts) != expected or not all(map(_DIGEST.fullmatch, blob.parts)):
+        raise InvalidValue(f"a blob of {blob.size} bytes has {expected} parts, each named by its BLAKE3 digest")
+
+
+def put(
+    connection: sa.Connection, run_id: str, fence: int, new: Sequence[StoredFile], *, replace: bool = True
+) -> list[str]:
+    """Write files of an attempt, many at once.
+
+    Args:
+        replace: whether a name that is there gets the new content; else it keeps what it has.
+
+    Returns:
+        The names that were written.
+    """
+    latest = {file.name: file for file in new}
+    if replace:
+        for names in _portions(list(latest)):
+            connection.execute(files.delete().where(_of(run_id, fence), files.c.name.in_(names)))
+    else:
+        for name in _present(connection, run_id, fence, list(latest)):
+            del latest[name]
+    rows = [
+        {
+            "run_id": run_id,
+            "fence": fence,
+            "name": file.name,
+            "size": file.size,
+            "inline": file.inline,
+            "parts_json": msgspec.json.encode(file.parts).decode() if file.inline is None else None,
+        }
+        for file in latest.values()
+    ]
+    if rows:
+        connection.execute(files.insert(), rows)
+    return list(latest)
+
+
+def of_attempt(connection: sa.Connection, run_id: str, fence: int, *, prefix: str = "") -> list[StoredFile]:
+    """Return the files of an attempt by name, those whose name begins with `prefix`."""
+    query = sa.select(files.c.name, files.c.size, files.c.inline, files.c.parts_json).where(_of(run_id, fence))
+    if prefix:
+        query = query.where(files.c.name.startswith(prefix, autoescape=True))
+    return [_from_row(row) for row in connection.execute(query.order_by(files.c.name))]
+
+
+def find(connection: sa.Connection, run_id: str, fence: int, name: str) -> StoredFile | None:
+    """Return one file of an attempt."""
+    query = sa.select(files.c.name, files.c.size, files.c.inline, files.c.parts_json)
+    row = connection.execute(query.where(_of(run_id, fence), files.c.name == name)).first()
+    return None if row is None else _from_row(row)
+
+
+def parts_in_use(connection: sa.Connection) -> Iterator[str]:
+    """Yield the digests of all parts that files are made of."""
+    for text in connection.execute(sa.select(files.c.parts_json).where(files.c.parts_json.is_not(None))).scalars():
+        yield from _decode_parts(text)
+
+
+def _present(connection: sa.Connection, run_id: str, fence: int, names: list[str]) -> Iterator[str]:
+    for some in _portions(names):
+        query = sa.select(files.c.name).where(_of(run_id, fence), files.c.name.in_(some))
+        yield from connection.execute(query).scalars().all()
+
+
+def _from_row(row: Sequence[Any]) -> StoredFile:
+    name, size, inline, parts = row
+    return StoredFile(name=name, size=size, inline=inline, parts=_decode_parts(parts) if parts else ())
+
+
+def _of(run_id: str, fence: int) -> sa.ColumnElement[bool]:
+    return sa.and_(files.c.run_id == run_id, files.c.fence == fence)
+
+
+def _portions(names: list[str]) -> Iterable[list[str]]:
+    return (names[start : start + _AT_ONCE] for start in range(0, len(names), _AT_ONCE))

@@ -1,0 +1,285 @@
+"""Runs: the query room of what was asked for and what has become of it. Nobody else reads or writes their table.
+
+A run is read together with its current attempt and the name of that attempt's node. Its state is changed by
+`transitions.py` only, with `change`: compare and set.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import sqlalchemy as sa
+
+from serverless_gpu.errors import StaleAttempt
+from serverless_gpu.model import run_lifecycle
+from serverless_gpu.model.attempt import TERMINAL, Reason, State, StopReason
+from serverless_gpu.model.run_lifecycle import INFRA_RETRIES_MAX
+from serverless_gpu.model.spec import Function, Priority, RunSpec
+from serverless_gpu.server import attempts
+from serverless_gpu.server.attempts import StoredAttempt
+from serverless_gpu.server.tables import attempts as attempts_table
+from serverless_gpu.server.tables import nodes, runs
+from serverless_gpu.wire.runs import Target
+
+RANK_OF = {priority: number for number, priority in enumerate(Priority)}
+"""Priority classes as numbers; 0 is the first to be served."""
+ACTIVE = tuple(state for state in State if state is not State.QUEUED and state not in TERMINAL)
+_AT_ONCE = 500
+_decode_spec = msgspec.json.Decoder(RunSpec).decode
+_decode_target = msgspec.json.Decoder(Target).decode
+_encode_sorted = msgspec.json.Encoder(order="sorted").encode
+
+
+class NewRun(msgspec.Struct, frozen=True, kw_only=True):
+    """A run as it was accepted.
+
+    Attributes:
+        request_sha256: of the whole request: does the same identifier mean the same run?
+        context_sealed: the caller's context, encrypted.
+        call: the pickled call, when it came with the request.
+    """
+
+    id: str
+    owner: str
+    spec: RunSpec
+    target: Target
+    request_sha256: str
+    context_sealed: bytes
+    call: bytes | None = None
+    snapshot: str = ""
+    client_version: str = ""
+
+
+class StoredRun(msgspec.Struct, frozen=True, kw_only=True):
+    """A run as it is written down, without its payload.
+
+    Attributes:
+        priority: 0 is the first to be served.
+        detail: what is known beyond the reason.
+        fence: of the current attempt; 0 before the first.
+        queued_ns: its age in the queue; a run that waits again keeps it.
+        events: number of the last event.
+        attempt: the current attempt, or the last.
+    """
+
+    id: str
+    owner: str
+    team: str
+    name: str
+    pool: str
+    priority: int
+    state: State
+    reason: Reason | None
+    detail: str
+    fence: int
+    stop: StopReason | None
+    retries_used: int
+    infra_retries_used: int
+    created_ns: int
+    queued_ns: int
+    started_ns: int | None
+    ended_ns: int | None
+    settled_ns: int | None
+    events: int
+    request_sha256: str
+    spec: RunSpec
+    target: Target
+    snapshot: str
+    attempt: StoredAttempt | None
+
+    @property
+    def finished(self) -> bool:
+        """Return whether state, files and receipt are final."""
+        return self.state in TERMINAL and self.settled_ns is not None
+
+    @property
+    def life(self) -> run_lifecycle.Run:
+        """Return what its next change depends on."""
+        attempt = self.attempt if self.state in ACTIVE else None
+        return run_lifecycle.Run(
+            run_id=self.id,
+            fence=self.fence,
+            state=self.state,
+            reason=self.reason,
+            stop=self.stop,
+            began=attempt is not None and attempt.began,
+            may_resume=self.spec.resume,
+            retries_left=max(0, self.spec.retries - self.retries_used),
+            infra_left=max(0, INFRA_RETRIES_MAX - self.infra_retries_used),
+            before=attempt.before if attempt is not None else None,
+        )
+
+
+class Payload(msgspec.Struct, frozen=True, kw_only=True):
+    """What the node needs of a run and nobody else gets to see."""
+
+    context_sealed: bytes
+    call: bytes | None
+
+
+class Wished(msgspec.Struct, frozen=True, kw_only=True):
+    """Which runs somebody wants to see, and may.
+
+    Attributes:
+        states: any of these; none means all.
+        tags: all of these.
+        seen_by: the principal who asks, or None for somebody who may see everything.
+        teams: whose runs they may see as well.
+    """
+
+    states: tuple[State, ...] = ()
+    owner: str = ""
+    team: str = ""
+    name: str = ""
+    tags: dict[str, str] = {}
+    seen_by: str | None = None
+    teams: tuple[str, ...] = ()
+
+
+_JSON = {"spec": runs.c.spec_json, "target": runs.c.target_json}
+_NAMES = [name for name in StoredRun.__struct_fields__ if name != "attempt"]
+_COLUMNS: Sequence[sa.ColumnElement[typing.Any]] = [_JSON.get(name, runs.c.get(name)) for name in _NAMES]  # type: ignore[misc]
+_CURRENT = sa.and_(attempts_table.c.run_id == runs.c.id, attempts_table.c.fence == runs.c.fence)
+_SELECT = sa.select(*_COLUMNS, *attempts.COLUMNS).select_from(
+    runs.outerjoin(attempts_table, _CURRENT).outerjoin(nodes, nodes.c.id == attempts_table.c.node_id)
+)
+
+
+def insert(connection: sa.Connection, new: NewRun, *, at_ns: int) -> None:
+    """Write down a run that waits."""
+    spec = new.spec
+    connection.execute(
+        runs.insert(),
+        {
+            "id": new.id,
+            "owner": new.owner,
+            "team": spec.team or "",
+            "name": spec.name,
+            "pool": spec.pool or "",
+            "priority": RANK_OF[spec.priority],
+            "state": State.QUEUED.value,
+            "created_ns": at_ns,
+            "queued_ns": at_ns,
+            "events": 1,
+            "request_sha256": new.request_sha256,
+            "spec_json": msgspec.json.encode(spec).decode(),
+            "target_json": msgspec.json.encode(new.target).decode(),
+            "tags_json": _encode_sorted(spec.tags).decode(),
+            "snapshot": new.snapshot,
+            "context_sealed": new.context_sealed,
+            "call": new.call,
+            "client_version": new.client_version,
+        },
+    )
+
+
+def find(connection: sa.Connection, run_id: str) -> StoredRun | None:
+    """Return one run."""
+    row = connection.execute(_SELECT.where(runs.c.id == run_id)).first()
+    return None if row is None else _from_row(row)
+
+
+def payload(connection: sa.Connection, run_id: str) -> Payload | None:
+    """Return what the node needs of a run."""
+    query = sa.select(runs.c.context_sealed, runs.c.call).where(runs.c.id == run_id)
+    row = connection.execute(query).first()
+    return None if row is None else Payload(context_sealed=row[0], call=row[1])
+
+
+def page(connection: sa.Connection, wished: Wished, *, limit: int, cursor: str = "") -> tuple[list[StoredRun], str]:
+    """Return runs, newest first, and where the next page begins; "" when there is none.
+
+    Args:
+        wished: which ones.
+        limit: how many at most.
+        cursor: what the page before returned.
+    """
+    query = _SELECT.order_by(runs.c.id.desc())
+    if wished.seen_by is not None:
+        own = runs.c.owner == wished.seen_by
+        query = query.where(sa.or_(own, runs.c.team.in_(wished.teams)) if wished.teams else own)
+    if wished.states:
+        query = query.where(runs.c.state.in_([state.value for state in wished.states]))
+    for column, value in ((runs.c.owner, wished.owner), (runs.c.team, wished.team), (runs.c.name, wished.name)):
+        if value:
+            query = query.where(column == value)
+    for key, value in wished.tags.items():
+        # As it stands in the JSON of all tags; what only looks like that is left out below.
+        text = msgspec.json.encode({key: value}).decode()[1:-1]
+        query = query.where(runs.c.tags_json.contains(text, autoescape=True))
+    if cursor:
+        query = query.where(runs.c.id < cursor)
+    found = [_from_row(row) for row in connection.execute(query.limit(limit + 1))]
+    following = found[limit - 1].id if len(found) > limit else ""
+    return [run for run in found[:limit] if wished.tags.items() <= run.spec.tags.items()], following
+
+
+def queue(connection: sa.Connection) -> list[tuple[str, int]]:
+    """Return what waits, in the order of priority class and age: identifiers, and the fence of the last attempt."""
+    query = sa.select(runs.c.id, runs.c.fence).where(runs.c.state == State.QUEUED.value)
+    query = query.order_by(runs.c.priority, runs.c.queued_ns, runs.c.id)
+    return [(run_id, fence) for run_id, fence in connection.execute(query)]
+
+
+def find_many(connection: sa.Connection, run_ids: Sequence[str]) -> list[StoredRun]:
+    """Return those runs that exist, in no order."""
+    portions = (run_ids[start : start + _AT_ONCE] for start in range(0, len(run_ids), _AT_ONCE))
+    return [_from_row(row) for some in portions for row in connection.execute(_SELECT.where(runs.c.id.in_(some)))]
+
+
+def active(connection: sa.Connection) -> list[StoredRun]:
+    """Return the runs that have an attempt which has not ended."""
+    query = _SELECT.where(runs.c.state.in_([state.value for state in ACTIVE]))
+    return [_from_row(row) for row in connection.execute(query)]
+
+
+def waiting_of(connection: sa.Connection, owner: str, *, at_most: int) -> int:
+    """Return how many runs of an owner wait; counting ends at `at_most`."""
+    query = sa.select(runs.c.id).where(runs.c.state == State.QUEUED.value, runs.c.owner == owner).limit(at_most)
+    return connection.execute(sa.select(sa.func.count()).select_from(query.subquery())).scalar_one()
+
+
+def parts_in_use(connection: sa.Connection) -> Iterator[str]:
+    """Yield the digests of all parts that payloads are made of, of runs that may still need them."""
+    query = sa.select(runs.c.spec_json).where(runs.c.state.not_in([state.value for state in TERMINAL]))
+    for text in connection.execute(query).scalars():
+        called = _decode_spec(text).payload
+        if isinstance(called, Function) and called.call is not None:
+            yield from called.call.parts
+
+
+def change(connection: sa.Connection, run: StoredRun, **values: object) -> None:
+    """Change a run that is still as it was read. Only `transitions.py` calls this.
+
+    Raises:
+        StaleAttempt: it is not; nothing was changed.
+    """
+    unchanged = sa.and_(runs.c.id == run.id, runs.c.fence == run.fence, runs.c.state == run.state.value)
+    if connection.execute(runs.update().where(unchanged).values(**values)).rowcount != 1:
+        raise StaleAttempt(f"run {run.id} is not {run.state} in attempt {run.fence} any more")
+
+
+def settle(connection: sa.Connection, run_id: str, fence: int, *, at_ns: int) -> bool:
+    """Note that a run that ended with this attempt has its receipt, or will have none; return whether it did."""
+    last = sa.and_(runs.c.id == run_id, runs.c.fence == fence, runs.c.settled_ns.is_(None))
+    ended = runs.c.state.in_([state.value for state in TERMINAL])
+    return connection.execute(runs.update().where(last, ended).values(settled_ns=at_ns)).rowcount == 1
+
+
+def _from_row(row: Sequence[typing.Any]) -> StoredRun:
+    fields = dict(zip(_NAMES, row, strict=False))
+    return StoredRun(
+        **(
+            fields
+            | {
+                "state": State(fields["state"]),
+                "reason": Reason(fields["reason"]) if fields["reason"] else None,
+                "stop": StopReason(fields["stop"]) if fields["stop"] else None,
+                "spec": _decode_spec(fields["spec"]),
+                "target": _decode_target(fields["target"]),
+                "attempt": attempts.from_row(row[len(_NAMES) :]),
+            }
+        )
+    )

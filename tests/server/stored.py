@@ -1,0 +1,111 @@
+"""Rows that tests of the server start from: somebody, a node, a run, and what happens to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import sqlalchemy as sa
+
+from serverless_gpu.ambient import new_run_id
+from serverless_gpu.model.run_lifecycle import Event
+from serverless_gpu.model.spec import RunSpec
+from serverless_gpu.server import runs, tables, transitions
+from serverless_gpu.server.attempts import NewAttempt
+from serverless_gpu.server.database import Database
+from serverless_gpu.server.runs import NewRun, StoredRun
+from serverless_gpu.server.transitions import Note, Told
+from serverless_gpu.wire.runs import Target
+
+T0 = 1_900_000_000_000_000_000
+S = 1_000_000_000
+TARGET = Target(python="3.11", platform="linux-x86_64")
+
+
+def add_people(database: Database, *names: str) -> None:
+    """Write principals with the role of a member."""
+    rows = [{"name": name, "kind": "user", "role": "member", "created_ns": T0} for name in names]
+    database.write(lambda connection: connection.execute(tables.principals.insert(), rows))
+
+
+def add_node(database: Database, node_id: str = "node-1", *, name: str = "n1", owner: str = "alice") -> None:
+    """Write a node, and the pool it is in when that is not there."""
+
+    def write(connection: sa.Connection) -> None:
+        if connection.execute(sa.select(tables.pools.c.name)).first() is None:
+            connection.execute(tables.pools.insert(), {"name": "default", "kind": "on-demand", "created_ns": T0})
+        row = {
+            "id": node_id,
+            "name": name,
+            "machine": "m",
+            "boot_id": "boot-1",
+            "principal": owner,
+            "pool": "default",
+            "hello_json": "{}",
+            "seen_ns": T0,
+        }
+        connection.execute(tables.nodes.insert(), row)
+
+    database.write(write)
+
+
+def new_run(run_id: str = "", *, owner: str = "alice", **spec: Any) -> NewRun:
+    """Return a run as it was accepted."""
+    return NewRun(
+        id=run_id or new_run_id(),
+        owner=owner,
+        spec=RunSpec(remote=True, **spec),
+        target=TARGET,
+        request_sha256="0" * 64,
+        context_sealed=b"sealed",
+        call=b"call",
+    )
+
+
+def add_run(database: Database, *, at_ns: int = T0, **fields: Any) -> str:
+    """Write a run that waits; return its identifier."""
+    new = new_run(**fields)
+    database.write(lambda connection: runs.insert(connection, new, at_ns=at_ns))
+    return new.id
+
+
+def stored(database: Database, run_id: str) -> StoredRun:
+    """Return a run that is there."""
+    run = database.read(lambda connection: runs.find(connection, run_id))
+    assert run is not None
+    return run
+
+
+def place(database: Database, run_id: str, *, node_id: str = "node-1", at_ns: int = T0 + S) -> int:
+    """Place a run on a node; return the fence."""
+
+    def write(connection: sa.Connection) -> int:
+        run = runs.find(connection, run_id)
+        assert run is not None
+        new = NewAttempt(
+            node_id=node_id,
+            gpu_type="H100",
+            world_size=2,
+            token_sha256=f"token of {run_id[-20:]}:{run.fence + 1}",
+            boot_id="boot-1",
+        )
+        return transitions.place(connection, run, new=new, node="n1", at_ns=at_ns)
+
+    return database.write(write)
+
+
+def tell(database: Database, run_id: str, *happened: Event, at_ns: int = T0 + 2 * S, **note: Any) -> Told:
+    """Let something happen to a run."""
+
+    def write(connection: sa.Connection) -> Told:
+        run = runs.find(connection, run_id)
+        assert run is not None
+        return transitions.tell(connection, run, *happened, note=Note(at_ns=at_ns, **note))
+
+    return database.write(write)
+
+
+def rows(database: Database, table: sa.Table) -> Sequence[sa.RowMapping]:
+    """Return all rows of a table, in the order of its key."""
+    query = sa.select(table).order_by(*table.primary_key)
+    return database.read(lambda connection: connection.execute(query).mappings().all())
