@@ -10,6 +10,7 @@ from serverless_gpu.errors import StaleAttempt
 from serverless_gpu.model.attempt import TERMINAL, Reason, State, StopReason
 from serverless_gpu.model.run_lifecycle import (
     Ended,
+    Event,
     Forgotten,
     GivenUp,
     Heard,
@@ -205,9 +206,9 @@ def test_those_who_wait_for_a_change_are_woken(database: Database, run_id: str) 
     hub = Hub()
     keys = [run_key(run_id), node_key("node-1"), SCHEDULER]
 
-    def touched(*happened: object) -> list[bool]:
+    def touched(*happened: Event) -> list[bool]:
         before = [hub.version(key) for key in keys]
-        tell(database, run_id, *happened).announce(hub)  # type: ignore[arg-type]
+        tell(database, run_id, *happened).announce(hub)
         return [hub.version(key) != version for key, version in zip(keys, before, strict=True)]
 
     place(database, run_id)

@@ -124,6 +124,17 @@ class Logs:
         finally:
             os.close(fd)
 
+    def size(self, run_id: str, fence: int, *, rank: int, stream: str) -> int:
+        """Return how many bytes there are of one stream.
+
+        Raises:
+            InvalidValue: there can be no such file.
+        """
+        try:
+            return (self._directory(run_id, fence) / _name(rank, stream)).lstat().st_size
+        except FileNotFoundError:
+            return 0
+
     def sizes(self, run_id: str, fence: int) -> dict[tuple[int, str], int]:
         """Return how many bytes there are, by rank and stream; streams without any are left out."""
         found = {}

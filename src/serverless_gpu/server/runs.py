@@ -138,9 +138,11 @@ class Wished(msgspec.Struct, frozen=True, kw_only=True):
     teams: tuple[str, ...] = ()
 
 
-_JSON = {"spec": runs.c.spec_json, "target": runs.c.target_json}
+_JSON = ("spec", "target")
 _NAMES = [name for name in StoredRun.__struct_fields__ if name != "attempt"]
-_COLUMNS: Sequence[sa.ColumnElement[typing.Any]] = [_JSON.get(name, runs.c.get(name)) for name in _NAMES]  # type: ignore[misc]
+_COLUMNS: Sequence[sa.ColumnElement[typing.Any]] = [
+    runs.c[f"{name}_json" if name in _JSON else name] for name in _NAMES
+]
 _CURRENT = sa.and_(attempts_table.c.run_id == runs.c.id, attempts_table.c.fence == runs.c.fence)
 _SELECT = sa.select(*_COLUMNS, *attempts.COLUMNS).select_from(
     runs.outerjoin(attempts_table, _CURRENT).outerjoin(nodes, nodes.c.id == attempts_table.c.node_id)

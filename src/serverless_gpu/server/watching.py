@@ -1,0 +1,354 @@
+"""One reader of one run: what is stored becomes a stream of messages, at the pace of whoever reads.
+
+    hub ── something changed ─▶ look: one read of the database, then of the log files ─▶ messages ─▶ reader
+     ▲                                                                                      │
+     └───────────── version noted before the look ◀──── nothing more to say ◀───────────────┘
+
+Nothing is queued for a reader: a slow one is simply behind, and what it has not read yet lies in the database and in
+the files. It says where it is by `after` (the last event) and `offsets` (the next byte of each stream), so one that
+comes again on another connection misses nothing and gets nothing twice.
+
+The order is that of the run: events of an attempt, its output, its end; an ending comes after the last byte of output,
+the receipt after the ending, and then the stream is over.
+
+A flood is not carried: each rank may fill a bucket (`node/throttle.py`), 1 MB/s and some more at the beginning, and
+what does not fit is said as a gap, with the last lines of it. The files have everything. A run with more streams than
+`LIVE_STREAMS_MAX` shows those of its first ranks.
+
+Failure cases: the reader is gone (the stream is closed by whoever pulls it; nothing is held here); the server stops
+(the hub is closed, the stream ends without an ending, the reader comes again); the run is gone (the stream ends).
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import Literal, Protocol
+
+import msgspec
+
+from serverless_gpu.ambient import Clock
+from serverless_gpu.errors import InvalidValue
+from serverless_gpu.model.attempt import TERMINAL, State
+from serverless_gpu.model.spec import RANKS_MAX
+from serverless_gpu.node.throttle import Bucket
+from serverless_gpu.server.hub import Hub, run_key
+from serverless_gpu.wire.base import LIVE_STREAMS_MAX
+from serverless_gpu.wire.runs import (
+    AcceptedMessage,
+    EndedMessage,
+    GapMessage,
+    LogMessage,
+    RunView,
+    SettledMessage,
+    StateMessage,
+    StreamMessage,
+)
+
+Stream = Literal["stdout", "stderr"]
+STREAMS: tuple[Stream, ...] = ("stdout", "stderr")
+SHOWN_BYTES_PER_S = 1_000_000
+SHOWN_BURST_BYTES = 8_000_000
+"""What a reader that comes late, or comes again, gets at once of each rank."""
+PIECE_BYTES = 64 << 10
+IDLE_S = 9.0
+"""A stream says something this often, so that silence means that it is broken."""
+_LINE_COST_BYTES = 64  # as in node/live.py: a line costs more than its bytes
+_LAST_LINES_BYTES = 4 << 10
+_LOOK_BYTES_MAX = 1 << 20  # of output in one look, so that one reader does not hold a thread for long
+_CLOSED_S = 1.0  # how long a bucket that is empty takes to open again
+
+Place = tuple[int, int, Stream]
+"""Fence, rank, stream."""
+
+
+class Files(Protocol):
+    """What is needed of `server.logs.Logs`."""
+
+    def read(self, run_id: str, fence: int, *, rank: int, stream: str, offset: int = 0, limit: int) -> bytes:
+        """Return bytes from an offset on."""
+        ...
+
+    def size(self, run_id: str, fence: int, *, rank: int, stream: str) -> int:
+        """Return how many bytes there are."""
+        ...
+
+    def sizes(self, run_id: str, fence: int) -> Mapping[tuple[int, str], int]:
+        """Return how many bytes there are, by rank and stream."""
+        ...
+
+
+class Look(msgspec.Struct, frozen=True, kw_only=True):
+    """What the database says of a run, read in one transaction.
+
+    Attributes:
+        run: as it is.
+        events: those the reader has not got, in order; the ending is not among them.
+        ended: the ending, once the run's state is final.
+        settled: the last message, once nothing more will come.
+    """
+
+    run: RunView
+    events: tuple[StateMessage, ...] = ()
+    ended: EndedMessage | None = None
+    settled: SettledMessage | None = None
+
+
+class Position(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a reader is.
+
+    Attributes:
+        after: `seq` of the last event it has.
+        offsets: the next byte of each stream it has something of.
+        ranks: those it wants output of; None for those the run shows live.
+    """
+
+    after: int = 0
+    offsets: dict[Place, int] = msgspec.field(default_factory=dict)
+    ranks: tuple[int, ...] | Literal["all"] | None = None
+
+
+class Watch:
+    """One reader.
+
+    Args:
+        run_id: the run.
+        position: where the reader is.
+        look: reads what is new after an event; called in a thread.
+        files: the output.
+        clock: for the buckets.
+    """
+
+    def __init__(
+        self, run_id: str, position: Position, *, look: Callable[[int], Look], files: Files, clock: Clock
+    ) -> None:
+        self._run_id = run_id
+        self._look = look
+        self._output = _Output(run_id, position, files, clock)
+        self._after = position.after
+        self._sentence = ""
+        self._ended = False
+        self.over = False
+
+    async def messages(
+        self, hub: Hub, in_thread: Callable[[Callable[[], list[StreamMessage]]], Awaitable[list[StreamMessage]]]
+    ) -> AsyncIterator[StreamMessage | None]:
+        """Yield what there is to say until the run is settled or the hub is closed; None after a silence.
+
+        Args:
+            hub: wakes the reader.
+            in_thread: calls a function in a thread.
+        """
+        key, silent = run_key(self._run_id), False
+        while not hub.closed:
+            seen = hub.version(key)
+            for message in await in_thread(self.next):
+                silent = False
+                yield message
+            if self.over:
+                return
+            if self._output.more_to_read:
+                continue
+            if silent:
+                yield None
+            pause_s = _CLOSED_S if self._output.flooded else IDLE_S
+            silent = await hub.changed(key, seen, pause_s) == seen and pause_s == IDLE_S
+
+    def next(self) -> list[StreamMessage]:
+        """Return what is new, in order and not too much of it; blocks for the database and the files."""
+        look = self._look(self._after)
+        found: list[StreamMessage] = []
+        for event in look.events:
+            if event.fence and _closes(event):
+                found += self._output.more(event.fence, look.run.spec.ranks_log, over=True)
+                if self._output.more_to_read:
+                    return found  # first all of that, then the event
+            found.append(event)
+            self._after = max(self._after, event.seq)
+            self._sentence = event.sentence
+        over = look.ended is not None
+        found += self._output.more(look.run.fence, look.run.spec.ranks_log, over=over)
+        if over and self._output.more_to_read:
+            return found
+        found += self._endings(look)
+        if look.run.sentence not in ("", self._sentence) and not over:
+            self._sentence = look.run.sentence
+            found.append(_aside(look.run))
+        return found
+
+    def _endings(self, look: Look) -> Iterator[StreamMessage]:
+        if look.ended is not None and not self._ended:
+            self._ended = True
+            if look.ended.seq > self._after:  # else the reader has it, and came again for the rest
+                self._after = look.ended.seq
+                yield look.ended
+        if self._ended and look.settled is not None and not self.over:
+            self.over = True
+            yield look.settled
+
+
+class _Output:
+    """The output of a run's ranks, as far as one reader has it."""
+
+    def __init__(self, run_id: str, position: Position, files: Files, clock: Clock) -> None:
+        self._run_id = run_id
+        self._files = files
+        self._clock = clock
+        self._wanted = position.ranks
+        self._offsets = dict(position.offsets)
+        # What the reader has of a later attempt it got after everything of the ones before.
+        self._first = max((fence for fence, _rank, _stream in position.offsets), default=1)
+        self._buckets: dict[int, Bucket] = {}
+        self._cut: set[Place] = set()
+        self.more_to_read = False
+        """Whether the last look left something that may be said at once."""
+        self.flooded = False
+        """Whether it left something because a bucket is empty."""
+
+    def more(self, fence: int, shown: Sequence[int] | None, *, over: bool) -> list[StreamMessage]:
+        """Return what is new of an attempt, and not too much of it.
+
+        Args:
+            fence: the attempt; 0 for none.
+            shown: ranks that the run shows live; None for all.
+            over: whether nothing more will come, so that floods are cut short.
+        """
+        self.more_to_read = self.flooded = False
+        found: list[StreamMessage] = []
+        if fence < self._first:
+            return found
+        left = _LOOK_BYTES_MAX
+        for place in self._places(fence, shown):
+            messages, taken = self._of(place, left, over)
+            found += messages
+            left -= taken
+        return found
+
+    def _places(self, fence: int, shown: Sequence[int] | None) -> list[Place]:
+        wanted = shown if self._wanted is None else None if self._wanted == "all" else self._wanted
+        if wanted is not None:
+            ranks = list(dict.fromkeys(wanted))[: LIVE_STREAMS_MAX // len(STREAMS)]
+            return [(fence, rank, stream) for rank in ranks for stream in STREAMS]
+        there = sorted(self._files.sizes(self._run_id, fence))[:LIVE_STREAMS_MAX]
+        return [(fence, rank, "stderr" if stream == "stderr" else "stdout") for rank, stream in there]
+
+    def _of(self, place: Place, left: int, over: bool) -> tuple[list[StreamMessage], int]:
+        """Return what is new of one stream, at most `left` bytes of it, and how many bytes that is."""
+        fence, rank, stream = place
+        at = self._offsets.get(place, 0)
+        size = self._files.size(self._run_id, fence, rank=rank, stream=stream)
+        found: list[StreamMessage] = []
+        if place in self._cut and self._is_open(rank):
+            self._cut.discard(place)
+            if size - at > SHOWN_BYTES_PER_S:
+                found += self._skipped(place, at, size)
+                at = size
+        taken = 0
+        while at < size and taken < left and self._is_open(rank):
+            data = self._read(place, at, min(PIECE_BYTES, size - at))
+            if not data:
+                break
+            given = self._given(rank, data)
+            if given:
+                found.append(LogMessage(fence=fence, rank=rank, stream=stream, offset=at, data=data[:given]))
+            at += given
+            taken += given
+        if at < size and not self._is_open(rank):
+            if over:
+                found += self._skipped(place, at, size)
+                at = size
+            else:
+                self._cut.add(place)
+                self.flooded = True
+        self.more_to_read |= at < size and place not in self._cut
+        self._offsets[place] = at
+        return found, taken
+
+    def _skipped(self, place: Place, at: int, size: int) -> list[StreamMessage]:
+        """Return that a flood is left out, and its last lines."""
+        fence, rank, stream = place
+        start = max(at, size - _LAST_LINES_BYTES)
+        tail = self._read(place, start, size - start)
+        if start > at:
+            cut = tail.find(b"\n") + 1
+            start, tail = start + cut, tail[cut:]
+        found: list[StreamMessage] = []
+        if start > at:
+            found.append(GapMessage(fence=fence, rank=rank, stream=stream, offset=at, size=start - at))
+        if tail:
+            found.append(LogMessage(fence=fence, rank=rank, stream=stream, offset=start, data=tail))
+        return found
+
+    def _given(self, rank: int, data: bytes) -> int:
+        cost = len(data) + _LINE_COST_BYTES * data.count(b"\n")
+        return len(data) * self._bucket(rank).take(cost, self._clock.boottime_ns()) // max(1, cost)
+
+    def _is_open(self, rank: int) -> bool:
+        return self._bucket(rank).is_open(self._clock.boottime_ns())
+
+    def _bucket(self, rank: int) -> Bucket:
+        if rank not in self._buckets:
+            self._buckets[rank] = Bucket(
+                per_s=SHOWN_BYTES_PER_S,
+                burst=SHOWN_BURST_BYTES,
+                resume=SHOWN_BYTES_PER_S,
+                now_ns=self._clock.boottime_ns(),
+            )
+        return self._buckets[rank]
+
+    def _read(self, place: Place, at: int, size: int) -> bytes:
+        fence, rank, stream = place
+        return self._files.read(self._run_id, fence, rank=rank, stream=stream, offset=at, limit=size)
+
+
+def _closes(event: StateMessage) -> bool:
+    """Return whether an event says that its attempt is over: output comes before it."""
+    return event.state is State.QUEUED or event.state in TERMINAL
+
+
+def _aside(run: RunView) -> StateMessage:
+    return StateMessage(
+        seq=0, fence=run.fence, state=run.state, reason=run.reason, sentence=run.sentence, node=run.node
+    )
+
+
+def accepted(run: RunView) -> AcceptedMessage:
+    """Return the first message of a stream."""
+    return AcceptedMessage(run=run)
+
+
+def parse_offsets(text: str) -> dict[Place, int]:
+    """Return the offsets a reader gives as ``"<fence>.<rank>.<stream>:<next byte>,…"``.
+
+    Raises:
+        InvalidValue: it does not read like that, or names too many streams.
+    """
+    found: dict[Place, int] = {}
+    for item in filter(None, text.split(",")):
+        place, _, offset = item.partition(":")
+        parts = place.split(".")
+        if len(parts) != 3 or parts[2] not in STREAMS or not all(_is_number(n) for n in (*parts[:2], offset)):
+            raise InvalidValue(
+                f"{item[:80]!r} is not an offset", hint="write offsets=<fence>.<rank>.<stream>:<next byte>,…"
+            )
+        found[int(parts[0]), int(parts[1]), "stderr" if parts[2] == "stderr" else "stdout"] = int(offset)
+    if len(found) > 2 * LIVE_STREAMS_MAX:
+        raise InvalidValue(f"{len(found)} offsets are more than {2 * LIVE_STREAMS_MAX}")
+    return found
+
+
+def parse_ranks(text: str) -> tuple[int, ...] | Literal["all"] | None:
+    """Return the ranks a reader wants output of: ``"all"``, ``"0,3"``, or "" for those the run shows.
+
+    Raises:
+        InvalidValue: it does not read like that.
+    """
+    if text in ("", "all"):
+        return "all" if text else None
+    items = text.split(",")
+    if len(items) > LIVE_STREAMS_MAX or not all(_is_number(item) and int(item) < RANKS_MAX for item in items):
+        raise InvalidValue(f"{text[:80]!r} are not ranks", hint="write ranks=all or ranks=0,3")
+    return tuple(int(item) for item in items)
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= 18
