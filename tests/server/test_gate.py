@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.gate import PUBLIC_ROUTES, Gate
 from serverless_gpu.server.hub import Hub
 from serverless_gpu.server.services import Services
+from serverless_gpu.server.storage import open_storage
 from serverless_gpu.wire.attempts import ReportAnswer
 from serverless_gpu.wire.base import API
 from serverless_gpu.wire.principals import TeamRequest, TeamView
@@ -86,7 +88,8 @@ def everything() -> list[Route]:
 
 
 def closed(routes: list[Route]) -> Gate:
-    services = Services(clock=SystemClock(), database=NoDatabase(), hub=Hub())
+    stored = open_storage(Path("/nonexistent"), "", {}, clock=SystemClock())._asdict()
+    services = Services(clock=SystemClock(), database=NoDatabase(), hub=Hub(), **stored)
     inner = application_room.application(routes)
     return Gate(inner, services, routes=routes, hosts=gate.LOOPBACK, authenticate=authenticate, reach=reach)
 

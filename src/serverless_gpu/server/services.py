@@ -1,8 +1,9 @@
 """What the server works with, in one object: routes, loops and verbs get it and look for nothing anywhere else.
 
-    database   transactions            hub        who waits for what; closed once the server is to stop
-    blobs      parts of payloads       logs       output of ranks, in files
-    engine     where gangs can be      …
+    database      transactions            hub     who waits for what; closed once the server is to stop
+    blobs         parts of payloads       logs    output of ranks, in files
+    environments  what was captured       spool   large bodies until they are whole
+    engine        where gangs can be      …
 
 `assembly.py` makes it for the server; tests make one with what they need. Its parts do not know it. Whoever adds a part
 adds a field here and a line there.
@@ -17,8 +18,12 @@ from typing import Protocol, TypeVar
 from sqlalchemy.engine import Connection
 
 from serverless_gpu.ambient import Clock
+from serverless_gpu.server.blobs import Blobs
+from serverless_gpu.server.environments import Environments
 from serverless_gpu.server.hub import Hub
 from serverless_gpu.server.liveness import Deliveries, Leases, Presence
+from serverless_gpu.server.logs import Logs
+from serverless_gpu.server.receiving import Spool
 from serverless_gpu.server.sentences import Sentences
 
 T = TypeVar("T")
@@ -40,6 +45,8 @@ class Transactions(Protocol):
 class Services:
     """What routes, loops and verbs work with.
 
+    `logs`, `blobs`, `environments` and `spool` come together from `storage.open_storage`.
+
     Attributes:
         checks: each returns what is wrong with the server, in words that name no one, or "".
         leases: when attempts were heard of last; whoever applies a report renews.
@@ -51,6 +58,10 @@ class Services:
     clock: Clock
     database: Transactions
     hub: Hub
+    logs: Logs
+    blobs: Blobs
+    environments: Environments
+    spool: Spool
     checks: tuple[Callable[[], str], ...] = ()
     leases: Leases = dataclasses.field(default_factory=Leases)
     presence: Presence = dataclasses.field(default_factory=Presence)

@@ -4,7 +4,8 @@
         @pytest.fixture
         def store(self): return MyStore(...)
 
-The store of each test is fresh and empty. Nothing here sleeps, and nothing depends on what a store's clock says.
+The store of each test is fresh and empty. Nothing here sleeps, and nothing depends on what a store's clock says. Units
+and packs are real ones: a store may look at what it is given.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from functools import partial
 
 from blake3 import blake3
 
+from serverless_gpu.environment.documents import Row, Unit, unit_address
 from serverless_gpu.environment.stores.base import Store
+from serverless_gpu.environment.stores.codec import encode
 from serverless_gpu.errors import EnvironmentRejected
 
 HOSTILE_KEYS = (
@@ -41,6 +44,13 @@ HOSTILE_KEYS = (
 def pack_key(data: bytes) -> str:
     """Return the key under which bytes lie as a pack."""
     return f"packs/{blake3(data).hexdigest()}"
+
+
+def empty_unit(name: str) -> tuple[str, bytes]:
+    """Return the key and the bytes of a unit that is one empty directory."""
+    rows = (Row(f"site/{name}", "d"),)
+    unit = Unit(address=unit_address(rows), rows=rows, packs=(), blocks=(), places=())
+    return f"units/{unit.address}", encode(unit)
 
 
 class StoreConformance:
@@ -87,7 +97,7 @@ class StoreConformance:
         """Small and large ones, of several kinds, new ones and ones that are there; none of none is no error."""
         objects: dict[str, bytes | memoryview] = {pack_key(b"%d" % number): b"%d" % number for number in range(150)}
         objects |= {pack_key(data): memoryview(data) for data in (b"", bytes(range(256)) * 8_000)}
-        objects |= {"units/" + "e" * 64: b"unit", "gc/condemned": b"list"}
+        objects |= dict([empty_unit("many")]) | {"gc/condemned": b"list"}
         store.put({"gc/condemned": b"before"})
         store.put(objects)
         for key, data in objects.items():
@@ -111,8 +121,8 @@ class StoreConformance:
         sizes = {pack_key(b"x" * size): size for size in range(30)}
         for key, size in sizes.items():
             store.put({key: b"x" * size})
-        unit = "units/" + "f" * 64
-        store.put({unit: b"unit"})
+        unit, content = empty_unit("listed")
+        store.put({unit: content})
         store.put({"gc/condemned": b"list"})
         listed = list(store.list("packs"))
         assert len(listed) == len(sizes)

@@ -21,6 +21,9 @@ from __future__ import annotations
 
 from serverless_gpu.wire.base import Answer, Request
 
+NAMES_MAX = 10_000
+"""Digests or keys in one request."""
+
 
 class DigestList(Request, frozen=True, kw_only=True):
     """Digests of parts."""

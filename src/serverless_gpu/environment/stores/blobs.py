@@ -22,14 +22,14 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TypeVar
 
-import msgspec
 from blake3 import blake3
 
 from serverless_gpu.ambient import Clock, SystemClock
-from serverless_gpu.environment.documents import Snapshot, Unit, snapshot_address, unit_address
+from serverless_gpu.environment.documents import Snapshot, Unit
 from serverless_gpu.environment.rules import check_snapshot, check_unit
 from serverless_gpu.environment.stores.base import Store, check_key
-from serverless_gpu.environment.stores.codec import decode, encode
+from serverless_gpu.environment.stores.checked import Altered, pack_of, snapshot_of, unit_of
+from serverless_gpu.environment.stores.codec import encode
 from serverless_gpu.environment.stores.condemned import LEASE_S, LIST_NAME, Sentence, collectors, read_condemned
 from serverless_gpu.errors import (
     EnvironmentCorrupt,
@@ -44,10 +44,7 @@ CAPTURE_S_MAX = 6 * 3600
 PREFIX_DIGITS_MIN = 4
 _PAUSE_S = 1.0
 
-_ANOTHER = "it is not what its address says"
-
 _Value = TypeVar("_Value")
-_Document = TypeVar("_Document", bound=msgspec.Struct)
 
 
 class Blobs:
@@ -85,19 +82,7 @@ class Blobs:
         """
         key, what = check_key(f"snapshots/{address}"), f"snapshot {address[:12]}"
 
-        def read() -> Snapshot:
-            snapshot = _decoded(self._get(key, what), Snapshot, what)
-            try:
-                check_snapshot(snapshot)
-            except EnvironmentRejected:
-                if snapshot_address(snapshot.interpreter, snapshot.roots) == address:
-                    raise  # it was written like that
-                raise _Altered(_ANOTHER) from None
-            if snapshot.address != address:
-                raise _Altered(_ANOTHER)
-            return snapshot
-
-        return self._twice(read, what)
+        return self._twice(lambda: snapshot_of(self._get(key, what), address), what)
 
     def read_unit(self, address: str) -> Unit:
         """Return a unit.
@@ -109,19 +94,7 @@ class Blobs:
         """
         key, what = check_key(f"units/{address}"), f"unit {address[:12]}"
 
-        def read() -> Unit:
-            unit = _decoded(self._get(key, what), Unit, what)
-            try:
-                check_unit(unit)
-            except EnvironmentRejected:
-                if unit_address(unit.rows) == address:
-                    raise
-                raise _Altered(_ANOTHER) from None
-            if unit.address != address:
-                raise _Altered(_ANOTHER)
-            return unit
-
-        return self._twice(read, what)
+        return self._twice(lambda: unit_of(self._get(key, what), address), what)
 
     def read_pack(self, digest: str) -> bytes:
         """Return a whole pack.
@@ -134,8 +107,7 @@ class Blobs:
 
         def read() -> bytes:
             data = self._get(key, what)
-            if blake3(data).hexdigest() != digest:
-                raise _Altered(_ANOTHER)
+            pack_of(data, digest)
             return data
 
         return self._twice(read, what)
@@ -152,7 +124,7 @@ class Blobs:
         def read() -> bytes:
             data = self._get(key, what, start, length)
             if len(data) != length:
-                raise _Altered("it ends too early")
+                raise Altered("it ends too early")
             return data
 
         return self._twice(read, what)
@@ -263,11 +235,11 @@ class Blobs:
     def _twice(self, read: Callable[[], _Value], what: str) -> _Value:
         try:
             return read()
-        except (_Altered, EnvironmentRejected):
+        except (Altered, EnvironmentRejected):
             pass  # on its way or where it lies: the second look tells
         try:
             return read()
-        except _Altered as error:
+        except Altered as error:
             raise EnvironmentCorrupt(
                 f"{what} in the store {self.store.url} is altered: {error}",
                 hint="look at the disk of the store; a restore removes what is altered, and a capture sends it again",
@@ -312,7 +284,7 @@ class Blobs:
         try:
             return read_condemned(self.store).entries
         except EnvironmentRejected as error:
-            raise (error if error.hint else _Altered(error.message)) from None
+            raise (error if error.hint else Altered(error.message)) from None
 
     def _settle(self, keys: Iterable[str]) -> None:
         """Make sure that nothing that was put again is being deleted at this moment, before anything points at it."""
@@ -334,18 +306,6 @@ class Blobs:
         return StoreUnavailable(
             f"{why} (store {self.store.url})", hint="capture again; what has been sent need not be sent again"
         )
-
-
-class _Altered(Exception):
-    """What was read is not what its address says."""
-
-
-def _decoded(data: bytes, kind: type[_Document], what: str) -> _Document:
-    try:
-        return decode(data, kind, what)
-    except EnvironmentRejected as error:
-        # A hint says that another version wrote it; what cannot be read for another reason, nobody wrote.
-        raise (error if error.hint else _Altered(error.message)) from None
 
 
 def _missing_error(what: str, url: str) -> EnvironmentMissing:

@@ -1,4 +1,7 @@
-"""From what a person types to a store: a path, `file://`, `memory://`, `s3://`, `gs://` or `az://`."""
+"""From what a person types to a store: a path, `file://`, `memory://`, `s3://`, `gs://` or `az://`.
+
+A store of a server has a name, too (`sgpu+http://host:port`), which programs make; nobody types it.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import re
 import threading
 from collections.abc import Mapping
 from pathlib import Path
+from typing import cast
 from urllib.parse import unquote, urlsplit
 
 from serverless_gpu.environment.stores.base import Store
@@ -15,8 +19,11 @@ from serverless_gpu.environment.stores.directory import DirectoryStore
 from serverless_gpu.environment.stores.memory import MemoryStore
 from serverless_gpu.environment.stores.objects import BOUND_S, ObjectStore
 from serverless_gpu.errors import InvalidValue
+from serverless_gpu.loading import load
 
 _PREFIX = re.compile(r"(?:[\w.-]+(?:/[\w.-]+)*)?", re.ASCII)
+
+_SERVED = "sgpu+"
 
 _memory: dict[str, MemoryStore] = {}
 _memory_lock = threading.Lock()
@@ -27,14 +34,21 @@ def is_remote(url: str) -> bool:
     return "://" in url and not url.startswith(("file://", "memory://"))
 
 
-def open_store(url: str | Path, environ: Mapping[str, str], *, bound_s: float = BOUND_S) -> Store:
+def is_served(url: str) -> bool:
+    """Return whether a store is that of a server."""
+    return url.startswith(_SERVED)
+
+
+def open_store(url: str | Path, environ: Mapping[str, str], *, token: str = "", bound_s: float = BOUND_S) -> Store:
     """Return a store; nothing is looked at or made yet.
 
     Args:
         url: a path, ``file:///a/path``, ``memory://name`` (the same one for the same name in this process),
-            ``s3://bucket/prefix``, ``gs://bucket/prefix`` or ``az://container/prefix``.
+            ``s3://bucket/prefix``, ``gs://bucket/prefix`` or ``az://container/prefix``; of a server,
+            ``sgpu+http://host:port``.
         environ: where credentials of object stores come from.
-        bound_s: how long one call of an object store may take.
+        token: what a server is asked with.
+        bound_s: how long one call of an object store, or of a server, may take.
 
     Raises:
         InvalidValue: it is none of these, or has credentials in it.
@@ -57,6 +71,9 @@ def open_store(url: str | Path, environ: Mapping[str, str], *, bound_s: float = 
     if parts.scheme == "memory":
         with _memory_lock:
             return _memory.setdefault(text, MemoryStore(parts.netloc + parts.path))
+    if parts.scheme.startswith(_SERVED) and parts.netloc and parts.path in ("", "/"):
+        # Imported here: its client costs 50 ms, and most stores are a directory.
+        return cast("Store", load(f"{__package__}.served").ServedStore(text, token, bound_s=bound_s))
     if parts.scheme in CLOUDS and (bucket := parts.netloc):
         prefix = parts.path.strip("/")
         if _PREFIX.fullmatch(prefix) and not {".", ".."} & set(prefix.split("/")):

@@ -1,0 +1,179 @@
+"""The store of a server, over its API: `sgpu+http://host:port`, with a token.
+
+    capture, restore ─▶ ServedStore ─ Connection ─▶ /environments/… ─▶ the server's own store
+
+The server checks what it is given, so bytes that a line altered on their way up are refused (HashMismatch) and sent
+again; those that a line cuts are sent again by the connection. Nothing here needs to know what the server's store is.
+
+Failure cases: the server is away, or its store (again for up to 5 minutes, then StoreUnavailable); the token is not
+valid, or good for less (StoreUnavailable, saying what to do); the server's disk is full (StorageError).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
+
+from serverless_gpu.environment.stores.base import (
+    OBJECT_BYTES_MAX,
+    Store,
+    Stored,
+    check_key,
+    check_prefix,
+    check_range,
+    check_size,
+)
+from serverless_gpu.errors import (
+    EnvironmentProblem,
+    EnvironmentRejected,
+    HashMismatch,
+    NotAllowed,
+    NotAuthenticated,
+    NotFound,
+    ServerProblem,
+    ServerStorageFull,
+    StorageError,
+    StoreUnavailable,
+    TooLarge,
+)
+from serverless_gpu.wire.blobs import NAMES_MAX, Free, KeyList, StoredList
+from serverless_gpu.wire.connection import Connection
+
+SCHEME = "sgpu+"
+BOUND_S = 300.0
+AT_ONCE = 8
+SENT_MAX = 3
+"""How often bytes are sent that arrive altered."""
+_OBJECTS = "/environments/objects/"
+
+_Value = TypeVar("_Value")
+
+
+class ServedStore(Store):
+    """The store of a server.
+
+    Args:
+        url: ``sgpu+http://host:port`` or ``sgpu+https://host:port``.
+        token: that the server gave out.
+        bound_s: how long one call waits for a server that is away, in seconds.
+    """
+
+    def __init__(self, url: str, token: str, *, bound_s: float = BOUND_S) -> None:
+        self.url = url
+        self._token = token
+        self._bound_s = bound_s
+        self._lock = threading.Lock()
+        self._opened: tuple[int, Connection] | None = None
+
+    def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+        """Return an object, or a range of it."""
+        check_key(key)
+        check_range(key, start, 0 if length is None else length)
+        query = {"start": str(start)} if length is None else {"start": str(start), "length": str(length)}
+        try:
+            data = self._ask(lambda server: server.get(_OBJECTS + key, query=query))
+        except NotFound:
+            raise KeyError(key) from None
+        if len(data) > OBJECT_BYTES_MAX:
+            raise EnvironmentRejected(f"{key} has {len(data)} bytes, {OBJECT_BYTES_MAX} are the most")
+        return data
+
+    def put(self, objects: Mapping[str, bytes | memoryview]) -> None:
+        """Put objects, durably and at once, in place of what may be there; several at a time."""
+        for key, data in objects.items():
+            check_size(check_key(key), data)
+        if len(objects) < 2:
+            for key, data in objects.items():
+                self._put_one(key, data)
+            return
+        with ThreadPoolExecutor(min(AT_ONCE, len(objects))) as pool:
+            for done in [pool.submit(self._put_one, key, data) for key, data in objects.items()]:
+                done.result()
+
+    def present(self, keys: Collection[str]) -> frozenset[str]:
+        """Return which of these objects are there."""
+        found: set[str] = set()
+        for some in _batches(keys):
+            found.update(self._ask(partial(_present, KeyList(keys=some))).keys)
+        return frozenset(found)
+
+    def list(self, prefix: str) -> Iterator[Stored]:
+        """Return everything below `prefix/`."""
+        path = f"/environments/list/{check_prefix(prefix)}"
+        listed = self._ask(lambda server: server.ask("GET", path, answer=StoredList))
+        return (Stored(one.key, one.size, one.put_ns) for one in listed.objects)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Remove objects; those that are not there are no error."""
+        for some in _batches(keys):
+            self._ask(partial(_delete, KeyList(keys=some)))
+
+    def free_bytes(self) -> int | None:
+        """Return how much more it can hold, or None where the server does not know."""
+        return self._ask(lambda server: server.ask("GET", "/environments/free", answer=Free)).bytes
+
+    def _put_one(self, key: str, data: bytes | memoryview) -> None:
+        for last in (*([False] * (SENT_MAX - 1)), True):
+            try:
+                self._ask(lambda server: server.put(_OBJECTS + key, data))
+                return
+            except HashMismatch as error:
+                if last:
+                    raise StoreUnavailable(
+                        f"{key} arrived altered at {self.url}, {SENT_MAX} times", hint=error.hint
+                    ) from None
+
+    def _ask(self, request: Callable[[Connection], _Value]) -> _Value:
+        """Send a request; what the server refuses is said as every store says it.
+
+        Raises:
+            NotFound, HashMismatch: for the callers above.
+        """
+        try:
+            return request(self._connection())
+        except (NotFound, HashMismatch, EnvironmentProblem):
+            raise
+        except ServerStorageFull as error:
+            raise StorageError(error.message, hint=error.hint) from None
+        except TooLarge as error:
+            raise EnvironmentRejected(error.message, hint=error.hint) from None
+        except (NotAuthenticated, NotAllowed) as error:
+            raise StoreUnavailable(
+                f"the store {self.url} refuses: {error.message}", hint=error.hint or "`sgpu login` stores another token"
+            ) from None
+        except ServerProblem as error:
+            raise StoreUnavailable(error.message, hint=error.hint) from None
+
+    def _connection(self) -> Connection:
+        """Return this process's connection: none survives a fork."""
+        with self._lock:
+            if self._opened is None or self._opened[0] != os.getpid():
+                url = self.url.removeprefix(SCHEME)
+                self._opened = os.getpid(), Connection(url, self._token, patience_s=self._bound_s)
+            return self._opened[1]
+
+    def close(self) -> None:
+        """Close the connection; the next call opens another one."""
+        with self._lock, contextlib.suppress(OSError):
+            if self._opened is not None and self._opened[0] == os.getpid():
+                self._opened[1].close()
+            self._opened = None
+
+
+def _present(keys: KeyList, server: Connection) -> KeyList:
+    return server.ask("POST", "/environments/present", keys, answer=KeyList)
+
+
+def _delete(keys: KeyList, server: Connection) -> None:
+    server.ask("POST", "/environments/delete", keys, answer=type(None))
+
+
+def _batches(keys: Iterable[str]) -> Iterator[tuple[str, ...]]:
+    asked = tuple(check_key(key) for key in keys)
+    for first in range(0, len(asked), NAMES_MAX):
+        yield asked[first : first + NAMES_MAX]

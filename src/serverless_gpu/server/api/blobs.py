@@ -1,0 +1,37 @@
+"""Routes of `wire/blobs.py` about parts, and the one by which an attempt reads its payload."""
+
+from __future__ import annotations
+
+from serverless_gpu.errors import NotFound, TooLarge
+from serverless_gpu.model.spec import BLOB_PART_BYTES
+from serverless_gpu.server import references
+from serverless_gpu.server.api.routing import ATTEMPT, Bytes, Call, Incoming, Routes, writing
+from serverless_gpu.wire.blobs import NAMES_MAX, DigestList
+
+routes = Routes("blobs")
+
+
+@routes.post("/blobs/missing", needs=writing("blobs", attempts=True))
+def missing_parts(call: Call, body: DigestList) -> DigestList:
+    """Say which parts have to be sent."""
+    if len(body.digests) > NAMES_MAX:
+        raise TooLarge(f"{len(body.digests)} digests at once", hint=f"ask for {NAMES_MAX} at most")
+    return DigestList(digests=call.services.blobs.missing(body.digests))
+
+
+@routes.put("/blobs/{digest}", needs=writing("blobs", attempts=True), limit=BLOB_PART_BYTES)
+async def put_part(call: Call, digest: str, body: Incoming) -> None:
+    """Store a part."""
+    blobs = call.services.blobs
+    await call.in_thread(lambda: blobs.check_room(body.size or 0))
+    async with call.services.spool.whole(body, body.size) as data:
+        await call.in_thread(lambda: blobs.put(digest, data))
+
+
+@routes.get("/attempts/{run}/{fence}/blobs/{digest}", needs=ATTEMPT)
+def payload_part(call: Call, run: str, fence: int, digest: str) -> Bytes:
+    """Return a part of what the attempt is to call."""
+    payload = call.services.database.read(lambda connection: references.payload_of(connection, run))
+    if payload is None or digest not in payload.parts:
+        raise NotFound(f"{digest[:80]!r} is no part of the payload of run {run} (attempt {fence})")
+    return Bytes(call.services.blobs.get(digest))

@@ -1,0 +1,212 @@
+"""Captured environments, as the server gives them to clients and nodes: a store behind its own rules.
+
+    client's helper ── present, put ─▶ checked against its name, and the rules ─▶ store (a directory, or a bucket)
+    node's agent    ◀── get, in pieces ──────────────────────────────────────────┘
+
+Nothing comes in that no restore could use: a pack is what its digest says, a unit or snapshot has its address and
+breaks no rule, and a unit's packs are there before it. A unit that is there and whole stays as it is, because its
+address says nothing about the packs it points into: else one user could spoil what another one restores. What garbage
+collection notes in the store (`gc/…`) is written by operators, and by the server itself.
+
+Failure cases: altered on the way (HashMismatch; send it again), against the rules (EnvironmentRejected), no room
+(ServerStorageFull), a store that does not answer (StoreUnavailable, after trying for as long as a store does).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterator
+
+from serverless_gpu.ambient import Clock
+from serverless_gpu.environment.documents import Unit
+from serverless_gpu.environment.stores.base import Store, Stored, check_key
+from serverless_gpu.environment.stores.blobs import Blobs as Documents
+from serverless_gpu.environment.stores.checked import Altered, pack_of, snapshot_of, unit_of
+from serverless_gpu.environment.stores.collection import Collected, collect
+from serverless_gpu.environment.stores.condemned import read_condemned
+from serverless_gpu.errors import (
+    EnvironmentMissing,
+    EnvironmentProblem,
+    HashMismatch,
+    NotAllowed,
+    NotFound,
+    StorageError,
+    StoreUnavailable,
+)
+from serverless_gpu.server.space import KEPT_FREE_BYTES, check_room, full
+
+PIECE_BYTES = 8 << 20
+"""What is read of a store at once: nobody holds a whole object in memory to send it."""
+CHECKS_AT_ONCE = 2
+"""Documents that are decoded at the same time; a large one takes some hundred MB."""
+SEEN_S = 600
+"""How long the server takes for granted that a snapshot which was there still is."""
+_SEEN_MAX = 10_000
+
+
+class Environments:
+    """The store of environments; safe to use from several threads.
+
+    Args:
+        store: where they lie.
+        clock: how long ago something was looked at.
+        kept_free_bytes: what is left on the store's disk.
+    """
+
+    def __init__(self, store: Store, *, clock: Clock, kept_free_bytes: int = KEPT_FREE_BYTES) -> None:
+        self._store = store
+        self._clock = clock
+        self._kept_free_bytes = kept_free_bytes
+        self._checks = threading.Semaphore(CHECKS_AT_ONCE)
+        self._seen: dict[str, int] = {}  # snapshot → boottime
+
+    def read(self, key: str, start: int = 0, length: int | None = None) -> Iterator[bytes]:
+        """Yield an object, or a range of it, in pieces; the first one is read at once.
+
+        Args:
+            key: which object.
+            start: first byte.
+            length: how many bytes; fewer come where the object ends before.
+
+        Raises:
+            NotFound: there is no such object.
+            EnvironmentRejected: it is no key, or no range.
+        """
+        first = self._piece(key, start, length)
+        return self._pieces(first, key, start, length)
+
+    def put(self, key: str, data: bytes | memoryview, *, may_manage: bool = False) -> None:
+        """Store an object, durably.
+
+        Args:
+            key: which.
+            data: its bytes.
+            may_manage: whether whoever sends it may write what garbage collection notes.
+
+        Raises:
+            NotAllowed: it is such a note, and they may not.
+            HashMismatch: it is not what its key says.
+            EnvironmentMissing: it is a unit, and a pack it points into is not there.
+            EnvironmentRejected: it is no key, or the object breaks the rules.
+            ServerStorageFull: there is no room.
+        """
+        if check_key(key).startswith("gc/") and not may_manage:
+            raise NotAllowed(f"{key} is written by operators, and by the server itself")
+        self.check_room(len(data))
+        try:
+            if self._check(key, data):
+                return
+        except Altered as error:
+            raise HashMismatch(
+                f"{key[:80]} arrived altered: {error}",
+                hint="send it again; when that happens often, something on the way alters or cuts what is sent",
+            ) from None
+        try:
+            self._store.put({key: data})
+        except StorageError as error:
+            raise full(error.message) from error
+
+    def check_room(self, size: int) -> None:
+        """Refuse so many bytes if they do not fit.
+
+        Raises:
+            ServerStorageFull: they do not.
+        """
+        check_room(size, self._store.free_bytes(), kept_free_bytes=self._kept_free_bytes)
+
+    def present(self, keys: Collection[str]) -> frozenset[str]:
+        """Return which of these objects are there."""
+        return self._store.present(keys)
+
+    def list(self, prefix: str) -> Iterator[Stored]:
+        """Return everything below `prefix/`."""
+        return self._store.list(prefix)
+
+    def delete(self, keys: Collection[str]) -> None:
+        """Remove objects; those that are not there are no error."""
+        self._seen.clear()
+        self._store.delete(keys)
+
+    def free_bytes(self) -> int | None:
+        """Return how much more can be put, or None where that is not known."""
+        free = self._store.free_bytes()
+        return None if free is None else max(0, free - self._kept_free_bytes)
+
+    def need(self, snapshot: str) -> None:
+        """Refuse a snapshot that is not there, so that its user hears of it before the run waits for devices.
+
+        Raises:
+            EnvironmentMissing: it is not, or has been removed.
+        """
+        now_ns = self._clock.boottime_ns()
+        if now_ns - self._seen.get(snapshot, -(SEEN_S * 10**9)) < SEEN_S * 10**9:
+            return
+        key = f"snapshots/{snapshot}"
+        if not self._store.present([key]):
+            raise EnvironmentMissing(
+                f"snapshot {snapshot[:12]} is not on the server", hint="it was removed: call again, and it is captured"
+            )
+        if len(self._seen) >= _SEEN_MAX:
+            self._seen.clear()
+        self._seen[snapshot] = now_ns
+
+    def collect(self, in_use: Collection[str]) -> Collected:
+        """Condemn what no snapshot needs, and delete what was condemned long enough ago.
+
+        Args:
+            in_use: addresses of snapshots that stay whatever their age.
+        """
+        done = collect(Documents(self._store, clock=self._clock), in_use=in_use)
+        self._seen.clear()
+        return done
+
+    def _piece(self, key: str, start: int, length: int | None) -> bytes:
+        wanted = PIECE_BYTES if length is None else min(length, PIECE_BYTES)
+        try:
+            return self._store.get(key, start, wanted)
+        except KeyError:
+            raise NotFound(f"{key[:80]} is not on the server") from None
+
+    def _pieces(self, piece: bytes, key: str, start: int, length: int | None) -> Iterator[bytes]:
+        yield piece
+        while len(piece) == PIECE_BYTES and length != PIECE_BYTES:
+            start, length = start + PIECE_BYTES, None if length is None else length - PIECE_BYTES
+            piece = self._piece(key, start, length)
+            if piece:
+                yield piece
+
+    def _check(self, key: str, data: bytes | memoryview) -> bool:
+        """Check an object against its name and the rules; return whether the store is to keep the one it has."""
+        kind, _, name = key.partition("/")
+        if kind == "packs":
+            pack_of(data, name)
+        elif kind == "snapshots":
+            with self._checks:
+                snapshot_of(bytes(data), name)
+        elif kind == "units":
+            with self._checks:
+                self._need_packs(unit_of(bytes(data), name))
+                return self._has_another(key, data)
+        return False
+
+    def _need_packs(self, unit: Unit) -> None:
+        keys = frozenset(f"packs/{digest}" for digest in unit.packs)
+        missing = keys - self._store.present(keys)
+        if missing:
+            raise EnvironmentMissing(
+                f"unit {unit.address[:12]} cannot be stored: {len(missing)} of its packs are not there",
+                hint="capture the environment again",
+            )
+
+    def _has_another(self, key: str, data: bytes | memoryview) -> bool:
+        """Return whether a unit is there, points at other packs, and is good: whole, and not about to be deleted."""
+        try:
+            there = self._store.get(key)
+            if there == data:
+                return False
+            self._need_packs(unit_of(there, key.partition("/")[2]))
+            return all(sentence.key != key for sentence in read_condemned(self._store).entries)
+        except StoreUnavailable:
+            raise
+        except (KeyError, Altered, EnvironmentProblem):
+            return False

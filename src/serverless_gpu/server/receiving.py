@@ -1,0 +1,91 @@
+"""Large bodies on their way in: taken in pieces, held on the disk, seen as memory once they are whole.
+
+    request ── pieces ─▶ up to 1 MiB in memory ─▶ a file without a name ── whole ─▶ memoryview ─▶ check, store
+
+A slow sender costs no memory, a killed server leaves nothing behind (the file never had a name), and nobody sees a body
+that is not whole. The disk is only ever written to from threads.
+
+Failure cases: no room (ServerStorageFull: before the first byte where the size is known, else at the piece that does
+not fit); the sender goes away, or sends more than the route takes (what the body raises; the file is gone with it).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import tempfile
+from collections.abc import AsyncIterable, AsyncIterator
+from pathlib import Path
+from typing import IO
+
+from anyio import to_thread
+
+from serverless_gpu.server.space import FULL, KEPT_FREE_BYTES, check_room, free_bytes, full
+
+PIECE_BYTES = 1 << 20
+
+
+class Spool:
+    """Where bodies are held until they are whole.
+
+    Args:
+        directory: on a disk with room for them; made when it is needed.
+        kept_free_bytes: what is left on that disk.
+    """
+
+    def __init__(self, directory: Path, *, kept_free_bytes: int = KEPT_FREE_BYTES) -> None:
+        self._directory = directory
+        self._kept_free_bytes = kept_free_bytes
+
+    @contextlib.asynccontextmanager
+    async def whole(self, body: AsyncIterable[bytes], size: int | None = None) -> AsyncIterator[memoryview]:
+        """Yield a body once all of it is there; it is gone afterwards.
+
+        Args:
+            body: its pieces.
+            size: how many bytes it will have, or None where that was not said.
+
+        Raises:
+            ServerStorageFull: there is no room for it.
+        """
+        if size is not None and size > PIECE_BYTES:
+            await to_thread.run_sync(self._check_room, size)
+        pieces: list[bytes] = []
+        held, file = 0, None
+        try:
+            async for piece in body:
+                pieces.append(piece)
+                held += len(piece)
+                if held >= PIECE_BYTES:
+                    file = await to_thread.run_sync(self._write, file, pieces)
+                    pieces, held = [], 0
+            yield await to_thread.run_sync(self._view, file, pieces)
+        finally:
+            if file is not None:
+                file.close()
+
+    def _check_room(self, size: int) -> None:
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        check_room(size, free_bytes(self._directory), kept_free_bytes=self._kept_free_bytes)
+
+    def _write(self, file: IO[bytes] | None, pieces: list[bytes]) -> IO[bytes]:
+        self._check_room(sum(map(len, pieces)))
+        try:
+            if file is None:
+                file = tempfile.TemporaryFile(dir=self._directory, buffering=0)  # noqa: SIM115 - `whole` closes it
+            for piece in pieces:
+                view = memoryview(piece)
+                while view:
+                    view = view[file.write(view) :]
+        except OSError as error:
+            if error.errno in FULL:
+                raise full(error.strerror or "the disk is full") from error
+            raise
+        return file
+
+    def _view(self, file: IO[bytes] | None, pieces: list[bytes]) -> memoryview:
+        if file is None:
+            return memoryview(b"".join(pieces))
+        self._write(file, pieces)
+        # Not closed by hand: whoever stores it may still hold parts of it for a moment.
+        return memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))

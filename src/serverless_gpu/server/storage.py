@@ -1,0 +1,57 @@
+"""Where the server keeps bytes: opened once, from what it was told.
+
+<home>/server/logs/       output of ranks                       always here
+<home>/server/incoming/   large bodies until they are whole     always here
+blobs                     <home>/server/blobs, or <store>/blobs where the store is a bucket
+environments              <home>/server/store, or the store
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from serverless_gpu.ambient import Clock
+from serverless_gpu.environment.stores.opening import is_remote, open_store
+from serverless_gpu.server.blobs import Blobs
+from serverless_gpu.server.environments import Environments
+from serverless_gpu.server.logs import Logs
+from serverless_gpu.server.receiving import Spool
+from serverless_gpu.server.space import KEPT_FREE_BYTES
+
+
+class Storage(NamedTuple):
+    """What the server keeps bytes with; the fields are those of `Services`."""
+
+    logs: Logs
+    blobs: Blobs
+    environments: Environments
+    spool: Spool
+
+
+def open_storage(
+    directory: Path, store: str, environ: Mapping[str, str], *, clock: Clock, kept_free_bytes: int = KEPT_FREE_BYTES
+) -> Storage:
+    """Return what the server keeps bytes with; nothing is looked at or made yet.
+
+    Args:
+        directory: of the server's files, which exists.
+        store: url or path of the store of environments, or "" for the server's own directory.
+        environ: where credentials of object stores come from.
+        clock: the machine's.
+        kept_free_bytes: what is left on each disk.
+
+    Raises:
+        InvalidValue: the store's url is none.
+        StoreUnavailable: it is an object store, and obstore is not installed.
+    """
+    parts = f"{store.rstrip('/')}/blobs" if is_remote(store) else directory / "blobs"
+    return Storage(
+        logs=Logs(directory / "logs", kept_free_bytes=kept_free_bytes),
+        blobs=Blobs(open_store(parts, environ), clock=clock, kept_free_bytes=kept_free_bytes),
+        environments=Environments(
+            open_store(store or directory / "store", environ), clock=clock, kept_free_bytes=kept_free_bytes
+        ),
+        spool=Spool(directory / "incoming", kept_free_bytes=kept_free_bytes),
+    )
