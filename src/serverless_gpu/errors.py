@@ -386,9 +386,14 @@ class BudgetExhausted(RunError):
 
 
 class CommandFailed(RunError):
-    """A submitted command ended with an exit code other than 0."""
+    """A submitted command ended with an exit code other than 0.
+
+    Attributes:
+        exit_code: of the first that did.
+    """
 
     code = "command_failed"
+    exit_code: int = 1
 
 
 class ResultNotSerializable(RunError):

@@ -1,14 +1,54 @@
-"""Where this process stands in its gang: `from serverless_gpu import runtime as rt`.
+"""Where this process stands in its gang, and what it is told: `from serverless_gpu import runtime as rt`.
 
 The variables torch and torchrun use come first, so that the answers are right under `torchrun` and `accelerate`, too.
-Outside of any gang a process is rank 0 of 1.
+Outside of any gang a process is rank 0 of 1, and nobody asks it to stop.
+
+The checkpoint contract, for runs that are to go on where they were stopped:
+
+    supervisor ── stop_reason (a file), SIGTERM ──▶ rank: should_stop(), on_stop ── saves, returns ──▶ next attempt
+                                                          └──▶ checkpoint_dir() ─────────────────────▶ resume_dir()
+
+SIGTERM ends a process at once, as it always does, until one of `should_stop`, `stop_reason` and `on_stop` is called:
+from then on the process has the run's grace for what it wants to save. Failure cases: the main thread is in a
+collective that a rank left already, then Python hears no signal and the grace ends it (how ranks leave together:
+docs/how-to/checkpoints-and-stopping.md); a child that a rank forked is not asked to stop and keeps the usual SIGTERM,
+but may look.
 """
 
 from __future__ import annotations
 
 import os
+import signal
+import sys
+import threading
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
 
-__all__ = ["get_global_rank", "get_local_rank", "get_local_world_size", "get_node_rank", "get_world_size"]
+from serverless_gpu.errors import InvalidOption, StorageError, UsageError
+from serverless_gpu.node.inside.checkpoints import newest_before
+
+__all__ = [
+    "checkpoint_dir",
+    "get_global_rank",
+    "get_local_rank",
+    "get_local_world_size",
+    "get_node_rank",
+    "get_world_size",
+    "on_stop",
+    "resume_dir",
+    "should_stop",
+    "stop_reason",
+]
+
+_STOP_FILE = "SGPU_STOP_FILE"
+_STOP_REASON = "SGPU_STOP_REASON"
+_CHECKPOINT_DIR = "SGPU_CHECKPOINT_DIR"
+_OUTSIDE = "checkpoints"
+_UNEXPLAINED = "cancel"  # SIGTERM came from somebody who is not the supervisor
+
+C = TypeVar("C", bound=Callable[[], object])
 
 
 def get_global_rank() -> int:
@@ -34,6 +74,166 @@ def get_node_rank() -> int:
 def get_local_world_size() -> int:
     """Return the number of ranks on this node."""
     return _number("LOCAL_WORLD_SIZE", default=1)
+
+
+def should_stop() -> bool:
+    """Return whether this run was asked to stop: save what is worth saving, and return.
+
+    Ranks may hear of it a step apart: let them agree before they leave a loop with collectives.
+
+    Raises:
+        UsageError: the first call came from a thread other than the main one, which alone can listen to signals.
+    """
+    _listen()
+    return _stop.signalled or _word() is not None
+
+
+def stop_reason() -> str | None:
+    """Return why this run is to stop, or None while it is not.
+
+    Returns:
+        ``"cancel"``, ``"preempt"``, ``"timeout"``, ``"budget"`` or ``"drain"``; or ``"failure"`` when another rank has
+        failed, and only two seconds are left.
+
+    Raises:
+        UsageError: as `should_stop`.
+    """
+    _listen()
+    word = _word()
+    if word is None and _stop.signalled:
+        word = _UNEXPLAINED
+    if word is not None:
+        os.environ[_STOP_REASON] = word  # for programs this process starts from now on
+    return word
+
+
+def on_stop(callback: C) -> C:
+    """Have a function called when this run is asked to stop; also as a decorator.
+
+    It runs once, in the main thread, between two steps of whatever that does then. What it raises is raised there.
+
+    Args:
+        callback: takes no arguments.
+
+    Returns:
+        The callback.
+
+    Raises:
+        InvalidOption: it cannot be called.
+        UsageError: as `should_stop`.
+    """
+    if not callable(callback):
+        raise InvalidOption(f"on_stop takes a function, not {callback!r}")
+    if should_stop():
+        callback()
+    else:
+        _stop.callbacks.append(callback)
+    return callback
+
+
+def checkpoint_dir() -> Path:
+    """Return the directory for checkpoints of this attempt, made if needed; the same one in all ranks.
+
+    It outlives the attempt and the run, and nothing in it is ever deleted for you. Outside of a run it is
+    ``checkpoints`` in the working directory.
+
+    Raises:
+        StorageError: it cannot be made.
+    """
+    given = os.environ.get(_CHECKPOINT_DIR)
+    directory = Path(given) if given else Path.cwd() / _OUTSIDE
+    try:
+        for path in (directory.parent, directory) if given else (directory,):  # not their root: that must be mounted
+            path.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise StorageError(
+            f"the directory for checkpoints {directory} cannot be made: {error.strerror}",
+            hint="`[checkpoints]` in config.toml of the node says where they lie; that directory has to exist",
+        ) from error
+    return directory
+
+
+def resume_dir() -> Path | None:
+    """Return the checkpoints of the newest earlier attempt of this run that saved any, or None: start from scratch.
+
+    Names that begin with a dot or end in ``.tmp`` do not count: write a checkpoint under such a name, then rename it.
+    """
+    given = os.environ.get(_CHECKPOINT_DIR)
+    found = newest_before(given) if given else None
+    return None if found is None else Path(found)
+
+
+class _Stop:
+    """What this process knows of being asked to stop."""
+
+    def __init__(self, *, forked: bool = False) -> None:
+        self.forked = forked
+        self.listening = False
+        self.signalled = False
+        self.callbacks: list[Callable[[], object]] = []
+        self.handler_before: object = signal.SIG_DFL
+
+
+_stop = _Stop()
+
+
+def _listen() -> None:
+    """Take SIGTERM over, once, in the process that is sent it; one that a rank forked can look at the file."""
+    if _stop.listening or _STOP_FILE not in os.environ or _is_child():
+        return
+    if threading.current_thread() is not threading.main_thread():
+        raise UsageError(
+            "a thread cannot be the first to ask whether this run is to stop: only the main thread can take signals",
+            hint="call serverless_gpu.runtime.should_stop() once in the main thread, before the thread starts",
+        )
+    _stop.listening = True
+    _stop.handler_before = signal.signal(signal.SIGTERM, _terminated)
+    os.register_at_fork(after_in_child=_forked)
+
+
+def _is_child() -> bool:
+    multiprocessing = sys.modules.get("multiprocessing.process")
+    return _stop.forked or (multiprocessing is not None and multiprocessing.parent_process() is not None)
+
+
+def _forked() -> None:
+    """Give a child the usual SIGTERM back: whoever terminates a worker of a data loader means to end it."""
+    global _stop
+    if signal.getsignal(signal.SIGTERM) is _terminated:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _stop = _Stop(forked=True)
+
+
+def _terminated(number: int, frame: types.FrameType | None) -> None:
+    first, _stop.signalled = not _stop.signalled, True
+    stop_reason()
+    try:
+        if first:
+            _call_all(_stop.callbacks)
+    finally:
+        if callable(_stop.handler_before):
+            _stop.handler_before(number, frame)
+
+
+def _call_all(callbacks: list[Callable[[], object]]) -> None:
+    """Call all of them, also when one raises; what is raised first is raised, once the others have run."""
+    if callbacks:
+        try:
+            callbacks[0]()
+        finally:
+            _call_all(callbacks[1:])
+
+
+def _word() -> str | None:
+    """Return what the supervisor has written, or None where it has written nothing."""
+    path = os.environ.get(_STOP_FILE)
+    if not path:
+        return None
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read().strip() or _UNEXPLAINED
+    except OSError:
+        return None
 
 
 def _number(*names: str, default: int) -> int:

@@ -65,7 +65,8 @@ def test_unknown_tables_are_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidValue) as caught:
         read_configuration(home_with(tmp_path, "[price]\nH100 = 1\n[gpus]\n"))
     assert str(caught.value) == (
-        f"{tmp_path / 'config.toml'} has unknown tables: gpus, price\nhint: known: types, prices, retention"
+        f"{tmp_path / 'config.toml'} has unknown tables: gpus, price\n"
+        "hint: known: types, prices, retention, checkpoints"
     )
 
 
@@ -96,3 +97,12 @@ def test_a_table_that_is_wrong(tmp_path: Path, text: str, message: str) -> None:
 def test_memory_that_cannot_be(tmp_path: Path, memory: str) -> None:
     with pytest.raises(InvalidValue):
         read_configuration(home_with(tmp_path, f"[types.A]\nmemory_gib = {memory}\n"))
+
+
+def test_where_checkpoints_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ada")
+    assert read_configuration(home_with(tmp_path, "")).checkpoints == ""
+    own = read_configuration(home_with(tmp_path, '[checkpoints]\ndirectory = "~/kept"\n'))
+    assert own.checkpoints == "/home/ada/kept"
+    with pytest.raises(InvalidValue, match=r"table checkpoints: directory must be an absolute path, not 'kept'"):
+        read_configuration(home_with(tmp_path, '[checkpoints]\ndirectory = "kept"\n'))

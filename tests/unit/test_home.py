@@ -29,7 +29,7 @@ def tree(path: Path) -> list[str]:
 def test_the_home_asked_for_is_made_private(tmp_path: Path) -> None:
     found = find_home({"SERVERLESS_GPU_HOME": str(tmp_path / "a" / "home")})
     assert (found.root, found.note) == (tmp_path / "a" / "home", "")
-    assert (mode(found.root), tree(found.root)) == (0o700, ["locks", "runs"])
+    assert (mode(found.root), tree(found.root)) == (0o700, ["checkpoints", "locks", "runs"])
 
 
 def test_the_default_lies_in_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ from serverless_gpu.client.source import Supervised
 from serverless_gpu.errors import AgentUnavailable, HardwareError, InvalidValue, ServerNotConfigured
 from serverless_gpu.model.hardware import Device
 from serverless_gpu.model.placement import Candidates, candidates, restrict
-from serverless_gpu.model.spec import HANG_WARNING, RunSpec, hang_warning_s
+from serverless_gpu.model.spec import HANG_WARNING, Function, RunSpec, hang_warning_s
 from serverless_gpu.node import protocol
 from serverless_gpu.node.home import Home, find_home
 from serverless_gpu.node.inside.channel import Channel
@@ -98,6 +98,20 @@ def launch(
             print(f"serverless-gpu: {packed.warning}", file=sys.stderr)
 
     return _place(Run, order, write_call)
+
+
+def launch_command(spec: RunSpec) -> Run[None]:
+    """Start a program on this machine, `spec.payload`, and return the handle of its run.
+
+    Args:
+        spec: what was asked for.
+
+    Raises:
+        ServerlessGpuError: nothing was started; the message says why and what to do.
+    """
+    called_ns = SystemClock().boottime_ns()
+    spec = msgspec.structs.replace(spec, hang_warning_s=hang_warning_s(os.environ.get(HANG_WARNING)))
+    return _place(Run, _Order(spec, called_ns), lambda directory: None)
 
 
 def hold(handle: Callable[..., Handle], spec: RunSpec, idle_timeout_s: float) -> Handle:
@@ -192,7 +206,8 @@ def _relaunch(order: _Order, home: Home, message: protocol.Launch) -> Supervised
         directory = Path(fresh.directory)
         try:
             write_submission(fresh, greeting.version)
-            shutil.copyfile(Path(message.directory) / "call.pkl", directory / "call.pkl")
+            if isinstance(order.spec.payload, Function):
+                shutil.copyfile(Path(message.directory) / "call.pkl", directory / "call.pkl")
             channel = _send(home, channel, fresh)
         except BaseException:
             home.remove_run(fresh.run_id)

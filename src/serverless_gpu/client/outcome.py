@@ -220,6 +220,8 @@ def _ended(stopped: Stopped, directory: Path, run_id: str, timeout_s: float | No
         reason=stopped.reason.value,
         log_tail=stopped.log_tail,
     )
+    if isinstance(error, CommandFailed) and cause is not None:
+        error.exit_code = cause.exit_code or error.exit_code
     if isinstance(error, CollectiveHang) and stopped.hang is not None:
         _explain_hang(error, stopped.hang, directory)
     if rank is not None:
@@ -283,6 +285,8 @@ def _message(stopped: Stopped, rank: int | None, directory: Path, timeout_s: flo
             return _result_message(stopped.reason, rank, detail, _record(directory, rank))
         case Reason.NO_RESULT:
             return f"rank {rank} {detail} before it returned a result"
+        case Reason.COMMAND_FAILED:
+            return f"rank {rank}: the command {detail}"
         case Reason.HOST_OOM if "memory" not in detail:
             return f"rank {rank} was ended because host memory ran out ({detail})"
         case _:

@@ -27,7 +27,7 @@ from serverless_gpu.client.source import Source
 from serverless_gpu.errors import InvalidOption, InvalidValue, ServerlessGpuError, ServerProblem, error_class
 from serverless_gpu.model.attempt import Reason, State
 from serverless_gpu.model.ledger import Receipt
-from serverless_gpu.model.spec import RunSpec, patience
+from serverless_gpu.model.spec import Command, RunSpec, patience
 from serverless_gpu.node import protocol
 from serverless_gpu.units import format_duration_ms
 
@@ -157,6 +157,8 @@ class Run(Generic[R]):
         return self._load(self._rank(rank))  # once more: how many there are may have been unknown
 
     def _load(self, rank: int) -> R:
+        if isinstance(self._spec.payload, Command):
+            return cast("R", None)  # a program leaves files and an exit code
         self._source.bring_result(rank)
         return cast("R", load_result(self.directory, rank, self.id, self._source.origin))
 

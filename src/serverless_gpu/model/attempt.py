@@ -209,13 +209,22 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """What went wrong in one rank, or in the attempt as a whole (`rank` None)."""
+    """What went wrong in one rank, or in the attempt as a whole (`rank` None).
+
+    Attributes:
+        rank: global rank; of a command that runs once per node, the node's number.
+        at_ns: when, by the node's boottime clock.
+        peer_lost: the rank only says that another one closed its connection.
+        signal: that ended it, or None.
+        exit_code: of a command that ended with one other than 0, or None.
+    """
 
     rank: int | None
     reason: Reason
     at_ns: int
     peer_lost: bool = False
     signal: int | None = None
+    exit_code: int | None = None
     detail: str = ""
 
 

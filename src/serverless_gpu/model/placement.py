@@ -9,7 +9,7 @@ with what the machine has; devices that are merely busy are no failure here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -161,6 +161,38 @@ def rank_variables(
         # CUDA's own default orders by speed; our indices are NVML's, which are in bus order.
         variables["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     return variables
+
+
+def node_variables(
+    place: RankPlace, *, devices: Sequence[Device], run_id: str, fence: int, master: tuple[str, int]
+) -> dict[str, str]:
+    """Return the environment variables of a command that runs once per node and starts its processes itself.
+
+    Without RANK and LOCAL_RANK, which are not the command's to have; whoever reads LOCAL_ADDR binds there.
+
+    Args:
+        place: where the node stands, in the place of its first rank.
+        devices: as `rank_variables`.
+        run_id: the run.
+        fence: the number of the attempt.
+        master: as `rank_variables`.
+    """
+    variables = rank_variables(place, devices=devices, run_id=run_id, fence=fence, master=master)
+    of_ranks = {"RANK", "LOCAL_RANK", "GROUP_RANK", "TORCHELASTIC_RUN_ID"}
+    node_rank = str(place.node_rank)
+    return {
+        **{name: value for name, value in variables.items() if name not in of_ranks},
+        "POD_RANK": node_rank,
+        "LOCAL_ADDR": master[0],
+    }
+
+
+# What the command line of the system that is re-created presets, as far as it does not name its own places.
+NODE_COMMAND_PRESETS: Mapping[str, str] = {
+    "NCCL_DEBUG": "INFO",
+    "NCCL_IB_TIMEOUT": "22",
+    "NCCL_CUMEM_ENABLE": "0",
+}
 
 
 def default_variables(devices: Sequence[Device]) -> dict[str, str]:

@@ -164,6 +164,11 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     environment: Environment = "live"
     payload: Payload = Function()
 
+    def processes(self, world_size: int) -> int:
+        """Return how many processes of the user's a node starts for so many of its devices."""
+        per_node = isinstance(self.payload, Command) and self.payload.per == "node"
+        return 1 if per_node else world_size
+
     def limits(self) -> Limits:
         """Return the limits the lifecycle works with."""
         return Limits(

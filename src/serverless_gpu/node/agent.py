@@ -266,7 +266,10 @@ class Agent:
         asked_ns = self._clock.boottime_ns()
         try:
             # First the supervisor: it looks for devices while we look whether the zygote is what the caller has.
-            supervisor = self._attempts.assign(protocol.Assign(launch=launch, asked_ns=asked_ns), client)
+            checkpoints = str(self._inventory.checkpoints)
+            supervisor = self._attempts.assign(
+                protocol.Assign(launch=launch, asked_ns=asked_ns, checkpoints=checkpoints), client
+            )
         except OSError as error:
             message = f"the run could not be started on this node: {error}"
             self._refuse(client, protocol.Refused(code="agent_unavailable", message=message))
@@ -303,7 +306,9 @@ class Agent:
             supervisor.give_stem(msgspec.structs.replace(stem, context=moved, environment=said), fd)
 
         try:
-            self._zygotes.give_stem(context, launch.world_size, give, supervisor.give_problem, environment)
+            self._zygotes.give_stem(
+                context, launch.spec.processes(launch.world_size), give, supervisor.give_problem, environment
+            )
         except OSError as error:
             supervisor.give_problem(f"{context.python} could not be started: {error}")
 

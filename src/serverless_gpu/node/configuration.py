@@ -1,4 +1,5 @@
-"""`config.toml` in the home directory: the user's own GPU types, their prices, and how long ended runs are kept.
+"""`config.toml` in the home directory: the user's own GPU types, their prices, how long ended runs
+are kept, and where checkpoints lie.
 
 [types.MYCARD]
 memory_gib = 48
@@ -10,10 +11,14 @@ H100 = 2.99
 [retention]                               # 0: no such limit; left out: the default
 days = 30
 gib = 20
+
+[checkpoints]                             # on several nodes: a directory that all of them see under this path
+directory = "/shared/checkpoints"
 """
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections.abc import Mapping
 from typing import TypeVar
@@ -38,17 +43,29 @@ class _Retention(msgspec.Struct, forbid_unknown_fields=True):
     gib: float = DEFAULT_GIB
 
 
-_TABLES = ("types", "prices", "retention")
+class _Checkpoints(msgspec.Struct, forbid_unknown_fields=True):
+    directory: str = ""
+
+
+_TABLES = ("types", "prices", "retention", "checkpoints")
 
 T = TypeVar("T")
 
 
 class Configuration(msgspec.Struct, frozen=True, kw_only=True):
-    """What the user configured: own types, prices by type name, and how long ended runs are kept."""
+    """What the user configured.
+
+    Attributes:
+        types: own GPU types.
+        prices: by type name.
+        retention: how long ended runs are kept.
+        checkpoints: directory of all runs' checkpoints; "" for the one in the home.
+    """
 
     types: tuple[GpuType, ...] = ()
     prices: dict[str, Price] = {}
     retention: Policy = Policy()
+    checkpoints: str = ""
 
 
 def read_configuration(home: Home) -> Configuration:
@@ -71,7 +88,12 @@ def read_configuration(home: Home) -> Configuration:
             f"{path} has unknown tables: {', '.join(sorted(unknown))}", hint=f"known: {', '.join(_TABLES)}"
         )
     try:
-        return Configuration(types=_types(tables), prices=_prices(tables), retention=_retention(tables))
+        return Configuration(
+            types=_types(tables),
+            prices=_prices(tables),
+            retention=_retention(tables),
+            checkpoints=_checkpoints(tables),
+        )
     except UsageError as error:
         raise InvalidValue(f"{path}, {error.message}", hint=error.hint) from None
 
@@ -104,6 +126,14 @@ def _retention(tables: Mapping[str, object]) -> Policy:
         age_ns=round(own.days * DAY_NS) or None,
         size_bytes_max=round(own.gib * 2**30) or None,
     )
+
+
+def _checkpoints(tables: Mapping[str, object]) -> str:
+    own = _converted(tables, "checkpoints", _Checkpoints)
+    directory = os.path.expanduser(own.directory)
+    if directory and not os.path.isabs(directory):
+        raise InvalidValue(f"table checkpoints: directory must be an absolute path, not {own.directory!r}")
+    return directory
 
 
 def _converted(tables: Mapping[str, object], name: str, kind: type[T]) -> T:

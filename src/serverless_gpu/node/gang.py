@@ -27,12 +27,15 @@ from serverless_gpu.model.attempt import (
 )
 from serverless_gpu.model.hardware import Device
 from serverless_gpu.model.placement import (
+    NODE_COMMAND_PRESETS,
     RankPlace,
     default_variables,
+    node_variables,
     rank_variables,
     share_of_cores,
     threads_per_rank,
 )
+from serverless_gpu.model.spec import Command
 from serverless_gpu.node.account import Account, write_text
 from serverless_gpu.node.inside import protocol as inside
 from serverless_gpu.node.inside.channel import Channel
@@ -66,14 +69,27 @@ class Gang:
         channel: the socket to the stem.
         account: where peaks and marks go.
         context: what ranks take on, where that is not the caller's own.
+        checkpoints: directory of all runs' checkpoints.
     """
 
-    def __init__(self, launch: Launch, channel: Channel, account: Account, context: Context | None = None) -> None:
+    def __init__(
+        self,
+        launch: Launch,
+        channel: Channel,
+        account: Account,
+        context: Context | None = None,
+        *,
+        checkpoints: str = "",
+    ) -> None:
         self.launch = launch
         self.context = context or launch.context
         self.channel = channel
         self.account = account
+        self.processes = launch.spec.processes(launch.world_size)
+        self._command = launch.spec.payload if isinstance(launch.spec.payload, Command) else None
+        self._checkpoints = checkpoints
         self._stop_file = Path(launch.directory) / STOP_FILE
+        self._failed: set[int] = set()
         self.logs: dict[int, RankLog] = {}
         self.pids: dict[int, int] = {}
         self.devices: tuple[Device, ...] = ()  # by rank, once they are started
@@ -118,9 +134,14 @@ class Gang:
             case "returned":
                 yield RankReturned(inside.integer(message, "rank"))
             case "failed":
-                yield RankFailed(_failure(message))
+                failure = _failure(message)
+                self._failed.add(inside.integer(message, "rank"))
+                yield RankFailed(failure)
             case "exited":
-                yield self._exited(message)
+                exited = self._exited(message)
+                if self._command is not None and exited.signal is None and exited.rank not in self._failed:
+                    yield _command_ended(message)
+                yield exited
             case "empty":
                 self.proven = True
 
@@ -141,7 +162,7 @@ class Gang:
         self._cgroup_memory()
         for start in range(0, len(holds), _HOLDS_AT_ONCE):
             self._say({"op": "hold"}, holds[start : start + _HOLDS_AT_ONCE])
-        for rank in range(self.launch.world_size):
+        for rank in range(self.processes):
             shown = spec.ranks_log is None or rank in spec.ranks_log
             log = self.logs[rank] = RankLog(rank, directory / "logs", viewer if shown else None, SystemClock())
             self._say({"op": "rank", "rank": rank, "env": self._environment(rank, devices, port)}, log.write_ends())
@@ -151,7 +172,8 @@ class Gang:
             {
                 "op": "go",
                 "directory": self.launch.directory,
-                "world_size": self.launch.world_size,
+                "world_size": self.processes,
+                "command": None if self._command is None else list(self._command.argv),
                 "result_bytes_max": RESULT_BYTES_MAX,
                 "umask": context.umask,
                 "descriptors_max": context.descriptors_max,
@@ -181,7 +203,7 @@ class Gang:
         except OSError as error:
             self.account.notes.append(f"ranks could not be told why they were to stop: {error.strerror}")
         self.release()
-        self.signal(signal.SIGTERM, range(self.launch.world_size))
+        self.signal(signal.SIGTERM, range(self.processes))
 
     def signal(self, number: int, ranks: Collection[int]) -> None:
         """Have a signal sent to those of some ranks that have not ended; nothing where there are none."""
@@ -252,7 +274,9 @@ class Gang:
     def _environment(self, rank: int, devices: Sequence[Device], port: socket.socket) -> dict[str, str]:
         size = self.launch.world_size
         place = RankPlace(rank=rank, local_rank=rank, node_rank=0, world_size=size, local_world_size=size, num_nodes=1)
-        variables = rank_variables(
+        per_node = self._command is not None and self._command.per == "node"
+        describe = node_variables if per_node else rank_variables
+        variables = describe(
             place,
             devices=devices,
             run_id=self.launch.run_id,
@@ -260,8 +284,13 @@ class Gang:
             master=("127.0.0.1", port.getsockname()[1]),
         )
         variables["SGPU_STOP_FILE"] = str(self._stop_file)
+        if self._checkpoints:
+            variables["SGPU_CHECKPOINT_DIR"] = f"{self._checkpoints}/{self.launch.run_id}/{self.launch.fence}"
+        if self._command is not None:
+            variables["CODE_SOURCE_PATH"] = original(self.context.cwd)
         caller = {original(name): original(value) for name, value in self.context.environ.items()}
-        return {**default_variables(devices), **caller, **variables}
+        presets = NODE_COMMAND_PRESETS if per_node else {}
+        return {**default_variables(devices), **presets, **caller, **variables}
 
     def _threads(self) -> int:
         launch = self.launch
@@ -308,6 +337,15 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+def _command_ended(message: inside.Message) -> RankReturned | RankFailed:
+    rank, code = inside.integer(message, "rank"), os.WEXITSTATUS(inside.integer(message, "status"))
+    if code == 0:
+        return RankReturned(rank)
+    detail = f"exited with code {code}"
+    at_ns = inside.integer(message, "at")
+    return RankFailed(Failure(rank=rank, reason=Reason.COMMAND_FAILED, at_ns=at_ns, exit_code=code, detail=detail))
 
 
 def _failure(message: inside.Message) -> Failure:

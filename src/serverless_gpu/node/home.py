@@ -4,6 +4,7 @@
     ├── runs/<run>/<fence>/    one attempt: spec, payload, entrypoint, logs, results, failures, facts, receipt
     ├── locks/                 locks of fakes and CPU slots (real GPUs are locked machine-wide)
     ├── environments/          captured environments (`store/`), what was restored of them, how they are recognised
+    ├── checkpoints/<run>/<fence>/   what attempts saved to continue from; never deleted by us
     ├── config.toml            own GPU types, prices
     └── agent.log
 
@@ -55,6 +56,11 @@ class Home:
     def environments(self) -> Path:
         """Return the directory of captured and restored environments."""
         return self.root / "environments"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Return the directory of checkpoints, unless the configuration names another."""
+        return self.root / "checkpoints"
 
     @property
     def agent_log(self) -> Path:
@@ -176,7 +182,7 @@ def _make_private(path: Path) -> str | None:
             return "it belongs to somebody else" if path.exists() else "it is not a directory"
         if stat.S_IMODE(path.stat().st_mode) & 0o077:
             path.chmod(0o700)
-        for name in ("runs", "locks"):
+        for name in ("runs", "locks", "checkpoints"):
             (path / name).mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         return error.strerror or str(error)

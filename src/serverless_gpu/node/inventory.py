@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.errors import InvalidValue
@@ -40,6 +41,7 @@ class Inventory:
         self._prices: dict[str, Price] = {}
         self._problem = ""
         self._unavailable: tuple[str, ...] = ()
+        self._checkpoints = ""
 
     def greeting(self, version: str) -> protocol.Greeting:
         """Return what every client is told first."""
@@ -53,6 +55,11 @@ class Inventory:
             problem=self._problem,
             unavailable=self._unavailable,
         )
+
+    @property
+    def checkpoints(self) -> Path:
+        """Return the directory of checkpoints."""
+        return Path(self._checkpoints) if self._checkpoints else self._home.checkpoints
 
     def refresh(self) -> None:
         """Look again, if the last look is old or the configuration was written to; NVML may take its time."""
@@ -73,8 +80,9 @@ class Inventory:
         try:
             configuration = read_configuration(self._home)
         except InvalidValue as error:
-            self._problem, configuration = str(error), Configuration(prices=self._prices)
+            self._problem, configuration = str(error), Configuration(prices=self._prices, checkpoints=self._checkpoints)
         types, self._prices = configuration.types, configuration.prices
+        self._checkpoints = configuration.checkpoints
         if types != self._types:
             self._types, self._machine = types, NvmlProvider(own=types)
         self._unavailable = tuple(f"{gpu.name}: {gpu.reason}" for gpu in self._machine.unavailable())

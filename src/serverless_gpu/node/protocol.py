@@ -225,10 +225,12 @@ class Assign(Message, frozen=True, kw_only=True, tag="assign"):
 
     Attributes:
         asked_ns: boottime at which the launch arrived.
+        checkpoints: directory of all runs' checkpoints on this node.
     """
 
     launch: Launch
     asked_ns: int
+    checkpoints: str = ""
 
 
 class Stem(Message, frozen=True, kw_only=True, tag="stem"):

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import msgspec
 
+from serverless_gpu.model.spec import Function
 from serverless_gpu.node import protocol
 from serverless_gpu.node.entrypoint import air_program
 from serverless_gpu.node.home import storage_error
 
 
 def write_submission(message: protocol.Launch, version: str) -> None:
-    """Write `spec.json`, `environment.json` and `_air.py`; values of variables stay out of them.
+    """Write `spec.json`, `environment.json` and, of a function, `_air.py`; values of variables stay out of them.
 
     Args:
         message: the launch; its directory exists.
@@ -35,7 +36,7 @@ def write_submission(message: protocol.Launch, version: str) -> None:
     try:
         (directory / "spec.json").write_bytes(msgspec.json.encode(submission))
         (directory / "environment.json").write_bytes(msgspec.json.encode(environment))
-        if message.idle_timeout_s is None:
+        if message.idle_timeout_s is None and isinstance(message.spec.payload, Function):
             air = air_program(
                 directory=directory,
                 run_id=message.run_id,

@@ -101,9 +101,13 @@ class Supervisor:
         self._home = home
         self._sockets = sockets
         self._machine = machine
+        self._checkpoints = assign.checkpoints
         self._clock: Clock = SystemClock()
         self._attempt = Attempt(
-            run_id=launch.run_id, fence=launch.fence, world_size=launch.world_size, limits=launch.spec.limits()
+            run_id=launch.run_id,
+            fence=launch.fence,
+            world_size=launch.spec.processes(launch.world_size),
+            limits=launch.spec.limits(),
         )
         self._account = Account(launch, self._clock)
         self._account.mark("called", launch.called_ns)
@@ -176,7 +180,9 @@ class Supervisor:
             return
         self._account.warm = (message.warm, message.warm_reason)
         self._account.environment = message.environment
-        self._gang = Gang(self._launch, Channel.adopt(fds[0]), self._account, message.context)
+        self._gang = Gang(
+            self._launch, Channel.adopt(fds[0]), self._account, message.context, checkpoints=self._checkpoints
+        )
         self._watch(fds[0], self._hear_gang)
 
     def _withdraw(self) -> None:

@@ -6,11 +6,14 @@ directory>/_air.py`.
     stand by ──▶ exec ──▶ load call.pkl ──▶ enter ──▶ function(*args) ──▶ results/<rank>.pkl  ──▶ returned
                  (user code starts here)                         └─ raises ─▶ failures/<rank>.json, .pkl ─▶ failed
 
+A rank that is to run a program does that instead (`command.py`).
+
 What is said here is durable in the run directory before it is said: a supervisor that hears `returned` finds the whole
 file. After its outcome a rank ends as a Python process does (threads joined, `atexit` run), but without tearing the
 interpreter down. Failure cases: a result that cannot be pickled, is over the limit, or does not fit on the disk is a
-failure of its own kind: the user's function did finish, and the record says so. SIGTERM keeps its default action: a
-Python-level handler would not run inside a blocked collective.
+failure of its own kind: the user's function did finish, and the record says so. SIGTERM keeps its default action until
+user code registers for the checkpoint contract (`serverless_gpu/runtime.py`): a Python-level handler would not run
+inside a blocked collective.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ import types
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from . import blas, linux, protocol
+from . import blas, command, linux, protocol
 from .call import Call, fill_rank, load_call
 from .channel import Channel
 from .entry import pass_gate
@@ -104,7 +107,9 @@ def main(channel: Channel, events: Channel) -> int:
         except OSError as error:
             _fail(place, error, report)
             return 1
-        return execute(place, report)
+        if message.get("command") is None:
+            return execute(place, report)
+    return command.run(protocol.strings(message, "command"), report)
 
 
 def execute(place: Place, report: Report) -> int:

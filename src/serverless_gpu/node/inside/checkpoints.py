@@ -1,0 +1,46 @@
+"""Which checkpoints an attempt continues from: those of the newest earlier attempt of its run that left any.
+
+<checkpoints>/<run>/1/    what the first attempt saved
+<checkpoints>/<run>/2/    the second was stopped before it had saved anything: empty, or not there
+<checkpoints>/<run>/3/    this attempt's own
+
+Earlier attempts have ended for certain, so every rank of this one finds the same. A name that begins with a dot or ends
+in `.tmp` is one that is still being written: whoever died over it has left nothing to continue from.
+"""
+
+from __future__ import annotations
+
+import os
+
+
+def newest_before(directory: str) -> str | None:
+    """Return the directory of the newest earlier attempt that saved something, or None.
+
+    Args:
+        directory: that of this attempt; its last component is the attempt's number.
+    """
+    run, own = os.path.split(os.path.normpath(directory))
+    for fence in sorted(_attempts(run), reverse=True):
+        earlier = os.path.join(run, str(fence))
+        if fence < _number(own) and any(map(_is_whole, _names(earlier))):
+            return earlier
+    return None
+
+
+def _attempts(run: str) -> list[int]:
+    return [int(name) for name in _names(run) if _number(name)]
+
+
+def _number(name: str) -> int:
+    return int(name) if name.isascii() and name.isdigit() else 0
+
+
+def _is_whole(name: str) -> bool:
+    return not name.startswith(".") and not name.endswith(".tmp")
+
+
+def _names(directory: str) -> list[str]:
+    try:
+        return os.listdir(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        return []

@@ -1,0 +1,166 @@
+"""Programs instead of functions: what they are told, how they are stopped, and how their end is the run's."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from serverless_gpu.client.launch import launch_command
+from serverless_gpu.client.run import Run
+from serverless_gpu.errors import CommandFailed, RankCrashed, RunCancelled, RunTimedOut
+from serverless_gpu.model.attempt import StopReason
+from serverless_gpu.model.spec import Command, Resources, RunSpec
+from serverless_gpu.node import protocol
+from tests.local.observe import wait_for
+
+STOPPED = """
+import os, signal, sys, time
+def stop(*_):
+    time.sleep(0.3)  # saving takes its time
+    print("told to", open(os.environ["SGPU_STOP_FILE"]).read().strip(), flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, stop)
+print("up", flush=True)
+while True:
+    time.sleep(60)
+"""
+
+
+def start(
+    *argv: str,
+    gpus: int = 1,
+    per: Literal["rank", "node"] = "rank",
+    grace_s: float = 30.0,
+    timeout_s: float | None = None,
+) -> Run[None]:
+    return launch_command(
+        RunSpec(
+            name="command",
+            resources=Resources(gpus=gpus, gpu_type="H100"),
+            payload=Command(argv=argv, per=per),
+            quiet=True,
+            grace_s=grace_s,
+            timeout_s=timeout_s,
+        )
+    )
+
+
+def python(program: str) -> Sequence[str]:
+    return (sys.executable, "-c", program)
+
+
+def shown(names: Sequence[str]) -> Sequence[str]:
+    return ("sh", "-c", "; ".join(f'echo "{name}=${{{name}-absent}}"' for name in names))
+
+
+def told(run: Run[None], rank: int = 0) -> dict[str, str]:
+    return dict(line.split("=", 1) for line in run.logs(rank).splitlines())
+
+
+def stop(run: Run[None], reason: StopReason) -> None:
+    channel = run._channel
+    assert channel is not None
+    protocol.send(channel, protocol.Cancel(reason=reason))
+
+
+def test_each_rank_runs_the_program_and_knows_its_place(warm: Path) -> None:
+    run = start(*shown(["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "LOCAL_ADDR"]), gpus=2)
+    assert run.results(30) == [None, None]
+    for rank in (0, 1):
+        assert told(run, rank) == {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "LOCAL_ADDR": "absent",
+        }
+
+
+def test_once_per_node_it_gets_all_devices_and_the_variables_of_the_command_line(
+    warm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NCCL_IB_TIMEOUT", "19")
+    names = ["NUM_NODES", "NODE_RANK", "POD_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "MASTER_ADDR", "LOCAL_ADDR"]
+    presets = ["NCCL_DEBUG", "NCCL_IB_TIMEOUT", "NCCL_CUMEM_ENABLE", "PYTHONUNBUFFERED", "CODE_SOURCE_PATH"]
+    absent = ["RANK", "LOCAL_RANK", "GROUP_RANK", "TORCHELASTIC_RUN_ID", "SGPU_RESUME_DIR", "HYPERPARAMETERS_PATH"]
+    run = start(*shown([*names, *presets, *absent, "CUDA_VISIBLE_DEVICES"]), gpus=2, per="node")
+    run.results(30)
+    variables = told(run)
+    assert [variables[name] for name in names] == ["1", "0", "0", "2", "2", "127.0.0.1", "127.0.0.1"]
+    assert [variables[name] for name in presets] == ["INFO", "19", "0", "1", os.getcwd()]
+    assert {variables[name] for name in absent} == {"absent"}
+    assert variables["CUDA_VISIBLE_DEVICES"].count(",") == 1
+    assert run.logs(1) == ""
+
+
+def test_an_exit_code_is_the_failure(warm: Path) -> None:
+    run = start("sh", "-c", "echo why >&2; exit 3")
+    with pytest.raises(CommandFailed, match="rank 0: the command exited with code 3") as caught:
+        run.results(30)
+    assert (caught.value.exit_code, caught.value.rank, caught.value.reason) == (3, 0, "command_failed")
+    assert caught.value.log_tail == "why"
+    assert run.status() == "FAILED"
+
+
+def test_F01_a_signal_that_ends_the_program_is_named(warm: Path) -> None:
+    run = start("sh", "-c", "kill -SEGV $$")
+    with pytest.raises(RankCrashed, match="rank 0 was ended by SIGSEGV"):
+        run.results(30)
+
+
+@pytest.mark.parametrize(
+    ("program", "code", "why"),
+    [("./is-not-there", 127, "No such file or directory"), ("/etc/passwd", 126, "Permission denied")],
+)
+def test_a_program_that_cannot_be_run_ends_as_in_a_shell(warm: Path, program: str, code: int, why: str) -> None:
+    with pytest.raises(CommandFailed) as caught:
+        start(program).results(30)
+    assert caught.value.exit_code == code
+    assert caught.value.log_tail == f"serverless-gpu: {program!r} cannot be run: {why}"
+
+
+def test_a_script_without_a_first_line_is_the_shells(warm: Path, tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text('echo "got $1"\n')
+    script.chmod(0o700)
+    run = start(str(script), "this")
+    run.results(30)
+    assert run.logs() == "got this\n"
+
+
+def test_the_first_that_fails_ends_the_others(warm: Path, where: str) -> None:
+    run = start("sh", "-c", '[ "$RANK" = 1 ] && exit 7; sleep 600', gpus=2)
+    with pytest.raises(CommandFailed, match="rank 1: the command exited with code 7"):
+        run.results(30)
+
+
+@pytest.mark.parametrize("reason", StopReason)
+def test_a_program_below_a_shell_is_told_to_stop_and_why_and_may_save(warm: Path, reason: StopReason) -> None:
+    # The shell, which has more to do after it, dies of the signal at once.
+    run = start("sh", "-c", f"'{sys.executable}' -c '{STOPPED.replace(chr(39), chr(34))}'; echo after")
+    wait_for(lambda: "up" in run.logs(), "the program is up")
+    stop(run, reason)
+    assert run.wait(30)
+    assert run.logs() == f"up\ntold to {reason.value}\n"
+    assert run.receipt(30).reason in ("cancelled", "preempted", "timeout", "budget", "drained")
+
+
+def test_F73_the_time_limit_says_so(warm: Path) -> None:
+    run = start(*python(STOPPED), timeout_s=2.0)
+    with pytest.raises(RunTimedOut):
+        run.results(30)
+    assert run.logs() == "up\ntold to timeout\n"
+
+
+def test_F08_a_program_that_ignores_the_stop_is_killed_after_the_grace_and_leaves_nothing(warm: Path) -> None:
+    run = start("sh", "-c", "trap '' TERM; echo up; sleep 600 & sleep 600", grace_s=0.5)
+    wait_for(lambda: "up" in run.logs(), "the program is up")
+    run.cancel()
+    with pytest.raises(RunCancelled):
+        run.results(30)
+    assert "rank 0 did not stop in 0.5 s and was killed" in run.receipt(30).notes

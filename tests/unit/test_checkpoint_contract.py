@@ -1,0 +1,188 @@
+"""What a process is told about stopping and checkpoints, in processes of its own that a signal may reach."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from serverless_gpu import runtime
+from serverless_gpu.errors import InvalidOption, StorageError, UsageError
+from serverless_gpu.node.inside.checkpoints import newest_before
+
+_FIRST = "import os, signal, sys\nfrom serverless_gpu import runtime as rt\n"
+
+
+@pytest.fixture(autouse=True)
+def outside_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SGPU_STOP_FILE", "SGPU_STOP_REASON", "SGPU_CHECKPOINT_DIR"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def in_a_run(program: str, directory: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a program as a rank would, with `stop(word)` to be asked to stop by."""
+    stop = (
+        "def stop(word):\n"
+        "    open(os.environ['SGPU_STOP_FILE'], 'w').write(word + '\\n')\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+    )
+    environ = {**os.environ, "SGPU_STOP_FILE": str(directory / "stop_reason"), **variables}
+    return subprocess.run(
+        [sys.executable, "-c", _FIRST + stop + program], env=environ, capture_output=True, text=True, timeout=60
+    )
+
+
+# --- being asked to stop ----------------------------------------------------------------------------------------------
+
+
+def test_outside_of_a_run_nobody_asks_and_sigterm_is_left_alone() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    assert (runtime.should_stop(), runtime.stop_reason()) == (False, None)
+    runtime.on_stop(lambda: None)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_without_the_contract_sigterm_ends_the_process(tmp_path: Path) -> None:
+    done = in_a_run("print(rt.get_global_rank(), flush=True)\nstop('preempt')\nprint('not reached')", tmp_path)
+    assert (done.returncode, done.stdout) == (-signal.SIGTERM, "0\n")
+
+
+@pytest.mark.parametrize("first", ["rt.should_stop()", "rt.stop_reason()", "rt.on_stop(lambda: None)"])
+def test_with_it_the_process_goes_on_and_knows_why(first: str, tmp_path: Path) -> None:
+    program = f"{first}\nprint(rt.should_stop())\nstop('preempt')\n"
+    program += "print(os.environ['SGPU_STOP_REASON'], rt.should_stop(), rt.stop_reason())"
+    done = in_a_run(program, tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "False\npreempt True preempt\n", "")
+
+
+def test_a_signal_from_somebody_else_is_a_cancel(tmp_path: Path) -> None:
+    program = "rt.should_stop()\nos.kill(os.getpid(), signal.SIGTERM)\nprint(rt.should_stop(), rt.stop_reason())"
+    assert in_a_run(program, tmp_path).stdout == "True cancel\n"
+
+
+def test_callbacks_are_called_once_and_in_order_and_at_once_when_it_is_late(tmp_path: Path) -> None:
+    program = (
+        "rt.on_stop(lambda: print('one', rt.stop_reason()))\n"
+        "@rt.on_stop\ndef two(): print('two')\n"
+        "stop('drain')\nstop('drain')\nrt.on_stop(lambda: print('late'))"
+    )
+    assert in_a_run(program, tmp_path).stdout == "one drain\ntwo\nlate\n"
+
+
+def test_what_a_callback_raises_is_raised_after_the_others(tmp_path: Path) -> None:
+    program = (
+        "@rt.on_stop\ndef one(): sys.exit(5)\nrt.on_stop(lambda: print('two'))\nstop('cancel')\nprint('not reached')"
+    )
+    done = in_a_run(program, tmp_path)
+    assert (done.returncode, done.stdout) == (5, "two\n")
+
+
+def test_a_handler_that_was_there_before_is_called_too(tmp_path: Path) -> None:
+    program = (
+        "signal.signal(signal.SIGTERM, lambda *_: print('mine'))\nrt.on_stop(lambda: print('ours'))\nstop('drain')"
+    )
+    assert in_a_run(program, tmp_path).stdout == "ours\nmine\n"
+
+
+def test_a_forked_child_keeps_the_usual_sigterm_and_may_look(tmp_path: Path) -> None:
+    program = (
+        "rt.should_stop()\nread, write = os.pipe()\nchild = os.fork()\n"
+        "if child == 0:\n"
+        "    os.write(write, str(rt.should_stop()).encode())\n"
+        "    signal.pause()\n"
+        "print(os.read(read, 9).decode())\nos.kill(child, signal.SIGTERM)\n"
+        "print(-os.WTERMSIG(os.waitpid(child, 0)[1]))\n"
+        "print(rt.should_stop())"
+    )
+    assert in_a_run(program, tmp_path).stdout == "False\n-15\nFalse\n"
+
+
+def test_workers_of_multiprocessing_look_without_taking_the_signal_over(tmp_path: Path) -> None:
+    program = (
+        "import multiprocessing\n"
+        "def work(queue):\n    queue.put((rt.should_stop(), rt.stop_reason()))\n    signal.pause()\n"
+        "rt.should_stop()\nstop('timeout')\n"
+        "context = multiprocessing.get_context('fork')\nqueue = context.SimpleQueue()\n"
+        "worker = context.Process(target=work, args=(queue,))\nworker.start()\nprint(queue.get())\n"
+        "worker.terminate()\nworker.join()\nprint(worker.exitcode)"
+    )
+    assert in_a_run(program, tmp_path).stdout == "(True, 'timeout')\n-15\n"
+
+
+def test_only_the_main_thread_may_ask_first(tmp_path: Path) -> None:
+    program = (
+        "import threading\n"
+        "def ask():\n    try: rt.should_stop()\n    except Exception as error: print(type(error).__name__)\n"
+        "    else: print('fine')\n"
+        "def in_thread():\n    thread = threading.Thread(target=ask)\n    thread.start()\n    thread.join()\n"
+        "in_thread()\nrt.should_stop()\nin_thread()"
+    )
+    assert in_a_run(program, tmp_path).stdout == f"{UsageError.__name__}\nfine\n"
+
+
+def test_on_stop_takes_functions() -> None:
+    with pytest.raises(InvalidOption, match="on_stop takes a function, not 3"):
+        runtime.on_stop(3)  # type: ignore[type-var]  # the point of the test
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def attempts(run: Path, **files: str) -> None:
+    for name, file in files.items():
+        (run / name[1:]).mkdir(parents=True)
+        if file:
+            (run / name[1:] / file).touch()
+
+
+@pytest.mark.parametrize(
+    ("files", "newest"),
+    [
+        ({}, None),
+        ({"_1": "step-7"}, "1"),
+        ({"_1": "step-7", "_2": "step-9"}, "2"),
+        ({"_1": "step-7", "_2": ""}, "1"),
+        ({"_1": "step-7", "_2": "step-9.tmp"}, "1"),
+        ({"_1": "step-7", "_2": ".step-9"}, "1"),
+        ({"_9": "step-7", "_10": "step-9"}, "10"),
+        ({"_11": "own", "_12": "a later one's", "_notes": "a person's", "_0": "nobody's"}, None),
+    ],
+)
+def test_the_newest_earlier_attempt_that_saved_something(
+    files: dict[str, str], newest: str | None, tmp_path: Path
+) -> None:
+    attempts(tmp_path / "run", **files)
+    found = newest_before(str(tmp_path / "run" / "11"))
+    assert found == (None if newest is None else str(tmp_path / "run" / newest))
+
+
+def test_ranks_make_the_same_directory_and_find_the_earlier_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGPU_CHECKPOINT_DIR", str(tmp_path / "run" / "1"))
+    assert runtime.resume_dir() is None
+    made = {runtime.checkpoint_dir() for _ in range(2)}
+    assert made == {tmp_path / "run" / "1"} and (tmp_path / "run" / "1").is_dir()
+    (tmp_path / "run" / "1" / "state.pt").touch()
+    assert runtime.resume_dir() is None
+    monkeypatch.setenv("SGPU_CHECKPOINT_DIR", str(tmp_path / "run" / "2"))
+    assert runtime.resume_dir() == tmp_path / "run" / "1"
+    assert not (tmp_path / "run" / "2").exists()
+
+
+def test_a_place_that_is_not_mounted_is_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGPU_CHECKPOINT_DIR", str(tmp_path / "not-mounted" / "run" / "1"))
+    with pytest.raises(StorageError, match="cannot be made: No such file or directory"):
+        runtime.checkpoint_dir()
+    assert not (tmp_path / "not-mounted").exists()
+
+
+def test_outside_of_a_run_checkpoints_go_to_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert (runtime.checkpoint_dir(), runtime.resume_dir()) == (tmp_path / "checkpoints", None)
