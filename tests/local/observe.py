@@ -6,6 +6,7 @@ import contextlib
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,8 +16,11 @@ from typing import TypeVar
 
 from serverless_gpu import attach
 from serverless_gpu.errors import ServerlessGpuError
+from serverless_gpu.model.attempt import StopReason
+from serverless_gpu.node import protocol
 from serverless_gpu.node.flocks import is_held
 from serverless_gpu.node.home import Home
+from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.testing import agent_status
 
 T = TypeVar("T")
@@ -184,3 +188,12 @@ def ended(process: subprocess.Popen[str], limit_s: float = LIMIT_S) -> tuple[int
         out, err = process.communicate()
         raise AssertionError(f"the script did not end in {limit_s:g} s\n{out}\n{err}") from None
     return process.returncode, out, err
+
+
+def ask_to_stop(home: Path, run_id: str, reason: StopReason) -> None:
+    """Ask a run's supervisor to stop it, as whoever acts for a server does."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        sock.connect(str(Home(home).sockets() / f"{run_id}.sock"))
+        channel = Channel(sock)
+        protocol.receive(channel)
+        protocol.send(channel, protocol.Cancel(reason=reason))

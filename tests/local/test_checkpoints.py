@@ -24,7 +24,7 @@ from serverless_gpu.node.home import Home
 from serverless_gpu.node.inventory import offered
 from serverless_gpu.node.reaching import connect
 from serverless_gpu.node.retention import clean
-from tests.local.observe import wait_for
+from tests.local.observe import ask_to_stop, wait_for
 
 
 def count_until_stopped(limit: int = 10_000) -> int:
@@ -43,12 +43,6 @@ def count_until_stopped(limit: int = 10_000) -> int:
     return start + limit
 
 
-def ask(run: Run[int], reason: StopReason) -> None:
-    channel = run._channel
-    assert channel is not None
-    protocol.send(channel, protocol.Cancel(reason=reason))
-
-
 def saved(home: Path, run_id: str, fence: int = 1) -> dict[str, dict[str, object]]:
     directory = home / "checkpoints" / run_id / str(fence)
     return {file.name: json.loads(file.read_text()) for file in sorted(directory.iterdir())}
@@ -58,7 +52,7 @@ def saved(home: Path, run_id: str, fence: int = 1) -> dict[str, dict[str, object
 def test_every_stop_says_why_and_leaves_the_grace_to_save(warm: Path, reason: StopReason) -> None:
     run = distributed(gpus=2, gpu_type="H100", quiet=True)(count_until_stopped).submit()
     wait_for(lambda: run.logs(0) and run.logs(1), "both ranks count")
-    ask(run, reason)
+    ask_to_stop(warm, run.id, reason)
     assert run.wait(30)
     files = saved(warm, run.id)
     assert {name: file["why"] for name, file in files.items()} == {"0.json": reason.value, "1.json": reason.value}
@@ -91,7 +85,7 @@ def test_when_another_rank_fails_the_reason_is_its_failure(warm: Path) -> None:
 def test_the_next_attempt_of_a_run_goes_on_where_it_was_stopped(warm: Path) -> None:
     run = distributed(gpus=1, gpu_type="H100", quiet=True)(count_until_stopped).submit()
     wait_for(lambda: run.logs(0), "it counts")
-    ask(run, StopReason.PREEMPT)
+    ask_to_stop(warm, run.id, StopReason.PREEMPT)
     with pytest.raises(RunCancelled) as caught:
         run.results(30)
     assert caught.value.reason == "preempted"

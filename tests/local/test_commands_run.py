@@ -15,8 +15,7 @@ from serverless_gpu.client.run import Run
 from serverless_gpu.errors import CommandFailed, RankCrashed, RunCancelled, RunTimedOut
 from serverless_gpu.model.attempt import StopReason
 from serverless_gpu.model.spec import Command, Resources, RunSpec
-from serverless_gpu.node import protocol
-from tests.local.observe import wait_for
+from tests.local.observe import ask_to_stop, wait_for
 
 STOPPED = """
 import os, signal, sys, time
@@ -60,12 +59,6 @@ def shown(names: Sequence[str]) -> Sequence[str]:
 
 def told(run: Run[None], rank: int = 0) -> dict[str, str]:
     return dict(line.split("=", 1) for line in run.logs(rank).splitlines())
-
-
-def stop(run: Run[None], reason: StopReason) -> None:
-    channel = run._channel
-    assert channel is not None
-    protocol.send(channel, protocol.Cancel(reason=reason))
 
 
 def test_each_rank_runs_the_program_and_knows_its_place(warm: Path) -> None:
@@ -144,7 +137,7 @@ def test_a_program_below_a_shell_is_told_to_stop_and_why_and_may_save(warm: Path
     # The shell, which has more to do after it, dies of the signal at once.
     run = start("sh", "-c", f"'{sys.executable}' -c '{STOPPED.replace(chr(39), chr(34))}'; echo after")
     wait_for(lambda: "up" in run.logs(), "the program is up")
-    stop(run, reason)
+    ask_to_stop(warm, run.id, reason)
     assert run.wait(30)
     assert run.logs() == f"up\ntold to {reason.value}\n"
     assert run.receipt(30).reason in ("cancelled", "preempted", "timeout", "budget", "drained")
