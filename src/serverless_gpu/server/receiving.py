@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import tempfile
-from collections.abc import AsyncIterable, AsyncIterator
+from collections.abc import AsyncIterable, AsyncIterator, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -59,7 +59,12 @@ class Spool:
                 if held >= PIECE_BYTES:
                     file = await to_thread.run_sync(self._write, file, pieces)
                     pieces, held = [], 0
-            yield await to_thread.run_sync(self._view, file, pieces)
+            if file is None:
+                yield memoryview(b"".join(pieces))
+                return
+            await to_thread.run_sync(self._write, file, pieces)
+            with _mapped(file) as view:
+                yield view
         finally:
             if file is not None:
                 file.close()
@@ -83,9 +88,15 @@ class Spool:
             raise
         return file
 
-    def _view(self, file: IO[bytes] | None, pieces: list[bytes]) -> memoryview:
-        if file is None:
-            return memoryview(b"".join(pieces))
-        self._write(file, pieces)
-        # Not closed by hand: whoever stores it may still hold parts of it for a moment.
-        return memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
+
+@contextlib.contextmanager
+def _mapped(file: IO[bytes]) -> Iterator[memoryview]:
+    mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+    view = memoryview(mapped)
+    try:
+        yield view
+    finally:
+        # Now, not whenever a traceback is forgotten: the disk has room for it only when it is gone.
+        with contextlib.suppress(BufferError):  # whoever stored it still holds a part of it for a moment
+            view.release()
+            mapped.close()

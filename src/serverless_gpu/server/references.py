@@ -1,59 +1,34 @@
-"""Query room of what runs refer to: parts of payloads and outputs, and snapshots. What nothing refers to may go."""
+"""Query room of what must not be collected: parts and snapshots that runs and their outputs refer to."""
 
 from __future__ import annotations
 
-import msgspec
 import sqlalchemy as sa
-from sqlalchemy.engine import Connection
 
-from serverless_gpu.model.spec import BlobReference, Function, RunSpec
-from serverless_gpu.server.tables import files, runs
-
-_AT_ONCE = 1000
-
-
-class _Called(msgspec.Struct):
-    """What is looked at of a spec's payload, of any kind."""
-
-    call: BlobReference | None = None
+from serverless_gpu.model.spec import BlobReference, Function
+from serverless_gpu.server import files
+from serverless_gpu.server import runs as run_rows
+from serverless_gpu.server.tables import runs
 
 
-class _Spec(msgspec.Struct):
-    payload: _Called = msgspec.field(default_factory=_Called)
-
-
-_spec = msgspec.json.Decoder(_Spec)
-_parts = msgspec.json.Decoder(tuple[str, ...])
-
-
-def payload_of(connection: Connection, run_id: str) -> BlobReference | None:
+def payload_of(connection: sa.Connection, run_id: str) -> BlobReference | None:
     """Return where the pickled call of a run is, or None when it is no blob, or there is no such run."""
-    text = connection.execute(sa.select(runs.c.spec_json).where(runs.c.id == run_id)).scalar_one_or_none()
-    if text is None:
-        return None
-    payload = msgspec.json.decode(text, type=RunSpec).payload
-    return payload.call if isinstance(payload, Function) else None
+    run = run_rows.find(connection, run_id)
+    return run.spec.payload.call if run is not None and isinstance(run.spec.payload, Function) else None
 
 
-def parts_in_use(connection: Connection) -> frozenset[str]:
-    """Return the digests of all parts that runs and their outputs refer to."""
-    found: set[str] = set()
-    for (text,) in connection.execute(sa.select(runs.c.spec_json).execution_options(yield_per=_AT_ONCE)):
-        call = _spec.decode(text).payload.call
-        found.update(call.parts if call is not None else ())
-    outputs = sa.select(files.c.parts_json).where(files.c.parts_json.is_not(None))
-    for (text,) in connection.execute(outputs.execution_options(yield_per=_AT_ONCE)):
-        found.update(_parts.decode(text))
-    return frozenset(found)
+def parts_in_use(connection: sa.Connection) -> frozenset[str]:
+    """Return the digests of all parts that outputs, and runs that have not ended, are made of."""
+    return frozenset((*run_rows.parts_in_use(connection), *files.parts_in_use(connection)))
 
 
-def snapshots_in_use(connection: Connection, *, since_ns: int) -> frozenset[str]:
-    """Return the addresses of snapshots that runs may still need.
+def snapshots_in_use(connection: sa.Connection, *, since_ns: int) -> frozenset[str]:
+    """Return the addresses of snapshots that runs have now, or had until recently.
 
     Args:
         connection: the database.
-        since_ns: runs that ended before need none; nanoseconds since 1970.
+        since_ns: runs that ended before do not count; nanoseconds since 1970.
     """
-    needed = sa.or_(runs.c.ended_ns.is_(None), runs.c.ended_ns >= since_ns)
-    found = connection.execute(sa.select(runs.c.snapshot).where(runs.c.snapshot != "", needed).distinct())
-    return frozenset(found.scalars())
+    lately = sa.or_(runs.c.ended_ns.is_(None), runs.c.ended_ns >= since_ns)
+    return frozenset(
+        connection.execute(sa.select(runs.c.snapshot).where(runs.c.snapshot != "", lately).distinct()).scalars()
+    )

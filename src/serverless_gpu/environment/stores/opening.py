@@ -23,7 +23,7 @@ from serverless_gpu.loading import load
 
 _PREFIX = re.compile(r"(?:[\w.-]+(?:/[\w.-]+)*)?", re.ASCII)
 
-_SERVED = "sgpu+"
+_SERVED = ("sgpu+http", "sgpu+https")
 
 _memory: dict[str, MemoryStore] = {}
 _memory_lock = threading.Lock()
@@ -36,7 +36,7 @@ def is_remote(url: str) -> bool:
 
 def is_served(url: str) -> bool:
     """Return whether a store is that of a server."""
-    return url.startswith(_SERVED)
+    return url.partition("://")[0] in _SERVED
 
 
 def open_store(url: str | Path, environ: Mapping[str, str], *, token: str = "", bound_s: float = BOUND_S) -> Store:
@@ -71,7 +71,7 @@ def open_store(url: str | Path, environ: Mapping[str, str], *, token: str = "", 
     if parts.scheme == "memory":
         with _memory_lock:
             return _memory.setdefault(text, MemoryStore(parts.netloc + parts.path))
-    if parts.scheme.startswith(_SERVED) and parts.netloc and parts.path in ("", "/"):
+    if parts.scheme in _SERVED and parts.netloc and parts.path in ("", "/"):
         # Imported here: its client costs 50 ms, and most stores are a directory.
         return cast("Store", load(f"{__package__}.served").ServedStore(text, token, bound_s=bound_s))
     if parts.scheme in CLOUDS and (bucket := parts.netloc):
