@@ -1,4 +1,4 @@
-"""The databases of tests: SQLite in a file and PostgreSQL, in turn."""
+"""The databases of tests: SQLite in a file and PostgreSQL, in turn; and a server's parts on them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import pytest
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.server.database import Database
+from serverless_gpu.server.services import Services
+from serverless_gpu.testing import FakeClock
+from tests.server.made import made_services
 from tests.server.postgres import Cluster, cluster
 
 
@@ -62,3 +65,15 @@ def open_again(database_url: str) -> Iterator[Callable[[], Database]]:
     yield open_one
     for one in opened:
         one.close()
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    """Return a clock that the test moves."""
+    return FakeClock()
+
+
+@pytest.fixture
+def services(database: Database, tmp_path: Path, clock: FakeClock) -> Services:
+    """Return the parts of a server, on the test's clock."""
+    return made_services(database, tmp_path, clock=clock)

@@ -18,12 +18,10 @@ from serverless_gpu.server import gate
 from serverless_gpu.server.api.routing import ANYBODY, ATTEMPT, PUBLIC, Call, Incoming, Need, Route, Routes, writing
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.gate import PUBLIC_ROUTES, Gate
-from serverless_gpu.server.hub import Hub
-from serverless_gpu.server.services import Services
-from serverless_gpu.server.storage import open_storage
 from serverless_gpu.wire.attempts import ReportAnswer
 from serverless_gpu.wire.base import API
 from serverless_gpu.wire.principals import TeamRequest, TeamView
+from tests.server.made import made_services
 
 METHODS = ("GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE", "TRACE", "CONNECT", "PROPFIND")
 RUN = "01kaz5w8d3e4f5g6h7j8k9m0n1"
@@ -88,8 +86,7 @@ def everything() -> list[Route]:
 
 
 def closed(routes: list[Route]) -> Gate:
-    stored = open_storage(Path("/nonexistent"), "", {}, clock=SystemClock())._asdict()
-    services = Services(clock=SystemClock(), database=NoDatabase(), hub=Hub(), **stored)
+    services = made_services(NoDatabase(), Path("/nonexistent"), clock=SystemClock())
     inner = application_room.application(routes)
     return Gate(inner, services, routes=routes, hosts=gate.LOOPBACK, authenticate=authenticate, reach=reach)
 

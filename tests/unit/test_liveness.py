@@ -49,15 +49,18 @@ def test_a_node_that_an_engine_lost_is_not_there_until_it_is_found_or_heard_of()
 
 def test_an_order_is_sent_or_taken_back_and_never_both() -> None:
     deliveries = Deliveries()
-    for seq in (1, 2):
-        deliveries.made(seq)
-    assert deliveries.hold(1)
-    assert deliveries.send([1, 2, 3]) == [2, 3]
-    assert not deliveries.hold(2)
+    deliveries.made("a", 1)
+    deliveries.made("b", 1)
+    assert deliveries.hold("a", 1)
+    assert not deliveries.send("a", 1)
+    assert deliveries.send("b", 1)
+    assert not deliveries.hold("b", 1)
+    deliveries.keep([])
+    assert deliveries.send("a", 1)
 
 
 def test_an_order_that_an_earlier_process_wrote_may_have_left() -> None:
-    assert not Deliveries().hold(1)
+    assert not Deliveries().hold("a", 1)
 
 
 def test_only_those_who_are_told_something_else_are_named() -> None:

@@ -12,7 +12,7 @@ has said something. All methods may be called from any thread, and take the time
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 PRESENT_S = 20.0
 """A node that has not been heard of for so long gets nothing new; it says something every five seconds."""
@@ -91,36 +91,37 @@ class Presence:
 
 
 class Deliveries:
-    """Orders by number, between "may leave" and "may be taken back": each is one or the other, never both."""
+    """Orders to start, by gang, between "may leave" and "may be taken back": each is one or the other, never both."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._sent: set[int] = set()
-        self._held: set[int] = set()
-        self._mine: set[int] = set()
+        self._sent: set[tuple[str, int]] = set()
+        self._held: set[tuple[str, int]] = set()
+        self._mine: set[tuple[str, int]] = set()
 
-    def made(self, seq: int) -> None:
+    def made(self, run_id: str, fence: int) -> None:
         """Note that this process wrote an order: what an earlier one wrote may have left long ago."""
         with self._lock:
-            self._mine.add(seq)
+            self._mine.add((run_id, fence))
 
-    def send(self, seqs: Iterable[int]) -> list[int]:
-        """Return which of these may be sent now, and note that they were."""
+    def send(self, run_id: str, fence: int) -> bool:
+        """Return whether an order may leave now, and note that it does."""
         with self._lock:
-            free = [seq for seq in seqs if seq not in self._held]
-            self._sent.update(free)
-            return free
-
-    def hold(self, seq: int) -> bool:
-        """Return whether an order has never left and never will, so that it can be taken back."""
-        with self._lock:
-            if seq in self._sent or seq not in self._mine:
+            if (run_id, fence) in self._held:
                 return False
-            self._held.add(seq)
+            self._sent.add((run_id, fence))
             return True
 
-    def done(self, seqs: Iterable[int]) -> None:
-        """Forget orders that were taken, or taken back."""
+    def hold(self, run_id: str, fence: int) -> bool:
+        """Return whether an order has never left and never will, so that it can be taken back."""
+        with self._lock:
+            if (run_id, fence) in self._sent or (run_id, fence) not in self._mine:
+                return False
+            self._held.add((run_id, fence))
+            return True
+
+    def keep(self, gangs: Collection[tuple[str, int]]) -> None:
+        """Forget all gangs but these."""
         with self._lock:
             for known in (self._sent, self._held, self._mine):
-                known.difference_update(seqs)
+                known.intersection_update(gangs)

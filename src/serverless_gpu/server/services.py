@@ -21,10 +21,13 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.server.blobs import Blobs
 from serverless_gpu.server.environments import Environments
 from serverless_gpu.server.hub import Hub
+from serverless_gpu.server.keys import Keys
 from serverless_gpu.server.liveness import Deliveries, Leases, Presence
 from serverless_gpu.server.logs import Logs
 from serverless_gpu.server.receiving import Spool
+from serverless_gpu.server.sealing import Sealer
 from serverless_gpu.server.sentences import Sentences
+from serverless_gpu.server.settings import Settings
 
 T = TypeVar("T")
 
@@ -48,6 +51,9 @@ class Services:
     `logs`, `blobs`, `environments` and `spool` come together from `storage.open_storage`.
 
     Attributes:
+        settings: what the server was told.
+        keys: for tokens of attempts.
+        sealer: seals and opens callers' variables.
         checks: each returns what is wrong with the server, in words that name no one, or "".
         leases: when attempts were heard of last; whoever applies a report renews.
         presence: when nodes were heard of last.
@@ -55,9 +61,12 @@ class Services:
         sentences: what runs that wait are told.
     """
 
+    settings: Settings
     clock: Clock
     database: Transactions
     hub: Hub
+    keys: Keys
+    sealer: Sealer
     logs: Logs
     blobs: Blobs
     environments: Environments

@@ -1,0 +1,359 @@
+"""Agents of a simulated cluster: they speak the server's words as real ones do, in process and on a test's clock.
+
+    agent.step()    says hello when it has no connection, takes orders, lets its gangs live until now, reports
+
+What a node keeps on its disk (attempts, what is not acknowledged) survives `kill`, which ends only the talking; nothing
+survives `reboot`. What the clock does in one large step happens at the times at which it would have happened.
+
+Every stretch of user code is written into `executions`, by the cluster and not by the server: what tests prove with it
+does not depend on what the server believes. Promises that hold for real nodes hold here: an order is taken once, by its
+gang; a gang that nobody answered for `partition_grace_s` ends itself; what is stale is stopped and kept, never reported
+again.
+
+Faults: `reaches` and `hears` cut one direction each, `kill` and `start`, `reboot`, `forgets_to_acknowledge`, and what a
+gang does is the test's to say (`Work`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from serverless_gpu.ambient import Clock
+from serverless_gpu.errors import NotFound, ServerUnavailable, StaleAttempt
+from serverless_gpu.model.attempt import MEANINGS, Failure, Reason, State, StopReason
+from serverless_gpu.model.hardware import Device
+from serverless_gpu.node.protocol import Stopped
+from serverless_gpu.version import __version__
+from serverless_gpu.wire.agents import (
+    AgentHello,
+    AgentWelcome,
+    AttemptSeen,
+    Heartbeat,
+    HeartbeatAnswer,
+    Order,
+    OrdersTaken,
+    Start,
+    Stop,
+)
+from serverless_gpu.wire.attempts import Ending, File, LogPiece, Report, ReportAnswer
+from serverless_gpu.wire.base import PROTOCOL
+
+T = TypeVar("T")
+Gang = tuple[str, int]
+
+_STOPPED = {
+    StopReason.CANCEL: Reason.CANCELLED,
+    StopReason.PREEMPT: Reason.PREEMPTED,
+    StopReason.TIMEOUT: Reason.TIMEOUT,
+    StopReason.BUDGET: Reason.BUDGET,
+    StopReason.DRAIN: Reason.DRAINED,
+}
+
+
+class Control(Protocol):
+    """What the server lets agents do; `wire/agents.py` and `wire/attempts.py` in process."""
+
+    def hello(self, hello: AgentHello) -> AgentWelcome:
+        """Introduce a node."""
+        ...
+
+    def heartbeat(self, node: str, heartbeat: Heartbeat) -> HeartbeatAnswer:
+        """Say that a node is there."""
+        ...
+
+    def orders(self, node: str) -> Sequence[Order]:
+        """Return what the node is to do, and has not said that it took."""
+        ...
+
+    def take(self, node: str, taken: OrdersTaken) -> None:
+        """Say which orders need not come again."""
+        ...
+
+    def report(self, token: str, gang: Gang, report: Report) -> ReportAnswer:
+        """Say what is new about an attempt."""
+        ...
+
+
+class Work(msgspec.Struct, frozen=True, kw_only=True):
+    """What a gang does.
+
+    Attributes:
+        start_s: from the order to the first user byte; None for never.
+        run_s: from the first user byte to the end; None for until it is stopped.
+        reason: why it ends then; with `start_s` 0 and a reason that may be tried again, before user code begins.
+        output: what rank 0 writes when it begins.
+        stop_s: how long it takes to stop when asked.
+        gate_s: from its end until the devices are given back.
+    """
+
+    start_s: float | None = 0.1
+    run_s: float | None = 1.0
+    reason: Reason = Reason.COMPLETED
+    output: bytes = b""
+    stop_s: float = 0.5
+    gate_s: float = 0.1
+
+
+class Execution(msgspec.Struct, kw_only=True):
+    """One stretch of user code, by the cluster's own clock; `ended_ns` None while it goes on."""
+
+    run_id: str
+    fence: int
+    node: str
+    count: int
+    began_ns: int
+    ended_ns: int | None = None
+
+
+class _Attempt(msgspec.Struct, kw_only=True):
+    """What a node has of one attempt; all of it is on its disk."""
+
+    start: Start
+    work: Work
+    ordered_ns: int
+    answered_ns: int
+    state: State = State.STARTING
+    execution: Execution | None = None
+    ends: tuple[int, Reason] | None = None
+    ended: tuple[int, Reason] | None = None
+    logged: int = 0
+    reported_ns: int | None = None
+    sent: object = None
+    settled: bool = False
+    stale: bool = False
+
+
+class SimulatedAgent:
+    """The agent of one node.
+
+    Args:
+        control: the server.
+        name: of the node.
+        devices: what it has.
+        clock: moved by the test.
+        work: what each gang does.
+
+    Attributes:
+        node: its identifier with the server, "" before it said hello.
+        executions: every stretch of user code that ran here.
+        reaches: whether requests arrive at the server.
+        hears: whether answers arrive here.
+        forgets_to_acknowledge: whether orders are taken without saying so.
+        kept: gangs that were stale: stopped, their files kept, never reported again.
+    """
+
+    def __init__(
+        self, control: Control, *, name: str, devices: Sequence[Device], clock: Clock, work: Callable[[Start], Work]
+    ) -> None:
+        self.control, self.name, self.devices = control, name, tuple(devices)
+        self.node = ""
+        self.executions: list[Execution] = []
+        self.reaches = self.hears = self.alive = True
+        self.forgets_to_acknowledge = False
+        self.kept: list[Gang] = []
+        self.pool = ""
+        self._clock, self._work = clock, work
+        self._boots = 1
+        self._connected = False
+        self._beat_ns: int | None = None
+        self._heartbeat_s = 5.0
+        self._grace_s = 900.0
+        self._attempts: dict[Gang, _Attempt] = {}
+
+    @property
+    def boot_id(self) -> str:
+        """Return the identifier of this boot of the node."""
+        return f"{self.name}-boot-{self._boots}"
+
+    @property
+    def gangs(self) -> list[Gang]:
+        """Return the gangs it has something of that the server has not taken."""
+        return [gang for gang, attempt in self._attempts.items() if not attempt.stale]
+
+    def kill(self) -> None:
+        """End the agent as `kill -9` does: its gangs go on, and nobody talks."""
+        self.alive = self._connected = False
+
+    def start(self) -> None:
+        """Start the agent again; it finds its gangs."""
+        self.alive = True
+
+    def reboot(self) -> None:
+        """Restart the machine: nothing goes on, and another boot begins."""
+        now_ns = self._clock.boottime_ns()
+        for attempt in self._attempts.values():
+            self._live(attempt, now_ns)
+            if attempt.execution is not None and attempt.execution.ended_ns is None:
+                attempt.execution.ended_ns = now_ns
+        self._attempts.clear()
+        self._boots += 1
+        self._connected = False
+        self.alive = True
+
+    def step(self) -> None:
+        """Do everything that is to be done now."""
+        now_ns = self._clock.boottime_ns()
+        for attempt in list(self._attempts.values()):
+            self._live(attempt, now_ns)
+        if not self.alive:
+            return
+        try:
+            self._talk(now_ns)
+        except ServerUnavailable:
+            self._connected = False
+
+    def _talk(self, now_ns: int) -> None:
+        if not self._connected:
+            welcome = self._ask(lambda: self.control.hello(self._hello()))
+            self.node, self._heartbeat_s = welcome.node, welcome.heartbeat_s
+            self._grace_s = welcome.partition_grace_s
+            self._drop(welcome.stale, now_ns)
+            self._connected, self._beat_ns = True, now_ns
+        elif self._beat_ns is None or now_ns - self._beat_ns >= self._heartbeat_s * 1e9:
+            beat = Heartbeat(devices=self.devices, attempts=self._seen())
+            self._drop(self._ask(lambda: self.control.heartbeat(self.node, beat)).stale, now_ns)
+            self._beat_ns = now_ns
+        taken = [order.seq for order in self._ask(lambda: self.control.orders(self.node)) if self._obey(order, now_ns)]
+        for attempt in list(self._attempts.values()):
+            self._live(attempt, now_ns)
+            self._report(attempt, now_ns)
+        if taken and not self.forgets_to_acknowledge:
+            self._ask(lambda: self.control.take(self.node, OrdersTaken(seqs=tuple(taken))))
+
+    def _ask(self, request: Callable[[], T]) -> T:
+        if not self.reaches:
+            raise ServerUnavailable("the request did not arrive")
+        answer = request()
+        if not self.hears:
+            raise ServerUnavailable("the answer did not arrive")
+        return answer
+
+    def _hello(self) -> AgentHello:
+        return AgentHello(
+            name=self.name,
+            machine=f"machine-{self.name}",
+            boot_id=self.boot_id,
+            version=__version__,
+            protocol=PROTOCOL,
+            python="3.11",
+            platform="linux-x86_64",
+            pool=self.pool,
+            devices=self.devices,
+            attempts=self._seen(),
+        )
+
+    def _seen(self) -> tuple[AttemptSeen, ...]:
+        return tuple(
+            AttemptSeen(run_id=run_id, fence=fence, state=self._attempts[run_id, fence].state)
+            for run_id, fence in self.gangs
+        )
+
+    def _obey(self, order: Order, now_ns: int) -> bool:
+        gang = (order.run_id, order.fence)
+        attempt = self._attempts.get(gang)
+        if isinstance(order, Stop):
+            if attempt is not None:
+                self._stop(attempt, order.reason, now_ns)
+            return True
+        if attempt is None:
+            self._attempts[gang] = _Attempt(start=order, work=self._work(order), ordered_ns=now_ns, answered_ns=now_ns)
+        return True
+
+    def _stop(self, attempt: _Attempt, why: StopReason, now_ns: int) -> None:
+        if attempt.ended is None and attempt.state is not State.STOPPING:
+            attempt.state = State.STOPPING
+            attempt.ends = (now_ns + round(attempt.work.stop_s * 1e9), _STOPPED[why])
+
+    def _live(self, attempt: _Attempt, now_ns: int) -> None:
+        """Let a gang live until now."""
+        work, fence_ns = attempt.work, attempt.answered_ns + round(self._grace_s * 1e9)
+        if attempt.ended is None and attempt.execution is None and work.start_s is not None and attempt.ends is None:
+            begins_ns = attempt.ordered_ns + round(work.start_s * 1e9)
+            if begins_ns <= min(now_ns, fence_ns):
+                self._begin(attempt, begins_ns)
+        if attempt.ended is None:
+            due_ns, reason = attempt.ends or (now_ns + 1, Reason.COMPLETED)
+            if fence_ns <= min(now_ns, due_ns):
+                self._end(attempt, fence_ns, Reason.NODE_PARTITIONED)
+            elif due_ns <= now_ns:
+                self._end(attempt, due_ns, reason)
+
+    def _begin(self, attempt: _Attempt, begins_ns: int) -> None:
+        work, start = attempt.work, attempt.start
+        if MEANINGS[work.reason].may_retry:
+            attempt.ends = (begins_ns, work.reason)
+            return
+        attempt.state = State.RUNNING
+        attempt.execution = Execution(
+            run_id=start.run_id, fence=start.fence, node=self.name, count=start.world_size, began_ns=begins_ns
+        )
+        self.executions.append(attempt.execution)
+        if work.run_s is not None:
+            attempt.ends = (begins_ns + round(work.run_s * 1e9), work.reason)
+
+    def _end(self, attempt: _Attempt, at_ns: int, reason: Reason) -> None:
+        attempt.ended = (at_ns, reason)
+        attempt.state = State.STOPPING
+        if attempt.execution is not None:
+            attempt.execution.ended_ns = at_ns
+
+    def _report(self, attempt: _Attempt, now_ns: int) -> None:
+        if attempt.stale:
+            return
+        report = self._news(attempt, now_ns)
+        said = msgspec.structs.replace(report, logs=())
+        overdue = attempt.reported_ns is None or now_ns - attempt.reported_ns >= self._heartbeat_s * 1e9
+        if not overdue and said == attempt.sent and not report.logs:
+            return
+        gang = (attempt.start.run_id, attempt.start.fence)
+        try:
+            answer = self._ask(lambda: self.control.report(attempt.start.token, gang, report))
+        except (StaleAttempt, NotFound):
+            answer = ReportAnswer(stale=True)
+        if answer.stale:
+            self._drop([f"{gang[0]}:{gang[1]}"], now_ns)
+            return
+        attempt.answered_ns, attempt.reported_ns, attempt.sent = now_ns, now_ns, said
+        attempt.logged += sum(len(piece.data) for piece in report.logs)
+        if answer.stop is not None:
+            self._stop(attempt, answer.stop, now_ns)
+        if report.receipt is not None:
+            del self._attempts[gang]
+
+    def _news(self, attempt: _Attempt, now_ns: int) -> Report:
+        execution, work = attempt.execution, attempt.work
+        unsent = work.output[attempt.logged :] if execution is not None else b""
+        report = Report(
+            state=attempt.state,
+            world_size=attempt.start.world_size,
+            exec_ns=None if execution is None else execution.began_ns,
+            logs=(LogPiece(rank=0, stream="stdout", offset=attempt.logged, data=unsent),) if unsent else (),
+        )
+        if attempt.ended is None:
+            return report
+        at_ns, reason = attempt.ended
+        settled = now_ns >= at_ns + round(work.gate_s * 1e9)
+        return msgspec.structs.replace(
+            report,
+            ending=_ending(reason, began=execution is not None, at_ns=at_ns),
+            files=(File(name="results/0.pkl", size=4, inline=b"\x80\x04N."),) if reason is Reason.COMPLETED else (),
+            receipt=msgspec.Raw(b"{}") if settled else None,
+        )
+
+    def _drop(self, stale: Sequence[str], now_ns: int) -> None:
+        for gang, attempt in list(self._attempts.items()):
+            if f"{gang[0]}:{gang[1]}" in stale and not attempt.stale:
+                if attempt.ended is None:
+                    self._end(attempt, now_ns, Reason.CANCELLED)
+                attempt.stale = True
+                self.kept.append(gang)
+
+
+def _ending(reason: Reason, *, began: bool, at_ns: int) -> Ending:
+    state = MEANINGS[reason].state
+    cause = None if state is State.SUCCEEDED else Failure(rank=None, reason=reason, at_ns=at_ns)
+    stopped = Stopped(state=state, reason=reason, cause=cause, consequences=())
+    return Ending(state=state, reason=reason, began=began, stopped=msgspec.Raw(msgspec.json.encode(stopped)))

@@ -1,0 +1,274 @@
+"""What agents of nodes say, and what they are told: the verbs behind `wire/agents.py`.
+
+    hello ─▶ the node is written down; another boot than before: its attempts are over (proof, so nobody waits);
+             attempts it has that the server did not know were taken: taken; attempts that are over here: stale
+    heartbeat ─▶ it is there; its devices; stale attempts
+    orders ─▶ what was decided and not taken, again and again until it is
+
+What a node says is believed about the node itself and nothing else: an attempt it names that is not its own is stale.
+A node that was forgotten, or that this database does not know, is told so and says hello again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+
+import msgspec
+import sqlalchemy as sa
+from anyio import to_thread
+
+from serverless_gpu import ambient
+from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound
+from serverless_gpu.model.attempt import Reason
+from serverless_gpu.model.run_lifecycle import GivenUp
+from serverless_gpu.server import attempts, nodes, orders, pools, runs, transitions
+from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.hub import SCHEDULER, node_key
+from serverless_gpu.server.nodes import StoredNode
+from serverless_gpu.server.orders import StoredOrder
+from serverless_gpu.server.services import Services
+from serverless_gpu.server.transitions import Note, Told
+from serverless_gpu.wire.agents import (
+    AgentHello,
+    AgentWelcome,
+    AttemptSeen,
+    Heartbeat,
+    HeartbeatAnswer,
+    Order,
+    Start,
+    Stop,
+)
+from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX, NAME_CHARACTERS_MAX, PROTOCOL
+
+DEVICES_MAX = 1024
+ATTEMPTS_MAX = 10_000
+SEEN_EVERY_S = 15.0
+"""A node's last sign of life is written at most this often, unless something else about it is new."""
+SEND_AGAIN_S = 15.0
+ALIVE_S = 10.0
+"""A stream with nothing to say says that much this often."""
+
+
+class Agents:
+    """Answers agents.
+
+    Args:
+        services: the server's.
+    """
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    def hello(self, who: Caller, said: AgentHello) -> AgentWelcome:
+        """Let a node join, or come back.
+
+        Raises:
+            InvalidValue: it speaks another protocol, or something in it cannot be.
+            NotAllowed: the name belongs to somebody else's node, or to another machine that is there now.
+        """
+        _check(said)
+        services = self._services
+        at_ns = services.clock.wall_ns()
+        new_id = ambient.new_run_id()
+
+        def work(connection: sa.Connection) -> tuple[StoredNode, tuple[str, ...], list[Told]]:
+            node, before = self._written(connection, who, said, new_id=new_id, at_ns=at_ns)
+            told = _rebooted(connection, node, at_ns=at_ns) if before is not None else []
+            stale = _stale(connection, node.id, said.attempts)
+            kept = [(seen.run_id, seen.fence) for seen in said.attempts if f"{seen.run_id}:{seen.fence}" not in stale]
+            orders.take_starts(connection, node.id, kept, at_ns=at_ns)
+            return node, stale, told
+
+        node, stale, told = services.database.write(work)
+        for one in told:
+            one.announce(services.hub)
+        services.presence.heard(node.id, now_ns=services.clock.boottime_ns())
+        services.hub.touch(SCHEDULER)
+        settings = services.settings
+        return AgentWelcome(
+            node=node.id,
+            heartbeat_s=settings.heartbeat_s,
+            partition_grace_s=settings.partition_grace_s,
+            stale=stale,
+        )
+
+    def heartbeat(self, who: Caller, node_id: str, said: Heartbeat) -> HeartbeatAnswer:
+        """Note that a node is there.
+
+        Raises:
+            NotFound: there is no such node of this principal; it says hello again.
+        """
+        _check_devices(said)
+        services = self._services
+        at_ns = services.clock.wall_ns()
+        node, stale = services.database.read(
+            lambda connection: (_own(connection, who, node_id), _stale(connection, node_id, said.attempts))
+        )
+        hello = msgspec.structs.replace(
+            node.hello, devices=said.devices, unavailable=said.unavailable, problem=said.problem
+        )
+        news = hello != node.hello
+        if news or at_ns - node.seen_ns > SEEN_EVERY_S * 1e9:
+            seen = msgspec.structs.replace(node, hello=hello, seen_ns=at_ns)
+            services.database.write(lambda connection: nodes.change(connection, seen))
+        if services.presence.heard(node_id, now_ns=services.clock.boottime_ns()) or news:
+            services.hub.touch(SCHEDULER)
+        return HeartbeatAnswer(stale=stale)
+
+    def waiting(self, who: Caller, node_id: str) -> list[Order]:
+        """Return the orders that a node has not taken.
+
+        Raises:
+            NotFound: there is no such node of this principal.
+        """
+
+        def work(connection: sa.Connection) -> list[Order | None]:
+            _own(connection, who, node_id)
+            return [self._order(connection, order) for order in orders.waiting(connection, node_id)]
+
+        found = self._services.database.read(work)
+        deliveries = self._services.deliveries
+        return [
+            order
+            for order in found
+            if order is not None and (isinstance(order, Stop) or deliveries.send(order.run_id, order.fence))
+        ]
+
+    def take(self, who: Caller, node_id: str, seqs: Sequence[int]) -> None:
+        """Note that a node has taken orders.
+
+        Raises:
+            NotFound: there is no such node of this principal.
+        """
+        at_ns = self._services.clock.wall_ns()
+
+        def work(connection: sa.Connection) -> None:
+            _own(connection, who, node_id)
+            orders.take(connection, node_id, seqs, at_ns=at_ns)
+
+        self._services.database.write(work)
+
+    def _written(
+        self, connection: sa.Connection, who: Caller, said: AgentHello, *, new_id: str, at_ns: int
+    ) -> tuple[StoredNode, StoredNode | None]:
+        """Write a node down as it is now; return it, and what it was before."""
+        before = nodes.named(connection, said.name)
+        pool = said.pool or (before.pool if before is not None else pools.DEFAULT)
+        pools.ensure(connection, pool, at_ns=at_ns)
+        node = StoredNode(
+            id=new_id if before is None else before.id,
+            name=said.name,
+            machine=said.machine,
+            boot_id=said.boot_id,
+            principal=who.name,
+            pool=pool,
+            hello=msgspec.structs.replace(said, attempts=()),
+            seen_ns=at_ns,
+            forgotten_ns=None,
+        )
+        if before is None:
+            nodes.insert(connection, node)
+            return node, None
+        if before.principal != who.name:
+            raise NotAllowed(f"the node {said.name!r} belongs to {before.principal}", hint="give this one another name")
+        there = self._services.presence.is_there(before.id, now_ns=self._services.clock.boottime_ns())
+        if there and before.machine != said.machine:
+            raise NotAllowed(
+                f"a node named {said.name!r} is connected, and it is another machine",
+                hint="give this one another name",
+            )
+        nodes.change(connection, node)
+        return node, before
+
+    def _order(self, connection: sa.Connection, order: StoredOrder) -> Order | None:
+        """Return an order with everything the node needs; None when its attempt has ended meanwhile."""
+        if order.kind == "stop":
+            if order.stop is None:
+                return None
+            return Stop(seq=order.seq, run_id=order.run_id, fence=order.fence, reason=order.stop)
+        run = runs.find(connection, order.run_id)
+        payload = runs.payload(connection, order.run_id)
+        if run is None or payload is None or run.attempt is None or run.fence != order.fence:
+            return None
+        return Start(
+            seq=order.seq,
+            run_id=run.id,
+            fence=order.fence,
+            token=self._services.keys.attempt_token(run.id, order.fence),
+            spec=run.spec,
+            gpu_type=run.attempt.gpu_type,
+            world_size=run.attempt.world_size,
+            context=msgspec.Raw(self._services.sealer.unseal(payload.context_sealed, about=run.id)),
+            call=payload.call,
+            snapshot=run.snapshot,
+            owner=run.owner,
+            submitted_ns=run.created_ns,
+            partition_grace_s=self._services.settings.partition_grace_s,
+        )
+
+
+async def stream(services: Services, agents: Agents, who: Caller, node_id: str) -> AsyncIterator[Order | None]:
+    """Yield the orders of a node as they come, and those that were not taken again; None to show that it is alive."""
+    sent: dict[int, int] = {}
+    hub, clock, key = services.hub, services.clock, node_key(node_id)
+    while not hub.closed:
+        seen = hub.version(key)
+        waiting = await to_thread.run_sync(agents.waiting, who, node_id)
+        now_ns = clock.boottime_ns()
+        sent = {order.seq: sent[order.seq] for order in waiting if order.seq in sent}
+        for order in waiting:
+            if now_ns - sent.get(order.seq, -(10**18)) > SEND_AGAIN_S * 1e9:
+                sent[order.seq] = now_ns
+                yield order
+        if await hub.changed(key, seen, ALIVE_S) == seen:
+            yield None
+
+
+def _own(connection: sa.Connection, who: Caller, node_id: str) -> StoredNode:
+    node = nodes.get(connection, node_id)
+    if node is None or node.forgotten_ns is not None or node.principal != who.name:
+        raise NotFound(f"there is no node {node_id!r} of {who.name}", hint="the agent has to say hello again")
+    return node
+
+
+def _rebooted(connection: sa.Connection, node: StoredNode, *, at_ns: int) -> list[Told]:
+    """Give up the attempts of a node that were placed in another boot of the same machine: they are certainly over."""
+    note = Note(at_ns=at_ns, detail=f"{node.name} says it has")
+    told: list[Told] = []
+    for run in runs.active(connection):
+        attempt = run.attempt
+        if attempt is not None and attempt.node_id == node.id and attempt.boot_id != node.boot_id:
+            told.append(transitions.tell(connection, run, GivenUp(reason=Reason.NODE_REBOOTED), note=note))
+    return told
+
+
+def _stale(connection: sa.Connection, node_id: str, seen: Sequence[AttemptSeen]) -> tuple[str, ...]:
+    """Return the gangs among those a node has that are not its own, or were given up."""
+    stale: list[str] = []
+    for one in seen:
+        attempt = attempts.find(connection, one.run_id, one.fence)
+        if attempt is None or attempt.node_id != node_id or attempt.given_up:
+            stale.append(f"{one.run_id}:{one.fence}")
+    return tuple(stale)
+
+
+def _check(said: AgentHello) -> None:
+    if said.protocol != PROTOCOL:
+        raise InvalidValue(
+            f"node {said.name[:64]!r} speaks protocol {said.protocol}, this server speaks {PROTOCOL}",
+            hint="install the same version of serverless-gpu on both",
+        )
+    if not said.name.isprintable() or not 0 < len(said.name) <= LABEL_CHARACTERS_MAX:
+        raise InvalidValue(f"a node cannot be named {said.name[:64]!r}", hint="1 to 256 printable characters")
+    if len(said.pool) > NAME_CHARACTERS_MAX or not said.pool.isprintable():
+        raise InvalidValue(f"a pool cannot be named {said.pool[:64]!r}", hint="up to 64 printable characters")
+    if max(len(said.machine), len(said.boot_id)) > NAME_CHARACTERS_MAX:
+        raise InvalidValue("machine and boot_id have 64 characters at most")
+    _check_devices(said)
+
+
+def _check_devices(said: AgentHello | Heartbeat) -> None:
+    if len(said.devices) > DEVICES_MAX or len(said.unavailable) > DEVICES_MAX:
+        raise InvalidValue(f"a node has {DEVICES_MAX} devices at most")
+    if len(said.attempts) > ATTEMPTS_MAX:
+        raise InvalidValue(f"a node has {ATTEMPTS_MAX} attempts at most")

@@ -1,0 +1,168 @@
+"""What there is to give: nodes as they were heard of last, minus what runs of this server have. Views of both, too."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import sqlalchemy as sa
+
+from serverless_gpu import ambient
+from serverless_gpu.model.queueing import Holding, Node, census
+from serverless_gpu.server import nodes, pools, runs
+from serverless_gpu.server.liveness import Presence
+from serverless_gpu.server.nodes import StoredNode
+from serverless_gpu.server.pools import RESERVED, StoredPool
+from serverless_gpu.server.runs import StoredRun
+from serverless_gpu.server.services import Services
+from serverless_gpu.wire.agents import NodeView, PoolView
+
+UP, SILENT, GONE = "UP", "SILENT", "GONE"
+
+
+class Floor(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that has joined, at one moment of the database.
+
+    Attributes:
+        active: runs that have an attempt which has not ended: they have devices.
+    """
+
+    nodes: tuple[StoredNode, ...]
+    pools: tuple[StoredPool, ...]
+    active: tuple[StoredRun, ...]
+
+    def on(self, node_id: str) -> list[StoredRun]:
+        """Return the runs that have devices of a node."""
+        return [run for run in self.active if run.attempt is not None and run.attempt.node_id == node_id]
+
+
+class Times(msgspec.Struct, frozen=True, kw_only=True):
+    """One moment by both clocks, and after how long a node is given up; nanoseconds."""
+
+    boottime_ns: int
+    wall_ns: int
+    gone_ns: int
+
+
+def now(services: Services) -> Times:
+    """Return this moment."""
+    settings, clock = services.settings, services.clock
+    gone_ns = round((settings.partition_grace_s + settings.partition_margin_s) * 1e9)
+    return Times(boottime_ns=clock.boottime_ns(), wall_ns=clock.wall_ns(), gone_ns=gone_ns)
+
+
+def load(connection: sa.Connection) -> Floor:
+    """Return what there is."""
+    return Floor(
+        nodes=tuple(nodes.every(connection)),
+        pools=tuple(pools.every(connection)),
+        active=tuple(runs.active(connection)),
+    )
+
+
+def title(run: StoredRun) -> str:
+    """Return what others read of a run: owner and name."""
+    return f"{run.owner}/{run.name or run.id}"
+
+
+def offers(floor: Floor, presence: Presence, times: Times) -> list[Node]:
+    """Return the nodes as decisions take them."""
+    reserved = {pool.name for pool in floor.pools if pool.kind == RESERVED}
+    return [_offer(node, floor, presence, times, reserved=node.pool in reserved) for node in floor.nodes]
+
+
+def view_nodes(floor: Floor, presence: Presence, times: Times) -> list[NodeView]:
+    """Return the nodes as people see them."""
+    return [_view(node, floor, presence, times) for node in floor.nodes]
+
+
+def view_pools(floor: Floor, presence: Presence, times: Times, *, queued: Mapping[str, int]) -> list[PoolView]:
+    """Return the pools as people see them; `queued` by name of pool."""
+    offered = offers(floor, presence, times)
+    return [_view_pool(pool, offered, queued.get(pool.name, 0)) for pool in floor.pools]
+
+
+def last_seen_ns(node: StoredNode, presence: Presence, times: Times) -> int:
+    """Return when a node was heard of last, nanoseconds since 1970: what is remembered, else what was written."""
+    last_ns = presence.last_ns(node.id)
+    return node.seen_ns if last_ns is None else times.wall_ns - (times.boottime_ns - last_ns)
+
+
+def away(node: StoredNode, presence: Presence, times: Times) -> str:
+    """Return why a node cannot be used now, in words that follow its name, or ""."""
+    lost = presence.why_lost(node.id)
+    if lost:
+        return f"is not to be counted on: {lost}"
+    if not presence.is_there(node.id, now_ns=times.boottime_ns):
+        return f"has not been heard of since {ambient.format_clock(last_seen_ns(node, presence, times))}"
+    return f"can run nothing now: {node.hello.problem}" if node.hello.problem else ""
+
+
+def _offer(node: StoredNode, floor: Floor, presence: Presence, times: Times, *, reserved: bool) -> Node:
+    total, outside = census(node.hello.devices, node.hello.unavailable)
+    return Node(
+        id=node.id,
+        name=node.name,
+        pool=node.pool,
+        reserved=reserved,
+        machine=node.machine,
+        platform=node.hello.platform,
+        total=total,
+        outside=outside,
+        holdings=_holdings(floor.on(node.id)),
+        own=node.hello.own_types,
+        away=away(node, presence, times),
+    )
+
+
+def _holdings(held_by: Sequence[StoredRun]) -> tuple[Holding, ...]:
+    return tuple(
+        Holding(title=title(run), gpu_type=run.attempt.gpu_type, count=run.attempt.world_size)
+        for run in held_by
+        if run.attempt is not None
+    )
+
+
+def _view(node: StoredNode, floor: Floor, presence: Presence, times: Times) -> NodeView:
+    holders = floor.on(node.id)
+    seen_ns = last_seen_ns(node, presence, times)
+    sentence = away(node, presence, times)
+    state = UP if presence.is_there(node.id, now_ns=times.boottime_ns) else SILENT
+    if state == SILENT and times.wall_ns - seen_ns > times.gone_ns:
+        state = GONE
+    return NodeView(
+        id=node.id,
+        name=node.name,
+        state=state,
+        sentence=sentence,
+        pool=node.pool,
+        devices=node.hello.devices,
+        unavailable=node.hello.unavailable,
+        busy=sum(run.attempt.world_size for run in holders if run.attempt is not None),
+        runs=tuple(run.id for run in holders),
+        version=node.hello.version,
+        seen_ns=seen_ns,
+    )
+
+
+def _view_pool(pool: StoredPool, offered: Sequence[Node], queued: int) -> PoolView:
+    members = [node for node in offered if node.pool == pool.name]
+    total, free = Counter[str](), Counter[str]()
+    for node in members:
+        total.update(node.total)
+        if node.away:
+            continue
+        held = Counter[str]()
+        for holding in node.holdings:
+            held[holding.gpu_type] += holding.count
+        for name, count in node.total.items():
+            free[name] += max(0, count - node.outside.get(name, 0) - held[name])
+    return PoolView(
+        name=pool.name,
+        kind=pool.kind,
+        nodes=tuple(node.name for node in members),
+        total=dict(total),
+        free={name: free[name] for name in total},
+        queued=queued,
+    )

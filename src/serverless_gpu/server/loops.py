@@ -1,0 +1,80 @@
+"""Loops: `tick(now) → when to look again`, rung in between. The real clock drives them here; tests call the ticks.
+
+    ring (any thread) ─┐
+    the wake-up time ──┴─▶ tick in a thread of its own ─▶ next wake-up
+
+A tick that fails is logged and tried again with growing pauses: a database that is away for half a minute must not end
+the scheduler. What a loop has not finished when the server stops, the next server does: ticks keep nothing that is not
+in the database.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from serverless_gpu.ambient import Clock
+from serverless_gpu.errors import ServerProblem
+
+LONGEST_S = 30.0
+_PAUSES_S = (0.2, 0.5, 1.0, 2.0, 5.0)
+_log = logging.getLogger(__name__)
+
+Tick = Callable[[int], int | None]
+"""Does what is due at this boottime (nanoseconds); returns when something is due again, or None for when it is rung."""
+
+
+class Loop:
+    """One loop in a thread of its own.
+
+    Args:
+        name: of the thread, and in the log.
+        tick: what is done.
+        clock: what time it is.
+    """
+
+    def __init__(self, name: str, tick: Tick, *, clock: Clock) -> None:
+        self._name, self._tick, self._clock = name, tick, clock
+        self._rung = threading.Event()
+        self._stopping = False
+        self._failures = 0
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Begin; the first tick is now."""
+        self._thread.start()
+
+    def ring(self) -> None:
+        """Have it look now, or right after the tick it is in."""
+        self._rung.set()
+
+    def stop(self, *, timeout_s: float) -> bool:
+        """Let the tick it is in end, and no other begin; return whether it has ended within this time."""
+        self._stopping = True
+        self._rung.set()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while not self._stopping:
+            self._rung.clear()
+            pause_s = self._turn()
+            self._rung.wait(pause_s)
+
+    def _turn(self) -> float:
+        """Do one tick; return the seconds until the next."""
+        now_ns = self._clock.boottime_ns()
+        try:
+            due_ns = self._tick(now_ns)
+        except ServerProblem as error:
+            _log.warning("%s: %s", self._name, error.message)
+        except Exception:  # noqa: BLE001 — a loop must outlive its mistakes: runs depend on it, and the log has them
+            _log.exception("%s failed and is tried again", self._name)
+        else:
+            self._failures = 0
+            after_s = LONGEST_S if due_ns is None else (due_ns - self._clock.boottime_ns()) / 1e9
+            return min(LONGEST_S, max(0.0, after_s))
+        pause_s = _PAUSES_S[min(self._failures, len(_PAUSES_S) - 1)]
+        self._failures += 1
+        return pause_s

@@ -1,0 +1,163 @@
+"""The reconciler: what should be, what is heard, and what follows when the two part.
+
+    silent for longer than the soft limit        the run is shown as UNREACHABLE; nothing else happens
+    ... than grace + margin                      the node has ended the attempt by its own clock: given up (NODE_GONE)
+    an order that never left, its node away      taken back: the run is placed elsewhere
+    outputs of a stopped run that never arrive   given up after `upload_s`
+    a receipt that never comes                   the run is settled without one
+    an engine's events                           nodes to be counted on, or not
+
+Silence is judged by this process's boottime, and everything counts as heard of when it starts (`liveness.py`): a server
+that was away for a day gives nobody up for it. Whatever is decided is one transaction with the run as it was read; when
+a report was faster, nothing happens, and the next tick looks again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import sqlalchemy as sa
+
+from serverless_gpu.engines.base import Engine, NodeLost
+from serverless_gpu.errors import StaleAttempt
+from serverless_gpu.model.attempt import Reason, State
+from serverless_gpu.model.run_lifecycle import Ended, Event, GivenUp, IllegalTransition, Silent
+from serverless_gpu.server import attempts, events, nodes, runs, transitions
+from serverless_gpu.server.attempts import StoredAttempt
+from serverless_gpu.server.hub import SCHEDULER, run_key
+from serverless_gpu.server.runs import StoredRun
+from serverless_gpu.server.scheduler import Scheduler
+from serverless_gpu.server.services import Services
+from serverless_gpu.server.transitions import Note, Told
+
+EVERY_S = 2.0
+SELDOM_S = 60.0
+_log = logging.getLogger(__name__)
+
+
+class Reconciler:
+    """Looks after what goes on.
+
+    Args:
+        services: the server's.
+        scheduler: takes back what can be.
+        engine: whose events are heard.
+    """
+
+    def __init__(self, services: Services, *, scheduler: Scheduler, engine: Engine | None = None) -> None:
+        self._services, self._scheduler, self._engine = services, scheduler, engine
+        settings = services.settings
+        self._soft_s, self._upload_s = settings.soft_expiry_s, settings.upload_s
+        self._hard_s = settings.partition_grace_s + settings.partition_margin_s
+        self._settled_ns: int | None = None
+
+    def tick(self, now_ns: int) -> int | None:
+        """Do everything that is due.
+
+        Args:
+            now_ns: boottime, nanoseconds.
+
+        Returns:
+            When to look again.
+        """
+        self._hear_engine()
+        services = self._services
+        # Asked before the database: what is reserved has its intent there, so what is not there is over.
+        reserved = self._engine.recover() if self._engine is not None else ()
+        active = services.database.read(runs.active)
+        gangs = {(run.id, run.fence) for run in active}
+        services.leases.keep(gangs)
+        services.deliveries.keep(gangs)
+        for run in active:
+            self._look(run, now_ns)
+        self._release(reserved, gangs)
+        if self._settled_ns is None or now_ns - self._settled_ns >= SELDOM_S * 1e9:
+            self._settled_ns = now_ns
+            self._settle()
+        return now_ns + round(EVERY_S * 1e9)
+
+    def _look(self, run: StoredRun, now_ns: int) -> None:
+        silent_s = (now_ns - self._services.leases.last_ns(run.id, run.fence, now_ns=now_ns)) / 1e9
+        if silent_s > self._hard_s:
+            self._tell(run, GivenUp(reason=Reason.NODE_GONE), detail=f"nothing was heard of it for {silent_s:.0f} s")
+        elif silent_s > self._soft_s:
+            if not self._take_back(run, now_ns) and run.state is not State.UNREACHABLE:
+                self._tell(run, Silent())
+        elif run.state is State.STOPPING and self._overdue_s(run) > 0:
+            detail = f"they had not arrived {self._upload_s:.0f} s after the run was to stop"
+            began = run.attempt is not None and run.attempt.began
+            self._tell(run, Ended(reason=Reason.RESULT_UPLOAD, began=began), detail=detail)
+
+    def _overdue_s(self, run: StoredRun) -> float:
+        """Return for how many seconds longer than allowed a run has been stopping: since the last event about it."""
+        last = self._services.database.read(lambda connection: events.after(connection, run.id, run.events - 1))
+        since_ns = last[-1].at_ns if last else run.created_ns
+        allowed_s = run.spec.grace_s + self._hard_s + self._upload_s
+        return (self._services.clock.wall_ns() - since_ns) / 1e9 - allowed_s
+
+    def _take_back(self, run: StoredRun, now_ns: int) -> bool:
+        attempt = run.attempt
+        if attempt is None or self._services.presence.is_there(attempt.node_id, now_ns=now_ns):
+            return False
+        return self._scheduler.give_back(run.id, run.fence, f"{attempt.node} went away before it was told")
+
+    def _tell(self, run: StoredRun, event: Event, *, detail: str = "") -> None:
+        services = self._services
+        note = Note(at_ns=services.clock.wall_ns(), detail=detail)
+
+        def work(connection: sa.Connection) -> Told | None:
+            found = runs.find(connection, run.id)
+            if found is None or (found.fence, found.state) != (run.fence, run.state):
+                return None
+            return transitions.tell(connection, found, event, note=note)
+
+        try:
+            told = services.database.write(work)
+        except (StaleAttempt, IllegalTransition) as error:
+            _log.info("nothing was done about run %s: %s", run.id, error)
+            return
+        if told is not None:
+            told.announce(services.hub)
+
+    def _settle(self) -> None:
+        """Settle attempts whose receipt would have come long ago."""
+        services = self._services
+        now_ns = services.clock.wall_ns()
+        before_ns = now_ns - round(self._hard_s * 1e9)
+        late = services.database.read(lambda connection: attempts.unsettled(connection, ended_before_ns=before_ns))
+        for attempt in late:
+            self._settle_without(attempt, now_ns)
+
+    def _settle_without(self, attempt: StoredAttempt, at_ns: int) -> None:
+        def work(connection: sa.Connection) -> bool:
+            return transitions.settle(connection, attempt.run_id, attempt.fence, receipt=None, at_ns=at_ns)
+
+        self._services.database.write(work)
+        self._services.hub.touch(run_key(attempt.run_id))
+
+    def _hear_engine(self) -> None:
+        """Note which nodes the engine counts on; a node is what has joined under the engine's name for it."""
+        if self._engine is None:
+            return
+        heard = self._engine.events()
+        if not heard:
+            return
+        services = self._services
+        joined = {node.name: node for node in services.database.read(nodes.every)}
+        for event in heard:
+            node = joined.get(event.node if isinstance(event, NodeLost) else event.node.name)
+            if node is not None and isinstance(event, NodeLost):
+                services.presence.lose(node.id, event.sentence)
+            elif node is not None:
+                services.presence.find(node.id)
+        services.hub.touch(SCHEDULER)
+
+    def _release(self, reserved: Sequence[str], gangs: set[tuple[str, int]]) -> None:
+        """Give back what the engine has reserved for gangs that are over."""
+        if self._engine is None:
+            return
+        going_on = {f"{run_id}:{fence}" for run_id, fence in gangs}
+        for gang in reserved:
+            if gang not in going_on:
+                self._engine.release(gang)

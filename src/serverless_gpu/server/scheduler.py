@@ -1,0 +1,199 @@
+"""The scheduler: load → decide → write the intent, one transaction for each placement → tell.
+
+    runs wait, a node came, devices are free ── ring ─▶ tick
+        load      nodes, who has what, who waits           one read
+        decide    model/queueing.py                        pure
+        place     attempt + order + event, if it still waits   one transaction each   ← the intent is durable here
+        submit    the engine gets an agent running there   outside of any transaction
+        tell      the node's stream, the run's stream, the sentences of those who wait
+
+Killed anywhere in between, the next server finds either a run that waits or an order that was not taken, and goes on
+from there: nothing is started by memory. What an engine refuses is given back to the queue, if its order has not left.
+
+Values that do not change (what a run wants) are remembered from tick to tick, so that a queue of 10,000 costs one
+query of identifiers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import sqlalchemy as sa
+
+from serverless_gpu import faults
+from serverless_gpu.engines.base import Engine, Gang, Impossible, Placed, Request, Share
+from serverless_gpu.errors import StaleAttempt
+from serverless_gpu.model.attempt import Reason, State
+from serverless_gpu.model.queueing import Placement, Wanted, decide
+from serverless_gpu.model.run_lifecycle import Ended
+from serverless_gpu.server import attempts, floor, keys, runs, transitions
+from serverless_gpu.server.attempts import NewAttempt
+from serverless_gpu.server.floor import Floor
+from serverless_gpu.server.hub import node_key, run_key
+from serverless_gpu.server.nodes import StoredNode, by_id
+from serverless_gpu.server.runs import StoredRun
+from serverless_gpu.server.services import Services
+from serverless_gpu.server.transitions import Note
+
+AT_ONCE = 64
+"""Placements of one tick; the next one follows at once."""
+LOOK_AGAIN_S = 5.0
+ENGINE_AGAIN_S = 1.0
+_log = logging.getLogger(__name__)
+
+
+class Scheduler:
+    """Places what waits.
+
+    Args:
+        services: the server's.
+        engine: gets agents running; nodes that it does not know have joined by themselves.
+    """
+
+    def __init__(self, services: Services, *, engine: Engine | None = None) -> None:
+        self._services, self._engine = services, engine
+        self._wanted: dict[str, tuple[int, Wanted]] = {}
+        self._asked: dict[str, Request] = {}
+
+    def tick(self, now_ns: int) -> int | None:
+        """Place what can be placed, and say to everybody else what they wait for.
+
+        Args:
+            now_ns: boottime, nanoseconds.
+
+        Returns:
+            When to look again at the latest.
+        """
+        services = self._services
+        self._ask_again()
+        there, queue = services.database.read(self._load)
+        times = floor.now(services)
+        decision = decide(queue, floor.offers(there, services.presence, times))
+        stored = by_id(there.nodes)
+        for placement in decision.placements[:AT_ONCE]:
+            self._place(placement, stored[placement.node_id])
+        for run_id in services.sentences.replace(decision.waiting):
+            services.hub.touch(run_key(run_id))
+        if len(decision.placements) > AT_ONCE:
+            return now_ns
+        after_s = ENGINE_AGAIN_S if self._asked else LOOK_AGAIN_S
+        return now_ns + round(after_s * 1e9)
+
+    def _load(self, connection: sa.Connection) -> tuple[Floor, list[Wanted]]:
+        waiting = runs.queue(connection)
+        known = self._wanted
+        unknown = [run_id for run_id, fence in waiting if known.get(run_id, (-1,))[0] != fence]
+        failed = attempts.failed_nodes(connection, unknown) if unknown else {}
+        found = {run.id: (run.fence, _wanted(run, failed)) for run in runs.find_many(connection, unknown)}
+        self._wanted = {
+            run_id: entry for run_id, _ in waiting if (entry := found.get(run_id) or known.get(run_id)) is not None
+        }
+        return floor.load(connection), [wanted for _, wanted in self._wanted.values()]
+
+    def _place(self, placement: Placement, node: StoredNode) -> None:
+        """Write the intent, then do what follows from it."""
+        services = self._services
+        at_ns = services.clock.wall_ns()
+        fence = services.database.write(lambda connection: self._intend(connection, placement, node, at_ns))
+        if fence is None:
+            return
+        services.deliveries.made(placement.run_id, fence)
+        services.leases.renew(placement.run_id, fence, now_ns=services.clock.boottime_ns())
+        faults.reach("after_commit_before_launch")
+        self._submit(placement, fence, node)
+        services.hub.touch(node_key(node.id))
+        services.hub.touch(run_key(placement.run_id))
+
+    def _intend(self, connection: sa.Connection, placement: Placement, node: StoredNode, at_ns: int) -> int | None:
+        run = runs.find(connection, placement.run_id)
+        if run is None or run.state is not State.QUEUED:
+            return None  # cancelled meanwhile
+        token = self._services.keys.attempt_token(run.id, run.fence + 1)
+        new = NewAttempt(
+            node_id=node.id,
+            gpu_type=placement.gpu_type,
+            world_size=placement.count,
+            token_sha256=keys.sha256(token),
+            boot_id=node.boot_id,
+        )
+        try:
+            return transitions.place(connection, run, new=new, node=node.name, at_ns=at_ns)
+        except StaleAttempt:
+            return None
+
+    def _submit(self, placement: Placement, fence: int, node: StoredNode) -> None:
+        engine = self._engine
+        if engine is None or node.name not in {known.name for known in engine.nodes()}:
+            return
+        share = Share(node=node.name, gpu_type=placement.gpu_type, count=placement.count)
+        gang = f"{placement.run_id}:{fence}"
+        self._asked[gang] = engine.plan(Gang(id=gang, shares=(share,)))
+        self._ask(gang)
+
+    def _ask_again(self) -> None:
+        for gang in list(self._asked):
+            self._ask(gang)
+
+    def _ask(self, gang: str) -> None:
+        """Ask the engine for a gang; what waits is asked for again, what can never be goes back to the queue."""
+        if self._engine is None:
+            return
+        answer = self._engine.submit(self._asked[gang])
+        run_id, _, fence = gang.rpartition(":")
+        if isinstance(answer, Placed):
+            del self._asked[gang]
+        elif isinstance(answer, Impossible):
+            del self._asked[gang]
+            self.give_back(run_id, int(fence), answer.sentence)
+        else:
+            self._note(run_id, int(fence), answer.sentence)
+
+    def _note(self, run_id: str, fence: int, sentence: str) -> None:
+        self._services.database.write(lambda connection: attempts.note(connection, run_id, fence, sentence=sentence))
+        self._services.hub.touch(run_key(run_id))
+
+    def give_back(self, run_id: str, fence: int, why: str) -> bool:
+        """Put a run back into the queue whose order has not left this process; return whether that was so."""
+        services = self._services
+        if not services.deliveries.hold(run_id, fence):
+            return False
+        note = Note(at_ns=services.clock.wall_ns(), detail=why)
+
+        def refuse(connection: sa.Connection) -> transitions.Told | None:
+            run = runs.find(connection, run_id)
+            if run is None or run.fence != fence or run.state not in runs.ACTIVE:
+                return None
+            return transitions.tell(connection, run, Ended(reason=Reason.REFUSED, began=False), note=note)
+
+        told = services.database.write(refuse)
+        if told is not None:
+            told.announce(services.hub)
+            _log.warning("attempt %s:%s did not start: %s", run_id, fence, why)
+        return told is not None
+
+
+def waits(floor_now: Floor, queue: Sequence[Wanted]) -> dict[str, int]:
+    """Return how many runs wait, by the pool they name."""
+    counts = {pool.name: 0 for pool in floor_now.pools}
+    for wanted in queue:
+        if wanted.pool in counts:
+            counts[wanted.pool] += 1
+    return counts
+
+
+def _wanted(run: StoredRun, failed: dict[str, frozenset[str]]) -> Wanted:
+    """Return what a run wants, as decisions take it."""
+    resources = run.spec.resources
+    return Wanted(
+        run_id=run.id,
+        title=floor.title(run),
+        priority=run.priority,
+        queued_ns=run.queued_ns,
+        gpus=resources.gpus,
+        gpu_type=resources.gpu_type,
+        pool=run.pool,
+        machine=run.target.machine,
+        platform=run.target.platform,
+        avoid=failed.get(run.id, frozenset()),
+    )

@@ -1,0 +1,38 @@
+"""A server's parts, made for a test: real ones on a directory and a database of its own, and no processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from serverless_gpu.ambient import Clock
+from serverless_gpu.server.hub import Hub
+from serverless_gpu.server.keys import Keys
+from serverless_gpu.server.sealing import Sealer
+from serverless_gpu.server.services import Services, Transactions
+from serverless_gpu.server.settings import Settings
+from serverless_gpu.server.storage import open_storage
+
+KEY = b"k" * 32
+
+
+def made_services(database: Transactions, home: Path, *, clock: Clock, **settings: Any) -> Services:
+    """Return services on a database and a directory.
+
+    Args:
+        database: migrated.
+        home: a home directory of the test's.
+        clock: also for the storage.
+        settings: fields of `Settings` that are not to be the default.
+    """
+    keys = Keys(KEY)
+    told = Settings(home=home, database="", **settings)
+    return Services(
+        settings=told,
+        clock=clock,
+        database=database,
+        hub=Hub(),
+        keys=keys,
+        sealer=Sealer(keys.sealing),
+        **open_storage(told.directory, "", {}, clock=clock)._asdict(),
+    )
