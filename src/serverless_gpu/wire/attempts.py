@@ -18,7 +18,7 @@ import msgspec
 from serverless_gpu.model.attempt import Reason, State, StopReason
 from serverless_gpu.model.ledger import Fact
 from serverless_gpu.model.spec import BlobReference
-from serverless_gpu.wire.base import Answer, Request
+from serverless_gpu.wire.base import Answer, Json, Request
 
 
 class LogPiece(Request, frozen=True, kw_only=True):
@@ -44,13 +44,13 @@ class Ending(Request, frozen=True, kw_only=True):
 
     Attributes:
         began: whether user code had started.
-        stopped: `node.protocol.Stopped` as JSON; None when its supervisor was lost.
+        stopped: `node.protocol.Stopped` as JSON; unset when its supervisor was lost.
     """
 
     state: State
     reason: Reason
     began: bool
-    stopped: msgspec.Raw | None = None
+    stopped: Json = msgspec.UNSET
 
 
 class Report(Request, frozen=True, kw_only=True):
@@ -74,7 +74,7 @@ class Report(Request, frozen=True, kw_only=True):
     facts: tuple[Fact, ...] = ()
     files: tuple[File, ...] = ()
     ending: Ending | None = None
-    receipt: msgspec.Raw | None = None
+    receipt: Json = msgspec.UNSET
 
 
 class ReportAnswer(Answer, frozen=True, kw_only=True):

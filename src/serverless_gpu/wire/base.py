@@ -23,6 +23,9 @@ PAGE_DEFAULT = 50
 LIVE_STREAMS_MAX = 128
 """Streams of output (a rank has two) that one event stream carries."""
 
+Json = msgspec.Raw | msgspec.UnsetType
+"""JSON as it came, or `msgspec.UNSET`, which is false and not sent: `Raw | None` is a type msgspec cannot decode."""
+
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of what is sent to the server."""

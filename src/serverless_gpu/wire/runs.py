@@ -21,7 +21,7 @@ import msgspec
 
 from serverless_gpu.model.attempt import Reason, State, StopReason
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.wire.base import Answer, Request
+from serverless_gpu.wire.base import Answer, Json, Request
 
 
 class Target(Request, frozen=True, kw_only=True):
@@ -190,7 +190,7 @@ class EndedMessage(Answer, frozen=True, kw_only=True, tag="ended"):
     """No rank runs any more; this is final.
 
     Attributes:
-        ending: `node.protocol.Stopped` as JSON; None when no node could tell: state and reason are all there is.
+        ending: `node.protocol.Stopped` as JSON; unset when no node could tell: state and reason are all there is.
         files: outputs of the last attempt.
     """
 
@@ -199,7 +199,7 @@ class EndedMessage(Answer, frozen=True, kw_only=True, tag="ended"):
     state: State
     reason: Reason
     sentence: str = ""
-    ending: msgspec.Raw | None = None
+    ending: Json = msgspec.UNSET
     files: tuple[FileView, ...] = ()
 
 
@@ -207,10 +207,10 @@ class SettledMessage(Answer, frozen=True, kw_only=True, tag="settled"):
     """Devices were checked and given back; the last message of a stream.
 
     Attributes:
-        receipt: `model.ledger.Receipt` as JSON, or None when there is none.
+        receipt: `model.ledger.Receipt` as JSON; unset when there is none.
     """
 
-    receipt: msgspec.Raw | None = None
+    receipt: Json = msgspec.UNSET
 
 
 class AcceptedMessage(Answer, frozen=True, kw_only=True, tag="accepted"):
