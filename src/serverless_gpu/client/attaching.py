@@ -1,4 +1,5 @@
-"""Finding a run again by its id: by its supervisor's socket while it runs, by its directory when it has ended.
+"""Finding a run again by its id: by its supervisor's socket while it runs, by its directory when it has ended, or in
+the server.
 
 Failure cases: it waits in the agent's queue and has no supervisor yet; its supervisor lives and cannot be reached
 (another /tmp, another SERVERLESS_GPU_SOCKETS); its directory was deleted. Each is said.
@@ -6,10 +7,13 @@ Failure cases: it waits in the agent's queue and has no supervisor yet; its supe
 
 from __future__ import annotations
 
+import importlib
 import os
 import select
 import socket
+from collections.abc import Collection
 from pathlib import Path
+from typing import cast
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.client.agent_control import agent_status
@@ -18,7 +22,7 @@ from serverless_gpu.client.source import Supervised
 from serverless_gpu.errors import AgentUnavailable, InvalidOption, InvalidValue
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.flocks import is_held
-from serverless_gpu.node.history import read_run
+from serverless_gpu.node.history import Record, read_run
 from serverless_gpu.node.home import Home, find_home
 from serverless_gpu.node.inside.channel import Channel
 
@@ -27,28 +31,46 @@ _APPEAR_S = 2.0  # for the supervisor of a run that was launched this moment
 _LOOK_S = 0.01
 
 
-def attach(run_id: str) -> Run[object]:
-    """Return the handle of a run that was started by another process of this user on this machine.
+def attach(run_id: str, allow_pickle_from: str | Collection[str] = ()) -> Run[object]:
+    """Return the handle of a run that was started by another process of this user on this machine, or on the server.
 
     Args:
         run_id: the run's identifier, all of it.
+        allow_pickle_from: of a server, principals beside oneself whose results may be loaded, which runs their code.
 
     Raises:
-        InvalidOption: that is no string.
+        InvalidOption: one of them is no string.
         InvalidValue: there is no such run.
         AgentUnavailable: it goes on and cannot be reached, or too many watch it.
     """
     if not isinstance(run_id, str):
         raise InvalidOption(f"attach takes the identifier of a run, a string, not {run_id!r}")
+    trusted = (allow_pickle_from,) if isinstance(allow_pickle_from, str) else tuple(allow_pickle_from)
+    if not all(isinstance(name, str) for name in trusted):
+        raise InvalidOption(f"allow_pickle_from takes names of principals, not {allow_pickle_from!r}")
     home = find_home(os.environ)
     # Only what can be an identifier is looked for: it becomes part of a path.
     record = read_run(home.runs, run_id) if run_id.isascii() and run_id.isalnum() else None
+    if record is None or record.problem or (record.directory / "remote.json").exists():
+        run = _attach_remote(home, run_id, trusted) if run_id.isascii() and run_id.isalnum() else None
+        if run is not None:
+            return run
     if record is None or record.problem:
         raise InvalidValue(
             f"there is no run {run_id!r} in {home.runs}",
             hint="`sgpu runs` lists them; those that ended long ago are deleted (`[retention]` in config.toml)",
         )
-    directory = record.directory
+    return _attach_here(home, record)
+
+
+def _attach_remote(home: Home, run_id: str, trusted: Collection[str]) -> Run[object] | None:
+    # By name: HTTP is loaded only for those who use a server.
+    module = importlib.import_module("serverless_gpu.client.remote.attaching")
+    return cast("Run[object] | None", module.attach(home, run_id, trusted))
+
+
+def _attach_here(home: Home, record: Record) -> Run[object]:
+    run_id, directory = record.run_id, record.directory
     channel = _find_supervisor(home, run_id, directory)
     if channel is None and not (directory / "stopped.json").exists():
         _refuse_unreachable(home, run_id, directory)

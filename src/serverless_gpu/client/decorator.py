@@ -80,7 +80,7 @@ class DistributedFunction(Generic[P, R]):
             KeyboardInterrupt: Ctrl-C; the run was cancelled and its GPUs handed back.
         """
         __tracebackhide__ = True
-        run = self._start(args, kwargs)
+        run = self._start(args, kwargs, watch=True)
         try:
             error = run.follow()
         except KeyboardInterrupt:
@@ -114,16 +114,16 @@ class DistributedFunction(Generic[P, R]):
             raise
         return runs
 
-    def _start(self, args: Sequence[object], kwargs: Mapping[str, object]) -> Run[R]:
+    def _start(self, args: Sequence[object], kwargs: Mapping[str, object], *, watch: bool = False) -> Run[R]:
         """Launch a run; what refuses it is the caller's mistake, and our frames say nothing about that."""
         __tracebackhide__ = True  # IPython and pytest leave such frames out
         try:
-            return self._launch(args, kwargs)
+            return self._launch(args, kwargs, watch=watch)
         except ServerlessGpuError as error:
             raise without_own_frames(error) from error.__cause__
 
-    def _launch(self, args: Sequence[object], kwargs: Mapping[str, object]) -> Run[R]:
-        return launch(self.__wrapped__, args, kwargs, self.spec)
+    def _launch(self, args: Sequence[object], kwargs: Mapping[str, object], *, watch: bool) -> Run[R]:
+        return launch(self.__wrapped__, args, kwargs, self.spec, watch=watch)
 
 
 def distributed(

@@ -14,6 +14,7 @@ what is stored of it turns out to be damaged, it is captured again and the run l
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import shutil
 import sys
@@ -22,7 +23,7 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, cast
 
 import msgspec
 
@@ -32,7 +33,7 @@ from serverless_gpu.client.connection import caller_context
 from serverless_gpu.client.preflight import bind_arguments, check_function, pack
 from serverless_gpu.client.run import Run
 from serverless_gpu.client.source import Supervised
-from serverless_gpu.errors import AgentUnavailable, HardwareError, InvalidValue, ServerNotConfigured
+from serverless_gpu.errors import AgentUnavailable, HardwareError, InvalidValue, UsageError
 from serverless_gpu.model.hardware import Device
 from serverless_gpu.model.placement import Candidates, candidates, restrict
 from serverless_gpu.model.spec import HANG_WARNING, Function, RunSpec, hang_warning_s
@@ -73,8 +74,10 @@ def launch(
     kwargs: Mapping[str, object],
     spec: RunSpec,
     lender: Lender | None = None,
+    *,
+    watch: bool = False,
 ) -> Run[R]:
-    """Start a run on this machine and return its handle.
+    """Start a run, on this machine or through a server, and return its handle.
 
     Args:
         function: what every rank calls.
@@ -82,6 +85,7 @@ def launch(
         kwargs: its keyword arguments.
         spec: what was asked for.
         lender: the session whose devices it uses, or None.
+        watch: whether the caller is going to wait for it at once.
 
     Raises:
         ServerlessGpuError: nothing was started; the message says why and what to do.
@@ -90,6 +94,15 @@ def launch(
     check_function(function)
     bind_arguments(function, args, kwargs)
     spec = msgspec.structs.replace(spec, hang_warning_s=hang_warning_s(os.environ.get(HANG_WARNING)))
+    if spec.remote:
+        if lender is not None:
+            raise UsageError(
+                f"{spec.name} has remote=True, and session {lender.session} holds devices of this machine",
+                hint="call it outside of the session, or leave remote out",
+            )
+        # By name: HTTP is loaded only for those who use a server.
+        remote = importlib.import_module("serverless_gpu.client.remote.submitting")
+        return cast("Run[R]", remote.launch(remote.Call(function, args, kwargs), spec, watch=watch))
     order = _Order(spec, called_ns, lender)
 
     def write_call(directory: Path) -> None:
@@ -131,11 +144,6 @@ def hold(handle: Callable[..., Handle], spec: RunSpec, idle_timeout_s: float) ->
 
 def _place(handle: Callable[..., Handle], order: _Order, fill: Callable[[Path], None]) -> Handle:
     """Choose devices, write the run directory, send it to the agent."""
-    if order.spec.remote:
-        raise ServerNotConfigured(
-            "remote=True needs a server, and none is configured",
-            hint="leave remote out to run on this machine; the server, `sgpu up`, is not in this version",
-        )
     home = _home()
     recognition = snapshots.recognise(home) if order.spec.environment == "snapshot" else None
     try:

@@ -269,10 +269,14 @@ class Run(Generic[R]):
             display.say(f"cancelling; {again()} to leave at once")
             self._hear_until(lambda: self._receipt is not None or not self._source.is_open, None)
         except KeyboardInterrupt:
-            self.cancel()  # the first may not have been sent
             self._left = True
             display.state(self._state.value, "being cancelled")
-            display.say(f"left; run {self.id} is still being cancelled")
+            try:
+                self._source.cancel(patiently=False)  # the first may not have been sent
+            except ServerProblem:
+                display.say(f"left; the server does not answer, and run {self.id} goes on: `sgpu cancel {self.id}`")
+            else:
+                display.say(f"left; run {self.id} is still being cancelled")
             raise
         took_ms = (SystemClock().boottime_ns() - started_ns) // 1_000_000
         gate = self._receipt.gate if self._receipt is not None else "it had not started"

@@ -30,7 +30,7 @@ from serverless_gpu.client.display import Display, TerminalDisplay, again, make_
 from serverless_gpu.client.launch import Lender, hold, launch
 from serverless_gpu.client.preflight import check_function
 from serverless_gpu.client.run import Run, own_sessions
-from serverless_gpu.errors import ServerlessGpuError, SessionEnded
+from serverless_gpu.errors import ServerlessGpuError, SessionEnded, UsageError
 from serverless_gpu.model.attempt import State
 from serverless_gpu.model.hardware import Device
 from serverless_gpu.model.spec import Options, RunSpec, seconds
@@ -239,7 +239,7 @@ class _InSession(DistributedFunction[P, R]):
         super().__init__(function, spec)
         self._session = session
 
-    def _launch(self, args: Sequence[object], kwargs: Mapping[str, object]) -> Run[R]:
+    def _launch(self, args: Sequence[object], kwargs: Mapping[str, object], *, watch: bool) -> Run[R]:
         return self._session._launch(self.__wrapped__, args, kwargs, self.spec)
 
 
@@ -270,6 +270,11 @@ def session(
     """
     others = dict(cast("Mapping[str, object]", options))
     spec = parse_options(gpus, gpu_type, others.pop("remote", False), timeout, others)
+    if spec.remote:
+        raise UsageError(
+            "a session holds devices of this machine; there are none through a server yet",
+            hint="leave remote out, or call functions with remote=True one by one",
+        )
     held = hold(_Hold, msgspec.structs.replace(spec, name="session"), seconds("idle_timeout", idle_timeout))
     display = TerminalDisplay(quiet=spec.quiet)
     try:

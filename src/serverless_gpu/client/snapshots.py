@@ -195,17 +195,20 @@ class Recognition:
     Args:
         home: whose store and questions.
         capture: whether to capture what is not known.
+        store: URL of the store; "" for the home's own.
+        token: for a store that a server keeps.
 
     Raises:
         EnvironmentProblem: nobody can be asked.
         InvalidValue: `SERVERLESS_GPU_RESTORE` says something else than a way to restore.
     """
 
-    def __init__(self, home: Home, *, capture: bool = True) -> None:
+    def __init__(self, home: Home, *, capture: bool = True, store: str = "", token: str = "") -> None:
         self._home = home
         self._mode = asked_mode(os.environ.get(RESTORE))
         self._capture = capture
-        self._store = str(home.environments / "store")
+        self._store = store or str(home.environments / "store")
+        self._token = token
         self._description = describe()
         self._tries = 0
         self._over = False
@@ -248,6 +251,10 @@ class Recognition:
             elif isinstance(answer, questions.Unknown):  # it was asked again, because the service had died
                 return ("what is installed, or the project's code",)
         return ()
+
+    def is_about(self, home: Home, store: str) -> bool:
+        """Return whether this asks what `recognise` of such a home and store would ask."""
+        return self._home.root == home.root and self._store == (store or str(home.environments / "store"))
 
     def close(self) -> None:
         """Be done with it; a second call does nothing."""
@@ -339,17 +346,22 @@ class _Said:
                 pass
 
 
-def recognise(home: Home) -> Recognition:
+def recognise(home: Home, store: str = "", token: str = "") -> Recognition:
     """Ask what environment this process has; inside of `shared` only the first call asks.
+
+    Args:
+        home: whose questions.
+        store: URL of the store; "" for the home's own.
+        token: for a store that a server keeps.
 
     Raises:
         EnvironmentProblem: nobody can be asked.
     """
     kept: list[Recognition] | None = getattr(_shared, "kept", None)
     if kept is None:
-        return Recognition(home)
-    if not kept or kept[0]._home.root != home.root or not kept[0].verified:
-        kept[:] = [Recognition(home)]
+        return Recognition(home, store=store, token=token)
+    if not kept or not kept[0].verified or not kept[0].is_about(home, store):
+        kept[:] = [Recognition(home, store=store, token=token)]
     return kept[0]
 
 

@@ -72,8 +72,11 @@ class Source(abc.ABC):
         """
 
     @abc.abstractmethod
-    def cancel(self) -> None:
+    def cancel(self, *, patiently: bool = True) -> None:
         """Ask for the run to be stopped; does nothing when it has ended.
+
+        Args:
+            patiently: whether to wait for somebody who is away and would have to be told.
 
         Raises:
             ServerlessGpuError: that could not be said to anybody.
@@ -159,7 +162,7 @@ class Supervised(Source):
                 self.channel = self._again()
         return None
 
-    def cancel(self) -> None:
+    def cancel(self, *, patiently: bool = True) -> None:
         """Tell the supervisor; one that is gone has ended its ranks."""
         channel = self.channel
         if channel is not None:

@@ -32,6 +32,7 @@ SECONDS_MAX = 10 * 366 * 86_400
 
 OnInterrupt = Literal["cancel", "detach"]
 Environment = Literal["live", "snapshot"]
+AskedEnvironment = Literal["live", "snapshot", "auto"]
 
 
 class Priority(StrEnum):
@@ -137,7 +138,8 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
         ranks_log: global ranks whose output is shown live; None means all.
         hang_timeout_s: without a sign of progress until the run is ended, in seconds, or None.
         hang_warning_s: without a sign of progress until that is said, in seconds; 0 means never.
-        environment: what ranks import: the caller's files as they lie there, or a restored copy of them.
+        environment: what ranks import: the caller's files as they lie there, or a restored copy of them; "auto" until
+            the client of a server knows whether it is on its own machine.
         payload: what the run does.
     """
 
@@ -161,7 +163,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     on_interrupt: OnInterrupt = "cancel"
     hang_timeout_s: float | None = None
     hang_warning_s: float = DEFAULT_HANG_WARNING_S
-    environment: Environment = "live"
+    environment: AskedEnvironment = "live"
     payload: Payload = Function()
 
     def processes(self, world_size: int) -> int:
@@ -241,7 +243,7 @@ def make_spec(
         quiet=_flag("quiet", asked.get("quiet", False)),
         on_interrupt=_on_interrupt(asked.get("on_interrupt", "cancel")),
         hang_timeout_s=_seconds_or_none("hang_timeout", asked.get("hang_timeout")),
-        environment=_environment(asked.get("env")),
+        environment=_environment(asked.get("env"), remote is True),
     )
 
 
@@ -278,8 +280,10 @@ def _refuse_unknown(options: Mapping[str, object]) -> None:
             raise InvalidOption(f"there is no option {name!r}{guess}", hint="valid options: " + ", ".join(valid))
 
 
-def _environment(value: object) -> Environment:
-    if value is None or value == "live":
+def _environment(value: object, remote: bool) -> AskedEnvironment:
+    if value is None:
+        return "auto" if remote else "live"
+    if value == "live":
         return "live"
     if value == "snapshot":
         return "snapshot"

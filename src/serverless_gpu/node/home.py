@@ -2,6 +2,7 @@
 
     $SERVERLESS_GPU_HOME (default ~/.serverless_gpu), 0700
     ├── runs/<run>/<fence>/    one attempt: spec, payload, entrypoint, logs, results, failures, facts, receipt
+    ├── remote/<run>/<fence>/  copies of what runs of a server returned, for whoever called them
     ├── locks/                 locks of fakes and CPU slots (real GPUs are locked machine-wide)
     ├── environments/          captured environments (`store/`), what was restored of them, how they are recognised
     ├── checkpoints/<run>/<fence>/   what attempts saved to continue from; never deleted by us
@@ -46,6 +47,11 @@ class Home:
     def runs(self) -> Path:
         """Return the directory of all runs."""
         return self.root / "runs"
+
+    @property
+    def remote(self) -> Path:
+        """Return the directory of copies of runs that a server looks after."""
+        return self.root / "remote"
 
     @property
     def locks(self) -> Path:

@@ -1,0 +1,41 @@
+"""Finding a run of a server again by its id, from any machine that has a token for it.
+
+What a run returned is loaded only where it is one's own: loading is running code. Somebody else's has to be named,
+`allow_pickle_from="bob"`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+
+from serverless_gpu.client.remote.profile import find_profile
+from serverless_gpu.client.remote.server import server_of
+from serverless_gpu.client.remote.watching import Watched
+from serverless_gpu.client.run import Run
+from serverless_gpu.errors import NotFound, ServerNotConfigured
+from serverless_gpu.node.home import Home
+
+
+def attach(home: Home, run_id: str, trusted: Collection[str]) -> Run[object] | None:
+    """Return the handle of a run of the server, or None where there is no server, or no such run.
+
+    Args:
+        home: where copies of its files come to.
+        run_id: the run.
+        trusted: principals whose results may be loaded beside one's own.
+
+    Raises:
+        ServerlessGpuError: the server refuses, or is away.
+    """
+    try:
+        server = server_of(find_profile(home.root, os.environ), os.environ)
+    except ServerNotConfigured:
+        return None
+    try:
+        view = server.run(run_id)
+    except NotFound:
+        return None
+    is_trusted = view.owner in trusted or view.owner == server.principal()
+    untrusted = "" if is_trusted else view.owner
+    return Run(Watched(server, view, home.remote / run_id, untrusted=untrusted), view.spec)

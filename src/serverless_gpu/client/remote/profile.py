@@ -1,0 +1,128 @@
+"""Which server remote calls go to, and as whom.
+
+    SERVERLESS_GPU_SERVER + SERVERLESS_GPU_TOKEN      win, for jobs and containers
+    $SERVERLESS_GPU_HOME/server.json (0600)           written by `sgpu up` on this machine, or by `sgpu login`
+
+Failure cases: neither is there (`ServerNotConfigured`), an address without a token, a file that cannot be read or is
+not ours, plain HTTP to another machine (the token would be readable on its way).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import msgspec
+
+from serverless_gpu.errors import InvalidValue, ServerNotConfigured
+from serverless_gpu.node.home import storage_error
+
+SERVER = "SERVERLESS_GPU_SERVER"
+TOKEN = "SERVERLESS_GPU_TOKEN"
+_FILE = "server.json"
+
+
+class Profile(msgspec.Struct, frozen=True, kw_only=True):
+    """A server, and who one is there.
+
+    Attributes:
+        principal: whose token it is; "" where that was not said.
+        embedded: whether `sgpu up` of this home wrote it.
+        machine: `ambient.machine()` of the server when it was written, or "".
+        ca: file with certificates to trust; "" for the system's.
+    """
+
+    url: str
+    token: str
+    principal: str = ""
+    embedded: bool = False
+    machine: str = ""
+    ca: str = ""
+
+
+def find_profile(home: Path, environ: Mapping[str, str]) -> Profile:
+    """Return the server to use.
+
+    Args:
+        home: the home directory.
+        environ: the environment variables to look at.
+
+    Raises:
+        ServerNotConfigured: there is none.
+        InvalidValue: what is configured cannot be used.
+    """
+    url, token = environ.get(SERVER, ""), environ.get(TOKEN, "")
+    if url:
+        if not token:
+            raise ServerNotConfigured(
+                f"{SERVER} is set, and {TOKEN} is not", hint="a server needs a token: `sgpu token`"
+            )
+        profile = Profile(url=url, token=token)
+    else:
+        profile = _read(home / _FILE)
+        if token:
+            profile = msgspec.structs.replace(profile, token=token, principal="")
+    _refuse_readable_token(profile.url)
+    return profile
+
+
+def write_profile(home: Path, profile: Profile) -> None:
+    """Remember a server, readable for its user only.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    path = home / _FILE
+    temporary = path.with_name(f".{_FILE}-{os.getpid()}")
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with open(descriptor, "wb") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(profile)) + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise storage_error(error, path) from None
+
+
+def _read(path: Path) -> Profile:
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise ServerNotConfigured(
+            "remote=True needs a server, and none is configured",
+            hint="`sgpu up` starts one on this machine, `sgpu login` takes one that is there; "
+            "without remote, it runs on this machine",
+        ) from None
+    except OSError as error:
+        raise ServerNotConfigured(f"{path} cannot be read: {error.strerror}") from None
+    try:
+        return msgspec.json.decode(data, type=Profile)
+    except msgspec.MsgspecError as error:
+        raise InvalidValue(f"{path} cannot be understood: {error}", hint="`sgpu login` writes it anew") from None
+
+
+def _refuse_readable_token(url: str) -> None:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
+        raise InvalidValue(
+            "the address of the server is not one", hint="for example https://gpus.example.org or http://127.0.0.1:7878"
+        )
+    if parts.scheme == "http" and not _is_loopback(parts.hostname):
+        raise InvalidValue(
+            f"{url} would carry the token readably over the network",
+            hint="use https://, or a tunnel: ssh -L 7878:127.0.0.1:7878 the-server",
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,156 @@
+"""A server as the client uses it: its routes as methods, and one pool of connections for each process and server.
+
+A call waits for a server that is away as long as its patience says, ten minutes unless `SERVERLESS_GPU_PATIENCE` (in
+seconds) says otherwise; whoever waits is told once. Streams have connections of their own (`stream.py`): they may be
+many and long, and closing one must not touch the others.
+
+Failure cases: the process forks (the child makes connections of its own).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+
+from serverless_gpu.client.display import TerminalDisplay
+from serverless_gpu.client.remote.profile import Profile
+from serverless_gpu.errors import InvalidValue
+from serverless_gpu.model.attempt import StopReason
+from serverless_gpu.wire.blobs import DigestList
+from serverless_gpu.wire.connection import Connection
+from serverless_gpu.wire.principals import PrincipalView
+from serverless_gpu.wire.runs import RunRequest, RunView, StopRequest
+from serverless_gpu.wire.state import Version
+
+PATIENCE = "SERVERLESS_GPU_PATIENCE"
+PATIENCE_S = 600.0
+_LOG_PIECE_BYTES = 4 << 20
+
+
+class Server:
+    """One server, as one principal.
+
+    Args:
+        profile: which, and as whom.
+        patience_s: how long it is waited for while it is away.
+    """
+
+    def __init__(self, profile: Profile, patience_s: float) -> None:
+        self.profile = profile
+        self.patience_s = patience_s
+        self._patient = Connection(profile.url, profile.token, patience_s=patience_s, announce=_say, ca=profile.ca)
+        self._prompt = Connection(profile.url, profile.token, ca=profile.ca)
+        self._version: Version | None = None
+        self._principal = profile.principal
+
+    def connect(self) -> Connection:
+        """Return a connection for one stream, to be closed by whoever asked for it."""
+        return Connection(self.profile.url, self.profile.token, ca=self.profile.ca)
+
+    def store_url(self) -> str:
+        """Return where environments are put for runs of this server."""
+        return f"sgpu+{self.profile.url.rstrip('/')}"
+
+    def version(self) -> Version:
+        """Return what the server is; asked for once."""
+        if self._version is None:
+            self._version = self._patient.ask("GET", "/version", answer=Version)
+        return self._version
+
+    def principal(self) -> str:
+        """Return who one is there; asked for once."""
+        if not self._principal:
+            self._principal = self._patient.ask("GET", "/whoami", answer=PrincipalView).name
+        return self._principal
+
+    def submit(self, request: RunRequest) -> RunView:
+        """Ask for a run; the same request again means the same run."""
+        return self._patient.ask("POST", "/runs", request, answer=RunView)
+
+    def run(self, run_id: str) -> RunView:
+        """Return a run as it is now."""
+        return self._patient.ask("GET", f"/runs/{run_id}", answer=RunView)
+
+    def stop(self, run_id: str, *, patiently: bool) -> RunView:
+        """Ask for a run to be stopped.
+
+        Args:
+            run_id: the run.
+            patiently: whether to wait for a server that is away.
+        """
+        connection = self._patient if patiently else self._prompt
+        return connection.ask("POST", f"/runs/{run_id}/stop", StopRequest(reason=StopReason.CANCEL), answer=RunView)
+
+    def read_file(self, run_id: str, fence: int, name: str, start: int, length: int) -> bytes:
+        """Return a part of an output of a run."""
+        path = f"/runs/{run_id}/files/{name}"
+        return self._patient.get(path, query={"fence": str(fence)}, start=start, length=length)
+
+    def read_log(self, run_id: str, fence: int, rank: int, stream: str) -> bytes:
+        """Return all that is kept of what a rank wrote."""
+        pieces: list[bytes] = []
+        offset = 0
+        while True:
+            query = {"fence": str(fence), "offset": str(offset), "limit": str(_LOG_PIECE_BYTES)}
+            data, headers = self._patient.fetch(f"/runs/{run_id}/logs/{rank}/{stream}", query=query)
+            if not data:
+                return b"".join(pieces)
+            pieces.append(data)
+            offset = int(headers.get("SGPU-Next-Offset", offset + len(data)))
+
+    def missing(self, digests: tuple[str, ...]) -> tuple[str, ...]:
+        """Return which parts the server lacks."""
+        return self._patient.ask("POST", "/blobs/missing", DigestList(digests=digests), answer=DigestList).digests
+
+    def put_part(self, digest: str, data: bytes | memoryview) -> None:
+        """Store a part."""
+        self._patient.put(f"/blobs/{digest}", data)
+
+
+_servers: dict[tuple[Profile, float], Server] = {}
+_making = threading.Lock()
+
+
+def _forget_all() -> None:
+    """Leave the parent's connections to the parent."""
+    global _making
+    _servers.clear()
+    _making = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_all)
+
+
+def server_of(profile: Profile, environ: Mapping[str, str]) -> Server:
+    """Return the server of a profile, the same for all calls of this process.
+
+    Args:
+        profile: which.
+        environ: says how patient to be.
+
+    Raises:
+        InvalidValue: the patience is no number of seconds.
+    """
+    patience_s = _patience_s(environ.get(PATIENCE))
+    with _making:
+        known = _servers.get((profile, patience_s))
+        if known is None:
+            known = _servers[profile, patience_s] = Server(profile, patience_s)
+        return known
+
+
+def _patience_s(text: str | None) -> float:
+    if not text:
+        return PATIENCE_S
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 86_400:  # NaN is neither
+        raise InvalidValue(f"{PATIENCE}={text!r} is not a number of seconds up to a day", hint="the default is 600")
+    return value
+
+
+def _say(sentence: str) -> None:
+    TerminalDisplay(quiet=False).say(sentence)

@@ -1,0 +1,270 @@
+"""The event stream of a run, kept up: what breaks is taken up again where it broke, without a gap and without a repeat.
+
+    thread: POST /runs, or GET /runs/{run}/events?after&offsets ──▶ cursor ──▶ queue ──▶ whoever holds the handle
+            ▲── again: after a pause, from the cursor ──┘                     pipe: something to read
+
+The thread only moves messages; files and displays are for whoever reads. The queue has a bound: a handle that nobody
+asks holds up its stream, and the server keeps what it has to say. A connection for each stream, so that closing one
+touches no other.
+
+Failure cases: the connection breaks, or the server ends it (tried again, said once, until patience is over); the server
+refuses (the reader gets the exception); a proxy cuts streams again and again (each one gets on); the handle is given up
+(the thread ends with the next sign of life, a comment every 10 s).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import select
+import threading
+from collections import deque
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import msgspec
+
+from serverless_gpu.ambient import SystemClock
+from serverless_gpu.client.remote.server import Server
+from serverless_gpu.errors import ServerProblem, ServerUnavailable
+from serverless_gpu.wire.connection import Connection
+from serverless_gpu.wire.runs import (
+    AcceptedMessage,
+    EndedMessage,
+    GapMessage,
+    LogMessage,
+    RunRequest,
+    SettledMessage,
+    StateMessage,
+    StreamMessage,
+)
+
+_PAUSE_S = 0.05
+_PAUSE_S_MAX = 2.0
+_TOLD_AFTER_S = 1.0
+_MESSAGES_MAX = 1_000
+_BYTES_MAX = 8 << 20
+
+
+class Away(NamedTuple):
+    """The server does not answer; what is said about it."""
+
+    sentence: str
+
+
+Heard = StreamMessage | Away
+
+
+class Cursor:
+    """Where the stream has got to: what a server needs to go on, and what drops repeats.
+
+    Attributes:
+        after: number of the last event.
+        offsets: next byte of each stream of output, by fence, rank and name.
+    """
+
+    def __init__(self) -> None:
+        self.after = 0
+        self.offsets: dict[tuple[int, int, str], int] = {}
+
+    def query(self) -> dict[str, str]:
+        """Return how a server is asked for what comes next."""
+        places = (f"{fence}.{rank}.{stream}:{at}" for (fence, rank, stream), at in self.offsets.items())
+        return {"after": str(self.after), "offsets": ",".join(places)}
+
+    def take(self, message: StreamMessage) -> StreamMessage | None:
+        """Return what is new of a message, or None for a repeat."""
+        match message:
+            case StateMessage(seq=seq, fence=fence) | EndedMessage(seq=seq, fence=fence):
+                if 0 < seq <= self.after:
+                    return None
+                self.after = max(self.after, seq)
+                self.offsets = {key: at for key, at in self.offsets.items() if key[0] >= fence}
+                return message
+            case LogMessage():
+                return self._log(message)
+            case GapMessage():
+                key = (message.fence, message.rank, message.stream)
+                end = message.offset + message.size
+                start = max(message.offset, self.offsets.get(key, 0))
+                if start >= end:
+                    return None
+                self.offsets[key] = end
+                return msgspec.structs.replace(message, offset=start, size=end - start)
+            case _:
+                return message
+
+    def _log(self, message: LogMessage) -> LogMessage | None:
+        key = (message.fence, message.rank, message.stream)
+        known = max(0, self.offsets.get(key, 0) - message.offset)
+        if known >= len(message.data):
+            return None
+        self.offsets[key] = message.offset + len(message.data)
+        if not known:
+            return message
+        return msgspec.structs.replace(message, offset=message.offset + known, data=message.data[known:])
+
+
+class EventStream:
+    """Listens to one run in a thread of its own.
+
+    Args:
+        server: where.
+        run_id: the run.
+        request: what to ask for first, where the run is still to be made; its answer is the stream.
+    """
+
+    def __init__(self, server: Server, run_id: str, request: RunRequest | None = None) -> None:
+        self._server = server
+        self._run_id = run_id
+        self._request = request
+        self._cursor = Cursor()
+        self._clock = SystemClock()
+        self._queue: deque[Heard] = deque()
+        self._queued_bytes = 0
+        self._error: Exception | None = None
+        self._over = False  # nothing more will be put into the queue
+        self._closed = threading.Event()
+        self._turn = threading.Condition()
+        self._connection: Connection | None = None
+        self._readable, self._writable = os.pipe()
+        os.set_blocking(self._readable, False)
+        os.set_blocking(self._writable, False)
+        threading.Thread(target=self._listen, name=f"serverless-gpu-run-{run_id}", daemon=True).start()
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when there is something to read, or -1."""
+        return self._readable
+
+    def read(self, timeout_s: float | None) -> Heard | None:
+        """Return what comes next, or None after the last.
+
+        Args:
+            timeout_s: how long to wait for it, or None.
+
+        Raises:
+            TimeoutError: nothing came in time.
+            ServerlessGpuError: the server refused, or patience is over.
+        """
+        deadline_ns = None if timeout_s is None else self._clock.boottime_ns() + round(timeout_s * 1e9)
+        poll = select.poll()
+        poll.register(self._readable, select.POLLIN)
+        while True:
+            with self._turn:
+                if self._queue:
+                    return self._pop()
+                if self._error is not None:
+                    raise self._error
+                if self._over or self._closed.is_set():
+                    return None
+            left_s = None if deadline_ns is None else (deadline_ns - self._clock.boottime_ns()) / 1e9
+            if left_s is not None and left_s <= 0:
+                raise TimeoutError
+            poll.poll(None if left_s is None else left_s * 1000)
+
+    def close(self) -> None:
+        """Listen no more; safe at any moment, also from a garbage collector."""
+        with self._turn:
+            if self._closed.is_set():
+                return
+            self._closed.set()
+            readable, writable, connection = self._readable, self._writable, self._connection
+            self._readable = self._writable = -1
+            self._queue.clear()
+            self._turn.notify_all()
+        os.close(readable)
+        os.close(writable)
+        if connection is not None:
+            connection.close()
+
+    # --- the queue -----------------------------------------------------------------------------------------------
+
+    def _pop(self) -> Heard:
+        message = self._queue.popleft()
+        self._queued_bytes -= _size(message)
+        if not self._queue and not self._over and self._error is None:
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._readable, 1 << 12)
+        self._turn.notify_all()
+        return message
+
+    def _put(self, message: Heard) -> None:
+        with self._turn:
+            while (len(self._queue) >= _MESSAGES_MAX or self._queued_bytes >= _BYTES_MAX) and not self._closed.is_set():
+                self._turn.wait()
+            self._queue.append(message)
+            self._queued_bytes += _size(message)
+            self._wake()
+
+    def _wake(self) -> None:
+        if not self._closed.is_set():
+            with contextlib.suppress(BlockingIOError):  # full of news already
+                os.write(self._writable, b"\0")
+
+    # --- the thread ----------------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        error: Exception | None = None
+        try:
+            self._keep_up()
+        except Exception as problem:  # noqa: BLE001 - the handle would wait for ever for a thread that died
+            error = problem
+        with self._turn:
+            self._error, self._over = error, True
+            self._wake()
+
+    def _keep_up(self) -> None:
+        """Listen until the last message, however often the connection breaks."""
+        pause_s, away_ns, told = _PAUSE_S, 0, False
+        while not self._closed.is_set():
+            problem = "it ended the stream"
+            try:
+                for message in self._messages():
+                    away_ns, told = 0, False
+                    if self._taken(message):
+                        pause_s = _PAUSE_S
+                    if isinstance(message, SettledMessage):
+                        return
+            except ServerProblem as error:
+                if not error.retryable:
+                    raise
+                problem = error.message
+            now_ns = self._clock.boottime_ns()
+            away_ns = away_ns or now_ns
+            if (now_ns - away_ns) / 1e9 + pause_s > self._server.patience_s:
+                raise ServerUnavailable(
+                    f"the server has not answered for {self._server.patience_s:.0f} s: {problem}",
+                    hint=f"the run goes on: serverless_gpu.attach({self._run_id!r}) finds it when the server is back",
+                )
+            if not told and now_ns - away_ns >= _TOLD_AFTER_S * 1e9:
+                told = True
+                self._put(Away(f"the server at {self._server.profile.url} does not answer; waiting for it"))
+            self._closed.wait(pause_s * random.uniform(0.5, 1.0))
+            pause_s = min(2 * pause_s, _PAUSE_S_MAX)
+
+    def _messages(self) -> Iterator[StreamMessage]:
+        connection = self._server.connect()
+        with self._turn:
+            self._connection = connection
+        try:
+            if self._request is not None:
+                yield from connection.stream("POST", "/runs", self._request, answer=StreamMessage)
+            else:
+                path = f"/runs/{self._run_id}/events"
+                yield from connection.stream("GET", path, answer=StreamMessage, query=self._cursor.query())
+        finally:
+            connection.close()
+
+    def _taken(self, message: StreamMessage) -> bool:
+        """Queue what is new of a message; return whether the stream has got on with it."""
+        if isinstance(message, AcceptedMessage):
+            self._request = None
+        new = self._cursor.take(message)
+        if new is not None:
+            self._put(new)
+        return new is not None and not isinstance(message, AcceptedMessage)
+
+
+def _size(message: Heard) -> int:
+    return len(message.data) if isinstance(message, LogMessage) else 0

@@ -1,0 +1,174 @@
+"""From a function and its arguments to a run of a server: one request when everything is as it was the last time.
+
+    profile ─ environment: live, or which snapshot? ─ id and call on disk ─ large? parts first ─ POST /runs
+                                                                               its answer is the stream ┘
+
+Lives here: what `launch.py` is for this machine. The identifier is on the caller's disk before the request leaves, and
+the request says the same when it is sent again: an answer that got lost costs nothing.
+
+Failure cases: whatever is refused leaves nothing behind here; Ctrl-C while the request is on its way cancels what may
+have come of it; an environment that changes while it is looked at is looked at again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import msgspec
+
+from serverless_gpu.ambient import machine, new_run_id
+from serverless_gpu.client import snapshots
+from serverless_gpu.client.connection import caller_context
+from serverless_gpu.client.display import TerminalDisplay
+from serverless_gpu.client.interrupts import interruptible
+from serverless_gpu.client.preflight import pack
+from serverless_gpu.client.remote import variables
+from serverless_gpu.client.remote.copies import clean_now_and_then, write_whole
+from serverless_gpu.client.remote.profile import find_profile
+from serverless_gpu.client.remote.server import Server, server_of
+from serverless_gpu.client.remote.stream import Away, EventStream
+from serverless_gpu.client.remote.uploading import upload
+from serverless_gpu.client.remote.watching import Watched
+from serverless_gpu.client.run import Run
+from serverless_gpu.errors import ServerlessGpuError, ServerProblem
+from serverless_gpu.model.spec import Environment, Function, RunSpec
+from serverless_gpu.node import protocol
+from serverless_gpu.node.home import Home, find_home
+from serverless_gpu.version import __version__
+from serverless_gpu.wire.base import INLINE_BYTES_MAX
+from serverless_gpu.wire.runs import AcceptedMessage, RunRequest, RunView, Target
+
+R = TypeVar("R")
+
+
+class Call(NamedTuple):
+    """What every rank is to call."""
+
+    function: Callable[..., object]
+    args: Sequence[object]
+    kwargs: Mapping[str, object]
+
+
+def launch(call: Call, spec: RunSpec, *, watch: bool) -> Run[object]:
+    """Start a run on a server and return its handle.
+
+    Args:
+        call: what every rank calls; its arguments fit.
+        spec: what was asked for.
+        watch: whether somebody is going to wait for it at once: then the request's answer is its stream.
+
+    Raises:
+        ServerlessGpuError: nothing was started; the message says why and what to do.
+    """
+    home = find_home(os.environ)
+    server = server_of(find_profile(home.root, os.environ), os.environ)
+    spec = msgspec.structs.replace(spec, environment=_environment(spec, server))
+    run_id = new_run_id()
+    root = home.remote / run_id
+    try:
+        _write_down(root, run_id, spec)
+        _pack(root, call, spec)
+        snapshot = _snapshot(home, server, spec, root) if spec.environment == "snapshot" else ""
+        request = _request(server, root, run_id, spec, snapshot)
+        source = _submit(server, request, root, watch=watch)
+    except BaseException:
+        shutil.rmtree(root, ignore_errors=True)
+        raise
+    with contextlib.suppress(OSError):
+        (root / "call.pkl").unlink()
+    clean_now_and_then(home)
+    return Run(source, spec)
+
+
+def _environment(spec: RunSpec, server: Server) -> Environment:
+    """Return what ranks import: the caller's files where they lie, if the server is `sgpu up` of this machine."""
+    if spec.environment != "auto":
+        return spec.environment
+    is_here = server.profile.embedded and server.version().machine == machine()
+    return "live" if is_here else "snapshot"
+
+
+def _write_down(root: Path, run_id: str, spec: RunSpec) -> None:
+    submission = protocol.Submission(
+        run_id=run_id, fence=1, world_size=spec.resources.gpus or 0, spec=spec, version=__version__
+    )
+    write_whole(root / "1" / "spec.json", msgspec.json.encode(submission))
+
+
+def _pack(root: Path, call: Call, spec: RunSpec) -> None:
+    packed = pack(str(root / "call.pkl"), call.function, call.args, call.kwargs)
+    if packed.warning and not spec.quiet:
+        print(f"serverless-gpu: {packed.warning}", file=sys.stderr)
+
+
+def _snapshot(home: Home, server: Server, spec: RunSpec, root: Path) -> str:
+    """Return the address of this environment, which is in the server's store then and is what lies here now."""
+    recognition = snapshots.recognise(home, server.store_url(), server.profile.token)
+    display = snapshots.capturing(quiet=spec.quiet, logs=root)
+    try:
+        while True:  # twice at most: what was captured just now needs no second look
+            wanted = recognition.wanted(display)
+            if not recognition.changes():
+                return wanted.snapshot if wanted is not None else ""
+    finally:
+        display.finish()
+        recognition.close()
+
+
+def _request(server: Server, root: Path, run_id: str, spec: RunSpec, snapshot: str) -> RunRequest:
+    context = caller_context()
+    travelling = variables.elsewhere(context.environ) if snapshot else variables.here(context.environ)
+    context = msgspec.structs.replace(context, environ=travelling)
+    path, call = root / "call.pkl", None
+    if path.stat().st_size <= INLINE_BYTES_MAX:
+        call = path.read_bytes()
+    else:
+        spec = msgspec.structs.replace(spec, payload=Function(call=upload(server, path)))
+    return RunRequest(
+        id=run_id,
+        spec=spec,
+        target=Target(
+            machine="" if snapshot else machine(),
+            python=f"{sys.version_info.major}.{sys.version_info.minor}",
+            platform=f"{sys.platform}-{platform.machine()}",
+        ),
+        context=msgspec.Raw(msgspec.json.encode(context)),
+        call=call,
+        snapshot=snapshot,
+        version=__version__,
+    )
+
+
+def _submit(server: Server, request: RunRequest, root: Path, *, watch: bool) -> Watched:
+    """Send the request; on Ctrl-C, stop what may have come of it."""
+    try:
+        with interruptible():
+            if not watch:
+                return Watched(server, server.submit(request), root)
+            stream = EventStream(server, request.id, request)
+            try:
+                return Watched(server, _accepted(stream, quiet=request.spec.quiet), root, stream=stream)
+            except BaseException:
+                stream.close()
+                raise
+    except KeyboardInterrupt:
+        with contextlib.suppress(ServerlessGpuError):
+            server.stop(request.id, patiently=False)
+        raise
+
+
+def _accepted(stream: EventStream, *, quiet: bool) -> RunView:
+    while True:
+        heard = stream.read(None)
+        if isinstance(heard, AcceptedMessage):
+            return heard.run
+        if not isinstance(heard, Away):
+            raise ServerProblem(f"the server began the stream of a new run with {type(heard).__name__}")
+        TerminalDisplay(quiet=quiet).say(heard.sentence)

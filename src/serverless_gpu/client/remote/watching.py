@@ -1,0 +1,253 @@
+"""A run that goes on somewhere else: what a server says of it, in the words of a supervisor on this machine.
+
+    EventStream ──StateMessage, LogMessage, Ended …──▶ Watched ──Snapshot, Output, Stopped …──▶ Run
+                                                         └─ the run's files, copied when they are asked for
+
+A run may have several attempts, one after the other; the files are those of the last.
+
+Failure cases: those of the stream and of copies; a run whose node never came back (its ending is the server's word);
+output in the middle of a character (kept until the rest comes).
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+from collections import deque
+from pathlib import Path
+
+import msgspec
+
+from serverless_gpu.ambient import SystemClock
+from serverless_gpu.client.outcome import Origin
+from serverless_gpu.client.remote.copies import Copies, write_whole
+from serverless_gpu.client.remote.server import Server
+from serverless_gpu.client.remote.stream import Away, EventStream, Heard
+from serverless_gpu.client.source import Source
+from serverless_gpu.errors import AlreadyFinished, ServerProblem
+from serverless_gpu.model.attempt import TERMINAL, Failure, Reason, State
+from serverless_gpu.model.ledger import Receipt
+from serverless_gpu.node import protocol
+from serverless_gpu.wire.base import Json
+from serverless_gpu.wire.runs import (
+    AcceptedMessage,
+    EndedMessage,
+    GapMessage,
+    LogMessage,
+    RunView,
+    SettledMessage,
+    StateMessage,
+)
+
+_FIRST_S = 5.0
+_SAID_IN = (State.QUEUED, State.RUNNING, State.UNREACHABLE)
+_RESULT = "results/"
+
+
+class Watched(Source):
+    """A run of a server.
+
+    Args:
+        server: where it is.
+        view: the run as the server described it last.
+        root: where its attempts' files come to.
+        untrusted: whose it is, where what it returned must not be loaded here.
+        stream: what tells of it, where that has been opened already.
+    """
+
+    def __init__(
+        self, server: Server, view: RunView, root: Path, *, untrusted: str = "", stream: EventStream | None = None
+    ) -> None:
+        self.run_id = view.id
+        self._server = server
+        self._root = root
+        self._untrusted = untrusted
+        self._stream = stream
+        self._over = False
+        self._pending: deque[protocol.AnyMessage] = deque()
+        self._decoders: dict[tuple[int, int, str], codecs.IncrementalDecoder] = {}
+        self._shown = view.spec.ranks_log
+        self._copies: Copies | None = None
+        self._stopped: protocol.Stopped | None = None
+        self._receipt: Receipt | None = None
+        self._state = view.state
+        self._fence = 0
+        self.world_size = view.world_size or view.spec.resources.gpus
+        self._said = ""
+        self._turn_to(view.fence, view.node)
+        if view.state not in TERMINAL:
+            self._tell(view.state, view.sentence)
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether anything more may be heard."""
+        return not self._over
+
+    @property
+    def logs(self) -> str:
+        """Return the command that shows what ranks wrote."""
+        return f"sgpu logs {self.run_id}"
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when there is news, or -1."""
+        return -1 if self._over else self._opened().fileno()
+
+    def receive(self, timeout_s: float | None) -> protocol.AnyMessage | None:
+        """Return the next message, or None after the last."""
+        deadline_ns = None if timeout_s is None else SystemClock().boottime_ns() + round(timeout_s * 1e9)
+        while not self._pending:
+            if self._over:
+                return None
+            if self._stream is None and timeout_s == 0:
+                has_ended = self._look()
+                if not has_ended:
+                    break
+            fresh = self._stream is None  # its first words are not to be missed by whoever only looks
+            left_s = None if deadline_ns is None else max(0.0, (deadline_ns - SystemClock().boottime_ns()) / 1e9)
+            heard = self._opened().read(max(left_s, _FIRST_S) if fresh and left_s is not None else left_s)
+            if heard is None:
+                self._over = True
+            else:
+                self._take(heard)
+        if not self._pending:
+            raise TimeoutError
+        return self._pending.popleft()
+
+    def _look(self) -> bool:
+        """Ask how the run is, without listening from now on; return whether it has ended, which its stream tells."""
+        view = self._server.run(self.run_id)
+        if view.state in TERMINAL:
+            return True
+        self.world_size = view.world_size or self.world_size
+        self._tell(view.state, view.sentence)
+        return False
+
+    def cancel(self, *, patiently: bool = True) -> None:
+        """Ask the server to stop the run; one that has ended is fine."""
+        with contextlib.suppress(AlreadyFinished):
+            self._server.stop(self.run_id, patiently=patiently)
+
+    def close(self) -> None:
+        """Listen no more."""
+        self._over = True
+        if self._stream is not None:
+            self._stream.close()
+
+    def ending(self) -> protocol.Stopped:
+        """Return how the run ended."""
+        if self._stopped is None:
+            raise ServerProblem(
+                f"the server ended the stream of run {self.run_id} before the run had ended",
+                hint=f"serverless_gpu.attach({self.run_id!r}) asks again",
+            )
+        return self._stopped
+
+    def receipt(self) -> Receipt | None:
+        """Return the account of the run."""
+        return self._receipt
+
+    def bring_result(self, rank: int) -> None:
+        """Fetch what a rank returned, unless it must not be loaded here."""
+        if self._copies is not None and not self._untrusted:
+            self._copies.bring(f"{_RESULT}{rank}.pkl")
+
+    def read_log(self, rank: int, stream: str) -> bytes:
+        """Fetch what a rank has written so far."""
+        fence = self._fence or self._server.run(self.run_id).fence
+        return self._server.read_log(self.run_id, fence, rank, stream) if fence else b""
+
+    # --- taking in -----------------------------------------------------------------------------------------------
+
+    def _opened(self) -> EventStream:
+        if self._stream is None:
+            self._stream = EventStream(self._server, self.run_id)
+        return self._stream
+
+    def _take(self, heard: Heard) -> None:
+        match heard:
+            case Away(sentence=sentence):
+                self._pending.append(protocol.Waiting(sentence=sentence))
+            case AcceptedMessage(run=view):  # how it is now; what happened before comes next, in order
+                self.world_size = view.world_size or self.world_size
+            case StateMessage():
+                self._take_state(heard)
+            case LogMessage():
+                self._take_output(heard)
+            case GapMessage(rank=rank, stream=stream, size=size):
+                if self._shows(rank):
+                    self._pending.append(protocol.Skipped(rank=rank, stream=stream, bytes=size, lost=False))
+            case EndedMessage():
+                self._take_end(heard)
+            case SettledMessage(receipt=receipt):
+                self._take_receipt(receipt)
+
+    def _take_state(self, message: StateMessage) -> None:
+        if message.fence > self._fence > 0:
+            self._pending.append(protocol.Waiting(sentence=f"attempt {message.fence} of run {self.run_id}"))
+        self._turn_to(message.fence, message.node)
+        if message.state not in TERMINAL:
+            self._tell(message.state, message.sentence)
+
+    def _tell(self, state: State, sentence: str) -> None:
+        """Say the state, and the sentence about it: one that a person waits for once, one that passes in passing."""
+        if state is not self._state or not sentence:
+            self._pending.append(
+                protocol.Snapshot(run_id=self.run_id, fence=self._fence, state=state, pid=0, waiting=sentence)
+            )
+        self._state = state
+        if sentence and sentence != self._said:  # again after a reconnect
+            self._said = sentence
+            self._pending.append(protocol.Waiting(sentence=sentence, passing=state not in _SAID_IN))
+
+    def _take_output(self, message: LogMessage) -> None:
+        if not self._shows(message.rank):
+            return
+        key = (message.fence, message.rank, message.stream)
+        decoder = self._decoders.setdefault(key, codecs.getincrementaldecoder("utf-8")("replace"))
+        text = decoder.decode(message.data)
+        if text:
+            self._pending.append(protocol.Output(rank=message.rank, stream=message.stream, text=text))
+
+    def _take_end(self, message: EndedMessage) -> None:
+        self._turn_to(message.fence, "")
+        self._copies = Copies(self._server, self.run_id, self._fence, self.directory, message.files)
+        names = self._copies.names()
+        for name in names:
+            if not name.startswith(_RESULT) and not (self._untrusted and name.endswith(".pkl")):
+                self._copies.bring(name)
+        if self.world_size is None:
+            results = [name for name in names if name.startswith(_RESULT)]
+            self.world_size = len(results) or self._server.run(self.run_id).world_size or None
+        self._state, self._stopped = message.state, _stopped(message)
+        write_whole(self.directory / "stopped.json", msgspec.json.encode(self._stopped))
+        self._pending.append(self._stopped)
+
+    def _take_receipt(self, receipt: Json) -> None:
+        if receipt is msgspec.UNSET:
+            self._over = True
+            return
+        write_whole(self.directory / "receipt.json", bytes(receipt))
+        self._receipt = msgspec.json.decode(receipt, type=Receipt)
+        self._pending.append(protocol.Finished(receipt=self._receipt))
+
+    def _turn_to(self, fence: int, node: str) -> None:
+        """Take in which attempt the talk is of, and where it is."""
+        self._fence = fence
+        self.directory = self._root / str(max(1, fence))
+        if node or not self.origin.node:
+            self.origin = Origin(node or "unknown", self._untrusted)
+
+    def _shows(self, rank: int) -> bool:
+        return self._shown is None or rank in self._shown
+
+
+def _stopped(message: EndedMessage) -> protocol.Stopped:
+    """Return the supervisor's word, or the server's where there is none."""
+    if message.ending is not msgspec.UNSET:
+        said = msgspec.json.decode(message.ending, type=protocol.Stopped)
+        if said.state is message.state and said.reason is message.reason:
+            return said
+    cause = None
+    if message.sentence and message.reason is not Reason.COMPLETED:
+        cause = Failure(rank=None, reason=message.reason, at_ns=0, detail=message.sentence)
+    return protocol.Stopped(state=message.state, reason=message.reason, cause=cause, consequences=())
