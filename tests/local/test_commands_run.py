@@ -157,3 +157,37 @@ def test_F08_a_program_that_ignores_the_stop_is_killed_after_the_grace_and_leave
     with pytest.raises(RunCancelled):
         run.results(30)
     assert "rank 0 did not stop in 0.5 s and was killed" in run.receipt(30).notes
+
+
+def test_programs_of_the_callers_environment_are_found_also_when_it_is_not_activated(
+    warm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    run = start("python", "-c", "import sys; print(sys.prefix)")
+    run.results(30)
+    assert run.logs().strip() == sys.prefix
+    own = os.path.dirname(sys.executable)
+    monkeypatch.setenv("PATH", f"/usr/bin:{own}:/bin")
+    run = start(*shown(["PATH"]))
+    run.results(30)
+    assert told(run) == {"PATH": f"/usr/bin:{own}:/bin"}
+
+
+@pytest.mark.torch
+def test_torchrun_once_per_node_makes_one_gang(warm: Path, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "total = torch.tensor(dist.get_rank() + 1)\n"
+        "dist.all_reduce(total)\n"
+        "print(f'{dist.get_world_size()} ranks: {total}\\n', end='')\n"
+        "dist.destroy_process_group()\n"
+    )
+    line = (
+        "exec python -m torch.distributed.run --nnodes=$NUM_NODES --node-rank=$NODE_RANK "
+        "--nproc-per-node=$LOCAL_WORLD_SIZE --master-addr=$MASTER_ADDR --master-port=$MASTER_PORT " + str(script)
+    )
+    run = start("sh", "-c", line, gpus=2, per="node")
+    run.results(60)
+    assert run.logs() == "2 ranks: 3\n" * 2

@@ -289,6 +289,8 @@ class Gang:
         if self._command is not None:
             variables["CODE_SOURCE_PATH"] = original(self.context.cwd)
         caller = {original(name): original(value) for name, value in self.context.environ.items()}
+        if self._command is not None:
+            caller["PATH"] = _path_with(caller.get("PATH", os.defpath), original(self.context.python))
         presets = NODE_COMMAND_PRESETS if per_node else {}
         return {**default_variables(devices), **presets, **caller, **variables}
 
@@ -337,6 +339,12 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+def _path_with(path: str, python: str) -> str:
+    """Return a PATH on which the environment's own programs are found, activated or not: `python`, `torchrun`."""
+    own = os.path.dirname(python)
+    return path if own in path.split(os.pathsep) else f"{own}{os.pathsep}{path}"
 
 
 def _command_ended(message: inside.Message) -> RankReturned | RankFailed:
