@@ -40,7 +40,6 @@ class _Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     hosts: tuple[Annotated[str, msgspec.Meta(min_length=1, max_length=255)], ...] = ()
     node: bool = True
     partition_grace: str = "15m"
-    token_expiry: str = "90d"
     runs_waiting: Annotated[int, msgspec.Meta(ge=1)] = 20_000
 
 
@@ -61,7 +60,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         heartbeat_s: nodes and attempts are heard of at least this often.
         lease_written_s: how often a lease that is renewed is written down, at most.
         upload_s: how long outputs of an ended attempt may take to arrive.
-        token_expiry_s: of a token whose maker did not say.
         runs_waiting_max: runs of one principal that may wait at once.
         stopping_s: how long requests may go on when the server is to stop.
     """
@@ -79,7 +77,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     heartbeat_s: float = 5.0
     lease_written_s: float = 15.0
     upload_s: float = 3600.0
-    token_expiry_s: float = 90 * DAY_S
     runs_waiting_max: int = 20_000
     stopping_s: float = 5.0
 
@@ -119,7 +116,6 @@ def read_settings(home: Path, options: Mapping[str, object] | None = None) -> Se
         partition_grace_s=_duration(
             "partition_grace", merged.partition_grace, least_s=PARTITION_GRACE_MIN_S, most_s=DAY_S
         ),
-        token_expiry_s=_duration("token_expiry", merged.token_expiry, least_s=60.0, most_s=3650 * DAY_S),
         runs_waiting_max=merged.runs_waiting,
     )
 

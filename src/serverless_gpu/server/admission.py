@@ -1,0 +1,66 @@
+"""Whose request it is, and how far it may reach: what the gate asks the rest of the server."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from serverless_gpu.ambient import Clock
+from serverless_gpu.errors import ServerProblem
+from serverless_gpu.model import access
+from serverless_gpu.server import identity
+from serverless_gpu.server.api.routing import Need
+from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.services import Transactions
+
+_log = logging.getLogger(__name__)
+_NOTED_MAX = 10_000
+
+
+class Admission:
+    """Answers the gate's two questions.
+
+    Args:
+        database: has principals and tokens.
+        clock: says what has expired.
+    """
+
+    def __init__(self, database: Transactions, *, clock: Clock) -> None:
+        self._database = database
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._noted: dict[str, int] = {}
+
+    def authenticate(self, secret: str) -> Caller:
+        """Return whose token it is; called in a thread.
+
+        Raises:
+            NotAuthenticated: nobody's, or not any more.
+        """
+        now_ns = self._clock.wall_ns()
+        who = self._database.read(lambda connection: identity.authenticate(connection, secret, now_ns=now_ns))
+        if who.token_id and self._is_due(who.token_id):
+            self._note(who.token_id, now_ns)
+        return who
+
+    def reach(self, who: Caller, need: Need) -> str:
+        """Return how far a caller may reach: "none", "own", "team" or "all"."""
+        return access.reach(who.role, need.noun, write=need.write, scopes=who.scopes).value
+
+    def _is_due(self, token_id: str) -> bool:
+        now_ns = self._clock.boottime_ns()
+        with self._lock:
+            noted_ns = self._noted.get(token_id)
+            if noted_ns is not None and now_ns - noted_ns < identity.USED_EVERY_NS:
+                return False
+            if len(self._noted) >= _NOTED_MAX:
+                self._noted.clear()
+            self._noted[token_id] = now_ns
+            return True
+
+    def _note(self, token_id: str, now_ns: int) -> None:
+        try:
+            self._database.write(lambda connection: identity.note_use(connection, [token_id], now_ns=now_ns))
+        except ServerProblem as error:
+            # Somebody who only looks must be able to also when the disk is full.
+            _log.warning("the use of token %s was not written down: %s", token_id, error.message)

@@ -1,0 +1,184 @@
+"""The verbs on principals, teams and tokens: check, change, write it into the audit, in one transaction.
+
+A token with scopes is good for less than its owner, and must not be a way to more: it cannot make principals or change
+them, and the tokens it makes have no scope that it lacks.
+"""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+
+from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound
+from serverless_gpu.model.access import covers
+from serverless_gpu.server import audit, identity
+from serverless_gpu.server.audit import Action
+from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.identity import NewToken
+from serverless_gpu.server.services import Services
+from serverless_gpu.wire.principals import (
+    PrincipalChange,
+    PrincipalRequest,
+    PrincipalView,
+    TeamView,
+    TokenMade,
+    TokenRequest,
+    TokenView,
+)
+
+TOKEN_EXPIRY_S = 90 * 86_400.0
+TOKEN_EXPIRY_MAX_S = 3650 * 86_400.0
+_NS = 1_000_000_000
+
+
+def make_principal(services: Services, who: Caller, request: PrincipalRequest) -> TokenMade:
+    """Make a user or service, and its first token.
+
+    Raises:
+        NotAllowed: the caller's token has scopes.
+        InvalidValue: the name cannot be one, or is taken.
+        NotFound: a team is not there.
+    """
+    _check_unscoped(who)
+    secret, now_ns = identity.new_secret(), services.clock.wall_ns()
+
+    def work(connection: sa.Connection) -> TokenMade:
+        made = identity.create_principal(connection, request, now_ns=now_ns)
+        detail = {"kind": made.kind, "role": made.role, "teams": made.teams}
+        audit.record(connection, who=who, action=Action.USER_CREATE, subject=made.name, now_ns=now_ns, detail=detail)
+        new = NewToken(principal=made.name, label="the first one", expires_ns=now_ns + int(TOKEN_EXPIRY_S * _NS))
+        return _make_token(connection, who, new, secret=secret, now_ns=now_ns)
+
+    return services.database.write(work)
+
+
+def change_principal(services: Services, who: Caller, name: str, change: PrincipalChange) -> PrincipalView:
+    """Change somebody's role, disable or enable them.
+
+    Raises:
+        NotAllowed: the caller's token has scopes.
+        NotFound: there is nobody of that name.
+        InvalidValue: the last administrator would be gone.
+    """
+    _check_unscoped(who)
+    now_ns = services.clock.wall_ns()
+
+    def work(connection: sa.Connection) -> PrincipalView:
+        before = identity.principal(connection, name)
+        if change.role is not None:
+            identity.change_role(connection, name, change.role)
+        if change.disabled is True:
+            identity.disable(connection, name, now_ns=now_ns)
+        elif change.disabled is False:
+            identity.enable(connection, name)
+        after = identity.principal(connection, name)
+        detail = {
+            field: (getattr(before, field), getattr(after, field))
+            for field in ("role", "disabled")
+            if getattr(before, field) != getattr(after, field)
+        }
+        if detail:
+            audit.record(connection, who=who, action=Action.USER_CHANGE, subject=name, now_ns=now_ns, detail=detail)
+        return after
+
+    return services.database.write(work)
+
+
+def make_team(services: Services, who: Caller, name: str) -> TeamView:
+    """Make a team.
+
+    Raises:
+        InvalidValue: the name cannot be one, or is taken.
+    """
+    _check_unscoped(who)
+    now_ns = services.clock.wall_ns()
+
+    def work(connection: sa.Connection) -> TeamView:
+        made = identity.create_team(connection, name, now_ns=now_ns)
+        audit.record(connection, who=who, action=Action.TEAM_CREATE, subject=name, now_ns=now_ns)
+        return made
+
+    return services.database.write(work)
+
+
+def set_member(services: Services, who: Caller, *, team: str, principal: str, member: bool) -> TeamView:
+    """Put somebody into a team, or take them out of it.
+
+    Raises:
+        NotFound: there is no such team, or nobody of that name.
+    """
+    _check_unscoped(who)
+    now_ns = services.clock.wall_ns()
+    action = Action.TEAM_ADD if member else Action.TEAM_REMOVE
+    change = identity.add_member if member else identity.remove_member
+
+    def work(connection: sa.Connection) -> TeamView:
+        identity.team(connection, team)
+        if change(connection, team=team, principal=principal):
+            detail = {"principal": principal}
+            audit.record(connection, who=who, action=action, subject=team, now_ns=now_ns, detail=detail)
+        return identity.team(connection, team)
+
+    return services.database.write(work)
+
+
+def make_token(services: Services, who: Caller, request: TokenRequest, *, reach: str) -> TokenMade:
+    """Make a token for the caller, or for somebody in reach.
+
+    Args:
+        services: of the server.
+        who: asks.
+        request: what for.
+        reach: of the caller on tokens.
+
+    Raises:
+        NotFound: it is for somebody out of reach.
+        NotAllowed: it would be good for more than the caller's own.
+        InvalidValue: a scope, label or duration that cannot be.
+    """
+    owner = request.principal or who.name
+    if not covers(reach, name=who.name, teams=(), owner=owner):
+        raise NotFound(f"there is no user or service {owner[:64]!r}")
+    if who.scopes and not (request.scopes and set(request.scopes) <= set(who.scopes)):
+        hint = f"scopes it can give on: {', '.join(who.scopes)}"
+        raise NotAllowed("a token with scopes cannot make one that is good for more", hint=hint)
+    seconds = TOKEN_EXPIRY_S if request.expires_s is None else request.expires_s
+    if not 0 < seconds <= TOKEN_EXPIRY_MAX_S:  # also refuses what is no number
+        raise InvalidValue("a token is good for more than 0 s, and 10 years at most")
+    secret, now_ns = identity.new_secret(), services.clock.wall_ns()
+    new = NewToken(principal=owner, label=request.label, scopes=request.scopes, expires_ns=now_ns + int(seconds * _NS))
+    return services.database.write(lambda connection: _make_token(connection, who, new, secret=secret, now_ns=now_ns))
+
+
+def revoke_token(services: Services, who: Caller, identifier: str, *, reach: str) -> TokenView:
+    """Make a token good for nothing.
+
+    Raises:
+        NotFound: there is no such token, or it is out of reach.
+    """
+    now_ns = services.clock.wall_ns()
+
+    def work(connection: sa.Connection) -> TokenView:
+        before = identity.token(connection, identifier)
+        if not covers(reach, name=who.name, teams=(), owner=before.principal):
+            raise NotFound(f"there is no token {identifier[:64]!r}")
+        after = identity.revoke_token(connection, identifier, now_ns=now_ns)
+        if before.revoked_ns is None:
+            detail = {"principal": before.principal}
+            audit.record(
+                connection, who=who, action=Action.TOKEN_REVOKE, subject=identifier, now_ns=now_ns, detail=detail
+            )
+        return after
+
+    return services.database.write(work)
+
+
+def _make_token(connection: sa.Connection, who: Caller, new: NewToken, *, secret: str, now_ns: int) -> TokenMade:
+    made = identity.create_token(connection, new, secret=secret, now_ns=now_ns)
+    detail = {"principal": new.principal, "scopes": new.scopes, "expires_ns": new.expires_ns}
+    audit.record(connection, who=who, action=Action.TOKEN_CREATE, subject=made.token.id, now_ns=now_ns, detail=detail)
+    return made
+
+
+def _check_unscoped(who: Caller) -> None:
+    if who.scopes:
+        raise NotAllowed("a token with scopes cannot change who may do what", hint="use one without scopes")

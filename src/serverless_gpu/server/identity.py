@@ -1,0 +1,395 @@
+"""The query room of principals: users and services, teams, tokens; and whose token a request has.
+
+    sgpu_<identifier>_<43 characters>          a principal's; random, made once, said once
+    sgpa_<run>_<fence>_<43 characters>         an attempt's; computed, see `keys.py`
+
+Only the SHA-256 of a token is in the database. A token is good while it is not revoked, not expired, and its owner is
+not disabled; disabling a principal revokes all its tokens, so enabling it again brings none of them back.
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+import secrets
+from collections.abc import Iterable, Sequence
+
+import msgspec
+import sqlalchemy as sa
+
+from serverless_gpu.ambient import new_run_id
+from serverless_gpu.errors import InvalidValue, NotAuthenticated, NotFound
+from serverless_gpu.model.access import ROLES, SCOPES
+from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.keys import PREFIX as ATTEMPT_PREFIX
+from serverless_gpu.server.keys import encode, parse_attempt_token, sha256
+from serverless_gpu.server.tables import attempts, members, principals, teams, tokens
+from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX
+from serverless_gpu.wire.principals import PrincipalRequest, PrincipalView, TeamView, TokenMade, TokenView
+
+PREFIX = "sgpu_"
+USED_EVERY_NS = 60_000_000_000
+"""The last use of a token is written down at most so often."""
+_ID_CHARACTERS = 26
+_SECRET_CHARACTERS = 43
+_SECRET_BYTES = 32
+_NAME = re.compile(r"[a-z0-9][a-z0-9._@-]{0,63}")
+RESERVED = ("server", "attempt")
+"""What the audit calls those who are nobody."""
+
+
+# --- principals -------------------------------------------------------------------------------------------------------
+
+
+def create_principal(connection: sa.Connection, request: PrincipalRequest, *, now_ns: int) -> PrincipalView:
+    """Make a user or service.
+
+    Raises:
+        InvalidValue: the name cannot be one, or there is one of that name.
+        NotFound: one of the teams is not there.
+    """
+    name = check_name(request.name)
+    if name in RESERVED:
+        raise InvalidValue(f"{name!r} is a name the server uses itself")
+    if connection.scalar(sa.select(principals.c.name).where(principals.c.name == name)) is not None:
+        raise InvalidValue(f"there is a user or service {name!r} already")
+    values = {"name": name, "kind": request.kind, "role": request.role, "created_ns": now_ns}
+    connection.execute(sa.insert(principals).values(values))
+    for team in sorted(set(request.teams)):
+        add_member(connection, team=team, principal=name)
+    return principal(connection, name)
+
+
+def principal(connection: sa.Connection, name: str) -> PrincipalView:
+    """Return one.
+
+    Raises:
+        NotFound: there is none of that name.
+    """
+    found = _principals(connection, sa.select(principals).where(principals.c.name == name))
+    if not found:
+        raise NotFound(f"there is no user or service {name[:64]!r}")
+    return found[0]
+
+
+def all_principals(connection: sa.Connection) -> tuple[PrincipalView, ...]:
+    """Return all of them, by name."""
+    return _principals(connection, sa.select(principals).order_by(principals.c.name))
+
+
+def change_role(connection: sa.Connection, name: str, role: str) -> None:
+    """Give somebody another role.
+
+    Raises:
+        InvalidValue: there is no such role, or the last administrator would be gone.
+        NotFound: there is none of that name.
+    """
+    if role not in ROLES:
+        raise InvalidValue(f"there is no role {role!r}", hint=f"roles: {', '.join(ROLES)}")
+    if principal(connection, name).role == "admin" and role != "admin":
+        _check_another_admin(connection, name)
+    connection.execute(sa.update(principals).where(principals.c.name == name).values(role=role))
+
+
+def disable(connection: sa.Connection, name: str, *, now_ns: int) -> None:
+    """Let somebody in no more, and revoke all their tokens.
+
+    Raises:
+        InvalidValue: the last administrator would be gone.
+        NotFound: there is none of that name.
+    """
+    found = principal(connection, name)
+    if found.disabled:
+        return
+    if found.role == "admin":
+        _check_another_admin(connection, name)
+    connection.execute(sa.update(principals).where(principals.c.name == name).values(disabled_ns=now_ns))
+    open_tokens = sa.and_(tokens.c.principal == name, tokens.c.revoked_ns.is_(None))
+    connection.execute(sa.update(tokens).where(open_tokens).values(revoked_ns=now_ns))
+
+
+def enable(connection: sa.Connection, name: str) -> None:
+    """Let somebody in again, with new tokens.
+
+    Raises:
+        NotFound: there is none of that name.
+    """
+    principal(connection, name)
+    connection.execute(sa.update(principals).where(principals.c.name == name).values(disabled_ns=None))
+
+
+def check_name(name: str) -> str:
+    """Return a name that a principal or team can have.
+
+    Raises:
+        InvalidValue: it cannot be one.
+    """
+    if not _NAME.fullmatch(name):
+        hint = "up to 64 of a-z 0-9 . _ @ -, the first one a letter or digit"
+        raise InvalidValue(f"{name[:100]!r} is not a possible name", hint=hint)
+    return name
+
+
+def _principals(connection: sa.Connection, query: sa.Select[tuple[object, ...]]) -> tuple[PrincipalView, ...]:
+    rows = connection.execute(query).all()
+    names = [row.name for row in rows]
+    in_teams: dict[str, list[str]] = {name: [] for name in names}
+    where = members.c.principal == names[0] if len(names) == 1 else sa.true()
+    for row in connection.execute(sa.select(members).where(where).order_by(members.c.team)):
+        if row.principal in in_teams:
+            in_teams[row.principal].append(row.team)
+    return tuple(
+        PrincipalView(
+            name=row.name,
+            kind=row.kind,
+            role=row.role,
+            teams=tuple(in_teams[row.name]),
+            disabled=row.disabled_ns is not None,
+            created_ns=row.created_ns,
+        )
+        for row in rows
+    )
+
+
+def _check_another_admin(connection: sa.Connection, name: str) -> None:
+    admins = sa.and_(principals.c.role == "admin", principals.c.disabled_ns.is_(None), principals.c.name != name)
+    # Changing their rows makes two administrators who remove each other at once two writers of the same rows.
+    if not connection.execute(sa.update(principals).where(admins).values(role="admin")).rowcount:
+        raise InvalidValue(f"{name!r} is the only administrator", hint="make somebody else an administrator first")
+
+
+# --- teams ------------------------------------------------------------------------------------------------------------
+
+
+def create_team(connection: sa.Connection, name: str, *, now_ns: int) -> TeamView:
+    """Make a team.
+
+    Raises:
+        InvalidValue: the name cannot be one, or there is a team of that name.
+    """
+    check_name(name)
+    if connection.scalar(sa.select(teams.c.name).where(teams.c.name == name)) is not None:
+        raise InvalidValue(f"there is a team {name!r} already")
+    connection.execute(sa.insert(teams).values(name=name, created_ns=now_ns))
+    return TeamView(name=name, members=())
+
+
+def team(connection: sa.Connection, name: str) -> TeamView:
+    """Return a team.
+
+    Raises:
+        NotFound: there is none of that name.
+    """
+    if connection.scalar(sa.select(teams.c.name).where(teams.c.name == name)) is None:
+        raise NotFound(f"there is no team {name[:64]!r}")
+    query = sa.select(members.c.principal).where(members.c.team == name).order_by(members.c.principal)
+    return TeamView(name=name, members=tuple(connection.scalars(query)))
+
+
+def all_teams(connection: sa.Connection) -> tuple[TeamView, ...]:
+    """Return all teams, by name."""
+    found: dict[str, list[str]] = {name: [] for name in connection.scalars(sa.select(teams.c.name))}
+    for row in connection.execute(sa.select(members).order_by(members.c.principal)):
+        found[row.team].append(row.principal)
+    return tuple(TeamView(name=name, members=tuple(who)) for name, who in sorted(found.items()))
+
+
+def add_member(connection: sa.Connection, *, team: str, principal: str) -> bool:
+    """Put somebody into a team; return whether they were not in it before.
+
+    Raises:
+        NotFound: there is no such team, or nobody of that name.
+    """
+    for table, name, noun in ((teams, team, "team"), (principals, principal, "user or service")):
+        if connection.scalar(sa.select(table.c.name).where(table.c.name == name)) is None:
+            raise NotFound(f"there is no {noun} {name[:64]!r}")
+    there = sa.and_(members.c.team == team, members.c.principal == principal)
+    if connection.scalar(sa.select(members.c.team).where(there)) is not None:
+        return False
+    connection.execute(sa.insert(members).values(team=team, principal=principal))
+    return True
+
+
+def remove_member(connection: sa.Connection, *, team: str, principal: str) -> bool:
+    """Take somebody out of a team; return whether they were in it."""
+    there = sa.and_(members.c.team == team, members.c.principal == principal)
+    return connection.execute(sa.delete(members).where(there)).rowcount == 1
+
+
+# --- tokens -----------------------------------------------------------------------------------------------------------
+
+
+class NewToken(msgspec.Struct, frozen=True, kw_only=True):
+    """A token to be made.
+
+    Attributes:
+        principal: whose it is.
+        label: what for, in its owner's words.
+        scopes: of `model.access.SCOPES`; none means everything its owner may do.
+        expires_ns: nanoseconds since 1970; None: never.
+    """
+
+    principal: str
+    label: str = ""
+    scopes: tuple[str, ...] = ()
+    expires_ns: int | None = None
+
+
+def new_secret() -> str:
+    """Return a token that nobody has: 256 random bits, and an identifier to find it by."""
+    return f"{PREFIX}{new_run_id()}_{encode(secrets.token_bytes(_SECRET_BYTES))}"
+
+
+def create_token(connection: sa.Connection, new: NewToken, *, secret: str, now_ns: int) -> TokenMade:
+    """Make a token.
+
+    Args:
+        connection: of the transaction.
+        new: whose, and what for.
+        secret: from `new_secret`, made outside of the transaction, which may run twice.
+        now_ns: nanoseconds since 1970.
+
+    Raises:
+        InvalidValue: a scope that is not there, a label too long, an end that has passed, or a disabled owner.
+        NotFound: there is no such principal.
+    """
+    for scope in new.scopes:
+        if scope not in SCOPES:
+            raise InvalidValue(f"there is no scope {scope[:64]!r}", hint=f"scopes: {', '.join(SCOPES)}")
+    if len(new.label) > LABEL_CHARACTERS_MAX:
+        raise InvalidValue(f"a label has at most {LABEL_CHARACTERS_MAX} characters")
+    if new.expires_ns is not None and new.expires_ns <= now_ns:
+        raise InvalidValue("the token would have expired already")
+    if principal(connection, new.principal).disabled:
+        raise InvalidValue(f"{new.principal!r} is disabled", hint="enable it first")
+    values = {
+        "id": token_id(secret),
+        "sha256": sha256(secret),
+        "principal": new.principal,
+        "label": new.label,
+        "scopes_json": msgspec.json.encode(new.scopes).decode(),
+        "created_ns": now_ns,
+        "expires_ns": new.expires_ns,
+    }
+    connection.execute(sa.insert(tokens).values(values))
+    return TokenMade(token=token(connection, str(values["id"])), secret=secret)
+
+
+def token(connection: sa.Connection, identifier: str) -> TokenView:
+    """Return a token, without its secret, which nobody has.
+
+    Raises:
+        NotFound: there is no such token.
+    """
+    row = connection.execute(sa.select(tokens).where(tokens.c.id == identifier)).one_or_none()
+    if row is None:
+        raise NotFound(f"there is no token {identifier[:64]!r}")
+    return _token_view(row)
+
+
+def tokens_of(connection: sa.Connection, principal: str | None = None) -> tuple[TokenView, ...]:
+    """Return the tokens of somebody, or of everybody, oldest first."""
+    query = sa.select(tokens).order_by(tokens.c.id)
+    if principal is not None:
+        query = query.where(tokens.c.principal == principal)
+    return tuple(_token_view(row) for row in connection.execute(query))
+
+
+def revoke_token(connection: sa.Connection, identifier: str, *, now_ns: int) -> TokenView:
+    """Make a token good for nothing, from now on; one that was revoked before stays so.
+
+    Raises:
+        NotFound: there is no such token.
+    """
+    good = sa.and_(tokens.c.id == identifier, tokens.c.revoked_ns.is_(None))
+    connection.execute(sa.update(tokens).where(good).values(revoked_ns=now_ns))
+    return token(connection, identifier)
+
+
+def note_use(connection: sa.Connection, identifiers: Iterable[str], *, now_ns: int) -> None:
+    """Write down that tokens were used, those of which that is not known for the last minute."""
+    stale = sa.or_(tokens.c.used_ns.is_(None), tokens.c.used_ns < now_ns - USED_EVERY_NS)
+    for identifier in sorted(identifiers):
+        connection.execute(sa.update(tokens).where(tokens.c.id == identifier, stale).values(used_ns=now_ns))
+
+
+def _token_view(row: sa.Row[tuple[object, ...]]) -> TokenView:
+    return TokenView(
+        id=row.id,
+        principal=row.principal,
+        label=row.label,
+        scopes=msgspec.json.decode(row.scopes_json, type=tuple[str, ...]),
+        created_ns=row.created_ns,
+        expires_ns=row.expires_ns,
+        revoked_ns=row.revoked_ns,
+        used_ns=row.used_ns,
+    )
+
+
+# --- whose token it is ------------------------------------------------------------------------------------------------
+
+
+def authenticate(connection: sa.Connection, secret: str, *, now_ns: int) -> Caller:
+    """Return whose token it is.
+
+    Args:
+        connection: reading is enough.
+        secret: as it came with the request; anything.
+        now_ns: nanoseconds since 1970.
+
+    Raises:
+        NotAuthenticated: it is nobody's, revoked, expired, or its owner is disabled. Which of these is said only to
+            who has the right secret.
+    """
+    if secret.startswith(ATTEMPT_PREFIX):
+        return _attempt(connection, secret)
+    columns = (tokens, principals.c.kind, principals.c.role, principals.c.disabled_ns, members.c.team)
+    joined = tokens.join(principals, tokens.c.principal == principals.c.name)
+    joined = joined.outerjoin(members, members.c.principal == principals.c.name)
+    query = sa.select(*columns).select_from(joined).where(tokens.c.id == token_id(secret))
+    rows: Sequence[sa.Row[tuple[object, ...]]] = connection.execute(query).all()
+    if not rows or not hmac.compare_digest(rows[0].sha256, sha256(secret)):
+        raise NotAuthenticated("this server does not know the token", hint=_LOGIN)
+    row = rows[0]
+    if row.revoked_ns is not None:
+        raise NotAuthenticated(f"the token {row.id} was revoked", hint=_LOGIN)
+    if row.expires_ns is not None and row.expires_ns <= now_ns:
+        raise NotAuthenticated(f"the token {row.id} has expired", hint=_LOGIN)
+    if row.disabled_ns is not None:
+        raise NotAuthenticated(f"{row.principal} is disabled", hint="an administrator can enable it again")
+    return Caller(
+        name=row.principal,
+        kind=row.kind,
+        role=row.role,
+        teams=tuple(sorted(one.team for one in rows if one.team is not None)),
+        scopes=msgspec.json.decode(row.scopes_json, type=tuple[str, ...]),
+        token_id=row.id,
+    )
+
+
+_LOGIN = "`sgpu login` stores another one; an administrator can make one with `sgpu token create`"
+
+
+def _attempt(connection: sa.Connection, secret: str) -> Caller:
+    parsed = parse_attempt_token(secret)
+    if parsed is not None:
+        run_id, fence = parsed
+        this = sa.and_(attempts.c.run_id == run_id, attempts.c.fence == fence)
+        known = connection.scalar(sa.select(attempts.c.token_sha256).where(this))
+        if known is not None and hmac.compare_digest(known, sha256(secret)):
+            return Caller(kind="attempt", attempt=parsed)
+    raise NotAuthenticated("this server does not know the attempt's token")
+
+
+def is_known(connection: sa.Connection, secret: str) -> bool:
+    """Return whether the database has a token, good or not."""
+    known = connection.scalar(sa.select(tokens.c.sha256).where(tokens.c.id == token_id(secret)))
+    return known is not None and hmac.compare_digest(known, sha256(secret))
+
+
+def token_id(secret: str) -> str:
+    """Return the identifier in a principal's token, or "" when it is none."""
+    whole = len(PREFIX) + _ID_CHARACTERS + 1 + _SECRET_CHARACTERS
+    if not secret.startswith(PREFIX) or len(secret) != whole:
+        return ""
+    return secret[len(PREFIX) : len(PREFIX) + _ID_CHARACTERS]
