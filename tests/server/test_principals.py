@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +13,7 @@ from serverless_gpu.server.admission import Admission
 from serverless_gpu.server.app import guarded
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.first_start import first_tokens
-from serverless_gpu.server.hub import Hub
 from serverless_gpu.server.services import Services
-from serverless_gpu.server.storage import open_storage
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.base import API
 
@@ -26,16 +23,13 @@ Answer = tuple[int, Any]
 class Api:
     """The server's API on one database."""
 
-    def __init__(self, database: Database, directory: Path) -> None:
-        self.clock = FakeClock()
+    def __init__(self, services: Services, database: Database, clock: FakeClock) -> None:
+        self.clock = clock
         self.database = database
-        stored = open_storage(directory, "", {}, clock=self.clock)._asdict()
-        services = Services(clock=self.clock, database=database, hub=Hub(), **stored)
-        admission = Admission(database, clock=self.clock)
-        hosts = ["server.test"]
-        app = guarded(services, hosts=hosts, authenticate=admission.authenticate, reach=admission.reach)
+        admission = Admission(database, clock=clock)
+        app = guarded(services, hosts=["server.test"], authenticate=admission.authenticate, reach=admission.reach)
         self.client = TestClient(app, base_url="http://server.test")
-        made = first_tokens(database, directory, login="root", now_ns=self.clock.wall_ns())
+        made = first_tokens(database, services.settings.directory, login="root", now_ns=clock.wall_ns())
         self.admin, self.node = made.token, made.node_token
 
     def ask(self, token: str, method: str, path: str, body: object = None) -> Answer:
@@ -61,8 +55,8 @@ class Api:
 
 
 @pytest.fixture
-def api(database: Database, tmp_path: Path) -> Iterator[Api]:
-    made = Api(database, tmp_path / "server")
+def api(services: Services, database: Database, clock: FakeClock) -> Iterator[Api]:
+    made = Api(services, database, clock)
     with made.client:
         yield made
 
