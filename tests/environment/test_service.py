@@ -12,11 +12,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from serverless_gpu.ambient import SystemClock
 from serverless_gpu.environment import questions
-from serverless_gpu.environment.questions import Abandon, Ask, Checked, Found, Known, Taken, Unknown
+from serverless_gpu.environment.questions import Abandon, Ask, Checked, Failed, Found, Known, Taken, Unknown
 from serverless_gpu.environment.scan.description import Description
 from serverless_gpu.environment.scan.interpreter import describe
+from serverless_gpu.errors import StoreUnavailable
+from serverless_gpu.server.storage import open_storage
 from tests.environment.scans import write
+from tests.server.listening import app_of, listening
 
 DEADLINE_S = 30
 SERVICE = """
@@ -61,8 +65,9 @@ class Caller:
         )
         return msgspec.structs.asdict(own)
 
-    def ask(self, number: int, *, capture: bool = True, store: str = "") -> None:
-        ask = Ask(number=number, description=self.description(), store=store or str(self.store), capture=capture)
+    def ask(self, number: int, *, capture: bool = True, store: str = "", token: str = "") -> None:
+        store = store or str(self.store)
+        ask = Ask(number=number, description=self.description(), store=store, token=token, capture=capture)
         self._sock.send(questions.encode(ask))
 
     def abandon(self, number: int) -> None:
@@ -132,3 +137,26 @@ def test_a_store_that_lost_everything_gets_it_again_and_that_is_said(caller: Cal
     assert isinstance(found, Found) and not found.first and not found.changes
     assert found.remarks == ("the environment is captured again: it is not in the store any more",)
     assert isinstance(taken, Taken) and taken.sent_units == 1
+
+
+def test_what_the_server_lacks_is_found_beside_the_start_and_sent_there(caller: Caller, tmp_path: Path) -> None:
+    """Captured here before; the first question about a server's store is answered at once, and then corrected."""
+    caller.ask(1)
+    taken = caller.hear(1, Taken)
+    assert isinstance(taken, Taken)
+    (tmp_path / "server").mkdir()
+    storage = open_storage(tmp_path / "server", "", {}, clock=SystemClock(), kept_free_bytes=0)
+    with listening(app_of(storage)) as url:
+        for number, says in ((2, ("the server does not have it, or not any more",)), (3, ())):
+            caller.ask(number, store=f"sgpu+{url}", token="member")
+            known, checked = caller.hear(number, Known), caller.hear(number, Checked)
+            assert isinstance(known, Known) and known.snapshot == taken.snapshot
+            assert isinstance(checked, Checked) and checked.changes == says
+            if says:
+                found, sent = caller.hear(number, Found), caller.hear(number, Taken)
+                assert isinstance(found, Found) and "the server does not have it" in found.remarks[0]
+                assert isinstance(sent, Taken) and sent.snapshot == known.snapshot and sent.sent_units == 1
+        storage.environments.need(taken.snapshot)
+        caller.ask(4, store=f"sgpu+{url}", token="nobody")
+        failed = caller.hear(4, Failed)
+        assert isinstance(failed, Failed) and failed.code == StoreUnavailable.code

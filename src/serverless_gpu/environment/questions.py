@@ -21,7 +21,8 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         number: what answers carry.
         description: what `interpreter.describe` said.
         store: URL of the store.
-        environ: what the store needs to be opened.
+        environ: what the store needs to be opened; for a server's, `SSL_CERT_FILE` if its certificate is its own.
+        token: for a server's store.
         capture: whether to capture it.
     """
 
@@ -29,6 +30,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     description: dict[str, object]
     store: str
     environ: dict[str, str] = {}
+    token: str = ""
     capture: bool = True
 
 

@@ -58,11 +58,12 @@ from serverless_gpu.environment.remarks import remarks
 from serverless_gpu.environment.scan.description import Description, read_description
 from serverless_gpu.environment.scan.scanning import Recogniser, Scan
 from serverless_gpu.environment.stores.blobs import Blobs
-from serverless_gpu.environment.stores.opening import is_remote, open_store
+from serverless_gpu.environment.stores.opening import is_remote, is_served, open_store
 from serverless_gpu.errors import EnvironmentProblem, ServerlessGpuError, StorageError
 
 CHANGES_TOLD_MAX = 3
 _REPORT_S = 0.1
+_NOT_THERE = "the server does not have it, or not any more"
 _SENTENCE_CHARACTERS_MAX = 500
 _PACKET_BYTES_MAX = 60_000
 
@@ -186,8 +187,7 @@ class Service:
         if any(task.checks and task.key == key for task in self._tasks):
             self._pending.setdefault(key, []).extend(asks)
             return
-        first = asks[0]
-        self._fork(asks, key, checks=True, work=lambda tell: _check(self._recogniser, first, fresh, tell))
+        self._fork(asks, key, checks=True, work=lambda tell: _check(self._recogniser, tuple(asks), fresh, tell))
 
     def _take(self, ask: Ask, key: bytes) -> None:
         for task in self._tasks:
@@ -285,13 +285,17 @@ def _be_child(sock: socket.socket, number: int, work: Callable[[Callable[[Answer
         os._exit(code)
 
 
-def _check(recogniser: Recogniser, ask: Ask, fresh: bool, tell: Callable[[Answer], None]) -> None:
+def _check(recogniser: Recogniser, asks: Sequence[Ask], fresh: bool, tell: Callable[[Answer], None]) -> None:
     changes: tuple[str, ...] = ()
-    if not fresh and recogniser.gate(read_description(ask.description)) is None:
+    snapshot = recogniser.known() if fresh else recogniser.gate(read_description(asks[0].description))
+    if not fresh and snapshot is None:
         changes = ("what is installed, or the project's code, has changed since",)
     else:
         changes = _told(tuple(change.sentence() for change in recogniser.check()))
-    tell(Checked(number=ask.number, changes=changes))
+    stores = {ask.store: ask for ask in asks if is_served(ask.store)}
+    if not changes and snapshot is not None and not all(_has(ask, snapshot) for ask in stores.values()):
+        changes = (_NOT_THERE,)
+    tell(Checked(number=asks[0].number, changes=changes))
 
 
 def _take(index: Path, ask: Ask, tell: Callable[[Answer], None]) -> None:
@@ -306,7 +310,7 @@ def _take(index: Path, ask: Ask, tell: Callable[[Answer], None]) -> None:
             tell(Taking(number=ask.number, progress=progress))
 
     description: Description = read_description(ask.description)
-    blobs = Blobs(open_store(ask.store, ask.environ))
+    blobs = Blobs(open_store(ask.store, ask.environ, token=ask.token))
     level = LEVEL_REMOTE if is_remote(ask.store) else LEVEL_LOCAL
     recogniser = Recogniser(index)
     last = recogniser.last(description)
@@ -323,7 +327,9 @@ def _found(ask: Ask, last: Snapshot | None, scan: Scan, blobs: Blobs) -> Found:
     if last is None:
         return Found(number=ask.number, first=True, remarks=told)
     changes = tuple(change.sentence() for change in differences(last, scan.snapshot, scan.sources, blobs))
-    if not changes and not _is_stored(ask, last):
+    if not changes and is_served(ask.store) and not _has(ask, last):
+        told = (f"the environment is captured for the server: {_NOT_THERE}", *told)
+    elif not changes and not _is_stored(ask, last):
         told = ("the environment is captured again: it is not in the store any more", *told)
     return Found(number=ask.number, first=False, changes=_told(changes), remarks=told)
 
@@ -351,11 +357,14 @@ def _told(sentences: Sequence[str]) -> tuple[str, ...]:
 
 
 def _is_stored(ask: Ask, snapshot: Snapshot) -> bool:
-    """Return whether a store still has a snapshot and its units; a remote one is asked only by whoever restores."""
-    if is_remote(ask.store):
-        return True
+    """Return whether a store still has a snapshot and its units; a remote one is asked by whoever restores, and a
+    server's by whoever checks the files."""
+    return is_remote(ask.store) or _has(ask, snapshot)
+
+
+def _has(ask: Ask, snapshot: Snapshot) -> bool:
     keys = [f"snapshots/{snapshot.address}", *(f"units/{address}" for address in snapshot.addresses())]
-    return len(open_store(ask.store, {}).present(keys)) == len(keys)
+    return len(open_store(ask.store, ask.environ, token=ask.token).present(keys)) == len(keys)
 
 
 def _failed(number: int, error: ServerlessGpuError) -> Failed:

@@ -71,11 +71,13 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         snapshot: its address.
         store: URL of the store.
+        token: what the store of a server is asked with.
         mode: how it must be restored; "" leaves that to the node.
     """
 
     snapshot: str
     store: str
+    token: str = ""
     mode: Mode = ""
 
 

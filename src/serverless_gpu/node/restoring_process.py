@@ -198,7 +198,7 @@ def restored(want: Want, environments: Path, report: Callable[[Progress], None])
         StorageError: the disk is full.
     """
     address = want.wanted.snapshot
-    blobs = Blobs(open_store(want.wanted.store, want.environ))
+    blobs = Blobs(open_store(want.wanted.store, want.environ, token=want.wanted.token))
     cache = Cache(environments)
     lock = cache.hold(address)  # from now on; whoever uses it gets copies
     made = restore(address, blobs, cache, way=way_for(want.wanted.mode, environments), report=report)

@@ -99,6 +99,10 @@ class Recogniser:
         self._gated = _Gated(description, recognised.gate)
         return recognised.gate.snapshot
 
+    def known(self) -> Snapshot | None:
+        """Return what `gate` returned last."""
+        return None if self._gated is None else self._gated.gate.snapshot
+
     def last(self, description: Description) -> Snapshot | None:
         """Return what this environment was captured as last, whatever has changed since; None when it never was."""
         key = _key(description)

@@ -46,7 +46,7 @@ def open_store(url: str | Path, environ: Mapping[str, str], *, token: str = "", 
         url: a path, ``file:///a/path``, ``memory://name`` (the same one for the same name in this process),
             ``s3://bucket/prefix``, ``gs://bucket/prefix`` or ``az://container/prefix``; of a server,
             ``sgpu+http://host:port``.
-        environ: where credentials of object stores come from.
+        environ: where credentials of object stores come from, and what a server is trusted by.
         token: what a server is asked with.
         bound_s: how long one call of an object store, or of a server, may take.
 
@@ -73,7 +73,8 @@ def open_store(url: str | Path, environ: Mapping[str, str], *, token: str = "", 
             return _memory.setdefault(text, MemoryStore(parts.netloc + parts.path))
     if parts.scheme in _SERVED and parts.netloc and parts.path in ("", "/"):
         # Imported here: its client costs 50 ms, and most stores are a directory.
-        return cast("Store", load(f"{__package__}.served").ServedStore(text, token, bound_s=bound_s))
+        served = load(f"{__package__}.served")
+        return cast("Store", served.ServedStore(text, token, ca=environ.get("SSL_CERT_FILE", ""), bound_s=bound_s))
     if parts.scheme in CLOUDS and (bucket := parts.netloc):
         prefix = parts.path.strip("/")
         if _PREFIX.fullmatch(prefix) and not {".", ".."} & set(prefix.split("/")):

@@ -60,12 +60,14 @@ class ServedStore(Store):
     Args:
         url: ``sgpu+http://host:port`` or ``sgpu+https://host:port``.
         token: that the server gave out.
+        ca: file with certificates to trust; "" for the system's.
         bound_s: how long one call waits for a server that is away, in seconds.
     """
 
-    def __init__(self, url: str, token: str, *, bound_s: float = BOUND_S) -> None:
+    def __init__(self, url: str, token: str, *, ca: str = "", bound_s: float = BOUND_S) -> None:
         self.url = url
         self._token = token
+        self._ca = ca
         self._bound_s = bound_s
         self._lock = threading.Lock()
         self._opened: tuple[int, Connection] | None = None
@@ -154,7 +156,7 @@ class ServedStore(Store):
         with self._lock:
             if self._opened is None or self._opened[0] != os.getpid():
                 url = self.url.removeprefix(SCHEME)
-                self._opened = os.getpid(), Connection(url, self._token, patience_s=self._bound_s)
+                self._opened = os.getpid(), Connection(url, self._token, patience_s=self._bound_s, ca=self._ca)
             return self._opened[1]
 
     def close(self) -> None:
