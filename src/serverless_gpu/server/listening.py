@@ -1,0 +1,173 @@
+"""Where a server listens, and that a home has one server only.
+
+    lock     server/lock, held as long as the process lives: a second server of the home is told where the first one is
+    port     as asked for; else the one of last time (server/port), else 7878, else any that is free, which is remembered
+    protocol uvicorn's, with bounds on what it lacks bounds for: headers that never end, connections that say nothing
+
+The port is remembered, so that clients of before find the server again after it was started again. Only where nobody
+asked for a port may it be another one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import ipaddress
+import os
+import socket
+from asyncio import TimerHandle, Transport
+from collections.abc import Iterator
+from pathlib import Path
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from serverless_gpu.errors import InvalidValue, ServerProblem
+from serverless_gpu.server.settings import PORT, Settings
+
+BACKLOG = 2048
+HEAD_BYTES_MAX = 64 << 10
+"""Of a request line and headers; what the gate lets through is less."""
+HEAD_S = 20.0
+"""How long a connection may take to send its first headers."""
+
+
+@contextlib.contextmanager
+def only_one(directory: Path) -> Iterator[None]:
+    """Hold the lock of a server's directory.
+
+    Raises:
+        ServerProblem: another server has it.
+    """
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            said = os.pread(fd, 200, 0).decode("utf-8", "replace").strip()
+            raise ServerProblem(
+                f"a server of this home runs already{': ' + said if said else ''}",
+                hint="`sgpu status` shows it; another SERVERLESS_GPU_HOME gets a server of its own",
+            ) from None
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"process {os.getpid()}".encode(), 0)
+        yield
+    finally:
+        os.close(fd)
+
+
+def bound(settings: Settings) -> socket.socket:
+    """Return the socket a server listens on, bound and not listening yet.
+
+    Raises:
+        ServerProblem: the port that was asked for is taken.
+        InvalidValue: there is no such address here.
+    """
+    remembered = settings.directory / "port"
+    if settings.port is not None:
+        return _bound(settings.host, settings.port)
+    for port in (_read_port(remembered), PORT, 0):
+        if port is None:
+            continue
+        try:
+            found = _bound(settings.host, port)
+        except ServerProblem:
+            continue
+        remembered.write_text(f"{found.getsockname()[1]}\n", encoding="ascii")
+        return found
+    raise ServerProblem(f"no port is free on {settings.host}")
+
+
+def url_of(settings: Settings, listening: socket.socket) -> str:
+    """Return the address under which this machine reaches the server."""
+    host = settings.host
+    with contextlib.suppress(ValueError):
+        address = ipaddress.ip_address(host)
+        if address.is_unspecified:
+            host = "127.0.0.1" if address.version == 4 else "::1"
+    return f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
+
+
+def names(settings: Settings) -> tuple[str, ...]:
+    """Return the names, beside those of loopback, under which the server may be reached."""
+    own = () if _is_unspecified(settings.host) else (settings.host,)
+    return tuple(f"[{name}]" if ":" in name else name for name in (*own, *settings.hosts))
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """uvicorn's protocol, with bounds on the head of a request and on silent connections."""
+
+    _head_bytes = 0
+    _in_head = True
+    _waiting: TimerHandle | None = None
+
+    def connection_made(self, transport: Transport) -> None:  # type: ignore[override] # as uvicorn's own
+        """Give the connection some time to say something."""
+        super().connection_made(transport)
+        self._waiting = self.loop.call_later(HEAD_S, self._said_nothing)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the timer."""
+        self._heard()
+        super().connection_lost(exc)
+
+    def on_message_begin(self) -> None:
+        """Count from here."""
+        self._head_bytes, self._in_head = 0, True
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        """Count no more."""
+        self._in_head = False
+        self._heard()
+        super().on_headers_complete()
+
+    def data_received(self, data: bytes) -> None:
+        """Take bytes, unless they are the head of a request that is longer than any may be."""
+        if self._in_head:
+            self._head_bytes += len(data)
+            if self._head_bytes - len(data) > HEAD_BYTES_MAX:
+                self.transport.close()
+                return
+        with contextlib.suppress(httptools.HttpParserCallbackError):
+            super().data_received(data)
+
+    def _heard(self) -> None:
+        if self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None
+
+    def _said_nothing(self) -> None:
+        self.transport.close()
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    made = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind((host, port))
+        made.listen(BACKLOG)
+    except OSError as error:
+        made.close()
+        if error.errno in (errno.EADDRINUSE, errno.EACCES):
+            raise ServerProblem(
+                f"port {port} of {host} cannot be used: {error.strerror}", hint="give another one with --port"
+            ) from error
+        raise InvalidValue(f"{host} is no address of this machine: {error}", hint="give one with --host") from error
+    return made
+
+
+def _read_port(path: Path) -> int | None:
+    with contextlib.suppress(OSError, ValueError):
+        port = int(path.read_text(encoding="ascii"))
+        return port if 0 < port < 65536 else None
+    return None
+
+
+def _is_unspecified(host: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_unspecified
+    return False
