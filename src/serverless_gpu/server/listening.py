@@ -20,7 +20,6 @@ from asyncio import TimerHandle, Transport
 from collections.abc import Iterator
 from pathlib import Path
 
-import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from serverless_gpu.errors import InvalidValue, ServerProblem
@@ -128,11 +127,9 @@ class BoundedProtocol(HttpToolsProtocol):
         """Take bytes, unless they are the head of a request that is longer than any may be."""
         if self._in_head:
             self._head_bytes += len(data)
-            if self._head_bytes - len(data) > HEAD_BYTES_MAX:
-                self.transport.close()
-                return
-        with contextlib.suppress(httptools.HttpParserCallbackError):
-            super().data_received(data)
+        super().data_received(data)
+        if self._in_head and self._head_bytes > HEAD_BYTES_MAX:
+            self.transport.close()
 
     def _heard(self) -> None:
         if self._waiting is not None:
