@@ -13,6 +13,7 @@ from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
 from tests.server.made import made_services
 from tests.server.postgres import Cluster, cluster
+from tests.server.served import Served, served
 
 
 @pytest.fixture(scope="session")
@@ -77,3 +78,10 @@ def clock() -> FakeClock:
 def services(database: Database, tmp_path: Path, clock: FakeClock) -> Services:
     """Return the parts of a server, on the test's clock."""
     return made_services(database, tmp_path, clock=clock)
+
+
+@pytest.fixture
+def server(home: Path) -> Iterator[Served]:
+    """Yield a real server on loopback, with a home and a token of its own."""
+    with served(home) as running:
+        yield running

@@ -1,30 +1,113 @@
 """How the server is put together: its parts in the order in which they need each other, taken apart the other way.
 
-    settings ─▶ database (migrated) ─▶ keys, first start ─▶ hub, logs, blobs … ─▶ Services ─▶ loops
+    settings ─▶ database, migrated ─▶ key, first tokens ─▶ storage, hub ─▶ Services ─▶ engine ─▶ loops
+
+What is taken apart last was put together first, so nothing is used after its end: the loops finish their tick, then the
+engine lets go, then the database closes. Nothing has to be taken apart: a server that is killed leaves the same.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+import getpass
+import logging
+import os
+from collections.abc import Iterator
 
 from serverless_gpu.ambient import Clock
-from serverless_gpu.errors import ServerlessGpuError
-from serverless_gpu.model import access
-from serverless_gpu.server.api.routing import Need
-from serverless_gpu.server.callers import Caller
+from serverless_gpu.engines.base import Engine
+from serverless_gpu.errors import ServerProblem
+from serverless_gpu.server.admission import Admission
 from serverless_gpu.server.database import Database
-from serverless_gpu.server.gate import Authenticate, Reach
-from serverless_gpu.server.hub import Hub
+from serverless_gpu.server.first_start import FirstTokens, first_tokens
+from serverless_gpu.server.hub import RECONCILER, SCHEDULER, Hub
+from serverless_gpu.server.keys import read_keys
+from serverless_gpu.server.loops import Loop
+from serverless_gpu.server.reconciler import Reconciler
+from serverless_gpu.server.scheduler import Scheduler
+from serverless_gpu.server.sealing import Sealer
 from serverless_gpu.server.services import Services
 from serverless_gpu.server.settings import Settings
+from serverless_gpu.server.storage import open_storage
+
+LOOP_S = 3.0
+"""How long a loop may take to finish its tick when the server stops."""
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Assembly:
-    """A server that could be asked."""
+    """A server that can be asked."""
 
     services: Services
-    authenticate: Authenticate
-    reach: Reach
+    admission: Admission
+    tokens: FirstTokens
+
+
+@contextlib.contextmanager
+def assembled(settings: Settings, *, url: str, clock: Clock) -> Iterator[Assembly]:
+    """Put a server together, and take it apart.
+
+    Args:
+        settings: what it was told.
+        url: under which this machine reaches it.
+        clock: the machine's.
+
+    Raises:
+        ServerProblem: the database is of a newer version, or the server's key is none.
+        ServerUnavailable: the database does not answer.
+    """
+    with contextlib.ExitStack() as stack:
+        database = stack.enter_context(contextlib.closing(Database(settings.database, clock=clock)))
+        database.migrate()
+        tokens = first_tokens(database, settings.directory, login=_login(), now_ns=clock.wall_ns())
+        keys = read_keys(settings.directory)
+        storage = open_storage(settings.directory, settings.store, os.environ, clock=clock)
+        services = Services(
+            settings=settings,
+            clock=clock,
+            database=database,
+            hub=Hub(),
+            keys=keys,
+            sealer=Sealer(keys.sealing),
+            checks=(lambda: _database_problem(database),),
+            **storage._asdict(),
+        )
+        stack.enter_context(_looking_after(services, None))
+        yield Assembly(services=services, admission=Admission(database, clock=clock), tokens=tokens)
+
+
+@contextlib.contextmanager
+def _looking_after(services: Services, engine: Engine | None) -> Iterator[None]:
+    """Run the loops; the hub rings them."""
+    scheduler = Scheduler(services, engine=engine)
+    reconciler = Reconciler(services, scheduler=scheduler, engine=engine)
+    loops = {
+        SCHEDULER: Loop("scheduler", scheduler.tick, clock=services.clock),
+        RECONCILER: Loop("reconciler", reconciler.tick, clock=services.clock),
+    }
+    for key, loop in loops.items():
+        services.hub.listen(key, loop.ring)
+        loop.start()
+    try:
+        yield
+    finally:
+        for loop in loops.values():
+            if not loop.stop(timeout_s=LOOP_S):
+                _log.warning("a loop did not finish its tick within %s s", LOOP_S)
+
+
+def _login() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a user id without a name, as in some containers
+        return ""
+
+
+def _database_problem(database: Database) -> str:
+    try:
+        database.read(lambda connection: connection.closed)
+    except ServerProblem as error:
+        return error.message
+    return ""

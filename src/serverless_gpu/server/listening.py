@@ -1,7 +1,7 @@
 """Where a server listens, and that a home has one server only.
 
-    lock     server/lock, held as long as the process lives: a second server of the home is told where the first one is
-    port     as asked for; else the one of last time (server/port), else 7878, else any that is free, which is remembered
+    lock     server/lock, held as long as the process lives: a second server of the home is told of the first
+    port     as asked for; else the one of last time (server/port), else 7878, else any free one, which is remembered
     protocol uvicorn's, with bounds on what it lacks bounds for: headers that never end, connections that say nothing
 
 The port is remembered, so that clients of before find the server again after it was started again. Only where nobody

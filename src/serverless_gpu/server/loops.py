@@ -60,7 +60,8 @@ class Loop:
         while not self._stopping:
             self._rung.clear()
             pause_s = self._turn()
-            self._rung.wait(pause_s)
+            if not self._stopping:  # `stop` may have rung before the bell was cleared
+                self._rung.wait(pause_s)
 
     def _turn(self) -> float:
         """Do one tick; return the seconds until the next."""

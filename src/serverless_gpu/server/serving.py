@@ -62,7 +62,7 @@ class Running(uvicorn.Server):
         await super().shutdown(sockets)
 
     @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:  # type: ignore[override] # uvicorn's raises them again at the end
+    def capture_signals(self) -> Iterator[None]:
         """Stop at a signal; the process then ends by returning, not by the signal."""
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -99,12 +99,10 @@ def serve(
             app = guarded(
                 assembly.services,
                 hosts=(*LOOPBACK, *names(settings)),
-                authenticate=assembly.authenticate,
-                reach=assembly.reach,
+                authenticate=assembly.admission.authenticate,
+                reach=assembly.admission.reach,
             )
-            running = Running(
-                _configuration(settings, app), assembly.services.hub, ready=lambda: ready(url, running)
-            )
+            running = Running(_configuration(settings, app), assembly.services.hub, ready=lambda: ready(url, running))
             running.run([listening])
         _logger.info("process %d has stopped", os.getpid())
 

@@ -1,0 +1,125 @@
+"""The server starts, answers, is alone in its home, remembers its port, and stops in order."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import stat
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from serverless_gpu.ambient import machine
+from serverless_gpu.errors import NotAuthenticated, ServerProblem, ServerUnavailable
+from serverless_gpu.server import listening
+from serverless_gpu.server.logfile import Redacted
+from serverless_gpu.version import __version__
+from serverless_gpu.wire.principals import PrincipalView
+from serverless_gpu.wire.state import Health, Version
+from tests.server.served import Served, served
+
+
+def test_a_server_answers_whoever_has_its_token(server: Served) -> None:
+    connection = server.connection()
+    version = connection.ask("GET", "/version", answer=Version)
+    assert (version.version, version.machine) == (__version__, machine())
+    assert connection.ask("GET", "/health", answer=Health).ok
+    assert connection.ask("GET", "/whoami", answer=PrincipalView).role == "admin"
+    with pytest.raises(NotAuthenticated):
+        server.connection("sgpu_nobody").ask("GET", "/whoami", answer=PrincipalView)
+
+
+def test_files_of_the_server_are_for_its_user_only(server: Served) -> None:
+    directory = server.home / "server"
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    for name in ("token", "node.token", "key", "server.db", "server.log", "lock"):
+        assert stat.S_IMODE((directory / name).stat().st_mode) == 0o600, name
+
+
+def test_a_home_has_one_server(server: Served) -> None:
+    with pytest.raises(ServerProblem, match="runs already"), served(server.home):
+        pass
+    assert server.connection().ask("GET", "/health", answer=Health).ok
+
+
+def test_a_server_that_starts_again_has_the_same_port_and_token(tmp_path: Path) -> None:
+    with served(tmp_path, port=None) as first:
+        pass
+    with served(tmp_path, port=None) as second:
+        assert (second.url, second.token) == (first.url, first.token)
+        assert second.connection().ask("GET", "/whoami", answer=PrincipalView).role == "admin"
+    with pytest.raises(ServerUnavailable):
+        first.connection().ask("GET", "/version", answer=Version)
+    first.close()
+
+
+def test_a_port_that_was_asked_for_is_used_or_named(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ServerProblem, match=str(port)), served(tmp_path, port=port):
+            pass
+
+
+def test_a_port_nobody_asked_for_is_replaced_when_somebody_else_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(listening, "PORT", port)
+        with served(tmp_path, port=None) as server:
+            assert not server.url.endswith(f":{port}")
+            assert (tmp_path / "server" / "port").read_text() == server.url.rpartition(":")[2] + "\n"
+
+
+def _raw(server: Served, sent: bytes, wait_s: float = 5) -> bytes:
+    host, _, port = server.url.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port)), timeout=wait_s) as connection:
+        received = b""
+        with contextlib.suppress(ConnectionResetError, BrokenPipeError):  # closed before all of it was read
+            connection.sendall(sent)
+            while piece := connection.recv(1 << 16):
+                received += piece
+        return received
+
+
+def test_headers_that_never_end_and_connections_that_say_nothing_are_closed(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert _raw(server, b"GET / HTTP/1.1\r\n" + b"X: " + b"1" * 400_000) == b""
+    monkeypatch.setattr(listening, "HEAD_S", 0.2)
+    assert _raw(server, b"GET / HTT") == b""
+    assert server.connection().ask("GET", "/health", answer=Health).ok
+
+
+def test_what_is_no_http_is_answered_without_a_word_about_the_server(server: Served) -> None:
+    answer = _raw(server, b"\x16\x03\x01\x02\x00\x01\x00")
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert b"uvicorn" not in answer.lower()
+
+
+def test_the_log_has_no_tokens_also_not_in_tracebacks() -> None:
+    formatter = Redacted("%(message)s")
+    try:
+        raise ValueError("sgpu_01kaz5w8d3e4f5g6h7j8k9m0n1_abcdefghijklmnop-_")
+    except ValueError:
+        record = logging.getLogger("x").makeRecord(
+            "x", logging.ERROR, "f", 1, "sgpa_secretsecret %s", ("sgpu_0123456789",), sys.exc_info()
+        )
+    text = formatter.format(record)
+    assert "secretsecret" not in text and "0123456789" not in text and "abcdefgh" not in text
+    assert "ValueError: sgpu_…" in text
+
+
+def test_stopping_takes_less_than_two_seconds_with_idle_connections(tmp_path: Path) -> None:
+    with served(tmp_path) as server:
+        connection = server.connection()
+        assert connection.ask("GET", "/health", answer=Health).ok
+        began = time.monotonic()
+    assert time.monotonic() - began < 2
