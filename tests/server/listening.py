@@ -6,9 +6,11 @@ Tokens are the names of roles, as `Authorization: Bearer operator`; `attempt` is
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
 import uvicorn
@@ -21,9 +23,8 @@ from serverless_gpu.server.api.routing import Need
 from serverless_gpu.server.app import guarded
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.gate import LOOPBACK
-from serverless_gpu.server.hub import Hub
-from serverless_gpu.server.services import Services
 from serverless_gpu.server.storage import Storage
+from tests.server.made import made_services
 
 T = TypeVar("T")
 RUN = "01kaz5w8d3e4f5g6h7j8k9m0n1"
@@ -53,8 +54,10 @@ def reach_of(who: Caller, need: Need) -> str:
 
 def app_of(storage: Storage, database: Any = None) -> ASGIApp:
     """Return the application on some storage."""
-    services = Services(clock=SystemClock(), database=database or NoDatabase(), hub=Hub(), **storage._asdict())
-    return guarded(services, hosts=LOOPBACK, authenticate=authenticate, reach=reach_of)
+    made = made_services(database or NoDatabase(), Path("/nonexistent"), clock=SystemClock())
+    return guarded(
+        dataclasses.replace(made, **storage._asdict()), hosts=LOOPBACK, authenticate=authenticate, reach=reach_of
+    )
 
 
 @contextlib.contextmanager

@@ -47,7 +47,7 @@ class Logs:
     """The output of all runs; safe to use from several threads.
 
     Args:
-        root: directory of the files, in one that exists; made when something is appended.
+        root: directory of the files; made when something is appended.
         bytes_max: of one stream.
         kept_free_bytes: what is left on the disk.
     """
@@ -188,7 +188,7 @@ class Logs:
             if not make:
                 return -1
         for path in (self._root, directory.parent, directory):
-            path.mkdir(mode=0o700, exist_ok=True)
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
         return os.open(directory / name, flags, 0o600)
 
     def _note(self, directory: Path, name: str) -> None:
