@@ -207,8 +207,9 @@ class Agents:
         )
 
 
-async def stream(services: Services, agents: Agents, who: Caller, node_id: str) -> AsyncIterator[Order | None]:
+async def stream(services: Services, who: Caller, node_id: str) -> AsyncIterator[Order | None]:
     """Yield the orders of a node as they come, and those that were not taken again; None to show that it is alive."""
+    agents = Agents(services)
     sent: dict[int, int] = {}
     hub, clock, key = services.hub, services.clock, node_key(node_id)
     while not hub.closed:

@@ -19,6 +19,7 @@ class Action(StrEnum):
     RUN_STOP = "run.stop"
     NODE_JOIN = "node.join"
     NODE_FORGET = "node.forget"
+    POOL_PUT = "pool.put"
     ENVIRONMENT_DELETE = "environment.delete"
     USER_CREATE = "user.create"
     USER_CHANGE = "user.change"

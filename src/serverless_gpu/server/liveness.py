@@ -74,6 +74,12 @@ class Presence:
         with self._lock:
             return self._heard.get(node_id)
 
+    def forget(self, node_id: str) -> None:
+        """Note that a node is dead."""
+        with self._lock:
+            self._heard.pop(node_id, None)
+            self._lost.pop(node_id, None)
+
     def lose(self, node_id: str, sentence: str) -> None:
         """Note that an engine does not count on a node, until it is heard of again or `find` is called."""
         with self._lock:

@@ -243,6 +243,12 @@ def waiting_of(connection: sa.Connection, owner: str, *, at_most: int) -> int:
     return connection.execute(sa.select(sa.func.count()).select_from(query.subquery())).scalar_one()
 
 
+def queued_by_pool(connection: sa.Connection) -> dict[str, int]:
+    """Return how many runs wait, by the pool they name; "" for those that name none."""
+    query = sa.select(runs.c.pool, sa.func.count()).where(runs.c.state == State.QUEUED.value).group_by(runs.c.pool)
+    return dict(connection.execute(query).tuples().all())
+
+
 def parts_in_use(connection: sa.Connection) -> Iterator[str]:
     """Yield the digests of all parts that payloads are made of, of runs that may still need them."""
     query = sa.select(runs.c.spec_json).where(runs.c.state.not_in([state.value for state in TERMINAL]))

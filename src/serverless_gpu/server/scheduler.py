@@ -17,7 +17,6 @@ query of identifiers.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 
 import sqlalchemy as sa
 
@@ -171,15 +170,6 @@ class Scheduler:
             told.announce(services.hub)
             _log.warning("attempt %s:%s did not start: %s", run_id, fence, why)
         return told is not None
-
-
-def waits(floor_now: Floor, queue: Sequence[Wanted]) -> dict[str, int]:
-    """Return how many runs wait, by the pool they name."""
-    counts = {pool.name: 0 for pool in floor_now.pools}
-    for wanted in queue:
-        if wanted.pool in counts:
-            counts[wanted.pool] += 1
-    return counts
 
 
 def _wanted(run: StoredRun, failed: dict[str, frozenset[str]]) -> Wanted:

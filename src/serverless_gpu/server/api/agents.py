@@ -1,0 +1,49 @@
+"""Routes of `wire/agents.py` that nodes use: join, be there, be told what to do."""
+
+from __future__ import annotations
+
+from serverless_gpu.errors import TooLarge
+from serverless_gpu.server.agents import Agents, stream
+from serverless_gpu.server.api.routing import Call, Query, Routes, Stream, reading, writing
+from serverless_gpu.server.orders import OPEN_MAX
+from serverless_gpu.wire.agents import AgentHello, AgentWelcome, Heartbeat, HeartbeatAnswer, Order, OrdersTaken
+
+routes = Routes("agents")
+
+
+class OrdersQuery(Query, frozen=True, kw_only=True):
+    """Where a stream begins.
+
+    Attributes:
+        after: number of the last order that the node has seen; what it has not taken comes again all the same.
+    """
+
+    after: int = 0
+
+
+@routes.post("/agents", needs=writing("agents"))
+def hello(call: Call, body: AgentHello) -> AgentWelcome:
+    """Join, or come back."""
+    return Agents(call.services).hello(call.who, body)
+
+
+@routes.post("/agents/{node}/heartbeat", needs=writing("agents"))
+def heartbeat(call: Call, node: str, body: Heartbeat) -> HeartbeatAnswer:
+    """Say that the node is there, and what it has."""
+    return Agents(call.services).heartbeat(call.who, node, body)
+
+
+@routes.get("/agents/{node}/orders", needs=reading("orders"))
+async def orders(call: Call, node: str, query: OrdersQuery) -> Stream[Order]:
+    """Stream what the node is to do; what it has not taken comes again."""
+    agents = Agents(call.services)
+    await call.in_thread(lambda: agents.waiting(call.who, node))  # refuses now, and not in the middle of a stream
+    return Stream(stream(call.services, call.who, node))
+
+
+@routes.post("/agents/{node}/orders/ack", needs=writing("orders"))
+def take_orders(call: Call, node: str, body: OrdersTaken) -> None:
+    """Say which orders need not come again."""
+    if len(body.seqs) > OPEN_MAX:
+        raise TooLarge(f"{len(body.seqs)} orders at once", hint=f"say {OPEN_MAX} at most")
+    Agents(call.services).take(call.who, node, body.seqs)

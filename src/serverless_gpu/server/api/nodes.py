@@ -1,0 +1,33 @@
+"""Routes of `wire/agents.py` that people use: nodes and pools."""
+
+from __future__ import annotations
+
+from serverless_gpu.server import operating
+from serverless_gpu.server.api.routing import Call, Routes, reading, writing
+from serverless_gpu.wire.agents import ForgetRequest, NodeList, NodeView, PoolList, PoolRequest, PoolView
+
+routes = Routes("nodes")
+
+
+@routes.get("/nodes", needs=reading("nodes"))
+def list_nodes(call: Call) -> NodeList:
+    """Return all nodes."""
+    return NodeList(nodes=tuple(operating.view_nodes(call.services)))
+
+
+@routes.post("/nodes/{node}/forget", needs=writing("nodes"))
+def forget(call: Call, node: str, body: ForgetRequest) -> NodeView:
+    """Give up a node that is known to be dead, with its attempts."""
+    return operating.forget(call.services, call.who, node, known_dead=body.i_know_it_is_dead)
+
+
+@routes.get("/pools", needs=reading("pools"))
+def list_pools(call: Call) -> PoolList:
+    """Return all pools."""
+    return PoolList(pools=tuple(operating.view_pools(call.services)))
+
+
+@routes.put("/pools/{name}", needs=writing("pools"))
+def put_pool(call: Call, name: str, body: PoolRequest) -> PoolView:
+    """Make or change a pool, and move nodes into it."""
+    return operating.put_pool(call.services, call.who, name, body)

@@ -1,0 +1,123 @@
+"""What operators do with nodes and pools, and what everybody may see of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import sqlalchemy as sa
+
+from serverless_gpu.errors import InvalidValue, NotFound
+from serverless_gpu.model.run_lifecycle import Forgotten
+from serverless_gpu.server import audit, floor, nodes, pools, runs, transitions
+from serverless_gpu.server.audit import Action
+from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.floor import GONE, Floor
+from serverless_gpu.server.hub import SCHEDULER
+from serverless_gpu.server.nodes import StoredNode
+from serverless_gpu.server.services import Services
+from serverless_gpu.server.transitions import Note, Told
+from serverless_gpu.wire.agents import NodeView, PoolRequest, PoolView
+from serverless_gpu.wire.base import NAME_CHARACTERS_MAX
+
+KINDS = (pools.ON_DEMAND, pools.RESERVED)
+
+
+def view_nodes(services: Services) -> list[NodeView]:
+    """Return all nodes as people see them."""
+    there = services.database.read(floor.load)
+    return floor.view_nodes(there, services.presence, floor.now(services))
+
+
+def view_pools(services: Services) -> list[PoolView]:
+    """Return all pools as people see them."""
+
+    def work(connection: sa.Connection) -> tuple[Floor, Counter[str]]:
+        return floor.load(connection), Counter(runs.queued_by_pool(connection))
+
+    there, queued = services.database.read(work)
+    return floor.view_pools(there, services.presence, floor.now(services), queued=queued)
+
+
+def forget(services: Services, who: Caller, name: str, *, known_dead: bool) -> NodeView:
+    """Give up a node that an operator knows to be dead: its attempts are over at once.
+
+    Args:
+        services: the server's.
+        who: asks.
+        name: of the node, or its identifier.
+        known_dead: whether they said so; without that nothing is done.
+
+    Raises:
+        InvalidValue: it was not said that the node is dead.
+        NotFound: there is no such node.
+    """
+    if not known_dead:
+        raise InvalidValue(
+            f"node {name!r} is given up only when it is known to be dead: what still ran there would run twice",
+            hint="say i_know_it_is_dead once somebody has looked",
+        )
+    at_ns = services.clock.wall_ns()
+
+    def work(connection: sa.Connection) -> tuple[StoredNode, list[Told]]:
+        node = _find(connection, name)
+        note = Note(at_ns=at_ns, detail=f"{who.name} said that {node.name} is dead")
+        told = [
+            transitions.tell(connection, run, Forgotten(), note=note)
+            for run in runs.active(connection)
+            if run.attempt is not None and run.attempt.node_id == node.id
+        ]
+        nodes.forget(connection, node.id, at_ns=at_ns)
+        detail = {"name": node.name, "runs": [one.before.id for one in told]}
+        audit.record(connection, who=who, action=Action.NODE_FORGET, subject=node.id, now_ns=at_ns, detail=detail)
+        return node, told
+
+    node, told = services.database.write(work)
+    services.presence.forget(node.id)
+    for one in told:
+        one.announce(services.hub)
+    services.hub.touch(SCHEDULER)
+    return NodeView(
+        id=node.id,
+        name=node.name,
+        state=GONE,
+        sentence=f"was given up: {who.name} said that it is dead",
+        pool=node.pool,
+        devices=node.hello.devices,
+        unavailable=node.hello.unavailable,
+        busy=0,
+        runs=(),
+        version=node.hello.version,
+        seen_ns=node.seen_ns,
+    )
+
+
+def put_pool(services: Services, who: Caller, name: str, asked: PoolRequest) -> PoolView:
+    """Make or change a pool, and move nodes into it; what runs there goes on.
+
+    Raises:
+        InvalidValue: the name or the kind is not possible.
+        NotFound: there is no such node.
+    """
+    if not 0 < len(name) <= NAME_CHARACTERS_MAX or not name.isprintable():
+        raise InvalidValue(f"a pool cannot be named {name[:64]!r}", hint="1 to 64 printable characters")
+    if asked.kind not in KINDS:
+        raise InvalidValue(f"there is no kind of pool {asked.kind[:64]!r}", hint=f"kinds: {', '.join(KINDS)}")
+    at_ns = services.clock.wall_ns()
+
+    def work(connection: sa.Connection) -> None:
+        pools.put(connection, name, kind=asked.kind, at_ns=at_ns)
+        for node_name in asked.nodes:
+            pools.move(connection, name, node_id=_find(connection, node_name).id)
+        detail = {"kind": asked.kind, "nodes": list(asked.nodes)}
+        audit.record(connection, who=who, action=Action.POOL_PUT, subject=name, now_ns=at_ns, detail=detail)
+
+    services.database.write(work)
+    services.hub.touch(SCHEDULER)
+    return next(pool for pool in view_pools(services) if pool.name == name)
+
+
+def _find(connection: sa.Connection, name: str) -> StoredNode:
+    node = nodes.named(connection, name) or nodes.get(connection, name)
+    if node is None or node.forgotten_ns is not None:
+        raise NotFound(f"there is no node {name[:64]!r}", hint="sgpu nodes lists them")
+    return node

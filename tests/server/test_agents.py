@@ -1,0 +1,280 @@
+"""What agents say and are told: joining, coming back, orders until they are taken."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+import sqlalchemy as sa
+
+from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound
+from serverless_gpu.model.attempt import Reason, State, StopReason
+from serverless_gpu.model.hardware import parse_fake
+from serverless_gpu.model.run_lifecycle import Ended, StopAsked
+from serverless_gpu.model.spec import Resources
+from serverless_gpu.server import nodes, runs, transitions
+from serverless_gpu.server.agents import Agents, stream
+from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.hub import node_key
+from serverless_gpu.server.keys import sha256
+from serverless_gpu.server.nodes import StoredNode
+from serverless_gpu.server.runs import NewRun, StoredRun
+from serverless_gpu.server.scheduler import Scheduler
+from serverless_gpu.server.services import Services
+from serverless_gpu.server.transitions import Note, Told
+from serverless_gpu.testing import FakeClock
+from serverless_gpu.wire.agents import AgentHello, AttemptSeen, Heartbeat, Order, Start, Stop
+from serverless_gpu.wire.base import PROTOCOL
+from tests.server.stored import add_people, new_run
+
+NODE = Caller(name="node", kind="service", role="agent")
+OTHER = Caller(name="other", kind="service", role="agent")
+H100 = parse_fake("H100:8")
+
+
+def hello(name: str = "n1", *, boot: str = "b1", machine: str = "m1", **fields: object) -> AgentHello:
+    said = AgentHello(
+        name=name,
+        machine=machine,
+        boot_id=boot,
+        version="1",
+        protocol=PROTOCOL,
+        python="3.11",
+        platform="linux-x86_64",
+        devices=H100,
+    )
+    return msgspec.structs.replace(said, **fields)
+
+
+@pytest.fixture
+def agents(services: Services) -> Agents:
+    """Return the verbs, and let two nodes' principals and a user exist."""
+    add_people(services.database, "node", "other", "alice")  # type: ignore[arg-type] # a Database
+    return Agents(services)
+
+
+def submit(services: Services, gpus: int = 2) -> str:
+    new = new_run(resources=Resources(gpus=gpus, gpu_type="H100"))
+    sealed = services.sealer.seal(b'{"environ":{"A":"1"}}', about=new.id)
+    new = msgspec.structs.replace(new, context_sealed=sealed)
+    return _insert(services, new)
+
+
+def _insert(services: Services, new: NewRun) -> str:
+    at_ns = services.clock.wall_ns()
+    services.database.write(lambda connection: runs.insert(connection, new, at_ns=at_ns))
+    return new.id
+
+
+def placed(services: Services, gpus: int = 2) -> str:
+    run_id = submit(services, gpus)
+    Scheduler(services).tick(services.clock.boottime_ns())
+    assert find(services, run_id).state is State.STARTING
+    return run_id
+
+
+def find(services: Services, run_id: str) -> StoredRun:
+    run = services.database.read(lambda connection: runs.find(connection, run_id))
+    assert run is not None
+    return run
+
+
+def tell(services: Services, run_id: str, event: StopAsked | Ended) -> None:
+    note = Note(at_ns=services.clock.wall_ns())
+
+    def work(connection: sa.Connection) -> Told:
+        run = runs.find(connection, run_id)
+        assert run is not None
+        return transitions.tell(connection, run, event, note=note)
+
+    services.database.write(work).announce(services.hub)
+
+
+def stored_node(services: Services, node_id: str) -> StoredNode:
+    node = services.database.read(lambda connection: nodes.get(connection, node_id))
+    assert node is not None
+    return node
+
+
+def test_a_node_joins_once_however_often_it_says_hello(services: Services, agents: Agents) -> None:
+    first = agents.hello(NODE, hello())
+    again = agents.hello(NODE, hello(problem="no disk"))
+    assert again == first
+    assert (first.heartbeat_s, first.partition_grace_s, first.stale) == (5.0, 900.0, ())
+    node = stored_node(services, first.node)
+    assert (node.name, node.pool, node.hello.problem, node.principal) == ("n1", "default", "no disk", "node")
+    assert services.presence.is_there(first.node, now_ns=services.clock.boottime_ns())
+
+
+def test_a_node_that_names_its_pool_is_in_it(services: Services, agents: Agents) -> None:
+    welcome = agents.hello(NODE, hello(pool="research"))
+    assert stored_node(services, welcome.node).pool == "research"
+    agents.hello(NODE, hello())
+    assert stored_node(services, welcome.node).pool == "research"
+
+
+def test_a_name_is_one_principals_and_one_machines(services: Services, agents: Agents, clock: FakeClock) -> None:
+    agents.hello(NODE, hello())
+    with pytest.raises(NotAllowed, match="belongs to node"):
+        agents.hello(OTHER, hello())
+    with pytest.raises(NotAllowed, match="it is another machine"):
+        agents.hello(NODE, hello(machine="m2"))
+    clock.advance(60)  # it went away: its name may be taken over
+    agents.hello(NODE, hello(machine="m2"))
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        (hello(protocol=PROTOCOL + 1), f"speaks protocol {PROTOCOL + 1}"),
+        (hello(name=""), "cannot be named ''"),
+        (hello(name="a\x1b[2J"), "cannot be named"),
+        (hello(name="a" * 300), "cannot be named"),
+        (hello(pool="p" * 65), "a pool cannot be named"),
+        (hello(machine="m" * 65), "64 characters at most"),
+        (hello(unavailable=("x",) * 1025), "1024 devices at most"),
+        (hello(attempts=(AttemptSeen(run_id="r", fence=1, state=State.RUNNING),) * 10_001), "10000 attempts at most"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(agents: Agents, said: AgentHello, message: str) -> None:
+    with pytest.raises(InvalidValue, match=message):
+        agents.hello(NODE, said)
+
+
+def test_a_heartbeat_of_a_node_that_is_not_known_asks_for_a_hello(agents: Agents) -> None:
+    welcome = agents.hello(NODE, hello())
+    for who, node_id in ((NODE, "gone"), (OTHER, welcome.node)):
+        with pytest.raises(NotFound):
+            agents.heartbeat(who, node_id, Heartbeat(devices=H100))
+
+
+def test_a_heartbeat_writes_what_is_new_and_otherwise_seldom(
+    services: Services, agents: Agents, clock: FakeClock
+) -> None:
+    node_id = agents.hello(NODE, hello()).node
+    clock.advance(5)
+    agents.heartbeat(NODE, node_id, Heartbeat(devices=H100))
+    assert stored_node(services, node_id).seen_ns == clock.wall_ns() - 5 * 10**9
+    agents.heartbeat(NODE, node_id, Heartbeat(devices=H100, unavailable=("FAKE-H100-0",)))
+    node = stored_node(services, node_id)
+    assert (node.seen_ns, node.hello.unavailable) == (clock.wall_ns(), ("FAKE-H100-0",))
+    clock.advance(16)
+    agents.heartbeat(NODE, node_id, Heartbeat(devices=H100, unavailable=("FAKE-H100-0",)))
+    assert stored_node(services, node_id).seen_ns == clock.wall_ns()
+
+
+def test_an_order_has_everything_the_node_needs_and_comes_until_it_is_taken(services: Services, agents: Agents) -> None:
+    node_id = agents.hello(NODE, hello()).node
+    run_id = placed(services)
+    (order,) = agents.waiting(NODE, node_id)
+    assert isinstance(order, Start)
+    run = find(services, run_id)
+    assert run.attempt is not None
+    assert (order.run_id, order.fence, order.gpu_type, order.world_size) == (run_id, 1, "H100", 2)
+    assert (order.spec, order.call, order.owner) == (run.spec, b"call", "alice")
+    assert bytes(order.context) == b'{"environ":{"A":"1"}}'
+    assert sha256(order.token) == run.attempt.token_sha256
+    assert agents.waiting(NODE, node_id) == [order]
+    agents.take(NODE, node_id, [order.seq])
+    assert agents.waiting(NODE, node_id) == []
+    agents.take(NODE, node_id, [order.seq, 12345])
+
+
+def test_orders_are_for_the_nodes_own_principal_only(services: Services, agents: Agents) -> None:
+    node_id = agents.hello(NODE, hello()).node
+    placed(services)
+    (order,) = agents.waiting(NODE, node_id)
+    for ask in (lambda: agents.waiting(OTHER, node_id), lambda: agents.take(OTHER, node_id, [order.seq])):
+        with pytest.raises(NotFound):
+            ask()
+    assert agents.waiting(NODE, node_id) == [order]
+
+
+def test_one_nodes_word_does_not_take_anothers_order(services: Services, agents: Agents) -> None:
+    first = agents.hello(NODE, hello()).node
+    placed(services)
+    second = agents.hello(OTHER, hello("n2", machine="m2")).node
+    (order,) = agents.waiting(NODE, first)
+    agents.take(OTHER, second, [order.seq])
+    assert agents.waiting(NODE, first) == [order]
+
+
+def test_a_stop_is_an_order_too_and_nothing_is_ordered_about_what_has_ended(services: Services, agents: Agents) -> None:
+    node_id = agents.hello(NODE, hello()).node
+    run_id = placed(services)
+    tell(services, run_id, StopAsked(why=StopReason.CANCEL))
+    start, stop = agents.waiting(NODE, node_id)
+    assert isinstance(start, Start)
+    assert stop == Stop(seq=stop.seq, run_id=run_id, fence=1, reason=StopReason.CANCEL)
+    tell(services, run_id, Ended(reason=Reason.CANCELLED, began=False))
+    assert agents.waiting(NODE, node_id) == []
+
+
+def test_F32_an_attempt_that_a_node_has_was_taken_whether_or_not_its_word_arrived(
+    services: Services, agents: Agents
+) -> None:
+    node_id = agents.hello(NODE, hello()).node
+    run_id = placed(services)
+    seen = AttemptSeen(run_id=run_id, fence=1, state=State.RUNNING)
+    assert agents.hello(NODE, hello(attempts=(seen,))).stale == ()
+    assert agents.waiting(NODE, node_id) == []
+    assert find(services, run_id).state is State.STARTING
+
+
+def test_F21_another_boot_of_the_machine_ends_its_attempts_at_once(services: Services, agents: Agents) -> None:
+    agents.hello(NODE, hello())
+    run_id = placed(services)
+    seen = AttemptSeen(run_id=run_id, fence=1, state=State.RUNNING)
+    welcome = agents.hello(NODE, hello(boot="b2", attempts=(seen,)))
+    run = find(services, run_id)
+    assert (run.state, run.reason) == (State.FAILED, Reason.NODE_REBOOTED)
+    assert welcome.stale == (f"{run_id}:1",)
+
+
+def test_attempts_of_other_nodes_and_of_nobody_are_stale(services: Services, agents: Agents) -> None:
+    first = agents.hello(NODE, hello()).node
+    run_id = placed(services)
+    seen = (
+        AttemptSeen(run_id=run_id, fence=1, state=State.RUNNING),
+        AttemptSeen(run_id=run_id, fence=2, state=State.RUNNING),
+        AttemptSeen(run_id="nobody", fence=1, state=State.RUNNING),
+    )
+    both = {f"{run_id}:2", "nobody:1"}
+    assert set(agents.heartbeat(NODE, first, Heartbeat(devices=H100, attempts=seen)).stale) == both
+    second = agents.hello(OTHER, hello("n2", machine="m2", attempts=seen))
+    assert set(second.stale) == {f"{run_id}:1", *both}
+
+
+def test_an_attempt_that_ended_by_its_own_report_is_not_stale_its_receipt_may_come(
+    services: Services, agents: Agents
+) -> None:
+    node_id = agents.hello(NODE, hello()).node
+    run_id = placed(services)
+    tell(services, run_id, Ended(reason=Reason.COMPLETED, began=True))
+    seen = (AttemptSeen(run_id=run_id, fence=1, state=State.STOPPING),)
+    assert agents.heartbeat(NODE, node_id, Heartbeat(devices=H100, attempts=seen)).stale == ()
+
+
+def test_a_stream_says_what_comes_says_it_again_and_ends_with_the_server(
+    services: Services, agents: Agents, clock: FakeClock
+) -> None:
+    node_id = agents.hello(NODE, hello()).node
+    run_id = placed(services)
+
+    async def watch() -> list[Order | None]:
+        heard: list[Order | None] = []
+        async for order in stream(services, NODE, node_id):
+            heard.append(order)
+            if len(heard) == 1:
+                await asyncio.to_thread(tell, services, run_id, StopAsked(why=StopReason.CANCEL))
+            elif len(heard) == 2:
+                clock.advance(16)
+                services.hub.touch(node_key(node_id))
+            elif len(heard) == 4:
+                services.hub.close()
+        return heard
+
+    heard = asyncio.run(asyncio.wait_for(watch(), 30))
+    kinds = [type(order).__name__ for order in heard if order is not None]
+    assert kinds == ["Start", "Stop", "Start", "Stop"]
