@@ -14,7 +14,8 @@ from serverless_gpu.server.scheduler import Scheduler
 from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import Heartbeat, PoolRequest, PoolView
-from tests.server.test_agents import H100, NODE, add_people, find, hello, submit
+from tests.server.stored import add_people
+from tests.server.test_agents import H100, NODE, find, hello, submit
 
 ADMIN = Caller(name="root", role="admin", token_id="t")
 
@@ -66,8 +67,9 @@ def test_a_pool_is_made_changed_and_given_nodes_and_that_is_written_down(service
     assert view.kind == "on-demand"
     Scheduler(services).tick(services.clock.boottime_ns())
     assert find(services, run_id).state is State.STARTING
-    written = services.database.read(audit.entries)
-    assert [(entry.action, entry.subject, entry.principal) for entry in written] == [("pool.put", "research", "root")] * 2
+    _, *written = services.database.read(audit.entries)
+    said = [(entry.action, entry.subject, entry.principal) for entry in written]
+    assert said == [("pool.put", "research", "root")] * 2
 
 
 @pytest.mark.parametrize(
@@ -99,7 +101,8 @@ def test_F22_a_node_that_an_operator_knows_to_be_dead_is_given_up_at_once_and_th
     run = find(services, run_id)
     assert (run.state, run.reason) == (State.LOST, Reason.NODE_GONE)
     assert operating.view_nodes(services) == []
-    (entry,) = services.database.read(audit.entries)
+    joined, entry = services.database.read(audit.entries)
+    assert (joined.action, joined.principal) == ("node.join", "node")
     assert (entry.action, entry.detail) == ("node.forget", {"name": "n1", "runs": [run_id]})
     with pytest.raises(NotFound):
         operating.forget(services, ADMIN, "n1", known_dead=True)

@@ -21,7 +21,8 @@ from serverless_gpu import ambient
 from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound
 from serverless_gpu.model.attempt import Reason
 from serverless_gpu.model.run_lifecycle import GivenUp
-from serverless_gpu.server import attempts, nodes, orders, pools, runs, transitions
+from serverless_gpu.server import attempts, audit, nodes, orders, pools, runs, transitions
+from serverless_gpu.server.audit import Action
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.hub import SCHEDULER, node_key
 from serverless_gpu.server.nodes import StoredNode
@@ -168,6 +169,8 @@ class Agents:
         )
         if before is None:
             nodes.insert(connection, node)
+            detail = {"name": node.name, "pool": pool}
+            audit.record(connection, who=who, action=Action.NODE_JOIN, subject=node.id, now_ns=at_ns, detail=detail)
             return node, None
         if before.principal != who.name:
             raise NotAllowed(f"the node {said.name!r} belongs to {before.principal}", hint="give this one another name")

@@ -246,7 +246,7 @@ def waiting_of(connection: sa.Connection, owner: str, *, at_most: int) -> int:
 def queued_by_pool(connection: sa.Connection) -> dict[str, int]:
     """Return how many runs wait, by the pool they name; "" for those that name none."""
     query = sa.select(runs.c.pool, sa.func.count()).where(runs.c.state == State.QUEUED.value).group_by(runs.c.pool)
-    return dict(connection.execute(query).tuples().all())
+    return {pool: count for pool, count in connection.execute(query)}
 
 
 def parts_in_use(connection: sa.Connection) -> Iterator[str]:
