@@ -14,6 +14,7 @@ from scripts.lints import (
     inside_room,
     names,
     size,
+    transactions,
     type_ignores,
     unpickling,
 )
@@ -26,6 +27,7 @@ LINTS: tuple[ModuleType, ...] = (
     inside_room,
     names,
     size,
+    transactions,
     type_ignores,
     unpickling,
 )

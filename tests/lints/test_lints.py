@@ -18,6 +18,7 @@ from scripts.lints import (
     links,
     names,
     size,
+    transactions,
     type_ignores,
     unpickling,
 )
@@ -43,6 +44,7 @@ PLANTED = [
     (unpickling, ROOM, "import marshal\nmarshal.loads(b'')\n", "import json\njson.loads('')\n"),
     (unpickling, ROOM, "import shelve\nshelve.open('x')\n", "open('x')\n"),
     (unpickling, "scripts/x.py", "import pickle\nread = pickle.load\n", "import json\nread = json.load\n"),
+    (transactions, "src/serverless_gpu/server/runs.py", "connection.commit()\n", "connection.execute(query)\n"),
     (clock, ROOM, "import time\ntime.time()\n", "import time\ntime.monotonic()\n"),
     (clock, ROOM, "from time import time_ns as now\nnow()\n", "def now() -> int: ...\nnow()\n"),
     (clock, ROOM, "import datetime as d\nd.datetime.now(d.UTC)\n", "import datetime as d\nd.datetime(2026, 1, 1)\n"),

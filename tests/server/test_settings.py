@@ -47,3 +47,11 @@ def test_an_unknown_option_is_refused_with_those_there_are(tmp_path: Path) -> No
     with pytest.raises(InvalidOption, match="'prot'") as caught:
         read_settings(tmp_path, {"prot": 1})
     assert "partition_grace" in caught.value.hint
+
+
+def test_every_setting_is_in_the_reference(tmp_path: Path) -> None:
+    with pytest.raises(InvalidOption) as caught:
+        read_settings(tmp_path, {"prot": 1})
+    reference = (Path(__file__).parents[2] / "docs" / "reference.md").read_text()
+    for name in caught.value.hint.removeprefix("settings: ").split(", "):
+        assert f"| `{name}` |" in reference, f"docs/reference.md, Settings of a server, lacks {name}"
