@@ -19,9 +19,10 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.engines.base import Engine
 from serverless_gpu.errors import ServerProblem
 from serverless_gpu.server.admission import Admission
+from serverless_gpu.server.collecting import Collector
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.first_start import FirstTokens, first_tokens
-from serverless_gpu.server.hub import RECONCILER, SCHEDULER, Hub
+from serverless_gpu.server.hub import COLLECTOR, RECONCILER, SCHEDULER, Hub
 from serverless_gpu.server.keys import read_keys
 from serverless_gpu.server.loops import Loop
 from serverless_gpu.server.reconciler import Reconciler
@@ -29,6 +30,7 @@ from serverless_gpu.server.scheduler import Scheduler
 from serverless_gpu.server.sealing import Sealer
 from serverless_gpu.server.services import Services
 from serverless_gpu.server.settings import Settings
+from serverless_gpu.server.space import space_problem
 from serverless_gpu.server.storage import open_storage
 
 LOOP_S = 3.0
@@ -71,7 +73,7 @@ def assembled(settings: Settings, *, url: str, clock: Clock) -> Iterator[Assembl
             hub=Hub(),
             keys=keys,
             sealer=Sealer(keys.sealing),
-            checks=(lambda: _database_problem(database),),
+            checks=(lambda: _database_problem(database), lambda: space_problem(settings.directory)),
             **storage._asdict(),
         )
         stack.enter_context(_looking_after(services, None))
@@ -86,6 +88,7 @@ def _looking_after(services: Services, engine: Engine | None) -> Iterator[None]:
     loops = {
         SCHEDULER: Loop("scheduler", scheduler.tick, clock=services.clock),
         RECONCILER: Loop("reconciler", reconciler.tick, clock=services.clock),
+        COLLECTOR: Loop("collector", Collector(services).tick, clock=services.clock),
     }
     for key, loop in loops.items():
         services.hub.listen(key, loop.ring)

@@ -20,6 +20,7 @@ from collections.abc import Callable
 SCHEDULER = "scheduler"
 """Touch it when there may be something to place: the scheduler looks at once."""
 RECONCILER = "reconciler"
+COLLECTOR = "collector"
 _KEYS_MAX = 20_000
 
 

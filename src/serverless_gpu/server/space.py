@@ -53,3 +53,11 @@ def full(why: str) -> ServerStorageFull:
         f"the server has no room to store this: {why}",
         hint="nothing of it was kept; when whoever looks after the server has made room, send it again",
     )
+
+
+def space_problem(directory: Path) -> str:
+    """Return what is wrong with the room on a disk, for the server's health; "" when there is enough."""
+    free = free_bytes(directory)
+    if free is None or free > KEPT_FREE_BYTES:
+        return ""
+    return f"the server's disk has {format_bytes(free)} left: payloads, results and logs are not taken"
