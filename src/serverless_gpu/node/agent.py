@@ -243,10 +243,12 @@ class Agent:
             received = protocol.receive(client)
         except (OSError, msgspec.MsgspecError):
             received = None
-        if received is not None and isinstance(received[0], protocol.Confirm):
-            confirmed = (msgspec.structs.replace(entry[0], confirmed=True), client)
-            self._queue[self._queue.index(entry)] = confirmed
-            self._selector.register(client, selectors.EVENT_READ, lambda: self._hear_queued(confirmed))
+        if received is not None and isinstance(received[0], protocol.Confirm | protocol.Lease):
+            word = received[0]
+            changes = {"confirmed": True} if isinstance(word, protocol.Confirm) else {"lease_ns": word.deadline_ns}
+            changed = (msgspec.structs.replace(entry[0], **changes), client)
+            self._queue[self._queue.index(entry)] = changed
+            self._selector.register(client, selectors.EVENT_READ, lambda: self._hear_queued(changed))
             return
         if received is None and not entry[0].confirmed:
             self._queue.remove(entry)  # nobody will ever say that it may start

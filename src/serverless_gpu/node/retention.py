@@ -6,8 +6,9 @@ The agent's loop never waits for a disk. What is deleted is renamed first, withi
 a run; what a deletion that was cut short left under such a name goes with the next one.
 
 Failure cases: a run that was never launched (kept for a day without a write: its client may be writing it); a directory
-that is no run's (kept); a link in `runs/` (the link goes, never what it leads to); another cleaner is faster (fine); a
-file that cannot be deleted (said, the others go); a configuration that cannot be read (nothing is deleted).
+that is no run's (kept); a run of which a server has not heard everything (kept, for a month); a link in `runs/` (the
+link goes, never what it leads to); another cleaner is faster (fine); a file that cannot be deleted (said, the others
+go); a configuration that cannot be read (nothing is deleted).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from serverless_gpu.model.retention import DAY_NS, Entry, Policy, to_delete
 from serverless_gpu.node.configuration import read_configuration
 from serverless_gpu.node.history import NOT_STARTED, UNREADABLE, Record, read_run, run_ids, size_on_disk
 from serverless_gpu.node.home import Home
+from serverless_gpu.node.remote import is_unsent
 from serverless_gpu.units import format_bytes
 
 FIRST_S = 10.0  # after the agent's start: the run that started it wants the cores first
@@ -124,7 +126,7 @@ def scan(runs: Path, queued: Collection[str], now_ns: int) -> list[Entry]:
     return [
         Entry(
             run_id=run_id,
-            ended_ns=_ended_ns(read_run(runs, run_id, queued), now_ns),
+            ended_ns=None if is_unsent(runs / run_id, now_ns) else _ended_ns(read_run(runs, run_id, queued), now_ns),
             size_bytes=size_on_disk(runs / run_id),
         )
         for run_id in run_ids(runs)

@@ -41,7 +41,7 @@ _CLEAN_VARIABLES = (
     "PYENV_ROOT",
 )
 
-_DEPENDENCIES = ("msgspec", "blake3", "backports", "pathspec", "obstore")
+_DEPENDENCIES = ("msgspec", "blake3", "backports", "pathspec", "obstore", "httpx2")
 
 PRELOAD = ("numpy", "torch", "torch.distributed")
 PRELOAD_ROOTS = ("numpy", "torch")

@@ -459,9 +459,13 @@ class Supervisor:
     def _leave_unconfirmed(self) -> None:
         """End an attempt whose caller went away before it knew that the environment is what the launch says."""
         self._client = None
-        if self._attempt.state in (State.QUEUED, State.STARTING):
-            self._account.notes.append("its caller ended before the environment was confirmed; no user code ran")
-            self._apply(StopRequested(StopReason.CANCEL))
+        if self._attempt.state not in (State.QUEUED, State.STARTING):
+            return
+        if self._lease_ns is not None:
+            self._apply(StartFailed(Reason.REFUSED, "the node's uplink ended before the server had confirmed the run"))
+            return
+        self._account.notes.append("its caller ended before the environment was confirmed; no user code ran")
+        self._apply(StopRequested(StopReason.CANCEL))
 
     def _say(self, sentence: str) -> None:
         self._audience.tell(protocol.Waiting(sentence=sentence))

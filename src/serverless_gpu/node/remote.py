@@ -1,0 +1,94 @@
+"""Attempts that a server gave to this node, as their directories say it: whose they are, and what the server still has
+to hear of.
+
+    runs/<run>/<fence>/remote.json    open ─▶ settled    the server has everything: results, receipt
+                                           └▶ stale      the attempt was over for the server: nothing is sent any more
+
+The file is written before anything is started and holds no variables of the caller, only the attempt's own token, in a
+directory of this user alone. It is not flushed to the disk: after a reboot nothing of the attempt is left anyway, and
+the server sees the other boot identifier.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from serverless_gpu.model.retention import DAY_NS
+from serverless_gpu.node.account import write_text
+from serverless_gpu.node.history import touched_ns
+
+FILE = "remote.json"
+UNSENT_DAYS_MAX = 30
+_BYTES_MAX = 1 << 20
+
+Standing = Literal["open", "settled", "stale"]
+
+
+class Remote(msgspec.Struct, frozen=True, kw_only=True):
+    """An attempt that a server gave to this node.
+
+    Attributes:
+        profile: path of the file that says how the server is reached; which server it is, too.
+        token: the attempt's own.
+        partition_grace_s: how long it may go on without an answer of the server.
+    """
+
+    run_id: str
+    fence: int
+    profile: str
+    token: str
+    gpu_type: str
+    world_size: int
+    partition_grace_s: float
+    standing: Standing = "open"
+
+    @property
+    def gang(self) -> str:
+        """Return the gang's identifier, ``run:fence``."""
+        return f"{self.run_id}:{self.fence}"
+
+
+def read_remote(directory: Path) -> Remote | None:
+    """Return what an attempt's directory says about its server; None for an attempt of this node's own."""
+    try:
+        with (directory / FILE).open("rb") as file:
+            return msgspec.json.decode(file.read(_BYTES_MAX), type=Remote)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def write_remote(directory: Path, remote: Remote) -> None:
+    """Write it down.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    write_text(directory / FILE, msgspec.json.encode(remote).decode())
+
+
+def open_attempts(runs: Path, profile: str) -> Iterator[tuple[Path, Remote]]:
+    """Yield the attempts of which one server still has to hear something, with their directories."""
+    for path in sorted(runs.glob(f"*/*/{FILE}")):
+        remote = read_remote(path.parent)
+        if remote is not None and remote.profile == profile and remote.standing == "open":
+            yield path.parent, remote
+
+
+def is_unsent(run: Path, now_ns: int) -> bool:
+    """Return whether a server still has to hear something of a run; after a month it is not waited for any more.
+
+    Args:
+        run: the run's directory.
+        now_ns: nanoseconds since 1970.
+    """
+    with contextlib.suppress(OSError):
+        for path in run.glob(f"*/{FILE}"):
+            remote = read_remote(path.parent)
+            if remote is not None and remote.standing == "open":
+                return now_ns - touched_ns(path.parent) < UNSENT_DAYS_MAX * DAY_NS
+    return False

@@ -1,0 +1,130 @@
+"""Starting and ending the uplink of a home, and asking whether it runs.
+
+    engine ──ensure──▶ lock held, same version? ─▶ nothing
+                       lock held, another one's ─▶ ended, and started: attempts do not notice
+                       free                     ─▶ started, detached
+
+One uplink per home and profile: the lock decides, the loser ends. Whoever started it may die; it stays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import select
+import signal
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from serverless_gpu.errors import AgentUnavailable
+from serverless_gpu.node.flocks import held_note
+from serverless_gpu.node.home import Home
+from serverless_gpu.node.spawning import clean_process, open_log
+from serverless_gpu.version import __version__
+
+_START_S = 30.0
+_END_S = 10.0
+_PASSED_ON = ("SERVERLESS_GPU_FAKE", "CUDA_VISIBLE_DEVICES")
+"""What says which devices the node offers."""
+
+
+class Running(NamedTuple):
+    """An uplink that runs."""
+
+    pid: int
+    version: str
+
+
+def lock_path(home: Home, profile: Path) -> Path:
+    """Return the file whose lock an uplink holds while it lives."""
+    digest = hashlib.sha256(os.fsencode(profile.absolute())).hexdigest()[:12]
+    return home.sockets() / f"uplink-{digest}.lock"
+
+
+def running(home: Home, profile: Path) -> Running | None:
+    """Return the uplink of a home and profile, or None when there is none."""
+    return _noted(lock_path(home, profile))
+
+
+def ensure(home: Home, profile: Path, environ: Mapping[str, str]) -> bool:
+    """Have an uplink of this version running; return whether one was started.
+
+    Args:
+        home: the home directory.
+        profile: how the server is reached (`profile.py`).
+        environ: variables; those that say what the node offers, and a few that every process needs, are passed on.
+
+    Raises:
+        AgentUnavailable: it could not be started.
+        StorageError: the sockets' directory cannot be used.
+    """
+    found = running(home, profile)
+    if found is not None and found.version == __version__:
+        return False
+    if found is not None:
+        _end(found.pid)
+    start(home, profile, environ)
+    return True
+
+
+def start(home: Home, profile: Path, environ: Mapping[str, str]) -> None:
+    """Start an uplink, which detaches itself; as `ensure`."""
+    passed = {name: environ[name] for name in _PASSED_ON if name in environ}
+    log = -1
+    try:
+        log = open_log(home.root / "uplink.log")
+        process = clean_process(
+            "serverless_gpu.node.uplink.process",
+            (str(home.root), str(profile.absolute()), passed),
+            fds=(),
+            log=log,
+            environ=environ,
+        )
+    except OSError as error:
+        raise AgentUnavailable(f"the uplink of this node could not be started: {error}") from error
+    finally:
+        if log >= 0:
+            os.close(log)
+    try:
+        process.wait(_START_S)  # it detaches at once; the uplink itself is not our child
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def stop_all(home: Home) -> int:
+    """End every uplink of a home; their attempts go on. Return how many there were.
+
+    Raises:
+        AgentUnavailable: one did not end.
+    """
+    count = 0
+    for path in home.sockets().glob("uplink-*.lock"):
+        found = _noted(path)
+        if found is not None:
+            _end(found.pid)
+            count += 1
+    return count
+
+
+def _noted(path: Path) -> Running | None:
+    note = (held_note(path) or b"").decode("ascii", "replace").split()
+    return Running(int(note[0]), note[1]) if len(note) == 2 and note[0].isdigit() else None
+
+
+def _end(pid: int) -> None:
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(process, signal.SIGTERM)
+        if not select.select([process], [], [], _END_S)[0]:
+            signal.pidfd_send_signal(process, signal.SIGKILL)
+            raise AgentUnavailable(f"the uplink (pid {pid}) did not end within {_END_S:.0f} s and was killed")
+    finally:
+        os.close(process)

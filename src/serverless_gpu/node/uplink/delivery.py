@@ -1,0 +1,124 @@
+"""Outputs of one attempt on their way into reports: small ones inside, large ones as blobs first.
+
+Results that cannot be delivered are no success: once the server has answered everything but the upload for long enough,
+the attempt ends as `result_upload`, and its sentence says where the files are. What a run that failed anyway has left
+besides its message is not worth that: it ends as it did, without the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from serverless_gpu.ambient import Clock
+from serverless_gpu.model.attempt import State
+from serverless_gpu.node.protocol import Stopped
+from serverless_gpu.node.uplink.shipping import Output, Outputs
+from serverless_gpu.node.uplink.unattended import lost_upload
+from serverless_gpu.node.uplink.uploading import Upload
+from serverless_gpu.units import format_duration_ms
+from serverless_gpu.wire.attempts import File
+from serverless_gpu.wire.connection import Connection
+
+
+class Delivered(NamedTuple):
+    """What of the outputs goes into a report.
+
+    Attributes:
+        is_last: whether the server has everything it will ever have once it has these.
+        stopped: how the attempt ended, which may be that its results did not arrive.
+        sentence: how far it is.
+    """
+
+    files: tuple[File, ...]
+    is_last: bool
+    stopped: Stopped
+    sentence: str
+
+
+class Delivery:
+    """The outputs of one attempt.
+
+    Args:
+        directory: of the attempt.
+        connect: makes a connection with the attempt's token.
+        clock: where time comes from.
+    """
+
+    def __init__(self, directory: Path, connect: Callable[[], Connection], clock: Clock) -> None:
+        self._directory = directory
+        self._connect = connect
+        self._clock = clock
+        self._outputs = Outputs(directory)
+        self._upload: Upload | None = None
+        self._tried_ns: int | None = None
+
+    @property
+    def is_uploading(self) -> bool:
+        """Return whether large outputs are on their way."""
+        return self._upload is not None and not self._upload.done
+
+    def before_the_end(self) -> tuple[File, ...]:
+        """Return what a run that goes on has to show: stacks of ranks that stand still."""
+        return self._outputs.inline(self._outputs.unsent(ended=False))
+
+    def deliver(self, stopped: Stopped, upload_s: float) -> Delivered:
+        """Return what goes into the next report.
+
+        Args:
+            stopped: how the attempt ended.
+            upload_s: for how long large outputs are tried to be sent.
+        """
+        unsent = self._outputs.unsent(ended=True)
+        files = self._outputs.inline(unsent) + self._uploaded(unsent)
+        named = {file.name for file in files}
+        missing = [output for output in unsent if output.name not in named]
+        problem = self._given_up(missing, upload_s)
+        if not problem or any(output.is_small for output in missing):
+            sentence = self._upload.sentence() if self._upload is not None and missing else ""
+            return Delivered(files, not missing, stopped, sentence)
+        if stopped.state is State.SUCCEEDED:
+            stopped = lost_upload(problem, self._clock)
+        return Delivered(files, True, stopped, "")
+
+    def taken(self, files: Sequence[File]) -> None:
+        """Note that the server has these."""
+        self._outputs.taken(files)
+
+    def answered(self) -> None:
+        """Note that the server answers: from now on an upload that does not get on counts."""
+        if self._upload is not None and self._tried_ns is None:
+            self._tried_ns = self._clock.boottime_ns()
+
+    def unanswered(self) -> None:
+        """Note that the server is away: that is not the upload's fault."""
+        self._tried_ns = None
+
+    def close(self) -> None:
+        """Give up what is on its way."""
+        if self._upload is not None:
+            self._upload.close()
+
+    def _uploaded(self, unsent: Sequence[Output]) -> tuple[File, ...]:
+        large = [output for output in unsent if not output.is_small]
+        if large and self._upload is None:
+            self._upload = Upload(large, self._connect())
+        if self._upload is None:
+            return ()
+        there = self._upload.files
+        return tuple(there[output.name] for output in large if output.name in there)
+
+    def _given_up(self, missing: Sequence[Output], upload_s: float) -> str:
+        """Return why the large outputs will not arrive, or "" while they may."""
+        upload = self._upload
+        if upload is None or not missing:
+            return ""
+        if upload.lost:
+            return upload.lost
+        if self._tried_ns is None or self._clock.boottime_ns() - self._tried_ns < upload_s * 1e9:
+            return ""
+        names = ", ".join(output.name for output in missing[:3]) + (" …" if len(missing) > 3 else "")
+        waited = format_duration_ms(round(upload_s * 1000))
+        why = f": {upload.problem}" if upload.problem else ""
+        return f"{names} did not get to the server in {waited}{why}; the files are on the node, in {self._directory}"

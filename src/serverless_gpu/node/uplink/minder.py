@@ -1,0 +1,335 @@
+"""One attempt, as this node looks after it for its server: started, listened to, reported, stopped.
+
+    order ──▶ Minder ──Launch──▶ agent ──▶ supervisor        one thread listens: Started, Stopped, Finished …
+                │ ▲                           │
+                │ └──── the socket ───────────┘
+                └─ News ─▶ Reporter ─▶ server                another one reports; answers become Lease, Confirm, Cancel
+
+An uplink that was started anew has the directory and `remote.json`: it connects to the supervisor's socket and goes on.
+Where no supervisor is to be found, the attempt's lock says whether one lives; if none does, what is missing is written
+(`unattended.py`). So each attempt ends with an ending and a receipt, whoever was killed.
+
+Failure cases: the node cannot start the attempt (an ending `refused`, nothing of the user's ran); the agent dies with
+the launch in its queue (launched again, three times at most: no facts, so nothing has run); the supervisor is killed
+(`supervisor_lost` as soon as none of its processes holds a device).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from serverless_gpu.ambient import Clock
+from serverless_gpu.errors import ServerlessGpuError
+from serverless_gpu.model.attempt import State, StopReason
+from serverless_gpu.node import protocol
+from serverless_gpu.node.history import first_facts, read_ending, read_receipt
+from serverless_gpu.node.home import Home
+from serverless_gpu.node.inside.channel import Channel
+from serverless_gpu.node.reaching import connect
+from serverless_gpu.node.remote import Remote, write_remote
+from serverless_gpu.node.taking import has_begun, try_lock
+from serverless_gpu.node.uplink import starting
+from serverless_gpu.node.uplink.news import AT_ONCE_S, SOME_TIME_S, SOON_S, News
+from serverless_gpu.node.uplink.reporter import Reporter
+from serverless_gpu.node.uplink.server import Server
+from serverless_gpu.node.uplink.unattended import refusal, settle, still_held
+from serverless_gpu.wire.agents import AttemptSeen, Start
+
+LAUNCHES_MAX = 3
+_LOOK_S = 0.05
+_LOOK_S_MAX = 2.0
+_EMPTYING_S_MAX = 60.0
+_RESTARTED = "the node's uplink ended before the run was launched"
+
+
+class Minder:
+    """What the uplink does for one attempt.
+
+    Args:
+        home: the home directory.
+        directory: of the attempt.
+        remote: whose it is.
+        server: the server.
+        clock: where time comes from.
+        say: takes a line for the log.
+    """
+
+    def __init__(
+        self, home: Home, directory: Path, remote: Remote, *, server: Server, clock: Clock, say: Callable[[str], None]
+    ) -> None:
+        self.remote = remote
+        self.directory = directory
+        self._home = home
+        self._server = server
+        self._clock = clock
+        self._say = say
+        self._news = News(clock)
+        self._lock = threading.Lock()
+        self._channel: Channel | None = None
+        self._confirmed = False
+        self._launch: protocol.Launch | None = None
+        self._launches = 0
+        self._connections = 0
+        self._agent_pid = 0
+        self._detail = _RESTARTED
+        self._threads: list[threading.Thread] = []
+
+    # --- from outside --------------------------------------------------------------------------------------------
+
+    def start(self, order: Start) -> None:
+        """Start the attempt, in threads of its own."""
+        self._run_threads(lambda: self._begin(order), fresh=True)
+
+    def adopt(self) -> None:
+        """Go on with an attempt that an earlier uplink started."""
+        begun = has_begun(first_facts(self.directory))
+        self._news.learn(AT_ONCE_S, begun=begun, state=State.RUNNING if begun else State.STARTING)
+        self._run_threads(lambda: None, fresh=False)
+
+    def stop(self, reason: StopReason) -> None:
+        """Have the attempt stopped in order; a later reason may be a stronger one."""
+        if self._news.known.stop is not reason:
+            self._news.learn(SOON_S, stop=reason)
+            self._tell(protocol.Cancel(reason=reason))
+
+    def seen(self) -> AttemptSeen:
+        """Return what a heartbeat says of it."""
+        known = self._news.known
+        state = known.state if known.ending is None else State.STOPPING
+        return AttemptSeen(run_id=self.remote.run_id, fence=self.remote.fence, state=state)
+
+    def is_over(self) -> bool:
+        """Return whether there is nothing left to be done for it."""
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def abandon(self) -> None:
+        """Stop an attempt that is over for the server, and keep its files."""
+        remote = msgspec.structs.replace(self.remote, standing="stale")
+        with contextlib.suppress(OSError):
+            write_remote(self.directory, remote)
+        self._say(f"attempt {self.remote.gang} is over for the server; its files stay in {self.directory}")
+        self.stop(StopReason.CANCEL)
+
+    # --- answers of the server -----------------------------------------------------------------------------------
+
+    def renew(self, deadline_ns: int, stop: StopReason | None) -> None:
+        """Let the attempt go on until then; the first answer lets user code start.
+
+        Args:
+            deadline_ns: boottime.
+            stop: why the server wants it stopped, or None.
+        """
+        self._tell(protocol.Lease(deadline_ns=deadline_ns))
+        if stop is not None:
+            self.stop(stop)
+        elif not self._confirmed:
+            self._confirmed = True
+            self._tell(protocol.Confirm())
+
+    def settled(self) -> None:
+        """Note that the server has everything."""
+        with contextlib.suppress(OSError):
+            write_remote(self.directory, msgspec.structs.replace(self.remote, standing="settled"))
+
+    # --- the listening thread ------------------------------------------------------------------------------------
+
+    def _run_threads(self, begin: Callable[[], None], *, fresh: bool) -> None:
+        reporter = Reporter(
+            self.directory, self.remote, self._news, server=self._server, clock=self._clock, say=self._say
+        )
+
+        def listen() -> None:
+            begin()
+            self._listen()
+
+        gang = self.remote.gang
+        self._threads = [
+            threading.Thread(target=listen, name=f"listen {gang}", daemon=True),
+            threading.Thread(target=lambda: reporter.run(self, fresh=fresh), name=f"report {gang}", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _begin(self, order: Start) -> None:
+        """Launch what an order asks for; what cannot be is an ending, not an exception."""
+        try:
+            connection = self._server.connection(order.token)
+            try:
+                starting.write_call(order, self.directory, connection)
+            finally:
+                connection.close()
+            channel, greeting = connect(self._home)
+            profile = self._server.profile
+            store = (f"sgpu+{profile.url}", profile.token)
+            try:
+                launch = starting.make_launch(order, self.directory, greeting, clock=self._clock, store=store)
+                starting.write_run(launch)
+                self._agent_pid = greeting.pid
+                self._launch = launch
+            except BaseException:
+                channel.close()
+                raise
+            self._send(channel)
+        except (ServerlessGpuError, OSError) as error:
+            self._detail = str(error)
+
+    def _send(self, channel: Channel) -> None:
+        assert self._launch is not None
+        self._launches += 1
+        try:
+            protocol.send(channel, msgspec.structs.replace(self._launch, confirmed=self._confirmed))
+        except OSError:
+            channel.close()
+            return  # the agent is gone; who looks next launches again
+        self._take(channel)
+
+    def _take(self, channel: Channel) -> None:
+        """Have a connection to whoever looks after the attempt; tell what was to be told before there was one."""
+        with self._lock:
+            self._channel = channel
+        if self._confirmed:
+            self._tell(protocol.Confirm())
+        stop = self._news.known.stop
+        if stop is not None:
+            self._tell(protocol.Cancel(reason=stop))
+
+    def _listen(self) -> None:
+        """Hear what happens until the attempt has an ending and a receipt."""
+        while True:
+            if self._channel is not None:
+                self._hear(self._channel)
+            if not self._look():
+                return
+            self._connections += 1
+
+    def _hear(self, channel: Channel) -> None:
+        while True:
+            try:
+                received = protocol.receive(channel)
+            except (OSError, msgspec.MsgspecError):
+                received = None
+            if received is None:
+                break
+            for fd in received[1]:
+                os.close(fd)
+            self._understand(received[0])
+        with self._lock:
+            self._channel = None
+            channel.close()
+
+    def _understand(self, message: protocol.AnyMessage) -> None:
+        match message:
+            case protocol.Output() | protocol.Skipped():
+                self._news.learn(SOON_S)
+            case protocol.Waiting(sentence=sentence):
+                self._news.learn(SOME_TIME_S, sentence=sentence)
+            case protocol.Started():
+                self._news.learn(SOON_S, begun=True, state=State.RUNNING, sentence="")
+            case protocol.Snapshot(state=state, waiting=waiting):
+                begun = state not in (State.QUEUED, State.STARTING) and has_begun(first_facts(self.directory))
+                self._news.learn(
+                    SOME_TIME_S, begun=begun, state=State.RUNNING if begun else State.STARTING, sentence=waiting
+                )
+            case protocol.Stopped() as stopped:
+                self._news.learn(AT_ONCE_S, ending=stopped)
+            case protocol.Finished():
+                self._news.learn(AT_ONCE_S, finished=True)
+            case protocol.Refused(message=text):
+                self._detail = text
+            case _:
+                pass
+
+    def _look(self) -> bool:
+        """Find whoever looks after the attempt now; return False once nobody needs to."""
+        pause_s = _LOOK_S
+        if self._connections and not self._is_finished():
+            self._pause(pause_s)  # who answers and hangs up at once is not asked again at once
+        while not self._is_finished():
+            channel = self._supervisor()
+            if channel is not None:
+                self._take(channel)
+                return True
+            lock = self._lock_free()
+            if lock >= 0:
+                try:
+                    again = self._should_launch_again()
+                    if not again:
+                        self._settle()
+                        return False
+                finally:
+                    os.close(lock)
+                if self._launch_again():
+                    return True
+            self._pause(pause_s)
+            pause_s = min(2 * pause_s, _LOOK_S_MAX)
+        return False
+
+    def _is_finished(self) -> bool:
+        if self._news.known.finished:
+            return True
+        stopped = read_ending(self.directory)
+        if stopped is None or read_receipt(self.directory) is None:
+            return False
+        self._news.learn(AT_ONCE_S, ending=stopped, finished=True)
+        return True
+
+    def _lock_free(self) -> int:
+        try:
+            return try_lock(self.directory)
+        except OSError as error:  # the directory was deleted, or its disk is gone
+            self._news.learn(AT_ONCE_S, ending=refusal(f"{self._detail}; {error}", self._clock), finished=True)
+            return -1
+
+    def _should_launch_again(self) -> bool:
+        """Return whether the agent died before anybody had the attempt; its lock is held."""
+        if self._launch is None or self._launches >= LAUNCHES_MAX or self._news.known.stop is not None:
+            return False
+        nothing = not first_facts(self.directory) and not (self.directory / "stopped.json").exists()
+        return nothing and not os.path.exists(f"/proc/{self._agent_pid}")
+
+    def _launch_again(self) -> bool:
+        try:
+            channel, greeting = connect(self._home)
+        except ServerlessGpuError as error:
+            self._detail = str(error)
+            self._launches += 1
+            return False
+        self._agent_pid = greeting.pid
+        self._send(channel)
+        return True
+
+    def _settle(self) -> None:
+        """Write what is missing, once none of the attempt's processes holds a device; its lock is held."""
+        limit_ns = self._clock.boottime_ns() + round(_EMPTYING_S_MAX * 1e9)
+        while still_held(self._home, self.directory) and self._clock.boottime_ns() < limit_ns:
+            self._news.learn(SOME_TIME_S, sentence="its supervisor is gone; its processes are being ended")
+            self._pause(_LOOK_S)
+        begun = has_begun(first_facts(self.directory)) or bool(first_facts(self.directory))
+        stopped = settle(self.directory, self.remote, self._detail, self._clock)
+        self._news.learn(AT_ONCE_S, begun=self._news.known.begun or begun, ending=stopped, finished=True)
+
+    def _supervisor(self) -> Channel | None:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            sock.connect(str(self._home.sockets() / f"{self.remote.run_id}.sock"))
+        except (OSError, ServerlessGpuError):
+            sock.close()
+            return None
+        return Channel(sock)
+
+    def _tell(self, message: protocol.Message) -> None:
+        with self._lock:
+            if self._channel is not None:
+                with contextlib.suppress(OSError):  # its end is heard by who listens
+                    protocol.send(self._channel, message)
+
+    @staticmethod
+    def _pause(seconds: float) -> None:
+        threading.Event().wait(seconds)

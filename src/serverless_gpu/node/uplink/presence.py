@@ -1,0 +1,144 @@
+"""What the node says of itself: who it is, what it offers, which of that others have, what it looks after.
+
+    AgentHello   at the start, after every silence, and when the server does not know the node
+    Heartbeat    every few seconds
+
+Devices are offered as a local client of this node would see them: declared ones in place of real ones, and nothing that
+`CUDA_VISIBLE_DEVICES` hides. Those that other runs, other users or a quarantine have are named, so that the server does
+not count on them; what this uplink's own attempts hold is the server's own knowledge.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import sys
+from collections.abc import Collection, Sequence
+
+import msgspec
+
+from serverless_gpu.ambient import SystemClock, machine
+from serverless_gpu.errors import ServerlessGpuError, StorageError
+from serverless_gpu.model.hardware import Device, DeviceKind, GpuType
+from serverless_gpu.model.placement import restrict
+from serverless_gpu.node.flocks import held_note
+from serverless_gpu.node.gate import foreign
+from serverless_gpu.node.gpus import NvmlProvider, unknown_usage
+from serverless_gpu.node.home import Home
+from serverless_gpu.node.inventory import Inventory, offered
+from serverless_gpu.node.locks import DeviceLocks, Holder, lock_directory
+from serverless_gpu.node.reservation import find_provider
+from serverless_gpu.node.uplink.profile import Profile
+from serverless_gpu.version import __version__
+from serverless_gpu.wire.agents import AgentHello, AttemptSeen, Heartbeat
+from serverless_gpu.wire.base import PROTOCOL
+
+
+class Offer(msgspec.Struct, frozen=True, kw_only=True):
+    """What the node has now.
+
+    Attributes:
+        unavailable: uuids of devices that somebody else has, or that are in quarantine.
+        problem: why it can run nothing, or "".
+    """
+
+    devices: tuple[Device, ...] = ()
+    own_types: tuple[GpuType, ...] = ()
+    unavailable: tuple[str, ...] = ()
+    problem: str = ""
+
+
+class Presence:
+    """This node.
+
+    Args:
+        home: the home directory.
+    """
+
+    def __init__(self, home: Home) -> None:
+        self._home = home
+        self._inventory = Inventory(home)
+        self._machine = NvmlProvider()
+        self._clock = SystemClock()
+
+    def hello(self, profile: Profile, attempts: tuple[AttemptSeen, ...]) -> AgentHello:
+        """Return the node as it introduces itself.
+
+        Args:
+            profile: what it calls itself, and the pool it asks to be in.
+            attempts: what it looks after.
+        """
+        offer = self.offer(attempts)
+        return AgentHello(
+            name=profile.name or socket.gethostname(),
+            machine=machine(),
+            boot_id=self._clock.boot_id(),
+            version=__version__,
+            protocol=PROTOCOL,
+            python=f"{sys.version_info.major}.{sys.version_info.minor}",
+            platform=f"{sys.platform}-{platform.machine()}",
+            pool=profile.pool,
+            devices=offer.devices,
+            own_types=offer.own_types,
+            unavailable=offer.unavailable,
+            attempts=attempts,
+            problem=offer.problem,
+        )
+
+    def heartbeat(self, attempts: tuple[AttemptSeen, ...]) -> Heartbeat:
+        """Return a sign of life.
+
+        Args:
+            attempts: what the node looks after.
+        """
+        offer = self.offer(attempts)
+        return Heartbeat(devices=offer.devices, unavailable=offer.unavailable, attempts=attempts, problem=offer.problem)
+
+    def offer(self, attempts: Collection[AttemptSeen]) -> Offer:
+        """Return what the node has now.
+
+        Args:
+            attempts: what it looks after: devices that these hold are not somebody else's.
+        """
+        self._inventory.refresh()
+        greeting = self._inventory.greeting(__version__)
+        try:
+            devices = tuple(restrict(offered(greeting, os.environ), os.environ.get("CUDA_VISIBLE_DEVICES")))
+            own = {attempt.run_id for attempt in attempts}
+            return Offer(devices=devices, own_types=greeting.own_types, unavailable=self._taken(devices, own))
+        except ServerlessGpuError as error:
+            return Offer(problem=str(error))
+
+    def _taken(self, devices: Sequence[Device], own: Collection[str]) -> tuple[str, ...]:
+        found: list[str] = []
+        for kind in dict.fromkeys(device.kind for device in devices):
+            uuids = [device.uuid for device in devices if device.kind is kind]
+            locks = DeviceLocks(lock_directory(kind, self._home.root), clock=self._clock)
+            holders = {uuid: held_note(locks.directory / f"{uuid}.lock") for uuid in uuids}
+            try:
+                quarantined = locks.quarantined()
+            except StorageError:
+                quarantined = {}
+            free = [uuid for uuid in uuids if holders[uuid] is None and uuid not in quarantined]
+            busy = set() if kind is DeviceKind.CPU else self._foreign(kind, free)
+            for uuid in uuids:
+                note = holders[uuid]
+                if uuid in quarantined or uuid in busy or (note is not None and _run_of(note) not in own):
+                    found.append(uuid)
+        return tuple(found)
+
+    def _foreign(self, kind: DeviceKind, uuids: list[str]) -> set[str]:
+        """Return which devices nobody has locked and processes use nevertheless."""
+        if not uuids:
+            return set()
+        usage = find_provider(kind, os.environ, self._home, self._machine).usage(uuids)
+        unknown = unknown_usage("it did not answer")
+        return {uuid for uuid in uuids if foreign(usage.get(uuid, unknown)) is not None}
+
+
+def _run_of(note: bytes) -> str:
+    try:
+        return msgspec.json.decode(note, type=Holder).run_id
+    except msgspec.MsgspecError:
+        return ""

@@ -1,0 +1,265 @@
+"""The uplink process: one per home and server. It joins with an agent's token, dials out, and listens on nothing.
+
+    main thread      hello ─▶ heartbeat, heartbeat …   (again hello after a silence)
+    orders           stream ─▶ Start: directory, Minder │ Stop: to its Minder   (again after a break)
+    acknowledging    what was taken, together
+    two per attempt  one listens to the supervisor, one reports (`minder.py`, `reporter.py`)
+
+It decides nothing about a run: the server says what is to be done, the supervisor does it. Whoever starts it may die
+(`control.py`); runs do not need it but for the server to hear of them, and for the lease.
+
+Failure cases:
+- killed: runs go on; the next uplink finds them by `remote.json` and their sockets, and sends what the server has not;
+- the server is away: everything is tried again with longer and longer pauses, up to 5 s; what is new stays on disk;
+- the server came back with another port or token: the profile is read again;
+- two started at once: the lock decides, the loser ends;
+- nobody needs it: it ends when it looks after nothing and the server has not answered for ten minutes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import queue
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import NoReturn
+
+from serverless_gpu.ambient import SystemClock, format_moment
+from serverless_gpu.errors import NotFound, ServerlessGpuError
+from serverless_gpu.node.home import Home
+from serverless_gpu.node.inside import linux
+from serverless_gpu.node.remote import open_attempts, read_remote
+from serverless_gpu.node.uplink import starting
+from serverless_gpu.node.uplink.control import lock_path
+from serverless_gpu.node.uplink.minder import Minder
+from serverless_gpu.node.uplink.presence import Presence
+from serverless_gpu.node.uplink.server import Backoff, Server
+from serverless_gpu.version import __version__
+from serverless_gpu.wire.agents import (
+    AgentWelcome,
+    AttemptSeen,
+    HeartbeatAnswer,
+    Order,
+    OrdersTaken,
+    Start,
+    Stop,
+)
+from serverless_gpu.wire.connection import Connection
+
+IDLE_S = 600.0
+_HEARTBEAT_S = 5.0
+_ACKNOWLEDGED_AT_ONCE = 500
+
+
+def main(home: str, profile: str, environ: dict[str, str]) -> NoReturn:
+    """Be the uplink until nobody needs one.
+
+    Args:
+        home: the home directory.
+        profile: path of the file that says how the server is reached.
+        environ: variables that say which devices the node offers.
+    """
+    if os.fork():
+        os._exit(0)  # nobody's child: who starts it may live longer, and may end first
+    os.setsid()
+    linux.set_name("sgpu-uplink")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ.update(environ)
+    place = Home(Path(home))
+    lock = os.open(lock_path(place, Path(profile)), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os._exit(0)
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, f"{os.getpid()} {__version__}".encode(), 0)
+    code = 0
+    try:
+        uplink = Uplink(place, Path(profile))
+        signal.signal(signal.SIGTERM, lambda *_: uplink.end())
+        uplink.serve()
+    except ServerlessGpuError as error:
+        say(f"it ends: {error}")
+        code = 1
+    sys.stdout.flush()
+    os._exit(code)  # attempts go on; threads that wait for the network need not be waited for
+
+
+class Uplink:
+    """The uplink's threads and what they share.
+
+    Args:
+        home: the home directory.
+        profile: path of the file that says how the server is reached.
+
+    Raises:
+        InvalidValue: the profile cannot be read.
+    """
+
+    def __init__(self, home: Home, profile: Path) -> None:
+        self._home = home
+        self._clock = SystemClock()
+        self._server = Server(profile, self._clock)
+        self._presence = Presence(home)
+        self._minders: dict[str, Minder] = {}
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._wake = threading.Event()
+        self._node = ""
+        self._heartbeat_s = _HEARTBEAT_S
+        self._taken: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._error = ""
+
+    def end(self) -> None:
+        """Have `serve` return; attempts go on."""
+        self._ended.set()
+        self._wake.set()
+
+    def serve(self) -> None:
+        """Do the work until nobody needs it, or `end`."""
+        for directory, remote in open_attempts(self._home.runs, str(self._server.path)):
+            minder = Minder(self._home, directory, remote, server=self._server, clock=self._clock, say=say)
+            self._minders[remote.gang] = minder
+            say(f"goes on with attempt {remote.gang}")
+            minder.adopt()
+        for work in (self._follow_orders, self._acknowledge):
+            threading.Thread(target=work, name=work.__name__, daemon=True).start()
+        backoff = Backoff()
+        connection = self._server.connection()
+        while not self._ended.is_set() and not self._is_idle():
+            try:
+                self._be_present(connection)
+            except ServerlessGpuError as error:
+                connection = self._away(error, connection)
+                pause_s = backoff.next_s()
+            else:
+                backoff.reset()
+                self._server.answered()
+                self._error = ""
+                pause_s = self._heartbeat_s
+            self._wake.wait(pause_s)
+            self._wake.clear()
+
+    # --- presence ------------------------------------------------------------------------------------------------
+
+    def _be_present(self, connection: Connection) -> None:
+        seen = self._tend()
+        if not self._node:
+            hello = self._presence.hello(self._server.profile, seen)
+            welcome = connection.ask("POST", "/agents", hello, answer=AgentWelcome)
+            self._heartbeat_s = welcome.heartbeat_s
+            self._node = welcome.node
+            self._abandon(welcome.stale)
+            say(f"joined {self._server.profile.url} as node {welcome.node}")
+            return
+        path = f"/agents/{self._node}/heartbeat"
+        answer = connection.ask("POST", path, self._presence.heartbeat(seen), answer=HeartbeatAnswer)
+        self._abandon(answer.stale)
+
+    def _tend(self) -> tuple[AttemptSeen, ...]:
+        """Forget attempts that are over; return the others."""
+        with self._lock:
+            for gang in [gang for gang, minder in self._minders.items() if minder.is_over()]:
+                del self._minders[gang]
+            return tuple(minder.seen() for minder in self._minders.values())
+
+    def _abandon(self, gangs: tuple[str, ...]) -> None:
+        for gang in gangs:
+            with self._lock:
+                minder = self._minders.get(gang)
+            if minder is not None:
+                minder.abandon()
+
+    def _away(self, error: ServerlessGpuError, connection: Connection) -> Connection:
+        """Note that the server does not answer; return the connection to try next."""
+        if isinstance(error, NotFound) or not self._node:
+            self._node = ""
+        text = f"{type(error).__name__}: {error}"
+        if text != self._error:  # the first of a row
+            say(text)
+        self._error = text
+        if not self._server.look_again():
+            return connection
+        connection.close()
+        return self._server.connection()
+
+    def _is_idle(self) -> bool:
+        with self._lock:
+            return not self._minders and self._server.silent_s() > IDLE_S
+
+    # --- orders --------------------------------------------------------------------------------------------------
+
+    def _follow_orders(self) -> None:
+        """Take orders as they come, for ever; after a break those not acknowledged come again."""
+        backoff = Backoff()
+        while not self._ended.is_set():
+            node = self._node
+            if not node:
+                self._ended.wait(0.05)
+                continue
+            connection = self._server.connection()
+            try:
+                for order in connection.stream("GET", f"/agents/{node}/orders", answer=Order, query={"after": "0"}):
+                    backoff.reset()
+                    self._server.answered()
+                    self._obey(order)
+            except ServerlessGpuError as error:
+                say(f"orders: {type(error).__name__}: {error}")
+            finally:
+                connection.close()
+            self._node = ""  # the server may be another one by now: introduce this node again
+            self._wake.set()
+            self._ended.wait(backoff.next_s())
+
+    def _obey(self, order: Order) -> None:
+        gang = f"{order.run_id}:{order.fence}"
+        with self._lock:
+            minder = self._minders.get(gang)
+        match order:
+            case Stop(reason=reason):
+                if minder is not None:
+                    minder.stop(reason)
+                self._taken.put(order.seq)
+            case Start():
+                if minder is None and read_remote(self._home.attempt(order.run_id, order.fence)) is None:
+                    self._start(order, gang)
+                else:
+                    self._taken.put(order.seq)
+
+    def _start(self, order: Start, gang: str) -> None:
+        try:
+            directory, remote = starting.take(self._home, order, self._server.path)
+        except ServerlessGpuError as error:
+            say(f"attempt {gang} cannot be taken: {error}")
+            return  # it comes again, and the server sees that nobody reports it
+        minder = Minder(self._home, directory, remote, server=self._server, clock=self._clock, say=say)
+        with self._lock:
+            self._minders[gang] = minder
+        minder.start(order)
+        self._taken.put(order.seq)
+
+    def _acknowledge(self) -> None:
+        """Tell the server what need not come again; what does not get there comes again, and is told again."""
+        connection, url = self._server.connection(), self._server.profile
+        while True:
+            taken = [self._taken.get()]
+            with contextlib.suppress(queue.Empty):
+                while len(taken) < _ACKNOWLEDGED_AT_ONCE:
+                    taken.append(self._taken.get_nowait())
+            if self._server.profile != url:
+                connection.close()
+                connection, url = self._server.connection(), self._server.profile
+            node = self._node
+            if not node:
+                continue
+            with contextlib.suppress(ServerlessGpuError):
+                connection.ask("POST", f"/agents/{node}/orders/ack", OrdersTaken(seqs=tuple(taken)), answer=type(None))
+
+
+def say(line: str) -> None:
+    """Write a line to the log."""
+    print(f"{format_moment(SystemClock().wall_ns())} uplink: {line}", flush=True)

@@ -1,0 +1,246 @@
+"""Reporting one attempt: what is new, whenever it is due, and at least every few seconds.
+
+    news, logs, facts, outputs ─▶ Report ─▶ server ─▶ ReportAnswer ─▶ lease, stop, where logs go on
+                                    │
+          ending ◀── once all logs and outputs are there, in the same report if they fit
+          receipt ◀─ with the ending or after it; then the attempt is settled
+
+A report that was not answered is made again, with whatever is new meanwhile: the server takes everything by name or
+offset, so twice is as good as once. What was not answered stays on this node's disk, which is the buffer.
+
+The lease: the server's answer lets the attempt go on for `partition_grace_s` from the *start* of the request, for the
+server counts from when it heard, which is later.
+
+Failure cases: the server is away or answers with errors (longer and longer pauses, up to 5 s; the supervisor ends the
+run when the lease is over); the attempt is over for the server (stopped, its files kept, nothing reported any more);
+results cannot be sent for an hour in which the server does answer (the run ends as `result_upload`, its files stay).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from serverless_gpu.ambient import Clock
+from serverless_gpu.errors import ServerlessGpuError, StaleAttempt
+from serverless_gpu.model.attempt import Reason, State, StopReason
+from serverless_gpu.model.ledger import Fact, FactKind
+from serverless_gpu.node.history import read_receipt
+from serverless_gpu.node.protocol import Stopped
+from serverless_gpu.node.remote import Remote
+from serverless_gpu.node.uplink.delivery import Delivery
+from serverless_gpu.node.uplink.news import AT_ONCE_S, Known, News
+from serverless_gpu.node.uplink.server import Backoff, Server
+from serverless_gpu.node.uplink.shipping import Facts, Logs
+from serverless_gpu.wire.attempts import Ending, Report, ReportAnswer
+
+_HEARTBEAT_S = 5.0
+_LOOK_S = 1.0  # at logs of ranks that are not shown live, which nobody announces
+_UPLOAD_LOOK_S = 0.1
+
+
+class Attended(Protocol):
+    """Who acts on what the server answers: the minder of the attempt."""
+
+    def renew(self, deadline_ns: int, stop: StopReason | None) -> None:
+        """The server has answered."""
+        ...
+
+    def settled(self) -> None:
+        """The server has everything."""
+        ...
+
+    def abandon(self) -> None:
+        """The attempt is over for the server."""
+        ...
+
+
+class _Shown(NamedTuple):
+    """What of a report is said again only when it has changed."""
+
+    state: State
+    sentence: str
+    exec_ns: int | None
+
+
+class Reporter:
+    """Reports of one attempt.
+
+    Args:
+        directory: of the attempt.
+        remote: whose it is.
+        news: what its listener hears.
+        server: where to report.
+        clock: where time comes from.
+        say: takes a line for the log.
+    """
+
+    def __init__(
+        self, directory: Path, remote: Remote, news: News, *, server: Server, clock: Clock, say: Callable[[str], None]
+    ) -> None:
+        self._directory = directory
+        self._remote = remote
+        self._news = news
+        self._server = server
+        self._clock = clock
+        self._say = say
+        self._connection = server.connection(remote.token)
+        self._route = f"/attempts/{remote.run_id}/{remote.fence}/report"
+        self._facts = Facts(directory / "facts.jsonl")
+        self._delivery = Delivery(directory, lambda: server.connection(remote.token), clock)
+        self._logs = Logs(directory / "logs", known=True)
+        self._heartbeat_s = _HEARTBEAT_S
+        self._said_ns = 0
+        self._shown: _Shown | None = None
+        self._exec_ns: int | None = None
+        self._gpus: tuple[str, ...] = ()
+        self._ending_sent = False
+        self._error = ""
+
+    def run(self, minder: Attended, *, fresh: bool) -> None:
+        """Report until the attempt is settled, or over for the server.
+
+        Args:
+            minder: acts on answers.
+            fresh: whether nothing of the attempt was reported before.
+        """
+        self._logs = Logs(self._directory / "logs", known=fresh)
+        self._news.learn(AT_ONCE_S)  # the first answer is what user code waits for
+        backoff = Backoff()
+        try:
+            while True:
+                report = self._next()
+                if report is None:
+                    continue
+                asked_ns = self._clock.boottime_ns()
+                answer = self._ask(report, backoff)
+                if answer is None:
+                    continue
+                self._said_ns = asked_ns
+                if answer.stale:
+                    minder.abandon()
+                    return
+                self._note(report, answer)
+                minder.renew(asked_ns + round(answer.partition_grace_s * 1e9), answer.stop)
+                if report.receipt is not None or (self._ending_sent and self._has_no_receipt()):
+                    minder.settled()
+                    return
+        finally:
+            self._delivery.close()
+            self._connection.close()
+
+    def _ask(self, report: Report, backoff: Backoff) -> ReportAnswer | None:
+        """Send a report; return None, after a pause, where the server has not taken it."""
+        try:
+            answer = self._connection.ask("POST", self._route, report, answer=ReportAnswer)
+        except StaleAttempt:
+            return ReportAnswer(stale=True)
+        except ServerlessGpuError as error:
+            text = f"report of {self._remote.gang}: {type(error).__name__}: {error}"
+            if text != self._error:  # the first of a row
+                self._say(text)
+            self._error = text
+            if self._server.look_again():
+                self._connection.close()
+                self._connection = self._server.connection(self._remote.token)
+            self._delivery.unanswered()
+            threading.Event().wait(backoff.next_s())
+            self._news.learn(AT_ONCE_S)
+            return None
+        self._error = ""
+        backoff.reset()
+        self._server.answered()
+        return answer
+
+    # --- what ----------------------------------------------------------------------------------------------------
+
+    def _next(self) -> Report | None:
+        """Wait until something is to be said or it is time to be heard of; return None when that was nothing."""
+        heartbeat_s = (self._said_ns - self._clock.boottime_ns()) / 1e9 + self._heartbeat_s
+        look_s = _UPLOAD_LOOK_S if self._delivery.is_uploading else _LOOK_S
+        woken = self._news.wait(max(0.0, min(heartbeat_s, look_s)))
+        known = self._news.known
+        report = self._running(known) if known.ending is None else self._ended(known, known.ending)
+        shown = _Shown(report.state, report.sentence, report.exec_ns)
+        content = report.logs or report.facts or report.files or report.ending or report.receipt
+        if not woken and not content and shown == self._shown and heartbeat_s > look_s:
+            return None
+        self._shown = shown
+        return report
+
+    def _running(self, known: Known) -> Report:
+        """Return the report of an attempt that has not ended."""
+        state = State.STOPPING if known.stop is not None else known.state
+        files = self._delivery.before_the_end()
+        facts = self._learn_from(self._facts.unsent())
+        return Report(
+            state=state,
+            sentence=known.sentence,
+            world_size=self._remote.world_size,
+            gpus=self._gpus,
+            exec_ns=self._exec_ns,
+            logs=self._logs.pieces(),
+            facts=facts,
+            files=files,
+        )
+
+    def _ended(self, known: Known, stopped: Stopped) -> Report:
+        """Return the report of an attempt whose ranks are gone: the ending goes with the last of everything else."""
+        facts = self._learn_from(self._facts.unsent())
+        logs = self._logs.pieces()
+        delivered = self._delivery.deliver(stopped, self._server.profile.upload_s)
+        is_last = self._ending_sent or (delivered.is_last and self._logs.is_complete(logs))
+        if not is_last:
+            self._news.learn(AT_ONCE_S if logs or delivered.files else _UPLOAD_LOOK_S)
+        ending = _ending(delivered.stopped, began=known.begun) if is_last and not self._ending_sent else None
+        receipt = self._receipt() if is_last and known.finished and self._facts.is_complete() else None
+        return Report(
+            state=State.STOPPING,
+            sentence=delivered.sentence,
+            world_size=self._remote.world_size,
+            gpus=self._gpus,
+            exec_ns=self._exec_ns,
+            logs=logs,
+            facts=facts,
+            files=delivered.files,
+            ending=ending,
+            receipt=receipt,
+        )
+
+    def _learn_from(self, facts: tuple[Fact, ...]) -> tuple[Fact, ...]:
+        for fact in facts:
+            self._gpus = fact.gpus or self._gpus
+            if fact.kind is FactKind.EXEC and self._exec_ns is None:
+                self._exec_ns = fact.wall_ns
+        return facts
+
+    def _receipt(self) -> msgspec.Raw | None:
+        receipt = read_receipt(self._directory)
+        return None if receipt is None else msgspec.Raw(msgspec.json.encode(receipt))
+
+    def _has_no_receipt(self) -> bool:
+        """Return whether there will never be one: its directory is gone."""
+        return self._news.known.finished and read_receipt(self._directory) is None
+
+    # --- what the server has -------------------------------------------------------------------------------------
+
+    def _note(self, report: Report, answer: ReportAnswer) -> None:
+        self._heartbeat_s = answer.heartbeat_s
+        self._logs.taken(report.logs, answer.offsets)
+        self._facts.taken()
+        self._delivery.taken(report.files)
+        self._delivery.answered()
+        self._ending_sent = self._ending_sent or report.ending is not None
+        behind = answer.offsets or not self._logs.is_complete(()) or not self._facts.is_complete()
+        if behind or (self._ending_sent and self._news.known.finished):
+            self._news.learn(AT_ONCE_S)
+
+
+def _ending(stopped: Stopped, *, began: bool) -> Ending:
+    lost = stopped.reason is Reason.SUPERVISOR_LOST
+    word = None if lost else msgspec.Raw(msgspec.json.encode(stopped))
+    return Ending(state=stopped.state, reason=stopped.reason, began=began, stopped=word)

@@ -1,0 +1,84 @@
+"""The server as this node sees it: connections with the node's own token and with those of attempts.
+
+A connection is made anew when the profile's file has become another one: the server was started on another port, or
+its tokens were changed.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from pathlib import Path
+
+from serverless_gpu.ambient import Clock
+from serverless_gpu.errors import InvalidValue
+from serverless_gpu.node.uplink.profile import Profile, read_profile
+from serverless_gpu.wire.connection import Connection
+
+_PAUSE_S = 0.1
+_PAUSE_S_MAX = 5.0
+
+
+class Server:
+    """One server.
+
+    Args:
+        path: of the profile.
+        clock: where time comes from.
+
+    Raises:
+        InvalidValue: the profile cannot be read.
+    """
+
+    def __init__(self, path: Path, clock: Clock) -> None:
+        self.path = path
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._profile = read_profile(path)
+        self._answered_ns = clock.boottime_ns()
+
+    @property
+    def profile(self) -> Profile:
+        """Return how the server is reached."""
+        return self._profile
+
+    def connection(self, token: str = "") -> Connection:
+        """Return a new connection, with the node's own token where none is given."""
+        profile = self._profile
+        return Connection(profile.url, token or profile.token, ca=profile.ca)
+
+    def look_again(self) -> bool:
+        """Read the profile again; return whether it has become another one."""
+        try:
+            profile = read_profile(self.path)
+        except InvalidValue:
+            return False  # gone, or somebody is at it: what we know is the best there is
+        with self._lock:
+            changed = profile != self._profile
+            self._profile = profile
+        return changed
+
+    def answered(self) -> None:
+        """Note that it has answered just now."""
+        self._answered_ns = self._clock.boottime_ns()
+
+    def silent_s(self) -> float:
+        """Return for how long it has not answered anything, in seconds."""
+        return (self._clock.boottime_ns() - self._answered_ns) / 1e9
+
+
+class Backoff:
+    """Longer and longer pauses, each of them a little random so that many do not come at once."""
+
+    def __init__(self) -> None:
+        self._pause_s = _PAUSE_S
+
+    def next_s(self) -> float:
+        """Return how long to wait now, in seconds."""
+        pause_s = self._pause_s * random.uniform(0.5, 1.0)
+        self._pause_s = min(2 * self._pause_s, _PAUSE_S_MAX)
+        return pause_s
+
+    def reset(self) -> None:
+        """Begin with short pauses again."""
+        self._pause_s = _PAUSE_S

@@ -1,0 +1,151 @@
+"""From an order to a launch: the attempt's directory, the call, the devices of this node.
+
+    Start ─▶ directory + remote.json (then the order is taken) ─▶ call.pkl ─▶ spec.json … ─▶ Launch
+
+The launch is not confirmed: user code waits until the server has answered a report about this attempt. An order may
+have lain somewhere for an hour, and another attempt may run by now.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import msgspec
+
+from serverless_gpu.ambient import Clock
+from serverless_gpu.errors import HashMismatch, InvalidValue, ServerProblem
+from serverless_gpu.model.placement import candidates, restrict
+from serverless_gpu.model.spec import BlobReference, Function
+from serverless_gpu.node import protocol
+from serverless_gpu.node.home import Home, storage_error
+from serverless_gpu.node.inventory import offered
+from serverless_gpu.node.remote import Remote, write_remote
+from serverless_gpu.node.submission import write_submission
+from serverless_gpu.version import __version__
+from serverless_gpu.wire.agents import Start
+from serverless_gpu.wire.connection import Connection
+
+_FAKE = "SERVERLESS_GPU_FAKE"
+
+
+def take(home: Home, order: Start, profile: Path) -> tuple[Path, Remote]:
+    """Make the attempt's directory; from then on the order need not come again.
+
+    What a process that was killed in the middle of this has left is made anew: nothing can have been launched.
+
+    Args:
+        home: the home directory.
+        order: the order.
+        profile: of the server.
+
+    Raises:
+        StorageError: the disk is full, or the home is not writable.
+    """
+    remote = Remote(
+        run_id=order.run_id,
+        fence=order.fence,
+        profile=str(profile),
+        token=order.token,
+        gpu_type=order.gpu_type,
+        world_size=order.world_size,
+        partition_grace_s=order.partition_grace_s,
+    )
+    shutil.rmtree(home.attempt(order.run_id, order.fence), ignore_errors=True)
+    directory = home.make_attempt(order.run_id, order.fence)
+    try:
+        write_remote(directory, remote)
+    except OSError as error:
+        raise storage_error(error, directory) from None
+    return directory, remote
+
+
+def make_launch(
+    order: Start, directory: Path, greeting: protocol.Greeting, *, clock: Clock, store: tuple[str, str]
+) -> protocol.Launch:
+    """Return the launch for an order.
+
+    Args:
+        order: the order.
+        directory: of the attempt.
+        greeting: what the agent offers.
+        clock: where time comes from.
+        store: address and token of the store in which environments lie.
+
+    Raises:
+        HardwareError: this node has not what the order needs.
+        InvalidValue: the node's configuration, or the order, cannot be used.
+    """
+    devices = offered(greeting, os.environ)
+    visible = restrict(devices, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    chosen = candidates(gpus=order.world_size, gpu_type=order.gpu_type, devices=visible, own=greeting.own_types)
+    now_ns = clock.boottime_ns()
+    since_ns = max(0, clock.wall_ns() - order.submitted_ns) if order.submitted_ns else 0
+    return protocol.Launch(
+        run_id=order.run_id,
+        fence=order.fence,
+        directory=str(directory),
+        spec=order.spec,
+        candidates=chosen.devices,
+        world_size=order.world_size,
+        of_type=sum(device.type == chosen.devices[0].type for device in devices),
+        context=_context(order),
+        called_ns=max(0, now_ns - since_ns),
+        price=greeting.prices.get(chosen.devices[0].type),
+        environment=_wanted(order, store),
+        confirmed=False,
+        lease_ns=now_ns + round(order.partition_grace_s * 1e9),
+    )
+
+
+def write_call(order: Start, directory: Path, connection: Connection) -> None:
+    """Write `call.pkl`, which came with the order or lies on the server; a command has none.
+
+    Raises:
+        StorageError: the disk is full.
+        ServerProblem: the server does not have it, or does not answer.
+    """
+    reference = order.spec.payload.call if isinstance(order.spec.payload, Function) else None
+    try:
+        if reference is not None:
+            _fetch(reference, directory / "call.pkl", f"/attempts/{order.run_id}/{order.fence}/blobs", connection)
+        elif order.call is not None:
+            (directory / "call.pkl").write_bytes(order.call)
+    except OSError as error:
+        raise storage_error(error, directory) from None
+
+
+def write_run(launch: protocol.Launch) -> None:
+    """Write what makes the run readable; as `write_submission`."""
+    write_submission(launch, __version__)
+
+
+def _fetch(reference: BlobReference, path: Path, route: str, connection: Connection) -> None:
+    size = 0
+    with path.open("wb") as file:
+        for digest in reference.parts:
+            data = connection.get(f"{route}/{digest}")
+            size += file.write(data)
+    if size != reference.size:
+        raise HashMismatch(f"the call has {reference.size} bytes, and {size} came")
+
+
+def _context(order: Start) -> protocol.Context:
+    """Return what ranks take on; which devices are declared is this node's own matter."""
+    try:
+        context = msgspec.json.decode(order.context, type=protocol.Context)
+    except msgspec.MsgspecError as error:
+        raise InvalidValue(f"the caller's context cannot be understood: {error}") from None
+    environ = {name: value for name, value in context.environ.items() if name != _FAKE}
+    if _FAKE in os.environ:
+        environ[_FAKE] = os.environ[_FAKE]
+    return msgspec.structs.replace(context, environ=environ)
+
+
+def _wanted(order: Start, store: tuple[str, str]) -> protocol.Wanted | None:
+    if order.spec.environment != "snapshot":
+        return None
+    if not order.snapshot:
+        raise ServerProblem("the run is to have a captured environment, and the order names none")
+    return protocol.Wanted(snapshot=order.snapshot, store=store[0])

@@ -1,0 +1,123 @@
+"""Large outputs on their way to the server, in a thread of their own: reports go on meanwhile.
+
+    hash in parts ─▶ which of them are missing? ─▶ send these ─▶ the file is named by its parts in the next report
+
+What breaks off goes on with the parts that are missing. The node's copy stays until the attempt is settled.
+
+Failure cases: the server's store answers with errors, or slowly (tried again for `upload_s`, then `failed` says what
+was in the way); the file is gone or changes while it is read (said at once: no part of it may be believed).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from blake3 import blake3
+
+from serverless_gpu.errors import ServerlessGpuError
+from serverless_gpu.model.spec import BLOB_PART_BYTES, BlobReference
+from serverless_gpu.node.uplink.server import Backoff
+from serverless_gpu.node.uplink.shipping import Output
+from serverless_gpu.units import format_bytes
+from serverless_gpu.wire.attempts import File
+from serverless_gpu.wire.blobs import DigestList
+from serverless_gpu.wire.connection import Connection
+
+_ASKED_AT_ONCE = 1_000
+
+
+class Upload:
+    """The large outputs of one attempt.
+
+    Args:
+        outputs: what is to be sent.
+        connection: with the attempt's token; closed at the end.
+
+    Attributes:
+        files: what is on the server, whole.
+        problem: what was in the way last, or "".
+        lost: why it can never be sent, or "".
+    """
+
+    def __init__(self, outputs: Sequence[Output], connection: Connection) -> None:
+        self.files: dict[str, File] = {}
+        self.problem = ""
+        self.lost = ""
+        self._outputs = outputs
+        self._connection = connection
+        self._sent_bytes = 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="upload", daemon=True)
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        """Return whether everything is on the server."""
+        return len(self.files) == len(self._outputs)
+
+    def sentence(self) -> str:
+        """Return how far it is."""
+        total = sum(output.size for output in self._outputs)
+        text = f"sending results to the server: {format_bytes(min(self._sent_bytes, total))} of {format_bytes(total)}"
+        return f"{text}; {self.problem}" if self.problem else text
+
+    def close(self) -> None:
+        """Give up."""
+        self._ended.set()
+        self._connection.close()
+
+    def _run(self) -> None:
+        for output in self._outputs:
+            backoff = Backoff()
+            while not self._ended.is_set():
+                try:
+                    self._send(output)
+                except OSError as error:
+                    self.lost = f"{output.path} cannot be read: {error.strerror or error}"
+                    return
+                except ServerlessGpuError as error:
+                    self.problem = str(error)
+                    self._ended.wait(backoff.next_s())
+                else:
+                    self.problem = ""
+                    break
+        self._connection.close()
+
+    def _send(self, output: Output) -> None:
+        parts = _digests(output.path, output.size)
+        missing: set[str] = set()
+        for start in range(0, len(parts), _ASKED_AT_ONCE):
+            asked = DigestList(digests=tuple(dict.fromkeys(parts[start : start + _ASKED_AT_ONCE])))
+            missing.update(self._connection.ask("POST", "/blobs/missing", asked, answer=DigestList).digests)
+        before = self._sent_bytes
+        try:
+            with output.path.open("rb") as file:
+                for number, digest in enumerate(parts):
+                    if digest in missing:
+                        file.seek(number * BLOB_PART_BYTES)
+                        self._connection.put(f"/blobs/{digest}", file.read(BLOB_PART_BYTES))
+                        missing.discard(digest)
+                    self._sent_bytes += min(BLOB_PART_BYTES, output.size - number * BLOB_PART_BYTES)
+        except ServerlessGpuError:
+            self._sent_bytes = before
+            raise
+        blob = BlobReference(size=output.size, parts=parts)
+        self.files[output.name] = File(name=output.name, size=output.size, blob=blob)
+
+
+def _digests(path: Path, size: int) -> tuple[str, ...]:
+    """Return the digest of each part.
+
+    Raises:
+        OSError: the file cannot be read, or has another size by now.
+    """
+    parts, read = [], 0
+    with path.open("rb") as file:
+        while data := file.read(BLOB_PART_BYTES):
+            parts.append(blake3(data).hexdigest())
+            read += len(data)
+    if read != size:
+        raise OSError(f"it has {read} bytes and had {size}")
+    return tuple(parts)
