@@ -37,6 +37,7 @@ from serverless_gpu.node.uplink.news import AT_ONCE_S, Known, News
 from serverless_gpu.node.uplink.server import Backoff, Server
 from serverless_gpu.node.uplink.shipping import Facts, Logs
 from serverless_gpu.wire.attempts import Ending, Report, ReportAnswer
+from serverless_gpu.wire.base import Json
 
 _HEARTBEAT_S = 5.0
 _LOOK_S = 1.0  # at logs of ranks that are not shown live, which nobody announces
@@ -126,7 +127,7 @@ class Reporter:
                     return
                 self._note(report, answer)
                 minder.renew(asked_ns + round(answer.partition_grace_s * 1e9), answer.stop)
-                if report.receipt is not None or (self._ending_sent and self._has_no_receipt()):
+                if report.receipt or (self._ending_sent and self._has_no_receipt()):
                     minder.settled()
                     return
         finally:
@@ -197,7 +198,7 @@ class Reporter:
         if not is_last:
             self._news.learn(AT_ONCE_S if logs or delivered.files else _UPLOAD_LOOK_S)
         ending = _ending(delivered.stopped, began=known.begun) if is_last and not self._ending_sent else None
-        receipt = self._receipt() if is_last and known.finished and self._facts.is_complete() else None
+        receipt = self._receipt() if is_last and known.finished and self._facts.is_complete() else msgspec.UNSET
         return Report(
             state=State.STOPPING,
             sentence=delivered.sentence,
@@ -218,9 +219,9 @@ class Reporter:
                 self._exec_ns = fact.wall_ns
         return facts
 
-    def _receipt(self) -> msgspec.Raw | None:
+    def _receipt(self) -> Json:
         receipt = read_receipt(self._directory)
-        return None if receipt is None else msgspec.Raw(msgspec.json.encode(receipt))
+        return msgspec.UNSET if receipt is None else msgspec.Raw(msgspec.json.encode(receipt))
 
     def _has_no_receipt(self) -> bool:
         """Return whether there will never be one: its directory is gone."""
@@ -242,5 +243,5 @@ class Reporter:
 
 def _ending(stopped: Stopped, *, began: bool) -> Ending:
     lost = stopped.reason is Reason.SUPERVISOR_LOST
-    word = None if lost else msgspec.Raw(msgspec.json.encode(stopped))
+    word: Json = msgspec.UNSET if lost else msgspec.Raw(msgspec.json.encode(stopped))
     return Ending(state=stopped.state, reason=stopped.reason, began=began, stopped=word)

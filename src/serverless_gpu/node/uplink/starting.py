@@ -148,4 +148,4 @@ def _wanted(order: Start, store: tuple[str, str]) -> protocol.Wanted | None:
         return None
     if not order.snapshot:
         raise ServerProblem("the run is to have a captured environment, and the order names none")
-    return protocol.Wanted(snapshot=order.snapshot, store=store[0])
+    return protocol.Wanted(snapshot=order.snapshot, store=store[0], token=store[1])
