@@ -15,7 +15,6 @@ import json
 import queue
 import socket
 import threading
-from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import TracebackType
@@ -129,7 +128,7 @@ class AgentServer:
         self._streams: list[queue.SimpleQueue[bytes | None]] = []
         self._lock = threading.Lock()
         self._port = 0
-        self._http: ThreadingHTTPServer | None = None
+        self._http: _Server | None = None
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> AgentServer:
@@ -340,8 +339,3 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(b": here\n\n")
         while (event := stream.get()) is not None:
             self.wfile.write(event)
-
-
-def until(look: Callable[[], object], what: str) -> None:
-    """Wait for something."""
-    wait_for(lambda: bool(look()), what)

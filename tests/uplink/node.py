@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -57,6 +55,7 @@ class Node:
     def uplink(self) -> Process:
         """Return the uplink."""
         found = wait_for(lambda: running(self.home, self.server.profile), "an uplink runs")
+        assert found is not None
         return Process(found.pid)
 
     def restart(self) -> None:
@@ -66,8 +65,3 @@ class Node:
     def log(self) -> str:
         """Return what the uplink wrote."""
         return (self.home.root / "uplink.log").read_text()
-
-
-def python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run this interpreter."""
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)

@@ -18,5 +18,5 @@ def test_an_order_becomes_a_run_whose_output_results_facts_and_receipt_reach_the
     assert attempt.ending.state is State.SUCCEEDED
     assert attempt.logs["0.stdout"] == attempt.logs["1.stdout"] == b"from the node\n"
     assert set(attempt.files) == {"results/0.pkl", "results/1.pkl"}
-    assert list(attempt.facts.values())[0] == "reserved" and "freed" in attempt.facts.values()
+    assert attempt.facts[0] == "reserved" and "freed" in attempt.facts.values()
     assert attempt.receipt is not None and attempt.receipt["gate"].startswith("2 GPUs verified free")

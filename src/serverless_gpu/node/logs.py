@@ -166,6 +166,24 @@ def hidden_tails(logs: Mapping[int, RankLog], first: Sequence[int]) -> dict[int,
     return tails
 
 
+def cut_output(logs: Sequence[RankLog], dropped_bytes: int) -> list[str]:
+    """Return what a receipt says about output that was not shown, or not kept.
+
+    Args:
+        logs: of all ranks.
+        dropped_bytes: what watchers were not shown because they did not read.
+    """
+    notes = []
+    unshown = dropped_bytes + sum(log.unshown_bytes for log in logs)
+    if unshown:
+        notes.append(f"{format_bytes(unshown)} of live output were not shown; what is kept is in logs/")
+    for log in logs:
+        if log.dropped_bytes:
+            dropped = format_bytes(log.dropped_bytes)
+            notes.append(f"{dropped} of rank {log.rank}'s output were not kept; its log says where")
+    return notes
+
+
 class _Allowance:
     """How much one rank may still store, both streams together."""
 

@@ -67,12 +67,11 @@ from serverless_gpu.node.gpus import Provider
 from serverless_gpu.node.hangs import HangWatch
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.inside.channel import Channel
-from serverless_gpu.node.logs import hidden_tails
+from serverless_gpu.node.logs import cut_output, hidden_tails
 from serverless_gpu.node.rendezvous import NoPort, reserve_port
 from serverless_gpu.node.reservation import Reservation
 from serverless_gpu.node.taking import take_attempt
 from serverless_gpu.node.watchers import Audience, Watcher
-from serverless_gpu.units import format_bytes
 
 _RETRY_S = 0.05  # between two looks at devices that were taken
 _EMPTYING_S = 0.002  # between two looks at a tree that is being ended
@@ -399,16 +398,8 @@ class Supervisor:
 
     def _note_cut_output(self) -> None:
         """Say what the outcome alone does not: output that was cut."""
-        logs = self._gang.logs.values() if self._gang is not None else ()
-        unshown = self._audience.dropped_bytes + sum(log.unshown_bytes for log in logs)
-        if unshown:
-            self._account.notes.append(
-                f"{format_bytes(unshown)} of live output were not shown; what is kept is in logs/"
-            )
-        for log in logs:
-            if log.dropped_bytes:
-                dropped = format_bytes(log.dropped_bytes)
-                self._account.notes.append(f"{dropped} of rank {log.rank}'s output were not kept; its log says where")
+        logs = list(self._gang.logs.values()) if self._gang is not None else []
+        self._account.notes += cut_output(logs, self._audience.dropped_bytes)
 
     def _stopped(self) -> protocol.Stopped:
         attempt, cause = self._attempt, self._attempt.cause
