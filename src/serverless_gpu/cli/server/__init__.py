@@ -1,0 +1,8 @@
+"""Commands that speak with a server.
+
+up.py          up                     the server itself
+people.py      login · whoami · user · team
+tokens.py      token
+machines.py    nodes · node · pools
+submitting.py  submit                 a script or a command as a run
+"""

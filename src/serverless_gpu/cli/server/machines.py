@@ -1,0 +1,113 @@
+"""`sgpu nodes`, `sgpu node`, `sgpu pools`: the machines of a server."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import click
+
+from serverless_gpu.ambient import SystemClock
+from serverless_gpu.cli.columns import columns
+from serverless_gpu.cli.output import print_json
+from serverless_gpu.cli.server.reaching import server
+from serverless_gpu.client.terminal import safe
+from serverless_gpu.errors import InvalidValue
+from serverless_gpu.units import format_duration_ms
+from serverless_gpu.wire.agents import ForgetRequest, NodeList, NodeView, PoolList, PoolRequest, PoolView
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def nodes(as_json: bool) -> None:
+    """List the machines of the server: whether they answer, and what they have."""
+    with server() as connection:
+        found = connection.ask("GET", "/nodes", answer=NodeList).nodes
+    if as_json:
+        print_json(found)
+        return
+    if not found:
+        click.echo("no node has joined")
+        return
+    rows = [
+        [each.name, each.pool, each.state, _devices(each), f"{each.busy} busy", _heard(each), each.sentence]
+        for each in found
+    ]
+    for line in columns([["NODE", "POOL", "STATE", "DEVICES", "USE", "HEARD", ""], *rows]):
+        click.echo(safe(line, tty=sys.stdout.isatty()))
+
+
+@click.group()
+def node() -> None:
+    """Act on one machine of the server."""
+
+
+@node.command()
+@click.argument("name")
+@click.option("--i-know-it-is-dead", "certain", is_flag=True, help="The machine is off, or will never come back.")
+def forget(name: str, certain: bool) -> None:
+    """Give up a machine that is dead, and its runs with it, before the server would.
+
+    The server waits until a machine that it cannot reach has certainly stopped its runs. Who knows that it is off need
+    not wait. If it is not, its runs may run twice.
+    """
+    if not certain:
+        raise click.UsageError("runs there may still go on: --i-know-it-is-dead says that they do not")
+    with server() as connection:
+        found = _find(connection.ask("GET", "/nodes", answer=NodeList).nodes, name)
+        body = ForgetRequest(i_know_it_is_dead=True)
+        view = connection.ask("POST", f"/nodes/{found.id}/forget", body, answer=NodeView)
+    click.echo(f"{view.name} is {view.state}: {view.sentence}")
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def pools(as_json: bool) -> None:
+    """List pools: their machines, what is free, and how many runs wait."""
+    with server() as connection:
+        found = connection.ask("GET", "/pools", answer=PoolList).pools
+    if as_json:
+        print_json(found)
+        return
+    rows = [
+        [each.name, each.kind, _free(each), f"{each.queued} waiting", " ".join(each.nodes) or "-"] for each in found
+    ]
+    for line in columns([["POOL", "KIND", "FREE", "QUEUE", "NODES"], *rows]):
+        click.echo(safe(line, tty=sys.stdout.isatty()))
+
+
+@click.group()
+def pool() -> None:
+    """Make and change pools."""
+
+
+@pool.command("set")
+@click.argument("name")
+@click.option("--kind", type=click.Choice(["on-demand", "reserved"]), default="on-demand", show_default=True)
+@click.option("--node", "members", multiple=True, metavar="NAME", help="A machine that is moved into it. Repeatable.")
+def set_pool(name: str, kind: str, members: tuple[str, ...]) -> None:
+    """Make a pool, or change one."""
+    with server() as connection:
+        view = connection.ask("PUT", f"/pools/{name}", PoolRequest(kind=kind, nodes=members), answer=PoolView)
+    click.echo(f"{view.name} ({view.kind}): {', '.join(view.nodes) or 'no nodes'}")
+
+
+def _find(found: Sequence[NodeView], name: str) -> NodeView:
+    for each in found:
+        if name in (each.name, each.id):
+            return each
+    names = ", ".join(each.name for each in found) or "none has joined"
+    raise InvalidValue(f"there is no node {name!r}", hint=f"nodes: {names}")
+
+
+def _devices(view: NodeView) -> str:
+    types = [device.type for device in view.devices]
+    return ", ".join(f"{types.count(name)} {name}" for name in dict.fromkeys(types)) or "none"
+
+
+def _heard(view: NodeView) -> str:
+    return f"{format_duration_ms(max(0, SystemClock().wall_ns() - view.seen_ns) // 1_000_000)} ago"
+
+
+def _free(view: PoolView) -> str:
+    return ", ".join(f"{view.free.get(name, 0)} of {total} {name}" for name, total in view.total.items()) or "-"

@@ -1,0 +1,186 @@
+"""`sgpu login`, `sgpu whoami`, `sgpu user`, `sgpu team`: who one is on a server, and who else is there."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import get_args
+
+import click
+
+from serverless_gpu.ambient import machine
+from serverless_gpu.cli.choosing import this_home
+from serverless_gpu.cli.columns import columns
+from serverless_gpu.cli.output import print_json
+from serverless_gpu.cli.server.reaching import server
+from serverless_gpu.cli.server.tokens import say_secret
+from serverless_gpu.client.remote.profile import Profile, write_profile
+from serverless_gpu.errors import InvalidValue
+from serverless_gpu.wire.connection import Connection
+from serverless_gpu.wire.principals import (
+    PrincipalChange,
+    PrincipalList,
+    PrincipalRequest,
+    PrincipalView,
+    Role,
+    TeamList,
+    TeamRequest,
+    TeamView,
+    TokenMade,
+)
+from serverless_gpu.wire.state import Version
+
+_ROLES = click.Choice(get_args(Role))
+_TOKEN_BYTES_MAX = 1_000
+
+
+@click.command()
+@click.argument("url")
+@click.option(
+    "--token-file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Read the token from a file; without it, from a prompt or from stdin.",
+)
+@click.option(
+    "--ca", type=click.Path(exists=True, dir_okay=False), default="", help="File with the certificates to trust."
+)
+def login(url: str, token_file: Path | None, ca: str) -> None:
+    """Use a server for remote calls from now on: its address and a token that it knows.
+
+    The token is checked, and kept in this home in a file that only you can read. It is never an argument: those can be
+    seen by everybody on the machine.
+    """
+    token = _read_token(token_file)
+    connection = Connection(url, token, ca=ca)
+    try:
+        version = connection.ask("GET", "/version", answer=Version)
+        me = connection.ask("GET", "/whoami", answer=PrincipalView)
+    finally:
+        connection.close()
+    profile = Profile(url=url.rstrip("/"), token=token, principal=me.name, machine=version.machine, ca=ca)
+    write_profile(this_home().root, profile)
+    here = ", on this machine" if version.machine == machine() else ""
+    click.echo(f"you are {me.name} ({me.role}) at {profile.url}{here}, serverless-gpu {version.version}")
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def whoami(as_json: bool) -> None:
+    """Say who you are on the server, and what your role is."""
+    with server() as connection:
+        me = connection.ask("GET", "/whoami", answer=PrincipalView)
+    if as_json:
+        print_json(me)
+    else:
+        click.echo(f"{me.name} ({me.role}) at {connection.url}" + (f", in {', '.join(me.teams)}" if me.teams else ""))
+
+
+@click.group()
+def user() -> None:
+    """List, add and change users and services of a server."""
+
+
+@user.command("list")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def list_users(as_json: bool) -> None:
+    """List who is there."""
+    with server() as connection:
+        found = connection.ask("GET", "/users", answer=PrincipalList).principals
+    if as_json:
+        print_json(found)
+        return
+    rows = [[each.name, each.kind, each.role, " ".join(each.teams) or "-", _state(each)] for each in found]
+    for line in columns([["NAME", "KIND", "ROLE", "TEAMS", "STATE"], *rows]):
+        click.echo(line)
+
+
+@user.command("add")
+@click.argument("name")
+@click.option("--role", type=_ROLES, default="member", show_default=True, help="What they may do.")
+@click.option("--service", is_flag=True, help="It is a program, not a person.")
+@click.option("--team", "teams", multiple=True, metavar="TEAM", help="A team they are in. Repeatable.")
+def add_user(name: str, role: Role, service: bool, teams: tuple[str, ...]) -> None:
+    """Add a user or service; prints their first token once, for `sgpu login`."""
+    body = PrincipalRequest(name=name, kind="service" if service else "user", role=role, teams=teams)
+    with server() as connection:
+        say_secret(connection.ask("POST", "/users", body, answer=TokenMade))
+
+
+@user.command("change")
+@click.argument("name")
+@click.option("--role", type=_ROLES, default=None, help="What they may do from now on.")
+@click.option("--disable/--enable", "disabled", default=None, help="Disabling revokes every token; runs go on.")
+def change_user(name: str, role: Role | None, disabled: bool | None) -> None:
+    """Change what somebody may do, or shut them out."""
+    if role is None and disabled is None:
+        raise click.UsageError("say what to change: --role, --disable or --enable")
+    with server() as connection:
+        changed = connection.ask(
+            "PATCH", f"/users/{name}", PrincipalChange(role=role, disabled=disabled), answer=PrincipalView
+        )
+    click.echo(f"{changed.name} is {changed.role}, {_state(changed)}")
+
+
+@click.group()
+def team() -> None:
+    """List, make and fill teams; a member may read the runs of a team."""
+
+
+@team.command("list")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def list_teams(as_json: bool) -> None:
+    """List teams and who is in them."""
+    with server() as connection:
+        teams = connection.ask("GET", "/teams", answer=TeamList).teams
+    if as_json:
+        print_json(teams)
+        return
+    for line in columns([["TEAM", "MEMBERS"], *([each.name, " ".join(each.members) or "-"] for each in teams)]):
+        click.echo(line)
+
+
+@team.command("add")
+@click.argument("name")
+def add_team(name: str) -> None:
+    """Make a team."""
+    with server() as connection:
+        click.echo(f"team {connection.ask('POST', '/teams', TeamRequest(name=name), answer=TeamView).name} is there")
+
+
+@team.command("join")
+@click.argument("name")
+@click.argument("member")
+def join(name: str, member: str) -> None:
+    """Put somebody into a team."""
+    _change_member("PUT", name, member)
+
+
+@team.command("leave")
+@click.argument("name")
+@click.argument("member")
+def leave(name: str, member: str) -> None:
+    """Take somebody out of a team."""
+    _change_member("DELETE", name, member)
+
+
+def _change_member(method: str, name: str, member: str) -> None:
+    with server() as connection:
+        changed = connection.ask(method, f"/teams/{name}/members/{member}", answer=TeamView)
+    click.echo(f"{changed.name}: {', '.join(changed.members) or 'nobody'}")
+
+
+def _state(view: PrincipalView) -> str:
+    return "disabled" if view.disabled else "active"
+
+
+def _read_token(path: Path | None) -> str:
+    if path is not None:
+        text = path.read_text(encoding="ascii", errors="replace")[:_TOKEN_BYTES_MAX]
+    elif sys.stdin.isatty():
+        text = click.prompt("Token", hide_input=True)
+    else:
+        text = sys.stdin.readline(_TOKEN_BYTES_MAX)
+    token = text.strip()
+    if not token or not token.isascii() or not token.isprintable():
+        raise InvalidValue("that is no token", hint="`sgpu token create`, or whoever runs the server, makes one")
+    return token

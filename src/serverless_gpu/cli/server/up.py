@@ -1,0 +1,70 @@
+"""`sgpu up`: the server, in the foreground, until Ctrl-C."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from serverless_gpu.ambient import machine
+from serverless_gpu.cli.choosing import this_home
+from serverless_gpu.client.remote.profile import Profile, write_profile
+from serverless_gpu.errors import ServerProblem
+from serverless_gpu.loading import load
+from serverless_gpu.node.home import Home
+from serverless_gpu.units import format_duration_ms
+from serverless_gpu.version import __version__
+
+_NEEDED = ("fastapi", "uvicorn", "sqlalchemy", "alembic", "cryptography", "httptools")
+
+
+@click.command()
+@click.option("--host", help="Address to listen on; loopback without it.")
+@click.option("--port", type=click.IntRange(0, 65535), help="Port; 7878 without it, or a free one that is remembered.")
+@click.option("--database", metavar="URL", help="postgresql://…; a file in this home without it.")
+@click.option("--store", metavar="URL", help="Where environments go: s3://…, gs://…, az://…, or a directory.")
+@click.option("--allow-host", "hosts", multiple=True, metavar="NAME", help="A further name it answers to. Repeatable.")
+@click.option("--node/--no-node", default=None, help="Whether this machine's devices can be used through it.")
+@click.option("--partition-grace", metavar="DURATION", help="How long a run goes on when its node hears nothing; 15m.")
+def up(hosts: Sequence[str], **options: Any) -> None:
+    """Start a server: a queue in front of this machine's GPUs, or a team's.
+
+    Without options it needs nothing: a database in this home, this machine's devices, loopback only, a token in a file
+    that only you can read. Your scripts and notebooks find it: @distributed(..., remote=True). Settings can also stand
+    in server.toml in the home.
+    """
+    _refuse_incomplete()
+    home = this_home()
+    settings = load("serverless_gpu.server.settings").read_settings(
+        home.root, {**options, "hosts": tuple(hosts) or None}
+    )
+
+    def ready(url: str, _running: object) -> None:
+        token = (settings.directory / "token").read_text(encoding="ascii").strip()
+        write_profile(home.root, Profile(url=url, token=token, embedded=True, machine=machine()))
+        for line in _told(url, home):
+            click.echo(line)
+
+    load("serverless_gpu.server.serving").serve(settings, ready=ready)
+    grace = format_duration_ms(round(settings.partition_grace_s * 1000))
+    click.echo(f"the server has stopped; runs go on for up to {grace}, until `sgpu up` starts it again")
+
+
+def _told(url: str, home: Home) -> list[str]:
+    return [
+        f"serverless-gpu {__version__} at {url}",
+        "your scripts and notebooks find it by themselves: @distributed(..., remote=True)",
+        f"files: {home.root / 'server'}",
+        "Ctrl-C stops the server; runs go on",
+    ]
+
+
+def _refuse_incomplete() -> None:
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ServerProblem(
+            f"a server needs packages that are not installed: {', '.join(missing)}",
+            hint="pip install 'serverless-gpu[server]'",
+        )
