@@ -6,6 +6,7 @@
     cleaning.py  clean                            deleting run directories
     diagnosis.py doctor                           what is wrong here, and what mends it
     environments/ env                             what Python sees: captured, restored, compared
+    server/      up · login · token · user · …    a server, who one is there, and its machines
 
 Every command but `gpus` leaves the agent as it is: none is started for looking.
 """
@@ -22,6 +23,10 @@ from serverless_gpu.cli.environments import env
 from serverless_gpu.cli.logs import logs
 from serverless_gpu.cli.node import gpus, status, stop
 from serverless_gpu.cli.runs import cancel, runs, show
+from serverless_gpu.cli.server.machines import node, nodes, pool, pools
+from serverless_gpu.cli.server.people import login, team, user, whoami
+from serverless_gpu.cli.server.tokens import token
+from serverless_gpu.cli.server.up import up
 from serverless_gpu.errors import ServerlessGpuError
 from serverless_gpu.version import __version__
 
@@ -33,6 +38,8 @@ def sgpu() -> None:
 
 
 for _command in (cancel, clean, doctor, env, gpus, logs, runs, show, status, stop):
+    sgpu.add_command(_command)
+for _command in (login, node, nodes, pool, pools, team, token, up, user, whoami):
     sgpu.add_command(_command)
 
 

@@ -7,22 +7,22 @@ from pathlib import Path
 from typing import get_args
 
 import click
+import msgspec
 
 from serverless_gpu.ambient import machine
 from serverless_gpu.cli.choosing import this_home
 from serverless_gpu.cli.columns import columns
 from serverless_gpu.cli.output import print_json
-from serverless_gpu.cli.server.reaching import server
+from serverless_gpu.cli.server.reaching import connect, server
 from serverless_gpu.cli.server.tokens import say_secret
 from serverless_gpu.client.remote.profile import Profile, write_profile
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.wire.connection import Connection
+from serverless_gpu.model.access import Role
 from serverless_gpu.wire.principals import (
     PrincipalChange,
     PrincipalList,
     PrincipalRequest,
     PrincipalView,
-    Role,
     TeamList,
     TeamRequest,
     TeamView,
@@ -51,14 +51,14 @@ def login(url: str, token_file: Path | None, ca: str) -> None:
     seen by everybody on the machine.
     """
     token = _read_token(token_file)
-    connection = Connection(url, token, ca=ca)
+    profile = Profile(url=url.rstrip("/"), token=token, ca=ca)
+    connection = connect(profile)
     try:
         version = connection.ask("GET", "/version", answer=Version)
         me = connection.ask("GET", "/whoami", answer=PrincipalView)
     finally:
         connection.close()
-    profile = Profile(url=url.rstrip("/"), token=token, principal=me.name, machine=version.machine, ca=ca)
-    write_profile(this_home().root, profile)
+    write_profile(this_home().root, msgspec.structs.replace(profile, principal=me.name, machine=version.machine))
     here = ", on this machine" if version.machine == machine() else ""
     click.echo(f"you are {me.name} ({me.role}) at {profile.url}{here}, serverless-gpu {version.version}")
 
