@@ -1,7 +1,9 @@
 """A PostgreSQL of the tests' own: a fresh directory, a Unix socket in it, gone with the tests.
 
 Nothing is waited for on its disk, so databases come and go in milliseconds; what survives a power cut is PostgreSQL's
-business. It refuses to run as root, and is started as the user that its package made, then.
+business. `synchronous_commit` is off, as somebody may have it: our connections have to switch it on, or they lose what
+they said was written when a test stops the cluster at once. PostgreSQL refuses to run as root, and is started as the
+user that its package made, then.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from pathlib import Path
 import psycopg
 import pytest
 
-_OPTIONS = ("listen_addresses=", "fsync=off", "full_page_writes=off", "max_connections=200")
+_OPTIONS = ("listen_addresses=", "fsync=off", "full_page_writes=off", "synchronous_commit=off", "max_connections=200")
 _PLACES = "/usr/lib/postgresql"
 _SHORT = threading.Event()
 

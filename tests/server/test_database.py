@@ -7,11 +7,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psycopg
 import pytest
 import sqlalchemy as sa
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.errors import InvalidValue, ServerUnavailable
+from serverless_gpu.server import database as database_room
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.tables import audit, members, teams
 from tests.server.postgres import Cluster
@@ -224,5 +226,20 @@ def test_F35_a_restart_within_a_transaction_leaves_nothing_of_it(postgres: Clust
     with pytest.raises(ServerUnavailable):
         database.write(work)
     assert database.read(names) == []
+    database.close()
+    postgres.drop_database(name)
+
+
+def test_a_lock_that_somebody_forgot_is_not_waited_for_for_ever(
+    postgres: Cluster, postgres_template: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database_room, "WAIT_S", 1)
+    name = postgres.new_database(postgres_template)
+    database = Database(postgres.url(name), clock=SystemClock())
+    with psycopg.connect(postgres.url(name)) as forgotten:
+        forgotten.execute("LOCK TABLE teams")
+        with pytest.raises(ServerUnavailable, match="lock timeout"):
+            database.write(add("late"))
+    database.write(add("late"))
     database.close()
     postgres.drop_database(name)

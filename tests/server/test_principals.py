@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from serverless_gpu.server.first_start import first_tokens
 from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.base import API
+from tests.server.made import made_services
+from tests.server.postgres import Cluster
 
 Answer = tuple[int, Any]
 
@@ -206,3 +209,24 @@ def test_bodies_that_cannot_be_are_refused(api: Api) -> None:
     for body in ({"name": "ada", "role": "god"}, {"name": "ada", "kind": "robot"}, {"name": "A"}, {"nam": "ada"}, {}):
         status, said = api.ask(api.admin, "POST", "/users", body)
         assert (status, said["code"]) == (400, "invalid_value")
+
+
+def test_F35_while_postgresql_is_away_the_answer_is_later_and_then_all_is_well(
+    postgres: Cluster, postgres_template: str, tmp_path: Path, clock: FakeClock
+) -> None:
+    name = postgres.new_database(postgres_template)
+    database = Database(postgres.url(name), clock=clock)
+    api = Api(made_services(database, tmp_path, clock=clock), database, clock)
+    with api.client:
+        ada = api.user("ada")
+        postgres.stop()
+        try:
+            answer = api.client.get(f"{API}/whoami", headers={"Authorization": f"Bearer {ada}"})
+            assert (answer.status_code, answer.json()["code"]) == (503, "server_unavailable")
+            assert int(answer.headers["Retry-After"]) > 0
+        finally:
+            postgres.start()
+        assert api.do(ada, "GET", "/whoami")["name"] == "ada"
+        assert [one["name"] for one in api.do(api.admin, "GET", "/users")["principals"]] == ["ada", "node", "root"]
+    database.close()
+    postgres.drop_database(name)

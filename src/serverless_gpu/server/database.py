@@ -88,6 +88,7 @@ class Database:
             # The lock is waited for first, and what was committed meanwhile must be seen.
             committed = connection.execution_options(isolation_level="READ COMMITTED")
             with committed.begin():
+                committed.execute(sa.text("SET LOCAL lock_timeout = 0"))  # another server may migrate for minutes
                 committed.execute(sa.text("SELECT pg_advisory_xact_lock(:key)"), {"key": migrations.LOCK})
                 migrations.bring(committed)
 
@@ -267,15 +268,33 @@ def _sqlite(url: sa.URL, *, begin: str, readers: bool) -> sa.Engine:
 
 
 def _postgres(url: sa.URL) -> sa.Engine:
-    return sa.create_engine(
+    engine = sa.create_engine(
         url,
         isolation_level="REPEATABLE READ",
         pool_pre_ping=True,
         pool_size=POSTGRES_POOL,
         max_overflow=0,
         pool_timeout=WAIT_S,
-        connect_args={"connect_timeout": CONNECT_S, "application_name": "serverless-gpu"},
+        connect_args={"application_name": "serverless-gpu", "connect_timeout": CONNECT_S, **_KEEPALIVE},
     )
+
+    @sa.event.listens_for(engine, "connect")
+    def _connect(connection: Any, _record: object) -> None:
+        with connection.cursor() as cursor:
+            # Nobody's forgotten session makes the server stand still, and what was said to be written is on disk,
+            # whatever the database's own configuration says.
+            cursor.execute(f"SET lock_timeout = '{WAIT_S}s'")
+            cursor.execute(
+                "SELECT set_config('synchronous_commit', 'on', false)"
+                " WHERE current_setting('synchronous_commit') = 'off'"
+            )
+        connection.commit()
+
+    return engine
+
+
+# A machine that is gone sends no farewell: half a minute of silence, and the connection counts as broken.
+_KEEPALIVE = {"keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 4, "tcp_user_timeout": 30_000}
 
 
 def _problem(error: sa.exc.DBAPIError) -> ServerProblem | None:
