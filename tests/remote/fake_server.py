@@ -43,6 +43,7 @@ from serverless_gpu.wire.runs import (
     SettledMessage,
     StateMessage,
     StopRequest,
+    Target,
 )
 from serverless_gpu.wire.state import Version
 
@@ -64,6 +65,7 @@ class Script:
         self.settled: SettledMessage | None = None
         self.fence = 1
         self.stops: list[str] = []
+        self.is_deaf = False
         self.changed = threading.Condition()
 
     def say(self, state: State, sentence: str = "", *, node: str = "n1") -> None:
@@ -214,9 +216,11 @@ class FakeServer:
     def known(self, run_id: str, *, owner: str = "alice", world_size: int = 1) -> Script:
         """Return a run that somebody else asked for."""
         made = Script(owner=owner, world_size=world_size)
-        target = {"machine": "", "python": "3.11", "platform": "linux"}
-        made.request = msgspec.convert(
-            {"id": run_id, "spec": msgspec.to_builtins(RunSpec()), "target": target, "context": {}}, RunRequest
+        made.request = RunRequest(
+            id=run_id,
+            spec=RunSpec(),
+            target=Target(python="3.11", platform="linux-x86_64"),
+            context=msgspec.Raw(b"{}"),
         )
         self.runs[run_id] = made
         return made
@@ -368,7 +372,7 @@ class _Handler(BaseHTTPRequestHandler):
             if any(event.state in TERMINAL for event in run.events):
                 raise AlreadyFinished("it has ended")
             run.stops.append(msgspec.json.decode(self.body, type=StopRequest).reason)
-        if len(run.stops) == 1:
+        if len(run.stops) == 1 and not run.is_deaf:
             run.end(stopped=Stopped(state=State.CANCELLED, reason=Reason.CANCELLED, cause=None, consequences=()))
         self._send_struct(run.view())
 

@@ -23,7 +23,7 @@ from serverless_gpu.ambient import SystemClock
 from serverless_gpu.client.display import Display, TerminalDisplay, again, make_display
 from serverless_gpu.client.interrupts import interruptible
 from serverless_gpu.client.outcome import carries_tail, load_result, make_exception
-from serverless_gpu.client.source import Source
+from serverless_gpu.client.source import Note, Source
 from serverless_gpu.errors import InvalidOption, InvalidValue, ServerlessGpuError, ServerProblem, error_class
 from serverless_gpu.model.attempt import Reason, State
 from serverless_gpu.model.ledger import Receipt
@@ -365,8 +365,10 @@ class Run(Generic[R]):
         told = stopped.cause.rank if stopped.cause is not None and carries_tail(stopped) else None
         return {rank: tail for rank, tail in stopped.tails.items() if rank != told}
 
-    def _take(self, message: protocol.AnyMessage) -> None:
+    def _take(self, message: protocol.AnyMessage | Note) -> None:
         match message:
+            case Note(sentence=sentence):  # also where nothing else is shown: somebody waits
+                (self._display or TerminalDisplay(quiet=self._spec.quiet)).say(sentence)
             case protocol.Snapshot(state=state, waiting=waiting):
                 self._state, self._waiting = state, waiting
             case protocol.Waiting(sentence=sentence, passing=True):

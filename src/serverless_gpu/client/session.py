@@ -30,6 +30,7 @@ from serverless_gpu.client.display import Display, TerminalDisplay, again, make_
 from serverless_gpu.client.launch import Lender, hold, launch
 from serverless_gpu.client.preflight import check_function
 from serverless_gpu.client.run import Run, own_sessions
+from serverless_gpu.client.source import Note
 from serverless_gpu.errors import ServerlessGpuError, SessionEnded, UsageError
 from serverless_gpu.model.attempt import State
 from serverless_gpu.model.hardware import Device
@@ -65,7 +66,7 @@ class _Hold(Run[None]):
         """Return whether the session has ended."""
         return self._stopped is not None or self._refused is not None or not self._source.is_open
 
-    def _take(self, message: protocol.AnyMessage) -> None:
+    def _take(self, message: protocol.AnyMessage | Note) -> None:
         if isinstance(message, protocol.Held):
             self.devices, self._state, self._waiting = message.devices, State.RUNNING, ""
         else:

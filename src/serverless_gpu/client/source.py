@@ -17,6 +17,7 @@ import contextlib
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -30,6 +31,12 @@ from serverless_gpu.node.inside.channel import Channel
 _LAUNCH_TRIES = 3
 
 Reconnect = Callable[[], Channel]
+
+
+class Note(NamedTuple):
+    """Something to say about the way to the run, not about the run."""
+
+    sentence: str
 
 
 class Source(abc.ABC):
@@ -62,7 +69,7 @@ class Source(abc.ABC):
         """Return a descriptor that is readable when there is news, or -1."""
 
     @abc.abstractmethod
-    def receive(self, timeout_s: float | None) -> protocol.AnyMessage | None:
+    def receive(self, timeout_s: float | None) -> protocol.AnyMessage | Note | None:
         """Return the next message, or None where there will be no more.
 
         Raises:

@@ -23,7 +23,7 @@ from serverless_gpu.client.outcome import Origin
 from serverless_gpu.client.remote.copies import Copies, write_whole
 from serverless_gpu.client.remote.server import Server
 from serverless_gpu.client.remote.stream import Away, EventStream, Heard
-from serverless_gpu.client.source import Source
+from serverless_gpu.client.source import Note, Source
 from serverless_gpu.errors import AlreadyFinished, ServerProblem
 from serverless_gpu.model.attempt import TERMINAL, Failure, Reason, State
 from serverless_gpu.model.ledger import Receipt
@@ -64,16 +64,15 @@ class Watched(Source):
         self._untrusted = untrusted
         self._stream = stream
         self._over = False
-        self._pending: deque[protocol.AnyMessage] = deque()
+        self._pending: deque[protocol.AnyMessage | Note] = deque()
         self._decoders: dict[tuple[int, int, str], codecs.IncrementalDecoder] = {}
         self._shown = view.spec.ranks_log
         self._copies: Copies | None = None
         self._stopped: protocol.Stopped | None = None
         self._receipt: Receipt | None = None
-        self._state = view.state
         self._fence = 0
         self.world_size = view.world_size or view.spec.resources.gpus
-        self._said = ""
+        self._told = (State.QUEUED, "")
         self._turn_to(view.fence, view.node)
         if view.state not in TERMINAL:
             self._tell(view.state, view.sentence)
@@ -92,7 +91,7 @@ class Watched(Source):
         """Return a descriptor that is readable when there is news, or -1."""
         return -1 if self._over else self._opened().fileno()
 
-    def receive(self, timeout_s: float | None) -> protocol.AnyMessage | None:
+    def receive(self, timeout_s: float | None) -> protocol.AnyMessage | Note | None:
         """Return the next message, or None after the last."""
         deadline_ns = None if timeout_s is None else SystemClock().boottime_ns() + round(timeout_s * 1e9)
         while not self._pending:
@@ -166,7 +165,7 @@ class Watched(Source):
     def _take(self, heard: Heard) -> None:
         match heard:
             case Away(sentence=sentence):
-                self._pending.append(protocol.Waiting(sentence=sentence))
+                self._pending.append(Note(sentence))
             case AcceptedMessage(run=view):  # how it is now; what happened before comes next, in order
                 self.world_size = view.world_size or self.world_size
             case StateMessage():
@@ -190,14 +189,15 @@ class Watched(Source):
 
     def _tell(self, state: State, sentence: str) -> None:
         """Say the state, and the sentence about it: one that a person waits for once, one that passes in passing."""
-        if state is not self._state or not sentence:
+        if (state, sentence) == self._told:  # again after a look, or a reconnect
+            return
+        if state is not self._told[0] or not sentence:
             self._pending.append(
                 protocol.Snapshot(run_id=self.run_id, fence=self._fence, state=state, pid=0, waiting=sentence)
             )
-        self._state = state
-        if sentence and sentence != self._said:  # again after a reconnect
-            self._said = sentence
+        if sentence:
             self._pending.append(protocol.Waiting(sentence=sentence, passing=state not in _SAID_IN))
+        self._told = (state, sentence)
 
     def _take_output(self, message: LogMessage) -> None:
         if not self._shows(message.rank):
@@ -218,7 +218,7 @@ class Watched(Source):
         if self.world_size is None:
             results = [name for name in names if name.startswith(_RESULT)]
             self.world_size = len(results) or self._server.run(self.run_id).world_size or None
-        self._state, self._stopped = message.state, _stopped(message)
+        self._stopped = _stopped(message)
         write_whole(self.directory / "stopped.json", msgspec.json.encode(self._stopped))
         self._pending.append(self._stopped)
 

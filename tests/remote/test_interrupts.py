@@ -1,0 +1,129 @@
+"""Ctrl-C while a call goes on through a server, and callers that vanish."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from serverless_gpu.model.attempt import State
+from tests.remote.fake_server import FakeServer, Script
+
+PROGRAM = """
+import sys
+from serverless_gpu import distributed
+
+@distributed(gpus=1, gpu_type="H100", remote=True, on_interrupt=sys.argv[1])
+def train():
+    return 1
+
+try:
+    train.distributed()
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+"""
+
+
+@pytest.fixture
+def caller(home: Path, fake: FakeServer, tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
+    """Yield what starts a script that waits for a remote call."""
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    started: list[subprocess.Popen[str]] = []
+
+    def start(on_interrupt: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, str(program), on_interrupt],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            cwd=tmp_path,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def running(script: Script, process: subprocess.Popen[str]) -> None:
+    """Have the run begin, and wait until its caller shows that."""
+    script.say(State.RUNNING)
+    script.write(0, b"begun\n")
+    assert process.stdout is not None and process.stdout.readline() == "[rank 0] begun\n"
+
+
+def test_F61_ctrl_c_stops_the_run_and_waits_until_its_devices_are_free(
+    fake: FakeServer, caller: Callable[[str], subprocess.Popen[str]]
+) -> None:
+    script = fake.script()
+    process = caller("cancel")
+    running(script, process)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert out == "interrupted\n" and script.stops == ["cancel"]
+    assert "cancelling; press Ctrl-C again to leave at once" in err
+    assert "cancelled; 1 GPU verified free, after" in err and "Traceback" not in err
+
+
+def test_F61_a_second_ctrl_c_leaves_at_once(fake: FakeServer, caller: Callable[[str], subprocess.Popen[str]]) -> None:
+    script = fake.script()
+    script.is_deaf = True
+    process = caller("cancel")
+    running(script, process)
+    process.send_signal(signal.SIGINT)
+    deadline = time.monotonic() + 20
+    while not script.stops and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert out == "interrupted\n" and set(script.stops) == {"cancel"}
+    assert "is still being cancelled" in err
+
+
+def test_F61_a_second_ctrl_c_leaves_at_once_also_where_the_server_is_away(
+    fake: FakeServer, caller: Callable[[str], subprocess.Popen[str]]
+) -> None:
+    script = fake.script()
+    process = caller("cancel")
+    running(script, process)
+    fake.stop()
+    process.send_signal(signal.SIGINT)
+    assert process.stderr is not None
+    while "does not answer" not in (line := process.stderr.readline()):
+        assert line, "it ended without having said that"
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert out == "interrupted\n" and script.stops == []
+    assert "left; the server does not answer, and run" in err
+
+
+def test_F61_with_detach_the_run_goes_on(fake: FakeServer, caller: Callable[[str], subprocess.Popen[str]]) -> None:
+    script = fake.script()
+    process = caller("detach")
+    running(script, process)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert out == "interrupted\n" and script.stops == []
+    assert "goes on; find it again with serverless_gpu.attach(" in err
+
+
+def test_F62_a_caller_that_vanishes_leaves_the_run_and_its_identifier(
+    home: Path, fake: FakeServer, caller: Callable[[str], subprocess.Popen[str]]
+) -> None:
+    script = fake.script()
+    process = caller("cancel")
+    running(script, process)
+    process.kill()
+    process.wait()
+    assert script.stops == []
+    assert [path.name for path in (home / "remote").iterdir() if path.name[0] != "."] == list(fake.runs)
