@@ -185,10 +185,16 @@ def note(connection: sa.Connection, run_id: str, fence: int, **values: object) -
 
 
 def settle(connection: sa.Connection, run_id: str, fence: int, *, receipt: str | None, at_ns: int) -> bool:
-    """Write the receipt of an attempt that ended, or that none will come; return False when that was done before."""
-    first = sa.and_(_is(run_id, fence), attempts.c.settled_ns.is_(None))
-    changed = connection.execute(attempts.update().where(first).values(receipt_json=receipt, settled_ns=at_ns))
-    return changed.rowcount == 1
+    """Write the receipt of an attempt that ended, or that none will come; return False when that was done before.
+
+    A receipt that comes although none was awaited any more is kept, too.
+    """
+    first = attempts.c.settled_ns.is_(None) if receipt is None else attempts.c.receipt_json.is_(None)
+    values: dict[str, object] = {"settled_ns": sa.func.coalesce(attempts.c.settled_ns, at_ns)}
+    if receipt is not None:
+        values["receipt_json"] = receipt
+    ended = sa.and_(_is(run_id, fence), attempts.c.ended_ns.is_not(None), first)
+    return connection.execute(attempts.update().where(ended).values(**values)).rowcount == 1
 
 
 def _is(run_id: str, fence: int) -> sa.ColumnElement[bool]:

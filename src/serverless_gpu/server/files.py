@@ -14,12 +14,10 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model.spec import BLOB_PART_BYTES, BlobReference
 from serverless_gpu.server.tables import files
 
 NAME_CHARACTERS_MAX = 256
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)?")
-_DIGEST = re.compile(r"[0-9a-f]{64}")
 _AT_ONCE = 500
 _decode_parts = msgspec.json.Decoder(tuple[str, ...]).decode
 
@@ -47,17 +45,6 @@ def check_name(name: str) -> None:
     """
     if len(name) > NAME_CHARACTERS_MAX or not _NAME.fullmatch(name):
         raise InvalidValue(f"{name[:80]!r} is no name of an attempt's file", hint="for example results/0.pkl")
-
-
-def check_blob(blob: BlobReference) -> None:
-    """Refuse a reference whose parts cannot be what its size says.
-
-    Raises:
-        InvalidValue: a digest is none, or there are too few or too many.
-    """
-    expected = -(-blob.size // BLOB_PART_BYTES)
-    if blob.size < 0 or len(blob.parts) != expected or not all(map(_DIGEST.fullmatch, blob.parts)):
-        raise InvalidValue(f"a blob of {blob.size} bytes has {expected} parts, each named by its BLAKE3 digest")
 
 
 def put(
@@ -100,6 +87,12 @@ def of_attempt(connection: sa.Connection, run_id: str, fence: int, *, prefix: st
     if prefix:
         query = query.where(files.c.name.startswith(prefix, autoescape=True))
     return [_from_row(row) for row in connection.execute(query.order_by(files.c.name))]
+
+
+def count(connection: sa.Connection, run_id: str, fence: int, *, prefix: str) -> int:
+    """Return how many files of an attempt have a name that begins so."""
+    query = sa.select(sa.func.count()).select_from(files).where(_of(run_id, fence))
+    return connection.execute(query.where(files.c.name.startswith(prefix, autoescape=True))).scalar_one()
 
 
 def find(connection: sa.Connection, run_id: str, fence: int, name: str) -> StoredFile | None:

@@ -1,0 +1,294 @@
+"""A node reports about an attempt: the one way in which the server learns what happens to a run.
+
+    report ─▶ is the attempt there? ─▶ lease renewed (memory)
+                  │
+                  ├─ logs     appended to files, by offset          before the transaction: losing them again is no harm,
+                  │           made durable before an ending         and an ending that is acknowledged has all of them
+                  └─ state, facts, files, ending, receipt           one transaction, or none when nothing is new
+
+The gate has checked the attempt's own token. A report is applied whole or not at all, and may come twice: logs by their
+offsets, facts and files by their names, states because nothing goes backwards, an ending because it is the same one.
+
+What can go wrong:
+
+- The attempt was given up (its node was away for too long, or restarted): the answer is `stale`. What it wrote and used
+  until then is kept, as it is the truth; its state, files and ending are not taken, and a late ending is audited.
+- The attempt ended by its own report and the run has gone on: its receipt still comes, and is taken.
+- Results lie in a blob whose parts are not here: refused, before anything is written. A run that is said to have
+  completed has the results of all its ranks here.
+- The server dies after the logs and before the transaction: the node sends the report again, and only what is missing
+  is appended.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+import sqlalchemy as sa
+
+from serverless_gpu.errors import InvalidValue, NotFound, TooLarge
+from serverless_gpu.model.attempt import Reason, State
+from serverless_gpu.model.run_lifecycle import Ended, Event, Heard, Started, Stopping
+from serverless_gpu.model.spec import Function
+from serverless_gpu.server import attempts, audit, facts, files, runs, transitions
+from serverless_gpu.server.attempts import StoredAttempt
+from serverless_gpu.server.audit import Action
+from serverless_gpu.server.blobs import check_reference
+from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.files import StoredFile
+from serverless_gpu.server.hub import SCHEDULER, run_key
+from serverless_gpu.server.runs import StoredRun
+from serverless_gpu.server.services import Services
+from serverless_gpu.server.transitions import Note, Told
+from serverless_gpu.wire.attempts import File, LogPiece, Report, ReportAnswer
+from serverless_gpu.wire.base import INLINE_BYTES_MAX
+
+SENTENCE_CHARACTERS_MAX = 2_000
+_log = logging.getLogger(__name__)
+_SEEN = {State.QUEUED: State.STARTING, State.STARTING: State.STARTING, State.RUNNING: State.RUNNING}
+
+
+class _Found(msgspec.Struct, frozen=True, kw_only=True):
+    """An attempt that reports, and its run."""
+
+    run: StoredRun
+    attempt: StoredAttempt
+
+    @property
+    def is_current(self) -> bool:
+        return self.attempt.ended_ns is None and self.run.fence == self.attempt.fence
+
+
+class _Applied(msgspec.Struct, frozen=True, kw_only=True):
+    """What a report changed: `told` when it is the current attempt's, `settled` when its receipt is news."""
+
+    told: Told | None = None
+    settled: bool = False
+    files: bool = False
+
+
+def report(services: Services, who: Caller, *, run_id: str, fence: int, said: Report) -> ReportAnswer:
+    """Apply a report; everything of it is durable when this returns.
+
+    Args:
+        services: the server's.
+        who: the attempt, whose token the gate has checked.
+        run_id: the run.
+        fence: number of the attempt.
+        said: what is new.
+
+    Raises:
+        InvalidValue: something of it cannot be; nothing was applied.
+        NotFound: a file is a blob whose parts were not sent; nothing was applied.
+        TooLarge: it is over a limit.
+    """
+    arrived_ns = services.clock.boottime_ns()
+    found = services.database.read(lambda connection: _find(connection, run_id, fence))
+    if found is None:
+        return _answer(services, stale=True)
+    _check(services, found, said)
+    if found.attempt.ended_ns is None:
+        services.leases.renew(run_id, fence, now_ns=arrived_ns)
+    offsets = _append(services, found.attempt, said.logs)
+    if said.ending is not None:
+        services.logs.sync(run_id, fence)
+    applied = _Applied()
+    if _is_news(services, found, said):
+        at_ns = services.clock.wall_ns()
+        applied = services.database.write(lambda connection: _apply(connection, who, run_id, fence, said, at_ns=at_ns))
+    _announce(services, found, said, applied)
+    found = services.database.read(lambda connection: _find(connection, run_id, fence)) or found
+    stop = found.run.stop if found.is_current else None
+    answer = _answer(services, stale=found.attempt.given_up)
+    return msgspec.structs.replace(answer, stop=stop, offsets=offsets)
+
+
+def _answer(services: Services, *, stale: bool) -> ReportAnswer:
+    settings = services.settings
+    return ReportAnswer(
+        stale=stale, partition_grace_s=settings.partition_grace_s, heartbeat_s=settings.heartbeat_s
+    )
+
+
+def _find(connection: sa.Connection, run_id: str, fence: int) -> _Found | None:
+    run = runs.find(connection, run_id)
+    if run is None:
+        return None
+    attempt = run.attempt
+    if attempt is None or attempt.fence != fence:
+        attempt = attempts.find(connection, run_id, fence)
+    return None if attempt is None else _Found(run=run, attempt=attempt)
+
+
+def _check(services: Services, found: _Found, said: Report) -> None:
+    """Refuse what cannot be, before anything of the report is applied."""
+    ranks = found.attempt.world_size
+    for piece in said.logs:
+        if not 0 <= piece.rank < ranks:
+            raise InvalidValue(f"attempt {found.attempt.gang} has no rank {piece.rank}: it has {ranks}")
+    if sum(len(file.inline or b"") for file in said.files) > INLINE_BYTES_MAX:
+        raise TooLarge(f"the files of one report have more than {INLINE_BYTES_MAX} bytes", hint="send them as blobs")
+    for file in said.files:
+        _check_file(file)
+    parts = {part for file in said.files if file.blob is not None for part in file.blob.parts}
+    missing = services.blobs.missing(parts) if parts else ()
+    if missing:
+        raise NotFound(
+            f"{len(missing)} parts of the files of {found.attempt.gang} are not on the server",
+            hint="send them first, and report again",
+        )
+    if any(fact.attempt != found.attempt.gang for fact in said.facts):
+        raise InvalidValue(f"a fact came with the report of {found.attempt.gang} that is about another attempt")
+    if said.receipt is not None and said.ending is None and found.attempt.ended_ns is None:
+        raise InvalidValue(f"a receipt of attempt {found.attempt.gang} came, and it has not ended")
+
+
+def _check_file(file: File) -> None:
+    files.check_name(file.name)
+    if (file.inline is None) == (file.blob is None):
+        raise InvalidValue(f"file {file.name} comes either with its bytes or as a blob")
+    if file.blob is not None:
+        check_reference(file.blob)
+    if file.size != (len(file.inline) if file.inline is not None else file.blob.size if file.blob else 0):
+        raise InvalidValue(f"file {file.name} is said to have {file.size} bytes, and has another number")
+
+
+def _append(services: Services, attempt: StoredAttempt, pieces: tuple[LogPiece, ...]) -> dict[str, int]:
+    """Append output; return where a stream wants to go on, for those that did not fit on."""
+    wanted: dict[str, int] = {}
+    for piece in pieces:
+        following = services.logs.append(
+            attempt.run_id,
+            attempt.fence,
+            rank=piece.rank,
+            stream=piece.stream,
+            offset=piece.offset,
+            data=piece.data,
+        )
+        name = f"{piece.rank}.{piece.stream}"
+        wanted.pop(name, None)
+        if following != piece.offset + len(piece.data):
+            wanted[name] = following
+    return wanted
+
+
+def _is_news(services: Services, found: _Found, said: Report) -> bool:
+    """Return whether there is anything to write; most reports only say that the attempt is alive."""
+    if said.facts or said.files or said.ending is not None or said.receipt is not None:
+        return True
+    if not found.is_current:
+        return False
+    attempt = found.attempt
+    unwritten_ns = services.clock.wall_ns() - attempt.lease_ns
+    is_due = not 0 <= unwritten_ns < services.settings.lease_written_s * 1e9
+    return is_due or _sentence(said) != attempt.sentence or bool(_happened(found.run, said))
+
+
+def _happened(run: StoredRun, said: Report) -> list[Event]:
+    """Return what a report says that the run does not know yet."""
+    seen = _SEEN.get(said.state, State.STOPPING)
+    began = said.exec_ns is not None or (said.ending is not None and said.ending.began)
+    happened: list[Event] = []
+    if run.state is State.UNREACHABLE:
+        happened.append(Heard(seen))
+    if began and run.attempt is not None and not run.attempt.began:
+        happened.append(Started())
+    state = run.attempt.before if run.state is State.UNREACHABLE and run.attempt is not None else run.state
+    if seen is State.STOPPING and state is not State.STOPPING:
+        happened.append(Stopping())
+    if said.ending is not None:
+        happened.append(Ended(said.ending.reason, began=said.ending.began))
+    return happened
+
+
+def _apply(
+    connection: sa.Connection, who: Caller, run_id: str, fence: int, said: Report, *, at_ns: int
+) -> _Applied:
+    found = _find(connection, run_id, fence)
+    if found is None:
+        return _Applied()
+    _keep_facts(connection, found.attempt, said)
+    if found.attempt.given_up:
+        if said.ending is not None:
+            detail = {"fence": fence, "reason": said.ending.reason.value, "given_up_as": found.attempt.reason or ""}
+            audit.record(connection, who=who, action=Action.RUN_STALE, subject=run_id, now_ns=at_ns, detail=detail)
+        settled = _settle(connection, found.attempt, said, at_ns=at_ns)
+        return _Applied(settled=settled)
+    stored = [
+        StoredFile(
+            name=file.name, size=file.size, inline=file.inline, parts=file.blob.parts if file.blob is not None else ()
+        )
+        for file in said.files
+    ]
+    # What was acknowledged with the ending stays as it was; the receipt and what comes with it is new then.
+    written = files.put(connection, run_id, fence, stored, replace=found.attempt.ended_ns is None)
+    told = _tell(connection, found, said, at_ns=at_ns) if found.is_current else None
+    settled = _settle(connection, found.attempt, said, at_ns=at_ns)
+    return _Applied(told=told, settled=settled, files=bool(written))
+
+
+def _tell(connection: sa.Connection, found: _Found, said: Report, *, at_ns: int) -> Told:
+    attempt = found.attempt
+    if said.ending is not None:
+        _check_results(connection, found, said)
+        stopped = said.ending.stopped
+        attempts.note(
+            connection,
+            attempt.run_id,
+            attempt.fence,
+            stopped_json=None if stopped is None else bytes(stopped).decode(),
+            lease_ns=at_ns,
+            sentence=_sentence(said),
+        )
+    else:
+        attempts.note(connection, attempt.run_id, attempt.fence, lease_ns=at_ns, sentence=_sentence(said))
+    note = Note(
+        at_ns=at_ns,
+        detail=_sentence(said) if said.ending is not None else "",
+        exec_ns=said.exec_ns if attempt.started_ns is None else None,
+    )
+    return transitions.tell(connection, found.run, *_happened(found.run, said), note=note)
+
+
+def _check_results(connection: sa.Connection, found: _Found, said: Report) -> None:
+    """A result is durable here before anybody is told of it."""
+    attempt, ending = found.attempt, said.ending
+    if ending is None or ending.reason is not Reason.COMPLETED or not isinstance(found.run.spec.payload, Function):
+        return
+    there = files.count(connection, attempt.run_id, attempt.fence, prefix="results/")
+    if there < attempt.world_size:
+        raise InvalidValue(
+            f"attempt {attempt.gang} is said to have completed, and {there} of {attempt.world_size} results are here",
+            hint="results come before the ending, or with it",
+        )
+
+
+def _keep_facts(connection: sa.Connection, attempt: StoredAttempt, said: Report) -> None:
+    if said.facts:
+        for seq in facts.add(connection, attempt.run_id, attempt.fence, said.facts):
+            _log.error("fact %d of attempt %s came again and says something else; the first stays", seq, attempt.gang)
+
+
+def _settle(connection: sa.Connection, attempt: StoredAttempt, said: Report, *, at_ns: int) -> bool:
+    """Write the receipt; an attempt whose node has nothing to say of its end, its supervisor lost, gets none."""
+    if said.receipt is not None:
+        receipt = bytes(said.receipt).decode()
+    elif said.ending is not None and said.ending.stopped is None:
+        receipt = None
+    else:
+        return False
+    return transitions.settle(connection, attempt.run_id, attempt.fence, receipt=receipt, at_ns=at_ns)
+
+
+def _announce(services: Services, found: _Found, said: Report, applied: _Applied) -> None:
+    if applied.told is not None:
+        applied.told.announce(services.hub)
+    if said.logs or applied.settled or applied.files or _sentence(said) != found.attempt.sentence:
+        services.hub.touch(run_key(found.run.id))
+    if applied.settled:
+        services.hub.touch(SCHEDULER)  # its devices were looked at, and are free or known not to be
+
+
+def _sentence(said: Report) -> str:
+    return said.sentence[:SENTENCE_CHARACTERS_MAX]

@@ -1,0 +1,254 @@
+"""A run is asked for: checked, its secrets sealed, written once, and acknowledged when it is durable.
+
+    request ─▶ is it possible? ─▶ are its bytes there? ─▶ is there room? ─▶ run + event + audit, one transaction ─▶ ring
+
+The client makes the identifier and writes it to its disk before it asks. So the same request again, because an answer
+was lost or a button was pressed twice, finds the run that is there; another request under the same identifier is a
+conflict, and changes nothing.
+
+Nothing of the payload is looked into: the call is bytes, and the context (it holds the caller's variables) is sealed
+before it reaches the database.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import unicodedata
+
+import msgspec
+import sqlalchemy as sa
+
+from serverless_gpu.ambient import created_wall_ns
+from serverless_gpu.errors import IdempotencyConflict, InvalidValue, NotFound, TooLarge
+from serverless_gpu.model.attempt import State
+from serverless_gpu.model.spec import (
+    RANKS_MAX,
+    SECONDS_MAX,
+    SPEC_VERSION,
+    TAG_CHARACTERS_MAX,
+    TAGS_MAX,
+    Command,
+    Function,
+    Kernel,
+    RunSpec,
+)
+from serverless_gpu.server import audit, events, pools, runs, views
+from serverless_gpu.server.audit import Action
+from serverless_gpu.server.blobs import check_reference
+from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.events import StoredEvent
+from serverless_gpu.server.hub import SCHEDULER, run_key
+from serverless_gpu.server.runs import NewRun, StoredRun
+from serverless_gpu.server.services import Services
+from serverless_gpu.wire.base import INLINE_BYTES_MAX, LABEL_CHARACTERS_MAX, NAME_CHARACTERS_MAX
+from serverless_gpu.wire.runs import RunRequest, RunView
+
+CONTEXT_BYTES_MAX = 2 << 20
+ARGUMENTS_MAX = 10_000
+RETRIES_MAX = 100
+VERSION_CHARACTERS_MAX = 32
+_HEXADECIMAL = frozenset("0123456789abcdef")
+# Characters that make text read as something else than it is, beside control characters.
+_DECEIVING = frozenset("\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+
+
+def submit(services: Services, who: Caller, request: RunRequest) -> RunView:
+    """Accept a run; it is durable when this returns.
+
+    Args:
+        services: the server's.
+        who: asks for it, and will own it.
+        request: what was asked.
+
+    Returns:
+        The run; `deduplicated` when the same request had come before.
+
+    Raises:
+        InvalidValue: it is not possible.
+        NotFound: parts of its call were not sent.
+        TooLarge: it is over a limit.
+        IdempotencyConflict: there is another run of this identifier.
+    """
+    check(request, who)
+    digest = hashlib.sha256(msgspec.json.encode(request, order="deterministic")).hexdigest()
+    before = services.database.read(lambda connection: runs.find(connection, request.id))
+    if before is not None:
+        return _same(services, before, who, digest)
+    _check_bytes(services, request.spec)
+    _find_room(services, who)
+    new = NewRun(
+        id=request.id,
+        owner=who.name,
+        spec=request.spec,
+        target=request.target,
+        request_sha256=digest,
+        context_sealed=services.sealer.seal(bytes(request.context), about=request.id),
+        call=request.call,
+        snapshot=request.snapshot,
+        client_version=request.version,
+    )
+    at_ns = services.clock.wall_ns()
+    run, is_new = services.database.write(lambda connection: _create(connection, new, who, at_ns))
+    if not is_new:
+        return _same(services, run, who, digest)
+    services.hub.touch(SCHEDULER)
+    services.hub.touch(run_key(run.id))
+    return views.run_view(run)
+
+
+def check(request: RunRequest, who: Caller) -> None:
+    """Refuse what cannot be, whatever the state of the server.
+
+    Raises:
+        InvalidValue: something of it is not possible.
+        TooLarge: something of it is over a limit.
+    """
+    if created_wall_ns(request.id) is None:
+        raise InvalidValue(f"{request.id[:40]!r} is no identifier of a run", hint="26 characters, made by the client")
+    _check_spec(request.spec, who)
+    _check_payload(request)
+    _check_origin(request)
+
+
+def _same(services: Services, run: StoredRun, who: Caller, digest: str) -> RunView:
+    if run.owner != who.name or run.request_sha256 != digest:
+        raise IdempotencyConflict(
+            f"there is a run {run.id} already, and it was asked for differently",
+            hint="every run needs an identifier of its own",
+        )
+    return views.run_view(run, waits_for=services.sentences.of(run.id), deduplicated=True)
+
+
+def _create(connection: sa.Connection, new: NewRun, who: Caller, at_ns: int) -> tuple[StoredRun, bool]:
+    before = runs.find(connection, new.id)
+    if before is not None:
+        return before, False
+    if new.spec.pool is not None and pools.find(connection, new.spec.pool) is None:
+        names = ", ".join(pool.name for pool in pools.every(connection)[:20])
+        raise InvalidValue(f"there is no pool {new.spec.pool!r}", hint=f"pools: {names}")
+    runs.insert(connection, new, at_ns=at_ns)
+    events.add(connection, [StoredEvent(run_id=new.id, seq=1, fence=0, at_ns=at_ns, state=State.QUEUED)])
+    audit.record(connection, who=who, action=Action.RUN_CREATE, subject=new.id, now_ns=at_ns)
+    run = runs.find(connection, new.id)
+    if run is None:
+        raise RuntimeError(f"run {new.id} is not there after it was written")
+    return run, True
+
+
+def _check_bytes(services: Services, spec: RunSpec) -> None:
+    if isinstance(spec.payload, Function) and spec.payload.call is not None:
+        missing = services.blobs.missing(spec.payload.call.parts)
+        if missing:
+            raise NotFound(
+                f"{len(missing)} parts of the call are not on the server, {missing[0][:12]} among them",
+                hint="send them first: PUT /blobs/{digest}",
+            )
+
+
+def _find_room(services: Services, who: Caller) -> None:
+    if services.waiting_room.enter(who.name):
+        return
+    most = services.settings.runs_waiting_max
+    waiting = services.database.read(lambda connection: runs.waiting_of(connection, who.name, at_most=most))
+    if waiting >= most:
+        raise TooLarge(
+            f"{who.name} has {waiting} runs that wait, and more are not taken",
+            hint="wait until some have started, or cancel some",
+        )
+    services.waiting_room.counted(who.name, most - waiting - 1)
+
+
+def _check_spec(spec: RunSpec, who: Caller) -> None:
+    if spec.spec_version != SPEC_VERSION:
+        raise InvalidValue(
+            f"the run is described in version {spec.spec_version}, and this server knows {SPEC_VERSION}",
+            hint="client and server should be of one version",
+        )
+    _check_text("name", spec.name, LABEL_CHARACTERS_MAX)
+    for name in ("pool", "team", "policy"):
+        _check_text(name, getattr(spec, name) or "", NAME_CHARACTERS_MAX)
+    if spec.team is not None and spec.team not in who.teams:
+        raise InvalidValue(
+            f"{who.name} is not in a team {spec.team[:NAME_CHARACTERS_MAX]!r}",
+            hint=f"teams: {', '.join(who.teams) or 'none'}; `sgpu team add` changes that",
+        )
+    if spec.secrets:
+        raise InvalidValue(f"there is no secret {spec.secrets[0][:80]!r}", hint="this server keeps no secrets yet")
+    if len(spec.tags) > TAGS_MAX:
+        raise TooLarge(f"{len(spec.tags)} tags are over the limit of {TAGS_MAX}")
+    for key, value in spec.tags.items():
+        _check_text("a tag", key, TAG_CHARACTERS_MAX)
+        _check_text(f"tag {key!r}", value, TAG_CHARACTERS_MAX)
+    _check_numbers(spec)
+
+
+def _check_numbers(spec: RunSpec) -> None:
+    resources = spec.resources
+    _check_range("gpus", resources.gpus, 1, RANKS_MAX)
+    _check_range("cpus", resources.cpus, 1, RANKS_MAX)
+    _check_range("memory", resources.memory_bytes, 1, 2**60)
+    _check_text("gpu_type", resources.gpu_type or "", LABEL_CHARACTERS_MAX)
+    _check_range("retries", spec.retries, 0, RETRIES_MAX)
+    _check_range("grace", spec.grace_s, 0, SECONDS_MAX)
+    _check_range("timeout", spec.timeout_s, 0, SECONDS_MAX)
+    _check_range("hang_timeout", spec.hang_timeout_s, 0, SECONDS_MAX)
+    _check_range("hang_warning", spec.hang_warning_s, 0, SECONDS_MAX)
+    for rank in spec.ranks_log or ():
+        _check_range("ranks_log", rank, 0, RANKS_MAX)
+
+
+def _check_payload(request: RunRequest) -> None:
+    called = request.spec.payload
+    match called:
+        case Kernel():
+            raise InvalidValue("notebook kernels cannot run on a server yet", hint="submit a function or a command")
+        case Command():
+            if request.call is not None:
+                raise InvalidValue("a command comes with no pickled call")
+            if not called.argv or not called.argv[0]:
+                raise InvalidValue("a command needs a program", hint="for example argv=['python', 'train.py']")
+            if len(called.argv) > ARGUMENTS_MAX or any("\0" in argument for argument in called.argv):
+                raise InvalidValue(f"a command has up to {ARGUMENTS_MAX} arguments, without zero bytes")
+        case Function():
+            if (request.call is None) == (called.call is None):
+                raise InvalidValue("the pickled call comes either with the request or as a blob")
+            if called.call is not None:
+                check_reference(called.call)
+            elif len(request.call or b"") > INLINE_BYTES_MAX:
+                raise TooLarge(f"the call has {len(request.call or b'')} bytes", hint="send it as a blob")
+
+
+def _check_origin(request: RunRequest) -> None:
+    """Refuse what cannot be of where the run comes from and what it imports."""
+    target = request.target
+    for name, text in (("python", target.python), ("platform", target.platform), ("machine", target.machine)):
+        _check_text(name, text, NAME_CHARACTERS_MAX)
+    _check_text("version", request.version, VERSION_CHARACTERS_MAX)
+    if request.spec.environment == "snapshot":
+        if len(request.snapshot) != 64 or not set(request.snapshot) <= _HEXADECIMAL:
+            raise InvalidValue(f"{request.snapshot[:80]!r} is not the address of a snapshot")
+    elif request.snapshot or not target.machine:
+        raise InvalidValue(
+            "ranks that import the caller's own files need the machine they are on, and no snapshot",
+            hint="env='snapshot' runs a copy of them anywhere",
+        )
+    context = bytes(request.context)
+    if len(context) > CONTEXT_BYTES_MAX:
+        raise TooLarge(
+            f"what ranks take on of the caller has {len(context)} bytes, over {CONTEXT_BYTES_MAX}",
+            hint="are there very large environment variables?",
+        )
+    if not context.lstrip().startswith(b"{"):
+        raise InvalidValue("context is not an object")
+
+
+def _check_text(name: str, text: str, most: int) -> None:
+    if len(text) > most:
+        raise InvalidValue(f"{name} has {len(text)} characters; {most} are the most")
+    if any(unicodedata.category(letter) == "Cc" or letter in _DECEIVING for letter in text):
+        raise InvalidValue(f"{name} has control characters in it: {text!r:.80}")
+
+
+def _check_range(name: str, value: float | None, least: int, most: int) -> None:
+    if value is not None and not least <= value <= most:  # NaN is neither
+        raise InvalidValue(f"{name} must be between {least} and {most}, not {value}")

@@ -1,0 +1,185 @@
+"""Runs as people and programs see them: rows become the words of `wire/runs.py`.
+
+What somebody may not see is not there: `visible` raises `NotFound`, whichever of the two it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+import sqlalchemy as sa
+
+from serverless_gpu.ambient import format_utc
+from serverless_gpu.errors import NotFound
+from serverless_gpu.model import access
+from serverless_gpu.model.attempt import TERMINAL, Reason, State
+from serverless_gpu.server import attempts, events, files, runs
+from serverless_gpu.server.attempts import Outcome, StoredAttempt
+from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.events import StoredEvent
+from serverless_gpu.server.files import StoredFile
+from serverless_gpu.server.runs import StoredRun
+from serverless_gpu.server.transitions import told_as
+from serverless_gpu.server.watching import Look
+from serverless_gpu.wire.base import INLINE_BYTES_MAX
+from serverless_gpu.wire.runs import (
+    AttemptView,
+    EndedMessage,
+    FileView,
+    RunView,
+    SettledMessage,
+    StateMessage,
+)
+
+
+def visible(connection: sa.Connection, run_id: str, *, who: Caller, reach: str) -> StoredRun:
+    """Return a run that somebody may see, or may change; `reach` says how far they may.
+
+    Args:
+        run_id: the run.
+        who: who asks.
+        reach: of `model.access.reach`.
+
+    Raises:
+        NotFound: there is none, or it is out of reach.
+    """
+    run = runs.find(connection, run_id)
+    if run is None or not in_reach(run, who=who, reach=reach):
+        raise NotFound(
+            f"there is no run {run_id[:40]!r}, or you may not see it", hint="`sgpu runs` lists those you may see"
+        )
+    return run
+
+
+def in_reach(run: StoredRun, *, who: Caller, reach: str) -> bool:
+    """Return whether a run is within how far somebody may reach."""
+    return access.covers(reach, name=who.name, teams=who.teams, owner=run.owner, team=run.team)
+
+
+def run_view(run: StoredRun, *, waits_for: str = "", deduplicated: bool = False) -> RunView:
+    """Return a run as everybody who may see it sees it.
+
+    Args:
+        run: as it is stored.
+        waits_for: what the scheduler says about it while it waits.
+        deduplicated: whether this answers a request that had come before.
+    """
+    attempt = run.attempt
+    return RunView(
+        id=run.id,
+        name=run.name,
+        state=run.state,
+        reason=run.reason,
+        sentence=sentence(run, waits_for=waits_for),
+        fence=run.fence,
+        owner=run.owner,
+        team=run.team,
+        pool=run.pool,
+        node=attempt.node if attempt is not None and run.state is not State.QUEUED else "",
+        gpu_type=(attempt.gpu_type if attempt is not None else run.spec.resources.gpu_type) or "",
+        world_size=attempt.world_size if attempt is not None else run.spec.resources.gpus or 0,
+        created_ns=run.created_ns,
+        started_ns=run.started_ns,
+        ended_ns=run.ended_ns,
+        stop=run.stop,
+        spec=run.spec,
+        snapshot=run.snapshot,
+        deduplicated=deduplicated,
+        finished=run.finished,
+    )
+
+
+def sentence(run: StoredRun, *, waits_for: str = "") -> str:
+    """Return what a run waits for, what its node says about it, or why it ended."""
+    attempt = run.attempt
+    if run.reason is not None:
+        return told_as(run.reason, run.detail)
+    if run.state is State.QUEUED or attempt is None:
+        return waits_for
+    if run.state is State.UNREACHABLE:
+        return f"no word from {attempt.node} since {format_utc(attempt.lease_ns)}; it may well be going on"
+    if run.state is State.STOPPING and run.stop is not None:
+        return attempt.sentence or f"asked to stop: {run.stop}"
+    return attempt.sentence
+
+
+def attempt_view(attempt: StoredAttempt) -> AttemptView:
+    """Return one try at a run."""
+    return AttemptView(
+        fence=attempt.fence,
+        state=attempt.state,
+        reason=attempt.reason,
+        node=attempt.node,
+        created_ns=attempt.created_ns,
+        started_ns=attempt.started_ns,
+        ended_ns=attempt.ended_ns,
+    )
+
+
+def file_views(found: Iterable[StoredFile], *, inline_max: int = INLINE_BYTES_MAX) -> tuple[FileView, ...]:
+    """Return files; as many of them with their bytes as `inline_max` bytes allow, in order."""
+    views, left = [], inline_max
+    for file in found:
+        travels = file.inline is not None and len(file.inline) <= left
+        left -= len(file.inline or b"") if travels else 0
+        views.append(FileView(name=file.name, size=file.size, inline=file.inline if travels else None))
+    return tuple(views)
+
+
+def state_message(event: StoredEvent) -> StateMessage:
+    """Return an event as a stream tells it."""
+    return StateMessage(
+        seq=event.seq,
+        fence=event.fence,
+        state=event.state,
+        reason=event.reason,
+        sentence=event.sentence,
+        node=event.node,
+        at_ns=event.at_ns,
+    )
+
+
+def ended_message(run: StoredRun, outcome: Outcome, found: Sequence[StoredFile]) -> EndedMessage:
+    """Return the end of a run as a stream tells it: its last event, what the node said, and what is left behind."""
+    return EndedMessage(
+        seq=run.events,
+        fence=run.fence,
+        state=run.state,
+        reason=run.reason or Reason.NODE_LOST,
+        sentence=sentence(run),
+        ending=None if outcome.stopped is None else msgspec.Raw(outcome.stopped.encode()),
+        files=file_views(found),
+    )
+
+
+def settled_message(outcome: Outcome) -> SettledMessage:
+    """Return the last message of a stream."""
+    return SettledMessage(receipt=None if outcome.receipt is None else msgspec.Raw(outcome.receipt.encode()))
+
+
+def look(connection: sa.Connection, run_id: str, after: int, *, waits_for: str = "") -> Look:
+    """Return what is new of a run for a reader of its stream.
+
+    Args:
+        run_id: the run.
+        after: number of the last event the reader has.
+        waits_for: what the scheduler says about it while it waits.
+
+    Raises:
+        NotFound: there is no such run any more.
+    """
+    run = runs.find(connection, run_id)
+    if run is None:
+        raise NotFound(f"there is no run {run_id[:40]!r}")
+    told = tuple(state_message(event) for event in events.after(connection, run_id, after))
+    if run.state not in TERMINAL:
+        return Look(run=run_view(run, waits_for=waits_for), events=told)
+    outcome = attempts.outcome(connection, run_id, run.fence)
+    found = files.of_attempt(connection, run_id, run.fence) if run.events > after else []
+    return Look(
+        run=run_view(run),
+        events=tuple(message for message in told if message.seq < run.events),
+        ended=ended_message(run, outcome, found),
+        settled=settled_message(outcome) if run.finished else None,
+    )
