@@ -76,7 +76,7 @@ def stored(database: Database, run_id: str) -> StoredRun:
     return run
 
 
-def place(database: Database, run_id: str, *, node_id: str = "node-1", at_ns: int = T0 + S) -> int:
+def place(database: Database, run_id: str, *, node_id: str = "node-1", world_size: int = 2, at_ns: int = T0 + S) -> int:
     """Place a run on a node; return the fence."""
 
     def write(connection: sa.Connection) -> int:
@@ -85,7 +85,7 @@ def place(database: Database, run_id: str, *, node_id: str = "node-1", at_ns: in
         new = NewAttempt(
             node_id=node_id,
             gpu_type="H100",
-            world_size=2,
+            world_size=world_size,
             token_sha256=f"token of {run_id[-20:]}:{run.fence + 1}",
             boot_id="boot-1",
         )

@@ -17,6 +17,7 @@ class Action(StrEnum):
 
     RUN_CREATE = "run.create"
     RUN_STOP = "run.stop"
+    RUN_STALE = "run.stale"
     NODE_JOIN = "node.join"
     NODE_FORGET = "node.forget"
     POOL_PUT = "pool.put"

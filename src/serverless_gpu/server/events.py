@@ -51,14 +51,6 @@ def after(connection: sa.Connection, run_id: str, seq: int, *, limit: int = 1_00
     return [_from_row(row._mapping) for row in rows]
 
 
-def since_ns(connection: sa.Connection, run_id: str, state: State) -> int | None:
-    """Return when a run came into the state it is in now, nanoseconds since 1970; None when no event says so."""
-    of_run = events.c.run_id == run_id
-    other = sa.select(sa.func.max(events.c.seq)).where(of_run, events.c.state != state.value).scalar_subquery()
-    query = sa.select(sa.func.min(events.c.at_ns)).where(of_run, events.c.seq > sa.func.coalesce(other, 0))
-    return connection.execute(query).scalar_one()
-
-
 def _from_row(fields: sa.RowMapping) -> StoredEvent:
     reason = fields["reason"]
     return StoredEvent(

@@ -2,9 +2,9 @@
 
     report ─▶ is the attempt there? ─▶ lease renewed (memory)
                   │
-                  ├─ logs     appended to files, by offset          before the transaction: losing them again is no harm,
-                  │           made durable before an ending         and an ending that is acknowledged has all of them
-                  └─ state, facts, files, ending, receipt           one transaction, or none when nothing is new
+                  ├─ logs    appended to files by offset, before the transaction: losing them again is no harm;
+                  │          made durable before an ending: one that is acknowledged has all of them
+                  └─ state, facts, files, ending, receipt: one transaction, or none when nothing is new
 
 The gate has checked the attempt's own token. A report is applied whole or not at all, and may come twice: logs by their
 offsets, facts and files by their names, states because nothing goes backwards, an ending because it is the same one.
@@ -106,9 +106,7 @@ def report(services: Services, who: Caller, *, run_id: str, fence: int, said: Re
 
 def _answer(services: Services, *, stale: bool) -> ReportAnswer:
     settings = services.settings
-    return ReportAnswer(
-        stale=stale, partition_grace_s=settings.partition_grace_s, heartbeat_s=settings.heartbeat_s
-    )
+    return ReportAnswer(stale=stale, partition_grace_s=settings.partition_grace_s, heartbeat_s=settings.heartbeat_s)
 
 
 def _find(connection: sa.Connection, run_id: str, fence: int) -> _Found | None:
@@ -140,6 +138,8 @@ def _check(services: Services, found: _Found, said: Report) -> None:
         )
     if any(fact.attempt != found.attempt.gang for fact in said.facts):
         raise InvalidValue(f"a fact came with the report of {found.attempt.gang} that is about another attempt")
+    if said.exec_ns is not None and not 0 < said.exec_ns < 1 << 63:
+        raise InvalidValue(f"user code of {found.attempt.gang} is said to have begun at {said.exec_ns}")
     if said.receipt is not None and said.ending is None and found.attempt.ended_ns is None:
         raise InvalidValue(f"a receipt of attempt {found.attempt.gang} came, and it has not ended")
 
@@ -202,9 +202,7 @@ def _happened(run: StoredRun, said: Report) -> list[Event]:
     return happened
 
 
-def _apply(
-    connection: sa.Connection, who: Caller, run_id: str, fence: int, said: Report, *, at_ns: int
-) -> _Applied:
+def _apply(connection: sa.Connection, who: Caller, run_id: str, fence: int, said: Report, *, at_ns: int) -> _Applied:
     found = _find(connection, run_id, fence)
     if found is None:
         return _Applied()

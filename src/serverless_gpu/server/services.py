@@ -28,6 +28,7 @@ from serverless_gpu.server.receiving import Spool
 from serverless_gpu.server.sealing import Sealer
 from serverless_gpu.server.sentences import Sentences
 from serverless_gpu.server.settings import Settings
+from serverless_gpu.server.waiting_room import WaitingRoom
 
 T = TypeVar("T")
 
@@ -59,6 +60,7 @@ class Services:
         presence: when nodes were heard of last.
         deliveries: orders that left.
         sentences: what runs that wait are told.
+        waiting_room: how many more runs each principal may have waiting.
     """
 
     settings: Settings
@@ -76,3 +78,4 @@ class Services:
     presence: Presence = dataclasses.field(default_factory=Presence)
     deliveries: Deliveries = dataclasses.field(default_factory=Deliveries)
     sentences: Sentences = dataclasses.field(default_factory=Sentences)
+    waiting_room: WaitingRoom = dataclasses.field(default_factory=WaitingRoom)

@@ -157,11 +157,6 @@ def settle(connection: sa.Connection, run_id: str, fence: int, *, receipt: str |
     return runs.settle(connection, run_id, fence, at_ns=at_ns) or news
 
 
-def state_since_ns(connection: sa.Connection, run: StoredRun) -> int:
-    """Return since when a run is in its state, nanoseconds since 1970."""
-    return events.since_ns(connection, run.id, run.state) or run.created_ns
-
-
 def told_as(reason: Reason, detail: str) -> str:
     """Return why something ended, for people."""
     sentence = MEANINGS[reason].sentence

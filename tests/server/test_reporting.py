@@ -1,0 +1,394 @@
+"""What a node reports becomes what the server knows: whole or not at all, once, and only from who may."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from blake3 import blake3
+
+from serverless_gpu.errors import InvalidValue, NotFound, ServerlessGpuError, TooLarge
+from serverless_gpu.model.attempt import Reason, State, StopReason
+from serverless_gpu.model.ledger import Fact, FactKind
+from serverless_gpu.model.run_lifecycle import GivenUp, Silent, StopAsked
+from serverless_gpu.model.spec import BlobReference, Command
+from serverless_gpu.server import attempts, audit, facts, files, reporting, tables, views
+from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.database import Database
+from serverless_gpu.server.files import StoredFile
+from serverless_gpu.server.hub import SCHEDULER, run_key
+from serverless_gpu.server.services import Services
+from serverless_gpu.testing import FakeClock
+from serverless_gpu.wire.attempts import Ending, File, LogPiece, Report, ReportAnswer
+from serverless_gpu.wire.base import INLINE_BYTES_MAX
+from tests.server.made import made_services
+from tests.server.stored import T0, S, add_node, add_people, add_run, place, rows, stored, tell
+
+CALM = ReportAnswer(partition_grace_s=900.0, heartbeat_s=5.0)
+RESULTS = (File(name="results/0.pkl", size=2, inline=b"r0"), File(name="results/1.pkl", size=2, inline=b"r1"))
+COMPLETED = Ending(state=State.SUCCEEDED, reason=Reason.COMPLETED, began=True, stopped=msgspec.Raw(b'{"a":1}'))
+FAILED = Ending(state=State.FAILED, reason=Reason.RANK_RAISED, began=True, stopped=msgspec.Raw(b'{"a":2}'))
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock(wall_ns=T0 + S)
+
+
+@pytest.fixture
+def services(database: Database, tmp_path: Path, clock: FakeClock) -> Services:
+    add_people(database, "alice")
+    add_node(database)
+    return made_services(database, tmp_path, clock=clock)
+
+
+@pytest.fixture
+def run_id(services: Services, database: Database) -> str:
+    """Return a run with an attempt of two ranks."""
+    run_id = add_run(database)
+    place(database, run_id)
+    return run_id
+
+
+def say(services: Services, run_id: str, state: State = State.RUNNING, *, fence: int = 1, **said: Any) -> ReportAnswer:
+    who = Caller(kind="attempt", attempt=(run_id, fence))
+    return reporting.report(services, who, run_id=run_id, fence=fence, said=Report(state=state, **said))
+
+
+def piece(data: bytes, offset: int = 0, *, rank: int = 0) -> LogPiece:
+    return LogPiece(rank=rank, stream="stdout", offset=offset, data=data)
+
+
+def fact(run_id: str, seq: int, *, fence: int = 1, cpus: int = 0) -> Fact:
+    return Fact(
+        attempt=f"{run_id}:{fence}",
+        seq=seq,
+        kind=list(FactKind)[min(seq, len(FactKind) - 1)],
+        boot_id="boot-1",
+        boottime_ns=seq,
+        wall_ns=T0 + seq,
+        gpus=("GPU-0",),
+        cpus=cpus,
+        memory_bytes=0,
+    )
+
+
+def test_an_attempt_starts_runs_and_completes(services: Services, database: Database, run_id: str) -> None:
+    assert say(services, run_id, State.STARTING, sentence="restoring the environment") == CALM
+    run = stored(database, run_id)
+    assert run.state is State.STARTING and views.sentence(run) == "restoring the environment"
+    assert say(services, run_id, exec_ns=T0 + 3 * S) == CALM
+    run = stored(database, run_id)
+    assert (run.state, run.started_ns, views.sentence(run)) == (State.RUNNING, T0 + 3 * S, "")
+    assert say(services, run_id, State.STOPPING, exec_ns=T0 + 3 * S, files=RESULTS, ending=COMPLETED) == CALM
+    run = stored(database, run_id)
+    assert (run.state, run.reason, run.finished) == (State.SUCCEEDED, Reason.COMPLETED, False)
+    assert say(services, run_id, State.STOPPING, receipt=msgspec.Raw(b'{"gpu_ms":7}')) == CALM
+    assert stored(database, run_id).finished
+    outcome = database.read(lambda connection: attempts.outcome(connection, run_id, 1))
+    assert outcome == attempts.Outcome(stopped='{"a":1}', receipt='{"gpu_ms":7}')
+
+
+def test_a_whole_life_in_one_report_is_told_in_order(services: Services, database: Database, run_id: str) -> None:
+    say(services, run_id, State.STOPPING, exec_ns=T0, files=RESULTS, ending=COMPLETED, receipt=msgspec.Raw(b"{}"))
+    assert stored(database, run_id).finished
+    states = [row["state"] for row in rows(database, tables.events)]
+    assert states == ["STARTING", "RUNNING", "STOPPING", "SUCCEEDED"]
+    look = database.read(lambda connection: views.look(connection, run_id, 2))
+    assert [message.state for message in look.events] == [State.RUNNING, State.STOPPING]
+    assert look.ended is not None and look.settled is not None
+    assert (look.ended.seq, look.ended.state, look.ended.ending) == (5, State.SUCCEEDED, msgspec.Raw(b'{"a":1}'))
+    assert [(file.name, file.inline) for file in look.ended.files] == [
+        ("results/0.pkl", b"r0"),
+        ("results/1.pkl", b"r1"),
+    ]
+    again = database.read(lambda connection: views.look(connection, run_id, 5))
+    assert again.events == () and again.ended is not None and again.settled is not None
+
+
+def test_F33_a_completion_that_is_sent_again_changes_nothing(
+    services: Services, database: Database, run_id: str
+) -> None:
+    said: dict[str, Any] = {
+        "exec_ns": T0,
+        "logs": (piece(b"hello\n"),),
+        "facts": (fact(run_id, 0), fact(run_id, 1)),
+        "files": RESULTS,
+        "ending": COMPLETED,
+        "receipt": msgspec.Raw(b"{}"),
+    }
+    assert say(services, run_id, State.STOPPING, **said) == CALM
+    before = {table.name: rows(database, table) for table in tables.metadata.sorted_tables}
+    assert say(services, run_id, State.STOPPING, **said) == CALM
+    assert {table.name: rows(database, table) for table in tables.metadata.sorted_tables} == before
+    assert services.logs.read(run_id, 1, rank=0, stream="stdout", limit=100) == b"hello\n"
+
+
+def test_F33_logs_that_were_taken_before_the_server_died_are_not_taken_twice(
+    services: Services, database: Database, run_id: str, tmp_path: Path, clock: FakeClock
+) -> None:
+    """The logs are appended before the transaction: here the transaction never happened."""
+    services.logs.append(run_id, 1, rank=0, stream="stdout", offset=0, data=b"hello\n")
+    after_restart = made_services(database, tmp_path, clock=clock)
+    answer = say(
+        after_restart, run_id, State.STOPPING, logs=(piece(b"hello\nworld\n"),), files=RESULTS, ending=COMPLETED
+    )
+    assert answer == CALM
+    assert after_restart.logs.read(run_id, 1, rank=0, stream="stdout", limit=100) == b"hello\nworld\n"
+    assert stored(database, run_id).state is State.SUCCEEDED
+
+
+def test_F64_a_report_of_an_attempt_that_was_given_up_is_kept_out_and_audited(
+    services: Services, database: Database, run_id: str
+) -> None:
+    tell(database, run_id, GivenUp(Reason.NODE_REBOOTED))
+    before = rows(database, tables.runs)
+    answer = say(
+        services,
+        run_id,
+        State.STOPPING,
+        logs=(piece(b"late\n"),),
+        facts=(fact(run_id, 0),),
+        files=RESULTS,
+        ending=COMPLETED,
+        receipt=msgspec.Raw(b"{}"),
+    )
+    assert answer.stale and answer.stop is None
+    assert rows(database, tables.runs) == before and rows(database, tables.files) == []
+    # What it used and wrote is the truth, and kept.
+    assert services.logs.read(run_id, 1, rank=0, stream="stdout", limit=100) == b"late\n"
+    assert len(database.read(lambda connection: facts.of_attempt(connection, run_id, 1))) == 1
+    (entry,) = database.read(audit.entries)
+    assert (entry.action, entry.subject) == ("run.stale", run_id)
+    assert entry.detail == {"fence": 1, "reason": "completed", "given_up_as": "node_rebooted"}
+
+
+def test_F64_a_stale_report_does_not_touch_the_attempt_that_followed(services: Services, database: Database) -> None:
+    run_id = add_run(database, resume=True)
+    place(database, run_id)
+    say(services, run_id, exec_ns=T0)
+    tell(database, run_id, GivenUp(Reason.NODE_GONE))
+    assert place(database, run_id) == 2
+    say(services, run_id, State.STARTING, fence=2, sentence="starting")
+    before = stored(database, run_id)
+    assert say(services, run_id, fence=1, exec_ns=T0, sentence="still here").stale
+    assert say(services, run_id, State.STOPPING, fence=1, exec_ns=T0, files=RESULTS, ending=COMPLETED).stale
+    assert stored(database, run_id) == before
+    assert not say(services, run_id, State.STARTING, fence=2, sentence="starting").stale
+
+
+def test_an_attempt_that_never_was_is_stale(services: Services, run_id: str) -> None:
+    assert say(services, run_id, fence=2).stale
+    assert say(services, "0" * 26).stale
+
+
+def test_a_receipt_comes_after_the_run_has_gone_on(services: Services, database: Database) -> None:
+    run_id = add_run(database, retries=1)
+    place(database, run_id)
+    say(services, run_id, State.STOPPING, exec_ns=T0, ending=FAILED)
+    assert stored(database, run_id).state is State.QUEUED
+    assert place(database, run_id) == 2
+    answer = say(services, run_id, State.STOPPING, exec_ns=T0, ending=FAILED, receipt=msgspec.Raw(b'{"n":1}'))
+    assert not answer.stale and answer.stop is None
+    run = stored(database, run_id)
+    assert (run.state, run.fence, run.settled_ns) == (State.STARTING, 2, None)
+    assert database.read(lambda connection: attempts.outcome(connection, run_id, 1)).receipt == '{"n":1}'
+
+
+def test_a_stop_is_told_with_every_answer_until_the_end(services: Services, database: Database, run_id: str) -> None:
+    say(services, run_id, exec_ns=T0)
+    tell(database, run_id, StopAsked(StopReason.PREEMPT))
+    assert say(services, run_id, exec_ns=T0).stop is StopReason.PREEMPT
+    tell(database, run_id, StopAsked(StopReason.CANCEL))
+    assert say(services, run_id, State.STOPPING, exec_ns=T0).stop is StopReason.CANCEL
+    cancelled = Ending(state=State.CANCELLED, reason=Reason.CANCELLED, began=True)
+    assert say(services, run_id, State.STOPPING, exec_ns=T0, ending=cancelled).stop is None
+    run = stored(database, run_id)
+    assert (run.state, run.finished) == (State.CANCELLED, True)  # nobody will send a receipt
+
+
+def test_who_was_silent_is_heard_again(services: Services, database: Database, run_id: str) -> None:
+    say(services, run_id, exec_ns=T0)
+    tell(database, run_id, Silent())
+    assert "no word from n1 since 2030-03-17T17:46:41Z" in views.sentence(stored(database, run_id))
+    say(services, run_id, exec_ns=T0)
+    assert stored(database, run_id).state is State.RUNNING
+
+
+def test_who_was_silent_may_have_ended_meanwhile(services: Services, database: Database, run_id: str) -> None:
+    tell(database, run_id, Silent())
+    say(services, run_id, State.STOPPING, exec_ns=T0, files=RESULTS, ending=COMPLETED)
+    states = [row["state"] for row in rows(database, tables.events)]
+    assert states == ["STARTING", "UNREACHABLE", "STOPPING", "SUCCEEDED"]
+    assert stored(database, run_id).started_ns == T0
+
+
+def test_a_life_sign_is_written_now_and_then(
+    services: Services, database: Database, run_id: str, clock: FakeClock
+) -> None:
+    say(services, run_id, exec_ns=T0)
+
+    def lease_ns() -> int:
+        attempt = stored(database, run_id).attempt
+        assert attempt is not None
+        return attempt.lease_ns
+
+    written_ns = lease_ns()
+    clock.advance(10)
+    say(services, run_id, exec_ns=T0)
+    assert lease_ns() == written_ns
+    clock.advance(10)
+    say(services, run_id, exec_ns=T0)
+    assert lease_ns() == written_ns + 20 * S
+    # The lease itself is renewed with every report, by the clock of this process.
+    clock.advance(10)
+    say(services, run_id, exec_ns=T0)
+    assert services.leases.last_ns(run_id, 1, now_ns=0) == clock.boottime_ns()
+
+
+def test_logs_say_where_they_want_to_go_on(services: Services, run_id: str) -> None:
+    assert say(services, run_id, logs=(piece(b"0123"), piece(b"4567", 4))).offsets == {}
+    assert say(services, run_id, logs=(piece(b"zz", 100),)).offsets == {"0.stdout": 8}
+    assert say(services, run_id, logs=(piece(b"0123"),)).offsets == {"0.stdout": 8}
+    assert say(services, run_id, logs=(piece(b"6789", 6), piece(b"r1", rank=1))).offsets == {}
+    assert services.logs.read(run_id, 1, rank=0, stream="stdout", limit=100) == b"0123456789"
+
+
+def test_a_large_file_is_a_blob_whose_parts_are_here(services: Services, database: Database, run_id: str) -> None:
+    data = b"x" * 1000
+    digest = blake3(data).hexdigest()
+    large = File(name="results/0.pkl", size=1000, blob=BlobReference(size=1000, parts=(digest,)))
+    with pytest.raises(NotFound, match="1 parts of the files"):
+        say(services, run_id, State.STOPPING, files=(large, RESULTS[1]), ending=COMPLETED, logs=(piece(b"x"),))
+    assert stored(database, run_id).state is State.STARTING
+    assert services.logs.sizes(run_id, 1) == {}
+    services.blobs.put(digest, data)
+    say(services, run_id, State.STOPPING, files=(large, RESULTS[1]), ending=COMPLETED)
+    found = database.read(lambda connection: files.find(connection, run_id, 1, "results/0.pkl"))
+    assert found == StoredFile(name="results/0.pkl", size=1000, parts=(digest,))
+    assert digest in set(database.read(lambda connection: list(files.parts_in_use(connection))))
+
+
+def test_a_run_has_not_completed_without_the_results_of_all_ranks(
+    services: Services, database: Database, run_id: str
+) -> None:
+    with pytest.raises(InvalidValue, match="1 of 2 results are here"):
+        say(services, run_id, State.STOPPING, exec_ns=T0, files=RESULTS[:1], ending=COMPLETED)
+    assert stored(database, run_id).state is State.STARTING
+    assert rows(database, tables.files) == []
+    say(services, run_id, State.STOPPING, exec_ns=T0, files=RESULTS[:1])
+    say(services, run_id, State.STOPPING, exec_ns=T0, files=RESULTS[1:], ending=COMPLETED)
+    assert stored(database, run_id).state is State.SUCCEEDED
+
+
+def test_a_command_has_no_results(services: Services, database: Database) -> None:
+    run_id = add_run(database, payload=Command(argv=("true",)))
+    place(database, run_id)
+    say(services, run_id, State.STOPPING, exec_ns=T0, ending=COMPLETED)
+    assert stored(database, run_id).state is State.SUCCEEDED
+
+
+def test_results_of_an_ended_attempt_stay_what_they_are(services: Services, database: Database, run_id: str) -> None:
+    say(services, run_id, State.STOPPING, exec_ns=T0, files=RESULTS, ending=COMPLETED)
+    other = (File(name="results/0.pkl", size=4, inline=b"evil"), File(name="receipt.json", size=2, inline=b"{}"))
+    say(services, run_id, State.STOPPING, files=other, receipt=msgspec.Raw(b"{}"))
+    found = database.read(lambda connection: files.of_attempt(connection, run_id, 1))
+    assert [(file.name, file.inline) for file in found] == [
+        ("receipt.json", b"{}"),
+        ("results/0.pkl", b"r0"),
+        ("results/1.pkl", b"r1"),
+    ]
+
+
+def test_a_fact_that_contradicts_another_is_said_and_left_out(
+    services: Services, database: Database, run_id: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    say(services, run_id, facts=(fact(run_id, 1), fact(run_id, 0)))
+    say(services, run_id, facts=(fact(run_id, 1), fact(run_id, 2)))
+    assert not caplog.records
+    say(services, run_id, facts=(fact(run_id, 1, cpus=9),))
+    assert f"fact 1 of attempt {run_id}:1 came again and says something else" in caplog.text
+    found = database.read(lambda connection: facts.of_attempt(connection, run_id, 1))
+    assert [(one.seq, one.cpus) for one in found] == [(0, 0), (1, 0), (2, 0)]
+
+
+def test_a_failure_is_told_with_what_the_node_says(services: Services, database: Database, run_id: str) -> None:
+    say(services, run_id, State.STOPPING, exec_ns=T0, ending=FAILED, sentence="rank 1: ValueError: no")
+    run = stored(database, run_id)
+    assert views.sentence(run) == "a rank raised an exception: rank 1: ValueError: no"
+
+
+def test_those_who_wait_are_woken_by_news_only(services: Services, run_id: str) -> None:
+    def woken(**said: Any) -> tuple[bool, bool]:
+        before = services.hub.version(run_key(run_id)), services.hub.version(SCHEDULER)
+        say(services, run_id, **said)
+        after = services.hub.version(run_key(run_id)), services.hub.version(SCHEDULER)
+        return before[0] != after[0], before[1] != after[1]
+
+    assert woken(exec_ns=T0) == (True, False)
+    assert woken(exec_ns=T0) == (False, False)
+    assert woken(exec_ns=T0, sentence="waits for rank 1") == (True, False)
+    assert woken(exec_ns=T0, sentence="waits for rank 1", logs=(piece(b"x"),)) == (True, False)
+    assert woken(exec_ns=T0, files=RESULTS) == (True, False)
+    assert woken(exec_ns=T0, ending=COMPLETED) == (True, True)
+    assert woken(exec_ns=T0, receipt=msgspec.Raw(b"{}")) == (True, True)
+    assert woken(exec_ns=T0, receipt=msgspec.Raw(b"{}")) == (False, False)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], type[ServerlessGpuError], str]] = {
+    "rank": ({"logs": (piece(b"x", rank=2),)}, InvalidValue, "has no rank 2"),
+    "name": ({"files": (File(name="../x", size=1, inline=b"x"),)}, InvalidValue, "is no name of an attempt's file"),
+    "absolute": ({"files": (File(name="/etc/x", size=1, inline=b"x"),)}, InvalidValue, "is no name"),
+    "hidden": ({"files": (File(name=".x", size=1, inline=b"x"),)}, InvalidValue, "is no name"),
+    "deep": ({"files": (File(name="a/b/c", size=1, inline=b"x"),)}, InvalidValue, "is no name"),
+    "newline": ({"files": (File(name="a\n", size=1, inline=b"x"),)}, InvalidValue, "is no name"),
+    "long": ({"files": (File(name="a" * 257, size=1, inline=b"x"),)}, InvalidValue, "is no name"),
+    "size": ({"files": (File(name="a", size=2, inline=b"x"),)}, InvalidValue, "another number"),
+    "neither": ({"files": (File(name="a", size=0),)}, InvalidValue, "either with its bytes or as a blob"),
+    "blob": (
+        {"files": (File(name="a", size=9, blob=BlobReference(size=9, parts=("../x",))),)},
+        InvalidValue,
+        "is not a digest",
+    ),
+    "large": (
+        {"files": (File(name="a", size=INLINE_BYTES_MAX + 1, inline=b"x" * (INLINE_BYTES_MAX + 1)),)},
+        TooLarge,
+        "send them as blobs",
+    ),
+    "fact": ({"facts": (fact("r" * 26, 0),)}, InvalidValue, "about another attempt"),
+    "receipt": ({"receipt": msgspec.Raw(b"{}")}, InvalidValue, "it has not ended"),
+    "began": ({"exec_ns": 1 << 70}, InvalidValue, "is said to have begun"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_is_refused_and_nothing_of_the_report_is_applied(
+    services: Services, database: Database, run_id: str, name: str
+) -> None:
+    said, error, message = REFUSED[name]
+    before = {table.name: rows(database, table) for table in tables.metadata.sorted_tables}
+    said = {"logs": (piece(b"x"),), "sentence": "new", **said}
+    with pytest.raises(error, match=message):
+        say(services, run_id, **said)
+    assert {table.name: rows(database, table) for table in tables.metadata.sorted_tables} == before
+    assert services.logs.sizes(run_id, 1) == {}
+
+
+def test_F51_ten_thousand_ranks_end_in_a_few_writes(services: Services, database: Database) -> None:
+    run_id = add_run(database)
+    place(database, run_id, world_size=10_000)
+    for first in range(0, 10_000, 500):
+        some = tuple(File(name=f"results/{n}.pkl", size=4, inline=b"%04d" % n) for n in range(first, first + 500))
+        say(services, run_id, exec_ns=T0, files=some)
+    say(services, run_id, State.STOPPING, exec_ns=T0, ending=COMPLETED)
+    look = database.read(lambda connection: views.look(connection, run_id, 0))
+    assert look.ended is not None and len(look.ended.files) == 10_000
+    assert {file.name: file.inline for file in look.ended.files}["results/9999.pkl"] == b"9999"
+
+
+def test_files_of_an_ending_come_with_their_bytes_as_far_as_they_are_few() -> None:
+    found = [StoredFile(name=str(n), size=n, inline=b"x" * n) for n in (6, 5, 4)]
+    assert [view.inline for view in views.file_views(found, inline_max=10)] == [b"x" * 6, None, b"x" * 4]
+    assert [view.size for view in views.file_views(found, inline_max=10)] == [6, 5, 4]
