@@ -41,6 +41,7 @@ def clock() -> FakeClock:
 def services(database: Database, tmp_path: Path, clock: FakeClock) -> Services:
     add_people(database, "alice")
     add_node(database)
+    (tmp_path / "server").mkdir()
     return made_services(database, tmp_path, clock=clock)
 
 

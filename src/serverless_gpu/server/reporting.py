@@ -42,7 +42,7 @@ from serverless_gpu.server.runs import StoredRun
 from serverless_gpu.server.services import Services
 from serverless_gpu.server.transitions import Note, Told
 from serverless_gpu.wire.attempts import File, LogPiece, Report, ReportAnswer
-from serverless_gpu.wire.base import INLINE_BYTES_MAX
+from serverless_gpu.wire.base import INLINE_BYTES_MAX, Json
 
 SENTENCE_CHARACTERS_MAX = 2_000
 _log = logging.getLogger(__name__)
@@ -140,7 +140,7 @@ def _check(services: Services, found: _Found, said: Report) -> None:
         raise InvalidValue(f"a fact came with the report of {found.attempt.gang} that is about another attempt")
     if said.exec_ns is not None and not 0 < said.exec_ns < 1 << 63:
         raise InvalidValue(f"user code of {found.attempt.gang} is said to have begun at {said.exec_ns}")
-    if said.receipt is not None and said.ending is None and found.attempt.ended_ns is None:
+    if _text(said.receipt) is not None and said.ending is None and found.attempt.ended_ns is None:
         raise InvalidValue(f"a receipt of attempt {found.attempt.gang} came, and it has not ended")
 
 
@@ -175,7 +175,7 @@ def _append(services: Services, attempt: StoredAttempt, pieces: tuple[LogPiece, 
 
 def _is_news(services: Services, found: _Found, said: Report) -> bool:
     """Return whether there is anything to write; most reports only say that the attempt is alive."""
-    if said.facts or said.files or said.ending is not None or said.receipt is not None:
+    if said.facts or said.files or said.ending is not None or _text(said.receipt) is not None:
         return True
     if not found.is_current:
         return False
@@ -230,12 +230,11 @@ def _tell(connection: sa.Connection, found: _Found, said: Report, *, at_ns: int)
     attempt = found.attempt
     if said.ending is not None:
         _check_results(connection, found, said)
-        stopped = said.ending.stopped
         attempts.note(
             connection,
             attempt.run_id,
             attempt.fence,
-            stopped_json=None if stopped is None else bytes(stopped).decode(),
+            stopped_json=_text(said.ending.stopped),
             lease_ns=at_ns,
             sentence=_sentence(said),
         )
@@ -270,11 +269,8 @@ def _keep_facts(connection: sa.Connection, attempt: StoredAttempt, said: Report)
 
 def _settle(connection: sa.Connection, attempt: StoredAttempt, said: Report, *, at_ns: int) -> bool:
     """Write the receipt; an attempt whose node has nothing to say of its end, its supervisor lost, gets none."""
-    if said.receipt is not None:
-        receipt = bytes(said.receipt).decode()
-    elif said.ending is not None and said.ending.stopped is None:
-        receipt = None
-    else:
+    receipt = _text(said.receipt)
+    if receipt is None and (said.ending is None or _text(said.ending.stopped) is not None):
         return False
     return transitions.settle(connection, attempt.run_id, attempt.fence, receipt=receipt, at_ns=at_ns)
 
@@ -286,6 +282,12 @@ def _announce(services: Services, found: _Found, said: Report, applied: _Applied
         services.hub.touch(run_key(found.run.id))
     if applied.settled:
         services.hub.touch(SCHEDULER)  # its devices were looked at, and are free or known not to be
+
+
+def _text(json: Json) -> str | None:
+    """Return JSON as it came; None where nothing did."""
+    text = bytes(json).decode() if isinstance(json, msgspec.Raw) else ""
+    return None if text in ("", "null") else text
 
 
 def _sentence(said: Report) -> str:

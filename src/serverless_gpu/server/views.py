@@ -22,7 +22,7 @@ from serverless_gpu.server.files import StoredFile
 from serverless_gpu.server.runs import StoredRun
 from serverless_gpu.server.transitions import told_as
 from serverless_gpu.server.watching import Look
-from serverless_gpu.wire.base import INLINE_BYTES_MAX
+from serverless_gpu.wire.base import INLINE_BYTES_MAX, Json
 from serverless_gpu.wire.runs import (
     AttemptView,
     EndedMessage,
@@ -148,14 +148,14 @@ def ended_message(run: StoredRun, outcome: Outcome, found: Sequence[StoredFile])
         state=run.state,
         reason=run.reason or Reason.NODE_LOST,
         sentence=sentence(run),
-        ending=None if outcome.stopped is None else msgspec.Raw(outcome.stopped.encode()),
+        ending=_json(outcome.stopped),
         files=file_views(found),
     )
 
 
 def settled_message(outcome: Outcome) -> SettledMessage:
     """Return the last message of a stream."""
-    return SettledMessage(receipt=None if outcome.receipt is None else msgspec.Raw(outcome.receipt.encode()))
+    return SettledMessage(receipt=_json(outcome.receipt))
 
 
 def look(connection: sa.Connection, run_id: str, after: int, *, waits_for: str = "") -> Look:
@@ -183,3 +183,7 @@ def look(connection: sa.Connection, run_id: str, after: int, *, waits_for: str =
         ended=ended_message(run, outcome, found),
         settled=settled_message(outcome) if run.finished else None,
     )
+
+
+def _json(text: str | None) -> Json:
+    return msgspec.UNSET if text is None else msgspec.Raw(text.encode())
