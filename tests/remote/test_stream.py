@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import serverless_gpu
-from serverless_gpu import Run, distributed
+from serverless_gpu import distributed
 from serverless_gpu.errors import (
     IdempotencyConflict,
     InvalidValue,
@@ -31,7 +31,7 @@ from tests.remote.fake_server import FakeServer, Script
 
 
 @distributed(gpus=1, gpu_type="H100", remote=True)
-def train(lr: float) -> float:
+def train(lr: float) -> object:
     """Return what it is given."""
     return lr
 
@@ -203,7 +203,7 @@ def test_patience_has_an_end_and_the_run_goes_on(fake: FakeServer, monkeypatch: 
     script = fake.script()
     run = train.submit(0.1)
     fake.stop()
-    with pytest.raises(ServerUnavailable, match="has not answered for 0 s|does not answer"):
+    with pytest.raises(ServerUnavailable, match=r"has not answered for|does not answer"):
         run.results()
     assert script.stops == []
 
@@ -351,7 +351,7 @@ def test_a_run_is_found_again_by_its_id(home: Path, fake: FakeServer, tmp_path: 
     script = fake.script()
     run = train.submit(0.1)
     found = serverless_gpu.attach(run.id)
-    assert isinstance(found, Run) and found.status() == "QUEUED" and not found.wait(0)
+    assert found.status() == "QUEUED" and not found.wait(0)
     play(script, tmp_path, 5)
     assert found.results() == [5] == run.results()
     with pytest.raises(InvalidValue, match="there is no run 'unknown'"):

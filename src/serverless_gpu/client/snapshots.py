@@ -79,7 +79,7 @@ class _Service:
             if log >= 0:
                 os.close(log)
 
-    def ask(self, description: dict[str, object], store: str, *, capture: bool) -> int:
+    def ask(self, description: dict[str, object], store: str, token: str = "", *, capture: bool) -> int:
         """Put a question and return its number.
 
         Raises:
@@ -94,6 +94,7 @@ class _Service:
             description=description,
             store=store,
             environ=questions.store_variables(os.environ),
+            token=token,
             capture=capture,
         )
         self._send(question)
@@ -267,7 +268,7 @@ class Recognition:
         while True:
             self._service = _service_of(self._home)
             try:
-                self._number = self._service.ask(self._description, self._store, capture=self._capture)
+                self._number = self._service.ask(self._description, self._store, self._token, capture=self._capture)
                 return
             except _Gone:
                 self._count_try()

@@ -28,6 +28,8 @@ from serverless_gpu.wire.agents import Start
 from serverless_gpu.wire.connection import Connection
 
 _FAKE = "SERVERLESS_GPU_FAKE"
+_OF_THE_NODE = ("HOME", "LANG", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "SHELL", "TMPDIR", "TZ", "USER")
+"""What a captured environment's ranks have of this node where the caller sent none: another machine's would mislead."""
 
 
 def take(home: Home, order: Start, profile: Path) -> tuple[Path, Remote]:
@@ -132,14 +134,14 @@ def _fetch(reference: BlobReference, path: Path, route: str, connection: Connect
 
 
 def _context(order: Start) -> protocol.Context:
-    """Return what ranks take on; which devices are declared is this node's own matter."""
+    """Return what ranks take on; which devices are declared, and where its user lives, is this node's own matter."""
     try:
         context = msgspec.json.decode(order.context, type=protocol.Context)
     except msgspec.MsgspecError as error:
         raise InvalidValue(f"the caller's context cannot be understood: {error}") from None
     environ = {name: value for name, value in context.environ.items() if name != _FAKE}
-    if _FAKE in os.environ:
-        environ[_FAKE] = os.environ[_FAKE]
+    own = (_FAKE, *(_OF_THE_NODE if order.snapshot else ()))
+    environ = {**{name: os.environ[name] for name in own if name in os.environ}, **environ}
     return msgspec.structs.replace(context, environ=environ)
 
 
