@@ -27,6 +27,7 @@ from scripts.lints.source import parse
 
 ROOT = Path(__file__).parents[2]
 ROOM = "src/serverless_gpu/node/agent.py"
+OPEN = "src/serverless_gpu/client/run.py"
 INSIDE = "src/serverless_gpu/node/inside/rank.py"
 LONG = "def long():\n" + "    step()\n" * 60
 DOCUMENTED = 'def long():\n    """One.\n\n    Two.\n    """\n' + "    step()\n" * 59
@@ -37,12 +38,20 @@ PLANTED = [
     (size, ROOM, DOCUMENTED + "    step()\n", DOCUMENTED),
     (size, ROOM, "x = 1\n" * 501, "x = 1\n" * 500),
     (size, "tests/test_x.py", LONG, "def short():\n    step()\n"),
-    (unpickling, ROOM, "import pickle\npickle.loads(b'')\n", "import pickle\npickle.dumps(1)\n"),
-    (unpickling, ROOM, "import pickle as p\nclass U(p.Unpickler): ...\n", "class U(Unpickler): ...\n"),
+    (unpickling, OPEN, "import pickle\npickle.loads(b'')\n", "import pickle\npickle.dumps(1)\n"),
+    (unpickling, OPEN, "import pickle as p\nclass U(p.Unpickler): ...\n", "class U(Unpickler): ...\n"),
     (unpickling, ROOM, "from cloudpickle import load as l\nl(f)\n", "from json import load as l\nl(f)\n"),
     (unpickling, ROOM, "def f():\n    import torch\n    torch.load(p)\n", "import torch\ntorch.save(x, p)\n"),
     (unpickling, ROOM, "import marshal\nmarshal.loads(b'')\n", "import json\njson.loads('')\n"),
     (unpickling, ROOM, "import shelve\nshelve.open('x')\n", "open('x')\n"),
+    (unpickling, "src/serverless_gpu/server/a.py", "import pickle\n", "import msgspec\n"),
+    (unpickling, "src/serverless_gpu/cli/a.py", "def f():\n    from multiprocessing import Pipe\n", "import os\n"),
+    (
+        unpickling,
+        ROOM,
+        "from serverless_gpu.node.inside import payload\n",
+        "from serverless_gpu.node.inside import call\n",
+    ),
     (unpickling, "scripts/x.py", "import pickle\nread = pickle.load\n", "import json\nread = json.load\n"),
     (transactions, "src/serverless_gpu/server/runs.py", "connection.commit()\n", "connection.execute(query)\n"),
     (clock, ROOM, "import time\ntime.time()\n", "import time\ntime.monotonic()\n"),
