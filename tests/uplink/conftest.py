@@ -16,21 +16,26 @@ from tests.uplink.node import Node
 
 
 @pytest.fixture
-def server(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[AgentServer]:
-    """Yield a server that nobody has joined."""
-    monkeypatch.setenv("SERVERLESS_GPU_FAKE", "H100:8")
-    with AgentServer(home) as server:
-        yield server
+def where(tmp_path: Path) -> str:
+    """Return a directory in which ranks announce themselves and look for what they wait for."""
+    return str(tmp_path)
 
 
 @pytest.fixture
-def node(server: AgentServer) -> Iterator[Node]:
-    """Yield a node that has joined the server; nothing of it is left afterwards."""
-    home = Home(server.home)
-    ensure(home, server.profile, os.environ)
-    try:
-        yield Node(server)
-    finally:
-        cancel_all(server.home)
-        stop_all(home)
-        wait_for(lambda: not any("uplink" in line for line in processes_of(server.home)), "the uplink is gone")
+def server(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[AgentServer]:
+    """Yield a server that nobody has joined; nothing of a node is left afterwards."""
+    monkeypatch.setenv("SERVERLESS_GPU_FAKE", "H100:8")
+    with AgentServer(home) as server:
+        try:
+            yield server
+        finally:
+            cancel_all(home)
+            stop_all(Home(home))
+            wait_for(lambda: not any("uplink" in line for line in processes_of(home)), "the uplink is gone")
+
+
+@pytest.fixture
+def node(server: AgentServer) -> Node:
+    """Return a node that has joined the server."""
+    ensure(Home(server.home), server.profile, os.environ)
+    return Node(server)

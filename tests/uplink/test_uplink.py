@@ -1,8 +1,27 @@
-"""A node and its server: orders become runs, and the server hears everything of them once it can."""
+"""A node and its server: orders become runs, and the server hears everything of them."""
 
 from __future__ import annotations
 
-from serverless_gpu.model.attempt import Reason, State
+import os
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from blake3 import blake3
+
+from serverless_gpu import distributed
+from serverless_gpu.ambient import machine
+from serverless_gpu.client.connection import caller_context
+from serverless_gpu.client.preflight import pack
+from serverless_gpu.model.attempt import Reason, State, StopReason
+from serverless_gpu.model.spec import BlobReference, Command, Function, RunSpec
+from serverless_gpu.node.history import read_ending
+from serverless_gpu.node.uplink.control import ensure, running, stop_all
+from serverless_gpu.testing import FakeGpus
+from tests.local.observe import announced, wait_for
+from tests.local.ranks import stay
+from tests.uplink.agent_server import TOKEN
 from tests.uplink.node import Node
 
 
@@ -10,6 +29,16 @@ def hello(text: str) -> str:
     """Say something in a rank."""
     print(text, flush=True)
     return text
+
+
+def fail(text: str) -> None:
+    """Fail in a rank."""
+    raise ValueError(text)
+
+
+def large(size: int) -> bytes:
+    """Return many bytes."""
+    return b"x" * size
 
 
 def test_an_order_becomes_a_run_whose_output_results_facts_and_receipt_reach_the_server(node: Node) -> None:
@@ -20,3 +49,137 @@ def test_an_order_becomes_a_run_whose_output_results_facts_and_receipt_reach_the
     assert set(attempt.files) == {"results/0.pkl", "results/1.pkl"}
     assert attempt.facts[0] == "reserved" and "freed" in attempt.facts.values()
     assert attempt.receipt is not None and attempt.receipt["gate"].startswith("2 GPUs verified free")
+    wait_for(lambda: node.standing(attempt) == "settled", "the node knows that the server has everything")
+    assert attempt.start.seq in node.server.acknowledged
+    last = attempt.reports[-1]
+    assert last.exec_ns is not None and last.gpus == ("FAKE-H100-0", "FAKE-H100-1")
+
+
+def test_a_failure_reaches_the_server_with_the_ending(node: Node) -> None:
+    attempt = node.run(fail, "no luck").settled()
+    assert attempt.reason is Reason.RANK_RAISED
+    assert {"failures/0.json", "failures/0.pkl"} <= set(attempt.files)
+    assert b"no luck" in attempt.logs.get("0.stderr", b"") or b"no luck" in (
+        attempt.files["failures/0.json"].inline or b""
+    )
+
+
+def test_what_the_node_says_of_itself_is_what_a_local_client_would_find(node: Node) -> None:
+    wait_for(lambda: node.server.heartbeats, "it is heard of")
+    said = node.server.hellos[0]
+    assert said.machine == machine() and said.python == f"{sys.version_info.major}.{sys.version_info.minor}"
+    assert [device.uuid for device in said.devices if device.type == "H100"] == [f"FAKE-H100-{n}" for n in range(8)]
+    assert said.unavailable == () and said.problem == ""
+
+
+def test_devices_that_others_have_or_that_are_in_quarantine_are_named(node: Node, where: str) -> None:
+    local = distributed(gpus=2, quiet=True)(stay).submit(where)
+    announced(Path(where), "rank1")
+    FakeGpus(node.server.home).set("FAKE-H100-7", memory_used_bytes=1 << 30, processes={4711: 1 << 30})
+    taken = {"FAKE-H100-0", "FAKE-H100-1", "FAKE-H100-7"}
+    wait_for(lambda: set(node.server.heartbeats[-1].unavailable) == taken, "they are named")
+    own = node.run(stay, where, ranks=1)
+    own.running()
+    count = len(node.server.heartbeats)
+    wait_for(lambda: len(node.server.heartbeats) > count + 1, "it is heard of again")
+    assert set(node.server.heartbeats[-1].unavailable) == taken, "what the server gave is the server's knowledge"
+    assert [seen.run_id for seen in node.server.heartbeats[-1].attempts] == [own.start.run_id]
+    Path(where, "go").touch()
+    assert local.results(timeout=30) == [0, 1]
+    own.settled()
+
+
+def test_an_order_that_comes_twice_is_one_run(node: Node, where: str) -> None:
+    attempt = node.run(stay, where).running()
+    node.server.again(attempt)
+    Path(where, "go").touch()
+    attempt.settled()
+    node.server.again(attempt)
+    node.run(hello, "later").settled()
+    assert attempt.endings == 1 and sorted(os.listdir(where)) == ["go", "rank0"]
+
+
+def test_what_this_node_does_not_have_is_refused_before_anything_runs(node: Node) -> None:
+    attempt = node.run(hello, "a", gpu_type="A100").settled()
+    assert attempt.reason is Reason.REFUSED and attempt.ending is not None and not attempt.ending.began
+    stopped = msgspec.json.decode(bytes(attempt.ending.stopped or b""))
+    assert "A100" in stopped["cause"]["detail"]
+    assert attempt.receipt is not None and attempt.receipt["gate"] == "nothing was taken"
+
+
+@pytest.mark.parametrize("way", ["order", "answer"])
+def test_a_stop_reaches_the_ranks_with_its_reason(node: Node, where: str, way: str) -> None:
+    attempt = node.run(stay, where).running()
+    if way == "order":
+        node.server.order_stop(attempt, StopReason.PREEMPT)
+    else:
+        attempt.stop = StopReason.PREEMPT
+    attempt.settled()
+    assert attempt.reason is Reason.PREEMPTED and State.STOPPING in attempt.states
+
+
+def test_a_call_that_is_a_blob_is_fetched_and_a_large_result_becomes_one(node: Node, tmp_path: Path) -> None:
+    size = 3 << 20
+    pack(str(tmp_path / "call.pkl"), large, (size,), {})
+    call = (tmp_path / "call.pkl").read_bytes()
+    half = len(call) // 2
+    parts = [call[:half], call[half:]]
+    digests = tuple(blake3(part).hexdigest() for part in parts)
+    node.server.parts.update(zip(digests, parts, strict=True))
+    spec = RunSpec(payload=Function(call=BlobReference(size=len(call), parts=digests)))
+    attempt = node.server.order(spec, None, msgspec.json.encode(caller_context())).settled()
+    assert attempt.reason is Reason.COMPLETED
+    blob = attempt.files["results/0.pkl"].blob
+    assert blob is not None and blob.size > size
+    assert b"x" * size in b"".join(node.server.parts[digest] for digest in blob.parts)
+
+
+def test_a_command_needs_no_call(node: Node) -> None:
+    spec = RunSpec(payload=Command(argv=("echo", "said by a program")))
+    attempt = node.server.order(spec, None, msgspec.json.encode(caller_context())).settled()
+    assert attempt.reason is Reason.COMPLETED and attempt.logs["0.stdout"] == b"said by a program\n"
+
+
+def test_many_bytes_of_all_ranks_arrive_whole(node: Node) -> None:
+    def write(lines: int, rank: int = 0) -> None:
+        for number in range(lines):
+            print(f"{rank}:{number}:{'x' * 80}")
+
+    attempt = node.run(write, 30_000, ranks=2).settled()
+    for rank in range(2):
+        expected = "".join(f"{rank}:{number}:{'x' * 80}\n" for number in range(30_000)).encode()
+        assert attempt.logs[f"{rank}.stdout"] == expected
+
+
+def test_values_of_variables_are_in_no_file_and_the_token_in_no_command_line(
+    node: Node, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    monkeypatch.setenv("A_SECRET", "s3cr3t-of-the-caller")
+    attempt = node.run(stay, where).running()
+    for path in node.home.root.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            assert b"s3cr3t-of-the-caller" not in path.read_bytes(), path
+    command = Path(f"/proc/{node.uplink().pid}/cmdline").read_bytes()
+    assert TOKEN.encode() not in command
+    Path(where, "go").touch()
+    attempt.settled()
+
+
+def test_one_uplink_runs_however_often_it_is_asked_for(node: Node) -> None:
+    first = node.uplink()
+    assert not ensure(node.home, node.server.profile, os.environ)
+    assert node.uplink().pid == first.pid
+    assert stop_all(node.home) == 1 and not first.alive()
+    assert running(node.home, node.server.profile) is None and stop_all(node.home) == 0
+
+
+def test_a_stopped_uplink_leaves_its_runs_alone(node: Node, where: str) -> None:
+    attempt = node.run(stay, where).running()
+    rank, _ = announced(Path(where), "rank0")
+    stop_all(node.home)
+    assert rank.alive() and read_ending(node.directory(attempt)) is None
+    Path(where, "go").touch()
+    wait_for(lambda: read_ending(node.directory(attempt)), "it ends without anybody watching")
+    assert attempt.ending is None
+    node.restart()
+    assert attempt.settled().reason is Reason.COMPLETED

@@ -1,0 +1,278 @@
+"""Any process or line may fail: runs go on, nothing is lost, nothing runs twice, and a node that is cut off stops."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import msgspec
+
+from serverless_gpu.model.attempt import Reason, State
+from serverless_gpu.node.history import read_ending
+from serverless_gpu.node.retention import scan
+from serverless_gpu.testing import agent_status
+from tests.local.observe import Process, agent, announced, supervisor, wait_for
+from tests.local.ranks import announce, rank_number, stay
+from tests.uplink.agent_server import AgentServer, SeenAttempt
+from tests.uplink.node import Node
+
+MONTH_NS = 31 * 86_400 * 10**9
+
+
+def talk(where: str) -> int:
+    """Say a line, wait for the file `go`, say another one."""
+    print("before", flush=True)
+    stay(where)
+    print("after", flush=True)
+    return rank_number()
+
+
+def large_result(where: str) -> bytes:
+    """Return many bytes."""
+    announce(where, f"rank{rank_number()}")
+    return b"y" * (1 << 20)
+
+
+def detail(attempt: SeenAttempt) -> str:
+    """Return the words with which an attempt ended."""
+    assert attempt.ending is not None and attempt.ending.stopped
+    return str(msgspec.json.decode(bytes(attempt.ending.stopped))["cause"]["detail"])
+
+
+# --- the uplink -------------------------------------------------------------------------------------------------------
+
+
+def test_F15_a_killed_uplink_is_not_missed_and_the_next_one_goes_on(node: Node, where: str) -> None:
+    attempt = node.run(talk, where, ranks=2).running()
+    ranks = [announced(Path(where), f"rank{number}")[0] for number in range(2)]
+    wait_for(lambda: attempt.logs.get("0.stdout") == b"before\n", "the first line is there")
+    node.uplink().kill()
+    assert all(rank.alive() for rank in ranks)
+    reports = len(attempt.reports)
+    node.restart()
+    wait_for(lambda: len(attempt.reports) > reports, "it is heard of again")
+    assert all(rank.alive() for rank in ranks) and attempt.reports[-1].state is State.RUNNING
+    Path(where, "go").touch()
+    attempt.settled()
+    assert attempt.reason is Reason.COMPLETED and attempt.endings == 1
+    assert attempt.logs["0.stdout"] == attempt.logs["1.stdout"] == b"before\nafter\n"
+    assert sorted(attempt.facts) == list(range(len(attempt.facts)))
+
+
+def test_F33_an_ending_that_nobody_heard_is_told_by_the_next_uplink(node: Node, where: str) -> None:
+    attempt = node.run(talk, where).running()
+    announced(Path(where), "rank0")
+    node.server.away = True
+    Path(where, "go").touch()
+    wait_for(lambda: read_ending(node.directory(attempt)), "it has ended")
+    node.uplink().kill()
+    node.server.away = False
+    assert attempt.ending is None
+    node.restart()
+    attempt.settled()
+    assert attempt.reason is Reason.COMPLETED and attempt.logs["0.stdout"] == b"before\nafter\n"
+    assert set(attempt.files) == {"results/0.pkl"}
+
+
+def test_F33_an_ending_is_told_until_it_is_answered(node: Node, where: str) -> None:
+    attempt = node.run(stay, where).running()
+    node.server.hold_reports.clear()
+    Path(where, "go").touch()
+    wait_for(lambda: read_ending(node.directory(attempt)), "it has ended")
+    node.server.stop()
+    node.server.hold_reports.set()
+    node.server.start()
+    attempt.settled()
+    assert attempt.reason is Reason.COMPLETED
+
+
+def test_user_code_waits_for_the_servers_first_answer(node: Node, where: str) -> None:
+    node.server.hold_reports.clear()
+    attempt = node.run(stay, where)
+    wait_for(lambda: attempt.start.seq in node.server.acknowledged, "the order is taken")
+    facts = node.directory(attempt) / "facts.jsonl"
+    wait_for(lambda: facts.exists() and "reserved" in facts.read_text(), "it has its devices")
+    assert not Path(where, "rank0").exists()
+    node.server.hold_reports.set()
+    announced(Path(where), "rank0")
+    Path(where, "go").touch()
+    assert attempt.settled().reason is Reason.COMPLETED
+
+
+def test_an_uplink_killed_before_that_answer_leaves_a_run_that_never_began(node: Node, where: str) -> None:
+    node.server.hold_reports.clear()
+    attempt = node.run(stay, where)
+    facts = node.directory(attempt) / "facts.jsonl"
+    wait_for(lambda: facts.exists() and "reserved" in facts.read_text(), "it has its devices")
+    node.uplink().kill()
+    wait_for(lambda: read_ending(node.directory(attempt)), "its supervisor ends it")
+    node.server.hold_reports.set()
+    node.restart()
+    attempt.settled()
+    assert attempt.reason is Reason.REFUSED and attempt.ending is not None and not attempt.ending.began
+    assert "the node's uplink ended before" in detail(attempt)
+    assert not Path(where, "rank0").exists()
+
+
+def test_an_attempt_that_is_over_before_it_begins_never_begins(node: Node, where: str) -> None:
+    node.server.hold_reports.clear()
+    attempt = node.run(stay, where)
+    attempt.stale = True
+    node.server.hold_reports.set()
+    wait_for(lambda: read_ending(node.directory(attempt)), "it ends")
+    assert not Path(where, "rank0").exists() and node.standing(attempt) == "stale" and attempt.reports == []
+
+
+# --- the server -------------------------------------------------------------------------------------------------------
+
+
+def test_F17_a_server_away_for_less_than_the_grace_is_told_everything(node: Node, where: str) -> None:
+    attempt = node.run(talk, where, partition_grace_s=60.0).running()
+    rank, _ = announced(Path(where), "rank0")
+    node.server.stop()
+    Path(where, "go").touch()
+    rank.wait_gone()
+    wait_for(lambda: read_ending(node.directory(attempt)), "it has ended")
+    node.server.start()
+    attempt.settled()
+    assert attempt.reason is Reason.COMPLETED and attempt.logs["0.stdout"] == b"before\nafter\n"
+
+
+def test_F18_a_node_cut_off_for_longer_than_the_grace_stops_its_ranks_by_itself(node: Node, where: str) -> None:
+    attempt = node.run(talk, where, partition_grace_s=3.0).running()
+    rank, _ = announced(Path(where), "rank0")
+    node.server.stop()
+    rank.wait_gone()
+    attempt.stale = True
+    node.server.start()
+    wait_for(lambda: node.standing(attempt) == "stale", "it is told that the attempt is over")
+    stopped = read_ending(node.directory(attempt))
+    assert stopped is not None and stopped.reason is Reason.NODE_PARTITIONED
+    assert attempt.ending is None and (node.directory(attempt) / "logs" / "0.stdout").exists()
+
+
+def test_F18_also_with_the_uplink_killed(node: Node, where: str) -> None:
+    attempt = node.run(talk, where, partition_grace_s=3.0).running()
+    rank, _ = announced(Path(where), "rank0")
+    node.uplink().kill()
+    rank.wait_gone()
+    node.restart()
+    attempt.settled()
+    assert attempt.reason is Reason.NODE_PARTITIONED and attempt.ending is not None and attempt.ending.began
+
+
+def test_a_server_that_comes_back_on_another_port_is_found(node: Node, where: str) -> None:
+    attempt = node.run(talk, where).running()
+    announced(Path(where), "rank0")
+    node.server.stop()
+    node.server.start(port=0)
+    Path(where, "go").touch()
+    assert attempt.settled().reason is Reason.COMPLETED
+    later = node.run(stay, where).settled()
+    assert later.reason is Reason.COMPLETED, "orders come again, too"
+
+
+def test_what_a_server_has_not_heard_is_not_deleted_for_a_month(node: Node, where: str) -> None:
+    attempt = node.run(stay, where).running()
+    node.server.away = True
+    Path(where, "go").touch()
+    wait_for(lambda: (node.directory(attempt) / "receipt.json").exists(), "it has ended")
+
+    def ended_ns(later_ns: int) -> int | None:
+        (entry,) = scan(node.home.runs, (), wall_ns(node.directory(attempt)) + later_ns)
+        return entry.ended_ns
+
+    assert ended_ns(0) is None and ended_ns(MONTH_NS) is not None
+    node.server.away = False
+    attempt.settled()
+    wait_for(lambda: ended_ns(0) is not None, "it may be deleted")
+
+
+def wall_ns(directory: Path) -> int:
+    """Return when something was last written there."""
+    return max(path.stat().st_mtime_ns for path in directory.iterdir())
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+
+
+def test_F43_results_are_sent_for_as_long_as_it_takes_and_that_is_said(node: Node, where: str) -> None:
+    node.server.refuse_parts = True
+    attempt = node.run(large_result, where)
+
+    def uploading() -> bool:
+        return bool(attempt.reports) and "sending results to the server" in attempt.reports[-1].sentence
+
+    wait_for(uploading, "it is said what it does")
+    assert attempt.reports[-1].state is State.STOPPING and attempt.ending is None
+    node.server.refuse_parts = False
+    attempt.settled()
+    assert attempt.reason is Reason.COMPLETED
+    blob = attempt.files["results/0.pkl"].blob
+    assert blob is not None and all(part in node.server.parts for part in blob.parts)
+
+
+def test_F43_results_that_cannot_be_sent_are_no_success_and_stay_on_the_node(server: AgentServer, where: str) -> None:
+    from_now_on = Node(server)
+    server.write_profile(upload_s=1.0)
+    server.refuse_parts = True
+    from_now_on.restart()
+    attempt = from_now_on.run(large_result, where).settled()
+    assert attempt.reason is Reason.RESULT_UPLOAD and attempt.ending is not None
+    assert attempt.ending.state is State.FAILED and attempt.ending.began
+    assert "the store answers 500" in detail(attempt) and str(from_now_on.directory(attempt)) in detail(attempt)
+    assert (from_now_on.directory(attempt) / "results" / "0.pkl").stat().st_size > 1 << 20
+
+
+# --- the other processes of the node ----------------------------------------------------------------------------------
+
+
+def test_a_killed_supervisor_is_an_ending_once_its_ranks_are_gone(node: Node, where: str) -> None:
+    attempt = node.run(stay, where, ranks=2).running()
+    ranks = [announced(Path(where), f"rank{number}")[0] for number in range(2)]
+    supervisor(node.home.root, attempt.start.run_id).kill()
+    attempt.settled()
+    assert not any(rank.alive() for rank in ranks)
+    assert attempt.reason is Reason.SUPERVISOR_LOST and attempt.ending is not None
+    assert attempt.ending.began and not attempt.ending.stopped
+    assert attempt.receipt is not None and attempt.receipt["gate"].startswith("not known")
+
+
+def test_a_supervisor_killed_with_everything_else_is_an_ending_of_the_next_uplink(node: Node, where: str) -> None:
+    attempt = node.run(stay, where).running()
+    rank, _ = announced(Path(where), "rank0")
+    keeper = supervisor(node.home.root, attempt.start.run_id)
+    node.uplink().kill()
+    agent(node.home.root).kill()
+    keeper.kill()
+    rank.wait_gone()
+    node.restart()
+    attempt.settled()
+    assert attempt.reason is Reason.SUPERVISOR_LOST and attempt.ending is not None and attempt.ending.began
+
+
+def test_an_agent_killed_with_the_launch_unread_is_replaced_and_the_run_starts_once(node: Node, where: str) -> None:
+    node.run(large_result, where).settled()
+    process = agent(node.home.root)
+    stopped = _stopped(process)
+    attempt = node.run(stay, where)
+    wait_for(lambda: (node.directory(attempt) / "call.pkl").exists(), "the launch is on its way")
+    stopped.kill()
+    announced(Path(where), "rank0")
+    Path(where, "go").touch()
+    assert attempt.settled().reason is Reason.COMPLETED
+    assert agent_status(node.home.root) is not None
+
+
+def _stopped(process: Process) -> Process:
+
+    process.send(signal.SIGSTOP)
+    return process
+
+
+def test_a_killed_agent_is_not_missed_by_a_run_that_goes_on(node: Node, where: str) -> None:
+    attempt = node.run(talk, where).running()
+    announced(Path(where), "rank0")
+    agent(node.home.root).kill()
+    Path(where, "go").touch()
+    assert attempt.settled().reason is Reason.COMPLETED
