@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from benchmarks import environments
 from benchmarks.contestants import ContestantFailed
+from benchmarks.databases import THREADS, WRITES
 from benchmarks.report import Row
 from benchmarks.stage import Stage
 
@@ -238,6 +239,31 @@ def flood(quick: bool) -> Row:
         )
 
 
+def _writes(kind: str, neighbour: str, quick: bool) -> Row:
+    """Write small transactions from many threads, each durable when it returns."""
+    with Stage((f"databases.ours_{kind}", f"databases.raw_{kind}"), (neighbour,)) as stage:
+        stage.play(3 if quick else 12)
+        ours = stage.timing(0, f"{WRITES} writes from {THREADS} threads")
+        rates = [1000 * WRITES / timing.median for timing in (ours, *stage.against())]
+        return Row(
+            name=f"writes of the server, {kind}",
+            ours=ours,
+            against=stage.against(),
+            value=" against ".join(f"{rate:,.0f}/s" for rate in rates),
+            problems=stage.problems(),
+        )
+
+
+def writes_sqlite(quick: bool) -> Row:
+    """Against the driver with one commit each."""
+    return _writes("sqlite", "`sqlite3`, one after another", quick)
+
+
+def writes_postgresql(quick: bool) -> Row:
+    """Against the driver with a connection per thread."""
+    return _writes("postgresql", "psycopg, a connection per thread", quick)
+
+
 ROWS: dict[str, Callable[[bool], Row]] = {
     "warm": warm,
     "warm-snapshot": warm_snapshot,
@@ -251,6 +277,8 @@ ROWS: dict[str, Callable[[bool], Row]] = {
     "payload": payload,
     "import": imports,
     "log-flood": flood,
+    "writes-sqlite": writes_sqlite,
+    "writes-postgresql": writes_postgresql,
     **environments.ROWS,
 }
 

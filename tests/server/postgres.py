@@ -21,7 +21,8 @@ from pathlib import Path
 import psycopg
 import pytest
 
-_OPTIONS = ("listen_addresses=", "fsync=off", "full_page_writes=off", "synchronous_commit=off", "max_connections=200")
+_OPTIONS = ("listen_addresses=", "max_connections=200")
+_QUICK = ("fsync=off", "full_page_writes=off", "synchronous_commit=off")
 _PLACES = "/usr/lib/postgresql"
 _SHORT = threading.Event()
 
@@ -32,9 +33,11 @@ class Cluster:
     Args:
         directory: where it lies; its path must be short, for the socket's sake.
         programs: directory of `initdb` and `postgres`.
+        durable: whether it waits for its disk.
     """
 
-    def __init__(self, directory: Path, programs: Path) -> None:
+    def __init__(self, directory: Path, programs: Path, *, durable: bool = False) -> None:
+        self._options = _OPTIONS if durable else (*_OPTIONS, *_QUICK)
         self._directory = directory
         self._programs = programs
         self._process: subprocess.Popen[bytes] | None = None
@@ -47,7 +50,7 @@ class Cluster:
 
     def start(self) -> None:
         """Start it and wait until it answers."""
-        options = [word for option in _OPTIONS for word in ("-c", option)]
+        options = [word for option in self._options for word in ("-c", option)]
         place = ["-D", str(self._directory / "data"), "-c", f"unix_socket_directories={self._directory}"]
         with (self._directory / "log").open("ab") as log:
             self._process = subprocess.Popen(
@@ -99,7 +102,7 @@ def _find_programs() -> Path | None:
 
 
 @contextlib.contextmanager
-def cluster() -> Iterator[Cluster]:
+def cluster(*, durable: bool = False) -> Iterator[Cluster]:
     """Run a PostgreSQL; skip the test where none is installed."""
     programs = _find_programs()
     if programs is None:
@@ -108,7 +111,7 @@ def cluster() -> Iterator[Cluster]:
     try:
         if os.geteuid() == 0:
             shutil.chown(directory, "postgres", "postgres")
-        running = Cluster(directory, programs)
+        running = Cluster(directory, programs, durable=durable)
         running.start()
         try:
             yield running
