@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -393,3 +394,23 @@ def test_files_of_an_ending_come_with_their_bytes_as_far_as_they_are_few() -> No
     found = [StoredFile(name=str(n), size=n, inline=b"x" * n) for n in (6, 5, 4)]
     assert [view.inline for view in views.file_views(found, inline_max=10)] == [b"x" * 6, None, b"x" * 4]
     assert [view.size for view in views.file_views(found, inline_max=10)] == [6, 5, 4]
+
+
+def test_reports_of_many_attempts_at_once_do_not_disturb_each_other(services: Services, database: Database) -> None:
+    ids = [add_run(database) for _ in range(8)]
+    for run_id in ids:
+        place(database, run_id)
+
+    def live(run_id: str) -> None:
+        for number in range(4):
+            logs = (piece(b"line\n", 5 * number),)
+            say(services, run_id, exec_ns=T0, logs=logs, facts=(fact(run_id, number),), sentence=f"step {number}")
+        say(services, run_id, State.STOPPING, exec_ns=T0, files=RESULTS, ending=COMPLETED, receipt=msgspec.Raw(b"{}"))
+
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(live, ids * 2))  # each of them twice, as if every request was sent twice
+    for run_id in ids:
+        run = stored(database, run_id)
+        assert (run.state, run.finished, run.events) == (State.SUCCEEDED, True, 5)
+        assert services.logs.read(run_id, 1, rank=0, stream="stdout", limit=100) == b"line\n" * 4
+    assert len(rows(database, tables.facts)) == 4 * len(ids)
