@@ -12,6 +12,7 @@ from serverless_gpu.server import attempts, views
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.runs import StoredRun
+from serverless_gpu.server.watching import Look
 from tests.server.stored import T0, S, add_node, add_people, add_run, place, stored, tell
 
 ALICE = Caller(name="alice", role="member")
@@ -97,7 +98,7 @@ def test_a_reader_gets_what_it_has_not_and_the_end_once_there_is_one(database: D
     place(database, run_id)
     tell(database, run_id, Started())
 
-    def look(after: int) -> views.Look:
+    def look(after: int) -> Look:
         return database.read(lambda connection: views.look(connection, run_id, after, waits_for="waits"))
 
     assert [message.state for message in look(0).events] == [State.STARTING, State.RUNNING]
