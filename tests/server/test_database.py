@@ -12,7 +12,7 @@ import pytest
 import sqlalchemy as sa
 
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.errors import InvalidValue, ServerUnavailable
+from serverless_gpu.errors import InvalidValue, ServerProblem, ServerUnavailable
 from serverless_gpu.server import database as database_room
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.tables import audit, members, teams
@@ -176,6 +176,13 @@ def test_another_kind_of_database_is_refused_with_what_would_do(url: str) -> Non
     with pytest.raises(InvalidValue) as caught:
         Database(url, clock=SystemClock())
     assert "sqlite:///" in caught.value.hint
+
+
+def test_a_database_program_that_is_too_old_is_named(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(database_room.OLDEST, database.kind, (99,))
+    with pytest.raises(ServerProblem, match=f"{database.kind} [0-9.]+") as caught:
+        database.migrate()
+    assert "99 or newer" in caught.value.hint
 
 
 def test_files_of_sqlite_may_be_read_by_their_owner_only(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ WAIT_S = 10
 """How long a work waits for a connection of the pool, or for SQLite's lock when another process has it."""
 CONNECT_S = 5
 TRIES = 6
+OLDEST = {"postgresql": (15,), "sqlite": (3, 35)}
 _CHANGED_MEANWHILE = frozenset({"40001", "40P01"})  # serialisation failure, deadlock
 _UNIQUE = "23505"
 
@@ -77,9 +78,14 @@ class Database:
         """Bring the tables to this version; a few milliseconds when they are.
 
         Raises:
-            ServerProblem: the database was made by a newer version.
+            ServerProblem: the database was made by a newer version, or its program is too old.
         """
-        if self.read(migrations.is_current):
+        is_current = self.read(migrations.is_current)
+        version = tuple(self._readers.dialect.server_version_info or ())  # known since the first connection
+        if version < OLDEST[self.kind]:
+            there, least = (".".join(map(str, numbers)) for numbers in (version, OLDEST[self.kind]))
+            raise ServerProblem(f"the database is {self.kind} {there}", hint=f"{self.kind} {least} or newer is needed")
+        if is_current:
             return
         if self._writer is not None:
             self.write(migrations.bring)
