@@ -3,7 +3,8 @@
     request ── pieces ─▶ up to 1 MiB in memory ─▶ a file without a name ── whole ─▶ memoryview ─▶ check, store
 
 A slow sender costs no memory, a killed server leaves nothing behind (the file never had a name), and nobody sees a body
-that is not whole. The disk is only ever written to from threads.
+that is not whole. Disks and stores are only ever waited for in threads, and those are not the ones that answer
+everything else: a bucket that takes half a minute for each request must not keep a heartbeat waiting.
 
 Failure cases: no room (ServerStorageFull: before the first byte where the size is known, else at the piece that does
 not fit); the sender goes away, or sends more than the route takes (what the body raises; the file is gone with it).
@@ -14,19 +15,22 @@ from __future__ import annotations
 import contextlib
 import mmap
 import tempfile
-from collections.abc import AsyncIterable, AsyncIterator, Iterator
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
 
-from anyio import to_thread
+from anyio import CapacityLimiter, to_thread
 
 from serverless_gpu.server.space import FULL, KEPT_FREE_BYTES, check_room, free_bytes, full
 
 PIECE_BYTES = 1 << 20
+THREADS_MAX = 32
+
+T = TypeVar("T")
 
 
 class Spool:
-    """Where bodies are held until they are whole.
+    """Where bodies are held until they are whole, and the threads for what is done with them.
 
     Args:
         directory: on a disk with room for them; made when it is needed.
@@ -35,7 +39,12 @@ class Spool:
 
     def __init__(self, directory: Path, *, kept_free_bytes: int = KEPT_FREE_BYTES) -> None:
         self._directory = directory
+        self._threads = CapacityLimiter(THREADS_MAX)
         self._kept_free_bytes = kept_free_bytes
+
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """Return what work on disks or stores returns, from a thread that is there for that."""
+        return await to_thread.run_sync(work, limiter=self._threads)
 
     @contextlib.asynccontextmanager
     async def whole(self, body: AsyncIterable[bytes], size: int | None = None) -> AsyncIterator[memoryview]:
@@ -49,7 +58,7 @@ class Spool:
             ServerStorageFull: there is no room for it.
         """
         if size is not None and size > PIECE_BYTES:
-            await to_thread.run_sync(self._check_room, size)
+            await self.in_thread(lambda: self._check_room(size))
         pieces: list[bytes] = []
         held, file = 0, None
         try:
@@ -57,12 +66,12 @@ class Spool:
                 pieces.append(piece)
                 held += len(piece)
                 if held >= PIECE_BYTES:
-                    file = await to_thread.run_sync(self._write, file, pieces)
+                    file = await self._written(file, pieces)
                     pieces, held = [], 0
             if file is None:
                 yield memoryview(b"".join(pieces))
                 return
-            await to_thread.run_sync(self._write, file, pieces)
+            await self._written(file, pieces)
             with _mapped(file) as view:
                 yield view
         finally:
@@ -72,6 +81,9 @@ class Spool:
     def _check_room(self, size: int) -> None:
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_room(size, free_bytes(self._directory), kept_free_bytes=self._kept_free_bytes)
+
+    async def _written(self, file: IO[bytes] | None, pieces: list[bytes]) -> IO[bytes]:
+        return await self.in_thread(lambda: self._write(file, pieces))
 
     def _write(self, file: IO[bytes] | None, pieces: list[bytes]) -> IO[bytes]:
         self._check_room(sum(map(len, pieces)))

@@ -20,6 +20,9 @@ from serverless_gpu.server.logs import Logs
 from serverless_gpu.server.receiving import Spool
 from serverless_gpu.server.space import KEPT_FREE_BYTES
 
+STORE_S = 40.0
+"""How long one request waits for a bucket: less than whoever asks waits for the answer, so that they ask again."""
+
 
 class Storage(NamedTuple):
     """What the server keeps bytes with; the fields are those of `Services`."""
@@ -49,9 +52,11 @@ def open_storage(
     parts = f"{store.rstrip('/')}/blobs" if is_remote(store) else directory / "blobs"
     return Storage(
         logs=Logs(directory / "logs", kept_free_bytes=kept_free_bytes),
-        blobs=Blobs(open_store(parts, environ), clock=clock, kept_free_bytes=kept_free_bytes),
+        blobs=Blobs(open_store(parts, environ, bound_s=STORE_S), clock=clock, kept_free_bytes=kept_free_bytes),
         environments=Environments(
-            open_store(store or directory / "store", environ), clock=clock, kept_free_bytes=kept_free_bytes
+            open_store(store or directory / "store", environ, bound_s=STORE_S),
+            clock=clock,
+            kept_free_bytes=kept_free_bytes,
         ),
         spool=Spool(directory / "incoming", kept_free_bytes=kept_free_bytes),
     )

@@ -12,26 +12,30 @@ routes = Routes("blobs")
 
 
 @routes.post("/blobs/missing", needs=writing("blobs", attempts=True))
-def missing_parts(call: Call, body: DigestList) -> DigestList:
+async def missing_parts(call: Call, body: DigestList) -> DigestList:
     """Say which parts have to be sent."""
     if len(body.digests) > NAMES_MAX:
         raise TooLarge(f"{len(body.digests)} digests at once", hint=f"ask for {NAMES_MAX} at most")
-    return DigestList(digests=call.services.blobs.missing(body.digests))
+    services = call.services
+    return DigestList(digests=await services.spool.in_thread(lambda: services.blobs.missing(body.digests)))
 
 
 @routes.put("/blobs/{digest}", needs=writing("blobs", attempts=True), limit=BLOB_PART_BYTES)
 async def put_part(call: Call, digest: str, body: Incoming) -> None:
     """Store a part."""
-    blobs = call.services.blobs
-    await call.in_thread(lambda: blobs.check_room(body.size or 0))
-    async with call.services.spool.whole(body, body.size) as data:
-        await call.in_thread(lambda: blobs.put(digest, data))
+    blobs, spool = call.services.blobs, call.services.spool
+    await spool.in_thread(lambda: blobs.check_room(body.size or 0))
+    async with spool.whole(body, body.size) as data:
+        await spool.in_thread(lambda: blobs.put(digest, data))
 
 
 @routes.get("/attempts/{run}/{fence}/blobs/{digest}", needs=ATTEMPT)
-def payload_part(call: Call, run: str, fence: int, digest: str) -> Bytes:
+async def payload_part(call: Call, run: str, fence: int, digest: str) -> Bytes:
     """Return a part of what the attempt is to call."""
-    payload = call.services.database.read(lambda connection: references.payload_of(connection, run))
+    services = call.services
+    payload = await call.in_thread(
+        lambda: services.database.read(lambda connection: references.payload_of(connection, run))
+    )
     if payload is None or digest not in payload.parts:
         raise NotFound(f"{digest[:80]!r} is no part of the payload of run {run} (attempt {fence})")
-    return Bytes(call.services.blobs.get(digest))
+    return Bytes(await services.spool.in_thread(lambda: services.blobs.get(digest)))

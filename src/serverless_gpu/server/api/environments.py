@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import AsyncIterator, Iterator
 from typing import Annotated
 
 import msgspec
@@ -12,6 +12,7 @@ from serverless_gpu.environment.stores.base import OBJECT_BYTES_MAX
 from serverless_gpu.errors import NotAllowed, TooLarge
 from serverless_gpu.server.api.routing import BYTES, Bytes, Call, Incoming, Query, Routes, reading, writing
 from serverless_gpu.server.environments import PIECE_BYTES
+from serverless_gpu.server.receiving import Spool
 from serverless_gpu.wire.blobs import NAMES_MAX, Free, KeyList, StoredList, StoredView
 
 routes = Routes("environments")
@@ -28,53 +29,65 @@ class RangeQuery(Query, frozen=True, kw_only=True):
 
 
 @routes.get("/environments/objects/{key:path}", needs=reading("environments"))
-def read_object(call: Call, key: str, query: RangeQuery) -> Response:
+async def read_object(call: Call, key: str, query: RangeQuery) -> Response:
     """Return an object, or a range of it: fewer bytes where it ends before."""
-    pieces = call.services.environments.read(key, query.start, query.length)
+    services = call.services
+    pieces = await services.spool.in_thread(lambda: services.environments.read(key, query.start, query.length))
     first = next(pieces)
     if len(first) < PIECE_BYTES:
         return Bytes(first)
-    return StreamingResponse(itertools.chain((first,), pieces), media_type=BYTES)
+    return StreamingResponse(_following(first, pieces, services.spool), media_type=BYTES)
 
 
 @routes.put("/environments/objects/{key:path}", needs=writing("environments"), limit=OBJECT_BYTES_MAX)
 async def put_object(call: Call, key: str, body: Incoming) -> None:
     """Store an object that is what its key says."""
-    environments, may_manage = call.services.environments, call.reach == _ALL
-    await call.in_thread(lambda: environments.check_room(body.size or 0))
-    async with call.services.spool.whole(body, body.size) as data:
-        await call.in_thread(lambda: environments.put(key, data, may_manage=may_manage))
+    environments, spool, may_manage = call.services.environments, call.services.spool, call.reach == _ALL
+    await spool.in_thread(lambda: environments.check_room(body.size or 0))
+    async with spool.whole(body, body.size) as data:
+        await spool.in_thread(lambda: environments.put(key, data, may_manage=may_manage))
 
 
 @routes.post("/environments/present", needs=reading("environments"))
-def present_objects(call: Call, body: KeyList) -> KeyList:
+async def present_objects(call: Call, body: KeyList) -> KeyList:
     """Say which objects are there."""
     _check_count(body)
-    there = call.services.environments.present(body.keys)
+    services = call.services
+    there = await services.spool.in_thread(lambda: services.environments.present(body.keys))
     return KeyList(keys=tuple(key for key in body.keys if key in there))
 
 
 @routes.get("/environments/list/{prefix}", needs=reading("environments"))
-def list_objects(call: Call, prefix: str) -> StoredList:
+async def list_objects(call: Call, prefix: str) -> StoredList:
     """Return all objects of a kind; what garbage collection noted may be seen by whoever captures."""
     if prefix != _COLLECTING:
         _check_reach(call)
-    stored = call.services.environments.list(prefix)
+    services = call.services
+    stored = await services.spool.in_thread(lambda: tuple(services.environments.list(prefix)))
     return StoredList(objects=tuple(StoredView(key=one.key, size=one.size, put_ns=one.put_ns) for one in stored))
 
 
 @routes.post("/environments/delete", needs=writing("environments"))
-def delete_objects(call: Call, body: KeyList) -> None:
+async def delete_objects(call: Call, body: KeyList) -> None:
     """Remove objects."""
     _check_reach(call)
     _check_count(body)
-    call.services.environments.delete(body.keys)
+    services = call.services
+    await services.spool.in_thread(lambda: services.environments.delete(body.keys))
 
 
 @routes.get("/environments/free", needs=reading("environments"))
-def free_space(call: Call) -> Free:
+async def free_space(call: Call) -> Free:
     """Say how much more fits."""
-    return Free(bytes=call.services.environments.free_bytes())
+    services = call.services
+    return Free(bytes=await services.spool.in_thread(services.environments.free_bytes))
+
+
+async def _following(first: bytes, pieces: Iterator[bytes], spool: Spool) -> AsyncIterator[bytes]:
+    piece: bytes | None = first
+    while piece is not None:
+        yield piece
+        piece = await spool.in_thread(lambda: next(pieces, None))
 
 
 def _check_reach(call: Call) -> None:
