@@ -2,7 +2,7 @@
 
     routes = Routes("runs")                                    # one per module; `api/__init__.py` lists the modules
 
-    class RunsQuery(Query):                                    # what may stand behind the "?"; every field optional
+    class RunsQuery(Query, frozen=True, kw_only=True):         # what may stand behind the "?"; every field optional
         state: str = ""
         limit: Annotated[int, msgspec.Meta(ge=1, le=PAGE_MAX)] = PAGE_DEFAULT
 

@@ -1,0 +1,15 @@
+"""Route of `wire/attempts.py`: how a node reports about an attempt. Parts of its payload: `blobs.py`."""
+
+from __future__ import annotations
+
+from serverless_gpu.server import reporting
+from serverless_gpu.server.api.routing import ATTEMPT, Call, Routes
+from serverless_gpu.wire.attempts import Report, ReportAnswer
+
+routes = Routes("attempts")
+
+
+@routes.post("/attempts/{run}/{fence}/report", needs=ATTEMPT)
+def report(call: Call, run: str, fence: int, body: Report) -> ReportAnswer:
+    """Take what is new about an attempt."""
+    return reporting.report(call.services, call.who, run_id=run, fence=fence, said=body)

@@ -1,0 +1,234 @@
+"""Routes of `wire/runs.py`: ask for a run, look at runs, watch one, stop it, read what it wrote and left behind."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from typing import Annotated, TypeVar
+
+import msgspec
+import sqlalchemy as sa
+from starlette.responses import Response
+
+from serverless_gpu.errors import InvalidValue, NotFound
+from serverless_gpu.model import access
+from serverless_gpu.model.attempt import TERMINAL, State
+from serverless_gpu.server import attempts, files, outputs, runs, stopping, submitting, views
+from serverless_gpu.server.api.ranges import part_of
+from serverless_gpu.server.api.routing import EVENTS, Bytes, Call, Query, Routes, Stream, reading, writing
+from serverless_gpu.server.runs import StoredRun
+from serverless_gpu.server.watching import Look, Position, Watch, parse_offsets, parse_ranks
+from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX, PAGE_DEFAULT, PAGE_MAX
+from serverless_gpu.wire.runs import (
+    AcceptedMessage,
+    AttemptList,
+    FileList,
+    RunPage,
+    RunRequest,
+    RunView,
+    StopRequest,
+    StreamMessage,
+)
+
+T = TypeVar("T")
+routes = Routes("runs")
+LOG_BYTES_MAX = 4 << 20
+Label = Annotated[str, msgspec.Meta(max_length=LABEL_CHARACTERS_MAX)]
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+Fence = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+
+
+class RunsQuery(Query, frozen=True, kw_only=True):
+    """Which runs; `state` and `tag` (``key=value``) may name several, with commas."""
+
+    state: Label = ""
+    owner: Label = ""
+    team: Label = ""
+    name: Label = ""
+    tag: Annotated[str, msgspec.Meta(max_length=1024)] = ""
+    limit: Annotated[int, msgspec.Meta(ge=1, le=PAGE_MAX)] = PAGE_DEFAULT
+    cursor: Label = ""
+
+
+class WatchQuery(Query, frozen=True, kw_only=True):
+    """From where on; `ranks`: "all", or numbers with commas, instead of those that the run shows live."""
+
+    after: Count = 0
+    offsets: Annotated[str, msgspec.Meta(max_length=3_500)] = ""
+    ranks: Annotated[str, msgspec.Meta(max_length=3_500)] = ""
+
+
+class LogQuery(Query, frozen=True, kw_only=True):
+    """Which bytes of a log; `fence` 0 for the current attempt."""
+
+    fence: Fence = 0
+    offset: Count = 0
+    limit: Annotated[int, msgspec.Meta(ge=1, le=LOG_BYTES_MAX)] = 1 << 20
+
+
+class FenceQuery(Query, frozen=True, kw_only=True):
+    """Of which attempt; 0 for the current one."""
+
+    fence: Fence = 0
+
+
+@routes.post("/runs", needs=writing("runs"))
+async def create_run(call: Call, body: RunRequest) -> RunView | Stream[StreamMessage]:
+    """Ask for a run; with `Accept: text/event-stream` the answer is its stream."""
+    view = await call.in_thread(lambda: submitting.submit(call.services, call.who, body))
+    if EVENTS not in call.headers.get("accept", ""):
+        return view
+    return Stream(_messages(call, view, Position()))
+
+
+@routes.get("/runs", needs=reading("runs"))
+def list_runs(call: Call, query: RunsQuery) -> RunPage:
+    """List runs, newest first."""
+    wished = runs.Wished(
+        states=_states(query.state),
+        owner=query.owner,
+        team=query.team,
+        name=query.name,
+        tags=_tags(query.tag),
+        seen_by=None if call.reach == access.Reach.ALL else call.who.name,
+        teams=call.who.teams if call.reach == access.Reach.TEAM else (),
+    )
+    found, cursor = _read(call, lambda db: runs.page(db, wished, limit=query.limit, cursor=query.cursor))
+    return RunPage(runs=tuple(_view(call, run) for run in found), cursor=cursor)
+
+
+@routes.get("/runs/{run}", needs=reading("runs"))
+def read_run(call: Call, run: str) -> RunView:
+    """Look at a run."""
+    return _view(call, _read(call, lambda db: _visible(call, db, run)))
+
+
+@routes.get("/runs/{run}/events", needs=reading("runs"))
+async def watch_run(call: Call, run: str, query: WatchQuery) -> Stream[StreamMessage]:
+    """Watch a run from where the reader is."""
+    position = Position(after=query.after, offsets=parse_offsets(query.offsets), ranks=parse_ranks(query.ranks))
+    view = await call.in_thread(lambda: read_run(call, run))
+    return Stream(_messages(call, view, position))
+
+
+@routes.post("/runs/{run}/stop", needs=writing("runs"))
+def stop_run(call: Call, run: str, body: StopRequest) -> RunView:
+    """Ask a run to stop."""
+    return stopping.stop(call.services, call.who, call.reach, run_id=run, why=body.reason)
+
+
+@routes.get("/runs/{run}/attempts", needs=reading("runs"))
+def list_attempts(call: Call, run: str) -> AttemptList:
+    """List all tries at a run, in order."""
+
+    def work(db: sa.Connection) -> AttemptList:
+        _visible(call, db, run)
+        return AttemptList(attempts=tuple(views.attempt_view(attempt) for attempt in attempts.of_run(db, run)))
+
+    return _read(call, work)
+
+
+@routes.get("/runs/{run}/logs/{rank}/{stream}", needs=reading("runs"))
+def read_log(call: Call, run: str, rank: int, stream: str, query: LogQuery) -> Bytes:
+    """Return bytes a rank wrote; `SGPU-Next-Offset` says where to go on, `SGPU-Complete` whether that is the end."""
+    stored = _read(call, lambda db: _visible(call, db, run))
+    fence = query.fence or stored.fence
+    # Looked at first: what is written meanwhile is then not missed, and at most read once more.
+    complete = stored.state in TERMINAL or fence < stored.fence
+    data, size = b"", 0
+    if fence:
+        logs = call.services.logs
+        size = logs.size(run, fence, rank=rank, stream=stream)
+        data = logs.read(run, fence, rank=rank, stream=stream, offset=query.offset, limit=query.limit)
+    following = query.offset + len(data)
+    headers = {"SGPU-Next-Offset": str(following), "SGPU-Fence": str(fence)}
+    return Bytes(data, headers={**headers, "SGPU-Complete": "1" if complete and following >= size else "0"})
+
+
+@routes.get("/runs/{run}/results", needs=reading("runs"))
+def list_results(call: Call, run: str) -> FileList:
+    """List the results of a run, by rank."""
+    return _files(call, run, 0, prefix="results/")
+
+
+@routes.get("/runs/{run}/files", needs=reading("runs"))
+def list_files(call: Call, run: str, query: FenceQuery) -> FileList:
+    """List what an attempt left behind."""
+    return _files(call, run, query.fence)
+
+
+@routes.get("/runs/{run}/files/{name:path}", needs=reading("runs"))
+def read_file(call: Call, run: str, name: str, query: FenceQuery) -> Bytes | Response:
+    """Return a file of an attempt, or the range of it that was asked for."""
+
+    def work(db: sa.Connection) -> files.StoredFile:
+        stored = _visible(call, db, run)
+        files.check_name(name)
+        found = files.find(db, run, query.fence or stored.fence, name)
+        if found is None:
+            raise NotFound(f"run {run} has no file {name!r}", hint="`sgpu run show` lists them")
+        return found
+
+    found = _read(call, work)
+    return part_of(outputs.source(call.services, found), found.size, call.headers.get("range", ""))
+
+
+@routes.get("/runs/{run}/receipt", needs=reading("runs"))
+def read_receipt(call: Call, run: str, query: FenceQuery) -> Response:
+    """Return the receipt of an attempt as its node wrote it."""
+
+    def work(db: sa.Connection) -> str | None:
+        stored = _visible(call, db, run)
+        return attempts.outcome(db, run, query.fence or stored.fence).receipt
+
+    receipt = _read(call, work)
+    if receipt is None:
+        raise NotFound(f"run {run} has no receipt yet", hint="it comes once its devices were checked and given back")
+    return Response(receipt, media_type="application/json")
+
+
+async def _messages(call: Call, view: RunView, position: Position) -> AsyncIterator[StreamMessage | None]:
+    services, run_id = call.services, view.id
+    yield AcceptedMessage(run=view)
+
+    def look(after: int) -> Look:
+        waits_for = services.sentences.of(run_id)
+        return services.database.read(lambda db: views.look(db, run_id, after, waits_for=waits_for))
+
+    watch = Watch(run_id, position, look=look, files=services.logs, clock=services.clock)
+    async for message in watch.messages(services.hub, call.in_thread):
+        yield message
+
+
+def _files(call: Call, run: str, fence: int, *, prefix: str = "") -> FileList:
+    def work(db: sa.Connection) -> FileList:
+        wanted = fence or _visible(call, db, run).fence
+        found = files.of_attempt(db, run, wanted, prefix=prefix)
+        return FileList(fence=wanted, files=views.file_views(found))
+
+    return _read(call, work)
+
+
+def _visible(call: Call, db: sa.Connection, run: str) -> StoredRun:
+    return views.visible(db, run, who=call.who, reach=call.reach)
+
+
+def _view(call: Call, run: StoredRun) -> RunView:
+    return views.run_view(run, waits_for=call.services.sentences.of(run.id))
+
+
+def _read(call: Call, work: Callable[[sa.Connection], T]) -> T:
+    return call.services.database.read(work)
+
+
+def _states(text: str) -> tuple[State, ...]:
+    try:
+        return tuple(State(word.strip().upper()) for word in text.split(",") if word.strip())
+    except ValueError as error:
+        raise InvalidValue(f"{error}", hint=f"states: {', '.join(State)}") from error
+
+
+def _tags(text: str) -> dict[str, str]:
+    pairs = [item.partition("=") for item in text.split(",") if item]
+    if not all(equals for _, equals, _ in pairs):
+        raise InvalidValue(f"{text[:80]!r} are no tags", hint="write tag=key=value,key=value")
+    return {key: value for key, _, value in pairs}
