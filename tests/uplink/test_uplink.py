@@ -183,3 +183,27 @@ def test_a_stopped_uplink_leaves_its_runs_alone(node: Node, where: str) -> None:
     assert attempt.ending is None
     node.restart()
     assert attempt.settled().reason is Reason.COMPLETED
+
+
+def test_a_server_names_no_directory_but_those_of_its_own_runs(node: Node) -> None:
+    local = distributed(gpus=1, quiet=True)(hello).submit("local")
+    assert local.results(timeout=60) == ["local"]
+    own = node.run(hello, "a", run_id=local.id)
+    wait_for(lambda: own.ending is not None, "it is refused")
+    assert own.reason is Reason.REFUSED and "is one of this node's own" in own.reports[0].sentence
+    node.run(hello, "a", run_id="../../../tmp/elsewhere")
+    wait_for(lambda: "is no attempt's name" in node.log(), "it is refused, too")
+    assert not Path("/tmp/elsewhere").exists()
+    assert local.results() == ["local"] and (local.directory / "receipt.json").exists()
+
+
+def test_a_full_disk_is_a_refusal_that_is_told(node: Node) -> None:
+    node.home.runs.chmod(0o500)
+    (node.home.root / "runs").rename(node.home.root / "runs.away")
+    (node.home.root / "runs").write_text("no directory any more")
+    attempt = node.run(hello, "a")
+    wait_for(lambda: attempt.ending is not None, "it is refused")
+    (node.home.root / "runs").unlink()
+    (node.home.root / "runs.away").rename(node.home.root / "runs")
+    node.home.runs.chmod(0o700)
+    assert attempt.reason is Reason.REFUSED and "cannot write" in attempt.reports[0].sentence

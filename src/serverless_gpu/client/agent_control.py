@@ -12,6 +12,7 @@ from serverless_gpu.errors import AgentUnavailable
 from serverless_gpu.node import protocol
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.reaching import running_agent
+from serverless_gpu.node.uplink.control import stop_all
 
 _END_S = 10.0
 
@@ -40,14 +41,15 @@ def agent_status(home: Path) -> protocol.Status | None:
 
 
 def stop_agent(home: Path) -> bool:
-    """End the agent of a home with its zygotes and wait until it is gone; running attempts go on.
+    """End the agent of a home with its zygotes, and its uplinks; wait until they are gone. Running attempts go on.
 
     Returns:
-        Whether there was one.
+        Whether there was an agent.
 
     Raises:
-        AgentUnavailable: it did not end.
+        AgentUnavailable: one of them did not end.
     """
+    stop_all(Home(home))  # first: they would start another agent
     connection = running_agent(Home(home))
     if connection is None:
         return False

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from serverless_gpu.ambient import Clock
+from serverless_gpu.errors import InvalidValue, NotFound, ServerlessGpuError, TooLarge
 from serverless_gpu.model.attempt import State
 from serverless_gpu.node.protocol import Stopped
 from serverless_gpu.node.uplink.shipping import Output, Outputs
@@ -53,6 +54,7 @@ class Delivery:
         self._outputs = Outputs(directory)
         self._upload: Upload | None = None
         self._tried_ns: int | None = None
+        self._refusal = ""
 
     @property
     def is_uploading(self) -> bool:
@@ -74,8 +76,8 @@ class Delivery:
         files = self._outputs.inline(unsent) + self._uploaded(unsent)
         named = {file.name for file in files}
         missing = [output for output in unsent if output.name not in named]
-        problem = self._given_up(missing, upload_s)
-        if not problem or any(output.is_small for output in missing):
+        problem = self._refusal or self._given_up(missing, upload_s)
+        if not problem or (not self._refusal and any(output.is_small for output in missing)):
             sentence = self._upload.sentence() if self._upload is not None and missing else ""
             return Delivered(files, not missing, stopped, sentence)
         if stopped.state is State.SUCCEEDED:
@@ -94,6 +96,19 @@ class Delivery:
     def unanswered(self) -> None:
         """Note that the server is away: that is not the upload's fault."""
         self._tried_ns = None
+
+    def refused(self, error: ServerlessGpuError, *, ended: bool) -> None:
+        """Note that a report was refused.
+
+        Args:
+            error: why.
+            ended: whether it told how the attempt ended, with the last of its outputs.
+        """
+        if isinstance(error, NotFound) and self._upload is not None:  # parts of a blob are gone: once more
+            self._upload.close()
+            self._upload = None
+        elif ended and isinstance(error, InvalidValue | TooLarge):
+            self._refusal = f"the server did not take the results: {error.message}"
 
     def close(self) -> None:
         """Give up what is on its way."""

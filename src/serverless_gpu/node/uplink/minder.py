@@ -74,6 +74,7 @@ class Minder:
         self._lock = threading.Lock()
         self._channel: Channel | None = None
         self._confirmed = False
+        self._abandoned = False
         self._launch: protocol.Launch | None = None
         self._launches = 0
         self._connections = 0
@@ -111,6 +112,9 @@ class Minder:
 
     def abandon(self) -> None:
         """Stop an attempt that is over for the server, and keep its files."""
+        if self._abandoned:
+            return
+        self._abandoned = True
         remote = msgspec.structs.replace(self.remote, standing="stale")
         with contextlib.suppress(OSError):
             write_remote(self.directory, remote)

@@ -27,9 +27,11 @@ import sys
 import threading
 from pathlib import Path
 from typing import NoReturn
+from urllib.parse import quote
 
 from serverless_gpu.ambient import SystemClock, format_moment
 from serverless_gpu.errors import NotFound, ServerlessGpuError
+from serverless_gpu.model.attempt import MEANINGS, Reason, State
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.inside import linux
 from serverless_gpu.node.remote import open_attempts, read_remote
@@ -48,6 +50,7 @@ from serverless_gpu.wire.agents import (
     Start,
     Stop,
 )
+from serverless_gpu.wire.attempts import Ending, Report, ReportAnswer
 from serverless_gpu.wire.connection import Connection
 
 IDLE_S = 600.0
@@ -77,11 +80,10 @@ def main(home: str, profile: str, environ: dict[str, str]) -> NoReturn:
         os._exit(0)
     os.ftruncate(lock, 0)
     os.pwrite(lock, f"{os.getpid()} {__version__}".encode(), 0)
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # what is in the middle of something is made again
     code = 0
     try:
-        uplink = Uplink(place, Path(profile))
-        signal.signal(signal.SIGTERM, lambda *_: uplink.end())
-        uplink.serve()
+        Uplink(place, Path(profile)).serve()
     except ServerlessGpuError as error:
         say(f"it ends: {error}")
         code = 1
@@ -107,20 +109,15 @@ class Uplink:
         self._presence = Presence(home)
         self._minders: dict[str, Minder] = {}
         self._lock = threading.Lock()
-        self._ended = threading.Event()
         self._wake = threading.Event()
         self._node = ""
+        self._joined = threading.Event()
         self._heartbeat_s = _HEARTBEAT_S
         self._taken: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._error = ""
 
-    def end(self) -> None:
-        """Have `serve` return; attempts go on."""
-        self._ended.set()
-        self._wake.set()
-
     def serve(self) -> None:
-        """Do the work until nobody needs it, or `end`."""
+        """Do the work until nobody needs it."""
         for directory, remote in open_attempts(self._home.runs, str(self._server.path)):
             minder = Minder(self._home, directory, remote, server=self._server, clock=self._clock, say=say)
             self._minders[remote.gang] = minder
@@ -130,7 +127,7 @@ class Uplink:
             threading.Thread(target=work, name=work.__name__, daemon=True).start()
         backoff = Backoff()
         connection = self._server.connection()
-        while not self._ended.is_set() and not self._is_idle():
+        while not self._is_idle():
             try:
                 self._be_present(connection)
             except ServerlessGpuError as error:
@@ -148,11 +145,12 @@ class Uplink:
 
     def _be_present(self, connection: Connection) -> None:
         seen = self._tend()
-        if not self._node:
+        if not self._joined.is_set():
             hello = self._presence.hello(self._server.profile, seen)
             welcome = connection.ask("POST", "/agents", hello, answer=AgentWelcome)
             self._heartbeat_s = welcome.heartbeat_s
             self._node = welcome.node
+            self._joined.set()
             self._abandon(welcome.stale)
             say(f"joined {self._server.profile.url} as node {welcome.node}")
             return
@@ -176,8 +174,8 @@ class Uplink:
 
     def _away(self, error: ServerlessGpuError, connection: Connection) -> Connection:
         """Note that the server does not answer; return the connection to try next."""
-        if isinstance(error, NotFound) or not self._node:
-            self._node = ""
+        if isinstance(error, NotFound):
+            self._joined.clear()
         text = f"{type(error).__name__}: {error}"
         if text != self._error:  # the first of a row
             say(text)
@@ -196,11 +194,9 @@ class Uplink:
     def _follow_orders(self) -> None:
         """Take orders as they come, for ever; after a break those not acknowledged come again."""
         backoff = Backoff()
-        while not self._ended.is_set():
+        while True:
+            self._joined.wait()
             node = self._node
-            if not node:
-                self._ended.wait(0.05)
-                continue
             connection = self._server.connection()
             try:
                 for order in connection.stream("GET", f"/agents/{node}/orders", answer=Order, query={"after": "0"}):
@@ -211,9 +207,9 @@ class Uplink:
                 say(f"orders: {type(error).__name__}: {error}")
             finally:
                 connection.close()
-            self._node = ""  # the server may be another one by now: introduce this node again
+            self._joined.clear()  # the server may be another one by now: this node introduces itself again
             self._wake.set()
-            self._ended.wait(backoff.next_s())
+            threading.Event().wait(backoff.next_s())
 
     def _obey(self, order: Order) -> None:
         gang = f"{order.run_id}:{order.fence}"
@@ -235,12 +231,30 @@ class Uplink:
             directory, remote = starting.take(self._home, order, self._server.path)
         except ServerlessGpuError as error:
             say(f"attempt {gang} cannot be taken: {error}")
-            return  # it comes again, and the server sees that nobody reports it
+            detail = str(error)
+            threading.Thread(target=lambda: self._refuse(order, detail), name=f"refuse {gang}", daemon=True).start()
+            return
         minder = Minder(self._home, directory, remote, server=self._server, clock=self._clock, say=say)
         with self._lock:
             self._minders[gang] = minder
         minder.start(order)
         self._taken.put(order.seq)
+
+    def _refuse(self, order: Start, detail: str) -> None:
+        """Tell the server that an attempt is not even written down here; until it has heard, the order comes again."""
+        reason = Reason.REFUSED
+        ending = Ending(state=MEANINGS[reason].state, reason=reason, began=False)
+        report = Report(state=State.STOPPING, sentence=detail, world_size=order.world_size, ending=ending)
+        connection = self._server.connection(order.token)
+        try:
+            path = f"/attempts/{quote(order.run_id, safe='')}/{order.fence}/report"
+            connection.ask("POST", path, report, answer=ReportAnswer)
+        except ServerlessGpuError as error:
+            say(f"report of {order.run_id}:{order.fence}: {error}")
+        else:
+            self._taken.put(order.seq)
+        finally:
+            connection.close()
 
     def _acknowledge(self) -> None:
         """Tell the server what need not come again; what does not get there comes again, and is told again."""
@@ -254,8 +268,6 @@ class Uplink:
                 connection.close()
                 connection, url = self._server.connection(), self._server.profile
             node = self._node
-            if not node:
-                continue
             with contextlib.suppress(ServerlessGpuError):
                 connection.ask("POST", f"/agents/{node}/orders/ack", OrdersTaken(seqs=tuple(taken)), answer=type(None))
 

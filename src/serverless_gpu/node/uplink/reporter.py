@@ -145,10 +145,12 @@ class Reporter:
             if text != self._error:  # the first of a row
                 self._say(text)
             self._error = text
+            self._delivery.refused(error, ended=report.ending is not None)
             if self._server.look_again():
                 self._connection.close()
                 self._connection = self._server.connection(self._remote.token)
-            self._delivery.unanswered()
+            if error.retryable:
+                self._delivery.unanswered()
             threading.Event().wait(backoff.next_s())
             self._news.learn(AT_ONCE_S)
             return None

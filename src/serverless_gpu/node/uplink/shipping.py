@@ -20,7 +20,7 @@ import msgspec
 
 from serverless_gpu.model.ledger import Fact
 from serverless_gpu.wire.attempts import File, LogPiece
-from serverless_gpu.wire.base import INLINE_OUTPUT_BYTES_MAX, LOG_REPORT_BYTES_MAX
+from serverless_gpu.wire.base import INLINE_BYTES_MAX, INLINE_OUTPUT_BYTES_MAX, LOG_REPORT_BYTES_MAX
 
 FACTS_MAX = 500
 FILES_MAX = 1_000
@@ -196,7 +196,7 @@ class Outputs:
     def inline(self, outputs: Sequence[Output]) -> tuple[File, ...]:
         """Return as many of the small ones as one report carries; what cannot be read is not asked for again."""
         files: list[File] = []
-        left = INLINE_OUTPUT_BYTES_MAX
+        left = INLINE_BYTES_MAX
         for output in outputs:
             if not output.is_small or output.size > left or len(files) >= FILES_MAX:
                 continue

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from serverless_gpu.ambient import Clock
+from serverless_gpu.ambient import Clock, created_wall_ns
 from serverless_gpu.errors import HashMismatch, InvalidValue, ServerProblem
 from serverless_gpu.model.placement import candidates, restrict
 from serverless_gpu.model.spec import BlobReference, Function
@@ -35,7 +35,9 @@ _OF_THE_NODE = ("HOME", "LANG", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "SHELL", "
 def take(home: Home, order: Start, profile: Path) -> tuple[Path, Remote]:
     """Make the attempt's directory; from then on the order need not come again.
 
-    What a process that was killed in the middle of this has left is made anew: nothing can have been launched.
+    What a process that was killed in the middle of this has left is made anew: nothing can have been launched. A server
+    names a directory of this node's by its run, so only what can be an identifier is taken, and no run of the node's
+    own is touched.
 
     Args:
         home: the home directory.
@@ -43,8 +45,13 @@ def take(home: Home, order: Start, profile: Path) -> tuple[Path, Remote]:
         profile: of the server.
 
     Raises:
+        InvalidValue: it is no run's identifier, or that of a run of this node's own.
         StorageError: the disk is full, or the home is not writable.
     """
+    if created_wall_ns(order.run_id) is None or order.fence < 1:
+        raise InvalidValue(f"{order.run_id[:64]!r} (fence {order.fence}) is no attempt's name")
+    if (home.attempt(order.run_id, order.fence) / "spec.json").exists():
+        raise InvalidValue(f"run {order.run_id} is one of this node's own")
     remote = Remote(
         run_id=order.run_id,
         fence=order.fence,
