@@ -322,6 +322,31 @@ def test_a_failure_is_told_with_what_the_node_says(services: Services, database:
     assert views.sentence(run) == "a rank raised an exception: rank 1: ValueError: no"
 
 
+@pytest.mark.parametrize(
+    ("stopped", "told"),
+    [
+        (b'{"cause":{"rank":1,"detail":"ValueError: no\\n  at line 3"}}', ": rank 1: ValueError: no"),
+        (b'{"cause":{"rank":null,"detail":"zero \\u0000 byte"}}', ": zero  byte"),
+        (b'{"cause":{"rank":1,"detail":""}}', ""),
+        (b'{"cause":null}', ""),
+        (b'{"cause":"of another version"}', ""),
+        (b'"of another version"', ""),
+    ],
+)
+def test_which_rank_it_was_and_why_is_read_from_what_the_supervisor_said(
+    services: Services, database: Database, run_id: str, stopped: bytes, told: str
+) -> None:
+    ending = msgspec.structs.replace(FAILED, stopped=msgspec.Raw(stopped))
+    say(services, run_id, State.STOPPING, exec_ns=T0, ending=ending)
+    assert views.sentence(stored(database, run_id)) == "a rank raised an exception" + told
+
+
+def test_no_text_of_a_node_is_too_long_or_odd_to_be_stored(services: Services, database: Database, run_id: str) -> None:
+    say(services, run_id, State.STARTING, sentence="zero \0 byte " + "x" * 10_000)
+    assert views.sentence(stored(database, run_id)).startswith("zero  byte xx")
+    assert len(views.sentence(stored(database, run_id))) < 2_001
+
+
 def test_those_who_wait_are_woken_by_news_only(services: Services, run_id: str) -> None:
     def woken(**said: Any) -> tuple[bool, bool]:
         before = services.hub.version(run_key(run_id)), services.hub.version(SCHEDULER)

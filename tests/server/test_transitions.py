@@ -268,6 +268,7 @@ def test_pages_follow_each_other_without_a_gap_and_show_what_may_be_seen(databas
     assert pages(runs.Wished(seen_by="alice", teams=("search",))) == ids[::-1]
     assert pages(runs.Wished(team="search")) == pages(runs.Wished(owner="bob"))
     assert pages(runs.Wished(states=(State.RUNNING,))) == []
+    assert pages(runs.Wished(name="\0")) == []
     assert len(pages(runs.Wished(states=(State.RUNNING, State.QUEUED)))) == 10
 
 

@@ -49,6 +49,19 @@ _log = logging.getLogger(__name__)
 _SEEN = {State.QUEUED: State.STARTING, State.STARTING: State.STARTING, State.RUNNING: State.RUNNING}
 
 
+class _Cause(msgspec.Struct, frozen=True, kw_only=True):
+    """What people are told of `node.protocol.Stopped.cause`."""
+
+    rank: int | None = None
+    detail: str = ""
+
+
+class _Stopped(msgspec.Struct, frozen=True, kw_only=True):
+    """What is read here of `node.protocol.Stopped`; the rest is for the client."""
+
+    cause: _Cause | None = None
+
+
 class _Found(msgspec.Struct, frozen=True, kw_only=True):
     """An attempt that reports, and its run."""
 
@@ -242,7 +255,7 @@ def _tell(connection: sa.Connection, found: _Found, said: Report, *, at_ns: int)
         attempts.note(connection, attempt.run_id, attempt.fence, lease_ns=at_ns, sentence=_sentence(said))
     note = Note(
         at_ns=at_ns,
-        detail=_sentence(said) if said.ending is not None else "",
+        detail=_detail(said),
         exec_ns=said.exec_ns if attempt.started_ns is None else None,
     )
     return transitions.tell(connection, found.run, *_happened(found.run, said), note=note)
@@ -291,4 +304,24 @@ def _text(json: Json) -> str | None:
 
 
 def _sentence(said: Report) -> str:
-    return said.sentence[:SENTENCE_CHARACTERS_MAX]
+    return _storable(said.sentence)
+
+
+def _detail(said: Report) -> str:
+    """Return what people are told of an ending beyond its reason: what the node says, or which rank it was and why."""
+    stopped = _text(said.ending.stopped) if said.ending is not None else None
+    if said.ending is None or said.sentence or stopped is None:
+        return _sentence(said) if said.ending is not None else ""
+    try:
+        cause = msgspec.json.decode(stopped, type=_Stopped).cause
+    except msgspec.DecodeError:  # of another version; the client may know it
+        return ""
+    if cause is None or not cause.detail:
+        return ""
+    line = cause.detail.strip().partition("\n")[0]
+    return _storable(line if cause.rank is None else f"rank {cause.rank}: {line}")
+
+
+def _storable(text: str) -> str:
+    """Return text as PostgreSQL takes it, and not too much of it."""
+    return text[:SENTENCE_CHARACTERS_MAX].replace("\0", "")
