@@ -52,6 +52,7 @@ PLANTED = [
         "from serverless_gpu.node.inside import payload\n",
         "from serverless_gpu.node.inside import call\n",
     ),
+    (unpickling, "examples/x.py", "import torch\ntorch.load(p)\n", "import torch\ntorch.load(p, weights_only=True)\n"),
     (unpickling, "scripts/x.py", "import pickle\nread = pickle.load\n", "import json\nread = json.load\n"),
     (transactions, "src/serverless_gpu/server/runs.py", "connection.commit()\n", "connection.execute(query)\n"),
     (clock, ROOM, "import time\ntime.time()\n", "import time\ntime.monotonic()\n"),

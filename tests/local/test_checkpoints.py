@@ -85,7 +85,7 @@ def test_when_another_rank_fails_the_reason_is_its_failure(warm: Path) -> None:
 def test_the_next_attempt_of_a_run_goes_on_where_it_was_stopped(warm: Path) -> None:
     run = distributed(gpus=1, gpu_type="H100", quiet=True)(count_until_stopped).submit()
     wait_for(lambda: run.logs(0), "it counts")
-    ask_to_stop(warm, run.id, StopReason.PREEMPT)
+    run.preempt()
     with pytest.raises(RunCancelled) as caught:
         run.results(30)
     assert caught.value.reason == "preempted"

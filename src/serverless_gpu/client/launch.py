@@ -113,17 +113,21 @@ def launch(
     return _place(Run, order, write_call)
 
 
-def launch_command(spec: RunSpec) -> Run[None]:
-    """Start a program on this machine, `spec.payload`, and return the handle of its run.
+def launch_command(spec: RunSpec, *, watch: bool = False) -> Run[None]:
+    """Start a program, `spec.payload`, on this machine or through a server, and return the handle of its run.
 
     Args:
         spec: what was asked for.
+        watch: whether the caller is going to wait for it at once.
 
     Raises:
         ServerlessGpuError: nothing was started; the message says why and what to do.
     """
     called_ns = SystemClock().boottime_ns()
     spec = msgspec.structs.replace(spec, hang_warning_s=hang_warning_s(os.environ.get(HANG_WARNING)))
+    if spec.remote:
+        remote = importlib.import_module("serverless_gpu.client.remote.submitting")
+        return cast("Run[None]", remote.launch(None, spec, watch=watch))
     return _place(Run, _Order(spec, called_ns), lambda directory: None)
 
 

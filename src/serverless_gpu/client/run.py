@@ -25,7 +25,7 @@ from serverless_gpu.client.interrupts import interruptible
 from serverless_gpu.client.outcome import carries_tail, load_result, make_exception
 from serverless_gpu.client.source import Note, Source
 from serverless_gpu.errors import InvalidOption, InvalidValue, ServerlessGpuError, ServerProblem, error_class
-from serverless_gpu.model.attempt import Reason, State
+from serverless_gpu.model.attempt import Reason, State, StopReason
 from serverless_gpu.model.ledger import Receipt
 from serverless_gpu.model.spec import Command, RunSpec, patience
 from serverless_gpu.node import protocol
@@ -189,7 +189,18 @@ class Run(Generic[R]):
         """
         # Without the lock: another thread may be waiting for the run, and holds it.
         if self._stopped is None:
-            self._source.cancel()
+            self._source.stop(StopReason.CANCEL)
+
+    def preempt(self) -> None:
+        """Ask the run to make room for another, as a server does: its ranks may save, and are told why.
+
+        A run of a server with ``resume=True`` continues as a new attempt; any other ends, reason ``preempted``.
+
+        Raises:
+            ServerUnavailable: as `cancel`.
+        """
+        if self._stopped is None:
+            self._source.stop(StopReason.PREEMPT)
 
     def receipt(self, timeout: float | None = None) -> Receipt:
         """Return the account of the run, once its GPUs were checked and given back.
@@ -272,7 +283,7 @@ class Run(Generic[R]):
             self._left = True
             display.state(self._state.value, "being cancelled")
             try:
-                self._source.cancel(patiently=False)  # the first may not have been sent
+                self._source.stop(StopReason.CANCEL, patiently=False)  # the first may not have been sent
             except ServerProblem:
                 display.say(f"left; the server does not answer, and run {self.id} goes on: `sgpu cancel {self.id}`")
             else:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import msgspec
 
 from serverless_gpu.client.outcome import Origin
-from serverless_gpu.model.attempt import MEANINGS, Reason
+from serverless_gpu.model.attempt import MEANINGS, Reason, StopReason
 from serverless_gpu.model.ledger import Receipt
 from serverless_gpu.node import protocol
 from serverless_gpu.node.history import read_ending, read_receipt
@@ -79,10 +79,11 @@ class Source(abc.ABC):
         """
 
     @abc.abstractmethod
-    def cancel(self, *, patiently: bool = True) -> None:
+    def stop(self, why: StopReason, *, patiently: bool = True) -> None:
         """Ask for the run to be stopped; does nothing when it has ended.
 
         Args:
+            why: what its ranks are told.
             patiently: whether to wait for somebody who is away and would have to be told.
 
         Raises:
@@ -169,12 +170,12 @@ class Supervised(Source):
                 self.channel = self._again()
         return None
 
-    def cancel(self, *, patiently: bool = True) -> None:
+    def stop(self, why: StopReason, *, patiently: bool = True) -> None:
         """Tell the supervisor; one that is gone has ended its ranks."""
         channel = self.channel
         if channel is not None:
             with contextlib.suppress(OSError):
-                protocol.send(channel, protocol.Cancel())
+                protocol.send(channel, protocol.Cancel(reason=why))
 
     def close(self) -> None:
         """Close the socket."""

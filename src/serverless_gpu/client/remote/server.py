@@ -72,15 +72,16 @@ class Server:
         """Return a run as it is now."""
         return self._patient.ask("GET", f"/runs/{run_id}", answer=RunView)
 
-    def stop(self, run_id: str, *, patiently: bool) -> RunView:
+    def stop(self, run_id: str, why: StopReason, *, patiently: bool) -> RunView:
         """Ask for a run to be stopped.
 
         Args:
             run_id: the run.
+            why: what its ranks are told.
             patiently: whether to wait for a server that is away.
         """
         connection = self._patient if patiently else self._prompt
-        return connection.ask("POST", f"/runs/{run_id}/stop", StopRequest(reason=StopReason.CANCEL), answer=RunView)
+        return connection.ask("POST", f"/runs/{run_id}/stop", StopRequest(reason=why), answer=RunView)
 
     def read_file(self, run_id: str, fence: int, name: str, start: int, length: int) -> bytes:
         """Return a part of an output of a run."""

@@ -38,6 +38,7 @@ from serverless_gpu.client.remote.uploading import upload
 from serverless_gpu.client.remote.watching import Watched
 from serverless_gpu.client.run import Run
 from serverless_gpu.errors import ServerlessGpuError, ServerProblem
+from serverless_gpu.model.attempt import StopReason
 from serverless_gpu.model.spec import Environment, Function, RunSpec
 from serverless_gpu.node import protocol
 from serverless_gpu.node.home import Home, find_home
@@ -56,11 +57,11 @@ class Call(NamedTuple):
     kwargs: Mapping[str, object]
 
 
-def launch(call: Call, spec: RunSpec, *, watch: bool) -> Run[object]:
+def launch(call: Call | None, spec: RunSpec, *, watch: bool) -> Run[object]:
     """Start a run on a server and return its handle.
 
     Args:
-        call: what every rank calls; its arguments fit.
+        call: what every rank calls; its arguments fit. None where `spec.payload` is all there is to run.
         spec: what was asked for.
         watch: whether somebody is going to wait for it at once: then the request's answer is its stream.
 
@@ -74,7 +75,8 @@ def launch(call: Call, spec: RunSpec, *, watch: bool) -> Run[object]:
     root = home.remote / run_id
     try:
         _write_down(root, run_id, spec)
-        _pack(root, call, spec)
+        if call is not None:
+            _pack(root, call, spec)
         snapshot = _snapshot(home, server, spec, root) if spec.environment == "snapshot" else ""
         request = _request(server, root, run_id, spec, snapshot)
         source = _submit(server, request, root, watch=watch)
@@ -127,7 +129,9 @@ def _request(server: Server, root: Path, run_id: str, spec: RunSpec, snapshot: s
     travelling = variables.elsewhere(context.environ) if snapshot else variables.here(context.environ)
     context = msgspec.structs.replace(context, environ=travelling)
     path, call = root / "call.pkl", None
-    if path.stat().st_size <= INLINE_BYTES_MAX:
+    if not isinstance(spec.payload, Function):
+        pass  # a program travels as its arguments
+    elif path.stat().st_size <= INLINE_BYTES_MAX:
         call = path.read_bytes()
     else:
         spec = msgspec.structs.replace(spec, payload=Function(call=upload(server, path)))
@@ -160,7 +164,7 @@ def _submit(server: Server, request: RunRequest, root: Path, *, watch: bool) -> 
                 raise
     except KeyboardInterrupt:
         with contextlib.suppress(ServerlessGpuError):
-            server.stop(request.id, patiently=False)
+            server.stop(request.id, StopReason.CANCEL, patiently=False)
         raise
 
 

@@ -25,7 +25,7 @@ from serverless_gpu.client.remote.server import Server
 from serverless_gpu.client.remote.stream import Away, EventStream, Heard
 from serverless_gpu.client.source import Note, Source
 from serverless_gpu.errors import AlreadyFinished, ServerProblem
-from serverless_gpu.model.attempt import TERMINAL, Failure, Reason, State
+from serverless_gpu.model.attempt import TERMINAL, Failure, Reason, State, StopReason
 from serverless_gpu.model.ledger import Receipt
 from serverless_gpu.node import protocol
 from serverless_gpu.wire.base import Json
@@ -121,10 +121,10 @@ class Watched(Source):
         self._tell(view.state, view.sentence)
         return False
 
-    def cancel(self, *, patiently: bool = True) -> None:
+    def stop(self, why: StopReason, *, patiently: bool = True) -> None:
         """Ask the server to stop the run; one that has ended is fine."""
         with contextlib.suppress(AlreadyFinished):
-            self._server.stop(self.run_id, patiently=patiently)
+            self._server.stop(self.run_id, why, patiently=patiently)
 
     def close(self) -> None:
         """Listen no more."""
