@@ -191,6 +191,9 @@ def test_who_may_see_runs_and_stop_them_is_what_the_role_says(server: Served) ->
         for path in ("", "/attempts", "/files", "/results", "/logs/0/stdout", "/receipt", "/files/results/0.pkl"):
             with pytest.raises(NotFound):
                 other.get(f"/runs/{private.id}{path}")
+        for path in ("/files", "/logs/0/stdout", "/receipt", "/files/results/0.pkl"):
+            with pytest.raises(NotFound):  # naming the attempt does not get anybody past
+                other.get(f"/runs/{private.id}{path}", query={"fence": "1"})
         with pytest.raises(NotFound):
             list(other.stream("GET", f"/runs/{private.id}/events", answer=StreamMessage))
     with pytest.raises(NotFound):

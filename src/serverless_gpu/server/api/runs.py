@@ -201,7 +201,8 @@ async def _messages(call: Call, view: RunView, position: Position) -> AsyncItera
 
 def _files(call: Call, run: str, fence: int, *, prefix: str = "") -> FileList:
     def work(db: sa.Connection) -> FileList:
-        wanted = fence or _visible(call, db, run).fence
+        stored = _visible(call, db, run)
+        wanted = fence or stored.fence
         found = files.of_attempt(db, run, wanted, prefix=prefix)
         return FileList(fence=wanted, files=views.file_views(found))
 
