@@ -203,6 +203,18 @@ def test_sqlite_is_durable_and_in_wal_mode(tmp_path: Path) -> None:
     database.close()
 
 
+@pytest.mark.parametrize("name", ["a\0b", "x" * 65])
+def test_what_postgresql_does_not_take_is_the_askers_mistake(
+    postgres: Cluster, postgres_template: str, name: str
+) -> None:
+    there = postgres.new_database(postgres_template)
+    database = Database(postgres.url(there), clock=SystemClock())
+    with pytest.raises(InvalidValue, match="does not fit"):
+        database.write(add(name))
+    database.close()
+    postgres.drop_database(there)
+
+
 def test_F35_a_restart_of_postgresql_is_said_and_survived(postgres: Cluster, postgres_template: str) -> None:
     name = postgres.new_database(postgres_template)
     database = Database(postgres.url(name), clock=SystemClock())

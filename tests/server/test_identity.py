@@ -192,6 +192,8 @@ def test_members_come_and_go(database: Database) -> None:
     [
         NewToken(principal="ada", scopes=("everything",)),
         NewToken(principal="ada", label="x" * 257),
+        NewToken(principal="ada", label="a\0b"),
+        NewToken(principal="ada", label="a\x1b[2Jb"),
         NewToken(principal="ada", expires_ns=NOW),
     ],
 )

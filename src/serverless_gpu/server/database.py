@@ -13,6 +13,7 @@ What can go wrong:
 - The database is away, or too busy: `ServerUnavailable`; nothing was written, or, where the connection broke while
   committing, everything was. Callers repeat their request, and requests may be repeated.
 - The disk is full: `ServerStorageFull`, and reading goes on.
+- A value does not fit: `InvalidValue`, the last resort behind the checks of each body.
 - A work in a work would wait for itself: refused.
 """
 
@@ -28,7 +29,13 @@ from typing import Any, TypeVar
 import sqlalchemy as sa
 
 from serverless_gpu.ambient import Clock
-from serverless_gpu.errors import InvalidValue, ServerProblem, ServerStorageFull, ServerUnavailable
+from serverless_gpu.errors import (
+    InvalidValue,
+    ServerlessGpuError,
+    ServerProblem,
+    ServerStorageFull,
+    ServerUnavailable,
+)
 from serverless_gpu.server import migrations
 from serverless_gpu.server.group_commit import GroupCommit, WriterClosed
 
@@ -303,12 +310,14 @@ def _postgres(url: sa.URL) -> sa.Engine:
 _KEEPALIVE = {"keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 4, "tcp_user_timeout": 30_000}
 
 
-def _problem(error: sa.exc.DBAPIError) -> ServerProblem | None:
+def _problem(error: sa.exc.DBAPIError) -> ServerlessGpuError | None:
     """Return what a driver's error means for a request, or None when it is a mistake in our own SQL."""
     said = str(error.orig).strip().partition("\n")[0]
     state = getattr(error.orig, "sqlstate", None) or ""
     if "database or disk is full" in said or state == "53100":
         return ServerStorageFull(f"the database cannot be written: {said}", hint="make room on the server's disk")
+    if isinstance(error, sa.exc.DataError):  # a text too long, or with a zero byte: PostgreSQL looks, SQLite does not
+        return InvalidValue(f"a value does not fit into the database: {said}")
     if isinstance(error, sa.exc.OperationalError | sa.exc.InterfaceError) or error.connection_invalidated:
         return ServerUnavailable(f"the database does not answer: {said}")
     return None

@@ -258,6 +258,8 @@ def create_token(connection: sa.Connection, new: NewToken, *, secret: str, now_n
             raise InvalidValue(f"there is no scope {scope[:64]!r}", hint=f"scopes: {', '.join(SCOPES)}")
     if len(new.label) > LABEL_CHARACTERS_MAX:
         raise InvalidValue(f"a label has at most {LABEL_CHARACTERS_MAX} characters")
+    if not new.label.isprintable():
+        raise InvalidValue("a label has a character in it that cannot be shown")
     if new.expires_ns is not None and new.expires_ns <= now_ns:
         raise InvalidValue("the token would have expired already")
     if principal(connection, new.principal).disabled:
