@@ -12,7 +12,7 @@ import pytest
 
 from serverless_gpu.client.launch import launch_command
 from serverless_gpu.client.run import Run
-from serverless_gpu.errors import CommandFailed, RankCrashed, RunCancelled, RunTimedOut
+from serverless_gpu.errors import CommandFailed, InvalidValue, RankCrashed, RunCancelled, RunTimedOut
 from serverless_gpu.model.attempt import StopReason
 from serverless_gpu.model.spec import Command, Resources, RunSpec
 from tests.local.observe import ask_to_stop, wait_for
@@ -191,3 +191,18 @@ def test_torchrun_once_per_node_makes_one_gang(warm: Path, tmp_path: Path) -> No
     run = start("sh", "-c", line, gpus=2, per="node")
     run.results(60)
     assert run.logs() == "2 ranks: 3\n" * 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "why"),
+    [
+        ((), "a command needs a program"),
+        (("",), "a command needs a program"),
+        (("echo", "a\0b"), "holds a zero byte"),
+        (("echo", "\udcff"), "is not UTF-8"),
+        (("echo",) * 10_001, "up to 10000 arguments, not 10001"),
+    ],
+)
+def test_what_no_node_can_start_is_refused_before_anything_starts(argv: tuple[str, ...], why: str) -> None:
+    with pytest.raises(InvalidValue, match=why):
+        start(*argv)

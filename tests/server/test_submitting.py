@@ -186,7 +186,7 @@ REFUSED: dict[str, tuple[Callable[[], RunRequest], type[ServerlessGpuError], str
     ),
     "command with call": (lambda: request(payload=Command(argv=("ls",))), InvalidValue, "no pickled call"),
     "empty command": (lambda: request(call=None, payload=Command(argv=())), InvalidValue, "needs a program"),
-    "zero byte": (lambda: request(call=None, payload=Command(argv=("a\0b",))), InvalidValue, "zero bytes"),
+    "zero byte": (lambda: request(call=None, payload=Command(argv=("a\0b",))), InvalidValue, "zero byte"),
     "team": (lambda: request(team="others"), InvalidValue, "alice is not in a team 'others'"),
     "secret": (lambda: request(secrets=("TOKEN",)), InvalidValue, "there is no secret 'TOKEN'"),
     "name": (lambda: request(name="x" * 257), InvalidValue, "name has 257 characters"),

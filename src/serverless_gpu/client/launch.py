@@ -36,7 +36,7 @@ from serverless_gpu.client.source import Supervised
 from serverless_gpu.errors import AgentUnavailable, HardwareError, InvalidValue, UsageError
 from serverless_gpu.model.hardware import Device
 from serverless_gpu.model.placement import Candidates, candidates, restrict
-from serverless_gpu.model.spec import HANG_WARNING, Function, RunSpec, hang_warning_s
+from serverless_gpu.model.spec import HANG_WARNING, Command, Function, RunSpec, check_command, hang_warning_s
 from serverless_gpu.node import protocol
 from serverless_gpu.node.home import Home, find_home
 from serverless_gpu.node.inside.channel import Channel
@@ -124,6 +124,8 @@ def launch_command(spec: RunSpec, *, watch: bool = False) -> Run[None]:
         ServerlessGpuError: nothing was started; the message says why and what to do.
     """
     called_ns = SystemClock().boottime_ns()
+    if isinstance(spec.payload, Command):
+        check_command(spec.payload)
     spec = msgspec.structs.replace(spec, hang_warning_s=hang_warning_s(os.environ.get(HANG_WARNING)))
     if spec.remote:
         remote = importlib.import_module("serverless_gpu.client.remote.submitting")

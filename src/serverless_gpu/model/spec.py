@@ -23,6 +23,7 @@ from serverless_gpu.model.hardware import GpuType, find_type
 SPEC_VERSION = 2
 BLOB_PART_BYTES = 16 << 20
 RANKS_MAX = 100_000
+ARGUMENTS_MAX = 10_000
 TAGS_MAX = 64
 TAG_CHARACTERS_MAX = 256
 DEFAULT_GRACE_S = 30.0
@@ -245,6 +246,30 @@ def make_spec(
         hang_timeout_s=_seconds_or_none("hang_timeout", asked.get("hang_timeout")),
         environment=_environment(asked.get("env"), remote is True),
     )
+
+
+def check_command(command: Command) -> None:
+    """Refuse a program that no node can start.
+
+    Raises:
+        InvalidValue: there is none, or an argument is not text that a program can be given.
+    """
+    if not command.argv or not command.argv[0]:
+        raise InvalidValue("a command needs a program", hint="for example: python train.py")
+    if len(command.argv) > ARGUMENTS_MAX:
+        raise InvalidValue(f"a command has up to {ARGUMENTS_MAX} arguments, not {len(command.argv)}")
+    for argument in command.argv:
+        if "\0" in argument or not is_text(argument):
+            raise InvalidValue(f"argument {argument[:80]!r} holds a zero byte, or is not UTF-8")
+
+
+def is_text(value: str) -> bool:
+    """Return whether a string can be written down: what came from bytes that are not UTF-8 cannot."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def hang_warning_s(text: str | None) -> float:

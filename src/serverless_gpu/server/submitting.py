@@ -31,6 +31,7 @@ from serverless_gpu.model.spec import (
     Function,
     Kernel,
     RunSpec,
+    check_command,
 )
 from serverless_gpu.server import audit, events, pools, runs, views
 from serverless_gpu.server.audit import Action
@@ -44,7 +45,6 @@ from serverless_gpu.wire.base import INLINE_BYTES_MAX, LABEL_CHARACTERS_MAX, NAM
 from serverless_gpu.wire.runs import RunRequest, RunView
 
 CONTEXT_BYTES_MAX = 2 << 20
-ARGUMENTS_MAX = 10_000
 RETRIES_MAX = 100
 VERSION_CHARACTERS_MAX = 32
 _HEXADECIMAL = frozenset("0123456789abcdef")
@@ -205,10 +205,7 @@ def _check_payload(request: RunRequest) -> None:
         case Command():
             if request.call is not None:
                 raise InvalidValue("a command comes with no pickled call")
-            if not called.argv or not called.argv[0]:
-                raise InvalidValue("a command needs a program", hint="for example argv=['python', 'train.py']")
-            if len(called.argv) > ARGUMENTS_MAX or any("\0" in argument for argument in called.argv):
-                raise InvalidValue(f"a command has up to {ARGUMENTS_MAX} arguments, without zero bytes")
+            check_command(called)
         case Function():
             if (request.call is None) == (called.call is None):
                 raise InvalidValue("the pickled call comes either with the request or as a blob")
