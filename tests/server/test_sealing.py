@@ -87,6 +87,12 @@ def test_the_token_of_an_attempt_is_the_same_after_a_restart_and_for_no_other_at
     assert parse_attempt_token(token) == (run_id, 3)
 
 
+def test_a_fingerprint_is_the_servers_own() -> None:
+    assert Keys(KEY).fingerprint(b"request") == Keys(KEY).fingerprint(b"request")
+    others = {Keys(KEY).fingerprint(b"another"), Keys(bytes(32)).fingerprint(b"request")}
+    assert len(others | {Keys(KEY).fingerprint(b"request")}) == 3
+
+
 @pytest.mark.parametrize("token", ["", "sgpa_", "sgpu_" + "0" * 70, "sgpa_" + "0" * 26 + "_²_" + "x" * 43])
 def test_what_is_no_token_of_an_attempt_is_told(token: str) -> None:
     assert parse_attempt_token(token) is None

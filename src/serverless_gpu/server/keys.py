@@ -1,7 +1,8 @@
 """The server's key: 32 random bytes in a file that only its user can read, and what is derived from them.
 
     key ─┬─ "sealing"  ─▶ encrypts what lies in the database (`sealing.py`)
-         └─ "attempts" ─▶ tokens of attempts
+         ├─ "attempts" ─▶ tokens of attempts
+         └─ "requests" ─▶ fingerprints, by which a request that comes again is known
 
 A token of an attempt is computed, not remembered, so that an order can be delivered again after a restart with the same
 token in it; the database has its hash only. Whoever has a copy of the database but not of this file can neither read
@@ -39,11 +40,19 @@ class Keys:
             raise ServerProblem(f"the server's key has {len(key)} bytes and not {KEY_BYTES}")
         self.sealing = _derived(key, "sealing")
         self._attempts = _derived(key, "attempts")
+        self._requests = _derived(key, "requests")
 
     def attempt_token(self, run_id: str, fence: int) -> str:
         """Return the token of an attempt; the same one each time."""
         said = hmac.digest(self._attempts, f"attempt:{run_id}:{fence}".encode(), "sha256")
         return f"{PREFIX}{run_id}_{fence}_{encode(said)}"
+
+    def fingerprint(self, request: bytes) -> str:
+        """Return 64 characters that tell one request from another, and nothing of what is in it.
+
+        A plain hash would let whoever has the database try passwords: the request holds the caller's variables.
+        """
+        return hmac.digest(self._requests, request, "sha256").hex()
 
 
 def read_keys(directory: Path) -> Keys:

@@ -36,7 +36,7 @@ class NewRun(msgspec.Struct, frozen=True, kw_only=True):
     """A run as it was accepted.
 
     Attributes:
-        request_sha256: of the whole request: does the same identifier mean the same run?
+        request_sha256: `Keys.fingerprint` of the whole request: does the same identifier mean the same run?
         context_sealed: the caller's context, encrypted.
         call: the pickled call, when it came with the request.
     """

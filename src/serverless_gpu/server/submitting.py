@@ -12,7 +12,6 @@ before it reaches the database.
 
 from __future__ import annotations
 
-import hashlib
 import unicodedata
 
 import msgspec
@@ -70,7 +69,7 @@ def submit(services: Services, who: Caller, request: RunRequest) -> RunView:
         IdempotencyConflict: there is another run of this identifier.
     """
     check(request, who)
-    digest = hashlib.sha256(msgspec.json.encode(request, order="deterministic")).hexdigest()
+    digest = services.keys.fingerprint(msgspec.json.encode(request, order="deterministic"))
     before = services.database.read(lambda connection: runs.find(connection, request.id))
     if before is not None:
         return _same(services, before, who, digest)

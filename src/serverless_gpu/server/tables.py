@@ -100,7 +100,7 @@ runs = sa.Table(
     sa.Column("ended_ns", sa.BigInteger),
     sa.Column("settled_ns", sa.BigInteger),
     sa.Column("events", sa.Integer, nullable=False, default=0),  # seq of the last one
-    sa.Column("request_sha256", sa.String(64), nullable=False),  # of the canonical request: same id, same body?
+    sa.Column("request_sha256", sa.String(64), nullable=False),  # keyed, of the canonical request: same id, same body?
     sa.Column("spec_json", sa.Text, nullable=False),
     sa.Column("target_json", sa.Text, nullable=False),
     sa.Column("tags_json", sa.Text, nullable=False, default="{}"),
