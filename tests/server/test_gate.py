@@ -66,7 +66,7 @@ async def put_thing(call: Call, key: str, body: Incoming) -> None:
         pass
 
 
-@extra.post("/attempts/{run}/{fence}/report", needs=ATTEMPT)
+@extra.post("/attempts/{run}/{fence}/other", needs=ATTEMPT)
 def report(call: Call, run: str, fence: int, body: TeamRequest) -> ReportAnswer:
     return ReportAnswer()
 
@@ -165,7 +165,7 @@ def test_who_has_a_token_learns_what_is_there_and_which_method(client: TestClien
 
 def test_the_token_of_an_attempt_is_good_for_that_attempt_only(client: TestClient) -> None:
     def post(run: str, fence: str, token: str = "attempt") -> int:
-        path = f"{API}/attempts/{run}/{fence}/report"
+        path = f"{API}/attempts/{run}/{fence}/other"
         return client.post(path, headers=bearer(token), json={"name": "x"}).status_code
 
     assert post(RUN, "2") == 200

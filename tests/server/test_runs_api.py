@@ -286,9 +286,9 @@ def test_what_is_secret_is_in_no_log_database_or_answer(server: Served) -> None:
     node.join()
     run = submit(connection)
     start = node.order()
-    for path in (f"/runs/{run.id}?token={server.token}", f"/{server.token}", "/runs?cursor=" + server.token):
+    for path in (f"/runs/{run.id}", f"/{server.token}", "/runs"):
         with pytest.raises((NotFound, InvalidValue)):
-            connection.ask("GET", path, answer=AttemptList)
+            connection.ask("GET", path, query={"token": server.token}, answer=RunPage)
     server.connection(start.token).ask(
         "POST", f"/attempts/{run.id}/1/report", Report(state=State.RUNNING), answer=ReportAnswer
     )

@@ -200,6 +200,8 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             raise RuntimeError(f"{self.method} {self.path} was reached without the gate")
         call.headers = request.headers
         arguments = {name: _part(request.path_params[name], kind, name) for name, kind in self.parts.items()}
+        if self.query is None and request.scope["query_string"]:
+            raise InvalidValue("this route takes no parameters", hint="docs/openapi.json says what it takes")
         if self.query is not None:
             arguments["query"] = _decoded(lambda: _query(request, self.query))
         if self.body is not None:
