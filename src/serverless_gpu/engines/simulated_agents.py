@@ -53,6 +53,9 @@ _STOPPED = {
 }
 
 
+_NONE = b"\x80\x04N."  # a pickled None
+
+
 class Control(Protocol):
     """What the server lets agents do; `wire/agents.py` and `wire/attempts.py` in process."""
 
@@ -320,7 +323,7 @@ class SimulatedAgent:
         attempt.logged += sum(len(piece.data) for piece in report.logs)
         if answer.stop is not None:
             self._stop(attempt, answer.stop, now_ns)
-        if report.receipt is not None:
+        if report.receipt is not msgspec.UNSET:
             del self._attempts[gang]
 
     def _news(self, attempt: _Attempt, now_ns: int) -> Report:
@@ -339,8 +342,8 @@ class SimulatedAgent:
         return msgspec.structs.replace(
             report,
             ending=_ending(reason, began=execution is not None, at_ns=at_ns),
-            files=(File(name="results/0.pkl", size=4, inline=b"\x80\x04N."),) if reason is Reason.COMPLETED else (),
-            receipt=msgspec.Raw(b"{}") if settled else None,
+            files=_results(attempt.start.world_size) if reason is Reason.COMPLETED else (),
+            receipt=msgspec.Raw(b"{}") if settled else msgspec.UNSET,
         )
 
     def _drop(self, stale: Sequence[str], now_ns: int) -> None:
@@ -350,6 +353,10 @@ class SimulatedAgent:
                     self._end(attempt, now_ns, Reason.CANCELLED)
                 attempt.stale = True
                 self.kept.append(gang)
+
+
+def _results(count: int) -> tuple[File, ...]:
+    return tuple(File(name=f"results/{rank}.pkl", size=len(_NONE), inline=_NONE) for rank in range(count))
 
 
 def _ending(reason: Reason, *, began: bool, at_ns: int) -> Ending:

@@ -26,7 +26,7 @@ from serverless_gpu.model.hardware import CPU, Device, DeviceKind, GpuType, matc
 _NAMED_MAX = 3
 
 
-class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+class Wanted(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A run that waits.
 
     Attributes:
@@ -86,7 +86,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     away: str = ""
 
 
-class Placement(msgspec.Struct, frozen=True, kw_only=True):
+class Placement(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A run that is to start: `count` devices of `gpu_type` on a node."""
 
     run_id: str
@@ -95,7 +95,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     count: int
 
 
-class Wait(msgspec.Struct, frozen=True, kw_only=True):
+class Wait(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Why a run is not placed.
 
     Attributes:

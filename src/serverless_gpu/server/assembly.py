@@ -13,11 +13,15 @@ import dataclasses
 import getpass
 import logging
 import os
+import socket
 from collections.abc import Iterator
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.engines.base import Engine
+from serverless_gpu.engines.local import LocalEngine
 from serverless_gpu.errors import ServerProblem
+from serverless_gpu.node.home import Home
+from serverless_gpu.node.uplink.profile import Profile
 from serverless_gpu.server.admission import Admission
 from serverless_gpu.server.collecting import Collector
 from serverless_gpu.server.database import Database
@@ -76,8 +80,17 @@ def assembled(settings: Settings, *, url: str, clock: Clock) -> Iterator[Assembl
             checks=(lambda: _database_problem(database), lambda: space_problem(settings.directory)),
             **storage._asdict(),
         )
-        stack.enter_context(_looking_after(services, None))
+        engine = _this_machine(settings, url=url, token=tokens.node_token) if settings.node else None
+        if engine is not None:
+            stack.callback(engine.close)
+        stack.enter_context(_looking_after(services, engine))
         yield Assembly(services=services, admission=Admission(database, clock=clock), tokens=tokens)
+
+
+def _this_machine(settings: Settings, *, url: str, token: str) -> Engine:
+    """Return the engine of the machine the server is on; its uplink is started by the first tick."""
+    profile = Profile(url=url, token=token, name=socket.gethostname(), upload_s=settings.upload_s)
+    return LocalEngine(Home(settings.home), settings.directory, profile=profile, environ=os.environ)
 
 
 @contextlib.contextmanager

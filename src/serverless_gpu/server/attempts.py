@@ -151,10 +151,11 @@ def unsettled(connection: sa.Connection, *, ended_before_ns: int) -> list[Stored
 
 
 def failed_nodes(connection: sa.Connection, run_ids: Iterable[str]) -> dict[str, frozenset[str]]:
-    """Return, by run, the nodes on which an attempt of it ended before its user code began."""
+    """Return, by run, the nodes on which an attempt of it was lost, or ended before its user code began."""
     found: dict[str, set[str]] = {}
     query = sa.select(attempts.c.run_id, attempts.c.node_id)
-    query = query.where(attempts.c.ended_ns.is_not(None), attempts.c.began.is_(sa.false()))
+    lost = sa.or_(attempts.c.began.is_(sa.false()), attempts.c.state == State.LOST.value)
+    query = query.where(attempts.c.ended_ns.is_not(None), lost)
     for some in _portions(list(run_ids)):
         for run_id, node_id in connection.execute(query.where(attempts.c.run_id.in_(some))):
             found.setdefault(run_id, set()).add(node_id)

@@ -3,9 +3,10 @@
     ring (any thread) ─┐
     the wake-up time ──┴─▶ tick in a thread of its own ─▶ next wake-up
 
-A tick that fails is logged and tried again with growing pauses: a database that is away for half a minute must not end
-the scheduler. What a loop has not finished when the server stops, the next server does: ticks keep nothing that is not
-in the database.
+A loop works at most half of the time: a tick that took long (ten thousand runs wait) is followed by as long a pause,
+however often it is rung. A tick that fails is logged and tried again with growing pauses: a database that is away for
+half a minute must not end the scheduler. What a loop has not finished when the server stops, the next server does:
+ticks keep nothing that is not in the database.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import ServerProblem
 
 LONGEST_S = 30.0
+SHORT_S = 0.05
 _PAUSES_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 _log = logging.getLogger(__name__)
 
@@ -37,7 +39,7 @@ class Loop:
     def __init__(self, name: str, tick: Tick, *, clock: Clock) -> None:
         self._name, self._tick, self._clock = name, tick, clock
         self._rung = threading.Event()
-        self._stopping = False
+        self._stopped = threading.Event()
         self._failures = 0
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -51,21 +53,23 @@ class Loop:
 
     def stop(self, *, timeout_s: float) -> bool:
         """Let the tick it is in end, and no other begin; return whether it has ended within this time."""
-        self._stopping = True
+        self._stopped.set()
         self._rung.set()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        while not self._stopping:
+        while not self._stopped.is_set():
             self._rung.clear()
-            pause_s = self._turn()
-            if not self._stopping:  # `stop` may have rung before the bell was cleared
-                self._rung.wait(pause_s)
+            began_ns = self._clock.boottime_ns()
+            pause_s = self._turn(began_ns)
+            took_s = (self._clock.boottime_ns() - began_ns) / 1e9
+            if took_s > SHORT_S:
+                self._stopped.wait(min(took_s, LONGEST_S))
+            self._rung.wait(pause_s)
 
-    def _turn(self) -> float:
+    def _turn(self, now_ns: int) -> float:
         """Do one tick; return the seconds until the next."""
-        now_ns = self._clock.boottime_ns()
         try:
             due_ns = self._tick(now_ns)
         except ServerProblem as error:

@@ -16,7 +16,7 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.model.attempt import StopReason
-from serverless_gpu.server.tables import attempts, orders, runs
+from serverless_gpu.server.tables import attempts, orders
 
 OPEN_MAX = 1_000
 """Orders that are looked at in one go; the rest comes when these are taken."""
@@ -34,20 +34,6 @@ class StoredOrder(msgspec.Struct, frozen=True, kw_only=True):
     fence: int
     kind: Literal["start", "stop"]
     stop: StopReason | None
-    created_ns: int
-
-
-class Starting(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node has to know to start an attempt, as it lies in the database."""
-
-    gpu_type: str
-    world_size: int
-    token_sha256: str
-    spec_json: str
-    context_sealed: bytes
-    call: bytes | None
-    snapshot: str
-    owner: str
     created_ns: int
 
 
@@ -72,30 +58,6 @@ def add_stop(
 def waiting(connection: sa.Connection, node_id: str) -> list[StoredOrder]:
     """Return the orders of a node that it has not taken and whose attempts have not ended, in order."""
     return _open(connection, orders.c.node_id == node_id)
-
-
-def untaken_starts(connection: sa.Connection, *, before_ns: int) -> list[StoredOrder]:
-    """Return orders to start, older than a moment, that no node has taken."""
-    return _open(connection, sa.and_(orders.c.kind == "start", orders.c.created_ns < before_ns))
-
-
-def starting(connection: sa.Connection, run_id: str, fence: int) -> Starting | None:
-    """Return what a start is about; None when the attempt has ended meanwhile."""
-    query = sa.select(
-        attempts.c.gpu_type,
-        attempts.c.world_size,
-        attempts.c.token_sha256,
-        runs.c.spec_json,
-        runs.c.context_sealed,
-        runs.c.call,
-        runs.c.snapshot,
-        runs.c.owner,
-        runs.c.created_ns,
-    )
-    query = query.select_from(attempts.join(runs, runs.c.id == attempts.c.run_id))
-    query = query.where(attempts.c.run_id == run_id, attempts.c.fence == fence, attempts.c.ended_ns.is_(None))
-    row = connection.execute(query).first()
-    return None if row is None else Starting(**row._mapping)
 
 
 def take(connection: sa.Connection, node_id: str, seqs: Sequence[int], *, at_ns: int) -> None:

@@ -1,0 +1,248 @@
+"""The scheduler on a database: who is placed, what is written, what an engine may say to it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import msgspec
+import pytest
+import sqlalchemy as sa
+
+from serverless_gpu import faults
+from serverless_gpu.ambient import format_clock, new_run_id
+from serverless_gpu.engines.base import EngineNode, Impossible, Waiting
+from serverless_gpu.engines.simulated import SimulatedEngine
+from serverless_gpu.model.attempt import Reason, State, StopReason
+from serverless_gpu.model.run_lifecycle import StopAsked
+from serverless_gpu.model.spec import Priority, Resources
+from serverless_gpu.server import orders, runs, tables, transitions
+from serverless_gpu.server.agents import Agents
+from serverless_gpu.server.database import Database
+from serverless_gpu.server.hub import node_key, run_key
+from serverless_gpu.server.scheduler import AT_ONCE, Scheduler
+from serverless_gpu.server.services import Services
+from serverless_gpu.server.transitions import Note
+from serverless_gpu.testing import FakeClock
+from tests.server.made import made_services
+from tests.server.stored import T0, add_people, new_run
+from tests.server.test_agents import H100, NODE, find, hello, submit
+
+
+@pytest.fixture
+def node_id(services: Services) -> str:
+    """Let a node with eight H100 join, and return its identifier."""
+    add_people(services.database, "node", "alice", "bob")  # type: ignore[arg-type] # the fixture's is a Database
+    return Agents(services).hello(NODE, hello()).node
+
+
+def tick(services: Services, scheduler: Scheduler | None = None) -> Scheduler:
+    scheduler = scheduler or Scheduler(services)
+    scheduler.tick(services.clock.boottime_ns())
+    return scheduler
+
+
+def engine() -> SimulatedEngine:
+    return SimulatedEngine([EngineNode(name="n1", devices=H100)])
+
+
+def test_a_placement_is_one_attempt_one_order_and_one_event(services: Services, node_id: str) -> None:
+    run_id = submit(services)
+    seen = {key: services.hub.version(key) for key in (node_key(node_id), run_key(run_id))}
+    scheduler = tick(services)
+    run = find(services, run_id)
+    assert (run.state, run.fence, run.events) == (State.STARTING, 1, 2)
+    assert run.attempt is not None
+    assert (run.attempt.node_id, run.attempt.world_size, run.attempt.boot_id) == (node_id, 2, "b1")
+    waiting = services.database.read(lambda connection: orders.waiting(connection, node_id))
+    assert [(order.kind, order.run_id, order.fence) for order in waiting] == [("start", run_id, 1)]
+    assert all(services.hub.version(key) > version for key, version in seen.items())
+    tick(services, scheduler)
+    assert find(services, run_id).fence == 1
+
+
+def test_who_waits_reads_why_and_is_woken_when_that_changes(services: Services, node_id: str) -> None:
+    first, second = submit(services, 6), submit(services, 4)
+    scheduler = tick(services)
+    assert services.sentences.of(second) == (
+        f"needs 4 H100 on one node; 2 free on n1; alice/{first} has 6 of it; you are 1st"
+    )
+    seen = services.hub.version(run_key(second))
+    tick(services, scheduler)
+    assert services.hub.version(run_key(second)) == seen
+    submit(services, 8)
+    tick(services, scheduler)
+    assert services.hub.version(run_key(second)) == seen
+    services.clock.advance(30)  # type: ignore[attr-defined] # a FakeClock
+    tick(services, scheduler)
+    assert services.hub.version(run_key(second)) > seen
+    since = format_clock(services.clock.wall_ns() - 30 * 10**9)
+    assert services.sentences.of(second) == (
+        f"needs 4 H100 on one node; n1 has not been heard of since {since}; you are 1st"
+    )
+
+
+def test_nothing_is_placed_on_a_node_that_is_not_heard_of(services: Services, node_id: str, clock: FakeClock) -> None:
+    clock.advance(60)
+    run_id = submit(services)
+    scheduler = tick(services)
+    assert find(services, run_id).state is State.QUEUED
+    Agents(services).hello(NODE, hello())
+    tick(services, scheduler)
+    assert find(services, run_id).state is State.STARTING
+
+
+def test_a_node_with_a_problem_gets_nothing_and_its_problem_is_said(services: Services, node_id: str) -> None:
+    Agents(services).hello(NODE, hello(problem="its disk is full"))
+    run_id = submit(services)
+    tick(services)
+    assert services.sentences.of(run_id) == (
+        "needs 2 H100 on one node; n1 can run nothing now: its disk is full; you are 1st"
+    )
+
+
+def test_a_run_that_was_cancelled_between_the_look_and_the_placement_is_not_placed(
+    services: Services, node_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_id = submit(services)
+    scheduler = Scheduler(services)
+    look = scheduler._load
+
+    def cancelled_after(connection: sa.Connection) -> object:
+        found = look(connection)
+        services.hub.listen("now", cancel)
+        return found
+
+    def cancel() -> None:
+        note = Note(at_ns=T0)
+
+        def work(connection: sa.Connection) -> object:
+            run = runs.find(connection, run_id)
+            assert run is not None
+            return transitions.tell(connection, run, StopAsked(why=StopReason.CANCEL), note=note)
+
+        services.database.write(work)
+
+    monkeypatch.setattr(scheduler, "_load", cancelled_after)
+    read = services.database.read
+
+    def then_cancel(work: Callable[[sa.Connection], object]) -> object:
+        found = read(work)
+        services.hub.touch("now")
+        return found
+
+    monkeypatch.setattr(services.database, "read", then_cancel)
+    scheduler.tick(services.clock.boottime_ns())
+    monkeypatch.undo()
+    assert find(services, run_id).state is State.CANCELLED
+
+
+def test_the_engine_is_asked_after_the_intent_is_durable(services: Services, node_id: str) -> None:
+    cluster = engine()
+    run_id = submit(services)
+    tick(services, Scheduler(services, engine=cluster))
+    assert cluster.recover() == [f"{run_id}:1"]
+
+
+def test_a_node_that_the_engine_does_not_know_has_joined_by_itself(services: Services, node_id: str) -> None:
+    cluster = SimulatedEngine([EngineNode(name="other", devices=H100)])
+    run_id = submit(services)
+    tick(services, Scheduler(services, engine=cluster))
+    assert find(services, run_id).state is State.STARTING
+    assert cluster.recover() == []
+
+
+def test_what_an_engine_can_never_do_goes_back_to_the_queue_and_ends_after_three_more(
+    services: Services, node_id: str
+) -> None:
+    cluster = engine()
+    cluster.answers = [Impossible(sentence="no licence for n1")] * 4
+    run_id = submit(services)
+    scheduler = Scheduler(services, engine=cluster)
+    for fence in (1, 2, 3):
+        tick(services, scheduler)
+        run = find(services, run_id)
+        assert (run.state, run.fence, run.infra_retries_used) == (State.QUEUED, fence, fence)
+    tick(services, scheduler)
+    run = find(services, run_id)
+    assert (run.state, run.reason, run.detail) == (State.FAILED, Reason.REFUSED, "no licence for n1")
+    assert services.database.read(lambda connection: orders.waiting(connection, node_id)) == []
+
+
+def test_what_an_engine_cannot_do_now_is_asked_for_again_and_said(services: Services, node_id: str) -> None:
+    cluster = engine()
+    cluster.answers = [Waiting(sentence="n1 is being started")]
+    run_id = submit(services)
+    scheduler = tick(services, Scheduler(services, engine=cluster))
+    run = find(services, run_id)
+    assert run.attempt is not None
+    assert (run.state, run.attempt.sentence) == (State.STARTING, "n1 is being started")
+    assert cluster.recover() == []
+    tick(services, scheduler)
+    assert cluster.recover() == [f"{run_id}:1"]
+
+
+def test_F31_killed_after_the_intent_the_next_server_delivers_the_order(
+    services: Services, node_id: str, database: Database, tmp_path: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    def kill(place: str) -> None:
+        raise Killed(place)
+
+    run_id = submit(services)
+    monkeypatch.setattr(faults, "crash", kill)
+    monkeypatch.setenv(faults.VARIABLE, "after_commit_before_launch")
+    with pytest.raises(Killed):
+        tick(services)
+    monkeypatch.undo()
+    home = services.settings.home
+    following = made_services(database, home, clock=services.clock)
+    assert Agents(following).hello(NODE, hello()).node == node_id
+    tick(following)
+    (order,) = Agents(following).waiting(NODE, node_id)
+    assert (order.run_id, order.fence) == (run_id, 1)
+    assert find(following, run_id).fence == 1
+
+
+def test_many_placements_are_made_in_portions(services: Services, node_id: str) -> None:
+    Agents(services).hello(NODE, hello(devices=hello_many(AT_ONCE + 3)))
+    for _ in range(AT_ONCE + 3):
+        submit(services, 1)
+    scheduler = Scheduler(services)
+    now_ns = services.clock.boottime_ns()
+    assert scheduler.tick(now_ns) == now_ns
+    assert scheduler.tick(now_ns) > now_ns  # type: ignore[operator] # a number, as it always has a next time
+    waiting = services.database.read(runs.queue)
+    assert waiting == []
+
+
+def hello_many(count: int) -> tuple[object, ...]:
+    return tuple(msgspec.structs.replace(H100[0], uuid=f"FAKE-H100-{number}", index=number) for number in range(count))
+
+
+@pytest.mark.slow
+def test_ten_thousand_runs_wait_and_a_new_server_schedules_within_seconds(
+    services: Services, node_id: str, database: Database
+) -> None:
+    base = runs.NewRun.__struct_fields__  # the columns are those of one inserted run, ten thousand times
+    assert "id" in base
+    one = new_run(resources=Resources(gpus=8, gpu_type="H100"), priority=Priority.NORMAL, name="queued")
+    database.write(lambda connection: runs.insert(connection, one, at_ns=T0))
+    row = dict(database.read(lambda connection: connection.execute(sa.select(tables.runs)).mappings().one()))
+    many = [row | {"id": new_run_id(), "queued_ns": T0 + number} for number in range(1, 10_000)]
+    database.write(lambda connection: connection.execute(tables.runs.insert(), many))
+    following = made_services(database, services.settings.home, clock=services.clock)
+    Agents(following).hello(NODE, hello())
+    scheduler = Scheduler(following)
+    began = time.perf_counter()
+    scheduler.tick(following.clock.boottime_ns())
+    first_s = time.perf_counter() - began
+    assert find(following, one.id).state is State.STARTING
+    began = time.perf_counter()
+    scheduler.tick(following.clock.boottime_ns())
+    again_s = time.perf_counter() - began
+    print(f"first tick {first_s:.2f} s, another {again_s:.3f} s")
+    assert first_s < 10
+    assert again_s < 2
