@@ -415,10 +415,16 @@ def test_F51_ten_thousand_ranks_end_in_a_few_writes(services: Services, database
     assert {file.name: file.inline for file in look.ended.files}["results/9999.pkl"] == b"9999"
 
 
-def test_files_of_an_ending_come_with_their_bytes_as_far_as_they_are_few() -> None:
-    found = [StoredFile(name=str(n), size=n, inline=b"x" * n) for n in (6, 5, 4)]
-    assert [view.inline for view in views.file_views(found, inline_max=10)] == [b"x" * 6, None, b"x" * 4]
-    assert [view.size for view in views.file_views(found, inline_max=10)] == [6, 5, 4]
+def test_files_are_listed_with_their_bytes_as_far_as_they_are_few(
+    services: Services, database: Database, run_id: str
+) -> None:
+    some = tuple(File(name=f"hang-{n}.txt", size=n, inline=b"x" * n) for n in (4, 5, 6))
+    say(services, run_id, exec_ns=T0, files=some)
+    found = database.read(lambda it: files.of_attempt(it, run_id, 1, inline_max=10))
+    assert [(file.size, file.inline) for file in found] == [(4, b"xxxx"), (5, b"xxxxx"), (6, None)]
+    whole = database.read(lambda it: files.of_attempt(it, run_id, 1))
+    assert [file.inline for file in whole] == [b"x" * n for n in (4, 5, 6)]
+    assert database.read(lambda it: files.of_attempt(it, run_id, 1, prefix="results/")) == []
 
 
 def test_reports_of_many_attempts_at_once_do_not_disturb_each_other(services: Services, database: Database) -> None:

@@ -15,6 +15,7 @@ import sqlalchemy as sa
 
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.server.tables import files
+from serverless_gpu.wire.base import INLINE_BYTES_MAX
 
 NAME_CHARACTERS_MAX = 256
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)?")
@@ -81,12 +82,29 @@ def put(
     return list(latest)
 
 
-def of_attempt(connection: sa.Connection, run_id: str, fence: int, *, prefix: str = "") -> list[StoredFile]:
-    """Return the files of an attempt by name, those whose name begins with `prefix`."""
-    query = sa.select(files.c.name, files.c.size, files.c.inline, files.c.parts_json).where(_of(run_id, fence))
+def of_attempt(
+    connection: sa.Connection, run_id: str, fence: int, *, prefix: str = "", inline_max: int = INLINE_BYTES_MAX
+) -> list[StoredFile]:
+    """Return the files of an attempt by name, the first of them with their bytes.
+
+    Args:
+        prefix: only those whose name begins so.
+        inline_max: how many bytes at most; of a file that does not fit, and of all blobs, `inline` is None.
+    """
+    query = sa.select(files.c.name, files.c.size, files.c.inline.is_not(None), files.c.parts_json)
+    query = query.where(_of(run_id, fence)).order_by(files.c.name)
     if prefix:
         query = query.where(files.c.name.startswith(prefix, autoescape=True))
-    return [_from_row(row) for row in connection.execute(query.order_by(files.c.name))]
+    found, with_bytes, left = connection.execute(query).all(), list[str](), inline_max
+    for name, size, is_inline, _ in found:
+        if is_inline and size <= left:
+            with_bytes.append(name)
+            left -= size
+    inline: dict[str, bytes] = {}
+    for names in _portions(with_bytes):
+        pairs = sa.select(files.c.name, files.c.inline).where(_of(run_id, fence), files.c.name.in_(names))
+        inline |= {name: data for name, data in connection.execute(pairs)}
+    return [_from_row((name, size, inline.get(name), parts)) for name, size, _, parts in found]
 
 
 def count(connection: sa.Connection, run_id: str, fence: int, *, prefix: str) -> int:

@@ -22,7 +22,7 @@ from serverless_gpu.server.files import StoredFile
 from serverless_gpu.server.runs import StoredRun
 from serverless_gpu.server.transitions import told_as
 from serverless_gpu.server.watching import Look
-from serverless_gpu.wire.base import INLINE_BYTES_MAX, Json
+from serverless_gpu.wire.base import Json
 from serverless_gpu.wire.runs import (
     AttemptView,
     EndedMessage,
@@ -117,14 +117,9 @@ def attempt_view(attempt: StoredAttempt) -> AttemptView:
     )
 
 
-def file_views(found: Iterable[StoredFile], *, inline_max: int = INLINE_BYTES_MAX) -> tuple[FileView, ...]:
-    """Return files; as many of them with their bytes as `inline_max` bytes allow, in order."""
-    views, left = [], inline_max
-    for file in found:
-        travels = file.inline is not None and len(file.inline) <= left
-        left -= len(file.inline or b"") if travels else 0
-        views.append(FileView(name=file.name, size=file.size, inline=file.inline if travels else None))
-    return tuple(views)
+def file_views(found: Iterable[StoredFile]) -> tuple[FileView, ...]:
+    """Return files, with the bytes that came with them."""
+    return tuple(FileView(name=file.name, size=file.size, inline=file.inline) for file in found)
 
 
 def state_message(event: StoredEvent) -> StateMessage:
