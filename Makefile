@@ -69,8 +69,9 @@ format: venv ## rewrite the code in its canonical format
 	$(BIN)/ruff check --fix-only --quiet $(CODE)
 	$(BIN)/ruff format $(CODE)
 
-docs: venv ## write the pages that are made from code (docs/troubleshooting.md)
+docs: venv ## write the pages that are made from code (docs/troubleshooting.md, docs/openapi.json)
 	@$(BIN)/python -m scripts.troubleshooting
+	@$(BIN)/python -m scripts.openapi
 
 bench: $(VENV)/.installed-bench ## run the benchmarks, each against its neighbour in the same run
 	@$(BIN)/python -m benchmarks

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI
+from starlette.routing import compile_path
 from starlette.types import ASGIApp
 
 from serverless_gpu.server.api import agents, attempts, blobs, environments, nodes, principals, runs, state
@@ -57,7 +58,7 @@ def description(routes: Sequence[Route]) -> dict[str, Any]:
     document = application(routes).openapi()
     described = describe(routes)
     for route, operation in zip(routes, described.operations, strict=True):
-        said = document["paths"][API + route.path][route.method.lower()]
+        said = document["paths"][compile_path(API + route.path)[1]][route.method.lower()]
         for own in ("parameters", "description"):
             said.pop(own, None)
         said.update(operation)

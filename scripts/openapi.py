@@ -1,0 +1,26 @@
+"""Writes `docs/openapi.json`, the description of the server's API, from its routes (`make docs`)."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from serverless_gpu.server.app import all_routes, description
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "openapi.json"
+
+
+def text() -> str:
+    """Return the page as it should be."""
+    return json.dumps(description(all_routes()), indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+
+
+def main() -> int:
+    """Write the page."""
+    PAGE.write_text(text(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
