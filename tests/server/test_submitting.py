@@ -13,7 +13,15 @@ import pytest
 from blake3 import blake3
 
 from serverless_gpu.ambient import new_run_id
-from serverless_gpu.errors import IdempotencyConflict, InvalidValue, NotFound, ServerlessGpuError, TooLarge
+from serverless_gpu.environment.stores.codec import encode
+from serverless_gpu.errors import (
+    EnvironmentMissing,
+    IdempotencyConflict,
+    InvalidValue,
+    NotFound,
+    ServerlessGpuError,
+    TooLarge,
+)
 from serverless_gpu.model.attempt import State
 from serverless_gpu.model.spec import BlobReference, Command, Function, Kernel, Resources, RunSpec
 from serverless_gpu.server import audit, pools, runs, submitting, tables
@@ -26,6 +34,7 @@ from serverless_gpu.wire.base import INLINE_BYTES_MAX
 from serverless_gpu.wire.runs import RunRequest, Target
 from tests.server.made import made_services
 from tests.server.stored import add_people, rows, stored
+from tests.unit.environments_in_stores import make_unit, snapshot_of
 
 ALICE = Caller(name="alice", role="member", teams=("search",), token_id="token-1")
 BOB = Caller(name="bob", role="member")
@@ -164,9 +173,13 @@ def test_a_command_needs_no_call(services: Services) -> None:
 
 
 def test_a_captured_environment_runs_anywhere(services: Services) -> None:
-    asked = request(snapshot="a" * 64)
+    snapshot = snapshot_of(make_unit(b"content", "a" * 64))
+    asked = request(snapshot=snapshot.address)
     asked = msgspec.structs.replace(asked, target=msgspec.structs.replace(LIVE, machine=""))
-    assert submitting.submit(services, ALICE, asked).snapshot == "a" * 64
+    with pytest.raises(EnvironmentMissing, match=snapshot.address[:12]):
+        submitting.submit(services, ALICE, asked)
+    services.environments.put(f"snapshots/{snapshot.address}", encode(snapshot))
+    assert submitting.submit(services, ALICE, asked).snapshot == snapshot.address
 
 
 REFUSED: dict[str, tuple[Callable[[], RunRequest], type[ServerlessGpuError], str]] = {

@@ -65,6 +65,7 @@ def submit(services: Services, who: Caller, request: RunRequest) -> RunView:
     Raises:
         InvalidValue: it is not possible.
         NotFound: parts of its call were not sent.
+        EnvironmentMissing: its environment was not sent.
         TooLarge: it is over a limit.
         IdempotencyConflict: there is another run of this identifier.
     """
@@ -73,7 +74,7 @@ def submit(services: Services, who: Caller, request: RunRequest) -> RunView:
     before = services.database.read(lambda connection: runs.find(connection, request.id))
     if before is not None:
         return _same(services, before, who, digest)
-    _check_bytes(services, request.spec)
+    _check_bytes(services, request)
     _find_room(services, who)
     new = NewRun(
         id=request.id,
@@ -134,14 +135,17 @@ def _create(connection: sa.Connection, new: NewRun, who: Caller, at_ns: int) -> 
     return run, True
 
 
-def _check_bytes(services: Services, spec: RunSpec) -> None:
-    if isinstance(spec.payload, Function) and spec.payload.call is not None:
-        missing = services.blobs.missing(spec.payload.call.parts)
+def _check_bytes(services: Services, request: RunRequest) -> None:
+    payload = request.spec.payload
+    if isinstance(payload, Function) and payload.call is not None:
+        missing = services.blobs.missing(payload.call.parts)
         if missing:
             raise NotFound(
                 f"{len(missing)} parts of the call are not on the server, {missing[0][:12]} among them",
                 hint="send them first: PUT /blobs/{digest}",
             )
+    if request.snapshot:
+        services.environments.need(request.snapshot)
 
 
 def _find_room(services: Services, who: Caller) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterator
 
@@ -37,4 +38,7 @@ def part_of(read: Reader, size: int, asked: str) -> Response:
 
 def _answer(read: Reader, start: int, length: int, status: int, headers: dict[str, str]) -> Response:
     headers["Content-Length"] = str(length)
-    return StreamingResponse(read(start, length), status_code=status, headers=headers, media_type=BYTES)
+    pieces = read(start, length)
+    first = next(pieces, b"")  # now: what is not there is a problem that can still be said
+    following = itertools.chain((first,), pieces)
+    return StreamingResponse(following, status_code=status, headers=headers, media_type=BYTES)
