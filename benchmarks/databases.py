@@ -5,6 +5,7 @@ One transaction is what a submission is: look for the run, write its row (5 kB),
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import itertools
@@ -27,8 +28,9 @@ from tests.server.postgres import Cluster, cluster
 WRITES = 512
 THREADS = 32
 _BYTES = b"x" * 4000
-_held = contextlib.ExitStack()
-"""What a contestant's process keeps for all its rounds; a cluster ends with the process that started it."""
+held = contextlib.ExitStack()
+"""What a contestant's process keeps for all its rounds, and ends with itself."""
+atexit.register(held.close)
 
 _RUN = {
     "owner": "ada",
@@ -86,8 +88,8 @@ def _timed(write: Callable[[str], None], *, threads: int = THREADS) -> dict[str,
 
 @functools.cache
 def _through(path: Path | None) -> Callable[[str], None]:
-    url = f"sqlite:///{path}" if path else _cluster().url(_cluster().new_database())
-    database = _held.enter_context(contextlib.closing(Database(url, clock=SystemClock())))
+    url = f"sqlite:///{path}" if path else new_postgresql()
+    database = held.enter_context(contextlib.closing(Database(url, clock=SystemClock())))
     database.migrate()
     owner = sa.insert(tables.principals).values(name="ada", kind="user", role="member", created_ns=1)
     database.write(lambda connection: connection.execute(owner))
@@ -123,13 +125,13 @@ def _driver_sqlite() -> Callable[[str], None]:
 
 @functools.cache
 def _driver_postgresql() -> Callable[[str], None]:
-    url = _cluster().url(_cluster().new_database())
+    url = new_postgresql()
     database = Database(url, clock=SystemClock())
     database.migrate()
     owner = sa.insert(tables.principals).values(name="ada", kind="user", role="member", created_ns=1)
     database.write(lambda connection: connection.execute(owner))
     database.close()
-    connections = [_held.enter_context(psycopg.connect(url)) for _ in range(THREADS)]
+    connections = [held.enter_context(psycopg.connect(url)) for _ in range(THREADS)]
     numbers = itertools.cycle(range(THREADS))
     mine = threading.local()
 
@@ -155,9 +157,14 @@ def _statements(run_id: str, mark: str) -> Iterable[tuple[str, Sequence[object]]
         yield f"INSERT INTO {table} ({', '.join(row)}) VALUES ({marks})", tuple(row.values())
 
 
+def new_postgresql() -> str:
+    """Return the url of an empty database."""
+    return _cluster().url(_cluster().new_database())
+
+
 @functools.cache
 def _cluster() -> Cluster:
-    return _held.enter_context(cluster(durable=True))
+    return held.enter_context(cluster(durable=True))
 
 
 def _home() -> Path:

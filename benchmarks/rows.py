@@ -13,6 +13,8 @@ from benchmarks.contestants import ContestantFailed
 from benchmarks.databases import THREADS, WRITES
 from benchmarks.report import Row
 from benchmarks.stage import Stage
+from benchmarks.submissions import SUBMISSIONS
+from benchmarks.submissions import THREADS as CLIENTS
 
 WARM_RATIO_MAX = 2.0
 WARM_SNAPSHOT_RATIO_MAX = 1.1
@@ -254,6 +256,31 @@ def _writes(kind: str, neighbour: str, quick: bool) -> Row:
         )
 
 
+def _submissions(kind: str, quick: bool) -> Row:
+    """Ask a served server for runs, from many threads, against the rows alone."""
+    with Stage((f"submissions.{kind}", f"databases.raw_{kind}"), ("the driver, twice as many, rows only",)) as stage:
+        stage.play(3 if quick else 12)
+        ours = stage.timing(0, f"{SUBMISSIONS} submissions over HTTP from {CLIENTS} threads")
+        return Row(
+            name=f"submissions, {kind}",
+            ours=ours,
+            against=stage.against(),
+            value=f"{1000 * SUBMISSIONS / ours.median:,.0f}/s",
+            also=(stage.timing(0, "one of them: request → durable and answered", "one_ms"),),
+            problems=stage.problems(),
+        )
+
+
+def submissions_sqlite(quick: bool) -> Row:
+    """With what `sgpu up` has without options."""
+    return _submissions("sqlite", quick)
+
+
+def submissions_postgresql(quick: bool) -> Row:
+    """With a PostgreSQL that waits for its disk."""
+    return _submissions("postgresql", quick)
+
+
 def writes_sqlite(quick: bool) -> Row:
     """Against the driver with one commit each."""
     return _writes("sqlite", "`sqlite3`, one after another", quick)
@@ -279,6 +306,8 @@ ROWS: dict[str, Callable[[bool], Row]] = {
     "log-flood": flood,
     "writes-sqlite": writes_sqlite,
     "writes-postgresql": writes_postgresql,
+    "submissions-sqlite": submissions_sqlite,
+    "submissions-postgresql": submissions_postgresql,
     **environments.ROWS,
 }
 
