@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,22 @@ def test_F33_logs_that_were_taken_before_the_server_died_are_not_taken_twice(
     assert answer == CALM
     assert after_restart.logs.read(run_id, 1, rank=0, stream="stdout", limit=100) == b"hello\nworld\n"
     assert stored(database, run_id).state is State.SUCCEEDED
+
+
+def test_F33_an_ending_is_acknowledged_once_its_logs_are_durable(
+    services: Services, database: Database, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.EIO, "the disk is broken")
+
+    said: dict[str, Any] = {"exec_ns": T0, "logs": (piece(b"hello\n"),), "files": RESULTS, "ending": COMPLETED}
+    with monkeypatch.context() as broken:
+        broken.setattr(services.logs, "sync", full)
+        for _ in range(2):  # the node keeps what it has, and reports again
+            with pytest.raises(OSError, match="the disk is broken"):
+                say(services, run_id, State.STOPPING, **said)
+    assert say(services, run_id, State.STOPPING, **said) == CALM
+    assert (stored(database, run_id).state, stored(database, run_id).events) == (State.SUCCEEDED, 5)
 
 
 def test_F64_a_report_of_an_attempt_that_was_given_up_is_kept_out_and_audited(

@@ -2,9 +2,10 @@
 
     report ─▶ is the attempt there? ─▶ lease renewed (memory)
                   │
-                  ├─ logs    appended to files by offset, before the transaction: losing them again is no harm;
-                  │          made durable before an ending: one that is acknowledged has all of them
-                  └─ state, facts, files, ending, receipt: one transaction, or none when nothing is new
+                  ├─ logs    appended to files by offset, before the transaction: losing them again is no harm
+                  ├─ state, facts, files, ending, receipt: one transaction, or none when nothing is new
+                  ├─ whoever waits for it is woken
+                  └─ logs made durable, if the attempt has ended; then the node may forget its own
 
 The gate has checked the attempt's own token. A report is applied whole or not at all, and may come twice: logs by their
 offsets, facts and files by their names, states because nothing goes backwards, an ending because it is the same one.
@@ -104,13 +105,13 @@ def report(services: Services, who: Caller, *, run_id: str, fence: int, said: Re
     if found.attempt.ended_ns is None:
         services.leases.renew(run_id, fence, now_ns=arrived_ns)
     offsets = _append(services, found.attempt, said.logs)
-    if said.ending is not None:
-        services.logs.sync(run_id, fence)
     applied = _Applied()
     if _is_news(services, found, said):
         at_ns = services.clock.wall_ns()
         applied = services.database.write(lambda connection: _apply(connection, who, run_id, fence, said, at_ns=at_ns))
     _announce(services, found, said, applied)
+    if said.ending is not None:
+        services.logs.sync(run_id, fence)  # nobody but the node waits for that
     found = services.database.read(lambda connection: _find(connection, run_id, fence)) or found
     stop = found.run.stop if found.is_current else None
     answer = _answer(services, stale=found.attempt.given_up)
