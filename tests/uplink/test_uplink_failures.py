@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
 
 from serverless_gpu.model.attempt import Reason, State
 from serverless_gpu.node.history import read_ending
+from serverless_gpu.node.home import Home
 from serverless_gpu.node.retention import scan
+from serverless_gpu.node.uplink.control import running
 from serverless_gpu.testing import agent_status
 from tests.local.observe import Process, agent, announced, supervisor, wait_for
 from tests.local.ranks import announce, rank_number, stay
@@ -191,6 +195,19 @@ def test_what_a_server_has_not_heard_is_not_deleted_for_a_month(node: Node, wher
 def wall_ns(directory: Path) -> int:
     """Return when something was last written there."""
     return max(path.stat().st_mtime_ns for path in directory.iterdir())
+
+
+def test_an_uplink_that_nobody_needs_ends_once_its_server_is_silent_for_long(server: AgentServer) -> None:
+    home = Home(server.home)
+    server.stop()
+    program = f"""
+from serverless_gpu.node.uplink import process
+process.IDLE_S = 1.0
+process.main({str(server.home)!r}, {str(server.profile)!r}, {{}})
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.DEVNULL)
+    wait_for(lambda: running(home, server.profile), "it runs")
+    wait_for(lambda: running(home, server.profile) is None, "it has ended by itself")
 
 
 # --- results ----------------------------------------------------------------------------------------------------------

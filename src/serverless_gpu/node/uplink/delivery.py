@@ -7,7 +7,7 @@ besides its message is not worth that: it ends as it did, without the file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,12 +15,12 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue, NotFound, ServerlessGpuError, TooLarge
 from serverless_gpu.model.attempt import State
 from serverless_gpu.node.protocol import Stopped
+from serverless_gpu.node.uplink.server import Server
 from serverless_gpu.node.uplink.shipping import Output, Outputs
 from serverless_gpu.node.uplink.unattended import lost_upload
 from serverless_gpu.node.uplink.uploading import Upload
 from serverless_gpu.units import format_duration_ms
 from serverless_gpu.wire.attempts import File
-from serverless_gpu.wire.connection import Connection
 
 
 class Delivered(NamedTuple):
@@ -43,13 +43,15 @@ class Delivery:
 
     Args:
         directory: of the attempt.
-        connect: makes a connection with the attempt's token.
+        server: where they are to be.
+        token: the attempt's.
         clock: where time comes from.
     """
 
-    def __init__(self, directory: Path, connect: Callable[[], Connection], clock: Clock) -> None:
+    def __init__(self, directory: Path, server: Server, token: str, clock: Clock) -> None:
         self._directory = directory
-        self._connect = connect
+        self._server = server
+        self._token = token
         self._clock = clock
         self._outputs = Outputs(directory)
         self._upload: Upload | None = None
@@ -118,7 +120,7 @@ class Delivery:
     def _uploaded(self, unsent: Sequence[Output]) -> tuple[File, ...]:
         large = [output for output in unsent if not output.is_small]
         if large and self._upload is None:
-            self._upload = Upload(large, self._connect())
+            self._upload = Upload(large, self._server, self._token)
         if self._upload is None:
             return ()
         there = self._upload.files

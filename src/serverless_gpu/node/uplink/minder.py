@@ -164,11 +164,11 @@ class Minder:
     def _begin(self, order: Start) -> None:
         """Launch what an order asks for; what cannot be is an ending, not an exception."""
         try:
-            connection = self._server.connection(order.token)
+            line = self._server.line(order.token)
             try:
-                starting.write_call(order, self.directory, connection)
+                starting.write_call(order, self.directory, line.get())
             finally:
-                connection.close()
+                line.close()
             channel, greeting = connect(self._home)
             profile = self._server.profile
             store = (f"sgpu+{profile.url}", profile.token)

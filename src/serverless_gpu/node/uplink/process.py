@@ -126,12 +126,12 @@ class Uplink:
         for work in (self._follow_orders, self._acknowledge):
             threading.Thread(target=work, name=work.__name__, daemon=True).start()
         backoff = Backoff()
-        connection = self._server.connection()
+        line = self._server.line()
         while not self._is_idle():
             try:
-                self._be_present(connection)
+                self._be_present(line.get())
             except ServerlessGpuError as error:
-                connection = self._away(error, connection)
+                self._away(error)
                 pause_s = backoff.next_s()
             else:
                 backoff.reset()
@@ -172,18 +172,15 @@ class Uplink:
             if minder is not None:
                 minder.abandon()
 
-    def _away(self, error: ServerlessGpuError, connection: Connection) -> Connection:
-        """Note that the server does not answer; return the connection to try next."""
+    def _away(self, error: ServerlessGpuError) -> None:
+        """Note that the server does not answer; it may be somewhere else by now."""
         if isinstance(error, NotFound):
             self._joined.clear()
-        text = f"{type(error).__name__}: {error}"
+        text = f"{type(error).__name__}: {error.message}"
         if text != self._error:  # the first of a row
             say(text)
         self._error = text
-        if not self._server.look_again():
-            return connection
-        connection.close()
-        return self._server.connection()
+        self._server.look_again()
 
     def _is_idle(self) -> bool:
         with self._lock:
@@ -194,19 +191,18 @@ class Uplink:
     def _follow_orders(self) -> None:
         """Take orders as they come, for ever; after a break those not acknowledged come again."""
         backoff = Backoff()
+        line = self._server.line()
         while True:
             self._joined.wait()
             node = self._node
-            connection = self._server.connection()
             try:
-                for order in connection.stream("GET", f"/agents/{node}/orders", answer=Order, query={"after": "0"}):
+                for order in line.get().stream("GET", f"/agents/{node}/orders", answer=Order, query={"after": "0"}):
                     backoff.reset()
                     self._server.answered()
                     self._obey(order)
             except ServerlessGpuError as error:
-                say(f"orders: {type(error).__name__}: {error}")
-            finally:
-                connection.close()
+                say(f"orders: {type(error).__name__}: {error.message}")
+                self._server.look_again()
             self._joined.clear()  # the server may be another one by now: this node introduces itself again
             self._wake.set()
             threading.Event().wait(backoff.next_s())
@@ -245,31 +241,28 @@ class Uplink:
         reason = Reason.REFUSED
         ending = Ending(state=MEANINGS[reason].state, reason=reason, began=False)
         report = Report(state=State.STOPPING, sentence=detail, world_size=order.world_size, ending=ending)
-        connection = self._server.connection(order.token)
+        line = self._server.line(order.token)
         try:
             path = f"/attempts/{quote(order.run_id, safe='')}/{order.fence}/report"
-            connection.ask("POST", path, report, answer=ReportAnswer)
+            line.get().ask("POST", path, report, answer=ReportAnswer)
         except ServerlessGpuError as error:
             say(f"report of {order.run_id}:{order.fence}: {error}")
         else:
             self._taken.put(order.seq)
         finally:
-            connection.close()
+            line.close()
 
     def _acknowledge(self) -> None:
         """Tell the server what need not come again; what does not get there comes again, and is told again."""
-        connection, url = self._server.connection(), self._server.profile
+        line = self._server.line()
         while True:
             taken = [self._taken.get()]
             with contextlib.suppress(queue.Empty):
                 while len(taken) < _ACKNOWLEDGED_AT_ONCE:
                     taken.append(self._taken.get_nowait())
-            if self._server.profile != url:
-                connection.close()
-                connection, url = self._server.connection(), self._server.profile
             node = self._node
             with contextlib.suppress(ServerlessGpuError):
-                connection.ask("POST", f"/agents/{node}/orders/ack", OrdersTaken(seqs=tuple(taken)), answer=type(None))
+                line.get().ask("POST", f"/agents/{node}/orders/ack", OrdersTaken(seqs=tuple(taken)), answer=type(None))
 
 
 def say(line: str) -> None:

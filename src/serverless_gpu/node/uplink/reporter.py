@@ -89,10 +89,10 @@ class Reporter:
         self._server = server
         self._clock = clock
         self._say = say
-        self._connection = server.connection(remote.token)
+        self._line = server.line(remote.token)
         self._route = f"/attempts/{remote.run_id}/{remote.fence}/report"
         self._facts = Facts(directory / "facts.jsonl")
-        self._delivery = Delivery(directory, lambda: server.connection(remote.token), clock)
+        self._delivery = Delivery(directory, server, remote.token, clock)
         self._logs = Logs(directory / "logs", known=True)
         self._heartbeat_s = _HEARTBEAT_S
         self._said_ns = 0
@@ -132,23 +132,21 @@ class Reporter:
                     return
         finally:
             self._delivery.close()
-            self._connection.close()
+            self._line.close()
 
     def _ask(self, report: Report, backoff: Backoff) -> ReportAnswer | None:
         """Send a report; return None, after a pause, where the server has not taken it."""
         try:
-            answer = self._connection.ask("POST", self._route, report, answer=ReportAnswer)
+            answer = self._line.get().ask("POST", self._route, report, answer=ReportAnswer)
         except StaleAttempt:
             return ReportAnswer(stale=True)
         except ServerlessGpuError as error:
-            text = f"report of {self._remote.gang}: {type(error).__name__}: {error}"
+            text = f"report of {self._remote.gang}: {type(error).__name__}: {error.message}"
             if text != self._error:  # the first of a row
                 self._say(text)
             self._error = text
             self._delivery.refused(error, ended=report.ending is not None)
-            if self._server.look_again():
-                self._connection.close()
-                self._connection = self._server.connection(self._remote.token)
+            self._server.look_again()
             if error.retryable:
                 self._delivery.unanswered()
             threading.Event().wait(backoff.next_s())
@@ -170,7 +168,8 @@ class Reporter:
         report = self._running(known) if known.ending is None else self._ended(known, known.ending)
         shown = _Shown(report.state, report.sentence, report.exec_ns)
         content = report.logs or report.facts or report.files or report.ending or report.receipt
-        if not woken and not content and shown == self._shown and heartbeat_s > look_s:
+        is_same = shown == self._shown or (self._delivery.is_uploading and heartbeat_s > self._heartbeat_s - _LOOK_S)
+        if not woken and not content and is_same and heartbeat_s > look_s:
             return None
         self._shown = shown
         return report
@@ -197,8 +196,8 @@ class Reporter:
         logs = self._logs.pieces()
         delivered = self._delivery.deliver(stopped, self._server.profile.upload_s)
         is_last = self._ending_sent or (delivered.is_last and self._logs.is_complete(logs))
-        if not is_last:
-            self._news.learn(AT_ONCE_S if logs or delivered.files else _UPLOAD_LOOK_S)
+        if not is_last and (logs or delivered.files):
+            self._news.learn(AT_ONCE_S)
         ending = _ending(delivered.stopped, began=known.begun) if is_last and not self._ending_sent else None
         receipt = self._receipt() if is_last and known.finished and self._facts.is_complete() else msgspec.UNSET
         return Report(

@@ -6,8 +6,8 @@ its tokens were changed.
 
 from __future__ import annotations
 
+import contextlib
 import random
-import threading
 from pathlib import Path
 
 from serverless_gpu.ambient import Clock
@@ -33,7 +33,6 @@ class Server:
     def __init__(self, path: Path, clock: Clock) -> None:
         self.path = path
         self._clock = clock
-        self._lock = threading.Lock()
         self._profile = read_profile(path)
         self._answered_ns = clock.boottime_ns()
 
@@ -42,21 +41,14 @@ class Server:
         """Return how the server is reached."""
         return self._profile
 
-    def connection(self, token: str = "") -> Connection:
-        """Return a new connection, with the node's own token where none is given."""
-        profile = self._profile
-        return Connection(profile.url, token or profile.token, ca=profile.ca)
+    def line(self, token: str = "") -> Line:
+        """Return a line to it, with the node's own token where none is given."""
+        return Line(self, token)
 
-    def look_again(self) -> bool:
-        """Read the profile again; return whether it has become another one."""
-        try:
-            profile = read_profile(self.path)
-        except InvalidValue:
-            return False  # gone, or somebody is at it: what we know is the best there is
-        with self._lock:
-            changed = profile != self._profile
-            self._profile = profile
-        return changed
+    def look_again(self) -> None:
+        """Read the profile again; whoever has a line is connected to what it says then."""
+        with contextlib.suppress(InvalidValue):  # gone, or somebody is at it: what we know is the best there is
+            self._profile = read_profile(self.path)
 
     def answered(self) -> None:
         """Note that it has answered just now."""
@@ -65,6 +57,36 @@ class Server:
     def silent_s(self) -> float:
         """Return for how long it has not answered anything, in seconds."""
         return (self._clock.boottime_ns() - self._answered_ns) / 1e9
+
+
+class Line:
+    """A connection that is always to where the profile says.
+
+    Args:
+        server: the server.
+        token: an attempt's; "" for the node's own.
+    """
+
+    def __init__(self, server: Server, token: str) -> None:
+        self._server = server
+        self._token = token
+        self._profile = server.profile
+        self._connection = self._made()
+
+    def get(self) -> Connection:
+        """Return the connection; it may be another one than before. One thread uses a line."""
+        if self._server.profile != self._profile:
+            self._connection.close()
+            self._profile = self._server.profile
+            self._connection = self._made()
+        return self._connection
+
+    def close(self) -> None:
+        """Close it."""
+        self._connection.close()
+
+    def _made(self) -> Connection:
+        return Connection(self._profile.url, self._token or self._profile.token, ca=self._profile.ca)
 
 
 class Backoff:

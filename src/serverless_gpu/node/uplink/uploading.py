@@ -18,12 +18,11 @@ from blake3 import blake3
 
 from serverless_gpu.errors import ServerlessGpuError
 from serverless_gpu.model.spec import BLOB_PART_BYTES, BlobReference
-from serverless_gpu.node.uplink.server import Backoff
+from serverless_gpu.node.uplink.server import Backoff, Server
 from serverless_gpu.node.uplink.shipping import Output
 from serverless_gpu.units import format_bytes
 from serverless_gpu.wire.attempts import File
 from serverless_gpu.wire.blobs import DigestList
-from serverless_gpu.wire.connection import Connection
 
 _ASKED_AT_ONCE = 1_000
 
@@ -33,7 +32,8 @@ class Upload:
 
     Args:
         outputs: what is to be sent.
-        connection: with the attempt's token; closed at the end.
+        server: where they are to be.
+        token: the attempt's.
 
     Attributes:
         files: what is on the server, whole.
@@ -41,12 +41,13 @@ class Upload:
         lost: why it can never be sent, or "".
     """
 
-    def __init__(self, outputs: Sequence[Output], connection: Connection) -> None:
+    def __init__(self, outputs: Sequence[Output], server: Server, token: str) -> None:
         self.files: dict[str, File] = {}
         self.problem = ""
         self.lost = ""
         self._outputs = outputs
-        self._connection = connection
+        self._server = server
+        self._line = server.line(token)
         self._sent_bytes = 0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="upload", daemon=True)
@@ -66,7 +67,7 @@ class Upload:
     def close(self) -> None:
         """Give up."""
         self._ended.set()
-        self._connection.close()
+        self._line.close()
 
     def _run(self) -> None:
         for output in self._outputs:
@@ -78,26 +79,27 @@ class Upload:
                     self.lost = f"{output.path} cannot be read: {error.strerror or error}"
                     return
                 except ServerlessGpuError as error:
-                    self.problem = str(error)
+                    self.problem = error.message
+                    self._server.look_again()
                     self._ended.wait(backoff.next_s())
                 else:
                     self.problem = ""
                     break
-        self._connection.close()
+        self._line.close()
 
     def _send(self, output: Output) -> None:
         parts = _digests(output.path, output.size)
         missing: set[str] = set()
         for start in range(0, len(parts), _ASKED_AT_ONCE):
             asked = DigestList(digests=tuple(dict.fromkeys(parts[start : start + _ASKED_AT_ONCE])))
-            missing.update(self._connection.ask("POST", "/blobs/missing", asked, answer=DigestList).digests)
+            missing.update(self._line.get().ask("POST", "/blobs/missing", asked, answer=DigestList).digests)
         before = self._sent_bytes
         try:
             with output.path.open("rb") as file:
                 for number, digest in enumerate(parts):
                     if digest in missing:
                         file.seek(number * BLOB_PART_BYTES)
-                        self._connection.put(f"/blobs/{digest}", file.read(BLOB_PART_BYTES))
+                        self._line.get().put(f"/blobs/{digest}", file.read(BLOB_PART_BYTES))
                         missing.discard(digest)
                     self._sent_bytes += min(BLOB_PART_BYTES, output.size - number * BLOB_PART_BYTES)
         except ServerlessGpuError:
