@@ -25,6 +25,7 @@ from serverless_gpu.cli.node import gpus, status, stop
 from serverless_gpu.cli.runs import cancel, runs, show
 from serverless_gpu.cli.server.machines import node, nodes, pool, pools
 from serverless_gpu.cli.server.people import login, team, user, whoami
+from serverless_gpu.cli.server.submitting import submit
 from serverless_gpu.cli.server.tokens import token
 from serverless_gpu.cli.server.up import up
 from serverless_gpu.errors import ServerlessGpuError
@@ -39,7 +40,7 @@ def sgpu() -> None:
 
 for _command in (cancel, clean, doctor, env, gpus, logs, runs, show, status, stop):
     sgpu.add_command(_command)
-for _command in (login, node, nodes, pool, pools, team, token, up, user, whoami):
+for _command in (login, node, nodes, pool, pools, submit, team, token, up, user, whoami):
     sgpu.add_command(_command)
 
 

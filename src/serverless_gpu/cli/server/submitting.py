@@ -1,0 +1,86 @@
+"""`sgpu submit`: a script or a program as a run, watched until it ends or left to itself."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from serverless_gpu.cli.server.exit_codes import exit_code
+from serverless_gpu.client.decorator import parse_options
+from serverless_gpu.client.launch import launch_command
+from serverless_gpu.model.spec import Command, Priority, RunSpec
+
+_OPTIONS = ("cpus", "memory", "pool", "team", "policy", "priority", "retries", "grace", "env")
+_RANKS_ALL = "all"
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.argument("program")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.option("--gpus", type=click.IntRange(min=1), default=1, show_default=True, help="GPUs, one rank each.")
+@click.option("--gpu-type", help="For example H100, or CPU for CPU slots.")
+@click.option("--per-node", is_flag=True, help="Start the program once per node, not once per rank: for torchrun.")
+@click.option("--name", help="What the run is called; the program's name without it.")
+@click.option("--tag", "tags", multiple=True, metavar="KEY=VALUE", help="Repeatable.")
+@click.option("--timeout", type=float, metavar="SECONDS", help="Time limit from the first line on.")
+@click.option("--grace", type=float, metavar="SECONDS", help="Between SIGTERM and SIGKILL when it is stopped.")
+@click.option("--retries", type=click.IntRange(min=0), help="New attempts after a failure.")
+@click.option("--resume", is_flag=True, help="Continue as a new attempt after a preemption or the loss of a node.")
+@click.option("--cpus", type=click.IntRange(min=1), help="Cores of the gang.")
+@click.option("--memory", metavar="SIZE", help="Host memory limit of the gang, for example 64GiB.")
+@click.option("--pool", help="Which nodes.")
+@click.option("--team", help="Whose run it is, beside yours.")
+@click.option("--policy", help="Which usage policy, where several apply.")
+@click.option("--priority", type=click.Choice([each.value for each in Priority], case_sensitive=False))
+@click.option("--env", type=click.Choice(["live", "snapshot"]), help="What it imports; the server's place decides.")
+@click.option("--ranks-log", default="0", show_default=True, metavar="N,…|all", help="Ranks whose output is shown.")
+@click.option("--local", is_flag=True, help="On this machine, without a server.")
+@click.option("--detach", is_flag=True, help="Print the run's identifier, alone on stdout, and leave it to itself.")
+def submit(program: str, arguments: Sequence[str], local: bool, detach: bool, **options: Any) -> None:
+    """Run a Python script (PROGRAM ends in .py) or any program, and show what it writes until it ends.
+
+    Everything after PROGRAM goes to it. Exit codes: 0 it succeeded; the program's own where that ended the run; 124 its
+    time was up, 130 it was cancelled, 137 a signal or memory ended a rank, 75 the run or its node was lost, 1 all else.
+    """
+    spec = _spec(program, arguments, remote=not local, options=options)
+    if detach:
+        click.echo(launch_command(spec).id)
+        return
+    run = launch_command(spec, watch=True)
+    error = run.follow()
+    if error is not None:
+        click.echo(f"sgpu: {error}", err=True)
+    sys.exit(exit_code(error))
+
+
+def _spec(program: str, arguments: Sequence[str], *, remote: bool, options: Mapping[str, Any]) -> RunSpec:
+    is_script = program.endswith(".py")
+    if is_script and not Path(program).is_file():
+        raise click.UsageError(f"there is no file {program!r}")
+    argv = (sys.executable, program, *arguments) if is_script else (program, *arguments)
+    given = {name: options[name] for name in _OPTIONS if options.get(name) is not None}
+    given |= {"resume": options["resume"], "tags": _tags(options["tags"]), "ranks_log": _ranks(options["ranks_log"])}
+    spec = parse_options(options["gpus"], options["gpu_type"], remote, options["timeout"], given)
+    command = Command(argv=argv, per="node" if options["per_node"] else "rank")
+    return msgspec.structs.replace(spec, payload=command, name=options["name"] or Path(program).name)
+
+
+def _tags(pairs: Sequence[str]) -> dict[str, str]:
+    for pair in pairs:
+        if "=" not in pair:
+            raise click.BadParameter(f"{pair!r} is not KEY=VALUE", param_hint="--tag")
+    return dict(pair.split("=", 1) for pair in pairs)
+
+
+def _ranks(text: str) -> str | tuple[int, ...]:
+    if text == _RANKS_ALL:
+        return text
+    try:
+        return tuple(int(number) for number in text.split(","))
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is neither 'all' nor ranks", param_hint="--ranks-log") from None
