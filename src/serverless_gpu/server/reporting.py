@@ -28,6 +28,7 @@ import logging
 import msgspec
 import sqlalchemy as sa
 
+from serverless_gpu import faults
 from serverless_gpu.errors import InvalidValue, NotFound, TooLarge
 from serverless_gpu.model.attempt import Reason, State
 from serverless_gpu.model.run_lifecycle import Ended, Event, Heard, Started, Stopping
@@ -108,7 +109,11 @@ def report(services: Services, who: Caller, *, run_id: str, fence: int, said: Re
     applied = _Applied()
     if _is_news(services, found, said):
         at_ns = services.clock.wall_ns()
+        if said.ending is not None:
+            faults.reach("after_upload_before_state")
         applied = services.database.write(lambda connection: _apply(connection, who, run_id, fence, said, at_ns=at_ns))
+        if said.ending is not None:
+            faults.reach("after_report_before_answer")
     _announce(services, found, said, applied)
     if said.ending is not None:
         services.logs.sync(run_id, fence)  # nobody but the node waits for that

@@ -17,6 +17,7 @@ import unicodedata
 import msgspec
 import sqlalchemy as sa
 
+from serverless_gpu import faults
 from serverless_gpu.ambient import created_wall_ns
 from serverless_gpu.errors import IdempotencyConflict, InvalidValue, NotFound, TooLarge
 from serverless_gpu.model.attempt import State
@@ -91,6 +92,7 @@ def submit(services: Services, who: Caller, request: RunRequest) -> RunView:
     run, is_new = services.database.write(lambda connection: _create(connection, new, who, at_ns))
     if not is_new:
         return _same(services, run, who, digest)
+    faults.reach("after_submit_before_answer")
     services.hub.touch(SCHEDULER)
     services.hub.touch(run_key(run.id))
     return views.run_view(run)

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from serverless_gpu import faults
 from serverless_gpu.errors import AgentUnavailable
 from serverless_gpu.node.flocks import held_note
 from serverless_gpu.node.home import Home
@@ -27,8 +28,8 @@ from serverless_gpu.version import __version__
 
 _START_S = 30.0
 _END_S = 10.0
-_PASSED_ON = ("SERVERLESS_GPU_FAKE", "CUDA_VISIBLE_DEVICES")
-"""What says which devices the node offers."""
+_PASSED_ON = ("SERVERLESS_GPU_FAKE", "CUDA_VISIBLE_DEVICES", faults.VARIABLE)
+"""What says which devices the node offers, and where a test has it die."""
 
 
 class Running(NamedTuple):

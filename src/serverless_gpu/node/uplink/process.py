@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import NoReturn
 from urllib.parse import quote
 
+from serverless_gpu import faults
 from serverless_gpu.ambient import SystemClock, format_moment
 from serverless_gpu.errors import NotFound, ServerlessGpuError
 from serverless_gpu.model.attempt import MEANINGS, Reason, State
@@ -234,6 +235,7 @@ class Uplink:
         with self._lock:
             self._minders[gang] = minder
         minder.start(order)
+        faults.reach("after_launch_before_ack")
         self._taken.put(order.seq)
 
     def _refuse(self, order: Start, detail: str) -> None:

@@ -1,0 +1,170 @@
+"""The real server, uplink and agent, killed at named places and started again; user code runs once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from serverless_gpu import faults
+from serverless_gpu.node.home import Home
+from serverless_gpu.node.uplink import control
+
+pytestmark = pytest.mark.slow
+WAIT_S = 60.0
+
+CALL = """
+import os, sys, time
+from serverless_gpu import distributed
+
+@distributed(gpus=1, gpu_type="H100", remote=True)
+def work(path, seconds):
+    with open(path, "a") as file:
+        file.write(f"{os.getpid()}\\n")
+    time.sleep(seconds)
+    return "done"
+
+if __name__ == "__main__":
+    print(*work.distributed(sys.argv[1], float(sys.argv[2])), flush=True)
+"""
+
+
+class Server:
+    """`sgpu up` of a home."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.process: subprocess.Popen[str] | None = None
+
+    def start(self, fault: str = "") -> None:
+        """Start it, with a fault point or without, and wait until it answers."""
+        environ = {**os.environ, "SERVERLESS_GPU_FAKE": "H100:2"}
+        if fault:
+            environ[faults.VARIABLE] = fault
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "serverless_gpu.cli", "up"], stdout=subprocess.PIPE, text=True, env=environ
+        )
+        assert self.process.stdout is not None
+        assert " at http://" in self.process.stdout.readline()
+
+    def wait_killed(self) -> None:
+        """Wait until the fault point has ended it."""
+        assert self.process is not None and self.process.stdout is not None
+        assert self.process.wait(WAIT_S) == -signal.SIGKILL
+        self.process.stdout.close()
+
+    def stop(self, number: int = signal.SIGKILL) -> None:
+        """End it."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(number)
+            self.process.wait(WAIT_S)
+        if self.process is not None and self.process.stdout is not None:
+            self.process.stdout.close()
+
+
+@pytest.fixture
+def server(home: Path) -> Iterator[Server]:
+    """Yield a server of a home of its own, not started yet."""
+    server = Server(home)
+    try:
+        yield server
+    finally:
+        server.stop()
+        control.stop_all(Home(home))
+
+
+@pytest.fixture
+def call(tmp_path: Path) -> Iterator[Callable[[float], subprocess.Popen[str]]]:
+    """Yield what makes a remote call from a process of its own."""
+    script = tmp_path / "call.py"
+    script.write_text(CALL)
+    started: list[subprocess.Popen[str]] = []
+
+    def start(seconds: float) -> subprocess.Popen[str]:
+        arguments = [sys.executable, str(script), str(tmp_path / "ran"), str(seconds)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        started.append(subprocess.Popen(arguments, text=True, **pipes))  # type: ignore[call-overload] # as written
+        return started[-1]
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def answer(process: subprocess.Popen[str]) -> str:
+    """Return what the call printed, once it has ended well; of a server that was away it said one line at most."""
+    out, err = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 0, err
+    assert err.count("does not answer") <= 1, err
+    return out.strip()
+
+
+def runs_of(path: Path) -> int:
+    """Return how often user code ran."""
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def wait_for(found: Callable[[], bool], what: str) -> None:
+    """Wait for something that happens elsewhere."""
+    deadline = time.monotonic() + WAIT_S
+    while not found():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "after_submit_before_answer",
+        "after_commit_before_launch",
+        "after_upload_before_state",
+        "after_report_before_answer",
+    ],
+)
+def test_F31_F33_a_server_killed_anywhere_and_started_again_returns_the_result_of_one_execution(
+    server: Server, call: Callable[[float], subprocess.Popen[str]], tmp_path: Path, place: str
+) -> None:
+    server.start(fault=place)
+    caller = call(0.2)
+    server.wait_killed()
+    server.start()
+    assert answer(caller) == "done"
+    assert runs_of(tmp_path / "ran") == 1
+
+
+def test_F32_an_uplink_killed_after_the_launch_before_the_ack_finds_the_attempt_again(
+    server: Server, call: Callable[[float], subprocess.Popen[str]], tmp_path: Path, home: Path
+) -> None:
+    server.start(fault="after_launch_before_ack")
+    profile = home / "server" / "node.json"
+    wait_for(lambda: control.running(Home(home), profile) is not None, "no uplink")
+    first = control.running(Home(home), profile)
+    caller = call(8)
+    wait_for(
+        lambda: control.running(Home(home), profile) not in (None, first), "the uplink did not die, or stayed dead"
+    )
+    server.stop(signal.SIGTERM)  # it starts uplinks that die at the same place
+    control.stop_all(Home(home))
+    server.start()
+    assert answer(caller) == "done"
+    assert runs_of(tmp_path / "ran") == 1
+
+
+def test_a_server_killed_in_the_middle_of_a_run_costs_the_caller_one_line(
+    server: Server, call: Callable[[float], subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    server.start()
+    caller = call(3)
+    wait_for(lambda: runs_of(tmp_path / "ran") == 1, "it did not begin")
+    server.stop()
+    server.start()
+    assert answer(caller) == "done"
+    assert runs_of(tmp_path / "ran") == 1
