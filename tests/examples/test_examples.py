@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import ast
 import re
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.local.observe import cancel_all, run_directories, run_script
+from tests.remote.conftest import end_node
+from tests.remote.server_process import ServerProcess
 
 LIMIT_S = 240  # each takes a tenth of that on two idle cores
 
@@ -67,6 +70,19 @@ def test_digits_ddp(run_example: RunExample) -> None:
     out, err = run_example("digits_ddp.py")
     assert "[rank 0] epoch 30: loss" in out
     assert number(r"test accuracy: ([\d.]+)%", out) > 94
+    assert err == ""
+
+
+def test_preempted_run_is_bit_for_bit_as_if_nothing_had_happened(run_example: RunExample, home: Path) -> None:
+    server = ServerProcess(home)
+    server.start()
+    try:
+        out, err = run_example("preempted_run.py")
+    finally:
+        server.kill(signal.SIGTERM)
+        end_node(home)
+    assert number(r"the second attempt goes on after step (\d+)", out) >= 20
+    assert "\n120 steps each, every loss the same: True\n" in out
     assert err == ""
 
 

@@ -1,0 +1,85 @@
+"""Runs of a server that are stopped: what ranks are told, and the next attempt that goes on where they saved."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from serverless_gpu import Run, distributed
+from serverless_gpu import runtime as rt
+from serverless_gpu.errors import RunCancelled, RunTimedOut
+from tests.local.observe import wait_for
+
+
+def count(limit: int) -> tuple[int, int, str | None]:
+    """Count up to a limit, from where the attempt before got to; save the number when asked to stop."""
+    found = rt.resume_dir()
+    first = json.loads((found / "count.json").read_text())["count"] if found is not None else 0
+    print("from", first, flush=True)
+    reached = first
+    while reached < limit and not rt.should_stop():
+        reached += 1
+        time.sleep(0.005)
+    if rt.should_stop():
+        unfinished = rt.checkpoint_dir() / "count.json.tmp"
+        unfinished.write_text(json.dumps({"count": reached, "why": rt.stop_reason()}))
+        unfinished.rename(unfinished.with_suffix(""))
+    return first, reached, rt.stop_reason()
+
+
+def saved(home: Path, run: Run[object], fence: int = 1) -> dict[str, object]:
+    record: dict[str, object] = json.loads((home / "checkpoints" / run.id / str(fence) / "count.json").read_text())
+    return record
+
+
+def test_a_run_that_makes_room_goes_on_as_a_new_attempt_and_whoever_waits_gets_its_results(served: Path) -> None:
+    run = distributed(gpus=1, gpu_type="H100", remote=True, resume=True, quiet=True)(count).submit(600)
+    wait_for(lambda: "from 0" in run.logs(), "it counts")
+    run.preempt()
+    ((first, reached, why),) = run.results(60)
+    assert (reached, why) == (600, None)
+    assert first > 0 and saved(served, run) == {"count": first, "why": "preempt"}
+    assert (served / "runs" / run.id / "2" / "logs" / "0.stdout").read_text() == f"from {first}\n"
+
+
+def test_it_makes_room_twice_and_goes_on_from_the_newest(served: Path) -> None:
+    run = distributed(gpus=1, gpu_type="H100", remote=True, resume=True, quiet=True)(count).submit(1_000)
+    for fence in (1, 2):
+        wait_for(
+            lambda fence=fence: (served / "runs" / run.id / str(fence) / "logs" / "0.stdout").exists(), "it counts"
+        )  # type: ignore[misc]  # mypy does not type a lambda's defaults
+        wait_for(lambda: "from" in run.logs(), "it has begun")
+        run.preempt()
+        wait_for(lambda fence=fence: (served / "checkpoints" / run.id / str(fence)).exists(), "it has saved")  # type: ignore[misc]  # as above
+    ((first, reached, _),) = run.results(60)
+    assert reached == 1_000
+    assert first == saved(served, run, 2)["count"]
+
+
+def test_without_resume_a_run_that_makes_room_has_ended(served: Path) -> None:
+    run = distributed(gpus=1, gpu_type="H100", remote=True, quiet=True)(count).submit(100_000)
+    wait_for(lambda: "from 0" in run.logs(), "it counts")
+    run.preempt()
+    with pytest.raises(RunCancelled) as caught:
+        run.results(60)
+    assert (caught.value.reason, run.status(), saved(served, run)["why"]) == ("preempted", "CANCELLED", "preempt")
+
+
+def test_a_cancel_is_final_also_with_resume(served: Path) -> None:
+    run = distributed(gpus=1, gpu_type="H100", remote=True, resume=True, quiet=True)(count).submit(100_000)
+    wait_for(lambda: "from 0" in run.logs(), "it counts")
+    run.cancel()
+    with pytest.raises(RunCancelled) as caught:
+        run.results(60)
+    assert (caught.value.reason, saved(served, run)["why"]) == ("cancelled", "cancel")
+    assert not (served / "runs" / run.id / "2").exists()
+
+
+def test_the_time_limit_is_final_too_and_says_so(served: Path) -> None:
+    run = distributed(gpus=1, gpu_type="H100", remote=True, resume=True, quiet=True, timeout=3)(count).submit(100_000)
+    with pytest.raises(RunTimedOut):
+        run.results(60)
+    assert saved(served, run)["why"] == "timeout"
