@@ -156,20 +156,30 @@ def checkpoint_dir() -> Path:
 def resume_dir() -> Path | None:
     """Return the checkpoints of the newest earlier attempt of this run that saved any, or None: start from scratch.
 
-    Names that begin with a dot or end in ``.tmp`` do not count: write a checkpoint under such a name, then rename it.
+    Names that begin with a dot or end in ``.tmp`` do not count: write a checkpoint under such a name, then rename it. A
+    later attempt that finds nothing says so on stderr, once: it may run where the others' directory cannot be seen.
     """
     given = os.environ.get(_CHECKPOINT_DIR)
     found = newest_before(given) if given else None
-    return None if found is None else Path(found)
+    if found is not None:
+        return Path(found)
+    if given and _number("SGPU_FENCE", default=1) > 1 and get_global_rank() == 0 and not _stop.missed:
+        _stop.missed = True
+        sys.stderr.write(
+            f"serverless-gpu: no earlier attempt left checkpoints in {Path(given).parent}; this one starts from "
+            "scratch. On several nodes `[checkpoints]` in config.toml has to name a directory that all of them see\n"
+        )
+    return None
 
 
 class _Stop:
-    """What this process knows of being asked to stop."""
+    """What this process knows of being asked to stop, and has said."""
 
     def __init__(self, *, forked: bool = False) -> None:
         self.forked = forked
         self.listening = False
         self.signalled = False
+        self.missed = False
         self.callbacks: list[Callable[[], object]] = []
         self.handler_before: object = signal.SIG_DFL
 

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shutil
+import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from serverless_gpu.client.remote.profile import Profile, write_profile
+from serverless_gpu.node.home import Home
+from serverless_gpu.node.uplink.control import stop_all
+from serverless_gpu.testing import stop_agent
+from tests.local.conftest import FAKES
+from tests.local.observe import cancel_all, nothing_of_a_run, processes_of, wait_for
 from tests.remote.fake_server import TOKEN, FakeServer
+from tests.remote.server_process import ServerProcess
 
 
 @pytest.fixture
@@ -17,3 +28,64 @@ def fake(home: Path) -> Iterator[FakeServer]:
     with FakeServer() as server:
         write_profile(home, Profile(url=server.url, token=TOKEN, principal="alice", embedded=True))
         yield server
+
+
+@pytest.fixture(scope="session")
+def served_home() -> Iterator[Path]:
+    """Yield the home of a real server and its node, for all tests that leave both as they were."""
+    directory = Path(tempfile.mkdtemp(prefix="sg-", dir="/tmp"))
+    with _variables(directory):
+        server = ServerProcess(directory)
+        server.start()
+    yield directory
+    server.kill(signal.SIGTERM)
+    end_node(directory)
+    shutil.rmtree(directory)
+
+
+@pytest.fixture
+def served(served_home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Yield a home with a real server and eight declared GPUs; require that no run outlives the test."""
+    _only(served_home, monkeypatch)
+    yield served_home
+    try:
+        wait_for(lambda: nothing_of_a_run(served_home), "every run of the test has ended", limit_s=15)
+    finally:
+        cancel_all(served_home)
+
+
+@pytest.fixture
+def own_server(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerProcess]:
+    """Yield a server of this test's home, for tests that kill it."""
+    monkeypatch.setenv("SERVERLESS_GPU_FAKE", FAKES)
+    server = ServerProcess(home)
+    server.start()
+    try:
+        yield server
+    finally:
+        cancel_all(home)
+        server.kill(signal.SIGTERM)
+        end_node(home)
+
+
+def _only(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith(("SERVERLESS_GPU_", "SGPU_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("SERVERLESS_GPU_HOME", str(home))
+    monkeypatch.setenv("SERVERLESS_GPU_PREWARM", "0")
+    monkeypatch.setenv("SERVERLESS_GPU_FAKE", FAKES)
+
+
+@contextlib.contextmanager
+def _variables(home: Path) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        _only(home, monkeypatch)
+        yield
+
+
+def end_node(home: Path) -> None:
+    """End the uplink and the agent of a home, and wait until nothing of it runs."""
+    stop_all(Home(home))
+    stop_agent(home)
+    wait_for(lambda: not processes_of(home), "no process of the home is left")

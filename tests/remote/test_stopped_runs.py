@@ -30,7 +30,7 @@ def count(limit: int) -> tuple[int, int, str | None]:
     return first, reached, rt.stop_reason()
 
 
-def saved(home: Path, run: Run[object], fence: int = 1) -> dict[str, object]:
+def saved(home: Path, run: Run[tuple[int, int, str | None]], fence: int = 1) -> dict[str, object]:
     record: dict[str, object] = json.loads((home / "checkpoints" / run.id / str(fence) / "count.json").read_text())
     return record
 
@@ -48,15 +48,18 @@ def test_a_run_that_makes_room_goes_on_as_a_new_attempt_and_whoever_waits_gets_i
 def test_it_makes_room_twice_and_goes_on_from_the_newest(served: Path) -> None:
     run = distributed(gpus=1, gpu_type="H100", remote=True, resume=True, quiet=True)(count).submit(1_000)
     for fence in (1, 2):
-        wait_for(
-            lambda fence=fence: (served / "runs" / run.id / str(fence) / "logs" / "0.stdout").exists(), "it counts"
-        )  # type: ignore[misc]  # mypy does not type a lambda's defaults
+        wait_for_file(served / "runs" / run.id / str(fence) / "logs" / "0.stdout")
         wait_for(lambda: "from" in run.logs(), "it has begun")
         run.preempt()
-        wait_for(lambda fence=fence: (served / "checkpoints" / run.id / str(fence)).exists(), "it has saved")  # type: ignore[misc]  # as above
+        wait_for_file(served / "checkpoints" / run.id / str(fence) / "count.json")
     ((first, reached, _),) = run.results(60)
     assert reached == 1_000
     assert first == saved(served, run, 2)["count"]
+
+
+def wait_for_file(path: Path) -> None:
+    """Wait until there is something in a file."""
+    wait_for(lambda: path.exists() and path.stat().st_size, f"{path} is there")
 
 
 def test_without_resume_a_run_that_makes_room_has_ended(served: Path) -> None:

@@ -174,6 +174,14 @@ def test_ranks_make_the_same_directory_and_find_the_earlier_one(
     assert not (tmp_path / "run" / "2").exists()
 
 
+@pytest.mark.parametrize(("fence", "rank", "says"), [("1", "0", 0), ("2", "0", 1), ("2", "1", 0)])
+def test_a_later_attempt_that_finds_nothing_says_so_once(fence: str, rank: str, says: int, tmp_path: Path) -> None:
+    given = {"SGPU_CHECKPOINT_DIR": str(tmp_path / "run" / fence), "SGPU_FENCE": fence, "RANK": rank}
+    done = in_a_run("print(rt.resume_dir(), rt.resume_dir())", tmp_path, **given)
+    assert done.stdout == "None None\n"
+    assert done.stderr.count(f"no earlier attempt left checkpoints in {tmp_path / 'run'};") == says
+
+
 def test_a_place_that_is_not_mounted_is_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGPU_CHECKPOINT_DIR", str(tmp_path / "not-mounted" / "run" / "1"))
     with pytest.raises(StorageError, match="cannot be made: No such file or directory"):
