@@ -204,10 +204,11 @@ def test_what_is_known_to_have_begun_counts_as_begun_whatever_the_last_report_sa
     assert advance(RUNNING, Ended(reason, began=False)) == concluded(RUNNING, reason)
 
 
+RESULT_TROUBLES = (Reason.RESULT_UNSERIALISABLE, Reason.RESULT_TOO_LARGE, Reason.RESULT_UPLOAD)
 USER_FAILURES = sorted(
     reason
     for reason, meaning in MEANINGS.items()
-    if meaning.state is State.FAILED and reason not in (*LOST, Reason.RESULT_UNSERIALISABLE, Reason.RESULT_TOO_LARGE)
+    if meaning.state is State.FAILED and reason not in (*LOST, *RESULT_TROUBLES)
 )
 
 
@@ -219,8 +220,8 @@ def test_user_code_that_failed_runs_again_only_as_often_as_was_asked(reason: Rea
     assert advance(changed(RUNNING, retries_left=2), ended) == requeued(RUNNING, retries_left=1)
 
 
-@pytest.mark.parametrize("reason", [Reason.RESULT_UNSERIALISABLE, Reason.RESULT_TOO_LARGE])
-def test_a_result_that_cannot_travel_would_be_the_same_again(reason: Reason) -> None:
+@pytest.mark.parametrize("reason", RESULT_TROUBLES)
+def test_user_code_that_ran_to_its_end_does_not_run_again(reason: Reason) -> None:
     run = changed(RUNNING, retries_left=2)
     assert advance(run, Ended(reason, began=True)) == concluded(run, reason)
 
