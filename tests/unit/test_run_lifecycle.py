@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import re
 import typing
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -296,3 +298,22 @@ def test_every_ending_is_final_with_a_reason_or_a_new_place_in_the_queue() -> No
             assert instructions == (CONCLUDE,)
             assert after.reason is not None and after.state is MEANINGS[after.reason].state
             assert (after.retries_left, after.infra_left) == (retries, infra)
+
+
+def test_the_reference_says_when_another_attempt_follows() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "reference.md").read_text(encoding="utf-8")
+    table = page.partition("### A run that goes on as another attempt")[2].partition("\n## ")[0]
+    said: dict[str, str] = {}
+    for row in re.findall(r"^\| (`.*?) \| (.*?) \|$", table, re.MULTILINE):
+        said |= dict.fromkeys(re.findall(r"`(\w+)`", row[0]), row[1])
+    for reason in Reason:
+        words = said.get(reason, "for one of `retries`")
+
+        def follows(*, reason: Reason = reason, began: bool = True, **given: object) -> bool:
+            return REQUEUE in advance(changed(RUNNING, began=began, **given), Ended(reason, began=began))[1]
+
+        assert follows(retries_left=1) == ("for one of `retries`" in words), reason
+        assert follows(may_resume=True) == ("`resume=True`" in words), reason
+        assert follows(began=False) == ("by itself" in words), reason
+        assert follows(began=False, infra_left=0) == (reason in ("preempted", "drained")), reason
+        assert not follows(), reason
