@@ -263,8 +263,14 @@ def test_the_negative_corpus_gets_a_clear_type_error() -> None:
         decorated.distributed()  # type: ignore[call-arg]  # the mistake under test
     with pytest.raises(TypeError, match="1 positional too many"):
         decorated.distributed(0.1, 0.2)  # type: ignore[call-arg]  # the mistake under test
+    assert distributed(num_gpus=2, quiet=True)(train).distributed(0.1) == [0.1, 0.1]
+
+
+def test_what_this_machine_has_not_is_refused() -> None:
+    def train(lr: float) -> float:
+        return lr
+
     with pytest.raises(GpuTypeMismatch, match="A10"):
         distributed(gpus=2, gpu_type="a10")(train).distributed(0.1)
     with pytest.raises(NotEnoughGpus, match="16"):
         distributed(gpus=16, gpu_type="H100")(train).distributed(0.1)
-    assert distributed(num_gpus=2, quiet=True)(train).distributed(0.1) == [0.1, 0.1]

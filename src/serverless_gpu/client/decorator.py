@@ -157,7 +157,7 @@ def distributed(
         if isinstance(function, DistributedFunction):
             function = function.__wrapped__
         check_function(function)
-        if not spec.remote and should_prewarm(getattr(function, "__module__", "")):
+        if should_prewarm(getattr(function, "__module__", "")):
             prewarm(spec)
         name = str(getattr(function, "__qualname__", type(function).__qualname__))
         return DistributedFunction(function, msgspec.structs.replace(spec, name=name))

@@ -47,6 +47,7 @@ from serverless_gpu.node.submission import ranks_of, write_submission
 R = TypeVar("R")
 Handle = TypeVar("Handle", bound=Run)  # type: ignore[type-arg]  # of whatever its ranks return
 
+_REMOTE = "serverless_gpu.client.remote.submitting"
 _FENCE = 1
 _WITHDRAWN_S = 10.0
 _notes_said: set[str] = set()
@@ -101,7 +102,7 @@ def launch(
                 hint="call it outside of the session, or leave remote out",
             )
         # By name: HTTP is loaded only for those who use a server.
-        remote = importlib.import_module("serverless_gpu.client.remote.submitting")
+        remote = importlib.import_module(_REMOTE)
         return cast("Run[R]", remote.launch(remote.Call(function, args, kwargs), spec, watch=watch))
     order = _Order(spec, called_ns, lender)
 
@@ -270,6 +271,8 @@ def prewarm(spec: RunSpec) -> None:
     def ask() -> None:
         try:
             home, environment = find_home(os.environ), None
+            if spec.remote and not importlib.import_module(_REMOTE).is_of_this_machine(home, spec):
+                return
             if spec.environment == "snapshot":
                 recognition = snapshots.Recognition(home, capture=False)
                 environment = recognition.wanted()

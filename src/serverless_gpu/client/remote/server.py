@@ -52,10 +52,15 @@ class Server:
         """Return where environments are put for runs of this server."""
         return f"sgpu+{self.profile.url.rstrip('/')}"
 
-    def version(self) -> Version:
-        """Return what the server is; asked for once."""
+    def version(self, *, patiently: bool = True) -> Version:
+        """Return what the server is; asked for once.
+
+        Args:
+            patiently: whether to wait for a server that is away.
+        """
         if self._version is None:
-            self._version = self._patient.ask("GET", "/version", answer=Version)
+            connection = self._patient if patiently else self._prompt
+            self._version = connection.ask("GET", "/version", answer=Version)
         return self._version
 
     def principal(self) -> str:

@@ -89,6 +89,21 @@ def launch(call: Call | None, spec: RunSpec, *, watch: bool) -> Run[object]:
     return Run(source, spec)
 
 
+def is_of_this_machine(home: Home, spec: RunSpec) -> bool:
+    """Return whether ranks start from the agent of this home, which can have an interpreter ready; asks once, promptly.
+
+    Args:
+        home: the home directory.
+        spec: what would be run.
+
+    Raises:
+        ServerlessGpuError: there is no server, or it does not answer.
+    """
+    server = server_of(find_profile(home.root, os.environ), os.environ)
+    server.version(patiently=False)
+    return server.profile.embedded and _environment(spec, server) == "live"
+
+
 def _environment(spec: RunSpec, server: Server) -> Environment:
     """Return what ranks import: the caller's files where they lie, if the server is `sgpu up` of this machine."""
     if spec.environment != "auto":
