@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.client.remote.profile import Profile, write_profile
+from serverless_gpu.client.remote.server import close_all
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.uplink.control import stop_all
 from serverless_gpu.testing import stop_agent
@@ -20,6 +21,13 @@ from tests.local.conftest import FAKES
 from tests.local.observe import cancel_all, nothing_of_a_run, processes_of, wait_for
 from tests.remote.fake_server import TOKEN, FakeServer
 from tests.remote.server_process import ServerProcess
+
+
+@pytest.fixture(autouse=True)
+def no_connections_left() -> Iterator[None]:
+    """Close the connections of this process after each test: the next one has another server."""
+    yield
+    close_all()
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ Failure cases: the process forks (the child makes connections of its own).
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 from collections.abc import Mapping
@@ -43,6 +44,11 @@ class Server:
         self._prompt = Connection(profile.url, profile.token, ca=profile.ca)
         self._version: Version | None = None
         self._principal = profile.principal
+
+    def close(self) -> None:
+        """Close its connections, but those of streams."""
+        self._patient.close()
+        self._prompt.close()
 
     def connect(self) -> Connection:
         """Return a connection for one stream, to be closed by whoever asked for it."""
@@ -126,6 +132,15 @@ def _forget_all() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_all)
+
+
+@atexit.register
+def close_all() -> None:
+    """Close the connections of this process; the next call makes new ones."""
+    with _making:
+        for server in _servers.values():
+            server.close()
+        _servers.clear()
 
 
 def server_of(profile: Profile, environ: Mapping[str, str]) -> Server:
