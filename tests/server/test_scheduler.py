@@ -14,7 +14,7 @@ from serverless_gpu.ambient import format_clock, new_run_id
 from serverless_gpu.engines.base import EngineNode, Impossible, Waiting
 from serverless_gpu.engines.simulated import SimulatedEngine
 from serverless_gpu.model.attempt import Reason, State, StopReason
-from serverless_gpu.model.run_lifecycle import StopAsked
+from serverless_gpu.model.run_lifecycle import Ended, StopAsked
 from serverless_gpu.model.spec import Priority, Resources
 from serverless_gpu.server import orders, runs, tables, transitions
 from serverless_gpu.server.agents import Agents
@@ -26,7 +26,7 @@ from serverless_gpu.server.transitions import Note
 from serverless_gpu.testing import FakeClock
 from tests.server.made import made_services
 from tests.server.stored import T0, add_people, new_run
-from tests.server.test_agents import H100, NODE, find, hello, submit
+from tests.server.test_agents import H100, NODE, find, hello, submit, tell
 
 
 @pytest.fixture
@@ -180,6 +180,18 @@ def test_what_an_engine_cannot_do_now_is_asked_for_again_and_said(services: Serv
     assert cluster.recover() == []
     tick(services, scheduler)
     assert cluster.recover() == [f"{run_id}:1"]
+
+
+def test_what_was_cancelled_while_the_engine_was_not_ready_is_not_asked_for_any_more(
+    services: Services, node_id: str
+) -> None:
+    cluster = engine()
+    cluster.answers = [Waiting(sentence="n1 is being started")]
+    run_id = submit(services)
+    scheduler = tick(services, Scheduler(services, engine=cluster))
+    tell(services, run_id, Ended(reason=Reason.CANCELLED, began=False))
+    tick(services, scheduler)
+    assert cluster.recover() == []
 
 
 def test_F31_killed_after_the_intent_the_next_server_delivers_the_order(

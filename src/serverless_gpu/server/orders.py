@@ -74,12 +74,6 @@ def take_starts(connection: sa.Connection, node_id: str, gangs: Sequence[tuple[s
         connection.execute(orders.update().where(untaken).values(taken_ns=at_ns))
 
 
-def withdraw(connection: sa.Connection, seq: int, *, at_ns: int) -> bool:
-    """Take an order back that nobody has taken; return whether that was so."""
-    untaken = sa.and_(orders.c.seq == seq, orders.c.taken_ns.is_(None))
-    return connection.execute(orders.update().where(untaken).values(taken_ns=at_ns)).rowcount == 1
-
-
 def _open(connection: sa.Connection, which: sa.ColumnElement[bool]) -> list[StoredOrder]:
     columns = [orders.c[name] for name in StoredOrder.__struct_fields__]
     joined = orders.join(attempts, sa.and_(attempts.c.run_id == orders.c.run_id, attempts.c.fence == orders.c.fence))

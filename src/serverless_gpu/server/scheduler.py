@@ -65,8 +65,8 @@ class Scheduler:
             When to look again at the latest.
         """
         services = self._services
-        self._ask_again()
         there, queue = services.database.read(self._load)
+        self._ask_again(there)
         times = floor.now(services)
         decision = decide(queue, floor.offers(there, services.presence, times))
         stored = by_id(there.nodes)
@@ -130,9 +130,14 @@ class Scheduler:
         self._asked[gang] = engine.plan(Gang(id=gang, shares=(share,)))
         self._ask(gang)
 
-    def _ask_again(self) -> None:
+    def _ask_again(self, there: Floor) -> None:
+        """Ask for gangs that wait for the engine; those that have ended meanwhile need nothing any more."""
+        active = {f"{run.id}:{run.fence}" for run in there.active}
         for gang in list(self._asked):
-            self._ask(gang)
+            if gang in active:
+                self._ask(gang)
+            else:
+                del self._asked[gang]
 
     def _ask(self, gang: str) -> None:
         """Ask the engine for a gang; what waits is asked for again, what can never be goes back to the queue."""
