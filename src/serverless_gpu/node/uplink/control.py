@@ -10,6 +10,7 @@ One uplink per home and profile: the lock decides, the loser ends. Whoever start
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import select
@@ -28,6 +29,8 @@ from serverless_gpu.version import __version__
 
 _START_S = 30.0
 _END_S = 10.0
+_TRIES = 100
+_PAUSE_S = 0.01  # whoever asks whether the lock is held holds it for a moment
 _PASSED_ON = ("SERVERLESS_GPU_FAKE", "CUDA_VISIBLE_DEVICES", faults.VARIABLE)
 """What says which devices the node offers, and where a test has it die."""
 
@@ -96,6 +99,22 @@ def start(home: Home, profile: Path, environ: Mapping[str, str]) -> None:
         process.wait()
 
 
+def hold(path: Path) -> bool:
+    """Be the uplink of a lock for as long as this process lives; return False when another one is."""
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    for _ in range(_TRIES):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            select.select([], [], [], _PAUSE_S)
+            continue
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"{os.getpid()} {__version__}".encode(), 0)
+        return True
+    os.close(lock)
+    return False
+
+
 def stop_all(home: Home) -> int:
     """End every uplink of a home; their attempts go on. Return how many there were.
 
@@ -112,8 +131,16 @@ def stop_all(home: Home) -> int:
 
 
 def _noted(path: Path) -> Running | None:
-    note = (held_note(path) or b"").decode("ascii", "replace").split()
-    return Running(int(note[0]), note[1]) if len(note) == 2 and note[0].isdigit() else None
+    """Return who holds a lock; one that has it this moment has not written that down yet."""
+    for _ in range(_TRIES):
+        note = held_note(path)
+        if note is None:
+            return None
+        words = note.decode("ascii", "replace").split()
+        if len(words) == 2 and words[0].isdigit() and os.path.exists(f"/proc/{words[0]}"):
+            return Running(int(words[0]), words[1])
+        select.select([], [], [], _PAUSE_S)
+    return None
 
 
 def _end(pid: int) -> None:

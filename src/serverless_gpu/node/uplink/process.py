@@ -19,7 +19,6 @@ Failure cases:
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import queue
 import signal
@@ -37,11 +36,10 @@ from serverless_gpu.node.home import Home
 from serverless_gpu.node.inside import linux
 from serverless_gpu.node.remote import open_attempts, read_remote
 from serverless_gpu.node.uplink import starting
-from serverless_gpu.node.uplink.control import lock_path
+from serverless_gpu.node.uplink.control import hold, lock_path
 from serverless_gpu.node.uplink.minder import Minder
 from serverless_gpu.node.uplink.presence import Presence
 from serverless_gpu.node.uplink.server import Backoff, Server
-from serverless_gpu.version import __version__
 from serverless_gpu.wire.agents import (
     AgentWelcome,
     AttemptSeen,
@@ -74,13 +72,8 @@ def main(home: str, profile: str, environ: dict[str, str]) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.update(environ)
     place = Home(Path(home))
-    lock = os.open(lock_path(place, Path(profile)), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not hold(lock_path(place, Path(profile))):
         os._exit(0)
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, f"{os.getpid()} {__version__}".encode(), 0)
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # what is in the middle of something is made again
     code = 0
     try:
