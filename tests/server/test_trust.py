@@ -16,6 +16,7 @@ import pytest
 from blake3 import blake3
 
 from serverless_gpu.ambient import SystemClock
+from serverless_gpu.model.attempt import Reason, State
 from serverless_gpu.model.spec import BlobReference, Function
 from serverless_gpu.server import tables
 from serverless_gpu.server.api.routing import BYTES, JSON, Route
@@ -23,12 +24,14 @@ from serverless_gpu.server.app import all_routes
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.keys import read_keys, sha256
 from serverless_gpu.wire.agents import AgentHello
+from serverless_gpu.wire.attempts import Ending, File, LogPiece, Report
 from serverless_gpu.wire.base import API
 from tests.server.samples import sample
 from tests.server.stored import add_node, add_people, add_run, place
 from tests.stores.servers import ended, first_line_with
 
 DETONATED = 33
+PAYLOAD = "serverless_gpu.node.inside.payload"
 _SERVER = """
 import os, sys
 from pathlib import Path
@@ -135,6 +138,8 @@ def test_a_pickle_in_every_place_for_bytes_is_kept_or_refused_and_never_opened(
         "GET /attempts/{run}/{fence}/blobs/{digest}",
         "PUT /environments/objects/{key:path}",
         "GET /environments/objects/{key:path}",
+        "GET /runs/{run}/logs/{rank}/{stream}",
+        "GET /runs/{run}/files",
     ):
         assert answered[accepted] & {200, 204}, (accepted, answered[accepted])
 
@@ -162,3 +167,47 @@ def sent(client: httpx2.Client, route: Route, path: str, bomb: bytes, run_id: st
         if not response.headers.get("content-type", "").startswith("text/event-stream"):
             response.read()
         return response.status_code
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "cli",
+        "client.environment_process",
+        "node.agent",
+        "node.restoring_process",
+        "node.session",
+        "node.supervisor",
+        "node.uplink.process",
+    ],
+)
+def test_processes_of_a_node_and_commands_have_nothing_in_them_that_unpickles(module: str) -> None:
+    program = f"import sys; import serverless_gpu.{module}; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert not {"pickle", "_pickle", "cloudpickle", "multiprocessing", PAYLOAD} & set(loaded.stdout.split())
+
+
+def test_commands_show_what_others_left_behind_and_open_none_of_it(audited: Audited, tmp_path: Path) -> None:
+    canary = tmp_path / "canary"
+    bomb = bombs(canary)[-2]
+    run_id, token = started_run(audited.home, bomb)
+    names = ("results/0.pkl", "failures/0.pkl", "failures/0.json", "failures/0.stack", "hang-1.txt")
+    report = Report(
+        state=State.STOPPING,
+        world_size=1,
+        exec_ns=1,
+        logs=(LogPiece(rank=0, stream="stdout", offset=0, data=bomb),),
+        files=tuple(File(name=name, size=len(bomb), inline=bomb) for name in names),
+        ending=Ending(state=State.FAILED, reason=Reason.RANK_RAISED, began=True),
+    )
+    with audited.client(token) as client:
+        headers = {"Content-Type": JSON}
+        sent = client.post(f"/attempts/{run_id}/1/report", content=msgspec.json.encode(report), headers=headers)
+        assert sent.status_code == 200, sent.text
+    program = _SERVER.partition("from serverless_gpu")[0] % DETONATED + "from serverless_gpu.cli import main; main()"
+    environ = {**os.environ, "SERVERLESS_GPU_HOME": str(audited.home)}  # where the server's own user finds its token
+    for command in ("runs", f"show {run_id}", f"logs {run_id}", "status", "nodes", "pools", f"cancel {run_id}"):
+        arguments = [sys.executable, "-c", program, *command.split()]
+        done = subprocess.run(arguments, capture_output=True, env=environ, timeout=60, check=False)
+        assert done.returncode != DETONATED and not canary.exists(), command
+        assert b"Traceback" not in done.stderr, (command, done.stderr)
