@@ -66,7 +66,8 @@ class Loop:
             took_s = (self._clock.boottime_ns() - began_ns) / 1e9
             if took_s > SHORT_S:
                 self._stopped.wait(min(took_s, LONGEST_S))
-            self._rung.wait(pause_s)
+            if not self._stopped.is_set():  # `stop` may have rung before the bell was cleared
+                self._rung.wait(pause_s)
 
     def _turn(self, now_ns: int) -> float:
         """Do one tick; return the seconds until the next."""
