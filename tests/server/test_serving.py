@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.ambient import machine
-from serverless_gpu.errors import NotAuthenticated, ServerProblem, ServerUnavailable
+from serverless_gpu.errors import InvalidValue, NotAuthenticated, ServerProblem, ServerUnavailable
 from serverless_gpu.server import listening
 from serverless_gpu.server.logfile import Redacted
 from serverless_gpu.version import __version__
@@ -123,3 +123,9 @@ def test_stopping_takes_less_than_two_seconds_with_idle_connections(tmp_path: Pa
         assert connection.ask("GET", "/health", answer=Health).ok
         began = time.monotonic()
     assert time.monotonic() - began < 2
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "gpu.example"])
+def test_it_does_not_listen_beyond_loopback_without_being_told_twice(tmp_path: Path, host: str) -> None:
+    with pytest.raises(InvalidValue, match="tokens"), served(tmp_path, host=host):
+        pass

@@ -164,7 +164,7 @@ class Gate:
         if len(hosts) != 1 or _name(hosts[0]) not in self._hosts:
             shown = ", ".join(host[:100] for host in hosts) or "no name"
             raise NotAllowed(
-                f"this server is not reached as {shown!r}", hint="`sgpu up --host-name NAME` adds a name it answers to"
+                f"this server is not reached as {shown!r}", hint="`sgpu up --allow-host NAME` adds a name it answers to"
             )
         for origin in request.headers.getlist("origin"):
             if urlsplit(origin).netloc.lower() != hosts[0].lower():

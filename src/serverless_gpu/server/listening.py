@@ -62,8 +62,14 @@ def bound(settings: Settings) -> socket.socket:
 
     Raises:
         ServerProblem: the port that was asked for is taken.
-        InvalidValue: there is no such address here.
+        InvalidValue: there is no such address here, or tokens would cross a network in the clear.
     """
+    if not settings.plain_http and not _is_loopback(settings.host):
+        raise InvalidValue(
+            f"listening on {settings.host} would send tokens across the network as they are",
+            hint="listen on loopback behind a proxy that speaks TLS, and give its name with --allow-host; "
+            "where that proxy is on another machine, add --plain-http",
+        )
     remembered = settings.directory / "port"
     if settings.port is not None:
         return _bound(settings.host, settings.port)
@@ -162,6 +168,12 @@ def _read_port(path: Path) -> int | None:
         port = int(path.read_text(encoding="ascii"))
         return port if 0 < port < 65536 else None
     return None
+
+
+def _is_loopback(host: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
 
 
 def _is_unspecified(host: str) -> bool:

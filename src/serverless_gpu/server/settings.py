@@ -4,6 +4,7 @@
     database = "postgresql://sgpu@db.internal/sgpu"
     store = "s3://bucket/environments"
     host = "10.0.0.5"
+    plain_http = true
     hosts = ["gpu.internal"]
     partition_grace = "15m"
 
@@ -38,6 +39,7 @@ class _Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     host: Annotated[str, msgspec.Meta(min_length=1, max_length=255)] = "127.0.0.1"
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] | None = None
     hosts: tuple[Annotated[str, msgspec.Meta(min_length=1, max_length=255)], ...] = ()
+    plain_http: bool = False
     node: bool = True
     partition_grace: str = "15m"
     runs_waiting: Annotated[int, msgspec.Meta(ge=1)] = 20_000
@@ -53,6 +55,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         host: address it listens on.
         port: it listens on; 0 for any that is free; None for 7878, or a free one when somebody else has that.
         hosts: further names it answers to.
+        plain_http: whether it may listen beyond loopback although it speaks no TLS, because something in front does.
         node: whether the machine it is on is a node, too.
         partition_grace_s: how long an attempt goes on without an answer of the server.
         partition_margin_s: how much longer the server waits before it believes that.
@@ -70,6 +73,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: int | None = None
     hosts: tuple[str, ...] = ()
+    plain_http: bool = False
     node: bool = True
     partition_grace_s: float = 900.0
     partition_margin_s: float = 60.0
@@ -112,6 +116,7 @@ def read_settings(home: Path, options: Mapping[str, object] | None = None) -> Se
         host=merged.host,
         port=merged.port,
         hosts=merged.hosts,
+        plain_http=merged.plain_http,
         node=merged.node,
         partition_grace_s=_duration(
             "partition_grace", merged.partition_grace, least_s=PARTITION_GRACE_MIN_S, most_s=DAY_S

@@ -26,6 +26,7 @@ _NEEDED = ("fastapi", "uvicorn", "sqlalchemy", "alembic", "cryptography", "httpt
 @click.option("--database", metavar="URL", help="postgresql://…; a file in this home without it.")
 @click.option("--store", metavar="URL", help="Where environments go: s3://…, gs://…, az://…, or a directory.")
 @click.option("--allow-host", "hosts", multiple=True, metavar="NAME", help="A further name it answers to. Repeatable.")
+@click.option("--plain-http", is_flag=True, default=None, help="Listen beyond loopback; something in front speaks TLS.")
 @click.option("--node/--no-node", default=None, help="Whether this machine's devices can be used through it.")
 @click.option("--partition-grace", metavar="DURATION", help="How long a run goes on when its node hears nothing; 15m.")
 def up(hosts: Sequence[str], **options: Any) -> None:
