@@ -11,7 +11,8 @@ import pytest
 from serverless_gpu import Run, distributed
 from serverless_gpu import runtime as rt
 from serverless_gpu.errors import RunCancelled, RunTimedOut
-from tests.local.observe import wait_for
+from tests.local.observe import supervisor, wait_for
+from tests.remote.server_process import ServerProcess
 
 
 def count(limit: int) -> tuple[int, int, str | None]:
@@ -86,3 +87,34 @@ def test_the_time_limit_is_final_too_and_says_so(served: Path) -> None:
     with pytest.raises(RunTimedOut):
         run.results(60)
     assert saved(served, run)["why"] == "timeout"
+
+
+def test_a_server_that_is_killed_while_a_run_makes_room_starts_it_again(own_server: ServerProcess, home: Path) -> None:
+    run = distributed(gpus=1, gpu_type="H100", remote=True, resume=True, quiet=True)(count).submit(3_000)
+    wait_for(lambda: "from 0" in run.logs(), "it counts")
+    run.preempt()
+    own_server.kill()  # before the node has heard of it, or after
+    own_server.start()
+    ((first, reached, why),) = run.results(90)
+    assert (reached, why) == (3_000, None)
+    assert first > 0 and first == saved(home, run)["count"]
+
+
+def save_as_you_go(limit: int) -> tuple[int, int]:
+    """Count, and save every number: whatever ends this attempt, the next one goes on."""
+    found = rt.resume_dir()
+    first = int((found / "count").read_text()) if found is not None else 0
+    for reached in range(first + 1, limit + 1):
+        unfinished = rt.checkpoint_dir() / "count.tmp"
+        unfinished.write_text(str(reached))
+        unfinished.rename(rt.checkpoint_dir() / "count")
+        time.sleep(0.005)
+    return first, limit
+
+
+def test_a_run_whose_supervisor_is_killed_goes_on_from_what_it_had_saved(own_server: ServerProcess, home: Path) -> None:
+    run = distributed(gpus=1, gpu_type="H100", remote=True, resume=True, quiet=True)(save_as_you_go).submit(600)
+    wait_for_file(home / "checkpoints" / run.id / "1" / "count")
+    supervisor(home, run.id).kill()
+    ((first, reached),) = run.results(90)
+    assert first > 0 and reached == 600
