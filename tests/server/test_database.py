@@ -215,6 +215,33 @@ def test_what_postgresql_does_not_take_is_the_askers_mistake(
     postgres.drop_database(there)
 
 
+def test_a_mistake_in_sql_is_no_reason_to_ask_again_later(database: Database) -> None:
+    with pytest.raises(sa.exc.DBAPIError):
+        database.read(lambda connection: connection.execute(sa.text("SELECT nothing FROM nowhere")))
+
+
+def test_who_asks_is_not_told_where_the_database_is_and_the_log_is(
+    postgres: Cluster, postgres_template: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = postgres.new_database(postgres_template)
+    database = Database(postgres.url(name), clock=SystemClock())
+    database.migrate()
+    postgres.stop()
+    try:
+        for _ in range(10):
+            with pytest.raises(ServerUnavailable) as caught:
+                database.read(names)
+            assert (
+                str(caught.value) == "the database does not answer\nhint: ask again later; the server's log says more"
+            )
+    finally:
+        postgres.start()
+    assert len(caplog.messages) == 1 and "socket" in caplog.text
+    assert database.read(names) == []
+    database.close()
+    postgres.drop_database(name)
+
+
 def test_F35_a_restart_of_postgresql_is_said_and_survived(postgres: Cluster, postgres_template: str) -> None:
     name = postgres.new_database(postgres_template)
     database = Database(postgres.url(name), clock=SystemClock())

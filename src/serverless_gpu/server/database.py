@@ -20,7 +20,9 @@ What can go wrong:
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import sqlite3
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -40,6 +42,7 @@ from serverless_gpu.server import migrations
 from serverless_gpu.server.group_commit import GroupCommit, WriterClosed
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 READERS_MAX = 40
 POSTGRES_POOL = 16
@@ -47,6 +50,7 @@ WAIT_S = 10
 """How long a work waits for a connection of the pool, or for SQLite's lock when another process has it."""
 CONNECT_S = 5
 TRIES = 6
+TOLD_EVERY_NS = 5_000_000_000
 OLDEST = {"postgresql": (15,), "sqlite": (3, 35)}
 _CHANGED_MEANWHILE = frozenset({"40001", "40P01"})  # serialisation failure, deadlock
 _UNIQUE = "23505"
@@ -66,6 +70,9 @@ class Database:
     def __init__(self, url: str, *, clock: Clock) -> None:
         self._working = threading.local()
         self._closed = False
+        self._clock = clock
+        self._served = False  # once it is, what goes wrong is read by those who ask, and not by who started it
+        self._told_ns = -TOLD_EVERY_NS
         self._writer: GroupCommit | None = None
         parsed = _parse(url)
         self.kind = parsed.get_backend_name()
@@ -92,8 +99,11 @@ class Database:
         if version < OLDEST[self.kind]:
             there, least = (".".join(map(str, numbers)) for numbers in (version, OLDEST[self.kind]))
             raise ServerProblem(f"the database is {self.kind} {there}", hint=f"{self.kind} {least} or newer is needed")
-        if is_current:
-            return
+        if not is_current:
+            self._migrate()
+        self._served = True
+
+    def _migrate(self) -> None:
         if self._writer is not None:
             self.write(migrations.bring)
             return
@@ -186,10 +196,22 @@ class Database:
         except sa.exc.TimeoutError as error:
             raise ServerUnavailable(f"no connection to the database was free within {WAIT_S} s") from error
         except sa.exc.DBAPIError as error:
-            problem = _problem(error)
+            said = str(error.orig).strip().partition("\n")[0]
+            problem = _problem(error, said)
             if problem is None:
                 raise
+            if isinstance(problem, ServerProblem):
+                self._tell_operator(f"{problem.message}: {said}")
+                if not self._served:
+                    problem.message = f"{problem.message}: {said}"
             raise problem from error
+
+    def _tell_operator(self, line: str) -> None:
+        """Write into the log what requests are not told: it names hosts and paths. Now and then, not for each."""
+        now_ns = self._clock.boottime_ns()
+        if now_ns - self._told_ns >= TOLD_EVERY_NS:
+            self._told_ns = now_ns
+            _log.warning("%s", line)
 
 
 class _Turns:
@@ -310,14 +332,15 @@ def _postgres(url: sa.URL) -> sa.Engine:
 _KEEPALIVE = {"keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 4, "tcp_user_timeout": 30_000}
 
 
-def _problem(error: sa.exc.DBAPIError) -> ServerlessGpuError | None:
+def _problem(error: sa.exc.DBAPIError, said: str) -> ServerlessGpuError | None:
     """Return what a driver's error means for a request, or None when it is a mistake in our own SQL."""
-    said = str(error.orig).strip().partition("\n")[0]
     state = getattr(error.orig, "sqlstate", None) or ""
     if "database or disk is full" in said or state == "53100":
-        return ServerStorageFull(f"the database cannot be written: {said}", hint="make room on the server's disk")
+        return ServerStorageFull("the database has no room on its disk", hint="make room, and ask again")
     if isinstance(error, sa.exc.DataError):  # a text too long, or with a zero byte: PostgreSQL looks, SQLite does not
         return InvalidValue(f"a value does not fit into the database: {said}")
+    if getattr(error.orig, "sqlite_errorcode", None) == sqlite3.SQLITE_ERROR:  # no such table, and the like
+        return None
     if isinstance(error, sa.exc.OperationalError | sa.exc.InterfaceError) or error.connection_invalidated:
-        return ServerUnavailable(f"the database does not answer: {said}")
+        return ServerUnavailable("the database does not answer", hint="ask again later; the server's log says more")
     return None

@@ -55,6 +55,7 @@ from serverless_gpu.server.services import Services
 from serverless_gpu.wire.base import BODY_BYTES_MAX
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 _logger = logging.getLogger(__name__)
 CALL = "sgpu.call"
 """Key of the ASGI scope under which the gate leaves the `Call`."""
@@ -157,8 +158,12 @@ class Stream(Generic[T]):
 
     async def _lines(self) -> AsyncIterator[bytes]:
         yield b":\n\n"  # the headers go out now, also when there is nothing to say yet
-        async for message in self._source:
-            yield b":\n\n" if message is None else b"data: " + msgspec.json.encode(message) + b"\n\n"
+        try:
+            async for message in self._source:
+                yield b":\n\n" if message is None else b"data: " + msgspec.json.encode(message) + b"\n\n"
+        except ServerProblem as error:
+            # The database is away: the status has been sent, so the line ends, and the reader comes again.
+            _log.warning("a stream ends: %s", error.message)
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True, eq=False):
