@@ -56,6 +56,13 @@ def test_a_pool_counts_what_there_is_and_what_is_free(services: Services, agents
     )
 
 
+def test_a_run_that_names_no_pool_waits_for_every_on_demand_pool(services: Services, agents: Agents) -> None:
+    agents.hello(NODE, hello())
+    operating.put_pool(services, ADMIN, "research", PoolRequest(kind="reserved"))
+    submit(services, 64)
+    assert [(pool.name, pool.queued) for pool in operating.view_pools(services)] == [("default", 1), ("research", 0)]
+
+
 def test_a_pool_is_made_changed_and_given_nodes_and_that_is_written_down(services: Services, agents: Agents) -> None:
     agents.hello(NODE, hello())
     view = operating.put_pool(services, ADMIN, "research", PoolRequest(kind="reserved", nodes=("n1",)))

@@ -78,9 +78,20 @@ def view_nodes(floor: Floor, presence: Presence, times: Times) -> list[NodeView]
 
 
 def view_pools(floor: Floor, presence: Presence, times: Times, *, queued: Mapping[str, int]) -> list[PoolView]:
-    """Return the pools as people see them; `queued` by name of pool."""
+    """Return the pools as people see them.
+
+    Args:
+        floor: what there is.
+        presence: what was heard.
+        times: now.
+        queued: how many runs wait, by the pool they name; those that name none wait for every on-demand pool.
+    """
     offered = offers(floor, presence, times)
-    return [_view_pool(pool, offered, queued.get(pool.name, 0)) for pool in floor.pools]
+    anywhere = queued.get("", 0)
+    return [
+        _view_pool(pool, offered, queued.get(pool.name, 0) + (anywhere if pool.kind != RESERVED else 0))
+        for pool in floor.pools
+    ]
 
 
 def last_seen_ns(node: StoredNode, presence: Presence, times: Times) -> int:
