@@ -8,6 +8,7 @@ import pytest
 from serverless_gpu.errors import NotFound
 from serverless_gpu.model.attempt import Reason, State, StopReason
 from serverless_gpu.model.run_lifecycle import Ended, GivenUp, Silent, Started, StopAsked
+from serverless_gpu.model.spec import BlobReference, Function
 from serverless_gpu.server import attempts, views
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.database import Database
@@ -78,6 +79,14 @@ def test_what_people_read_of_a_run_as_it_goes_on(database: Database, run_id: str
     view = views.run_view(stored(database, run_id))
     assert (view.name, view.owner, view.team, view.gpu_type, view.world_size) == ("fit", "alice", "search", "H100", 2)
     assert (view.created_ns, view.started_ns, view.ended_ns, view.finished) == (T0, T0, T0 + 2 * S, True)
+
+
+def test_nobody_is_shown_the_digests_by_which_a_run_could_have_the_call_of_another(database: Database) -> None:
+    add_people(database, "alice")
+    call = BlobReference(size=1, parts=("d" * 64,))
+    view = views.run_view(stored(database, add_run(database, payload=Function(call=call))))
+    assert view.spec.payload == Function()
+    assert b"dddd" not in msgspec.json.encode(view)
 
 
 def test_the_attempts_of_a_run_are_all_seen(database: Database) -> None:

@@ -14,6 +14,7 @@ from serverless_gpu.ambient import format_utc
 from serverless_gpu.errors import NotFound
 from serverless_gpu.model import access
 from serverless_gpu.model.attempt import TERMINAL, Reason, State
+from serverless_gpu.model.spec import Function, RunSpec
 from serverless_gpu.server import attempts, events, files, runs
 from serverless_gpu.server.attempts import Outcome, StoredAttempt
 from serverless_gpu.server.callers import Caller
@@ -52,6 +53,13 @@ def visible(connection: sa.Connection, run_id: str, *, who: Caller, reach: str) 
     return run
 
 
+def _shown(spec: RunSpec) -> RunSpec:
+    """Return a spec without the digests of its call: a run that names them gets their bytes (`submitting.py`)."""
+    if not isinstance(spec.payload, Function) or spec.payload.call is None:
+        return spec
+    return msgspec.structs.replace(spec, payload=Function())
+
+
 def in_reach(run: StoredRun, *, who: Caller, reach: str) -> bool:
     """Return whether a run is within how far somebody may reach."""
     return access.covers(reach, name=who.name, teams=who.teams, owner=run.owner, team=run.team)
@@ -83,7 +91,7 @@ def run_view(run: StoredRun, *, waits_for: str = "", deduplicated: bool = False)
         started_ns=run.started_ns,
         ended_ns=run.ended_ns,
         stop=run.stop,
-        spec=run.spec,
+        spec=_shown(run.spec),
         snapshot=run.snapshot,
         deduplicated=deduplicated,
         finished=run.finished,

@@ -10,7 +10,7 @@ their run.
     GET    /environments/objects/{key}?start&length          → bytes
     PUT    /environments/objects/{key}                       bytes → 204
     POST   /environments/present         KeyList → KeyList   which of these are there
-    GET    /environments/list/{prefix}                       → StoredList      (operators)
+    GET    /environments/list/{prefix}                       → StoredList      (operators; gc: all)
     POST   /environments/delete          KeyList → 204                         (operators)
     GET    /environments/free                                → Free
 
