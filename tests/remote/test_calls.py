@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -11,8 +13,11 @@ import pytest
 
 import serverless_gpu
 from serverless_gpu import distributed
-from serverless_gpu.errors import RankCrashed, RunCancelled
-from tests.local.observe import wait_for
+from serverless_gpu.client.remote.profile import find_profile
+from serverless_gpu.errors import InvalidValue, RankCrashed, RunCancelled, UntrustedResult
+from serverless_gpu.wire.connection import Connection
+from serverless_gpu.wire.principals import PrincipalRequest, TokenMade
+from tests.local.observe import run_script, wait_for
 from tests.remote.server_process import ServerProcess
 
 
@@ -101,3 +106,60 @@ def test_F22_a_call_survives_the_kill_of_the_server(
     assert began(tmp_path) == mark, "user code ran once"
     out = capsys.readouterr().out.splitlines()
     assert out == [f"[rank 0] line {number}" for number in range(len(out))] and len(out) > 3
+
+
+def test_many_runs_wait_their_turn_and_come_as_they_end(served: Path) -> None:
+    @distributed(gpus=4, gpu_type="H100", remote=True, quiet=True)
+    def square(number: int) -> int:
+        return number * number
+
+    runs = square.map(range(6))
+    assert sorted(run.result(3) for run in serverless_gpu.as_completed(runs, timeout=60)) == [0, 1, 4, 9, 16, 25]
+
+
+def test_a_cell_goes_through_the_server(served: Path, tmp_path: Path) -> None:
+    program = tmp_path / "cell.py"
+    program.write_text(CELL)
+    done = run_script(program)
+    assert done.returncode == 0, done.stderr
+    assert "[rank 0] in the cell 0" in done.stdout and "values [5, 6]" in done.stdout
+
+
+CELL = """
+from IPython.core.interactiveshell import InteractiveShell
+
+shell = InteractiveShell.instance()
+shell.run_cell("%load_ext serverless_gpu")
+shell.run_cell("y = 5")
+line = "%%distributed --gpus 2 --gpu-type H100 --remote --quiet"
+print("values", shell.run_cell(line + "\\nprint('in the cell', rank)\\ny + rank").result)
+"""
+
+
+def test_another_principal_sees_no_run_that_is_not_theirs_and_their_results_are_not_loaded(
+    served: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile = find_profile(served, {})
+    with contextlib.closing(Connection(profile.url, profile.token)) as admin:
+        made = admin.ask("POST", "/users", PrincipalRequest(name="bob"), answer=TokenMade)
+    mine = answer.submit()
+    assert mine.results() == [42]
+    with monkeypatch.context() as as_bob:
+        as_bob.setenv("SERVERLESS_GPU_SERVER", profile.url)
+        as_bob.setenv("SERVERLESS_GPU_TOKEN", made.secret)
+        shutil.rmtree(served / "remote" / mine.id)
+        shutil.rmtree(served / "runs" / mine.id)
+        with pytest.raises(InvalidValue, match="there is no run"):
+            serverless_gpu.attach(mine.id)
+        theirs = answer.submit()
+        assert theirs.results() == [42]
+    shutil.rmtree(served / "remote" / theirs.id)
+    with pytest.raises(UntrustedResult, match="bob's"):
+        serverless_gpu.attach(theirs.id).results()
+    assert serverless_gpu.attach(theirs.id, allow_pickle_from=["bob"]).results() == [42]
+
+
+@distributed(gpus=1, gpu_type="H100", remote=True, quiet=True, env="live")
+def answer() -> int:
+    """Return a number."""
+    return 42

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -402,6 +402,19 @@ def test_a_handle_that_is_given_up_leaves_the_run_alone(fake: FakeServer) -> Non
 def test_sessions_are_of_this_machine(fake: FakeServer) -> None:
     with pytest.raises(UsageError, match="a session holds devices of this machine"):
         serverless_gpu.session(gpus=1, gpu_type="H100", remote=True)  # type: ignore[call-arg]  # an option of `distributed`
+
+
+def test_a_function_of_the_server_is_not_called_in_a_session(own_session: serverless_gpu.Session) -> None:
+    with pytest.raises(UsageError, match="train has remote=True, and session"):
+        own_session.distributed(train, 0.1)
+
+
+@pytest.fixture
+def own_session(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[serverless_gpu.Session]:
+    """Yield a session of this machine."""
+    monkeypatch.setenv("SERVERLESS_GPU_FAKE", "H100:1")
+    with serverless_gpu.session(gpus=1, gpu_type="H100", quiet=True) as session:
+        yield session
 
 
 def test_without_a_server_it_says_how_to_get_one(home: Path) -> None:
