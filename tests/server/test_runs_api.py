@@ -20,9 +20,11 @@ from serverless_gpu.errors import (
 )
 from serverless_gpu.model.attempt import Reason, State
 from serverless_gpu.model.spec import Resources, RunSpec
+from serverless_gpu.server import watching
+from serverless_gpu.server.api import routing
 from serverless_gpu.wire.attempts import Ending, File, LogPiece, Report, ReportAnswer
 from serverless_gpu.wire.connection import Connection
-from serverless_gpu.wire.principals import PrincipalRequest, TeamRequest, TeamView, TokenMade
+from serverless_gpu.wire.principals import PrincipalRequest, TeamRequest, TeamView, TokenMade, TokenView
 from serverless_gpu.wire.runs import (
     AcceptedMessage,
     AttemptList,
@@ -106,7 +108,7 @@ def test_a_run_is_asked_for_watched_and_read_to_its_end(server: Served) -> None:
     connection, node = server.connection(), Played(server)
     asked = request()
     reader = Reader(connection.stream("POST", "/runs", asked, answer=StreamMessage))
-    (first,) = reader.until(AcceptedMessage)
+    first = reader.until(AcceptedMessage)[0]
     assert isinstance(first, AcceptedMessage)
     assert (first.run.id, first.run.state, first.run.deduplicated) == (asked.id, State.QUEUED, False)
     node.join()
@@ -204,6 +206,20 @@ def test_who_may_see_runs_and_stop_them_is_what_the_role_says(server: Served) ->
     with pytest.raises(IdempotencyConflict):
         submit(eve, run_id=private.id)
     assert len(server.connection().ask("GET", "/runs", answer=RunPage).runs) == 2
+
+
+def test_a_token_that_is_revoked_ends_its_streams(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routing, "CHECKED_S", 0.1)
+    monkeypatch.setattr(watching, "IDLE_S", 0.1)
+    admin = server.connection()
+    made = admin.ask("POST", "/users", PrincipalRequest(name="ann"), answer=TokenMade)
+    ann = server.connection(made.secret)
+    run = submit(ann)
+    reader = Reader(ann.stream("GET", f"/runs/{run.id}/events", answer=StreamMessage))
+    reader.until(StateMessage)
+    admin.ask("DELETE", f"/tokens/{made.token.id}", answer=TokenView)
+    assert not any(isinstance(message, EndedMessage) for message in reader.all())
+    assert admin.ask("GET", f"/runs/{run.id}", answer=RunView).state is State.QUEUED
 
 
 def test_runs_are_listed_in_pages_and_by_what_they_are(server: Served) -> None:

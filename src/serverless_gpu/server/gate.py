@@ -139,6 +139,7 @@ class Gate:
         if route is None:
             raise WrongMethod(f"{scope['method'][:20]} is not possible here", hint=f"possible: {', '.join(routes)}")
         call = Call(self._services, route, who, self._reach_of(who, route, scope["path"]))
+        call.again = lambda: self._reach_of(self._authenticate(token), route, scope["path"])
         _check_body(request, route)
         return call
 

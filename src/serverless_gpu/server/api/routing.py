@@ -55,12 +55,13 @@ from serverless_gpu.server.services import Services
 from serverless_gpu.wire.base import BODY_BYTES_MAX
 
 T = TypeVar("T")
-_log = logging.getLogger(__name__)
 _logger = logging.getLogger(__name__)
 CALL = "sgpu.call"
 """Key of the ASGI scope under which the gate leaves the `Call`."""
 JSON = "application/json"
 BYTES = "application/octet-stream"
+CHECKED_S = 10.0
+"""Whoever reads a stream is let in anew this often."""
 EVENTS = "text/event-stream"
 
 
@@ -103,6 +104,7 @@ class Call:
     Attributes:
         who: whose token it is.
         reach: how far `who` may reach on the route's resource: "none", "own", "team", "all".
+        again: raises `NotAuthenticated` or `NotAllowed` once that is not so any more; called in a thread.
     """
 
     def __init__(self, services: Services, route: Route, who: Caller, reach: str) -> None:
@@ -111,6 +113,7 @@ class Call:
         self.who = who
         self.reach = reach
         self.headers: typing.Mapping[str, str] = {}
+        self.again: Callable[[], object] = lambda: None
 
     async def in_thread(self, work: Callable[[], T]) -> T:
         """Return what blocking work returns, from a thread: for async routes."""
@@ -145,25 +148,32 @@ class Stream(Generic[T]):
     """An answer of server-sent events, one JSON object each; ends when `source` does.
 
     `source` yields messages, and None when there was nothing to say for a while. It ends by itself soon after the hub
-    was closed. It is pulled at the reader's pace, and closed when the reader is gone.
+    was closed. It is pulled at the reader's pace, and closed when the reader is gone or not let in any more: a token
+    that is revoked ends its streams within some seconds.
     """
 
     def __init__(self, source: AsyncIterator[T | None]) -> None:
         self._source = source
 
-    def response(self) -> Response:
+    def response(self, call: Call) -> Response:
         """Return it as ASGI can send it."""
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        return StreamingResponse(self._lines(), media_type=EVENTS, headers=headers)
+        return StreamingResponse(self._lines(call), media_type=EVENTS, headers=headers)
 
-    async def _lines(self) -> AsyncIterator[bytes]:
+    async def _lines(self, call: Call) -> AsyncIterator[bytes]:
         yield b":\n\n"  # the headers go out now, also when there is nothing to say yet
+        clock = call.services.clock
+        checked_ns = clock.boottime_ns()
         try:
             async for message in self._source:
+                if clock.boottime_ns() - checked_ns > CHECKED_S * 1e9:
+                    await call.in_thread(call.again)
+                    checked_ns = clock.boottime_ns()
                 yield b":\n\n" if message is None else b"data: " + msgspec.json.encode(message) + b"\n\n"
         except ServerProblem as error:
-            # The database is away: the status has been sent, so the line ends, and the reader comes again.
-            _log.warning("a stream ends: %s", error.message)
+            # Not let in any more, or the database is away: the status has been sent, so the line ends, and the reader
+            # comes again and is told.
+            _logger.warning("a stream ends: %s", error.message)
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -212,8 +222,8 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         if self.body is not None:
             arguments["body"] = await self._read_body(request)
         if inspect.iscoroutinefunction(self.handler):
-            return _response(await self.handler(call, **arguments))
-        return _response(await to_thread.run_sync(lambda: self.handler(call, **arguments)))
+            return _response(call, await self.handler(call, **arguments))
+        return _response(call, await to_thread.run_sync(lambda: self.handler(call, **arguments)))
 
     async def _read_body(self, request: HttpRequest) -> object:
         if self.body is Incoming:
@@ -310,11 +320,11 @@ def _part(value: object, kind: type, name: str) -> object:
     return int(text)
 
 
-def _response(answer: object) -> Response:
+def _response(call: Call, answer: object) -> Response:
     if isinstance(answer, Response):
         return answer
     if isinstance(answer, Stream):
-        return answer.response()
+        return answer.response(call)
     if answer is None:
         return Response(status_code=204)
     return Response(msgspec.json.encode(answer), media_type=JSON)
