@@ -44,7 +44,7 @@ def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     try:
         yield directory
     finally:
-        if (directory / "agent.log").exists():
+        if (directory / "agent.log").exists() or (directory / "uplink.log").exists():
             # Loaded late: most tests have no agent and need not load the package's doors.
             importlib.import_module("serverless_gpu.testing").stop_agent(directory)
         shutil.rmtree(directory, ignore_errors=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from serverless_gpu.ambient import SystemClock
 from serverless_gpu.model.attempt import Reason, State
 from serverless_gpu.node.history import read_ending
 from serverless_gpu.node.home import Home
@@ -163,6 +164,25 @@ def test_F18_also_with_the_uplink_killed(node: Node, where: str) -> None:
     node.restart()
     attempt.settled()
     assert attempt.reason is Reason.NODE_PARTITIONED and attempt.ending is not None and attempt.ending.began
+
+
+def test_F18_a_node_that_stood_still_for_longer_than_the_grace_stops_its_ranks_when_it_goes_on(
+    node: Node, where: str
+) -> None:
+    attempt = node.run(talk, where, partition_grace_s=3.0).running()
+    rank, _ = announced(Path(where), "rank0")
+    still = (node.uplink(), supervisor(node.home.root, attempt.start.run_id))
+    for process in still:
+        process.send(signal.SIGSTOP)
+    over_ns = SystemClock().boottime_ns() + 4 * 10**9
+    wait_for(lambda: SystemClock().boottime_ns() > over_ns, "the grace is over")
+    attempt.stale = True
+    for process in still:
+        process.send(signal.SIGCONT)
+    rank.wait_gone()
+    wait_for(lambda: node.standing(attempt) == "stale", "it is told that the attempt is over")
+    stopped = wait_for(lambda: read_ending(node.directory(attempt)), "it has ended")
+    assert stopped is not None and stopped.state is not State.SUCCEEDED and attempt.ending is None
 
 
 def test_a_server_that_comes_back_on_another_port_is_found(node: Node, where: str) -> None:
