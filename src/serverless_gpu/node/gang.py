@@ -173,7 +173,7 @@ class Gang:
                 "op": "go",
                 "directory": self.launch.directory,
                 "world_size": self.processes,
-                "command": None if self._command is None else list(self._command.argv),
+                "command": None if self._command is None else self._argv(self._command),
                 "result_bytes_max": RESULT_BYTES_MAX,
                 "umask": context.umask,
                 "descriptors_max": context.descriptors_max,
@@ -293,6 +293,12 @@ class Gang:
             caller["PATH"] = _path_with(caller.get("PATH", os.defpath), original(self.context.python))
         presets = NODE_COMMAND_PRESETS if per_node else {}
         return {**default_variables(devices), **presets, **caller, **variables}
+
+    def _argv(self, command: Command) -> list[str]:
+        """Return the program; the caller's interpreter is that of a restored environment, where there is one."""
+        program, *arguments = command.argv
+        is_callers = program == original(self.launch.context.python)
+        return [original(self.context.python) if is_callers else program, *arguments]
 
     def _threads(self) -> int:
         launch = self.launch

@@ -44,8 +44,9 @@ _RANKS_ALL = "all"
 def submit(program: str, arguments: Sequence[str], local: bool, detach: bool, **options: Any) -> None:
     """Run a Python script (PROGRAM ends in .py) or any program, and show what it writes until it ends.
 
-    Everything after PROGRAM goes to it. Exit codes: 0 it succeeded; the program's own where that ended the run; 124 its
-    time was up, 130 it was cancelled, 137 a signal or memory ended a rank, 75 the run or its node was lost, 1 all else.
+    Everything after PROGRAM goes to it, a first -- aside. Exit codes: 0 it succeeded; the program's own where that
+    ended the run; 124 its time was up, 130 it was cancelled, 137 a signal or memory ended a rank, 75 the run or its
+    node was lost, 1 all else.
     """
     spec = _spec(program, arguments, remote=not local, options=options)
     if detach:
@@ -60,6 +61,7 @@ def submit(program: str, arguments: Sequence[str], local: bool, detach: bool, **
 
 def _spec(program: str, arguments: Sequence[str], *, remote: bool, options: Mapping[str, Any]) -> RunSpec:
     is_script = program.endswith(".py")
+    arguments = arguments[1:] if arguments[:1] == ("--",) else arguments
     if is_script and not Path(program).is_file():
         raise click.UsageError(f"there is no file {program!r}")
     argv = (sys.executable, program, *arguments) if is_script else (program, *arguments)
