@@ -241,7 +241,7 @@ def test_the_doctor_starts_no_agent_and_leaves_nothing(own: Path) -> None:
     assert outcomes(found, "agent") == ["ok"]
     assert found["agent"][0]["sentence"] == "none is running; the next run starts one"
     assert agent_status(own) is None
-    assert sorted(os.listdir(own)) == ["locks", "runs"]
+    assert sorted(os.listdir(own)) == ["checkpoints", "locks", "runs"]
     assert processes_of(own) == []
 
 

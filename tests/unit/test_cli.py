@@ -138,9 +138,9 @@ def test_an_empty_name_means_no_run(runs: Path) -> None:
 
 def test_the_list(runs: Path) -> None:
     head, row = sgpu("runs").output.splitlines()
-    assert head.split() == ["RUN", "NAME", "STATE", "STARTED", "TOOK", "DEVICES", "USED"]
+    assert head.split() == ["RUN", "NAME", "STATE", "STARTED", "TOOK", "DEVICES", "WHERE", "USED"]
     assert row.startswith(f"{FIRST}  train  FAILED  2026-11-")
-    assert row.endswith("  2.5 s  2 H100 (fake)  5.0 GPU-seconds, 0.0042 USD")
+    assert row.endswith("  2.5 s  2 H100 (fake)  here   5.0 GPU-seconds, 0.0042 USD")
 
 
 def test_the_list_can_be_shortened(runs: Path) -> None:

@@ -37,30 +37,36 @@ def queued_runs(home: Home) -> tuple[str, ...]:
     return ()
 
 
-def choose(home: Home, wanted: str | None) -> str:
+def choose(home: Home, wanted: str | None, ids: Sequence[str] | None = None) -> str:
     """Return the identifier of the run that is meant.
 
     Args:
         home: where its directory lies.
         wanted: what was typed; None for the latest run.
+        ids: the runs there are, newest first; None for those of the home.
 
     Raises:
         InvalidValue: no run is meant, or several.
     """
-    ids = run_ids(home.runs)
+    ids = run_ids(home.runs) if ids is None else ids
     if wanted is None:
         if not ids:
             raise InvalidValue(f"there are no runs in {home.runs}")
         return ids[0]
-    text = wanted.strip().lower()
-    if text in ids:
-        return text
-    found = [run_id for run_id in ids if text and (run_id.startswith(text) or run_id.endswith(text))]
+    found = meant(ids, wanted)
     if len(found) == 1:
         return found[0]
     if found:
         raise InvalidValue(f"{wanted!r} means {len(found)} runs: {_listed(found)}", hint="type more of the identifier")
-    raise InvalidValue(f"there is no run {wanted!r} in {home.runs}", hint=_near(text, ids))
+    raise InvalidValue(f"there is no run {wanted!r} in {home.runs}", hint=_near(wanted.strip().lower(), ids))
+
+
+def meant(ids: Sequence[str], wanted: str) -> list[str]:
+    """Return the runs that what was typed may mean: the one with this identifier, or all that begin or end so."""
+    text = wanted.strip().lower()
+    if text in ids:
+        return [text]
+    return [run_id for run_id in ids if text and (run_id.startswith(text) or run_id.endswith(text))]
 
 
 def _near(text: str, ids: Sequence[str]) -> str:

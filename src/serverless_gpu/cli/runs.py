@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import sys
 from itertools import islice
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 import msgspec
 
 from serverless_gpu.ambient import SystemClock, format_moment, format_utc
-from serverless_gpu.cli.choosing import choose, queued_runs, this_home
+from serverless_gpu.cli.choosing import queued_runs, this_home
 from serverless_gpu.cli.columns import columns
+from serverless_gpu.cli.locating import PAGE, locate, own_runs, server_runs
 from serverless_gpu.cli.output import print_json
+from serverless_gpu.cli.server import runs as remote
 from serverless_gpu.client.attaching import attach
 from serverless_gpu.client.outcome import ending_text
+from serverless_gpu.client.run import Run
 from serverless_gpu.client.terminal import safe
-from serverless_gpu.model.attempt import State
+from serverless_gpu.errors import ServerlessGpuError
+from serverless_gpu.model.attempt import TERMINAL, State
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.history import (
     FUNCTION,
@@ -30,6 +35,9 @@ from serverless_gpu.node.history import (
 from serverless_gpu.node.home import Home
 from serverless_gpu.units import format_bytes, format_duration_ms
 
+if TYPE_CHECKING:
+    from serverless_gpu.wire.runs import RunView
+
 _STATES = [*(state.value for state in State), NOT_STARTED, UNREADABLE]
 _NAME_CHARACTERS_MAX = 32
 _FILES_MAX = 200
@@ -41,24 +49,26 @@ _FILES_MAX = 200
 @click.option("--size", is_flag=True, help="Also show how much room each takes on disk.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, one object per run.")
 def runs(limit: int, state: str | None, size: bool, as_json: bool) -> None:
-    """List the runs of this home, newest first."""
+    """List runs, newest first: those of this home, and those of the server if there is one."""
     home = this_home()
     queued = queued_runs(home)
-    records = (read_run(home.runs, run_id, queued) for run_id in run_ids(home.runs))
-    chosen = list(islice((record for record in records if state in (None, record.state)), limit))
+    records = (read_run(home.runs, run_id, queued) for run_id in own_runs(home))
+    own = list(islice((record for record in records if state in (None, record.state)), limit))
+    asked = "" if state in (NOT_STARTED, UNREADABLE) else state or ""
+    views = server_runs(home, limit=limit, state=asked) if asked or state is None else ()
     if as_json:
-        print_json([_as_json(home, record, size=size) for record in chosen])
+        found = [_as_json(home, record, size=size) for record in own] + [remote.as_json(view) for view in views]
+        print_json(sorted(found, key=lambda run: str(run["id"]), reverse=True)[:limit])
         return
-    if not chosen:
+    if not own and not views:
         click.echo(f"no runs in {home.runs}" + (f" are {state}" if state else ""))
         return
-    head = ["RUN", "NAME", "STATE", "STARTED", "TOOK", "DEVICES", "USED"]
-    rows = [_row(record) for record in chosen]
+    head = ["RUN", "NAME", "STATE", "STARTED", "TOOK", "DEVICES", "WHERE", "USED"]
+    rows = [[*_row(record, home, size=size)] for record in own]
+    rows += [[*remote.row(view), *(["-"] if size else []), "-"] for view in views]
     if size:
         head.insert(-1, "SIZE")
-        for row, record in zip(rows, chosen, strict=True):
-            row.insert(-1, format_bytes(size_on_disk(home.runs / record.run_id)))
-    for line in columns([head, *rows]):
+    for line in columns([head, *sorted(rows, reverse=True)[:limit]]):
         click.echo(safe(line, tty=sys.stdout.isatty()))
 
 
@@ -71,11 +81,23 @@ def show(run: str | None, as_json: bool) -> None:
     RUN is an identifier, or any beginning or end of one that no other run has; without it, the latest run.
     """
     home = this_home()
-    record = read_run(home.runs, choose(home, run), queued_runs(home))
+    found = locate(home, run)
+    if found.view is not None:
+        _show_remote(found.view, as_json=as_json)
+        return
+    record = read_run(home.runs, found.run_id, queued_runs(home))
     if as_json:
         print_json(_as_json(home, record, size=True) | _details(record))
         return
     for line in _story(home, record).splitlines():
+        click.echo(safe(line, tty=sys.stdout.isatty()))
+
+
+def _show_remote(view: RunView, *, as_json: bool) -> None:
+    if as_json:
+        print_json(remote.details(view))
+        return
+    for line in remote.story(view):
         click.echo(safe(line, tty=sys.stdout.isatty()))
 
 
@@ -88,12 +110,10 @@ def cancel(run: str | None) -> None:
     """
     home = this_home()
     if run is None:
-        live = [record for run_id in run_ids(home.runs) if (record := read_run(home.runs, run_id)).live]
-        for line in columns([_row(record)[:4] for record in live]):
-            click.echo(safe(line, tty=sys.stdout.isatty()), err=True)
-        raise click.UsageError("which run? " + ("These are running." if live else "None is running."))
-    wanted = choose(home, run)
-    inside = [attach(run_id) for run_id in _runs_of(home, wanted)]
+        _refuse_unnamed(home)
+    found = locate(home, run)
+    wanted = found.run_id
+    inside = [] if found.view is not None else [attach(run_id) for run_id in _runs_of(home, wanted)]
     for handle in inside:
         handle.cancel()
     for handle in inside:
@@ -102,7 +122,24 @@ def cancel(run: str | None) -> None:
     handle = attach(wanted)
     handle.cancel()
     handle.wait()
-    click.echo(f"{handle.status()}: {handle.receipt().gate}")
+    click.echo(f"{handle.status()}: {_gate(handle)}")
+
+
+def _refuse_unnamed(home: Home) -> NoReturn:
+    """Raise after listing what could be meant."""
+    live = [_row(record, home)[:4] for run_id in own_runs(home) if (record := read_run(home.runs, run_id)).live]
+    live += [remote.row(view)[:4] for view in server_runs(home, limit=PAGE) if view.state not in TERMINAL]
+    for line in columns(live):
+        click.echo(safe(line, tty=sys.stdout.isatty()), err=True)
+    raise click.UsageError("which run? " + ("These are running." if live else "None is running."))
+
+
+def _gate(handle: Run[object]) -> str:
+    """Return what is known of the devices; a run that never had any has no receipt."""
+    try:
+        return handle.receipt().gate
+    except ServerlessGpuError:
+        return "it had no devices"
 
 
 def _runs_of(home: Home, session: str) -> list[str]:
@@ -120,7 +157,7 @@ def name_of(record: Record) -> str:
     return record.spec.name if record.spec is not None else ""
 
 
-def _row(record: Record) -> list[str]:
+def _row(record: Record, home: Home, *, size: bool = False) -> list[str]:
     name = name_of(record) or "-"
     if len(name) > _NAME_CHARACTERS_MAX:
         name = name[: _NAME_CHARACTERS_MAX - 1] + "…"
@@ -131,6 +168,8 @@ def _row(record: Record) -> list[str]:
         format_moment(record.began_ns or record.created_ns),
         _took_text(record),
         _devices_text(record),
+        "here",
+        *([format_bytes(size_on_disk(home.runs / record.run_id))] if size else []),
         "-" if record.receipt is None else record.receipt.used_text(),
     ]
 

@@ -1,0 +1,88 @@
+"""Where the run is that a person means: on this machine, or with the server.
+
+A run of local mode has its directory here and nothing anywhere else. A run of a server is the server's, also when this
+machine is the node that it ran on and has a directory of it. Without a server everything is here; with one that does
+not answer, commands say so and go on with what is here.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, NamedTuple
+
+import click
+
+from serverless_gpu.cli.choosing import choose, meant
+from serverless_gpu.cli.server.reaching import connect
+from serverless_gpu.client.remote.profile import find_profile
+from serverless_gpu.errors import InvalidValue, ServerNotConfigured, ServerProblem
+from serverless_gpu.loading import load
+from serverless_gpu.node.history import run_ids
+from serverless_gpu.node.home import Home
+from serverless_gpu.node.remote import FILE
+
+if TYPE_CHECKING:
+    from serverless_gpu.wire.runs import RunView
+
+PAGE = 500
+
+
+class Located(NamedTuple):
+    """A run: its identifier, and what the server says of it; None for a run of this machine alone."""
+
+    run_id: str
+    view: RunView | None
+
+
+def own_runs(home: Home) -> list[str]:
+    """Return the runs that have to do with no server, newest first."""
+    return [run_id for run_id in run_ids(home.runs) if not any((home.runs / run_id).glob(f"*/{FILE}"))]
+
+
+def server_runs(home: Home, *, limit: int, state: str = "") -> tuple[RunView, ...]:
+    """Return the server's latest runs; none, and a line on stderr, when it cannot be asked.
+
+    Args:
+        home: says which server.
+        limit: how many at most.
+        state: only those in it; "" for all.
+    """
+    try:
+        return _listed(home, limit=limit, state=state)
+    except ServerNotConfigured:
+        return ()
+    except ServerProblem as error:
+        click.echo(f"sgpu: {error.message}; this is what is here", err=True)
+        return ()
+
+
+def locate(home: Home, wanted: str | None) -> Located:
+    """Return the run that is meant, as `choosing.choose` reads it.
+
+    Args:
+        home: where runs of this machine lie, and which server there is.
+        wanted: what was typed; None for the latest run.
+
+    Raises:
+        InvalidValue: no run is meant, or several.
+    """
+    own = own_runs(home)
+    if wanted is not None and len(meant(own, wanted)) == 1:
+        return Located(meant(own, wanted)[0], None)
+    views = {view.id: view for view in server_runs(home, limit=PAGE)}
+    ids = sorted({*own, *views}, reverse=True)
+    if wanted is None and not ids:
+        raise InvalidValue(f"there are no runs in {home.runs}, and none of a server")
+    run_id = choose(home, wanted, ids)
+    return Located(run_id, views.get(run_id))
+
+
+def _listed(home: Home, *, limit: int, state: str) -> tuple[RunView, ...]:
+    connection = connect(find_profile(home.root, os.environ))
+    try:
+        query = {"limit": str(min(limit, PAGE))} | ({"state": state} if state else {})
+        page = connection.ask("GET", "/runs", answer=load("serverless_gpu.wire.runs").RunPage, query=query)
+        runs: tuple[RunView, ...] = page.runs
+        return runs
+    finally:
+        connection.close()

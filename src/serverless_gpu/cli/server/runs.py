@@ -1,0 +1,151 @@
+"""Runs of a server, as commands show them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from serverless_gpu.ambient import SystemClock, format_moment, format_utc
+from serverless_gpu.cli.columns import columns
+from serverless_gpu.cli.server.reaching import server
+from serverless_gpu.client.attaching import attach
+from serverless_gpu.client.outcome import ending_text
+from serverless_gpu.errors import NotFound
+from serverless_gpu.loading import load
+from serverless_gpu.model.attempt import TERMINAL, State
+from serverless_gpu.model.hardware import CPU
+from serverless_gpu.model.ledger import Receipt
+from serverless_gpu.model.spec import Command
+from serverless_gpu.node.history import read_ending
+from serverless_gpu.units import format_bytes, format_duration_ms
+
+if TYPE_CHECKING:
+    from serverless_gpu.wire.runs import AttemptList, FileList, RunView
+
+_FILES_MAX = 200
+_ENDING_S = 10.0
+
+
+def row(view: RunView) -> list[str]:
+    """Return the cells of one line: run, name, state, started, took, devices, whose and where."""
+    return [
+        view.id,
+        view.name or "-",
+        view.state.value,
+        format_moment(view.started_ns or view.created_ns),
+        "-" if view.started_ns is None else format_duration_ms(_took_ms(view)),
+        devices_text(view),
+        _where(view),
+    ]
+
+
+def devices_text(view: RunView) -> str:
+    """Return what a run has, or asks for."""
+    count = view.world_size or view.spec.resources.gpus
+    kind = view.gpu_type or view.spec.resources.gpu_type or "GPU"
+    noun = "CPU slot" if kind == CPU else kind
+    return f"{count or 'all'} {noun}" + ("s" if kind == CPU and count != 1 else "")
+
+
+def as_json(view: RunView) -> dict[str, object]:
+    """Return a run for machines, with the names that local runs have."""
+    return {
+        "id": view.id,
+        "kind": "command" if isinstance(view.spec.payload, Command) else "function",
+        "name": view.name,
+        "state": view.state.value,
+        "reason": None if view.reason is None else view.reason.value,
+        "live": view.state not in TERMINAL,
+        "created": format_utc(view.created_ns),
+        "started": None if view.started_ns is None else format_utc(view.started_ns),
+        "ended": None if view.ended_ns is None else format_utc(view.ended_ns),
+        "took_ms": None if view.started_ns is None else _took_ms(view),
+        "ranks": view.world_size,
+        "gpu_type": view.gpu_type or None,
+        "owner": view.owner,
+        "team": view.team,
+        "pool": view.pool,
+        "node": view.node,
+        "attempt": view.fence,
+        "sentence": view.sentence,
+        "server": True,
+    }
+
+
+def details(view: RunView) -> dict[str, object]:
+    """Return everything about a run, for machines."""
+    files, attempts = _asked(view)
+    return as_json(view) | {
+        "spec": view.spec,
+        "attempts": attempts.attempts,
+        "files": [{"name": file.name, "size_bytes": file.size} for file in files.files],
+        "receipt": _receipt(view),
+        "failure": failure_text(view),
+    }
+
+
+def story(view: RunView) -> Iterator[str]:
+    """Yield the lines that tell everything about a run."""
+    files, attempts = _asked(view)
+    reason = "" if view.reason is None else view.reason.value
+    yield " · ".join(part for part in (f"run {view.id}", view.name, view.state.value, reason) if part)
+    if view.sentence:
+        yield view.sentence
+    yield f"asked for: {devices_text(view)}, by {view.owner}" + (f" for {view.team}" if view.team else "")
+    started = view.started_ns or view.created_ns
+    took = "" if view.started_ns is None else f" · took {format_duration_ms(_took_ms(view))}"
+    yield f"{'submitted' if view.started_ns is None else 'started'}: {format_moment(started)}{took}"
+    if len(attempts.attempts) > 1:
+        for each in attempts.attempts:
+            why = "" if each.reason is None else f" · {each.reason.value}"
+            yield f"attempt {each.fence}: {each.state.value}{why} on {each.node}"
+    failure = failure_text(view)
+    if failure:
+        yield from ("", *failure.splitlines())
+    receipt = _receipt(view)
+    if receipt is not None:
+        yield from ("", "receipt:", *(f"  {line}" for line in receipt.text().splitlines()[1:]))
+    yield from ("", f"files on the server: {format_bytes(sum(file.size for file in files.files))}")
+    yield from (f"  {line}" for line in columns([[format_bytes(f.size), f.name] for f in files.files[:_FILES_MAX]]))
+    if len(files.files) > _FILES_MAX:
+        yield f"  and {len(files.files) - _FILES_MAX} more"
+
+
+def failure_text(view: RunView) -> str:
+    """Return how a run failed, for reading; "" for one that goes on or did not fail. Nothing is unpickled."""
+    if view.state not in TERMINAL or view.state is State.SUCCEEDED or not view.fence:
+        return ""
+    run = attach(view.id)
+    run.wait(_ENDING_S)  # it has ended: what is waited for is the last message of its stream, with its files
+    stopped = read_ending(run.directory)
+    return "" if stopped is None else ending_text(stopped, run.directory, run.id, view.spec.timeout_s)
+
+
+def _receipt(view: RunView) -> Receipt | None:
+    with server() as connection:
+        try:
+            return connection.ask("GET", f"/runs/{view.id}/receipt", answer=Receipt)
+        except NotFound:
+            return None
+
+
+def _asked(view: RunView) -> tuple[FileList, AttemptList]:
+    wire = load("serverless_gpu.wire.runs")
+    with server() as connection:
+        files: FileList = (
+            connection.ask("GET", f"/runs/{view.id}/files", answer=wire.FileList)
+            if view.fence
+            else wire.FileList(fence=0, files=())
+        )
+        attempts: AttemptList = connection.ask("GET", f"/runs/{view.id}/attempts", answer=wire.AttemptList)
+    return files, attempts
+
+
+def _took_ms(view: RunView) -> int:
+    ended_ns = view.ended_ns or SystemClock().wall_ns()
+    return max(0, ended_ns - (view.started_ns or ended_ns)) // 1_000_000
+
+
+def _where(view: RunView) -> str:
+    place = view.node or ("waits" if view.state is State.QUEUED else "server")
+    return f"{place}, {view.owner}"
