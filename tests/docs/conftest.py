@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.testing import stop_agent
+from tests.remote.server_process import ServerProcess
 
 
 @pytest.fixture(scope="session")
@@ -26,3 +28,14 @@ def reader() -> Iterator[dict[str, str]]:
     finally:
         stop_agent(directory)
         shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def server(reader: dict[str, str]) -> Iterator[dict[str, str]]:
+    """Yield the environment of a reader in whose home a server runs."""
+    process = ServerProcess(Path(reader["SERVERLESS_GPU_HOME"]))
+    process.start()
+    try:
+        yield reader
+    finally:
+        process.kill(signal.SIGTERM)

@@ -10,6 +10,7 @@ A comment right above a block says how it differs from "put it into a file and r
     <!-- test: continues -->                        goes on where the block before it ended
     <!-- test: named train.py -->                   the file's name, so that later blocks can import it
     <!-- test: alone -->                            run as rank 0 of 1, with the variables torchrun would set
+    <!-- test: server -->                           run with `sgpu up` running in the reader's home
     <!-- test: fake H100:8 -->                      run with these declared GPUs
     <!-- test: raises CollectiveHang -->            ends with this exception
 
@@ -35,7 +36,7 @@ _DIRECTIVE = re.compile(r"^<!-- *test\b", re.MULTILINE)
 _INDENTED = re.compile(r"^ +```(?:i?python|console)", re.MULTILINE)
 _PROMPT = re.compile(r"^\$ (.+)$", re.MULTILINE)
 _VALUES = ("named", "fake", "raises")
-_FLAGS = ("heavy", "continues", "alone")
+_FLAGS = ("heavy", "continues", "alone", "server")
 
 
 class DirectiveError(Exception):
@@ -56,6 +57,7 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
         raises: the exception it ends with, "" when it ends well.
         heavy: whether it needs the extra `examples`.
         alone: whether it runs as rank 0 of 1.
+        server: whether a server runs in the reader's home.
     """
 
     page: str
@@ -68,6 +70,7 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
     raises: str = ""
     heavy: bool = False
     alone: bool = False
+    server: bool = False
 
     @property
     def text(self) -> str:

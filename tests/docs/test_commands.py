@@ -56,6 +56,8 @@ def _wrong_sgpu(command: click.Command, arguments: list[str]) -> str:
             return f"{command.name} has no command {word}" if found is None else _wrong_sgpu(found, list(words))
         else:
             places -= 1
+            if not command.context_settings.get("allow_interspersed_args", True):
+                break  # what follows is another program's
     return f"{command.name} does not take so many arguments" if places < 0 else ""
 
 
@@ -68,6 +70,8 @@ def _wrong_sgpu(command: click.Command, arguments: list[str]) -> str:
         ("sgpu start", "sgpu has no command start"),
         ("sgpu status --verbose", "status has no option --verbose"),
         ("sgpu cancel 1 2", "cancel does not take so many arguments"),
+        ("sgpu submit --gpus 8 train.py --lr 3e-4", ""),
+        ("sgpu submit --lr 3e-4 train.py", "submit has no option --lr"),
         ("make tea", "make has no target tea"),
         ("make demo", ""),
         ("python examples/gone.py", "there is no examples/gone.py"),

@@ -37,7 +37,11 @@ def _cases() -> list[object]:
 
 
 @pytest.mark.parametrize("script", _cases())
-def test_the_code_of_the_pages_runs(script: Script, reader: dict[str, str], tmp_path: Path) -> None:
+def test_the_code_of_the_pages_runs(
+    script: Script, reader: dict[str, str], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if script.server:
+        reader = request.getfixturevalue("server")
     for other in SCRIPTS:
         if other.page == script.page and other.name:
             (tmp_path / other.name).write_text(other.text, encoding="utf-8")
