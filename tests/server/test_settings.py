@@ -16,6 +16,7 @@ def test_without_anything_said_it_is_sqlite_on_loopback(tmp_path: Path) -> None:
     assert (settings.host, settings.port, settings.hosts) == ("127.0.0.1", None, ())
     assert settings.store_place == f"{tmp_path}/server/store"
     assert (settings.partition_grace_s, settings.soft_expiry_s, settings.heartbeat_s) == (900, 60, 5)
+    assert (settings.retention_s, settings.logs_bytes_max) == (30 * 86_400, 100 << 30)
 
 
 def test_options_win_over_the_file(tmp_path: Path) -> None:
@@ -34,6 +35,8 @@ def test_options_win_over_the_file(tmp_path: Path) -> None:
         ("port = 70000", InvalidOption, "65535"),
         ('partition_grace = "1s"', InvalidValue, "partition_grace"),
         ('partition_grace = "soon"', InvalidValue, "partition_grace"),
+        ('retention = "59m"', InvalidValue, "retention"),
+        ("logs_gib = 0", InvalidOption, "logs_gib"),
         ("port =", InvalidValue, "cannot be read"),
     ],
 )

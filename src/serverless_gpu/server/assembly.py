@@ -26,10 +26,11 @@ from serverless_gpu.server.admission import Admission
 from serverless_gpu.server.collecting import Collector
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.first_start import FirstTokens, first_tokens
-from serverless_gpu.server.hub import COLLECTOR, RECONCILER, SCHEDULER, Hub
+from serverless_gpu.server.hub import COLLECTOR, RECONCILER, RETENTION, SCHEDULER, Hub
 from serverless_gpu.server.keys import read_keys
 from serverless_gpu.server.loops import Loop
 from serverless_gpu.server.reconciler import Reconciler
+from serverless_gpu.server.retention import Retention
 from serverless_gpu.server.scheduler import Scheduler
 from serverless_gpu.server.sealing import Sealer
 from serverless_gpu.server.services import Services
@@ -102,6 +103,7 @@ def _looking_after(services: Services, engine: Engine | None) -> Iterator[None]:
         SCHEDULER: Loop("scheduler", scheduler.tick, clock=services.clock),
         RECONCILER: Loop("reconciler", reconciler.tick, clock=services.clock),
         COLLECTOR: Loop("collector", Collector(services).tick, clock=services.clock),
+        RETENTION: Loop("retention", Retention(services).tick, clock=services.clock),
     }
     for key, loop in loops.items():
         services.hub.listen(key, loop.ring)

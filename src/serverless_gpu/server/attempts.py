@@ -198,6 +198,11 @@ def settle(connection: sa.Connection, run_id: str, fence: int, *, receipt: str |
     return connection.execute(attempts.update().where(ended).values(**values)).rowcount == 1
 
 
+def remove(connection: sa.Connection, run_id: str) -> None:
+    """Remove the attempts of a run, of which nothing is left that refers to them."""
+    connection.execute(attempts.delete().where(attempts.c.run_id == run_id))
+
+
 def _is(run_id: str, fence: int) -> sa.ColumnElement[bool]:
     return sa.and_(attempts.c.run_id == run_id, attempts.c.fence == fence)
 

@@ -18,6 +18,8 @@ class Action(StrEnum):
     RUN_CREATE = "run.create"
     RUN_STOP = "run.stop"
     RUN_STALE = "run.stale"
+    RUN_EXPIRE = "run.expire"
+    RUN_LOGS_EXPIRE = "run.logs.expire"
     NODE_JOIN = "node.join"
     NODE_FORGET = "node.forget"
     POOL_PUT = "pool.put"

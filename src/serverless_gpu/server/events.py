@@ -51,6 +51,11 @@ def after(connection: sa.Connection, run_id: str, seq: int, *, limit: int = 1_00
     return [_from_row(row._mapping) for row in rows]
 
 
+def remove(connection: sa.Connection, run_id: str) -> None:
+    """Remove what happened to a run."""
+    connection.execute(events.delete().where(events.c.run_id == run_id))
+
+
 def _from_row(fields: sa.RowMapping) -> StoredEvent:
     reason = fields["reason"]
     return StoredEvent(

@@ -56,5 +56,10 @@ def of_attempt(connection: sa.Connection, run_id: str, fence: int) -> list[Fact]
     return [_decode(text) for text in connection.execute(query).scalars()]
 
 
+def remove(connection: sa.Connection, run_id: str) -> None:
+    """Remove the facts of all attempts of a run."""
+    connection.execute(facts.delete().where(facts.c.run_id == run_id))
+
+
 def _of(run_id: str, fence: int) -> sa.ColumnElement[bool]:
     return sa.and_(facts.c.run_id == run_id, facts.c.fence == fence)

@@ -126,6 +126,11 @@ def parts_in_use(connection: sa.Connection) -> Iterator[str]:
         yield from _decode_parts(text)
 
 
+def remove(connection: sa.Connection, run_id: str) -> None:
+    """Remove what the attempts of a run left behind; parts that nothing refers to any more are collected."""
+    connection.execute(files.delete().where(files.c.run_id == run_id))
+
+
 def _present(connection: sa.Connection, run_id: str, fence: int, names: list[str]) -> Iterator[str]:
     for some in _portions(names):
         query = sa.select(files.c.name).where(_of(run_id, fence), files.c.name.in_(some))

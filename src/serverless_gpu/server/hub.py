@@ -21,6 +21,7 @@ SCHEDULER = "scheduler"
 """Touch it when there may be something to place: the scheduler looks at once."""
 RECONCILER = "reconciler"
 COLLECTOR = "collector"
+RETENTION = "retention"
 _KEYS_MAX = 20_000
 
 

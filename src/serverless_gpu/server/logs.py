@@ -164,6 +164,18 @@ class Logs:
                 self._unsynced.pop(directory, None)
             raise
 
+    def run_sizes(self) -> dict[str, int]:
+        """Return how many bytes there are, by run; looks at every file."""
+        return {
+            entry.name: sum(
+                file.stat(follow_symlinks=False).st_size
+                for attempt in _entries(Path(entry.path))
+                for file in _entries(Path(attempt.path))
+            )
+            for entry in _entries(self._root)
+            if _RUN_ID.fullmatch(entry.name)
+        }
+
     def remove(self, run_id: str) -> None:
         """Remove everything that a run wrote; nothing happens when there is none."""
         directory = self._directory(run_id, 1).parent

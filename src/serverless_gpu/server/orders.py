@@ -74,6 +74,11 @@ def take_starts(connection: sa.Connection, node_id: str, gangs: Sequence[tuple[s
         connection.execute(orders.update().where(untaken).values(taken_ns=at_ns))
 
 
+def remove(connection: sa.Connection, run_id: str) -> None:
+    """Remove the orders about a run."""
+    connection.execute(orders.delete().where(orders.c.run_id == run_id))
+
+
 def _open(connection: sa.Connection, which: sa.ColumnElement[bool]) -> list[StoredOrder]:
     columns = [orders.c[name] for name in StoredOrder.__struct_fields__]
     joined = orders.join(attempts, sa.and_(attempts.c.run_id == orders.c.run_id, attempts.c.fence == orders.c.fence))

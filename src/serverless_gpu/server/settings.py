@@ -7,6 +7,7 @@
     plain_http = true
     hosts = ["gpu.internal"]
     partition_grace = "15m"
+    retention = "30d"
 
 Files of the server lie in `$SERVERLESS_GPU_HOME/server/`:
 
@@ -28,6 +29,9 @@ from serverless_gpu.units import parse_duration_s
 PORT = 7878
 PARTITION_GRACE_MIN_S = 60.0
 DAY_S = 86_400.0
+RETENTION_MIN_S = 3_600.0
+"""Nobody who still asks for a run that ended is told that there was none."""
+RETENTION_MAX_S = 3_650 * DAY_S
 _FILE = "server.toml"
 
 
@@ -42,6 +46,8 @@ class _Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     plain_http: bool = False
     node: bool = True
     partition_grace: str = "15m"
+    retention: str = "30d"
+    logs_gib: Annotated[float, msgspec.Meta(gt=0)] = 100.0
     runs_waiting: Annotated[int, msgspec.Meta(ge=1)] = 20_000
 
 
@@ -63,6 +69,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         heartbeat_s: nodes and attempts are heard of at least this often.
         lease_written_s: how often a lease that is renewed is written down, at most.
         upload_s: how long outputs of an ended attempt may take to arrive.
+        retention_s: runs that ended longer ago lose their rows, output and results.
+        logs_bytes_max: what the output of all runs may take; beyond, that of the oldest goes.
         runs_waiting_max: runs of one principal that may wait at once.
         stopping_s: how long requests may go on when the server is to stop.
     """
@@ -81,6 +89,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     heartbeat_s: float = 5.0
     lease_written_s: float = 15.0
     upload_s: float = 3600.0
+    retention_s: float = 30 * DAY_S
+    logs_bytes_max: int = 100 << 30
     runs_waiting_max: int = 20_000
     stopping_s: float = 5.0
 
@@ -121,6 +131,8 @@ def read_settings(home: Path, options: Mapping[str, object] | None = None) -> Se
         partition_grace_s=_duration(
             "partition_grace", merged.partition_grace, least_s=PARTITION_GRACE_MIN_S, most_s=DAY_S
         ),
+        retention_s=_duration("retention", merged.retention, least_s=RETENTION_MIN_S, most_s=RETENTION_MAX_S),
+        logs_bytes_max=round(merged.logs_gib * 2**30),
         runs_waiting_max=merged.runs_waiting,
     )
 

@@ -29,6 +29,8 @@ _NEEDED = ("fastapi", "uvicorn", "sqlalchemy", "alembic", "cryptography", "httpt
 @click.option("--plain-http", is_flag=True, default=None, help="Listen beyond loopback; something in front speaks TLS.")
 @click.option("--node/--no-node", default=None, help="Whether this machine's devices can be used through it.")
 @click.option("--partition-grace", metavar="DURATION", help="How long a run goes on when its node hears nothing; 15m.")
+@click.option("--retention", metavar="DURATION", help="How long ended runs are kept, with output and results; 30d.")
+@click.option("--logs-gib", type=float, metavar="GIB", help="What the output of all runs may take; 100.")
 def up(hosts: Sequence[str], **options: Any) -> None:
     """Start a server: a queue in front of this machine's GPUs, or a team's.
 

@@ -1,0 +1,121 @@
+"""Retention: runs that ended long ago go, with their rows, their output and their results.
+
+    a while after the start, then every ten minutes:
+        ended longer ago than `retention`  ─▶ rows removed, audit row (one transaction each)  ─▶ output removed
+        output takes more than `logs_gib`  ─▶ audit row  ─▶ output of the oldest removed
+        output of runs that are not there  ─▶ removed
+
+A run goes whole, and only when nothing more will come of it: it is final, and all of its attempts are settled. The
+parts of its results are nobody's then, and are collected (`collecting.py`). A tick does so much and goes on in the
+next one, so that the database has time for others. What ended within the last hour keeps its output however large it
+is: somebody reads it. What runs counts for nothing, so that one that floods does not cost the others theirs.
+
+Failure cases: killed after the transaction and before the output is removed (the next round finds output without a
+run); the database is away (said in the log, and tried again); the clock was set back (ages are negative, nothing goes).
+"""
+
+from __future__ import annotations
+
+import logging
+
+import sqlalchemy as sa
+
+from serverless_gpu.model.retention import HOUR_NS, Entry, Policy, to_delete
+from serverless_gpu.server import attempts, audit, events, facts, files, orders, runs
+from serverless_gpu.server.audit import Action
+from serverless_gpu.server.services import Services
+from serverless_gpu.units import format_bytes
+
+FIRST_S = 300.0
+"""A server that has just started has better things to do."""
+EVERY_S = 600.0
+AT_ONCE = 200
+"""Runs of one tick; the next one follows after as long a pause."""
+_log = logging.getLogger(__name__)
+
+
+class Retention:
+    """Removes what ended long ago.
+
+    Args:
+        services: the server's.
+    """
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._due_ns = services.clock.boottime_ns() + round(FIRST_S * 1e9)
+
+    def tick(self, now_ns: int) -> int | None:
+        """Remove some of what is due; return when to look again.
+
+        Args:
+            now_ns: boottime, nanoseconds.
+        """
+        if now_ns < self._due_ns:
+            return self._due_ns
+        if self._remove_old() == AT_ONCE:
+            return now_ns
+        self._due_ns = now_ns + round(EVERY_S * 1e9)
+        self._trim_output()
+        return self._due_ns
+
+    def _remove_old(self) -> int:
+        """Remove runs that ended longer ago than they are kept; return how many there were."""
+        services = self._services
+        before_ns = services.clock.wall_ns() - round(services.settings.retention_s * 1e9)
+        old = services.database.read(lambda connection: runs.over(connection, ended_before_ns=before_ns, limit=AT_ONCE))
+        for run_id in old:
+            self._remove(run_id)
+        if old:
+            _log.info("%d runs that ended long ago were removed", len(old))
+        return len(old)
+
+    def _remove(self, run_id: str) -> None:
+        services = self._services
+        at_ns = services.clock.wall_ns()
+        services.database.write(lambda connection: _remove_rows(connection, run_id, at_ns=at_ns))
+        services.logs.remove(run_id)
+
+    def _trim_output(self) -> None:
+        """Remove output without a run, and the oldest until the rest fits."""
+        services = self._services
+        sizes = services.logs.run_sizes()  # before the database is asked: a run is there before its output
+        ended = services.database.read(lambda connection: runs.endings(connection, list(sizes)))
+        for run_id in sizes.keys() - ended.keys():
+            services.logs.remove(run_id)
+        entries = [Entry(run_id=run_id, ended_ns=ended[run_id], size_bytes=sizes[run_id]) for run_id in ended]
+        policy = Policy(age_ns=None, size_bytes_max=services.settings.logs_bytes_max, spared_ns=HOUR_NS)
+        for entry in to_delete(entries, policy, services.clock.wall_ns())[:AT_ONCE]:
+            self._remove_output(entry)
+
+    def _remove_output(self, entry: Entry) -> None:
+        services = self._services
+        at_ns = services.clock.wall_ns()
+
+        def note(connection: sa.Connection) -> None:
+            detail = {"bytes": entry.size_bytes}
+            audit.record(
+                connection,
+                who=audit.SERVER,
+                action=Action.RUN_LOGS_EXPIRE,
+                subject=entry.run_id,
+                now_ns=at_ns,
+                detail=detail,
+            )
+
+        services.database.write(note)
+        services.logs.remove(entry.run_id)
+        _log.info("output of run %s was removed: %s", entry.run_id, format_bytes(entry.size_bytes))
+
+
+def _remove_rows(connection: sa.Connection, run_id: str, *, at_ns: int) -> None:
+    run = runs.find(connection, run_id)
+    if run is None:
+        return
+    for room in (events, files, facts, orders, attempts):
+        room.remove(connection, run_id)
+    if runs.remove(connection, run_id):
+        detail = {"owner": run.owner, "name": run.name, "state": run.state, "ended_ns": run.ended_ns}
+        audit.record(
+            connection, who=audit.SERVER, action=Action.RUN_EXPIRE, subject=run_id, now_ns=at_ns, detail=detail
+        )
