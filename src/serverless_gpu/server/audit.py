@@ -53,6 +53,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     token: str
 
 
+_INSERT = sa.insert(audit)
 SERVER = Caller(name="server", kind="service")
 """Who does what nobody asked for."""
 
@@ -84,7 +85,7 @@ def record(
         "detail_json": msgspec.json.encode(detail or {}).decode(),
         "token": who.token_id,
     }
-    connection.execute(sa.insert(audit).values(values))
+    connection.execute(_INSERT, values)
 
 
 def entries(connection: sa.Connection, *, after: int = 0, limit: int = 500) -> list[Entry]:

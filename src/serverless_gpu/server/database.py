@@ -297,7 +297,11 @@ def _sqlite(url: sa.URL, *, begin: str, readers: bool) -> sa.Engine:
 
     @sa.event.listens_for(engine, "begin")
     def _begin(connection: sa.Connection) -> None:
-        connection.exec_driver_sql(begin)
+        driver = connection.connection.dbapi_connection
+        if readers and isinstance(driver, sqlite3.Connection):
+            driver.execute(begin)  # takes no lock, so it cannot fail in a way that would have to be translated
+        else:
+            connection.exec_driver_sql(begin)
 
     return engine
 

@@ -31,12 +31,19 @@ class StoredEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _COLUMNS = [events.c[name] for name in StoredEvent.__struct_fields__]
+_INSERT = events.insert()
+_AFTER = (
+    sa.select(*_COLUMNS)
+    .where(events.c.run_id == sa.bindparam("run_id"), events.c.seq > sa.bindparam("seq"))
+    .order_by(events.c.seq)
+    .limit(sa.bindparam("most"))
+)
 
 
 def add(connection: sa.Connection, new: Sequence[StoredEvent]) -> None:
     """Write events, numbered by whoever changed the run."""
     if new:
-        connection.execute(events.insert(), [msgspec.structs.asdict(event) for event in new])
+        connection.execute(_INSERT, [msgspec.structs.asdict(event) for event in new])
 
 
 def after(connection: sa.Connection, run_id: str, seq: int, *, limit: int = 1_000) -> list[StoredEvent]:
@@ -46,8 +53,7 @@ def after(connection: sa.Connection, run_id: str, seq: int, *, limit: int = 1_00
         seq: number of the last one that is known; 0 for all.
         limit: how many at most.
     """
-    query = sa.select(*_COLUMNS).where(events.c.run_id == run_id, events.c.seq > seq)
-    rows = connection.execute(query.order_by(events.c.seq).limit(limit))
+    rows = connection.execute(_AFTER, {"run_id": run_id, "seq": seq, "most": limit})
     return [_from_row(row._mapping) for row in rows]
 
 

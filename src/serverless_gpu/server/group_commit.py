@@ -18,6 +18,7 @@ What can go wrong:
 from __future__ import annotations
 
 import queue
+import sqlite3
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -141,15 +142,7 @@ class GroupCommit:
             if waiting is None:
                 return True
             taken.append(waiting)
-            savepoint = connection.begin_nested()
-            _attempt(waiting, connection)
-            if not _in_transaction(connection):
-                raise _TransactionLost
-            if waiting.error is not None:
-                savepoint.rollback()
-            else:
-                with savepoint:
-                    pass
+            _in_savepoint(waiting, connection)
         return False
 
     def _alone(self, waiting: _Waiting) -> None:
@@ -168,5 +161,18 @@ def _attempt(waiting: _Waiting, connection: sa.Connection) -> None:
         waiting.error = error
 
 
-def _in_transaction(connection: sa.Connection) -> bool:
-    return bool(getattr(connection.connection.dbapi_connection, "in_transaction", True))
+def _in_savepoint(waiting: _Waiting, connection: sa.Connection) -> None:
+    """Do a work of which nothing is left when it fails; by the driver, as SQLAlchemy's savepoints cost more than it."""
+    driver = connection.connection.dbapi_connection
+    if not isinstance(driver, sqlite3.Connection):
+        raise TypeError(f"{type(driver).__name__} is no connection of SQLite")
+    try:
+        driver.execute("SAVEPOINT work")
+        _attempt(waiting, connection)
+        if not driver.in_transaction:
+            raise _TransactionLost
+        if waiting.error is not None:
+            driver.execute("ROLLBACK TO work")
+        driver.execute("RELEASE work")
+    except sqlite3.Error as error:
+        raise _TransactionLost from error

@@ -345,11 +345,7 @@ def authenticate(connection: sa.Connection, secret: str, *, now_ns: int) -> Call
     """
     if secret.startswith(ATTEMPT_PREFIX):
         return _attempt(connection, secret)
-    columns = (tokens, principals.c.kind, principals.c.role, principals.c.disabled_ns, members.c.team)
-    joined = tokens.join(principals, tokens.c.principal == principals.c.name)
-    joined = joined.outerjoin(members, members.c.principal == principals.c.name)
-    query = sa.select(*columns).select_from(joined).where(tokens.c.id == token_id(secret))
-    rows: Sequence[sa.Row[tuple[object, ...]]] = connection.execute(query).all()
+    rows: Sequence[sa.Row[tuple[object, ...]]] = connection.execute(_WHOSE, {"token": token_id(secret)}).all()
     if not rows or not hmac.compare_digest(rows[0].sha256, sha256(secret)):
         raise NotAuthenticated("this server does not know the token", hint=_LOGIN)
     row = rows[0]
@@ -369,6 +365,18 @@ def authenticate(connection: sa.Connection, secret: str, *, now_ns: int) -> Call
     )
 
 
+_WHOSE = (
+    sa.select(tokens, principals.c.kind, principals.c.role, principals.c.disabled_ns, members.c.team)
+    .select_from(
+        tokens.join(principals, tokens.c.principal == principals.c.name).outerjoin(
+            members, members.c.principal == principals.c.name
+        )
+    )
+    .where(tokens.c.id == sa.bindparam("token"))
+)
+_ATTEMPT = sa.select(attempts.c.token_sha256).where(
+    attempts.c.run_id == sa.bindparam("run_id"), attempts.c.fence == sa.bindparam("fence")
+)
 _LOGIN = "`sgpu login` stores another one; an administrator can make one with `sgpu token create`"
 
 
@@ -376,8 +384,7 @@ def _attempt(connection: sa.Connection, secret: str) -> Caller:
     parsed = parse_attempt_token(secret)
     if parsed is not None:
         run_id, fence = parsed
-        this = sa.and_(attempts.c.run_id == run_id, attempts.c.fence == fence)
-        known = connection.scalar(sa.select(attempts.c.token_sha256).where(this))
+        known = connection.scalar(_ATTEMPT, {"run_id": run_id, "fence": fence})
         if known is not None and hmac.compare_digest(known, sha256(secret)):
             return Caller(kind="attempt", attempt=parsed)
     raise NotAuthenticated("this server does not know the attempt's token")

@@ -3,7 +3,7 @@
     ring (any thread) ─┐
     the wake-up time ──┴─▶ tick in a thread of its own ─▶ next wake-up
 
-A loop works at most half of the time: a tick that took long (ten thousand runs wait) is followed by as long a pause,
+A loop works at most half of the time: a tick that took long (a thousand runs wait) is followed by as long a pause,
 however often it is rung. A tick that fails is logged and tried again with growing pauses: a database that is away for
 half a minute must not end the scheduler. What a loop has not finished when the server stops, the next server does:
 ticks keep nothing that is not in the database.
@@ -19,7 +19,7 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import ServerProblem
 
 LONGEST_S = 30.0
-SHORT_S = 0.05
+SHORT_S = 0.005
 _PAUSES_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 _log = logging.getLogger(__name__)
 

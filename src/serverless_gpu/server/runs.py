@@ -156,8 +156,12 @@ _SELECT = sa.select(*_COLUMNS, *attempts.COLUMNS).select_from(
 )
 
 
-def insert(connection: sa.Connection, new: NewRun, *, at_ns: int) -> None:
-    """Write down a run that waits."""
+_FIND = _SELECT.where(runs.c.id == sa.bindparam("run_id"))
+_EXISTS = sa.select(runs.c.id).where(runs.c.id == sa.bindparam("run_id"))
+
+
+def insert(connection: sa.Connection, new: NewRun, *, at_ns: int) -> StoredRun:
+    """Write down a run that waits; return it as `find` will."""
     spec = new.spec
     connection.execute(
         runs.insert(),
@@ -182,11 +186,42 @@ def insert(connection: sa.Connection, new: NewRun, *, at_ns: int) -> None:
             "client_version": new.client_version,
         },
     )
+    return StoredRun(
+        id=new.id,
+        owner=new.owner,
+        team=spec.team or "",
+        name=spec.name,
+        pool=spec.pool or "",
+        priority=RANK_OF[spec.priority],
+        state=State.QUEUED,
+        reason=None,
+        detail="",
+        fence=0,
+        stop=None,
+        retries_used=0,
+        infra_retries_used=0,
+        created_ns=at_ns,
+        queued_ns=at_ns,
+        started_ns=None,
+        ended_ns=None,
+        settled_ns=None,
+        events=1,
+        request_sha256=new.request_sha256,
+        spec=spec,
+        target=new.target,
+        snapshot=new.snapshot,
+        attempt=None,
+    )
+
+
+def exists(connection: sa.Connection, run_id: str) -> bool:
+    """Return whether there is a run; far cheaper than `find`."""
+    return connection.execute(_EXISTS, {"run_id": run_id}).first() is not None
 
 
 def find(connection: sa.Connection, run_id: str) -> StoredRun | None:
     """Return one run."""
-    row = connection.execute(_SELECT.where(runs.c.id == run_id)).first()
+    row = connection.execute(_FIND, {"run_id": run_id}).first()
     return None if row is None else _from_row(row)
 
 

@@ -72,11 +72,14 @@ def submit(services: Services, who: Caller, request: RunRequest) -> RunView:
     """
     check(request, who)
     digest = services.keys.fingerprint(msgspec.json.encode(request, order="deterministic"))
-    before = services.database.read(lambda connection: runs.find(connection, request.id))
-    if before is not None:
-        return _same(services, before, who, digest)
-    _check_bytes(services, request)
-    _find_room(services, who)
+    has_room = services.waiting_room.enter(who.name)
+    if not has_room or _names_bytes(request):  # what a repeated request needs none of: is it one?
+        before = services.database.read(lambda connection: runs.find(connection, request.id))
+        if before is not None:
+            return _same(services, before, who, digest)
+        _check_bytes(services, request)
+        if not has_room:
+            _find_room(services, who)
     new = NewRun(
         id=request.id,
         owner=who.name,
@@ -122,19 +125,22 @@ def _same(services: Services, run: StoredRun, who: Caller, digest: str) -> RunVi
 
 
 def _create(connection: sa.Connection, new: NewRun, who: Caller, at_ns: int) -> tuple[StoredRun, bool]:
-    before = runs.find(connection, new.id)
+    before = runs.find(connection, new.id) if runs.exists(connection, new.id) else None
     if before is not None:
         return before, False
     if new.spec.pool is not None and pools.find(connection, new.spec.pool) is None:
         names = ", ".join(pool.name for pool in pools.every(connection)[:20])
         raise InvalidValue(f"there is no pool {new.spec.pool!r}", hint=f"pools: {names}")
-    runs.insert(connection, new, at_ns=at_ns)
+    run = runs.insert(connection, new, at_ns=at_ns)
     events.add(connection, [StoredEvent(run_id=new.id, seq=1, fence=0, at_ns=at_ns, state=State.QUEUED)])
     audit.record(connection, who=who, action=Action.RUN_CREATE, subject=new.id, now_ns=at_ns)
-    run = runs.find(connection, new.id)
-    if run is None:
-        raise RuntimeError(f"run {new.id} is not there after it was written")
     return run, True
+
+
+def _names_bytes(request: RunRequest) -> bool:
+    """Return whether a request names bytes that were sent before it."""
+    payload = request.spec.payload
+    return bool(request.snapshot) or (isinstance(payload, Function) and payload.call is not None)
 
 
 def _check_bytes(services: Services, request: RunRequest) -> None:
@@ -151,8 +157,6 @@ def _check_bytes(services: Services, request: RunRequest) -> None:
 
 
 def _find_room(services: Services, who: Caller) -> None:
-    if services.waiting_room.enter(who.name):
-        return
     most = services.settings.runs_waiting_max
     waiting = services.database.read(lambda connection: runs.waiting_of(connection, who.name, at_most=most))
     if waiting >= most:
