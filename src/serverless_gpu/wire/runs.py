@@ -3,7 +3,7 @@
 POST   /runs                            RunRequest → RunView, or with `Accept: text/event-stream` its stream at once
 GET    /runs?state&owner&team&name&tag&limit&cursor      → RunPage
 GET    /runs/{run}                                       → RunView
-GET    /runs/{run}/events?after&offsets                  → stream of `StreamMessage`
+GET    /runs/{run}/events?after&offsets&ranks            → stream of `StreamMessage`
 POST   /runs/{run}/stop                 StopRequest      → RunView
 GET    /runs/{run}/logs/{rank}/{stream}?fence&offset&limit → bytes; headers `SGPU-Next-Offset`, `SGPU-Complete`
 GET    /runs/{run}/results                               → FileList of `results/<rank>.pkl`
@@ -151,7 +151,9 @@ class AttemptList(Answer, frozen=True, kw_only=True):
 # --- the stream -------------------------------------------------------------------------------------------------------
 #
 # A reader that lost its connection asks again with `after` = the last `seq` it has, and `offsets` =
-# "<fence>.<rank>.<stream>:<next byte>,…": then nothing is missing and nothing comes twice.
+# "<fence>.<rank>.<stream>:<next byte>,…": then nothing is missing and nothing comes twice. `ranks` = "all" or
+# "0,3,…" asks for the output of these instead of those that the run shows live (`spec.ranks_log`); either way no more
+# than `LIVE_STREAMS_MAX` streams come.
 
 
 class StateMessage(Answer, frozen=True, kw_only=True, tag="state"):
