@@ -208,6 +208,27 @@ def test_one_look_reads_a_bounded_amount_however_many_ranks_there_are(tmp_path: 
     assert sum(sizes) == 100 * 100_000
 
 
+def test_an_ending_is_read_once_however_much_output_comes_before_it(tmp_path: Path) -> None:
+    story = Story(tmp_path, ranks_log=None)
+    story.event(State.RUNNING, 1)
+    for rank in range(50):
+        story.write(b"y" * 100_000, rank=rank)
+    story.end(1)
+    looks: list[int] = []
+
+    def look(after: int) -> Look:
+        looks.append(after)
+        return story.look(after)
+
+    watch = Watch(RUN, Position(), look=look, files=story.logs, clock=story.clock)
+    found = everything(watch)
+    assert sum(len(message.data) for message in found if isinstance(message, LogMessage)) == 50 * 100_000
+    assert told(found)[0] == "1 RUNNING" and told(found)[-1] == "EndedMessage"
+    assert looks == [0, 2]
+    story.settled = SettledMessage()
+    assert told(everything(watch)) == ["SettledMessage"]
+
+
 def test_a_sentence_that_is_no_event_is_said_once(tmp_path: Path) -> None:
     story = Story(tmp_path)
     story.event(State.QUEUED, 0)

@@ -127,6 +127,7 @@ class Watch:
         self._after = position.after
         self._sentence = ""
         self._ended = False
+        self._kept: Look | None = None
         self.over = False
 
     async def messages(
@@ -155,9 +156,17 @@ class Watch:
 
     def next(self) -> list[StreamMessage]:
         """Return what is new, in order and not too much of it; blocks for the database and the files."""
-        look = self._look(self._after)
+        look = self._kept or self._look(self._after)
+        found = self._said(look)
+        # An ending is final, and may have the files of thousands of ranks: it is read once, however much comes before.
+        self._kept = look if look.ended is not None and self._output.more_to_read else None
+        return found
+
+    def _said(self, look: Look) -> list[StreamMessage]:
         found: list[StreamMessage] = []
         for event in look.events:
+            if event.seq <= self._after:
+                continue
             if event.fence and _closes(event):
                 found += self._output.more(event.fence, look.run.spec.ranks_log, over=True)
                 if self._output.more_to_read:
