@@ -11,8 +11,6 @@ from serverless_gpu.model.attempt import (
     Failure,
     HangConfirmed,
     LeaseExpired,
-    LeaseRenewed,
-    LeaseSilent,
     Limits,
     Phase,
     Placed,
@@ -76,8 +74,8 @@ def test_before_user_code_a_stop_kills_at_once(attempt: Attempt, event: Event, r
 @stops
 @pytest.mark.parametrize(
     "attempt",
-    [RUNNING, SETTLING, changed(RUNNING, state=State.UNREACHABLE)],
-    ids=["running", "settling", "unreachable"],
+    [RUNNING, SETTLING],
+    ids=["running", "settling"],
 )
 def test_user_code_gets_the_runs_own_grace(attempt: Attempt, event: Event, reason: Reason, state: State) -> None:
     stopping = changed(
@@ -312,15 +310,7 @@ def test_a_failure_of_a_rank_that_already_said_so_is_not_counted_twice() -> None
 # --- leases ----------------------------------------------------------------------------------------------------------
 
 
-def test_F17_a_silent_supervisor_is_unreachable_and_comes_back() -> None:
-    unreachable = changed(RUNNING, state=State.UNREACHABLE)
-    assert drive(RUNNING, (20 * S, LeaseRenewed())) == (RUNNING, ())
-    assert drive(RUNNING, (20 * S, LeaseSilent())) == (unreachable, ())
-    assert drive(unreachable, (10**18, Tick())) == (unreachable, ())
-    assert drive(unreachable, (21 * S, LeaseRenewed())) == (RUNNING, ())
-
-
-@pytest.mark.parametrize("attempt", [RUNNING, SETTLING, changed(RUNNING, state=State.UNREACHABLE)])
+@pytest.mark.parametrize("attempt", [RUNNING, SETTLING])
 def test_F18_an_expired_lease_stops_the_ranks_and_soon(attempt: Attempt) -> None:
     for grace_s, given_s in ((5, 5), (600, 30)):
         patient = changed(attempt, limits=Limits(grace_ns=grace_s * S))
@@ -347,12 +337,6 @@ def test_F18_an_expired_lease_leaves_a_stop_its_reason_and_less_time() -> None:
     assert drive(stopping, (600 * S, LeaseExpired())) == (stopping, ())
     killing, _ = drive(stopping, (620 * S, Tick()))
     assert drive(killing, (621 * S, LeaseExpired())) == (killing, ())
-
-
-@pytest.mark.parametrize("event", [LeaseSilent(), LeaseRenewed()])
-def test_leases_mean_nothing_to_a_stop(event: Event) -> None:
-    stopping, _ = drive(RUNNING, (20 * S, StopRequested(StopReason.CANCEL)))
-    assert drive(stopping, (21 * S, event)) == (stopping, ())
 
 
 def test_every_instruction_is_issued_in_one_life_or_another() -> None:

@@ -348,14 +348,6 @@ class TreeEmpty(msgspec.Struct, frozen=True):
     """No process of the attempt is left."""
 
 
-class LeaseSilent(msgspec.Struct, frozen=True):
-    """The supervisor has not renewed its lease for a while."""
-
-
-class LeaseRenewed(msgspec.Struct, frozen=True):
-    """The supervisor answers again."""
-
-
 class LeaseExpired(msgspec.Struct, frozen=True):
     """The server has not answered for as long as it may; soon it will count the attempt as gone."""
 
@@ -373,8 +365,6 @@ Event = (
     | HangConfirmed
     | Tick
     | TreeEmpty
-    | LeaseSilent
-    | LeaseRenewed
     | LeaseExpired
 )
 

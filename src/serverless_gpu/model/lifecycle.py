@@ -1,12 +1,13 @@
 """The life of one attempt, as a table: events in, instructions out.
 
-    QUEUED ─▶ STARTING ─▶ RUNNING ⇄ UNREACHABLE
-       │          │          │          │
-       └──────────┴────▶ STOPPING ◀─────┘        ─▶ SUCCEEDED FAILED CANCELLED TIMED_OUT BUDGET_STOPPED LOST
+    QUEUED ─▶ STARTING ─▶ RUNNING
+       │          │          │
+       └──────────┴──────────┴─▶ STOPPING ─▶ SUCCEEDED FAILED CANCELLED TIMED_OUT BUDGET_STOPPED LOST
 
 What lives here: the transition table and its handlers. What must not: clocks, processes, sockets, files. `advance`
 takes a value, an event and the time, and returns the next value and the instructions that thin code carries out. The
-same table drives a local run and a run under the server.
+supervisor of the attempt drives it, of a local run and of one under a server. What a server makes of what it hears of
+that, and of silence (UNREACHABLE), is `run_lifecycle.py`.
 
 STOPPING has phases: TERMINATING (ranks were asked to end, a deadline is set) and KILLING (everything left is being
 ended; the next thing to hear is `TreeEmpty`). A run that succeeds passes through KILLING too: what its ranks left
@@ -33,8 +34,6 @@ from serverless_gpu.model.attempt import (
     Failure,
     HangConfirmed,
     LeaseExpired,
-    LeaseRenewed,
-    LeaseSilent,
     Phase,
     Placed,
     Preparing,
@@ -242,14 +241,6 @@ def _tree_empty(attempt: Attempt, _: TreeEmpty, now_ns: int) -> Step:
     return attempt, (Instruction.CONCLUDE,)
 
 
-def _silent(attempt: Attempt, _: LeaseSilent, now_ns: int) -> Step:
-    return msgspec.structs.replace(attempt, state=State.UNREACHABLE), ()
-
-
-def _renewed(attempt: Attempt, _: LeaseRenewed, now_ns: int) -> Step:
-    return msgspec.structs.replace(attempt, state=State.RUNNING), ()
-
-
 def _expired(attempt: Attempt, _: LeaseExpired, now_ns: int) -> Step:
     """Stop by this node's own clock: another attempt may run elsewhere soon."""
     if attempt.exec_ns is None:
@@ -332,16 +323,9 @@ TABLE: Mapping[State, Mapping[type, _Handler]] = {
         StopRequested: _asked_to_stop,
         HangConfirmed: _hang,
         Tick: _tick_running,
-        LeaseSilent: _silent,
-        LeaseRenewed: _nothing,
         LeaseExpired: _expired,
     },
-    State.UNREACHABLE: {
-        StopRequested: _asked_to_stop,
-        LeaseRenewed: _renewed,
-        LeaseExpired: _expired,
-        Tick: _nothing,
-    },
+    State.UNREACHABLE: {},  # what only a server sees
     State.STOPPING: {
         Preparing: _nothing,
         StartFailed: _nothing,
@@ -353,8 +337,6 @@ TABLE: Mapping[State, Mapping[type, _Handler]] = {
         StopRequested: _asked_again,
         Tick: _tick_stopping,
         TreeEmpty: _tree_empty,
-        LeaseSilent: _nothing,
-        LeaseRenewed: _nothing,
         LeaseExpired: _expired_while_stopping,
     },
     State.SUCCEEDED: {},
