@@ -13,7 +13,7 @@ from serverless_gpu.model.attempt import Reason, State, StopReason
 from serverless_gpu.model.hardware import parse_fake
 from serverless_gpu.model.run_lifecycle import Ended, StopAsked
 from serverless_gpu.model.spec import Resources
-from serverless_gpu.server import nodes, runs, transitions
+from serverless_gpu.server import nodes, operating, runs, transitions
 from serverless_gpu.server.agents import Agents, stream
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.hub import node_key
@@ -124,6 +124,53 @@ def test_a_name_is_one_principals_and_one_machines(services: Services, agents: A
     agents.hello(NODE, hello(machine="m2"))
 
 
+def test_two_homes_under_one_name_are_not_one_node(services: Services, agents: Agents, clock: FakeClock) -> None:
+    node_id = agents.hello(NODE, hello(instance="one")).node
+    assert agents.hello(NODE, hello(instance="one")).node == node_id
+    with pytest.raises(NotAllowed, match=r"'n1' is connected, and it is another home of this machine"):
+        agents.hello(NODE, hello(instance="two"))
+    clock.advance(60)
+    assert agents.hello(NODE, hello(instance="two")).node == node_id
+    heartbeat = Heartbeat(devices=H100, instance="one")
+    for ask in (lambda: agents.heartbeat(NODE, node_id, heartbeat), lambda: agents.waiting(NODE, node_id, "one")):
+        with pytest.raises(NotFound, match="another home by now"):
+            ask()
+    assert agents.waiting(NODE, node_id, "two") == []
+    agents.heartbeat(NODE, node_id, msgspec.structs.replace(heartbeat, instance="two"))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [hello(instance="two"), hello(machine="m2", boot="b2", instance="two"), hello(machine="m2", boot="b2")],
+    ids=["another home", "another machine", "another machine, of an unknown home"],
+)
+def test_nobody_takes_the_name_of_a_node_whose_runs_may_be_going_on(
+    services: Services, agents: Agents, clock: FakeClock, other: AgentHello
+) -> None:
+    node_id = agents.hello(NODE, hello(instance="one")).node
+    run_id = placed(services)
+    clock.advance(60)
+    with pytest.raises(NotAllowed, match="1 of its runs may be going on") as caught:
+        agents.hello(NODE, other)
+    assert "sgpu node forget n1" in caught.value.hint
+    assert find(services, run_id).state is State.STARTING
+    operating.forget(services, NODE, "n1", known_dead=True)
+    assert agents.hello(NODE, other).node == node_id
+    assert find(services, run_id).reason is Reason.NODE_GONE
+
+
+def test_a_home_that_was_made_anew_in_a_reboot_or_moved_to_another_container_is_the_same_node(
+    services: Services, agents: Agents, clock: FakeClock
+) -> None:
+    agents.hello(NODE, hello(instance="one"))
+    run_id = placed(services)
+    clock.advance(60)
+    agents.hello(NODE, hello(machine="m2", instance="one"))
+    assert find(services, run_id).state is State.STARTING
+    agents.hello(NODE, hello(machine="m2", boot="b2", instance="two"))
+    assert find(services, run_id).reason is Reason.NODE_REBOOTED
+
+
 @pytest.mark.parametrize(
     ("said", "message"),
     [
@@ -133,6 +180,7 @@ def test_a_name_is_one_principals_and_one_machines(services: Services, agents: A
         (hello(name="a" * 300), "cannot be named"),
         (hello(pool="p" * 65), "a pool cannot be named"),
         (hello(machine="m" * 65), "64 characters at most"),
+        (hello(instance="i" * 65), "64 characters at most"),
         (hello(unavailable=("x",) * 1025), "1024 devices at most"),
         (hello(attempts=(AttemptSeen(run_id="r", fence=1, state=State.RUNNING),) * 10_001), "10000 attempts at most"),
     ],

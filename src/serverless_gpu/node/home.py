@@ -7,6 +7,7 @@
     ├── environments/          captured environments (`store/`), what was restored of them, how they are recognised
     ├── checkpoints/<run>/<fence>/   what attempts saved to continue from; never deleted by us
     ├── config.toml            own GPU types, prices
+    ├── instance               what tells this home from others to a server that it is a node of
     └── agent.log
 
 Sockets are not in the home: a path of more than 107 bytes cannot be bound, and a home on a network file system cannot

@@ -7,6 +7,9 @@
 
 What a node says is believed about the node itself and nothing else: an attempt it names that is not its own is stale.
 A node that was forgotten, or that this database does not know, is told so and says hello again.
+
+A node is one home of one machine. Another one under its name (another machine, or another home) is refused by name
+while the first is there, and while runs of the first may be going on: it would be given their orders once more.
 """
 
 from __future__ import annotations
@@ -65,7 +68,8 @@ class Agents:
 
         Raises:
             InvalidValue: it speaks another protocol, or something in it cannot be.
-            NotAllowed: the name belongs to somebody else's node, or to another machine that is there now.
+            NotAllowed: the name belongs to somebody else's node, or to another machine or home that is there now, or
+                has runs that may be going on.
         """
         _check(said)
         services = self._services
@@ -103,7 +107,10 @@ class Agents:
         services = self._services
         at_ns = services.clock.wall_ns()
         node, stale = services.database.read(
-            lambda connection: (_own(connection, who, node_id), _stale(connection, node_id, said.attempts))
+            lambda connection: (
+                _own(connection, who, node_id, said.instance),
+                _stale(connection, node_id, said.attempts),
+            )
         )
         hello = msgspec.structs.replace(
             node.hello, devices=said.devices, unavailable=said.unavailable, problem=said.problem
@@ -116,7 +123,7 @@ class Agents:
             services.hub.touch(SCHEDULER)
         return HeartbeatAnswer(stale=stale)
 
-    def waiting(self, who: Caller, node_id: str) -> list[Order]:
+    def waiting(self, who: Caller, node_id: str, instance: str = "") -> list[Order]:
         """Return the orders that a node has not taken.
 
         Raises:
@@ -124,7 +131,7 @@ class Agents:
         """
 
         def work(connection: sa.Connection) -> list[Order | None]:
-            _own(connection, who, node_id)
+            _own(connection, who, node_id, instance)
             return [self._order(connection, order) for order in orders.waiting(connection, node_id)]
 
         found = self._services.database.read(work)
@@ -175,11 +182,7 @@ class Agents:
         if before.principal != who.name:
             raise NotAllowed(f"the node {said.name!r} belongs to {before.principal}", hint="give this one another name")
         there = self._services.presence.is_there(before.id, now_ns=self._services.clock.boottime_ns())
-        if there and before.machine != said.machine:
-            raise NotAllowed(
-                f"a node named {said.name!r} is connected, and it is another machine",
-                hint="give this one another name",
-            )
+        _refuse_another(connection, before, said, there=there)
         nodes.change(connection, node)
         return node, before
 
@@ -210,14 +213,14 @@ class Agents:
         )
 
 
-async def stream(services: Services, who: Caller, node_id: str) -> AsyncIterator[Order | None]:
+async def stream(services: Services, who: Caller, node_id: str, instance: str = "") -> AsyncIterator[Order | None]:
     """Yield the orders of a node as they come, and those that were not taken again; None to show that it is alive."""
     agents = Agents(services)
     sent: dict[int, int] = {}
     hub, clock, key = services.hub, services.clock, node_key(node_id)
     while not hub.closed:
         seen = hub.version(key)
-        waiting = await to_thread.run_sync(agents.waiting, who, node_id)
+        waiting = await to_thread.run_sync(agents.waiting, who, node_id, instance)
         now_ns = clock.boottime_ns()
         sent = {order.seq: sent[order.seq] for order in waiting if order.seq in sent}
         for order in waiting:
@@ -228,10 +231,38 @@ async def stream(services: Services, who: Caller, node_id: str) -> AsyncIterator
             yield None
 
 
-def _own(connection: sa.Connection, who: Caller, node_id: str) -> StoredNode:
+def _refuse_another(connection: sa.Connection, before: StoredNode, said: AgentHello, *, there: bool) -> None:
+    """Refuse a node that has the name of another one, unless that is away and nothing of it can be going on.
+
+    Raises:
+        NotAllowed: so it is.
+    """
+    other_machine = before.machine != said.machine
+    # A container that was started again is another machine and still the same home.
+    known = bool(before.hello.instance and said.instance)
+    other_home = before.hello.instance != said.instance if known else other_machine
+    rebooted = not other_machine and before.boot_id != said.boot_id
+    what = "another machine" if other_machine else "another home of this machine"
+    if there and (other_machine or (other_home and not rebooted)):
+        raise NotAllowed(
+            f"a node named {said.name!r} is connected, and it is {what}", hint="give this one another name"
+        )
+    if not other_home or rebooted:
+        return
+    going_on = attempts.open_attempts(connection, node_id=before.id)
+    if going_on:
+        raise NotAllowed(
+            f"a node named {said.name!r} was {what}, and {len(going_on)} of its runs may be going on",
+            hint=f"give this one another name; `sgpu node forget {said.name}` once the other is known to be dead",
+        )
+
+
+def _own(connection: sa.Connection, who: Caller, node_id: str, instance: str = "") -> StoredNode:
     node = nodes.get(connection, node_id)
     if node is None or node.forgotten_ns is not None or node.principal != who.name:
         raise NotFound(f"there is no node {node_id!r} of {who.name}", hint="the agent has to say hello again")
+    if instance and node.hello.instance not in ("", instance):
+        raise NotFound(f"node {node_id!r} is another home by now", hint="the agent has to say hello again")
     return node
 
 
@@ -266,8 +297,8 @@ def _check(said: AgentHello) -> None:
         raise InvalidValue(f"a node cannot be named {said.name[:64]!r}", hint="1 to 256 printable characters")
     if len(said.pool) > NAME_CHARACTERS_MAX or not said.pool.isprintable():
         raise InvalidValue(f"a pool cannot be named {said.pool[:64]!r}", hint="up to 64 printable characters")
-    if max(len(said.machine), len(said.boot_id)) > NAME_CHARACTERS_MAX:
-        raise InvalidValue("machine and boot_id have 64 characters at most")
+    if max(len(said.machine), len(said.boot_id), len(said.instance)) > NAME_CHARACTERS_MAX:
+        raise InvalidValue("machine, boot_id and instance have 64 characters at most")
     _check_devices(said)
 
 

@@ -2,7 +2,7 @@
 
     POST /agents                            AgentHello → AgentWelcome    (scope `agent`; again after a reconnect)
     POST /agents/{node}/heartbeat           Heartbeat  → HeartbeatAnswer
-    GET  /agents/{node}/orders?after        → stream of `Order`, those not acknowledged first
+    GET  /agents/{node}/orders?after&instance  → stream of `Order`, those not acknowledged first
     POST /agents/{node}/orders/ack          OrdersTaken
 
 An order may come again until it is acknowledged; it is taken once, by its gang. `Start` is acknowledged when the
@@ -33,6 +33,7 @@ class AgentHello(Request, frozen=True, kw_only=True):
     Attributes:
         name: what people call it; the host name unless configured.
         machine: `ambient.machine()`.
+        instance: of the node's home, made at random once: two homes of one machine are two nodes.
         boot_id: another one than before proves that nothing of before still runs.
         problem: why it can run nothing now, or "".
         protocol: of `wire.base`; the server refuses what it does not speak by name.
@@ -45,6 +46,7 @@ class AgentHello(Request, frozen=True, kw_only=True):
     protocol: int
     python: str
     platform: str
+    instance: str = ""
     pool: str = ""
     devices: tuple[Device, ...]
     own_types: tuple[GpuType, ...] = ()
@@ -70,6 +72,7 @@ class Heartbeat(Request, frozen=True, kw_only=True):
     """A node is there; its devices as they are now (`unavailable`: uuids taken by others, or in quarantine)."""
 
     devices: tuple[Device, ...]
+    instance: str = ""
     unavailable: tuple[str, ...] = ()
     attempts: tuple[AttemptSeen, ...] = ()
     problem: str = ""

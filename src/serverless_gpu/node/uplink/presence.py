@@ -10,6 +10,7 @@ not count on them; what this uplink's own attempts hold is the server's own know
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import socket
@@ -18,7 +19,7 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
-from serverless_gpu.ambient import SystemClock, machine
+from serverless_gpu.ambient import SystemClock, machine, new_run_id
 from serverless_gpu.errors import ServerlessGpuError, StorageError
 from serverless_gpu.model.hardware import Device, DeviceKind, GpuType
 from serverless_gpu.model.placement import restrict
@@ -54,9 +55,16 @@ class Presence:
 
     Args:
         home: the home directory.
+
+    Attributes:
+        instance: what tells this home from another one under the same name.
+
+    Raises:
+        StorageError: the home cannot be written.
     """
 
     def __init__(self, home: Home) -> None:
+        self.instance = instance_of(home)
         self._home = home
         self._inventory = Inventory(home)
         self._machine = NvmlProvider()
@@ -78,6 +86,7 @@ class Presence:
             protocol=PROTOCOL,
             python=f"{sys.version_info.major}.{sys.version_info.minor}",
             platform=f"{sys.platform}-{platform.machine()}",
+            instance=self.instance,
             pool=profile.pool,
             devices=offer.devices,
             own_types=offer.own_types,
@@ -93,7 +102,13 @@ class Presence:
             attempts: what the node looks after.
         """
         offer = self.offer(attempts)
-        return Heartbeat(devices=offer.devices, unavailable=offer.unavailable, attempts=attempts, problem=offer.problem)
+        return Heartbeat(
+            devices=offer.devices,
+            instance=self.instance,
+            unavailable=offer.unavailable,
+            attempts=attempts,
+            problem=offer.problem,
+        )
 
     def offer(self, attempts: Collection[AttemptSeen]) -> Offer:
         """Return what the node has now.
@@ -135,6 +150,25 @@ class Presence:
         usage = find_provider(kind, os.environ, self._home, self._machine).usage(uuids)
         unknown = unknown_usage("it did not answer")
         return {uuid for uuid in uuids if foreign(usage.get(uuid, unknown)) is not None}
+
+
+def instance_of(home: Home) -> str:
+    """Return what tells a home from others, made when it is asked for first.
+
+    Raises:
+        StorageError: the home cannot be written.
+    """
+    path = home.root / "instance"
+    temporary = path.with_name(f"instance.{os.getpid()}.tmp")
+    try:
+        if not path.exists():
+            temporary.write_text(new_run_id(), encoding="ascii")
+            with contextlib.suppress(FileExistsError):  # another uplink of this home was faster
+                os.link(temporary, path)
+            temporary.unlink()
+        return path.read_text(encoding="ascii").strip()
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written: {error}") from error
 
 
 def _run_of(note: bytes) -> str:

@@ -186,11 +186,12 @@ class Uplink:
         """Take orders as they come, for ever; after a break those not acknowledged come again."""
         backoff = Backoff()
         line = self._server.line()
+        query = {"after": "0", "instance": self._presence.instance}
         while True:
             self._joined.wait()
             node = self._node
             try:
-                for order in line.get().stream("GET", f"/agents/{node}/orders", answer=Order, query={"after": "0"}):
+                for order in line.get().stream("GET", f"/agents/{node}/orders", answer=Order, query=query):
                     backoff.reset()
                     self._server.answered()
                     self._obey(order)

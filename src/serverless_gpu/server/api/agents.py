@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import msgspec
+
 from serverless_gpu.errors import TooLarge
 from serverless_gpu.server.agents import Agents, stream
 from serverless_gpu.server.api.routing import Call, Query, Routes, Stream, reading, writing
@@ -16,9 +20,11 @@ class OrdersQuery(Query, frozen=True, kw_only=True):
 
     Attributes:
         after: number of the last order that the node has seen; what it has not taken comes again all the same.
+        instance: of the node's home.
     """
 
     after: int = 0
+    instance: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
 
 @routes.post("/agents", needs=writing("agents"))
@@ -37,8 +43,10 @@ def heartbeat(call: Call, node: str, body: Heartbeat) -> HeartbeatAnswer:
 async def orders(call: Call, node: str, query: OrdersQuery) -> Stream[Order]:
     """Stream what the node is to do; what it has not taken comes again."""
     agents = Agents(call.services)
-    await call.in_thread(lambda: agents.waiting(call.who, node))  # refuses now, and not in the middle of a stream
-    return Stream(stream(call.services, call.who, node))
+    await call.in_thread(
+        lambda: agents.waiting(call.who, node, query.instance)
+    )  # refuses now, and not in the middle of a stream
+    return Stream(stream(call.services, call.who, node, query.instance))
 
 
 @routes.post("/agents/{node}/orders/ack", needs=writing("orders"))
