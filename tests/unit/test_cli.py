@@ -17,7 +17,7 @@ from serverless_gpu.ambient import SystemClock
 from serverless_gpu.cli import program
 from serverless_gpu.cli.choosing import choose
 from serverless_gpu.cli.columns import columns
-from serverless_gpu.cli.logs import _tail_start
+from serverless_gpu.cli.outputs import tail_start
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError
 from serverless_gpu.node.home import Home
 from serverless_gpu.units import parse_duration_s
@@ -266,11 +266,8 @@ def test_a_rank_that_is_not_there(runs: Path, rank: str) -> None:
     "text", [b"", b"\n", b"a", b"a\n", b"a\nb", b"a\nb\n", b"\n\n\n", b"x" * 100_000 + b"\ny\n" * 70_000]
 )
 @pytest.mark.parametrize("lines", [1, 2, 3, 50_000])
-def test_the_last_lines_of_a_file(tmp_path: Path, text: bytes, lines: int) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(text)
-    with path.open("rb") as file:
-        rest = text[_tail_start(file.fileno(), lines) :]
+def test_the_last_lines_of_a_file(text: bytes, lines: int) -> None:
+    rest = text[tail_start(len(text), lambda start, size: text[start : start + size], lines) :]
     assert rest == b"".join(text.splitlines(keepends=True)[-lines:])
 
 

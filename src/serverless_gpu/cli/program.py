@@ -2,7 +2,9 @@
 
     node.py      status · gpus · stop             what this machine keeps warm and lends
     runs.py      runs · show · cancel             run directories, and the runs behind them
+    attending.py attach · run                     being there while one goes on, asking one to make room
     logs.py      logs                             what ranks wrote
+    results.py   result                           what ranks returned, as files
     cleaning.py  clean                            deleting run directories
     diagnosis.py doctor                           what is wrong here, and what mends it
     environments/ env                             what Python sees: captured, restored, compared
@@ -17,11 +19,13 @@ import sys
 
 import click
 
+from serverless_gpu.cli.attending import attach, run_group
 from serverless_gpu.cli.cleaning import clean
 from serverless_gpu.cli.diagnosis import doctor
 from serverless_gpu.cli.environments import env
 from serverless_gpu.cli.logs import logs
 from serverless_gpu.cli.node import gpus, status, stop
+from serverless_gpu.cli.results import result
 from serverless_gpu.cli.runs import cancel, runs, show
 from serverless_gpu.cli.server.machines import node, nodes, pool, pools
 from serverless_gpu.cli.server.people import login, team, user, whoami
@@ -38,7 +42,7 @@ def sgpu() -> None:
     """The function runtime for GPUs you own."""
 
 
-for _command in (cancel, clean, doctor, env, gpus, logs, runs, show, status, stop):
+for _command in (attach, cancel, clean, doctor, env, gpus, logs, result, run_group, runs, show, status, stop):
     sgpu.add_command(_command)
 for _command in (login, node, nodes, pool, pools, submit, team, token, up, user, whoami):
     sgpu.add_command(_command)

@@ -19,6 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, SupportsIndex, TypeVar, cast
 
+import msgspec
+
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.client.display import Display, TerminalDisplay, again, make_display
 from serverless_gpu.client.interrupts import interruptible
@@ -231,13 +233,19 @@ class Run(Generic[R]):
             raise InvalidValue(f"run {self.id} has no stream {stream!r}", hint='the streams are "stdout" and "stderr"')
         return self._source.read_log(number, stream).decode("utf-8", "replace")
 
-    def follow(self) -> BaseException | None:
+    def follow(self, *, only_looks: bool = False) -> BaseException | None:
         """Show the run while it goes on; return what ended it, or None when its results are there.
+
+        Args:
+            only_looks: whether whoever looks did not ask for the run: it is shown, and Ctrl-C leaves it to itself,
+                whatever was asked for.
 
         Raises:
             KeyboardInterrupt: after Ctrl-C; the run was cancelled and its GPUs handed back, unless Ctrl-C came twice or
                 `on_interrupt="detach"` was asked for.
         """
+        if only_looks:
+            self._spec = msgspec.structs.replace(self._spec, on_interrupt="detach", quiet=False)
         display = self._display = make_display(quiet=self._spec.quiet, logs=self._source.logs)
         self._told = None
         try:

@@ -5,7 +5,7 @@ GET    /runs?state&owner&team&name&tag&limit&cursor      → RunPage
 GET    /runs/{run}                                       → RunView
 GET    /runs/{run}/events?after&offsets&ranks            → stream of `StreamMessage`
 POST   /runs/{run}/stop                 StopRequest      → RunView
-GET    /runs/{run}/logs/{rank}/{stream}?fence&offset&limit → bytes; headers `SGPU-Next-Offset`, `SGPU-Complete`
+GET    /runs/{run}/logs/{rank}/{stream}?fence&offset&limit → bytes; `SGPU-Next-Offset`, `-Complete`, `-Size`
 GET    /runs/{run}/results                               → FileList of `results/<rank>.pkl`
 GET    /runs/{run}/files?fence                           → FileList
 GET    /runs/{run}/files/{name}?fence                    → bytes, with Range

@@ -7,6 +7,8 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import click
+
 from serverless_gpu.cli.choosing import this_home
 from serverless_gpu.client.remote.profile import Profile, find_profile
 from serverless_gpu.loading import load
@@ -15,10 +17,15 @@ if TYPE_CHECKING:
     from serverless_gpu.wire.connection import Connection
 
 
-def connect(profile: Profile) -> Connection:
-    """Return a connection; HTTP is loaded here, 60 ms that other commands need not wait for."""
+def connect(profile: Profile, *, patience_s: float = 0.0) -> Connection:
+    """Return a connection; HTTP is loaded here, 60 ms that other commands need not wait for.
+
+    Args:
+        profile: which server, and as whom.
+        patience_s: how long a server that is away is waited for, in seconds; that is said on stderr.
+    """
     connection: Connection = load("serverless_gpu.wire.connection").Connection(
-        profile.url, profile.token, ca=profile.ca
+        profile.url, profile.token, ca=profile.ca, patience_s=patience_s, announce=_say
     )
     return connection
 
@@ -36,3 +43,7 @@ def server() -> Iterator[Connection]:
         yield connection
     finally:
         connection.close()
+
+
+def _say(sentence: str) -> None:
+    click.echo(f"sgpu: {sentence}", err=True)

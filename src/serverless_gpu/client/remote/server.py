@@ -153,15 +153,21 @@ def server_of(profile: Profile, environ: Mapping[str, str]) -> Server:
     Raises:
         InvalidValue: the patience is no number of seconds.
     """
-    patience_s = _patience_s(environ.get(PATIENCE))
+    seconds = patience_s(environ)
     with _making:
-        known = _servers.get((profile, patience_s))
+        known = _servers.get((profile, seconds))
         if known is None:
-            known = _servers[profile, patience_s] = Server(profile, patience_s)
+            known = _servers[profile, seconds] = Server(profile, seconds)
         return known
 
 
-def _patience_s(text: str | None) -> float:
+def patience_s(environ: Mapping[str, str]) -> float:
+    """Return how long a server that is away is waited for, in seconds.
+
+    Raises:
+        InvalidValue: what the variable says is no number of seconds.
+    """
+    text = environ.get(PATIENCE)
     if not text:
         return PATIENCE_S
     try:

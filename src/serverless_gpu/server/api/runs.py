@@ -140,7 +140,7 @@ def read_log(call: Call, run: str, rank: int, stream: str, query: LogQuery) -> B
         size = logs.size(run, fence, rank=rank, stream=stream)
         data = logs.read(run, fence, rank=rank, stream=stream, offset=query.offset, limit=query.limit)
     following = query.offset + len(data)
-    headers = {"SGPU-Next-Offset": str(following), "SGPU-Fence": str(fence)}
+    headers = {"SGPU-Next-Offset": str(following), "SGPU-Fence": str(fence), "SGPU-Size": str(size)}
     return Bytes(data, headers={**headers, "SGPU-Complete": "1" if complete and following >= size else "0"})
 
 

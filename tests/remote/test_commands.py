@@ -1,0 +1,160 @@
+"""Every command against a real server: for people and for machines, with its exit codes, and with the server away."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from serverless_gpu import distributed
+from serverless_gpu.cli import program
+from serverless_gpu.client.launch import launch_command
+from serverless_gpu.client.run import Run
+from serverless_gpu.errors import AlreadyFinished, InvalidValue
+from serverless_gpu.model.spec import Command, Resources, RunSpec
+from tests.local.observe import wait_for
+
+FOLLOWED = "echo one; echo two >&2; for i in $(seq 200); do [ -e {gate} ] && break; sleep 0.05; done; echo three"
+
+
+def start(*argv: str, gpus: int = 1, name: str = "said", resume: bool = False) -> Run[None]:
+    """Start a program through the server."""
+    spec = RunSpec(
+        name=name,
+        remote=True,
+        environment="auto",
+        resources=Resources(gpus=gpus, gpu_type="H100"),
+        payload=Command(argv=argv, per="rank"),
+        quiet=True,
+        resume=resume,
+    )
+    return launch_command(spec)
+
+
+def sgpu(*arguments: str) -> Result:
+    """Run the command in this process; an error of ours is raised."""
+    return CliRunner().invoke(program.sgpu, arguments, catch_exceptions=False, prog_name="sgpu")
+
+
+def spawn(*arguments: str) -> subprocess.Popen[str]:
+    """Start the command as a process of its own."""
+    program = [sys.executable, "-m", "serverless_gpu.cli", *arguments]
+    return subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+# --- logs ------------------------------------------------------------------------------------------------------------
+
+
+def test_logs_of_a_run_of_the_server(served: Path) -> None:
+    run = start("sh", "-c", "echo one $RANK; echo two; echo three $RANK >&2", gpus=2)
+    run.receipt(60)
+    here = sgpu("logs", run.id)
+    assert (here.stdout, here.stderr) == ("one 0\ntwo\n", "three 0\n")
+    assert sgpu("logs", run.id[-8:], "--rank", "1", "--stream", "stdout", "--tail", "1").stdout == "two\n"
+    assert sgpu("logs", run.id, "--rank", "1", "--raw").stdout_bytes == b"one 1\ntwo\nthree 1\n"
+    everybody = sgpu("logs", run.id, "--rank", "all", "--follow")
+    assert everybody.stdout == "[rank 0] one 0\n[rank 0] two\n[rank 1] one 1\n[rank 1] two\n"
+    with pytest.raises(InvalidValue, match="has ranks 0 to 1, not '2'"):
+        sgpu("logs", run.id, "--rank", "2")
+
+
+def test_logs_of_a_rank_that_said_nothing_name_those_that_did(served: Path) -> None:
+    run = start("sh", "-c", "[ $RANK = 0 ] || echo here", gpus=2)
+    run.receipt(60)
+    assert sgpu("logs", run.id).stderr == f"run {run.id}: nothing of rank 0 on stdout or stderr; ranks that did: 1\n"
+
+
+def test_logs_are_followed_until_the_run_ends(served: Path, tmp_path: Path) -> None:
+    run = start("sh", "-c", FOLLOWED.format(gate=tmp_path / "gate"))
+    with spawn("logs", "-f", run.id) as following:
+        assert following.stdout is not None
+        assert following.stdout.readline() == "one\n"
+        (tmp_path / "gate").touch()
+        out, err = following.communicate(timeout=25)
+    assert (out, err, following.returncode) == ("three\n", "two\n", 0)
+
+
+def test_logs_go_on_with_the_next_attempt(served: Path) -> None:
+    saves = '[ -n "$SGPU_RESUME_DIR" ] && { echo again; exit 0; }; mkdir -p "$SGPU_CHECKPOINT_DIR"; '
+    waits = "trap 'echo 1 > \"$SGPU_CHECKPOINT_DIR/at\"; exit 0' TERM; echo first; while :; do sleep 0.05; done"
+    run = start("sh", "-c", saves + waits, resume=True)
+    with spawn("logs", "-f", run.id) as following:
+        assert following.stdout is not None
+        assert following.stdout.readline() == "first\n"
+        said = sgpu("run", "preempt", run.id)
+        assert said.stdout == f"run {run.id} was asked to make room; it continues as a new attempt when there is room\n"
+        out, err = following.communicate(timeout=25)
+    assert (out, following.returncode) == ("again\n", 0)
+    assert err.endswith(f"sgpu: attempt 2 of run {run.id}\n")  # the shell may have its own word about a signal
+    with pytest.raises(AlreadyFinished, match="SUCCEEDED"):
+        sgpu("run", "preempt", run.id)
+
+
+# --- attach, result, show, cancel ------------------------------------------------------------------------------------
+
+
+def test_attach_shows_a_run_until_it_ends_and_exits_as_it_ended(served: Path, tmp_path: Path) -> None:
+    run = start("sh", "-c", FOLLOWED.format(gate=tmp_path / "gate") + "; exit 3")
+    with spawn("attach", run.id) as attached:
+        assert attached.stdout is not None
+        assert attached.stdout.readline() == "[rank 0] one\n"
+        (tmp_path / "gate").touch()
+        out, err = attached.communicate(timeout=25)
+    assert (out, attached.returncode) == ("[rank 0] three\n", 3)
+    assert "rank 0: the command exited with code 3" in err
+
+
+def test_ctrl_c_leaves_an_attached_run_to_itself(served: Path, tmp_path: Path) -> None:
+    run = start("sh", "-c", FOLLOWED.format(gate=tmp_path / "gate"))
+    with spawn("attach", run.id) as attached:
+        assert attached.stdout is not None
+        assert attached.stdout.readline() == "[rank 0] one\n"
+        attached.send_signal(signal.SIGINT)
+        _, err = attached.communicate(timeout=25)
+    assert attached.returncode == 130
+    assert f"run {run.id} goes on" in err
+    (tmp_path / "gate").touch()
+    assert run.results(60) == [None]
+
+
+def test_results_are_copied_and_never_loaded(served: Path, tmp_path: Path) -> None:
+    run = distributed(gpus=2, gpu_type="H100", remote=True, quiet=True)(str.upper).submit("a")
+    assert run.results(60) == ["A", "A"]
+    copied = sgpu("result", run.id, "--output", str(tmp_path / "out"))
+    assert copied.stdout.splitlines() == [str(tmp_path / "out" / f"{rank}.pkl") for rank in (0, 1)]
+    as_json = json.loads(sgpu("result", run.id, "--rank", "1", "--output", str(tmp_path), "--json").stdout)
+    path = tmp_path / "1.pkl"
+    assert as_json == [{"rank": 1, "path": str(path), "size_bytes": path.stat().st_size}]
+    assert path.read_bytes().startswith(b"SGPU")
+    assert path.stat().st_mode & 0o077 == 0
+    with pytest.raises(InvalidValue, match="no result of rank '7'"):
+        sgpu("result", run.id, "--rank", "7")
+
+
+def test_a_run_that_goes_on_has_no_results_and_cancel_ends_it(served: Path, tmp_path: Path) -> None:
+    run = start("sh", "-c", "echo up; exec sleep 600")
+    wait_for(lambda: "up" in run.logs(), "it is up")
+    with pytest.raises(InvalidValue, match=f"run {run.id} is RUNNING: it has returned nothing yet"):
+        sgpu("result", run.id)
+    listed = sgpu("cancel")
+    assert listed.exit_code == 2 and run.id in listed.stderr
+    ended = sgpu("run", "cancel", run.id)
+    assert (ended.exit_code, ended.stdout.partition(":")[0]) == (0, "CANCELLED")
+    assert sgpu("attach", run.id).exit_code == 130
+    with pytest.raises(InvalidValue, match="is CANCELLED and has no results"):
+        sgpu("result", run.id)
+
+
+def test_one_run_and_the_list_for_people_and_machines(served: Path) -> None:
+    run = start("sh", "-c", "exit 4", name="fails")
+    run.wait(60)
+    assert f"run {run.id} · fails · FAILED · command_failed" in sgpu("show", run.id).stdout
+    shown = json.loads(sgpu("run", "show", run.id, "--json").stdout)
+    assert (shown["id"], shown["state"], shown["server"]) == (run.id, "FAILED", True)
+    assert run.id in sgpu("runs", "--state", "FAILED").stdout
+    assert run.id in {each["id"] for each in json.loads(sgpu("runs", "--json").stdout)}
