@@ -1,6 +1,6 @@
 """How the server is put together: its parts in the order in which they need each other, taken apart the other way.
 
-    settings ─▶ database, migrated ─▶ key, first tokens ─▶ storage, hub ─▶ Services ─▶ engine ─▶ loops
+    settings ─▶ database, nobody else's, migrated ─▶ key, first tokens ─▶ storage, hub ─▶ Services ─▶ engine ─▶ loops
 
 What is taken apart last was put together first, so nothing is used after its end: the loops finish their tick, then the
 engine lets go, then the database closes. Nothing has to be taken apart: a server that is killed leaves the same.
@@ -23,12 +23,13 @@ from serverless_gpu.errors import ServerProblem
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.uplink.profile import Profile
 from serverless_gpu.server.admission import Admission
+from serverless_gpu.server.claim import LOOK_S, Claim
 from serverless_gpu.server.collecting import Collector
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.first_start import FirstTokens, first_tokens
 from serverless_gpu.server.hub import COLLECTOR, RECONCILER, RETENTION, SCHEDULER, Hub
 from serverless_gpu.server.keys import read_keys
-from serverless_gpu.server.loops import Loop
+from serverless_gpu.server.loops import Loop, Tick
 from serverless_gpu.server.reconciler import Reconciler
 from serverless_gpu.server.retention import Retention
 from serverless_gpu.server.scheduler import Scheduler
@@ -47,6 +48,7 @@ _log = logging.getLogger(__name__)
 class Assembly:
     """A server that can be asked."""
 
+    claim: Claim
     services: Services
     admission: Admission
     tokens: FirstTokens
@@ -62,11 +64,12 @@ def assembled(settings: Settings, *, url: str, clock: Clock) -> Iterator[Assembl
         clock: the machine's.
 
     Raises:
-        ServerProblem: the database is of a newer version, or the server's key is none.
+        ServerProblem: the database is another server's or of a newer version, or the server's key is none.
         ServerUnavailable: the database does not answer.
     """
     with contextlib.ExitStack() as stack:
         database = stack.enter_context(contextlib.closing(Database(settings.database, clock=clock)))
+        database.be_sole()
         database.migrate()
         tokens = first_tokens(database, settings.directory, login=_login(), now_ns=clock.wall_ns())
         keys = read_keys(settings.directory)
@@ -84,8 +87,10 @@ def assembled(settings: Settings, *, url: str, clock: Clock) -> Iterator[Assembl
         engine = _this_machine(settings, url=url, token=tokens.node_token) if settings.node else None
         if engine is not None:
             stack.callback(engine.close)
-        stack.enter_context(_looking_after(services, engine))
-        yield Assembly(services=services, admission=Admission(database, clock=clock), tokens=tokens)
+        stack.enter_context(_looking_after(services, engine, database.claim))
+        yield Assembly(
+            claim=database.claim, services=services, admission=Admission(database, clock=clock), tokens=tokens
+        )
 
 
 def _this_machine(settings: Settings, *, url: str, token: str) -> Engine:
@@ -95,15 +100,28 @@ def _this_machine(settings: Settings, *, url: str, token: str) -> Engine:
 
 
 @contextlib.contextmanager
-def _looking_after(services: Services, engine: Engine | None) -> Iterator[None]:
+def _looking_after(services: Services, engine: Engine | None, claim: Claim) -> Iterator[None]:
     """Run the loops; the hub rings them."""
     scheduler = Scheduler(services, engine=engine)
     reconciler = Reconciler(services, scheduler=scheduler, engine=engine)
+
+    def alone(tick: Tick) -> Tick:
+        def tick_alone(now_ns: int) -> int | None:
+            claim.require()
+            return tick(now_ns)
+
+        return tick_alone
+
+    def look(now_ns: int) -> int:
+        claim.look()
+        return now_ns + round(LOOK_S * 1e9)
+
     loops = {
-        SCHEDULER: Loop("scheduler", scheduler.tick, clock=services.clock),
-        RECONCILER: Loop("reconciler", reconciler.tick, clock=services.clock),
-        COLLECTOR: Loop("collector", Collector(services).tick, clock=services.clock),
-        RETENTION: Loop("retention", Retention(services).tick, clock=services.clock),
+        "claim": Loop("claim", look, clock=services.clock),
+        SCHEDULER: Loop("scheduler", alone(scheduler.tick), clock=services.clock),
+        RECONCILER: Loop("reconciler", alone(reconciler.tick), clock=services.clock),
+        COLLECTOR: Loop("collector", alone(Collector(services).tick), clock=services.clock),
+        RETENTION: Loop("retention", alone(Retention(services).tick), clock=services.clock),
     }
     for key, loop in loops.items():
         services.hub.listen(key, loop.ring)

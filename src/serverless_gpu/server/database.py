@@ -15,6 +15,7 @@ What can go wrong:
 - The disk is full: `ServerStorageFull`, and reading goes on.
 - A value does not fit: `InvalidValue`, the last resort behind the checks of each body.
 - A work in a work would wait for itself: refused.
+- Another server uses the database, or the session that says so broke: nothing is written (`claim`).
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from serverless_gpu.errors import (
     ServerUnavailable,
 )
 from serverless_gpu.server import migrations
+from serverless_gpu.server.claim import Claim
 from serverless_gpu.server.group_commit import GroupCommit, WriterClosed
 
 T = TypeVar("T")
@@ -63,6 +65,9 @@ class Database:
         url: ``sqlite:///path``, ``sqlite://`` (in memory, for tests) or ``postgresql://…``.
         clock: bounds how long writers are gathered for one commit.
 
+    Attributes:
+        claim: of the one server that uses it; taken by `be_sole`.
+
     Raises:
         InvalidValue: another kind of url.
     """
@@ -76,6 +81,7 @@ class Database:
         self._writer: GroupCommit | None = None
         parsed = _parse(url)
         self.kind = parsed.get_backend_name()
+        self.claim = Claim(parsed, lambda: _postgres_alone(parsed).connect(), clock=clock)
         if self.kind == "postgresql":
             self._readers = self._engine = _postgres(parsed)
             self._turns = _Turns()
@@ -87,6 +93,16 @@ class Database:
         # A database in memory belongs to its one connection, so its writer reads, too.
         self._readers = self._engine if memory else _sqlite(parsed, begin="BEGIN", readers=True)
         self._writer = GroupCommit(self._engine, clock=clock)
+
+    def be_sole(self) -> None:
+        """Be the only server of this database, until it is closed.
+
+        Raises:
+            ServerProblem: another server uses it.
+            ServerUnavailable: the database does not answer.
+        """
+        with self._told():
+            self.claim.take()
 
     def migrate(self) -> None:
         """Bring the tables to this version; a few milliseconds when they are.
@@ -138,6 +154,7 @@ class Database:
             ServerStorageFull: its disk is full.
             Exception: whatever the work raises; nothing of it is written then.
         """
+        self.claim.require()
         with self._told(), self._one_at_a_time():
             if self._writer is not None:
                 return self._writer.do(self._marked(work))
@@ -150,6 +167,7 @@ class Database:
             self._writer.close()
         self._readers.dispose()
         self._engine.dispose()
+        self.claim.close()
 
     def _write_postgres(self, work: Callable[[sa.Connection], T]) -> T:
         for tried in range(1, TRIES + 1):
@@ -200,6 +218,8 @@ class Database:
             problem = _problem(error, said)
             if problem is None:
                 raise
+            if isinstance(problem, ServerUnavailable):
+                self.claim.doubt()
             if isinstance(problem, ServerProblem):
                 self._tell_operator(f"{problem.message}: {said}")
                 if not self._served:
@@ -314,7 +334,7 @@ def _postgres(url: sa.URL) -> sa.Engine:
         pool_size=POSTGRES_POOL,
         max_overflow=0,
         pool_timeout=WAIT_S,
-        connect_args={"application_name": "serverless-gpu", "connect_timeout": CONNECT_S, **_KEEPALIVE},
+        connect_args=_how_to_connect(),
     )
 
     @sa.event.listens_for(engine, "connect")
@@ -330,6 +350,15 @@ def _postgres(url: sa.URL) -> sa.Engine:
         connection.commit()
 
     return engine
+
+
+def _postgres_alone(url: sa.URL) -> sa.Engine:
+    """Return an engine without a pool, each statement of which counts by itself."""
+    return sa.create_engine(url, isolation_level="AUTOCOMMIT", poolclass=sa.NullPool, connect_args=_how_to_connect())
+
+
+def _how_to_connect() -> dict[str, Any]:
+    return {"application_name": "serverless-gpu", "connect_timeout": CONNECT_S, **_KEEPALIVE}
 
 
 # A machine that is gone sends no farewell: half a minute of silence, and the connection counts as broken.

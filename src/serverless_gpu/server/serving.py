@@ -7,7 +7,8 @@ Nothing is in memory that is not somewhere else, too, so a server that was kille
 clients and nodes come again, and the loops look at what is written down. A second signal does not wait for requests.
 
 Failure cases: another server of this home runs (it is named); the port is taken (it is named, when it was asked for);
-the database does not answer or is of a newer version (said, and nothing was started).
+the database does not answer or is of a newer version (said, and nothing was started); it is
+another server's (`claim.py`), at the start or later.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from serverless_gpu.ambient import Clock, SystemClock
+from serverless_gpu.errors import ServerProblem
 from serverless_gpu.server import logfile
 from serverless_gpu.server.app import guarded
 from serverless_gpu.server.assembly import assembled
@@ -89,7 +91,8 @@ def serve(
         clock: for tests.
 
     Raises:
-        ServerProblem: another server of this home runs, the port is taken, the database is of a newer version.
+        ServerProblem: another server of this home or of this database runs, the port is taken, the database is of a
+            newer version.
         ServerUnavailable: the database does not answer.
     """
     with only_one(settings.directory), _logged(settings), contextlib.closing(bound(settings)) as listening:
@@ -103,7 +106,10 @@ def serve(
                 reach=assembly.admission.reach,
             )
             running = Running(_configuration(settings, app), assembly.services.hub, ready=lambda: ready(url, running))
+            assembly.claim.on_gone = running.stop
             running.run([listening])
+            if assembly.claim.is_gone:
+                raise ServerProblem("another server has taken the database over", hint="a database has one server")
         _logger.info("process %d has stopped", os.getpid())
 
 

@@ -1,0 +1,198 @@
+"""That one server uses a database: what is in a server's memory (who was heard of, which orders left) is all there is.
+
+    SQLite        a lock on a file beside the database, held as long as the process lives
+    PostgreSQL    an advisory lock of a session of its own, looked at every second
+
+    take ─▶ held ──session broke──▶ not held: nothing is written ──taken again──▶ held
+                                        └── somebody else has it for a minute ─▶ gone: the server ends
+
+A session breaks when PostgreSQL restarts; then its lock is free at once and is taken again. When a network broke, the
+old session keeps the lock until PostgreSQL notices (half a minute), so a minute of refusals is what proves that another
+server has it. A server that lost it to another one never writes again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import threading
+from collections.abc import Callable
+
+import sqlalchemy as sa
+
+from serverless_gpu.ambient import Clock
+from serverless_gpu.errors import ServerProblem, ServerUnavailable
+from serverless_gpu.server import migrations
+
+LOOK_S = 1.0
+WAIT_S = 5
+"""How long a server that starts waits for one that is just ending."""
+REFUSED_S = 60.0
+_KEY = migrations.LOCK + 1
+_TAKEN = "55P03"  # lock_not_available
+_log = logging.getLogger(__name__)
+
+
+class Claim:
+    """Sole use of a database. All methods may be called from any thread.
+
+    Args:
+        url: of the database.
+        connect: gives a connection to PostgreSQL, of no pool.
+        clock: says how long somebody else has had it.
+
+    Attributes:
+        on_gone: called once, when another server has taken the database over.
+    """
+
+    def __init__(self, url: sa.URL, connect: Callable[[], sa.Connection], *, clock: Clock) -> None:
+        self._path = f"{url.database}.lock" if url.database and url.get_backend_name() == "sqlite" else ""
+        self._is_postgres = url.get_backend_name() == "postgresql"
+        self._connect = connect
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._looks = 0
+        self._file = -1
+        self._session: sa.Connection | None = None
+        self._held = True  # nothing is asked for before `take`
+        self._refused_ns: int | None = None
+        self._taken = False
+        self.is_gone = False
+        self.on_gone: Callable[[], None] = lambda: None
+
+    def take(self) -> None:
+        """Be the one server of the database from now on.
+
+        Raises:
+            ServerProblem: another one is.
+        """
+        with self._lock:
+            taken = self._take_session() if self._is_postgres else self._take_file()
+            if not taken:
+                raise ServerProblem(
+                    "another server uses this database",
+                    hint="a database has one server: stop the other one, or give this one its own with --database",
+                )
+            self._taken = True
+
+    def require(self) -> None:
+        """Return if the database is this server's; where its session broke, it is asked for again first.
+
+        Raises:
+            ServerUnavailable: it is not, or not yet again.
+        """
+        if self._held:
+            return
+        seen = self._looks
+        with self._lock:
+            if self._looks == seen:
+                self._look()
+        if not self._held:
+            raise ServerUnavailable(
+                "the database does not answer, or is another server's",
+                hint="ask again later; the server's log says more",
+            )
+
+    def doubt(self) -> None:
+        """Look before anything else is written: a connection has broken."""
+        if self._taken and self._is_postgres:
+            self._held = False
+
+    def look(self) -> bool:
+        """Return whether the database is this server's; called every `LOOK_S`."""
+        with self._lock:
+            self._look()
+        return self._held
+
+    def close(self) -> None:
+        """Let the next server have it."""
+        with self._lock:
+            self._drop()
+            if self._file >= 0:
+                os.close(self._file)
+                self._file = -1
+            self._taken = False
+
+    def _look(self) -> None:
+        if not self._is_postgres or not self._taken or self.is_gone:
+            return
+        self._looks += 1
+        try:
+            self._held = self._session_lives() or self._try_session()
+        except sa.exc.DBAPIError:  # away, which the loops say; nobody can have it, or somebody will be found to
+            self._held = False
+            return
+        if self._held:
+            self._refused_ns = None
+            return
+        now_ns = self._clock.boottime_ns()
+        self._refused_ns = now_ns if self._refused_ns is None else self._refused_ns
+        if now_ns - self._refused_ns >= REFUSED_S * 1e9:
+            self.is_gone = True
+            _log.error("another server has taken the database over; this one ends")
+            self.on_gone()
+
+    def _take_file(self) -> bool:
+        if not self._path:
+            return True
+        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._file)
+            self._file = -1
+            return False
+        return True
+
+    def _take_session(self) -> bool:
+        session = self._open()
+        try:
+            session.execute(sa.text(f"SET lock_timeout = '{WAIT_S}s'"))
+            session.execute(sa.text("SELECT pg_advisory_lock(:key)"), {"key": _KEY})
+        except sa.exc.DBAPIError as error:
+            session.close()
+            if getattr(error.orig, "sqlstate", None) == _TAKEN:
+                return False
+            raise
+        self._session = session
+        return True
+
+    def _session_lives(self) -> bool:
+        if self._session is None:
+            return False
+        try:
+            self._session.scalar(sa.text("SELECT 1"))
+        except sa.exc.DBAPIError:
+            self._drop()
+            return False
+        return True
+
+    def _try_session(self) -> bool:
+        session = self._open()
+        try:
+            if session.scalar(sa.text("SELECT pg_try_advisory_lock(:key)"), {"key": _KEY}):
+                self._session = session
+                return True
+        finally:
+            if self._session is None:
+                session.close()
+        return False
+
+    def _open(self) -> sa.Connection:
+        """Return a session whose end PostgreSQL notices by itself, also when this machine is gone."""
+        session = self._connect()
+        try:
+            for name, value in (("idle", 10), ("interval", 5), ("count", 4)):
+                session.execute(sa.text(f"SET tcp_keepalives_{name} = {value}"))
+        except sa.exc.DBAPIError:
+            session.close()
+            raise
+        return session
+
+    def _drop(self) -> None:
+        if self._session is not None:
+            with contextlib.suppress(sa.exc.DBAPIError):
+                self._session.close()
+            self._session = None

@@ -1,0 +1,148 @@
+"""One server uses a database: a second one is refused, and one that lost it writes nothing more."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psycopg
+import pytest
+import sqlalchemy as sa
+
+from serverless_gpu.ambient import SystemClock
+from serverless_gpu.errors import ServerProblem, ServerUnavailable
+from serverless_gpu.server import claim as claim_room
+from serverless_gpu.server import migrations
+from serverless_gpu.server.database import Database
+from serverless_gpu.server.tables import teams
+from serverless_gpu.testing import FakeClock
+from serverless_gpu.wire.state import Health, Version
+from tests.server.postgres import Cluster
+from tests.server.served import Served, served
+
+KEY = migrations.LOCK + 1
+WAIT_S = 30
+
+
+def add(name: str) -> Callable[[sa.Connection], None]:
+    def work(connection: sa.Connection) -> None:
+        connection.execute(sa.insert(teams).values(name=name, created_ns=1))
+
+    return work
+
+
+def names(connection: sa.Connection) -> list[str]:
+    return list(connection.scalars(sa.select(teams.c.name).order_by(teams.c.name)))
+
+
+def end_session(url: str) -> None:
+    """Break the session that has the lock, as a restart or a network does."""
+    with psycopg.connect(url, autocommit=True) as connection:
+        connection.execute("SELECT pg_terminate_backend(pid) FROM pg_locks WHERE locktype = 'advisory' AND granted")
+
+
+@contextlib.contextmanager
+def taken_over(url: str) -> Iterator[psycopg.Connection[tuple[object, ...]]]:
+    """Have somebody else wait for the lock, and get it before its holder can have it again."""
+    with psycopg.connect(url, autocommit=True) as other, ThreadPoolExecutor(1) as pool:
+        got = pool.submit(other.execute, "SELECT pg_advisory_lock(%s)", (KEY,))
+        with psycopg.connect(url, autocommit=True) as looking:
+            waiting = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"
+            while looking.execute(waiting).fetchone() != (1,):
+                threading.Event().wait(0.01)
+        end_session(url)
+        got.result(WAIT_S)
+        yield other
+
+
+@pytest.fixture
+def postgres_url(postgres: Cluster, postgres_template: str) -> Iterator[str]:
+    """Yield the url of a PostgreSQL database that has the tables."""
+    name = postgres.new_database(postgres_template)
+    yield postgres.url(name)
+    postgres.drop_database(name)
+
+
+def test_a_database_has_one_server_and_the_next_one_gets_it_when_that_ends(
+    database: Database, open_again: Callable[[], Database], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claim_room, "WAIT_S", 1)
+    database.be_sole()
+    database.write(add("first"))
+    second = open_again()
+    with pytest.raises(ServerProblem, match="another server uses this database"):
+        second.be_sole()
+    database.close()
+    second.be_sole()
+    second.write(add("second"))
+    assert second.read(names) == ["first", "second"]
+
+
+def test_a_server_of_another_home_does_not_start_on_the_same_database(
+    tmp_path: Path, database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claim_room, "WAIT_S", 1)
+    with served(tmp_path / "one", database=database_url) as first:
+        with pytest.raises(ServerProblem, match="another server"), served(tmp_path / "two", database=database_url):
+            pass
+        assert first.connection().ask("GET", "/health", answer=Health).ok
+    with served(tmp_path / "two", database=database_url):
+        pass
+
+
+def test_a_session_that_breaks_is_made_again_before_anything_is_written(postgres_url: str) -> None:
+    database = Database(postgres_url, clock=SystemClock())
+    database.be_sole()
+    end_session(postgres_url)
+    database.claim.doubt()
+    database.write(add("after"))
+    with psycopg.connect(postgres_url, autocommit=True) as other:
+        assert other.execute("SELECT pg_try_advisory_lock(%s)", (KEY,)).fetchone() == (False,)
+    database.close()
+
+
+def test_who_lost_the_database_to_another_server_writes_nothing_more_and_ends(postgres_url: str) -> None:
+    clock = FakeClock()
+    database = Database(postgres_url, clock=clock)
+    database.be_sole()
+    told: list[str] = []
+    database.claim.on_gone = lambda: told.append("gone")
+    with taken_over(postgres_url):
+        assert not database.claim.look()
+        with pytest.raises(ServerUnavailable):
+            database.write(add("two at once"))
+        assert not told
+        clock.advance(claim_room.REFUSED_S)
+        assert not database.claim.look()
+    assert not database.claim.look()
+    with pytest.raises(ServerUnavailable):
+        database.write(add("later"))
+    assert database.read(names) == []
+    assert told == ["gone"]
+    database.close()
+
+
+def test_a_server_whose_database_was_taken_over_stops(
+    tmp_path: Path, postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claim_room, "REFUSED_S", 0.0)
+    with (
+        contextlib.ExitStack() as other,
+        pytest.raises(ServerProblem, match="taken the database over"),
+        served(tmp_path, database=postgres_url) as server,
+    ):
+        other.enter_context(taken_over(postgres_url))
+        wait_until_it_is_gone(server)
+
+
+def wait_until_it_is_gone(server: Served) -> None:
+    for _ in range(20 * WAIT_S):
+        try:
+            server.connection().ask("GET", "/version", answer=Version)
+        except ServerUnavailable:
+            return
+        threading.Event().wait(0.05)
+    raise AssertionError("the server goes on")
