@@ -81,7 +81,7 @@ def test_large_gangs_are_served_between_small_ones(world: World) -> None:
 def test_F14_a_gang_that_does_not_start_is_tried_on_the_other_node_and_ends_after_three_more(world: World) -> None:
     world.work = lambda start: Work(start_s=1, reason=Reason.START_FAILED)
     run_id = world.submit(2)
-    world.run_for(30)
+    world.run_for(60)
     assert outcome(world, run_id) == (State.FAILED, Reason.GANG_START)
     run = world.run(run_id)
     assert (run.fence, run.infra_retries_used, world.executions()) == (4, 3, [])

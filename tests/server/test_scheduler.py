@@ -14,7 +14,7 @@ from serverless_gpu.ambient import format_clock, new_run_id
 from serverless_gpu.engines.base import EngineNode, Impossible, Waiting
 from serverless_gpu.engines.simulated import SimulatedEngine
 from serverless_gpu.model.attempt import Reason, State, StopReason
-from serverless_gpu.model.run_lifecycle import Ended, StopAsked
+from serverless_gpu.model.run_lifecycle import INFRA_PAUSES_S, Ended, StopAsked
 from serverless_gpu.model.spec import Priority, Resources
 from serverless_gpu.server import orders, runs, tables, transitions
 from serverless_gpu.server.agents import Agents
@@ -153,20 +153,69 @@ def test_a_node_that_the_engine_does_not_know_has_joined_by_itself(services: Ser
 
 
 def test_what_an_engine_can_never_do_goes_back_to_the_queue_and_ends_after_three_more(
-    services: Services, node_id: str
+    services: Services, node_id: str, clock: FakeClock
 ) -> None:
     cluster = engine()
     cluster.answers = [Impossible(sentence="no licence for n1")] * 4
     run_id = submit(services)
     scheduler = Scheduler(services, engine=cluster)
-    for fence in (1, 2, 3):
+    for fence, pause_s in enumerate(INFRA_PAUSES_S, start=1):
         tick(services, scheduler)
         run = find(services, run_id)
         assert (run.state, run.fence, run.infra_retries_used) == (State.QUEUED, fence, fence)
+        clock.advance(pause_s)
+        Agents(services).hello(NODE, hello())
     tick(services, scheduler)
     run = find(services, run_id)
     assert (run.state, run.reason, run.detail) == (State.FAILED, Reason.REFUSED, "no licence for n1")
     assert services.database.read(lambda connection: orders.waiting(connection, node_id)) == []
+
+
+def test_what_did_not_start_is_left_alone_for_a_while_and_others_go_first(
+    services: Services, node_id: str, clock: FakeClock
+) -> None:
+    run_id = submit(services, 8)
+    scheduler = tick(services)
+    tell(services, run_id, Ended(reason=Reason.START_FAILED, began=False))
+    clock.advance(0.25)
+    now_ns = clock.boottime_ns()
+    assert scheduler.tick(now_ns) == now_ns + 750_000_000
+    at = format_clock(clock.wall_ns() + 750_000_000)
+    held = f"attempt 1 did not start on n1; it is tried again at {at}"
+    assert services.sentences.of(run_id) == held
+    other = submit(services, 2)
+    clock.step_wall(-3600)  # nobody waits for a clock that was set back
+    tick(services, scheduler)
+    assert (find(services, run_id).state, find(services, other).state) == (State.QUEUED, State.STARTING)
+    following = Scheduler(services)  # a server that was started again knows it, too
+    following.tick(clock.boottime_ns())
+    assert "it is tried again at" in services.sentences.of(run_id)
+    tell(services, other, StopAsked(why=StopReason.CANCEL))
+    tell(services, other, Ended(reason=Reason.CANCELLED, began=False))
+    clock.advance(0.75)
+    tick(services, scheduler)
+    assert (find(services, run_id).state, find(services, run_id).fence) == (State.STARTING, 2)
+
+
+@pytest.mark.parametrize(
+    ("reason", "began"), [(Reason.PREEMPTED, False), (Reason.DRAINED, True), (Reason.RANK_RAISED, True)]
+)
+def test_who_made_room_or_failed_by_its_own_code_is_placed_again_at_once(
+    services: Services, node_id: str, reason: Reason, began: bool
+) -> None:
+    run_id = _submit_patient(services)
+    scheduler = tick(services)
+    tell(services, run_id, Ended(reason=reason, began=began))
+    assert find(services, run_id).state is State.QUEUED
+    tick(services, scheduler)
+    assert find(services, run_id).fence == 2
+
+
+def _submit_patient(services: Services) -> str:
+    new = new_run(resources=Resources(gpus=1, gpu_type="H100"), retries=1, resume=True)
+    new = msgspec.structs.replace(new, context_sealed=services.sealer.seal(b"{}", about=new.id))
+    services.database.write(lambda connection: runs.insert(connection, new, at_ns=services.clock.wall_ns()))
+    return new.id
 
 
 def test_what_an_engine_cannot_do_now_is_asked_for_again_and_said(services: Services, node_id: str) -> None:

@@ -66,6 +66,16 @@ def test_the_class_comes_before_the_age_and_the_age_before_everything_else() -> 
     assert said(decision, "r1").endswith("you are 1st")
 
 
+def test_who_is_left_alone_for_a_while_waits_beside_the_line_and_keeps_nothing() -> None:
+    held = wanted("r1", 8, not_before_ns=10, held="it is tried again at 12:00:05")
+    queue, nodes = [held, wanted("r2"), wanted("r3", 8)], [node("n1", H100=8)]
+    decision = decide(queue, nodes, now_ns=9)
+    assert list(placed(decision)) == ["r2"]
+    assert said(decision, "r1") == "it is tried again at 12:00:05"
+    assert said(decision, "r3").endswith("you are 1st")
+    assert list(placed(decide(queue, nodes, now_ns=10))) == ["r1"]
+
+
 def test_the_node_with_the_least_left_over_is_taken_so_that_large_gangs_find_whole_ones() -> None:
     queue = [wanted("r1", 2), wanted("r2", 8)]
     decision = decide(queue, [node("n1", H100=8), busy(node("n2", H100=8), 5)])

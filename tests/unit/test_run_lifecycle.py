@@ -30,6 +30,7 @@ from serverless_gpu.model.run_lifecycle import (
     Stopping,
     advance,
     over_because,
+    pause_s,
 )
 
 SEND_STOP, REQUEUE, CONCLUDE = Instruction.SEND_STOP, Instruction.REQUEUE, Instruction.CONCLUDE
@@ -298,6 +299,15 @@ def test_every_ending_is_final_with_a_reason_or_a_new_place_in_the_queue() -> No
             assert instructions == (CONCLUDE,)
             assert after.reason is not None and after.state is MEANINGS[after.reason].state
             assert (after.retries_left, after.infra_left) == (retries, infra)
+
+
+@pytest.mark.parametrize("reason", Reason)
+def test_what_the_platform_failed_waits_longer_each_time_and_nothing_else_waits(reason: Reason) -> None:
+    displaced = reason in (Reason.PREEMPTED, Reason.DRAINED)
+    pauses = [pause_s(used, reason, began=False) for used in range(5)]
+    assert pauses == ([0, 0, 0, 0, 0] if displaced else [0, 1, 5, 30, 0])
+    assert [pause_s(used, reason, began=True) for used in range(5)] == [0] * 5
+    assert pause_s(1, None, began=False) == 0
 
 
 def test_the_reference_says_when_another_attempt_follows() -> None:

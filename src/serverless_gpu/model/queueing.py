@@ -39,6 +39,8 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         machine: the only machine that will do, or "".
         platform: the only platform that will do, or "".
         avoid: identifiers of nodes that failed to start it; used when no other is free.
+        not_before_ns: it is left alone until then, by the clock of `decide`; 0 for at once.
+        held: what it is told until then.
     """
 
     run_id: str
@@ -51,6 +53,8 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     machine: str = ""
     platform: str = ""
     avoid: frozenset[str] = frozenset()
+    not_before_ns: int = 0
+    held: str = ""
 
 
 class Holding(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,7 +104,7 @@ class Wait(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     Attributes:
         why: the sentence, without the place.
-        place: its place among those that want the same kind of devices; 1 is the next.
+        place: its place among those that want the same kind of devices; 1 is the next, 0 is none: it is not in line.
         impossible: no node that has joined can ever serve it.
     """
 
@@ -111,7 +115,7 @@ class Wait(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     @property
     def sentence(self) -> str:
         """Return what people read."""
-        return self.why if self.impossible else f"{self.why}; you are {ordinal(self.place)}"
+        return self.why if self.impossible or not self.place else f"{self.why}; you are {ordinal(self.place)}"
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
@@ -152,12 +156,13 @@ def ordinal(number: int) -> str:
     return f"{number}{'th' if teens else {1: 'st', 2: 'nd', 3: 'rd'}.get(number % 10, 'th')}"
 
 
-def decide(queue: Sequence[Wanted], nodes: Sequence[Node]) -> Decision:
+def decide(queue: Sequence[Wanted], nodes: Sequence[Node], *, now_ns: int = 0) -> Decision:
     """Return who starts where, and why the others wait.
 
     Args:
         queue: everybody who waits, in any order.
         nodes: everything that has joined.
+        now_ns: the time; those that are left alone until later wait beside the line, and nothing is kept for them.
     """
     floor = _Floor(nodes)
     placements: list[Placement] = []
@@ -165,7 +170,8 @@ def decide(queue: Sequence[Wanted], nodes: Sequence[Node]) -> Decision:
     never: dict[_Shape, str] = {}
     kinds: Counter[_Kind] = Counter()
     keepers: set[_Kind] = set()
-    for wanted in sorted(queue, key=_order):
+    waiting = {wanted.run_id: Wait(why=wanted.held, place=0) for wanted in queue if wanted.not_before_ns > now_ns}
+    for wanted in sorted((wanted for wanted in queue if wanted.run_id not in waiting), key=_order):
         shape, kind = _shape(wanted), (wanted.gpu_type, wanted.pool, wanted.machine)
         # What is free only shrinks during a pass: what could not be placed once cannot be placed later.
         placement = None if shape in waits else floor.place(wanted)
@@ -178,7 +184,6 @@ def decide(queue: Sequence[Wanted], nodes: Sequence[Node]) -> Decision:
                 keepers.add(kind)
         kinds[kind] += not never[shape]
         waits.setdefault(shape, []).append((wanted, kinds[kind]))
-    waiting: dict[str, Wait] = {}
     for shape, members in waits.items():
         waiting |= _waits(members, never[shape], floor)
     return Decision(placements=tuple(placements), waiting=waiting)

@@ -28,8 +28,10 @@ import msgspec
 
 from serverless_gpu.model.attempt import MEANINGS, STOPPED_BY, TERMINAL, Reason, State, StopReason
 
-INFRA_RETRIES_MAX = 3
-"""Attempts that are made again because the platform failed before user code began."""
+INFRA_PAUSES_S = (1.0, 5.0, 30.0)
+"""How long a run waits after the first, second … attempt that the platform failed before user code began."""
+INFRA_RETRIES_MAX = len(INFRA_PAUSES_S)
+"""Attempts that are made again for that reason."""
 
 LOST = frozenset({*(r for r, meaning in MEANINGS.items() if meaning.state is State.LOST), Reason.NODE_REBOOTED})
 """Nobody could end the attempt in order: user code may have been anywhere."""
@@ -153,6 +155,19 @@ def advance(run: Run, event: Event) -> Step:
 def over_because(event: Ended | GivenUp | Forgotten) -> Reason:
     """Return why the attempt is over that an event ends; the run may go on with another one."""
     return Reason.NODE_GONE if isinstance(event, Forgotten) else event.reason
+
+
+def pause_s(retries_used: int, last: Reason | None, *, began: bool) -> float:
+    """Return how long a run that waits again is left alone, in seconds: what failed just now would fail again.
+
+    Args:
+        retries_used: how often it was made to wait again because the platform failed.
+        last: why its last attempt was over; None when there was none.
+        began: whether user code of that attempt had started.
+    """
+    if last is None or began or last in _DISPLACED or not 0 < retries_used <= INFRA_RETRIES_MAX:
+        return 0.0
+    return INFRA_PAUSES_S[retries_used - 1]
 
 
 def _placed(run: Run, _: Placed) -> Step:

@@ -21,11 +21,12 @@ import logging
 import sqlalchemy as sa
 
 from serverless_gpu import faults
+from serverless_gpu.ambient import format_clock
 from serverless_gpu.engines.base import Engine, Gang, Impossible, Placed, Request, Share
 from serverless_gpu.errors import StaleAttempt
 from serverless_gpu.model.attempt import Reason, State
 from serverless_gpu.model.queueing import Placement, Wanted, decide
-from serverless_gpu.model.run_lifecycle import Ended
+from serverless_gpu.model.run_lifecycle import Ended, pause_s
 from serverless_gpu.server import attempts, floor, keys, runs, transitions
 from serverless_gpu.server.attempts import NewAttempt
 from serverless_gpu.server.floor import Floor
@@ -68,7 +69,7 @@ class Scheduler:
         there, queue = services.database.read(self._load)
         self._ask_again(there)
         times = floor.now(services)
-        decision = decide(queue, floor.offers(there, services.presence, times))
+        decision = decide(queue, floor.offers(there, services.presence, times), now_ns=now_ns)
         stored = by_id(there.nodes)
         for placement in decision.placements[:AT_ONCE]:
             self._place(placement, stored[placement.node_id])
@@ -77,14 +78,17 @@ class Scheduler:
         if len(decision.placements) > AT_ONCE:
             return now_ns
         after_s = ENGINE_AGAIN_S if self._asked else LOOK_AGAIN_S
-        return now_ns + round(after_s * 1e9)
+        held = (wanted.not_before_ns for wanted in queue if wanted.not_before_ns > now_ns)
+        return min((now_ns + round(after_s * 1e9), *held))
 
     def _load(self, connection: sa.Connection) -> tuple[Floor, list[Wanted]]:
         waiting = runs.queue(connection)
         known = self._wanted
         unknown = [run_id for run_id, fence in waiting if known.get(run_id, (-1,))[0] != fence]
         failed = attempts.failed_nodes(connection, unknown) if unknown else {}
-        found = {run.id: (run.fence, _wanted(run, failed)) for run in runs.find_many(connection, unknown)}
+        clock = self._services.clock
+        now = (clock.boottime_ns(), clock.wall_ns())
+        found = {run.id: (run.fence, _wanted(run, failed, now=now)) for run in runs.find_many(connection, unknown)}
         self._wanted = {
             run_id: entry for run_id, _ in waiting if (entry := found.get(run_id) or known.get(run_id)) is not None
         }
@@ -177,9 +181,10 @@ class Scheduler:
         return told is not None
 
 
-def _wanted(run: StoredRun, failed: dict[str, frozenset[str]]) -> Wanted:
-    """Return what a run wants, as decisions take it."""
+def _wanted(run: StoredRun, failed: dict[str, frozenset[str]], *, now: tuple[int, int]) -> Wanted:
+    """Return what a run wants, as decisions take it; `now` by boottime and by the wall clock, nanoseconds."""
     resources = run.spec.resources
+    not_before_ns, held = _held(run, *now)
     return Wanted(
         run_id=run.id,
         title=floor.title(run),
@@ -191,4 +196,19 @@ def _wanted(run: StoredRun, failed: dict[str, frozenset[str]]) -> Wanted:
         machine=run.target.machine,
         platform=run.target.platform,
         avoid=failed.get(run.id, frozenset()),
+        not_before_ns=not_before_ns,
+        held=held,
     )
+
+
+def _held(run: StoredRun, boottime_ns: int, wall_ns: int) -> tuple[int, str]:
+    """Return until when a run is left alone after an attempt that failed to start, by boottime, and what it is told."""
+    last = run.attempt
+    if last is None or last.ended_ns is None:
+        return 0, ""
+    pause_ns = round(pause_s(run.infra_retries_used, last.reason, began=last.began) * 1e9)
+    left_ns = min(pause_ns, last.ended_ns + pause_ns - wall_ns)  # no longer than that, whatever was done to the clock
+    if left_ns <= 0:
+        return 0, ""
+    at = format_clock(wall_ns + left_ns)
+    return boottime_ns + left_ns, f"attempt {last.fence} did not start on {last.node}; it is tried again at {at}"

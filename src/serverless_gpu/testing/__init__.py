@@ -68,6 +68,10 @@ class FakeClock:
         self._boottime_ns += round(seconds * 1e9)
         self._wall_ns += round(seconds * 1e9)
 
+    def step_wall(self, seconds: float) -> None:
+        """Set the wall clock alone: forward, or back."""
+        self._wall_ns += round(seconds * 1e9)
+
     def boottime_ns(self) -> int:
         """Return nanoseconds since a boot that never was."""
         return self._boottime_ns
