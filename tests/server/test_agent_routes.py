@@ -26,6 +26,7 @@ from serverless_gpu.wire.agents import (
     Start,
 )
 from serverless_gpu.wire.connection import Connection
+from serverless_gpu.wire.principals import TokenMade, TokenRequest
 from serverless_gpu.wire.runs import RunRequest, RunView, Target
 from tests.server.served import Served, served
 from tests.server.test_agents import H100, hello
@@ -72,6 +73,15 @@ def test_a_node_joins_hears_of_a_run_and_says_that_it_took_it(server: Served, no
     assert (seen.name, seen.state, seen.busy, seen.runs) == ("n1", "UP", 1, (run_id,))
     (pool,) = admin.ask("GET", "/pools", answer=PoolList).pools
     assert (pool.name, pool.total, pool.free) == ("default", {"H100": 8}, {"H100": 7})
+
+
+def test_the_orders_of_a_node_need_a_token_that_may_take_them(server: Served, node: Connection) -> None:
+    welcome = node.ask("POST", "/agents", hello(), answer=AgentWelcome)
+    asked = TokenRequest(principal="node", scopes=("read",))
+    reader = server.connection(server.connection().ask("POST", "/tokens", asked, answer=TokenMade).secret)
+    for somebody in (reader, server.connection()):
+        with pytest.raises(NotAllowed, match="orders"):
+            next(somebody.stream("GET", f"/agents/{welcome.node}/orders", answer=Order))
 
 
 def test_people_are_no_nodes_and_nodes_are_no_people(server: Served, node: Connection) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
+from anyio import to_thread
 from starlette.routing import Route as PlainRoute
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
@@ -85,10 +89,32 @@ def everything() -> list[Route]:
     return [*application_room.all_routes(), *extra.all]
 
 
-def closed(routes: list[Route]) -> Gate:
+def closed(routes: list[Route], *, ask: Callable[[str], Caller] = authenticate) -> Gate:
     services = made_services(NoDatabase(), Path("/nonexistent"), clock=SystemClock())
     inner = application_room.application(routes)
-    return Gate(inner, services, routes=routes, hosts=gate.LOOPBACK, authenticate=authenticate, reach=reach)
+    return Gate(inner, services, routes=routes, hosts=gate.LOOPBACK, authenticate=ask, reach=reach)
+
+
+def test_tokens_that_are_looked_at_leave_threads_for_those_who_were_let_in() -> None:
+    looking, answered = threading.Semaphore(0), threading.Event()
+
+    def slowly(token: str) -> Caller:
+        looking.release()
+        assert answered.wait(20)
+        return authenticate(token)
+
+    async def crowd() -> None:
+        closed_gate = closed(everything(), ask=slowly)
+        transport = httpx2.ASGITransport(app=closed_gate)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1") as somebody:
+            asked = [asyncio.ensure_future(somebody.get(f"{API}/me", headers=bearer("bad"))) for _ in range(60)]
+            for _ in range(gate.AUTHENTICATING_MAX):
+                await to_thread.run_sync(looking.acquire)
+            assert not looking.acquire(blocking=False)
+            answered.set()
+            assert {answer.status_code for answer in await asyncio.gather(*asked)} == {401}
+
+    asyncio.run(crowd())
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import pytest
 import sqlalchemy as sa
@@ -80,6 +80,13 @@ def test_secrets_are_of_256_bits_and_of_one_form() -> None:
 @pytest.mark.parametrize("secret", ["", "x", "sgpu_", "sgpu_" + "0" * 26 + "_" + "A" * 43, "sgpu_" + "é" * 70, "sgpa_"])
 def test_what_is_nobodys_token_is_refused(database: Database, secret: str) -> None:
     refused(database, secret, "does not know")
+
+
+@pytest.mark.parametrize("secret", ["", "x", "sgpu_short", "sgpa_x_1_y"])
+def test_what_cannot_be_a_token_costs_no_look_into_the_database(secret: str) -> None:
+    nothing = cast(sa.Connection, None)
+    with pytest.raises(NotAuthenticated):
+        identity.authenticate(nothing, secret, now_ns=NOW)
 
 
 def test_the_right_identifier_with_another_secret_says_no_more_than_an_unknown_one(database: Database) -> None:
@@ -308,6 +315,20 @@ def test_a_lost_file_is_made_again_and_a_crash_before_the_row_too(database: Data
     second = start(database, directory)
     assert not set(first) & set(second)
     assert who(database, second[0]).role == "admin" and who(database, second[1]).role == "agent"
+
+
+def test_a_file_that_is_deleted_takes_its_token_with_it_and_nobody_elses(
+    database: Database, directory: Path, tmp_path: Path
+) -> None:
+    first, elsewhere = start(database, directory), start(database, tmp_path / "elsewhere")
+    (directory / "token").unlink()
+    (directory / "node.token").unlink()
+    start(database, directory)
+    for token in first:
+        refused(database, token, "revoked")
+    assert [who(database, token).role for token in elsewhere] == ["admin", "agent"]
+    actions = [entry.action for entry in database.read(audit.entries)]
+    assert actions[-4:] == ["token.revoke", "token.create"] * 2
 
 
 def test_a_token_that_was_revoked_does_not_come_back(database: Database, directory: Path) -> None:

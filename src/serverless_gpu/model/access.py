@@ -40,7 +40,8 @@ class Resource(StrEnum):
         ENVIRONMENTS: objects of captured environments; own: by their address; all: list and delete.
         BLOBS: parts of payloads and outputs, by their digest.
         AGENTS: a node's own side: join, heartbeat.
-        ORDERS: what a node is told to do; with it go the callers' variables.
+        ORDERS: what a node is told to do; with it go the callers' variables and the tokens of attempts, so a node's
+            own token is all that reaches them, and asking for them is a write: they count as sent.
         USERS: users and services.
         TEAMS: teams and who is in them.
         TOKENS: tokens, without their secrets.
@@ -64,7 +65,7 @@ _NONE, _OWN, _TEAM, _ALL = Reach.NONE, Reach.OWN, Reach.TEAM, Reach.ALL
 
 # Role → resource → how far it may read, and write. What is not there is none.
 POLICY: Mapping[Role, Mapping[Resource, tuple[Reach, Reach]]] = {
-    "admin": dict.fromkeys(Resource, (_ALL, _ALL)) | {Resource.AUDIT: (_ALL, _NONE)},
+    "admin": dict.fromkeys(Resource, (_ALL, _ALL)) | {Resource.AUDIT: (_ALL, _NONE), Resource.ORDERS: (_NONE, _NONE)},
     "operator": {
         Resource.RUNS: (_ALL, _ALL),
         Resource.NODES: (_ALL, _ALL),
@@ -107,7 +108,7 @@ _RESOURCES: Mapping[str, Resource] = {resource.value: resource for resource in R
 
 # Scope of a token → what it lets through: resources, and whether to change them, too.
 SCOPES: Mapping[str, Mapping[Resource, bool]] = {
-    "read": dict.fromkeys(Resource, False),
+    "read": {resource: False for resource in Resource if resource is not Resource.ORDERS},
     "agent": {
         Resource.AGENTS: True,
         Resource.ORDERS: True,
@@ -116,7 +117,7 @@ SCOPES: Mapping[str, Mapping[Resource, bool]] = {
     },
     "submit": {Resource.RUNS: True, Resource.ENVIRONMENTS: True, Resource.BLOBS: True, Resource.NODES: False},
     **{resource.value: {resource: True} for resource in Resource},
-    **{f"{resource.value}:read": {resource: False} for resource in Resource},
+    **{f"{resource.value}:read": {resource: False} for resource in Resource if resource is not Resource.ORDERS},
 }
 
 

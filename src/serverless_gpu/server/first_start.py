@@ -5,7 +5,8 @@
 
 Each start looks whether the files hold tokens that the database knows. One that it does not know (the first start, a
 lost file, another database, a crash between file and database) is replaced: the file first, then the row, so that a
-file never misses the token it should have. A token that is known stays, also when it was revoked: what somebody took
+file never misses the token it should have, and what the same file held before is revoked: deleting a file and starting
+again is how its token is changed. A token that is known stays, also when it was revoked: what somebody took
 away does not come back by itself.
 """
 
@@ -18,10 +19,11 @@ from pathlib import Path
 import msgspec
 import sqlalchemy as sa
 
+from serverless_gpu.ambient import machine
 from serverless_gpu.server import audit, identity
 from serverless_gpu.server.audit import SERVER, Action
 from serverless_gpu.server.identity import NewToken
-from serverless_gpu.server.keys import write_private
+from serverless_gpu.server.keys import sha256, write_private
 from serverless_gpu.server.services import Transactions
 from serverless_gpu.wire.principals import PrincipalRequest
 
@@ -86,6 +88,16 @@ def _grant(connection: sa.Connection, wanted: PrincipalRequest, *, secret: str, 
         audit.record(
             connection, who=SERVER, action=Action.USER_CREATE, subject=wanted.name, now_ns=now_ns, detail=detail
         )
-    new = NewToken(principal=wanted.name, label=f"made by the server: {path.name}")
+    new = NewToken(principal=wanted.name, label=_label(path))
+    for lost in identity.tokens_of(connection, wanted.name):
+        if lost.label == new.label and lost.revoked_ns is None:
+            identity.revoke_token(connection, lost.id, now_ns=now_ns)
+            audit.record(connection, who=SERVER, action=Action.TOKEN_REVOKE, subject=lost.id, now_ns=now_ns)
     made = identity.create_token(connection, new, secret=secret, now_ns=now_ns)
     audit.record(connection, who=SERVER, action=Action.TOKEN_CREATE, subject=made.token.id, now_ns=now_ns)
+
+
+def _label(path: Path) -> str:
+    """Return what a file's token is called: another machine or home at the same database has tokens of its own."""
+    place = sha256(f"{machine()}:{path.absolute()}")[:12]
+    return f"made by the server: {path.name} ({place})"

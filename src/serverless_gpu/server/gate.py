@@ -23,7 +23,7 @@ import re
 from collections.abc import Callable, Sequence
 from urllib.parse import urlsplit
 
-from anyio import to_thread
+from anyio import CapacityLimiter, to_thread
 from starlette.requests import Request as HttpRequest
 from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -50,6 +50,8 @@ PATH_BYTES_MAX = 4 << 10
 TOKEN_CHARACTERS_MAX = 200
 BODY_SILENCE_S = 60.0
 """How long a body that is not complete may send nothing."""
+AUTHENTICATING_MAX = 8
+"""Tokens that are looked at at once: however many bad ones come, threads are left for those who were let in."""
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 _BEARER = "bearer "
 
@@ -105,6 +107,7 @@ class Gate:
         self._authenticate = authenticate
         self._reach = reach
         self._table = _Table(routes)
+        self._asking = CapacityLimiter(AUTHENTICATING_MAX)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request in, or refuse it."""
@@ -133,7 +136,7 @@ class Gate:
         if route is not None and route.needs == PUBLIC:
             return Call(self._services, route, NOBODY, "none")
         token = _token(request)
-        who = await to_thread.run_sync(self._authenticate, token)
+        who = await to_thread.run_sync(self._authenticate, token, limiter=self._asking)
         if not routes:
             raise NotFound(f"there is nothing at {scope['path'][:200]!r}", hint="docs/openapi.json lists all routes")
         if route is None:

@@ -345,7 +345,10 @@ def authenticate(connection: sa.Connection, secret: str, *, now_ns: int) -> Call
     """
     if secret.startswith(ATTEMPT_PREFIX):
         return _attempt(connection, secret)
-    rows: Sequence[sa.Row[tuple[object, ...]]] = connection.execute(_WHOSE, {"token": token_id(secret)}).all()
+    identifier = token_id(secret)
+    rows: Sequence[sa.Row[tuple[object, ...]]] = ()
+    if identifier:  # what cannot be a token costs no look
+        rows = connection.execute(_WHOSE, {"token": identifier}).all()
     if not rows or not hmac.compare_digest(rows[0].sha256, sha256(secret)):
         raise NotAuthenticated("this server does not know the token", hint=_LOGIN)
     row = rows[0]

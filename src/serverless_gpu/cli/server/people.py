@@ -42,16 +42,16 @@ _TOKEN_BYTES_MAX = 1_000
     help="Read the token from a file; without it, from a prompt or from stdin.",
 )
 @click.option(
-    "--ca", type=click.Path(exists=True, dir_okay=False), default="", help="File with the certificates to trust."
+    "--ca", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="File with the certificates to trust."
 )
-def login(url: str, token_file: Path | None, ca: str) -> None:
+def login(url: str, token_file: Path | None, ca: Path | None) -> None:
     """Use a server for remote calls from now on: its address and a token that it knows.
 
     The token is checked, and kept in this home in a file that only you can read. It is never an argument: those can be
     seen by everybody on the machine.
     """
     token = _read_token(token_file)
-    profile = Profile(url=url.rstrip("/"), token=token, ca=ca)
+    profile = Profile(url=url.rstrip("/"), token=token, ca=str(ca.absolute()) if ca is not None else "")
     connection = connect(profile)
     try:
         version = connection.ask("GET", "/version", answer=Version)

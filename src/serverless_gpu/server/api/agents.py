@@ -8,7 +8,7 @@ import msgspec
 
 from serverless_gpu.errors import TooLarge
 from serverless_gpu.server.agents import Agents, stream
-from serverless_gpu.server.api.routing import Call, Query, Routes, Stream, reading, writing
+from serverless_gpu.server.api.routing import Call, Query, Routes, Stream, writing
 from serverless_gpu.server.orders import OPEN_MAX
 from serverless_gpu.wire.agents import AgentHello, AgentWelcome, Heartbeat, HeartbeatAnswer, Order, OrdersTaken
 
@@ -39,7 +39,7 @@ def heartbeat(call: Call, node: str, body: Heartbeat) -> HeartbeatAnswer:
     return Agents(call.services).heartbeat(call.who, node, body)
 
 
-@routes.get("/agents/{node}/orders", needs=reading("orders"))
+@routes.get("/agents/{node}/orders", needs=writing("orders"))
 async def orders(call: Call, node: str, query: OrdersQuery) -> Stream[Order]:
     """Stream what the node is to do; what it has not taken comes again."""
     agents = Agents(call.services)
