@@ -28,6 +28,7 @@ its ranks wrote.
 _GROUPS = {
     Group.MACHINE: "The machine",
     Group.AGENT: "The agent",
+    Group.SERVER: "The server",
     Group.GPUS: "GPUs",
     Group.ENVIRONMENT: "The Python environment",
     Group.RUNS: "Runs",

@@ -81,7 +81,7 @@ def test_a_home(tmp_path: Path) -> None:
     facts = look_at_home({"SERVERLESS_GPU_HOME": str(tmp_path)})
     assert (facts.root, facts.problem, facts.note) == (str(tmp_path), "", "")
     assert facts.filesystem and facts.disks and facts.sockets
-    assert sorted(os.listdir(tmp_path)) == ["locks", "runs"]
+    assert sorted(os.listdir(tmp_path)) == ["checkpoints", "locks", "runs"]
 
 
 def test_no_home_to_be_had(tmp_path: Path) -> None:

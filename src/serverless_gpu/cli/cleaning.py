@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
 
 import click
 from msgspec.structs import replace
@@ -16,7 +19,7 @@ from serverless_gpu.model.retention import HOUR_NS, Entry, Policy, to_delete
 from serverless_gpu.node.configuration import read_configuration
 from serverless_gpu.node.history import read_run, run_ids, size_on_disk
 from serverless_gpu.node.home import Home
-from serverless_gpu.node.retention import cleaned_text, delete_all, empty_trash, scan
+from serverless_gpu.node.retention import Cleaned, cleaned_text, delete_all, empty_trash, scan
 from serverless_gpu.units import format_bytes, format_duration_ms
 
 
@@ -26,7 +29,7 @@ from serverless_gpu.units import format_bytes, format_duration_ms
 @click.option("--keep", metavar="SIZE", help="Delete the oldest until the rest takes at most this: 20GiB.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be deleted.")
 def clean(run: tuple[str, ...], older_than: str | None, keep: str | None, dry_run: bool) -> None:
-    """Delete directories of ended runs, with their results and logs.
+    """Delete directories of ended runs, with their results and logs, and copies of results of a server's runs.
 
     Without RUN and options: what the configuration keeps no longer, which the agent deletes by itself every hour. What
     ended less than an hour ago stays unless it is named, or AGE is shorter. A running run is never deleted.
@@ -36,43 +39,84 @@ def clean(run: tuple[str, ...], older_than: str | None, keep: str | None, dry_ru
         raise click.UsageError("name runs, or give --older-than and --keep; not both")
     chosen, spared = (_named(home, run), "") if run else _kept_no_longer(home, older_than, keep)
     if dry_run:
-        for line in columns([_row(entry) for entry in chosen]):
+        for line in columns([_row(home, each) for each in chosen]):
             click.echo(line)
-        total = sum(entry.size_bytes for entry in chosen)
-        click.echo(f"would delete {_count(len(chosen))}, {format_bytes(total)}{spared}")
+        total = sum(each.entry.size_bytes for each in chosen)
+        click.echo(f"would delete {_count(_runs_of(chosen))}, {format_bytes(total)}{spared}")
         return
-    empty_trash(home.runs)
-    done = delete_all(home.runs, chosen)
-    said = cleaned_text(done) if chosen else f"nothing to delete; {_count(len(run_ids(home.runs)))} stay"
+    done = [_delete(place, [each.entry for each in chosen if each.place == place]) for place in _places(home)]
+    deleted = {run_id for each in done for run_id in each.deleted}
+    problems = tuple(problem for each in done for problem in each.problems)
+    cleaned = Cleaned(tuple(deleted), sum(each.freed_bytes for each in done), problems)
+    stay = {run_id for place in _places(home) for run_id in run_ids(place)}
+    said = cleaned_text(cleaned) if chosen else f"nothing to delete; {_count(len(stay))} stay"
     click.echo(said + spared)
-    for problem in done.problems:
+    for problem in problems:
         click.echo(f"sgpu: {problem}", err=True)
-    if done.problems:
+    if problems:
         sys.exit(1)
 
 
-def _named(home: Home, runs: tuple[str, ...]) -> list[Entry]:
+class _Chosen(NamedTuple):
+    """A directory of a run, and in which place it lies."""
+
+    place: Path
+    entry: Entry
+
+
+def _places(home: Home) -> tuple[Path, Path]:
+    """Return where directories of runs lie: those that ran here, and copies of what others of a server returned."""
+    return home.runs, home.remote
+
+
+def _delete(place: Path, entries: list[Entry]) -> Cleaned:
+    empty_trash(place)
+    return delete_all(place, entries)
+
+
+def _named(home: Home, runs: tuple[str, ...]) -> list[_Chosen]:
     queued = queued_runs(home)
+    own, copied = (run_ids(place) for place in _places(home))
+    ids = sorted({*own, *copied}, reverse=True)
     chosen = []
-    for run_id in dict.fromkeys(choose(home, run) for run in runs):
-        record = read_run(home.runs, run_id, queued)
-        if record.live or record.ended_ns is None:
-            raise InvalidValue(f"run {run_id} is {record.state}", hint=f"`sgpu cancel {run_id}` stops it")
-        chosen.append(Entry(run_id=run_id, ended_ns=record.ended_ns, size_bytes=size_on_disk(home.runs / run_id)))
+    for run_id in dict.fromkeys(choose(home, run, ids) for run in runs):
+        if run_id in own:
+            record = read_run(home.runs, run_id, queued)
+            if record.live or record.ended_ns is None:
+                raise InvalidValue(f"run {run_id} is {record.state}", hint=f"`sgpu cancel {run_id}` stops it")
+            chosen.append(_entry(home.runs, run_id, record.ended_ns))
+        if run_id in copied:  # the server has what they are copies of
+            chosen.append(_entry(home.remote, run_id, read_run(home.remote, run_id, ()).ended_ns))
     return chosen
 
 
-def _kept_no_longer(home: Home, older_than: str | None, keep: str | None) -> tuple[list[Entry], str]:
+def _entry(place: Path, run_id: str, ended_ns: int | None) -> _Chosen:
+    return _Chosen(place, Entry(run_id=run_id, ended_ns=ended_ns, size_bytes=size_on_disk(place / run_id)))
+
+
+def _kept_no_longer(home: Home, older_than: str | None, keep: str | None) -> tuple[list[_Chosen], str]:
     """Return what the rules delete, and in words what they would if it had not ended only just."""
-    policy, now_ns = _policy(home, older_than, keep), SystemClock().wall_ns()
-    entries = scan(home.runs, queued_runs(home), now_ns)
-    chosen = to_delete(entries, policy, now_ns)
-    young = len(to_delete(entries, replace(policy, spared_ns=0), now_ns)) - len(chosen)
+    policy, now_ns, queued = _policy(home, older_than, keep), SystemClock().wall_ns(), queued_runs(home)
+    scanned = [[_Chosen(place, entry) for entry in scan(place, queued, now_ns)] for place in _places(home)]
+    # What the configuration says holds for each place; a size that is asked for is meant for both together.
+    groups = scanned if keep is None else [[*scanned[0], *scanned[1]]]
+    chosen = [each for group in groups for each in _lost(group, policy, now_ns)]
+    old = [each for group in groups for each in _lost(group, replace(policy, spared_ns=0), now_ns)]
+    young = _runs_of(old) - _runs_of(chosen)
     if not young:
-        return list(chosen), ""
+        return chosen, ""
     age = "an hour" if policy.spared_ns == HOUR_NS else format_duration_ms(policy.spared_ns // 1_000_000)
     more = f"; {_count(young)} that ended less than {age} ago {'is' if young == 1 else 'are'} kept by that rule"
-    return list(chosen), f"{more}: name {'it' if young == 1 else 'them'} to delete {'it' if young == 1 else 'them'} now"
+    return chosen, f"{more}: name {'it' if young == 1 else 'them'} to delete {'it' if young == 1 else 'them'} now"
+
+
+def _lost(group: list[_Chosen], policy: Policy, now_ns: int) -> list[_Chosen]:
+    lost = {id(entry) for entry in to_delete([each.entry for each in group], policy, now_ns)}
+    return [each for each in group if id(each.entry) in lost]
+
+
+def _runs_of(chosen: Iterable[_Chosen]) -> int:
+    return len({each.entry.run_id for each in chosen})
 
 
 def _policy(home: Home, older_than: str | None, keep: str | None) -> Policy:
@@ -91,6 +135,8 @@ def _count(runs: int) -> str:
     return f"{runs} run{'' if runs == 1 else 's'}"
 
 
-def _row(entry: Entry) -> list[str]:
+def _row(home: Home, chosen: _Chosen) -> list[str]:
+    entry = chosen.entry
     ended = "" if entry.ended_ns is None else format_moment(entry.ended_ns)
-    return [entry.run_id, ended, format_bytes(entry.size_bytes)]
+    copies = "copies of results" if chosen.place == home.remote else ""
+    return [entry.run_id, ended, format_bytes(entry.size_bytes), copies]

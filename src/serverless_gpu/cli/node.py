@@ -6,11 +6,13 @@ import os
 
 import click
 
+from serverless_gpu.cli.output import print_json
+from serverless_gpu.cli.server.state import server_status
 from serverless_gpu.client.agent_control import agent_status, stop_agent
 from serverless_gpu.model.hardware import DeviceKind, parse_fake
 from serverless_gpu.node.home import find_home
 from serverless_gpu.node.locks import DeviceLocks, lock_directory
-from serverless_gpu.node.protocol import AttemptStatus, EnvironmentStatus, ZygoteStatus
+from serverless_gpu.node.protocol import AttemptStatus, EnvironmentStatus, Status, ZygoteStatus
 from serverless_gpu.node.reaching import connect
 from serverless_gpu.units import format_bytes
 
@@ -18,9 +20,21 @@ _SHORT = 12
 
 
 @click.command()
-def status() -> None:
-    """Show what the agent of this node keeps warm and looks after."""
-    found = agent_status(find_home(os.environ).root)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def status(as_json: bool) -> None:
+    """Show what the agent of this node keeps warm and looks after, and how the server is if there is one."""
+    root = find_home(os.environ).root
+    found, served = agent_status(root), server_status(root)
+    if as_json:
+        print_json({"agent": found, "server": served})
+        return
+    _say_agent(found)
+    if served is not None:
+        for line in served.lines():
+            click.echo(line)
+
+
+def _say_agent(found: Status | None) -> None:
     if found is None:
         click.echo("no agent is running; the next run starts one")
         return

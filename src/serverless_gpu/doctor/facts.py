@@ -91,6 +91,56 @@ class AgentFacts(msgspec.Struct, frozen=True, kw_only=True):
     others: dict[str, str] = {}
 
 
+class ServerNode(msgspec.Struct, frozen=True, kw_only=True):
+    """One machine of the server.
+
+    Attributes:
+        silent_s: how long ago it was heard of, in seconds of the server's clock; None where that is not known.
+    """
+
+    name: str
+    state: str
+    sentence: str = ""
+    silent_s: float | None = None
+
+
+class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """The server that remote calls go to.
+
+    Attributes:
+        url: where it is; "" where none is configured.
+        profile: the file that says so; "" where variables do.
+        embedded: whether `sgpu up` of this home wrote it.
+        problem: why what is configured cannot be used.
+        hint: what helps.
+        is_private: whether nobody else can read the token.
+        away: why it does not answer.
+        unwell: what its `/health` says is wrong.
+        version: its version of this package.
+        protocol: what it speaks; `own_protocol` is what we speak.
+        clock_ahead_s: how much its clock is ahead of ours, in whole seconds; None where it did not say.
+        principal: whose the token is.
+        token_problem: why the token is not taken.
+        nodes: its machines; None where one may not look at them.
+    """
+
+    url: str = ""
+    profile: str = ""
+    embedded: bool = False
+    problem: str = ""
+    hint: str = ""
+    is_private: bool = True
+    away: str = ""
+    unwell: tuple[str, ...] = ()
+    version: str = ""
+    protocol: int = 0
+    own_protocol: int = 0
+    clock_ahead_s: int | None = None
+    principal: str = ""
+    token_problem: str = ""
+    nodes: tuple[ServerNode, ...] | None = None
+
+
 class CgroupFacts(msgspec.Struct, frozen=True, kw_only=True):
     """How process trees are ended and limited.
 
@@ -247,6 +297,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     runs: RunsFacts | Unknown = Unknown()
     agent: AgentFacts | Unknown = Unknown()
     cgroups: CgroupFacts | Unknown = Unknown()
+    server: ServerFacts | Unknown = Unknown()
     limits: LimitFacts | Unknown = Unknown()
     network: NetworkFacts | Unknown = Unknown()
     mounts: MountFacts | Unknown = Unknown()

@@ -26,6 +26,7 @@ class Group(StrEnum):
 
     MACHINE = "machine"
     AGENT = "agent"
+    SERVER = "server"
     GPUS = "GPUs"
     ENVIRONMENT = "environment"
     RUNS = "runs"

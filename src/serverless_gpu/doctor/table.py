@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from serverless_gpu.doctor import environment_checks, gpu_checks, machine_checks, run_troubles
+from serverless_gpu.doctor import environment_checks, gpu_checks, machine_checks, run_troubles, server_checks
 from serverless_gpu.doctor.facts import Facts
 from serverless_gpu.doctor.findings import Check, Finding
 
 TABLE: tuple[Check, ...] = (
     *machine_checks.CHECKS,
+    *server_checks.CHECKS,
     *gpu_checks.CHECKS,
     *environment_checks.CHECKS,
     *run_troubles.CHECKS,

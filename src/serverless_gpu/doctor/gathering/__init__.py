@@ -1,6 +1,6 @@
 """Looking at this machine, thinly and bounded: what comes back are facts, or why there are none.
 
-    threads     home · runs · agent and cgroups · limits · network       (a dead network file system blocks one of them)
+    threads     home · runs · agent and cgroups · server · limits · network    (a dead disk blocks one of them)
     processes   NVML · mounts · what is installed · what importing it does        (these crash and hang by nature)
 
 All start at once and each has the same limit, so the whole takes little longer than that.
@@ -25,6 +25,7 @@ from serverless_gpu.doctor.facts import (
     MountFacts,
     NetworkFacts,
     RunsFacts,
+    ServerFacts,
     Unknown,
 )
 from serverless_gpu.doctor.gathering.bounded import side_by_side
@@ -33,6 +34,7 @@ from serverless_gpu.doctor.gathering.gpus import look_at_gpus
 from serverless_gpu.doctor.gathering.machine import look_at_home, look_at_limits, look_at_network, look_at_runs
 from serverless_gpu.doctor.gathering.mounting import look_at_mounts
 from serverless_gpu.doctor.gathering.service import look_at_service
+from serverless_gpu.doctor.gathering.serving import look_at_server
 
 T = TypeVar("T")
 
@@ -50,6 +52,7 @@ def gather(environ: Mapping[str, str], limit_s: float) -> Facts:
         "gpus": lambda: look_at_gpus(environ, limit_s),
         "mounts": lambda: look_at_mounts(environ, limit_s),
         "service": lambda: look_at_service(environ),
+        "server": lambda: look_at_server(environ),
         "home": lambda: look_at_home(environ),
         "runs": lambda: look_at_runs(environ),
         "limits": look_at_limits,
@@ -72,6 +75,7 @@ def gather(environ: Mapping[str, str], limit_s: float) -> Facts:
         runs=area("runs", RunsFacts),
         agent=agent if isinstance(agent, AgentFacts) else _why(agent),
         cgroups=cgroups if isinstance(cgroups, CgroupFacts) else _why(cgroups),
+        server=area("server", ServerFacts),
         limits=area("limits", LimitFacts),
         network=area("network", NetworkFacts),
         mounts=area("mounts", MountFacts),

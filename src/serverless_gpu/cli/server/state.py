@@ -1,0 +1,95 @@
+"""How the server is: for `sgpu status`, which goes on without one, and without one that answers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from serverless_gpu.cli.server.reaching import connect
+from serverless_gpu.client.remote.profile import find_profile
+from serverless_gpu.errors import NotAllowed, ServerlessGpuError, ServerNotConfigured
+from serverless_gpu.loading import load
+from serverless_gpu.model.attempt import TERMINAL, State
+
+_RUNS_MAX = 500
+
+
+class ServerState(msgspec.Struct, frozen=True, kw_only=True):
+    """The server as it is now.
+
+    Attributes:
+        problem: why it cannot be used, "" where it can.
+        principal: who one is there; "" where that was not said.
+        waiting: runs in the queue; of those that one may see.
+        going: runs that go on, likewise.
+        nodes: its machines, by state; None where one may not look at them.
+    """
+
+    url: str
+    ok: bool
+    problem: str = ""
+    principal: str = ""
+    version: str = ""
+    waiting: int = 0
+    going: int = 0
+    nodes: dict[str, int] | None = None
+
+    def lines(self) -> Iterator[str]:
+        """Yield what is said about it."""
+        if not self.ok:
+            yield f"server: {self.url or 'cannot be used'}: {self.problem}; `sgpu doctor` looks"
+            return
+        yield f"server: {self.url} · ok · {self.version} · you are {self.principal}"
+        yield f"queue: {self.going} going on, {self.waiting} waiting"
+        if self.nodes is not None:
+            counts = ", ".join(f"{count} {state}" for state, count in sorted(self.nodes.items()))
+            yield f"nodes: {counts or 'none has joined'}"
+
+
+def server_status(home: Path) -> ServerState | None:
+    """Return how the server is, or None where there is none; a server that is away is not waited for.
+
+    Args:
+        home: the home directory, which says which server.
+    """
+    url = ""
+    try:
+        profile = find_profile(home, os.environ)
+        url = profile.url
+        connection = connect(profile)
+    except ServerNotConfigured as error:
+        is_lacking = not (home / "server.json").exists() and not os.environ.get("SERVERLESS_GPU_SERVER")
+        return None if is_lacking else ServerState(url=url, ok=False, problem=error.message)
+    except ServerlessGpuError as error:
+        return ServerState(url=url, ok=False, problem=error.message)
+    state, runs = load("serverless_gpu.wire.state"), load("serverless_gpu.wire.runs")
+    principals, agents = load("serverless_gpu.wire.principals"), load("serverless_gpu.wire.agents")
+    try:
+        connection.ask("GET", "/health", answer=state.Health)
+        version = connection.ask("GET", "/version", answer=state.Version)
+        me = connection.ask("GET", "/whoami", answer=principals.PrincipalView)
+        live = ",".join(each.value for each in State if each not in TERMINAL)
+        query = {"state": live, "limit": str(_RUNS_MAX)}
+        found = connection.ask("GET", "/runs", answer=runs.RunPage, query=query).runs
+        nodes: dict[str, int] | None = None
+        with contextlib.suppress(NotAllowed):
+            states = [node.state for node in connection.ask("GET", "/nodes", answer=agents.NodeList).nodes]
+            nodes = {each: states.count(each) for each in dict.fromkeys(states)}
+    except ServerlessGpuError as error:
+        return ServerState(url=url, ok=False, problem=error.message)
+    finally:
+        connection.close()
+    waiting = sum(run.state is State.QUEUED for run in found)
+    return ServerState(
+        url=url,
+        ok=True,
+        principal=f"{me.name} ({me.role})",
+        version=version.version,
+        waiting=waiting,
+        going=len(found) - waiting,
+        nodes=nodes,
+    )

@@ -1,0 +1,122 @@
+"""The server that remote calls go to: what is configured, whether it answers, and whom it takes us for.
+
+Failure cases: none is configured (fine), the file cannot be used, nobody listens, something else answers, the token is
+not taken, the role may not look at nodes. What was learned until then is kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import email.utils
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from serverless_gpu.ambient import SystemClock
+from serverless_gpu.client.remote.profile import SERVER, Profile, find_profile
+from serverless_gpu.doctor.facts import ServerFacts, ServerNode
+from serverless_gpu.errors import NotAllowed, NotAuthenticated, ServerlessGpuError, ServerNotConfigured
+from serverless_gpu.loading import load
+from serverless_gpu.node.home import find_home
+
+if TYPE_CHECKING:
+    from serverless_gpu.wire.connection import Connection
+
+_FILE = "server.json"
+
+
+def look_at_server(environ: Mapping[str, str]) -> ServerFacts:
+    """Return what can be seen of the server, without waiting for one that is away.
+
+    Args:
+        environ: the caller's variables.
+
+    Raises:
+        StorageError: there is no home.
+    """
+    home = find_home(environ).root
+    path = home / _FILE
+    file = "" if environ.get(SERVER) else str(path)
+    try:
+        profile = find_profile(home, environ)
+    except ServerNotConfigured as error:
+        is_lacking = not environ.get(SERVER) and not path.exists()
+        return ServerFacts() if is_lacking else ServerFacts(problem=error.message, hint=error.hint, profile=file)
+    except ServerlessGpuError as error:
+        return ServerFacts(problem=error.message, hint=error.hint, profile=file)
+    facts = ServerFacts(
+        url=profile.url, profile=file, embedded=profile.embedded, is_private=not file or _is_private(path)
+    )
+    return _asked(facts, profile)
+
+
+def _asked(facts: ServerFacts, profile: Profile) -> ServerFacts:
+    """Ask one thing after the other, until it is clear what is wrong."""
+    state, base = load("serverless_gpu.wire.state"), load("serverless_gpu.wire.base")
+    principals, agents = load("serverless_gpu.wire.principals"), load("serverless_gpu.wire.agents")
+    connection = load("serverless_gpu.wire.connection").Connection(profile.url, profile.token, ca=profile.ca)
+    replace = msgspec.structs.replace
+    try:
+        try:
+            data, headers = connection.fetch("/version")
+            version = msgspec.json.decode(data, type=state.Version)
+        except (ServerlessGpuError, msgspec.MsgspecError) as error:
+            return replace(facts, away=getattr(error, "message", "") or f"what answers there is no server: {error}")
+        facts = replace(
+            facts,
+            version=version.version,
+            protocol=version.protocol,
+            own_protocol=base.PROTOCOL,
+            clock_ahead_s=_ahead_s(headers.get("date", "")),
+            unwell=_unwell(connection),
+        )
+        try:
+            me = connection.ask("GET", "/whoami", answer=principals.PrincipalView)
+        except ServerlessGpuError as error:
+            return replace(facts, token_problem=error.message)
+        facts = replace(facts, principal=f"{me.name} ({me.role})")
+        with contextlib.suppress(NotAllowed):
+            found = connection.ask("GET", "/nodes", answer=agents.NodeList).nodes
+            facts = replace(facts, nodes=tuple(_node(each, facts.clock_ahead_s) for each in found))
+        return facts
+    finally:
+        connection.close()
+
+
+def _unwell(connection: Connection) -> tuple[str, ...]:
+    """Return what the server itself says is wrong."""
+    try:
+        health = connection.ask("GET", "/health", answer=load("serverless_gpu.wire.state").Health)
+    except NotAuthenticated:  # is another finding
+        return ()
+    except ServerlessGpuError as error:
+        return (error.message,)
+    return tuple(health.problems)
+
+
+def _node(view: object, ahead_s: int | None) -> ServerNode:
+    name, node_state, sentence = (str(getattr(view, each)) for each in ("name", "state", "sentence"))
+    seen_ns = getattr(view, "seen_ns", 0)
+    silent_s = (SystemClock().wall_ns() - seen_ns) / 1e9 + (ahead_s or 0)
+    return ServerNode(
+        name=name,
+        state=node_state,
+        sentence=sentence,
+        silent_s=max(0.0, silent_s) if seen_ns else None,
+    )
+
+
+def _ahead_s(date: str) -> int | None:
+    try:
+        theirs = email.utils.parsedate_to_datetime(date).timestamp()
+    except ValueError:
+        return None
+    return round(theirs - SystemClock().wall_ns() / 1e9)
+
+
+def _is_private(path: Path) -> bool:
+    status = path.stat()
+    return status.st_uid == os.geteuid() and status.st_mode & 0o077 == 0

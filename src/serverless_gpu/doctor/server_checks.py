@@ -1,0 +1,157 @@
+"""Checks of the server that remote calls go to; without one there is a single line.
+
+Each check says nothing where one before it says that there is nothing to look at: a server that is away is one failure,
+not six.
+"""
+
+from __future__ import annotations
+
+from serverless_gpu.doctor.facts import Facts, ServerFacts
+from serverless_gpu.doctor.findings import Check, Finding, Group, about, failed, ok, unknown, warning
+from serverless_gpu.version import __version__
+
+_CLOCK_S = 5
+_CLOCK_FAILS_S = 60
+_SILENT_S = 60.0
+
+
+@about(lambda facts: facts.server)
+def _profile(facts: Facts, server: ServerFacts) -> list[Finding]:
+    if server.problem:
+        return failed(server.problem, server.hint)
+    if not server.url:
+        return ok("none is configured; remote=True needs one: sgpu up, or sgpu login URL")
+    if not server.is_private:
+        sentence = f"others can read the token in {server.profile}"
+        return failed(sentence, f"chmod 600 {server.profile}   (and a new token: sgpu token create, sgpu login)")
+    return ok(f"{server.url}, by {server.profile or 'SERVERLESS_GPU_SERVER'}")
+
+
+@about(lambda facts: facts.server)
+def _answers(facts: Facts, server: ServerFacts) -> list[Finding]:
+    if server.away:
+        mend = (
+            "sgpu up" if server.embedded else f"is it running, and can it be reached? curl {server.url}/api/v1/health"
+        )
+        return failed(server.away, f"{mend}   (runs that it started go on for 15 minutes)")
+    if not server.version:
+        return []
+    if server.unwell:
+        return failed("; ".join(server.unwell), "its server.log says more")
+    return ok(f"answers, and is well: serverless-gpu {server.version}")
+
+
+@about(lambda facts: facts.server)
+def _token(facts: Facts, server: ServerFacts) -> list[Finding]:
+    if server.token_problem:
+        return failed(server.token_problem)
+    return ok(f"you are {server.principal}") if server.principal else []
+
+
+@about(lambda facts: facts.server)
+def _protocol(facts: Facts, server: ServerFacts) -> list[Finding]:
+    if not server.version:
+        return []
+    if server.protocol != server.own_protocol:
+        sentence = f"the server speaks protocol {server.protocol}, and this package {server.own_protocol}"
+        older = "the server" if server.protocol < server.own_protocol else "this package"
+        return failed(sentence, f"upgrade {older}: pip install --upgrade serverless-gpu")
+    if server.version != __version__:
+        return ok(f"protocol {server.protocol}; the server is {server.version}, this package {__version__}")
+    return ok(f"protocol {server.protocol}")
+
+
+@about(lambda facts: facts.server)
+def _nodes(facts: Facts, server: ServerFacts) -> list[Finding]:
+    if not server.principal:
+        return []
+    if server.nodes is None:
+        return unknown("your role may not look at nodes")
+    if not server.nodes:
+        return failed("no node has joined: runs wait for ever") if server.embedded else warning("no node has joined")
+    found = []
+    for node in server.nodes:
+        is_silent = node.state != "UP" or (node.silent_s is not None and node.silent_s > _SILENT_S)
+        if is_silent or node.sentence:
+            found += warning(f"{node.name} is {node.state}: {node.sentence or f'not heard for {node.silent_s:.0f} s'}")
+    return found or ok(", ".join(f"{node.name} is up" for node in server.nodes))
+
+
+@about(lambda facts: facts.server)
+def _clock(facts: Facts, server: ServerFacts) -> list[Finding]:
+    if not server.version:
+        return []
+    if server.clock_ahead_s is None:
+        return unknown("the server did not say what time it is")
+    apart = abs(server.clock_ahead_s)
+    sentence = f"the server's clock is {apart} s {'ahead of' if server.clock_ahead_s > 0 else 'behind'} this machine's"
+    if apart >= _CLOCK_FAILS_S:
+        return failed(sentence)
+    return warning(sentence) if apart >= _CLOCK_S else ok("as this machine's, within seconds")
+
+
+CHECKS = (
+    Check(
+        code="server",
+        group=Group.SERVER,
+        title="Which server",
+        symptoms=(
+            "ServerNotConfigured: remote=True needs a server, and none is configured",
+            "ServerNotConfigured: SERVERLESS_GPU_SERVER is set, and SERVERLESS_GPU_TOKEN is not",
+        ),
+        cause="Remote calls go where SERVERLESS_GPU_SERVER says, or server.json of the home, which `sgpu up` and "
+        "`sgpu login` write; it holds the token, so only you may read it.",
+        mend="sgpu up   (on this machine; or, for one that is there: sgpu login URL)",
+        probe=_profile,
+    ),
+    Check(
+        code="server-answers",
+        group=Group.SERVER,
+        title="Whether the server answers",
+        symptoms=(
+            "ServerUnavailable: the server at http://127.0.0.1:7878 does not answer (ConnectError: …)",
+            "serverless-gpu: the server at … does not answer; waiting for it",
+        ),
+        cause="It was stopped, or a tunnel to it was; or it runs and its database or disk does not work.",
+        mend="sgpu up",
+        probe=_answers,
+    ),
+    Check(
+        code="server-token",
+        group=Group.SERVER,
+        title="The token",
+        symptoms=("NotAuthenticated: …",),
+        cause="The token is not known there: it has expired, was revoked, or is another server's.",
+        mend="sgpu login URL   (with a token that `sgpu token create`, or whoever runs the server, makes)",
+        probe=_token,
+    ),
+    Check(
+        code="server-protocol",
+        group=Group.SERVER,
+        title="Versions of server and client",
+        symptoms=("ServerProblem: the answer of … cannot be understood: …",),
+        cause="Server and client are versions of this package that do not speak the same protocol.",
+        mend="pip install --upgrade serverless-gpu, on the older side",
+        probe=_protocol,
+    ),
+    Check(
+        code="server-nodes",
+        group=Group.SERVER,
+        title="The server's machines",
+        symptoms=("a remote run stays QUEUED: no node has joined", "sgpu nodes shows SILENT or GONE"),
+        cause="A node joins by itself and says every few seconds that it is there; one that does not is off, cut off, "
+        "or its processes were ended.",
+        mend="restart `sgpu up` there; for a machine that is dead: sgpu node forget NAME --i-know-it-is-dead",
+        probe=_nodes,
+    ),
+    Check(
+        code="server-clock",
+        group=Group.SERVER,
+        title="Clocks of server and client",
+        symptoms=("`sgpu runs` shows moments that lie ahead, or negative times",),
+        cause="The machines do not agree what time it is. Limits and leases do not depend on it; what is shown, and "
+        "when tokens expire, does.",
+        mend="timedatectl set-ntp true, on the machine that is wrong",
+        probe=_clock,
+    ),
+)

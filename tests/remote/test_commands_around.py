@@ -1,0 +1,182 @@
+"""Commands around runs against a real server: how it is, who is there, what it has, what would be asked for."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from serverless_gpu import distributed
+from serverless_gpu.client.remote.profile import Profile, find_profile, write_profile
+from serverless_gpu.doctor.facts import Facts
+from serverless_gpu.doctor.findings import Outcome
+from serverless_gpu.doctor.gathering.serving import look_at_server
+from serverless_gpu.doctor.table import judge
+from serverless_gpu.errors import InvalidValue, NotAuthenticated, NotFound, ServerNotConfigured, ServerUnavailable
+from tests.local.observe import wait_for
+from tests.remote.test_commands import sgpu
+
+
+@pytest.fixture
+def joined(served: Path) -> Path:
+    """Return the home of a server that its node has joined."""
+    wait_for(lambda: '"UP"' in sgpu("nodes", "--json").stdout, "the node has joined")
+    return served
+
+
+def test_status_says_how_the_server_is(joined: Path) -> None:
+    lines = sgpu("status").stdout.splitlines()
+    url = find_profile(joined, os.environ).url
+    assert any(line.startswith(f"server: {url} · ok · ") and line.endswith("(admin)") for line in lines)
+    assert {"queue: 0 going on, 0 waiting", "nodes: 1 UP"} <= set(lines)
+    server = json.loads(sgpu("status", "--json").stdout)["server"]
+    assert (server["ok"], server["waiting"], server["nodes"]) == (True, 0, {"UP": 1})
+
+
+def test_the_doctor_finds_the_server_well(joined: Path) -> None:
+    judged = judge(Facts(server=look_at_server(os.environ)))
+    said = {check.code: [finding.outcome for finding in findings] for check, findings in judged}
+    codes = ("server", "server-answers", "server-token", "server-protocol", "server-nodes", "server-clock")
+    assert [said[code] for code in codes] == [[Outcome.OK]] * len(codes)
+
+
+def test_the_doctor_finds_a_token_that_is_not_taken(served: Path) -> None:
+    environ = {**os.environ, "SERVERLESS_GPU_TOKEN": "sgpu_01m7wtgc0mdrq1jtwz87xq3ma4_" + "a" * 43}
+    seen = look_at_server(environ)
+    assert seen.token_problem and seen.version and not seen.principal
+
+
+def test_people_teams_and_tokens(served: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = find_profile(served, os.environ).url
+    made = sgpu("user", "add", "carol", "--role", "viewer")
+    assert made.exit_code == 0
+    assert "carol" in sgpu("user", "list").stdout
+    assert "carol" in {each["name"] for each in json.loads(sgpu("user", "list", "--json").stdout)}
+    assert sgpu("team", "add", "search").exit_code == 0
+    assert sgpu("team", "join", "search", "carol").stdout == "search: carol\n"
+    assert "carol" in sgpu("team", "list").stdout
+    assert json.loads(sgpu("team", "list", "--json").stdout)
+    assert "carol" in sgpu("token", "list").stdout
+    again = json.loads(sgpu("token", "create", "--for", "carol", "--expires", "1h", "--json").stdout)
+    hers = tmp_path / "home"
+    hers.mkdir()
+    (tmp_path / "token").write_text(again["secret"])
+    with monkeypatch.context() as patched:
+        patched.setenv("SERVERLESS_GPU_HOME", str(hers))
+        assert "you are carol (viewer)" in sgpu("login", url, "--token-file", str(tmp_path / "token")).stdout
+        assert (hers / "server.json").stat().st_mode & 0o777 == 0o600
+        assert sgpu("whoami").stdout == f"carol (viewer) at {url}, in search\n"
+        assert json.loads(sgpu("whoami", "--json").stdout)["role"] == "viewer"
+    assert sgpu("team", "leave", "search", "carol").stdout == "search: nobody\n"
+    assert sgpu("token", "revoke", again["token"]["id"]).stdout.endswith("is revoked\n")
+    assert sgpu("user", "change", "carol", "--disable").stdout == "carol is viewer, disabled\n"
+    with monkeypatch.context() as patched:
+        patched.setenv("SERVERLESS_GPU_HOME", str(hers))
+        with pytest.raises(NotAuthenticated):
+            sgpu("whoami")
+    with pytest.raises(NotFound):
+        sgpu("user", "change", "nobody-of-that-name", "--enable")
+    assert sgpu("user", "change", "carol").exit_code == 2
+    assert sgpu("user", "add", "dave", "--role", "king").exit_code == 2
+
+
+def test_nodes_and_pools(joined: Path) -> None:
+    name = json.loads(sgpu("nodes", "--json").stdout)[0]["name"]
+    assert f"{name}  " in sgpu("nodes").stdout
+    assert sgpu("pools").exit_code == 0
+    assert sgpu("pool", "set", "spare", "--kind", "reserved").stdout == "spare (reserved): no nodes\n"
+    assert "spare" in {each["name"] for each in json.loads(sgpu("pools", "--json").stdout)}
+    assert sgpu("node", "forget", name).exit_code == 2
+    with pytest.raises(InvalidValue, match="there is no node 'nowhere'"):
+        sgpu("node", "forget", "nowhere", "--i-know-it-is-dead")
+
+
+def test_a_dry_run_says_what_would_be_asked_for_and_asks_nobody(served: Path, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("raise SystemExit(9)\n")
+    before = sgpu("runs", "--json").stdout
+    said = sgpu("submit", "--dry-run", "--gpus", "4", "--resume", "--pool", "spare", str(script), "--lr", "1e-3")
+    assert said.exit_code == 0
+    assert said.stdout.splitlines() == [
+        f"would run: {sys.executable} {script} --lr 1e-3",
+        "called: train.py",
+        "on: 4 GPUs of any type, one process per GPU",
+        f"where: {find_profile(served, os.environ).url}, pool spare",
+        "imports: this machine's files if the server is its own, else a snapshot of them",
+        "further: resume=True",
+    ]
+    assert sgpu("submit", "--dry-run", "--local", "true").stdout.splitlines()[3] == "where: this machine"
+    assert sgpu("runs", "--json").stdout == before
+
+
+def test_clean_deletes_copies_too_and_the_server_still_has_what_they_are_copies_of(served: Path) -> None:
+    run = distributed(gpus=1, gpu_type="H100", remote=True, quiet=True)(str.upper).submit("a")
+    assert run.results(60) == ["A"]
+    run.receipt(60)
+    copies = served / "remote" / run.id
+    assert copies.exists()
+    assert f"{run.id}  " in sgpu("clean", "--dry-run", "--older-than", "0s").stdout
+    sgpu("clean", run.id)
+    assert not copies.exists()
+    assert sgpu("show", run.id).exit_code == 0
+
+
+# --- no server, or one that is away ----------------------------------------------------------------------------------
+
+NEED_A_SERVER = (
+    ("whoami",),
+    ("nodes",),
+    ("pools",),
+    ("node", "forget", "n", "--i-know-it-is-dead"),
+    ("pool", "set", "p"),
+    ("user", "list"),
+    ("user", "add", "bob"),
+    ("user", "change", "bob", "--disable"),
+    ("team", "list"),
+    ("team", "add", "t"),
+    ("team", "join", "t", "bob"),
+    ("team", "leave", "t", "bob"),
+    ("token", "list"),
+    ("token", "create"),
+    ("token", "revoke", "t"),
+)
+
+
+@pytest.mark.parametrize("command", NEED_A_SERVER, ids=" ".join)
+def test_without_a_server_a_command_says_so(home: Path, command: tuple[str, ...]) -> None:
+    with pytest.raises(ServerNotConfigured, match="none is configured"):
+        sgpu(*command)
+
+
+@pytest.mark.parametrize("command", NEED_A_SERVER, ids=" ".join)
+def test_a_server_that_is_away_is_not_waited_for(home: Path, command: tuple[str, ...]) -> None:
+    write_profile(home, Profile(url="http://127.0.0.1:9", token="t"))
+    with pytest.raises(ServerUnavailable, match="does not answer"):
+        sgpu(*command)
+
+
+def test_without_the_server_what_is_here_is_still_shown(home: Path) -> None:
+    write_profile(home, Profile(url="http://127.0.0.1:9", token="t"))
+    status = sgpu("status")
+    assert status.exit_code == 0
+    assert "server: http://127.0.0.1:9: the server at http://127.0.0.1:9 does not answer" in status.stdout
+    assert json.loads(sgpu("status", "--json").stdout)["server"]["ok"] is False
+    listed = sgpu("runs")
+    assert (listed.exit_code, listed.stdout) == (0, f"no runs in {home / 'runs'}\n")
+    assert "does not answer" in listed.stderr
+    for command in ("show", "logs", "attach", "result"):
+        with pytest.raises(InvalidValue, match=r"there is no run|there are no runs"):
+            sgpu(command, "01m7wtgc0mdrq1jtwz87xq3ma4")
+
+
+def test_an_error_of_ours_is_a_message_and_exit_code_1(home: Path) -> None:
+    write_profile(home, Profile(url="http://127.0.0.1:9", token="t"))
+    program = [sys.executable, "-m", "serverless_gpu.cli", "nodes"]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("sgpu: the server at http://127.0.0.1:9 does not answer")
+    assert "Traceback" not in done.stderr
