@@ -181,6 +181,8 @@ def test_a_home_that_was_made_anew_in_a_reboot_or_moved_to_another_container_is_
         (hello(pool="p" * 65), "a pool cannot be named"),
         (hello(machine="m" * 65), "64 characters at most"),
         (hello(instance="i" * 65), "64 characters at most"),
+        (hello(pythons=("3.11",) * 65), "64 versions of Python at most"),
+        (hello(pythons=("3" * 17,)), "64 versions of Python at most"),
         (hello(unavailable=("x",) * 1025), "1024 devices at most"),
         (hello(attempts=(AttemptSeen(run_id="r", fence=1, state=State.RUNNING),) * 10_001), "10000 attempts at most"),
     ],

@@ -15,7 +15,7 @@ from serverless_gpu.engines.base import EngineNode, Impossible, Waiting
 from serverless_gpu.engines.simulated import SimulatedEngine
 from serverless_gpu.model.attempt import Reason, State, StopReason
 from serverless_gpu.model.run_lifecycle import INFRA_PAUSES_S, Ended, StopAsked
-from serverless_gpu.model.spec import Priority, Resources
+from serverless_gpu.model.spec import Command, Function, Priority, Resources
 from serverless_gpu.server import orders, runs, tables, transitions
 from serverless_gpu.server.agents import Agents
 from serverless_gpu.server.database import Database
@@ -24,6 +24,8 @@ from serverless_gpu.server.scheduler import AT_ONCE, Scheduler
 from serverless_gpu.server.services import Services
 from serverless_gpu.server.transitions import Note
 from serverless_gpu.testing import FakeClock
+from serverless_gpu.wire.agents import Heartbeat
+from serverless_gpu.wire.runs import Target
 from tests.server.made import made_services
 from tests.server.stored import T0, add_people, new_run
 from tests.server.test_agents import H100, NODE, find, hello, submit, tell
@@ -99,6 +101,35 @@ def test_a_node_with_a_problem_gets_nothing_and_its_problem_is_said(services: Se
     assert services.sentences.of(run_id) == (
         "needs 2 H100 on one node; n1 can run nothing now: its disk is full; you are 1st"
     )
+
+
+@pytest.mark.parametrize(
+    ("payload", "snapshot", "machine", "needs"),
+    [
+        (Function(), "a" * 64, "", True),
+        (Command(argv=("./train",)), "a" * 64, "", True),
+        (Function(), "", "", True),
+        (Function(), "", "m1", False),
+        (Command(argv=("./train",)), "", "", False),
+    ],
+    ids=["function captured", "command captured", "function", "function where it lies", "command"],
+)
+def test_F58_what_needs_a_version_of_python_waits_for_a_node_that_has_it(
+    services: Services, node_id: str, payload: Function | Command, snapshot: str, machine: str, needs: bool
+) -> None:
+    Agents(services).hello(NODE, hello(pythons=("3.10",)))
+    new = new_run(resources=Resources(gpus=1, gpu_type="H100"), payload=payload)
+    target = Target(python="3.11", platform="linux-x86_64", machine=machine, caller="m9")
+    new = msgspec.structs.replace(new, target=target, snapshot=snapshot)
+    services.database.write(lambda connection: runs.insert(connection, new, at_ns=services.clock.wall_ns()))
+    scheduler = tick(services)
+    assert (find(services, new.id).state is State.QUEUED) == needs
+    if needs:
+        sentence = "needs Python 3.11, and the nodes have 3.10; `uv python install` adds one"
+        assert services.sentences.of(new.id) == sentence
+        Agents(services).heartbeat(NODE, node_id, Heartbeat(devices=H100, pythons=("3.10", "3.11")))
+        tick(services, scheduler)
+        assert find(services, new.id).state is State.STARTING
 
 
 def test_a_run_that_was_cancelled_between_the_look_and_the_placement_is_not_placed(

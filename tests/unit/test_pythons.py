@@ -77,6 +77,26 @@ def test_places_are_looked_at_in_order(tmp_path: Path) -> None:
     ]
 
 
+def test_F58_the_versions_that_would_be_found_are_listed_without_running_any(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    for name in ("bin/python3.4", "uv/cpython-3.99.1/bin/python3.99", "pyenv/versions/3.98.0/bin/python3.98"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        wrapper(path, log=log)
+    (tmp_path / "bin/python3.97").write_text("not executable")
+    (tmp_path / "bin/python3.96-config").touch(0o700)
+    environ = {
+        "PATH": f"relative:{tmp_path}/bin",
+        "UV_PYTHON_INSTALL_DIR": str(tmp_path / "uv"),
+        "PYENV_ROOT": str(tmp_path / "pyenv"),
+    }
+    found = pythons.minors(environ)
+    assert found[0] == "3.4" and found[-2:] == ("3.98", "3.99")
+    assert f"{sys.version_info.major}.{sys.version_info.minor}" in found
+    assert not {"3.97", "3.96"} & set(found)
+    assert not log.exists()
+
+
 def test_an_interpreter_is_asked_once_until_it_changes(tmp_path: Path) -> None:
     log = tmp_path / "log"
     python = wrapper(tmp_path / "python", log=log)

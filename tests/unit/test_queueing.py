@@ -66,6 +66,20 @@ def test_the_class_comes_before_the_age_and_the_age_before_everything_else() -> 
     assert said(decision, "r1").endswith("you are 1st")
 
 
+def test_F58_a_run_goes_where_its_version_of_python_is_or_to_the_callers_own_machine() -> None:
+    old = msgspec.structs.replace(node("n1", H100=1), pythons=("3.11",))
+    new = msgspec.structs.replace(node("n2", H100=1), pythons=("3.11", "3.12"))
+    silent = node("n3", H100=1)
+    queue = [wanted("r1", python="3.12"), wanted("r2", python="3.12"), wanted("r3", python="3.11")]
+    decision = decide(queue, [old, new])
+    assert placed(decision) == {"r1": "id-n2", "r3": "id-n1"}
+    assert said(decision, "r2") == "needs 1 H100; none free on n2; alice/r1 has 1 of it; you are 1st"
+    assert placed(decide(queue[:1], [old, silent])) == {"r1": "id-n3"}
+    mine = wanted("r1", python="3.12", caller="machine-n1")
+    assert placed(decide([mine], [old])) == {"r1": "id-n1"}
+    assert placed(decide([wanted("r1")], [old])) == {"r1": "id-n1"}
+
+
 def test_who_is_left_alone_for_a_while_waits_beside_the_line_and_keeps_nothing() -> None:
     held = wanted("r1", 8, not_before_ns=10, held="it is tried again at 12:00:05")
     queue, nodes = [held, wanted("r2"), wanted("r3", 8)], [node("n1", H100=8)]
@@ -241,6 +255,15 @@ def test_a_node_that_is_away_is_not_used_and_said_to_be_away() -> None:
                 Node(id="b", name="n2", pool="b", platform="linux-x86_64", total={"H100": 1}),
             ],
             "no node of pool 'a' is what it needs (linux-x86_64)",
+        ),
+        (
+            wanted("r1", python="3.12", caller="elsewhere"),
+            [
+                Node(id="a", name="n1", pythons=("3.9", "3.11"), total={"H100": 1}),
+                Node(id="b", name="n2", pythons=("3.10",), total={"H100": 1}),
+                Node(id="c", name="n3", pool="c", reserved=True, pythons=("3.12",), total={"H100": 1}),
+            ],
+            "needs Python 3.12, and the nodes have 3.9, 3.10, 3.11; `uv python install` adds one",
         ),
     ],
 )

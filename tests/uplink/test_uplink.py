@@ -70,6 +70,7 @@ def test_what_the_node_says_of_itself_is_what_a_local_client_would_find(node: No
     assert said.machine == machine() and said.python == f"{sys.version_info.major}.{sys.version_info.minor}"
     assert [device.uuid for device in said.devices if device.type == "H100"] == [f"FAKE-H100-{n}" for n in range(8)]
     assert said.unavailable == () and said.problem == ""
+    assert said.python in said.pythons and said.pythons == node.server.heartbeats[-1].pythons
     assert said.instance == node.server.heartbeats[-1].instance == (node.server.home / "instance").read_text()
 
 

@@ -38,6 +38,8 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         pool: "" for any on-demand pool.
         machine: the only machine that will do, or "".
         platform: the only platform that will do, or "".
+        python: the version of Python that it needs, as ``"3.11"``, or "".
+        caller: the machine that has this version in any case, or "".
         avoid: identifiers of nodes that failed to start it; used when no other is free.
         not_before_ns: it is left alone until then, by the clock of `decide`; 0 for at once.
         held: what it is told until then.
@@ -52,6 +54,8 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     pool: str = ""
     machine: str = ""
     platform: str = ""
+    python: str = ""
+    caller: str = ""
     avoid: frozenset[str] = frozenset()
     not_before_ns: int = 0
     held: str = ""
@@ -70,6 +74,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         reserved: whether only runs that name its pool may use it.
+        pythons: versions of Python that it has; none when that is not known.
         total: devices by type.
         outside: those of `total` that others than this server use, or that are in quarantine.
         holdings: what runs of this server have.
@@ -83,6 +88,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     reserved: bool = False
     machine: str = ""
     platform: str = ""
+    pythons: tuple[str, ...] = ()
     total: Mapping[str, int]
     outside: Mapping[str, int] = {}
     holdings: tuple[Holding, ...] = ()
@@ -132,7 +138,8 @@ class Need(msgspec.Struct, frozen=True, kw_only=True):
     count: int
 
 
-_Shape = tuple[int | None, str | None, str, str, str]
+_Where = tuple[str, str, str, str, str]
+_Shape = tuple[int | None, str | None, _Where]
 _Kind = tuple[str | None, str, str]
 
 
@@ -215,7 +222,12 @@ def _order(wanted: Wanted) -> tuple[int, int, str]:
 
 
 def _shape(wanted: Wanted) -> _Shape:
-    return (wanted.gpus, wanted.gpu_type, wanted.pool, wanted.machine, wanted.platform)
+    return (wanted.gpus, wanted.gpu_type, _where(wanted))
+
+
+def _where(wanted: Wanted) -> _Where:
+    """Return everything on which it depends which nodes a run may use."""
+    return (wanted.pool, wanted.machine, wanted.platform, wanted.python, wanted.caller if wanted.python else "")
 
 
 def _admits(node: Node, wanted: Wanted) -> bool:
@@ -225,7 +237,12 @@ def _admits(node: Node, wanted: Wanted) -> bool:
         pool_fits
         and wanted.machine in ("", node.machine)
         and (not wanted.platform or not node.platform or wanted.platform == node.platform)
+        and _has_python(node, wanted)
     )
+
+
+def _has_python(node: Node, wanted: Wanted) -> bool:
+    return not wanted.python or not node.pythons or wanted.python in node.pythons or wanted.caller == node.machine
 
 
 def _needs(wanted: Wanted, node: Node, eligible: Sequence[Node]) -> list[Need]:
@@ -251,7 +268,7 @@ class _Floor:
         self._kept: dict[tuple[str, str], Wanted] = {}
         self._new: dict[str, list[Holding]] = {}
         self._free: dict[tuple[str, str], int] = {}
-        self._eligible: dict[tuple[str, str, str], list[Node]] = {}
+        self._eligible: dict[_Where, list[Node]] = {}
         for node in nodes:
             held = Counter[str]()
             for holding in node.holdings:
@@ -305,7 +322,7 @@ class _Floor:
         return "; ".join(parts)
 
     def _possible(self, wanted: Wanted) -> list[tuple[Node, Need]]:
-        key = (wanted.pool, wanted.machine, wanted.platform)
+        key = _where(wanted)
         if key not in self._eligible:
             self._eligible[key] = [node for node in self._nodes if _admits(node, wanted)]
         eligible = self._eligible[key]
@@ -359,10 +376,18 @@ def _nowhere(wanted: Wanted, nodes: Sequence[Node]) -> str:
     platforms = sorted({node.platform for node in here if node.platform})
     if wanted.platform and platforms and wanted.platform not in platforms:
         return f"made on {wanted.platform}, and the nodes are {', '.join(platforms)}"
+    in_reach = [node for node in here if (node.pool == wanted.pool if wanted.pool else not node.reserved)]
+    if in_reach and not any(_has_python(node, wanted) for node in in_reach):
+        pythons = sorted({python for node in in_reach for python in node.pythons}, key=_version)
+        return f"needs Python {wanted.python}, and the nodes have {', '.join(pythons)}; `uv python install` adds one"
     if not wanted.pool:
         pools = sorted({node.pool for node in here if node.reserved})
         return f"every node is in a reserved pool, which has to be named: {', '.join(pools)}"
     return f"no node of pool {wanted.pool!r} is what it needs ({wanted.platform or 'its own machine'})"
+
+
+def _version(python: str) -> tuple[int, ...]:
+    return tuple(int(part) if part.isdigit() else 0 for part in python.split("."))
 
 
 def _lacking(wanted: Wanted, eligible: Sequence[Node]) -> str:

@@ -46,6 +46,8 @@ from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX, NAME_CHARACTERS_MAX, 
 
 DEVICES_MAX = 1024
 ATTEMPTS_MAX = 10_000
+PYTHONS_MAX = 64
+PYTHON_CHARACTERS_MAX = 16
 SEEN_EVERY_S = 15.0
 """A node's last sign of life is written at most this often, unless something else about it is new."""
 SEND_AGAIN_S = 15.0
@@ -113,7 +115,11 @@ class Agents:
             )
         )
         hello = msgspec.structs.replace(
-            node.hello, devices=said.devices, unavailable=said.unavailable, problem=said.problem
+            node.hello,
+            devices=said.devices,
+            pythons=said.pythons,
+            unavailable=said.unavailable,
+            problem=said.problem,
         )
         news = hello != node.hello
         if news or at_ns - node.seen_ns > SEEN_EVERY_S * 1e9:
@@ -305,5 +311,7 @@ def _check(said: AgentHello) -> None:
 def _check_devices(said: AgentHello | Heartbeat) -> None:
     if len(said.devices) > DEVICES_MAX or len(said.unavailable) > DEVICES_MAX:
         raise InvalidValue(f"a node has {DEVICES_MAX} devices at most")
+    if len(said.pythons) > PYTHONS_MAX or any(len(python) > PYTHON_CHARACTERS_MAX for python in said.pythons):
+        raise InvalidValue(f"a node has {PYTHONS_MAX} versions of Python at most, each a few characters")
     if len(said.attempts) > ATTEMPTS_MAX:
         raise InvalidValue(f"a node has {ATTEMPTS_MAX} attempts at most")

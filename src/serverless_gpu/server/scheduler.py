@@ -27,6 +27,7 @@ from serverless_gpu.errors import StaleAttempt
 from serverless_gpu.model.attempt import Reason, State
 from serverless_gpu.model.queueing import Placement, Wanted, decide
 from serverless_gpu.model.run_lifecycle import Ended, pause_s
+from serverless_gpu.model.spec import Function
 from serverless_gpu.server import attempts, floor, keys, runs, transitions
 from serverless_gpu.server.attempts import NewAttempt
 from serverless_gpu.server.floor import Floor
@@ -195,10 +196,18 @@ def _wanted(run: StoredRun, failed: dict[str, frozenset[str]], *, now: tuple[int
         pool=run.pool,
         machine=run.target.machine,
         platform=run.target.platform,
+        python=_python(run),
+        caller=run.target.caller,
         avoid=failed.get(run.id, frozenset()),
         not_before_ns=not_before_ns,
         held=held,
     )
+
+
+def _python(run: StoredRun) -> str:
+    """Return the version of Python a node has to have for a run, or "": the caller's files name their interpreter."""
+    travels = run.snapshot or (isinstance(run.spec.payload, Function) and not run.target.machine)
+    return ".".join(run.target.python.split(".")[:2]) if travels else ""
 
 
 def _held(run: StoredRun, boottime_ns: int, wall_ns: int) -> tuple[int, str]:

@@ -227,7 +227,12 @@ def _check_payload(request: RunRequest) -> None:
 def _check_origin(request: RunRequest) -> None:
     """Refuse what cannot be of where the run comes from and what it imports."""
     target = request.target
-    for name, text in (("python", target.python), ("platform", target.platform), ("machine", target.machine)):
+    for name, text in (
+        ("python", target.python),
+        ("platform", target.platform),
+        ("machine", target.machine),
+        ("caller", target.caller),
+    ):
         _check_text(name, text, NAME_CHARACTERS_MAX)
     _check_text("version", request.version, VERSION_CHARACTERS_MAX)
     if request.spec.environment == "snapshot":

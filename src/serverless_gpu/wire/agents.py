@@ -34,6 +34,7 @@ class AgentHello(Request, frozen=True, kw_only=True):
         name: what people call it; the host name unless configured.
         machine: `ambient.machine()`.
         instance: of the node's home, made at random once: two homes of one machine are two nodes.
+        pythons: versions it can restore a captured environment for, as ``"3.11"``; none when it does not say.
         boot_id: another one than before proves that nothing of before still runs.
         problem: why it can run nothing now, or "".
         protocol: of `wire.base`; the server refuses what it does not speak by name.
@@ -46,6 +47,7 @@ class AgentHello(Request, frozen=True, kw_only=True):
     protocol: int
     python: str
     platform: str
+    pythons: tuple[str, ...] = ()
     instance: str = ""
     pool: str = ""
     devices: tuple[Device, ...]
@@ -73,6 +75,7 @@ class Heartbeat(Request, frozen=True, kw_only=True):
 
     devices: tuple[Device, ...]
     instance: str = ""
+    pythons: tuple[str, ...] = ()
     unavailable: tuple[str, ...] = ()
     attempts: tuple[AttemptSeen, ...] = ()
     problem: str = ""

@@ -29,11 +29,13 @@ class Target(Request, frozen=True, kw_only=True):
 
     Attributes:
         machine: `ambient.machine()` of the caller when ranks import its files where they lie; "" for any node.
+        caller: `ambient.machine()` of the caller in any case: its interpreter is there.
         python: version of the caller's interpreter, as ``"3.11"``.
         platform: for example ``"linux-x86_64"``.
     """
 
     machine: str = ""
+    caller: str = ""
     python: str
     platform: str
 

@@ -155,6 +155,7 @@ def _request(server: Server, root: Path, run_id: str, spec: RunSpec, snapshot: s
         spec=spec,
         target=Target(
             machine="" if snapshot else machine(),
+            caller=machine(),
             python=f"{sys.version_info.major}.{sys.version_info.minor}",
             platform=f"{sys.platform}-{platform.machine()}",
         ),

@@ -31,6 +31,7 @@ from serverless_gpu.errors import EnvironmentUnsupported
 _ANSWER_S_MAX = 10.0
 _CANDIDATES_MAX = 32
 _NAME = re.compile(r"python[0-9.]*t?")
+_MINOR = re.compile(r"python(3\.[0-9]+)")
 # The base interpreter of one that is in an environment itself, or behind a wrapper.
 _QUESTION = """
 import json, sys, sysconfig
@@ -113,16 +114,44 @@ def candidates(interpreter: Interpreter, hints: Iterable[str], environ: Mapping[
         environ: the variables that name places.
     """
     name = f"python{interpreter.minor}"
+    uv, pyenv = _installers(environ)
+    yield from hints
+    yield getattr(sys, "_base_executable", None) or sys.executable
+    yield from (f"{directory}/{name}" for directory in _directories(environ))
+    yield from sorted(glob.glob(f"{uv}/cpython-{interpreter.minor}.*/bin/{name}"), reverse=True)
+    yield from sorted(glob.glob(f"{pyenv}/versions/{interpreter.minor}.*/bin/{name}"), reverse=True)
+
+
+def minors(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the versions of Python that `find_python` would find, for example ``("3.11", "3.13")``; none is run.
+
+    What a snapshot names itself is found beyond these, where the path is there.
+
+    Args:
+        environ: the variables that name places.
+    """
+    uv, pyenv = _installers(environ)
+    patterns = [f"{glob.escape(directory)}/python3.*" for directory in _directories(environ)]
+    patterns += [f"{uv}/cpython-3.*/bin/python3.*", f"{pyenv}/versions/3.*/bin/python3.*"]
+    found = {f"{sys.version_info.major}.{sys.version_info.minor}"}
+    for path in (path for pattern in patterns for path in glob.glob(pattern)):
+        minor = _MINOR.fullmatch(os.path.basename(path))
+        if minor and os.access(path, os.X_OK):
+            found.add(minor[1])
+    return tuple(sorted(found, key=lambda minor: int(minor.partition(".")[2])))
+
+
+def _directories(environ: Mapping[str, str]) -> list[str]:
+    everywhere = (*environ.get("PATH", "").split(":"), "/usr/bin", "/usr/local/bin")
+    return [directory for directory in dict.fromkeys(everywhere) if directory.startswith("/")]
+
+
+def _installers(environ: Mapping[str, str]) -> tuple[str, str]:
+    """Return where uv and pyenv put interpreters, to be put in front of a pattern."""
     home = environ.get("HOME", "")
     uv = environ.get("UV_PYTHON_INSTALL_DIR") or f"{environ.get('XDG_DATA_HOME') or home + '/.local/share'}/uv/python"
     pyenv = environ.get("PYENV_ROOT") or f"{home}/.pyenv"
-    yield from hints
-    yield getattr(sys, "_base_executable", None) or sys.executable
-    for directory in (*environ.get("PATH", "").split(":"), "/usr/bin", "/usr/local/bin"):
-        if directory.startswith("/"):
-            yield f"{directory}/{name}"
-    yield from sorted(glob.glob(f"{glob.escape(uv)}/cpython-{interpreter.minor}.*/bin/{name}"), reverse=True)
-    yield from sorted(glob.glob(f"{glob.escape(pyenv)}/versions/{interpreter.minor}.*/bin/{name}"), reverse=True)
+    return glob.escape(uv), glob.escape(pyenv)
 
 
 def ask(path: str) -> Python | None:

@@ -20,6 +20,7 @@ from collections.abc import Collection, Sequence
 import msgspec
 
 from serverless_gpu.ambient import SystemClock, machine, new_run_id
+from serverless_gpu.environment.restore.pythons import minors
 from serverless_gpu.errors import ServerlessGpuError, StorageError
 from serverless_gpu.model.hardware import Device, DeviceKind, GpuType
 from serverless_gpu.model.placement import restrict
@@ -34,6 +35,9 @@ from serverless_gpu.node.uplink.profile import Profile
 from serverless_gpu.version import __version__
 from serverless_gpu.wire.agents import AgentHello, AttemptSeen, Heartbeat
 from serverless_gpu.wire.base import PROTOCOL
+
+PYTHONS_S = 30.0
+"""How long it may take until an interpreter that was installed is offered."""
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,6 +73,8 @@ class Presence:
         self._inventory = Inventory(home)
         self._machine = NvmlProvider()
         self._clock = SystemClock()
+        self._looked_ns: int | None = None
+        self._found: tuple[str, ...] = ()
 
     def hello(self, profile: Profile, attempts: tuple[AttemptSeen, ...]) -> AgentHello:
         """Return the node as it introduces itself.
@@ -86,6 +92,7 @@ class Presence:
             protocol=PROTOCOL,
             python=f"{sys.version_info.major}.{sys.version_info.minor}",
             platform=f"{sys.platform}-{platform.machine()}",
+            pythons=self._pythons(),
             instance=self.instance,
             pool=profile.pool,
             devices=offer.devices,
@@ -105,6 +112,7 @@ class Presence:
         return Heartbeat(
             devices=offer.devices,
             instance=self.instance,
+            pythons=self._pythons(),
             unavailable=offer.unavailable,
             attempts=attempts,
             problem=offer.problem,
@@ -124,6 +132,13 @@ class Presence:
             return Offer(devices=devices, own_types=greeting.own_types, unavailable=self._taken(devices, own))
         except ServerlessGpuError as error:
             return Offer(problem=str(error))
+
+    def _pythons(self) -> tuple[str, ...]:
+        """Return which interpreters there are, looked for now and then: somebody may install one."""
+        now_ns = self._clock.boottime_ns()
+        if self._looked_ns is None or now_ns - self._looked_ns > PYTHONS_S * 1e9:
+            self._looked_ns, self._found = now_ns, minors(os.environ)
+        return self._found
 
     def _taken(self, devices: Sequence[Device], own: Collection[str]) -> tuple[str, ...]:
         found: list[str] = []
