@@ -13,7 +13,7 @@ from serverless_gpu.model.attempt import Reason, State, StopReason
 from serverless_gpu.model.hardware import parse_fake
 from serverless_gpu.model.run_lifecycle import Ended, StopAsked
 from serverless_gpu.model.spec import Resources
-from serverless_gpu.server import nodes, operating, runs, transitions
+from serverless_gpu.server import events, nodes, operating, runs, tables, transitions
 from serverless_gpu.server.agents import Agents, stream
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.hub import node_key
@@ -229,6 +229,32 @@ def test_an_order_has_everything_the_node_needs_and_comes_until_it_is_taken(serv
     agents.take(NODE, node_id, [order.seq])
     assert agents.waiting(NODE, node_id) == []
     agents.take(NODE, node_id, [order.seq, 12345])
+
+
+def test_an_order_that_cannot_be_opened_ends_in_a_sentence_and_holds_up_no_other(
+    services: Services, agents: Agents
+) -> None:
+    node_id = agents.hello(NODE, hello()).node
+    damaged, fine = placed(services), placed(services)
+    change = sa.update(tables.runs).where(tables.runs.c.id == damaged).values(context_sealed=b"\x01" + b"x" * 60)
+    services.database.write(lambda connection: connection.execute(change))
+    assert [order.run_id for order in agents.waiting(NODE, node_id)] == [fine]
+    run = find(services, damaged)
+    assert (run.state, run.fence) == (State.QUEUED, 1)
+    told = services.database.read(lambda connection: events.after(connection, damaged, 0))
+    assert "sealed with another key" in told[-1].sentence
+
+
+def test_an_order_that_has_left_and_cannot_be_opened_any_more_is_not_taken_back(
+    services: Services, agents: Agents
+) -> None:
+    node_id = agents.hello(NODE, hello()).node
+    run_id = placed(services)
+    assert len(agents.waiting(NODE, node_id)) == 1
+    change = sa.update(tables.runs).where(tables.runs.c.id == run_id).values(context_sealed=b"")
+    services.database.write(lambda connection: connection.execute(change))
+    assert agents.waiting(NODE, node_id) == []
+    assert find(services, run_id).state is State.STARTING
 
 
 def test_orders_are_for_the_nodes_own_principal_only(services: Services, agents: Agents) -> None:

@@ -222,6 +222,20 @@ def test_a_token_that_is_revoked_ends_its_streams(server: Served, monkeypatch: p
     assert admin.ask("GET", f"/runs/{run.id}", answer=RunView).state is State.QUEUED
 
 
+def test_who_leaves_a_team_reads_its_runs_no_longer(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routing, "CHECKED_S", 0.1)
+    monkeypatch.setattr(watching, "IDLE_S", 0.1)
+    admin = server.connection()
+    admin.ask("POST", "/teams", TeamRequest(name="search"), answer=TeamView)
+    ann, bob = person(server, "ann", teams=("search",)), person(server, "bob", teams=("search",))
+    run = submit(ann, team="search")
+    reader = Reader(bob.stream("GET", f"/runs/{run.id}/events", answer=StreamMessage))
+    reader.until(StateMessage)
+    admin.ask("DELETE", "/teams/search/members/bob", answer=TeamView)
+    assert not any(isinstance(message, EndedMessage) for message in reader.all())
+    assert ann.ask("GET", f"/runs/{run.id}", answer=RunView).state is State.QUEUED
+
+
 def test_runs_are_listed_in_pages_and_by_what_they_are(server: Served) -> None:
     connection = server.connection()
     made = [submit(connection, name=f"n{number % 2}", tags={"k": str(number)}).id for number in range(5)]

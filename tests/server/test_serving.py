@@ -18,8 +18,10 @@ from serverless_gpu.server import listening
 from serverless_gpu.server.logfile import Redacted
 from serverless_gpu.version import __version__
 from serverless_gpu.wire.principals import PrincipalView
+from serverless_gpu.wire.runs import RunView, StopRequest
 from serverless_gpu.wire.state import Health, Version
 from tests.server.served import Served, served
+from tests.server.test_runs_api import submit
 
 
 def test_a_server_answers_whoever_has_its_token(server: Served) -> None:
@@ -43,6 +45,19 @@ def test_a_home_has_one_server(server: Served) -> None:
     with pytest.raises(ServerProblem, match="runs already"), served(server.home):
         pass
     assert server.connection().ask("GET", "/health", answer=Health).ok
+
+
+def test_a_server_without_the_key_of_its_runs_does_not_start_unless_told(tmp_path: Path, database_url: str) -> None:
+    with served(tmp_path, database=database_url) as server:
+        run = submit(server.connection())
+    (tmp_path / "server" / "key").unlink()
+    wrong = pytest.raises(ServerProblem, match="key is not the one of its database")
+    with wrong, served(tmp_path, database=database_url):
+        pass
+    with served(tmp_path, database=database_url, key_lost=True) as server:
+        server.connection().ask("POST", f"/runs/{run.id}/stop", StopRequest(), answer=RunView)
+    with served(tmp_path, database=database_url):  # nothing is left that the key would open
+        pass
 
 
 def test_a_server_that_starts_again_has_the_same_port_and_token(tmp_path: Path) -> None:

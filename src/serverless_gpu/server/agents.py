@@ -21,12 +21,13 @@ import sqlalchemy as sa
 from anyio import to_thread
 
 from serverless_gpu import ambient
-from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound
+from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound, ServerProblem
 from serverless_gpu.model.attempt import Reason
 from serverless_gpu.model.run_lifecycle import GivenUp
 from serverless_gpu.server import attempts, audit, nodes, orders, pools, runs, transitions
 from serverless_gpu.server.audit import Action
 from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.giving_back import give_back
 from serverless_gpu.server.hub import SCHEDULER, node_key
 from serverless_gpu.server.nodes import StoredNode
 from serverless_gpu.server.orders import StoredOrder
@@ -136,17 +137,25 @@ class Agents:
             NotFound: there is no such node of this principal.
         """
 
-        def work(connection: sa.Connection) -> list[Order | None]:
+        broken: list[tuple[StoredOrder, str]] = []
+
+        def work(connection: sa.Connection) -> list[Order]:
             _own(connection, who, node_id, instance)
-            return [self._order(connection, order) for order in orders.waiting(connection, node_id)]
+            found: list[Order] = []
+            for stored in orders.waiting(connection, node_id):
+                try:
+                    order = self._order(connection, stored)
+                except ServerProblem as error:  # its variables cannot be opened; the others' can
+                    broken.append((stored, error.message))
+                else:
+                    found += [order] if order is not None else []
+            return found
 
         found = self._services.database.read(work)
+        for stored, why in broken:
+            give_back(self._services, stored.run_id, stored.fence, why)
         deliveries = self._services.deliveries
-        return [
-            order
-            for order in found
-            if order is not None and (isinstance(order, Stop) or deliveries.send(order.run_id, order.fence))
-        ]
+        return [order for order in found if isinstance(order, Stop) or deliveries.send(order.run_id, order.fence)]
 
     def take(self, who: Caller, node_id: str, seqs: Sequence[int]) -> None:
         """Note that a node has taken orders.

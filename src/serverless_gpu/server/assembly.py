@@ -22,6 +22,7 @@ from serverless_gpu.engines.local import LocalEngine
 from serverless_gpu.errors import ServerProblem
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.uplink.profile import Profile
+from serverless_gpu.server import runs
 from serverless_gpu.server.admission import Admission
 from serverless_gpu.server.claim import LOOK_S, Claim
 from serverless_gpu.server.collecting import Collector
@@ -64,7 +65,8 @@ def assembled(settings: Settings, *, url: str, clock: Clock) -> Iterator[Assembl
         clock: the machine's.
 
     Raises:
-        ServerProblem: the database is another server's or of a newer version, or the server's key is none.
+        ServerProblem: the database is another server's or of a newer version, or the server's key is none, or
+            not the one of its database.
         ServerUnavailable: the database does not answer.
     """
     with contextlib.ExitStack() as stack:
@@ -73,6 +75,9 @@ def assembled(settings: Settings, *, url: str, clock: Clock) -> Iterator[Assembl
         database.migrate()
         tokens = first_tokens(database, settings.directory, login=_login(), now_ns=clock.wall_ns())
         keys = read_keys(settings.directory)
+        sealer = Sealer(keys.sealing)
+        if not settings.key_lost:
+            _check_key(database, sealer)
         storage = open_storage(settings.directory, settings.store, os.environ, clock=clock)
         services = Services(
             settings=settings,
@@ -80,7 +85,7 @@ def assembled(settings: Settings, *, url: str, clock: Clock) -> Iterator[Assembl
             database=database,
             hub=Hub(),
             keys=keys,
-            sealer=Sealer(keys.sealing),
+            sealer=sealer,
             checks=(lambda: _database_problem(database), lambda: space_problem(settings.directory)),
             **storage._asdict(),
         )
@@ -132,6 +137,16 @@ def _looking_after(services: Services, engine: Engine | None, claim: Claim) -> I
         for loop in loops.values():
             if not loop.stop(timeout_s=LOOP_S):
                 _log.warning("a loop did not finish its tick within %s s", LOOP_S)
+
+
+def _check_key(database: Database, sealer: Sealer) -> None:
+    """Refuse to be a server that takes no attempt's token and opens no variables, and would end runs for it."""
+    sealed = database.read(runs.sealed_unfinished)
+    if sealed and not any(sealer.is_mine(context) for context in sealed):
+        raise ServerProblem(
+            "the server's key is not the one of its database: runs that have not ended were sealed with another one",
+            hint="put back the file `key` that belongs to this database, or start with --key-lost: those runs end then",
+        )
 
 
 def _login() -> str:

@@ -142,7 +142,12 @@ class Gate:
         if route is None:
             raise WrongMethod(f"{scope['method'][:20]} is not possible here", hint=f"possible: {', '.join(routes)}")
         call = Call(self._services, route, who, self._reach_of(who, route, scope["path"]))
-        call.again = lambda: self._reach_of(self._authenticate(token), route, scope["path"])
+
+        def admit_again() -> None:
+            call.who = self._authenticate(token)
+            call.reach = self._reach_of(call.who, route, scope["path"])
+
+        call.again = admit_again
         _check_body(request, route)
         return call
 

@@ -232,6 +232,12 @@ def payload(connection: sa.Connection, run_id: str) -> Payload | None:
     return None if row is None else Payload(context_sealed=row[0], call=row[1])
 
 
+def sealed_unfinished(connection: sa.Connection, *, limit: int = 100) -> list[bytes]:
+    """Return the sealed contexts of the latest runs that have not ended: those that will be opened again."""
+    query = sa.select(runs.c.context_sealed).where(runs.c.state.not_in([state.value for state in TERMINAL]))
+    return list(connection.scalars(query.order_by(runs.c.id.desc()).limit(limit)))
+
+
 def page(connection: sa.Connection, wished: Wished, *, limit: int, cursor: str = "") -> tuple[list[StoredRun], str]:
     """Return runs, newest first, and where the next page begins; "" when there is none.
 

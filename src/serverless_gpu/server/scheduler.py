@@ -24,18 +24,18 @@ from serverless_gpu import faults
 from serverless_gpu.ambient import format_clock
 from serverless_gpu.engines.base import Engine, Gang, Impossible, Placed, Request, Share
 from serverless_gpu.errors import StaleAttempt
-from serverless_gpu.model.attempt import Reason, State
+from serverless_gpu.model.attempt import State
 from serverless_gpu.model.queueing import Placement, Wanted, decide
-from serverless_gpu.model.run_lifecycle import Ended, pause_s
+from serverless_gpu.model.run_lifecycle import pause_s
 from serverless_gpu.model.spec import Function
 from serverless_gpu.server import attempts, floor, keys, runs, transitions
 from serverless_gpu.server.attempts import NewAttempt
 from serverless_gpu.server.floor import Floor
+from serverless_gpu.server.giving_back import give_back
 from serverless_gpu.server.hub import node_key, run_key
 from serverless_gpu.server.nodes import StoredNode, by_id
 from serverless_gpu.server.runs import StoredRun
 from serverless_gpu.server.services import Services
-from serverless_gpu.server.transitions import Note
 
 AT_ONCE = 64
 """Placements of one tick; the next one follows at once."""
@@ -164,22 +164,7 @@ class Scheduler:
 
     def give_back(self, run_id: str, fence: int, why: str) -> bool:
         """Put a run back into the queue whose order has not left this process; return whether that was so."""
-        services = self._services
-        if not services.deliveries.hold(run_id, fence):
-            return False
-        note = Note(at_ns=services.clock.wall_ns(), detail=why)
-
-        def refuse(connection: sa.Connection) -> transitions.Told | None:
-            run = runs.find(connection, run_id)
-            if run is None or run.fence != fence or run.state not in runs.ACTIVE:
-                return None
-            return transitions.tell(connection, run, Ended(reason=Reason.REFUSED, began=False), note=note)
-
-        told = services.database.write(refuse)
-        if told is not None:
-            told.announce(services.hub)
-            _log.warning("attempt %s:%s did not start: %s", run_id, fence, why)
-        return told is not None
+        return give_back(self._services, run_id, fence, why)
 
 
 def _wanted(run: StoredRun, failed: dict[str, frozenset[str]], *, now: tuple[int, int]) -> Wanted:

@@ -43,6 +43,10 @@ class Sealer:
         nonce = os.urandom(_NONCE_BYTES)
         return _FORM + self._identifier + nonce + self._cipher.encrypt(nonce, data, about.encode())
 
+    def is_mine(self, sealed: bytes) -> bool:
+        """Return whether this key sealed it."""
+        return sealed[1 : 1 + _KEY_BYTES] == self._identifier
+
     def unseal(self, sealed: bytes, *, about: str) -> bytes:
         """Return what was sealed.
 
@@ -51,7 +55,7 @@ class Sealer:
         """
         if sealed[:1] != _FORM or len(sealed) < _HEAD_BYTES:
             raise ServerProblem(f"the sealed data of {about} is damaged")
-        if sealed[1 : 1 + _KEY_BYTES] != self._identifier:
+        if not self.is_mine(sealed):
             message = f"the sealed data of {about} was sealed with another key"
             raise ServerProblem(message, hint="put back the file `key` that belongs to this database")
         nonce = sealed[1 + _KEY_BYTES : _HEAD_BYTES]

@@ -49,6 +49,7 @@ class _Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     retention: str = "30d"
     logs_gib: Annotated[float, msgspec.Meta(gt=0)] = 100.0
     runs_waiting: Annotated[int, msgspec.Meta(ge=1)] = 20_000
+    key_lost: bool = False
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,6 +73,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         retention_s: runs that ended longer ago lose their rows, output and results.
         logs_bytes_max: what the output of all runs may take; beyond, that of the oldest goes.
         runs_waiting_max: runs of one principal that may wait at once.
+        key_lost: whether to start although the key of runs that have not ended is another one than this server's.
         stopping_s: how long requests may go on when the server is to stop.
     """
 
@@ -92,6 +94,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     retention_s: float = 30 * DAY_S
     logs_bytes_max: int = 100 << 30
     runs_waiting_max: int = 20_000
+    key_lost: bool = False
     stopping_s: float = 5.0
 
     @property
@@ -134,6 +137,7 @@ def read_settings(home: Path, options: Mapping[str, object] | None = None) -> Se
         retention_s=_duration("retention", merged.retention, least_s=RETENTION_MIN_S, most_s=RETENTION_MAX_S),
         logs_bytes_max=round(merged.logs_gib * 2**30),
         runs_waiting_max=merged.runs_waiting,
+        key_lost=merged.key_lost,
     )
 
 

@@ -31,6 +31,7 @@ _NEEDED = ("fastapi", "uvicorn", "sqlalchemy", "alembic", "cryptography", "httpt
 @click.option("--partition-grace", metavar="DURATION", help="How long a run goes on when its node hears nothing; 15m.")
 @click.option("--retention", metavar="DURATION", help="How long ended runs are kept, with output and results; 30d.")
 @click.option("--logs-gib", type=float, metavar="GIB", help="What the output of all runs may take; 100.")
+@click.option("--key-lost", is_flag=True, default=None, help="Start without the key of runs that have not ended.")
 def up(hosts: Sequence[str], **options: Any) -> None:
     """Start a server: a queue in front of this machine's GPUs, or a team's.
 

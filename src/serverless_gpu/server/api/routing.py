@@ -104,7 +104,9 @@ class Call:
     Attributes:
         who: whose token it is.
         reach: how far `who` may reach on the route's resource: "none", "own", "team", "all".
-        again: raises `NotAuthenticated` or `NotAllowed` once that is not so any more; called in a thread.
+        again: raises `NotAuthenticated` or `NotAllowed` once that is not so any more, else says it anew; called in a
+            thread.
+        look: what the route asks for as long as it streams: raises `NotFound` once the thing is out of reach.
     """
 
     def __init__(self, services: Services, route: Route, who: Caller, reach: str) -> None:
@@ -114,6 +116,12 @@ class Call:
         self.reach = reach
         self.headers: typing.Mapping[str, str] = {}
         self.again: Callable[[], object] = lambda: None
+        self.look: Callable[[], object] = lambda: None
+
+    def check(self) -> None:
+        """Raise what the request would be answered with now; blocks."""
+        self.again()
+        self.look()
 
     async def in_thread(self, work: Callable[[], T]) -> T:
         """Return what blocking work returns, from a thread: for async routes."""
@@ -149,7 +157,7 @@ class Stream(Generic[T]):
 
     `source` yields messages, and None when there was nothing to say for a while. It ends by itself soon after the hub
     was closed. It is pulled at the reader's pace, and closed when the reader is gone or not let in any more: a token
-    that is revoked ends its streams within some seconds.
+    that is revoked, or a team that was left, ends its streams within some seconds.
     """
 
     def __init__(self, source: AsyncIterator[T | None]) -> None:
@@ -167,7 +175,7 @@ class Stream(Generic[T]):
         try:
             async for message in self._source:
                 if clock.boottime_ns() - checked_ns > CHECKED_S * 1e9:
-                    await call.in_thread(call.again)
+                    await call.in_thread(call.check)
                     checked_ns = clock.boottime_ns()
                 yield b":\n\n" if message is None else b"data: " + msgspec.json.encode(message) + b"\n\n"
         except ServerProblem as error:

@@ -188,6 +188,7 @@ def read_receipt(call: Call, run: str, query: FenceQuery) -> Response:
 
 async def _messages(call: Call, view: RunView, position: Position) -> AsyncIterator[StreamMessage | None]:
     services, run_id = call.services, view.id
+    call.look = lambda: read_run(call, run_id)
     yield AcceptedMessage(run=view)
 
     def look(after: int) -> Look:

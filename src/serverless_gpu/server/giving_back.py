@@ -1,0 +1,44 @@
+"""Taking back an order that has not left this process: its attempt is over before it was anywhere."""
+
+from __future__ import annotations
+
+import logging
+
+import sqlalchemy as sa
+
+from serverless_gpu.model.attempt import Reason
+from serverless_gpu.model.run_lifecycle import Ended
+from serverless_gpu.server import runs, transitions
+from serverless_gpu.server.services import Services
+from serverless_gpu.server.transitions import Note, Told
+
+_log = logging.getLogger(__name__)
+
+
+def give_back(services: Services, run_id: str, fence: int, why: str) -> bool:
+    """Put a run back into the queue whose order has not left this process, and now never will.
+
+    Args:
+        services: the server's.
+        run_id: the run.
+        fence: number of the attempt.
+        why: for people; the last one of several is why the run ended.
+
+    Returns:
+        Whether that was so.
+    """
+    if not services.deliveries.hold(run_id, fence):
+        return False
+    note = Note(at_ns=services.clock.wall_ns(), detail=why)
+
+    def refuse(connection: sa.Connection) -> Told | None:
+        run = runs.find(connection, run_id)
+        if run is None or run.fence != fence or run.state not in runs.ACTIVE:
+            return None
+        return transitions.tell(connection, run, Ended(reason=Reason.REFUSED, began=False), note=note)
+
+    told = services.database.write(refuse)
+    if told is not None:
+        told.announce(services.hub)
+        _log.warning("attempt %s:%s did not start: %s", run_id, fence, why)
+    return told is not None
