@@ -183,6 +183,7 @@ class FakeServer:
         cut_after: bytes of a stream after which its connection breaks, or None.
         lose: how many answers to `POST /runs` get lost.
         refuse: raised instead of making a run.
+        makes: a run that is asked for is made once this is set, as it is unless a test clears it.
     """
 
     def __init__(self) -> None:
@@ -195,6 +196,8 @@ class FakeServer:
         self.cut_after: int | None = None
         self.lose = 0
         self.refuse: ServerlessGpuError | None = None
+        self.makes = threading.Event()
+        self.makes.set()
         self.me = "alice"
         self.machine = machine()
         self.lock = threading.Lock()
@@ -346,6 +349,7 @@ class _Handler(BaseHTTPRequestHandler):
         request = msgspec.json.decode(self.body, type=RunRequest)
         if self.fake.refuse is not None:
             raise self.fake.refuse
+        self.fake.makes.wait(20)
         with self.fake.lock:
             known = self.fake.runs.get(request.id)
             if known is None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.model.attempt import State
+from tests.local.observe import wait_for
 from tests.remote.fake_server import FakeServer, Script
 
 PROGRAM = """
@@ -105,6 +106,36 @@ def test_F61_a_second_ctrl_c_leaves_at_once_also_where_the_server_is_away(
     out, err = process.communicate(timeout=30)
     assert out == "interrupted\n" and script.stops == []
     assert "left; the server does not answer, and run" in err
+
+
+def test_F61_a_run_that_was_on_its_way_when_ctrl_c_came_is_cancelled_when_it_arrives(
+    home: Path, fake: FakeServer, caller: Callable[[str], subprocess.Popen[str]]
+) -> None:
+    script = fake.script()
+    fake.makes.clear()
+    process = caller("cancel")
+    wait_for(lambda: fake.seen["POST runs"] == 1, "the run was asked for")
+    process.send_signal(signal.SIGINT)
+    wait_for(lambda: fake.seen["POST runs/stop"] > 0, "it was asked to stop, and was not there yet")
+    fake.makes.set()
+    out, _ = process.communicate(timeout=30)
+    assert out == "interrupted\n" and script.stops == ["cancel"]
+    assert [path.name for path in (home / "remote").iterdir() if path.name[0] != "."] == []
+
+
+def test_F61_a_run_that_may_have_been_started_is_named_when_its_caller_leaves(
+    home: Path, fake: FakeServer, caller: Callable[[str], subprocess.Popen[str]]
+) -> None:
+    fake.script()
+    fake.makes.clear()
+    process = caller("cancel")
+    wait_for(lambda: fake.seen["POST runs"] == 1, "the run was asked for")
+    fake.stop()
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    (run_id,) = (path.name for path in (home / "remote").iterdir() if path.name[0] != ".")
+    assert out == "interrupted\n" and f"whether run {run_id} was started is not known; `sgpu cancel {run_id}`" in err
+    fake.makes.set()
 
 
 def test_F61_with_detach_the_run_goes_on(fake: FakeServer, caller: Callable[[str], subprocess.Popen[str]]) -> None:

@@ -6,8 +6,9 @@
 Lives here: what `launch.py` is for this machine. The identifier is on the caller's disk before the request leaves, and
 the request says the same when it is sent again: an answer that got lost costs nothing.
 
-Failure cases: whatever is refused leaves nothing behind here; Ctrl-C while the request is on its way cancels what may
-have come of it; an environment that changes while it is looked at is looked at again.
+Failure cases: whatever is refused leaves nothing behind here; a request that nobody answered may have become a run, so
+its identifier stays here and is said; Ctrl-C while the request is on its way cancels what may have come of it; an
+environment that changes while it is looked at is looked at again.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ import os
 import platform
 import shutil
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from serverless_gpu.ambient import machine, new_run_id
+from serverless_gpu.ambient import SystemClock, machine, new_run_id
 from serverless_gpu.client import snapshots
 from serverless_gpu.client.connection import caller_context
 from serverless_gpu.client.display import TerminalDisplay
@@ -37,7 +39,7 @@ from serverless_gpu.client.remote.stream import Away, EventStream
 from serverless_gpu.client.remote.uploading import upload
 from serverless_gpu.client.remote.watching import Watched
 from serverless_gpu.client.run import Run
-from serverless_gpu.errors import ServerlessGpuError, ServerProblem
+from serverless_gpu.errors import AlreadyFinished, NotFound, ServerlessGpuError, ServerProblem, ServerUnavailable
 from serverless_gpu.model.attempt import StopReason
 from serverless_gpu.model.spec import Environment, Function, RunSpec
 from serverless_gpu.node import protocol
@@ -47,6 +49,10 @@ from serverless_gpu.wire.base import INLINE_BYTES_MAX
 from serverless_gpu.wire.runs import AcceptedMessage, RunRequest, RunView, Target
 
 R = TypeVar("R")
+_ON_ITS_WAY_S = 2.0
+"""How long a request that was interrupted is given to arrive, so that what comes of it can be stopped."""
+_AGAIN_S = 0.1
+_UNKNOWN = "whether run {} was started is not known"
 
 
 class Call(NamedTuple):
@@ -66,6 +72,8 @@ def launch(call: Call | None, spec: RunSpec, *, watch: bool) -> Run[object]:
         watch: whether somebody is going to wait for it at once: then the request's answer is its stream.
 
     Raises:
+        ServerUnavailable: the server did not answer; whether it has the run is not known, and the hint says what finds
+            that out.
         ServerlessGpuError: nothing was started; the message says why and what to do.
     """
     home = find_home(os.environ)
@@ -79,10 +87,10 @@ def launch(call: Call | None, spec: RunSpec, *, watch: bool) -> Run[object]:
             _pack(root, call, spec)
         snapshot = _snapshot(home, server, spec, root) if spec.environment == "snapshot" else ""
         request = _request(server, root, run_id, spec, snapshot)
-        source = _submit(server, request, root, watch=watch)
     except BaseException:
         shutil.rmtree(root, ignore_errors=True)
         raise
+    source = _submit(server, request, root, watch=watch)
     with contextlib.suppress(OSError):
         (root / "call.pkl").unlink()
     clean_now_and_then(home)
@@ -167,21 +175,58 @@ def _request(server: Server, root: Path, run_id: str, spec: RunSpec, snapshot: s
 
 
 def _submit(server: Server, request: RunRequest, root: Path, *, watch: bool) -> Watched:
-    """Send the request; on Ctrl-C, stop what may have come of it."""
+    """Send the request; what did not come of it leaves nothing behind, and Ctrl-C stops what may have."""
     try:
         with interruptible():
-            if not watch:
-                return Watched(server, server.submit(request), root)
-            stream = EventStream(server, request.id, request)
-            try:
-                return Watched(server, _accepted(stream, quiet=request.spec.quiet), root, stream=stream)
-            except BaseException:
-                stream.close()
-                raise
+            return _asked(server, request, root, watch=watch)
     except KeyboardInterrupt:
-        with contextlib.suppress(ServerlessGpuError):
-            server.stop(request.id, StopReason.CANCEL, patiently=False)
+        if _stopped(server, request.id):
+            shutil.rmtree(root, ignore_errors=True)
+        else:
+            TerminalDisplay(quiet=False).say(f"{_UNKNOWN.format(request.id)}; `sgpu cancel {request.id}` ends it")
         raise
+    except ServerlessGpuError as error:
+        if not isinstance(error, ServerUnavailable) and type(error) is not ServerProblem:
+            shutil.rmtree(root, ignore_errors=True)
+            raise
+        raise ServerUnavailable(
+            f"{error.message}; {_UNKNOWN.format(request.id)}",
+            hint=f"`sgpu show {request.id}` says so when the server is back; another call would be another run",
+        ) from error
+    except BaseException:
+        shutil.rmtree(root, ignore_errors=True)
+        raise
+
+
+def _asked(server: Server, request: RunRequest, root: Path, *, watch: bool) -> Watched:
+    if not watch:
+        return Watched(server, server.submit(request), root)
+    stream = EventStream(server, request.id, request)
+    try:
+        return Watched(server, _accepted(stream, quiet=request.spec.quiet), root, stream=stream)
+    except BaseException:
+        stream.close()
+        raise
+
+
+def _stopped(server: Server, run_id: str) -> bool:
+    """Stop what may come of a request that was on its way; return whether nothing of it goes on, as far as is known."""
+    clock = SystemClock()
+    until_ns = clock.boottime_ns() + round(_ON_ITS_WAY_S * 1e9)
+    pause = threading.Event()
+    while True:
+        try:
+            server.stop(run_id, StopReason.CANCEL, patiently=False)
+        except AlreadyFinished:
+            return True
+        except NotFound:  # not there, or not yet
+            if clock.boottime_ns() > until_ns:
+                return True
+            pause.wait(_AGAIN_S)
+        except ServerlessGpuError:
+            return False
+        else:
+            return True
 
 
 def _accepted(stream: EventStream, *, quiet: bool) -> RunView:
