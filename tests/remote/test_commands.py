@@ -12,12 +12,13 @@ import pytest
 from click.testing import CliRunner, Result
 
 from serverless_gpu import distributed
-from serverless_gpu.cli import program
+from serverless_gpu.cli import locating, program
 from serverless_gpu.client.launch import launch_command
 from serverless_gpu.client.run import Run
 from serverless_gpu.errors import AlreadyFinished, InvalidValue
 from serverless_gpu.model.spec import Command, Resources, RunSpec
 from tests.local.observe import wait_for
+from tests.remote.server_process import ServerProcess
 
 FOLLOWED = "echo one; echo two >&2; for i in $(seq 200); do [ -e {gate} ] && break; sleep 0.05; done; echo three"
 
@@ -158,3 +159,60 @@ def test_one_run_and_the_list_for_people_and_machines(served: Path) -> None:
     assert (shown["id"], shown["state"], shown["server"]) == (run.id, "FAILED", True)
     assert run.id in sgpu("runs", "--state", "FAILED").stdout
     assert run.id in {each["id"] for each in json.loads(sgpu("runs", "--json").stdout)}
+
+
+def test_a_run_that_is_not_among_the_latest_is_found_by_its_whole_identifier(
+    served: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start("true")
+    run.receipt(60)
+    start("true").receipt(60)
+    monkeypatch.setattr(locating, "PAGE", 1)
+    assert f"run {run.id} · " in sgpu("show", run.id).stdout
+    with pytest.raises(InvalidValue, match="there is no run"):
+        sgpu("show", run.id[-8:])
+
+
+# --- submit, and a server that dies ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "program", "code"),
+    [
+        ((), "true", 0),
+        ((), "exit 3", 3),
+        ((), "kill -9 $$", 137),
+        (("--timeout", "0.3", "--grace", "1"), "exec sleep 60", 124),
+    ],
+)
+def test_submit_exits_as_the_run_ended(served: Path, options: tuple[str, ...], program: str, code: int) -> None:
+    arguments = ("--gpu-type", "H100", *options, "sh", "-c", f"echo said; {program}")
+    with spawn("submit", *arguments) as submitted:
+        out, err = submitted.communicate(timeout=30)
+    assert (submitted.returncode, out) == (code, "[rank 0] said\n"), err
+
+
+def test_submit_detached_prints_the_identifier_alone(served: Path) -> None:
+    done = sgpu("submit", "--detach", "--gpu-type", "H100", "--name", "later", "--tag", "a=b", "true")
+    run_id = done.stdout.strip()
+    assert sgpu("attach", run_id).exit_code == 0
+    assert json.loads(sgpu("show", run_id, "--json").stdout)["spec"]["tags"] == {"a": "b"}
+
+
+@pytest.mark.parametrize(
+    "wrong", [("no.py",), ("--tag", "a", "true"), ("--ranks-log", "x", "true"), ("--gpus", "0", "true")]
+)
+def test_submit_refuses_a_wrong_command_line(home: Path, wrong: tuple[str, ...]) -> None:
+    assert sgpu("submit", *wrong).exit_code == 2
+
+
+def test_logs_that_are_followed_outlive_the_server(own_server: ServerProcess, tmp_path: Path) -> None:
+    run = start("sh", "-c", FOLLOWED.format(gate=tmp_path / "gate"))
+    with spawn("logs", "-f", "--stream", "stdout", run.id) as following:
+        assert following.stdout is not None
+        assert following.stdout.readline() == "one\n"
+        own_server.kill()
+        (tmp_path / "gate").touch()
+        own_server.start()
+        out, _ = following.communicate(timeout=40)
+    assert (out, following.returncode) == ("three\n", 0)

@@ -206,7 +206,16 @@ def test_commands_show_what_others_left_behind_and_open_none_of_it(audited: Audi
         assert sent.status_code == 200, sent.text
     program = _SERVER.partition("from serverless_gpu")[0] % DETONATED + "from serverless_gpu.cli import main; main()"
     environ = {**os.environ, "SERVERLESS_GPU_HOME": str(audited.home)}  # where the server's own user finds its token
-    for command in ("runs", f"show {run_id}", f"logs {run_id}", "status", "nodes", "pools", f"cancel {run_id}"):
+    for command in (
+        "runs",
+        f"show {run_id}",
+        f"logs {run_id}",
+        f"result {run_id} --output {tmp_path}",
+        "status",
+        "nodes",
+        "pools",
+        f"cancel {run_id}",
+    ):
         arguments = [sys.executable, "-c", program, *command.split()]
         done = subprocess.run(arguments, capture_output=True, env=environ, timeout=60, check=False)
         assert done.returncode != DETONATED and not canary.exists(), command

@@ -7,6 +7,7 @@ not answer, commands say so and go on with what is here.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,7 +16,7 @@ import click
 from serverless_gpu.cli.choosing import choose, meant
 from serverless_gpu.cli.server.reaching import connect
 from serverless_gpu.client.remote.profile import find_profile
-from serverless_gpu.errors import InvalidValue, ServerNotConfigured, ServerProblem
+from serverless_gpu.errors import InvalidValue, NotFound, ServerNotConfigured, ServerProblem
 from serverless_gpu.loading import load
 from serverless_gpu.node.history import run_ids
 from serverless_gpu.node.home import Home
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from serverless_gpu.wire.runs import RunView
 
 PAGE = 500
+_ID_CHARACTERS = 26
 
 
 class Located(NamedTuple):
@@ -70,11 +72,29 @@ def locate(home: Home, wanted: str | None) -> Located:
     if wanted is not None and len(meant(own, wanted)) == 1:
         return Located(meant(own, wanted)[0], None)
     views = {view.id: view for view in server_runs(home, limit=PAGE)}
+    if wanted is not None and not meant([*own, *views], wanted):
+        old = _old_run(home, wanted.strip().lower())
+        if old is not None:
+            return Located(old.id, old)
     ids = sorted({*own, *views}, reverse=True)
     if wanted is None and not ids:
         raise InvalidValue(f"there are no runs in {home.runs}, and none of a server")
     run_id = choose(home, wanted, ids)
     return Located(run_id, views.get(run_id))
+
+
+def _old_run(home: Home, run_id: str) -> RunView | None:
+    """Return a run that is not among the latest; those are found by their whole identifier only."""
+    if len(run_id) != _ID_CHARACTERS or not (run_id.isascii() and run_id.isalnum()):
+        return None
+    with contextlib.suppress(ServerNotConfigured, ServerProblem, NotFound):
+        connection = connect(find_profile(home.root, os.environ))
+        try:
+            view: RunView = connection.ask("GET", f"/runs/{run_id}", answer=load("serverless_gpu.wire.runs").RunView)
+            return view
+        finally:
+            connection.close()
+    return None
 
 
 def _listed(home: Home, *, limit: int, state: str) -> tuple[RunView, ...]:
