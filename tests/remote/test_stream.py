@@ -11,6 +11,7 @@ import pytest
 
 import serverless_gpu
 from serverless_gpu import distributed
+from serverless_gpu.client.remote.profile import Profile, write_profile
 from serverless_gpu.errors import (
     IdempotencyConflict,
     InvalidValue,
@@ -27,7 +28,7 @@ from serverless_gpu.model.attempt import MEANINGS, Failure, Reason, State
 from serverless_gpu.node.inside import payload
 from serverless_gpu.node.protocol import Stopped
 from serverless_gpu.wire.runs import EndedMessage
-from tests.remote.fake_server import FakeServer, Script
+from tests.remote.fake_server import TOKEN, FakeServer, Script
 
 
 @distributed(gpus=1, gpu_type="H100", remote=True)
@@ -177,6 +178,65 @@ def test_a_restart_of_the_server_inside_a_call_is_one_line(
     assert [line for line in err.splitlines() if "answer" in line] == [
         f"serverless-gpu: the server at {fake.url} does not answer; waiting for it"
     ]
+
+
+@pytest.mark.parametrize("streams", [True, False], ids=["in a call", "by a handle"])
+def test_a_server_that_comes_back_on_another_port_is_found_there(
+    home: Path, fake: FakeServer, tmp_path: Path, streams: bool
+) -> None:
+    script = fake.script()
+    script.say(State.RUNNING)
+
+    def restart() -> None:
+        while "POST runs" not in fake.seen:
+            time.sleep(0.01)
+        fake.stop()
+        script.end({"results/0.pkl": pickled(tmp_path, 2)})
+        fake.port = 0
+        fake.start()
+        write_profile(home, Profile(url=fake.url, token=TOKEN, principal="alice", embedded=True))
+
+    before = fake.url
+    if streams:
+        thread = later(restart)
+        assert train.distributed(0.1) == [2]
+        thread.join()
+    else:
+        run = train.submit(0.1)
+        restart()
+        assert run.status() in ("RUNNING", "SUCCEEDED"), "it answers"
+        assert run.results() == [2]
+    assert fake.url != before
+
+
+def test_a_call_that_waits_does_not_go_to_another_server_that_somebody_logged_in_to(
+    home: Path, fake: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SERVERLESS_GPU_PATIENCE", "0.5")
+    fake.script()
+    run = train.submit(0.1)
+    fake.stop()
+    with FakeServer() as other:
+        write_profile(home, Profile(url=other.url, token="sgpu_another", principal="alice"))
+        with pytest.raises(ServerUnavailable, match="does not answer"):
+            run.status()
+        assert not other.seen
+
+
+def test_a_server_that_the_variables_name_is_where_they_say(
+    home: Path, fake: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SERVERLESS_GPU_PATIENCE", "0.5")
+    monkeypatch.setenv("SERVERLESS_GPU_SERVER", fake.url)
+    monkeypatch.setenv("SERVERLESS_GPU_TOKEN", TOKEN)
+    fake.script()
+    run = distributed(gpus=1, gpu_type="H100", remote=True, env="live")(pickled).submit(home, 1)
+    fake.stop()
+    with FakeServer() as other:
+        write_profile(home, Profile(url=other.url, token=TOKEN, principal="alice"))
+        with pytest.raises(ServerUnavailable, match="does not answer"):
+            run.status()
+        assert not other.seen
 
 
 def test_F66_results_are_waited_for_while_the_server_is_down(

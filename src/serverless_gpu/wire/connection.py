@@ -9,7 +9,8 @@ Everything that is tried again must mean the same twice; that is so for every ro
 the client, reports and parts are idempotent). Plain `http://` is for loopback: a token goes with every request.
 
 Failure cases: nobody listens, the connection breaks, 502 to 504, or a problem whose class is retryable →
-`ServerUnavailable` once patience is over, and one line when the wait begins and ends; an answer that is no JSON of ours
+`ServerUnavailable` once patience is over, and one line when the wait begins and ends (a server that was started again
+on another port is found there, where whoever made the connection can tell); an answer that is no JSON of ours
 (a proxy's page) → `ServerProblem` with its status; a stream that is silent for longer than the server ever is →
 `ServerUnavailable`.
 """
@@ -48,26 +49,28 @@ class Connection:
     """One server and one token; safe to use from several threads, not after a fork.
 
     Args:
-        url: for example ``http://127.0.0.1:7878``.
+        url: for example ``http://127.0.0.1:7878``; or a function that returns it, which is asked again, also in other
+            threads, when the server does not answer there.
         token: sent with every request.
         patience_s: how long a server that is away is waited for, in seconds.
         announce: given one line when that wait begins and one when it is over.
         ca: file with certificates to trust; "" for the system's.
 
     Attributes:
-        url: as given, without a slash at its end.
+        url: where it is now, without a slash at its end.
     """
 
     def __init__(
         self,
-        url: str,
+        url: str | Callable[[], str],
         token: str,
         *,
         patience_s: float = 0.0,
         announce: Callable[[str], None] | None = None,
         ca: str = "",
     ) -> None:
-        self.url = url.rstrip("/")
+        self._address = _always(url) if isinstance(url, str) else url
+        self.url = self._address().rstrip("/")
         self._patience_s = patience_s
         self._announce = announce or (lambda _line: None)
         self._clock = SystemClock()
@@ -195,6 +198,8 @@ class Connection:
                 response = self._once(method, path, fine, **request)
             except ServerlessGpuError as error:
                 waited_s = (self._clock.boottime_ns() - began_ns) / 1e9
+                if error.retryable and self._has_moved():
+                    continue
                 if not error.retryable or waited_s + pause_s > self._patience_s:
                     raise
                 if not waiting and waited_s > 1.0:
@@ -208,6 +213,15 @@ class Connection:
                 waited_ms = (self._clock.boottime_ns() - began_ns) // 1_000_000
                 self._announce(f"the server is back, after {format_duration_ms(waited_ms)}")
             return response
+
+    def _has_moved(self) -> bool:
+        """Turn to where the server is by now; return whether that is somewhere else."""
+        url = self._address().rstrip("/")
+        if url == self.url or url.partition(":")[0] != self.url.partition(":")[0]:
+            return False
+        self.url = url
+        self._client.base_url = url + API
+        return True
 
     def _once(self, method: str, path: str, fine: tuple[int, ...], **request: Any) -> httpx2.Response:
         try:
@@ -225,6 +239,10 @@ class Connection:
             f"the server at {self.url} does not answer ({type(error).__name__}: {error})",
             hint="is `sgpu up` running there? `sgpu doctor` looks",
         )
+
+
+def _always(url: str) -> Callable[[], str]:
+    return lambda: url
 
 
 def _decoded(response: httpx2.Response, answer: type[T]) -> T:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 
-from serverless_gpu.client.remote.profile import find_profile
 from serverless_gpu.client.remote.server import server_of
 from serverless_gpu.client.remote.watching import Watched
 from serverless_gpu.client.run import Run
@@ -29,7 +28,7 @@ def attach(home: Home, run_id: str, trusted: Collection[str]) -> Run[object] | N
         ServerlessGpuError: the server refuses, or is away.
     """
     try:
-        server = server_of(find_profile(home.root, os.environ), os.environ)
+        server = server_of(home.root, os.environ)
     except ServerNotConfigured:
         return None
     try:

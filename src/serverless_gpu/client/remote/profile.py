@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from serverless_gpu.errors import InvalidValue, ServerNotConfigured
+from serverless_gpu.errors import InvalidValue, ServerlessGpuError, ServerNotConfigured
 from serverless_gpu.node.home import storage_error
 
 SERVER = "SERVERLESS_GPU_SERVER"
@@ -68,6 +68,22 @@ def find_profile(home: Path, environ: Mapping[str, str]) -> Profile:
             profile = msgspec.structs.replace(profile, token=token, principal="")
     _refuse_readable_token(profile.url)
     return profile
+
+
+def moved(home: Path, known: Profile) -> Profile:
+    """Return a server of this home's file as it is by now: one that was started again may have another port.
+
+    It is the same server if it has the same token; another one that somebody has logged in to meanwhile is not asked.
+
+    Args:
+        home: the home directory.
+        known: the server as it was.
+    """
+    try:
+        there = find_profile(home, {})
+    except ServerlessGpuError:  # gone, or somebody is at it
+        return known
+    return msgspec.structs.replace(known, url=there.url) if there.token == known.token else known
 
 
 def write_profile(home: Path, profile: Profile) -> None:

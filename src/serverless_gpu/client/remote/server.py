@@ -4,7 +4,8 @@ A call waits for a server that is away as long as its patience says, ten minutes
 seconds) says otherwise; whoever waits is told once. Streams have connections of their own (`stream.py`): they may be
 many and long, and closing one must not touch the others.
 
-Failure cases: the process forks (the child makes connections of its own).
+Failure cases: the process forks (the child makes connections of its own); the server was started again on another port
+(its file in the home is read again when it does not answer).
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import atexit
 import os
 import threading
 from collections.abc import Mapping
+from pathlib import Path
 
 from serverless_gpu.client.display import TerminalDisplay
-from serverless_gpu.client.remote.profile import Profile
+from serverless_gpu.client.remote.profile import SERVER, Profile, find_profile, moved
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.attempt import StopReason
 from serverless_gpu.wire.blobs import DigestList
@@ -35,13 +37,18 @@ class Server:
     Args:
         profile: which, and as whom.
         patience_s: how long it is waited for while it is away.
+        home: whose file may say by now that it is somewhere else; None where no file does.
+
+    Attributes:
+        profile: as it is by now.
     """
 
-    def __init__(self, profile: Profile, patience_s: float) -> None:
+    def __init__(self, profile: Profile, patience_s: float, home: Path | None = None) -> None:
         self.profile = profile
+        self._home = home
         self.patience_s = patience_s
-        self._patient = Connection(profile.url, profile.token, patience_s=patience_s, announce=_say, ca=profile.ca)
-        self._prompt = Connection(profile.url, profile.token, ca=profile.ca)
+        self._patient = Connection(self.look_again, profile.token, patience_s=patience_s, announce=_say, ca=profile.ca)
+        self._prompt = Connection(self.look_again, profile.token, ca=profile.ca)
         self._version: Version | None = None
         self._principal = profile.principal
 
@@ -49,6 +56,12 @@ class Server:
         """Close its connections, but those of streams."""
         self._patient.close()
         self._prompt.close()
+
+    def look_again(self) -> str:
+        """Return the server's address as it is by now."""
+        if self._home is not None:
+            self.profile = moved(self._home, self.profile)
+        return self.profile.url
 
     def connect(self) -> Connection:
         """Return a connection for one stream, to be closed by whoever asked for it."""
@@ -143,21 +156,23 @@ def close_all() -> None:
         _servers.clear()
 
 
-def server_of(profile: Profile, environ: Mapping[str, str]) -> Server:
-    """Return the server of a profile, the same for all calls of this process.
+def server_of(home: Path, environ: Mapping[str, str]) -> Server:
+    """Return the server that remote calls go to, the same for all calls of this process.
 
     Args:
-        profile: which.
-        environ: says how patient to be.
+        home: the home directory.
+        environ: may name another server, and says how patient to be.
 
     Raises:
-        InvalidValue: the patience is no number of seconds.
+        ServerNotConfigured: there is none.
+        InvalidValue: what is configured cannot be used.
     """
+    profile = find_profile(home, environ)
     seconds = patience_s(environ)
     with _making:
         known = _servers.get((profile, seconds))
         if known is None:
-            known = _servers[profile, seconds] = Server(profile, seconds)
+            known = _servers[profile, seconds] = Server(profile, seconds, None if environ.get(SERVER) else home)
         return known
 
 

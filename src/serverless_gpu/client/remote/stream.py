@@ -230,6 +230,7 @@ class EventStream:
                 if not error.retryable:
                     raise
                 problem = error.message
+                self._server.look_again()
             now_ns = self._clock.boottime_ns()
             away_ns = away_ns or now_ns
             if (now_ns - away_ns) / 1e9 + pause_s > self._server.patience_s:

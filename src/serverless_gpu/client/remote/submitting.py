@@ -33,7 +33,6 @@ from serverless_gpu.client.interrupts import interruptible
 from serverless_gpu.client.preflight import pack
 from serverless_gpu.client.remote import variables
 from serverless_gpu.client.remote.copies import clean_now_and_then, write_whole
-from serverless_gpu.client.remote.profile import find_profile
 from serverless_gpu.client.remote.server import Server, server_of
 from serverless_gpu.client.remote.stream import Away, EventStream
 from serverless_gpu.client.remote.uploading import upload
@@ -77,7 +76,7 @@ def launch(call: Call | None, spec: RunSpec, *, watch: bool) -> Run[object]:
         ServerlessGpuError: nothing was started; the message says why and what to do.
     """
     home = find_home(os.environ)
-    server = server_of(find_profile(home.root, os.environ), os.environ)
+    server = server_of(home.root, os.environ)
     spec = msgspec.structs.replace(spec, environment=_environment(spec, server))
     run_id = new_run_id()
     root = home.remote / run_id
@@ -107,7 +106,7 @@ def is_of_this_machine(home: Home, spec: RunSpec) -> bool:
     Raises:
         ServerlessGpuError: there is no server, or it does not answer.
     """
-    server = server_of(find_profile(home.root, os.environ), os.environ)
+    server = server_of(home.root, os.environ)
     server.version(patiently=False)
     return server.profile.embedded and _environment(spec, server) == "live"
 
