@@ -36,7 +36,7 @@ from serverless_gpu.node.reaching import connect
 from serverless_gpu.node.remote import Remote, write_remote
 from serverless_gpu.node.taking import has_begun, try_lock
 from serverless_gpu.node.uplink import starting
-from serverless_gpu.node.uplink.news import AT_ONCE_S, SOME_TIME_S, SOON_S, News
+from serverless_gpu.node.uplink.news import AT_ONCE_S, RECEIPT_S, SOME_TIME_S, SOON_S, News
 from serverless_gpu.node.uplink.reporter import Reporter
 from serverless_gpu.node.uplink.server import Server
 from serverless_gpu.node.uplink.unattended import refusal, settle, still_held
@@ -242,7 +242,7 @@ class Minder:
                     SOME_TIME_S, begun=begun, state=State.RUNNING if begun else State.STARTING, sentence=waiting
                 )
             case protocol.Stopped() as stopped:
-                self._news.learn(AT_ONCE_S, ending=stopped)
+                self._news.learn(RECEIPT_S, ending=stopped)
             case protocol.Finished():
                 self._news.learn(AT_ONCE_S, finished=True)
             case protocol.Refused(message=text):

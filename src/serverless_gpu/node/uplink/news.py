@@ -15,6 +15,8 @@ from serverless_gpu.model.attempt import State, StopReason
 from serverless_gpu.node.protocol import Stopped
 
 AT_ONCE_S = 0.0
+RECEIPT_S = 0.005
+"""An ending waits so long for the receipt, which mostly follows at once: then both are one report."""
 SOON_S = 0.02
 SOME_TIME_S = 0.2
 

@@ -33,7 +33,7 @@ from serverless_gpu.node.history import read_receipt
 from serverless_gpu.node.protocol import Stopped
 from serverless_gpu.node.remote import Remote
 from serverless_gpu.node.uplink.delivery import Delivery
-from serverless_gpu.node.uplink.news import AT_ONCE_S, Known, News
+from serverless_gpu.node.uplink.news import AT_ONCE_S, SOON_S, Known, News
 from serverless_gpu.node.uplink.server import Backoff, Server
 from serverless_gpu.node.uplink.shipping import Facts, Logs
 from serverless_gpu.wire.attempts import Ending, Report, ReportAnswer
@@ -238,8 +238,11 @@ class Reporter:
         self._delivery.answered()
         self._ending_sent = self._ending_sent or report.ending is not None
         behind = answer.offsets or not self._logs.is_complete(()) or not self._facts.is_complete()
-        if behind or (self._ending_sent and self._news.known.finished):
+        known = self._news.known
+        if answer.offsets or (known.ending is not None and behind) or (self._ending_sent and known.finished):
             self._news.learn(AT_ONCE_S)
+        elif behind:  # what was written meanwhile goes with what is heard next: each report costs the ranks' time, too
+            self._news.learn(SOON_S)
 
 
 def _ending(stopped: Stopped, *, began: bool) -> Ending:
