@@ -29,7 +29,9 @@ from serverless_gpu.node.uplink.control import stop_all
 from serverless_gpu.server import events, runs
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.events import StoredEvent
+from serverless_gpu.server.keys import read_keys
 from serverless_gpu.server.runs import NewRun
+from serverless_gpu.server.sealing import Sealer
 from serverless_gpu.testing import stop_agent
 from serverless_gpu.wire.agents import AgentHello, AgentWelcome, Order
 from serverless_gpu.wire.base import PROTOCOL
@@ -37,6 +39,7 @@ from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.runs import Target
 
 QUEUED = 10_000
+_CONTEXT = msgspec.json.encode({"environ": {"VARIABLE": "x" * 4000}})
 _IMPORTS = "import fastapi, uvicorn, sqlalchemy, alembic, cryptography; print('ready', flush=True); input()"
 _STOP_S = 30.0
 _local = distributed(gpus=1, gpu_type="CPU", quiet=True)
@@ -166,7 +169,7 @@ def _restart(count: int) -> dict[str, object]:
     home = _queue(count)
     began_ns = now_ns()
     with _server(home, "--no-node") as server:
-        token = (home / "server" / "token").read_text(encoding="ascii").strip()
+        token = (home / "server" / "node.token").read_text(encoding="ascii").strip()
         # A node of its own each round: what earlier ones were given is theirs.
         with contextlib.closing(Connection(server.url, token)) as connection:
             welcome = connection.ask("POST", "/agents", _hello(), answer=AgentWelcome)
@@ -197,20 +200,22 @@ def _queue(count: int) -> Path:
     with _server(home, "--no-node"):
         pass
     with contextlib.closing(Database(f"sqlite:///{home / 'server' / 'server.db'}", clock=SystemClock())) as database:
-        database.write(lambda connection: _fill(connection, count))
+        sealer = Sealer(read_keys(home / "server").sealing)
+        database.write(lambda connection: _fill(connection, sealer, count))
     return home
 
 
-def _fill(connection: sa.Connection, count: int) -> None:
+def _fill(connection: sa.Connection, sealer: Sealer, count: int) -> None:
     owner: str = connection.execute(sa.text("SELECT name FROM principals WHERE role = 'admin'")).scalar_one()
     for number in range(count):
+        run_id = new_run_id()
         new = NewRun(
-            id=new_run_id(),
+            id=run_id,
             owner=owner,
             spec=RunSpec(remote=True, environment="snapshot", resources=Resources(gpus=1, gpu_type="CPU")),
             target=Target(python="3.11", platform="linux-x86_64"),
             request_sha256="",
-            context_sealed=b"x" * 4000,
+            context_sealed=sealer.seal(_CONTEXT, about=run_id),
             call=b"x" * 1000,
             snapshot="0" * 64,
         )
