@@ -120,9 +120,7 @@ def _asked(connection: Connection, text: str) -> tuple[RunView, ...]:
         if meaning := tuple(view for view in page.runs if view.id.startswith(text)):
             return meaning
     limit = PAGE if text else 1
-    latest: tuple[RunView, ...] = connection.ask(
-        "GET", "/runs", answer=wire.RunPage, query={"limit": str(limit)}
-    ).runs
+    latest: tuple[RunView, ...] = connection.ask("GET", "/runs", answer=wire.RunPage, query={"limit": str(limit)}).runs
     return latest
 
 
