@@ -112,9 +112,9 @@ class World:
         self.agents = {node.name: self._agent(node) for node in self._engine_nodes}
         self.run_for(1)
 
-    def start_server(self) -> None:
-        """Start a server on what there is."""
-        self.services = made_services(self._database, self._home, clock=self.clock, **self._settings)
+    def start_server(self, **settings: Any) -> None:
+        """Start a server on what there is, with other settings if that is said."""
+        self.services = made_services(self._database, self._home, clock=self.clock, **{**self._settings, **settings})
         self.engine: Engine = SimulatedEngine(self._engine_nodes, self._reservations)
         self.scheduler = Scheduler(self.services, engine=self.engine)
         self.reconciler = Reconciler(self.services, scheduler=self.scheduler, engine=self.engine)

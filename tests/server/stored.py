@@ -88,6 +88,7 @@ def place(database: Database, run_id: str, *, node_id: str = "node-1", world_siz
             world_size=world_size,
             token_sha256=f"token of {run_id[-20:]}:{run.fence + 1}",
             boot_id="boot-1",
+            grace_s=900.0,
         )
         return transitions.place(connection, run, new=new, node="n1", at_ns=at_ns)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -11,7 +12,7 @@ import sqlalchemy as sa
 from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound
 from serverless_gpu.model.attempt import Reason, State, StopReason
 from serverless_gpu.model.hardware import parse_fake
-from serverless_gpu.model.run_lifecycle import Ended, StopAsked
+from serverless_gpu.model.run_lifecycle import Ended, GivenUp, StopAsked
 from serverless_gpu.model.spec import Resources
 from serverless_gpu.server import events, nodes, operating, runs, tables, transitions
 from serverless_gpu.server.agents import Agents, stream
@@ -24,7 +25,7 @@ from serverless_gpu.server.scheduler import Scheduler
 from serverless_gpu.server.services import Services
 from serverless_gpu.server.transitions import Note, Told
 from serverless_gpu.testing import FakeClock
-from serverless_gpu.wire.agents import AgentHello, AttemptSeen, Heartbeat, Order, Start, Stop
+from serverless_gpu.wire.agents import AgentHello, AttemptSeen, Heartbeat, Order, PoolRequest, Start, Stop
 from serverless_gpu.wire.base import PROTOCOL
 from tests.server.stored import add_people, new_run
 
@@ -80,7 +81,7 @@ def find(services: Services, run_id: str) -> StoredRun:
     return run
 
 
-def tell(services: Services, run_id: str, event: StopAsked | Ended) -> None:
+def tell(services: Services, run_id: str, event: StopAsked | Ended | GivenUp) -> None:
     note = Note(at_ns=services.clock.wall_ns())
 
     def work(connection: sa.Connection) -> Told:
@@ -306,6 +307,57 @@ def test_F21_another_boot_of_the_machine_ends_its_attempts_at_once(services: Ser
     run = find(services, run_id)
     assert (run.state, run.reason) == (State.FAILED, Reason.NODE_REBOOTED)
     assert welcome.stale == (f"{run_id}:1",)
+
+
+def test_another_machine_under_a_name_proves_nothing_about_the_first(
+    services: Services, agents: Agents, clock: FakeClock
+) -> None:
+    """A home whose disk moved, or a clone of it: the first machine may be cut off, and its runs go on."""
+    agents.hello(NODE, hello(instance="one"))
+    run_id = placed(services)
+    clock.advance(60)
+    agents.hello(NODE, hello(machine="m2", boot="b2", instance="one"))
+    assert find(services, run_id).state is State.STARTING
+    agents.hello(NODE, hello(machine="m2", boot="b3", instance="one"))
+    assert find(services, run_id).state is State.STARTING
+
+
+def test_what_was_decided_about_a_node_while_its_heartbeat_was_read_stays_decided(
+    services: Services, agents: Agents, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node_id = agents.hello(NODE, hello()).node
+
+    def meanwhile(decide: Callable[[], object]) -> None:
+        """Let something happen between the read and the write of a heartbeat that has news."""
+        read = services.database.read
+
+        def then_decide(work: Callable[[sa.Connection], object]) -> object:
+            found = read(work)
+            monkeypatch.setattr(services.database, "read", read)
+            decide()
+            return found
+
+        monkeypatch.setattr(services.database, "read", then_decide)
+        clock.advance(16)
+        agents.heartbeat(NODE, node_id, Heartbeat(devices=H100))
+
+    root = Caller(name="root", role="admin")
+    meanwhile(lambda: operating.put_pool(services, root, "gold", PoolRequest(kind="reserved", nodes=("n1",))))
+    assert stored_node(services, node_id).pool == "gold"
+    meanwhile(lambda: agents.hello(NODE, hello(boot="b2")))
+    assert stored_node(services, node_id).boot_id == "b2"
+    with pytest.raises(NotFound):
+        meanwhile(lambda: operating.forget(services, root, "n1", known_dead=True))
+    assert stored_node(services, node_id).forgotten_ns is not None
+
+
+def test_an_attempt_that_was_refused_and_runs_all_the_same_is_stale(services: Services, agents: Agents) -> None:
+    node_id = agents.hello(NODE, hello()).node
+    run_id = placed(services)
+    tell(services, run_id, Ended(reason=Reason.REFUSED, began=False))
+    for state, stale in ((State.STARTING, (f"{run_id}:1",)), (State.RUNNING, (f"{run_id}:1",)), (State.STOPPING, ())):
+        seen = (AttemptSeen(run_id=run_id, fence=1, state=state),)
+        assert agents.heartbeat(NODE, node_id, Heartbeat(devices=H100, attempts=seen)).stale == stale
 
 
 def test_attempts_of_other_nodes_and_of_nobody_are_stale(services: Services, agents: Agents) -> None:

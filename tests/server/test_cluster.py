@@ -293,16 +293,39 @@ def test_a_node_that_the_engine_lost_gets_nothing_until_it_is_back(world: World)
     assert outcome(world, run_id) == (State.SUCCEEDED, Reason.COMPLETED)
 
 
-def test_outputs_that_never_arrive_are_given_up(database: Database, tmp_path: Path) -> None:
-    world = World(database, tmp_path, {"n1": "H100:1"}, **QUICK, upload_s=30.0)
-    world.work = lambda start: Work(run_s=None, stop_s=10_000)
+def test_a_run_that_stops_for_hours_is_not_ended_while_its_node_is_heard_of(world: World) -> None:
+    world.work = lambda start: Work(run_s=None, stop_s=300)
     run_id = world.submit(1, grace_s=1.0)
     world.run_for(3)
     world.stop(run_id)
-    world.run_for(90)
-    assert world.run(run_id).state is State.STOPPING
+    world.run_for(2)
+    world.kill_server()
+    world.run_for(20)
+    world.clock.step_wall(86_400)  # a laptop that was closed, a clock that was set
+    world.start_server()
     world.run_for(30)
-    assert outcome(world, run_id) == (State.FAILED, Reason.RESULT_UPLOAD)
+    assert world.run(run_id).state is State.STOPPING
+    world.run_for(300)
+    assert outcome(world, run_id) == (State.CANCELLED, Reason.CANCELLED)
+
+
+def test_F18_a_server_that_grants_less_than_the_one_before_waits_for_what_that_one_granted(
+    database: Database, tmp_path: Path
+) -> None:
+    world = World(database, tmp_path, {"n1": "H100:1", "n2": "H100:1"}, **{**QUICK, "partition_grace_s": 600.0})
+    world.work = lambda start: Work(run_s=900)
+    run_id = world.submit(1, retries=1)
+    world.run_for(10)
+    (first,) = world.executions(run_id)
+    node = world.agents[first.node]
+    node.reaches = False
+    world.kill_server()
+    world.start_server(partition_grace_s=60.0)
+    world.run_for(300, step_s=5)
+    assert first.ended_ns is None and world.run(run_id).state is State.UNREACHABLE
+    world.run_for(700, step_s=5)
+    assert [one.fence for one in world.executions(run_id)] == [1, 2]
+    world.assert_sound()
 
 
 def test_a_receipt_that_never_comes_does_not_keep_a_run_open_for_ever(world: World) -> None:

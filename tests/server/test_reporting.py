@@ -14,7 +14,7 @@ from blake3 import blake3
 from serverless_gpu.errors import InvalidValue, NotFound, ServerlessGpuError, TooLarge
 from serverless_gpu.model.attempt import Reason, State, StopReason
 from serverless_gpu.model.ledger import Fact, FactKind
-from serverless_gpu.model.run_lifecycle import GivenUp, Silent, StopAsked
+from serverless_gpu.model.run_lifecycle import Ended, GivenUp, Silent, StopAsked
 from serverless_gpu.model.spec import BlobReference, Command
 from serverless_gpu.server import attempts, audit, facts, files, reporting, tables, views
 from serverless_gpu.server.callers import Caller
@@ -196,6 +196,35 @@ def test_F64_a_stale_report_does_not_touch_the_attempt_that_followed(services: S
     assert say(services, run_id, State.STOPPING, fence=1, exec_ns=T0, files=RESULTS, ending=COMPLETED).stale
     assert stored(database, run_id) == before
     assert not say(services, run_id, State.STARTING, fence=2, sentence="starting").stale
+
+
+def test_an_attempt_that_was_refused_is_stale_while_it_seems_to_run_and_user_code_never_begins(
+    services: Services, database: Database, run_id: str
+) -> None:
+    """Its order was delivered twice, say: the run is placed again, and this one must not be confirmed."""
+    tell(database, run_id, Ended(Reason.REFUSED, began=False))
+    assert place(database, run_id) == 2
+    assert say(services, run_id, State.STARTING).stale
+    assert say(services, run_id, exec_ns=T0).stale
+    ending = Ending(state=State.FAILED, reason=Reason.REFUSED, began=False)
+    assert not say(services, run_id, State.STOPPING, ending=ending).stale
+    assert not say(services, run_id, State.STARTING, fence=2).stale
+
+
+def test_a_longer_grace_is_written_before_it_is_granted_and_never_shortened(
+    services: Services, database: Database, run_id: str, tmp_path: Path, clock: FakeClock
+) -> None:
+    def grace_s() -> float:
+        attempt = stored(database, run_id).attempt
+        assert attempt is not None
+        return attempt.grace_s
+
+    say(services, run_id, exec_ns=T0)
+    assert grace_s() == 900
+    for granted_s, longest_s in ((7200.0, 7200.0), (60.0, 7200.0)):
+        following = made_services(database, tmp_path, clock=clock, partition_grace_s=granted_s)
+        assert say(following, run_id, exec_ns=T0).partition_grace_s == granted_s
+        assert grace_s() == longest_s
 
 
 def test_an_attempt_that_never_was_is_stale(services: Services, run_id: str) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,19 +18,23 @@ from serverless_gpu.engines.simulated import SimulatedEngine
 from serverless_gpu.model.attempt import Reason, State, StopReason
 from serverless_gpu.model.run_lifecycle import INFRA_PAUSES_S, Ended, StopAsked
 from serverless_gpu.model.spec import Command, Function, Priority, Resources
-from serverless_gpu.server import orders, runs, tables, transitions
+from serverless_gpu.server import operating, orders, runs, tables, transitions
 from serverless_gpu.server.agents import Agents
+from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.hub import node_key, run_key
+from serverless_gpu.server.reconciler import Reconciler
 from serverless_gpu.server.scheduler import AT_ONCE, Scheduler
 from serverless_gpu.server.services import Services
 from serverless_gpu.server.transitions import Note
 from serverless_gpu.testing import FakeClock
-from serverless_gpu.wire.agents import Heartbeat
+from serverless_gpu.wire.agents import Heartbeat, PoolRequest
 from serverless_gpu.wire.runs import Target
 from tests.server.made import made_services
 from tests.server.stored import T0, add_people, new_run
 from tests.server.test_agents import H100, NODE, find, hello, submit, tell
+
+ROOT = Caller(name="root", role="admin")
 
 
 @pytest.fixture
@@ -166,6 +172,99 @@ def test_a_run_that_was_cancelled_between_the_look_and_the_placement_is_not_plac
     scheduler.tick(services.clock.boottime_ns())
     monkeypatch.undo()
     assert find(services, run_id).state is State.CANCELLED
+
+
+@pytest.mark.parametrize("what", ["restarted", "forgotten", "moved"])
+def test_nothing_is_placed_on_a_node_that_is_not_any_more_what_was_looked_at(
+    services: Services, node_id: str, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    run_id = submit(services)
+    scheduler = Scheduler(services)
+    place = scheduler._place
+
+    def happen() -> None:
+        if what == "restarted":
+            Agents(services).hello(NODE, hello(boot="b2"))
+        elif what == "forgotten":
+            operating.forget(services, ROOT, "n1", known_dead=True)
+        else:
+            operating.put_pool(services, ROOT, "gold", PoolRequest(kind="reserved", nodes=("n1",)))
+
+    def place_late(*placement: Any) -> None:
+        happen()
+        place(*placement)
+
+    monkeypatch.setattr(scheduler, "_place", place_late)
+    tick(services, scheduler)
+    assert find(services, run_id).state is State.QUEUED
+    monkeypatch.undo()
+    tick(services, scheduler)
+    run = find(services, run_id)
+    assert (run.state is State.STARTING) == (what == "restarted")
+    if run.attempt is not None:
+        assert run.attempt.boot_id == "b2"
+        Agents(services).hello(NODE, hello(boot="b2"))
+        assert find(services, run_id).state is State.STARTING
+
+
+def test_a_restart_and_a_placement_at_the_same_moment_see_each_other(services: Services, node_id: str) -> None:
+    """Whichever is committed first: an attempt of the boot before is over, and no other is."""
+    for boot in range(2, 12):
+        run_id = submit(services)
+        restart = threading.Thread(target=Agents(services).hello, args=(NODE, hello(boot=f"b{boot}")))
+        restart.start()
+        tick(services)
+        restart.join(30)
+        tick(services)
+        run = find(services, run_id)
+        if run.state is State.STARTING:
+            assert run.attempt is not None and run.attempt.boot_id == f"b{boot}"
+            tell(services, run_id, Ended(reason=Reason.CANCELLED, began=False))
+        else:
+            assert run.reason is Reason.NODE_REBOOTED
+
+
+def test_the_reconciler_forgets_no_order_that_was_made_while_it_read(
+    services: Services, node_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = engine()
+    cluster.answers = [Impossible(sentence="no licence for n1")]
+    run_id = submit(services)
+    scheduler = Scheduler(services, engine=cluster)
+    active, hold = runs.active, services.deliveries.hold
+    reconciler = Reconciler(services, scheduler=scheduler)
+    sent: list[bool] = []
+
+    def held_and_reconciled(*gang: Any) -> bool:
+        """The order is held; before the end of its attempt is written, the node's stream looks at it."""
+        held = hold(*gang)
+        reconcile.set()
+        reconciled.wait(30)
+        sent.append(services.deliveries.send(*gang))
+        return held
+
+    def read_then_wait(connection: sa.Connection) -> list[runs.StoredRun]:
+        found = active(connection)
+        looked.set()
+        reconcile.wait(30)
+        return found
+
+    looked, reconcile, reconciled = threading.Event(), threading.Event(), threading.Event()
+
+    def tick_reconciler() -> None:
+        reconciler.tick(services.clock.boottime_ns())
+        reconciled.set()
+
+    with monkeypatch.context() as slow:
+        slow.setattr("serverless_gpu.server.reconciler.runs.active", read_then_wait)
+        thread = threading.Thread(target=tick_reconciler)
+        thread.start()
+        assert looked.wait(30)
+        slow.undo()
+    monkeypatch.setattr(services.deliveries, "hold", held_and_reconciled)
+    tick(services, scheduler)
+    thread.join(30)
+    assert (sent, find(services, run_id).state) == ([False], State.QUEUED)
 
 
 def test_the_engine_is_asked_after_the_intent_is_durable(services: Services, node_id: str) -> None:

@@ -55,8 +55,22 @@ def test_an_order_is_sent_or_taken_back_and_never_both() -> None:
     assert not deliveries.send("a", 1)
     assert deliveries.send("b", 1)
     assert not deliveries.hold("b", 1)
-    deliveries.keep([])
-    assert deliveries.send("a", 1)
+    deliveries.forget(deliveries.known())
+    assert deliveries.known() == frozenset()
+
+
+def test_an_order_made_while_the_database_was_read_is_not_forgotten() -> None:
+    deliveries = Deliveries()
+    deliveries.made("old", 1)
+    known = deliveries.known()  # before the read, in which neither of the two is active
+    for gang in ("held", "sent"):
+        deliveries.made(gang, 1)
+    assert deliveries.hold("held", 1)
+    assert deliveries.send("sent", 1)
+    deliveries.forget(known)
+    assert not deliveries.send("held", 1)
+    assert not deliveries.hold("sent", 1)
+    assert ("old", 1) not in deliveries.known()
 
 
 def test_an_order_that_an_earlier_process_wrote_may_have_left() -> None:

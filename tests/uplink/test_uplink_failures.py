@@ -131,6 +131,36 @@ def test_an_attempt_that_is_over_before_it_begins_never_begins(node: Node, where
 # --- the server -------------------------------------------------------------------------------------------------------
 
 
+def test_an_order_that_was_refused_and_comes_again_is_not_started(node: Node, where: str) -> None:
+    node.server.hold_reports.clear()  # the refusal is on its way
+    node.home.runs.write_text("no directory")
+    attempt = node.run(talk, where)
+    wait_for(lambda: "cannot be taken" in node.log(), "it is refused")
+    node.home.runs.unlink()  # now it could be started
+    node.server.again(attempt)
+    node.server.hold_reports.set()
+    wait_for(lambda: attempt.ending is not None, "the server hears of the refusal")
+    assert node.run(rank_number).settled().reason is Reason.COMPLETED
+    assert not node.directory(attempt).exists() and not Path(where, "rank0").exists()
+
+
+def test_an_attempt_whose_directory_cannot_be_read_is_neither_refused_nor_started_again(node: Node, where: str) -> None:
+    attempt = node.run(talk, where).running()
+    node.uplink().kill()
+    remote = node.directory(attempt) / "remote.json"
+    text = remote.read_bytes()
+    remote.write_bytes(b"cannot be read")
+    node.server.acknowledged.clear()  # the order comes again
+    node.restart()
+    wait_for(lambda: attempt.start.seq in node.server.acknowledged, "the order is taken")
+    assert attempt.ending is None
+    node.uplink().kill()
+    remote.write_bytes(text)
+    node.restart()
+    Path(where, "go").touch()
+    assert attempt.settled().reason is Reason.COMPLETED and attempt.endings == 1
+
+
 def test_F17_a_server_away_for_less_than_the_grace_is_told_everything(node: Node, where: str) -> None:
     attempt = node.run(talk, where, partition_grace_s=60.0).running()
     rank, _ = announced(Path(where), "rank0")
@@ -206,7 +236,8 @@ def test_what_a_server_has_not_heard_is_not_deleted_for_a_month(node: Node, wher
         (entry,) = scan(node.home.runs, (), wall_ns(node.directory(attempt)) + later_ns)
         return entry.ended_ns
 
-    assert ended_ns(0) is None and ended_ns(MONTH_NS) is not None
+    wait_for(lambda: ended_ns(MONTH_NS) is not None, "its supervisor is gone, too")
+    assert ended_ns(0) is None
     node.server.away = False
     attempt.settled()
     wait_for(lambda: ended_ns(0) is not None, "it may be deleted")

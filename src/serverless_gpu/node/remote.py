@@ -62,6 +62,19 @@ def read_remote(directory: Path) -> Remote | None:
         return None
 
 
+def has_remote(directory: Path) -> bool:
+    """Return whether a server gave the attempt in a directory to this node, whether or not that can be read now.
+
+    Raises:
+        OSError: it cannot be said now.
+    """
+    try:
+        (directory / FILE).stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
 def write_remote(directory: Path, remote: Remote) -> None:
     """Write it down.
 

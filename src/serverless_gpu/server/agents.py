@@ -1,6 +1,7 @@
 """What agents of nodes say, and what they are told: the verbs behind `wire/agents.py`.
 
-    hello ─▶ the node is written down; another boot than before: its attempts are over (proof, so nobody waits);
+    hello ─▶ the node is written down; another boot of its machine: its attempts are over (proof, so nobody waits);
+             another machine under its name: refused while it is there, or attempts of it may still run
              attempts it has that the server did not know were taken: taken; attempts that are over here: stale
     heartbeat ─▶ it is there; its devices; stale attempts
     orders ─▶ what was decided and not taken, again and again until it is
@@ -81,7 +82,7 @@ class Agents:
 
         def work(connection: sa.Connection) -> tuple[StoredNode, tuple[str, ...], list[Told]]:
             node, before = self._written(connection, who, said, new_id=new_id, at_ns=at_ns)
-            told = _rebooted(connection, node, at_ns=at_ns) if before is not None else []
+            told = _rebooted(connection, node, before, at_ns=at_ns) if before is not None else []
             stale = _stale(connection, node.id, said.attempts)
             kept = [(seen.run_id, seen.fence) for seen in said.attempts if f"{seen.run_id}:{seen.fence}" not in stale]
             orders.take_starts(connection, node.id, kept, at_ns=at_ns)
@@ -115,17 +116,9 @@ class Agents:
                 _stale(connection, node_id, said.attempts),
             )
         )
-        hello = msgspec.structs.replace(
-            node.hello,
-            devices=said.devices,
-            pythons=said.pythons,
-            unavailable=said.unavailable,
-            problem=said.problem,
-        )
-        news = hello != node.hello
-        if news or at_ns - node.seen_ns > SEEN_EVERY_S * 1e9:
-            seen = msgspec.structs.replace(node, hello=hello, seen_ns=at_ns)
-            services.database.write(lambda connection: nodes.change(connection, seen))
+        news = _beaten(node.hello, said) != node.hello
+        if news or not 0 <= at_ns - node.seen_ns <= SEEN_EVERY_S * 1e9:
+            services.database.write(lambda connection: _note(connection, who, node_id, said, at_ns=at_ns))
         if services.presence.heard(node_id, now_ns=services.clock.boottime_ns()) or news:
             services.hub.touch(SCHEDULER)
         return HeartbeatAnswer(stale=stale)
@@ -224,7 +217,7 @@ class Agents:
             snapshot=run.snapshot,
             owner=run.owner,
             submitted_ns=run.created_ns,
-            partition_grace_s=self._services.settings.partition_grace_s,
+            partition_grace_s=run.attempt.grace_s,
         )
 
 
@@ -281,23 +274,40 @@ def _own(connection: sa.Connection, who: Caller, node_id: str, instance: str = "
     return node
 
 
-def _rebooted(connection: sa.Connection, node: StoredNode, *, at_ns: int) -> list[Told]:
-    """Give up the attempts of a node that were placed in another boot of the same machine: they are certainly over."""
+def _note(connection: sa.Connection, who: Caller, node_id: str, said: Heartbeat, *, at_ns: int) -> None:
+    """Write a heartbeat down, on the node as it is by now: since the look it may have been moved, or forgotten."""
+    node = _own(connection, who, node_id, said.instance)
+    nodes.heard(connection, node, hello=_beaten(node.hello, said), seen_ns=at_ns)
+
+
+def _beaten(hello: AgentHello, said: Heartbeat) -> AgentHello:
+    return msgspec.structs.replace(
+        hello, devices=said.devices, pythons=said.pythons, unavailable=said.unavailable, problem=said.problem
+    )
+
+
+def _rebooted(connection: sa.Connection, node: StoredNode, before: StoredNode, *, at_ns: int) -> list[Told]:
+    """Give up the attempts of the boot that a machine had before this one: they are certainly over.
+
+    Of another machine under the same name nothing follows: the first may be cut off, and its runs go on.
+    """
+    if before.machine != node.machine or before.boot_id == node.boot_id:
+        return []
     note = Note(at_ns=at_ns, detail=f"{node.name} says it has")
     told: list[Told] = []
     for run in runs.active(connection):
         attempt = run.attempt
-        if attempt is not None and attempt.node_id == node.id and attempt.boot_id != node.boot_id:
+        if attempt is not None and attempt.node_id == node.id and attempt.boot_id == before.boot_id:
             told.append(transitions.tell(connection, run, GivenUp(reason=Reason.NODE_REBOOTED), note=note))
     return told
 
 
 def _stale(connection: sa.Connection, node_id: str, seen: Sequence[AttemptSeen]) -> tuple[str, ...]:
-    """Return the gangs among those a node has that are not its own, or were given up."""
+    """Return the gangs among those a node has that are not its own, or are over."""
     stale: list[str] = []
     for one in seen:
         attempt = attempts.find(connection, one.run_id, one.fence)
-        if attempt is None or attempt.node_id != node_id or attempt.given_up:
+        if attempt is None or attempt.node_id != node_id or attempt.is_stale(one.state):
             stale.append(f"{one.run_id}:{one.fence}")
     return tuple(stale)
 

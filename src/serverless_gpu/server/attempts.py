@@ -28,6 +28,7 @@ class NewAttempt(msgspec.Struct, frozen=True, kw_only=True):
         world_size: how many.
         token_sha256: of its own token; the token itself is made again from the server's key when it is needed.
         boot_id: of the node now. When the node has another one, the attempt is over.
+        grace_s: how long it may go on without an answer of the server, in seconds.
     """
 
     node_id: str
@@ -35,6 +36,7 @@ class NewAttempt(msgspec.Struct, frozen=True, kw_only=True):
     world_size: int
     token_sha256: str
     boot_id: str
+    grace_s: float
 
 
 class StoredAttempt(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +47,7 @@ class StoredAttempt(msgspec.Struct, frozen=True, kw_only=True):
         before: what it was when it became UNREACHABLE.
         sentence: what the node says about it.
         lease_ns: its last sign of life that was written; up to 15 s behind.
+        grace_s: the longest it was ever allowed to go on without an answer, whatever the server grants now; in seconds.
         started_ns: when its user code began.
     """
 
@@ -63,6 +66,7 @@ class StoredAttempt(msgspec.Struct, frozen=True, kw_only=True):
     boot_id: str
     created_ns: int
     lease_ns: int
+    grace_s: float
     started_ns: int | None
     ended_ns: int | None
     settled_ns: int | None
@@ -76,6 +80,14 @@ class StoredAttempt(msgspec.Struct, frozen=True, kw_only=True):
     def given_up(self) -> bool:
         """Return whether the server ended it without a report."""
         return self.reason in WITHOUT_REPORT
+
+    def is_stale(self, state: State) -> bool:
+        """Return whether a node that sees it in a state has to stop it, because for the server it is over.
+
+        One that was refused never began, so the run may be placed again: should a node have it all the same, nothing of
+        it may begin. What has come to its own end is not stale: its receipt is still to come.
+        """
+        return self.given_up or (self.reason is Reason.REFUSED and state is not State.STOPPING)
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):

@@ -126,8 +126,17 @@ class Deliveries:
             self._held.add((run_id, fence))
             return True
 
-    def keep(self, gangs: Collection[tuple[str, int]]) -> None:
-        """Forget all gangs but these."""
+    def known(self) -> frozenset[tuple[str, int]]:
+        """Return all gangs that something is noted about: their intents are committed."""
+        with self._lock:
+            return frozenset(self._sent | self._held | self._mine)
+
+    def forget(self, gangs: Collection[tuple[str, int]]) -> None:
+        """Forget gangs that are over: known *before* the database was read, and not active there.
+
+        One that became known after that read may just have been placed. Were it forgotten, an order that has left
+        could be taken back, or one that was taken back could leave.
+        """
         with self._lock:
             for known in (self._sent, self._held, self._mine):
-                known.intersection_update(gangs)
+                known.difference_update(gangs)

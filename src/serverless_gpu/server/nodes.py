@@ -65,22 +65,54 @@ def change(connection: sa.Connection, node: StoredNode) -> None:
     connection.execute(nodes.update().where(nodes.c.id == node.id).values(**_columns(node)))
 
 
+def heard(connection: sa.Connection, node: StoredNode, *, hello: AgentHello, seen_ns: int) -> None:
+    """Write down what a node says of itself in a heartbeat, and nothing that others decide: its pool, that it is dead.
+
+    Args:
+        node: as it was read in this transaction. Of another boot than that, nothing is written.
+        hello: what it says now.
+        seen_ns: now, nanoseconds since 1970.
+    """
+    same = sa.and_(nodes.c.id == node.id, nodes.c.boot_id == node.boot_id, nodes.c.forgotten_ns.is_(None))
+    values = {"hello_json": _hello_json(hello), "seen_ns": seen_ns}
+    connection.execute(nodes.update().where(same).values(**values))
+
+
+def is_still(connection: sa.Connection, node: StoredNode) -> bool:
+    """Return whether a node is where it was read: not forgotten, the same boot of the same machine, in the same pool.
+
+    That is asked with a write that changes nothing, so that on PostgreSQL too a transaction that says otherwise at the
+    same time does not see the node as it was before this one: one of the two is tried again.
+    """
+    same = sa.and_(
+        nodes.c.id == node.id,
+        nodes.c.boot_id == node.boot_id,
+        nodes.c.machine == node.machine,
+        nodes.c.pool == node.pool,
+        nodes.c.forgotten_ns.is_(None),
+    )
+    return connection.execute(nodes.update().where(same).values(boot_id=node.boot_id)).rowcount == 1
+
+
 def forget(connection: sa.Connection, node_id: str, *, at_ns: int) -> None:
     """Write down that a node is dead; should it come back, it is a node again."""
     connection.execute(nodes.update().where(nodes.c.id == node_id).values(forgotten_ns=at_ns))
 
 
 def _columns(node: StoredNode) -> dict[str, object]:
-    hello = msgspec.structs.replace(node.hello, attempts=())
     return {
         "machine": node.machine,
         "boot_id": node.boot_id,
         "principal": node.principal,
         "pool": node.pool,
-        "hello_json": msgspec.json.encode(hello).decode(),
+        "hello_json": _hello_json(node.hello),
         "seen_ns": node.seen_ns,
         "forgotten_ns": node.forgotten_ns,
     }
+
+
+def _hello_json(hello: AgentHello) -> str:
+    return msgspec.json.encode(msgspec.structs.replace(hello, attempts=())).decode()
 
 
 def _first(connection: sa.Connection, which: sa.ColumnElement[bool]) -> StoredNode | None:

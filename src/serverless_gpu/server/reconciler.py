@@ -3,13 +3,16 @@
     silent for longer than the soft limit        the run is shown as UNREACHABLE; nothing else happens
     ... than grace + margin                      the node has ended the attempt by its own clock: given up (NODE_GONE)
     an order that never left, its node away      taken back: the run is placed elsewhere
-    outputs of a stopped run that never arrive   given up after `upload_s`
     a receipt that never comes                   the run is settled without one
     an engine's events                           nodes to be counted on, or not
 
 Silence is judged by this process's boottime, and everything counts as heard of when it starts (`liveness.py`): a server
 that was away for a day gives nobody up for it. Whatever is decided is one transaction with the run as it was read; when
 a report was faster, nothing happens, and the next tick looks again.
+
+An attempt that is heard of is never ended here, however long it stops or sends its results: its processes are its
+node's to count, and the node has a limit of its own for results. How long silence may last is what the attempt was
+granted, not what this server grants today.
 """
 
 from __future__ import annotations
@@ -22,8 +25,8 @@ import sqlalchemy as sa
 from serverless_gpu.engines.base import Engine, NodeLost
 from serverless_gpu.errors import StaleAttempt
 from serverless_gpu.model.attempt import Reason, State
-from serverless_gpu.model.run_lifecycle import Ended, Event, GivenUp, IllegalTransition, Silent
-from serverless_gpu.server import attempts, events, nodes, runs, transitions
+from serverless_gpu.model.run_lifecycle import Event, GivenUp, IllegalTransition, Silent
+from serverless_gpu.server import attempts, nodes, runs, transitions
 from serverless_gpu.server.attempts import StoredAttempt
 from serverless_gpu.server.hub import SCHEDULER, run_key
 from serverless_gpu.server.runs import StoredRun
@@ -48,8 +51,8 @@ class Reconciler:
     def __init__(self, services: Services, *, scheduler: Scheduler, engine: Engine | None = None) -> None:
         self._services, self._scheduler, self._engine = services, scheduler, engine
         settings = services.settings
-        self._soft_s, self._upload_s = settings.soft_expiry_s, settings.upload_s
-        self._hard_s = settings.partition_grace_s + settings.partition_margin_s
+        self._soft_s = settings.soft_expiry_s
+        self._grace_s, self._margin_s = settings.partition_grace_s, settings.partition_margin_s
         self._settled_ns: int | None = None
 
     def tick(self, now_ns: int) -> int | None:
@@ -65,10 +68,11 @@ class Reconciler:
         services = self._services
         # Asked before the database: what is reserved has its intent there, so what is not there is over.
         reserved = self._engine.recover() if self._engine is not None else ()
+        known = services.deliveries.known()
         active = services.database.read(runs.active)
         gangs = {(run.id, run.fence) for run in active}
         services.leases.keep(gangs)
-        services.deliveries.keep(gangs)
+        services.deliveries.forget(known - gangs)
         for run in active:
             self._look(run, now_ns)
         self._release(reserved, gangs)
@@ -79,22 +83,11 @@ class Reconciler:
 
     def _look(self, run: StoredRun, now_ns: int) -> None:
         silent_s = (now_ns - self._services.leases.last_ns(run.id, run.fence, now_ns=now_ns)) / 1e9
-        if silent_s > self._hard_s:
+        granted_s = run.attempt.grace_s if run.attempt is not None else self._grace_s
+        if silent_s > granted_s + self._margin_s:
             self._tell(run, GivenUp(reason=Reason.NODE_GONE), detail=f"nothing was heard of it for {silent_s:.0f} s")
-        elif silent_s > self._soft_s:
-            if not self._take_back(run, now_ns) and run.state is not State.UNREACHABLE:
-                self._tell(run, Silent())
-        elif run.state is State.STOPPING and self._overdue_s(run) > 0:
-            detail = f"they had not arrived {self._upload_s:.0f} s after the run was to stop"
-            began = run.attempt is not None and run.attempt.began
-            self._tell(run, Ended(reason=Reason.RESULT_UPLOAD, began=began), detail=detail)
-
-    def _overdue_s(self, run: StoredRun) -> float:
-        """Return for how many seconds longer than allowed a run has been stopping: since the last event about it."""
-        last = self._services.database.read(lambda connection: events.after(connection, run.id, run.events - 1))
-        since_ns = last[-1].at_ns if last else run.created_ns
-        allowed_s = run.spec.grace_s + self._hard_s + self._upload_s
-        return (self._services.clock.wall_ns() - since_ns) / 1e9 - allowed_s
+        elif silent_s > self._soft_s and not self._take_back(run, now_ns) and run.state is not State.UNREACHABLE:
+            self._tell(run, Silent())
 
     def _take_back(self, run: StoredRun, now_ns: int) -> bool:
         attempt = run.attempt
@@ -124,7 +117,7 @@ class Reconciler:
         """Settle attempts whose receipt would have come long ago."""
         services = self._services
         now_ns = services.clock.wall_ns()
-        before_ns = now_ns - round(self._hard_s * 1e9)
+        before_ns = now_ns - round((self._grace_s + self._margin_s) * 1e9)
         late = services.database.read(lambda connection: attempts.unsettled(connection, ended_before_ns=before_ns))
         for attempt in late:
             self._settle_without(attempt, now_ns)

@@ -14,6 +14,9 @@ What can go wrong:
 
 - The attempt was given up (its node was away for too long, or restarted): the answer is `stale`. What it wrote and used
   until then is kept, as it is the truth; its state, files and ending are not taken, and a late ending is audited.
+- The attempt was refused, and is reported to be starting or running all the same (an order that was delivered twice):
+  `stale`, too. User code waits for the first answer, so it does not begin.
+- The server was started with a longer grace than the attempt was placed with: that is written before it is granted.
 - The attempt ended by its own report and the run has gone on: its receipt still comes, and is taken.
 - Results lie in a blob whose parts are not here: refused, before anything is written. A run that is said to have
   completed has the results of all its ranks here.
@@ -105,6 +108,7 @@ def report(services: Services, who: Caller, *, run_id: str, fence: int, said: Re
     _check(services, found, said)
     if found.attempt.ended_ns is None:
         services.leases.renew(run_id, fence, now_ns=arrived_ns)
+        _grant(services, found.attempt)
     offsets = _append(services, found.attempt, said.logs)
     applied = _Applied()
     if _is_news(services, found, said):
@@ -119,13 +123,25 @@ def report(services: Services, who: Caller, *, run_id: str, fence: int, said: Re
         services.logs.sync(run_id, fence)  # nobody but the node waits for that
     found = services.database.read(lambda connection: _find(connection, run_id, fence)) or found
     stop = found.run.stop if found.is_current else None
-    answer = _answer(services, stale=found.attempt.given_up)
+    answer = _answer(services, stale=found.attempt.is_stale(said.state))
     return msgspec.structs.replace(answer, stop=stop, offsets=offsets)
 
 
 def _answer(services: Services, *, stale: bool) -> ReportAnswer:
     settings = services.settings
     return ReportAnswer(stale=stale, partition_grace_s=settings.partition_grace_s, heartbeat_s=settings.heartbeat_s)
+
+
+def _grant(services: Services, attempt: StoredAttempt) -> None:
+    """Write how long an attempt may go on without an answer, where that is longer than before.
+
+    The next server may grant less, and waits for as long as this one has granted.
+    """
+    grace_s = services.settings.partition_grace_s
+    if grace_s > attempt.grace_s:
+        services.database.write(
+            lambda connection: attempts.note(connection, attempt.run_id, attempt.fence, grace_s=grace_s)
+        )
 
 
 def _find(connection: sa.Connection, run_id: str, fence: int) -> _Found | None:

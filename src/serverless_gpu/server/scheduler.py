@@ -28,7 +28,7 @@ from serverless_gpu.model.attempt import State
 from serverless_gpu.model.queueing import Placement, Wanted, decide
 from serverless_gpu.model.run_lifecycle import pause_s
 from serverless_gpu.model.spec import Function
-from serverless_gpu.server import attempts, floor, keys, runs, transitions
+from serverless_gpu.server import attempts, floor, keys, nodes, runs, transitions
 from serverless_gpu.server.attempts import NewAttempt
 from serverless_gpu.server.floor import Floor
 from serverless_gpu.server.giving_back import give_back
@@ -113,6 +113,8 @@ class Scheduler:
         run = runs.find(connection, placement.run_id)
         if run is None or run.state is not State.QUEUED:
             return None  # cancelled meanwhile
+        if not nodes.is_still(connection, node):
+            return None  # it restarted, or was forgotten; its next hello rings
         token = self._services.keys.attempt_token(run.id, run.fence + 1)
         new = NewAttempt(
             node_id=node.id,
@@ -120,6 +122,7 @@ class Scheduler:
             world_size=placement.count,
             token_sha256=keys.sha256(token),
             boot_id=node.boot_id,
+            grace_s=self._services.settings.partition_grace_s,
         )
         try:
             return transitions.place(connection, run, new=new, node=node.name, at_ns=at_ns)

@@ -69,7 +69,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         soft_expiry_s: silence after which an attempt is shown as unreachable.
         heartbeat_s: nodes and attempts are heard of at least this often.
         lease_written_s: how often a lease that is renewed is written down, at most.
-        upload_s: how long outputs of an ended attempt may take to arrive.
+        upload_s: how long this machine's node tries to send the outputs of an ended attempt while the server answers.
         retention_s: runs that ended longer ago lose their rows, output and results.
         logs_bytes_max: what the output of all runs may take; beyond, that of the oldest goes.
         runs_waiting_max: runs of one principal that may wait at once.

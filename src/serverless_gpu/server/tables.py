@@ -129,6 +129,7 @@ attempts = sa.Table(
     sa.Column("boot_id", sa.String(64), nullable=False),  # of the node when it was placed there
     sa.Column("created_ns", sa.BigInteger, nullable=False),
     sa.Column("lease_ns", sa.BigInteger, nullable=False),  # last renewal that was written (coalesced)
+    sa.Column("grace_s", sa.Float, nullable=False),  # the longest it was ever allowed to go on without an answer
     sa.Column("started_ns", sa.BigInteger),
     sa.Column("ended_ns", sa.BigInteger),
     sa.Column("settled_ns", sa.BigInteger),

@@ -287,8 +287,11 @@ class Minder:
     def _lock_free(self) -> int:
         try:
             return try_lock(self.directory)
-        except OSError as error:  # the directory was deleted, or its disk is gone
+        except (FileNotFoundError, NotADirectoryError) as error:  # the directory was deleted
             self._news.learn(AT_ONCE_S, ending=refusal(f"{self._detail}; {error}", self._clock), finished=True)
+            return -1
+        except OSError as error:  # a disk that is full or broken: that says nothing about who has the attempt
+            self._news.learn(SOME_TIME_S, sentence=f"its lock cannot be looked at: {error}")
             return -1
 
     def _should_launch_again(self) -> bool:

@@ -13,6 +13,7 @@ Failure cases:
 - the server is away: everything is tried again with longer and longer pauses, up to 5 s; what is new stays on disk;
 - the server came back with another port or token: the profile is read again;
 - two started at once: the lock decides, the loser ends;
+- an order that was refused comes again before the server has heard of that: it is refused again, not started;
 - nobody needs it: it ends when it looks after nothing and the server has not answered for ten minutes.
 """
 
@@ -34,7 +35,7 @@ from serverless_gpu.errors import NotFound, ServerlessGpuError
 from serverless_gpu.model.attempt import MEANINGS, Reason, State
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.inside import linux
-from serverless_gpu.node.remote import open_attempts, read_remote
+from serverless_gpu.node.remote import open_attempts
 from serverless_gpu.node.uplink import starting
 from serverless_gpu.node.uplink.control import hold, lock_path
 from serverless_gpu.node.uplink.minder import Minder
@@ -109,6 +110,8 @@ class Uplink:
         self._heartbeat_s = _HEARTBEAT_S
         self._taken: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._error = ""
+        self._refused: dict[str, str] = {}
+        self._refusing: set[str] = set()
 
     def serve(self) -> None:
         """Do the work until nobody needs it."""
@@ -212,28 +215,50 @@ class Uplink:
                     minder.stop(reason)
                 self._taken.put(order.seq)
             case Start():
-                if minder is None and read_remote(self._home.attempt(order.run_id, order.fence)) is None:
-                    self._start(order, gang)
-                else:
+                if minder is not None:
                     self._taken.put(order.seq)
+                elif gang in self._refused:
+                    self._refuse(order, gang)
+                else:
+                    self._start(order, gang)
 
     def _start(self, order: Start, gang: str) -> None:
         try:
-            directory, remote = starting.take(self._home, order, self._server.path)
+            taken = starting.take(self._home, order, self._server.path)
+        except OSError as error:  # whether it runs here already cannot be said: the order comes again
+            say(f"attempt {gang} cannot be looked at: {error}")
+            return
         except ServerlessGpuError as error:
             say(f"attempt {gang} cannot be taken: {error}")
-            detail = str(error)
-            threading.Thread(target=lambda: self._refuse(order, detail), name=f"refuse {gang}", daemon=True).start()
+            self._refused[gang] = str(error)
+            self._refuse(order, gang)
             return
-        minder = Minder(self._home, directory, remote, server=self._server, clock=self._clock, say=say)
+        if taken is None:
+            self._taken.put(order.seq)
+            return
+        minder = Minder(self._home, *taken, server=self._server, clock=self._clock, say=say)
         with self._lock:
             self._minders[gang] = minder
         minder.start(order)
         faults.reach("after_launch_before_ack")
         self._taken.put(order.seq)
 
-    def _refuse(self, order: Start, detail: str) -> None:
-        """Tell the server that an attempt is not even written down here; until it has heard, the order comes again."""
+    def _refuse(self, order: Start, gang: str) -> None:
+        """Tell the server, in a thread, that an attempt is not even written down here.
+
+        Until it has heard, the order comes again. It is not started then, even if it could be by now: the server may
+        hear of the refusal any moment, and place the run elsewhere.
+        """
+        with self._lock:
+            if gang in self._refusing:
+                return
+            self._refusing.add(gang)
+        detail = self._refused[gang]
+        threading.Thread(
+            target=lambda: self._report_refusal(order, gang, detail), name=f"refuse {gang}", daemon=True
+        ).start()
+
+    def _report_refusal(self, order: Start, gang: str, detail: str) -> None:
         reason = Reason.REFUSED
         ending = Ending(state=MEANINGS[reason].state, reason=reason, began=False)
         report = Report(state=State.STOPPING, sentence=detail, world_size=order.world_size, ending=ending)
@@ -242,11 +267,13 @@ class Uplink:
             path = f"/attempts/{quote(order.run_id, safe='')}/{order.fence}/report"
             line.get().ask("POST", path, report, answer=ReportAnswer)
         except ServerlessGpuError as error:
-            say(f"report of {order.run_id}:{order.fence}: {error}")
+            say(f"report of {gang}: {error}")
         else:
             self._taken.put(order.seq)
         finally:
             line.close()
+            with self._lock:
+                self._refusing.discard(gang)
 
     def _acknowledge(self) -> None:
         """Tell the server what need not come again; what does not get there comes again, and is told again."""

@@ -21,7 +21,7 @@ from serverless_gpu.model.spec import BlobReference, Function
 from serverless_gpu.node import protocol
 from serverless_gpu.node.home import Home, storage_error
 from serverless_gpu.node.inventory import offered
-from serverless_gpu.node.remote import Remote, write_remote
+from serverless_gpu.node.remote import Remote, has_remote, write_remote
 from serverless_gpu.node.submission import write_submission
 from serverless_gpu.version import __version__
 from serverless_gpu.wire.agents import Start
@@ -32,8 +32,8 @@ _OF_THE_NODE = ("HOME", "LANG", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "SHELL", "
 """What a captured environment's ranks have of this node where the caller sent none: another machine's would mislead."""
 
 
-def take(home: Home, order: Start, profile: Path) -> tuple[Path, Remote]:
-    """Make the attempt's directory; from then on the order need not come again.
+def take(home: Home, order: Start, profile: Path) -> tuple[Path, Remote] | None:
+    """Make the attempt's directory, or return None when it was made before; the order need not come again.
 
     What a process that was killed in the middle of this has left is made anew: nothing can have been launched. A server
     names a directory of this node's by its run, so only what can be an identifier is taken, and no run of the node's
@@ -47,9 +47,12 @@ def take(home: Home, order: Start, profile: Path) -> tuple[Path, Remote]:
     Raises:
         InvalidValue: it is no run's identifier, or that of a run of this node's own.
         StorageError: the disk is full, or the home is not writable.
+        OSError: whether it was made before cannot be said now; nothing follows from that.
     """
     if created_wall_ns(order.run_id) is None or order.fence < 1:
         raise InvalidValue(f"{order.run_id[:64]!r} (fence {order.fence}) is no attempt's name")
+    if has_remote(home.attempt(order.run_id, order.fence)):
+        return None
     if (home.attempt(order.run_id, order.fence) / "spec.json").exists():
         raise InvalidValue(f"run {order.run_id} is one of this node's own")
     remote = Remote(

@@ -142,6 +142,7 @@ def _attempts() -> None:
         sa.Column("boot_id", sa.String(length=64), nullable=False),
         sa.Column("created_ns", sa.BigInteger(), nullable=False),
         sa.Column("lease_ns", sa.BigInteger(), nullable=False),
+        sa.Column("grace_s", sa.Float(), nullable=False),
         sa.Column("started_ns", sa.BigInteger(), nullable=True),
         sa.Column("ended_ns", sa.BigInteger(), nullable=True),
         sa.Column("settled_ns", sa.BigInteger(), nullable=True),
