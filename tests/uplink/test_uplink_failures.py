@@ -32,6 +32,12 @@ def talk(where: str) -> int:
     return rank_number()
 
 
+def talk_once(where: str) -> int:
+    """Say a line, then wait for the file `go`."""
+    print("before", flush=True)
+    return stay(where)
+
+
 def large_result(where: str) -> bytes:
     """Return many bytes."""
     announce(where, f"rank{rank_number()}")
@@ -119,13 +125,41 @@ def test_an_uplink_killed_before_that_answer_leaves_a_run_that_never_began(node:
     assert not Path(where, "rank0").exists()
 
 
+def test_F33_output_that_the_server_lost_after_it_was_acknowledged_is_sent_again(node: Node, where: str) -> None:
+    attempt = node.run(talk_once, where).running()
+    wait_for(lambda: attempt.logs.get("0.stdout") == b"before\n", "the server has it")
+    attempt.logs["0.stdout"] = b"be"  # its machine lost power
+    Path(where, "go").touch()
+    attempt.settled()
+    wait_for(lambda: node.standing(attempt) == "settled", "the node knows that the server has everything")
+    assert attempt.logs["0.stdout"] == b"before\n" and attempt.endings == 1
+
+
 def test_an_attempt_that_is_over_before_it_begins_never_begins(node: Node, where: str) -> None:
     node.server.hold_reports.clear()
     attempt = node.run(stay, where)
     attempt.stale = True
     node.server.hold_reports.set()
     wait_for(lambda: read_ending(node.directory(attempt)), "it ends")
-    assert not Path(where, "rank0").exists() and node.standing(attempt) == "stale" and attempt.reports == []
+    wait_for(lambda: node.standing(attempt) == "stale", "that is written down")
+    assert not Path(where, "rank0").exists() and attempt.reports == []
+
+
+def test_an_attempt_that_is_over_for_the_server_is_ended_also_when_the_uplink_is_killed_meanwhile(
+    node: Node, where: str
+) -> None:
+    attempt = node.run(stay, where).running()
+    rank, _ = announced(Path(where), "rank0")
+    keeper = supervisor(node.home.root, attempt.start.run_id)
+    keeper.send(signal.SIGSTOP)  # nobody hears that it is to be stopped
+    attempt.stale = True
+    wait_for(lambda: f"attempt {attempt.start.run_id}:1 is over for the server" in node.log(), "the uplink knows")
+    node.uplink().kill()
+    assert node.standing(attempt) == "open"
+    keeper.send(signal.SIGCONT)
+    node.restart()
+    rank.wait_gone()
+    wait_for(lambda: node.standing(attempt) == "stale", "it has ended")
 
 
 # --- the server -------------------------------------------------------------------------------------------------------

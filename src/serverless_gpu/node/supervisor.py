@@ -125,6 +125,8 @@ class Supervisor:
         self._kill_ns: int | None = None
         self._alive_ns = 0
         self._lease_ns = launch.lease_ns
+        self._is_servers = launch.lease_ns is not None
+        self._told_full = False
         self._done = False
 
     def serve(self, client: Channel) -> None:
@@ -350,6 +352,11 @@ class Supervisor:
         waited_s = (self._clock.boottime_ns() - self._kill_ns) / 1e9
         if self._gang is None or self._gang.empty():
             self._apply(TreeEmpty())
+        elif waited_s > _EMPTYING_S_MAX and self._is_servers:
+            # That it is over is what the server is told, and it may begin another attempt then: so not before it is.
+            if not self._told_full:
+                self._told_full = True
+                self._audience.tell(protocol.Waiting(sentence="a process of this run cannot be ended"))
         elif waited_s > _EMPTYING_S_MAX:
             self._account.notes.append(f"a process of this run could not be ended in {_EMPTYING_S_MAX:.0f} s")
             self._apply(TreeEmpty())

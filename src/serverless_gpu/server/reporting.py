@@ -119,7 +119,7 @@ def report(services: Services, who: Caller, *, run_id: str, fence: int, said: Re
         if said.ending is not None:
             faults.reach("after_report_before_answer")
     _announce(services, found, said, applied)
-    if said.ending is not None:
+    if said.ending is not None or (said.logs and found.attempt.ended_ns is not None):
         services.logs.sync(run_id, fence)  # nobody but the node waits for that
     found = services.database.read(lambda connection: _find(connection, run_id, fence)) or found
     stop = found.run.stop if found.is_current else None

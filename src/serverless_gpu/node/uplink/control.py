@@ -152,7 +152,9 @@ def _end(pid: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(process, signal.SIGTERM)
         if not select.select([process], [], [], _END_S)[0]:
-            signal.pidfd_send_signal(process, signal.SIGKILL)
-            raise AgentUnavailable(f"the uplink (pid {pid}) did not end within {_END_S:.0f} s and was killed")
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(process, signal.SIGKILL)
+            if not select.select([process], [], [], _END_S)[0]:
+                raise AgentUnavailable(f"the uplink (pid {pid}) does not end, although it was killed")
     finally:
         os.close(process)

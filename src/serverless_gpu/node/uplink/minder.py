@@ -11,7 +11,7 @@ Where no supervisor is to be found, the attempt's lock says whether one lives; i
 
 Failure cases: the node cannot start the attempt (an ending `refused`, nothing of the user's ran); the agent dies with
 the launch in its queue (launched again, three times at most: no facts, so nothing has run); the supervisor is killed
-(`supervisor_lost` as soon as none of its processes holds a device).
+(`supervisor_lost` as soon as none of its processes holds a device; one that cannot be ended keeps it STOPPING).
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ from serverless_gpu.wire.agents import AttemptSeen, Start
 LAUNCHES_MAX = 3
 _LOOK_S = 0.05
 _LOOK_S_MAX = 2.0
-_EMPTYING_S_MAX = 60.0
 _RESTARTED = "the node's uplink ended before the run was launched"
 
 
@@ -115,11 +114,10 @@ class Minder:
         if self._abandoned:
             return
         self._abandoned = True
-        remote = msgspec.structs.replace(self.remote, standing="stale")
-        with contextlib.suppress(OSError):
-            write_remote(self.directory, remote)
         self._say(f"attempt {self.remote.gang} is over for the server; its files stay in {self.directory}")
         self.stop(StopReason.CANCEL)
+        if self._news.known.finished:
+            self._write_stale()
 
     # --- answers of the server -----------------------------------------------------------------------------------
 
@@ -210,8 +208,15 @@ class Minder:
             if self._channel is not None:
                 self._hear(self._channel)
             if not self._look():
-                return
+                break
             self._connections += 1
+        if self._abandoned:
+            self._write_stale()
+
+    def _write_stale(self) -> None:
+        """Note that nothing of it is reported any more; once it has ended, or the next uplink would not end it."""
+        with contextlib.suppress(OSError):
+            write_remote(self.directory, msgspec.structs.replace(self.remote, standing="stale"))
 
     def _hear(self, channel: Channel) -> None:
         while True:
@@ -313,12 +318,17 @@ class Minder:
         return True
 
     def _settle(self) -> None:
-        """Write what is missing, once none of the attempt's processes holds a device; its lock is held."""
-        limit_ns = self._clock.boottime_ns() + round(_EMPTYING_S_MAX * 1e9)
-        while still_held(self._home, self.directory) and self._clock.boottime_ns() < limit_ns:
-            self._news.learn(SOME_TIME_S, sentence="its supervisor is gone; its processes are being ended")
-            self._pause(_LOOK_S)
-        begun = has_begun(first_facts(self.directory)) or bool(first_facts(self.directory))
+        """Write what is missing, once none of the attempt's processes holds a device; its lock is held.
+
+        However long that takes: that it is over is what the server is told, and it may begin another attempt then.
+        """
+        pause_s = _LOOK_S
+        while still_held(self._home, self.directory):
+            sentence = "its supervisor is gone; a process of it still has a device"
+            self._news.learn(SOME_TIME_S, state=State.STOPPING, sentence=sentence)
+            self._pause(pause_s)
+            pause_s = min(2 * pause_s, _LOOK_S_MAX)
+        begun = bool(first_facts(self.directory))
         stopped = settle(self.directory, self.remote, self._detail, self._clock)
         self._news.learn(AT_ONCE_S, begun=self._news.known.begun or begun, ending=stopped, finished=True)
 

@@ -127,7 +127,8 @@ class Reporter:
                     return
                 self._note(report, answer)
                 minder.renew(asked_ns + round(answer.partition_grace_s * 1e9), answer.stop)
-                if report.receipt or (self._ending_sent and self._has_no_receipt()):
+                is_told = report.receipt or (self._ending_sent and self._has_no_receipt())
+                if is_told and self._logs.is_complete(()):
                     minder.settled()
                     return
         finally:
@@ -199,6 +200,8 @@ class Reporter:
         if not is_last and (logs or delivered.files):
             self._news.learn(AT_ONCE_S)
         ending = _ending(delivered.stopped, began=known.begun) if is_last and not self._ending_sent else None
+        if ending is not None:
+            logs += self._logs.closing(logs)
         receipt = self._receipt() if is_last and known.finished and self._facts.is_complete() else msgspec.UNSET
         return Report(
             state=State.STOPPING,

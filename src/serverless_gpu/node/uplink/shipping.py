@@ -5,7 +5,8 @@
     results/, failures/, hang-<n>.txt ── small ones inside of reports, large ones as blobs first (`uploading.py`)
 
 An uplink that was started anew knows no offsets: it asks with an empty piece for each log, and the server says where to
-go on. Where the server wants a piece again, for its own disk lost it, it gets it.
+go on. Where the server wants a piece again, for its own disk lost it, it gets it. With the ending it is asked for each
+log once more, so that what was lost and is followed by nothing is seen, too.
 """
 
 from __future__ import annotations
@@ -63,6 +64,15 @@ class Logs:
                 found.append(_piece(stream, offset, data))
                 left -= len(data)
         return tuple(found)
+
+    def closing(self, pieces: Sequence[LogPiece]) -> tuple[LogPiece, ...]:
+        """Return an empty piece at the end of each stream of which there is none among these.
+
+        They go with the ending: the server answers where it wants a stream to go on, if its disk has lost what it had.
+        """
+        named = {(piece.rank, piece.stream) for piece in pieces}
+        sizes = self._sizes()
+        return tuple(_piece(stream, size, b"") for stream, size in sizes.items() if size and stream not in named)
 
     def taken(self, pieces: Sequence[LogPiece], wanted: Mapping[str, int]) -> None:
         """Note what the server has.
