@@ -15,6 +15,7 @@ from serverless_gpu import faults
 from serverless_gpu.ambient import format_clock, new_run_id
 from serverless_gpu.engines.base import EngineNode, Impossible, Waiting
 from serverless_gpu.engines.simulated import SimulatedEngine
+from serverless_gpu.errors import ServerUnavailable
 from serverless_gpu.model.attempt import Reason, State, StopReason
 from serverless_gpu.model.run_lifecycle import INFRA_PAUSES_S, Ended, StopAsked
 from serverless_gpu.model.spec import Command, Function, Priority, Resources
@@ -272,6 +273,43 @@ def test_the_engine_is_asked_after_the_intent_is_durable(services: Services, nod
     run_id = submit(services)
     tick(services, Scheduler(services, engine=cluster))
     assert cluster.recover() == [f"{run_id}:1"]
+
+
+def test_F31_what_a_server_that_was_killed_did_not_ask_the_engine_for_the_next_one_does(
+    services: Services, node_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = engine()
+    run_id = submit(services)
+    killed = Scheduler(services, engine=cluster)
+    monkeypatch.setattr(killed, "_submit", lambda *_: None)
+    tick(services, killed)
+    assert (find(services, run_id).state, cluster.recover()) == (State.STARTING, [])
+    tick(services, Scheduler(services, engine=cluster))
+    assert cluster.recover() == [f"{run_id}:1"]
+
+
+def test_what_an_engine_can_never_do_is_given_back_also_when_the_database_is_away_at_that_moment(
+    services: Services, node_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = engine()
+    cluster.answers = [Impossible(sentence="no licence for n1")] * 2
+    run_id = submit(services)
+    scheduler = Scheduler(services, engine=cluster)
+    write = services.database.write
+    writes: list[object] = []
+
+    def once_placed_away(work: Callable[[sa.Connection], object]) -> object:
+        writes.append(work)
+        if len(writes) == 2:
+            raise ServerUnavailable("the database does not answer")
+        return write(work)
+
+    monkeypatch.setattr(services.database, "write", once_placed_away)
+    with pytest.raises(ServerUnavailable):
+        tick(services, scheduler)
+    assert find(services, run_id).state is State.STARTING
+    tick(services, scheduler)
+    assert find(services, run_id).state is State.QUEUED
 
 
 def test_a_node_that_the_engine_does_not_know_has_joined_by_itself(services: Services, node_id: str) -> None:

@@ -8,7 +8,8 @@
         tell      the node's stream, the run's stream, the sentences of those who wait
 
 Killed anywhere in between, the next server finds either a run that waits or an order that was not taken, and goes on
-from there: nothing is started by memory. What an engine refuses is given back to the queue, if its order has not left.
+from there: nothing is started by memory. What is to start and the engine does not have is asked for at each tick. What
+an engine refuses is given back to the queue, if its order has not left.
 
 Values that do not change (what a run wants) are remembered from tick to tick, so that a queue of 10,000 costs one
 query of identifiers.
@@ -139,13 +140,23 @@ class Scheduler:
         self._ask(gang)
 
     def _ask_again(self, there: Floor) -> None:
-        """Ask for gangs that wait for the engine; those that have ended meanwhile need nothing any more."""
-        active = {f"{run.id}:{run.fence}" for run in there.active}
+        """Ask for every gang that is to start and that the engine does not have, whichever server placed it.
+
+        What runs has its agent, and what has ended meanwhile needs none.
+        """
+        engine = self._engine
+        if engine is None:
+            return
+        names, reserved = {node.name for node in engine.nodes()}, set(engine.recover())
+        self._asked = {}
+        for run in there.active:
+            attempt, gang = run.attempt, f"{run.id}:{run.fence}"
+            if attempt is None or run.state is not State.STARTING or attempt.node not in names or gang in reserved:
+                continue
+            share = Share(node=attempt.node, gpu_type=attempt.gpu_type, count=attempt.world_size)
+            self._asked[gang] = engine.plan(Gang(id=gang, shares=(share,)))
         for gang in list(self._asked):
-            if gang in active:
-                self._ask(gang)
-            else:
-                del self._asked[gang]
+            self._ask(gang)
 
     def _ask(self, gang: str) -> None:
         """Ask the engine for a gang; what waits is asked for again, what can never be goes back to the queue."""
