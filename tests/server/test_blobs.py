@@ -133,7 +133,7 @@ def test_a_reference_has_the_parts_of_its_size() -> None:
 def test_F40_a_full_store_refuses_before_the_first_byte_and_keeps_nothing(clock: FakeClock) -> None:
     store = MemoryStore(clock=clock, capacity_bytes=1000)
     blobs = Blobs(store, clock=clock, kept_free_bytes=100)
-    with pytest.raises(ServerStorageFull, match="901"):
+    with pytest.raises(ServerStorageFull, match=r"901 B to write, 1\.0 kB free, of which 100 B stay free"):
         blobs.check_room(901)
     blobs.check_room(900)
     with pytest.raises(ServerStorageFull):

@@ -19,7 +19,7 @@ from serverless_gpu.errors import ServerUnavailable
 from serverless_gpu.model.attempt import Reason, State, StopReason
 from serverless_gpu.model.run_lifecycle import INFRA_PAUSES_S, Ended, StopAsked
 from serverless_gpu.model.spec import Command, Function, Priority, Resources
-from serverless_gpu.server import operating, orders, runs, tables, transitions
+from serverless_gpu.server import operating, orders, reporting, runs, tables, transitions
 from serverless_gpu.server.agents import Agents
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.database import Database
@@ -30,6 +30,7 @@ from serverless_gpu.server.services import Services
 from serverless_gpu.server.transitions import Note
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import Heartbeat, PoolRequest
+from serverless_gpu.wire.attempts import Report
 from serverless_gpu.wire.runs import Target
 from tests.server.made import made_services
 from tests.server.stored import T0, add_people, new_run
@@ -475,3 +476,15 @@ def test_ten_thousand_runs_wait_and_a_new_server_schedules_within_seconds(
     print(f"first tick {first_s:.2f} s, another {again_s:.3f} s")
     assert first_s < 10
     assert again_s < 2
+
+
+def test_F43_devices_of_a_run_that_only_sends_results_are_free(services: Services, node_id: str) -> None:
+    first, second = submit(services, 6), submit(services, 4)
+    scheduler = tick(services)
+    assert find(services, second).state is State.QUEUED
+    who = Caller(kind="attempt", attempt=(first, 1))
+    said = Report(state=State.STOPPING, exec_ns=1, sentence="results do not get to the server", freed=True)
+    reporting.report(services, who, run_id=first, fence=1, said=said)
+    assert [(node.busy, node.runs) for node in operating.view_nodes(services)] == [(0, ())]
+    tick(services, scheduler)
+    assert find(services, first).state is State.STOPPING and find(services, second).state is State.STARTING

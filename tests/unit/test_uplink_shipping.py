@@ -149,3 +149,15 @@ def test_many_small_results_are_several_reports(tmp_path: Path) -> None:
         outputs.taken(files)
         count += 1
     assert count == 3
+
+
+def test_a_server_without_room_for_logs_is_known_from_what_it_wants_and_what_it_lacks_is_said(tmp_path: Path) -> None:
+    logs = Logs(tmp_path, known=True)
+    write(tmp_path, "0.stdout", b"abcdef")
+    write(tmp_path, "1.stderr", b"xyz")
+    pieces = logs.pieces()
+    assert not logs.taken(pieces, {"0.stdout": 2}), "only two bytes of six were taken"
+    assert logs.ends_missing(()) == {"0.stdout": 6}
+    assert logs.ends_missing(logs.pieces()) == {}
+    assert logs.taken(logs.pieces(), {"0.stdout": 0}), "one that has lost bytes has room"
+    assert logs.taken(logs.pieces(), {}) and logs.ends_missing(()) == {}

@@ -58,6 +58,7 @@ class SeenAttempt:
         self.endings = 0
         self.receipt: dict[str, Any] | None = None
         self.stale = False
+        self.disk_full = False
         self.stop: StopReason | None = None
 
     @property
@@ -87,7 +88,10 @@ class SeenAttempt:
         for piece in report.logs:
             key = f"{piece.rank}.{piece.stream}"
             have = self.logs.get(key, b"")
-            if piece.offset == len(have):
+            if self.disk_full:
+                if report.ending is None and self.ending is None:  # after that it says what is missing, and wants none
+                    wanted[key] = len(have)
+            elif piece.offset == len(have):
                 self.logs[key] = have + piece.data
             elif piece.offset + len(piece.data) > len(have) or piece.offset != len(have):
                 wanted[key] = len(have)

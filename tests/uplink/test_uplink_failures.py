@@ -10,12 +10,13 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.model.attempt import Reason, State
+from serverless_gpu.model.attempt import Reason, State, StopReason
 from serverless_gpu.node.history import read_ending
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.retention import scan
 from serverless_gpu.node.uplink.control import running
 from serverless_gpu.testing import agent_status
+from serverless_gpu.wire.attempts import NOT_SENT
 from tests.local.observe import Process, agent, announced, supervisor, wait_for
 from tests.local.ranks import announce, rank_number, stay
 from tests.uplink.agent_server import AgentServer, SeenAttempt
@@ -42,6 +43,13 @@ def large_result(where: str) -> bytes:
     """Return many bytes."""
     announce(where, f"rank{rank_number()}")
     return b"y" * (1 << 20)
+
+
+def much_output(where: str) -> None:
+    """Write more than one report carries, then wait for the file `go`."""
+    sys.stdout.write("y" * (3 << 20))
+    sys.stdout.flush()
+    stay(where)
 
 
 def detail(attempt: SeenAttempt) -> str:
@@ -303,7 +311,10 @@ def test_F43_results_are_sent_for_as_long_as_it_takes_and_that_is_said(node: Nod
     attempt = node.run(large_result, where)
 
     def uploading() -> bool:
-        return bool(attempt.reports) and "sending results to the server" in attempt.reports[-1].sentence
+        return (
+            bool(attempt.reports)
+            and "results do not get to the server: the store answers 500" in attempt.reports[-1].sentence
+        )
 
     wait_for(uploading, "it is said what it does")
     assert attempt.reports[-1].state is State.STOPPING and attempt.ending is None
@@ -324,6 +335,46 @@ def test_F43_results_that_cannot_be_sent_are_no_success_and_stay_on_the_node(ser
     assert attempt.ending.state is State.FAILED and attempt.ending.began
     assert "the store answers 500" in detail(attempt) and str(from_now_on.directory(attempt)) in detail(attempt)
     assert (from_now_on.directory(attempt) / "results" / "0.pkl").stat().st_size > 1 << 20
+
+
+def test_F43_a_cancel_gives_up_results_that_do_not_get_to_the_server(node: Node, where: str) -> None:
+    node.server.refuse_parts = True
+    attempt = node.run(large_result, where)
+    wait_for(lambda: attempt.reports and attempt.reports[-1].sentence.startswith(NOT_SENT), "it is said")
+    assert f"sgpu cancel {attempt.start.run_id}" in attempt.reports[-1].sentence
+    wait_for(lambda: attempt.reports[-1].freed, "its devices are said to be free, though it has not ended")
+    assert attempt.ending is None
+    node.server.order_stop(attempt, StopReason.CANCEL)
+    attempt.settled()
+    assert attempt.reason is Reason.CANCELLED and attempt.endings == 1
+    assert "the store answers 500" in detail(attempt) and str(node.directory(attempt)) in detail(attempt)
+    assert (node.directory(attempt) / "results" / "0.pkl").stat().st_size > 1 << 20
+
+
+def test_F40_a_server_without_room_for_output_does_not_hold_a_run_and_is_told_what_it_lacks(
+    node: Node, where: str
+) -> None:
+    attempt = node.run(much_output, where)
+    attempt.disk_full = True
+    wait_for(lambda: attempt.reports and "the server's disk is full" in attempt.reports[-1].sentence, "it is said")
+    assert attempt.reports[-1].state is State.RUNNING
+    Path(where, "go").touch()
+    attempt.settled()
+    assert attempt.reason is Reason.COMPLETED and attempt.ending is not None
+    assert attempt.ending.log_ends == {"0.stdout": 3 << 20}
+    assert len([report for report in attempt.reports if report.logs]) < 10, "it is not tried without a pause"
+
+
+def test_F40_output_arrives_whole_once_there_is_room(node: Node, where: str) -> None:
+    attempt = node.run(talk, where)
+    attempt.disk_full = True
+    wait_for(lambda: attempt.reports and "the server's disk is full" in attempt.reports[-1].sentence, "it is said")
+    attempt.disk_full = False
+    wait_for(lambda: attempt.logs.get("0.stdout") == b"before\n", "it is sent again")
+    Path(where, "go").touch()
+    attempt.settled()
+    assert attempt.logs["0.stdout"] == b"before\nafter\n" and attempt.ending is not None
+    assert attempt.ending.log_ends == {}
 
 
 # --- the other processes of the node ----------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import sqlalchemy as sa
 from serverless_gpu import ambient
 from serverless_gpu.model.queueing import Holding, Node, census
 from serverless_gpu.server import nodes, pools, runs
-from serverless_gpu.server.liveness import Presence
+from serverless_gpu.server.liveness import Leases, Presence
 from serverless_gpu.server.nodes import StoredNode
 from serverless_gpu.server.pools import RESERVED, StoredPool
 from serverless_gpu.server.runs import StoredRun
@@ -25,16 +25,22 @@ class Floor(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that has joined, at one moment of the database.
 
     Attributes:
-        active: runs that have an attempt which has not ended: they have devices.
+        active: runs that have an attempt which has not ended.
+        freed: those of their attempts that have given their devices back, and only send results.
     """
 
     nodes: tuple[StoredNode, ...]
     pools: tuple[StoredPool, ...]
     active: tuple[StoredRun, ...]
+    freed: frozenset[tuple[str, int]] = frozenset()
 
     def on(self, node_id: str) -> list[StoredRun]:
         """Return the runs that have devices of a node."""
-        return [run for run in self.active if run.attempt is not None and run.attempt.node_id == node_id]
+        return [
+            run
+            for run in self.active
+            if run.attempt is not None and run.attempt.node_id == node_id and (run.id, run.fence) not in self.freed
+        ]
 
 
 class Times(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,12 +58,14 @@ def now(services: Services) -> Times:
     return Times(boottime_ns=clock.boottime_ns(), wall_ns=clock.wall_ns(), gone_ns=gone_ns)
 
 
-def load(connection: sa.Connection) -> Floor:
+def load(connection: sa.Connection, leases: Leases) -> Floor:
     """Return what there is."""
+    freed = leases.freed()  # before the query: a run that is not active any more does no harm
     return Floor(
         nodes=tuple(nodes.every(connection)),
         pools=tuple(pools.every(connection)),
         active=tuple(runs.active(connection)),
+        freed=freed,
     )
 
 

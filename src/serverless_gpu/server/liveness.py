@@ -1,6 +1,7 @@
 """What this process has heard, and when, by its own boottime: memory that is meant to be lost with it.
 
     Leases        attempts, renewed by their reports          silence ─▶ UNREACHABLE ─▶ given up after the hard fence
+                  and whether they have given their devices back, which every later report repeats
     Presence      nodes, renewed by hello and heartbeat       who is not there gets nothing new
     Deliveries    orders that left this process               what never left can be taken back
 
@@ -24,6 +25,19 @@ class Leases:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._heard: dict[tuple[str, int], int] = {}
+        self._freed: set[tuple[str, int]] = set()
+
+    def free(self, run_id: str, fence: int) -> bool:
+        """Note that an attempt has given its devices back, though it has not ended; return whether that is news."""
+        with self._lock:
+            is_news = (run_id, fence) not in self._freed
+            self._freed.add((run_id, fence))
+            return is_news
+
+    def freed(self) -> frozenset[tuple[str, int]]:
+        """Return the attempts that have no devices any more."""
+        with self._lock:
+            return frozenset(self._freed)
 
     def renew(self, run_id: str, fence: int, *, now_ns: int) -> None:
         """Note that an attempt reported.
@@ -45,6 +59,7 @@ class Leases:
         """Forget all attempts but these."""
         with self._lock:
             self._heard = {gang: heard for gang, heard in self._heard.items() if gang in gangs}
+            self._freed.intersection_update(gangs)
 
 
 class Presence:

@@ -12,7 +12,8 @@ its own copy. The files of an attempt are only ever appended to.
 A name is built from checked parts only: the identifier of a run, two integers, one of two words.
 
 Failure cases: the disk is full, or has only what is kept for the database (fewer bytes are taken, and the node sends
-them again later: a report is the life sign of a run that must not end because of a disk); two requests for one file
+them again later: a report is the life sign of a run that must not end because of a disk; when the run ends with bytes
+missing, a line where they would be says so); two requests for one file
 (one after the other: the file is locked); a node that sends more than a node stores (the rest is left out).
 """
 
@@ -24,6 +25,7 @@ import fcntl
 import os
 import re
 import shutil
+import stat
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -31,6 +33,7 @@ from pathlib import Path
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.spec import RANKS_MAX
 from serverless_gpu.server.space import FULL, KEPT_FREE_BYTES, free_bytes
+from serverless_gpu.units import format_bytes
 
 STREAMS = ("stdout", "stderr")
 BYTES_MAX = (1 << 30) + (64 << 20)
@@ -40,6 +43,7 @@ TOGETHER_MIN = 64
 
 _RUN_ID = re.compile(r"[0-9a-hjkmnp-tv-z]{26}")
 _NAME = re.compile(r"(0|[1-9][0-9]{0,6})\.(stdout|stderr)")
+_CLOSED = 0o1600  # the sticky bit means nothing on a file of data: here it says that its last line is the server's
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -88,6 +92,8 @@ class Logs:
             fcntl.flock(fd, fcntl.LOCK_EX)
             size = os.fstat(fd).st_size
             end = offset + len(data)
+            if _is_closed(fd):
+                return end
             if size >= self._bytes_max:
                 return max(end, size)
             if offset > size or end <= size:
@@ -95,6 +101,30 @@ class Logs:
             kept = memoryview(data)[size - offset : self._bytes_max - offset]
             written = self._write(fd, kept)
             return end if written == len(kept) else size + written
+        finally:
+            os.close(fd)
+
+    def close_short(self, run_id: str, fence: int, *, rank: int, stream: str, end: int, why: str) -> None:
+        """Say at the end of a log what is missing of it, if anything is; nothing is appended to it any more.
+
+        Args:
+            run_id: the run.
+            fence: number of the attempt.
+            rank: global rank.
+            stream: ``"stdout"`` or ``"stderr"``.
+            end: where it ends on its node.
+            why: what is to be read beside how much it is.
+        """
+        fd = self._open(self._directory(run_id, fence), _name(rank, stream), make=True)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            missing = end - os.fstat(fd).st_size
+            if missing <= 0 or _is_closed(fd):
+                return
+            line = f"\n— {format_bytes(missing)} missing ({why}) —\n".encode()
+            with contextlib.suppress(OSError):  # what is kept free is for this, too; there may be nothing left of it
+                os.write(fd, line)
+            os.fchmod(fd, _CLOSED)
         finally:
             os.close(fd)
 
@@ -225,6 +255,10 @@ class Logs:
             if error.errno not in FULL:
                 raise
         return written
+
+
+def _is_closed(fd: int) -> bool:
+    return bool(os.fstat(fd).st_mode & stat.S_ISVTX)
 
 
 def _name(rank: int, stream: str) -> str:

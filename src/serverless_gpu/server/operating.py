@@ -24,7 +24,7 @@ KINDS = (pools.ON_DEMAND, pools.RESERVED)
 
 def view_nodes(services: Services) -> list[NodeView]:
     """Return all nodes as people see them."""
-    there = services.database.read(floor.load)
+    there = services.database.read(lambda connection: floor.load(connection, services.leases))
     return floor.view_nodes(there, services.presence, floor.now(services))
 
 
@@ -32,7 +32,7 @@ def view_pools(services: Services) -> list[PoolView]:
     """Return all pools as people see them."""
 
     def work(connection: sa.Connection) -> tuple[Floor, Counter[str]]:
-        return floor.load(connection), Counter(runs.queued_by_pool(connection))
+        return floor.load(connection, services.leases), Counter(runs.queued_by_pool(connection))
 
     there, queued = services.database.read(work)
     return floor.view_pools(there, services.presence, floor.now(services), queued=queued)

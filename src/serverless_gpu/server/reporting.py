@@ -43,6 +43,7 @@ from serverless_gpu.server.blobs import check_reference
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.files import StoredFile
 from serverless_gpu.server.hub import SCHEDULER, run_key
+from serverless_gpu.server.logs import STREAMS
 from serverless_gpu.server.runs import StoredRun
 from serverless_gpu.server.services import Services
 from serverless_gpu.server.transitions import Note, Told
@@ -110,6 +111,10 @@ def report(services: Services, who: Caller, *, run_id: str, fence: int, said: Re
         services.leases.renew(run_id, fence, now_ns=arrived_ns)
         _grant(services, found.attempt)
     offsets = _append(services, found.attempt, said.logs)
+    if said.ending is not None and not found.attempt.given_up:
+        _close_logs(services, found.attempt, said, offsets)
+    if said.freed and found.is_current and services.leases.free(run_id, fence):
+        services.hub.touch(SCHEDULER)
     applied = _Applied()
     if _is_news(services, found, said):
         at_ns = services.clock.wall_ns()
@@ -171,6 +176,10 @@ def _check(services: Services, found: _Found, said: Report) -> None:
             f"{len(missing)} parts of the files of {found.attempt.gang} are not on the server",
             hint="send them first, and report again",
         )
+    for name in said.ending.log_ends if said.ending is not None else ():
+        rank, _, stream = name.partition(".")
+        if not rank.isdecimal() or int(rank) >= ranks or stream not in STREAMS:
+            raise InvalidValue(f"attempt {found.attempt.gang} has no output {name[:40]!r}")
     if any(fact.attempt != found.attempt.gang for fact in said.facts):
         raise InvalidValue(f"a fact came with the report of {found.attempt.gang} that is about another attempt")
     if said.exec_ns is not None and not 0 < said.exec_ns < 1 << 63:
@@ -206,6 +215,20 @@ def _append(services: Services, attempt: StoredAttempt, pieces: tuple[LogPiece, 
         if following != piece.offset + len(piece.data):
             wanted[name] = following
     return wanted
+
+
+def _close_logs(services: Services, attempt: StoredAttempt, said: Report, offsets: dict[str, int]) -> None:
+    """Say in the output of an attempt that ends what there was no room for: more of it will not come."""
+    ends = dict(said.ending.log_ends) if said.ending is not None else {}
+    for piece in said.logs:
+        name, end = f"{piece.rank}.{piece.stream}", piece.offset + len(piece.data)
+        if piece.offset <= offsets.get(name, end) < end:  # it fits on to what is there, so the disk is full
+            ends.setdefault(name, end)
+    for name, end in ends.items():
+        rank, _, stream = name.partition(".")
+        why = f"the server's disk is full; node {attempt.node} has it for a while"
+        services.logs.close_short(attempt.run_id, attempt.fence, rank=int(rank), stream=stream, end=end, why=why)
+        offsets.pop(name, None)
 
 
 def _is_news(services: Services, found: _Found, said: Report) -> bool:

@@ -94,7 +94,7 @@ class Scheduler:
         self._wanted = {
             run_id: entry for run_id, _ in waiting if (entry := found.get(run_id) or known.get(run_id)) is not None
         }
-        return floor.load(connection), [wanted for _, wanted in self._wanted.values()]
+        return floor.load(connection, self._services.leases), [wanted for _, wanted in self._wanted.values()]
 
     def _place(self, placement: Placement, node: StoredNode) -> None:
         """Write the intent, then do what follows from it."""

@@ -44,7 +44,8 @@ def check_room(size: int, free: int | None, *, kept_free_bytes: int) -> None:
         ServerStorageFull: they do not fit.
     """
     if free is not None and size > free - kept_free_bytes:
-        raise full(f"{format_bytes(size)} to write, {format_bytes(max(0, free - kept_free_bytes))} free")
+        kept = f", of which {format_bytes(kept_free_bytes)} stay free" if kept_free_bytes else ""
+        raise full(f"{format_bytes(size)} to write, {format_bytes(free)} free{kept}")
 
 
 def full(why: str) -> ServerStorageFull:

@@ -20,6 +20,9 @@ from serverless_gpu.model.ledger import Fact
 from serverless_gpu.model.spec import BlobReference
 from serverless_gpu.wire.base import Answer, Json, Request
 
+NOT_SENT = "results do not get to the server: "
+"""How a sentence begins that says so, and why: whoever waits for the run reads it."""
+
 
 class LogPiece(Request, frozen=True, kw_only=True):
     """Bytes of a rank's log file from `offset` on."""
@@ -45,12 +48,14 @@ class Ending(Request, frozen=True, kw_only=True):
     Attributes:
         began: whether user code had started.
         stopped: `node.protocol.Stopped` as JSON; unset when its supervisor was lost.
+        log_ends: where logs end on the node that the server had no room for: ``"<rank>.<stream>"`` → bytes.
     """
 
     state: State
     reason: Reason
     began: bool
     stopped: Json = msgspec.UNSET
+    log_ends: dict[str, int] = msgspec.field(default_factory=dict)
 
 
 class Report(Request, frozen=True, kw_only=True):
@@ -63,6 +68,7 @@ class Report(Request, frozen=True, kw_only=True):
         exec_ns: when user code began, nanoseconds since 1970; None while it has not.
         ending: set once no rank runs any more.
         receipt: `model.ledger.Receipt` as JSON, once devices are given back; with it the attempt is settled.
+        freed: no process of it is left, and its devices are given back; outputs may still be on their way.
     """
 
     state: State
@@ -75,6 +81,7 @@ class Report(Request, frozen=True, kw_only=True):
     files: tuple[File, ...] = ()
     ending: Ending | None = None
     receipt: Json = msgspec.UNSET
+    freed: bool = False
 
 
 class ReportAnswer(Answer, frozen=True, kw_only=True):

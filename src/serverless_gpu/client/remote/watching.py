@@ -28,6 +28,7 @@ from serverless_gpu.errors import AlreadyFinished, ServerProblem
 from serverless_gpu.model.attempt import TERMINAL, Failure, Reason, State, StopReason
 from serverless_gpu.model.ledger import Receipt
 from serverless_gpu.node import protocol
+from serverless_gpu.wire.attempts import NOT_SENT
 from serverless_gpu.wire.base import Json
 from serverless_gpu.wire.runs import (
     AcceptedMessage,
@@ -196,7 +197,7 @@ class Watched(Source):
                 protocol.Snapshot(run_id=self.run_id, fence=self._fence, state=state, pid=0, waiting=sentence)
             )
         if sentence:
-            self._pending.append(protocol.Waiting(sentence=sentence, passing=state not in _SAID_IN))
+            self._pending.append(protocol.Waiting(sentence=sentence, passing=not _is_said(state, sentence)))
         self._told = (state, sentence)
 
     def _take_output(self, message: LogMessage) -> None:
@@ -239,6 +240,11 @@ class Watched(Source):
 
     def _shows(self, rank: int) -> bool:
         return self._shown is None or rank in self._shown
+
+
+def _is_said(state: State, sentence: str) -> bool:
+    """Return whether somebody waits for what a sentence is about, so that it is said and not only shown."""
+    return state in _SAID_IN or sentence.startswith(NOT_SENT)
 
 
 def _stopped(message: EndedMessage) -> protocol.Stopped:

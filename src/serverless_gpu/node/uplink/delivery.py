@@ -1,7 +1,8 @@
 """Outputs of one attempt on their way into reports: small ones inside, large ones as blobs first.
 
 Results that cannot be delivered are no success: once the server has answered everything but the upload for long enough,
-the attempt ends as `result_upload`, and its sentence says where the files are. What a run that failed anyway has left
+the attempt ends as `result_upload`, and its sentence says where the files are. Until then whoever waits is told what is
+in the way, and a cancel gives the results up at once. What a run that failed anyway has left
 besides its message is not worth that: it ends as it did, without the file.
 """
 
@@ -17,10 +18,10 @@ from serverless_gpu.model.attempt import State
 from serverless_gpu.node.protocol import Stopped
 from serverless_gpu.node.uplink.server import Server
 from serverless_gpu.node.uplink.shipping import Output, Outputs
-from serverless_gpu.node.uplink.unattended import lost_upload
+from serverless_gpu.node.uplink.unattended import cancelled_upload, lost_upload
 from serverless_gpu.node.uplink.uploading import Upload
 from serverless_gpu.units import format_duration_ms
-from serverless_gpu.wire.attempts import File
+from serverless_gpu.wire.attempts import NOT_SENT, File
 
 
 class Delivered(NamedTuple):
@@ -67,23 +68,24 @@ class Delivery:
         """Return what a run that goes on has to show: stacks of ranks that stand still."""
         return self._outputs.inline(self._outputs.unsent(ended=False))
 
-    def deliver(self, stopped: Stopped, upload_s: float) -> Delivered:
+    def deliver(self, stopped: Stopped, upload_s: float, *, cancelled: bool) -> Delivered:
         """Return what goes into the next report.
 
         Args:
             stopped: how the attempt ended.
             upload_s: for how long large outputs are tried to be sent.
+            cancelled: whether nobody wants them any more.
         """
         unsent = self._outputs.unsent(ended=True)
         files = self._outputs.inline(unsent) + self._uploaded(unsent)
         named = {file.name for file in files}
         missing = [output for output in unsent if output.name not in named]
-        problem = self._refusal or self._given_up(missing, upload_s)
+        called_off = self._called_off(missing, stopped) if cancelled else ""
+        problem = self._refusal or called_off or self._given_up(missing, upload_s)
         if not problem or (not self._refusal and any(output.is_small for output in missing)):
-            sentence = self._upload.sentence() if self._upload is not None and missing else ""
-            return Delivered(files, not missing, stopped, sentence)
+            return Delivered(files, not missing, stopped, self._sentence(upload_s) if missing else "")
         if stopped.state is State.SUCCEEDED:
-            stopped = lost_upload(problem, self._clock)
+            stopped = (cancelled_upload if called_off else lost_upload)(problem, self._clock)
         return Delivered(files, True, stopped, "")
 
     def taken(self, files: Sequence[File]) -> None:
@@ -125,6 +127,26 @@ class Delivery:
             return ()
         there = self._upload.files
         return tuple(there[output.name] for output in large if output.name in there)
+
+    def _sentence(self, upload_s: float) -> str:
+        """Return how far large outputs are, or what is in their way."""
+        if self._upload is None:
+            return ""
+        if not self._upload.problem:
+            return self._upload.sentence()
+        waited = format_duration_ms(round(upload_s * 1000))
+        return (
+            f"{NOT_SENT}{self._upload.problem}; they are on the node, and are sent again for {waited}; "
+            f"sgpu cancel {self._directory.parent.name} gives them up"
+        )
+
+    def _called_off(self, missing: Sequence[Output], stopped: Stopped) -> str:
+        """Return why large outputs of a cancelled run are not sent, or "" when they still are."""
+        upload = self._upload
+        if upload is None or not missing or (stopped.state is not State.SUCCEEDED and not upload.problem):
+            return ""
+        why = f" ({upload.problem})" if upload.problem else ""
+        return f"it was cancelled while its results were sent to the server{why}; they are in {self._directory}"
 
     def _given_up(self, missing: Sequence[Output], upload_s: float) -> str:
         """Return why the large outputs will not arrive, or "" while they may."""

@@ -36,12 +36,14 @@ from serverless_gpu.node.uplink.delivery import Delivery
 from serverless_gpu.node.uplink.news import AT_ONCE_S, SOON_S, Known, News
 from serverless_gpu.node.uplink.server import Backoff, Server
 from serverless_gpu.node.uplink.shipping import Facts, Logs
-from serverless_gpu.wire.attempts import Ending, Report, ReportAnswer
+from serverless_gpu.wire.attempts import Ending, LogPiece, Report, ReportAnswer
 from serverless_gpu.wire.base import Json
 
 _HEARTBEAT_S = 5.0
 _LOOK_S = 1.0  # at logs of ranks that are not shown live, which nobody announces
 _UPLOAD_LOOK_S = 0.1
+_LOGS_AGAIN_S = 5.0
+_NO_ROOM = "the server's disk is full: what ranks print stays on the node, and is sent when there is room"
 
 
 class Attended(Protocol):
@@ -95,6 +97,7 @@ class Reporter:
         self._delivery = Delivery(directory, server, remote.token, clock)
         self._logs = Logs(directory / "logs", known=True)
         self._heartbeat_s = _HEARTBEAT_S
+        self._logs_again_ns = 0
         self._said_ns = 0
         self._shown: _Shown | None = None
         self._exec_ns: int | None = None
@@ -182,11 +185,11 @@ class Reporter:
         facts = self._learn_from(self._facts.unsent())
         return Report(
             state=state,
-            sentence=known.sentence,
+            sentence=known.sentence or (_NO_ROOM if self._has_no_room() else ""),
             world_size=self._remote.world_size,
             gpus=self._gpus,
             exec_ns=self._exec_ns,
-            logs=self._logs.pieces(),
+            logs=self._pieces(),
             facts=facts,
             files=files,
         )
@@ -194,18 +197,22 @@ class Reporter:
     def _ended(self, known: Known, stopped: Stopped) -> Report:
         """Return the report of an attempt whose ranks are gone: the ending goes with the last of everything else."""
         facts = self._learn_from(self._facts.unsent())
-        logs = self._logs.pieces()
-        delivered = self._delivery.deliver(stopped, self._server.profile.upload_s)
-        is_last = self._ending_sent or (delivered.is_last and self._logs.is_complete(logs))
+        logs = self._pieces()
+        cancelled = known.stop is StopReason.CANCEL
+        delivered = self._delivery.deliver(stopped, self._server.profile.upload_s, cancelled=cancelled)
+        # A run does not wait for a disk with its last words: the server says in them what is missing.
+        are_told = self._logs.is_complete(logs) or self._has_no_room()
+        is_last = self._ending_sent or (delivered.is_last and are_told)
         if not is_last and (logs or delivered.files):
             self._news.learn(AT_ONCE_S)
-        ending = _ending(delivered.stopped, began=known.begun) if is_last and not self._ending_sent else None
-        if ending is not None:
+        ending = None
+        if is_last and not self._ending_sent:
+            ending = _ending(delivered.stopped, began=known.begun, log_ends=self._logs.ends_missing(logs))
             logs += self._logs.closing(logs)
         receipt = self._receipt() if is_last and known.finished and self._facts.is_complete() else msgspec.UNSET
         return Report(
             state=State.STOPPING,
-            sentence=delivered.sentence,
+            sentence=delivered.sentence or (_NO_ROOM if self._has_no_room() and not is_last else ""),
             world_size=self._remote.world_size,
             gpus=self._gpus,
             exec_ns=self._exec_ns,
@@ -214,7 +221,15 @@ class Reporter:
             files=delivered.files,
             ending=ending,
             receipt=receipt,
+            freed=known.finished,
         )
+
+    def _pieces(self) -> tuple[LogPiece, ...]:
+        return () if self._has_no_room() else self._logs.pieces()
+
+    def _has_no_room(self) -> bool:
+        """Return whether the server had no room for logs just now."""
+        return self._clock.boottime_ns() < self._logs_again_ns
 
     def _learn_from(self, facts: tuple[Fact, ...]) -> tuple[Fact, ...]:
         for fact in facts:
@@ -235,20 +250,24 @@ class Reporter:
 
     def _note(self, report: Report, answer: ReportAnswer) -> None:
         self._heartbeat_s = answer.heartbeat_s
-        self._logs.taken(report.logs, answer.offsets)
+        if report.logs:
+            has_room = self._logs.taken(report.logs, answer.offsets)
+            self._logs_again_ns = 0 if has_room else self._clock.boottime_ns() + round(_LOGS_AGAIN_S * 1e9)
         self._facts.taken()
         self._delivery.taken(report.files)
         self._delivery.answered()
         self._ending_sent = self._ending_sent or report.ending is not None
-        behind = answer.offsets or not self._logs.is_complete(()) or not self._facts.is_complete()
+        has_no_room = self._has_no_room()
+        wanted = bool(answer.offsets) and not has_no_room
+        behind = wanted or not (has_no_room or self._logs.is_complete(())) or not self._facts.is_complete()
         known = self._news.known
-        if answer.offsets or (known.ending is not None and behind) or (self._ending_sent and known.finished):
+        if wanted or (known.ending is not None and behind) or (self._ending_sent and known.finished):
             self._news.learn(AT_ONCE_S)
         elif behind:  # what was written meanwhile goes with what is heard next: each report costs the ranks' time, too
             self._news.learn(SOON_S)
 
 
-def _ending(stopped: Stopped, *, began: bool) -> Ending:
+def _ending(stopped: Stopped, *, began: bool, log_ends: dict[str, int]) -> Ending:
     lost = stopped.reason is Reason.SUPERVISOR_LOST
     word: Json = msgspec.UNSET if lost else msgspec.Raw(msgspec.json.encode(stopped))
-    return Ending(state=stopped.state, reason=stopped.reason, began=began, stopped=word)
+    return Ending(state=stopped.state, reason=stopped.reason, began=began, stopped=word, log_ends=log_ends)

@@ -74,20 +74,29 @@ class Logs:
         sizes = self._sizes()
         return tuple(_piece(stream, size, b"") for stream, size in sizes.items() if size and stream not in named)
 
-    def taken(self, pieces: Sequence[LogPiece], wanted: Mapping[str, int]) -> None:
-        """Note what the server has.
+    def taken(self, pieces: Sequence[LogPiece], wanted: Mapping[str, int]) -> bool:
+        """Note what the server has; return whether it had room for these.
 
         Args:
             pieces: of the report that was answered.
             wanted: `ReportAnswer.offsets`.
         """
+        has_room = True
         for piece in pieces:
-            self._offsets[piece.rank, piece.stream] = piece.offset + len(piece.data)
+            end = self._offsets[piece.rank, piece.stream] = piece.offset + len(piece.data)
+            # It fits on to what is there, and not all of it was taken: nothing but a full disk does that.
+            has_room = has_room and not piece.offset <= wanted.get(_key(piece.rank, piece.stream), end) < end
         for key, offset in wanted.items():
             rank, _, stream = key.partition(".")
             if rank.isdigit():
                 self._offsets[int(rank), stream] = offset
         self._asks = False
+        return has_room
+
+    def ends_missing(self, pieces: Sequence[LogPiece]) -> dict[str, int]:
+        """Return where those logs end that the server will not have whole with these pieces."""
+        with_these = self._offsets | {(piece.rank, piece.stream): piece.offset + len(piece.data) for piece in pieces}
+        return {_key(*stream): size for stream, size in self._sizes().items() if with_these.get(stream, 0) < size}
 
     def is_complete(self, pieces: Sequence[LogPiece]) -> bool:
         """Return whether the server has everything once it has these pieces."""
@@ -222,6 +231,10 @@ class Outputs:
     def taken(self, files: Sequence[File]) -> None:
         """Note that the server has these."""
         self._sent.update(file.name for file in files)
+
+
+def _key(rank: int, stream: str) -> str:
+    return f"{rank}.{stream}"
 
 
 def _piece(stream: Stream, offset: int, data: bytes) -> LogPiece:

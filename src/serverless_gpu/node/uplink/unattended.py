@@ -42,6 +42,11 @@ def lost_upload(detail: str, clock: Clock) -> protocol.Stopped:
     return _stopped(Reason.RESULT_UPLOAD, detail, clock)
 
 
+def cancelled_upload(detail: str, clock: Clock) -> protocol.Stopped:
+    """Return the ending of an attempt that was cancelled while its results were sent."""
+    return _stopped(Reason.CANCELLED, detail, clock)
+
+
 def still_held(home: Home, directory: Path) -> bool:
     """Return whether a process of an attempt still holds one of its devices."""
     run_id = directory.parent.name

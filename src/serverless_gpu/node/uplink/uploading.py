@@ -61,8 +61,7 @@ class Upload:
     def sentence(self) -> str:
         """Return how far it is."""
         total = sum(output.size for output in self._outputs)
-        text = f"sending results to the server: {format_bytes(min(self._sent_bytes, total))} of {format_bytes(total)}"
-        return f"{text}; {self.problem}" if self.problem else text
+        return f"sending results to the server: {format_bytes(min(self._sent_bytes, total))} of {format_bytes(total)}"
 
     def close(self) -> None:
         """Give up."""
@@ -71,7 +70,7 @@ class Upload:
 
     def _run(self) -> None:
         for output in self._outputs:
-            backoff = Backoff()
+            backoff, problem = Backoff(), None
             while not self._ended.is_set():
                 try:
                     self._send(output)
@@ -79,7 +78,8 @@ class Upload:
                     self.lost = f"{output.path} cannot be read: {error.strerror or error}"
                     return
                 except ServerlessGpuError as error:
-                    self.problem = error.message
+                    if type(error) is not problem:  # one sentence for one problem, whatever numbers are in it
+                        self.problem, problem = error.message, type(error)
                     self._server.look_again()
                     self._ended.wait(backoff.next_s())
                 else:
