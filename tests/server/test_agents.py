@@ -30,6 +30,7 @@ from serverless_gpu.wire.base import PROTOCOL
 from tests.server.stored import add_people, new_run
 
 NODE = Caller(name="node", kind="service", role="agent")
+ADMIN = Caller(name="alice", role="admin")
 OTHER = Caller(name="other", kind="service", role="agent")
 H100 = parse_fake("H100:8")
 
@@ -108,11 +109,49 @@ def test_a_node_joins_once_however_often_it_says_hello(services: Services, agent
     assert services.presence.is_there(first.node, now_ns=services.clock.boottime_ns())
 
 
-def test_a_node_that_names_its_pool_is_in_it(services: Services, agents: Agents) -> None:
+def test_a_node_joins_the_pool_it_names_and_stays_where_an_operator_put_it(services: Services, agents: Agents) -> None:
+    operating.put_pool(services, ADMIN, "research", PoolRequest(kind="on-demand"))
     welcome = agents.hello(NODE, hello(pool="research"))
     assert stored_node(services, welcome.node).pool == "research"
-    agents.hello(NODE, hello())
-    assert stored_node(services, welcome.node).pool == "research"
+    operating.put_pool(services, ADMIN, "fast", PoolRequest(kind="reserved", nodes=("n1",)))
+    for asked in ("", "research"):
+        agents.hello(NODE, hello(pool=asked))
+        assert stored_node(services, welcome.node).pool == "fast"
+
+
+def test_a_node_makes_no_pool_and_enters_no_reserved_one(services: Services, agents: Agents) -> None:
+    operating.put_pool(services, ADMIN, "fast", PoolRequest(kind="reserved"))
+    with pytest.raises(NotAllowed, match="there is no pool 'mine'"):
+        agents.hello(NODE, hello(pool="mine"))
+    with pytest.raises(NotAllowed, match="reserved pool 'fast'"):
+        agents.hello(NODE, hello(pool="fast"))
+    assert [pool.name for pool in operating.view_pools(services)] == ["fast"]
+    assert services.database.read(nodes.every) == []
+
+
+def test_a_token_is_one_machines_and_says_nothing_for_another(services: Services, agents: Agents) -> None:
+    first, second = (msgspec.structs.replace(NODE, token_id=token) for token in ("one", "two"))
+    node_id = agents.hello(first, hello("n1", machine="m1")).node
+    with pytest.raises(NotAllowed, match="the token of 'n2' is that of the node 'n1'"):
+        agents.hello(first, hello("n2", machine="m2"))
+    agents.hello(second, hello("n2", machine="m2"))
+    for say in (
+        lambda: agents.heartbeat(second, node_id, Heartbeat(devices=())),
+        lambda: agents.waiting(second, node_id),
+        lambda: agents.take(second, node_id, (1,)),
+    ):
+        with pytest.raises(NotFound, match="another token"):
+            say()
+    assert agents.hello(first, hello("renamed", machine="m1")).node != node_id  # the same machine may change its name
+
+
+def test_a_node_may_have_a_new_token(services: Services, agents: Agents) -> None:
+    first, second = (msgspec.structs.replace(NODE, token_id=token) for token in ("one", "two"))
+    node_id = agents.hello(first, hello()).node
+    assert agents.hello(second, hello()).node == node_id
+    agents.heartbeat(second, node_id, Heartbeat(devices=H100))
+    with pytest.raises(NotFound, match="another token"):
+        agents.heartbeat(first, node_id, Heartbeat(devices=H100))
 
 
 def test_a_name_is_one_principals_and_one_machines(services: Services, agents: Agents, clock: FakeClock) -> None:

@@ -47,6 +47,7 @@ def test_a_node_is_up_then_silent_then_gone(services: Services, agents: Agents, 
 
 
 def test_a_pool_counts_what_there_is_and_what_is_free(services: Services, agents: Agents) -> None:
+    operating.put_pool(services, ADMIN, "research", PoolRequest(kind="on-demand"))
     node_id = agents.hello(NODE, hello(pool="research")).node
     placed(services)
     agents.heartbeat(NODE, node_id, Heartbeat(devices=H100, unavailable=("FAKE-H100-7",)))

@@ -73,7 +73,8 @@ class Agents:
         Raises:
             InvalidValue: it speaks another protocol, or something in it cannot be.
             NotAllowed: the name belongs to somebody else's node, or to another machine or home that is there now, or
-                has runs that may be going on.
+                has runs that may be going on; the token is that of another machine; or an operator has to say first
+                that it may be in the pool.
         """
         _check(said)
         services = self._services
@@ -169,8 +170,8 @@ class Agents:
     ) -> tuple[StoredNode, StoredNode | None]:
         """Write a node down as it is now; return it, and what it was before."""
         before = nodes.named(connection, said.name)
-        pool = said.pool or (before.pool if before is not None else pools.DEFAULT)
-        pools.ensure(connection, pool, at_ns=at_ns)
+        _refuse_shared_token(connection, who, said)
+        pool = _pool(connection, before, said, at_ns=at_ns)
         node = StoredNode(
             id=new_id if before is None else before.id,
             name=said.name,
@@ -181,6 +182,7 @@ class Agents:
             hello=msgspec.structs.replace(said, attempts=()),
             seen_ns=at_ns,
             forgotten_ns=None,
+            token_id=who.token_id,
         )
         if before is None:
             nodes.insert(connection, node)
@@ -265,10 +267,48 @@ def _refuse_another(connection: sa.Connection, before: StoredNode, said: AgentHe
         )
 
 
+def _refuse_shared_token(connection: sa.Connection, who: Caller, said: AgentHello) -> None:
+    """Refuse a token that another machine has joined with: whoever has it could be that one, and take its orders.
+
+    Raises:
+        NotAllowed: so it is.
+    """
+    for other in nodes.of_token(connection, who.token_id) if who.token_id else ():
+        same_home = bool(said.instance) and other.hello.instance == said.instance
+        if other.name != said.name and other.machine != said.machine and not same_home:
+            raise NotAllowed(
+                f"the token of {said.name!r} is that of the node {other.name!r}, which is another machine",
+                hint=f"make one for each: `sgpu token create --for {who.name} --scope agent`",
+            )
+
+
+def _pool(connection: sa.Connection, before: StoredNode | None, said: AgentHello, *, at_ns: int) -> str:
+    """Return the pool of a node: where it is, or where it asks to be when it joins.
+
+    Raises:
+        NotAllowed: there is no such pool, or it is a reserved one: an operator puts nodes there.
+    """
+    if before is not None and before.forgotten_ns is None:
+        return before.pool
+    if said.pool in ("", pools.DEFAULT):
+        pools.ensure(connection, pools.DEFAULT, at_ns=at_ns)
+        return pools.DEFAULT
+    found = pools.find(connection, said.pool)
+    if found is None or found.kind == pools.RESERVED:
+        what = "there is no pool" if found is None else "nodes do not join by themselves the reserved pool"
+        raise NotAllowed(
+            f"{what} {said.pool!r}",
+            hint=f"join without a pool; then an operator can `sgpu pool set {said.pool} --node {said.name}`",
+        )
+    return said.pool
+
+
 def _own(connection: sa.Connection, who: Caller, node_id: str, instance: str = "") -> StoredNode:
     node = nodes.get(connection, node_id)
     if node is None or node.forgotten_ns is not None or node.principal != who.name:
         raise NotFound(f"there is no node {node_id!r} of {who.name}", hint="the agent has to say hello again")
+    if node.token_id != who.token_id:
+        raise NotFound(f"node {node_id!r} said hello with another token", hint="the agent has to say hello again")
     if instance and node.hello.instance not in ("", instance):
         raise NotFound(f"node {node_id!r} is another home by now", hint="the agent has to say hello again")
     return node

@@ -197,6 +197,12 @@ def note(connection: sa.Connection, run_id: str, fence: int, **values: object) -
     connection.execute(attempts.update().where(_is(run_id, fence)).values(**values))
 
 
+def note_late(connection: sa.Connection, run_id: str, fence: int, *, reason: str) -> bool:
+    """Write how the node of an attempt that was given up says it ended; return False when that was written before."""
+    first = sa.and_(_is(run_id, fence), attempts.c.late_reason.is_(None))
+    return connection.execute(attempts.update().where(first).values(late_reason=reason)).rowcount == 1
+
+
 def settle(connection: sa.Connection, run_id: str, fence: int, *, receipt: str | None, at_ns: int) -> bool:
     """Write the receipt of an attempt that ended, or that none will come; return False when that was done before.
 

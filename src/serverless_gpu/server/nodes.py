@@ -26,6 +26,7 @@ class StoredNode(msgspec.Struct, frozen=True, kw_only=True):
         hello: what it said of itself last, without its attempts.
         seen_ns: its last sign of life that was written, nanoseconds since 1970; some seconds behind.
         forgotten_ns: since when an operator says that it is dead; None for a node.
+        token_id: of the token with which it said hello last.
     """
 
     id: str
@@ -37,6 +38,7 @@ class StoredNode(msgspec.Struct, frozen=True, kw_only=True):
     hello: AgentHello
     seen_ns: int
     forgotten_ns: int | None
+    token_id: str = ""
 
 
 def every(connection: sa.Connection) -> list[StoredNode]:
@@ -53,6 +55,12 @@ def get(connection: sa.Connection, node_id: str) -> StoredNode | None:
 def named(connection: sa.Connection, name: str) -> StoredNode | None:
     """Return a node by its name, also a forgotten one."""
     return _first(connection, nodes.c.name == name)
+
+
+def of_token(connection: sa.Connection, token_id: str) -> list[StoredNode]:
+    """Return the nodes that said hello with a token last, and are not forgotten."""
+    same = sa.and_(nodes.c.token_id == token_id, nodes.c.forgotten_ns.is_(None))
+    return [_from_row(row._mapping) for row in connection.execute(sa.select(nodes).where(same))]
 
 
 def insert(connection: sa.Connection, node: StoredNode) -> None:
@@ -104,6 +112,7 @@ def _columns(node: StoredNode) -> dict[str, object]:
         "machine": node.machine,
         "boot_id": node.boot_id,
         "principal": node.principal,
+        "token_id": node.token_id,
         "pool": node.pool,
         "hello_json": _hello_json(node.hello),
         "seen_ns": node.seen_ns,

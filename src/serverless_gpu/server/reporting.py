@@ -266,8 +266,10 @@ def _apply(connection: sa.Connection, who: Caller, run_id: str, fence: int, said
         return _Applied()
     _keep_facts(connection, found.attempt, said)
     if found.attempt.given_up:
-        if said.ending is not None:
-            detail = {"fence": fence, "reason": said.ending.reason.value, "given_up_as": found.attempt.reason or ""}
+        ending = said.ending
+        # It may come as often as whoever has the token likes; the audit has it once.
+        if ending is not None and attempts.note_late(connection, run_id, fence, reason=ending.reason.value):
+            detail = {"fence": fence, "reason": ending.reason.value, "given_up_as": found.attempt.reason or ""}
             audit.record(connection, who=who, action=Action.RUN_STALE, subject=run_id, now_ns=at_ns, detail=detail)
         settled = _settle(connection, found.attempt, said, at_ns=at_ns)
         return _Applied(settled=settled)

@@ -72,6 +72,7 @@ nodes = sa.Table(
     sa.Column("machine", sa.String(64), nullable=False),
     sa.Column("boot_id", sa.String(64), nullable=False),
     sa.Column("principal", sa.ForeignKey("principals.name"), nullable=False),  # whose token the agent has
+    sa.Column("token_id", sa.String(26), nullable=False, default=""),  # with which it said hello last
     sa.Column("pool", sa.ForeignKey("pools.name"), nullable=False),
     sa.Column("hello_json", sa.Text, nullable=False),  # wire.agents.AgentHello without attempts, as last heard
     sa.Column("seen_ns", sa.BigInteger, nullable=False),  # coalesced
@@ -133,6 +134,7 @@ attempts = sa.Table(
     sa.Column("started_ns", sa.BigInteger),
     sa.Column("ended_ns", sa.BigInteger),
     sa.Column("settled_ns", sa.BigInteger),
+    sa.Column("late_reason", sa.String(32)),  # how its node says it ended, after it was given up
     sa.Column("stopped_json", sa.Text),  # node.protocol.Stopped
     sa.Column("receipt_json", sa.Text),
 )
