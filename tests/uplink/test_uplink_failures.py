@@ -14,6 +14,7 @@ from serverless_gpu.model.attempt import Reason, State, StopReason
 from serverless_gpu.node.history import read_ending
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.retention import scan
+from serverless_gpu.node.taking import LOCK
 from serverless_gpu.node.uplink.control import running
 from serverless_gpu.testing import agent_status
 from serverless_gpu.wire.attempts import NOT_SENT
@@ -201,6 +202,24 @@ def test_an_attempt_whose_directory_cannot_be_read_is_neither_refused_nor_starte
     node.restart()
     Path(where, "go").touch()
     assert attempt.settled().reason is Reason.COMPLETED and attempt.endings == 1
+
+
+def test_an_attempt_whose_lock_cannot_be_looked_at_is_not_refused_it_may_be_running(node: Node, where: str) -> None:
+    attempt = node.run(talk, where).running()
+    node.uplink().kill()
+    channel = node.home.sockets() / f"{attempt.start.run_id}.sock"
+    lock = node.directory(attempt) / LOCK
+    channel.rename(f"{channel}.aside")
+    lock.rename(f"{lock}.aside")
+    lock.mkdir()  # as a disk that answers with errors: neither free nor held
+    node.restart()
+    wait_for(lambda: "cannot be looked at" in attempt.reports[-1].sentence, "the server is told what is wrong")
+    assert attempt.ending is None
+    lock.rmdir()
+    Path(f"{lock}.aside").rename(lock)
+    Path(f"{channel}.aside").rename(channel)
+    Path(where, "go").touch()
+    assert attempt.settled().reason is Reason.COMPLETED
 
 
 def test_F17_a_server_away_for_less_than_the_grace_is_told_everything(node: Node, where: str) -> None:
