@@ -173,3 +173,23 @@ def test_output_without_a_run_goes(
     clock.advance(EVERY_S)
     looking.tick(clock.boottime_ns())
     assert services.logs.run_sizes() == {}
+
+
+def test_a_clock_that_is_set_forward_removes_nothing_for_an_hour(
+    services: Services, database: Database, clock: FakeClock, looking: Retention
+) -> None:
+    run_id = add_ended(services, database, days_ago=1)
+    assert looking.tick(clock.boottime_ns()) is not None
+    clock.step_wall(31 * DAY_S)
+    clock.advance(EVERY_S)
+    due_ns = looking.tick(clock.boottime_ns())
+    assert left(database) == {run_id} and due_ns == clock.boottime_ns() + round(FIRST_S * 1e9)
+    clock.step_wall(-31 * DAY_S)  # somebody set it right
+    clock.advance(FIRST_S)
+    looking.tick(clock.boottime_ns())
+    assert left(database) == {run_id}
+    clock.step_wall(31 * DAY_S)  # it really is that late
+    looking.tick(clock.boottime_ns())
+    clock.advance(FIRST_S)
+    looking.tick(clock.boottime_ns())
+    assert left(database) == set()

@@ -37,13 +37,14 @@ def queued_runs(home: Home) -> tuple[str, ...]:
     return ()
 
 
-def choose(home: Home, wanted: str | None, ids: Sequence[str] | None = None) -> str:
+def choose(home: Home, wanted: str | None, ids: Sequence[str] | None = None, *, elsewhere: str = "") -> str:
     """Return the identifier of the run that is meant.
 
     Args:
         home: where its directory lies.
         wanted: what was typed; None for the latest run.
         ids: the runs there are, newest first; None for those of the home.
+        elsewhere: where else was looked, as the message goes on when nothing is found.
 
     Raises:
         InvalidValue: no run is meant, or several.
@@ -58,7 +59,7 @@ def choose(home: Home, wanted: str | None, ids: Sequence[str] | None = None) -> 
         return found[0]
     if found:
         raise InvalidValue(f"{wanted!r} means {len(found)} runs: {_listed(found)}", hint="type more of the identifier")
-    raise InvalidValue(f"there is no run {wanted!r} in {home.runs}", hint=_near(wanted.strip().lower(), ids))
+    raise InvalidValue(f"there is no run {wanted!r} in {home.runs}{elsewhere}", hint=_near(wanted.strip().lower(), ids))
 
 
 def meant(ids: Sequence[str], wanted: str) -> list[str]:

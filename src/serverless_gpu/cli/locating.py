@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from typing import TYPE_CHECKING, NamedTuple
 
 import click
@@ -23,10 +24,15 @@ from serverless_gpu.node.home import Home
 from serverless_gpu.node.remote import FILE
 
 if TYPE_CHECKING:
+    from serverless_gpu.wire.connection import Connection
     from serverless_gpu.wire.runs import RunView
 
 PAGE = 500
 _ID_CHARACTERS = 26
+_WHOLE = re.compile(r"[0-9a-z]{26}")
+_PART = re.compile(r"[0-9a-z]{1,25}")
+_FEW = 10
+"""Runs that begin alike, of which several mean that more has to be typed."""
 
 
 class Located(NamedTuple):
@@ -71,30 +77,51 @@ def locate(home: Home, wanted: str | None) -> Located:
     own = own_runs(home)
     if wanted is not None and len(meant(own, wanted)) == 1:
         return Located(meant(own, wanted)[0], None)
-    views = {view.id: view for view in server_runs(home, limit=PAGE)}
-    if wanted is not None and not meant([*own, *views], wanted):
-        old = _old_run(home, wanted.strip().lower())
-        if old is not None:
-            return Located(old.id, old)
+    found, elsewhere = _of_the_server(home, (wanted or "").strip().lower())
+    views = {view.id: view for view in found}
     ids = sorted({*own, *views}, reverse=True)
     if wanted is None and not ids:
         raise InvalidValue(f"there are no runs in {home.runs}, and none of a server")
-    run_id = choose(home, wanted, ids)
+    run_id = choose(home, wanted, ids, elsewhere=elsewhere)
     return Located(run_id, views.get(run_id))
 
 
-def _old_run(home: Home, run_id: str) -> RunView | None:
-    """Return a run that is not among the latest; those are found by their whole identifier only."""
-    if len(run_id) != _ID_CHARACTERS or not (run_id.isascii() and run_id.isalnum()):
-        return None
-    with contextlib.suppress(ServerNotConfigured, ServerProblem, NotFound):
-        connection = connect(find_profile(home.root, os.environ))
+def _of_the_server(home: Home, text: str) -> tuple[tuple[RunView, ...], str]:
+    """Return the server's runs that a text may mean, and how "there is no run" goes on when it means none of them.
+
+    An identifier is asked for by itself, and a beginning where such runs begin, however many came later; an end is
+    looked for among the latest runs.
+    """
+    try:
+        profile = find_profile(home.root, os.environ)
+        connection = connect(profile)
         try:
-            view: RunView = connection.ask("GET", f"/runs/{run_id}", answer=load("serverless_gpu.wire.runs").RunView)
-            return view
+            found = _asked(connection, text)
         finally:
             connection.close()
-    return None
+    except ServerNotConfigured:
+        return (), ""
+    except ServerProblem as error:
+        click.echo(f"sgpu: {error.message}; this is what is here", err=True)
+        return (), ", and the server cannot be asked"
+    return found, f", and none at {profile.url} that you may see"
+
+
+def _asked(connection: Connection, text: str) -> tuple[RunView, ...]:
+    wire = load("serverless_gpu.wire.runs")
+    if _WHOLE.fullmatch(text):
+        with contextlib.suppress(NotFound):
+            return (connection.ask("GET", f"/runs/{text}", answer=wire.RunView),)
+        return ()
+    if _PART.fullmatch(text):
+        after_them = text + "z" * (_ID_CHARACTERS + 1 - len(text))
+        query = {"limit": str(_FEW), "cursor": after_them}
+        page = connection.ask("GET", "/runs", answer=wire.RunPage, query=query)
+        if meaning := tuple(view for view in page.runs if view.id.startswith(text)):
+            return meaning
+    limit = PAGE if text else 1
+    latest: tuple[RunView, ...] = connection.ask("GET", "/runs", answer=wire.RunPage, query={"limit": str(limit)}).runs
+    return latest
 
 
 def _listed(home: Home, *, limit: int, state: str) -> tuple[RunView, ...]:

@@ -19,7 +19,7 @@ from serverless_gpu.ambient import SystemClock
 from serverless_gpu.client.agent_control import agent_status
 from serverless_gpu.client.run import Run
 from serverless_gpu.client.source import Supervised
-from serverless_gpu.errors import AgentUnavailable, InvalidOption, InvalidValue
+from serverless_gpu.errors import AgentUnavailable, InvalidOption, InvalidValue, NotFound
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.flocks import is_held
 from serverless_gpu.node.history import Record, read_run
@@ -51,13 +51,17 @@ def attach(run_id: str, allow_pickle_from: str | Collection[str] = ()) -> Run[ob
     home = find_home(os.environ)
     # Only what can be an identifier is looked for: it becomes part of a path.
     record = read_run(home.runs, run_id) if run_id.isascii() and run_id.isalnum() else None
+    elsewhere = ""
     if record is None or record.problem or (record.directory / "remote.json").exists():
-        run = _attach_remote(home, run_id, trusted) if run_id.isascii() and run_id.isalnum() else None
+        try:
+            run = _attach_remote(home, run_id, trusted) if run_id.isascii() and run_id.isalnum() else None
+        except NotFound:
+            run, elsewhere = None, ", and none of the server's that you may see"
         if run is not None:
             return run
     if record is None or record.problem:
         raise InvalidValue(
-            f"there is no run {run_id!r} in {home.runs}",
+            f"there is no run {run_id!r} in {home.runs}{elsewhere}",
             hint="`sgpu runs` lists them; those that ended long ago are deleted (`[retention]` in config.toml)",
         )
     return _attach_here(home, record)

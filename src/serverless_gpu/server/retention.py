@@ -1,6 +1,6 @@
 """Retention: runs that ended long ago go, with their rows, their output and their results.
 
-    a while after the start, then every ten minutes:
+    an hour after the start, then every ten minutes:
         ended longer ago than `retention`  ─▶ rows removed, audit row (one transaction each)  ─▶ output removed
         output takes more than `logs_gib`  ─▶ audit row  ─▶ output of the oldest removed
         output of runs that are not there  ─▶ removed
@@ -11,7 +11,9 @@ next one, so that the database has time for others. What ended within the last h
 is: somebody reads it. What runs counts for nothing, so that one that floods does not cost the others theirs.
 
 Failure cases: killed after the transaction and before the output is removed (the next round finds output without a
-run); the database is away (said in the log, and tried again); the clock was set back (ages are negative, nothing goes).
+run); the database is away (said in the log, and tried again); the clock was set back (ages are negative, nothing goes);
+the clock is ahead, as one that lost its battery may be until it is set: nothing goes within an hour of a start, or of
+a step by more than a day, which is said in the log.
 """
 
 from __future__ import annotations
@@ -26,8 +28,9 @@ from serverless_gpu.server.audit import Action
 from serverless_gpu.server.services import Services
 from serverless_gpu.units import format_bytes
 
-FIRST_S = 300.0
-"""A server that has just started has better things to do."""
+FIRST_S = 3600.0
+"""How long after a start, or after the clock was set forward, it is taken to be right: by then it has been set."""
+STEP_S = 86_400.0
 EVERY_S = 600.0
 AT_ONCE = 200
 """Runs of one tick; the next one follows after as long a pause."""
@@ -44,6 +47,7 @@ class Retention:
     def __init__(self, services: Services) -> None:
         self._services = services
         self._due_ns = services.clock.boottime_ns() + round(FIRST_S * 1e9)
+        self._ahead_ns = self._ahead()
 
     def tick(self, now_ns: int) -> int | None:
         """Remove some of what is due; return when to look again.
@@ -51,6 +55,9 @@ class Retention:
         Args:
             now_ns: boottime, nanoseconds.
         """
+        if self._was_set_forward():
+            _log.warning("the clock was set forward by more than a day; nothing is removed for an hour")
+            self._due_ns = now_ns + round(FIRST_S * 1e9)
         if now_ns < self._due_ns:
             return self._due_ns
         if self._remove_old() == AT_ONCE:
@@ -58,6 +65,14 @@ class Retention:
         self._due_ns = now_ns + round(EVERY_S * 1e9)
         self._trim_output()
         return self._due_ns
+
+    def _ahead(self) -> int:
+        """Return by how much the wall clock is ahead of the boottime clock, in nanoseconds."""
+        return self._services.clock.wall_ns() - self._services.clock.boottime_ns()
+
+    def _was_set_forward(self) -> bool:
+        before_ns, self._ahead_ns = self._ahead_ns, self._ahead()
+        return self._ahead_ns - before_ns > STEP_S * 1e9
 
     def _remove_old(self) -> int:
         """Remove runs that ended longer ago than they are kept; return how many there were."""

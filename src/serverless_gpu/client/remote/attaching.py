@@ -12,12 +12,12 @@ from collections.abc import Collection
 from serverless_gpu.client.remote.server import server_of
 from serverless_gpu.client.remote.watching import Watched
 from serverless_gpu.client.run import Run
-from serverless_gpu.errors import NotFound, ServerNotConfigured
+from serverless_gpu.errors import ServerNotConfigured
 from serverless_gpu.node.home import Home
 
 
 def attach(home: Home, run_id: str, trusted: Collection[str]) -> Run[object] | None:
-    """Return the handle of a run of the server, or None where there is no server, or no such run.
+    """Return the handle of a run of the server, or None where there is no server.
 
     Args:
         home: where copies of its files come to.
@@ -25,16 +25,14 @@ def attach(home: Home, run_id: str, trusted: Collection[str]) -> Run[object] | N
         trusted: principals whose results may be loaded beside one's own.
 
     Raises:
+        NotFound: it has no such run, or none that one may see.
         ServerlessGpuError: the server refuses, or is away.
     """
     try:
         server = server_of(home.root, os.environ)
     except ServerNotConfigured:
         return None
-    try:
-        view = server.run(run_id)
-    except NotFound:
-        return None
+    view = server.run(run_id)
     is_trusted = view.owner in trusted or view.owner == server.principal()
     untrusted = "" if is_trusted else view.owner
     return Run(Watched(server, view, home.remote / run_id, untrusted=untrusted), view.spec)
