@@ -62,7 +62,7 @@ def test_a_node_joins_hears_of_a_run_and_says_that_it_took_it(server: Served, no
     welcome = node.ask("POST", "/agents", hello(), answer=AgentWelcome)
     path = f"/agents/{welcome.node}"
     assert node.ask("POST", f"{path}/heartbeat", Heartbeat(devices=H100), answer=HeartbeatAnswer).stale == ()
-    orders = node.stream("GET", f"{path}/orders", answer=Order, query={"after": "0"})
+    orders = node.stream("GET", f"{path}/orders", answer=Order)
     run_id = submit(admin)
     order = next(orders)
     assert isinstance(order, Start)

@@ -297,6 +297,25 @@ def test_an_order_that_has_left_and_cannot_be_opened_any_more_is_not_taken_back(
     assert find(services, run_id).state is State.STARTING
 
 
+def test_what_an_order_carries_is_not_read_again_while_it_need_not_come(
+    services: Services, agents: Agents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node_id = agents.hello(NODE, hello()).node
+    first, second = placed(services), placed(services)
+    (order,) = [order for order in agents.waiting(NODE, node_id) if order.run_id == first]
+    read: list[str] = []
+    payload = runs.payload
+
+    def noted(connection: sa.Connection, run_id: str) -> object:
+        read.append(run_id)
+        return payload(connection, run_id)
+
+    monkeypatch.setattr(runs, "payload", noted)
+    assert [one.run_id for one in agents.waiting(NODE, node_id, told={order.seq})] == [second]
+    agents.check(NODE, node_id)
+    assert read == [second]
+
+
 def test_orders_are_for_the_nodes_own_principal_only(services: Services, agents: Agents) -> None:
     node_id = agents.hello(NODE, hello()).node
     placed(services)

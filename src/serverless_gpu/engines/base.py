@@ -8,7 +8,7 @@ Whoever an engine places is started by the agent of that node, which dials the s
 does not carry orders, logs or results. The liveness of an attempt is its lease with the server: `NodeLost` means "stop
 counting on it", never "it is dead", and an engine's own restart ends nothing.
 
-`engines/conformance.py`, shipped as `serverless_gpu.testing.engines`, is what every engine has to pass.
+`testing/engines.py`, shipped as `serverless_gpu.testing.engines`, is what every engine has to pass.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 
 Whoever sends a launch may not learn whether it arrived, and sends it again. So a supervisor first takes the lock, then
 looks whether the attempt has begun or ended before: then it leaves it alone. Who wants to be sure that an attempt never
-starts takes the same lock and writes `stopped.json` (`uplink/adopting.py`).
+starts takes the same lock and writes `stopped.json` (`uplink/unattended.py`).
 """
 
 from __future__ import annotations

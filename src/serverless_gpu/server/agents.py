@@ -15,7 +15,8 @@ while the first is there, and while runs of the first may be going on: it would 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
+from functools import partial
 
 import msgspec
 import sqlalchemy as sa
@@ -124,8 +125,24 @@ class Agents:
             services.hub.touch(SCHEDULER)
         return HeartbeatAnswer(stale=stale)
 
-    def waiting(self, who: Caller, node_id: str, instance: str = "") -> list[Order]:
-        """Return the orders that a node has not taken.
+    def check(self, who: Caller, node_id: str, instance: str = "") -> None:
+        """Return if orders of a node are for whoever asks.
+
+        Raises:
+            NotFound: there is no such node of this principal.
+        """
+        self._services.database.read(lambda connection: _own(connection, who, node_id, instance))
+
+    def waiting(
+        self, who: Caller, node_id: str, instance: str = "", *, told: Collection[int] = frozenset()
+    ) -> list[Order]:
+        """Return the orders that a node has not taken; they count as sent.
+
+        Args:
+            who: asks.
+            node_id: the node.
+            instance: of its home.
+            told: numbers of orders that need not come now; what they carry is not read.
 
         Raises:
             NotFound: there is no such node of this principal.
@@ -137,6 +154,8 @@ class Agents:
             _own(connection, who, node_id, instance)
             found: list[Order] = []
             for stored in orders.waiting(connection, node_id):
+                if stored.seq in told:
+                    continue
                 try:
                     order = self._order(connection, stored)
                 except ServerProblem as error:  # its variables cannot be opened; the others' can
@@ -230,13 +249,12 @@ async def stream(services: Services, who: Caller, node_id: str, instance: str = 
     hub, clock, key = services.hub, services.clock, node_key(node_id)
     while not hub.closed:
         seen = hub.version(key)
-        waiting = await to_thread.run_sync(agents.waiting, who, node_id, instance)
         now_ns = clock.boottime_ns()
-        sent = {order.seq: sent[order.seq] for order in waiting if order.seq in sent}
-        for order in waiting:
-            if now_ns - sent.get(order.seq, -(10**18)) > SEND_AGAIN_S * 1e9:
-                sent[order.seq] = now_ns
-                yield order
+        sent = {seq: sent_ns for seq, sent_ns in sent.items() if now_ns - sent_ns <= SEND_AGAIN_S * 1e9}
+        look = partial(agents.waiting, who, node_id, instance, told=frozenset(sent))
+        for order in await to_thread.run_sync(look):
+            sent[order.seq] = now_ns
+            yield order
         if await hub.changed(key, seen, ALIVE_S) == seen:
             yield None
 

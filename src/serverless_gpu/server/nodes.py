@@ -2,7 +2,7 @@
 
 What a node said last is kept as it was said (`AgentHello` without its attempts), so that a server that starts again
 knows what there is, and what it waits for, before anybody has said anything. Whether a node is *there* is not here: a
-column would be as old as its last write. `presence.py` knows.
+column would be as old as its last write. `liveness.py` knows.
 """
 
 from __future__ import annotations

@@ -34,7 +34,6 @@ from serverless_gpu.node.throttle import Bucket
 from serverless_gpu.server.hub import Hub, run_key
 from serverless_gpu.wire.base import LIVE_STREAMS_MAX
 from serverless_gpu.wire.runs import (
-    AcceptedMessage,
     EndedMessage,
     GapMessage,
     LogMessage,
@@ -318,11 +317,6 @@ def _aside(run: RunView) -> StateMessage:
     return StateMessage(
         seq=0, fence=run.fence, state=run.state, reason=run.reason, sentence=run.sentence, node=run.node
     )
-
-
-def accepted(run: RunView) -> AcceptedMessage:
-    """Return the first message of a stream."""
-    return AcceptedMessage(run=run)
 
 
 def parse_offsets(text: str) -> dict[Place, int]:

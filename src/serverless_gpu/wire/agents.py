@@ -2,7 +2,7 @@
 
     POST /agents                            AgentHello → AgentWelcome    (scope `agent`; again after a reconnect)
     POST /agents/{node}/heartbeat           Heartbeat  → HeartbeatAnswer
-    GET  /agents/{node}/orders?after&instance  → stream of `Order`, those not acknowledged first
+    GET  /agents/{node}/orders?instance  → stream of `Order`, those not acknowledged first
     POST /agents/{node}/orders/ack          OrdersTaken
 
 An order may come again until it is acknowledged; it is taken once, by its gang. `Start` is acknowledged when the

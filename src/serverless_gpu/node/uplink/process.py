@@ -189,7 +189,7 @@ class Uplink:
         """Take orders as they come, for ever; after a break those not acknowledged come again."""
         backoff = Backoff()
         line = self._server.line()
-        query = {"after": "0", "instance": self._presence.instance}
+        query = {"instance": self._presence.instance}
         while True:
             self._joined.wait()
             node = self._node

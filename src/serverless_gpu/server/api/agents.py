@@ -16,14 +16,12 @@ routes = Routes("agents")
 
 
 class OrdersQuery(Query, frozen=True, kw_only=True):
-    """Where a stream begins.
+    """Whose stream it is.
 
     Attributes:
-        after: number of the last order that the node has seen; what it has not taken comes again all the same.
         instance: of the node's home.
     """
 
-    after: int = 0
     instance: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
 
@@ -43,9 +41,7 @@ def heartbeat(call: Call, node: str, body: Heartbeat) -> HeartbeatAnswer:
 async def orders(call: Call, node: str, query: OrdersQuery) -> Stream[Order]:
     """Stream what the node is to do; what it has not taken comes again."""
     agents = Agents(call.services)
-    await call.in_thread(
-        lambda: agents.waiting(call.who, node, query.instance)
-    )  # refuses now, and not in the middle of a stream
+    await call.in_thread(lambda: agents.check(call.who, node, query.instance))  # now, not in the middle of a stream
     return Stream(stream(call.services, call.who, node, query.instance))
 
 
