@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from serverless_gpu.client.preflight import pack
 from serverless_gpu.model.attempt import Reason, State, StopReason
 from serverless_gpu.model.spec import BlobReference, Command, Function, RunSpec
 from serverless_gpu.node.history import read_ending
+from serverless_gpu.node.uplink import control
 from serverless_gpu.node.uplink.control import ensure, running, stop_all
 from serverless_gpu.testing import FakeGpus
 from tests.local.observe import announced, wait_for
@@ -185,6 +187,18 @@ def test_a_stopped_uplink_leaves_its_runs_alone(node: Node, where: str) -> None:
     assert attempt.ending is None
     node.restart()
     assert attempt.settled().reason is Reason.COMPLETED
+
+
+def test_an_uplink_that_does_not_hear_is_killed_and_that_is_no_failure(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "_END_S", 0.3)
+    uplink = node.uplink()
+    uplink.send(signal.SIGSTOP)
+    assert stop_all(node.home) == 1
+    uplink.wait_gone()
+    node.restart()
+    assert node.run(hello, "again").settled().reason is Reason.COMPLETED
 
 
 def test_a_server_names_no_directory_but_those_of_its_own_runs(node: Node) -> None:
