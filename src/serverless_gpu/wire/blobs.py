@@ -4,8 +4,8 @@
     PUT  /blobs/{digest}       bytes, up to BLOB_PART_BYTES → 204; durable, and checked against its name (BLAKE3)
 
 A blob is sent as parts and named by the list of them (`BlobReference`), so an upload that breaks off goes on with the
-parts that are missing. Nobody reads a part by its digest: payloads are read through their attempt, outputs through
-their run.
+parts that are missing. No route gives a part by its digest: payloads are read through their attempt, outputs through
+their run. But a run that names parts as its payload gets their bytes, so the server shows digests to nobody.
 
     GET    /environments/objects/{key}?start&length          → bytes
     PUT    /environments/objects/{key}                       bytes → 204
