@@ -173,7 +173,7 @@ def _restart(count: int) -> dict[str, object]:
         # A node of its own each round: what earlier ones were given is theirs.
         with contextlib.closing(Connection(server.url, token)) as connection:
             welcome = connection.ask("POST", "/agents", _hello(), answer=AgentWelcome)
-            orders = connection.stream("GET", f"/agents/{welcome.node}/orders", answer=Order, query={"after": "0"})
+            orders = connection.stream("GET", f"/agents/{welcome.node}/orders", answer=Order)
             next(iter(orders))
             return {"ms": (now_ns() - began_ns) / 1e6, "ready_ms": server.ready_ms}
 

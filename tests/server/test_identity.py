@@ -238,6 +238,7 @@ def place(database: Database, fence: int, token: str) -> None:
         connection.execute(sa.insert(runs).values(**run, **more))
         attempt = {"run_id": RUN, "fence": fence, "node_id": f"n{fence}", "gpu_type": "CPU", "world_size": 1}
         values = {"state": "RUNNING", "token_sha256": sha256(token), "boot_id": "", "created_ns": NOW, "lease_ns": NOW}
+        values["grace_s"] = 900.0
         connection.execute(sa.insert(attempts).values(**attempt, **values))
 
     database.write(work)
