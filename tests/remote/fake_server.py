@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -23,7 +24,7 @@ import msgspec
 from blake3 import blake3
 
 from serverless_gpu.ambient import machine
-from serverless_gpu.errors import AlreadyFinished, IdempotencyConflict, NotFound, ServerlessGpuError
+from serverless_gpu.errors import AlreadyFinished, IdempotencyConflict, NotAuthenticated, NotFound, ServerlessGpuError
 from serverless_gpu.model.attempt import TERMINAL, Reason, State
 from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.model.ledger import Receipt, Segments
@@ -183,6 +184,8 @@ class FakeServer:
         cut_after: bytes of a stream after which its connection breaks, or None.
         lose: how many answers to `POST /runs` get lost.
         refuse: raised instead of making a run.
+        refuse_tokens: whether no token is valid any more.
+        pause_s: between the messages of a stream.
         makes: a run that is asked for is made once this is set, as it is unless a test clears it.
     """
 
@@ -196,6 +199,8 @@ class FakeServer:
         self.cut_after: int | None = None
         self.lose = 0
         self.refuse: ServerlessGpuError | None = None
+        self.refuse_tokens = False
+        self.pause_s = 0.0
         self.makes = threading.Event()
         self.makes.set()
         self.me = "alice"
@@ -301,6 +306,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.fake.bodies.append(self.body)
         try:
             assert self.headers["Authorization"] == f"Bearer {TOKEN}", self.headers["Authorization"]
+            if self.fake.refuse_tokens:
+                raise NotAuthenticated("this token is not valid any more")
             self._route(method, route)
         except ServerlessGpuError as error:
             problem = Problem(code=error.code, message=error.message, hint=error.hint)
@@ -422,6 +429,7 @@ class _Handler(BaseHTTPRequestHandler):
                     self.connection.shutdown(socket.SHUT_RDWR)
                 return
             left = None if left is None else left - len(data)
+            time.sleep(self.fake.pause_s)
             self.wfile.write(data)
             self.wfile.flush()
 

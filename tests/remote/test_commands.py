@@ -200,7 +200,14 @@ def test_submit_detached_prints_the_identifier_alone(served: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [("no.py",), ("--tag", "a", "true"), ("--ranks-log", "x", "true"), ("--gpus", "0", "true")]
+    "wrong",
+    [
+        ("no.py",),
+        ("--tag", "a", "true"),
+        ("--ranks-log", "x", "true"),
+        ("--ranks-log", "7", "true"),
+        ("--gpus", "0", "true"),
+    ],
 )
 def test_submit_refuses_a_wrong_command_line(home: Path, wrong: tuple[str, ...]) -> None:
     assert sgpu("submit", *wrong).exit_code == 2

@@ -408,6 +408,7 @@ def test_a_killed_supervisor_is_an_ending_once_its_ranks_are_gone(node: Node, wh
     assert attempt.reason is Reason.SUPERVISOR_LOST and attempt.ending is not None
     assert attempt.ending.began and not attempt.ending.stopped
     assert attempt.receipt is not None and attempt.receipt["gate"].startswith("not known")
+    assert "how much more it was is not known" in attempt.receipt["notes"][0]
 
 
 def test_a_supervisor_killed_with_everything_else_is_an_ending_of_the_next_uplink(node: Node, where: str) -> None:

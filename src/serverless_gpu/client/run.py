@@ -283,9 +283,9 @@ class Run(Generic[R]):
             return
         started_ns = SystemClock().boottime_ns()
         try:
-            self.cancel()
             display.finish()
-            display.say(f"cancelling; {again()} to leave at once")
+            display.say(f"cancelling; {again()} to leave at once")  # first: a server that is away is waited for
+            self.cancel()
             self._hear_until(lambda: self._receipt is not None or not self._source.is_open, None)
         except KeyboardInterrupt:
             self._left = True

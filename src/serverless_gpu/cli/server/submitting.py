@@ -78,6 +78,8 @@ def _spec(program: str, arguments: Sequence[str], *, remote: bool, options: Mapp
     given = {name: options[name] for name in _OPTIONS if options.get(name) is not None}
     given |= {"resume": options["resume"], "tags": _tags(options["tags"]), "ranks_log": _ranks(options["ranks_log"])}
     spec = parse_options(options["gpus"], options["gpu_type"], remote, options["timeout"], given)
+    if isinstance(spec.ranks_log, tuple) and not any(rank < options["gpus"] for rank in spec.ranks_log):
+        raise click.BadParameter(f"the run has ranks 0 to {options['gpus'] - 1}", param_hint="--ranks-log")
     command = Command(argv=argv, per="node" if options["per_node"] else "rank")
     return msgspec.structs.replace(spec, payload=command, name=options["name"] or Path(program).name)
 

@@ -27,7 +27,7 @@ import msgspec
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.client.remote.server import Server
-from serverless_gpu.errors import ServerProblem, ServerUnavailable
+from serverless_gpu.errors import NotAllowed, NotAuthenticated, ServerProblem, ServerUnavailable
 from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.runs import (
     AcceptedMessage,
@@ -155,7 +155,7 @@ class EventStream:
                 if self._queue:
                     return self._pop()
                 if self._error is not None:
-                    raise self._error
+                    raise self._error.with_traceback(None)  # whoever waits reads one frame of ours, not the thread's
                 if self._over or self._closed.is_set():
                     return None
             left_s = None if deadline_ns is None else (deadline_ns - self._clock.boottime_ns()) / 1e9
@@ -228,7 +228,7 @@ class EventStream:
                         return
             except ServerProblem as error:
                 if not error.retryable:
-                    raise
+                    raise self._explained(error) from None
                 problem = error.message
                 self._server.look_again()
             now_ns = self._clock.boottime_ns()
@@ -243,6 +243,13 @@ class EventStream:
                 self._put(Away(f"the server at {self._server.profile.url} does not answer; waiting for it"))
             self._closed.wait(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, _PAUSE_S_MAX)
+
+    def _explained(self, error: ServerProblem) -> ServerProblem:
+        """Return a refusal, with what has become of the run where the server has taken it."""
+        if self._request is None and isinstance(error, NotAuthenticated | NotAllowed):
+            still = f"run {self._run_id} goes on: `sgpu cancel {self._run_id}` with a token that may stops it"
+            return type(error)(error.message, hint="; ".join(filter(None, (error.hint, still))))
+        return error
 
     def _messages(self) -> Iterator[StreamMessage]:
         connection = self._server.connect()

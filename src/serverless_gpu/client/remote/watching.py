@@ -65,6 +65,7 @@ class Watched(Source):
         self._untrusted = untrusted
         self._stream = stream
         self._over = False
+        self._is_over_there = view.state in TERMINAL
         self._pending: deque[protocol.AnyMessage | Note] = deque()
         self._decoders: dict[tuple[int, int, str], codecs.IncrementalDecoder] = {}
         self._shown = view.spec.ranks_log
@@ -99,10 +100,11 @@ class Watched(Source):
             if self._over:
                 return None
             if self._stream is None and timeout_s == 0:
-                has_ended = self._look()
-                if not has_ended:
+                self._is_over_there = self._is_over_there or self._look()
+                if not self._is_over_there:
                     break
-            fresh = self._stream is None  # its first words are not to be missed by whoever only looks
+            # Its first words are not to be missed by whoever only looks, nor the ending of a run that has one.
+            fresh = self._stream is None or (self._is_over_there and self._stopped is None)
             left_s = None if deadline_ns is None else max(0.0, (deadline_ns - SystemClock().boottime_ns()) / 1e9)
             heard = self._opened().read(max(left_s, _FIRST_S) if fresh and left_s is not None else left_s)
             if heard is None:

@@ -17,7 +17,7 @@ import msgspec
 from serverless_gpu.ambient import Clock
 from serverless_gpu.model.attempt import MEANINGS, Failure, Reason
 from serverless_gpu.model.hardware import DeviceKind
-from serverless_gpu.model.ledger import Fact, Receipt, Segments, charge
+from serverless_gpu.model.ledger import Fact, FactKind, Receipt, Segments, charge
 from serverless_gpu.node import protocol
 from serverless_gpu.node.account import write_json
 from serverless_gpu.node.flocks import held_note
@@ -25,6 +25,8 @@ from serverless_gpu.node.history import first_facts, read_ending, read_receipt
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.locks import MACHINE_DIRECTORIES, Holder
 from serverless_gpu.node.remote import Remote
+
+_COUNTED = "the time is counted up to the last sign of life of the run's supervisor; how much more it was is not known"
 
 
 def refusal(detail: str, clock: Clock) -> protocol.Stopped:
@@ -109,6 +111,7 @@ def _receipt(remote: Remote, stopped: protocol.Stopped, facts: list[Fact]) -> Re
         tags={},
         facts=len(facts),
         world_size=remote.world_size,
+        notes=(_COUNTED,) if any(fact.kind is FactKind.EXEC for fact in facts) else (),
     )
 
 
