@@ -366,6 +366,8 @@ def test_F43_a_cancel_gives_up_results_that_do_not_get_to_the_server(node: Node,
     node.server.order_stop(attempt, StopReason.CANCEL)
     attempt.settled()
     assert attempt.reason is Reason.CANCELLED and attempt.endings == 1
+    assert attempt.receipt is not None
+    assert (attempt.receipt["state"], attempt.receipt["reason"]) == ("CANCELLED", "cancelled")
     assert "the store answers 500" in detail(attempt) and str(node.directory(attempt)) in detail(attempt)
     assert (node.directory(attempt) / "results" / "0.pkl").stat().st_size > 1 << 20
 

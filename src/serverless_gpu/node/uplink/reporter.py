@@ -209,7 +209,11 @@ class Reporter:
         if is_last and not self._ending_sent:
             ending = _ending(delivered.stopped, began=known.begun, log_ends=self._logs.ends_missing(logs))
             logs += self._logs.closing(logs)
-        receipt = self._receipt() if is_last and known.finished and self._facts.is_complete() else msgspec.UNSET
+        receipt = (
+            self._receipt(delivered.stopped)
+            if is_last and known.finished and self._facts.is_complete()
+            else msgspec.UNSET
+        )
         return Report(
             state=State.STOPPING,
             sentence=delivered.sentence or (_NO_ROOM if self._has_no_room() and not is_last else ""),
@@ -238,9 +242,13 @@ class Reporter:
                 self._exec_ns = fact.wall_ns
         return facts
 
-    def _receipt(self) -> Json:
+    def _receipt(self, stopped: Stopped) -> Json:
         receipt = read_receipt(self._directory)
-        return msgspec.UNSET if receipt is None else msgspec.Raw(msgspec.json.encode(receipt))
+        if receipt is None:
+            return msgspec.UNSET
+        if receipt.state != stopped.state.value:  # its supervisor did not know what becomes of the results
+            receipt = msgspec.structs.replace(receipt, state=stopped.state.value, reason=stopped.reason.value)
+        return msgspec.Raw(msgspec.json.encode(receipt))
 
     def _has_no_receipt(self) -> bool:
         """Return whether there will never be one: its directory is gone."""
