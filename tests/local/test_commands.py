@@ -309,9 +309,10 @@ def test_the_report_for_people(own: Path) -> None:
     report = sgpu("doctor")
     assert "\x1b" not in report
     assert report.startswith("machine\n  ok       home              ")
-    assert [line for line in report.splitlines() if line and not line.startswith(" ")][:4] == [
+    assert [line for line in report.splitlines() if line and not line.startswith(" ")][:5] == [
         "machine",
         "agent",
+        "server",
         "GPUs",
         "environment",
     ]

@@ -23,8 +23,8 @@ from serverless_gpu.errors import (
     NotEnoughGpus,
     RunCancelled,
     RunError,
-    ServerNotConfigured,
     SessionEnded,
+    UsageError,
 )
 from serverless_gpu.model.ledger import Fact, FactKind, charge
 from serverless_gpu.testing import FakeGpus
@@ -146,7 +146,7 @@ def test_what_cannot_be_is_refused_before_anything_starts(warm: Path, monkeypatc
             serverless_gpu.session()
     with pytest.raises(NotEnoughGpus):
         serverless_gpu.session(gpus=9, gpu_type="H100")
-    with pytest.raises(ServerNotConfigured):
+    with pytest.raises(UsageError, match="holds devices of this machine"):
         serverless_gpu.session(gpus=1, gpu_type="H100", remote=True)  # type: ignore[call-arg]  # an option of `distributed`
     with pytest.raises(InvalidValue, match="idle_timeout must be a positive number of seconds, not 0"):
         serverless_gpu.session(gpus=1, gpu_type="H100", idle_timeout=0)

@@ -7,6 +7,9 @@
 Whoever sends a launch may not learn whether it arrived, and sends it again. So a supervisor first takes the lock, then
 looks whether the attempt has begun or ended before: then it leaves it alone. Who wants to be sure that an attempt never
 starts takes the same lock and writes `stopped.json` (`uplink/unattended.py`).
+
+An attempt of this machine alone whose supervisor was lost before user code began is the exception: the agent wrote that
+down, and the client, which knows that nothing has run, launches it again.
 """
 
 from __future__ import annotations
@@ -16,8 +19,10 @@ import os
 import select
 from pathlib import Path
 
+from serverless_gpu.model.attempt import Reason
 from serverless_gpu.model.ledger import Fact, FactKind
-from serverless_gpu.node.history import first_facts
+from serverless_gpu.node.history import first_facts, read_ending
+from serverless_gpu.node.remote import FILE as REMOTE
 
 LOCK = "supervisor.lock"
 _TRIES = 100
@@ -35,11 +40,19 @@ def take_attempt(directory: Path) -> str:
     """
     if try_lock(directory) < 0:
         return f"another process looks after the attempt in {directory}"
-    if (directory / "stopped.json").exists():
+    stopped = directory / "stopped.json"
+    if stopped.exists() and not _may_be_replaced(directory):
         return f"the attempt in {directory} has ended"
     if has_begun(first_facts(directory)):
         return f"the attempt in {directory} has begun before"
+    stopped.unlink(missing_ok=True)
     return ""
+
+
+def _may_be_replaced(directory: Path) -> bool:
+    """Return whether all that is known of an end is that a supervisor was lost, of an attempt that no server gave."""
+    ending = read_ending(directory)
+    return ending is not None and ending.reason is Reason.SUPERVISOR_LOST and not (directory / REMOTE).exists()
 
 
 def try_lock(directory: Path) -> int:
