@@ -21,6 +21,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import msgspec
+import pytest
 from blake3 import blake3
 
 from serverless_gpu.ambient import machine
@@ -475,3 +476,14 @@ def _output(
             end = min(len(data), start + _PIECE, gap[0] if gap is not None and start < gap[0] else len(data))
             at[key] = end
             yield LogMessage(fence=fence, rank=rank, stream=name, offset=start, data=data[start:end])
+
+
+def until_it_is_said(capsys: pytest.CaptureFixture[str], limit_s: float = 30.0) -> tuple[str, str]:
+    """Wait for the line about a server that is away; return what was printed until then."""
+    out = err = ""
+    deadline = time.monotonic() + limit_s
+    while "does not answer" not in err and time.monotonic() < deadline:
+        time.sleep(0.02)
+        captured = capsys.readouterr()
+        out, err = out + captured.out, err + captured.err
+    return out, err

@@ -28,7 +28,7 @@ from serverless_gpu.model.attempt import MEANINGS, Failure, Reason, State
 from serverless_gpu.node.inside import payload
 from serverless_gpu.node.protocol import Stopped
 from serverless_gpu.wire.runs import EndedMessage
-from tests.remote.fake_server import TOKEN, FakeServer, Script
+from tests.remote.fake_server import TOKEN, FakeServer, Script, until_it_is_said
 
 
 @distributed(gpus=1, gpu_type="H100", remote=True)
@@ -167,13 +167,14 @@ def test_a_restart_of_the_server_inside_a_call_is_one_line(
         fake.stop()
         script.write(0, b"after\n")
         script.end({"results/0.pkl": pickled(tmp_path, 2)})
-        time.sleep(2.0)
+        printed.append(until_it_is_said(capsys))
         fake.start()
 
+    printed: list[tuple[str, str]] = []
     thread = later(restart)
     assert train.distributed(0.1) == [2]
     thread.join()
-    out, err = capsys.readouterr()
+    out, err = ("".join(parts) for parts in zip(*printed, capsys.readouterr(), strict=True))
     assert out == "[rank 0] before\n[rank 0] after\n"
     assert [line for line in err.splitlines() if "answer" in line] == [
         f"serverless-gpu: the server at {fake.url} does not answer; waiting for it"
@@ -248,13 +249,14 @@ def test_F66_results_are_waited_for_while_the_server_is_down(
     fake.stop()
 
     def start_again() -> None:
-        time.sleep(2.0)
+        printed.append(until_it_is_said(capsys))
         fake.start()
 
+    printed: list[tuple[str, str]] = []
     thread = later(start_again)
     assert run.results() == [3]
     thread.join()
-    err = capsys.readouterr().err
+    err = printed[0][1] + capsys.readouterr().err
     assert err.count("serverless-gpu: ") == 1 and "does not answer; waiting for it" in err
 
 
