@@ -183,7 +183,8 @@ def test_an_exception_in_the_block_cancels_its_runs(warm: Path, where: str) -> N
 
 def test_an_idle_session_warns_and_gives_back(warm: Path, capsys: pytest.CaptureFixture[str]) -> None:
     session = serverless_gpu.session(gpus=1, gpu_type="H100", idle_timeout=2)
-    wait_for(lambda: held_locks(warm) == [], "the device is free")
+    wait_for(lambda: "(ended)" in repr(session), "the session's own process has heard of it")
+    assert held_locks(warm) == []
     with pytest.raises(SessionEnded, match=r"the session, idle for \d\.\d s, has ended: its 1 H100 are given back"):
         session.distributed(where_am_i)
     said = capsys.readouterr().err
