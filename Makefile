@@ -45,6 +45,16 @@ $(VENV)/.installed-notebook: $(VENV)/.installed
 	@$(INSTALL) -e '.[notebook]'
 	@touch $@
 
+# MLflow caps its neighbours' versions and changes what a run does, so tests use it as users have it: in an environment
+# of its own, which sees ours behind its own packages.
+$(VENV)/.installed-mlflow: $(VENV)/.installed
+	@echo "installing into $(VENV)/mlflow: MLflow and Lightning, for tests of tracking"
+	@$(BIN)/python -m venv $(VENV)/mlflow
+	@$(BIN)/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' \
+		> "$$($(VENV)/mlflow/bin/python -c 'import site; print(site.getsitepackages()[0])')/serverless_gpu_tests.pth"
+	@$(VENV)/mlflow/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt 'mlflow' lightning
+	@touch $@
+
 notebook: $(VENV)/.installed-notebook ## open the quickstart in JupyterLab
 	@$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) examples/quickstart.ipynb
 
@@ -54,7 +64,7 @@ demo: venv ## train a small model on 2 ranks, no GPU needed
 test: venv ## run the tests (no GPU, no network)
 	$(BIN)/python -m pytest
 
-test-all: $(VENV)/.installed-examples ## run the heavy tests, too: every example (transformers, peft, accelerate)
+test-all: $(VENV)/.installed-examples $(VENV)/.installed-mlflow ## run the heavy tests, too: every example, MLflow
 	$(BIN)/python -m pytest -m "not gpu"
 
 check: venv ## format, lint, types, layers, our own lints, links

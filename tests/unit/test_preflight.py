@@ -281,7 +281,7 @@ def test_F54_an_os_error_of_the_users_own_is_not_a_full_disk(tmp_path: Path) -> 
 
 
 def test_F59_a_large_captured_global_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linecache, "cache", {})  # the sources of code that other tests generated travel with a call, too
+    monkeypatch.setattr(linecache, "cache", {})  # sources of code that other tests generated would travel, too
     names = in_main(
         "DATA = [float(n) for n in range(1_500_000)]\nSMALL = list(range(10))\n"
         "def helper(): return DATA\ndef train(x, table): return helper(), SMALL\n"

@@ -50,6 +50,7 @@ _STOPPED = {
     StopReason.TIMEOUT: Reason.TIMEOUT,
     StopReason.BUDGET: Reason.BUDGET,
     StopReason.DRAIN: Reason.DRAINED,
+    StopReason.IDLE: Reason.IDLE,
 }
 
 

@@ -78,6 +78,7 @@ class Reason(StrEnum):
     GANG_START = "gang_start"
     RESULT_UPLOAD = "result_upload"
     REFUSED = "refused"
+    IDLE = "idle"
 
 
 class StopReason(StrEnum):
@@ -88,6 +89,7 @@ class StopReason(StrEnum):
     TIMEOUT = "timeout"
     BUDGET = "budget"
     DRAIN = "drain"
+    IDLE = "idle"
 
 
 STOPPED_BY: Mapping[StopReason, Reason] = {
@@ -96,6 +98,7 @@ STOPPED_BY: Mapping[StopReason, Reason] = {
     StopReason.TIMEOUT: Reason.TIMEOUT,
     StopReason.BUDGET: Reason.BUDGET,
     StopReason.DRAIN: Reason.DRAINED,
+    StopReason.IDLE: Reason.IDLE,
 }
 """The reason with which an attempt ends that was asked to stop."""
 
@@ -178,6 +181,7 @@ MEANINGS: Mapping[Reason, Meaning] = {
     Reason.RESULT_UPLOAD: Meaning(
         State.FAILED, False, True, "the run finished, but its results could not be sent to the server"
     ),
+    Reason.IDLE: Meaning(State.TIMED_OUT, False, True, "the run did nothing for as long as idle_timeout allows"),
     Reason.REFUSED: Meaning(State.FAILED, True, False, "the node refused to start the run"),
 }
 

@@ -140,6 +140,26 @@ class Segments(msgspec.Struct, frozen=True, kw_only=True):
     queued_ms: int | None = None
 
 
+class DeviceUse(msgspec.Struct, frozen=True, kw_only=True):
+    """What telemetry saw of one device of an attempt; None is "not known".
+
+    Attributes:
+        uuid: of the device.
+        samples: how many there were, about one a second.
+        busy_percent: mean share of time in which it worked.
+        peak_memory_bytes: most device memory used.
+        energy_joules: drawn between the first and the last sample.
+        throttled_s: seconds in which it ran slower than asked for, because of heat or power.
+    """
+
+    uuid: str
+    samples: int
+    busy_percent: float | None = None
+    peak_memory_bytes: int | None = None
+    energy_joules: float | None = None
+    throttled_s: float | None = None
+
+
 class TextPrinter(Protocol):
     """What IPython gives `_repr_pretty_` to write to."""
 
@@ -172,6 +192,8 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
         notes: anything else the user should know.
         runs: for a session, how many runs used it; its time is what no run used.
         environment: what the ranks imported: ``"live"``, or which snapshot and how it was restored.
+        uses: what its devices did, as far as telemetry saw it.
+        tracked: link to its run in MLflow, or "".
     """
 
     run_id: str
@@ -196,6 +218,8 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
     runs: int | None = None
     environment: str = ""
+    uses: tuple[DeviceUse, ...] = ()
+    tracked: str = ""
 
     def rows(self) -> dict[str, str]:
         """Return what there is to say, by label; what is not known, or nothing worth saying, is left out."""

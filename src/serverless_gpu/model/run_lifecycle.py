@@ -37,7 +37,7 @@ LOST = frozenset({*(r for r, meaning in MEANINGS.items() if meaning.state is Sta
 """Nobody could end the attempt in order: user code may have been anywhere."""
 
 _DISPLACED = frozenset({Reason.PREEMPTED, Reason.DRAINED})
-_FINAL_STOPS = frozenset({StopReason.CANCEL, StopReason.TIMEOUT, StopReason.BUDGET})
+_FINAL_STOPS = frozenset({StopReason.CANCEL, StopReason.TIMEOUT, StopReason.BUDGET, StopReason.IDLE})
 # User code ran to its end. Once more would cost the same and change nothing, or leave two results.
 _RAN_TO_ITS_END = frozenset({Reason.RESULT_UNSERIALISABLE, Reason.RESULT_TOO_LARGE, Reason.RESULT_UPLOAD})
 _ORDER = (State.STARTING, State.RUNNING, State.STOPPING)

@@ -19,6 +19,7 @@ import msgspec
 from serverless_gpu.errors import InvalidOption, InvalidValue
 from serverless_gpu.model.attempt import Limits
 from serverless_gpu.model.hardware import GpuType, find_type
+from serverless_gpu.model.tracking import Tracking
 
 SPEC_VERSION = 2
 BLOB_PART_BYTES = 16 << 20
@@ -67,6 +68,7 @@ class Options(TypedDict, total=False):
     on_interrupt: OnInterrupt
     same_node: bool
     ignore_busy: bool
+    idle_timeout: float
 
 
 class BlobReference(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,6 +144,8 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
         environment: what ranks import: the caller's files as they lie there, or a restored copy of them; "auto" until
             the client of a server knows whether it is on its own machine.
         payload: what the run does.
+        idle_timeout_s: seconds of devices that do nothing until the run is stopped, or None for never.
+        tracker: where the run is tracked, as its client resolved `tracking` at the call; None for nowhere.
     """
 
     spec_version: int = SPEC_VERSION
@@ -166,6 +170,8 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     hang_warning_s: float = DEFAULT_HANG_WARNING_S
     environment: AskedEnvironment = "live"
     payload: Payload = Function()
+    idle_timeout_s: float | None = None
+    tracker: Tracking | None = None
 
     def processes(self, world_size: int) -> int:
         """Return how many processes of the user's a node starts for so many of its devices."""
@@ -245,6 +251,7 @@ def make_spec(
         on_interrupt=_on_interrupt(asked.get("on_interrupt", "cancel")),
         hang_timeout_s=_seconds_or_none("hang_timeout", asked.get("hang_timeout")),
         environment=_environment(asked.get("env"), remote is True),
+        idle_timeout_s=_seconds_or_none("idle_timeout", asked.get("idle_timeout")),
     )
 
 

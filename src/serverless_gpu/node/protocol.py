@@ -30,7 +30,7 @@ from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.version import __version__
 
-PROTOCOL = 4
+PROTOCOL = 5
 Kind = Literal["function", "session"]
 Mode = Literal["", "overlay", "links"]
 SESSION_DEVICES_MAX = 240  # a loan is one packet with a descriptor for each, and a packet carries 253
@@ -309,6 +309,18 @@ class Started(Message, frozen=True, kw_only=True, tag="started"):
     at_ns: int
 
 
+class Tracked(Message, frozen=True, kw_only=True, tag="tracked"):
+    """The run has a run in MLflow.
+
+    Attributes:
+        run_id: MLflow's.
+        url: what a person opens.
+    """
+
+    run_id: str
+    url: str
+
+
 class Output(Message, frozen=True, kw_only=True, tag="output"):
     """Bytes a rank wrote, as text for a terminal."""
 
@@ -424,6 +436,7 @@ AnyMessage = (
     | Snapshot
     | Waiting
     | Started
+    | Tracked
     | Output
     | Skipped
     | Stopped

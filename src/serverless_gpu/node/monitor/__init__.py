@@ -1,0 +1,1 @@
+"""The monitor: one process per home that samples the node, and tells MLflow what runs do."""

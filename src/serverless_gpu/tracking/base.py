@@ -1,0 +1,87 @@
+"""The port: what serverless-gpu asks of whatever keeps experiments.
+
+    Delivery ──▶ Tracker ──── MlflowTracker   MLflow's REST interface (`mlflow.py`); `mlflow` is never imported
+
+A tracker is used by one thread at a time, blocks for a bounded time, and raises one of two things: `TrackerAway`, after
+which the same call may be made again later, or `TrackerRefused`, after which it may not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple, Protocol
+
+import msgspec
+
+from serverless_gpu.model.tracking import Tracking
+
+Status = Literal["FINISHED", "FAILED", "KILLED"]
+
+
+class TrackerAway(Exception):
+    """It does not answer, or answers that it cannot now; the text says what happened."""
+
+
+class TrackerRefused(Exception):
+    """It will never take this; the text says why."""
+
+
+class Metric(NamedTuple):
+    """One point of a series."""
+
+    key: str
+    value: float
+    at_ms: int
+    step: int
+
+
+class Tracked(msgspec.Struct, frozen=True, kw_only=True):
+    """A tracked run as the tracker knows it.
+
+    Attributes:
+        run_id: MLflow's own identifier.
+        uri: of the tracking server, without credentials.
+        url: what a person opens.
+        artifacts: where its artifacts go, as the tracker says.
+    """
+
+    run_id: str
+    experiment_id: str
+    uri: str
+    url: str
+    artifacts: str = ""
+
+
+class Tracker(Protocol):
+    """What keeps experiments."""
+
+    def find(self, tracking: Tracking, run_id: str) -> Tracked | None:
+        """Return the tracked run that carries this run's tag, or None: made by another node, or before a restart."""
+        ...
+
+    def begin(self, tracking: Tracking, run_id: str, *, tags: Mapping[str, str], at_ms: int) -> Tracked:
+        """Return the tracked run: made, or the one that `tracking` says is continued."""
+        ...
+
+    def log(
+        self,
+        tracked: Tracked,
+        *,
+        metrics: Sequence[Metric] = (),
+        params: Mapping[str, str] | None = None,
+        tags: Mapping[str, str] | None = None,
+    ) -> None:
+        """Add points, parameters and tags; the same again changes nothing."""
+        ...
+
+    def upload(self, tracked: Tracked, name: str, data: bytes) -> None:
+        """Add a small file to its artifacts, or replace it."""
+        ...
+
+    def end(self, tracked: Tracked, status: Status, at_ms: int) -> None:
+        """Say that it has ended."""
+        ...
+
+    def close(self) -> None:
+        """Give connections back."""
+        ...
