@@ -34,7 +34,7 @@ from serverless_gpu.client.source import Note
 from serverless_gpu.errors import ServerlessGpuError, SessionEnded, UsageError
 from serverless_gpu.model.attempt import State
 from serverless_gpu.model.hardware import Device
-from serverless_gpu.model.spec import Options, RunSpec, seconds
+from serverless_gpu.model.spec import RunSpec, SessionOptions, seconds
 from serverless_gpu.node import protocol
 
 P = ParamSpec("P")
@@ -249,7 +249,7 @@ def session(
     gpu_type: str | None = None,
     timeout: float | None = None,
     idle_timeout: float = IDLE_TIMEOUT_S,
-    **options: Unpack[Options],
+    **options: Unpack[SessionOptions],
 ) -> Session:
     """Hold GPUs of this machine for several calls, and wait until they are there.
 

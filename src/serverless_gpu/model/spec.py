@@ -45,8 +45,8 @@ class Priority(StrEnum):
     BEST_EFFORT = "BEST_EFFORT"
 
 
-class Options(TypedDict, total=False):
-    """Everything `distributed` accepts beside `gpus`, `gpu_type`, `remote` and `timeout`."""
+class SessionOptions(TypedDict, total=False):
+    """What a session accepts for its plain functions, beside what it has parameters for."""
 
     num_gpus: int
     tags: Mapping[str, str]
@@ -68,6 +68,11 @@ class Options(TypedDict, total=False):
     on_interrupt: OnInterrupt
     same_node: bool
     ignore_busy: bool
+
+
+class Options(SessionOptions, total=False):
+    """Everything `distributed` accepts beside `gpus`, `gpu_type`, `remote` and `timeout`."""
+
     idle_timeout: float
 
 
