@@ -92,8 +92,8 @@ def stop_reason() -> str | None:
     """Return why this run is to stop, or None while it is not.
 
     Returns:
-        ``"cancel"``, ``"preempt"``, ``"timeout"``, ``"budget"`` or ``"drain"``; or ``"failure"`` when another rank has
-        failed, and only two seconds are left.
+        ``"cancel"``, ``"preempt"``, ``"timeout"``, ``"budget"``, ``"drain"`` or ``"idle"``; or ``"failure"`` when
+        another rank has failed, and only two seconds are left.
 
     Raises:
         UsageError: as `should_stop`.

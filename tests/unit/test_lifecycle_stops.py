@@ -59,6 +59,7 @@ STOPS: list[tuple[Event, Reason, State]] = [
     (StopRequested(StopReason.TIMEOUT), Reason.TIMEOUT, State.TIMED_OUT),
     (StopRequested(StopReason.BUDGET), Reason.BUDGET, State.BUDGET_STOPPED),
     (StopRequested(StopReason.DRAIN), Reason.DRAINED, State.CANCELLED),
+    (StopRequested(StopReason.IDLE), Reason.IDLE, State.TIMED_OUT),
 ]
 stops = pytest.mark.parametrize(("event", "reason", "state"), STOPS, ids=list(StopReason))
 

@@ -104,6 +104,7 @@ VALUES: dict[str, tuple[Callable[[str], object], str] | None] = {
     "timeout": (float, "a number of seconds"),
     "grace": (float, "a number of seconds"),
     "hang_timeout": (float, "a number of seconds"),
+    "idle_timeout": (float, "a number of seconds"),
     "cpus": (int, "a whole number"),
     "memory": (str, "bytes, such as 64GiB"),
     "ranks_log": (_ranks, "all, or ranks such as 0,3"),
