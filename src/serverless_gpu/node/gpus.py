@@ -276,7 +276,7 @@ class NvmlProvider:
         self._ready: Nvml | None = None
         self._own = tuple(own)
         self._bounded = _Bounded(limit_s)
-        self._sees_all_pids = (pid_namespace or _pid_namespace()) == _FIRST_PID_NAMESPACE
+        self._sees_all_pids = sees_all_pids(pid_namespace)
 
     def devices(self) -> tuple[Device, ...]:
         """Return the GPUs that can be lent, in PCI bus order."""
@@ -315,13 +315,13 @@ class NvmlProvider:
     def _scan_now(self) -> tuple[list[_Seen], list[Unavailable]]:
         try:
             nvml = self._nvml()
-        except _NvmlBroken as broken:
+        except NvmlBroken as broken:
             return [], [Unavailable("NVML", str(broken))]
         if nvml is None:
             return [], []
         try:
             count = nvml.nvmlDeviceGetCount()
-        except _errors(nvml) as error:
+        except errors(nvml) as error:
             return [], [Unavailable("NVML", f"NVML cannot count the GPUs: {error}")]
         seen: list[_Seen] = []
         unavailable: list[Unavailable] = []
@@ -336,7 +336,7 @@ class NvmlProvider:
     def _usage_of_all(self, uuids: Sequence[str]) -> dict[str, Usage]:
         try:
             nvml = self._nvml()
-        except _NvmlBroken as broken:
+        except NvmlBroken as broken:
             return {uuid: unknown_usage(str(broken)) for uuid in uuids}
         if nvml is None:
             return {uuid: unknown_usage("there is no NVIDIA driver to ask") for uuid in uuids}
@@ -345,31 +345,40 @@ class NvmlProvider:
     def _nvml(self) -> Nvml | None:
         """Return NVML, initialised once for the life of the process; None where there is no driver."""
         if self._ready is None:
-            self._ready = _initialised(self._given)
+            self._ready = initialised(self._given)
         return self._ready
 
 
-class _NvmlBroken(Exception):
+class NvmlBroken(Exception):
     """There is a driver, and NVML does not work with it."""
 
 
-def _initialised(given: Nvml | None) -> Nvml | None:
+def initialised(given: Nvml | None) -> Nvml | None:
+    """Return NVML, ready to be asked; None where there is no driver.
+
+    Args:
+        given: the binding to use instead of `pynvml`.
+
+    Raises:
+        NvmlBroken: there is a driver, and NVML does not work with it.
+    """
     try:
         nvml = given if given is not None else cast(Nvml, importlib.import_module("pynvml"))
     except ImportError as error:
-        raise _NvmlBroken(f"GPUs cannot be looked for, nvidia-ml-py is not installed: {error}") from error
+        raise NvmlBroken(f"GPUs cannot be looked for, nvidia-ml-py is not installed: {error}") from error
     try:
         nvml.nvmlInit()
-    except _errors(nvml) as error:
+    except errors(nvml) as error:
         absent = (nvml.NVML_ERROR_LIBRARY_NOT_FOUND, nvml.NVML_ERROR_DRIVER_NOT_LOADED)
         if getattr(error, "value", None) in absent:
             return None
         # Most often: the driver's packages were updated and the old kernel module is still loaded.
-        raise _NvmlBroken(f"NVML does not work with the loaded driver: {error}; reload the driver or reboot") from error
+        raise NvmlBroken(f"NVML does not work with the loaded driver: {error}; reload the driver or reboot") from error
     return nvml
 
 
-def _errors(nvml: Nvml) -> tuple[type[Exception], ...]:
+def errors(nvml: Nvml) -> tuple[type[Exception], ...]:
+    """Return what NVML's functions raise."""
     return (nvml.NVMLError, nvml.NVMLLibraryMismatchError)
 
 
@@ -384,14 +393,14 @@ def _look(nvml: Nvml, index: int) -> _Seen | Unavailable:
         memory = nvml.nvmlDeviceGetMemoryInfo(handle, nvml.nvmlMemory_v2)
         place = (pci.domain, pci.bus, pci.device)
         return _Seen(place, uuid, nvml.nvmlDeviceGetName(handle), memory.total)
-    except _errors(nvml) as error:
+    except errors(nvml) as error:
         return Unavailable(name, f"NVML: {error}")
 
 
 def _is_sliced(nvml: Nvml, handle: object) -> bool:
     try:
         return bool(nvml.nvmlDeviceGetMigMode(handle)[0])
-    except _errors(nvml):  # most cards cannot do MIG and answer with an error
+    except errors(nvml):  # most cards cannot do MIG and answer with an error
         return False
 
 
@@ -399,12 +408,12 @@ def _usage_of(nvml: Nvml, uuid: str, sees_all_pids: bool) -> Usage:
     try:
         handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
         memory_used = nvml.nvmlDeviceGetMemoryInfo(handle, nvml.nvmlMemory_v2).used
-    except _errors(nvml) as error:
+    except errors(nvml) as error:
         return unknown_usage(f"NVML: {error}")
     try:
         compute = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
         graphics = nvml.nvmlDeviceGetGraphicsRunningProcesses(handle)
-    except _errors(nvml):
+    except errors(nvml):
         return Usage(processes=(), memory_used_bytes=memory_used, pids_visible=False)
     processes = _merge(nvml, compute, graphics)
     # Memory without a process has an owner all the same: one that we are not shown.
@@ -426,18 +435,25 @@ def _process_name(nvml: Nvml, pid: int) -> str:
         command = nvml.nvmlSystemGetProcessName(pid)
     except UnicodeDecodeError:
         return ""
-    except _errors(nvml):  # gone meanwhile, or not ours to see
+    except errors(nvml):  # gone meanwhile, or not ours to see
         return ""
     program = command.partition(" ")[0].rpartition("/")[2]
     # The name is the process's own choice and ends up on terminals.
     return "".join(letter for letter in program if letter.isprintable())[:_PROCESS_NAME_MAX]
 
 
-def _pid_namespace() -> str:
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""
+def sees_all_pids(pid_namespace: str | None = None) -> bool:
+    """Return whether NVML's pids are all processes of ours to see, and the same numbers here.
+
+    Args:
+        pid_namespace: what `/proc/self/ns/pid` points at; None reads it.
+    """
+    if pid_namespace is None:
+        try:
+            pid_namespace = os.readlink("/proc/self/ns/pid")
+        except OSError:
+            return False
+    return pid_namespace == _FIRST_PID_NAMESPACE
 
 
 class _Bounded:

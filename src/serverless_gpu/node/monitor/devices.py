@@ -1,0 +1,258 @@
+"""What devices do: NVIDIA GPUs through NVML, fakes through a file or their ranks, CPU slots through their ranks.
+
+    sample() ── asks ──▶ thread: NVML, some ms for each GPU ──▶ the latest reading
+        └────── waits 50 ms for it at most, and takes the one before where it is not ready ◀──┘
+
+Failure cases, none an exception:
+- NVML hangs (a wedged driver blocks in the kernel): after 5 s the reading does not count any more, samples say nothing
+  of GPUs and `problem` says why; the one thread waits on, and all is well again when it comes back;
+- a figure the card or driver does not have: None, asked again every time, for little;
+- a GPU that fell off the bus: an empty sample;
+- PCIe throughput is measured for 20 ms by the call that asks for it, so two GPUs at a time, in turn.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from serverless_gpu.ambient import Clock, SystemClock
+from serverless_gpu.model.hardware import Device, DeviceKind
+from serverless_gpu.model.telemetry import SECOND_NS, GpuSample, RankSample
+from serverless_gpu.node.gpus import FAKE_STATE_FILE, NvmlBroken, errors, initialised, sees_all_pids
+
+_WAIT_S = 0.05
+_STALE_NS = 5 * SECOND_NS
+_PCIE_AT_ONCE = 2
+_FAKE_STATE_BYTES_MAX = 1 << 20
+_ALL_LINKS = 0xFFFFFFFF
+_KIB = 1024
+
+# NVML's own numbers, of nvml.h.
+_TEMPERATURE_GPU = 0
+_CLOCK_SM, _CLOCK_MEMORY = 1, 2
+_PCIE_TRANSMIT, _PCIE_RECEIVE = 0, 1
+_UNCORRECTED, _SINCE_DRIVER_LOADED = 1, 0
+_NVLINK_TRANSMIT, _NVLINK_RECEIVE = 138, 139  # fields: KiB over all links
+
+
+class Reading(NamedTuple):
+    """GPUs at one moment, by uuid, and how much of their memory each process has; None where that is hidden."""
+
+    gpus: dict[str, GpuSample]
+    memory_by_pid: dict[int, int] | None
+    problem: str = ""
+
+
+class NvmlSampler:
+    """Samples NVIDIA GPUs, in a thread of its own.
+
+    Args:
+        nvml: the binding to use instead of `pynvml`.
+        clock: tells how old a reading is.
+        wait_s: how long to wait for a fresh one.
+        pids_visible: whether NVML's pids are those of this process's namespace; None finds out.
+    """
+
+    def __init__(
+        self,
+        *,
+        nvml: Any = None,
+        clock: Clock | None = None,
+        wait_s: float = _WAIT_S,
+        pids_visible: bool | None = None,
+    ) -> None:
+        self._reader = _NvmlReader(nvml, sees_all_pids() if pids_visible is None else pids_visible)
+        self._clock = clock or SystemClock()
+        self._wait_s = wait_s
+        self._condition = threading.Condition()
+        self._asked: tuple[str, ...] | None = None
+        self._asked_ns = 0
+        self._latest: Reading | None = None
+        self._latest_ns = 0
+        self._thread: threading.Thread | None = None
+
+    def sample(self, uuids: Sequence[str]) -> Reading:
+        """Return the latest reading of these GPUs: one entry per uuid asked, never an exception, never long."""
+        now_ns = self._clock.boottime_ns()
+        with self._condition:
+            before = self._latest_ns
+            if self._asked is None:
+                self._asked, self._asked_ns = tuple(uuids), now_ns
+                self._condition.notify_all()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name="sgpu-nvml-samples", daemon=True)
+                self._thread.start()
+            self._condition.wait_for(lambda: self._latest_ns > before, self._wait_s)
+            latest = self._latest
+            silent_ns = now_ns - self._asked_ns if self._waits() else 0
+        if silent_ns >= _STALE_NS:
+            return _empty(uuids, "NVML does not answer")
+        if latest is None:
+            return _empty(uuids, "")
+        gpus = {uuid: latest.gpus.get(uuid, GpuSample()) for uuid in uuids}
+        return Reading(gpus, latest.memory_by_pid, latest.problem)
+
+    def _waits(self) -> bool:
+        return self._asked is not None
+
+    def _serve(self) -> None:
+        while True:
+            with self._condition:
+                self._condition.wait_for(lambda: self._asked is not None)
+                asked = self._asked or ()
+            reading = self._reader.read(asked, self._clock.boottime_ns)
+            with self._condition:
+                self._latest, self._latest_ns = reading, self._clock.boottime_ns()
+                self._asked = None
+                self._condition.notify_all()
+
+
+class _NvmlReader:
+    """Asks NVML; used by one thread."""
+
+    def __init__(self, given: Any, pids_visible: bool) -> None:
+        self._given = given
+        self._pids_visible = pids_visible
+        self._nvml: Any = None
+        self._links: dict[tuple[str, int], tuple[int, int]] = {}  # (uuid, field) -> when, KiB
+        self._pcie: dict[str, tuple[float | None, float | None]] = {}
+        self._turn = 0
+
+    def read(self, uuids: Sequence[str], now_ns: Callable[[], int]) -> Reading:
+        try:
+            self._nvml = self._nvml or initialised(self._given)
+        except NvmlBroken as broken:
+            return _empty(uuids, str(broken))
+        if self._nvml is None:
+            return _empty(uuids, "there is no NVIDIA driver to ask")
+        gpus: dict[str, GpuSample] = {}
+        memory: dict[int, int] = {}
+        for uuid in uuids:
+            handle = self._ask("DeviceGetHandleByUUID", uuid)
+            gpus[uuid] = GpuSample() if handle is None else self._gpu(uuid, handle, now_ns)
+            for process in self._ask("DeviceGetComputeRunningProcesses", handle) or ():
+                memory[process.pid] = memory.get(process.pid, 0) + (process.usedGpuMemory or 0)
+        self._measure_pcie(uuids)
+        return Reading(gpus, memory if self._pids_visible else None)
+
+    def _gpu(self, uuid: str, handle: object, now_ns: Callable[[], int]) -> GpuSample:
+        busy = self._ask("DeviceGetUtilizationRates", handle)
+        memory = self._ask("DeviceGetMemoryInfo", handle, self._nvml.nvmlMemory_v2)
+        power = self._ask("DeviceGetPowerUsage", handle)
+        limit = self._ask("DeviceGetEnforcedPowerLimit", handle)
+        receive, transmit = self._pcie.get(uuid, (None, None))
+        return GpuSample(
+            busy_percent=None if busy is None else float(busy.gpu),
+            memory_bytes=None if memory is None else memory.used,
+            memory_total_bytes=None if memory is None else memory.total,
+            power_watts=None if power is None else round(power / 1000, 1),
+            power_limit_watts=None if limit is None else round(limit / 1000, 1),
+            temperature_celsius=self._ask("DeviceGetTemperature", handle, _TEMPERATURE_GPU),
+            sm_megahertz=self._ask("DeviceGetClockInfo", handle, _CLOCK_SM),
+            memory_megahertz=self._ask("DeviceGetClockInfo", handle, _CLOCK_MEMORY),
+            pcie_receive_bytes_s=receive,
+            pcie_transmit_bytes_s=transmit,
+            nvlink_receive_bytes_s=self._link_rate(uuid, handle, _NVLINK_RECEIVE, now_ns()),
+            nvlink_transmit_bytes_s=self._link_rate(uuid, handle, _NVLINK_TRANSMIT, now_ns()),
+            throttle=self._ask("DeviceGetCurrentClocksThrottleReasons", handle),
+            ecc_errors=self._ask("DeviceGetTotalEccErrors", handle, _UNCORRECTED, _SINCE_DRIVER_LOADED),
+        )
+
+    def _link_rate(self, uuid: str, handle: object, field: int, at_ns: int) -> float | None:
+        """Return bytes a second since the reading before; the card counts KiB."""
+        values = self._ask("DeviceGetFieldValues", handle, [(field, _ALL_LINKS)])
+        if values is None or values[0].nvmlReturn != 0:
+            return None
+        kib = int(values[0].value.ullVal)
+        before = self._links.get((uuid, field))
+        self._links[uuid, field] = (at_ns, kib)
+        if before is None or at_ns <= before[0] or kib < before[1]:
+            return None
+        return round((kib - before[1]) * _KIB / (at_ns - before[0]) * 1e9)
+
+    def _measure_pcie(self, uuids: Sequence[str]) -> None:
+        for offset in range(min(_PCIE_AT_ONCE, len(uuids))):
+            uuid = uuids[(self._turn + offset) % len(uuids)]
+            handle = self._ask("DeviceGetHandleByUUID", uuid)
+            rates = [self._ask("DeviceGetPcieThroughput", handle, way) for way in (_PCIE_RECEIVE, _PCIE_TRANSMIT)]
+            receive, transmit = (None if rate is None else float(rate * _KIB) for rate in rates)
+            self._pcie[uuid] = (receive, transmit)
+        self._turn += _PCIE_AT_ONCE
+
+    def _ask(self, function: str, *arguments: Any) -> Any:
+        """Return what NVML answers, None where it has no answer, or where it was asked about nothing."""
+        if arguments[0] is None:
+            return None
+        try:
+            return getattr(self._nvml, f"nvml{function}")(*arguments)
+        except AttributeError:  # a binding that does not know the function yet, or any more
+            return None
+        except errors(self._nvml):
+            return None
+
+
+class FakeGpu(msgspec.Struct, frozen=True, kw_only=True):
+    """What the state file says a fake does; what it does not say is taken from the fake's rank."""
+
+    busy_percent: float | None = None
+    memory_used_bytes: int | None = None
+    power_watts: float | None = None
+    power_limit_watts: float | None = None
+    temperature_celsius: float | None = None
+    sm_megahertz: float | None = None
+    memory_megahertz: float | None = None
+    throttle: int | None = None
+    ecc_errors: int | None = None
+    problem: str = ""
+
+
+def fake_state(home: Path) -> dict[str, FakeGpu]:
+    """Return what the state file of fakes says, by uuid; nothing where there is none, or it cannot be read."""
+    try:
+        with (home / FAKE_STATE_FILE).open("rb") as file:
+            return msgspec.json.decode(file.read(_FAKE_STATE_BYTES_MAX), type=dict[str, FakeGpu])
+    except (OSError, msgspec.MsgspecError):
+        return {}
+
+
+def from_rank(device: Device, rank: RankSample | None, share: int, state: Mapping[str, FakeGpu]) -> GpuSample:
+    """Return the sample of a fake or a CPU slot.
+
+    Args:
+        device: the device.
+        rank: the rank that has it, or None while nobody does.
+        share: how many devices that rank has.
+        state: what the state file says of fakes.
+    """
+    busy = 0.0 if rank is None else rank.cpu_percent
+    memory = 0 if rank is None else rank.memory_bytes
+    derived = GpuSample(
+        busy_percent=None if busy is None else min(100.0, round(busy / share, 1)),
+        memory_bytes=None if memory is None else memory // share,
+    )
+    if device.kind is DeviceKind.CPU:
+        return derived
+    fake = state.get(device.uuid, FakeGpu())
+    if fake.problem:
+        return GpuSample()
+    return GpuSample(
+        busy_percent=derived.busy_percent if fake.busy_percent is None else fake.busy_percent,
+        memory_bytes=derived.memory_bytes if fake.memory_used_bytes is None else fake.memory_used_bytes,
+        memory_total_bytes=device.memory_bytes or None,
+        power_watts=fake.power_watts,
+        power_limit_watts=fake.power_limit_watts,
+        temperature_celsius=fake.temperature_celsius,
+        sm_megahertz=fake.sm_megahertz,
+        memory_megahertz=fake.memory_megahertz,
+        throttle=fake.throttle,
+        ecc_errors=fake.ecc_errors,
+    )
+
+
+def _empty(uuids: Sequence[str], problem: str) -> Reading:
+    return Reading({uuid: GpuSample() for uuid in uuids}, None, problem)

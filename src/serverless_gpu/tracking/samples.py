@@ -1,0 +1,107 @@
+"""Reads a file of samples on, from an offset: it is the buffer of whatever is sent, and may be written to meanwhile.
+
+    logs/<node rank>.telemetry   header, sample, sample, header, sample, …  ─▶ Samples.read() ─▶ (header, sample), …
+                                                     ▲ offset: a cursor that survives its reader
+
+Failure cases: no file yet, or none any more: nothing to read; half a line at the end: it is read when it is whole, and
+left out when its writer was killed; a reader that begins in the middle finds the header that holds there.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from serverless_gpu.model.telemetry import Header, Line, Sample, decode, series
+
+_CHUNK_BYTES = 1 << 20
+
+
+class Samples:
+    """The reader of one file.
+
+    Args:
+        path: the file.
+        offset: where an earlier reader stopped.
+    """
+
+    def __init__(self, path: Path, offset: int = 0) -> None:
+        self._path = path
+        self._offset = offset
+        self._header = _header_before(path, offset)
+
+    @property
+    def offset(self) -> int:
+        """Return where reading goes on."""
+        return self._offset
+
+    @property
+    def backlog(self) -> int:
+        """Return how many bytes have not been read."""
+        try:
+            return max(0, os.stat(self._path).st_size - self._offset)
+        except OSError:
+            return 0
+
+    def read(self, limit: int = _CHUNK_BYTES) -> list[tuple[Header, Sample]]:
+        """Return what comes next, each sample with the header that holds for it; nothing when that is all.
+
+        Args:
+            limit: bytes to read at most; a line that is longer is left out.
+        """
+        data = _bytes(self._path, self._offset, limit)
+        lines, used = decode(data)
+        self._offset += used if used or len(data) < limit else len(data)
+        return self._paired(lines)
+
+    def skip(self, keep: int) -> int:
+        """Leave out the oldest of what is not read yet; return how many points of series that were.
+
+        Args:
+            keep: bytes that are not left out.
+        """
+        dropped = 0
+        while self.backlog > keep:
+            before = self._offset
+            limit = min(_CHUNK_BYTES, self.backlog - keep + _LINE_BYTES)
+            dropped += sum(len(series(header, sample)) for header, sample in self.read(limit))
+            if self._offset == before:  # half a line is all there is
+                break
+        return dropped
+
+    def _paired(self, lines: list[Line]) -> list[tuple[Header, Sample]]:
+        paired: list[tuple[Header, Sample]] = []
+        for line in lines:
+            if isinstance(line, Header):
+                self._header = line
+            elif self._header is not None:
+                paired.append((self._header, line))
+        return paired
+
+
+_LINE_BYTES = 64 << 10  # enough for a line of any machine
+
+
+def _header_before(path: Path, offset: int) -> Header | None:
+    """Return the last header that stands before an offset."""
+    found: Header | None = None
+    at = 0
+    while at < offset:
+        data = _bytes(path, at, min(_CHUNK_BYTES, offset - at))
+        end = data.rfind(b"\n") + 1
+        headers = b"\n".join(line for line in data[:end].splitlines() if line.startswith(b"{"))
+        for line in decode(headers + b"\n")[0]:
+            found = line if isinstance(line, Header) else found
+        if not end:
+            break
+        at += end
+    return found
+
+
+def _bytes(path: Path, offset: int, limit: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            return file.read(limit)
+    except OSError:
+        return b""
