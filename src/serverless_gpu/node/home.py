@@ -5,6 +5,7 @@
     ├── remote/<run>/<fence>/  copies of what runs of a server returned, for whoever called them
     ├── locks/                 locks of fakes and CPU slots (real GPUs are locked machine-wide)
     ├── environments/          captured environments (`store/`), what was restored of them, how they are recognised
+    ├── mlflow/<key>/          MLflow servers in front of this home's store and of callers' own
     ├── checkpoints/<run>/<fence>/   what attempts saved to continue from; never deleted by us
     ├── config.toml            own GPU types, prices
     ├── instance               what tells this home from others to a server that it is a node of

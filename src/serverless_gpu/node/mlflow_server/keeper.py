@@ -1,0 +1,356 @@
+"""The keeper of an MLflow server: a process of ours, one per server, nobody's child and the server's parent.
+
+    lock ─▶ port, held for good ─▶ what an earlier one left behind is ended ─▶ server ─▶ /health? ─▶ ready
+      ▲                                                                          │
+      └── pause ◀── it ended, or was silent for two minutes ◀────────────────────┘ watched: every 30 s
+    SIGTERM, owner's end, 8 h without use ─▶ SIGTERM to the server, 5 s, SIGKILL to it and everything below
+
+Used is a server while somebody touches its `used`, or a connection to it is open (a browser that shows a page).
+
+Failure cases:
+- MLflow lacks, is only a part, its database is of another version: one sentence, written down; the keeper ends, and who
+  asks for the server after a pause starts another. Only one that has an owner, or did answer, tries again itself;
+- the server dies or hangs: started again on the same port, after longer and longer pauses;
+- the keeper is killed: the kernel ends the server; what is left of one that had children, the next keeper ends;
+- the port of last time is taken: another one, which is said; links of before lead nowhere;
+- the disk is full: what is written down is old; whoever asks sees a keeper that has not said anything yet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import http.client
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+import msgspec
+
+from serverless_gpu.ambient import SystemClock, format_moment, machine
+from serverless_gpu.node.inside import linux
+from serverless_gpu.node.mlflow_server import places, program, troubles
+from serverless_gpu.node.spawning import bound_log, open_log
+
+IDLE_S = 8 * 3600.0
+_START_S = 180.0
+_STEADY_S = 60.0
+_STOP_S = 5.0
+_LOOK_S = 0.2
+_WATCH_S = 30.0
+_ANSWER_S = 5.0
+_SILENT_MAX = 4
+_OWNED_PAUSE_S_MAX = 60.0
+_RESTARTS_MAX = 5
+_LOCK_TRIES = 100
+_LOCK_PAUSE_S = 0.01
+_LAST_WORDS_BYTES = 16_000
+
+
+class End(StrEnum):
+    """Why a server is not watched any more."""
+
+    ASKED = "asked"
+    UNUSED = "unused"
+    DIED = "died"
+    SILENT = "silent"
+
+
+class Child(NamedTuple):
+    """A server that was started, and a descriptor that says when it has ended."""
+
+    process: subprocess.Popen[bytes]
+    pidfd: int
+    log_from: int
+
+
+def main(directory: str, python: str, environ: dict[str, str], owner: int, hosts: str) -> NoReturn:
+    """Keep a server until nobody needs it.
+
+    Args:
+        directory: of its files.
+        python: the interpreter whose MLflow it is.
+        environ: the caller's variables that say where Python finds modules.
+        owner: a descriptor whose end of file ends the server; -1 for none.
+        hosts: further names it answers to, with commas.
+    """
+    linux.set_name("sgpu-mlflow")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    place = places.opened(Path(directory))
+    lock = _hold(place.lock)
+    if lock is None:
+        os._exit(0)
+    with contextlib.suppress(OSError):
+        linux.become_subreaper()
+    named = tuple(name for name in hosts.split(",") if name)
+    Keeper(place, python, environ={**os.environ, **environ}, owner=owner, hosts=named).serve()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+class Keeper:
+    """A server and its keeper.
+
+    Args:
+        place: the server's files.
+        python: the interpreter whose MLflow it is.
+        environ: variables, of which the server gets some.
+        owner: a descriptor whose end of file ends the server; -1 for none.
+        hosts: further names it answers to.
+    """
+
+    def __init__(
+        self, place: places.Place, python: str, *, environ: dict[str, str], owner: int, hosts: tuple[str, ...]
+    ) -> None:
+        self._place, self._python, self._owner = place, python, owner
+        self._clock = SystemClock()
+        self._backing = place.backing()
+        self._variables = program.server_variables(self._backing, hosts, environ)
+        self._is_asked = False
+        self._wake, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(wake)
+        signal.signal(signal.SIGTERM, self._ask)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self._touched, self._used_ns = 0.0, self._clock.boottime_ns()
+        before = place.noted()
+        self._end_leftover(before)
+        self._noted = places.Noted(
+            port=before.port,
+            keeper=os.getpid(),
+            boot_id=self._clock.boot_id(),
+            machine=machine(),
+            host=socket.gethostname(),
+            python=python,
+            failures=before.failures if before.python == python else 0,
+        )
+
+    def serve(self) -> None:
+        """Keep the server running until somebody asks for its end, nobody uses it, or it cannot be started."""
+        restarts = 0
+        with contextlib.closing(self._port()):
+            while True:
+                end, was_ready_s = self._once()
+                if end in (End.ASKED, End.UNUSED):
+                    _say(f"ends: {end}")
+                    self._note(stage="stopped", server=0, problem="", failures=0)
+                    return
+                if was_ready_s is None:
+                    self._failed()
+                restarts = 0 if was_ready_s is not None and was_ready_s >= _STEADY_S else restarts + 1
+                if self._owner < 0 and (was_ready_s is None or restarts > _RESTARTS_MAX):
+                    return
+                if self._wait(min(troubles.pause_s(restarts), _OWNED_PAUSE_S_MAX)) is End.ASKED:
+                    return
+
+    def _once(self) -> tuple[End, float | None]:
+        """Have the server run once; return why it does not any more, and how many seconds it answered, if it did."""
+        self._note(stage="starting", server=0)
+        child = self._start()
+        if child is None:
+            return End.DIED, None
+        try:
+            end = self._until_ready(child)
+            if end is not None:
+                return end, None
+            ready_ns = self._clock.boottime_ns()
+            self._note(stage="ready", problem="", failures=0, retry_wall_ns=0, version=self._version())
+            end = self._watch(child)
+            answered_s = (self._clock.boottime_ns() - ready_ns) / 1e9
+            if end in (End.DIED, End.SILENT):
+                self._note(stage="starting", server=0, problem=f"MLflow's server {end}; it is started again")
+            return end, answered_s
+        finally:
+            self._finish(child)
+
+    def _start(self) -> Child | None:
+        if not program.exists(self._python):
+            self._note(problem=f"there is no interpreter {self._python} any more")
+            return None
+        try:
+            log = open_log(self._place.log)
+            try:
+                log_from = os.fstat(log).st_size
+                process = subprocess.Popen(
+                    [self._python, "-c", program.server_program(os.getpid(), self._noted.port)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    cwd=self._place.directory,
+                    env=self._variables,
+                    start_new_session=True,
+                    umask=0o077 if self._backing.is_own else -1,
+                )
+            finally:
+                os.close(log)
+            self._note(server=process.pid)
+            return Child(process, os.pidfd_open(process.pid), log_from)
+        except OSError as error:
+            self._note(problem=f"MLflow's server could not be started: {error.strerror or error}")
+            return None
+
+    def _until_ready(self, child: Child) -> End | None:
+        """Wait until the server answers; return why it does not, or None."""
+        deadline_ns = self._clock.boottime_ns() + int(_START_S * 1e9)
+        while self._clock.boottime_ns() < deadline_ns:
+            if self._get("/health") is not None:
+                return None
+            end = self._wait(_LOOK_S, child)
+            if end is not None:
+                if end is End.DIED:
+                    self._note(problem=self._why(child))
+                return end
+        self._note(problem=f"MLflow's server did not answer within {_START_S:.0f} s; it wrote: {self._place.log}")
+        return End.SILENT
+
+    def _watch(self, child: Child) -> End:
+        """Look after a server that answers; return why that is over."""
+        silent = 0
+        while True:
+            end = self._wait(_WATCH_S, child)
+            if end is not None:
+                return end
+            silent = 0 if self._get("/health") is not None else silent + 1
+            if silent >= _SILENT_MAX:
+                return End.SILENT
+            with contextlib.suppress(OSError), open(self._place.log, "r+b") as log:
+                bound_log(log.fileno())
+            if self._owner < 0 and self._unused_s() >= IDLE_S:
+                return End.UNUSED
+
+    def _finish(self, child: Child) -> None:
+        """End the server and everything below it."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(child.pidfd, signal.SIGTERM)
+        select.select([child.pidfd], [], [], _STOP_S)
+        for _ in range(_LOCK_TRIES):
+            if not linux.kill_descendants(os.getpid()):
+                break
+            with contextlib.suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+            select.select([], [], [], _LOCK_PAUSE_S)
+        child.process.returncode = 0  # waited for above, with its orphans
+        os.close(child.pidfd)
+
+    def _wait(self, seconds: float, child: Child | None = None) -> End | None:
+        """Wait; return what happened meanwhile, None when nothing did."""
+        fds = [self._wake, *((child.pidfd,) if child else ()), *((self._owner,) if self._owner >= 0 else ())]
+        deadline_ns = self._clock.boottime_ns() + int(seconds * 1e9)
+        while True:
+            left_s = max(0.0, (deadline_ns - self._clock.boottime_ns()) / 1e9)
+            readable = select.select(fds, [], [], left_s)[0]
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._wake, 512)
+            if self._is_asked or self._owner in readable:
+                return End.ASKED
+            if child is not None and child.pidfd in readable:
+                return End.DIED
+            if not readable:
+                return None
+
+    def _why(self, child: Child) -> str:
+        written = ""
+        with contextlib.suppress(OSError), self._place.log.open("rb") as file:
+            file.seek(max(child.log_from, file.seek(0, os.SEEK_END) - _LAST_WORDS_BYTES))
+            written = file.read(_LAST_WORDS_BYTES).decode("utf-8", "replace")
+        code = child.process.wait()
+        ending = f"exit code {code}" if code >= 0 else f"signal {-code}"
+        shown = troubles.without_password(self._backing.uri)
+        return troubles.sentence(written, ending, troubles.Attempted(self._python, shown, str(self._place.log)))
+
+    def _failed(self) -> None:
+        failures = self._noted.failures + 1
+        retry_wall_ns = self._clock.wall_ns() + int(troubles.pause_s(failures) * 1e9)
+        self._note(stage="failed", server=0, failures=failures, retry_wall_ns=retry_wall_ns)
+        _say(self._noted.problem)
+
+    def _port(self) -> socket.socket:
+        before = self._noted.port
+        held = places.held_port(self._place, self._noted)
+        self._note(port=held.getsockname()[1])
+        if before and before != self._noted.port:
+            _say(f"port {before} is taken by another process; it is {self._noted.port} now, and links of before break")
+        return held
+
+    def _version(self) -> str:
+        text = (self._get("/version") or b"").decode("ascii", "replace").strip()
+        return text if len(text) < 40 and text.isprintable() else ""
+
+    def _get(self, path: str) -> bytes | None:
+        """Return the first of what the server answers, or None."""
+        connection = http.client.HTTPConnection(places.HOST, self._noted.port, timeout=_ANSWER_S)
+        try:
+            connection.request("GET", path)
+            answer = connection.getresponse()
+            return answer.read(1000) if answer.status == 200 else None
+        except (OSError, http.client.HTTPException):
+            return None
+        finally:
+            connection.close()
+
+    def _unused_s(self) -> float:
+        now_ns = self._clock.boottime_ns()
+        touched = self._touched
+        with contextlib.suppress(OSError):
+            touched = self._place.used.stat().st_mtime
+        if touched != self._touched or has_connection(self._noted.port):
+            self._touched, self._used_ns = touched, now_ns
+        return (now_ns - self._used_ns) / 1e9
+
+    def _note(self, **changes: object) -> None:
+        self._noted = msgspec.structs.replace(self._noted, **changes)
+        try:
+            self._place.note(self._noted)
+        except OSError as error:
+            _say(f"{self._place.directory} cannot be written to: {error}")
+
+    def _ask(self, *_: object) -> None:
+        self._is_asked = True
+
+    def _end_leftover(self, before: places.Noted) -> None:
+        """End what a killed keeper's server left: processes of its session that have its files open as directory."""
+        if not before.server or before.boot_id != self._clock.boot_id() or before.machine != machine():
+            return
+        for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
+            with contextlib.suppress(OSError):
+                is_its = os.getsid(pid) == before.server
+                if is_its and os.readlink(f"/proc/{pid}/cwd") == os.path.realpath(self._place.directory):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def has_connection(port: int) -> bool:
+    """Return whether somebody is connected to a port of loopback."""
+    wanted = f":{port:04X}"
+    with contextlib.suppress(OSError), open("/proc/net/tcp", encoding="ascii") as file:
+        for line in file:
+            words = line.split()
+            if len(words) > 3 and words[1].endswith(wanted) and words[3] == "01":
+                return True
+    return False
+
+
+def _hold(path: Path) -> int | None:
+    """Return the descriptor of the lock, which is this process's from here on; None where another one has it."""
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    for _ in range(_LOCK_TRIES):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # whoever asks whether it is held holds it for a moment
+            select.select([], [], [], _LOCK_PAUSE_S)
+            continue
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, str(os.getpid()).encode(), 0)
+        return lock
+    os.close(lock)
+    return None
+
+
+def _say(text: str) -> None:
+    """Write a line to the keeper's log."""
+    print(f"{format_moment(SystemClock().wall_ns())} {text}", flush=True)

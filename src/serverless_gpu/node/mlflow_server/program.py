@@ -1,0 +1,83 @@
+"""What runs in the caller's interpreter: `mlflow server`, in one process that ends with its keeper.
+
+MLflow's command imports everything, then starts a second process that does so again, and waits for it: 260 MB each.
+Ours becomes the second one, where MLflow still starts it as we know. The kernel ends it when the keeper is gone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from serverless_gpu.node.mlflow_server.places import HOST, Backing
+from serverless_gpu.node.spawning import clean_variables, startup_variables
+
+_PROGRAM = """\
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)
+if os.getppid() != {parent}:
+    os._exit(1)
+try:
+    import mlflow.server
+    apart = mlflow.server._exec_cmd
+
+    def become(command, *args, **options):
+        if isinstance(command, list) and command[:2] == [sys.executable, "-m"]:
+            sys.stdout.flush()
+            os.execve(command[0], command, {{**os.environ, **(options.get("extra_env") or {{}})}})
+        return apart(command, *args, **options)
+
+    mlflow.server._exec_cmd = become
+except Exception as error:
+    print(f"started as it comes: {{error!r}}", flush=True)
+from mlflow.cli import cli
+cli(["server", "--host", {host!r}, "--port", "{port}", "--workers", "1"], prog_name="mlflow")
+"""
+
+_HOSTS = ("localhost", "127.0.0.1", "[::1]")
+
+
+def server_program(parent: int, port: int) -> str:
+    """Return the program for `python -c`.
+
+    Args:
+        parent: pid of the keeper.
+        port: the server's.
+    """
+    return _PROGRAM.format(parent=parent, host=HOST, port=port)
+
+
+def server_variables(backing: Backing, hosts: tuple[str, ...], environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of the server: none of the caller's own MLflow, which say whom a client talks to.
+
+    By variables, not options: an older MLflow leaves alone what it does not know, and a password is in no list of
+    processes.
+
+    Args:
+        backing: its store.
+        hosts: further names it answers to.
+        environ: the caller's.
+    """
+    names = [name for host in (*_HOSTS, *hosts) for name in (host, f"{host}:*")]
+    variables = {
+        **clean_variables(environ),
+        **startup_variables(environ),
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONSAFEPATH": "1",
+        "MLFLOW_BACKEND_STORE_URI": backing.uri,
+        "MLFLOW_ARTIFACTS_DESTINATION": backing.artifacts,
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "MLFLOW_SERVER_ALLOWED_HOSTS": ",".join(names),
+    }
+    if not backing.is_own:  # as without a server: whoever opens the store later finds files where it expects them
+        variables["MLFLOW_DEFAULT_ARTIFACT_ROOT"] = backing.artifacts
+    if backing.is_files:
+        variables["MLFLOW_ALLOW_FILE_STORE"] = "true"
+    return variables
+
+
+def exists(python: str) -> bool:
+    """Return whether an interpreter can be started at all."""
+    return Path(python).is_file() and os.access(python, os.X_OK)
