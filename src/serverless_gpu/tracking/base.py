@@ -9,13 +9,12 @@ which the same call may be made again later, or `TrackerRefused`, after which it
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
 from serverless_gpu.model.tracking import Tracking
-
-Status = Literal["FINISHED", "FAILED", "KILLED"]
+from serverless_gpu.model.tracking_rules import Status
 
 
 class TrackerAway(Exception):
@@ -76,6 +75,10 @@ class Tracker(Protocol):
 
     def upload(self, tracked: Tracked, name: str, data: bytes) -> None:
         """Add a small file to its artifacts, or replace it."""
+        ...
+
+    def resume(self, tracked: Tracked) -> None:
+        """Say that it goes on: another attempt of a run whose attempt before had ended."""
         ...
 
     def end(self, tracked: Tracked, status: Status, at_ms: int) -> None:

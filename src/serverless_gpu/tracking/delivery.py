@@ -1,0 +1,427 @@
+"""The delivery of one attempt on one node to MLflow: a thread of the monitor that takes as long as MLflow does.
+
+    begin or find ─▶ parameters ─▶ files ─▶ points, as they come ─▶ failures, tags, status ─▶ receipt ─▶ over
+         │                                    ▲ logs/<node rank>.telemetry, from a cursor on
+         └─▶ Listener.tracked / untracked     tracking-<node rank>.state: cursor and steps, for the next process
+
+The first node of an attempt makes the MLflow run, unless a tag says that it is there: made for an attempt before, by a
+process before, or by a request whose answer did not come. Every other node waits until it is. Each step may be done
+again without a change in MLflow, so whatever is not known to have been done is done again.
+
+Failure cases: MLflow is away (refuses, hangs, answers 500): the step is tried again, more and more rarely, and said
+once; the file of samples is what waits, and beyond 64 MB of it the oldest points are given up, counted, and said once.
+MLflow does not want something (a parameter that has another value, a run that was deleted): that is left out, a
+parameter becomes a tag. Nothing but points is given up before 24 h after the end. This process is killed: another
+goes on. Nobody ever waits for this thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from serverless_gpu.ambient import Clock, SystemClock
+from serverless_gpu.model.attempt import Reason, State
+from serverless_gpu.model.ledger import Receipt
+from serverless_gpu.model.spec import RunSpec
+from serverless_gpu.model.tracking import Tracking
+from serverless_gpu.model.tracking_rules import (
+    GIVE_UP_S,
+    TAG_CHARACTERS_MAX,
+    cut,
+    first_tags,
+    folder,
+    last_tags,
+    params_of,
+    pause_s,
+    receipt_tags,
+    spec_params,
+    status_of,
+    valid_key,
+)
+from serverless_gpu.tracking import documents
+from serverless_gpu.tracking.base import Tracked, Tracker, TrackerAway, TrackerRefused
+from serverless_gpu.tracking.memory import Ending, load_memory, memory_path, save_memory
+from serverless_gpu.tracking.points import Cursor, Points, telemetry_path
+
+_POLL_S = 2.0
+_DOUBT_NS = 10 * 10**9
+_SETTLE_NS = 3600 * 10**9
+_SUSPICIOUS = 3
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """What is delivered.
+
+    Attributes:
+        node_rank: number of the node in the gang; the first one makes the MLflow run, says what it is and ends it.
+        environment: what ranks import, in words, or "".
+        called_ns: the call of the run, nanoseconds since 1970.
+    """
+
+    run_id: str
+    fence: int
+    node_rank: int = 0
+    num_nodes: int = 1
+    spec: RunSpec
+    environment: str = ""
+    called_ns: int
+
+
+class Listener(Protocol):
+    """Who is told; called in the delivery's thread, and may not wait."""
+
+    def tracked(self, tracked: Tracked) -> None:
+        """Hear which MLflow run it is: once per process, also when it was known from before."""
+        ...
+
+    def untracked(self, sentence: str, *, final: bool) -> None:
+        """Hear that there is none, yet or for good, and why; at most once each."""
+        ...
+
+    def said(self, sentence: str, *, note: bool) -> None:
+        """Hear a sentence for whoever watches the run; `note`: for its receipt, too."""
+        ...
+
+
+class Delivery:
+    """One attempt on one node; `run` is for a thread of its own, everything else for any other.
+
+    Args:
+        directory: of the attempt.
+        job: what it is; its spec has a tracker.
+        tracker: where to; closed when `run` ends.
+        listener: who is told.
+        clock: where time comes from.
+
+    Raises:
+        ValueError: the spec has no tracker.
+    """
+
+    def __init__(
+        self, directory: Path, job: Job, tracker: Tracker, listener: Listener, *, clock: Clock | None = None
+    ) -> None:
+        if job.spec.tracker is None:
+            raise ValueError(f"run {job.run_id} is not to be tracked")
+        self._directory = directory
+        self._job = job
+        self._tracking: Tracking = job.spec.tracker
+        self._tracker = tracker
+        self._listener = listener
+        self._clock = clock or SystemClock()
+        self._path = memory_path(directory, job.node_rank)
+        self._memory = load_memory(self._path)
+        self._changed = threading.Condition()
+        self._stopped = False
+        self._woken = False
+        self._failures = 0
+        cursor = Cursor(self._memory.offset, self._memory.sent_ns)
+        self._points = Points(telemetry_path(directory, job.node_rank), job.num_nodes, cursor)
+        self._is_first = job.node_rank == 0
+        self._is_established = False
+        self._folder = folder(self._tracking, job.run_id, job.fence, job.node_rank)
+        self._suspicious: dict[str, int] = {}
+        self._said_away = self._said_untracked = False
+        self._said_dropped = self._memory.dropped
+        self._why_dropped = ""
+
+    @property
+    def over(self) -> str:
+        """Return why there is nothing left to do, for example ``"delivered"``; "" while there is."""
+        return self._memory.over
+
+    def run(self) -> None:
+        """Deliver until everything has arrived, or was given up, or `stop` is called."""
+        try:
+            while not self._stopped and not self._memory.over:
+                self._wait(self._turn())
+        finally:
+            self._tracker.close()
+
+    def stop(self) -> None:
+        """Have `run` return after the request it is in; what is not delivered is another process's."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
+    def wake(self) -> None:
+        """Try again now: MLflow may be there, or there are new samples."""
+        with self._changed:
+            self._woken = True
+            self._changed.notify_all()
+
+    def ending(self, state: State, reason: Reason, sentence: str = "") -> None:
+        """Say that the attempt has ended: logs and failures lie in its directory."""
+        ending = Ending(state=state, reason=reason, sentence=sentence, at_ns=self._clock.wall_ns())
+        with self._changed:
+            if self._memory.ending is None:
+                self._memory.ending = ending
+            self._woken = True
+            self._changed.notify_all()
+
+    def settled(self) -> None:
+        """Say that the receipt is there, too, or never will be."""
+        with self._changed:
+            self._memory.is_settled = True
+            self._woken = True
+            self._changed.notify_all()
+
+    # --- below: the thread's --------------------------------------------------------------------------------------
+
+    def _turn(self) -> float:
+        """Take steps until there is nothing to do or MLflow is away; return for how many seconds to wait then."""
+        try:
+            while not self._stopped and not self._memory.over and self._step():
+                self._failures = 0
+                self._save()
+        except TrackerAway as error:
+            return self._is_away(error)
+        self._failures = 0
+        return _POLL_S
+
+    def _step(self) -> bool:
+        """Do the first thing there is to do; return whether there was one."""
+        steps: tuple[Callable[[], bool], ...] = (
+            self._establish,
+            self._parameters,
+            self._early_files,
+            self._some_points,
+            self._failure_files,
+            self._end,
+            self._account,
+            self._finish,
+        )
+        return any(step() for step in steps)
+
+    # --- the MLflow run -----------------------------------------------------------------------------------------
+
+    def _establish(self) -> bool:
+        memory = self._memory
+        if self._is_established:
+            return False
+        try:
+            if memory.tracked is None:
+                memory.tracked = self._begun() if self._is_first or self._tracking.run_id else self._found()
+                self._save()
+            if self._is_first and not self._tracking.run_id and self._job.fence > 1 and memory.ending is None:
+                self._tracker.resume(memory.tracked)  # an attempt before has ended it
+        except TrackerRefused as error:
+            memory.over = f"refused: {error}"
+            self._save()
+            self._listener.untracked(str(error), final=True)
+            return False
+        self._is_established = True
+        self._listener.tracked(memory.tracked)
+        return True
+
+    def _begun(self) -> Tracked:
+        """Return the MLflow run, which is made unless it is there."""
+        job, memory = self._job, self._memory
+        if job.fence > 1 or memory.asked_ns:
+            found = self._tracker.find(self._tracking, job.run_id)
+            if found is not None:
+                return found
+            if self._clock.wall_ns() - memory.asked_ns < _DOUBT_NS:
+                raise _NotYet("it may still make the run it was asked for")
+        memory.asked_ns = self._clock.wall_ns()
+        self._save()
+        tags = first_tags(self._tracking, job.run_id, job.fence, job.spec.tags)
+        return self._tracker.begin(self._tracking, job.run_id, tags=tags, at_ms=job.called_ns // 1_000_000)
+
+    def _found(self) -> Tracked:
+        found = self._tracker.find(self._tracking, self._job.run_id)
+        if found is None:
+            raise _NotYet("the first node has not made the MLflow run yet")
+        return found
+
+    def _parameters(self) -> bool:
+        if not self._is_first or "params" in self._memory.done:
+            return False
+        params = params_of(self._tracking, spec_params(self._job.spec))
+        try:
+            self._tracker.log(self._known, params=params)
+        except TrackerRefused:
+            # One of them is there with another value, from an attempt before or by its owner: the others are fine.
+            for key, value in params.items():
+                self._parameter(key, value)
+        self._log_tags({"sgpu.environment": self._job.environment, "sgpu.attempt": str(self._job.fence)})
+        self._memory.done.add("params")
+        return True
+
+    def _parameter(self, key: str, value: str) -> None:
+        try:
+            self._tracker.log(self._known, params={key: value})
+        except TrackerRefused:
+            self._log_tags({valid_key(f"sgpu.param.{key}"): value})
+
+    # --- files --------------------------------------------------------------------------------------------------
+
+    def _early_files(self) -> bool:
+        if not self._is_first or "early" in self._memory.done:
+            return False
+        files = ((name, documents.read(path)) for name, path in documents.early(self._directory))
+        return self._uploaded(files, "early")
+
+    def _failure_files(self) -> bool:
+        ending = self._memory.ending
+        if ending is None or ending.state is State.SUCCEEDED or "failures" in self._memory.done:
+            return False
+        return self._uploaded(documents.failures(self._directory), "failures")
+
+    def _uploaded(self, files: Iterable[tuple[str, bytes]], step: str) -> bool:
+        """Send files that were not sent yet, then note that the step is done."""
+        for name, data in files:
+            if name not in self._memory.done:
+                self._upload(name, data)
+                self._memory.done.add(name)
+                self._save()
+        self._memory.done.add(step)
+        return True
+
+    def _upload(self, name: str, data: bytes) -> None:
+        """Send a file; where MLflow takes no files from us, its text becomes a tag.
+
+        Raises:
+            TrackerAway: it is away as a whole, or this one is worth another try.
+        """
+        if self._suspicious.get(name):  # is it only files that it does not take?
+            self._tracker.log(self._known, tags={"sgpu.attempt": str(self._job.fence)})
+        try:
+            self._tracker.upload(self._known, f"{self._folder}{name}", data)
+            return
+        except TrackerAway:
+            self._suspicious[name] = self._suspicious.get(name, 0) + 1
+            if self._suspicious[name] <= _SUSPICIOUS:
+                raise
+        except TrackerRefused:
+            pass
+        text = cut(data.decode(errors="replace"), TAG_CHARACTERS_MAX, keep_end=name.startswith(("logs/", "failures/")))
+        self._log_tags({valid_key(f"sgpu.file.{self._folder.removeprefix('sgpu/')}{name}"): text})
+
+    # --- points -------------------------------------------------------------------------------------------------
+
+    def _some_points(self) -> bool:
+        """Send what fits into one request."""
+        metrics = self._points.next(ended=self._memory.ending is not None)
+        if not metrics:
+            self._say_dropped()
+            return False
+        try:
+            self._tracker.log(self._known, metrics=metrics)
+        except TrackerRefused as error:
+            self._memory.dropped += len(metrics)
+            if not self._why_dropped:
+                self._why_dropped = f"did not take them: {error}"
+        self._points.sent()
+        return True
+
+    def _say_dropped(self) -> None:
+        dropped = self._memory.dropped
+        if dropped == self._said_dropped:
+            return
+        self._said_dropped = dropped
+        why = self._why_dropped or "was away for too long"
+        self._listener.said(f"{dropped:,} points of system metrics were dropped: MLflow {why}", note=True)
+
+    # --- the end ------------------------------------------------------------------------------------------------
+
+    def _end(self) -> bool:
+        ending = self._memory.ending
+        if ending is None or "end" in self._memory.done:
+            return False
+        failed = ending.state is not State.SUCCEEDED
+        if self._is_first or failed:
+            self._log_tags(last_tags(self._tracking, ending.state, ending.reason, ending.sentence))
+            self._refusable(lambda: self._end_run(ending))
+        self._memory.done.add("end")
+        return True
+
+    def _end_run(self, ending: Ending) -> None:
+        if not self._tracking.run_id:  # else whoever made it ends it
+            self._tracker.end(self._known, status_of(ending.state), ending.at_ns // 1_000_000)
+
+    def _account(self) -> bool:
+        if not self._has_settled or "receipt" in self._memory.done:
+            return False
+        data = documents.read(self._directory / "receipt.json")
+        if data and self._is_first:
+            if "receipt.json" not in self._memory.done:
+                self._upload("receipt.json", data)
+                self._memory.done.add("receipt.json")
+            with contextlib.suppress(msgspec.MsgspecError):  # of another version: the file says it
+                self._log_tags(receipt_tags(self._tracking, msgspec.json.decode(data, type=Receipt)))
+        self._memory.done.add("receipt")
+        return True
+
+    @property
+    def _has_settled(self) -> bool:
+        memory = self._memory
+        if memory.ending is None:
+            return False
+        return memory.is_settled or self._clock.wall_ns() - memory.ending.at_ns > _SETTLE_NS
+
+    def _finish(self) -> bool:
+        if "receipt" in self._memory.done:
+            self._memory.over = "delivered"
+            self._save()
+        return False
+
+    # --- shared -------------------------------------------------------------------------------------------------
+
+    @property
+    def _known(self) -> Tracked:
+        if self._memory.tracked is None:
+            raise RuntimeError("a step was taken before the MLflow run was known")
+        return self._memory.tracked
+
+    def _log_tags(self, tags: Mapping[str, str]) -> None:
+        tags = {key: value for key, value in tags.items() if value}
+        if tags:
+            self._refusable(lambda: self._tracker.log(self._known, tags=tags))
+
+    def _refusable(self, act: Callable[[], None]) -> None:
+        """Do what is not worth more than a try, once MLflow answers."""
+        with contextlib.suppress(TrackerRefused):
+            act()
+
+    def _save(self) -> None:
+        memory = self._memory
+        memory.offset, memory.sent_ns = self._points.cursor
+        save_memory(self._path, memory)
+
+    def _is_away(self, error: TrackerAway) -> float:
+        """Take note that MLflow is away; return for how many seconds to wait."""
+        self._failures += 1
+        self._memory.dropped += self._points.shorten()
+        ending = self._memory.ending
+        waited_ns = 0 if ending is None else self._clock.wall_ns() - ending.at_ns
+        if waited_ns > GIVE_UP_S * 10**9 or not self._directory.is_dir():
+            self._memory.over = f"given up: {error}"
+        elif not isinstance(error, _NotYet):
+            self._say_away(str(error))
+        self._save()
+        return pause_s(self._failures) * random.uniform(0.5, 1.0)
+
+    def _say_away(self, sentence: str) -> None:
+        if not self._is_established:
+            if not self._said_untracked:
+                self._said_untracked = True
+                self._listener.untracked(sentence, final=False)
+        elif self._failures > 1 and not self._said_away:  # one answer that did not come is no news
+            self._said_away = True
+            self._listener.said(f"{sentence}; system metrics wait on the node's disk until it is back", note=False)
+
+    def _wait(self, seconds: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopped or self._woken or bool(self._memory.over), timeout=seconds)
+            self._woken = False
+
+
+class _NotYet(TrackerAway):
+    """MLflow answers; what is waited for is not there yet."""
