@@ -133,6 +133,18 @@ def format_gpu_ms(gpu_ms: int, *, unit: str = "GPU") -> str:
     return f"{tenths // 10:,}.{tenths % 10} {unit}-hours"
 
 
+def format_joules(joules: float) -> str:
+    """Return energy for people: ``0.3 Wh``, ``61.2 Wh``, ``0.42 kWh``, ``12.3 kWh``; ``0.0 Wh`` is less than that.
+
+    Args:
+        joules: watt-seconds.
+    """
+    watt_hours = joules / 3_600
+    if abs(watt_hours) < 99.95:
+        return f"{watt_hours:.1f} Wh"
+    return f"{watt_hours / 1000:.2f} kWh" if abs(watt_hours) < 9_995 else f"{watt_hours / 1000:,.1f} kWh"
+
+
 def parse_duration_s(text: str) -> int:
     """Return the seconds of a duration as people type it: ``90s``, ``15m``, ``12h``, ``7d``, ``2w``.
 

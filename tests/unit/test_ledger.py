@@ -16,6 +16,7 @@ from serverless_gpu.errors import InvalidOption, InvalidValue, UsageError
 from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.model.ledger import (
     Charge,
+    DeviceUse,
     Fact,
     FactKind,
     Price,
@@ -372,6 +373,53 @@ def test_a_receipt_says_what_the_devices_were(kind: DeviceKind, gpus: tuple[str,
     assert receipt.text().splitlines()[1] == text
 
 
+LINK = "http://127.0.0.1:5000/#/experiments/1/runs/8f14e45fceea167a5a36dedd4bea2543"
+
+
+def use(busy: float | None = None, **values: float | int | None) -> DeviceUse:
+    return msgspec.structs.replace(DeviceUse(uuid="GPU-a", samples=60, busy_percent=busy), **values)
+
+
+def test_a_receipt_says_what_devices_did_and_where_the_run_is_tracked() -> None:
+    uses = (
+        use(91.2, peak_memory_bytes=61_300_000_000, energy_joules=700_000.0, throttled_s=0.4),
+        use(82.8, peak_memory_bytes=50_000_000_000, energy_joules=812_000.0, throttled_s=0.0),
+    )
+    receipt = msgspec.structs.replace(FULL, uses=uses, tracked=LINK)
+    lines = receipt.text().splitlines()
+    assert lines[1] == "2 H100 · 2 ranks · 371.0 GPU-seconds, 0.31 USD · GPU 87 % busy · peak 61.3 GB · 0.42 kWh"
+    assert lines[6:] == [
+        f"tracked: {LINK} · tags: job=nightly, team=search",
+        "notes: rank 1 failed as a consequence; 12 lines dropped",
+    ]
+    assert receipt.rows()["use"] == "GPU 87 % busy · peak 61.3 GB · 0.42 kWh"
+    assert f'<a href="{LINK}"' in receipt.html()
+
+
+@pytest.mark.parametrize(
+    ("uses", "kind", "text"),
+    [
+        ((), DeviceKind.GPU, None),
+        ((use(),), DeviceKind.GPU, None),
+        ((use(35.0),), DeviceKind.CPU, "CPU 35 % busy"),
+        ((use(80.0), use(0.0), use(0.2)), DeviceKind.GPU, "GPU 27 % busy · 2 of 3 did nothing"),
+        ((use(80.0), use(0.0, samples=2)), DeviceKind.GPU, "GPU 77 % busy"),
+        ((use(0.0), use(0.0)), DeviceKind.FAKE, "GPU 0 % busy"),
+        ((use(99.0, throttled_s=185.0),), DeviceKind.GPU, "GPU 99 % busy · throttled for 3 min 05 s"),
+        ((use(None, peak_memory_bytes=0),), DeviceKind.GPU, "peak 0 B"),
+    ],
+)
+def test_what_is_not_known_of_devices_is_left_out(
+    uses: tuple[DeviceUse, ...], kind: DeviceKind, text: str | None
+) -> None:
+    assert msgspec.structs.replace(BARE, uses=uses, kind=kind).rows().get("use") == text
+
+
+@pytest.mark.parametrize("address", ["javascript:alert(1)", 'http://x/"onload="y', "see http://x/", "http://x/ y"])
+def test_what_is_no_web_address_is_no_link(address: str) -> None:
+    assert "<a " not in msgspec.structs.replace(BARE, tracked=address).html()
+
+
 HOSTILE = "<script>alert(\"x\")</script> & 'y'"
 ESCAPED = "&lt;script&gt;alert(&quot;x&quot;)&lt;/script&gt; &amp; &#x27;y&#x27;"
 
@@ -415,6 +463,7 @@ def test_a_receipt_round_trips_through_json() -> None:
 
 @given(st.lists(st.text(), max_size=4), st.dictionaries(st.text(), st.text(), max_size=4), st.text())
 def test_a_receipt_is_at_most_eight_lines_whatever_is_in_it(notes: list[str], tags: dict[str, str], gate: str) -> None:
-    lines = msgspec.structs.replace(FULL, notes=tuple(notes), tags=tags, gate=gate).text().split("\n")
+    known = msgspec.structs.replace(FULL, uses=(use(50.0, peak_memory_bytes=1),), tracked=gate)
+    lines = msgspec.structs.replace(known, notes=tuple(notes), tags=tags, gate=gate).text().split("\n")
     assert len(lines) <= 8
     assert all(line and line.isprintable() and len(line) <= 200 for line in lines)

@@ -170,3 +170,19 @@ def test_no_integer_is_too_strange_to_be_written(value: int) -> None:
 @given(st.integers(min_value=1, max_value=10**15))
 def test_a_cost_is_never_written_as_nothing(micros: int) -> None:
     assert any(digit in "123456789" for digit in units.format_micros(micros, "USD"))
+
+
+@pytest.mark.parametrize(
+    ("joules", "text"),
+    [
+        (0, "0.0 Wh"),
+        (1_080, "0.3 Wh"),
+        (220_320, "61.2 Wh"),
+        (359_900, "0.10 kWh"),
+        (1_512_000, "0.42 kWh"),
+        (44_280_000, "12.3 kWh"),
+        (4_428_000_000, "1,230.0 kWh"),
+    ],
+)
+def test_energy_reads_well(joules: float, text: str) -> None:
+    assert units.format_joules(joules) == text

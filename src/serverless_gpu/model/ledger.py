@@ -21,7 +21,7 @@ fault of the caller and raise `InvalidValue`: any sum of them would depend on th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from itertools import pairwise
 from typing import Protocol
@@ -35,6 +35,10 @@ from serverless_gpu.model.hardware import FAMILIES, DeviceKind, canonical
 
 # A terminal's two lines: a receipt is read, not scrolled.
 _TEXT_LINE_MAX = 200
+
+# A device below this, over so long, was asked for and not used.
+_IDLE_PERCENT = 0.5
+_IDLE_SAMPLES_MIN = 30
 
 _PRICE_MAX_PER_GPU_HOUR = 1_000_000
 
@@ -229,12 +233,14 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
         rows = {
             "devices": _joined(self.devices_text(), _size_text(self)),
             "cost": f"{self.used_text()}{unpriced}",
+            "use": _use_text(self.uses, self.kind),
             "time": _segments_text(self.segments),
             "start": _start_text(self) if is_run else "",
             "environment": self.environment if is_run else "",
             "peak memory": peak if is_run else "",
             "gate": self.gate,
             "quarantined": ", ".join(self.quarantined),
+            "tracked": self.tracked,
             "tags": ", ".join(f"{key}={value}" for key, value in sorted(self.tags.items())),
             "notes": "; ".join(self.notes),
         }
@@ -261,14 +267,17 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
         copied = self.environment not in ("", "live")
         lines = (
             _joined(*_names(self), self.state, self.reason or ""),
-            _joined(rows["devices"], rows["cost"]),
+            _joined(rows["devices"], rows["cost"], rows.get("use", "")),
             rows.get("time", ""),
             _joined(
                 rows.get("start", ""),
                 f"environment: {rows['environment']}" if copied and "environment" in rows else "",
                 f"peak memory {peak}" if peak else "",
             ),
-            *(f"{label}: {rows[label]}" for label in ("gate", "quarantined", "tags", "notes") if label in rows),
+            *(f"{label}: {rows[label]}" for label in ("gate", "quarantined") if label in rows),
+            # The link first: it must stay whole, and 8 lines have room for one of the two.
+            _joined(*(f"{label}: {rows[label]}" for label in ("tracked", "tags") if label in rows)),
+            f"notes: {rows['notes']}" if "notes" in rows else "",
         )
         return "\n".join(_printable(line) for line in lines if line)
 
@@ -405,6 +414,23 @@ def _segments_text(segments: Segments) -> str:
         ("gate", segments.gate_ms),
     )
     return _joined(*(f"{name} {units.format_duration_ms(ms)}" for name, ms in named if ms is not None))
+
+
+def _use_text(uses: Sequence[DeviceUse], kind: DeviceKind) -> str:
+    """Return what devices did: how busy, how full, how much it drew; and what a person should wonder about."""
+    busy = [(use.busy_percent, max(1, use.samples)) for use in uses if use.busy_percent is not None]
+    peaks = [use.peak_memory_bytes for use in uses if use.peak_memory_bytes is not None]
+    joules = sum(use.energy_joules or 0 for use in uses)
+    throttled_s = max((use.throttled_s or 0 for use in uses), default=0)
+    mean = sum(percent * count for percent, count in busy) / max(1, sum(count for _, count in busy))
+    idle = sum(percent < _IDLE_PERCENT for percent, count in busy if count >= _IDLE_SAMPLES_MIN)
+    return _joined(
+        f"{'CPU' if kind is DeviceKind.CPU else 'GPU'} {mean:.0f} % busy" if busy else "",
+        f"{idle} of {len(uses)} did nothing" if 0 < idle < len(uses) else "",
+        f"peak {units.format_bytes(max(peaks))}" if peaks else "",
+        units.format_joules(joules) if joules else "",
+        f"throttled for {units.format_duration_ms(round(throttled_s * 1000))}" if throttled_s >= 1 else "",
+    )
 
 
 def _start_text(receipt: Receipt) -> str:

@@ -6,6 +6,7 @@ light and on a dark page: text takes the page's own colour. A reader that shows 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from html import escape
 
@@ -19,6 +20,7 @@ _COLOURS = {
     "BUDGET_STOPPED": _BAD,
     "LOST": _BAD,
 }
+_URL = re.compile(r"https?://[^\s<>\"'`\\]{1,2000}")
 _BOX = "font-size:13px;line-height:1.45;margin:2px 0 4px 0;"
 _FAINT = "opacity:0.7;"
 _MONO = "font-family:monospace;white-space:pre;overflow-x:auto;"
@@ -42,14 +44,26 @@ def status(state: str, sentence: str, lines: Sequence[str]) -> str:
 
 
 def table(state: str, sentence: str, rows: Sequence[tuple[str, str]]) -> str:
-    """Return an account: a heading, and one row for each label and value."""
+    """Return an account: a heading, and one row for each label and value; one that is a web address can be followed."""
     cells = "".join(
         f'<tr style="background:transparent"><td style="{_LABEL}">{escape(label)}</td>'
-        f'<td style="{_VALUE}">{escape(value)}</td></tr>'
+        f'<td style="{_VALUE}">{_value(value)}</td></tr>'
         for label, value in rows
     )
     body = f'<table style="{_TABLE}">{cells}</table>' if cells else ""
     return f'<div style="{_BOX}">{_heading(state, sentence)}{body}</div>'
+
+
+def link(url: str) -> str:
+    """Return a link that opens beside the page; what is no web address is only text."""
+    shown = escape(url)
+    if not _URL.fullmatch(url):
+        return shown
+    return f'<a href="{shown}" target="_blank" rel="noopener noreferrer" style="color:inherit">{shown}</a>'
+
+
+def _value(value: str) -> str:
+    return link(value) if _URL.fullmatch(value) else escape(value)
 
 
 def _heading(state: str, sentence: str) -> str:

@@ -194,6 +194,14 @@ NODE_COMMAND_PRESETS: Mapping[str, str] = {
     "NCCL_CUMEM_ENABLE": "0",
 }
 
+# For what ranks say to MLflow themselves: left alone, it waits for a server that hangs for over 100 s, at every call.
+TRACKED_PRESETS: Mapping[str, str] = {
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_ENABLE_ASYNC_LOGGING": "true",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+}
+
 
 def default_variables(devices: Sequence[Device]) -> dict[str, str]:
     """Return what a rank finds in its environment unless its caller decided otherwise.

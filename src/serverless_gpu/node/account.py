@@ -16,7 +16,7 @@ import msgspec
 from serverless_gpu.ambient import Clock
 from serverless_gpu.model.attempt import Attempt, Reason
 from serverless_gpu.model.hardware import Device, DeviceKind
-from serverless_gpu.model.ledger import Charge, Fact, FactKind, Receipt, Segments, charge
+from serverless_gpu.model.ledger import Charge, DeviceUse, Fact, FactKind, Receipt, Segments, charge
 from serverless_gpu.node.gate import Verdict
 from serverless_gpu.node.protocol import Launch
 from serverless_gpu.units import micros_for
@@ -49,6 +49,8 @@ class Account:
         self.notes: list[str] = []
         self.warm = (False, "no stem came")
         self.environment = ""
+        self._uses: tuple[DeviceUse, ...] = ()
+        self._tracked = ""
         self.peak_bytes: int | None = None
         self._launch = launch
         self._directory = Path(launch.directory)
@@ -85,6 +87,17 @@ class Account:
         # A full disk must not end a run; the receipt is computed from memory and says how many facts it stands on.
         with contextlib.suppress(OSError), (self._directory / "facts.jsonl").open("ab") as file:
             file.write(msgspec.json.encode(fact) + b"\n")
+
+    def observed(self, uses: Sequence[DeviceUse], tracked: str, notes: Sequence[str]) -> None:
+        """Take note of what the monitor saw.
+
+        Args:
+            uses: what the devices did.
+            tracked: link to the run in MLflow, or "".
+            notes: sentences for the user.
+        """
+        self._uses, self._tracked = tuple(uses), tracked
+        self.notes += notes
 
     def receipt(
         self,
@@ -129,6 +142,8 @@ class Account:
             notes=tuple(self.notes),
             runs=self.runs,
             environment=self.environment,
+            uses=self._uses,
+            tracked=self._tracked,
         )
         write_json(self._directory / "receipt.json", receipt)
         return receipt

@@ -11,7 +11,7 @@ import os
 import select
 import signal
 import socket
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from serverless_gpu.ambient import SystemClock
@@ -28,6 +28,7 @@ from serverless_gpu.model.attempt import (
 from serverless_gpu.model.hardware import Device
 from serverless_gpu.model.placement import (
     NODE_COMMAND_PRESETS,
+    TRACKED_PRESETS,
     RankPlace,
     default_variables,
     node_variables,
@@ -93,6 +94,7 @@ class Gang:
         self.logs: dict[int, RankLog] = {}
         self.pids: dict[int, int] = {}
         self.devices: tuple[Device, ...] = ()  # by rank, once they are started
+        self.tracked: Mapping[str, str] = {}  # variables with which an MLflow in a rank finds its run
         self.stacks: dict[int, int] = {}  # the descriptor in each rank that it writes its stacks to
         self.stem_pid = 0
         self.stem_pidfd = -1
@@ -100,6 +102,11 @@ class Gang:
         self._cgroups: tuple[Path, ...] = ()
         self._cgroup: Path | None = None  # the one by which all can be ended
         self.proven = False  # the kernel has said that no process of the attempt is left
+
+    @property
+    def cgroup(self) -> Path | None:
+        """Return the directory of the cgroup by which all can be ended, or None."""
+        return self._cgroup
 
     @property
     def standby(self) -> bool:
@@ -292,7 +299,9 @@ class Gang:
         if self._command is not None:
             caller["PATH"] = _path_with(caller.get("PATH", os.defpath), original(self.context.python))
         presets = NODE_COMMAND_PRESETS if per_node else {}
-        return {**default_variables(devices), **presets, **caller, **variables}
+        if self.launch.spec.tracker is not None:
+            presets = {**presets, **TRACKED_PRESETS}
+        return {**default_variables(devices), **presets, **caller, **self.tracked, **variables}
 
     def _argv(self, command: Command) -> list[str]:
         """Return the program; the caller's interpreter is that of a restored environment, where there is one."""

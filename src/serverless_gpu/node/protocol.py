@@ -384,7 +384,7 @@ class Confirm(Message, frozen=True, kw_only=True, tag="confirm"):
 
 
 class Snapshot(Message, frozen=True, kw_only=True, tag="snapshot"):
-    """A supervisor's first words on its own socket."""
+    """A supervisor's first words on its own socket; `tracked` once that was said."""
 
     run_id: str
     fence: int
@@ -392,6 +392,7 @@ class Snapshot(Message, frozen=True, kw_only=True, tag="snapshot"):
     pid: int
     waiting: str = ""
     kind: Kind = "function"
+    tracked: Tracked | None = None
 
 
 class Submission(msgspec.Struct, frozen=True, kw_only=True):

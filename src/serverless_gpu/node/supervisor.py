@@ -29,7 +29,6 @@ import contextlib
 import os
 import selectors
 import socket
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -61,13 +60,15 @@ from serverless_gpu.model.lifecycle import IllegalTransition, Instruction, advan
 from serverless_gpu.node import protocol
 from serverless_gpu.node.account import Account, write_json
 from serverless_gpu.node.borrowed import Borrowed
+from serverless_gpu.node.ending import make_stopped, stopped_sentence, verdicts_of
 from serverless_gpu.node.gang import Gang
-from serverless_gpu.node.gate import GatePolicy, Verdict, verify
+from serverless_gpu.node.gate import Verdict
 from serverless_gpu.node.gpus import Provider
 from serverless_gpu.node.hangs import HangWatch
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.inside.channel import Channel
-from serverless_gpu.node.logs import cut_output, hidden_tails
+from serverless_gpu.node.logs import cut_output
+from serverless_gpu.node.observation import Observation
 from serverless_gpu.node.rendezvous import NoPort, reserve_port
 from serverless_gpu.node.reservation import Reservation
 from serverless_gpu.node.taking import take_attempt
@@ -114,6 +115,7 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._audience = Audience(sockets / f"{launch.run_id}.sock", self._selector, self._snapshot, self._obey)
         self._hangs = HangWatch(self._directory, self._clock, self._say, self._account.notes)
+        self._observation = Observation(launch, sockets, self._clock, self._selector, self._audience.tell)
         self._reservation: Reservation | Borrowed | None = None
         self._gang: Gang | None = None
         self._port: socket.socket | None = None
@@ -146,6 +148,7 @@ class Supervisor:
             self._account.notes.append(problem)
         self._watch(self._agent.fileno(), self._hear_agent)
         self._client = self._audience.add(client)
+        self._observation.begin()
         self._reserve()
         while not self._done:
             for key, _ in self._selector.select(self._pause_s()):
@@ -232,11 +235,12 @@ class Supervisor:
         """Start the ranks once devices and stem are both there, and the environment is known to be the right one."""
         if not self._begin_pending or self._gang is None or not self._gang.standby or self._reservation is None:
             return
-        if not self._confirmed:
+        if not self._confirmed or self._observation.hold_ns is not None:
             return
         self._begin_pending = False
         try:
             self._port = reserve_port()
+            self._gang.tracked = self._observation.environ
             self._gang.start(self._reservation.devices, self._port, self._reservation.fds, self._audience)
         except NoPort as error:
             self._apply(StartFailed(Reason.RENDEZVOUS, str(error)))
@@ -252,7 +256,7 @@ class Supervisor:
 
     def _hear_gang(self) -> None:
         assert self._gang is not None
-        met = self._gang.standby
+        met, forked = self._gang.standby, bool(self._gang.pids)
         try:
             events = self._gang.hear()
         except (OSError, ValueError) as error:
@@ -263,6 +267,8 @@ class Supervisor:
         if self._gang.standby and not met:
             self._watch(self._gang.stem_pidfd, self._stem_ended)
             self._begin()
+        if self._gang.pids and not forked:
+            self._observation.ranks(self._gang.devices, self._gang.pids, self._gang.cgroup)
         for event in events:
             if isinstance(event, RankExecuting) and "exec" not in self._account.marks:
                 self._account.mark("exec")
@@ -323,8 +329,10 @@ class Supervisor:
         if not self._confirmed and self._client is not None and self._client.gone:
             self._leave_unconfirmed()
         self._audience.tend()
+        self._observation.tend()
         if self._gang is not None:
             self._gang.tend()
+        self._begin()
         if self._attempt.state is State.QUEUED:
             self._try_devices()
         if self._kill_ns is not None and self._attempt.state is State.STOPPING:
@@ -371,65 +379,42 @@ class Supervisor:
         self._note_cut_output()
         if self._port is not None:
             self._port.close()
-        stopped = self._stopped()
+        stopped = make_stopped(self._attempt, self._gang.logs if self._gang is not None else {}, self._hangs.hang)
         write_json(self._directory / "stopped.json", stopped)
         self._audience.tell(stopped)
+        self._observation.ending(stopped.state, stopped.reason, stopped_sentence(stopped))
         self._hand_back()
         self._audience.drain()
         self._leave()
 
     def _leave(self) -> None:
+        self._observation.close()
         self._audience.close()
         self._done = True
 
     def _hand_back(self) -> None:
         reservation = self._reservation
         devices = reservation.devices if reservation is not None else ()
-        verdicts = {}
+        verdicts: dict[str, Verdict] = {}
         quarantined: tuple[str, ...] = ()
         if reservation is not None and devices:
-            uuids = [device.uuid for device in devices]
-            verdicts = verify(reservation.provider, uuids, reservation.before, GatePolicy(), time.sleep)
-            if self._gang is not None and not self._gang.proven:
-                verdicts = dict.fromkeys(
-                    uuids, Verdict(False, "it is not certain that every process of the run has ended")
-                )
+            verdicts = verdicts_of(reservation, proven=self._gang is None or self._gang.proven)
             self._account.mark("freed")
             self._fact(FactKind.FREED)  # before they can be anyone else's: no device is ever in two accounts
             quarantined = reservation.give_back(verdicts)
         elif reservation is not None:
             self._account.mark("freed")
             reservation.close()
+        self._observation.hear()  # the last sample
+        self._account.observed(self._observation.uses, self._observation.url, self._observation.receipt_notes())
         receipt = self._account.receipt(self._attempt, devices, verdicts, quarantined)
         self._audience.tell(protocol.Finished(receipt=receipt))
+        self._observation.settled()
 
     def _note_cut_output(self) -> None:
         """Say what the outcome alone does not: output that was cut."""
         logs = list(self._gang.logs.values()) if self._gang is not None else []
         self._account.notes += cut_output(logs, self._audience.dropped_bytes)
-
-    def _stopped(self) -> protocol.Stopped:
-        attempt, cause = self._attempt, self._attempt.cause
-        assert attempt.reason is not None
-        tail = ""
-        if cause is not None and cause.rank is not None and self._gang is not None and cause.rank in self._gang.logs:
-            tail = self._gang.logs[cause.rank].tail()
-        return protocol.Stopped(
-            state=attempt.state,
-            reason=attempt.reason,
-            cause=cause,
-            consequences=tuple(failure for failure in attempt.failures if failure is not cause),
-            log_tail=tail,
-            tails=self._hidden_tails(),
-            hang=self._hangs.hang if attempt.reason is Reason.COLLECTIVE_HANG else None,
-        )
-
-    def _hidden_tails(self) -> dict[int, str]:
-        if self._gang is None or self._attempt.state is not State.FAILED:
-            return {}
-        blamed = (self._attempt.cause, *self._attempt.failures)
-        first = [failure.rank for failure in blamed if failure is not None and failure.rank is not None]
-        return hidden_tails(self._gang.logs, first)
 
     # --- watchers and output -------------------------------------------------------------------------------------
 
@@ -441,6 +426,7 @@ class Supervisor:
             pid=os.getpid(),
             waiting={State.QUEUED: self._waiting, State.STARTING: self._preparing}.get(self._attempt.state)
             or self._hangs.said,
+            tracked=self._observation.told,
         )
 
     def _obey(self, message: protocol.AnyMessage, watcher: Watcher) -> None:
@@ -487,7 +473,8 @@ class Supervisor:
             return _EMPTYING_S
         behind = self._audience.waiting or (self._gang is not None and self._gang.behind)
         pauses = [_RETRY_S if behind else _TURN_S]
-        for wake_ns in (self._attempt.wake_ns, self._hangs.wake_ns, self._lease_ns):
+        hold_ns = self._observation.hold_ns if self._begin_pending else None
+        for wake_ns in (self._attempt.wake_ns, self._hangs.wake_ns, self._lease_ns, self._observation.wake_ns, hold_ns):
             if wake_ns is not None:
                 pauses.append(max(0.0, (wake_ns - self._clock.boottime_ns()) / 1e9))
         return min(pauses)

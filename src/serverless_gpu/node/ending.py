@@ -1,0 +1,66 @@
+"""How an attempt ended: what its client is told, and whether its devices are free."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from serverless_gpu.model.attempt import MEANINGS, Attempt, Hang, Reason, State
+from serverless_gpu.node.borrowed import Borrowed
+from serverless_gpu.node.gate import GatePolicy, Verdict, verify
+from serverless_gpu.node.logs import RankLog, hidden_tails
+from serverless_gpu.node.protocol import Stopped
+from serverless_gpu.node.reservation import Reservation
+
+
+def make_stopped(attempt: Attempt, logs: Mapping[int, RankLog], hang: Hang | None) -> Stopped:
+    """Return what a client is told once no rank runs any more.
+
+    Args:
+        attempt: as it ended.
+        logs: what its ranks wrote, by rank.
+        hang: who waited for whom, as it was last found.
+    """
+    assert attempt.reason is not None
+    cause = attempt.cause
+    blamed = logs.get(cause.rank) if cause is not None and cause.rank is not None else None
+    return Stopped(
+        state=attempt.state,
+        reason=attempt.reason,
+        cause=cause,
+        consequences=tuple(failure for failure in attempt.failures if failure is not cause),
+        log_tail=blamed.tail() if blamed is not None else "",
+        tails=_hidden_tails(attempt, logs),
+        hang=hang if attempt.reason is Reason.COLLECTIVE_HANG else None,
+    )
+
+
+def stopped_sentence(stopped: Stopped) -> str:
+    """Return why it ended, in one sentence; "" where there is nothing to say."""
+    if stopped.reason is Reason.COMPLETED:
+        return ""
+    detail = stopped.cause.detail if stopped.cause is not None else ""
+    meaning = MEANINGS[stopped.reason].sentence
+    return f"{meaning}: {detail}" if detail and stopped.state is State.FAILED else meaning
+
+
+def verdicts_of(reservation: Reservation | Borrowed, *, proven: bool) -> dict[str, Verdict]:
+    """Return whether each device is free, and by what evidence.
+
+    Args:
+        reservation: whose devices.
+        proven: whether it is known that no process of the attempt is left.
+    """
+    uuids = [device.uuid for device in reservation.devices]
+    verdicts = verify(reservation.provider, uuids, reservation.before, GatePolicy(), time.sleep)
+    if not proven:
+        return dict.fromkeys(uuids, Verdict(False, "it is not certain that every process of the run has ended"))
+    return dict(verdicts)
+
+
+def _hidden_tails(attempt: Attempt, logs: Mapping[int, RankLog]) -> dict[int, str]:
+    if attempt.state is not State.FAILED:
+        return {}
+    blamed = (attempt.cause, *attempt.failures)
+    first = [failure.rank for failure in blamed if failure is not None and failure.rank is not None]
+    return hidden_tails(logs, first)

@@ -1,0 +1,289 @@
+"""The supervisor's line to the node's monitor: what it is told of an attempt, and what it says.
+
+    supervisor ──Observe, Ranks, Ending, Settled──▶ monitor      said again, in this order, to one that was started anew
+               ◀──Tracked, Untracked, Seen, Said───
+
+Nothing here blocks: a monitor that is not there yet, hangs or dies costs an attempt what it would have seen, nothing
+else. Only the start of ranks may wait, for where the run is tracked: their environment cannot be changed later. A rank
+that imports `mlflow` finds out by itself (`inside/`), so that functions wait for a blink only; a program, in which
+nothing of ours runs, waits longer, and while the home's own MLflow server starts, longest.
+
+Failure cases: no monitor (asked for again, at most every two seconds); it dies (the next one hears everything again,
+and writes on in the same files); it does not read (what is to be said is kept, it is little); it talks nonsense (left
+alone for two seconds).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import msgspec
+
+from serverless_gpu.ambient import Clock
+from serverless_gpu.model.attempt import Reason, State
+from serverless_gpu.model.hardware import Device
+from serverless_gpu.model.ledger import DeviceUse
+from serverless_gpu.model.spec import Command
+from serverless_gpu.node import protocol
+from serverless_gpu.node.inside.channel import Channel
+from serverless_gpu.node.monitor import words
+from serverless_gpu.node.protocol import Launch, original
+
+_FIRST_NS = 100_000_000
+_AGAIN_NS = 2_000_000_000
+BLINK_NS = 100_000_000
+"""How long the ranks of a function wait for where they are tracked."""
+COMMAND_NS = 2_000_000_000
+"""How long a program does, unless it is known that the tracker does not answer."""
+SERVER_NS = 10_000_000_000
+"""How long a program does while the home's own MLflow server starts."""
+_STARTING = "the home's MLflow server starts; the program waits for it up to 10 s"
+_VARIABLES = frozenset(
+    {
+        "http_proxy",
+        "https_proxy",
+        "all_proxy",
+        "no_proxy",
+        "ssl_cert_file",
+        "ssl_cert_dir",
+        "requests_ca_bundle",
+        "curl_ca_bundle",
+    }
+)
+
+
+class Observation:
+    """One attempt, as the monitor sees it.
+
+    Args:
+        launch: the attempt.
+        sockets: where the monitor listens.
+        clock: where time comes from.
+        selector: the supervisor's; what the monitor says is heard there.
+        tell: takes a message for whoever watches the run.
+
+    Attributes:
+        tracked: where the run is tracked, once that is known.
+        uses: what the devices did, as far as was seen.
+        notes: sentences for the receipt.
+        busy_ns: when anything was last seen to work; 0 while nothing was seen.
+        seen_ns: when anything was last seen at all; 0 while nothing was.
+    """
+
+    def __init__(
+        self,
+        launch: Launch,
+        sockets: Path,
+        clock: Clock,
+        selector: selectors.BaseSelector,
+        tell: Callable[[protocol.Message], None],
+    ) -> None:
+        self.tracked: words.Tracked | None = None
+        self.uses: tuple[DeviceUse, ...] = ()
+        self.notes: list[str] = []
+        self.busy_ns = 0
+        self.seen_ns = 0
+        self._launch = launch
+        self._path = words.monitor_socket(sockets)
+        self._clock = clock
+        self._selector = selector
+        self._tell = tell
+        self._said: list[words.Word] = []
+        self._pending: deque[words.Word] = deque()
+        self._channel: Channel | None = None
+        self._untracked: words.Untracked | None = None
+        self._began_ns = clock.boottime_ns()
+        self._pause_ns = _FIRST_NS
+        self._again_ns = 0
+        self._told_waiting = False
+
+    # --- what the supervisor says --------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Have the attempt observed."""
+        launch = self._launch
+        self._began_ns = self._clock.boottime_ns()
+        self._say(
+            words.Observe(
+                run_id=launch.run_id,
+                fence=launch.fence,
+                directory=launch.directory,
+                spec=launch.spec,
+                world_size=launch.world_size,
+                python=original(launch.context.python),
+                environ=_variables(launch.context.environ),
+                environment="live" if launch.environment is None else f"snapshot {launch.environment.snapshot}",
+                called_ns=launch.called_ns,
+            )
+        )
+
+    def ranks(self, devices: tuple[Device, ...], pids: Mapping[int, int], cgroup: Path | None) -> None:
+        """Say which processes have which devices."""
+        self._say(words.Ranks(devices=devices, pids=dict(pids), cgroup="" if cgroup is None else str(cgroup)))
+
+    def ending(self, state: State, reason: Reason, sentence: str) -> None:
+        """Say how the attempt ended; its files are written."""
+        self._say(words.Ending(state=state, reason=reason, sentence=sentence))
+
+    def settled(self) -> None:
+        """Say that the receipt is written, and hang up."""
+        self._say(words.Settled())
+        self.close()
+
+    def close(self) -> None:
+        """Hang up."""
+        if self._channel is not None:
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(self._channel.sock)
+            self._channel.close()
+            self._channel = None
+
+    # --- what it asks --------------------------------------------------------------------------------------------
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """Return the variables with which an MLflow in a rank finds its run."""
+        return {} if self.tracked is None else self.tracked.environ
+
+    @property
+    def url(self) -> str:
+        """Return what a person opens, or ""."""
+        return "" if self.tracked is None else self.tracked.url
+
+    @property
+    def told(self) -> protocol.Tracked | None:
+        """Return what watchers were told about where the run is tracked."""
+        tracked = self.tracked
+        return None if tracked is None else protocol.Tracked(run_id=tracked.run_id, url=tracked.url)
+
+    @property
+    def hold_ns(self) -> int | None:
+        """Return until when ranks wait for where they are tracked, or None once they need not."""
+        until_ns = self._began_ns + self._patience_ns()
+        return until_ns if self._clock.boottime_ns() < until_ns else None
+
+    @property
+    def wake_ns(self) -> int | None:
+        """Return when `tend` has something to do, or None while that is for the monitor to say."""
+        return self._again_ns if self._channel is None and self._said else None
+
+    def receipt_notes(self) -> list[str]:
+        """Return what a receipt says of all this beside the link."""
+        untracked = self._untracked
+        missing = [f"MLflow: {untracked.sentence}"] if untracked is not None and untracked.sentence else []
+        return [*self.notes, *missing]
+
+    def _patience_ns(self) -> int:
+        tracker, untracked = self._launch.spec.tracker, self._untracked
+        if tracker is None or self.tracked is not None or (untracked is not None and untracked.final):
+            return 0
+        is_command = isinstance(self._launch.spec.payload, Command)
+        if untracked is not None:
+            return SERVER_NS if is_command and not tracker.uri else 0
+        if is_command:
+            return COMMAND_NS
+        return BLINK_NS if self._channel is not None else 0
+
+    # --- the line ------------------------------------------------------------------------------------------------
+
+    def tend(self) -> None:
+        """Connect where there is no connection, and say what could not be said before."""
+        if self._channel is None and self._said and self._clock.boottime_ns() >= self._again_ns:
+            self._connect()
+        elif self._pending:
+            self._flush()
+
+    def hear(self) -> None:
+        """Take everything the monitor has said."""
+        while self._channel is not None:
+            try:
+                word = words.hear(self._channel)
+            except BlockingIOError:
+                return
+            except (OSError, msgspec.MsgspecError):
+                word = None
+            if word is None:
+                self._lose()
+                return
+            self._pause_ns = _AGAIN_NS
+            self._understand(word)
+
+    def _understand(self, word: words.AnyWord) -> None:
+        match word:
+            case words.Tracked() if self.tracked is None:
+                self.tracked, self._untracked = word, None
+                self._tell(protocol.Tracked(run_id=word.run_id, url=word.url))
+            case words.Untracked(sentence=sentence, final=final) if self.tracked is None:
+                if final and sentence and (self._untracked is None or not self._untracked.final):
+                    self._tell(protocol.Waiting(sentence=sentence))
+                self._untracked = word
+                if self._patience_ns() == SERVER_NS and not self._told_waiting:
+                    self._told_waiting = True
+                    self._tell(protocol.Waiting(sentence=_STARTING))
+            case words.Seen(uses=uses, busy=busy):
+                self.uses = uses
+                self.seen_ns = self._clock.boottime_ns()
+                self.busy_ns = self.seen_ns if busy else self.busy_ns
+            case words.Said(sentence=sentence, note=note):
+                self._tell(protocol.Waiting(sentence=sentence))
+                if note:
+                    self.notes.append(sentence)
+            case _:
+                pass
+
+    def _say(self, word: words.Word) -> None:
+        self._said.append(word)
+        if self._channel is None:
+            self.tend()
+            return
+        self._pending.append(word)
+        self._flush()
+
+    def _connect(self) -> None:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sock.setblocking(False)
+        try:
+            sock.connect(str(self._path))
+        except OSError:
+            sock.close()
+            self._wait()
+            return
+        self._channel = Channel(sock)
+        self._selector.register(sock, selectors.EVENT_READ, self.hear)
+        self._pending = deque(self._said)
+        self._flush()
+
+    def _flush(self) -> None:
+        while self._channel is not None and self._pending:
+            try:
+                words.say(self._channel, self._pending[0])
+            except BlockingIOError:
+                return
+            except OSError:
+                self.hear()  # its last words
+                self._lose()
+                return
+            self._pending.popleft()
+
+    def _lose(self) -> None:
+        if self._channel is not None:
+            self.close()
+            self._wait()
+
+    def _wait(self) -> None:
+        self._again_ns = self._clock.boottime_ns() + self._pause_ns
+        self._pause_ns = min(2 * self._pause_ns, _AGAIN_NS)
+
+
+def _variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what of the caller's variables says where MLflow is, and how it is reached."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if (name.startswith("MLFLOW_") or name.lower() in _VARIABLES) and not value.startswith("\0")
+    }

@@ -1,0 +1,90 @@
+"""A monitor that is not one: it hears what supervisors say, and says what a test wants."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from threading import Thread
+from typing import TypeVar
+
+from serverless_gpu.node.inside.channel import Channel
+from serverless_gpu.node.monitor import words
+
+W = TypeVar("W", bound=words.Word)
+Answers = Callable[[words.AnyWord], Iterable[words.Word]]
+
+
+class FakeMonitor:
+    """Listens where a monitor would; `heard` has every word of every peer, in order.
+
+    Args:
+        sockets: where the sockets of a home are.
+        answers: what is said to a word.
+    """
+
+    def __init__(self, sockets: Path, answers: Answers = lambda _: ()) -> None:
+        self.heard: list[words.AnyWord] = []
+        self.peers: list[Channel] = []
+        self.ended = 0
+        self._answers = answers
+        self._path = words.monitor_socket(sockets)
+        self._path.unlink(missing_ok=True)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(str(self._path))
+        self._listener.listen(16)
+
+    def accept(self) -> Channel:
+        """Return the next peer, once one has come."""
+        self._listener.settimeout(10)
+        sock, _ = self._listener.accept()
+        sock.settimeout(10)
+        self.peers.append(Channel(sock))
+        return self.peers[-1]
+
+    def hear(self, peer: Channel) -> words.AnyWord | None:
+        """Take one word and answer it."""
+        word = words.hear(peer)
+        if word is None:
+            self.ended += 1
+            return None
+        self.heard.append(word)
+        for answer in self._answers(word):
+            with contextlib.suppress(OSError):
+                words.say(peer, answer)
+        return word
+
+    def all(self, kind: type[W]) -> list[W]:
+        """Return the words of one kind that were heard."""
+        return [word for word in self.heard if isinstance(word, kind)]
+
+    def serve(self) -> FakeMonitor:
+        """Hear and answer in threads, until `close`."""
+        Thread(target=self._serve, daemon=True).start()
+        return self
+
+    def close(self) -> None:
+        """End as a killed monitor does: everything is closed, and nobody listens."""
+        self._path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for peer in self.peers:
+            with contextlib.suppress(OSError):
+                peer.sock.shutdown(socket.SHUT_RDWR)
+            peer.close()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                return
+            self.peers.append(Channel(sock))
+            Thread(target=self._listen, args=(self.peers[-1],), daemon=True).start()
+
+    def _listen(self, peer: Channel) -> None:
+        with contextlib.suppress(OSError):
+            while self.hear(peer) is not None:
+                pass
