@@ -73,21 +73,21 @@ class NvmlSampler:
         self._asked: tuple[str, ...] | None = None
         self._asked_ns = 0
         self._latest: Reading | None = None
-        self._latest_ns = 0
+        self._readings = 0
         self._thread: threading.Thread | None = None
 
     def sample(self, uuids: Sequence[str]) -> Reading:
         """Return the latest reading of these GPUs: one entry per uuid asked, never an exception, never long."""
         now_ns = self._clock.boottime_ns()
         with self._condition:
-            before = self._latest_ns
+            before = self._readings
             if self._asked is None:
                 self._asked, self._asked_ns = tuple(uuids), now_ns
                 self._condition.notify_all()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name="sgpu-nvml-samples", daemon=True)
                 self._thread.start()
-            self._condition.wait_for(lambda: self._latest_ns > before, self._wait_s)
+            self._condition.wait_for(lambda: self._readings > before, self._wait_s)
             latest = self._latest
             silent_ns = now_ns - self._asked_ns if self._waits() else 0
         if silent_ns >= _STALE_NS:
@@ -107,7 +107,7 @@ class NvmlSampler:
                 asked = self._asked or ()
             reading = self._reader.read(asked, self._clock.boottime_ns)
             with self._condition:
-                self._latest, self._latest_ns = reading, self._clock.boottime_ns()
+                self._latest, self._readings = reading, self._readings + 1
                 self._asked = None
                 self._condition.notify_all()
 
