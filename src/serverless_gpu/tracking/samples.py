@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from serverless_gpu.model.telemetry import Header, Line, Sample, decode, series
+from serverless_gpu.model.telemetry import Header, Line, Sample, decode
 
 _CHUNK_BYTES = 1 << 20
 
@@ -54,21 +54,6 @@ class Samples:
         self._offset += used if used or len(data) < limit else len(data)
         return self._paired(lines)
 
-    def skip(self, keep: int) -> int:
-        """Leave out the oldest of what is not read yet; return how many points of series that were.
-
-        Args:
-            keep: bytes that are not left out.
-        """
-        dropped = 0
-        while self.backlog > keep:
-            before = self._offset
-            limit = min(_CHUNK_BYTES, self.backlog - keep + _LINE_BYTES)
-            dropped += sum(len(series(header, sample)) for header, sample in self.read(limit))
-            if self._offset == before:  # half a line is all there is
-                break
-        return dropped
-
     def _paired(self, lines: list[Line]) -> list[tuple[Header, Sample]]:
         paired: list[tuple[Header, Sample]] = []
         for line in lines:
@@ -77,9 +62,6 @@ class Samples:
             elif self._header is not None:
                 paired.append((self._header, line))
         return paired
-
-
-_LINE_BYTES = 64 << 10  # enough for a line of any machine
 
 
 def _header_before(path: Path, offset: int) -> Header | None:
