@@ -1,0 +1,280 @@
+"""MLflow over its REST interface; `mlflow` itself is never imported, so any version of it, or none, may be installed.
+
+    begin, find   experiments/get-by-name, experiments/create, runs/search, runs/create, runs/get
+    log           runs/log-batch, at most 1000 points, 100 parameters or 100 tags at once
+    upload        PUT mlflow-artifacts/artifacts/…, where the server takes files itself
+    resume, end   runs/update
+
+An MLflow run of ours is found by the tag `sgpu.run_id`, so that it is not made twice: by another node, by a process
+that was started again, or after a request whose answer did not come.
+
+Failure cases: see `rest.py`; an experiment that was deleted: refused, nothing can be written there; two that make an
+experiment at the same moment: the second looks again; a server whose files lie in a bucket or on its disk: `upload` is
+refused, since only programs that have the credentials can write there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import TypeVar
+from urllib.parse import quote, urlsplit
+
+import msgspec
+
+from serverless_gpu.model.tracking import Tracking
+from serverless_gpu.model.tracking_rules import KEY_CHARACTERS_MAX, RUN_TAG, Status, cut
+from serverless_gpu.tracking.base import Metric, Tracked, TrackerRefused
+from serverless_gpu.tracking.rest import LONG_TIMEOUT_S, Exists, NotThere, Rest
+
+METRICS_MAX = 1000
+PAIRS_MAX = 100
+_ARTIFACTS = "mlflow-artifacts/artifacts"
+
+T = TypeVar("T")
+
+
+class _Experiment(msgspec.Struct):
+    experiment_id: str
+    lifecycle_stage: str = "active"
+
+
+class _ExperimentAnswer(msgspec.Struct):
+    experiment: _Experiment
+
+
+class _Created(msgspec.Struct):
+    experiment_id: str
+
+
+class _Info(msgspec.Struct):
+    run_id: str
+    experiment_id: str
+    artifact_uri: str = ""
+    lifecycle_stage: str = "active"
+
+
+class _Run(msgspec.Struct):
+    info: _Info
+
+
+class _RunAnswer(msgspec.Struct):
+    run: _Run
+
+
+class _Runs(msgspec.Struct):
+    runs: list[_Run] = []
+
+
+class _Nothing(msgspec.Struct):
+    """An answer that says no more than that it was done."""
+
+
+class MlflowTracker:
+    """One MLflow server, for one thread at a time.
+
+    Args:
+        address: its URI, which may carry user and password; or a function that returns it, or raises `TrackerAway`
+            as long as it is not known: the home's own server is being started.
+        environ: the caller's variables that say how it is reached, as MLflow knows them; none for a server that is not
+            the caller's choice.
+    """
+
+    def __init__(self, address: str | Callable[[], str], environ: Mapping[str, str]) -> None:
+        self._rest = Rest(address, environ)
+        self._experiments: dict[str, str] = {}
+
+    def find(self, tracking: Tracking, run_id: str) -> Tracked | None:
+        """Return the MLflow run that carries this run's tag, or None; the first one, should there be several.
+
+        Raises:
+            TrackerAway: MLflow does not answer.
+            TrackerRefused: it does not let us look.
+        """
+        if tracking.run_id:
+            return self._continued(tracking.run_id)
+        experiment_id = self._experiment(tracking, make=False)
+        if experiment_id is None:
+            return None
+        wanted = {
+            "experiment_ids": [experiment_id],
+            "filter": f"tags.`{RUN_TAG}` = '{_quotable(run_id)}'",
+            "max_results": 10,
+            "order_by": ["attributes.start_time ASC"],
+        }
+        found = self._rest.call("POST", "mlflow/runs/search", wanted, answer=_Runs).runs
+        return min((self._tracked(run.info) for run in found), key=lambda tracked: tracked.run_id, default=None)
+
+    def begin(self, tracking: Tracking, run_id: str, *, tags: Mapping[str, str], at_ms: int) -> Tracked:
+        """Return the MLflow run: made, or the one that `tracking` says is continued, which keeps its name and parent.
+
+        Args:
+            tracking: where and as what.
+            run_id: ours.
+            tags: of the run from its beginning.
+            at_ms: when it began, milliseconds since 1970.
+
+        Raises:
+            TrackerAway: MLflow does not answer; it may have made the run nevertheless.
+            TrackerRefused: it will not make one.
+        """
+        if tracking.run_id:
+            tracked = self._continued(tracking.run_id)
+            self.log(tracked, tags=tags)
+            return tracked
+        body = {
+            "experiment_id": self._experiment(tracking, make=True),
+            "start_time": at_ms,
+            "run_name": cut(tracking.run_name, KEY_CHARACTERS_MAX) or f"jobTaskRun-{run_id}",
+            "tags": [{"key": key, "value": value} for key, value in tags.items()],
+        }
+        try:
+            made = self._rest.call("POST", "mlflow/runs/create", body, answer=_RunAnswer, timeout_s=LONG_TIMEOUT_S)
+        except NotThere:
+            self._experiments.clear()  # deleted for good since we looked
+            raise
+        return self._tracked(made.run.info)
+
+    def log(
+        self,
+        tracked: Tracked,
+        *,
+        metrics: Sequence[Metric] = (),
+        params: Mapping[str, str] | None = None,
+        tags: Mapping[str, str] | None = None,
+    ) -> None:
+        """Add points, parameters and tags; the same again changes nothing.
+
+        Raises:
+            TrackerAway: MLflow does not answer; some of it may have arrived.
+            TrackerRefused: it does not take them: nothing of the request in which one is wrong.
+        """
+        for points in _batches(metrics, METRICS_MAX):
+            self._batch(tracked, "metrics", [_point(point) for point in points])
+        for name, pairs in (("params", params), ("tags", tags)):
+            for batch in _batches(list((pairs or {}).items()), PAIRS_MAX):
+                self._batch(tracked, name, [{"key": key, "value": value} for key, value in batch])
+
+    def upload(self, tracked: Tracked, name: str, data: bytes) -> None:
+        """Add a file to the artifacts, or replace it.
+
+        Args:
+            tracked: the run.
+            name: a path below its artifacts.
+            data: what is in it.
+
+        Raises:
+            TrackerAway: MLflow does not answer.
+            TrackerRefused: its files lie where only programs with other credentials can write.
+        """
+        root = _proxied(tracked.artifacts, tracked.uri)
+        if root is None:
+            raise TrackerRefused(f"MLflow at {tracked.uri} takes no files for {tracked.artifacts or 'this run'}")
+        self._rest.put(f"{_ARTIFACTS}/{quote(root.strip('/'))}/{quote(name)}", data)
+
+    def resume(self, tracked: Tracked) -> None:
+        """Say that it goes on.
+
+        Raises:
+            TrackerAway: MLflow does not answer.
+            TrackerRefused: the run was deleted.
+        """
+        self._update(tracked, {"status": "RUNNING"})
+
+    def end(self, tracked: Tracked, status: Status, at_ms: int) -> None:
+        """Say that it has ended.
+
+        Raises:
+            TrackerAway: MLflow does not answer.
+            TrackerRefused: the run was deleted.
+        """
+        self._update(tracked, {"status": status, "end_time": at_ms})
+
+    def close(self) -> None:
+        """Give the connection back."""
+        self._rest.close()
+
+    # --- below ------------------------------------------------------------------------------------------------------
+
+    def _experiment(self, tracking: Tracking, *, make: bool) -> str | None:
+        """Return the experiment's identifier; None when it is not there and not to be made."""
+        name = tracking.experiment
+        if tracking.experiment_id or not name:
+            return tracking.experiment_id or "0"  # MLflow's own default
+        if name in self._experiments:
+            return self._experiments[name]
+        experiment_id = self._looked_up(name)
+        if experiment_id is None and make:
+            try:
+                made = self._rest.call(
+                    "POST", "mlflow/experiments/create", {"name": name}, answer=_Created, timeout_s=LONG_TIMEOUT_S
+                )
+                experiment_id = made.experiment_id
+            except Exists:  # somebody was faster
+                experiment_id = self._looked_up(name)
+        if experiment_id is not None:
+            self._experiments = {name: experiment_id}
+        return experiment_id
+
+    def _looked_up(self, name: str) -> str | None:
+        query = {"experiment_name": name}
+        try:
+            found = self._rest.call("GET", "mlflow/experiments/get-by-name", answer=_ExperimentAnswer, query=query)
+        except NotThere:
+            return None
+        if found.experiment.lifecycle_stage != "active":
+            raise TrackerRefused(
+                f"the experiment {name} has been deleted in MLflow at {self._rest.uri}: "
+                "restore it there, or name another one in MLFLOW_EXPERIMENT_NAME"
+            )
+        return found.experiment.experiment_id
+
+    def _continued(self, run_id: str) -> Tracked:
+        info = self._rest.call("GET", "mlflow/runs/get", answer=_RunAnswer, query={"run_id": run_id}).run.info
+        if info.lifecycle_stage != "active":
+            raise TrackerRefused(f"the MLflow run {run_id} has been deleted in MLflow at {self._rest.uri}")
+        return self._tracked(info)
+
+    def _batch(self, tracked: Tracked, kind: str, entries: list[dict[str, object]]) -> None:
+        self._rest.call("POST", "mlflow/runs/log-batch", {"run_id": tracked.run_id, kind: entries}, answer=_Nothing)
+
+    def _update(self, tracked: Tracked, change: dict[str, object]) -> None:
+        self._rest.call("POST", "mlflow/runs/update", {"run_id": tracked.run_id, **change}, answer=_Nothing)
+
+    def _tracked(self, info: _Info) -> Tracked:
+        uri = self._rest.uri
+        return Tracked(
+            run_id=info.run_id,
+            experiment_id=info.experiment_id,
+            uri=uri,
+            url=f"{uri}/#/experiments/{quote(info.experiment_id, safe='')}/runs/{quote(info.run_id, safe='')}",
+            artifacts=info.artifact_uri,
+        )
+
+
+def _point(point: Metric) -> dict[str, object]:
+    return {"key": point.key, "value": point.value, "timestamp": point.at_ms, "step": point.step}
+
+
+def _proxied(artifacts: str, uri: str) -> str | None:
+    """Return the path below the server's own store of files, or None when they lie somewhere else."""
+    parts, server = urlsplit(artifacts), urlsplit(uri)
+    if parts.scheme == "mlflow-artifacts" and parts.netloc in ("", server.netloc):
+        return parts.path
+    prefix = f"{server.path}/api/2.0/{_ARTIFACTS}/"
+    if (parts.scheme, parts.netloc) == (server.scheme, server.netloc) and parts.path.startswith(prefix):
+        return parts.path.removeprefix(prefix)
+    return None
+
+
+def _quotable(text: str) -> str:
+    """Return text that may stand between single quotes in a filter of MLflow's."""
+    if not text.isalnum():
+        raise TrackerRefused(f"{text!r} is no identifier of a run")
+    return text
+
+
+def _batches(entries: Sequence[T], size: int) -> Iterator[list[T]]:
+    rest = iter(entries)
+    while batch := list(islice(rest, size)):
+        yield batch

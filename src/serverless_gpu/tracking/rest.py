@@ -1,0 +1,324 @@
+"""One MLflow server over HTTP: addresses, credentials, and what its answers mean for whoever asked.
+
+    call, put ─▶ one request, at most 2 s (10 s where MLflow has work to do) ─▶ answer, at most 1 MiB
+                                                                             ├▶ TrackerAway     ask again later
+                                                                             └▶ TrackerRefused  never ask that again
+
+What counts as away: nobody listens, no answer in time, 408, 425, 429, every 5xx but 501. What counts as refused: what
+MLflow itself says is wrong with the request. All else depends on whether this server has ever answered as an MLflow
+does. If not, it will hardly begin to: a wrong address, a login page, a password that is wrong, a certificate that
+nobody trusts are refused at once, with a hint. If it has, somebody is at work on it, and it is away.
+
+Credentials are those of the caller's variables, as MLflow reads them, and go to the server these variables name, never
+to another one; no redirect is followed, and no sentence holds them.
+"""
+
+from __future__ import annotations
+
+import base64
+import configparser
+import contextlib
+import os
+import ssl
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, TypeVar
+from urllib.parse import unquote, urlsplit, urlunsplit
+
+import httpx2
+import msgspec
+
+from serverless_gpu.ambient import SystemClock
+from serverless_gpu.tracking.base import TrackerAway, TrackerRefused
+from serverless_gpu.version import __version__
+
+T = TypeVar("T")
+
+TIMEOUT_S = 2.0
+LONG_TIMEOUT_S = 10.0
+ANSWER_BYTES_MAX = 1 << 20
+_PASSING = frozenset({408, 425, 429})
+_UNSUPPORTED = 501
+_TEXT_CHARACTERS_MAX = 200
+
+
+class Problem(msgspec.Struct):
+    """What MLflow says when it refuses."""
+
+    error_code: str | int
+    message: str = ""
+
+
+class NotThere(TrackerRefused):
+    """MLflow knows nothing by that name."""
+
+
+class Exists(TrackerRefused):
+    """MLflow has something by that name."""
+
+
+class _Answer(NamedTuple):
+    status: int
+    location: str
+    body: bytes
+
+
+class Rest:
+    """One server; for one thread at a time.
+
+    Args:
+        address: its URI, or a function that returns it, or raises `TrackerAway` as long as it is not known.
+        environ: the caller's variables; none where the server is not the caller's choice.
+    """
+
+    def __init__(self, address: str | Callable[[], str], environ: Mapping[str, str]) -> None:
+        self._address = _always(address) if isinstance(address, str) else address
+        self._environ = environ
+        self._client: httpx2.Client | None = None
+        self._known = False
+        self._clock = SystemClock()
+        self.uri = ""
+        """Of the server, without credentials and without a slash at its end; "" until the first request."""
+
+    def call(
+        self,
+        method: str,
+        path: str,
+        body: object = None,
+        *,
+        answer: type[T],
+        query: Mapping[str, str] | None = None,
+        timeout_s: float = TIMEOUT_S,
+    ) -> T:
+        """Send a request and return what is answered.
+
+        Args:
+            method: for example ``"POST"``.
+            path: below ``/api/2.0/``.
+            body: what is sent as JSON, or None.
+            answer: what comes back.
+            query: parameters of the address.
+            timeout_s: how long an answer may take.
+
+        Raises:
+            TrackerAway: it may work later.
+            TrackerRefused: it will not.
+        """
+        content = b"" if body is None else msgspec.json.encode(body)
+        headers = {"Content-Type": "application/json"} if body is not None else {}
+        found = self._send(method, path, content, headers, query or {}, timeout_s)
+        try:
+            decoded = msgspec.json.decode(found.body, type=answer)
+        except msgspec.MsgspecError as error:
+            raise self._strange(f"its answer is not MLflow's ({error})") from None
+        self._known = True
+        return decoded
+
+    def put(self, path: str, data: bytes) -> None:
+        """Send bytes; as `call` otherwise."""
+        self._send("PUT", path, data, {"Content-Type": "application/octet-stream"}, {}, LONG_TIMEOUT_S)
+
+    def close(self) -> None:
+        """Give the connection back."""
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+    # --- below ------------------------------------------------------------------------------------------------------
+
+    def _send(
+        self,
+        method: str,
+        path: str,
+        content: bytes,
+        headers: Mapping[str, str],
+        query: Mapping[str, str],
+        timeout_s: float,
+    ) -> _Answer:
+        client = self._connected()
+        request = client.build_request(
+            method,
+            f"{self.uri}/api/2.0/{path}",
+            content=content or None,
+            headers=dict(headers),
+            params=dict(query) or None,
+            timeout=httpx2.Timeout(timeout_s, connect=TIMEOUT_S),
+        )
+        try:
+            found = self._received(client, request, timeout_s)
+        except (httpx2.UnsupportedProtocol, httpx2.LocalProtocolError, httpx2.InvalidURL, UnicodeError) as error:
+            raise TrackerRefused(f"MLflow at {self.uri} cannot be asked: {error}") from None
+        except httpx2.TransportError as error:
+            if "CERTIFICATE_VERIFY_FAILED" in str(error):
+                raise self._strange(
+                    "its certificate is not trusted; MLFLOW_TRACKING_SERVER_CERT_PATH says whose is"
+                ) from None
+            raise TrackerAway(f"MLflow at {self.uri} does not answer ({_why(error, timeout_s)})") from None
+        if found.status >= 300:
+            raise self._problem(found)
+        return found
+
+    def _received(self, client: httpx2.Client, request: httpx2.Request, timeout_s: float) -> _Answer:
+        """Return the answer, read in bounded time and memory."""
+        deadline_ns = self._clock.boottime_ns() + round(2 * timeout_s * 1e9)
+        parts: list[bytes] = []
+        size = 0
+        response = client.send(request, stream=True)
+        try:
+            for part in response.iter_raw(64 << 10):
+                parts.append(part)
+                size += len(part)
+                if size > ANSWER_BYTES_MAX:
+                    raise self._strange(f"its answer is longer than {ANSWER_BYTES_MAX} bytes")
+                if self._clock.boottime_ns() > deadline_ns:
+                    raise httpx2.ReadTimeout("its answer comes too slowly", request=request)
+        finally:
+            response.close()
+        return _Answer(response.status_code, response.headers.get("location", ""), b"".join(parts))
+
+    def _connected(self) -> httpx2.Client:
+        """Return the client for where the server is now."""
+        uri, userinfo = split_userinfo(self._address())
+        if self._client is not None and uri == self.uri:
+            return self._client
+        self.close()
+        if urlsplit(uri).scheme not in ("http", "https"):
+            raise TrackerRefused(f"{uri or 'an empty address'} is not the address of an MLflow server (http or https)")
+        environ = self._environ if _is_named(uri, self._environ) else {}
+        self.uri = uri
+        self._known = False
+        self._client = httpx2.Client(
+            headers=_headers(environ, userinfo),
+            verify=_trust(uri, environ),
+            proxy=_proxy(uri, self._environ),
+            follow_redirects=False,
+            trust_env=False,  # the caller's variables count, not this process's
+            limits=httpx2.Limits(max_connections=2, max_keepalive_connections=1, keepalive_expiry=30.0),
+        )
+        return self._client
+
+    def _problem(self, found: _Answer) -> Exception:
+        """Return what an answer of 300 or more means."""
+        try:
+            problem = msgspec.json.decode(found.body, type=Problem)
+        except msgspec.MsgspecError:
+            problem = None
+        text = problem.message if problem is not None else found.body.decode(errors="replace")
+        said = f"{found.status}: {' '.join(text.split())[:_TEXT_CHARACTERS_MAX]}".rstrip(": ")
+        if found.status in _PASSING or (found.status >= 500 and found.status != _UNSUPPORTED):
+            return TrackerAway(f"MLflow at {self.uri} answers {said}")
+        if found.status in (401, 403, 407):
+            return self._strange(
+                f"it answers {said}; MLFLOW_TRACKING_USERNAME and _PASSWORD, or MLFLOW_TRACKING_TOKEN, say who you are"
+            )
+        if problem is None:
+            elsewhere = f" (to {split_userinfo(found.location)[0]})" if found.location else ""
+            return self._strange(f"it answers {said}{elsewhere}")
+        self._known = True
+        kinds = {"RESOURCE_DOES_NOT_EXIST": NotThere, "RESOURCE_ALREADY_EXISTS": Exists}
+        return kinds.get(str(problem.error_code), TrackerRefused)(f"MLflow at {self.uri} answers {said}")
+
+    def _strange(self, what: str) -> Exception:
+        """Return the exception for what no MLflow that knows us says: final if it never did."""
+        if self._known:
+            return TrackerAway(f"MLflow at {self.uri} is not itself: {what}")
+        return TrackerRefused(f"MLflow at {self.uri} cannot be used: {what}")
+
+
+def _always(address: str) -> Callable[[], str]:
+    return lambda: address
+
+
+def split_userinfo(uri: str) -> tuple[str, str]:
+    """Return an address without its credentials and trailing slash, and the credentials, or ""."""
+    try:
+        parts = urlsplit(uri.strip())
+    except ValueError:
+        return "", ""
+    userinfo, _, host = parts.netloc.rpartition("@")
+    # A query or a fragment in the address of a server means nothing, and may be a secret.
+    return urlunsplit((parts.scheme, host, parts.path.rstrip("/"), "", "")), userinfo
+
+
+def _is_named(uri: str, environ: Mapping[str, str]) -> bool:
+    """Return whether the caller's variables, and with them the credentials, are meant for this server."""
+    named = environ.get("MLFLOW_TRACKING_URI", "")
+    return not named or split_userinfo(named)[0] == uri
+
+
+def _headers(environ: Mapping[str, str], userinfo: str) -> dict[str, str]:
+    headers = {"User-Agent": f"serverless-gpu/{__version__}", "Accept-Encoding": "identity"}
+    userinfo = userinfo or split_userinfo(environ.get("MLFLOW_TRACKING_URI", ""))[1]
+    name, password = environ.get("MLFLOW_TRACKING_USERNAME", ""), environ.get("MLFLOW_TRACKING_PASSWORD", "")
+    if userinfo:
+        name, password = (unquote(part) for part in userinfo.partition(":")[::2])
+    elif environ.get("MLFLOW_TRACKING_URI") and not (name and password):
+        name, password = _credentials_file(name, password)
+    for plugin in ("MLFLOW_TRACKING_AUTH", "MLFLOW_TRACKING_AWS_SIGV4"):
+        if environ.get(plugin, "").lower() not in ("", "0", "false"):
+            raise TrackerRefused(f"{plugin} asks for an MLflow plugin, which only your own programs can use")
+    if name and password:
+        headers["Authorization"] = "Basic " + base64.b64encode(f"{name}:{password}".encode()).decode()
+    elif environ.get("MLFLOW_TRACKING_TOKEN"):
+        headers["Authorization"] = f"Bearer {environ['MLFLOW_TRACKING_TOKEN']}"
+    if environ.get("MLFLOW_WORKSPACE"):
+        headers["X-MLFLOW-WORKSPACE"] = environ["MLFLOW_WORKSPACE"]
+    return headers
+
+
+def _credentials_file(name: str, password: str) -> tuple[str, str]:
+    """Return a name and a password as MLflow's own file has them, where they were not given."""
+    parser = configparser.ConfigParser(interpolation=None)
+    with contextlib.suppress(OSError, configparser.Error, UnicodeError):
+        parser.read(os.path.expanduser("~/.mlflow/credentials"), encoding="utf-8")
+    found = dict(parser["mlflow"]) if parser.has_section("mlflow") else {}
+    return name or found.get("mlflow_tracking_username", ""), password or found.get("mlflow_tracking_password", "")
+
+
+def _trust(uri: str, environ: Mapping[str, str]) -> ssl.SSLContext | bool:
+    """Return what checks the server's certificate; making that costs 20 ms, which plain HTTP need not pay."""
+    if not uri.startswith("https://"):
+        return False
+    bundle = next((environ[name] for name in _BUNDLES if environ.get(name)), None)
+    own = environ.get("MLFLOW_TRACKING_CLIENT_CERT_PATH")
+    try:
+        is_directory = bundle is not None and os.path.isdir(bundle)
+        context = ssl.create_default_context(
+            cafile=None if is_directory else bundle, capath=bundle if is_directory else None
+        )
+        if environ.get("MLFLOW_TRACKING_INSECURE_TLS", "").lower() in ("1", "true"):
+            context.check_hostname = False
+            context.verify_mode = ssl.CERT_NONE
+        if own:
+            context.load_cert_chain(own)
+    except (OSError, ssl.SSLError) as error:
+        raise TrackerRefused(f"the certificates for MLflow at {uri} cannot be read: {error}") from None
+    return context
+
+
+_BUNDLES = ("MLFLOW_TRACKING_SERVER_CERT_PATH", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE")
+
+
+def _proxy(uri: str, environ: Mapping[str, str]) -> str | None:
+    """Return the caller's proxy for an address, or None."""
+
+    def variable(name: str) -> str:
+        return environ.get(name) or environ.get(name.upper(), "")
+
+    parts = urlsplit(uri)
+    proxy = variable(f"{parts.scheme}_proxy") or variable("all_proxy")
+    host = parts.hostname or ""
+    if not proxy or host in ("localhost", "127.0.0.1", "::1"):
+        return None
+    for name in variable("no_proxy").split(","):
+        bare = name.strip().lstrip(".")
+        if bare and (bare == "*" or parts.netloc == bare or host == bare or host.endswith(f".{bare}")):
+            return None
+    return proxy if "://" in proxy else f"http://{proxy}"
+
+
+def _why(error: httpx2.TransportError, timeout_s: float) -> str:
+    if isinstance(error, httpx2.ConnectTimeout):
+        return f"no connection within {TIMEOUT_S:g} s"
+    if isinstance(error, httpx2.TimeoutException):
+        return f"nothing within {timeout_s:g} s"
+    return str(error)[:_TEXT_CHARACTERS_MAX] or type(error).__name__
