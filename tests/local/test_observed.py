@@ -4,15 +4,18 @@ get of what it says. The monitor is a fake; the real one has its own tests."""
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from serverless_gpu import distributed, runtime
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.client import launch
 from serverless_gpu.client.preflight import pack
+from serverless_gpu.errors import RunTimedOut
 from serverless_gpu.model.attempt import Reason, State
 from serverless_gpu.model.ledger import DeviceUse, Receipt
 from serverless_gpu.model.spec import Command, RunSpec
@@ -154,3 +157,32 @@ def test_a_monitor_that_is_killed_while_ranks_run_is_followed_by_another(own: Pa
         assert [type(word) for word in second.heard] == [words.Observe, words.Ranks, words.Ending, words.Settled]
     finally:
         second.close()
+
+
+def do_nothing() -> None:
+    """Wait, and save when asked to."""
+    while not runtime.should_stop():
+        time.sleep(0.01)
+    print("asked to stop:", runtime.stop_reason())
+
+
+def idle_answers(word: words.AnyWord) -> Iterator[words.Word]:
+    """See devices that do nothing, again and again."""
+    while isinstance(word, words.Ranks):
+        time.sleep(0.05)  # as a sampler does
+        yield words.Seen(uses=(), busy=False)
+
+
+def test_a_run_that_leaves_its_devices_idle_is_warned_of_and_stopped_and_may_save_first(own: Path) -> None:
+    monitor = FakeMonitor(Home(own).sockets(), idle_answers).serve()
+    try:
+        run = distributed(gpus=1, gpu_type="H100", idle_timeout=1.5, quiet=True)(do_nothing).submit()
+        with pytest.raises(RunTimedOut, match="did nothing for as long as idle_timeout allows") as stopped:
+            run.results()
+        assert stopped.value.reason == "idle" and "idle_timeout=" in str(stopped.value)
+        receipt = run.receipt()
+        assert (receipt.state, receipt.reason) == ("TIMED_OUT", "idle")
+        assert any(note.startswith("stopped because no device did anything for ") for note in receipt.notes)
+        assert [line.strip() for line in run.logs().splitlines()] == ["asked to stop: idle"]
+    finally:
+        monitor.close()

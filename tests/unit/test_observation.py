@@ -61,6 +61,8 @@ class Line:
         self.told: list[protocol.Message] = []
         self.selector = selectors.DefaultSelector()
         self.observation = Observation(made, sockets, self.clock, self.selector, self.told.append)
+        self.seen: list[bool] = []
+        self.observation.on_seen = self.seen.append
 
     def turn(self) -> None:
         """Do one turn of the supervisor's loop."""
@@ -160,11 +162,10 @@ def test_what_the_monitor_says_reaches_watchers_ranks_and_the_receipt(begin: Beg
         protocol.Waiting(sentence="MLflow answers again"),
     ]
     assert observation.receipt_notes() == ["1,204 points dropped"]
-    assert (observation.seen_ns, observation.busy_ns) == (line.clock.boottime_ns(), 0)
+    assert line.seen == [False]
     words.say(peer, words.Seen(uses=(USE,), busy=True))
-    line.clock.advance(1)
     line.turn()
-    assert observation.seen_ns == observation.busy_ns == line.clock.boottime_ns()
+    assert line.seen == [False, True]
 
 
 def test_the_ranks_of_a_function_wait_for_a_blink_and_only_for_a_tracker_that_may_answer(

@@ -150,6 +150,16 @@ def test_a_time_limit_that_is_not_known_is_not_named(directory: Path) -> None:
     assert isinstance(error, RunTimedOut) and error.message == "the run reached its time limit"
 
 
+def test_a_run_that_was_stopped_for_idleness_says_what_keeps_one(directory: Path) -> None:
+    error = make_exception(stopped(Reason.IDLE, cause=False), directory, RUN, None)
+    assert isinstance(error, RunTimedOut)
+    assert str(error) == (
+        "the run did nothing for as long as idle_timeout allows\n"
+        "hint: work of a device, output or `attach` keeps a run; "
+        f"a larger idle_timeout= lets it stand longer; logs: {directory / 'logs'}"
+    )
+
+
 def test_F02_a_rank_killed_for_memory_says_memory(directory: Path) -> None:
     error = make_exception(stopped(Reason.HOST_OOM, "ended by SIGKILL", rank=1), directory, RUN, None)
     assert isinstance(error, OutOfMemory)

@@ -48,6 +48,7 @@ _CLASSES: dict[Reason, type[RunError]] = {
     Reason.CANCELLED: RunCancelled,
     Reason.SESSION_ENDED: RunCancelled,
     Reason.TIMEOUT: RunTimedOut,
+    Reason.IDLE: RunTimedOut,
     Reason.BUDGET: BudgetExhausted,
     Reason.SUPERVISOR_LOST: NodeLost,
     Reason.NODE_LOST: NodeLost,
@@ -59,6 +60,7 @@ _CLASSES: dict[Reason, type[RunError]] = {
     Reason.DRAINED: RunCancelled,
     Reason.COMMAND_FAILED: CommandFailed,
 }
+_KEEPS = "work of a device, output or `attach` keeps a run; a larger idle_timeout= lets it stand longer"
 _CONSEQUENCES_MAX = 8
 _CONSEQUENCE_CHARACTERS_MAX = 300
 
@@ -254,6 +256,8 @@ def _hint(reason: Reason, directory: Path) -> str:
         )
     if reason is Reason.ENV_UNAVAILABLE:
         return f"what our own processes wrote: {directory.parents[2] / 'agent.log'}"
+    if reason is Reason.IDLE:
+        return f"{_KEEPS}; logs: {directory / 'logs'}"
     if reason is Reason.RESULT_STORAGE:
         return "free some space, or set SERVERLESS_GPU_HOME to a directory on another disk"
     return f"logs: {directory / 'logs'}"
@@ -264,7 +268,7 @@ def _hint_elsewhere(reason: Reason, run_id: str, origin: Origin) -> str:
         return f"what our own processes wrote is on node {origin.node}: agent.log in the home of its agent"
     if reason in (Reason.NODE_DISK, Reason.RESULT_STORAGE):
         return f"node {origin.node} needs space: `sgpu env gc` there helps"
-    return f"logs: `sgpu logs {run_id}`"
+    return f"{_KEEPS}; logs: `sgpu logs {run_id}`" if reason is Reason.IDLE else f"logs: `sgpu logs {run_id}`"
 
 
 def _message(stopped: Stopped, rank: int | None, directory: Path, timeout_s: float | None) -> str:

@@ -71,8 +71,7 @@ class Observation:
         tracked: where the run is tracked, once that is known.
         uses: what the devices did, as far as was seen.
         notes: sentences for the receipt.
-        busy_ns: when anything was last seen to work; 0 while nothing was seen.
-        seen_ns: when anything was last seen at all; 0 while nothing was.
+        on_seen: called with whether any device worked, whenever that was looked at.
     """
 
     def __init__(
@@ -86,8 +85,7 @@ class Observation:
         self.tracked: words.Tracked | None = None
         self.uses: tuple[DeviceUse, ...] = ()
         self.notes: list[str] = []
-        self.busy_ns = 0
-        self.seen_ns = 0
+        self.on_seen: Callable[[bool], None] = lambda busy: None
         self._launch = launch
         self._path = words.monitor_socket(sockets)
         self._clock = clock
@@ -227,8 +225,7 @@ class Observation:
                     self._tell(protocol.Waiting(sentence=_STARTING))
             case words.Seen(uses=uses, busy=busy):
                 self.uses = uses
-                self.seen_ns = self._clock.boottime_ns()
-                self.busy_ns = self.seen_ns if busy else self.busy_ns
+                self.on_seen(busy)
             case words.Said(sentence=sentence, note=note):
                 self._tell(protocol.Waiting(sentence=sentence))
                 if note:

@@ -66,6 +66,7 @@ from serverless_gpu.node.gate import Verdict
 from serverless_gpu.node.gpus import Provider
 from serverless_gpu.node.hangs import HangWatch
 from serverless_gpu.node.home import Home
+from serverless_gpu.node.idleness import IdleWatch
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.logs import cut_output
 from serverless_gpu.node.observation import Observation
@@ -113,9 +114,11 @@ class Supervisor:
         self._account.mark("called", launch.called_ns)
         self._account.mark("asked", assign.asked_ns)
         self._selector = selectors.DefaultSelector()
-        self._audience = Audience(sockets / f"{launch.run_id}.sock", self._selector, self._snapshot, self._obey)
+        self._audience = Audience(sockets / f"{launch.run_id}.sock", self._selector, self._greet, self._obey)
         self._hangs = HangWatch(self._directory, self._clock, self._say, self._account.notes)
+        self._idleness = IdleWatch(launch.spec, self._clock, self._say, self._account.notes)
         self._observation = Observation(launch, sockets, self._clock, self._selector, self._audience.tell)
+        self._observation.on_seen = self._idleness.seen
         self._reservation: Reservation | Borrowed | None = None
         self._gang: Gang | None = None
         self._port: socket.socket | None = None
@@ -275,6 +278,7 @@ class Supervisor:
                 self._fact(FactKind.EXEC)
                 self._audience.tell(protocol.Started(at_ns=self._account.marks["exec"]))
             self._hangs.heard(event)
+            self._idleness.heard()
             self._apply(event)
 
     def _stem_ended(self) -> None:
@@ -341,9 +345,9 @@ class Supervisor:
             self._expire()
         if self._attempt.state not in TERMINAL:
             self._apply(Tick())
-        hang = self._hangs.look(self._attempt, self._gang)
-        if hang is not None:
-            self._apply(hang)
+        for event in (self._hangs.look(self._attempt, self._gang), self._idleness.look(self._attempt)):
+            if event is not None and self._attempt.state not in TERMINAL:
+                self._apply(event)
         if self._attempt.state is State.RUNNING and self._clock.boottime_ns() - self._alive_ns > _ALIVE_S * 1e9:
             self._fact(FactKind.ALIVE)
             self._alive_ns = self._clock.boottime_ns()
@@ -418,14 +422,16 @@ class Supervisor:
 
     # --- watchers and output -------------------------------------------------------------------------------------
 
-    def _snapshot(self) -> protocol.Snapshot:
+    def _greet(self) -> protocol.Snapshot:
+        self._idleness.heard()  # somebody looks at the run
         return protocol.Snapshot(
             run_id=self._launch.run_id,
             fence=self._launch.fence,
             state=self._attempt.state,
             pid=os.getpid(),
             waiting={State.QUEUED: self._waiting, State.STARTING: self._preparing}.get(self._attempt.state)
-            or self._hangs.said,
+            or self._hangs.said
+            or self._idleness.said,
             tracked=self._observation.told,
         )
 
@@ -456,6 +462,7 @@ class Supervisor:
 
     def _drain(self, fd: int, drain: Callable[[], bool]) -> None:
         self._hangs.heard()
+        self._idleness.heard()
         if not drain():
             self._unwatch(fd)
 
