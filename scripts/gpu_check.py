@@ -28,6 +28,7 @@ from serverless_gpu import Receipt, Run, distributed
 from serverless_gpu.model.hardware import Device
 from serverless_gpu.model.placement import restrict
 from serverless_gpu.node.gpus import NvmlProvider
+from serverless_gpu.node.monitor.devices import NvmlSampler
 from serverless_gpu.testing import agent_status, stop_agent
 from serverless_gpu.version import __version__
 
@@ -208,6 +209,28 @@ def check_cancel(machine: Machine) -> str:
     return f"cancel → gate passed in {took_ms:.0f} ms on {len(receipt.gpus)} GPUs; gate: {receipt.gate}"
 
 
+def check_telemetry(machine: Machine) -> str:
+    """Telemetry knows memory, power, clocks and temperature of every GPU, and whose memory it is."""
+    run, pids = _start_holding(machine)
+    sampler = NvmlSampler(wait_s=LIMIT_S)
+    try:
+        sampler.sample([gpu.uuid for gpu in machine.gpus])
+        started_ns = _now_ns()
+        reading = sampler.sample([gpu.uuid for gpu in machine.gpus])
+        took_ms = (_now_ns() - started_ns) / 1e6
+    finally:
+        run.cancel()
+        run.receipt(LIMIT_S)
+    for uuid, seen in reading.gpus.items():
+        figures = (seen.busy_percent, seen.power_watts, seen.temperature_celsius, seen.sm_megahertz, seen.throttle)
+        if None in figures or (seen.memory_bytes or 0) < HELD_BYTES:
+            raise Failed(f"{uuid}: {seen}; {reading.problem}")
+    held = sum(reading.memory_by_pid.get(pid, 0) for pid in pids) if reading.memory_by_pid is not None else None
+    if held is not None and held < HELD_BYTES * len(machine.gpus):
+        raise Failed(f"the ranks {sorted(pids)} hold {HELD_BYTES} bytes each, NVML says {held} for all")
+    return f"a sample of {len(reading.gpus)} GPUs takes {took_ms:.0f} ms; {next(iter(reading.gpus.values()))}"
+
+
 def check_out_of_memory(machine: Machine) -> str:
     """Out of GPU memory is torch's own exception in the caller, with reason gpu_oom."""
     run = distributed(gpus=1, quiet=True)(ask_for_too_much).submit()
@@ -249,6 +272,7 @@ CHECKS: tuple[Callable[[Machine], str], ...] = (
     check_first_touch,
     check_left_behind,
     check_cancel,
+    check_telemetry,
     check_out_of_memory,
     check_first_kernel,
 )

@@ -16,14 +16,16 @@ from typing import Any
 import psutil
 import pytest
 
+from serverless_gpu.errors import InvalidOption
 from serverless_gpu.model.hardware import Device, DeviceKind, cpu_slots, parse_fake
-from serverless_gpu.model.telemetry import SECOND_NS, GpuSample, RankSample
+from serverless_gpu.model.telemetry import SECOND_NS, THROTTLED, GpuSample, RankSample
 from serverless_gpu.node.gpus import FAKE_STATE_FILE
-from serverless_gpu.node.monitor import ranks
+from serverless_gpu.node.monitor import devices, ranks
 from serverless_gpu.node.monitor.devices import NvmlSampler
 from serverless_gpu.node.monitor.host import Host
 from serverless_gpu.node.monitor.machine import Machine, Tenant
 from serverless_gpu.node.monitor.ranks import RankLook, RankProcesses
+from serverless_gpu.testing import FakeGpus
 from tests.local.observe import wait_for
 from tests.unit.test_gpus import GIB, LOST, Card, FakeNvml, FakeNvmlError
 
@@ -294,9 +296,10 @@ def test_a_figure_a_card_does_not_have_is_unknown_and_the_others_are_not() -> No
 
 def test_a_lost_card_is_an_empty_sample_and_its_neighbour_is_not() -> None:
     nvml, _ = sampler(SampledCard("GPU-a", 1, broken=LOST), SampledCard("GPU-b", 2))
-    gpus = nvml.sample(["GPU-a", "GPU-b"]).gpus
-    assert gpus["GPU-a"] == GpuSample()
-    assert gpus["GPU-b"].busy_percent == 87.0
+    reading = nvml.sample(["GPU-a", "GPU-b"])
+    assert reading.gpus["GPU-a"] == GpuSample()
+    assert reading.gpus["GPU-b"].busy_percent == 87.0
+    assert reading.problem == "GPU-a cannot be asked: GPU is lost"
 
 
 def test_pcie_is_measured_two_cards_at_a_time() -> None:
@@ -336,6 +339,29 @@ def test_a_driver_that_does_not_work_is_said() -> None:
     assert "Driver/library version mismatch" in nvml.sample(["GPU-a"]).problem
     driver.init_error = FakeNvmlError(FakeNvml.NVML_ERROR_DRIVER_NOT_LOADED, "")
     assert nvml.sample(["GPU-a"]).problem == "there is no NVIDIA driver to ask"
+
+
+def test_the_real_binding_has_every_name_and_number_that_is_used() -> None:
+    pynvml = pytest.importorskip("pynvml")
+    used = [name for name in vars(SampledNvml) if name.startswith("nvml")]
+    assert [name for name in (*used, "nvmlDeviceGetTotalEccErrors") if not hasattr(pynvml, name)] == []
+    numbers = {
+        "NVML_TEMPERATURE_GPU": devices._TEMPERATURE_GPU,
+        "NVML_CLOCK_SM": devices._CLOCK_SM,
+        "NVML_CLOCK_MEM": devices._CLOCK_MEMORY,
+        "NVML_PCIE_UTIL_TX_BYTES": devices._PCIE_TRANSMIT,
+        "NVML_PCIE_UTIL_RX_BYTES": devices._PCIE_RECEIVE,
+        "NVML_MEMORY_ERROR_TYPE_UNCORRECTED": devices._UNCORRECTED,
+        "NVML_VOLATILE_ECC": devices._SINCE_DRIVER_LOADED,
+        "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX": devices._NVLINK_TRANSMIT,
+        "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX": devices._NVLINK_RECEIVE,
+    }
+    assert {name: getattr(pynvml, name) for name in numbers} == numbers
+    throttled = ("SwPowerCap", "HwSlowdown", "SwThermalSlowdown", "HwThermalSlowdown", "HwPowerBrakeSlowdown")
+    assert sum(getattr(pynvml, f"nvmlClocksEventReason{name}") for name in throttled) == THROTTLED
+    with_or_without_a_driver = NvmlSampler(wait_s=20).sample(["GPU-no-such"])
+    assert with_or_without_a_driver.gpus == {"GPU-no-such": GpuSample()}
+    assert with_or_without_a_driver.problem
 
 
 # --- all of it ---
@@ -380,17 +406,29 @@ def test_attempts_see_their_own_devices_and_who_looks_sees_all(tmp_path: Path) -
 
 def test_fakes_do_what_the_file_says_and_else_what_their_rank_does(tmp_path: Path) -> None:
     fakes = parse_fake("H100:3")
-    state = {
-        fakes[0].uuid: {"busy_percent": 93, "memory_used_bytes": 5, "power_watts": 600.5, "throttle": 4, "other": 1},
-        fakes[1].uuid: {"problem": "lost"},
-    }
-    (tmp_path / FAKE_STATE_FILE).write_text(json.dumps(state))
+    state = FakeGpus(tmp_path)
+    state.shows(fakes[0].uuid, busy_percent=93, memory_bytes=5, power_watts=600.5, throttle=4)
+    state.set(fakes[1].uuid, memory_used_bytes=7)
     machine = Machine(tmp_path)
-    gpus = machine.sample({"a:1": Tenant(fakes, dict.fromkeys(range(3), os.getpid()))}).gpus
-    assert gpus[fakes[0].uuid].busy_percent == 93
-    assert gpus[fakes[0].uuid].power_watts == 600.5
-    assert gpus[fakes[0].uuid].memory_bytes == 5
-    assert gpus[fakes[1].uuid] == GpuSample()
+    total = fakes[0].memory_bytes
+    gpus = machine.sample({"a:1": Tenant(fakes)}).gpus
+    assert gpus[fakes[0].uuid] == GpuSample(93, 5, total, 600.5, throttle=4)
+    assert isinstance(gpus[fakes[0].uuid].throttle, int)
+    assert gpus[fakes[1].uuid] == GpuSample(0.0, 7, total)
+    assert gpus[fakes[2].uuid] == GpuSample(0.0, 0, total)
+    gpus = machine.sample({"a:1": Tenant(fakes[2:], {0: os.getpid()})}).gpus
+    assert (gpus[fakes[2].uuid].memory_bytes or 0) > 1_000_000
+    with pytest.raises(InvalidOption, match="telemetry has no figure 'busy' of a GPU"):
+        state.shows(fakes[0].uuid, busy=1)
+
+
+def test_a_state_file_that_cannot_be_read_and_a_fake_with_a_problem_are_no_errors(tmp_path: Path) -> None:
+    fakes = parse_fake("H100:1")
+    machine = Machine(tmp_path)
+    (tmp_path / FAKE_STATE_FILE).write_text(json.dumps({fakes[0].uuid: {"problem": "lost", "other": [1]}}))
+    assert machine.sample({"a:1": Tenant(fakes)}).gpus[fakes[0].uuid] == GpuSample()
+    (tmp_path / FAKE_STATE_FILE).write_text(json.dumps({fakes[0].uuid: {"sampled": {"throttle": 0.5, "other": 1}}}))
+    assert machine.sample({"a:1": Tenant(fakes)}).gpus[fakes[0].uuid].throttle is None
     (tmp_path / FAKE_STATE_FILE).write_text("{")
     assert machine.sample({"a:1": Tenant(fakes)}).gpus[fakes[0].uuid].memory_bytes == 0
 

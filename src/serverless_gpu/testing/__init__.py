@@ -1,6 +1,6 @@
 """Fakes and helpers for testing code that uses serverless-gpu, and for our own tests.
 
-FakeGpus()             declared GPUs whose processes and memory a test decides
+FakeGpus()             declared GPUs whose processes, memory and figures a test decides
 FakeClock()            a clock that a test moves
 agent_status(home)     what the agent of a home looks after
 stop_agent(home)       end that agent, and everything it keeps warm
@@ -15,6 +15,8 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.client.agent_control import agent_status, stop_agent
+from serverless_gpu.errors import InvalidOption
+from serverless_gpu.model.telemetry import GpuSample
 from serverless_gpu.node.home import find_home
 
 __all__ = ["FakeClock", "FakeGpus", "agent_status", "stop_agent"]
@@ -42,12 +44,34 @@ class FakeGpus:
             processes: bytes held, by pid.
         """
         listed = [{"pid": pid, "memory_bytes": held} for pid, held in (processes or {}).items()]
-        self._state[uuid] = {"memory_used_bytes": memory_used_bytes, "processes": listed}
-        self._write()
+        self._add(uuid, {"memory_used_bytes": memory_used_bytes, "processes": listed})
+
+    def shows(self, uuid: str, **figures: float) -> None:
+        """Say what telemetry sees of one GPU from now on; what is not said is taken from its rank.
+
+        Args:
+            uuid: for example ``"FAKE-H100-0"``.
+            figures: by name: ``busy_percent``, ``memory_bytes``, ``power_watts``, ``power_limit_watts``,
+                ``temperature_celsius``, ``sm_megahertz``, ``memory_megahertz``, ``pcie_receive_bytes_s``,
+                ``pcie_transmit_bytes_s``, ``nvlink_receive_bytes_s``, ``nvlink_transmit_bytes_s``, ``throttle`` (NVML's
+                bits), ``ecc_errors``.
+
+        Raises:
+            InvalidOption: there is no such figure.
+        """
+        for name in figures:
+            if name not in GpuSample.__struct_fields__:
+                known = ", ".join(GpuSample.__struct_fields__)
+                raise InvalidOption(f"telemetry has no figure {name!r} of a GPU", hint=f"figures: {known}")
+        self._add(uuid, {"sampled": figures})
 
     def clear(self, uuid: str) -> None:
         """Let a GPU be idle again."""
         self._state.pop(uuid, None)
+        self._write()
+
+    def _add(self, uuid: str, what: Mapping[str, object]) -> None:
+        self._state[uuid] = {**self._state.get(uuid, {}), **what}
         self._write()
 
     def _write(self) -> None:

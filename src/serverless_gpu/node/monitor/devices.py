@@ -7,7 +7,7 @@ Failure cases, none an exception:
 - NVML hangs (a wedged driver blocks in the kernel): after 5 s the reading does not count any more, samples say nothing
   of GPUs and `problem` says why; the one thread waits on, and all is well again when it comes back;
 - a figure the card or driver does not have: None, asked again every time, for little;
-- a GPU that fell off the bus: an empty sample;
+- a GPU that fell off the bus: an empty sample, and `problem` says which;
 - PCIe throughput is measured for 20 ms by the call that asks for it, so two GPUs at a time, in turn.
 """
 
@@ -132,13 +132,18 @@ class _NvmlReader:
             return _empty(uuids, "there is no NVIDIA driver to ask")
         gpus: dict[str, GpuSample] = {}
         memory: dict[int, int] = {}
+        problem = ""
         for uuid in uuids:
-            handle = self._ask("DeviceGetHandleByUUID", uuid)
-            gpus[uuid] = GpuSample() if handle is None else self._gpu(uuid, handle, now_ns)
+            try:
+                handle = self._nvml.nvmlDeviceGetHandleByUUID(uuid)
+            except errors(self._nvml) as error:
+                gpus[uuid], problem = GpuSample(), f"{uuid} cannot be asked: {error}"
+                continue
+            gpus[uuid] = self._gpu(uuid, handle, now_ns)
             for process in self._ask("DeviceGetComputeRunningProcesses", handle) or ():
                 memory[process.pid] = memory.get(process.pid, 0) + (process.usedGpuMemory or 0)
         self._measure_pcie(uuids)
-        return Reading(gpus, memory if self._pids_visible else None)
+        return Reading(gpus, memory if self._pids_visible else None, problem)
 
     def _gpu(self, uuid: str, handle: object, now_ns: Callable[[], int]) -> GpuSample:
         busy = self._ask("DeviceGetUtilizationRates", handle)
@@ -197,18 +202,17 @@ class _NvmlReader:
 
 
 class FakeGpu(msgspec.Struct, frozen=True, kw_only=True):
-    """What the state file says a fake does; what it does not say is taken from the fake's rank."""
+    """What the state file says of a fake; what it does not say is taken from the fake's rank.
 
-    busy_percent: float | None = None
+    Attributes:
+        memory_used_bytes: as the gate sees it.
+        problem: why it cannot be asked, or "".
+        sampled: figures by the names of `GpuSample`.
+    """
+
     memory_used_bytes: int | None = None
-    power_watts: float | None = None
-    power_limit_watts: float | None = None
-    temperature_celsius: float | None = None
-    sm_megahertz: float | None = None
-    memory_megahertz: float | None = None
-    throttle: int | None = None
-    ecc_errors: int | None = None
     problem: str = ""
+    sampled: dict[str, int | float | None] = {}
 
 
 def fake_state(home: Path) -> dict[str, FakeGpu]:
@@ -240,18 +244,16 @@ def from_rank(device: Device, rank: RankSample | None, share: int, state: Mappin
     fake = state.get(device.uuid, FakeGpu())
     if fake.problem:
         return GpuSample()
-    return GpuSample(
-        busy_percent=derived.busy_percent if fake.busy_percent is None else fake.busy_percent,
-        memory_bytes=derived.memory_bytes if fake.memory_used_bytes is None else fake.memory_used_bytes,
-        memory_total_bytes=device.memory_bytes or None,
-        power_watts=fake.power_watts,
-        power_limit_watts=fake.power_limit_watts,
-        temperature_celsius=fake.temperature_celsius,
-        sm_megahertz=fake.sm_megahertz,
-        memory_megahertz=fake.memory_megahertz,
-        throttle=fake.throttle,
-        ecc_errors=fake.ecc_errors,
-    )
+    figures = {
+        **msgspec.structs.asdict(derived),
+        "memory_bytes": fake.memory_used_bytes or derived.memory_bytes,
+        "memory_total_bytes": device.memory_bytes or None,
+        **fake.sampled,
+    }
+    try:
+        return msgspec.convert([figures[name] for name in GpuSample.__struct_fields__], GpuSample)
+    except msgspec.ValidationError:  # half a byte of memory, for example
+        return derived
 
 
 def _empty(uuids: Sequence[str], problem: str) -> Reading:
