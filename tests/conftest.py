@@ -47,6 +47,9 @@ def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         if (directory / "agent.log").exists() or (directory / "uplink.log").exists():
             # Loaded late: most tests have no agent and need not load the package's doors.
             importlib.import_module("serverless_gpu.testing").stop_agent(directory)
+        if (directory / "mlflow").exists():
+            serving = importlib.import_module("serverless_gpu.node.mlflow_server.serving")
+            serving.stop_servers(importlib.import_module("serverless_gpu.node.home").Home(directory))
         shutil.rmtree(directory, ignore_errors=True)
 
 

@@ -6,6 +6,7 @@ import os
 
 import click
 
+from serverless_gpu.cli.mlflow_server import as_builtins, mlflow_lines, mlflow_servers, stop_mlflow
 from serverless_gpu.cli.output import print_json
 from serverless_gpu.cli.server.state import server_status
 from serverless_gpu.client.agent_control import agent_status, stop_agent
@@ -22,13 +23,15 @@ _SHORT = 12
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def status(as_json: bool) -> None:
-    """Show what the agent of this node keeps warm and looks after, and how the server is if there is one."""
-    root = find_home(os.environ).root
-    found, served = agent_status(root), server_status(root)
+    """Show what the agent of this node keeps warm and looks after, and how the servers are if there are any."""
+    home = find_home(os.environ)
+    found, served, tracking = agent_status(home.root), server_status(home.root), mlflow_servers(home)
     if as_json:
-        print_json({"agent": found, "server": served})
+        print_json({"agent": found, "server": served, "mlflow": [as_builtins(each) for each in tracking]})
         return
     _say_agent(found)
+    for line in mlflow_lines(tracking):
+        click.echo(line)
     if served is not None:
         for line in served.lines():
             click.echo(line)
@@ -99,5 +102,8 @@ def gpus() -> None:
 @click.command()
 def stop() -> None:
     """End the agent of this node and what it keeps warm; running attempts go on."""
-    ended = stop_agent(find_home(os.environ).root)
+    home = find_home(os.environ)
+    ended = stop_agent(home.root)
     click.echo("stopped" if ended else "no agent is running")
+    if said := stop_mlflow(home):
+        click.echo(said)

@@ -1,6 +1,7 @@
 """The commands of `sgpu`.
 
     node.py      status · gpus · stop             what this machine keeps warm and lends
+    mlflow_server.py  mlflow                      the MLflow server in front of this home's runs
     runs.py      runs · show · cancel             run directories, and the runs behind them
     attending.py attach · run                     being there while one goes on, asking one to make room
     logs.py      logs                             what ranks wrote
@@ -24,6 +25,7 @@ from serverless_gpu.cli.cleaning import clean
 from serverless_gpu.cli.diagnosis import doctor
 from serverless_gpu.cli.environments import env
 from serverless_gpu.cli.logs import logs
+from serverless_gpu.cli.mlflow_server import mlflow
 from serverless_gpu.cli.node import gpus, status, stop
 from serverless_gpu.cli.results import result
 from serverless_gpu.cli.runs import cancel, runs, show
@@ -42,7 +44,7 @@ def sgpu() -> None:
     """The function runtime for GPUs you own."""
 
 
-for _command in (attach, cancel, clean, doctor, env, gpus, logs, result, run_group, runs, show, status, stop):
+for _command in (attach, cancel, clean, doctor, env, gpus, logs, mlflow, result, run_group, runs, show, status, stop):
     sgpu.add_command(_command)
 for _command in (login, node, nodes, pool, pools, submit, team, token, up, user, whoami):
     sgpu.add_command(_command)

@@ -31,6 +31,7 @@ from serverless_gpu.server.first_start import FirstTokens, first_tokens
 from serverless_gpu.server.hub import COLLECTOR, RECONCILER, RETENTION, SCHEDULER, Hub
 from serverless_gpu.server.keys import read_keys
 from serverless_gpu.server.loops import Loop, Tick
+from serverless_gpu.server.mlflow_beside import mlflow_checks
 from serverless_gpu.server.reconciler import Reconciler
 from serverless_gpu.server.retention import Retention
 from serverless_gpu.server.scheduler import Scheduler
@@ -86,7 +87,11 @@ def assembled(settings: Settings, *, url: str, clock: Clock) -> Iterator[Assembl
             hub=Hub(),
             keys=keys,
             sealer=sealer,
-            checks=(lambda: _database_problem(database), lambda: space_problem(settings.directory)),
+            checks=(
+                lambda: _database_problem(database),
+                lambda: space_problem(settings.directory),
+                *mlflow_checks(settings),
+            ),
             **storage._asdict(),
         )
         engine = _this_machine(settings, url=url, token=tokens.node_token) if settings.node else None

@@ -20,6 +20,7 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -50,6 +51,9 @@ class _Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     logs_gib: Annotated[float, msgspec.Meta(gt=0)] = 100.0
     runs_waiting: Annotated[int, msgspec.Meta(ge=1)] = 20_000
     key_lost: bool = False
+    mlflow: bool = False
+    mlflow_store: str = ""
+    mlflow_url: str = ""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,6 +78,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         logs_bytes_max: what the output of all runs may take; beyond, that of the oldest goes.
         runs_waiting_max: runs of one principal that may wait at once.
         key_lost: whether to start although the key of runs that have not ended is another one than this server's.
+        mlflow: whether an MLflow server runs beside this one.
+        mlflow_store: url or path of its store; "" for the home's own.
+        mlflow_url: where clients and nodes find it; "" for its address on loopback.
         stopping_s: how long requests may go on when the server is to stop.
     """
 
@@ -95,6 +102,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     logs_bytes_max: int = 100 << 30
     runs_waiting_max: int = 20_000
     key_lost: bool = False
+    mlflow: bool = False
+    mlflow_store: str = ""
+    mlflow_url: str = ""
     stopping_s: float = 5.0
 
     @property
@@ -138,6 +148,9 @@ def read_settings(home: Path, options: Mapping[str, object] | None = None) -> Se
         logs_bytes_max=round(merged.logs_gib * 2**30),
         runs_waiting_max=merged.runs_waiting,
         key_lost=merged.key_lost,
+        mlflow=merged.mlflow,
+        mlflow_store=_store(merged.mlflow_store),
+        mlflow_url=_mlflow_url(merged.mlflow_url),
     )
 
 
@@ -164,6 +177,17 @@ def _convert(given: Mapping[str, object], place: str) -> _Options:
 
 def _named(options: _Options, names: Mapping[str, object]) -> dict[str, object]:
     return {name: getattr(options, name) for name in names}
+
+
+def _store(text: str) -> str:
+    return str(Path(text).absolute()) if text and ":" not in text else text
+
+
+def _mlflow_url(text: str) -> str:
+    parts = urlsplit(text)
+    if text and (parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None):
+        raise InvalidValue(f"mlflow_url is {text!r}", hint="it is like https://mlflow.example.com")
+    return text.rstrip("/")
 
 
 def _duration(name: str, text: str, *, least_s: float, most_s: float) -> float:

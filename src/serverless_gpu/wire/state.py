@@ -21,8 +21,10 @@ class Version(Answer, frozen=True, kw_only=True):
 
     Attributes:
         machine: `ambient.machine()` of the server, so that a client knows whether it is on the same one.
+        mlflow: where runs whose caller configured no MLflow are tracked, as clients and nodes reach it; "" for nowhere.
     """
 
     version: str
     protocol: int
     machine: str
+    mlflow: str = ""

@@ -31,6 +31,11 @@ _NEEDED = ("fastapi", "uvicorn", "sqlalchemy", "alembic", "cryptography", "httpt
 @click.option("--partition-grace", metavar="DURATION", help="How long a run goes on when its node hears nothing; 15m.")
 @click.option("--retention", metavar="DURATION", help="How long ended runs are kept, with output and results; 30d.")
 @click.option("--logs-gib", type=float, metavar="GIB", help="What the output of all runs may take; 100.")
+@click.option("--mlflow/--no-mlflow", default=None, help="Start an MLflow server, too; remote runs are tracked there.")
+@click.option(
+    "--mlflow-store", metavar="URL", help="Where MLflow keeps them: postgresql://…; the home's own without it."
+)
+@click.option("--mlflow-url", metavar="URL", help="Where other machines find MLflow: a proxy in front of its port.")
 @click.option("--key-lost", is_flag=True, default=None, help="Start without the key of runs that have not ended.")
 def up(hosts: Sequence[str], **options: Any) -> None:
     """Start a server: a queue in front of this machine's GPUs, or a team's.
@@ -45,20 +50,24 @@ def up(hosts: Sequence[str], **options: Any) -> None:
         home.root, {**options, "hosts": tuple(hosts) or None}
     )
 
-    def ready(url: str, _running: object) -> None:
+    def ready(url: str, mlflow: str) -> None:
         token = (settings.directory / "token").read_text(encoding="ascii").strip()
         write_profile(home.root, Profile(url=url, token=token, embedded=True, machine=machine()))
-        for line in _told(url, home):
+        for line in _told(url, home, mlflow):
             click.echo(line)
 
-    load("serverless_gpu.server.serving").serve(settings, ready=ready)
+    with load("serverless_gpu.server.mlflow_beside").mlflow_beside(settings) as complete:
+        load("serverless_gpu.server.serving").serve(
+            complete, ready=lambda url, _running: ready(url, complete.mlflow_url if complete.mlflow else "")
+        )
     grace = format_duration_ms(round(settings.partition_grace_s * 1000))
     click.echo(f"the server has stopped; runs go on for up to {grace}, until `sgpu up` starts it again")
 
 
-def _told(url: str, home: Home) -> list[str]:
+def _told(url: str, home: Home, mlflow: str) -> list[str]:
     return [
         f"serverless-gpu {__version__} at {url}",
+        *([f"MLflow at {mlflow}, in some seconds: remote runs are tracked there"] if mlflow else []),
         "your scripts and notebooks find it by themselves: @distributed(..., remote=True)",
         f"files: {home.root / 'server'}",
         "Ctrl-C stops the server; runs go on",

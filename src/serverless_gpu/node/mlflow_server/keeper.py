@@ -38,19 +38,34 @@ from serverless_gpu.node.inside import linux
 from serverless_gpu.node.mlflow_server import places, program, troubles
 from serverless_gpu.node.spawning import bound_log, open_log
 
-IDLE_S = 8 * 3600.0
-_START_S = 180.0
 _STEADY_S = 60.0
 _STOP_S = 5.0
 _LOOK_S = 0.2
-_WATCH_S = 30.0
-_ANSWER_S = 5.0
 _SILENT_MAX = 4
 _OWNED_PAUSE_S_MAX = 60.0
 _RESTARTS_MAX = 5
 _LOCK_TRIES = 100
 _LOCK_PAUSE_S = 0.01
 _LAST_WORDS_BYTES = 16_000
+
+
+class Limits(NamedTuple):
+    """How long things may take, in seconds.
+
+    Attributes:
+        start_s: until a server answers; a machine that is busy needs a minute where an idle one needs five seconds.
+        watch_s: between two looks at one that does.
+        answer_s: for one answer.
+        idle_s: without use, after which it ends.
+    """
+
+    start_s: float = 180.0
+    watch_s: float = 30.0
+    answer_s: float = 5.0
+    idle_s: float = 8 * 3600.0
+
+
+LIMITS = Limits()
 
 
 class End(StrEnum):
@@ -80,18 +95,24 @@ def main(directory: str, python: str, environ: dict[str, str], owner: int, hosts
         owner: a descriptor whose end of file ends the server; -1 for none.
         hosts: further names it answers to, with commas.
     """
-    linux.set_name("sgpu-mlflow")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    place = places.opened(Path(directory))
-    lock = _hold(place.lock)
-    if lock is None:
-        os._exit(0)
-    with contextlib.suppress(OSError):
-        linux.become_subreaper()
     named = tuple(name for name in hosts.split(",") if name)
-    Keeper(place, python, environ={**os.environ, **environ}, owner=owner, hosts=named).serve()
+    starting = program.Starting(python, {**os.environ, **environ}, named)
+    keep(places.opened(Path(directory)), starting, owner=owner)
     sys.stdout.flush()
     os._exit(0)
+
+
+def keep(place: places.Place, starting: program.Starting, *, owner: int = -1, limits: Limits = LIMITS) -> None:
+    """Keep a server in this process until nobody needs it, unless another process does; as `Keeper`."""
+    linux.set_name("sgpu-mlflow")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    lock = _hold(place.lock)
+    if lock is None:
+        return
+    with contextlib.suppress(OSError):
+        linux.become_subreaper()
+    Keeper(place, starting, owner=owner, limits=limits).serve()
+    os.close(lock)
 
 
 class Keeper:
@@ -99,19 +120,16 @@ class Keeper:
 
     Args:
         place: the server's files.
-        python: the interpreter whose MLflow it is.
-        environ: variables, of which the server gets some.
+        starting: how it is started.
         owner: a descriptor whose end of file ends the server; -1 for none.
-        hosts: further names it answers to.
+        limits: how long things may take.
     """
 
-    def __init__(
-        self, place: places.Place, python: str, *, environ: dict[str, str], owner: int, hosts: tuple[str, ...]
-    ) -> None:
-        self._place, self._python, self._owner = place, python, owner
+    def __init__(self, place: places.Place, starting: program.Starting, *, owner: int, limits: Limits) -> None:
+        self._place, self._python, self._owner, self._limits = place, starting.python, owner, limits
         self._clock = SystemClock()
         self._backing = place.backing()
-        self._variables = program.server_variables(self._backing, hosts, environ)
+        self._variables = program.server_variables(self._backing, starting)
         self._is_asked = False
         self._wake, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wake)
@@ -126,8 +144,10 @@ class Keeper:
             boot_id=self._clock.boot_id(),
             machine=machine(),
             host=socket.gethostname(),
-            python=python,
-            failures=before.failures if before.python == python else 0,
+            python=self._python,
+            served_by=before.served_by,
+            version=before.version,
+            failures=before.failures if before.python == self._python else 0,
         )
 
     def serve(self) -> None:
@@ -159,7 +179,9 @@ class Keeper:
             if end is not None:
                 return end, None
             ready_ns = self._clock.boottime_ns()
-            self._note(stage="ready", problem="", failures=0, retry_wall_ns=0, version=self._version())
+            self._note(
+                stage="ready", problem="", failures=0, retry_wall_ns=0, version=self._version(), served_by=self._python
+            )
             end = self._watch(child)
             answered_s = (self._clock.boottime_ns() - ready_ns) / 1e9
             if end in (End.DIED, End.SILENT):
@@ -196,7 +218,7 @@ class Keeper:
 
     def _until_ready(self, child: Child) -> End | None:
         """Wait until the server answers; return why it does not, or None."""
-        deadline_ns = self._clock.boottime_ns() + int(_START_S * 1e9)
+        deadline_ns = self._clock.boottime_ns() + int(self._limits.start_s * 1e9)
         while self._clock.boottime_ns() < deadline_ns:
             if self._get("/health") is not None:
                 return None
@@ -205,14 +227,16 @@ class Keeper:
                 if end is End.DIED:
                     self._note(problem=self._why(child))
                 return end
-        self._note(problem=f"MLflow's server did not answer within {_START_S:.0f} s; it wrote: {self._place.log}")
+        self._note(
+            problem=f"MLflow's server did not answer within {self._limits.start_s:.0f} s; it wrote: {self._place.log}"
+        )
         return End.SILENT
 
     def _watch(self, child: Child) -> End:
         """Look after a server that answers; return why that is over."""
         silent = 0
         while True:
-            end = self._wait(_WATCH_S, child)
+            end = self._wait(self._limits.watch_s, child)
             if end is not None:
                 return end
             silent = 0 if self._get("/health") is not None else silent + 1
@@ -220,7 +244,7 @@ class Keeper:
                 return End.SILENT
             with contextlib.suppress(OSError), open(self._place.log, "r+b") as log:
                 bound_log(log.fileno())
-            if self._owner < 0 and self._unused_s() >= IDLE_S:
+            if self._owner < 0 and self._unused_s() >= self._limits.idle_s:
                 return End.UNUSED
 
     def _finish(self, child: Child) -> None:
@@ -284,7 +308,7 @@ class Keeper:
 
     def _get(self, path: str) -> bytes | None:
         """Return the first of what the server answers, or None."""
-        connection = http.client.HTTPConnection(places.HOST, self._noted.port, timeout=_ANSWER_S)
+        connection = http.client.HTTPConnection(places.HOST, self._noted.port, timeout=self._limits.answer_s)
         try:
             connection.request("GET", path)
             answer = connection.getresponse()

@@ -46,6 +46,7 @@ class Noted(msgspec.Struct, frozen=True, kw_only=True):
         boot_id: of the boot in which these pids mean something.
         machine: `ambient.machine()` of both, and `host` what people call it.
         python: the interpreter whose MLflow it is.
+        served_by: the interpreter whose MLflow answered last.
         version: of that MLflow, as the server says.
         problem: why it does not answer.
         failures: how often in a row it could not be started.
@@ -60,6 +61,7 @@ class Noted(msgspec.Struct, frozen=True, kw_only=True):
     machine: str = ""
     host: str = ""
     python: str = ""
+    served_by: str = ""
     version: str = ""
     problem: str = ""
     failures: int = 0

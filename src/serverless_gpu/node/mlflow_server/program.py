@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from serverless_gpu.node.mlflow_server.places import HOST, Backing
 from serverless_gpu.node.spawning import clean_variables, startup_variables
@@ -48,7 +49,21 @@ def server_program(parent: int, port: int) -> str:
     return _PROGRAM.format(parent=parent, host=HOST, port=port)
 
 
-def server_variables(backing: Backing, hosts: tuple[str, ...], environ: Mapping[str, str]) -> dict[str, str]:
+class Starting(NamedTuple):
+    """How a server is started.
+
+    Attributes:
+        python: the interpreter whose MLflow it is.
+        environ: the caller's variables, of which it gets some.
+        hosts: further names it answers to.
+    """
+
+    python: str
+    environ: Mapping[str, str]
+    hosts: tuple[str, ...] = ()
+
+
+def server_variables(backing: Backing, starting: Starting) -> dict[str, str]:
     """Return the variables of the server: none of the caller's own MLflow, which say whom a client talks to.
 
     By variables, not options: an older MLflow leaves alone what it does not know, and a password is in no list of
@@ -56,10 +71,10 @@ def server_variables(backing: Backing, hosts: tuple[str, ...], environ: Mapping[
 
     Args:
         backing: its store.
-        hosts: further names it answers to.
-        environ: the caller's.
+        starting: how it is started.
     """
-    names = [name for host in (*_HOSTS, *hosts) for name in (host, f"{host}:*")]
+    environ = starting.environ
+    names = [name for host in (*_HOSTS, *starting.hosts) for name in (host, f"{host}:*")]
     variables = {
         **clean_variables(environ),
         **startup_variables(environ),

@@ -69,6 +69,7 @@ class Server(NamedTuple):
     pid: int | None = None
     version: str = ""
     python: str = ""
+    served_by: str = ""
     problem: str = ""
     memory_bytes: int = 0
     used_s: float = 0.0
@@ -100,6 +101,16 @@ def ensure_server(
     return Serving(place.uri(noted), False, _start(place, python, environ or {}))
 
 
+def kept(place: Place) -> Serving | None:
+    """Return how a server is as its keeper says; None where there is no keeper, or it has not said anything yet.
+
+    Args:
+        place: the server's files.
+    """
+    holder, noted = _holder(place), place.noted()
+    return _kept(place, noted, holder) if holder and noted.keeper == holder else None
+
+
 def look(place: Place, clock: Clock) -> Server:
     """Return how a server is; nothing is started.
 
@@ -124,6 +135,7 @@ def look(place: Place, clock: Clock) -> Server:
         pid=pid,
         version=noted.version,
         python=noted.python,
+        served_by=noted.served_by,
         problem=serving.problem,
         memory_bytes=_memory_bytes(pid) if pid is not None else 0,
         used_s=used_s,

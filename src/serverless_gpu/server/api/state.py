@@ -27,4 +27,5 @@ def health(call: Call) -> Health | Response:
 @routes.get("/version", needs=PUBLIC)
 def version(call: Call) -> Version:
     """Say what the server speaks."""
-    return Version(version=__version__, protocol=PROTOCOL, machine=ambient.machine())
+    mlflow = call.services.settings.mlflow_url
+    return Version(version=__version__, protocol=PROTOCOL, machine=ambient.machine(), mlflow=mlflow)
