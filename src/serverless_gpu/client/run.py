@@ -13,11 +13,12 @@ Failure cases are those of the source; what it cannot find out it says as an end
 from __future__ import annotations
 
 import operator
+import os
 import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Generic, SupportsIndex, TypeVar, cast
+from typing import TYPE_CHECKING, Generic, SupportsIndex, TypeVar, cast
 
 import msgspec
 
@@ -25,13 +26,20 @@ from serverless_gpu.ambient import SystemClock
 from serverless_gpu.client.display import Display, TerminalDisplay, again, make_display
 from serverless_gpu.client.interrupts import interruptible
 from serverless_gpu.client.outcome import carries_tail, load_result, make_exception
+from serverless_gpu.client.own_sessions import advised
 from serverless_gpu.client.source import Note, Source
 from serverless_gpu.errors import InvalidOption, InvalidValue, ServerlessGpuError, ServerProblem, error_class
+from serverless_gpu.loading import load
 from serverless_gpu.model.attempt import Reason, State, StopReason
 from serverless_gpu.model.ledger import Receipt
 from serverless_gpu.model.spec import Command, RunSpec, patience
 from serverless_gpu.node import protocol
 from serverless_gpu.units import format_duration_ms
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from serverless_gpu.client.metrics import Series
 
 R = TypeVar("R")
 
@@ -40,9 +48,6 @@ _RECEIPT_AFTER_FAILURE_S = 0.05
 
 Relaunch = Callable[[], Source | None]
 """Captures the environment once more and launches anew; None where that does not help."""
-
-own_sessions: set[str] = set()
-"""Sessions this process holds open: a run of its own that waits for one would wait for ever."""
 
 
 class Run(Generic[R]):
@@ -233,6 +238,28 @@ class Run(Generic[R]):
             raise InvalidValue(f"run {self.id} has no stream {stream!r}", hint='the streams are "stdout" and "stderr"')
         return self._source.read_log(number, stream).decode("utf-8", "replace")
 
+    def metrics(self) -> dict[str, Series]:
+        """Return what was sampled so far of nodes, GPUs and ranks: ``times`` (seconds since 1970) and ``values``.
+
+        Names are those in MLflow, as ``"system/node_0/gpu_0_utilization_percentage"``; attempts follow each other.
+        """
+        self._refuse_session()
+        series: dict[str, Series] = load("serverless_gpu.client.metrics").read_metrics(self._source.read_telemetry())
+        return series
+
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
+        """Return a picture of the run: use and memory of every GPU over time, with failures and stops marked.
+
+        Args:
+            path: a file to write it to, too; its ending says as what: ``.png``, ``.svg``, ``.pdf``.
+
+        Raises:
+            ServerlessGpuError: there is no Matplotlib here, or the file cannot be written.
+        """
+        self._refuse_session()
+        figure: Figure = load("serverless_gpu.client.plotting").plot(self._source, self._spec.name, self.status(), path)
+        return figure
+
     def follow(self, *, only_looks: bool = False) -> BaseException | None:
         """Show the run while it goes on; return what ended it, or None when its results are there.
 
@@ -396,7 +423,7 @@ class Run(Generic[R]):
                     self._display.passing(sentence)
                     self._told = (self._state, sentence)
             case protocol.Waiting(sentence=sentence):
-                self._waiting = _advised(sentence)
+                self._waiting = advised(sentence)
                 if self._display is not None and sentence:
                     self._display.say(self._waiting)
             case protocol.Started():
@@ -451,10 +478,3 @@ class Run(Generic[R]):
             self._state = self._stopped.state
         if self._receipt is None:
             self._receipt = self._source.receipt()
-
-
-def _advised(sentence: str) -> str:
-    """Return why a run waits, with a word to whoever holds up themselves."""
-    if any(f"session {session} " in sentence for session in own_sessions):
-        return f"{sentence}; that session is open in this process: call session.distributed(...), or close it"
-    return sentence

@@ -28,8 +28,9 @@ import msgspec
 from serverless_gpu.client.decorator import DistributedFunction, parse_options
 from serverless_gpu.client.display import Display, TerminalDisplay, again, make_display
 from serverless_gpu.client.launch import Lender, hold, launch
+from serverless_gpu.client.own_sessions import own_sessions
 from serverless_gpu.client.preflight import check_function
-from serverless_gpu.client.run import Run, own_sessions
+from serverless_gpu.client.run import Run
 from serverless_gpu.client.source import Note
 from serverless_gpu.errors import ServerlessGpuError, SessionEnded, UsageError
 from serverless_gpu.model.attempt import State

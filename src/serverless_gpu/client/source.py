@@ -17,18 +17,23 @@ import contextlib
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from serverless_gpu.client.outcome import Origin
+from serverless_gpu.loading import load
 from serverless_gpu.model.attempt import MEANINGS, Reason, StopReason
 from serverless_gpu.model.ledger import Receipt
 from serverless_gpu.node import protocol
 from serverless_gpu.node.history import read_ending, read_receipt
 from serverless_gpu.node.inside.channel import Channel
 
+if TYPE_CHECKING:
+    from serverless_gpu.client.tries import Try
+
 _LAUNCH_TRIES = 3
+_TRIES = "serverless_gpu.client.tries"  # loaded when it is asked for: a call has no use for it
 
 Reconnect = Callable[[], Channel]
 
@@ -113,6 +118,14 @@ class Source(abc.ABC):
     @abc.abstractmethod
     def read_log(self, rank: int, stream: str) -> bytes:
         """Return what a rank has written so far, all that is kept of it."""
+
+    @abc.abstractmethod
+    def read_telemetry(self) -> list[bytes]:
+        """Return what was sampled so far: a file for each node of each attempt."""
+
+    @abc.abstractmethod
+    def tries(self) -> list[Try]:
+        """Return what became of each attempt so far, in order."""
 
 
 class Supervised(Source):
@@ -200,6 +213,17 @@ class Supervised(Source):
             return (self.directory / "logs" / f"{rank}.{stream}").read_bytes()
         except FileNotFoundError:
             return b""
+
+    def read_telemetry(self) -> list[bytes]:
+        """Return the files of samples below the run's directory."""
+        directories = load(_TRIES).attempts_here(self.directory.parent)
+        paths = [path for directory in directories for path in sorted((directory / "logs").glob("*.telemetry"))]
+        return [path.read_bytes() for path in paths]
+
+    def tries(self) -> list[Try]:
+        """Return what the attempts' directories say."""
+        room = load(_TRIES)
+        return [room.read_try(directory) for directory in room.attempts_here(self.directory.parent)]
 
     def _note(self, message: protocol.AnyMessage) -> None:
         match message:

@@ -23,7 +23,7 @@ from serverless_gpu.model.attempt import StopReason
 from serverless_gpu.wire.blobs import DigestList
 from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.principals import PrincipalView
-from serverless_gpu.wire.runs import RunRequest, RunView, StopRequest
+from serverless_gpu.wire.runs import AttemptList, AttemptView, RunRequest, RunView, StopRequest
 from serverless_gpu.wire.state import Version
 
 PATIENCE = "SERVERLESS_GPU_PATIENCE"
@@ -95,6 +95,10 @@ class Server:
     def run(self, run_id: str) -> RunView:
         """Return a run as it is now."""
         return self._patient.ask("GET", f"/runs/{run_id}", answer=RunView)
+
+    def attempts(self, run_id: str) -> tuple[AttemptView, ...]:
+        """Return all tries at a run, in order."""
+        return self._patient.ask("GET", f"/runs/{run_id}/attempts", answer=AttemptList).attempts
 
     def stop(self, run_id: str, why: StopReason, *, patiently: bool) -> RunView:
         """Ask for a run to be stopped.

@@ -24,6 +24,7 @@ from serverless_gpu.client.remote.copies import Copies, write_whole
 from serverless_gpu.client.remote.server import Server
 from serverless_gpu.client.remote.stream import Away, EventStream, Heard
 from serverless_gpu.client.source import Note, Source
+from serverless_gpu.client.tries import Try
 from serverless_gpu.errors import AlreadyFinished, ServerProblem
 from serverless_gpu.model.attempt import TERMINAL, Failure, Reason, State, StopReason
 from serverless_gpu.model.ledger import Receipt
@@ -43,6 +44,8 @@ from serverless_gpu.wire.runs import (
 _FIRST_S = 5.0
 _SAID_IN = (State.QUEUED, State.RUNNING, State.UNREACHABLE)
 _RESULT = "results/"
+_TELEMETRY = "telemetry"
+_NODES_MAX = 1024
 
 
 class Watched(Source):
@@ -157,6 +160,30 @@ class Watched(Source):
         """Fetch what a rank has written so far."""
         fence = self._fence or self._server.run(self.run_id).fence
         return self._server.read_log(self.run_id, fence, rank, stream) if fence else b""
+
+    def read_telemetry(self) -> list[bytes]:
+        """Fetch what was sampled so far of each attempt, from node after node."""
+        files: list[bytes] = []
+        for attempt in self._server.attempts(self.run_id):
+            for node in range(_NODES_MAX):
+                data = self._server.read_log(self.run_id, attempt.fence, node, _TELEMETRY)
+                if not data:
+                    break
+                files.append(data)
+        return files
+
+    def tries(self) -> list[Try]:
+        """Return what the server says of each attempt."""
+        return [
+            Try(
+                fence=attempt.fence,
+                state=attempt.state if attempt.state in TERMINAL else None,
+                reason=attempt.reason,
+                began_ns=attempt.started_ns,
+                ended_ns=attempt.ended_ns,
+            )
+            for attempt in self._server.attempts(self.run_id)
+        ]
 
     # --- taking in -----------------------------------------------------------------------------------------------
 

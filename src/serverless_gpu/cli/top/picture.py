@@ -1,0 +1,309 @@
+"""The node as lines of text that fit a terminal, whatever its size. Pure.
+
+    node-7 · cpu 37 % · memory 61.2/251.0 GB · disk 412.0 GB free · network ↓ 12.0 MB/s ↑ 3.1 MB/s
+    8 H100: 6 lent, 2 free · 4.2 kW
+
+    #  BUSY                      MEMORY                              POWER      TEMP   CLOCK     WHO
+    0  ████████████████░░  87 %  ██████████████░░░░    61.3/80.0 GB  512/700 W  64 °C  1980 MHz  train rank 0 …o8p0a1s
+
+    run 01kaqw3e5r7t9y2u4i6o8p0a1s · train · RUNNING · 12 min 03 s
+      rank 0: cpu 101 %, 3.1 GB, GPU 61.2 GB   rank 1: cpu 99 %, 3.1 GB, GPU 61.2 GB
+
+Free CPU slots have no line. What does not fit is left out from the least important column on, then bars become shorter,
+then lines are cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from serverless_gpu.cli.top.table import DeviceRow, RunRow, Table
+from serverless_gpu.client.terminal import fit, safe
+from serverless_gpu.model.hardware import DeviceKind
+from serverless_gpu.model.telemetry import RankSample, throttle_words
+from serverless_gpu.units import format_bytes, format_duration_ms
+
+_BAR_MIN, _BAR_MAX = 4, 18
+_NAME_MAX = 24
+_LAST_MAX = 23
+_BARS_KEEP = 6  # columns that stay longer than bars do
+_ID_SHOWN = 8
+
+
+class Style(NamedTuple):
+    """What a terminal can show."""
+
+    colour: bool
+    unicode: bool
+
+    def paint(self, text: str, code: str) -> str:
+        """Return text in a colour or weight, where there are any."""
+        return f"\x1b[{code}m{text}\x1b[0m" if self.colour and text.strip() else text
+
+
+_BOLD, _DIM, _GOOD, _WARN, _BAD = "1", "2", "36", "33", "31"
+
+
+class _Cell(NamedTuple):
+    """Text, and how it is to look: the text alone counts for widths."""
+
+    text: str
+    code: str = ""
+
+
+class _Column(NamedTuple):
+    """One column: `keep` says how long it stays when room is scarce, and larger stays longer."""
+
+    head: str
+    keep: int
+    cells: Callable[[DeviceRow], _Cell]
+
+
+def draw(table: Table, *, columns: int, style: Style, user: str = "") -> list[str]:
+    """Return the lines of a frame, each of at most so many columns.
+
+    Args:
+        table: the node.
+        columns: how wide the terminal is.
+        style: what it can show.
+        user: whose devices need no name beside them.
+    """
+    lines = [*_head(table, columns, style), ""]
+    lines += _devices(table, columns, style, user)
+    lines += [*([""] if lines[-1] else []), *_runs(table, columns, style)]
+    return [fit(line, columns) for line in lines]
+
+
+# --- the first lines ----------------------------------------------------------------------------------------------
+
+
+def _head(table: Table, columns: int, style: Style) -> list[str]:
+    host = table.host
+    parts = [_clean(table.node)]
+    if host.cpu_percent is not None:
+        parts.append(f"cpu {host.cpu_percent:.0f} %")
+    if host.memory_bytes is not None and host.memory_total_bytes:
+        parts.append(f"memory {_of(host.memory_bytes, host.memory_total_bytes)}")
+    if host.disk_bytes is not None and host.disk_total_bytes is not None:
+        parts.append(f"disk {format_bytes(max(0, host.disk_total_bytes - host.disk_bytes))} free")
+    down, up = ("↓", "↑") if style.unicode else ("in", "out")
+    if table.rates.receive is not None and table.rates.transmit is not None:
+        network = (
+            f"{down} {format_bytes(round(table.rates.receive))}/s {up} {format_bytes(round(table.rates.transmit))}/s"
+        )
+        parts.append(f"network {network}")
+    return [*_wrapped(parts, columns, style), *_wrapped(_summary(table), columns, style)]
+
+
+def _summary(table: Table) -> list[str]:
+    """Return how many devices there are, lent and free, and what they draw."""
+    parts: list[str] = []
+    for name in dict.fromkeys(_type_name(row) for row in table.devices):
+        rows = [row for row in table.devices if _type_name(row) == name]
+        lent = sum(row.owner is not None for row in rows)
+        barred = sum(bool(row.quarantined) for row in rows)
+        words = [f"{lent} lent", f"{len(rows) - lent - barred} free", f"{barred} in quarantine" if barred else ""]
+        parts.append(f"{len(rows)} {name}: {', '.join(filter(None, words))}")
+    watts = [row.now.power_watts for row in table.devices if row.now.power_watts is not None]
+    if watts:
+        parts.append(f"{sum(watts) / 1000:.1f} kW")
+    return parts or ["no devices"]
+
+
+def _type_name(row: DeviceRow) -> str:
+    if row.device.kind is DeviceKind.CPU:
+        return "CPU slots"
+    return _clean(row.device.type) + (" (fake)" if row.device.kind is DeviceKind.FAKE else "")
+
+
+def _wrapped(parts: Sequence[str], columns: int, style: Style) -> list[str]:
+    """Return parts on as few lines as there is room for."""
+    dot = " · " if style.unicode else " | "
+    lines: list[str] = []
+    for part in parts:
+        if lines and len(lines[-1]) + len(dot) + len(part) <= columns:
+            lines[-1] += dot + part
+        else:
+            lines.append(part)
+    return [style.paint(lines[0], _BOLD), *lines[1:]] if lines else []
+
+
+# --- devices ------------------------------------------------------------------------------------------------------
+
+
+def _devices(table: Table, columns: int, style: Style, user: str) -> list[str]:
+    rows = [row for row in table.devices if row.device.kind is not DeviceKind.CPU or row.owner or row.quarantined]
+    if not rows:
+        return []
+    kinds = {row.device.kind for row in rows}
+    wanted = [
+        _Column("#", 9, lambda row: _Cell(str(row.device.index))),
+        _Column("TYPE", 0, lambda row: _Cell(_clean(row.device.type))),
+        _Column("BUSY", 8, lambda row: _busy(row, 0, style)),
+        _Column("MEMORY", 6, lambda row: _memory(row, 0, style)),
+        _Column("POWER", 4, _power),
+        _Column("TEMP", 5, lambda row: _temperature(row, style)),
+        _Column("CLOCK", 3, _clock),
+        _Column("WHO", 7, lambda row: _who(row, user)),
+    ]
+    shown = [column for column in wanted if column.head in ("#", "BUSY", "WHO") or _any(rows, column)]
+    if len({row.device.type for row in rows}) < 2 and DeviceKind.CPU not in kinds:
+        shown = [column for column in shown if column.head != "TYPE"]
+    bar = _BAR_MIN
+    while (bar or len(shown) > 2) and sum(_widths(rows, shown, bar)) + 2 * (len(shown) - 1) > columns:
+        least = min(shown, key=lambda column: column.keep)
+        if bar and least.keep >= _BARS_KEEP:
+            bar = 0
+        else:
+            shown.remove(least)
+    barred = sum(column.head in ("BUSY", "MEMORY") for column in shown)
+    spare = columns - sum(_widths(rows, shown, bar)) - 2 * (len(shown) - 1)
+    bar = min(_BAR_MAX, bar + max(0, spare) // barred) if spare >= 0 else 0
+    bar = bar if bar >= _BAR_MIN else 0
+    return _aligned(rows, shown, bar, style)
+
+
+def _any(rows: Sequence[DeviceRow], column: _Column) -> bool:
+    return any(column.cells(row).text for row in rows)
+
+
+def _cells(row: DeviceRow, shown: Sequence[_Column], bar: int, style: Style) -> list[_Cell]:
+    made = {"BUSY": _busy, "MEMORY": _memory}
+    return [made[column.head](row, bar, style) if column.head in made else column.cells(row) for column in shown]
+
+
+def _widths(rows: Sequence[DeviceRow], shown: Sequence[_Column], bar: int) -> list[int]:
+    plain = Style(colour=False, unicode=True)
+    table = [_cells(row, shown, bar, plain) for row in rows]
+    widths = [max([len(column.head), *(len(cells[at].text) for cells in table)]) for at, column in enumerate(shown)]
+    return [*widths[:-1], min(widths[-1], _LAST_MAX)]  # the last one is cut where there is no room
+
+
+def _aligned(rows: Sequence[DeviceRow], shown: Sequence[_Column], bar: int, style: Style) -> list[str]:
+    widths = _widths(rows, shown, bar)
+    head = "  ".join(column.head.ljust(width) for column, width in zip(shown, widths, strict=True)).rstrip()
+    lines = [style.paint(head, _DIM)]
+    for row in rows:
+        cells = _cells(row, shown, bar, style)
+        parts = [_painted(cell, width, style) for cell, width in zip(cells, widths, strict=True)]
+        lines.append("  ".join(parts).rstrip())
+    return lines
+
+
+def _painted(cell: _Cell, width: int, style: Style) -> str:
+    padding = " " * (width - len(cell.text))
+    return (style.paint(cell.text, cell.code) if cell.code else cell.text) + padding
+
+
+def _busy(row: DeviceRow, bar: int, style: Style) -> _Cell:
+    percent = row.now.busy_percent
+    if percent is None:
+        return _Cell("-")
+    text = f"{_bar(percent / 100, bar, style)}{percent:3.0f} %"
+    return _Cell(text, _GOOD if percent >= 1 else _DIM)
+
+
+def _memory(row: DeviceRow, bar: int, style: Style) -> _Cell:
+    used, total = row.now.memory_bytes, row.now.memory_total_bytes or row.device.memory_bytes
+    if used is None:
+        return _Cell("")
+    if not total:
+        return _Cell(format_bytes(used))
+    return _Cell(f"{_bar(used / total, bar, style)}{_of(used, total):>12}", _GOOD if used / total >= 0.01 else _DIM)
+
+
+def _power(row: DeviceRow) -> _Cell:
+    watts, limit = row.now.power_watts, row.now.power_limit_watts
+    if watts is None:
+        return _Cell("")
+    return _Cell(f"{watts:.0f} W" if limit is None else f"{watts:.0f}/{limit:.0f} W")
+
+
+def _temperature(row: DeviceRow, style: Style) -> _Cell:
+    celsius = row.now.temperature_celsius
+    if celsius is None:
+        return _Cell("")
+    return _Cell(f"{celsius:.0f} {'°C' if style.unicode else 'C'}", _WARN if celsius >= 85 else "")
+
+
+def _clock(row: DeviceRow) -> _Cell:
+    why = ", ".join(throttle_words(row.now.throttle))
+    megahertz = "" if row.now.sm_megahertz is None else f"{row.now.sm_megahertz:.0f} MHz"
+    errors = f"{row.now.ecc_errors} ECC errors" if row.now.ecc_errors else ""
+    return _Cell(" ".join(filter(None, (megahertz, why, errors))), _BAD if errors else _WARN if why else "")
+
+
+def _who(row: DeviceRow, user: str) -> _Cell:
+    if row.quarantined:
+        return _Cell(f"quarantined: {_clean(row.quarantined)}", _BAD)
+    if row.owner is None:
+        return _Cell("free", _DIM)
+    rank = "" if row.owner.rank is None else f"rank {row.owner.rank}"
+    run = f"…{row.owner.run_id[-_ID_SHOWN:]}" if row.owner.run_id else ""
+    name = _clean(row.owner.name)
+    whose = _clean(row.owner.user) if row.owner.user != user else ""
+    return _Cell(" ".join(filter(None, (name[:_NAME_MAX], rank, run, whose))) or "lent")
+
+
+def _bar(share: float, width: int, style: Style) -> str:
+    if width <= 0:
+        return ""
+    full = round(max(0.0, min(1.0, share)) * width)
+    full = max(full, 1) if share >= 0.005 else full
+    return (("█" if style.unicode else "#") * full) + (("░" if style.unicode else ".") * (width - full)) + " "
+
+
+def _of(used: int, total: int) -> str:
+    """Return as ``61.3/80.0 GB``: both in the unit of the larger."""
+    whole, unit = format_bytes(total).split(" ")
+    scale = total / float(whole) if float(whole) else 1.0
+    return f"{used / scale:.1f}/{whole} {unit}"
+
+
+# --- runs ---------------------------------------------------------------------------------------------------------
+
+
+def _runs(table: Table, columns: int, style: Style) -> list[str]:
+    if not table.runs:
+        return [style.paint("no runs", _DIM)]
+    lines: list[str] = []
+    for run in table.runs:
+        lines += _run(run, table.at_ns, columns, style)
+    return lines
+
+
+def _run(run: RunRow, now_ns: int, columns: int, style: Style) -> list[str]:
+    took = "" if run.began_ns <= 0 else format_duration_ms(max(0, now_ns - run.began_ns) // 1_000_000)
+    attempt = f"attempt {run.fence}" if run.fence > 1 else ""
+    name = _clean(run.name)[:_NAME_MAX]
+    lines = _wrapped([part for part in (f"run {run.run_id}", name, run.state, took, attempt) if part], columns, style)
+    link = f"  MLflow: {_clean(run.tracked)}"
+    if run.tracked and len(link) <= columns:  # a part of it is of no use
+        lines.append(link)
+    return lines + [f"  {line}" for line in _rank_lines(run.ranks, columns - 2)]
+
+
+def _rank_lines(ranks: Sequence[RankSample], columns: int) -> list[str]:
+    """Return what each rank takes, as many beside each other as there is room for."""
+    texts = [_rank_text(rank) for rank in ranks]
+    if not texts:
+        return []
+    width = max(map(len, texts)) + 3
+    beside = max(1, (columns + 3) // width)
+    rows = [texts[place : place + beside] for place in range(0, len(texts), beside)]
+    return ["".join(text.ljust(width) for text in row).rstrip() for row in rows]
+
+
+def _rank_text(rank: RankSample) -> str:
+    parts = [
+        "" if rank.cpu_percent is None else f"cpu {rank.cpu_percent:.0f} %",
+        "" if rank.memory_bytes is None else format_bytes(rank.memory_bytes),
+        "" if rank.gpu_memory_bytes is None else f"GPU {format_bytes(rank.gpu_memory_bytes)}",
+    ]
+    return f"rank {rank.rank}: {', '.join(filter(None, parts)) or '-'}"
+
+
+def _clean(text: str) -> str:
+    """Return text of others without anything that could move the cursor or change colours."""
+    return "".join(letter if letter.isprintable() else "?" for letter in safe(text, tty=True))

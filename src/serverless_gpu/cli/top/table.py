@@ -1,0 +1,184 @@
+"""A frame of the monitor as what a person wants to know: each device and who has it, each run and its ranks. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from serverless_gpu.model.hardware import Device
+from serverless_gpu.model.telemetry import GpuSample, HostSample, RankSample
+from serverless_gpu.node.monitor.words import Frame, Watched
+
+
+class Owner(msgspec.Struct, frozen=True, kw_only=True):
+    """Who has a device.
+
+    Attributes:
+        run_id: the run or session, or "" where that is not known.
+        name: what it is called, or "".
+        rank: the global rank that uses the device, or None.
+        user: whose it is.
+    """
+
+    run_id: str
+    name: str
+    rank: int | None
+    user: str
+
+
+class DeviceRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One device now; `owner` None is free, `quarantined` says why it is not lent, or ""."""
+
+    device: Device
+    now: GpuSample
+    owner: Owner | None = None
+    quarantined: str = ""
+
+
+class RunRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One attempt now; `began_ns` is nanoseconds since 1970, 0 before its ranks began."""
+
+    run_id: str
+    fence: int
+    name: str
+    state: str
+    began_ns: int
+    devices: int
+    tracked: str
+    ranks: tuple[RankSample, ...]
+
+
+class Rates(msgspec.Struct, frozen=True, kw_only=True):
+    """What goes through the network, bytes per second; None is not known."""
+
+    receive: float | None = None
+    transmit: float | None = None
+
+
+class Table(msgspec.Struct, frozen=True, kw_only=True):
+    """The node at `at_ns`, nanoseconds since 1970."""
+
+    at_ns: int
+    node: str
+    host: HostSample
+    rates: Rates
+    devices: tuple[DeviceRow, ...]
+    runs: tuple[RunRow, ...]
+
+
+class Around(msgspec.Struct, frozen=True, kw_only=True):
+    """What a frame does not say.
+
+    Attributes:
+        node: the machine's name.
+        user: whose home this is.
+        holders: who has which device by its lock, also runs of other homes and users.
+        quarantined: why which device is not lent.
+    """
+
+    node: str
+    user: str
+    holders: Mapping[str, Owner] = {}
+    quarantined: Mapping[str, str] = {}
+
+
+def tabulate(frame: Frame, before: Frame | None, around: Around) -> Table:
+    """Return a frame as a table.
+
+    Args:
+        frame: the node now.
+        before: the frame before, for what goes through the network.
+        around: what else is known.
+    """
+    owners = {**around.holders, **_owners(frame.attempts, around.user)}
+    gpus = frame.sample.gpus
+    rows = tuple(
+        DeviceRow(
+            device=device,
+            now=gpus[place] if place < len(gpus) else GpuSample(),
+            owner=owners.get(device.uuid),
+            quarantined=around.quarantined.get(device.uuid, ""),
+        )
+        for place, device in enumerate(frame.devices)
+    )
+    runs = tuple(
+        RunRow(
+            run_id=attempt.run_id,
+            fence=attempt.fence,
+            name=attempt.name,
+            state=attempt.state.value,
+            began_ns=attempt.began_ns,
+            devices=len(attempt.devices),
+            tracked=attempt.tracked,
+            ranks=ranks,
+        )
+        for attempt, ranks in zip(frame.attempts, _ranks(frame.attempts, frame.sample.ranks), strict=True)
+    )
+    return Table(
+        at_ns=frame.sample.at_ns,
+        node=around.node,
+        host=frame.sample.host,
+        rates=_rates(frame, before),
+        devices=rows,
+        runs=runs,
+    )
+
+
+def as_json(table: Table) -> dict[str, object]:
+    """Return a table for machines: what is not known is null."""
+    return {
+        "at_ns": table.at_ns,
+        "node": table.node,
+        "host": _named(table.host) | {"receive_bytes_s": table.rates.receive, "transmit_bytes_s": table.rates.transmit},
+        "devices": [
+            {"uuid": row.device.uuid, "index": row.device.index, "type": row.device.type, "kind": row.device.kind.value}
+            | _named(row.now)
+            | {"owner": None if row.owner is None else msgspec.to_builtins(row.owner), "quarantined": row.quarantined}
+            for row in table.devices
+        ],
+        "runs": [msgspec.to_builtins(row) | {"ranks": [_named(rank) for rank in row.ranks]} for row in table.runs],
+    }
+
+
+def _named(value: msgspec.Struct) -> dict[str, object]:
+    return {name: getattr(value, name) for name in value.__struct_fields__}
+
+
+def _owners(attempts: Sequence[Watched], user: str) -> dict[str, Owner]:
+    """Return who has which device: the devices of an attempt are in the order of its ranks here."""
+    owners: dict[str, Owner] = {}
+    for attempt in attempts:
+        ranks = sorted(attempt.pids)
+        for place, uuid in enumerate(attempt.devices):
+            # One process for all devices of a node, as a program per node has: it has each of them.
+            rank = ranks[place] if len(ranks) == len(attempt.devices) else ranks[0] if len(ranks) == 1 else None
+            owners[uuid] = Owner(run_id=attempt.run_id, name=attempt.name, rank=rank, user=user)
+    return owners
+
+
+def _ranks(attempts: Sequence[Watched], samples: Sequence[RankSample]) -> list[tuple[RankSample, ...]]:
+    """Return the samples of each attempt's ranks; they come in order, and one that is gone is left out."""
+    left = list(samples)
+    found: list[tuple[RankSample, ...]] = []
+    for attempt in attempts:
+        own: list[RankSample] = []
+        while left and left[0].rank in attempt.pids and (not own or left[0].rank > own[-1].rank):
+            own.append(left.pop(0))
+        found.append(tuple(own))
+    return found
+
+
+def _rates(frame: Frame, before: Frame | None) -> Rates:
+    if before is None or frame.sample.at_ns <= before.sample.at_ns:
+        return Rates()
+    seconds = (frame.sample.at_ns - before.sample.at_ns) / 1e9
+    now, then = frame.sample.host, before.sample.host
+    return Rates(
+        receive=_rate(now.network_receive_bytes, then.network_receive_bytes, seconds),
+        transmit=_rate(now.network_transmit_bytes, then.network_transmit_bytes, seconds),
+    )
+
+
+def _rate(now: int | None, then: int | None, seconds: float) -> float | None:
+    return None if now is None or then is None or now < then else (now - then) / seconds

@@ -1,0 +1,205 @@
+"""What a picture of a run shows: curves of its devices and marks in time, from its metrics. Pure.
+
+    metrics: "system/node_0/gpu_3_…" → times, values ─▶ Lane per device ─┬─ line: with breaks, at most 1,500 points
+    attempts: began, ended, why ──────────────────────▶ Mark             └─ cells: at most 600 columns of a heat map
+
+`figures.py` draws it. Where there is no GPU, a lane is a rank: its share of a core and its host memory. Where nothing
+was sampled for long (a node was away, between two attempts) there is a hole and no line across it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+Curve = tuple[Sequence[float], Sequence[float]]
+"""Times in seconds since 1970, and values."""
+
+POINTS_MAX = 1_500
+COLUMNS_MAX = 600
+_HOLE = 4.0  # so many times the interval before: intervals grow with a run's age, but never more than twofold at once
+_GPU = re.compile(
+    r"system/node_(\d+)/gpu_(\d+)_(utilization_percentage|memory_usage_megabytes|memory_usage_percentage)"
+)
+_RANK = re.compile(r"system/node_(\d+)/rank_(\d+)_(cpu_utilization_percentage|memory_usage_megabytes)")
+_EMPTY: Curve = ((), ())
+
+
+class Lane(NamedTuple):
+    """One device, or a rank where there are none, over time.
+
+    Attributes:
+        node: number of its node.
+        label: as ``"GPU 3"``, ``"rank 0"``.
+        busy: percent.
+        memory: gigabytes.
+        memory_total: gigabytes, or None where that is not known.
+    """
+
+    node: int
+    label: str
+    busy: Curve
+    memory: Curve
+    memory_total: float | None
+
+
+class Mark(NamedTuple):
+    """A moment worth seeing: `at` seconds since 1970."""
+
+    at: float
+    kind: Literal["failure", "stop", "attempt"]
+    sentence: str
+
+
+def lanes(metrics: Mapping[str, Curve]) -> list[Lane]:
+    """Return the curves of every GPU by node and number; of every rank where there is no GPU."""
+    gpus = _found(metrics, _GPU)
+    if gpus:
+        return [_gpu(node, number, curves) for (node, number), curves in sorted(gpus.items())]
+    ranks = _found(metrics, _RANK)
+    return [_rank(node, number, curves) for (node, number), curves in sorted(ranks.items())]
+
+
+def span(lanes: Sequence[Lane]) -> tuple[float, float] | None:
+    """Return the first and the last moment of any curve, or None where there is none."""
+    ends = [
+        moment for lane in lanes for times, _ in (lane.busy, lane.memory) if times for moment in (times[0], times[-1])
+    ]
+    return (min(ends), max(ends)) if ends else None
+
+
+def samples(lanes: Sequence[Lane]) -> int:
+    """Return how many samples the longest curve has."""
+    return max((len(times) for lane in lanes for times, _ in (lane.busy, lane.memory)), default=0)
+
+
+def line(curve: Curve) -> tuple[list[float], list[float]]:
+    """Return a curve to be drawn as a line: NaN where it has a hole, and not more points than a picture has pixels."""
+    times, values = curve
+    if len(times) > POINTS_MAX:
+        times, values = _thinned(times, values)
+    drawn_times: list[float] = list(times[:1])
+    drawn: list[float] = list(values[:1])
+    for is_hole, moment, value in zip(_holes(times), times[1:], values[1:], strict=True):
+        if is_hole:
+            drawn_times.append(math.nan)
+            drawn.append(math.nan)
+        drawn_times.append(moment)
+        drawn.append(value)
+    return drawn_times, drawn
+
+
+def cells(curve: Curve, begin: float, end: float, columns: int) -> list[float]:
+    """Return a curve as one row of a heat map: the mean of each column, NaN where nothing was sampled.
+
+    Args:
+        curve: what was sampled.
+        begin: where the first column begins.
+        end: where the last one ends.
+        columns: how many there are.
+    """
+    times, values = curve
+    width = max(end - begin, 1e-9) / columns
+    sums, counts = [0.0] * columns, [0] * columns
+    for moment, value in zip(times, values, strict=True):
+        column = min(columns - 1, max(0, int((moment - begin) / width)))
+        sums[column] += value
+        counts[column] += 1
+    row = [total / count if count else math.nan for total, count in zip(sums, counts, strict=True)]
+    # Late samples are far apart: what was seen holds until the next one, unless there is a hole between them.
+    for is_hole, (moment, following), value in zip(_holes(times), pairwise(times), values, strict=False):
+        if not is_hole:
+            first, last = (min(columns - 1, max(0, int((at - begin) / width))) for at in (moment, following))
+            for column in range(first + 1, last):
+                row[column] = value if math.isnan(row[column]) else row[column]
+    return row
+
+
+def mean(curve: Curve) -> float | None:
+    """Return the mean over time of a curve: each value counts for as long as it held."""
+    times, values = curve
+    if not values:
+        return None
+    spans = [
+        0.0 if is_hole else after - before
+        for is_hole, (before, after) in zip(_holes(times), pairwise(times), strict=True)
+    ]
+    total = sum(spans)
+    if total <= 0:
+        return sum(values) / len(values)
+    return sum(width * value for width, value in zip(spans, values[1:], strict=True)) / total
+
+
+def peak(curve: Curve) -> float | None:
+    """Return the largest value of a curve."""
+    return max(curve[1], default=None)
+
+
+def unit_of(seconds: float) -> tuple[float, str]:
+    """Return the unit in which a time axis of this length is written: its seconds, and its name."""
+    for limit, size, name in ((180, 1.0, "seconds"), (3 * 3600, 60.0, "minutes"), (72 * 3600, 3600.0, "hours")):
+        if seconds < limit:
+            return size, name
+    return 86_400.0, "days"
+
+
+def _found(metrics: Mapping[str, Curve], pattern: re.Pattern[str]) -> dict[tuple[int, int], dict[str, Curve]]:
+    found: dict[tuple[int, int], dict[str, Curve]] = {}
+    for name, curve in metrics.items():
+        match = pattern.fullmatch(name)
+        if match is not None and curve[0]:
+            found.setdefault((int(match[1]), int(match[2])), {})[match[3]] = curve
+    return found
+
+
+def _gpu(node: int, number: int, curves: Mapping[str, Curve]) -> Lane:
+    memory = curves.get("memory_usage_megabytes", _EMPTY)
+    share = curves.get("memory_usage_percentage", _EMPTY)
+    return Lane(
+        node, f"GPU {number}", curves.get("utilization_percentage", _EMPTY), _gigabytes(memory), _total(memory, share)
+    )
+
+
+def _rank(node: int, number: int, curves: Mapping[str, Curve]) -> Lane:
+    memory = _gigabytes(curves.get("memory_usage_megabytes", _EMPTY))
+    return Lane(node, f"rank {number}", curves.get("cpu_utilization_percentage", _EMPTY), memory, None)
+
+
+def _gigabytes(curve: Curve) -> Curve:
+    return curve[0], [value / 1000 for value in curve[1]]
+
+
+def _total(memory: Curve, share: Curve) -> float | None:
+    """Return how much memory there is, from what was used and which share that is; the largest is the most exact."""
+    used = dict(zip(*memory, strict=True))
+    known = ((percent, used[moment]) for moment, percent in zip(*share, strict=True) if moment in used)
+    percent, megabytes = max(known, default=(0.0, 0.0))
+    return megabytes / percent / 10 if percent > 0 else None
+
+
+def _holes(times: Sequence[float]) -> list[bool]:
+    """Return for each step between two samples whether it is too long for the two before it (one may be a hole)."""
+    steps = [after - before for before, after in pairwise(times)]
+    if len(steps) < 2:
+        return [False] * len(steps)
+    before = [steps[1], steps[1], *steps]
+    return [step > _HOLE * max(1.0, min(before[place : place + 2])) for place, step in enumerate(steps)]
+
+
+def _thinned(times: Sequence[float], values: Sequence[float]) -> Curve:
+    """Return means of neighbours, so many that a picture can show them; none across a hole."""
+    at_once = math.ceil(len(times) / POINTS_MAX)
+    holes = _holes(times)
+    thin_times: list[float] = []
+    thin: list[float] = []
+    start = 0
+    for place in range(len(times)):
+        if place + 1 == len(times) or holes[place] or place + 1 - start == at_once:
+            count = place + 1 - start
+            thin_times.append(times[start])
+            thin.append(sum(values[start : place + 1]) / count)
+            start = place + 1
+    return thin_times, thin

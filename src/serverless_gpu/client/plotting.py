@@ -1,0 +1,88 @@
+"""`Run.plot()`: what a picture of a run needs, put together; drawn by `figures.py`, which needs Matplotlib."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from serverless_gpu.client.curves import lanes, span
+from serverless_gpu.client.metrics import read_metrics
+from serverless_gpu.client.source import Source
+from serverless_gpu.client.tries import marks
+from serverless_gpu.errors import InvalidValue, ServerlessGpuError
+from serverless_gpu.loading import load
+from serverless_gpu.model.attempt import State
+from serverless_gpu.model.hardware import DeviceKind
+from serverless_gpu.model.telemetry import Header, Sampled, decode
+from serverless_gpu.node.home import storage_error
+from serverless_gpu.units import format_duration_ms
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def plot(source: Source, name: str, state: str, path: str | os.PathLike[str] | None) -> Figure:
+    """Return the picture of a run.
+
+    Args:
+        source: the run.
+        name: what it is called, or "".
+        state: how it is.
+        path: a file to write it to, or None.
+
+    Raises:
+        ServerlessGpuError: there is no Matplotlib here.
+        InvalidValue: Matplotlib cannot write such a file.
+        StorageError: the file cannot be written.
+    """
+    try:
+        figures = load("serverless_gpu.client.figures")
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "matplotlib":
+            raise
+        message = "Run.plot() draws with Matplotlib, which this Python does not have"
+        raise ServerlessGpuError(message, hint="pip install 'serverless-gpu[plot]'") from None
+    files = source.read_telemetry()
+    tries = source.tries()
+    metrics = read_metrics(files)
+    ends = span(lanes(metrics))
+    about = (
+        _devices_text(files),
+        "" if ends is None else format_duration_ms(round(1000 * (ends[1] - ends[0]))),
+        state,
+        tries[-1].reason.value if tries and tries[-1].reason is not None and state != State.SUCCEEDED else "",
+    )
+    titles = figures.Titles(" · ".join(filter(None, (name, f"run {source.run_id}"))), " · ".join(filter(None, about)))
+    target = None if path is None else Path(path)
+    try:
+        figure: Figure = figures.draw(metrics, marks(tries), titles, target)
+    except OSError as error:
+        raise storage_error(error, target or Path()) from None
+    except ValueError as error:
+        raise InvalidValue(f"{path} cannot be written: {error}") from None
+    return figure
+
+
+def _devices_text(files: list[bytes]) -> str:
+    """Return what devices the last attempt had, and on how many nodes: ``16 H100 on 2 nodes``."""
+    headers = [header for header in map(_last_header, files) if header is not None]
+    newest = max((header.fence for header in headers), default=0)
+    nodes = {header.node_rank: header.devices for header in headers if header.fence == newest}
+    devices = [device for devices in nodes.values() for device in devices]
+    names = [_type_name(device) for device in devices]
+    counted = ", ".join(f"{names.count(name)} {name}" for name in dict.fromkeys(names))
+    return f"{counted} on {len(nodes)} nodes" if len(nodes) > 1 else counted
+
+
+def _type_name(device: Sampled) -> str:
+    if device.kind is DeviceKind.CPU:
+        return "CPU slots"
+    return f"{device.type} (fake)" if device.kind is DeviceKind.FAKE else device.type
+
+
+def _last_header(data: bytes) -> Header | None:
+    """Return the last header of a file of samples: it has the devices."""
+    start = data.rfind(b"\n{") + 1
+    found = decode(data[start : data.find(b"\n", start) + 1])[0]
+    return found[0] if found and isinstance(found[0], Header) else None

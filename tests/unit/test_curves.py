@@ -1,0 +1,136 @@
+"""What a picture of a run shows, from its metrics: lanes, holes, means, cells; and marks from its attempts."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from serverless_gpu.client import curves
+from serverless_gpu.client.curves import Mark
+from serverless_gpu.client.tries import Try, marks
+from serverless_gpu.model.attempt import Reason, State
+
+GPU = "system/node_0/gpu_3_"
+
+
+def test_lanes_are_gpus_by_node_and_number_and_know_their_memory() -> None:
+    made = curves.lanes(
+        {
+            "system/node_1/gpu_0_utilization_percentage": ([1.0], [50.0]),
+            f"{GPU}utilization_percentage": ([1.0, 2.0], [10.0, 20.0]),
+            f"{GPU}memory_usage_megabytes": ([1.0, 2.0], [20_000.0, 40_000.0]),
+            f"{GPU}memory_usage_percentage": ([1.0, 2.0], [25.0, 50.0]),
+            "system/node_0/rank_0_cpu_utilization_percentage": ([1.0], [99.0]),
+            "system/node_0/cpu_utilization_percentage": ([1.0], [7.0]),
+            "system/node_0/gpu_4_utilization_percentage": ([], []),
+            "loss": ([1.0], [0.3]),
+        }
+    )
+    assert [(lane.node, lane.label, lane.memory_total) for lane in made] == [(0, "GPU 3", 80.0), (1, "GPU 0", None)]
+    assert made[0].memory == ([1.0, 2.0], [20.0, 40.0])
+    assert curves.span(made) == (1.0, 2.0)
+    assert curves.samples(made) == 2
+
+
+def test_without_gpus_lanes_are_ranks() -> None:
+    made = curves.lanes(
+        {
+            "system/node_0/rank_10_cpu_utilization_percentage": ([1.0], [99.0]),
+            "system/node_0/rank_2_memory_usage_megabytes": ([1.0], [1500.0]),
+        }
+    )
+    assert [(lane.label, lane.busy[1], lane.memory[1]) for lane in made] == [
+        ("rank 2", (), [1.5]),
+        ("rank 10", [99.0], []),
+    ]
+    assert curves.span([]) is None
+
+
+def test_a_hole_is_a_break_of_the_line() -> None:
+    times, values = curves.line(([0, 1, 2, 60, 61], [1, 2, 3, 4, 5]))
+    assert times[:3] == [0, 1, 2] and math.isnan(times[3]) and times[4:] == [60, 61]
+    assert values[:3] == [1, 2, 3] and math.isnan(values[3]) and values[4:] == [4, 5]
+
+
+@pytest.mark.parametrize("steps", [[1.0] * 5 + [2.0] * 5 + [4.0] * 5, [64.0, 65.0, 63.0], [2.0], [1, 1.4, 0.6]])
+def test_intervals_that_grow_are_no_holes(steps: list[float]) -> None:
+    times = [sum(steps[:place]) for place in range(len(steps) + 1)]
+    assert curves.line((times, times)) == (times, times)
+
+
+def test_long_curves_are_thinned_to_means_and_keep_their_holes() -> None:
+    times = [*range(3000), *range(4000, 7000)]
+    drawn_times, drawn = curves.line((times, [10.0] * 3000 + [30.0] * 3000))
+    assert len(drawn) <= curves.POINTS_MAX + 2
+    assert set(drawn[: drawn_times.index(4000) - 1]) == {10.0}
+    assert math.isnan(drawn[drawn_times.index(4000) - 1])
+    assert set(drawn[drawn_times.index(4000) :]) == {30.0}
+
+
+def test_cells_are_means_and_late_samples_hold_until_the_next() -> None:
+    assert curves.cells(([0, 1, 2, 3], [10, 20, 30, 40]), 0, 4, 2) == [15, 35]
+    assert curves.cells(([0, 4, 8], [10, 20, 30]), 0, 10, 10) == [
+        10,
+        10,
+        10,
+        10,
+        20,
+        20,
+        20,
+        20,
+        30,
+        pytest.approx(math.nan, nan_ok=True),
+    ]
+    row = curves.cells(([0, 1, 2, 30, 31], [5] * 5), 0, 32, 16)
+    assert row[:2] == [5, 5] and all(math.isnan(cell) for cell in row[2:15]) and row[15] == 5
+    assert curves.cells(([5], [1]), 5, 5, 3)[0] == 1, "a span of nothing"
+
+
+def test_means_count_time_not_samples_and_leave_holes_out() -> None:
+    assert curves.mean(([0, 1, 2, 6], [0, 0, 0, 60])) == 40
+    assert curves.mean(([0, 1, 2, 1002, 1003], [0, 0, 0, 90, 90])) == 30
+    assert curves.mean(([7], [42])) == 42
+    assert curves.mean(([], [])) is None
+    assert curves.peak(([], [])) is None
+
+
+def test_the_unit_of_time_fits_the_run() -> None:
+    assert [curves.unit_of(seconds)[1] for seconds in (5, 600, 36_000, 864_000)] == [
+        "seconds",
+        "minutes",
+        "hours",
+        "days",
+    ]
+
+
+def test_marks_tell_failures_stops_and_attempts() -> None:
+    failed = Try(
+        fence=1,
+        state=State.FAILED,
+        reason=Reason.RANK_RAISED,
+        began_ns=0,
+        ended_ns=9 * 10**9,
+        failed_ns=7 * 10**9,
+        rank=3,
+    )
+    stopped = Try(
+        fence=2,
+        state=State.CANCELLED,
+        reason=Reason.CANCELLED,
+        began_ns=12 * 10**9,
+        ended_ns=30 * 10**9,
+        asked_ns=28 * 10**9,
+        asked="cancel",
+    )
+    assert marks([failed, stopped]) == [
+        Mark(7.0, "failure", "FAILED (rank_raised, rank 3): a rank raised an exception"),
+        Mark(12.0, "attempt", "attempt 2 began"),
+        Mark(28.0, "stop", "attempt 2: asked to stop: cancel"),
+    ]
+
+
+def test_a_server_tells_when_an_attempt_ended_but_not_when_it_was_asked_to() -> None:
+    assert marks([Try(fence=1, state=State.CANCELLED, reason=Reason.PREEMPTED, ended_ns=5 * 10**9)])[0].kind == "stop"
+    assert marks([Try(fence=1, state=State.SUCCEEDED, reason=Reason.COMPLETED, ended_ns=5 * 10**9)]) == []
+    assert marks([Try(fence=1)]) == []
