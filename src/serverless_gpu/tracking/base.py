@@ -18,7 +18,15 @@ from serverless_gpu.model.tracking_rules import Status
 
 
 class TrackerAway(Exception):
-    """It does not answer, or answers that it cannot now; the text says what happened."""
+    """It does not answer, or answers that it cannot now; the text says what happened.
+
+    Attributes:
+        is_doubtful: whether what was asked for may have been done nevertheless.
+    """
+
+    def __init__(self, text: str, *, is_doubtful: bool = False) -> None:
+        self.is_doubtful = is_doubtful
+        super().__init__(text)
 
 
 class TrackerRefused(Exception):

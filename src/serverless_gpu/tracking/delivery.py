@@ -48,7 +48,7 @@ from serverless_gpu.model.tracking_rules import (
 from serverless_gpu.tracking import documents
 from serverless_gpu.tracking.base import Tracked, Tracker, TrackerAway, TrackerRefused
 from serverless_gpu.tracking.memory import Ending, load_memory, memory_path, save_memory
-from serverless_gpu.tracking.points import Cursor, Points, telemetry_path
+from serverless_gpu.tracking.points import BACKLOG_BYTES_MAX, Cursor, Points, telemetry_path
 
 _POLL_S = 2.0
 _DOUBT_NS = 10 * 10**9
@@ -122,7 +122,8 @@ class Delivery:
         self._woken = False
         self._failures = 0
         cursor = Cursor(self._memory.offset, self._memory.sent_ns)
-        self._points = Points(telemetry_path(directory, job.node_rank), job.num_nodes, cursor)
+        path = telemetry_path(directory, job.node_rank)
+        self._points = Points(path, job.num_nodes, cursor, backlog_bytes_max=BACKLOG_BYTES_MAX)
         self._is_first = job.node_rank == 0
         self._is_established = False
         self._folder = folder(self._tracking, job.run_id, job.fence, job.node_rank)
@@ -135,6 +136,11 @@ class Delivery:
     def over(self) -> str:
         """Return why there is nothing left to do, for example ``"delivered"``; "" while there is."""
         return self._memory.over
+
+    @property
+    def failures(self) -> int:
+        """Return how many times in a row MLflow was away."""
+        return self._failures
 
     def run(self) -> None:
         """Deliver until everything has arrived, or was given up, or `stop` is called."""
@@ -215,7 +221,7 @@ class Delivery:
             memory.over = f"refused: {error}"
             self._save()
             self._listener.untracked(str(error), final=True)
-            return False
+            return True
         self._is_established = True
         self._listener.tracked(memory.tracked)
         return True
@@ -232,7 +238,12 @@ class Delivery:
         memory.asked_ns = self._clock.wall_ns()
         self._save()
         tags = first_tags(self._tracking, job.run_id, job.fence, job.spec.tags)
-        return self._tracker.begin(self._tracking, job.run_id, tags=tags, at_ms=job.called_ns // 1_000_000)
+        try:
+            return self._tracker.begin(self._tracking, job.run_id, tags=tags, at_ms=job.called_ns // 1_000_000)
+        except TrackerAway as error:
+            if not error.is_doubtful:
+                memory.asked_ns = 0
+            raise
 
     def _found(self) -> Tracked:
         found = self._tracker.find(self._tracking, self._job.run_id)

@@ -24,7 +24,7 @@ import msgspec
 
 from serverless_gpu.model.tracking import Tracking
 from serverless_gpu.model.tracking_rules import KEY_CHARACTERS_MAX, RUN_TAG, Status, cut
-from serverless_gpu.tracking.base import Metric, Tracked, TrackerRefused
+from serverless_gpu.tracking.base import Metric, Tracked, TrackerAway, TrackerRefused
 from serverless_gpu.tracking.rest import LONG_TIMEOUT_S, Exists, NotThere, Rest
 
 METRICS_MAX = 1000
@@ -115,15 +115,19 @@ class MlflowTracker:
             at_ms: when it began, milliseconds since 1970.
 
         Raises:
-            TrackerAway: MLflow does not answer; it may have made the run nevertheless.
+            TrackerAway: MLflow does not answer; where that is doubtful, it may have made the run nevertheless.
             TrackerRefused: it will not make one.
         """
         if tracking.run_id:
             tracked = self._continued(tracking.run_id)
             self.log(tracked, tags=tags)
             return tracked
+        try:
+            experiment_id = self._experiment(tracking, make=True)
+        except TrackerAway as error:
+            raise TrackerAway(str(error)) from None  # it was not asked for a run yet
         body = {
-            "experiment_id": self._experiment(tracking, make=True),
+            "experiment_id": experiment_id,
             "start_time": at_ms,
             "run_name": cut(tracking.run_name, KEY_CHARACTERS_MAX) or f"jobTaskRun-{run_id}",
             "tags": [{"key": key, "value": value} for key, value in tags.items()],

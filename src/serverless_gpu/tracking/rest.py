@@ -152,7 +152,10 @@ class Rest:
                 raise self._strange(
                     "its certificate is not trusted; MLFLOW_TRACKING_SERVER_CERT_PATH says whose is"
                 ) from None
-            raise TrackerAway(f"MLflow at {self.uri} does not answer ({_why(error, timeout_s)})") from None
+            raise TrackerAway(
+                f"MLflow at {self.uri} does not answer ({_why(error, timeout_s)})",
+                is_doubtful=not isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout | httpx2.ProxyError),
+            ) from None
         if found.status >= 300:
             raise self._problem(found)
         return found
@@ -205,7 +208,7 @@ class Rest:
         text = problem.message if problem is not None else found.body.decode(errors="replace")
         said = f"{found.status}: {' '.join(text.split())[:_TEXT_CHARACTERS_MAX]}".rstrip(": ")
         if found.status in _PASSING or (found.status >= 500 and found.status != _UNSUPPORTED):
-            return TrackerAway(f"MLflow at {self.uri} answers {said}")
+            return TrackerAway(f"MLflow at {self.uri} answers {said}", is_doubtful=found.status >= 500)
         if found.status in (401, 403, 407):
             return self._strange(
                 f"it answers {said}; MLFLOW_TRACKING_USERNAME and _PASSWORD, or MLFLOW_TRACKING_TOKEN, say who you are"
