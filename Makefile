@@ -4,10 +4,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+HALF := tests/docs/ tests/examples/ tests/local/ tests/notebook/
 CODE := $(wildcard src tests scripts examples benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo notebook test test-all check format docs bench picture gpu-check clean distclean
+.PHONY: help venv demo notebook test test-all test-half-1 test-half-2 check format docs bench picture gpu-check clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -65,7 +66,15 @@ test: venv ## run the tests (no GPU, no network)
 	$(BIN)/python -m pytest
 
 test-all: $(VENV)/.installed-examples $(VENV)/.installed-mlflow ## run the heavy tests, too: every example, MLflow
-	$(BIN)/python -m pytest -m "not gpu"
+	@$(MAKE) --no-print-directory --output-sync=target --keep-going -j2 test-half-1 test-half-2
+
+# Most tests wait for processes: two halves at once take little more than one. pytest-xdist does not do: its workers
+# have threads, and tests fork.
+test-half-1:
+	$(BIN)/python -m pytest -m "not gpu" $(HALF)
+
+test-half-2:
+	$(BIN)/python -m pytest -m "not gpu" $(filter-out $(HALF),$(wildcard tests/*/ tests/test_*.py))
 
 check: venv ## format, lint, types, layers, our own lints, links
 	$(BIN)/ruff format --check $(CODE)
