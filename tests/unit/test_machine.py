@@ -25,7 +25,7 @@ from serverless_gpu.node.monitor.devices import NvmlSampler
 from serverless_gpu.node.monitor.host import Host
 from serverless_gpu.node.monitor.machine import Machine, Tenant
 from serverless_gpu.node.monitor.ranks import RankLook, RankProcesses
-from serverless_gpu.testing import FakeGpus
+from serverless_gpu.testing import FakeClock, FakeGpus
 from tests.local.observe import wait_for
 from tests.unit.test_gpus import GIB, LOST, Card, FakeNvml, FakeNvmlError
 
@@ -40,22 +40,6 @@ child = subprocess.Popen([sys.executable, "-c", "import sys\\nx = bytearray(30_0
 child.wait()
 sys.stdin.read()
 """
-
-
-class StepClock:
-    """A clock that a test moves."""
-
-    def __init__(self) -> None:
-        self.now_ns = 10**12
-
-    def boottime_ns(self) -> int:
-        return self.now_ns
-
-    def wall_ns(self) -> int:
-        return 1_800_000_000 * SECOND_NS + self.now_ns
-
-    def boot_id(self) -> str:
-        return "boot"
 
 
 @pytest.fixture
@@ -257,13 +241,13 @@ class Door(threading.Event):
         return super().wait(timeout)
 
 
-def sampler(*cards: Card, clock: StepClock | None = None, pids_visible: bool = True) -> tuple[NvmlSampler, SampledNvml]:
+def sampler(*cards: Card, clock: FakeClock | None = None, pids_visible: bool = True) -> tuple[NvmlSampler, SampledNvml]:
     nvml = SampledNvml(*cards)
-    return NvmlSampler(nvml=nvml, clock=clock or StepClock(), wait_s=20, pids_visible=pids_visible), nvml
+    return NvmlSampler(nvml=nvml, clock=clock or FakeClock(), wait_s=20, pids_visible=pids_visible), nvml
 
 
 def test_everything_a_card_says() -> None:
-    card, clock = SampledCard("GPU-a", 1, used=61 * GIB), StepClock()
+    card, clock = SampledCard("GPU-a", 1, used=61 * GIB), FakeClock()
     nvml, _ = sampler(card, clock=clock)
     first = nvml.sample(["GPU-a"]).gpus["GPU-a"]
     assert first == GpuSample(
@@ -277,10 +261,14 @@ def test_everything_a_card_says() -> None:
         memory_megahertz=2619,
         throttle=4,
     )
-    card.kib, clock.now_ns = 3000, clock.now_ns + 2 * SECOND_NS
+    card.kib = 3000
+    clock.advance(2)
     second = nvml.sample(["GPU-a"]).gpus["GPU-a"]
     assert (second.nvlink_receive_bytes_s, second.nvlink_transmit_bytes_s) == (1_024_000, 2_048_000)
     assert (second.pcie_receive_bytes_s, second.pcie_transmit_bytes_s) == (51_200.0, 102_400.0)
+    card.kib = 10  # the driver was reset, and counts anew
+    clock.advance(1)
+    assert nvml.sample(["GPU-a"]).gpus["GPU-a"].nvlink_receive_bytes_s is None
 
 
 def test_a_figure_a_card_does_not_have_is_unknown_and_the_others_are_not() -> None:
@@ -303,11 +291,11 @@ def test_a_lost_card_is_an_empty_sample_and_its_neighbour_is_not() -> None:
 
 
 def test_pcie_is_measured_two_cards_at_a_time() -> None:
-    clock = StepClock()
+    clock = FakeClock()
     nvml, driver = sampler(*(SampledCard(f"GPU-{number}", number) for number in range(5)), clock=clock)
     uuids = [f"GPU-{number}" for number in range(5)]
     for _ in range(5):
-        clock.now_ns += SECOND_NS
+        clock.advance(1)
         before = len(driver.pcie_asked)
         nvml.sample(uuids)
         assert len(driver.pcie_asked) - before == 4  # two cards, both ways
@@ -315,14 +303,14 @@ def test_pcie_is_measured_two_cards_at_a_time() -> None:
 
 
 def test_F44_a_driver_that_hangs_costs_samples_of_gpus_only_and_comes_back() -> None:
-    clock = StepClock()
+    clock = FakeClock()
     nvml, driver = sampler(SampledCard("GPU-a", 1), clock=clock)
     nvml._wait_s = 0.0
     wait_for(lambda: nvml.sample(["GPU-a"]).gpus["GPU-a"].busy_percent == 87.0, "a reading")
     release = driver.stuck = Door()
     wait_for(lambda: (nvml.sample(["GPU-a"]), release.reached.is_set())[1], "the driver to hang")
     assert nvml.sample(["GPU-a"]).gpus["GPU-a"].busy_percent == 87.0  # the reading before
-    clock.now_ns += 6 * SECOND_NS
+    clock.advance(6)
     silent = nvml.sample(["GPU-a"])
     assert silent.gpus == {"GPU-a": GpuSample()}
     assert silent.problem == "NVML does not answer"
@@ -377,15 +365,16 @@ def test_gpu_memory_of_a_rank_is_that_of_all_its_processes(
 ) -> None:
     card = SampledCard("GPU-a", 1)
     nvml, _ = sampler(card, pids_visible=pids_visible)
-    machine = Machine(tmp_path, nvml=nvml, clock=StepClock())
+    machine = Machine(tmp_path, nvml=nvml, clock=FakeClock())
     child = psutil.Process(family.pid).children()[0].pid
     card.compute = [(family.pid, 4 * GIB), (child, 3 * GIB), (1, 9 * GIB), (2, None)]
     tenant = Tenant((real_device("GPU-a"),), {5: family.pid})
-    taken = machine.sample({"run:1": tenant})
+    taken = machine.sample({"run:1": tenant, "cpu:1": Tenant(cpu_slots(1), {0: os.getpid()})})
+    assert taken.ranks["cpu:1"][0].gpu_memory_bytes is None
     (rank,) = taken.ranks["run:1"]
     assert (rank.rank, rank.gpu_memory_bytes) == (5, expected)
     assert taken.of("run:1", tenant.devices).gpus[0].busy_percent == 87.0
-    assert taken.at_ns > 1_800_000_000 * SECOND_NS
+    assert taken.at_ns == FakeClock().wall_ns()
 
 
 def test_attempts_see_their_own_devices_and_who_looks_sees_all(tmp_path: Path) -> None:
