@@ -190,6 +190,7 @@ class Gang:
                 "packages": {name: original(file) for name, file in context.packages.items()},
                 "copies": {original(copy): original(directory) for copy, directory in context.copies.items()},
                 "threads": self._threads(),
+                "tracked": self.launch.spec.tracker is not None,
             }
         )
 

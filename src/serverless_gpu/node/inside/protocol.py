@@ -11,7 +11,8 @@
     supervisor ─▶ stem {"op": "rank", "rank": n, "env": {…}} + stdout and stderr descriptors
                        {"op": "hold"} + lock descriptors              kept open until the stem ends
                        {"op": "go", "directory": …, "cwd": …, …}      start all ranks; with "command": [argument, …]
-                                                                       each runs that instead of the call
+                                                                       each runs that instead of the call;
+                                                                       "tracked": MLflow knows the job's run
                        {"op": "release"}                              all have returned: ranks may exit
                        {"op": "signal", "signal": n, "ranks": [n, …]} · {"op": "kill"}
     stem ─▶ supervisor {"event": "standby", "version": n, "pid": n, "cgroups": [path, …]}
@@ -31,7 +32,7 @@ from __future__ import annotations
 import json
 import time
 
-VERSION = 4
+VERSION = 5
 
 # A rank answers the first, SIGRTMAX-7, by writing its Python stacks to its memfd of that name, wherever it is; the
 # second, once its main thread is back in Python, by adding PASSED. Not SIGUSR1 or SIGUSR2, which user code and

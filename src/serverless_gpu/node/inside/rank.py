@@ -34,7 +34,7 @@ import types
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from . import blas, command, linux, protocol
+from . import blas, command, linux, mlflow_hook, protocol
 from .call import Call, fill_rank, load_call
 from .channel import Channel
 from .entry import pass_gate
@@ -44,6 +44,7 @@ from .payload import PayloadNotWritten, PayloadTooLarge, dump, dumps, loads
 Report = Callable[[protocol.Message], None]
 
 _STAY_S = 5.0  # how long a rank other than 0 waits for the others after it returned
+_SETTLE_FAILED_S = 1.0  # for the last points before a failure; the others' end waits for that
 _SPARE = 4  # descriptors kept back for the files of the outcome
 _spare: list[int] = []
 _REPR_CHARACTERS_MAX = 10_000
@@ -108,6 +109,8 @@ def main(channel: Channel, events: Channel) -> int:
             _fail(place, error, report)
             return 1
         if message.get("command") is None:
+            if message.get("tracked") is True:
+                mlflow_hook.install(place.directory, place.rank)
             return execute(place, report)
     return command.run(protocol.strings(message, "command"), report)
 
@@ -129,10 +132,12 @@ def execute(place: Place, report: Report) -> int:
         if os.getpid() != process and not isinstance(error, SystemExit):
             sys.excepthook(*sys.exc_info())
         _leave_if_forked(process, error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)
+        mlflow_hook.settle(_SETTLE_FAILED_S)
         code = _fail(place, error, report)
     else:
         _free_spare()
         _leave_if_forked(process, 0)
+        mlflow_hook.settle()
         code = _return(place, value, report)
         del value
     _finish()

@@ -1,0 +1,257 @@
+"""What ranks write to the job's MLflow run: all of them may, with any key and step, for as long as they like.
+
+    log_metric, log_params … ─▶ MLflow's client ─▶ RestStore.log_batch, log_metric, log_param ─▶ server
+                                                          └ Writes: only for the job's run
+
+- **Parameters that differ between ranks** are refused by MLflow. The one that came first keeps the key, another one is
+  kept as `<key>.rank<r>`, and this is said once. A rank that contradicts itself within one `start_run` gets MLflow's
+  own error, as everywhere.
+- **Points are counted**, those of all ranks of a node together, in files of the attempts' directories: MLflow takes ten
+  million a run, of which two are the node's. At four fifths there is a warning; beyond, points are dropped, and that is
+  said.
+- **A server that does not answer** costs the threads of MLflow's asynchronous logging one try in `_PAUSE_S`: what comes
+  meanwhile is dropped and counted, else its queue would grow for as long as the server is away. Calls that the user has
+  made synchronous are bounded by their time-out alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .mlflow_job import Job
+
+POINTS_MAX = 8_000_000
+WARN_AT = 0.8
+_LOOK_EVERY = 10_000  # own points between two looks at those of the others
+_PAUSE_S = 10.0
+_OWN_KEYS_MAX = 10_000
+_KEY_MAX = 250
+_NAMES_MAX = 10  # under which one rank's values of a parameter are kept
+_CUT_FROM = 500  # a value of that length may have been cut by the server
+_BACKGROUND = "MLflowBatchLoggingWorkerPool"
+_POINTS = "points"
+
+
+class Points:
+    """How many points a run has got, as far as it can be seen from this node.
+
+    Args:
+        job: whose.
+        limit: how many it may have.
+    """
+
+    def __init__(self, job: Job, limit: int = POINTS_MAX) -> None:
+        self._job = job
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._own = 0
+        self._others = 0
+        self._next_look = min(_LOOK_EVERY, max(1, limit // 100))
+        self._step = self._next_look
+        self._pid = os.getpid()
+
+    def admit(self, count: int) -> bool:
+        """Return whether so many more points may be written, and count them."""
+        with self._lock:
+            if self._pid != os.getpid():  # forked: what the parent wrote is in the parent's file
+                self._pid, self._own = os.getpid(), 0
+            total = self._own + self._others + count
+            if total > self._limit:
+                self._job.say_once("points-dropped", f"points beyond {self._limit:,} are not written to MLflow")
+                return False
+            self._own += count
+            if self._own >= self._next_look:
+                self._look()
+            if total >= WARN_AT * self._limit:
+                self._job.say_once(
+                    "points-warned",
+                    f"this run has {total:,} points in MLflow; from {self._limit:,} on they are dropped. "
+                    "Log less often, or means of several steps",
+                )
+            return True
+
+    def _look(self) -> None:
+        self._next_look = self._own + self._step
+        own = f"{self._job.rank}.{self._pid}"
+        here = os.path.join(self._job.directory, _POINTS)
+        with contextlib.suppress(OSError):
+            os.makedirs(here, exist_ok=True)
+            with open(f"{here}/.{own}", "w", encoding="ascii") as file:
+                file.write(str(self._own))
+            os.rename(f"{here}/.{own}", f"{here}/{own}")
+        self._others = self._of_others(f"{here}/{own}")
+
+    def _of_others(self, own: str) -> int:
+        total = 0
+        run = os.path.dirname(self._job.directory)
+        with contextlib.suppress(OSError):
+            for fence in os.listdir(run):
+                with contextlib.suppress(OSError):
+                    for entry in os.scandir(os.path.join(run, fence, _POINTS)):
+                        if not entry.name.startswith(".") and entry.path != own:
+                            total += _number_in(entry.path)
+        return total
+
+
+def _number_in(path: str) -> int:
+    try:
+        with open(path, encoding="ascii") as file:
+            return int(file.read(32))
+    except (OSError, ValueError):
+        return 0
+
+
+class Writes:
+    """Stands between MLflow's client and its REST store, for the job's run.
+
+    Args:
+        job: whose.
+        refused: MLflow's exception; one with the error code of a bad request is an answer, others are none.
+    """
+
+    def __init__(self, job: Job, refused: type[Exception]) -> None:
+        self._job = job
+        self._error = refused
+        self._points = Points(job)
+        self._lock = threading.Lock()
+        self._own: dict[str, str] = {}  # parameters of this process since its last start_run
+        self._away_until = 0.0
+        self._given_up = False
+        self._lost = 0
+
+    def patch(self, store: type) -> None:
+        """Put this in front of a store's methods; those that it does not have stay as they are."""
+        for name, ours in (("log_batch", self._batch), ("log_metric", self._metric), ("log_param", self._param)):
+            original = getattr(store, name, None)
+            if original is not None:
+                setattr(store, name, _wrapped(original, ours))
+
+    def begin(self) -> None:
+        """The job's run was started, perhaps once more: parameters may differ from those of the last time."""
+        with self._lock:
+            self._own.clear()
+
+    def give_up(self) -> None:
+        """Have the threads of asynchronous logging write nothing more."""
+        self._given_up = True
+
+    def lost(self) -> int:
+        """Return how many points and values were dropped because the server did not answer."""
+        return self._lost
+
+    def _batch(
+        self,
+        original: Callable[..., Any],
+        store: Any,
+        run_id: str,
+        metrics: Sequence[Any] = (),
+        params: Sequence[Any] = (),
+        tags: Sequence[Any] = (),
+    ) -> Any:
+        if run_id != self._job.run_id:
+            return original(store, run_id=run_id, metrics=metrics, params=params, tags=tags)
+        background = threading.current_thread().name.startswith(_BACKGROUND)
+        if background and (self._given_up or time.monotonic() < self._away_until):
+            self._lose(len(metrics) + len(params) + len(tags))
+            return None
+        if metrics and not self._points.admit(len(metrics)):
+            metrics = []
+
+        def write(params: Sequence[Any]) -> Any:
+            return original(store, run_id=run_id, metrics=metrics, params=params, tags=tags)
+
+        try:
+            return self._with_params(store, params, write)
+        except self._error as error:
+            if not background or _is_answer(error):
+                raise
+            self._away_until = time.monotonic() + _PAUSE_S
+            self._lose(len(metrics) + len(params) + len(tags))
+            self._job.say_once("away", f"MLflow does not answer, what ranks log meanwhile is dropped: {_short(error)}")
+            return None
+
+    def _metric(self, original: Callable[..., Any], store: Any, run_id: str, metric: Any) -> Any:
+        if run_id == self._job.run_id and not self._points.admit(1):
+            return None
+        return original(store, run_id, metric)
+
+    def _param(self, original: Callable[..., Any], store: Any, run_id: str, param: Any) -> Any:
+        if run_id != self._job.run_id:
+            return original(store, run_id, param)
+        return self._with_params(store, [param], lambda params: [original(store, run_id, each) for each in params])
+
+    def _with_params(self, store: Any, params: Sequence[Any], write: Callable[[Sequence[Any]], Any]) -> Any:
+        try:
+            answer = write(params)
+        except self._error as error:
+            others = self._renamed(store, params) if params and _is_answer(error) else None
+            if others is None:
+                raise
+            answer = write(others)
+        with self._lock:
+            if len(self._own) < _OWN_KEYS_MAX:
+                self._own.update((param.key, param.value) for param in params)
+        return answer
+
+    def _renamed(self, store: Any, params: Sequence[Any]) -> list[Any] | None:
+        """Return parameters under names that are free for them; None where that is not what was wrong with them."""
+        there: dict[str, str] = store.get_run(self._job.run_id).data.params
+        result, differing = [], []
+        for param in params:
+            if _same(there.get(param.key, param.value), param.value):
+                result.append(param)
+                continue
+            own = self._own.get(param.key)
+            name = self._free_name(there, param.key, param.value)
+            if name is None or (own is not None and own != param.value):
+                return None
+            differing.append(param.key)
+            result.append(type(param)(name, param.value))
+        if not differing:
+            return None
+        key = differing[0]
+        self._job.say_once(
+            "params",
+            f"ranks log different values of the parameter {key!r}: MLflow keeps one, that of rank {self._job.rank} is "
+            f"{key}.rank{self._job.rank}; so it is with all that differ",
+        )
+        return result
+
+    def _free_name(self, there: dict[str, str], key: str, value: str) -> str | None:
+        for number in range(1, _NAMES_MAX + 1):
+            suffix = f".rank{self._job.rank}" + (f".{number}" if number > 1 else "")
+            name = key[: _KEY_MAX - len(suffix)] + suffix
+            if _same(there.get(name, value), value):
+                return name
+        return None
+
+    def _lose(self, count: int) -> None:
+        with self._lock:
+            self._lost += count
+
+
+def _wrapped(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def method(store: Any, *args: Any, **kwargs: Any) -> Any:
+        return ours(original, store, *args, **kwargs)
+
+    return method
+
+
+def _is_answer(error: Exception) -> bool:
+    """Return whether the server has refused: MLflow raises the same when there was no answer, or a broken one."""
+    return getattr(error, "error_code", "") in ("INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST", "BAD_REQUEST")
+
+
+def _same(there: str, value: str) -> bool:
+    return there == value or (len(there) >= _CUT_FROM and value.startswith(there))
+
+
+def _short(error: Exception) -> str:
+    return str(error).partition("\n")[0][:200]
