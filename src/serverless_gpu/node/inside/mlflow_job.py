@@ -112,9 +112,10 @@ class Job:
     def _awaited(self) -> bool:
         """Return whether somebody seems to be at work on the file: one that is old is left behind, not pending."""
         try:
-            return time.time() - os.stat(f"{self.directory}/{FILE}").st_mtime < WAIT_S
+            written = os.stat(f"{self.directory}/{FILE}").st_mtime
         except OSError:
             return time.monotonic() - self._began < _APPEARS_S
+        return _now_in(self.directory, written) - written < WAIT_S
 
     def _take(self, given: dict[str, str]) -> None:
         self.uri = given.get(URI) or self._before[URI] or ""
@@ -125,3 +126,15 @@ class Job:
         for name in (URI, RUN, EXPERIMENT):
             if given.get(name) and not self.changed(name):
                 self._before[name] = os.environ[name] = given[name]
+
+
+def _now_in(directory: str, otherwise: float) -> float:
+    """Return the time as a directory's file system has it: that of a network may be ahead of this machine's."""
+    try:
+        fd = os.open(directory, os.O_TMPFILE | os.O_WRONLY, 0o600)
+    except OSError:  # it has no such files
+        return otherwise
+    try:
+        return os.fstat(fd).st_mtime
+    finally:
+        os.close(fd)

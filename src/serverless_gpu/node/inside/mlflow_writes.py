@@ -61,6 +61,8 @@ class Points:
         with self._lock:
             if self._pid != os.getpid():  # forked: what the parent wrote is in the parent's file
                 self._pid, self._own = os.getpid(), 0
+            if not self._own:
+                self._others = self._of_others("")
             total = self._own + self._others + count
             if total > self._limit:
                 self._job.say_once("points-dropped", f"points beyond {self._limit:,} are not written to MLflow")

@@ -1,0 +1,261 @@
+"""How a rank learns of the job's MLflow run, and what it may write there; MLflow itself is not needed."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from serverless_gpu.node.inside import mlflow_hook, mlflow_job, mlflow_writes
+from serverless_gpu.node.inside.mlflow_job import Job
+from serverless_gpu.node.inside.mlflow_writes import Points, Writes
+
+VARIABLES = (mlflow_job.URI, mlflow_job.RUN, mlflow_job.EXPERIMENT, mlflow_job.EXPERIMENT_NAME)
+READY = {mlflow_job.URI: "http://m", mlflow_job.RUN: "r1", mlflow_job.EXPERIMENT: "7"}
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start from, and come back to, an environment without MLflow's variables."""
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "")  # so that it is restored, also where the test sets it by itself
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def attempt(tmp_path: Path) -> Path:
+    """Return an attempt's directory."""
+    directory = tmp_path / "runs" / "a" / "1"
+    directory.mkdir(parents=True)
+    return directory
+
+
+def say(attempt: Path, state: str, environ: dict[str, str] | None = None, sentence: str = "") -> None:
+    """Write the file as the monitor does."""
+    said = {"state": state, "environ": environ or {}, "sentence": sentence}
+    (attempt / "new").write_text(json.dumps(said))
+    (attempt / "new").rename(attempt / mlflow_job.FILE)
+
+
+def test_a_ready_run_is_taken_on(attempt: Path) -> None:
+    say(attempt, "ready", READY)
+    job = Job(str(attempt), 0)
+    assert job.resolve()
+    assert (job.run_id, job.experiment_id, job.uri) == ("r1", "7", "http://m")
+    assert {name: os.environ[name] for name in READY} == READY
+
+
+def test_what_user_code_has_changed_stays(attempt: Path) -> None:
+    say(attempt, "ready", READY)
+    job = Job(str(attempt), 0)
+    os.environ[mlflow_job.URI] = "http://own"
+    assert job.resolve() and job.changed(mlflow_job.URI)
+    assert os.environ[mlflow_job.URI] == "http://own"
+    assert mlflow_job.RUN not in os.environ, "it is not known there"
+
+
+def test_the_callers_own_uri_is_kept_with_its_credentials(attempt: Path) -> None:
+    os.environ[mlflow_job.URI] = "http://user:secret@m"
+    say(attempt, "ready", {mlflow_job.RUN: "r1", mlflow_job.EXPERIMENT: "7"})
+    job = Job(str(attempt), 0)
+    assert job.resolve()
+    assert job.uri == os.environ[mlflow_job.URI] == "http://user:secret@m"
+
+
+def test_variables_that_came_with_the_rank_need_no_file(attempt: Path) -> None:
+    os.environ.update(READY)
+    job = Job(str(attempt), 0)
+    assert job.resolve(60.0)
+    assert job.run_id == "r1"
+
+
+def test_a_pending_run_is_waited_for(attempt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    say(attempt, "pending")
+    looks: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        looks.append(seconds)
+        if len(looks) == 3:
+            say(attempt, "ready", READY)
+
+    monkeypatch.setattr("time.sleep", sleep)
+    assert Job(str(attempt), 0).resolve(60.0)
+    assert len(looks) == 3
+
+
+@pytest.mark.parametrize("state", ["failed", "pending", "nonsense"])
+def test_one_that_nobody_is_at_work_on_is_said_once_and_looked_for_again(
+    attempt: Path, capsys: pytest.CaptureFixture[str], state: str
+) -> None:
+    say(attempt, state, sentence="it refused")
+    os.utime(attempt / mlflow_job.FILE, (1, 1))
+    jobs = [Job(str(attempt), rank) for rank in range(3)]
+    assert not any(job.resolve(60.0) for job in jobs)
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1 and "it refused" in said[0]
+    say(attempt, "ready", READY)
+    assert all(job.resolve() for job in jobs)
+
+
+def test_a_file_that_never_appears(attempt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mlflow_job, "_APPEARS_S", 0.0)
+    assert not Job(str(attempt), 0).resolve(60.0)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"state": "ready"}', '{"state": "ready", "environ": []}'])
+def test_a_file_that_is_not_what_it_should_be(attempt: Path, content: str) -> None:
+    (attempt / mlflow_job.FILE).write_text(content)
+    assert not Job(str(attempt), 0).resolve()
+
+
+def test_an_import_of_something_else_called_mlflow_is_left_alone(
+    attempt: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user's own package of that name: imported as it is, with one finder on the path and nothing patched."""
+    (tmp_path / "mlflow").mkdir()
+    (tmp_path / "mlflow" / "__init__.py").write_text("value = 3\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("sys.meta_path", [*sys.meta_path])
+    mlflow_hook.install(str(attempt), 0)
+    module = importlib.import_module("mlflow")
+    monkeypatch.delitem(sys.modules, "mlflow")
+    assert module.value == 3
+    mlflow_hook.settle(0.1)
+
+
+class Refused(Exception):
+    """As MLflow's: one that the server has given has a code."""
+
+    def __init__(self, code: str) -> None:
+        super().__init__(code)
+        self.error_code = code
+
+
+class Param:
+    """As MLflow's."""
+
+    def __init__(self, key: str, value: str) -> None:
+        self.key, self.value = key, value
+
+
+class Store:
+    """As MLflow's: refuses a batch with a parameter that is there with another value."""
+
+    def __init__(self) -> None:
+        self.params: dict[str, str] = {}
+        self.points: list[Any] = []
+        self.calls = 0
+        self.away = False
+
+    def get_run(self, _run_id: str) -> Any:
+        return SimpleNamespace(data=SimpleNamespace(params=dict(self.params)))
+
+    def log_batch(self, run_id: str, metrics: Any, params: Any, tags: Any) -> None:
+        del run_id, tags
+        self.calls += 1
+        if self.away:
+            raise Refused("INTERNAL_ERROR")
+        if any(self.params.get(param.key, param.value) != param.value for param in params):
+            raise Refused("INVALID_PARAMETER_VALUE")
+        self.params.update((param.key, param.value) for param in params)
+        self.points.extend(metrics)
+
+    def log_metric(self, run_id: str, metric: Any) -> None:
+        del run_id
+        self.points.append(metric)
+
+    def log_param(self, run_id: str, param: Any) -> None:
+        self.log_batch(run_id, [], [param], [])
+
+
+def patched(attempt: Path, rank: int, store: type[Store]) -> Writes:
+    """Return the writes of a rank whose job's run is known, in front of a store."""
+    say(attempt, "ready", READY)
+    job = Job(str(attempt), rank)
+    assert job.resolve()
+    writes = Writes(job, Refused)
+    writes.patch(store)
+    return writes
+
+
+@pytest.fixture
+def store() -> type[Store]:
+    """Return a store that may be patched."""
+    return type("PatchedStore", (Store,), {})
+
+
+def test_what_is_not_the_jobs_run_passes_untouched(attempt: Path, store: type[Store]) -> None:
+    patched(attempt, 0, store)
+    there = store()
+    there.params = {"lr": "1"}
+    with pytest.raises(Refused):
+        there.log_batch("another", [], [Param("lr", "2")], [])
+    with pytest.raises(Refused):
+        there.log_param("another", Param("lr", "2"))
+
+
+def test_a_parameter_that_differs_is_renamed_and_the_rest_of_its_batch_is_not(
+    attempt: Path, store: type[Store], capsys: pytest.CaptureFixture[str]
+) -> None:
+    patched(attempt, 5, store)
+    there = store()
+    there.params = {"seed": "0", "x" * 250: "0"}
+    batch = [Param("seed", "5"), Param("lr", "1"), Param("x" * 250, "5")]
+    there.log_batch("r1", ["point"], batch, [])
+    there.log_param("r1", Param("seed", "5"))
+    assert there.points == ["point"]
+    del there.params["x" * 250]
+    assert there.params == {"seed": "0", "seed.rank5": "5", "lr": "1", "x" * 244 + ".rank5": "5"}
+    assert capsys.readouterr().err.count("different values") == 1
+
+
+def test_other_refusals_are_the_users_to_see(attempt: Path, store: type[Store]) -> None:
+    patched(attempt, 0, store)
+    there = store()
+    there.away = True
+    with pytest.raises(Refused):
+        there.log_batch("r1", ["point"], [Param("lr", "1")], [])
+
+
+def test_a_server_that_does_not_answer_is_tried_once_in_a_while_by_the_background(
+    attempt: Path, store: type[Store], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else a queue of points would be worked off at one time-out each."""
+    writes = patched(attempt, 0, store)
+    there = store()
+    there.away = True
+
+    def flood() -> None:
+        for _ in range(100):
+            there.log_batch("r1", ["point"] * 10, [], [])
+
+    thread = threading.Thread(target=flood, name="MLflowBatchLoggingWorkerPool_0")
+    thread.start()
+    thread.join()
+    assert there.calls == 1 and writes.lost() == 1000
+    assert capsys.readouterr().err.count("MLflow does not answer") == 1
+
+
+def test_points_are_bounded_over_ranks_and_attempts(attempt: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    second = attempt.parent / "2"
+    second.mkdir()
+    taken = []
+    for directory, rank in ((attempt, 0), (attempt, 1), (second, 0), (second, 1)):
+        points = Points(Job(str(directory), rank), limit=1000)
+        taken.append(sum(points.admit(10) for _ in range(50)) * 10)
+    assert sum(taken) == pytest.approx(1000, abs=40), "each may miss what others wrote since it last looked"
+    assert taken[0] == 500 and taken[2:] == [0, 0]
+    said = capsys.readouterr().err
+    assert said.count("this run has 800 points in MLflow") == 1
+    assert said.count("are not written to MLflow") == 1, "once per attempt"
+
+
+def test_the_bound_leaves_room_for_the_nodes_own_points() -> None:
+    assert mlflow_writes.POINTS_MAX == 8_000_000, "of MLflow's ten million"
