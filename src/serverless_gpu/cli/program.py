@@ -6,6 +6,7 @@
     attending.py attach · run                     being there while one goes on, asking one to make room
     logs.py      logs                             what ranks wrote
     results.py   result                           what ranks returned, as files
+    metrics.py   metrics                          what was sampled of a run
     cleaning.py  clean                            deleting run directories
     diagnosis.py doctor                           what is wrong here, and what mends it
     environments/ env                             what Python sees: captured, restored, compared
@@ -25,6 +26,7 @@ from serverless_gpu.cli.cleaning import clean
 from serverless_gpu.cli.diagnosis import doctor
 from serverless_gpu.cli.environments import env
 from serverless_gpu.cli.logs import logs
+from serverless_gpu.cli.metrics import metrics
 from serverless_gpu.cli.mlflow_server import mlflow
 from serverless_gpu.cli.node import gpus, status, stop
 from serverless_gpu.cli.results import result
@@ -44,7 +46,23 @@ def sgpu() -> None:
     """The function runtime for GPUs you own."""
 
 
-for _command in (attach, cancel, clean, doctor, env, gpus, logs, mlflow, result, run_group, runs, show, status, stop):
+for _command in (
+    attach,
+    cancel,
+    clean,
+    doctor,
+    env,
+    gpus,
+    logs,
+    metrics,
+    mlflow,
+    result,
+    run_group,
+    runs,
+    show,
+    status,
+    stop,
+):
     sgpu.add_command(_command)
 for _command in (login, node, nodes, pool, pools, submit, team, token, up, user, whoami):
     sgpu.add_command(_command)

@@ -15,6 +15,7 @@ from serverless_gpu.cli.columns import columns
 from serverless_gpu.cli.locating import PAGE, locate, own_runs, server_runs
 from serverless_gpu.cli.output import print_json
 from serverless_gpu.cli.server import runs as remote
+from serverless_gpu.cli.uses import sampled_uses, use_lines
 from serverless_gpu.client.attaching import attach
 from serverless_gpu.client.outcome import ending_text
 from serverless_gpu.client.run import Run
@@ -212,6 +213,9 @@ def _story(home: Home, record: Record) -> str:
         parts += ["", ending_text(record.stopped, record.directory, record.run_id, timeout_s)]
     if record.receipt is not None:
         parts += ["", "receipt:", *(f"  {line}" for line in record.receipt.text().splitlines()[1:])]
+    uses = use_lines(sampled_uses(record.directory) if record.receipt is None else record.receipt.uses)
+    if uses:
+        parts += ["", "devices:" if record.receipt is not None else "devices so far:", *(f"  {line}" for line in uses)]
     return "\n".join([*parts, "", *_files_text(home, record)])
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from serverless_gpu.ambient import SystemClock, format_moment, format_utc
 from serverless_gpu.cli.columns import columns
 from serverless_gpu.cli.server.reaching import server
+from serverless_gpu.cli.uses import use_lines
 from serverless_gpu.client.attaching import attach
 from serverless_gpu.client.outcome import ending_text
 from serverless_gpu.errors import NotFound
@@ -105,6 +106,8 @@ def story(view: RunView) -> Iterator[str]:
     receipt = _receipt(view)
     if receipt is not None:
         yield from ("", "receipt:", *(f"  {line}" for line in receipt.text().splitlines()[1:]))
+        if uses := use_lines(receipt.uses):
+            yield from ("", "devices:", *(f"  {line}" for line in uses))
     yield from ("", f"files on the server: {format_bytes(sum(file.size for file in files.files))}")
     yield from (f"  {line}" for line in columns([[format_bytes(f.size), f.name] for f in files.files[:_FILES_MAX]]))
     if len(files.files) > _FILES_MAX:

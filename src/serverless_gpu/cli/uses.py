@@ -1,0 +1,52 @@
+"""What a run's devices did, one line each: of the receipt, or of what was sampled so far of a run that goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from serverless_gpu.cli.columns import columns
+from serverless_gpu.model.ledger import DeviceUse
+from serverless_gpu.model.telemetry import Header, Use, add, decode
+from serverless_gpu.units import format_bytes, format_duration_ms, format_joules
+
+_SHOWN_MAX = 128
+
+
+def use_lines(uses: Sequence[DeviceUse]) -> list[str]:
+    """Return a table of devices in the order of their ranks; nothing for one device, of which the receipt tells all."""
+    if len(uses) < 2:
+        return []
+    head = ["#", "BUSY", "PEAK MEMORY", "ENERGY", "THROTTLED", "DEVICE"]
+    rows = [[str(place), *_cells(use)] for place, use in enumerate(uses[:_SHOWN_MAX])]
+    kept = [at for at in range(len(head)) if any(row[at] != "-" for row in rows)]
+    lines = columns([[row[at] for at in kept] for row in [head, *rows]])
+    more = len(uses) - _SHOWN_MAX
+    return [*lines, *([f"and {more} more"] if more > 0 else [])]
+
+
+def sampled_uses(directory: Path) -> tuple[DeviceUse, ...]:
+    """Return what was sampled so far of the devices of an attempt on this machine."""
+    uses: dict[str, Use] = {}
+    for path in sorted((directory / "logs").glob("*.telemetry")):
+        try:
+            lines, _ = decode(path.read_bytes())
+        except OSError:  # gone meanwhile
+            continue
+        header: Header | None = None
+        for line in lines:
+            if isinstance(line, Header):
+                header = line
+            elif header is not None:
+                uses = add(uses, header, line)
+    return tuple(use.result() for use in uses.values())
+
+
+def _cells(use: DeviceUse) -> list[str]:
+    return [
+        "-" if use.busy_percent is None else f"{use.busy_percent:.0f} %",
+        "-" if use.peak_memory_bytes is None else format_bytes(use.peak_memory_bytes),
+        "-" if use.energy_joules is None else format_joules(use.energy_joules),
+        "-" if not use.throttled_s else format_duration_ms(round(use.throttled_s * 1000)),
+        use.uuid,
+    ]
