@@ -124,7 +124,9 @@ def held_locks(home: Path) -> list[str]:
 
 def run_sockets(home: Path) -> list[str]:
     """Return the sockets of runs."""
-    return sorted(path.name for path in Home(home).sockets().glob("*.sock") if not path.name.startswith("agent-"))
+    return sorted(
+        path.name for path in Home(home).sockets().glob("*.sock") if not path.name.startswith(("agent-", "monitor-"))
+    )
 
 
 def processes_of(home: Path) -> list[str]:

@@ -11,6 +11,8 @@ from pathlib import Path
 from serverless_gpu.errors import AgentUnavailable
 from serverless_gpu.node import protocol
 from serverless_gpu.node.home import Home
+from serverless_gpu.node.inside.channel import Channel
+from serverless_gpu.node.monitor import starting
 from serverless_gpu.node.reaching import running_agent
 from serverless_gpu.node.uplink.control import stop_all
 
@@ -41,7 +43,7 @@ def agent_status(home: Path) -> protocol.Status | None:
 
 
 def stop_agent(home: Path) -> bool:
-    """End the agent of a home with its zygotes, and its uplinks; wait until they are gone. Running attempts go on.
+    """End the agent of a home with its zygotes, its uplinks and its monitor; wait for that. Running attempts go on.
 
     Returns:
         Whether there was an agent.
@@ -51,14 +53,18 @@ def stop_agent(home: Path) -> bool:
     """
     stop_all(Home(home))  # first: they would start another agent
     connection = running_agent(Home(home))
-    if connection is None:
-        return False
-    channel, greeting = connection
+    if connection is not None:
+        _retire(*connection)
+    starting.stop(Home(home))  # last: the agent would start another one
+    return connection is not None
+
+
+def _retire(channel: Channel, greeting: protocol.Greeting) -> None:
     try:
         process = os.pidfd_open(greeting.pid)
     except ProcessLookupError:
         channel.close()
-        return True
+        return
     try:
         with contextlib.suppress(OSError):
             protocol.send(channel, protocol.Retire())
@@ -68,4 +74,3 @@ def stop_agent(home: Path) -> bool:
     finally:
         os.close(process)
         channel.close()
-    return True

@@ -44,6 +44,7 @@ from serverless_gpu.node.home import Home
 from serverless_gpu.node.inside import linux
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.inventory import Inventory
+from serverless_gpu.node.monitor.starting import Monitoring, preparation
 from serverless_gpu.node.processes import find_cgroup_root
 from serverless_gpu.node.restored import RestoredEnvironment
 from serverless_gpu.node.retention import Schedule
@@ -111,6 +112,7 @@ class Agent:
         self._inventory = Inventory(home)
         self._attempts = Attempts(home, sockets, self._log, environ, self._selector)
         self._environments = Environments(home, self._log, environ, self._selector)
+        self._monitoring = Monitoring(home, sockets, environ, self._selector, self._clock)
         self._zygotes = ZygotePool(home, self._log, self._cgroups, self._selector, self._clock)
         self._retention = Schedule(self._clock, lambda fd: self._clean(fd, environ))
         self._clients: dict[int, Channel] = {}
@@ -133,6 +135,7 @@ class Agent:
         self._listener.close()
         protocol.agent_socket(self._sockets).unlink(missing_ok=True)
         self._zygotes.close()
+        self._monitoring.close()
         if not self._attempts.count():
             self._cgroups.close()
 
@@ -180,7 +183,8 @@ class Agent:
             case protocol.Launch() as launch:
                 self._forget(channel)
                 self._launch(launch, channel)
-            case protocol.Prewarm(context=context, ranks=ranks, environment=wanted):
+            case protocol.Prewarm(context=context, ranks=ranks, environment=wanted, tracker=tracker):
+                self._monitoring.want(preparation(tracker, context))
                 self._prewarm(context, ranks, wanted)
             case protocol.StatusRequest():
                 self._answer(channel, self._status())
@@ -277,6 +281,7 @@ class Agent:
             self._refuse(client, protocol.Refused(code="agent_unavailable", message=message))
             return
         client.close()
+        self._monitoring.want()
         if launch.idle_timeout_s is not None:
             self._keep_warm(launch, supervisor)
         elif launch.environment is None:
@@ -361,6 +366,7 @@ class Agent:
                 self._attempts.prepare()
             self._zygotes.refill()
         self._zygotes.tend(self._attempts.kept())
+        self._monitoring.tend(busy=self._attempts.count() > 0)
         self._environments.tend(idle=not self._attempts.count() and now_ns - self._used_ns > _IDLE_WORK_S * 1e9)
         self._retention.tend([launch.run_id for launch, _ in self._queue])
         bound_log(self._log)

@@ -136,7 +136,7 @@ class Attempts:
     def adopt(self) -> None:
         """Find the attempts that an earlier agent left running, by their sockets."""
         for path in self._sockets.glob("*.sock"):
-            if path.name.startswith("agent-"):
+            if path.name.startswith(("agent-", "monitor-")):
                 continue
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             sock.settimeout(1.0)

@@ -9,7 +9,8 @@
     ├── checkpoints/<run>/<fence>/   what attempts saved to continue from; never deleted by us
     ├── config.toml            own GPU types, prices
     ├── instance               what tells this home from others to a server that it is a node of
-    └── agent.log
+    ├── tracking/              attempts that MLflow still has to hear of
+    └── agent.log, monitor.log
 
 Sockets are not in the home: a path of more than 107 bytes cannot be bound, and a home on a network file system cannot
 hold one. They live in /tmp, in a directory only this user can enter. A home that cannot be
@@ -74,6 +75,16 @@ class Home:
     def agent_log(self) -> Path:
         """Return the file that holds what the agent and its zygotes wrote."""
         return self.root / "agent.log"
+
+    @property
+    def monitor_log(self) -> Path:
+        """Return the file that holds what the monitor wrote."""
+        return self.root / "monitor.log"
+
+    @property
+    def tracking(self) -> Path:
+        """Return the directory that says which attempts MLflow still has to hear of."""
+        return self.root / "tracking"
 
     def attempt(self, run_id: str, fence: int) -> Path:
         """Return the directory of one attempt."""

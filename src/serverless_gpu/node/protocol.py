@@ -27,6 +27,7 @@ from serverless_gpu.model.attempt import Failure, Hang, Reason, State, StopReaso
 from serverless_gpu.model.hardware import Device, GpuType
 from serverless_gpu.model.ledger import Price, Receipt
 from serverless_gpu.model.spec import RunSpec
+from serverless_gpu.model.tracking import Tracking
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.version import __version__
 
@@ -95,11 +96,12 @@ class Greeting(Message, frozen=True, kw_only=True, tag="greeting"):
 
 
 class Prewarm(Message, frozen=True, kw_only=True, tag="prewarm"):
-    """Have a zygote ready for this context, and ranks standing by."""
+    """Have a zygote ready for this context, ranks standing by, and what tracks such a run."""
 
     context: Context
     ranks: int = 1
     environment: Wanted | None = None
+    tracker: Tracking | None = None
 
 
 class Launch(Message, frozen=True, kw_only=True, tag="launch"):

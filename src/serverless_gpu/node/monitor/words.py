@@ -4,6 +4,7 @@
     supervisor ◀──Tracked, Untracked, Seen, Said─── monitor
     agent ──────Prepare──▶ monitor                               have ready what such a run will need
     top ────────Watch──▶ monitor ──Frame──▶ top                  while somebody looks
+    `sgpu stop` ──Retire──▶ monitor                              end; it does, or says why not yet
 
 Every supervisor, agent and `sgpu top` has a connection of its own to the socket `monitor-<PROTOCOL>-<version>.sock`.
 Nobody waits for the monitor but the start of ranks, up to 100 ms, and only where the tracker is known to answer.
@@ -11,6 +12,7 @@ Nobody waits for the monitor but the start of ranks, up to 100 ms, and only wher
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -20,6 +22,7 @@ from serverless_gpu.model.hardware import Device
 from serverless_gpu.model.ledger import DeviceUse
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.model.telemetry import Sample
+from serverless_gpu.model.tracking import Tracking
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.protocol import PROTOCOL
 from serverless_gpu.version import __version__
@@ -34,10 +37,10 @@ class Prepare(Word, frozen=True, kw_only=True, tag="prepare"):
 
     Attributes:
         python: the caller's interpreter, whose MLflow serves the home's store.
-        environ: the caller's variables.
+        environ: the caller's variables, as `Observe` has them.
     """
 
-    spec: RunSpec
+    tracker: Tracking
     python: str
     environ: dict[str, str]
 
@@ -132,11 +135,26 @@ class Said(Word, frozen=True, kw_only=True, tag="said"):
 
 
 class Watch(Word, frozen=True, kw_only=True, tag="watch"):
-    """Show me the node, once a second, until I am gone."""
+    """Show me the node, once a second, until I am gone.
+
+    Attributes:
+        fakes: what `SERVERLESS_GPU_FAKE` is where I am: they are shown instead of the node's GPUs.
+    """
+
+    fakes: str = ""
+
+
+class Retire(Word, frozen=True, kw_only=True, tag="retire"):
+    """End once no attempt goes on any more; where one does, that is `Said`, and nobody need wait."""
 
 
 class Watched(msgspec.Struct, frozen=True, kw_only=True):
-    """One attempt in a frame; `devices` by uuid, `pids` by global rank."""
+    """One attempt in a frame; `devices` by uuid, `pids` by global rank.
+
+    Attributes:
+        began_ns: when its ranks began, nanoseconds since 1970; 0 before.
+        tracked: what a person opens, or "".
+    """
 
     run_id: str
     fence: int
@@ -156,10 +174,32 @@ class Frame(Word, frozen=True, kw_only=True, tag="frame"):
     attempts: tuple[Watched, ...]
 
 
-AnyWord = Prepare | Observe | Ranks | Ending | Settled | Tracked | Untracked | Seen | Said | Watch | Frame
+AnyWord = Prepare | Observe | Ranks | Ending | Settled | Tracked | Untracked | Seen | Said | Watch | Retire | Frame
+
+_REACHING = frozenset(
+    {
+        "http_proxy",
+        "https_proxy",
+        "all_proxy",
+        "no_proxy",
+        "ssl_cert_file",
+        "ssl_cert_dir",
+        "requests_ca_bundle",
+        "curl_ca_bundle",
+    }
+)
 
 _encoder = msgspec.json.Encoder()
 _decoder: msgspec.json.Decoder[AnyWord] = msgspec.json.Decoder(AnyWord)
+
+
+def tracking_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what of a caller's variables says where MLflow is, and how it is reached."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if (name.startswith("MLFLOW_") or name.lower() in _REACHING) and not value.startswith("\0")
+    }
 
 
 def monitor_socket(sockets: Path) -> Path:

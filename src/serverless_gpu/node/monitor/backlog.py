@@ -1,0 +1,182 @@
+"""What is not delivered yet, on disk: a monitor may be killed at any time, and the next one goes on.
+
+    <home>/tracking/<run>.<fence>.<node rank>.json     one attempt; gone once everything has arrived
+
+The lock of such a file is held by the monitor that delivers for the attempt, so that two of them (of two versions of
+this package, or one that is ending) never do. It holds nothing secret: credentials of the caller stay in memory, and a
+monitor that has none for a tracker waits until somebody's next run brings them.
+
+Failure cases: a full or read-only disk (the attempt is tracked as long as this monitor lives); a file that is half
+written or of another version (passed over, and deleted after a week); too many of them (the oldest are given up).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+
+from serverless_gpu.ambient import Clock
+from serverless_gpu.node.account import write_text
+from serverless_gpu.node.monitor.words import Observe
+
+KEPT_MAX = 10_000
+_BYTES_MAX = 4 << 20
+_FOREIGN_NS = 7 * 24 * 3600 * 10**9
+
+_HARMLESS = frozenset(
+    {
+        "MLFLOW_TRACKING_INSECURE_TLS",
+        "MLFLOW_TRACKING_SERVER_CERT_PATH",
+        "MLFLOW_TRACKING_CLIENT_CERT_PATH",
+        "SSL_CERT_FILE",
+        "SSL_CERT_DIR",
+        "REQUESTS_CA_BUNDLE",
+        "CURL_CA_BUNDLE",
+        "NO_PROXY",
+        "no_proxy",
+    }
+)
+"""Variables that say how a tracker is reached, and can hold no credentials."""
+
+_SECRET = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN")
+
+
+class Kept(msgspec.Struct, frozen=True, kw_only=True):
+    """An attempt that is to be delivered.
+
+    Attributes:
+        observe: what its supervisor said, without what may be secret.
+        origin_ns: of the call, nanoseconds since 1970.
+        has_secrets: whether the tracker takes nothing without the caller's credentials.
+    """
+
+    observe: Observe
+    origin_ns: int
+    has_secrets: bool = False
+
+
+class Held(msgspec.Struct):
+    """A kept attempt whose delivery is this process's."""
+
+    path: Path
+    fd: int
+
+    def drop(self) -> None:
+        """Forget it: everything has arrived, or never will."""
+        self.path.unlink(missing_ok=True)
+        self.leave()
+
+    def leave(self) -> None:
+        """Leave it to whoever comes next."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+class Backlog:
+    """The attempts of one home that are not delivered yet.
+
+    Args:
+        directory: where they are kept; made when the first one is.
+        clock: where time comes from.
+    """
+
+    def __init__(self, directory: Path, clock: Clock) -> None:
+        self._directory = directory
+        self._clock = clock
+
+    def keep(self, observe: Observe, origin_ns: int) -> Held | None:
+        """Write an attempt down and hold it; None where that cannot be done, or another process has it."""
+        path = self._directory / f"{observe.run_id}.{observe.fence}.{observe.node_rank}.json"
+        kept = Kept(observe=_public(observe), origin_ns=origin_ns, has_secrets=has_secrets(observe.environ))
+        try:
+            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            held = _hold(path)
+            if held is None and not path.exists():
+                write_text(path, msgspec.json.encode(kept).decode())
+                held = _hold(path)
+        except OSError:
+            return None
+        return held
+
+    def take(self, known: frozenset[str], limit: int) -> Iterator[tuple[Kept, Held]]:
+        """Yield attempts that no process delivers, oldest first, and hold them.
+
+        Args:
+            known: names of files that are looked after already.
+            limit: how many at most.
+        """
+        names = self._names()
+        for name in names[: max(0, len(names) - KEPT_MAX)]:
+            (self._directory / name).unlink(missing_ok=True)
+        for name in names:
+            if limit <= 0:
+                return
+            if name in known:
+                continue
+            with contextlib.suppress(OSError):
+                held = _hold(self._directory / name)
+                if held is None:
+                    continue
+                kept = self._read(held)
+                if kept is None:
+                    held.leave()
+                    continue
+                limit -= 1
+                yield kept, held
+
+    def _names(self) -> list[str]:
+        """Return the files, oldest run first: their names begin with the time of the run."""
+        try:
+            return sorted(name for name in os.listdir(self._directory) if name.endswith(".json"))
+        except OSError:
+            return []
+
+    def _read(self, held: Held) -> Kept | None:
+        try:
+            kept = msgspec.json.decode(os.pread(held.fd, _BYTES_MAX, 0), type=Kept)
+        except msgspec.MsgspecError:
+            if self._clock.wall_ns() - os.fstat(held.fd).st_mtime_ns > _FOREIGN_NS:
+                held.path.unlink(missing_ok=True)
+            return None
+        if Path(kept.observe.directory).is_dir():
+            return kept
+        held.path.unlink(missing_ok=True)  # it was deleted: nothing is left that could be sent
+        return None
+
+
+def has_secrets(environ: Mapping[str, str]) -> bool:
+    """Return whether variables hold credentials for a tracker."""
+    uri = environ.get("MLFLOW_TRACKING_URI", "")
+    return any(environ.get(name) for name in _SECRET) or "@" in uri
+
+
+def _public(observe: Observe) -> Observe:
+    harmless = {name: value for name, value in observe.environ.items() if name in _HARMLESS}
+    return msgspec.structs.replace(observe, environ=harmless)
+
+
+def _hold(path: Path) -> Held | None:
+    """Take the lock of a file; None when there is no such file, or somebody else has it.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        return None
+    if not os.path.exists(path):  # whoever had it has just delivered everything
+        os.close(fd)
+        return None
+    return Held(path, fd)

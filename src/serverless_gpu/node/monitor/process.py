@@ -1,0 +1,261 @@
+"""The monitor: samples the node while something runs on it, and sees to it that runs arrive in MLflow.
+
+    supervisors ──one connection each──▶ ┌──────────── main thread ────────────┐ ──once a second──▶ Sampler (thread)
+    agent, `sgpu top` ─────────────────▶ │ Recorder per attempt, Frames        │ ◀──────Look─────
+                                         └─────────────────────────────────────┘
+
+One process per home, nobody's child; the agent starts it when there is something to do and connects, so that it learns
+of its end. It decides nothing about a run, and nothing of a run waits for it but the start of ranks, up to 100 ms.
+
+Failure cases:
+- killed: runs go on; the agent starts another one, supervisors connect to that and say again what there is to know;
+- two started at once: the lock decides, the loser ends;
+- a driver or a file system hangs: samples stop (`sampling.py`), words are still heard;
+- a peer does not read: what is passing is left out for it, the rest waits, up to a bound;
+- the home, or its socket, is deleted: it ends;
+- nobody needs it: it ends a few seconds after the last connection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import select
+import selectors
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from serverless_gpu.ambient import Clock, SystemClock, format_moment
+from serverless_gpu.model.hardware import Device
+from serverless_gpu.node.home import Home
+from serverless_gpu.node.inside import linux
+from serverless_gpu.node.inside.channel import Channel
+from serverless_gpu.node.monitor import words
+from serverless_gpu.node.monitor.peers import Peer
+from serverless_gpu.node.monitor.recorder import Recorder, origin_of, sample_of
+from serverless_gpu.node.monitor.sampling import Bell, Look, Sampler, Wanted
+from serverless_gpu.node.monitor.standin import IdleMachine
+from serverless_gpu.node.spawning import bound_log
+from serverless_gpu.node.uplink.control import hold
+
+PEERS_MAX = 1_024
+IDLE_S = 5.0
+_EVERY_NS = 10**9
+_TURN_S = 5.0
+_BREATH_S = 0.05
+
+
+def main(home: str, sockets: str, ready_fd: int) -> NoReturn:
+    """Be the monitor until nobody needs one.
+
+    Args:
+        home: the home directory.
+        sockets: the private directory of sockets.
+        ready_fd: closed when connections are accepted, or when another monitor already does that.
+    """
+    if os.fork():
+        os._exit(0)  # nobody's child: whoever starts it may end first, and need not reap it
+    linux.set_name("sgpu-monitor")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    path = words.monitor_socket(Path(sockets))
+    if not hold(path.with_suffix(".lock")):
+        os._exit(0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65_536)), hard))
+    monitor = Monitor(Home(Path(home)), path, SystemClock())
+    os.close(ready_fd)
+    monitor.serve()
+    sys.stdout.flush()
+    os._exit(0)  # threads that wait for a driver need not be waited for
+
+
+class Monitor:
+    """The monitor's loop and what it looks after.
+
+    Args:
+        home: the home directory.
+        path: where it listens.
+        clock: where time comes from.
+    """
+
+    def __init__(self, home: Home, path: Path, clock: Clock) -> None:
+        self._home = home
+        self._path = path
+        self._clock = clock
+        self._selector = selectors.DefaultSelector()
+        self._bell = Bell()
+        self._sampler = Sampler(IdleMachine, clock, self._bell.ring)
+        self._peers: dict[int, Peer] = {}
+        self._recorders: dict[str, Recorder] = {}
+        self._of_peer: dict[Peer, Recorder] = {}
+        self._used_ns = clock.boottime_ns()
+        self._due_ns = 0
+        self._retiring = False
+        self._selector.register(self._bell.fd, selectors.EVENT_READ, self._bell.hush)
+        self._listener = self._listen()
+
+    def serve(self) -> None:
+        """Serve until nobody needs it."""
+        while not self._is_done():
+            for key, _ in self._selector.select(self._pause_s()):
+                callback: Callable[[], None] = key.data
+                callback()
+            self._tend()
+        self._listener.close()
+        if self._is_ours():
+            self._path.unlink(missing_ok=True)
+
+    # --- connections ---------------------------------------------------------------------------------------------
+
+    def _listen(self) -> socket.socket:
+        self._path.unlink(missing_ok=True)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener.bind(str(self._path))
+        listener.listen(256)
+        listener.setblocking(False)
+        self._inode = self._path.stat().st_ino
+        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        return listener
+
+    def _is_ours(self) -> bool:
+        with contextlib.suppress(OSError):
+            return self._path.stat().st_ino == self._inode
+        return False
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError:
+            select.select([], [], [], _BREATH_S)  # no descriptors: whoever knocks would be heard again at once
+            return
+        if len(self._peers) >= PEERS_MAX:
+            sock.close()
+            return
+        peer = Peer(Channel(sock))
+        self._peers[peer.channel.fileno()] = peer
+        self._selector.register(peer.channel, selectors.EVENT_READ, lambda: self._hear(peer))
+
+    def _hear(self, peer: Peer) -> None:
+        try:
+            word = peer.hear()
+        except BlockingIOError:
+            return
+        self._used_ns = self._clock.boottime_ns()
+        if word is None:
+            self._drop(peer)
+            return
+        match word:
+            case words.Observe():
+                self._observe(peer, word)
+            case words.Watch():
+                peer.watch = word
+                self._due_ns = 0
+            case words.Retire():
+                self._retire(peer)
+            case words.Ranks() | words.Ending() | words.Settled() if peer in self._of_peer:
+                self._of_peer[peer].hear(word)
+                self._due_ns = 0 if isinstance(word, words.Ranks) else self._due_ns
+            case _:
+                pass
+
+    def _drop(self, peer: Peer) -> None:
+        if self._peers.pop(peer.channel.fileno(), None) is None:
+            return
+        self._selector.unregister(peer.channel)
+        peer.channel.close()
+        recorder = self._of_peer.pop(peer, None)
+        if recorder is not None and recorder.peer is peer:
+            recorder.lose()
+
+    def _observe(self, peer: Peer, observe: words.Observe) -> None:
+        recorder = Recorder(observe, origin_of(observe, self._clock), self._clock)
+        recorder = self._recorders.setdefault(recorder.key, recorder)
+        recorder.join(peer)
+        self._of_peer[peer] = recorder
+        recorder.say(words.Untracked(sentence="", final=True))
+
+    def _retire(self, peer: Peer) -> None:
+        self._retiring = True
+        if self._is_observing():
+            with contextlib.suppress(OSError):
+                peer.say(words.Said(sentence="it ends with the last attempt that goes on"))
+
+    # --- every turn ----------------------------------------------------------------------------------------------
+
+    def _tend(self) -> None:
+        for peer in [peer for peer in self._peers.values() if peer.behind]:
+            with contextlib.suppress(OSError):  # it is heard of next
+                peer.flush()
+        look = self._sampler.take()
+        if look is not None:
+            self._show(look)
+        now_ns = self._clock.boottime_ns()
+        if now_ns >= self._due_ns and self._is_needed():
+            self._due_ns = max(now_ns, self._due_ns + _EVERY_NS) if self._due_ns else now_ns + _EVERY_NS
+            self._sampler.ask(self._wanted())
+        for recorder in [recorder for recorder in self._recorders.values() if recorder.is_over]:
+            del self._recorders[recorder.key]
+        bound_log(1)
+
+    def _wanted(self) -> Wanted:
+        devices: dict[str, Device] = {}
+        ranks: dict[str, dict[int, int]] = {}
+        used_by: dict[str, tuple[str, int]] = {}
+        for recorder in self._recorders.values():
+            if recorder.ranks is None or not recorder.is_sampled:
+                continue
+            ranks[recorder.key] = recorder.ranks.pids
+            for device, rank in zip(recorder.devices, sorted(recorder.ranks.pids), strict=False):
+                used_by[device.uuid] = (recorder.key, rank)
+            devices.update({device.uuid: device for device in recorder.devices})
+        fakes = next((peer.watch.fakes for peer in self._peers.values() if peer.watch is not None), None)
+        return Wanted(devices=tuple(devices.values()), ranks=ranks, used_by=used_by, fakes=fakes)
+
+    def _show(self, look: Look) -> None:
+        for recorder in self._recorders.values():
+            recorder.see(look)
+        watchers = [peer for peer in self._peers.values() if peer.watch is not None]
+        if not watchers:
+            return
+        live = [recorder for recorder in self._recorders.values() if not recorder.is_over]
+        frame = words.Frame(
+            devices=look.devices,
+            sample=sample_of(look, look.devices, *(recorder.key for recorder in live)),
+            attempts=tuple(recorder.watched() for recorder in live),
+        )
+        for peer in watchers:
+            with contextlib.suppress(OSError):
+                peer.say(frame, passing=True)
+
+    # --- small things --------------------------------------------------------------------------------------------
+
+    def _is_observing(self) -> bool:
+        return any(not recorder.is_over for recorder in self._recorders.values())
+
+    def _is_needed(self) -> bool:
+        """Return whether anybody wants samples."""
+        watched = any(peer.watch is not None for peer in self._peers.values())
+        return watched or any(recorder.is_sampled for recorder in self._recorders.values())
+
+    def _is_done(self) -> bool:
+        if not self._is_ours():
+            return True
+        if self._retiring:
+            return not self._is_observing()
+        idle_ns = self._clock.boottime_ns() - self._used_ns
+        return not self._peers and not self._recorders and idle_ns > IDLE_S * 1e9
+
+    def _pause_s(self) -> float:
+        if not self._is_needed():
+            return min(_TURN_S, IDLE_S)
+        return max(0.0, (self._due_ns - self._clock.boottime_ns()) / 1e9)
+
+
+def say(line: str) -> None:
+    """Write a line to the log."""
+    print(f"{format_moment(SystemClock().wall_ns())} monitor: {line}", flush=True)
