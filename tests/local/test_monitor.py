@@ -62,7 +62,9 @@ def monitored(own: Path) -> Iterator[Home]:
 
 def line_to(home: Home) -> Line:
     """Return a new connection to the monitor of a home."""
-    return Line(wait_for(lambda: starting.connect(home.sockets()), "the monitor listens"))
+    channel = wait_for(lambda: starting.connect(home.sockets()), "the monitor listens")
+    assert channel is not None
+    return Line(channel)
 
 
 @pytest.fixture
@@ -84,7 +86,9 @@ def other(monitored: Home) -> Iterator[Line]:
 def monitor(home: Home) -> Process:
     """Return the monitor of a home."""
     path = words.monitor_socket(home.sockets()).with_suffix(".lock")
-    return Process(int(wait_for(lambda: held_note(path), "a monitor runs").split()[0]))
+    note = wait_for(lambda: held_note(path), "a monitor runs")
+    assert note is not None
+    return Process(int(note.split()[0]))
 
 
 def observe(home: Home, run_id: str = "01aaaaaaaaaaaaaaaaaaaaaaaa", **changes: object) -> words.Observe:
@@ -152,6 +156,7 @@ def test_whoever_looks_gets_frames_with_the_attempts(monitored: Home, line: Line
         return frame if frame.attempts and frame.attempts[0].devices and frame.sample.ranks else None
 
     frame = wait_for(look, "the attempt is in a frame")
+    assert frame is not None
     assert frame.attempts[0].pids == {0: os.getpid(), 1: os.getpid()}
     assert {device.uuid for device in frame.devices} >= {device.uuid for device in _DEVICES}
     assert len(frame.sample.gpus) == len(frame.devices) and [rank.rank for rank in frame.sample.ranks] == [0, 1]
@@ -163,7 +168,7 @@ def test_a_second_monitor_leaves_the_place_to_the_first(monitored: Home, line: L
     assert process.wait(20) == 0
     os.close(ready_fd)
     line.say(words.Watch())
-    assert line.wait_for(words.Frame) and first.alive()
+    assert line.wait_for(words.Frame).attempts == () and first.alive()
 
 
 def test_it_stays_as_long_as_an_attempt_does_and_ends_with_it(monitored: Home, line: Line) -> None:
@@ -195,7 +200,7 @@ def test_words_that_make_no_sense_cost_their_speaker_the_connection(monitored: H
     line.channel.send(b'{"type": "poem"}')
     assert words.hear(line.channel) is None
     other.say(words.Watch())
-    assert other.wait_for(words.Frame)
+    assert other.wait_for(words.Frame).attempts == ()
 
 
 def test_a_watcher_that_does_not_read_holds_nobody_up(monitored: Home, line: Line, other: Line) -> None:
