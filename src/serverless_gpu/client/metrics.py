@@ -1,11 +1,12 @@
 """What telemetry wrote of a run, as series by name: the same names as in MLflow.
 
-logs/<node rank>.telemetry of every node and attempt ─▶ read_metrics() ─▶ {"system/node_0/gpu_0_…": Series}
+    logs/<node rank>.telemetry of every node and attempt ─▶ read_metrics() ─▶ {"system/node_0/gpu_0_…": Series}
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import NamedTuple
 
 from serverless_gpu.model.telemetry import Header, decode, series
@@ -24,19 +25,25 @@ def read_metrics(files: Iterable[bytes]) -> dict[str, Series]:
     Args:
         files: contents of the files of samples, in any order.
     """
-    points: dict[str, list[tuple[float, float]]] = {}
+    found: dict[str, Series] = {}
     for data in files:
         header: Header | None = None
         for line in decode(data)[0]:
             if isinstance(line, Header):
                 header = line
             elif header is not None:
-                at = line.at_ns / 1e9
                 for name, value in series(header, line).items():
-                    points.setdefault(name, []).append((at, value))
-    return {name: _series(found) for name, found in sorted(points.items())}
+                    one = found.get(name)
+                    if one is None:
+                        one = found[name] = Series([], [])
+                    one.times.append(line.at_ns / 1e9)
+                    one.values.append(value)
+    return {name: _in_order(one) for name, one in sorted(found.items())}
 
 
-def _series(points: list[tuple[float, float]]) -> Series:
-    points.sort()  # a clock that was set back, attempts in another order
+def _in_order(one: Series) -> Series:
+    """Return the series, oldest first: attempts come in any order, and a clock may have been set back."""
+    if all(before <= after for before, after in pairwise(one.times)):
+        return one
+    points = sorted(zip(one.times, one.values, strict=True))
     return Series([at for at, _ in points], [value for _, value in points])

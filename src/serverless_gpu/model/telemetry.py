@@ -225,49 +225,88 @@ def series(header: Header, sample: Sample) -> dict[str, float]:
     Names and units are those of MLflow's own system metrics (a megabyte is 1,000,000 bytes there), and more in the same
     manner. Devices and ranks are numbered as the run sees them; slots of a CPU are no GPUs, their ranks tell the same.
     """
-    values = _host_values(sample.host)
+    prefix = f"system/node_{header.node_rank}/"
+    named = zip(_names(prefix, _HOST_SERIES), _host_values(sample.host), strict=True)
+    values = {name: float(value) for name, value in named if value is not None}
     for index, (device, gpu) in enumerate(zip(header.devices, sample.gpus, strict=False)):
         if device.kind is not DeviceKind.CPU:
-            values.update({f"gpu_{index}_{name}": value for name, value in _gpu_values(gpu).items()})
+            named = zip(_names(f"{prefix}gpu_{index}_", _GPU_SERIES), _gpu_values(gpu), strict=True)
+            values.update((name, float(value)) for name, value in named if value is not None)
     for rank in sample.ranks:
-        values[f"rank_{rank.rank}_cpu_utilization_percentage"] = rank.cpu_percent
-        values[f"rank_{rank.rank}_memory_usage_megabytes"] = _megabytes(rank.memory_bytes)
-        values[f"rank_{rank.rank}_gpu_memory_usage_megabytes"] = _megabytes(rank.gpu_memory_bytes)
-    prefix = f"system/node_{header.node_rank}/"
-    return {prefix + name: float(value) for name, value in values.items() if value is not None}
+        named = zip(_names(f"{prefix}rank_{rank.rank}_", _RANK_SERIES), _rank_values(rank), strict=True)
+        values.update((name, float(value)) for name, value in named if value is not None)
+    return values
 
 
-def _host_values(host: HostSample) -> dict[str, float | None]:
+_HOST_SERIES = (
+    "cpu_utilization_percentage",
+    "system_memory_usage_megabytes",
+    "system_memory_usage_percentage",
+    "disk_usage_megabytes",
+    "disk_usage_percentage",
+    "disk_available_megabytes",
+    "network_receive_megabytes",
+    "network_transmit_megabytes",
+)
+_GPU_SERIES = (
+    "utilization_percentage",
+    "memory_usage_megabytes",
+    "memory_usage_percentage",
+    "power_usage_watts",
+    "power_usage_percentage",
+    "temperature_celsius",
+    "sm_clock_megahertz",
+    "memory_clock_megahertz",
+    "pcie_receive_megabytes_per_second",
+    "pcie_transmit_megabytes_per_second",
+    "nvlink_receive_megabytes_per_second",
+    "nvlink_transmit_megabytes_per_second",
+    "throttle_reasons",
+    "ecc_errors",
+)
+_RANK_SERIES = ("cpu_utilization_percentage", "memory_usage_megabytes", "gpu_memory_usage_megabytes")
+
+
+@functools.lru_cache(maxsize=4096)
+def _names(prefix: str, series: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(prefix + name for name in series)
+
+
+def _host_values(host: HostSample) -> tuple[float | None, ...]:
     free = None if host.disk_bytes is None or host.disk_total_bytes is None else host.disk_total_bytes - host.disk_bytes
-    return {
-        "cpu_utilization_percentage": host.cpu_percent,
-        "system_memory_usage_megabytes": _megabytes(host.memory_bytes),
-        "system_memory_usage_percentage": _share(host.memory_bytes, host.memory_total_bytes),
-        "disk_usage_megabytes": _megabytes(host.disk_bytes),
-        "disk_usage_percentage": _share(host.disk_bytes, host.disk_total_bytes),
-        "disk_available_megabytes": _megabytes(free),
-        "network_receive_megabytes": _megabytes(host.network_receive_bytes),
-        "network_transmit_megabytes": _megabytes(host.network_transmit_bytes),
-    }
+    return (
+        host.cpu_percent,
+        _megabytes(host.memory_bytes),
+        _share(host.memory_bytes, host.memory_total_bytes),
+        _megabytes(host.disk_bytes),
+        _share(host.disk_bytes, host.disk_total_bytes),
+        _megabytes(free),
+        _megabytes(host.network_receive_bytes),
+        _megabytes(host.network_transmit_bytes),
+    )
 
 
-def _gpu_values(gpu: GpuSample) -> dict[str, float | None]:
-    return {
-        "utilization_percentage": gpu.busy_percent,
-        "memory_usage_megabytes": _megabytes(gpu.memory_bytes),
-        "memory_usage_percentage": _share(gpu.memory_bytes, gpu.memory_total_bytes),
-        "power_usage_watts": gpu.power_watts,
-        "power_usage_percentage": _share(gpu.power_watts, gpu.power_limit_watts),
-        "temperature_celsius": gpu.temperature_celsius,
-        "sm_clock_megahertz": gpu.sm_megahertz,
-        "memory_clock_megahertz": gpu.memory_megahertz,
-        "pcie_receive_megabytes_per_second": _megabytes(gpu.pcie_receive_bytes_s),
-        "pcie_transmit_megabytes_per_second": _megabytes(gpu.pcie_transmit_bytes_s),
-        "nvlink_receive_megabytes_per_second": _megabytes(gpu.nvlink_receive_bytes_s),
-        "nvlink_transmit_megabytes_per_second": _megabytes(gpu.nvlink_transmit_bytes_s),
-        "throttle_reasons": gpu.throttle,
-        "ecc_errors": gpu.ecc_errors,
-    }
+def _gpu_values(gpu: GpuSample) -> tuple[float | None, ...]:
+    return (
+        gpu.busy_percent,
+        _megabytes(gpu.memory_bytes),
+        _share(gpu.memory_bytes, gpu.memory_total_bytes),
+        gpu.power_watts,
+        _share(gpu.power_watts, gpu.power_limit_watts),
+        gpu.temperature_celsius,
+        gpu.sm_megahertz,
+        gpu.memory_megahertz,
+        _megabytes(gpu.pcie_receive_bytes_s),
+        _megabytes(gpu.pcie_transmit_bytes_s),
+        _megabytes(gpu.nvlink_receive_bytes_s),
+        _megabytes(gpu.nvlink_transmit_bytes_s),
+        gpu.throttle,
+        gpu.ecc_errors,
+    )
+
+
+def _rank_values(rank: RankSample) -> tuple[float | None, ...]:
+    return rank.cpu_percent, _megabytes(rank.memory_bytes), _megabytes(rank.gpu_memory_bytes)
 
 
 def _megabytes(value: float | None) -> float | None:
