@@ -1,6 +1,6 @@
 """What telemetry wrote of a run, as series by name: the same names as in MLflow.
 
-    logs/<node rank>.telemetry of every node and attempt ─▶ read_metrics() ─▶ {"system/node_0/gpu_0_…": Series}
+logs/<node rank>.telemetry of every node and attempt ─▶ read_metrics() ─▶ {"system/node_0/gpu_0_…": Series}
 """
 
 from __future__ import annotations
