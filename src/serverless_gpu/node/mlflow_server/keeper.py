@@ -338,14 +338,14 @@ class Keeper:
         self._is_asked = True
 
     def _end_leftover(self, before: places.Noted) -> None:
-        """End what a killed keeper's server left: processes of its session that have its files open as directory."""
+        """End what a killed keeper's server left: processes of its session in its directory."""
         if not before.server or before.boot_id != self._clock.boot_id() or before.machine != machine():
             return
         for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
             with contextlib.suppress(OSError):
                 is_its = os.getsid(pid) == before.server
                 if is_its and os.readlink(f"/proc/{pid}/cwd") == os.path.realpath(self._place.directory):
-                    os.kill(pid, signal.SIGKILL)
+                    _kill(pid)
 
 
 def has_connection(port: int) -> bool:
@@ -373,6 +373,16 @@ def _hold(path: Path) -> int | None:
         return lock
     os.close(lock)
     return None
+
+
+def _kill(pid: int) -> None:
+    """Kill a process and wait until it is gone, with its hold on the port."""
+    pidfd = os.pidfd_open(pid)
+    try:
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        select.select([pidfd], [], [], _STOP_S)
+    finally:
+        os.close(pidfd)
 
 
 def _say(text: str) -> None:

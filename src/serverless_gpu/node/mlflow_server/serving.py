@@ -32,9 +32,11 @@ from serverless_gpu.node.spawning import clean_process, open_log
 
 PASSED_ON = ("PYTHONPATH", "PYTHONHOME")
 _END_S = 10.0
+_ENDING_LOOKS = 20
+_ENDING_PAUSE_S = 0.05
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
-_started: dict[Path, subprocess.Popen[bytes]] = {}  # keepers of ours that may not have their lock yet
+_started: list[tuple[Path, subprocess.Popen[bytes]]] = []  # keepers of ours: they may not have their lock yet
 
 
 class Serving(NamedTuple):
@@ -85,7 +87,7 @@ def ensure_server(
         python: the interpreter whose MLflow is to serve, if there is no server yet.
         store: of the caller; "" for the home's own.
         environ: the caller's variables, of which those that say where Python finds modules are passed on.
-        now: try again although it failed a moment ago.
+        now: try again although it failed a moment ago; waits a second at most for the keeper that did to end.
     """
     place, clock = place_of(home, store), SystemClock()
     try:
@@ -93,9 +95,11 @@ def ensure_server(
         place.touch()
     except OSError as error:
         return Serving("", False, f"{place.directory} cannot be written to: {error.strerror or error}")
-    noted, holder = place.noted(), _holder(place)
+    noted, holder = place.noted(), _ending(place) if now else _holder(place)
     if holder is not None:
         return _kept(place, noted, holder)
+    if _is_on_its_way(place, noted):
+        return Serving(place.uri(noted), False)
     if not now and _is_too_soon(noted, python, clock):
         return Serving(place.uri(noted), False, noted.problem)
     return Serving(place.uri(noted), False, _start(place, python, environ or {}))
@@ -189,22 +193,26 @@ def start_keeper(place: Place, python: str, environ: Mapping[str, str], *, owner
     passed = {name: environ[name] for name in PASSED_ON if name in environ}
     log = open_log(place.directory / "keeper.log")
     try:
-        _started[place.lock] = clean_process(
+        child = clean_process(
             "serverless_gpu.node.mlflow_server.keeper",
             (str(place.directory), python, passed, owner, hosts),
             fds=() if owner < 0 else (owner,),
             log=log,
             environ=os.environ,
         )
+        _started.append((place.lock, child))
     finally:
         os.close(log)
 
 
+def _is_on_its_way(place: Place, noted: Noted) -> bool:
+    """Return whether a keeper that this process started is about to take its lock and say so."""
+    _started[:] = [each for each in _started if each[1].poll() is None]
+    return any(path == place.lock and child.pid != noted.keeper for path, child in _started)
+
+
 def _start(place: Place, python: str, environ: Mapping[str, str]) -> str:
     """Have a keeper started; return why that failed, or ""."""
-    before = _started.get(place.lock)
-    if before is not None and before.poll() is None:
-        return ""  # it is about to take its lock
     try:
         start_keeper(place, python, environ)
     except OSError as error:
@@ -241,6 +249,16 @@ def _holder(place: Place) -> int | None:
     if note is None:
         return None
     return int(note) if note.strip().isdigit() else 0
+
+
+def _ending(place: Place) -> int | None:
+    """Return as `_holder` who keeps a server, after some time for one that has given up to end."""
+    for _ in range(_ENDING_LOOKS):
+        holder = _holder(place)
+        if holder is None or place.noted().stage != "failed":
+            break
+        select.select([], [], [], _ENDING_PAUSE_S)
+    return holder
 
 
 def _memory_bytes(pid: int) -> int:
