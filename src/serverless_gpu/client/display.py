@@ -76,6 +76,9 @@ class Display:
             tails: last lines by rank, the rank that failed first in front.
         """
 
+    def tracked(self, url: str) -> None:
+        """Show the link to the run's page in MLflow; the same one again shows nothing."""
+
     def receipt(self, receipt: Receipt) -> None:
         """Show the receipt."""
 
@@ -149,6 +152,7 @@ class TerminalDisplay(LineDisplay):
         self._told = False  # that a stream takes nothing
         self._passing = ""
         self._passed_ns = self._clock.boottime_ns()
+        self._tracked = ""
 
     def output(self, rank: int, stream: str, text: str) -> None:
         """Print the lines of what a rank wrote that are final."""
@@ -202,6 +206,12 @@ class TerminalDisplay(LineDisplay):
             self._print(rank, stream, lines)
         self._block.erase()
         self.tick_s = None
+
+    def tracked(self, url: str) -> None:
+        """Print the link, once."""
+        if url and url != self._tracked:
+            self._tracked = url
+            self.say(f"MLflow: {safe(url, tty=True)}")
 
     def receipt(self, receipt: Receipt) -> None:
         """Print the receipt."""

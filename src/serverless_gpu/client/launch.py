@@ -33,6 +33,7 @@ from serverless_gpu.client.connection import caller_context
 from serverless_gpu.client.preflight import bind_arguments, check_function, pack
 from serverless_gpu.client.run import Run
 from serverless_gpu.client.source import Supervised
+from serverless_gpu.client.tracking import resolve, tracked
 from serverless_gpu.errors import AgentUnavailable, HardwareError, InvalidValue, UsageError
 from serverless_gpu.model.hardware import Device
 from serverless_gpu.model.placement import Candidates, candidates, restrict
@@ -48,6 +49,7 @@ R = TypeVar("R")
 Handle = TypeVar("Handle", bound=Run)  # type: ignore[type-arg]  # of whatever its ranks return
 
 _REMOTE = "serverless_gpu.client.remote.submitting"
+_OWN = ("serverless_gpu.", "_sgpu_inside")
 _FENCE = 1
 _WITHDRAWN_S = 10.0
 _notes_said: set[str] = set()
@@ -93,7 +95,9 @@ def launch(
     """
     called_ns = SystemClock().boottime_ns()
     check_function(function)
-    bind_arguments(function, args, kwargs)
+    arguments = bind_arguments(function, args, kwargs)
+    if str(getattr(function, "__module__", "")).startswith(_OWN):  # of a cell, which has its code as arguments
+        arguments = {}
     spec = msgspec.structs.replace(spec, hang_warning_s=hang_warning_s(os.environ.get(HANG_WARNING)))
     if spec.remote:
         if lender is not None:
@@ -103,8 +107,8 @@ def launch(
             )
         # By name: HTTP is loaded only for those who use a server.
         remote = importlib.import_module(_REMOTE)
-        return cast("Run[R]", remote.launch(remote.Call(function, args, kwargs), spec, watch=watch))
-    order = _Order(spec, called_ns, lender)
+        return cast("Run[R]", remote.launch(remote.Call(function, args, kwargs, arguments), spec, watch=watch))
+    order = _Order(tracked(spec, arguments), called_ns, lender)
 
     def write_call(directory: Path) -> None:
         packed = pack(str(directory / "call.pkl"), function, args, kwargs)
@@ -131,7 +135,7 @@ def launch_command(spec: RunSpec, *, watch: bool = False) -> Run[None]:
     if spec.remote:
         remote = importlib.import_module("serverless_gpu.client.remote.submitting")
         return cast("Run[None]", remote.launch(None, spec, watch=watch))
-    return _place(Run, _Order(spec, called_ns), lambda directory: None)
+    return _place(Run, _Order(tracked(spec), called_ns), lambda directory: None)
 
 
 def hold(handle: Callable[..., Handle], spec: RunSpec, idle_timeout_s: float) -> Handle:
@@ -281,7 +285,9 @@ def prewarm(spec: RunSpec) -> None:
                     return  # not captured yet: the first call does that, and shows it
             channel, _ = connect(home)
             ranks = spec.resources.gpus or 1
-            protocol.send(channel, protocol.Prewarm(context=caller_context(), ranks=ranks, environment=environment))
+            tracker = resolve(spec, {}, os.environ).tracking if not spec.remote else None
+            asked = protocol.Prewarm(context=caller_context(), ranks=ranks, environment=environment, tracker=tracker)
+            protocol.send(channel, asked)
             channel.close()
         except Exception:  # noqa: BLE001 - a help for later, in a thread nobody watches
             pass

@@ -129,6 +129,7 @@ class NotebookDisplay(LineDisplay):
         self._ran_ms: int | None = None
         self._finished = False
         self._accounted = False  # the receipt stands, and nothing comes after it
+        self._tracked = ""
 
     def output(self, rank: int, stream: str, text: str) -> None:
         """Print the whole lines of what a rank wrote; show the line it redraws in the status."""
@@ -173,6 +174,11 @@ class NotebookDisplay(LineDisplay):
             self._print(rank, stream, lines)
         self._show()
 
+    def tracked(self, url: str) -> None:
+        """Show the link in the status, from now on."""
+        self._tracked = url
+        self._show()
+
     def receipt(self, receipt: Receipt) -> None:
         """Let the status become the receipt."""
         if self._quiet:
@@ -198,8 +204,9 @@ class NotebookDisplay(LineDisplay):
         if self._quiet or self._accounted or not (self._finished or self._status.due):
             return  # asked for with every piece of output
         state, sentence, lines = self._state, self._told(), self._progress()
-        plain = "\n".join([f"{state} {sentence}".strip(), *lines])
-        self._status.show(plain, markup.status(state, sentence, lines), now=self._finished)
+        tracked = [f"MLflow: {self._tracked}"] if self._tracked else []
+        plain = "\n".join([f"{state} {sentence}".strip(), *tracked, *lines])
+        self._status.show(plain, markup.status(state, sentence, lines, self._tracked), now=self._finished)
 
     def _told(self) -> str:
         """Return what there is to say about the state."""

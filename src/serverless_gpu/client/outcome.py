@@ -135,6 +135,12 @@ def carries_tail(stopped: Stopped) -> bool:
     return cause is not None and cause.rank is not None and _raised_by(stopped) is None and bool(stopped.log_tail)
 
 
+def untold_tails(stopped: Stopped) -> dict[int, str]:
+    """Return the last output of ranks, without that of the rank whose exception brings it along."""
+    told = stopped.cause.rank if stopped.cause is not None and carries_tail(stopped) else None
+    return {rank: tail for rank, tail in stopped.tails.items() if rank != told}
+
+
 def ending_text(stopped: Stopped, directory: Path, run_id: str, timeout_s: float | None, origin: Origin = HERE) -> str:
     """Return how a run ended, for reading: as `make_exception`, but nothing of the user's is loaded or run.
 

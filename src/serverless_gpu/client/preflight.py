@@ -60,8 +60,13 @@ def check_function(function: object) -> None:
         )
 
 
-def bind_arguments(function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> None:
+def bind_arguments(
+    function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
+) -> dict[str, object]:
     """Refuse arguments that do not fit; `rank` and `world_size` need not be given.
+
+    Returns:
+        The arguments by name, defaults among them.
 
     Raises:
         ArgumentMismatch: names what is missing or too much.
@@ -69,16 +74,22 @@ def bind_arguments(function: Callable[..., object], args: Sequence[object], kwar
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # builtins may have none
-        return
+        return dict(kwargs)
     filled = call.fill_rank(function, args, kwargs, 0, 1)
     try:
-        signature.bind(*args, **filled)
+        bound = signature.bind(*args, **filled)
     except TypeError as error:
         problems = _problems(signature, args, filled) or [str(error)]
         raise ArgumentMismatch(
             f"the arguments do not fit {_name(function)}{signature}: {'; '.join(problems)}",
             hint=_argument_hint(signature, args, filled),
         ) from None
+    bound.apply_defaults()
+    named = dict(bound.arguments)
+    for parameter in signature.parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            named |= named.pop(parameter.name)
+    return named
 
 
 def pack(path: str, function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> Packed:

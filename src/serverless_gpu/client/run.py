@@ -25,9 +25,10 @@ import msgspec
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.client.display import Display, TerminalDisplay, again, make_display
 from serverless_gpu.client.interrupts import interruptible
-from serverless_gpu.client.outcome import carries_tail, load_result, make_exception
+from serverless_gpu.client.outcome import load_result, make_exception, untold_tails
 from serverless_gpu.client.own_sessions import advised
 from serverless_gpu.client.source import Note, Source
+from serverless_gpu.client.tracked import TrackedRun, from_directory, from_link
 from serverless_gpu.errors import InvalidOption, InvalidValue, ServerlessGpuError, ServerProblem, error_class
 from serverless_gpu.loading import load
 from serverless_gpu.model.attempt import Reason, State, StopReason
@@ -67,6 +68,7 @@ class Run(Generic[R]):
         self._stopped: protocol.Stopped | None = None
         self._receipt: Receipt | None = None
         self._refused: protocol.Refused | None = None
+        self._tracked: TrackedRun | None = None
         self._waiting = ""
         self._lock = threading.RLock()
         self._display: Display | None = None
@@ -223,6 +225,12 @@ class Run(Generic[R]):
             raise ServerlessGpuError(f"run {self.id} has no receipt", hint=f"what there is: {self.directory}")
         return self._receipt
 
+    def tracked(self) -> TrackedRun | None:
+        """Return its run in MLflow, which may come to be a moment after its first line; None without one."""
+        self.status()
+        link = self._receipt.tracked if self._receipt is not None else ""
+        return self._tracked or from_directory(self.directory) or from_link(link)
+
     def logs(self, rank: int = 0, stream: str = "stdout") -> str:
         """Return what a rank has written so far, all that is kept of it: up to 1 GiB.
 
@@ -277,10 +285,12 @@ class Run(Generic[R]):
         self._told = None
         try:
             self._tell_state()
+            if self._tracked is not None:
+                display.tracked(self._tracked.url)
             self._ended(None)
             display.finish()
             if self._stopped is not None and self._stopped.tails:
-                display.failure(self._untold_tails(self._stopped))
+                display.failure(untold_tails(self._stopped))
             ended_well = self._stopped is not None and self._stopped.state is State.SUCCEEDED
             timeout = None if ended_well else _RECEIPT_AFTER_FAILURE_S
             if (
@@ -406,17 +416,18 @@ class Run(Generic[R]):
             self._told = (self._state, self._waiting)
             self._display.state(self._state.value, self._waiting)
 
-    def _untold_tails(self, stopped: protocol.Stopped) -> dict[int, str]:
-        """Return the last output of ranks, without that of the rank whose exception brings it along."""
-        told = stopped.cause.rank if stopped.cause is not None and carries_tail(stopped) else None
-        return {rank: tail for rank, tail in stopped.tails.items() if rank != told}
-
     def _take(self, message: protocol.AnyMessage | Note) -> None:
         match message:
             case Note(sentence=sentence):  # also where nothing else is shown: somebody waits
                 (self._display or TerminalDisplay(quiet=self._spec.quiet)).say(sentence)
-            case protocol.Snapshot(state=state, waiting=waiting):
+            case protocol.Snapshot(state=state, waiting=waiting, tracked=tracked):
                 self._state, self._waiting = state, waiting
+                if tracked is not None:
+                    self._take(tracked)
+            case protocol.Tracked(run_id=run_id, url=url):
+                self._tracked = from_link(url, run_id)
+                if self._display is not None:
+                    self._display.tracked(url)
             case protocol.Waiting(sentence=sentence, passing=True):
                 self._waiting = sentence
                 if self._display is not None:
@@ -467,7 +478,7 @@ class Run(Generic[R]):
             return False
         self._source.close()
         self._keep(launched)
-        self._state, self._waiting = State.QUEUED, ""
+        self._state, self._waiting, self._tracked = State.QUEUED, "", None
         return True
 
     def _nothing_more(self) -> None:

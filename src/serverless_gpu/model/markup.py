@@ -31,16 +31,18 @@ _LABEL = f"{_EDGE}{_FAINT}text-align:left;padding:2px 16px 2px 0;white-space:now
 _VALUE = f"{_EDGE}text-align:left;padding:2px 0;white-space:normal;"
 
 
-def status(state: str, sentence: str, lines: Sequence[str]) -> str:
+def status(state: str, sentence: str, lines: Sequence[str], tracked: str = "") -> str:
     """Return the state of a run that goes on.
 
     Args:
         state: for example ``"RUNNING"``.
         sentence: what there is to say about it.
         lines: progress, one line each.
+        tracked: address of its page in MLflow, or "".
     """
+    page = f'<div><span style="{_FAINT}">MLflow:</span> {link(tracked)}</div>' if tracked else ""
     progress = f'<div style="{_MONO}">{escape(chr(10).join(lines))}</div>' if lines else ""
-    return f'<div style="{_BOX}">{_heading(state, sentence)}{progress}</div>'
+    return f'<div style="{_BOX}">{_heading(state, sentence)}{page}{progress}</div>'
 
 
 def table(state: str, sentence: str, rows: Sequence[tuple[str, str]]) -> str:

@@ -38,6 +38,7 @@ from serverless_gpu.client.remote.stream import Away, EventStream
 from serverless_gpu.client.remote.uploading import upload
 from serverless_gpu.client.remote.watching import Watched
 from serverless_gpu.client.run import Run
+from serverless_gpu.client.tracking import tracked
 from serverless_gpu.errors import AlreadyFinished, NotFound, ServerlessGpuError, ServerProblem, ServerUnavailable
 from serverless_gpu.model.attempt import StopReason
 from serverless_gpu.model.spec import Environment, Function, RunSpec
@@ -55,11 +56,16 @@ _UNKNOWN = "whether run {} was started is not known"
 
 
 class Call(NamedTuple):
-    """What every rank is to call."""
+    """What every rank is to call.
+
+    Attributes:
+        named: the arguments by name, for whoever looks at the run.
+    """
 
     function: Callable[..., object]
     args: Sequence[object]
     kwargs: Mapping[str, object]
+    named: Mapping[str, object] = {}
 
 
 def launch(call: Call | None, spec: RunSpec, *, watch: bool) -> Run[object]:
@@ -78,6 +84,12 @@ def launch(call: Call | None, spec: RunSpec, *, watch: bool) -> Run[object]:
     home = find_home(os.environ)
     server = server_of(home.root, os.environ)
     spec = msgspec.structs.replace(spec, environment=_environment(spec, server))
+    spec = tracked(
+        spec,
+        call.named if call is not None else None,
+        elsewhere=spec.environment != "live",
+        server=lambda: server.version().mlflow,
+    )
     run_id = new_run_id()
     root = home.remote / run_id
     try:

@@ -1,0 +1,67 @@
+"""Which run of MLflow's a run of ours is: heard while it goes on, and read from its files later.
+
+    protocol.Tracked, tracking.json, receipt ──▶ link ──▶ TrackedRun
+
+The link has everything: where the server is, the experiment and the run.
+
+Failure case: a link of another shape has no server and experiment to be read from it; they are "".
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+_FILE = "tracking.json"
+_FILE_BYTES_MAX = 65_536
+_LINK = re.compile(r"(?P<uri>https?://[^#]*?)/?#.*/experiments/(?P<experiment>[\w-]+)/runs/(?P<run>[\w-]+)(?:/.*)?")
+
+
+class TrackedRun(NamedTuple):
+    """A run of MLflow's.
+
+    Attributes:
+        run_id: MLflow's identifier, which `mlflow.get_run` and `MlflowClient` take.
+        url: what a person opens.
+        uri: of the tracking server, for `mlflow.set_tracking_uri`; without user and password.
+        experiment_id: what it belongs to.
+    """
+
+    run_id: str
+    url: str
+    uri: str = ""
+    experiment_id: str = ""
+
+
+class _Written(msgspec.Struct, frozen=True):
+    """What we read of the file that the node keeps."""
+
+    state: str = ""
+    run_id: str = ""
+    url: str = ""
+
+
+def from_link(url: str, run_id: str = "") -> TrackedRun | None:
+    """Return the run a link leads to, or None where there is none.
+
+    Args:
+        url: the link, or "".
+        run_id: MLflow's identifier where it is known otherwise.
+    """
+    found = _LINK.fullmatch(url)
+    if found is None:
+        return TrackedRun(run_id, url) if run_id else None
+    return TrackedRun(run_id or found["run"], url, found["uri"], found["experiment"])
+
+
+def from_directory(directory: Path) -> TrackedRun | None:
+    """Return the run that an attempt's directory on this machine says, or None where it says none."""
+    try:
+        with (directory / _FILE).open("rb") as file:
+            written = msgspec.json.decode(file.read(_FILE_BYTES_MAX), type=_Written)
+    except (OSError, msgspec.MsgspecError):
+        return None
+    return from_link(written.url, written.run_id) if written.state == "ready" else None
