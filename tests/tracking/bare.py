@@ -6,21 +6,17 @@ BareRanks.run("two_starts", ranks=2) ──▶ 2 × python -m tests.tracking.bar
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from serverless_gpu.model.placement import TRACKED_PRESETS
 from tests.tracking.mlflow_server import PYTHON, MlflowServer, without_mlflow_variables
 
 LIMIT_S = 200
-DEFAULTS = {
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
-    "MLFLOW_ENABLE_ASYNC_LOGGING": "true",
-    "MLFLOW_DISABLE_TELEMETRY": "true",
-}
 
 
 class Ended:
@@ -45,6 +41,7 @@ class BareRanks:
 
     def __init__(self, directory: Path, server: MlflowServer, experiment: str) -> None:
         self.server = server
+        self.uri = server.uri
         self.experiment = experiment
         self.attempt = directory / "runs" / "a" / "1"
         self.attempt.mkdir(parents=True)
@@ -56,7 +53,7 @@ class BareRanks:
     def environ(self) -> dict[str, str]:
         """Return what the monitor says of the job's run."""
         return {
-            "MLFLOW_TRACKING_URI": self.server.uri,
+            "MLFLOW_TRACKING_URI": self.uri,
             "MLFLOW_RUN_ID": self.job,
             "MLFLOW_EXPERIMENT_ID": self.server.experiment(self.experiment),
         }
@@ -71,6 +68,8 @@ class BareRanks:
         self, name: str, *, ranks: int = 1, environ: Mapping[str, str] | None = None
     ) -> list[subprocess.Popen[str]]:
         """Start ranks that run a function of `user_code`."""
+        with socket.create_server(("127.0.0.1", 0)) as sock:
+            master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(sock.getsockname()[1])}
         return [
             subprocess.Popen(
                 [str(PYTHON), "-m", "tests.tracking.bare_rank", str(self.attempt), name, str(self.work)],
@@ -79,7 +78,8 @@ class BareRanks:
                 text=True,
                 env={
                     **without_mlflow_variables(),
-                    **DEFAULTS,
+                    **TRACKED_PRESETS,
+                    **master,
                     **{
                         "RANK": str(rank),
                         "LOCAL_RANK": str(rank),

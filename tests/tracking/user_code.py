@@ -147,3 +147,77 @@ def sklearn_autolog() -> str:
     linear_model.LogisticRegression(max_iter=200).fit(x, y)
     linear_model.LogisticRegression(max_iter=200).fit(x, y)
     return _last()
+
+
+def trainer() -> str:
+    """Train with Hugging Face's Trainer, which starts, names and ends a run by itself."""
+    transformers = importlib.import_module("transformers")
+    torch = importlib.import_module("torch")
+
+    class Model(torch.nn.Module):  # type: ignore[misc,name-defined]  # torch is loaded late
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(2, 1)
+
+        def forward(self, x: Any, labels: Any) -> dict[str, Any]:
+            return {"loss": ((self.layer(x) - labels) ** 2).mean()}
+
+    options = transformers.TrainingArguments(
+        output_dir="out",
+        max_steps=4,
+        logging_steps=1,
+        report_to="mlflow",
+        run_name="my trainer",
+        use_cpu=True,
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    data = [{"x": torch.ones(2), "labels": torch.ones(1)}] * 16
+    transformers.Trainer(model=Model(), args=options, train_dataset=data).train()
+    return _last()
+
+
+def _fit(**options: Any) -> None:
+    lightning = importlib.import_module("lightning.pytorch")
+    boring = importlib.import_module("lightning.pytorch.demos.boring_classes")
+
+    class Model(boring.BoringModel):  # type: ignore[misc,name-defined]  # Lightning is loaded late
+        def training_step(self, batch: Any, index: int) -> Any:
+            out = super().training_step(batch, index)
+            self.log("train_loss", out["loss"])
+            return out
+
+    quiet = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    lightning.Trainer(
+        max_steps=4, accelerator="cpu", devices=1, log_every_n_steps=1, limit_val_batches=0, **quiet, **options
+    ).fit(Model())
+
+
+def lightning_logger() -> dict[str, str]:
+    """Train with Lightning's logger: one that is not told where, and one for an experiment of the user's own."""
+    loggers = importlib.import_module("lightning.pytorch.loggers")
+    logger = loggers.MLFlowLogger(run_name="my lightning", tags={"team": "vision"})
+    _fit(logger=logger)
+    own = loggers.MLFlowLogger(experiment_name="/tests/of lightning's user")
+    _fit(logger=own)
+    return {"job": str(logger.run_id), "own": str(own.run_id)}
+
+
+def lightning_autolog() -> str:
+    """Train with Lightning under autolog."""
+    mlflow.pytorch.autolog(log_models=False)
+    _fit(logger=False)
+    return _last()
+
+
+def register() -> float:
+    """Log a model, register it, and load it back from the registry."""
+    torch = importlib.import_module("torch")
+    name = os.environ["TEST_MODEL"]
+    model = torch.nn.Linear(2, 1)
+    with mlflow.start_run():
+        mlflow.pytorch.log_model(
+            model, name="model", registered_model_name=name, pip_requirements=["torch"], serialization_format="pickle"
+        )
+    loaded = mlflow.pytorch.load_model(f"models:/{name}/1")
+    return float((loaded.weight - model.weight).abs().max())
