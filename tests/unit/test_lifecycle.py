@@ -158,7 +158,7 @@ def test_a_stopping_attempt_takes_every_late_word(event: Event) -> None:
 ENDINGS = {
     State.SUCCEEDED: {Reason.COMPLETED},
     State.CANCELLED: {Reason.CANCELLED, Reason.SESSION_ENDED, Reason.PREEMPTED, Reason.DRAINED},
-    State.TIMED_OUT: {Reason.TIMEOUT},
+    State.TIMED_OUT: {Reason.TIMEOUT, Reason.IDLE},
     State.BUDGET_STOPPED: {Reason.BUDGET},
     State.LOST: {Reason.SUPERVISOR_LOST, Reason.NODE_LOST, Reason.NODE_PARTITIONED, Reason.NODE_GONE},
 }

@@ -40,7 +40,7 @@ RUNNING = msgspec.structs.replace(STARTING, state=State.RUNNING, began=True)
 STOPPING = msgspec.structs.replace(RUNNING, state=State.STOPPING)
 UNREACHABLE = msgspec.structs.replace(RUNNING, state=State.UNREACHABLE, before=State.RUNNING)
 ALIVE = (STARTING, RUNNING, UNREACHABLE, STOPPING)
-FINAL_STOPS = (StopReason.CANCEL, StopReason.TIMEOUT, StopReason.BUDGET)
+FINAL_STOPS = (StopReason.CANCEL, StopReason.TIMEOUT, StopReason.BUDGET, StopReason.IDLE)
 PASSING_STOPS = (StopReason.PREEMPT, StopReason.DRAIN)
 INFRA = sorted(reason for reason, meaning in MEANINGS.items() if meaning.may_retry)
 SAMPLES: tuple[Event, ...] = (

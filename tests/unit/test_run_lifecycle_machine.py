@@ -31,7 +31,7 @@ from serverless_gpu.model.run_lifecycle import (
     advance,
 )
 
-FINAL_STOPS = (StopReason.CANCEL, StopReason.TIMEOUT, StopReason.BUDGET)
+FINAL_STOPS = (StopReason.CANCEL, StopReason.TIMEOUT, StopReason.BUDGET, StopReason.IDLE)
 
 
 class RunMachine(RuleBasedStateMachine):

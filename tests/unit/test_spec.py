@@ -14,9 +14,9 @@ from serverless_gpu.model.hardware import GpuType
 from serverless_gpu.model.spec import Options, Priority, Resources, RunSpec, hang_warning_s, make_spec
 
 VALID = (
-    "valid options: cpus, env, gpu_type, gpus, grace, hang_timeout, ignore_busy, memory, num_gpus, on_interrupt, "
-    "policy, pool, priority, quiet, ranks_log, remote, resume, retries, same_node, secrets, tags, team, timeout, "
-    "tracking"
+    "valid options: cpus, env, gpu_type, gpus, grace, hang_timeout, idle_timeout, ignore_busy, memory, num_gpus, "
+    "on_interrupt, policy, pool, priority, quiet, ranks_log, remote, resume, retries, same_node, secrets, tags, team, "
+    "timeout, tracking"
 )
 FIRST = ("gpus", "gpu_type", "remote", "timeout")
 
@@ -67,6 +67,8 @@ GOOD: dict[str, tuple[Mapping[str, object], RunSpec]] = {
     "env snapshot": ({"env": "snapshot"}, RunSpec(environment="snapshot")),
     "hang_timeout none": ({"hang_timeout": None}, RunSpec()),
     "hang_timeout": ({"hang_timeout": 1800}, RunSpec(hang_timeout_s=1800.0)),
+    "idle_timeout none": ({"idle_timeout": None}, RunSpec()),
+    "idle_timeout": ({"idle_timeout": 3600}, RunSpec(idle_timeout_s=3600.0)),
     "secrets": ({"secrets": ["a", "b"]}, RunSpec(secrets=("a", "b"))),
     "ranks_log all": ({"ranks_log": "all"}, RunSpec(ranks_log=None)),
     "ranks_log some": ({"ranks_log": [0, 3]}, RunSpec(ranks_log=(0, 3))),
@@ -129,6 +131,7 @@ WRONG_TYPE: dict[str, tuple[Mapping[str, object], str]] = {
     "timeout text": ({"timeout": "1h"}, "timeout must be a number of seconds, not '1h'"),
     "timeout bool": ({"timeout": True}, "timeout must be a number of seconds, not True"),
     "hang_timeout": ({"hang_timeout": "1h"}, "hang_timeout must be a number of seconds, not '1h'"),
+    "idle_timeout": ({"idle_timeout": "1h"}, "idle_timeout must be a number of seconds, not '1h'"),
     "grace none": ({"grace": None}, "grace must be a number of seconds, not None"),
     "cpus text": ({"cpus": "4"}, "cpus must be a whole number, not '4'"),
     "memory float": (
@@ -220,6 +223,7 @@ IMPOSSIBLE: dict[str, tuple[Mapping[str, object], str]] = {
         "hint: 'live' imports the files where they lie, 'snapshot' a copy of them as they are at the call",
     ),
     "hang_timeout": ({"hang_timeout": 0}, "hang_timeout must be a positive number of seconds, not 0"),
+    "idle_timeout": ({"idle_timeout": 0}, "idle_timeout must be a positive number of seconds, not 0"),
     "on_interrupt": ({"on_interrupt": "ignore"}, "on_interrupt must be 'cancel' or 'detach', not 'ignore'"),
 }
 

@@ -181,8 +181,8 @@ MEANINGS: Mapping[Reason, Meaning] = {
     Reason.RESULT_UPLOAD: Meaning(
         State.FAILED, False, True, "the run finished, but its results could not be sent to the server"
     ),
-    Reason.IDLE: Meaning(State.TIMED_OUT, False, True, "the run did nothing for as long as idle_timeout allows"),
     Reason.REFUSED: Meaning(State.FAILED, True, False, "the node refused to start the run"),
+    Reason.IDLE: Meaning(State.TIMED_OUT, False, True, "the run did nothing for as long as idle_timeout allows"),
 }
 
 
