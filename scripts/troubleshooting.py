@@ -31,6 +31,7 @@ _GROUPS = {
     Group.SERVER: "The server",
     Group.GPUS: "GPUs",
     Group.ENVIRONMENT: "The Python environment",
+    Group.TRACKING: "Tracking",
     Group.RUNS: "Runs",
 }
 

@@ -287,6 +287,35 @@ class ImportFacts(msgspec.Struct, frozen=True, kw_only=True):
     openmp: tuple[str, ...] = ()
 
 
+class TrackingServer(msgspec.Struct, frozen=True, kw_only=True):
+    """An MLflow server of this home; `away`: why it does not answer, although it is said to."""
+
+    uri: str
+    stage: str
+    store: str = ""
+    version: str = ""
+    problem: str = ""
+    pid: int | None = None
+    away: str = ""
+
+
+class TrackingFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Where runs would be tracked.
+
+    Attributes:
+        off: what switches tracking off.
+        installed: whether the interpreter has MLflow.
+        uri: of MLFLOW_TRACKING_URI, without credentials.
+        away: why that does not answer; None where it is no server.
+    """
+
+    off: str = ""
+    installed: bool = False
+    uri: str = ""
+    away: str | None = None
+    servers: tuple[TrackingServer, ...] = ()
+
+
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that was seen; `cwd` is where the caller stands, "" when that place does not exist any more."""
 
@@ -304,3 +333,4 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     gpus: GpuFacts | Unknown = Unknown()
     interpreter: InterpreterFacts | Unknown = Unknown()
     imports: ImportFacts | Unknown = Unknown()
+    tracking: TrackingFacts | Unknown = Unknown()

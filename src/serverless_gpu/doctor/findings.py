@@ -29,6 +29,7 @@ class Group(StrEnum):
     SERVER = "server"
     GPUS = "GPUs"
     ENVIRONMENT = "environment"
+    TRACKING = "tracking"
     RUNS = "runs"
 
 

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from serverless_gpu.doctor import environment_checks, gpu_checks, machine_checks, run_troubles, server_checks
+from serverless_gpu.doctor import (
+    environment_checks,
+    gpu_checks,
+    machine_checks,
+    run_troubles,
+    server_checks,
+    tracking_checks,
+)
 from serverless_gpu.doctor.facts import Facts
 from serverless_gpu.doctor.findings import Check, Finding
 
@@ -11,6 +18,7 @@ TABLE: tuple[Check, ...] = (
     *server_checks.CHECKS,
     *gpu_checks.CHECKS,
     *environment_checks.CHECKS,
+    *tracking_checks.CHECKS,
     *run_troubles.CHECKS,
 )
 

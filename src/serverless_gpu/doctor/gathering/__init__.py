@@ -1,6 +1,6 @@
 """Looking at this machine, thinly and bounded: what comes back are facts, or why there are none.
 
-    threads     home · runs · agent and cgroups · server · limits · network    (a dead disk blocks one of them)
+    threads     home · runs · agent and cgroups · server · tracking · limits · network   (a dead disk blocks one)
     processes   NVML · mounts · what is installed · what importing it does        (these crash and hang by nature)
 
 All start at once and each has the same limit, so the whole takes little longer than that.
@@ -26,6 +26,7 @@ from serverless_gpu.doctor.facts import (
     NetworkFacts,
     RunsFacts,
     ServerFacts,
+    TrackingFacts,
     Unknown,
 )
 from serverless_gpu.doctor.gathering.bounded import side_by_side
@@ -35,6 +36,7 @@ from serverless_gpu.doctor.gathering.machine import look_at_home, look_at_limits
 from serverless_gpu.doctor.gathering.mounting import look_at_mounts
 from serverless_gpu.doctor.gathering.service import look_at_service
 from serverless_gpu.doctor.gathering.serving import look_at_server
+from serverless_gpu.doctor.gathering.tracking import look_at_tracking
 
 T = TypeVar("T")
 
@@ -53,6 +55,7 @@ def gather(environ: Mapping[str, str], limit_s: float) -> Facts:
         "mounts": lambda: look_at_mounts(environ, limit_s),
         "service": lambda: look_at_service(environ),
         "server": lambda: look_at_server(environ),
+        "tracking": lambda: look_at_tracking(environ),
         "home": lambda: look_at_home(environ),
         "runs": lambda: look_at_runs(environ),
         "limits": look_at_limits,
@@ -82,6 +85,7 @@ def gather(environ: Mapping[str, str], limit_s: float) -> Facts:
         gpus=area("gpus", GpuFacts),
         interpreter=area("interpreter", InterpreterFacts),
         imports=area("imports", ImportFacts),
+        tracking=area("tracking", TrackingFacts),
     )
 
 
