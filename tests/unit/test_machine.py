@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections import namedtuple
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,12 +19,13 @@ import pytest
 from serverless_gpu.errors import InvalidOption
 from serverless_gpu.model.hardware import Device, DeviceKind, cpu_slots, parse_fake
 from serverless_gpu.model.telemetry import SECOND_NS, THROTTLED, GpuSample, RankSample
-from serverless_gpu.node.gpus import FAKE_STATE_FILE
+from serverless_gpu.node.gpus import FAKE_STATE_FILE, NvmlProvider
 from serverless_gpu.node.monitor import devices, ranks
 from serverless_gpu.node.monitor.devices import NvmlSampler
 from serverless_gpu.node.monitor.host import Host
-from serverless_gpu.node.monitor.machine import Machine, Tenant
+from serverless_gpu.node.monitor.machine import ThisMachine
 from serverless_gpu.node.monitor.ranks import RankLook, RankProcesses
+from serverless_gpu.node.monitor.sampling import Wanted
 from serverless_gpu.testing import FakeClock, FakeGpus
 from tests.local.observe import wait_for
 from tests.unit.test_gpus import GIB, LOST, Card, FakeNvml, FakeNvmlError
@@ -359,38 +360,70 @@ def real_device(uuid: str) -> Device:
     return Device(uuid=uuid, index=0, type="H100", memory_bytes=80 * GIB, kind=DeviceKind.GPU)
 
 
+def wanted(attempts: Mapping[str, tuple[Sequence[Device], Mapping[int, int]]], fakes: str | None = None) -> Wanted:
+    """Return what a monitor asks about these attempts: their devices, and pids by rank."""
+    used_by = {
+        device.uuid: (key, rank)
+        for key, (devices, pids) in attempts.items()
+        for device, rank in zip(devices, list(pids) * (len(devices) if len(pids) == 1 else 1), strict=False)
+    }
+    return Wanted(
+        devices=tuple(device for devices, _ in attempts.values() for device in devices),
+        ranks={key: pids for key, (_, pids) in attempts.items()},
+        used_by=used_by,
+        fakes=fakes,
+    )
+
+
 @pytest.mark.parametrize(("pids_visible", "expected"), [(True, 7 * GIB), (False, None)])
 def test_gpu_memory_of_a_rank_is_that_of_all_its_processes(
     tmp_path: Path, family: subprocess.Popen[str], pids_visible: bool, expected: int | None
 ) -> None:
     card = SampledCard("GPU-a", 1)
     nvml, _ = sampler(card, pids_visible=pids_visible)
-    machine = Machine(tmp_path, nvml=nvml, clock=FakeClock())
+    machine = ThisMachine(tmp_path, nvml=nvml, clock=FakeClock())
     child = psutil.Process(family.pid).children()[0].pid
     card.compute = [(family.pid, 4 * GIB), (child, 3 * GIB), (1, 9 * GIB), (2, None)]
-    tenant = Tenant((real_device("GPU-a"),), {5: family.pid})
-    taken = machine.sample({"run:1": tenant, "cpu:1": Tenant(cpu_slots(1), {0: os.getpid()})})
-    assert taken.ranks["cpu:1"][0].gpu_memory_bytes is None
-    (rank,) = taken.ranks["run:1"]
-    assert (rank.rank, rank.gpu_memory_bytes) == (5, expected)
-    assert taken.of("run:1", tenant.devices).gpus[0].busy_percent == 87.0
-    assert taken.at_ns == FakeClock().wall_ns()
+    attempts = {"run:1": ([real_device("GPU-a")], {5: family.pid}), "cpu:1": (cpu_slots(1), {0: os.getpid()})}
+    look = machine.look(wanted(attempts), 77)
+    assert look.at_ns == 77
+    assert look.ranks["cpu:1"][0].gpu_memory_bytes is None
+    assert [(rank.rank, rank.gpu_memory_bytes) for rank in look.ranks["run:1"]] == [(5, expected)]
+    assert look.gpus["GPU-a"].busy_percent == 87.0
 
 
-def test_attempts_see_their_own_devices_and_who_looks_sees_all(tmp_path: Path) -> None:
+def test_who_looks_sees_every_device_of_the_node(tmp_path: Path) -> None:
     fakes = parse_fake("H100:4")
-    machine = Machine(tmp_path)
-    tenants = {"a:1": Tenant(fakes[2:3], {0: os.getpid()}), "b:1": Tenant(fakes[:2], {}), "c:1": Tenant()}
-    machine.sample(tenants, fakes)
-    taken = machine.sample(tenants, fakes)
-    assert len(taken.of("a:1", fakes[2:3]).gpus) == 1
-    assert taken.of("b:1", fakes[:2]).ranks == ()
-    assert taken.of("c:1", ()).gpus == ()
-    whole = taken.whole(fakes, ["b:1", "a:1", "gone:1"])
-    assert len(whole.gpus) == 4
-    assert [rank.rank for rank in whole.ranks] == [0]
-    assert (whole.gpus[2].memory_bytes or 0) > 0
-    assert whole.gpus[3] == GpuSample(busy_percent=0.0, memory_bytes=0, memory_total_bytes=fakes[3].memory_bytes)
+    machine = ThisMachine(tmp_path)
+    attempts = {"a:1": (fakes[2:3], {0: os.getpid()}), "b:1": (fakes[:2], {})}
+    look = machine.look(wanted(attempts, "H100:4"), 1)
+    assert look.devices == fakes
+    assert (look.gpus[fakes[2].uuid].memory_bytes or 0) > 1_000_000
+    assert look.gpus[fakes[3].uuid] == GpuSample(0.0, 0, fakes[3].memory_bytes)
+    assert [rank.rank for rank in look.ranks["a:1"]] == [0]
+    assert look.ranks["b:1"] == ()
+    unwatched = machine.look(wanted(attempts), 1)
+    assert {device.uuid for device in unwatched.devices} == {device.uuid for device in fakes[:3]}
+    assert machine.look(wanted({}, "A10:1"), 1).devices == parse_fake("A10:1")
+
+
+def test_a_node_that_cannot_be_listed_says_why(tmp_path: Path) -> None:
+    machine = ThisMachine(tmp_path, clock=(clock := FakeClock()))
+    look = machine.look(wanted({}, "nonsense"), 1)
+    assert look.devices == ()
+    assert "SERVERLESS_GPU_FAKE='nonsense' cannot be read" in look.problems[0]
+    (tmp_path / "config.toml").write_text("not toml")
+    assert machine.look(wanted({}, "H100:1"), 1).problems
+    (tmp_path / "config.toml").unlink()
+    assert machine.look(wanted({}, "H100:1"), 1).problems  # the list is made every half minute
+    clock.advance(31)
+    assert machine.look(wanted({}, "H100:1"), 1).problems == ()
+
+
+def test_a_node_without_gpus_has_slots_of_its_cpu(tmp_path: Path) -> None:
+    if NvmlProvider().devices():
+        pytest.skip("this machine has GPUs")
+    assert {device.kind for device in ThisMachine(tmp_path).look(wanted({}, ""), 1).devices} == {DeviceKind.CPU}
 
 
 def test_fakes_do_what_the_file_says_and_else_what_their_rank_does(tmp_path: Path) -> None:
@@ -398,47 +431,49 @@ def test_fakes_do_what_the_file_says_and_else_what_their_rank_does(tmp_path: Pat
     state = FakeGpus(tmp_path)
     state.shows(fakes[0].uuid, busy_percent=93, memory_bytes=5, power_watts=600.5, throttle=4)
     state.set(fakes[1].uuid, memory_used_bytes=7)
-    machine = Machine(tmp_path)
+    machine = ThisMachine(tmp_path)
     total = fakes[0].memory_bytes
-    gpus = machine.sample({"a:1": Tenant(fakes)}).gpus
+    gpus = machine.look(wanted({"a:1": (fakes, {})}), 1).gpus
     assert gpus[fakes[0].uuid] == GpuSample(93, 5, total, 600.5, throttle=4)
     assert isinstance(gpus[fakes[0].uuid].throttle, int)
     assert gpus[fakes[1].uuid] == GpuSample(0.0, 7, total)
     assert gpus[fakes[2].uuid] == GpuSample(0.0, 0, total)
-    gpus = machine.sample({"a:1": Tenant(fakes[2:], {0: os.getpid()})}).gpus
+    gpus = machine.look(wanted({"a:1": (fakes[2:], {0: os.getpid()})}), 1).gpus
     assert (gpus[fakes[2].uuid].memory_bytes or 0) > 1_000_000
     with pytest.raises(InvalidOption, match="telemetry has no figure 'busy' of a GPU"):
         state.shows(fakes[0].uuid, busy=1)
 
 
 def test_a_state_file_that_cannot_be_read_and_a_fake_with_a_problem_are_no_errors(tmp_path: Path) -> None:
-    fakes = parse_fake("H100:1")
-    machine = Machine(tmp_path)
-    (tmp_path / FAKE_STATE_FILE).write_text(json.dumps({fakes[0].uuid: {"problem": "lost", "other": [1]}}))
-    assert machine.sample({"a:1": Tenant(fakes)}).gpus[fakes[0].uuid] == GpuSample()
-    (tmp_path / FAKE_STATE_FILE).write_text(json.dumps({fakes[0].uuid: {"sampled": {"throttle": 0.5, "other": 1}}}))
-    assert machine.sample({"a:1": Tenant(fakes)}).gpus[fakes[0].uuid].throttle is None
-    (tmp_path / FAKE_STATE_FILE).write_text("{")
-    assert machine.sample({"a:1": Tenant(fakes)}).gpus[fakes[0].uuid].memory_bytes == 0
+    (fake,) = parse_fake("H100:1")
+    machine = ThisMachine(tmp_path)
+
+    def seen(state: str) -> GpuSample:
+        (tmp_path / FAKE_STATE_FILE).write_text(state)
+        return machine.look(wanted({"a:1": ([fake], {})}), 1).gpus[fake.uuid]
+
+    assert seen(json.dumps({fake.uuid: {"problem": "lost", "other": [1]}})) == GpuSample()
+    assert seen(json.dumps({fake.uuid: {"sampled": {"throttle": 0.5, "other": 1}}})).throttle is None
+    assert seen("{").memory_bytes == 0
 
 
 def test_cpu_slots_are_what_their_ranks_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     slots = cpu_slots(2)
-    machine = Machine(tmp_path)
+    machine = ThisMachine(tmp_path)
     looks = {("a:1", 0): RankLook(250.0, 10, (1,)), ("a:1", 1): RankLook(30.0, 20, (2,))}
     monkeypatch.setattr(machine._processes, "look", lambda at_ns, roots: looks)
-    taken = machine.sample({"a:1": Tenant(slots, {0: 1, 1: 2})})
-    assert taken.of("a:1", slots).gpus == (GpuSample(100.0, 10), GpuSample(30.0, 20))
-    assert taken.ranks["a:1"][0] == RankSample(0, 250.0, 10)
+    look = machine.look(wanted({"a:1": (slots, {0: 1, 1: 2})}), 1)
+    assert look.gpus == {"CPU-0": GpuSample(100.0, 10), "CPU-1": GpuSample(30.0, 20)}
+    assert look.ranks["a:1"][0] == RankSample(0, 250.0, 10)
     # One process for a node has all of its devices.
     looks.pop(("a:1", 1))
-    assert machine.sample({"a:1": Tenant(slots, {0: 1})}).of("a:1", slots).gpus == (GpuSample(100.0, 5),) * 2
+    look = machine.look(wanted({"a:1": (slots, {0: 1})}), 1)
+    assert look.gpus == dict.fromkeys(("CPU-0", "CPU-1"), GpuSample(100.0, 5))
 
 
 def test_a_rank_that_ended_has_an_entry_without_figures(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
-    slots = cpu_slots(1)
-    taken = Machine(tmp_path).sample({"a:1": Tenant(slots, {0: process.pid})})
-    assert taken.of("a:1", slots).ranks == (RankSample(0),)
-    assert taken.of("a:1", slots).gpus == (GpuSample(),)
+    look = ThisMachine(tmp_path).look(wanted({"a:1": (cpu_slots(1), {0: process.pid})}), 1)
+    assert look.ranks["a:1"] == (RankSample(0),)
+    assert look.gpus["CPU-0"] == GpuSample()

@@ -1,64 +1,37 @@
-"""The node at one moment: host, devices and ranks, put together; one sample a second serves all attempts.
+"""The node at one moment: host, devices and ranks, put together; one look a second serves all attempts.
 
     Host ────────────┐
-    RankProcesses ───┼─▶ Machine.sample() ─▶ NodeSample ─┬─ .of(tenant) ─▶ Sample of one attempt
-    NvmlSampler ─────┤                                   └─ everything, for who looks at the node
+    RankProcesses ───┼─▶ ThisMachine.look(wanted) ─▶ Look ─▶ a Sample for each attempt, a frame for who looks
+    NvmlSampler ─────┤
     fake_gpus.json ──┘
 
-It never waits longer than some tens of milliseconds and never raises: what cannot be known is None, and `problem` says
-why GPUs cannot be asked, so that it can be said once.
+It never waits longer than some tens of milliseconds, but for the list of GPUs when somebody looks at a node whose
+driver hangs, and never raises: what cannot be known is None, and `Look.problems` says why, so that it can be said once.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from serverless_gpu.ambient import Clock, SystemClock
+from serverless_gpu.errors import ServerlessGpuError
 from serverless_gpu.model.hardware import Device, DeviceKind
-from serverless_gpu.model.telemetry import GpuSample, HostSample, RankSample, Sample
+from serverless_gpu.model.telemetry import SECOND_NS, GpuSample, RankSample
+from serverless_gpu.node.configuration import read_configuration
+from serverless_gpu.node.gpus import FAKE_VARIABLE, providers
+from serverless_gpu.node.home import Home
 from serverless_gpu.node.monitor.devices import FakeGpu, NvmlSampler, Reading, fake_state, from_rank
 from serverless_gpu.node.monitor.host import Host
 from serverless_gpu.node.monitor.ranks import Key, RankLook, RankProcesses
+from serverless_gpu.node.monitor.sampling import Look, Wanted
+
+_LIST_EVERY_NS = 30 * SECOND_NS
 
 
-class Tenant(NamedTuple):
-    """One attempt: its devices in order of local rank, its processes by global rank; both may not be known yet."""
-
-    devices: tuple[Device, ...] = ()
-    pids: Mapping[int, int] = {}
-
-
-class NodeSample(NamedTuple):
-    """The node at one moment.
-
-    Attributes:
-        at_ns: nanoseconds since 1970.
-        gpus: devices by uuid.
-        ranks: of each attempt, by its key, in order of global rank.
-        problem: why GPUs could not be asked, else "".
-    """
-
-    at_ns: int
-    host: HostSample
-    gpus: dict[str, GpuSample]
-    ranks: dict[str, tuple[RankSample, ...]]
-    problem: str = ""
-
-    def of(self, key: str, devices: Sequence[Device]) -> Sample:
-        """Return the sample of one attempt."""
-        gpus = tuple(self.gpus.get(device.uuid, GpuSample()) for device in devices)
-        return Sample(self.at_ns, self.host, gpus, self.ranks.get(key, ()))
-
-    def whole(self, devices: Sequence[Device], keys: Sequence[str]) -> Sample:
-        """Return the sample of everything: these devices, and the ranks of these attempts one after the other."""
-        gpus = tuple(self.gpus.get(device.uuid, GpuSample()) for device in devices)
-        return Sample(self.at_ns, self.host, gpus, tuple(rank for key in keys for rank in self.ranks.get(key, ())))
-
-
-class Machine:
-    """Samples this machine.
+class ThisMachine:
+    """Looks at this machine; used by one thread.
 
     Args:
         home: the home directory: its disk is watched, and fakes read their state from `fake_gpus.json` there.
@@ -72,60 +45,77 @@ class Machine:
         self._processes = RankProcesses()
         self._clock = clock or SystemClock()
         self._nvml = nvml or NvmlSampler(clock=self._clock)
+        self._listed: tuple[str, int, tuple[Device, ...], str] | None = None
 
-    def sample(self, tenants: Mapping[str, Tenant], others: Sequence[Device] = ()) -> NodeSample:
-        """Return the node now.
+    def look(self, wanted: Wanted, at_ns: int) -> Look:
+        """Return what is seen now.
 
         Args:
-            tenants: the attempts, by any key.
-            others: devices that are sampled, too, whoever has them.
+            wanted: what is to be looked at; a device nobody has does nothing, if it is made up.
+            at_ns: nanoseconds since 1970.
         """
         boottime_ns = self._clock.boottime_ns()
-        roots = {pid: (key, rank) for key, tenant in tenants.items() for rank, pid in tenant.pids.items()}
-        looks = self._processes.look(boottime_ns, roots)
-        devices = {device.uuid: device for device in others}
-        devices |= {device.uuid: device for tenant in tenants.values() for device in tenant.devices}
+        own, problem = ((), "") if wanted.fakes is None else self._list(wanted.fakes, boottime_ns)
+        devices = {device.uuid: device for device in (*own, *wanted.devices)}
         real = [uuid for uuid, device in devices.items() if device.kind is DeviceKind.GPU]
+        roots = {pid: (key, rank) for key, pids in wanted.ranks.items() for rank, pid in pids.items()}
+        looks = self._processes.look(boottime_ns, roots)
         reading = self._nvml.sample(real) if real else Reading({}, None)
-        ranks = {key: _ranks(key, tenant, looks, reading) for key, tenant in tenants.items()}
-        gpus = {**reading.gpus, **self._made_up(devices, tenants, ranks)}
-        return NodeSample(self._clock.wall_ns(), self._host.sample(boottime_ns), gpus, ranks, reading.problem)
+        on_gpus = {key for uuid, (key, _) in wanted.used_by.items() if uuid in real}
+        ranks = {
+            key: _ranks(key, pids, looks, reading if key in on_gpus else Reading({}, None))
+            for key, pids in wanted.ranks.items()
+        }
+        return Look(
+            at_ns=at_ns,
+            devices=tuple(devices.values()),
+            host=self._host.sample(boottime_ns),
+            gpus={**reading.gpus, **self._made_up(devices, wanted, ranks)},
+            ranks=ranks,
+            problems=tuple(text for text in (problem, reading.problem) if text),
+        )
+
+    def _list(self, fakes: str, now_ns: int) -> tuple[tuple[Device, ...], str]:
+        """Return the devices of this node, and what is wrong with the list; CPU slots where there is no GPU."""
+        if self._listed is None or self._listed[0] != fakes or now_ns - self._listed[1] >= _LIST_EVERY_NS:
+            devices: tuple[Device, ...] = ()
+            problem = ""
+            try:
+                own = read_configuration(Home(self._home)).types
+                sources = providers(self._home, {FAKE_VARIABLE: fakes}, own)
+                devices = next(filter(None, (source.devices() for source in sources)), ())
+            except ServerlessGpuError as error:
+                problem = str(error)
+            self._listed = (fakes, now_ns, devices, problem)
+        return self._listed[2:]
 
     def _made_up(
-        self,
-        devices: Mapping[str, Device],
-        tenants: Mapping[str, Tenant],
-        ranks: Mapping[str, tuple[RankSample, ...]],
+        self, devices: Mapping[str, Device], wanted: Wanted, ranks: Mapping[str, Sequence[RankSample]]
     ) -> dict[str, GpuSample]:
-        """Return the samples of fakes and CPU slots."""
+        """Return the samples of fakes and CPU slots: what their ranks use."""
         made_up = {uuid: device for uuid, device in devices.items() if device.kind is not DeviceKind.GPU}
-        if not made_up:
-            return {}
-        has: dict[str, tuple[RankSample | None, int]] = {}
-        for key, tenant in tenants.items():
-            has.update(_who_has(tenant.devices, ranks[key]))
         fakes = any(device.kind is DeviceKind.FAKE for device in made_up.values())
         state: dict[str, FakeGpu] = fake_state(self._home) if fakes else {}
-        return {uuid: from_rank(device, *has.get(uuid, (None, 1)), state) for uuid, device in made_up.items()}
+        by_key = {(key, rank.rank): rank for key, samples in ranks.items() for rank in samples}
+        shares = Counter(wanted.used_by.values())
+        gpus: dict[str, GpuSample] = {}
+        for uuid, device in made_up.items():
+            user = wanted.used_by.get(uuid)
+            rank = None if user is None else by_key.get(user, RankSample(user[1]))
+            gpus[uuid] = from_rank(device, rank, 1 if user is None else shares[user], state)
+        return gpus
 
 
-def _ranks(key: str, tenant: Tenant, looks: Mapping[Key, RankLook], reading: Reading) -> tuple[RankSample, ...]:
+def _ranks(
+    key: str, pids: Mapping[int, int], looks: Mapping[Key, RankLook], reading: Reading
+) -> tuple[RankSample, ...]:
     samples: list[RankSample] = []
-    real = any(device.kind is DeviceKind.GPU for device in tenant.devices)
-    for rank in sorted(tenant.pids):
+    for rank in sorted(pids):
         look = looks.get((key, rank))
         if look is None:
             samples.append(RankSample(rank))
             continue
-        memory = None
-        if real and reading.memory_by_pid is not None:
-            memory = sum(reading.memory_by_pid.get(pid, 0) for pid in look.pids)
+        used = reading.memory_by_pid
+        memory = None if used is None else sum(used.get(pid, 0) for pid in look.pids)
         samples.append(RankSample(rank, look.cpu_percent, look.memory_bytes, memory))
     return tuple(samples)
-
-
-def _who_has(devices: Sequence[Device], ranks: Sequence[RankSample]) -> dict[str, tuple[RankSample | None, int]]:
-    """Return which rank has a device and how many it has: one each, or all of them one process."""
-    if len(ranks) == 1:
-        return {device.uuid: (ranks[0], len(devices)) for device in devices}
-    return {device.uuid: (rank, 1) for device, rank in zip(devices, ranks, strict=False)}

@@ -36,10 +36,10 @@ from serverless_gpu.node.home import Home
 from serverless_gpu.node.inside import linux
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.monitor import words
+from serverless_gpu.node.monitor.machine import ThisMachine
 from serverless_gpu.node.monitor.peers import Peer
 from serverless_gpu.node.monitor.recorder import Recorder, origin_of, sample_of
 from serverless_gpu.node.monitor.sampling import Bell, Look, Sampler, Wanted
-from serverless_gpu.node.monitor.standin import IdleMachine
 from serverless_gpu.node.spawning import bound_log
 from serverless_gpu.node.uplink.control import hold
 
@@ -89,7 +89,7 @@ class Monitor:
         self._clock = clock
         self._selector = selectors.DefaultSelector()
         self._bell = Bell()
-        self._sampler = Sampler(IdleMachine, clock, self._bell.ring)
+        self._sampler = Sampler(lambda: ThisMachine(home.root), clock, self._bell.ring)
         self._peers: dict[int, Peer] = {}
         self._recorders: dict[str, Recorder] = {}
         self._of_peer: dict[Peer, Recorder] = {}
@@ -210,8 +210,7 @@ class Monitor:
             if recorder.ranks is None or not recorder.is_sampled:
                 continue
             ranks[recorder.key] = recorder.ranks.pids
-            for device, rank in zip(recorder.devices, sorted(recorder.ranks.pids), strict=False):
-                used_by[device.uuid] = (recorder.key, rank)
+            used_by.update(recorder.used_by())
             devices.update({device.uuid: device for device in recorder.devices})
         fakes = next((peer.watch.fakes for peer in self._peers.values() if peer.watch is not None), None)
         return Wanted(devices=tuple(devices.values()), ranks=ranks, used_by=used_by, fakes=fakes)

@@ -15,12 +15,14 @@ from pathlib import Path
 
 from serverless_gpu.ambient import Clock, created_wall_ns
 from serverless_gpu.model.attempt import State
-from serverless_gpu.model.hardware import Device
-from serverless_gpu.model.telemetry import GpuSample, Header, RankSample, Sample, Sampled
+from serverless_gpu.model.hardware import Device, DeviceKind
+from serverless_gpu.model.telemetry import GpuSample, Header, RankSample, Sample, Sampled, works
 from serverless_gpu.node.monitor import words
 from serverless_gpu.node.monitor.peers import Peer
+from serverless_gpu.node.monitor.records import Recording
 from serverless_gpu.node.monitor.sampling import Look
-from serverless_gpu.node.monitor.standin import PlainRecording
+
+_SAID_MAX = 8
 
 
 class Recorder:
@@ -47,8 +49,9 @@ class Recorder:
         self.tracked: words.Tracked | None = None
         self._clock = clock
         self._began_ns = 0
-        self._recording: PlainRecording | None = None
+        self._recording: Recording | None = None
         self._settled = False
+        self._said: set[str] = set()
 
     @property
     def key(self) -> str:
@@ -117,22 +120,40 @@ class Recorder:
             devices=tuple(Sampled(device.uuid, device.type, device.kind) for device in ranks.devices),
         )
         path = self.directory / "logs" / f"{self.observe.node_rank}.telemetry"
-        with contextlib.suppress(OSError):
-            self._recording = PlainRecording(path, header)
+        self._recording = Recording(path, header)
 
     def see(self, look: Look) -> None:
         """Take a look at the node: keep what is this attempt's, and tell its supervisor what it adds up to."""
         if self._recording is None or not self.is_sampled:
             return
         sample = sample_of(look, self.devices, self.key)
-        with contextlib.suppress(OSError):
-            self._recording.append(sample)
-        self.say(words.Seen(uses=self._recording.uses(), busy=self._recording.busy(sample)), passing=True)
+        self._recording.append(sample)
+        uses = tuple(use.result() for use in self._recording.uses.values())
+        self.say(words.Seen(uses=uses, busy=works(sample)), passing=True)
+        if self._recording.lost:
+            self._say_once(
+                f"what the devices do cannot be written to {self.directory}: the disk is full, or it is gone"
+            )
+        if any(device.kind is DeviceKind.GPU for device in self.devices):
+            for problem in look.problems:
+                self._say_once(f"what the GPUs do is not known: {problem}")
+
+    def _say_once(self, sentence: str) -> None:
+        if sentence not in self._said and len(self._said) < _SAID_MAX:
+            self._said.add(sentence)
+            self.say(words.Said(sentence=sentence))
 
     @property
     def devices(self) -> tuple[Device, ...]:
         """Return its devices, in the order of its ranks."""
         return self.ranks.devices if self.ranks is not None else ()
+
+    def used_by(self) -> dict[str, tuple[str, int]]:
+        """Return which rank, by attempt and number, has a device: one each, or one process of a node all of them."""
+        ranks = sorted(self.ranks.pids) if self.ranks is not None else []
+        if len(ranks) == 1:
+            ranks *= len(self.devices)
+        return {device.uuid: (self.key, rank) for device, rank in zip(self.devices, ranks, strict=False)}
 
     def watched(self) -> words.Watched:
         """Return it as a frame shows it."""
@@ -149,7 +170,7 @@ class Recorder:
 
     def _close(self) -> None:
         if self._recording is not None:
-            self._recording.close()
+            self._recording.flush()
             self._recording = None
 
 
