@@ -207,7 +207,7 @@ class FakeStore:
             raise Refusal("INVALID_PARAMETER_VALUE", f"The experiment {identifier} must be in the 'active' state.")
         tags = [(tag["key"], tag["value"]) for tag in asked.get("tags", ())]
         for key, value in tags:
-            _check(key, value, TAG_CHARACTERS_MAX)
+            check(key, value, TAG_CHARACTERS_MAX)
         run = FakeRun(f"{len(self.runs) + 1:032x}", identifier, asked)
         run.tags.update(tags)
         run.tags.setdefault("mlflow.runName", run.name)
@@ -252,11 +252,11 @@ class FakeStore:
         run = self._active(asked)
         points = [_point(entry) for entry in metrics or ()]
         for entry in params or ():
-            _check(entry["key"], entry.get("value", ""), PARAM_CHARACTERS_MAX)
+            check(entry["key"], entry.get("value", ""), PARAM_CHARACTERS_MAX)
             if run.params.get(entry["key"], entry["value"]) != entry["value"]:
                 raise Refusal("INVALID_PARAMETER_VALUE", f"Changing param values is not allowed: {entry['key']}")
         for entry in tags or ():
-            _check(entry["key"], entry.get("value", ""), TAG_CHARACTERS_MAX)
+            check(entry["key"], entry.get("value", ""), TAG_CHARACTERS_MAX)
         for point in points:
             run.add(point)
         run.params.update({entry["key"]: entry["value"] for entry in params or ()})
@@ -274,11 +274,21 @@ def _point(entry: Asked) -> Point:
         raise Refusal("INVALID_PARAMETER_VALUE", f"Invalid value {value!r} for metric {entry.get('key')}")
     if "timestamp" not in entry:
         raise Refusal("INVALID_PARAMETER_VALUE", "Missing value for required parameter 'timestamp'")
-    _check(entry["key"], "", 1)
+    check(entry["key"], "", 1)
     return Point(entry["key"], float(value), int(entry["timestamp"]), int(entry.get("step") or 0))
 
 
-def _check(key: str, value: str, characters_max: int) -> None:
+def check(key: str, value: str, characters_max: int) -> None:
+    """Look whether MLflow would take a name and its value.
+
+    Args:
+        key: of a metric, parameter or tag.
+        value: of a parameter or tag.
+        characters_max: how long the value may be.
+
+    Raises:
+        Refusal: it would not.
+    """
     parts = key.split("/")
     if not _NAME.match(key) or not key or any(part in ("", ".", "..") for part in parts):
         raise Refusal("INVALID_PARAMETER_VALUE", f"Invalid name {key!r}")

@@ -167,7 +167,9 @@ class Rest:
         size = 0
         response = client.send(request, stream=True)
         try:
-            for part in response.iter_raw(64 << 10):
+            for (
+                part
+            ) in response.iter_raw():  # as it comes: with a size given, a part would be waited for until it is full
                 parts.append(part)
                 size += len(part)
                 if size > ANSWER_BYTES_MAX:
