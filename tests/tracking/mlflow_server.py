@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,16 @@ class MlflowServer:
         if self._process is not None:
             os.killpg(self._process.pid, 15)
             self._process.wait(30)
+
+    @contextmanager
+    def standing_still(self) -> Iterator[None]:
+        """Have it stand still meanwhile: it is connected to, and answers nothing until afterwards."""
+        assert self._process is not None
+        os.killpg(self._process.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.killpg(self._process.pid, signal.SIGCONT)
 
     def post(self, path: str, /, **body: object) -> dict[str, Any]:
         """Call its REST interface."""

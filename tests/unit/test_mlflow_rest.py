@@ -197,8 +197,8 @@ def test_an_answer_that_comes_byte_by_byte_is_given_up() -> None:
 def test_files_go_through_the_servers_own_store_and_nowhere_else() -> None:
     with FakeMlflow() as mlflow, talking(mlflow.uri) as tracker:
         tracked = made(tracker)
-        tracker.upload(tracked, "sgpu/a b/ü?#%.txt", b"x")
-        assert mlflow.run_of("01").files == {"sgpu/a b/ü?#%.txt": b"x"}
+        tracker.upload(tracked, "sgpu/a b/ü?%.txt", b"x")
+        assert mlflow.run_of("01").files == {"sgpu/a b/ü?%.txt": b"x"}
         for elsewhere in (
             "s3://bucket/1",
             "file:///mlruns",

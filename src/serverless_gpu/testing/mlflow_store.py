@@ -156,8 +156,8 @@ class FakeStore:
     def _place(self, path: str) -> tuple[FakeRun, str]:
         experiment, run_id, artifacts, name = path.split("/", 3)
         run = self._run({"run_id": run_id})
-        if artifacts != "artifacts" or experiment != run.experiment_id or ".." in name.split("/"):
-            raise Refusal("INVALID_PARAMETER_VALUE", f"invalid path {path}")
+        if artifacts != "artifacts" or experiment != run.experiment_id or ".." in name.split("/") or "#" in name:
+            raise Refusal("INVALID_PARAMETER_VALUE", "Invalid path")
         return run, name
 
     def _experiment_by_name(self, asked: Asked) -> dict[str, Any]:
