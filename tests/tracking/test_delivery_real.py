@@ -20,7 +20,7 @@ from serverless_gpu.testing.mlflow import FakeMlflow
 from serverless_gpu.tracking.base import Metric, TrackerAway, TrackerRefused
 from serverless_gpu.tracking.mlflow import MlflowTracker
 from tests.tracking.mlflow_server import PYTHON, MlflowServer, without_mlflow_variables
-from tests.unit.deliveries import CPU, RUN_ID, attempt, delivering, job, record, until
+from tests.unit.deliveries import CPU, RUN_ID, attempt, delivered, delivering, job, record, until
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -63,7 +63,7 @@ def test_a_run_of_two_attempts_and_two_nodes_is_one_mlflow_run(
         with delivering(directory, MlflowTracker(mlflow_server.uri, {}), what) as (delivery, heard):
             delivery.ending(state, Reason.COMPLETED if state is State.SUCCEEDED else Reason.PREEMPTED)
             delivery.settled()
-            until(delivery, lambda delivery=delivery: delivery.over, "its delivery")  # type: ignore[misc]  # bound
+            delivered(delivery)
         assert (delivery.over, heard.problems, heard.sentences) == ("delivered", [], [])
     (run,) = mlflow_server.runs(where.experiment)
     assert (run.status, run.name) == ("FINISHED", f"jobTaskRun-{RUN_ID}")
@@ -104,7 +104,7 @@ def test_F44_a_real_server_that_stops_and_goes_on_has_one_run_with_every_point_o
             until(delivery, lambda: heard.sentences, "that it is away")
         delivery.ending(State.SUCCEEDED, Reason.COMPLETED)
         delivery.settled()
-        until(delivery, lambda: delivery.over, "its delivery")
+        delivered(delivery)
     (run,) = mlflow_server.runs(where.experiment)
     assert run.status == "FINISHED"
     whole = [(1, 1.0), (11, 6.5), (21, 16.5), (31, 26.5), (41, 36.5), (45, 43.5)]

@@ -122,3 +122,8 @@ def until(delivery: Delivery, holds: Callable[[], object], what: str) -> None:
         delivery.wake()
         waited.wait(0.01)
     raise AssertionError(f"{what} did not happen; over={delivery.over!r}")
+
+
+def delivered(delivery: Delivery) -> None:
+    """Wait until nothing is left to do."""
+    until(delivery, lambda: delivery.over, "its delivery")

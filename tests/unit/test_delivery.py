@@ -9,7 +9,7 @@ import msgspec
 
 from serverless_gpu.model.attempt import Reason, State
 from serverless_gpu.testing.mlflow import FakeMlflow
-from tests.unit.deliveries import BUSY, CPU, RUN_ID, attempt, delivering, job, record, tracking, until
+from tests.unit.deliveries import BUSY, CPU, RUN_ID, attempt, delivered, delivering, job, record, tracking, until
 
 
 def test_a_run_is_delivered_whole(tmp_path: Path) -> None:
@@ -23,7 +23,7 @@ def test_a_run_is_delivered_whole(tmp_path: Path) -> None:
         before = delivery.over
         (directory / "receipt.json").write_text("{}")
         delivery.settled()
-        until(delivery, lambda: delivery.over, "its delivery")
+        delivered(delivery)
         run = mlflow.run_of(RUN_ID)
         uri = mlflow.uri
     assert (before, delivery.over) == ("", "delivered")
@@ -56,7 +56,7 @@ def test_a_failed_run_has_its_failures_and_the_logs_of_the_ranks_that_failed(tmp
     with FakeMlflow() as mlflow, delivering(directory, mlflow) as (delivery, _):
         delivery.ending(State.FAILED, Reason.RANK_RAISED, "rank 3 raised ValueError")
         delivery.settled()
-        until(delivery, lambda: delivery.over, "its delivery")
+        delivered(delivery)
         run = mlflow.run_of(RUN_ID)
     assert run.status == "FAILED"
     assert run.tags["sgpu.sentence"] == "rank 3 raised ValueError"
@@ -84,13 +84,13 @@ def test_all_nodes_and_attempts_of_a_run_write_to_one_mlflow_run(tmp_path: Path)
                 for one in (delivery, late):
                     one.ending(State.CANCELLED, Reason.PREEMPTED, "")
                     one.settled()
-                    until(one, lambda one=one: one.over, "its delivery")  # type: ignore[misc]  # a default binds it
+                    delivered(one)
         assert mlflow.run_of(RUN_ID).status == "KILLED"
         with delivering(second, mlflow, job(fence=2)) as (delivery, _):
             until(delivery, lambda: mlflow.run_of(RUN_ID).status == "RUNNING", "the second attempt")
             delivery.ending(State.SUCCEEDED, Reason.COMPLETED)
             delivery.settled()
-            until(delivery, lambda: delivery.over, "its delivery")
+            delivered(delivery)
         run = mlflow.run_of(RUN_ID)
     assert run.status == "FINISHED"
     assert run.series("system/node_1/cpu_utilization_percentage")
@@ -112,7 +112,7 @@ def test_a_run_of_the_drivers_is_written_to_and_never_ended(tmp_path: Path) -> N
             delivery.ending(State.FAILED, Reason.RANK_RAISED, "no")
             (directory / "receipt.json").write_bytes(b"{}")
             delivery.settled()
-            until(delivery, lambda: delivery.over, "its delivery")
+            delivered(delivery)
         assert mlflow.runs == [mine]
     assert [tracked.run_id for tracked in heard.runs] == [mine.run_id]
     assert (mine.status, mine.end_time, mine.name) == ("RUNNING", None, "mine")
@@ -137,7 +137,7 @@ def test_a_process_that_ended_is_followed_by_another_which_does_nothing_twice(tm
             until(delivery, lambda: heard.runs, "the link")
             delivery.ending(State.SUCCEEDED, Reason.COMPLETED)
             delivery.settled()
-            until(delivery, lambda: delivery.over, "its delivery")
+            delivered(delivery)
         run = mlflow.run_of(RUN_ID)
         assert [path for method, path in mlflow.requests if method == "PUT"] == uploads
         before = list(mlflow.requests)

@@ -14,7 +14,7 @@ from serverless_gpu.testing import FakeClock
 from serverless_gpu.testing.mlflow import Behaviour, FakeMlflow
 from serverless_gpu.tracking.base import TrackerAway
 from serverless_gpu.tracking.mlflow import MlflowTracker
-from tests.unit.deliveries import CALLED_NS, CPU, RUN_ID, attempt, delivering, job, record, tracking, until
+from tests.unit.deliveries import CALLED_NS, CPU, RUN_ID, attempt, delivered, delivering, job, record, tracking, until
 
 WHOLE = [(1, 1.0), (11, 6.5), (21, 16.5), (31, 26.5), (41, 36.5), (45, 43.5)]
 AWAY: tuple[Behaviour, ...] = ("refuses", "fails", "hangs", "loses")
@@ -32,7 +32,7 @@ def test_F44_what_was_missed_arrives_in_order_once_mlflow_is_back(tmp_path: Path
         delivery.ending(State.SUCCEEDED, Reason.COMPLETED)
         delivery.settled()
         mlflow.behave("answers")
-        until(delivery, lambda: delivery.over, "its delivery")
+        delivered(delivery)
         run = mlflow.run_of(RUN_ID)
     assert run.series(CPU) == WHOLE
     assert run.status == "FINISHED"
@@ -58,7 +58,7 @@ def test_F44_an_mlflow_that_is_away_from_the_beginning_has_one_run_in_the_end(
             delivery.settled()
             mlflow.behave("answers")
             clock.advance(11)
-            until(delivery, lambda: delivery.over, "its delivery")
+            delivered(delivery)
         run = mlflow.run_of(RUN_ID)
     assert run.series(CPU) == WHOLE
     assert [final for _, final in heard.problems] == [False]
@@ -98,7 +98,7 @@ def test_F44_beyond_the_backlog_the_oldest_points_are_dropped_counted_and_said_o
         record(directory, range(1001, 1012), first=False)
         delivery.ending(State.SUCCEEDED, Reason.COMPLETED)
         delivery.settled()
-        until(delivery, lambda: delivery.over, "its delivery")
+        delivered(delivery)
         run = mlflow.run_of(RUN_ID)
     steps = [step for step, _ in run.series(CPU)]
     assert steps == sorted(steps)
@@ -153,7 +153,7 @@ def test_F44_a_server_that_is_not_itself_for_a_while_loses_nothing(tmp_path: Pat
         mlflow.behave("answers")
         delivery.ending(State.SUCCEEDED, Reason.COMPLETED)
         delivery.settled()
-        until(delivery, lambda: delivery.over, "its delivery")
+        delivered(delivery)
         assert mlflow.run_of(RUN_ID).series(CPU) == WHOLE
 
 
@@ -179,7 +179,7 @@ def test_F44_a_run_that_was_deleted_in_mlflow_costs_nothing_but_a_sentence(tmp_p
         record(directory, range(12, 46), first=False)
         delivery.ending(State.FAILED, Reason.RANK_RAISED, "no")
         delivery.settled()
-        until(delivery, lambda: delivery.over, "its delivery")
+        delivered(delivery)
         assert mlflow.runs[0].series(CPU) == WHOLE[:2]
     assert delivery.over == "delivered"
     assert len(heard.sentences) == 1
