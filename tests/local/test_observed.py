@@ -107,7 +107,7 @@ def test_a_run_is_observed_from_its_launch_to_its_receipt(
     receipt = receipt_of(heard)
     assert (receipt.tracked, receipt.notes) == (TRACKED.url, ("12 points dropped",))
     assert [(use.samples, use.uuid) for use in receipt.uses] == [(40, uuid) for uuid in receipt.gpus]
-    wait_for(lambda: monitor.ended, "the supervisor has hung up")
+    wait_for(lambda: monitor.all(words.Settled), "the supervisor has said all")
     assert [type(word) for word in monitor.heard] == [words.Observe, words.Ranks, words.Ending, words.Settled]
     (observe,), (ranks,), (ending,) = (monitor.all(kind) for kind in (words.Observe, words.Ranks, words.Ending))
     assert isinstance(observe, words.Observe) and isinstance(ranks, words.Ranks) and isinstance(ending, words.Ending)
@@ -119,10 +119,15 @@ def test_a_run_is_observed_from_its_launch_to_its_receipt(
 
 
 def test_F44_without_a_monitor_a_run_is_as_it_was(own: Path) -> None:
-    message, heard = launched(own, RunSpec(name="unseen"))
-    assert payload.load(f"{message.directory}/results/0.pkl") == {}
-    receipt = receipt_of(heard)
-    assert (receipt.state, receipt.tracked, receipt.notes) == ("SUCCEEDED", "", ())
+    nobody = FakeMonitor(Home(own).sockets())
+    nobody.die()
+    try:
+        message, heard = launched(own, RunSpec(name="unseen"))
+        assert payload.load(f"{message.directory}/results/0.pkl") == {}
+        receipt = receipt_of(heard)
+        assert (receipt.state, receipt.tracked, receipt.uses, receipt.notes) == ("SUCCEEDED", "", (), ())
+    finally:
+        nobody.close()
 
 
 def test_a_program_waits_until_it_is_known_where_it_is_tracked(own: Path, monitor: FakeMonitor) -> None:
@@ -147,13 +152,13 @@ def test_a_monitor_that_is_killed_while_ranks_run_is_followed_by_another(own: Pa
     write_submission(message, greeting.version)
     protocol.send(channel, message)
     wait_for(lambda: monitor.all(words.Ranks), "the ranks run")
-    monitor.close()
+    monitor.die()
     second = FakeMonitor(Home(own).sockets(), answers).serve()
     try:
         wait_for(lambda: second.all(words.Ranks), "the next monitor knows of them")
         (own / "go").touch()
         assert receipt_of(said(channel)).tracked == TRACKED.url
-        wait_for(lambda: second.ended, "the supervisor has hung up")
+        wait_for(lambda: second.all(words.Settled), "the supervisor has said all")
         assert [type(word) for word in second.heard] == [words.Observe, words.Ranks, words.Ending, words.Settled]
     finally:
         second.close()

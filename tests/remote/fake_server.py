@@ -70,11 +70,16 @@ class Script:
         self.is_deaf = False
         self.changed = threading.Condition()
 
-    def say(self, state: State, sentence: str = "", *, node: str = "n1") -> None:
+    def say(self, state: State, sentence: str = "", *, node: str = "n1", tracked: str = "") -> None:
         """Be in a state."""
         with self.changed:
             message = StateMessage(
-                seq=len(self.events) + 1, fence=self.fence, state=state, sentence=sentence, node=node
+                seq=len(self.events) + 1,
+                fence=self.fence,
+                state=state,
+                sentence=sentence,
+                node=node,
+                tracked=tracked,
             )
             self.events.append(message)
             self.changed.notify_all()

@@ -142,7 +142,7 @@ def _read_back(connection: Connection, run_id: str) -> None:
     assert (data, headers["SGPU-Next-Offset"], headers["SGPU-Complete"]) == (b"llo\n", "6", "0")
     data, headers = connection.fetch(f"/runs/{run_id}/logs/0/stdout", query={"offset": "6"})
     assert (data, headers["SGPU-Complete"]) == (b"bye\n", "1")
-    assert connection.get(f"/runs/{run_id}/logs/7/stderr") == b""
+    assert connection.get(f"/runs/{run_id}/logs/7/stderr") == connection.get(f"/runs/{run_id}/logs/0/telemetry") == b""
     results = connection.ask("GET", f"/runs/{run_id}/results", answer=FileList)
     assert [(file.name, file.inline) for file in results.files] == [("results/0.pkl", b"abc")]
     assert connection.get(f"/runs/{run_id}/files/results/0.pkl") == b"abc"

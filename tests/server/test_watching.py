@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from serverless_gpu.errors import InvalidValue
@@ -64,6 +65,9 @@ class Story:
     def _now(self, state: State, fence: int, sentence: str) -> None:
         fields = {name: getattr(self.run, name) for name in self.run.__struct_fields__}
         self.run = RunView(**{**fields, "state": state, "fence": fence, "sentence": sentence})
+
+    def track(self, url: str) -> None:
+        self.run = msgspec.structs.replace(self.run, tracked=url)
 
     def say(self, sentence: str) -> None:
         self._now(self.run.state, self.run.fence, sentence)
@@ -237,6 +241,30 @@ def test_a_sentence_that_is_no_event_is_said_once(tmp_path: Path) -> None:
     story.say("needs 8 H100 on one node; 5 free on n3; you are 2nd")
     assert told(everything(watch)) == ["0 QUEUED"]
     assert everything(watch) == []
+
+
+def test_the_link_to_mlflow_is_said_once(tmp_path: Path) -> None:
+    story = Story(tmp_path)
+    story.event(State.RUNNING, 1, "it runs")
+    watch = story.watch()
+    assert told(everything(watch)) == ["1 RUNNING"]
+    story.track("http://127.0.0.1:5000/#/experiments/1/runs/m1")
+    [message] = everything(watch)
+    assert isinstance(message, StateMessage)
+    assert (message.seq, message.sentence, message.tracked) == (0, "it runs", story.run.tracked)
+    story.say("it runs on")
+    assert told(everything(watch)) == ["0 RUNNING"] and everything(watch) == []
+
+
+def test_samples_of_nodes_are_not_shown_live(tmp_path: Path) -> None:
+    story = Story(tmp_path)
+    story.event(State.RUNNING, 1)
+    story.write(b"hello\n")
+    story.write(b"[1]\n", stream="telemetry")
+    for ranks in (None, "all"):
+        assert told(everything(story.watch(Position(ranks=ranks))))[1:] == ["1.0.stdout 'hello\\n'"]
+    with pytest.raises(InvalidValue):
+        parse_offsets("1.0.telemetry:3")
 
 
 def test_other_ranks_than_those_shown_can_be_asked_for(tmp_path: Path) -> None:

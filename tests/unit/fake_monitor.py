@@ -1,8 +1,13 @@
-"""A monitor that is not one: it hears what supervisors say, and says what a test wants."""
+"""A monitor that is not one: it hears what supervisors say, and says what a test wants.
+
+It has the lock of a real one, so that no agent starts that beside it.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
 import socket
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -31,6 +36,9 @@ class FakeMonitor:
         self._answers = answers
         self._path = words.monitor_socket(sockets)
         self._path.unlink(missing_ok=True)
+        self._lock = os.open(self._path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        with contextlib.suppress(BlockingIOError):  # one that has died before has it, and keeps it
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(str(self._path))
         self._listener.listen(16)
@@ -49,7 +57,8 @@ class FakeMonitor:
         if word is None:
             self.ended += 1
             return None
-        self.heard.append(word)
+        if not isinstance(word, words.Prepare):  # of an agent
+            self.heard.append(word)
         for answer in self._answers(word):
             with contextlib.suppress(OSError):
                 words.say(peer, answer)
@@ -65,8 +74,14 @@ class FakeMonitor:
         return self
 
     def close(self) -> None:
-        """End as a killed monitor does: everything is closed, and nobody listens."""
-        self._path.unlink(missing_ok=True)
+        """End, and let others be the monitor."""
+        self.die()
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def die(self) -> None:
+        """End as a killed monitor does: everything is closed, and nobody listens; but none is started either."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()

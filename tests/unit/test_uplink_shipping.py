@@ -14,6 +14,23 @@ from serverless_gpu.wire.attempts import LogPiece
 from serverless_gpu.wire.base import INLINE_BYTES_MAX, INLINE_OUTPUT_BYTES_MAX, LOG_REPORT_BYTES_MAX
 
 
+def test_samples_go_when_they_are_asked_for_and_are_waited_for_only_then(tmp_path: Path) -> None:
+    logs = Logs(tmp_path, known=True)
+    write(tmp_path, "0.stdout", b"out\n")
+    write(tmp_path, "0.telemetry", b"[1]\n")
+    pieces = logs.pieces()
+    assert [(piece.stream, piece.data) for piece in pieces] == [("stdout", b"out\n")]
+    assert logs.is_complete(pieces)
+    logs.taken(pieces, {})
+    assert logs.pieces() == ()
+    logs.samples = True
+    assert not logs.is_complete(())
+    pieces = logs.pieces()
+    assert [(piece.stream, piece.rank, piece.data) for piece in pieces] == [("telemetry", 0, b"[1]\n")]
+    logs.taken(pieces, {})
+    assert logs.is_complete(()) and logs.ends_missing(()) == {}
+
+
 class Taker:
     """The server's side of logs: appends what fits on, and says where it wants to go on."""
 

@@ -18,11 +18,13 @@ from serverless_gpu.client.preflight import pack
 from serverless_gpu.model.attempt import Reason, State, StopReason
 from serverless_gpu.model.spec import BlobReference, Command, Function, RunSpec
 from serverless_gpu.node.history import read_ending
+from serverless_gpu.node.monitor import words
 from serverless_gpu.node.uplink import control
 from serverless_gpu.node.uplink.control import ensure, running, stop_all
 from serverless_gpu.testing import FakeGpus
 from tests.local.observe import announced, wait_for
 from tests.local.ranks import stay
+from tests.unit.fake_monitor import FakeMonitor
 from tests.uplink.agent_server import TOKEN
 from tests.uplink.node import Node
 
@@ -220,3 +222,23 @@ def test_a_home_that_cannot_be_written_to_is_a_refusal_that_is_told(node: Node) 
     node.home.runs.unlink()
     assert attempt.reason is Reason.REFUSED and "cannot write" in attempt.reports[0].sentence
     assert node.run(hello, "b").settled().reason is Reason.COMPLETED
+
+
+def test_where_a_run_is_tracked_and_what_its_node_did_reach_the_server(node: Node, where: str) -> None:
+    def answers(word: words.AnyWord) -> tuple[words.Word, ...]:
+        if isinstance(word, words.Observe):
+            Path(word.directory, "logs", "0.telemetry").write_bytes(b"[1]\n[2]\n")
+            return (words.Tracked(run_id="m1", url="http://127.0.0.1:5000/#/experiments/1/runs/m1", environ={}),)
+        return ()
+
+    monitor = FakeMonitor(node.home.sockets(), answers).serve()
+    try:
+        attempt = node.run(stay, where).running()
+        wait_for(lambda: attempt.reports[-1].tracked, "the link is known while the run goes on")
+        Path(where, "go").touch()
+        attempt.settled()
+    finally:
+        monitor.close()
+    assert attempt.reports[-1].tracked == "http://127.0.0.1:5000/#/experiments/1/runs/m1"
+    assert attempt.logs["0.telemetry"] == b"[1]\n[2]\n"
+    assert attempt.receipt is not None and attempt.receipt["tracked"] == attempt.reports[-1].tracked

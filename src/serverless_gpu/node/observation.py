@@ -43,18 +43,6 @@ COMMAND_NS = 2_000_000_000
 SERVER_NS = 10_000_000_000
 """How long a program does while the home's own MLflow server starts."""
 _STARTING = "the home's MLflow server starts; the program waits for it up to 10 s"
-_VARIABLES = frozenset(
-    {
-        "http_proxy",
-        "https_proxy",
-        "all_proxy",
-        "no_proxy",
-        "ssl_cert_file",
-        "ssl_cert_dir",
-        "requests_ca_bundle",
-        "curl_ca_bundle",
-    }
-)
 
 
 class Observation:
@@ -114,7 +102,7 @@ class Observation:
                 spec=launch.spec,
                 world_size=launch.world_size,
                 python=original(launch.context.python),
-                environ=_variables(launch.context.environ),
+                environ=words.tracking_variables(launch.context.environ),
                 environment="live" if launch.environment is None else f"snapshot {launch.environment.snapshot}",
                 called_ns=launch.called_ns,
             )
@@ -275,12 +263,3 @@ class Observation:
     def _wait(self) -> None:
         self._again_ns = self._clock.boottime_ns() + self._pause_ns
         self._pause_ns = min(2 * self._pause_ns, _AGAIN_NS)
-
-
-def _variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what of the caller's variables says where MLflow is, and how it is reached."""
-    return {
-        name: value
-        for name, value in environ.items()
-        if (name.startswith("MLFLOW_") or name.lower() in _VARIABLES) and not value.startswith("\0")
-    }

@@ -315,7 +315,7 @@ class Tracked(Message, frozen=True, kw_only=True, tag="tracked"):
     """The run has a run in MLflow.
 
     Attributes:
-        run_id: MLflow's.
+        run_id: MLflow's; "" where only the link is known, which has it.
         url: what a person opens.
     """
 

@@ -1,4 +1,4 @@
-"""What ranks wrote, as their nodes send it: one file per rank and stream, appended to by offset.
+"""What ranks wrote and telemetry saw, as nodes send it: one file per rank and stream, appended to by offset.
 
     report ── piece(offset, bytes) ─▶ append ─▶ logs/<run>/<fence>/<rank>.<stream>
                  next offset ◀────────┘                  │
@@ -9,7 +9,8 @@ comes too early is left out: the answer is the offset that is wanted next. What 
 process; `sync` makes it survive a power cut, and is called before an ending is acknowledged: until then the node keeps
 its own copy. The files of an attempt are only ever appended to.
 
-A name is built from checked parts only: the identifier of a run, two integers, one of two words.
+A name is built from checked parts only: the identifier of a run, two integers, one of three words. Of telemetry, `rank`
+is the number of the node.
 
 Failure cases: the disk is full, or has only what is kept for the database (fewer bytes are taken, and the node sends
 them again later: a report is the life sign of a run that must not end because of a disk; when the run ends with bytes
@@ -35,14 +36,14 @@ from serverless_gpu.model.spec import RANKS_MAX
 from serverless_gpu.server.space import FULL, KEPT_FREE_BYTES, free_bytes
 from serverless_gpu.units import format_bytes
 
-STREAMS = ("stdout", "stderr")
+STREAMS = ("stdout", "stderr", "telemetry")
 BYTES_MAX = (1 << 30) + (64 << 20)
 """Stored bytes of one stream, at most; nodes stop before (`node/logs.py`), whoever else has a token does not."""
 TOGETHER_MIN = 64
 """From so many files on the disk is asked to finish everything once, instead of each by itself."""
 
 _RUN_ID = re.compile(r"[0-9a-hjkmnp-tv-z]{26}")
-_NAME = re.compile(r"(0|[1-9][0-9]{0,6})\.(stdout|stderr)")
+_NAME = re.compile(rf"(0|[1-9][0-9]{{0,6}})\.({'|'.join(STREAMS)})")
 _CLOSED = 0o1600  # the sticky bit means nothing on a file of data: here it says that its last line is the server's
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -71,7 +72,7 @@ class Logs:
             run_id: the run.
             fence: number of the attempt.
             rank: global rank.
-            stream: ``"stdout"`` or ``"stderr"``.
+            stream: one of `STREAMS`.
             offset: of the first byte in the rank's stream.
             data: the bytes.
 
@@ -111,7 +112,7 @@ class Logs:
             run_id: the run.
             fence: number of the attempt.
             rank: global rank.
-            stream: ``"stdout"`` or ``"stderr"``.
+            stream: one of `STREAMS`.
             end: where it ends on its node.
             why: what is to be read beside how much it is.
         """
@@ -135,7 +136,7 @@ class Logs:
             run_id: the run.
             fence: number of the attempt.
             rank: global rank.
-            stream: ``"stdout"`` or ``"stderr"``.
+            stream: one of `STREAMS`.
             offset: of the first byte.
             limit: how many bytes at most.
 

@@ -27,6 +27,7 @@ What can go wrong:
 from __future__ import annotations
 
 import logging
+import re
 
 import msgspec
 import sqlalchemy as sa
@@ -51,6 +52,7 @@ from serverless_gpu.wire.attempts import File, LogPiece, Report, ReportAnswer
 from serverless_gpu.wire.base import INLINE_BYTES_MAX, Json
 
 SENTENCE_CHARACTERS_MAX = 2_000
+_LINK = re.compile(r"https?://[\x21-\x7e]{1,2000}")
 _log = logging.getLogger(__name__)
 _SEEN = {State.QUEUED: State.STARTING, State.STARTING: State.STARTING, State.RUNNING: State.RUNNING}
 
@@ -237,6 +239,8 @@ def _is_news(services: Services, found: _Found, said: Report) -> bool:
         return True
     if not found.is_current:
         return False
+    if _tracked(said) not in ("", found.run.tracked):
+        return True
     attempt = found.attempt
     unwritten_ns = services.clock.wall_ns() - attempt.lease_ns
     is_due = not 0 <= unwritten_ns < services.settings.lease_written_s * 1e9
@@ -280,6 +284,8 @@ def _apply(connection: sa.Connection, who: Caller, run_id: str, fence: int, said
         for file in said.files
     ]
     # What was acknowledged with the ending stays as it was; the receipt and what comes with it is new then.
+    if _tracked(said) not in ("", found.run.tracked):
+        runs.note_tracked(connection, run_id, _tracked(said))
     written = files.put(connection, run_id, fence, stored, replace=found.attempt.ended_ns is None)
     told = _tell(connection, found, said, at_ns=at_ns) if found.is_current else None
     settled = _settle(connection, found.attempt, said, at_ns=at_ns)
@@ -338,7 +344,8 @@ def _settle(connection: sa.Connection, attempt: StoredAttempt, said: Report, *, 
 def _announce(services: Services, found: _Found, said: Report, applied: _Applied) -> None:
     if applied.told is not None:
         applied.told.announce(services.hub)
-    if said.logs or applied.settled or applied.files or _sentence(said) != found.attempt.sentence:
+    is_said = _sentence(said) != found.attempt.sentence or _tracked(said) not in ("", found.run.tracked)
+    if said.logs or applied.settled or applied.files or is_said:
         services.hub.touch(run_key(found.run.id))
     if applied.settled:
         services.hub.touch(SCHEDULER)  # its devices were looked at, and are free or known not to be
@@ -348,6 +355,11 @@ def _text(json: Json) -> str | None:
     """Return JSON as it came; None where nothing did."""
     text = bytes(json).decode() if isinstance(json, msgspec.Raw) else ""
     return None if text in ("", "null") else text
+
+
+def _tracked(said: Report) -> str:
+    """Return the link to the run in MLflow, or "": people open it, and a node may say what it likes."""
+    return said.tracked if _LINK.fullmatch(said.tracked) else ""
 
 
 def _sentence(said: Report) -> str:

@@ -61,6 +61,7 @@ class StoredRun(msgspec.Struct, frozen=True, kw_only=True):
         fence: of the current attempt; 0 before the first.
         queued_ns: its age in the queue; a run that waits again keeps it.
         events: number of the last event.
+        tracked: link to it in MLflow, where all attempts write to one run; "" while no node has said it.
         attempt: the current attempt, or the last.
     """
 
@@ -87,6 +88,7 @@ class StoredRun(msgspec.Struct, frozen=True, kw_only=True):
     spec: RunSpec
     target: Target
     snapshot: str
+    tracked: str
     attempt: StoredAttempt | None
 
     @property
@@ -210,6 +212,7 @@ def insert(connection: sa.Connection, new: NewRun, *, at_ns: int) -> StoredRun:
         spec=spec,
         target=new.target,
         snapshot=new.snapshot,
+        tracked="",
         attempt=None,
     )
 
@@ -317,6 +320,11 @@ def change(connection: sa.Connection, run: StoredRun, **values: object) -> None:
     unchanged = sa.and_(runs.c.id == run.id, runs.c.fence == run.fence, runs.c.state == run.state.value)
     if connection.execute(runs.update().where(unchanged).values(**values)).rowcount != 1:
         raise StaleAttempt(f"run {run.id} is not {run.state} in attempt {run.fence} any more")
+
+
+def note_tracked(connection: sa.Connection, run_id: str, url: str) -> None:
+    """Write where a run is tracked."""
+    connection.execute(runs.update().where(runs.c.id == run_id).values(tracked=url))
 
 
 def settle(connection: sa.Connection, run_id: str, fence: int, *, at_ns: int) -> bool:

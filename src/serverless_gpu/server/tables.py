@@ -109,6 +109,7 @@ runs = sa.Table(
     sa.Column("context_sealed", sa.LargeBinary, nullable=False),  # encrypted: it holds the caller's variables
     sa.Column("call", sa.LargeBinary),
     sa.Column("client_version", sa.String(32), nullable=False, default=""),
+    sa.Column("tracked", sa.Text, nullable=False, default=""),  # link to it in MLflow
     sa.Index("ix_runs_queue", "state", "priority", "queued_ns"),
     sa.Index("ix_runs_owner", "owner", "id"),
 )

@@ -95,6 +95,7 @@ def run_view(run: StoredRun, *, waits_for: str = "", deduplicated: bool = False)
         snapshot=run.snapshot,
         deduplicated=deduplicated,
         finished=run.finished,
+        tracked=run.tracked,
     )
 
 

@@ -124,7 +124,7 @@ class Watch:
         self._look = look
         self._output = _Output(run_id, position, files, clock)
         self._after = position.after
-        self._sentence = ""
+        self._sentence = self._tracked = ""
         self._ended = False
         self._kept: Look | None = None
         self.over = False
@@ -178,8 +178,9 @@ class Watch:
         if over and self._output.more_to_read:
             return found
         found += self._endings(look)
-        if look.run.sentence not in ("", self._sentence) and not over:
-            self._sentence = look.run.sentence
+        is_new = look.run.sentence not in ("", self._sentence) or look.run.tracked != self._tracked
+        if is_new and not over:
+            self._sentence, self._tracked = look.run.sentence, look.run.tracked
             found.append(_aside(look.run))
         return found
 
@@ -236,8 +237,9 @@ class _Output:
         if wanted is not None:
             ranks = list(dict.fromkeys(wanted))[: LIVE_STREAMS_MAX // len(STREAMS)]
             return [(fence, rank, stream) for rank in ranks for stream in STREAMS]
-        there = sorted(self._files.sizes(self._run_id, fence))[:LIVE_STREAMS_MAX]
-        return [(fence, rank, "stderr" if stream == "stderr" else "stdout") for rank, stream in there]
+        sizes = self._files.sizes(self._run_id, fence)  # samples are among them, which nobody reads live
+        there = sorted((rank, stream) for rank, name in sizes for stream in STREAMS if name == stream)
+        return [(fence, rank, stream) for rank, stream in there[:LIVE_STREAMS_MAX]]
 
     def _of(self, place: Place, left: int, over: bool) -> tuple[list[StreamMessage], int]:
         """Return what is new of one stream, at most `left` bytes of it, and how many bytes that is."""
@@ -315,7 +317,13 @@ def _closes(event: StateMessage) -> bool:
 
 def _aside(run: RunView) -> StateMessage:
     return StateMessage(
-        seq=0, fence=run.fence, state=run.state, reason=run.reason, sentence=run.sentence, node=run.node
+        seq=0,
+        fence=run.fence,
+        state=run.state,
+        reason=run.reason,
+        sentence=run.sentence,
+        node=run.node,
+        tracked=run.tracked,
     )
 
 

@@ -25,10 +25,10 @@ NOT_SENT = "results do not get to the server: "
 
 
 class LogPiece(Request, frozen=True, kw_only=True):
-    """Bytes of a rank's log file from `offset` on."""
+    """Bytes of a file from `offset` on: what a rank wrote, or the samples of a node (`rank` is its number then)."""
 
     rank: int
-    stream: Literal["stdout", "stderr"]
+    stream: Literal["stdout", "stderr", "telemetry"]
     offset: int
     data: bytes
 
@@ -69,6 +69,7 @@ class Report(Request, frozen=True, kw_only=True):
         ending: set once no rank runs any more.
         receipt: `model.ledger.Receipt` as JSON, once devices are given back; with it the attempt is settled.
         freed: no process of it is left, and its devices are given back; outputs may still be on their way.
+        tracked: link to the run in MLflow, once known.
     """
 
     state: State
@@ -82,6 +83,7 @@ class Report(Request, frozen=True, kw_only=True):
     ending: Ending | None = None
     receipt: Json = msgspec.UNSET
     freed: bool = False
+    tracked: str = ""
 
 
 class ReportAnswer(Answer, frozen=True, kw_only=True):

@@ -6,6 +6,7 @@ GET    /runs/{run}                                       → RunView
 GET    /runs/{run}/events?after&offsets&ranks            → stream of `StreamMessage`
 POST   /runs/{run}/stop                 StopRequest      → RunView
 GET    /runs/{run}/logs/{rank}/{stream}?fence&offset&limit → bytes; `SGPU-Next-Offset`, `-Complete`, `-Size`
+                                                           `stream`: stdout, stderr, or telemetry of node `rank`
 GET    /runs/{run}/results                               → FileList of `results/<rank>.pkl`
 GET    /runs/{run}/files?fence                           → FileList
 GET    /runs/{run}/files/{name}?fence                    → bytes, with Range
@@ -74,6 +75,7 @@ class RunView(Answer, frozen=True, kw_only=True):
         stop: why it is asked to stop, or None.
         deduplicated: whether this answers a request that had come before.
         finished: whether state, files and receipt are final.
+        tracked: link to it in MLflow, once known.
         Times are nanoseconds since 1970.
     """
 
@@ -97,6 +99,7 @@ class RunView(Answer, frozen=True, kw_only=True):
     snapshot: str = ""
     deduplicated: bool = False
     finished: bool = False
+    tracked: str = ""
 
 
 class RunPage(Answer, frozen=True, kw_only=True):
@@ -159,7 +162,12 @@ class AttemptList(Answer, frozen=True, kw_only=True):
 
 
 class StateMessage(Answer, frozen=True, kw_only=True, tag="state"):
-    """The run's state, or the sentence about it, is another one. `seq` 0: the sentence alone, which is not an event."""
+    """The run's state, or the sentence about it, is another one.
+
+    Attributes:
+        seq: number of the event; 0 where it is none: only the sentence, or the link, is news.
+        tracked: link to the run in MLflow; "" where that is not known, or was said before.
+    """
 
     seq: int
     fence: int
@@ -168,6 +176,7 @@ class StateMessage(Answer, frozen=True, kw_only=True, tag="state"):
     sentence: str = ""
     node: str = ""
     at_ns: int = 0
+    tracked: str = ""
 
 
 class LogMessage(Answer, frozen=True, kw_only=True, tag="log"):

@@ -79,6 +79,8 @@ class Watched(Source):
         self.world_size = view.world_size or view.spec.resources.gpus
         self._told = (State.QUEUED, "")
         self._turn_to(view.fence, view.node)
+        self._tracked = ""
+        self._tell_tracked(view.tracked)
         if view.state not in TERMINAL:
             self._tell(view.state, view.sentence)
 
@@ -124,6 +126,7 @@ class Watched(Source):
         if view.state in TERMINAL:
             return True
         self.world_size = view.world_size or self.world_size
+        self._tell_tracked(view.tracked)
         self._tell(view.state, view.sentence)
         return False
 
@@ -198,6 +201,7 @@ class Watched(Source):
                 self._pending.append(Note(sentence))
             case AcceptedMessage(run=view):  # how it is now; what happened before comes next, in order
                 self.world_size = view.world_size or self.world_size
+                self._tell_tracked(view.tracked)
             case StateMessage():
                 self._take_state(heard)
             case LogMessage():
@@ -214,8 +218,15 @@ class Watched(Source):
         if message.fence > self._fence > 0:
             self._pending.append(protocol.Waiting(sentence=f"attempt {message.fence} of run {self.run_id}"))
         self._turn_to(message.fence, message.node)
+        self._tell_tracked(message.tracked)
         if message.state not in TERMINAL:
             self._tell(message.state, message.sentence)
+
+    def _tell_tracked(self, url: str) -> None:
+        """Say where the run is tracked, once; the identifier is in the link."""
+        if url and url != self._tracked:
+            self._tracked = url
+            self._pending.append(protocol.Tracked(run_id="", url=url))
 
     def _tell(self, state: State, sentence: str) -> None:
         """Say the state, and the sentence about it: one that a person waits for once, one that passes in passing."""

@@ -241,7 +241,11 @@ class Minder:
                 self._news.learn(SOME_TIME_S, sentence=sentence)
             case protocol.Started():
                 self._news.learn(SOON_S, begun=True, state=State.RUNNING, sentence="")
-            case protocol.Snapshot(state=state, waiting=waiting):
+            case protocol.Tracked(url=url):
+                self._news.learn(SOON_S, tracked=url)
+            case protocol.Snapshot(state=state, waiting=waiting, tracked=tracked):
+                if tracked is not None:
+                    self._understand(tracked)
                 begun = state not in (State.QUEUED, State.STARTING) and has_begun(first_facts(self.directory))
                 self._news.learn(
                     SOME_TIME_S, begun=begun, state=State.RUNNING if begun else State.STARTING, sentence=waiting

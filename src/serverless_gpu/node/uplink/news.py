@@ -29,6 +29,7 @@ class Known(msgspec.Struct, frozen=True, kw_only=True):
         ending: how it ended, once it has.
         finished: whether the receipt is written.
         stop: why it is to be stopped, once somebody asked.
+        tracked: link to the run in MLflow, once known.
     """
 
     state: State = State.STARTING
@@ -37,6 +38,7 @@ class Known(msgspec.Struct, frozen=True, kw_only=True):
     ending: Stopped | None = None
     finished: bool = False
     stop: StopReason | None = None
+    tracked: str = ""
 
 
 class News:

@@ -68,6 +68,7 @@ class _Shown(NamedTuple):
     state: State
     sentence: str
     exec_ns: int | None
+    tracked: str
 
 
 class Reporter:
@@ -103,6 +104,7 @@ class Reporter:
         self._exec_ns: int | None = None
         self._gpus: tuple[str, ...] = ()
         self._ending_sent = False
+        self._tracked = ""
         self._error = ""
 
     def run(self, minder: Attended, *, fresh: bool) -> None:
@@ -169,8 +171,10 @@ class Reporter:
         look_s = _UPLOAD_LOOK_S if self._delivery.is_uploading else _LOOK_S
         woken = self._news.wait(max(0.0, min(heartbeat_s, look_s)))
         known = self._news.known
+        # A sample every second is no reason to report every second: they go with the signs of life.
+        self._logs.samples = known.ending is not None or heartbeat_s <= look_s
         report = self._running(known) if known.ending is None else self._ended(known, known.ending)
-        shown = _Shown(report.state, report.sentence, report.exec_ns)
+        shown = _Shown(report.state, report.sentence, report.exec_ns, report.tracked)
         content = report.logs or report.facts or report.files or report.ending or report.receipt
         is_same = shown == self._shown or (self._delivery.is_uploading and heartbeat_s > self._heartbeat_s - _LOOK_S)
         if not woken and not content and is_same and heartbeat_s > look_s:
@@ -192,6 +196,7 @@ class Reporter:
             logs=self._pieces(),
             facts=facts,
             files=files,
+            tracked=known.tracked,
         )
 
     def _ended(self, known: Known, stopped: Stopped) -> Report:
@@ -226,6 +231,7 @@ class Reporter:
             ending=ending,
             receipt=receipt,
             freed=known.finished,
+            tracked=known.tracked or self._tracked,
         )
 
     def _pieces(self) -> tuple[LogPiece, ...]:
@@ -246,6 +252,7 @@ class Reporter:
         receipt = read_receipt(self._directory)
         if receipt is None:
             return msgspec.UNSET
+        self._tracked = receipt.tracked
         if receipt.state != stopped.state.value:  # its supervisor did not know what becomes of the results
             receipt = msgspec.structs.replace(receipt, state=stopped.state.value, reason=stopped.reason.value)
         return msgspec.Raw(msgspec.json.encode(receipt))
@@ -265,6 +272,7 @@ class Reporter:
         self._delivery.taken(report.files)
         self._delivery.answered()
         self._ending_sent = self._ending_sent or report.ending is not None
+        self._logs.samples = self._news.known.ending is not None
         has_no_room = self._has_no_room()
         wanted = bool(answer.offsets) and not has_no_room
         behind = wanted or not (has_no_room or self._logs.is_complete(())) or not self._facts.is_complete()

@@ -1,6 +1,7 @@
 """What an attempt has on disk and the server has not: bytes of logs by offset, facts, small outputs.
 
-    logs/<rank>.<stream>  ── pieces, fair among streams, 1 MiB a report ──▶ answered ─▶ offset moves
+    logs/<rank>.<stream>, logs/<node>.telemetry
+                          ── pieces, fair among streams, 1 MiB a report ──▶ answered ─▶ offset moves
     facts.jsonl           ── lines not told yet ──▶
     results/, failures/, hang-<n>.txt ── small ones inside of reports, large ones as blobs first (`uploading.py`)
 
@@ -26,7 +27,8 @@ from serverless_gpu.wire.base import INLINE_BYTES_MAX, INLINE_OUTPUT_BYTES_MAX, 
 FACTS_MAX = 500
 FILES_MAX = 1_000
 _FACT_BYTES_MAX = 1 << 20
-_LOG_NAME = re.compile(r"(\d+)\.(stdout|stderr)")
+_SAMPLES = "telemetry"
+_LOG_NAME = re.compile(rf"(\d+)\.(stdout|stderr|{_SAMPLES})")
 _OUTPUT_NAME = re.compile(r"results/\d+\.pkl|failures/\d+\.(json|pkl|stack)|hang-\d+\.txt")
 
 Stream = tuple[int, str]
@@ -38,9 +40,13 @@ class Logs:
     Args:
         directory: where they lie.
         known: whether nothing of them has been sent before.
+
+    Attributes:
+        samples: whether those of telemetry are to be sent, too, and counted; they come every second, and nobody waits.
     """
 
     def __init__(self, directory: Path, *, known: bool) -> None:
+        self.samples = False
         self._directory = directory
         self._asks = not known
         self._offsets: dict[Stream, int] = {}
@@ -111,7 +117,7 @@ class Logs:
             with os.scandir(self._directory) as entries:
                 for entry in entries:
                     match = _LOG_NAME.fullmatch(entry.name)
-                    if match is not None:
+                    if match is not None and (self.samples or self._asks or match[2] != _SAMPLES):
                         found[int(match[1]), match[2]] = entry.stat(follow_symlinks=False).st_size
         except OSError:  # somebody has deleted them: there is nothing to be sent
             return found
@@ -238,4 +244,6 @@ def _key(rank: int, stream: str) -> str:
 
 
 def _piece(stream: Stream, offset: int, data: bytes) -> LogPiece:
-    return LogPiece(rank=stream[0], stream=cast(Literal["stdout", "stderr"], stream[1]), offset=offset, data=data)
+    return LogPiece(
+        rank=stream[0], stream=cast(Literal["stdout", "stderr", "telemetry"], stream[1]), offset=offset, data=data
+    )
