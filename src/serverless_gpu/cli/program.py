@@ -2,6 +2,7 @@
 
     node.py      status · gpus · stop             what this machine keeps warm and lends
     mlflow_server.py  mlflow                      the MLflow server in front of this home's runs
+    top/         top                              what this node does, live
     runs.py      runs · show · cancel             run directories, and the runs behind them
     attending.py attach · run                     being there while one goes on, asking one to make room
     logs.py      logs                             what ranks wrote
@@ -36,6 +37,7 @@ from serverless_gpu.cli.server.people import login, team, user, whoami
 from serverless_gpu.cli.server.submitting import submit
 from serverless_gpu.cli.server.tokens import token
 from serverless_gpu.cli.server.up import up
+from serverless_gpu.cli.top.command import top
 from serverless_gpu.errors import ServerlessGpuError
 from serverless_gpu.version import __version__
 
@@ -64,7 +66,7 @@ for _command in (
     stop,
 ):
     sgpu.add_command(_command)
-for _command in (login, node, nodes, pool, pools, submit, team, token, up, user, whoami):
+for _command in (login, node, nodes, pool, pools, submit, team, token, top, up, user, whoami):
     sgpu.add_command(_command)
 
 

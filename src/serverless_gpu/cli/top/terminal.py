@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import signal
 import sys
@@ -23,6 +24,7 @@ from types import FrameType, TracebackType
 _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 _USUAL = os.terminal_size((80, 24))
 _TERMINATED = 128 + signal.SIGTERM
+_KEY = re.compile(rb"\x1b(?:\[[0-9;]*[A-Za-z~]|O[A-Z])|.", re.DOTALL)
 _KEYS = {
     b"\x1b[A": "up", b"\x1bOA": "up", b"k": "up", b"\x1b[B": "down", b"\x1bOB": "down", b"j": "down",
     b"\x1b[5~": "page up", b"\x1b[6~": "page down", b"q": "quit", b"Q": "quit", b"\x04": "quit",
@@ -85,14 +87,14 @@ class Terminal:
             os.eventfd_read(self._woken)
         return any(fd in readable for fd in fds)
 
-    def key(self) -> str:
-        """Return what was pressed, ``"quit"`` or a direction; "" for nothing that is known."""
+    def keys(self) -> list[str]:
+        """Return what was pressed since the last time, ``"quit"`` and directions; other keys mean nothing."""
         if self._in < 0 or not select.select([self._in], [], [], 0)[0]:
-            return ""
-        pressed = os.read(self._in, 64)
+            return []
+        pressed = os.read(self._in, 1024)
         if not pressed:  # its window is gone
-            return "quit"
-        return _KEYS.get(pressed, "quit" if pressed[:1] in (b"q", b"Q") else "")
+            return ["quit"]
+        return [_KEYS[key] for key in _KEY.findall(pressed) if key in _KEYS]
 
     def _take(self) -> None:
         if self._in >= 0:

@@ -1,0 +1,147 @@
+"""`sgpu top`: the live view, or one frame of it."""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+
+import click
+
+from serverless_gpu.ambient import SystemClock, format_clock
+from serverless_gpu.cli.choosing import this_home
+from serverless_gpu.cli.output import print_json
+from serverless_gpu.cli.top.feed import Feed, look_around, user_name
+from serverless_gpu.cli.top.picture import Style, draw
+from serverless_gpu.cli.top.table import Table, as_json, tabulate
+from serverless_gpu.cli.top.terminal import Terminal
+from serverless_gpu.client.terminal import fit
+from serverless_gpu.errors import AgentUnavailable
+from serverless_gpu.node.home import Home
+from serverless_gpu.node.monitor import starting
+
+_FRAME_S = 1.0
+_FIRST_S = 10.0
+_COLUMNS_UNKNOWN = 120
+_STEPS = {"up": -1, "down": 1, "page up": -10, "page down": 10}
+
+
+@click.command()
+@click.option("--once", is_flag=True, help="Print one frame and end; so it is when stdout is no terminal.")
+@click.option("--json", "as_json_", is_flag=True, help="Print one frame as JSON.")
+def top(once: bool, as_json_: bool) -> None:
+    """Show what this node does now: each GPU, who has it, each run and its ranks; once a second.
+
+    q or Ctrl-C ends it, the arrow keys scroll. The node's monitor is started if there is none.
+    """
+    home = this_home()
+    if starting_is_needed(home):
+        click.echo("sgpu: no monitor runs on this node yet; it is started", err=True)
+    feed = Feed(lambda: starting.ensure(home, os.environ), os.environ.get("SERVERLESS_GPU_FAKE", ""), SystemClock())
+    feed.open()
+    try:
+        if as_json_:
+            print_json(as_json(_first(feed, home)))
+        elif once or not _is_drawable():
+            _print(_first(feed, home))
+        else:
+            _live(feed, home)
+    finally:
+        feed.close()
+
+
+def starting_is_needed(home: Home) -> bool:
+    """Return whether no monitor listens."""
+    channel = starting.connect(home.sockets())
+    if channel is not None:
+        channel.close()
+    return channel is None
+
+
+def visible(lines: list[str], *, rows: int, columns: int, offset: int, status: str) -> tuple[list[str], int]:
+    """Return the lines that a terminal has room for, the status as the last, and how far it is scrolled.
+
+    Args:
+        lines: all there are.
+        rows: how many lines there is room for.
+        columns: how wide it is.
+        offset: how many are to be left out at the top.
+        status: the last line.
+    """
+    room = max(1, rows - 1)
+    offset = max(0, min(offset, len(lines) - room))
+    below = len(lines) - offset - room
+    more = f"{below} more lines below (arrow keys) · " if below > 0 else ""
+    shown = lines[offset : offset + room]
+    if rows < 2:
+        return shown, offset
+    return [*shown, *[""] * (room - len(shown)), fit(f"{more}{status}", columns)], offset
+
+
+def _is_drawable() -> bool:
+    return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+
+
+def _style(*, colour: bool) -> Style:
+    encoding = (sys.stdout.encoding or "ascii").lower().replace("-", "")
+    return Style(colour=colour and not os.environ.get("NO_COLOR"), unicode=encoding.startswith("utf"))
+
+
+def _table(feed: Feed, home: Home) -> Table | None:
+    if feed.frame is None:
+        return None
+    return tabulate(feed.frame, feed.before, look_around(feed.frame.devices, home.root, os.environ))
+
+
+def _first(feed: Feed, home: Home) -> Table:
+    """Return the first frame that knows how busy the node is, which takes two samples.
+
+    Raises:
+        AgentUnavailable: none comes.
+    """
+    clock = SystemClock()
+    deadline_ns = clock.boottime_ns() + int(_FIRST_S * 1e9)
+    while (left_ns := deadline_ns - clock.boottime_ns()) > 0:
+        select.select(feed.fds(), [], [], min(_FRAME_S, left_ns / 1e9))
+        feed.take()
+        if feed.before is not None:
+            break
+    table = _table(feed, home)
+    if table is None:
+        raise AgentUnavailable(feed.problem or "the monitor shows nothing", hint=f"what it wrote: {home.monitor_log}")
+    return table
+
+
+def _print(table: Table) -> None:
+    columns = os.get_terminal_size(1).columns if sys.stdout.isatty() else _COLUMNS_UNKNOWN
+    for line in draw(
+        table, columns=columns or _COLUMNS_UNKNOWN, style=_style(colour=False), user=user_name(os.environ)
+    ):
+        click.echo(line)
+
+
+def _live(feed: Feed, home: Home) -> None:
+    style, user, offset = _style(colour=True), user_name(os.environ), 0
+    table: Table | None = None
+    try:
+        with Terminal() as terminal:
+            while "quit" not in (keys := terminal.keys()):
+                if feed.take() or table is None:
+                    table = _table(feed, home)
+                size = terminal.size
+                lines = ["waiting for the first frame"]
+                if table is not None:
+                    lines = draw(table, columns=size.columns, style=style, user=user)
+                offset += sum(_STEPS.get(key, 0) for key in keys)
+                shown, offset = visible(
+                    lines, rows=size.lines, columns=size.columns, offset=offset, status=_status(feed, table)
+                )
+                terminal.show(shown)
+                terminal.wait(feed.fds(), _FRAME_S)
+    except KeyboardInterrupt:
+        pass  # that is how it is ended
+
+
+def _status(feed: Feed, table: Table | None) -> str:
+    moment = "" if table is None else f"{format_clock(table.at_ns)} · "
+    return f"{moment}{feed.problem or 'q quits'}"

@@ -1,0 +1,164 @@
+"""What the monitor of this node says, frame by frame; started where there is none, and again where it has ended.
+
+Beside it the locks are looked at: they say which run of another home or user has a device.
+
+Failure cases: it cannot be started, or ends again and again (said in `problem`, tried every few seconds), it says
+nothing for a while (so does `problem`), it is of another version (it has its own socket, so that cannot be).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pwd
+import socket
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import msgspec
+
+from serverless_gpu.ambient import Clock
+from serverless_gpu.cli.top.table import Around, Owner
+from serverless_gpu.errors import ServerlessGpuError, StorageError
+from serverless_gpu.model.hardware import Device, DeviceKind
+from serverless_gpu.node.flocks import held_note
+from serverless_gpu.node.inside.channel import Channel
+from serverless_gpu.node.locks import DeviceLocks, Holder, lock_directory
+from serverless_gpu.node.monitor import words
+
+_AGAIN_NS = 3_000_000_000
+_SILENT_NS = 5_000_000_000
+
+
+class Feed:
+    """Frames of the monitor.
+
+    Args:
+        connect: returns a connection to it, after starting it if needed.
+        fakes: what `SERVERLESS_GPU_FAKE` is here.
+        clock: where time comes from.
+
+    Attributes:
+        frame: the last one.
+        before: the one before, of the same monitor.
+    """
+
+    def __init__(self, connect: Callable[[], Channel], fakes: str, clock: Clock) -> None:
+        self._connect = connect
+        self._fakes = fakes
+        self._clock = clock
+        self._channel: Channel | None = None
+        self._heard_ns = self._tried_ns = clock.boottime_ns()
+        self._failure = ""
+        self._is_same = False  # whether the last frame is of the monitor that is connected: counters begin anew
+        self.frame: words.Frame | None = None
+        self.before: words.Frame | None = None
+
+    @property
+    def problem(self) -> str:
+        """Return why there is nothing new, or ""."""
+        if self._channel is None:
+            return self._failure
+        silent_ns = self._clock.boottime_ns() - self._heard_ns
+        return f"the monitor has said nothing for {silent_ns // 10**9} s" if silent_ns > _SILENT_NS else ""
+
+    def fds(self) -> list[int]:
+        """Return the descriptors that are readable when there is news."""
+        return [] if self._channel is None else [self._channel.fileno()]
+
+    def open(self) -> None:
+        """Ask the monitor to be shown the node.
+
+        Raises:
+            ServerlessGpuError: there is none, and it cannot be started.
+            OSError: it has ended this moment.
+        """
+        channel = self._connect()
+        try:
+            words.say(channel, words.Watch(fakes=self._fakes))
+            channel.sock.setblocking(False)
+        except OSError:
+            channel.close()
+            raise
+        self._channel, self._is_same = channel, False
+        self._heard_ns = self._clock.boottime_ns()
+
+    def take(self) -> bool:
+        """Take in what has come, and connect again where the monitor has ended; return whether there is a new frame."""
+        if self._channel is None:
+            self._open_again()
+        new = False
+        while self._channel is not None:
+            try:
+                word = words.hear(self._channel)
+            except BlockingIOError:
+                break
+            except (OSError, msgspec.MsgspecError):
+                word = None
+            if word is None:
+                self.close()
+                self._failure = "the monitor has ended; it is started again"
+            elif isinstance(word, words.Frame):
+                self.before = self.frame if self._is_same else None
+                self.frame, self._is_same, new = word, True, True
+                self._heard_ns = self._clock.boottime_ns()
+        return new
+
+    def close(self) -> None:
+        """Hang up."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+    def _open_again(self) -> None:
+        now_ns = self._clock.boottime_ns()
+        if now_ns - self._tried_ns < _AGAIN_NS:
+            return
+        self._tried_ns = now_ns
+        try:
+            self.open()
+        except ServerlessGpuError as error:
+            self._failure = error.message
+        except OSError as error:
+            self._failure = f"the monitor cannot be reached: {error.strerror}"
+
+
+def look_around(devices: Iterable[Device], home: Path, environ: Mapping[str, str]) -> Around:
+    """Return what a frame does not say: names, who holds which device by its lock, and what is not lent.
+
+    Args:
+        devices: those of the frame.
+        home: the home directory.
+        environ: may name the user.
+    """
+    holders: dict[str, Owner] = {}
+    quarantined: dict[str, str] = {}
+    by_kind: dict[DeviceKind, list[str]] = {}
+    for device in devices:
+        by_kind.setdefault(device.kind, []).append(device.uuid)
+    for kind, uuids in by_kind.items():
+        with contextlib.suppress(StorageError):  # no locks yet, or none that can be read: nothing is known
+            directory = lock_directory(kind, home)
+            notes = DeviceLocks(directory).quarantined()
+            quarantined |= {uuid: notes[uuid].reason for uuid in uuids if uuid in notes}
+            holders |= {uuid: owner for uuid in uuids if (owner := _holder(directory, uuid)) is not None}
+    return Around(node=socket.gethostname(), user=user_name(environ), holders=holders, quarantined=quarantined)
+
+
+def user_name(environ: Mapping[str, str]) -> str:
+    """Return what this user is called; a container may have no name for them."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return environ.get("USER") or str(os.getuid())
+
+
+def _holder(directory: Path, uuid: str) -> Owner | None:
+    note = held_note(directory / f"{uuid}.lock")
+    if note is None:
+        return None
+    try:
+        holder = msgspec.json.decode(note, type=Holder)
+    except msgspec.MsgspecError:  # taken this moment, or not by us
+        return Owner(run_id="", name="", rank=None, user="")
+    return Owner(run_id=holder.run_id, name="(session)" if holder.session else "", rank=None, user=holder.user)
