@@ -1,6 +1,7 @@
 """`sgpu up --mlflow`: an MLflow server beside ours, which ends with it.
 
     sgpu up ── keeper (`node/mlflow_server/`), in our own interpreter ── MLflow, on loopback
+       ├─ a thread starts another keeper, should it be killed
        └─ /version says where it is: runs whose caller configured none are tracked there
 
 It is the server of the home's own store, at the same address, unless another store is named: what ran here before is
@@ -15,19 +16,21 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import logging
 import os
-import select
+import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from urllib.parse import urlsplit
 
 import msgspec
 
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.errors import InvalidValue, ServerProblem
+from serverless_gpu.errors import InvalidValue, ServerlessGpuError, ServerProblem
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.mlflow_server.places import Place, place_of
-from serverless_gpu.node.mlflow_server.serving import Serving, kept, look, start_keeper, stop_server
+from serverless_gpu.node.mlflow_server.serving import kept, look, start_keeper, stop_server
 from serverless_gpu.server.gate import LOOPBACK
 from serverless_gpu.server.listening import names
 from serverless_gpu.server.settings import Settings
@@ -35,6 +38,10 @@ from serverless_gpu.server.settings import Settings
 _NEEDED = ("mlflow", "flask")  # the second is what mlflow-skinny lacks
 _START_S = 30.0
 _LOOK_S = 0.05
+_LOOKS = 600
+_TRIES = 5
+_PAUSE_S = 1.0
+_log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
@@ -54,20 +61,13 @@ def mlflow_beside(settings: Settings) -> Iterator[Settings]:
     _refuse(settings)
     place = _place(settings)
     place.make()
-    stop_server(place)
     host = urlsplit(settings.mlflow_url).hostname
-    ours, its = os.pipe()  # it has the end that is read: when ours is closed, however that happens, it ends
+    beside = _Beside(place, ",".join([*names(settings), *([host] if host else [])]))
     try:
-        hosts = ",".join([*names(settings), *([host] if host else [])])
-        try:
-            start_keeper(place, sys.executable, os.environ, owner=ours, hosts=hosts)
-        finally:
-            os.close(ours)
-        uri = _noted(place).uri
+        uri = beside.start()
         yield msgspec.structs.replace(settings, mlflow_url=settings.mlflow_url or uri)
     finally:
-        os.close(its)
-        stop_server(place)
+        beside.close()
 
 
 def mlflow_checks(settings: Settings) -> tuple[Callable[[], str], ...]:
@@ -105,15 +105,61 @@ def _refuse(settings: Settings) -> None:
         )
 
 
-def _noted(place: Place) -> Serving:
-    """Wait until the keeper has its port."""
-    clock = SystemClock()
-    deadline_ns = clock.boottime_ns() + int(_START_S * 1e9)
-    while clock.boottime_ns() < deadline_ns:
-        serving = kept(place)
-        if serving is not None and serving.uri:
-            return serving
-        select.select([], [], [], _LOOK_S)
-    raise ServerProblem(
-        "the keeper of MLflow's server did not come up", hint=f"it wrote: {place.directory / 'keeper.log'}"
-    )
+class _Beside:
+    """The keeper, and a thread that starts another one should it be killed.
+
+    Args:
+        place: the files of MLflow's server.
+        hosts: further names it answers to, with commas.
+    """
+
+    def __init__(self, place: Place, hosts: str) -> None:
+        self._place, self._hosts = place, hosts
+        # It has the end that is read: when ours is closed, however that happens, it ends.
+        self._its, self._ours = os.pipe()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._look_after, name="mlflow", daemon=True)
+        self._keeper: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> str:
+        """Start the keeper and return where its server will be.
+
+        Raises:
+            ServerProblem: it does not come up.
+        """
+        self._keeper, uri = self._started()
+        self._thread.start()
+        return uri
+
+    def close(self) -> None:
+        """Have the keeper end."""
+        self._closing.set()
+        os.close(self._ours)
+        stop_server(self._place)
+        if self._thread.is_alive():
+            self._thread.join(_START_S)
+        os.close(self._its)
+
+    def _started(self) -> tuple[subprocess.Popen[bytes], str]:
+        for _ in range(_TRIES):
+            stop_server(self._place)  # another interpreter's; a tracked run may have that started again
+            keeper = start_keeper(self._place, sys.executable, os.environ, owner=self._its, hosts=self._hosts)
+            for _ in range(_LOOKS):
+                serving = kept(self._place)
+                if serving is not None and self._place.noted().keeper == keeper.pid:
+                    return keeper, serving.uri
+                if keeper.poll() is not None or self._closing.wait(_LOOK_S):
+                    break
+        wrote = self._place.directory / "keeper.log"
+        raise ServerProblem("the keeper of MLflow's server did not come up", hint=f"it wrote: {wrote}")
+
+    def _look_after(self) -> None:
+        while not self._closing.is_set():
+            if self._keeper is not None:
+                self._keeper.wait()
+            if self._closing.wait(_PAUSE_S):
+                return
+            try:
+                self._keeper = self._started()[0]
+            except (ServerlessGpuError, OSError) as error:
+                _log.warning("MLflow's server: %s", error)

@@ -177,8 +177,10 @@ def stop_servers(home: Home) -> int:
     return sum(stop_server(place) for place in places(home))
 
 
-def start_keeper(place: Place, python: str, environ: Mapping[str, str], *, owner: int = -1, hosts: str = "") -> None:
-    """Start the process that keeps a server.
+def start_keeper(
+    place: Place, python: str, environ: Mapping[str, str], *, owner: int = -1, hosts: str = ""
+) -> subprocess.Popen[bytes]:
+    """Start the process that keeps a server, and return it; another one may have the lock, then it ends.
 
     Args:
         place: the server's files, made.
@@ -201,6 +203,7 @@ def start_keeper(place: Place, python: str, environ: Mapping[str, str], *, owner
             environ=os.environ,
         )
         _started.append((place.lock, child))
+        return child
     finally:
         os.close(log)
 
