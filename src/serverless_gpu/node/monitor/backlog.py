@@ -23,6 +23,7 @@ import msgspec
 from serverless_gpu.ambient import Clock
 from serverless_gpu.node.account import write_text
 from serverless_gpu.node.monitor.words import Observe
+from serverless_gpu.tracking.rest import split_userinfo
 
 KEPT_MAX = 10_000
 _BYTES_MAX = 4 << 20
@@ -37,8 +38,8 @@ _HARMLESS = frozenset(
         "SSL_CERT_DIR",
         "REQUESTS_CA_BUNDLE",
         "CURL_CA_BUNDLE",
-        "NO_PROXY",
-        "no_proxy",
+        "PYTHONPATH",
+        "PYTHONHOME",
     }
 )
 """Variables that say how a tracker is reached, and can hold no credentials."""
@@ -92,7 +93,7 @@ class Backlog:
 
     def keep(self, observe: Observe, origin_ns: int) -> Held | None:
         """Write an attempt down and hold it; None where that cannot be done, or another process has it."""
-        path = self._directory / f"{observe.run_id}.{observe.fence}.{observe.node_rank}.json"
+        path = self._directory / f"{key_of(observe)}.json"
         kept = Kept(observe=_public(observe), origin_ns=origin_ns, has_secrets=has_secrets(observe.environ))
         try:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -108,7 +109,7 @@ class Backlog:
         """Yield attempts that no process delivers, oldest first, and hold them.
 
         Args:
-            known: names of files that are looked after already.
+            known: keys of attempts that are looked after already.
             limit: how many at most.
         """
         names = self._names()
@@ -117,7 +118,7 @@ class Backlog:
         for name in names:
             if limit <= 0:
                 return
-            if name in known:
+            if name.removesuffix(".json") in known:
                 continue
             with contextlib.suppress(OSError):
                 held = _hold(self._directory / name)
@@ -150,6 +151,11 @@ class Backlog:
         return None
 
 
+def key_of(observe: Observe) -> str:
+    """Return what tells an attempt on a node from others of this home."""
+    return f"{observe.run_id}.{observe.fence}.{observe.node_rank}"
+
+
 def has_secrets(environ: Mapping[str, str]) -> bool:
     """Return whether variables hold credentials for a tracker."""
     uri = environ.get("MLFLOW_TRACKING_URI", "")
@@ -157,8 +163,13 @@ def has_secrets(environ: Mapping[str, str]) -> bool:
 
 
 def _public(observe: Observe) -> Observe:
-    harmless = {name: value for name, value in observe.environ.items() if name in _HARMLESS}
-    return msgspec.structs.replace(observe, environ=harmless)
+    kept = {name: value for name, value in observe.environ.items() if name in _HARMLESS}
+    for name, value in observe.environ.items():
+        if name.lower().endswith("_proxy") and "@" not in value:
+            kept[name] = value
+    if "MLFLOW_TRACKING_URI" in observe.environ:
+        kept["MLFLOW_TRACKING_URI"] = split_userinfo(observe.environ["MLFLOW_TRACKING_URI"])[0]
+    return msgspec.structs.replace(observe, environ=kept)
 
 
 def _hold(path: Path) -> Held | None:

@@ -2,18 +2,22 @@
 
     supervisors ──one connection each──▶ ┌──────────── main thread ────────────┐ ──once a second──▶ Sampler (thread)
     agent, `sgpu top` ─────────────────▶ │ Recorder per attempt, Frames        │ ◀──────Look─────
-                                         └─────────────────────────────────────┘
+                                         │ Deliveries                          │ ──one each──▶ Delivering (threads)
+                                         └─────────────────────────────────────┘                ─▶ MLflow
 
 One process per home, nobody's child; the agent starts it when there is something to do and connects, so that it learns
 of its end. It decides nothing about a run, and nothing of a run waits for it but the start of ranks, up to 100 ms.
 
 Failure cases:
-- killed: runs go on; the agent starts another one, supervisors connect to that and say again what there is to know;
+- killed: runs go on; the agent starts another one, supervisors connect to that and say again what there is to know,
+  what was not delivered is found on disk (`backlog.py`);
+- MLflow refuses, hangs, fails: its threads wait, samples lie on disk until it is back;
 - two started at once: the lock decides, the loser ends;
-- a driver or a file system hangs: samples stop (`sampling.py`), words are still heard;
+- a driver hangs: its samples stop (`sampling.py`), words are still heard;
 - a peer does not read: what is passing is left out for it, the rest waits, up to a bound;
 - the home, or its socket, is deleted: it ends;
-- nobody needs it: it ends a few seconds after the last connection.
+- nobody needs it: it ends a few seconds after the last connection, once everything has arrived in MLflow;
+- it is told to end (`sgpu stop`): what has not arrived gets three seconds, and is otherwise the next one's.
 """
 
 from __future__ import annotations
@@ -36,6 +40,7 @@ from serverless_gpu.node.home import Home
 from serverless_gpu.node.inside import linux
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.monitor import words
+from serverless_gpu.node.monitor.deliveries import Deliveries
 from serverless_gpu.node.monitor.machine import ThisMachine
 from serverless_gpu.node.monitor.peers import Peer
 from serverless_gpu.node.monitor.recorder import Recorder, origin_of, sample_of
@@ -45,8 +50,11 @@ from serverless_gpu.node.uplink.control import hold
 
 PEERS_MAX = 1_024
 IDLE_S = 5.0
+GRACE_S = 3.0
 _EVERY_NS = 10**9
+_FIRST_NS = _EVERY_NS // 4  # ranks that just started need the cores
 _TURN_S = 5.0
+_LOOK_S = 0.25  # while something is on its way
 _BREATH_S = 0.05
 
 
@@ -90,12 +98,13 @@ class Monitor:
         self._selector = selectors.DefaultSelector()
         self._bell = Bell()
         self._sampler = Sampler(lambda: ThisMachine(home.root), clock, self._bell.ring)
+        self._deliveries = Deliveries(home, clock, self._bell.ring)
         self._peers: dict[int, Peer] = {}
         self._recorders: dict[str, Recorder] = {}
         self._of_peer: dict[Peer, Recorder] = {}
         self._used_ns = clock.boottime_ns()
         self._due_ns = 0
-        self._retiring = False
+        self._retiring_ns: int | None = None
         self._selector.register(self._bell.fd, selectors.EVENT_READ, self._bell.hush)
         self._listener = self._listen()
 
@@ -158,8 +167,11 @@ class Monitor:
             case words.Retire():
                 self._retire(peer)
             case words.Ranks() | words.Ending() | words.Settled() if peer in self._of_peer:
+                if not self._is_needed():
+                    self._due_ns = self._clock.boottime_ns() + _FIRST_NS
                 self._of_peer[peer].hear(word)
-                self._due_ns = 0 if isinstance(word, words.Ranks) else self._due_ns
+            case words.Prepare():
+                self._deliveries.prepare(word)
             case _:
                 pass
 
@@ -173,14 +185,15 @@ class Monitor:
             recorder.lose()
 
     def _observe(self, peer: Peer, observe: words.Observe) -> None:
-        recorder = Recorder(observe, origin_of(observe, self._clock), self._clock)
-        recorder = self._recorders.setdefault(recorder.key, recorder)
-        recorder.join(peer)
+        new = Recorder(observe, origin_of(observe, self._clock), self._clock)
+        recorder = self._recorders.setdefault(new.key, new)
+        if recorder is new:
+            self._deliveries.begin(recorder)
         self._of_peer[peer] = recorder
-        recorder.say(words.Untracked(sentence="", final=True))
+        recorder.join(peer)
 
     def _retire(self, peer: Peer) -> None:
-        self._retiring = True
+        self._retiring_ns = self._clock.boottime_ns()
         if self._is_observing():
             with contextlib.suppress(OSError):
                 peer.say(words.Said(sentence="it ends with the last attempt that goes on"))
@@ -198,6 +211,10 @@ class Monitor:
         if now_ns >= self._due_ns and self._is_needed():
             self._due_ns = max(now_ns, self._due_ns + _EVERY_NS) if self._due_ns else now_ns + _EVERY_NS
             self._sampler.ask(self._wanted())
+        for recorder in self._recorders.values():
+            recorder.tend()
+        for recorder in list(self._deliveries.tend(self._recorders)):
+            self._recorders[recorder.key] = recorder
         for recorder in [recorder for recorder in self._recorders.values() if recorder.is_over]:
             del self._recorders[recorder.key]
         bound_log(1)
@@ -221,11 +238,11 @@ class Monitor:
         watchers = [peer for peer in self._peers.values() if peer.watch is not None]
         if not watchers:
             return
-        live = [recorder for recorder in self._recorders.values() if not recorder.is_over]
+        live = {key: recorder for key, recorder in self._recorders.items() if recorder.is_observed}
         frame = words.Frame(
             devices=look.devices,
-            sample=sample_of(look, look.devices, *(recorder.key for recorder in live)),
-            attempts=tuple(recorder.watched() for recorder in live),
+            sample=sample_of(look, look.devices, *live),
+            attempts=tuple(recorder.watched() for recorder in live.values()),
         )
         for peer in watchers:
             with contextlib.suppress(OSError):
@@ -234,7 +251,7 @@ class Monitor:
     # --- small things --------------------------------------------------------------------------------------------
 
     def _is_observing(self) -> bool:
-        return any(not recorder.is_over for recorder in self._recorders.values())
+        return any(recorder.is_observed for recorder in self._recorders.values())
 
     def _is_needed(self) -> bool:
         """Return whether anybody wants samples."""
@@ -242,17 +259,19 @@ class Monitor:
         return watched or any(recorder.is_sampled for recorder in self._recorders.values())
 
     def _is_done(self) -> bool:
+        now_ns = self._clock.boottime_ns()
         if not self._is_ours():
             return True
-        if self._retiring:
-            return not self._is_observing()
-        idle_ns = self._clock.boottime_ns() - self._used_ns
-        return not self._peers and not self._recorders and idle_ns > IDLE_S * 1e9
+        if self._retiring_ns is None:
+            return not self._peers and not self._recorders and now_ns - self._used_ns > IDLE_S * 1e9
+        if self._is_observing():
+            self._retiring_ns = now_ns
+        return not self._recorders or now_ns - self._retiring_ns > GRACE_S * 1e9
 
     def _pause_s(self) -> float:
-        if not self._is_needed():
-            return min(_TURN_S, IDLE_S)
-        return max(0.0, (self._due_ns - self._clock.boottime_ns()) / 1e9)
+        if self._is_needed():
+            return max(0.0, (self._due_ns - self._clock.boottime_ns()) / 1e9)
+        return _LOOK_S if self._recorders else _TURN_S
 
 
 def say(line: str) -> None:

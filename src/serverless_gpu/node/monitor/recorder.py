@@ -1,6 +1,7 @@
 """One attempt as the monitor sees it: its samples go into its file of telemetry, what they add up to to its supervisor.
 
     Observe ─▶ known │ Ranks ─▶ sampled, once a second │ Ending ─▶ no more samples │ Settled, end of file ─▶ over
+       └─▶ Delivering (`delivering.py`), where it is tracked; what that says goes to the supervisor, too
 
 Failure cases: the supervisor's connection ends without `Settled` (it was killed, or this process was: the attempt is
 followed by its files until those say that it is over); the home is full (samples are lost, and that is said once); the
@@ -14,15 +15,19 @@ import socket
 from pathlib import Path
 
 from serverless_gpu.ambient import Clock, created_wall_ns
-from serverless_gpu.model.attempt import State
+from serverless_gpu.model.attempt import MEANINGS, Reason, State
 from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.model.telemetry import GpuSample, Header, RankSample, Sample, Sampled, works
+from serverless_gpu.node.history import is_live, read_ending
 from serverless_gpu.node.monitor import words
+from serverless_gpu.node.monitor.backlog import key_of
+from serverless_gpu.node.monitor.delivering import Delivering
 from serverless_gpu.node.monitor.peers import Peer
 from serverless_gpu.node.monitor.records import Recording
 from serverless_gpu.node.monitor.sampling import Look
 
 _SAID_MAX = 8
+_LOST_NS = 10 * 10**9
 
 
 class Recorder:
@@ -35,28 +40,29 @@ class Recorder:
 
     Attributes:
         peer: its supervisor; None when that is gone.
+        delivering: its way to MLflow; None where it is not tracked.
         state: where it is, as far as is known here.
         ranks: its processes and devices; None before they run.
-        tracked: where it is tracked, once that is known.
     """
 
     def __init__(self, observe: words.Observe, origin_ns: int, clock: Clock) -> None:
         self.observe = observe
         self.origin_ns = origin_ns
         self.peer: Peer | None = None
+        self.delivering: Delivering | None = None
         self.state = State.QUEUED
         self.ranks: words.Ranks | None = None
-        self.tracked: words.Tracked | None = None
         self._clock = clock
         self._began_ns = 0
+        self._lost_ns = clock.boottime_ns()
         self._recording: Recording | None = None
-        self._settled = False
+        self._has_ended = self._has_settled = False
         self._said: set[str] = set()
 
     @property
     def key(self) -> str:
         """Return what tells the attempt from others of this home."""
-        return f"{self.observe.run_id}.{self.observe.fence}.{self.observe.node_rank}"
+        return key_of(self.observe)
 
     @property
     def directory(self) -> Path:
@@ -64,37 +70,48 @@ class Recorder:
         return Path(self.observe.directory)
 
     @property
-    def is_over(self) -> bool:
-        """Return whether nothing more comes of its supervisor."""
-        return self._settled or self.peer is None
+    def is_observed(self) -> bool:
+        """Return whether more comes of its supervisor."""
+        return self.peer is not None and not self._has_settled
 
     @property
     def is_sampled(self) -> bool:
         """Return whether its ranks run."""
-        return self.ranks is not None and not self.is_over and self.state is State.RUNNING
+        return self.ranks is not None and self.is_observed and not self._has_ended
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether there is nothing left to do for it."""
+        if self.is_observed:
+            return False
+        return self.delivering is None or (self.delivering.is_done and self.delivering.held is None)
 
     # --- what its supervisor says --------------------------------------------------------------------------------
 
     def join(self, peer: Peer) -> None:
         """Take a connection for its supervisor's; one that connects again says everything again."""
         self.peer = peer
+        if self.delivering is None:
+            self.say(words.Untracked(sentence="", final=True))
+        elif self.delivering.word is not None:
+            self.say(self.delivering.word)
 
     def hear(self, word: words.AnyWord) -> None:
         """Take a word of its supervisor's."""
         match word:
             case words.Ranks():
                 self._begin(word)
-            case words.Ending(state=state):
-                self.state = state
-                self._close()
+            case words.Ending(state=state, reason=reason, sentence=sentence):
+                self._end(state, reason, sentence)
             case words.Settled():
-                self._settled = True
+                self._settle()
             case _:
                 pass
 
     def lose(self) -> None:
         """Learn that its supervisor's connection has ended."""
         self.peer = None
+        self._lost_ns = self._clock.boottime_ns()
         self._close()
 
     def say(self, word: words.Word, *, passing: bool = False) -> None:
@@ -103,14 +120,48 @@ class Recorder:
             with contextlib.suppress(OSError):  # its end of file comes next, and says the same
                 self.peer.say(word, passing=passing)
 
+    # --- what its delivery says, and its files -------------------------------------------------------------------
+
+    def tend(self) -> None:
+        """Pass on what is new about where it is tracked; follow its files where there is no supervisor to tell."""
+        if self.delivering is None:
+            return
+        for word in self.delivering.news():
+            self.say(word)
+        self.delivering.tend()
+        if self.peer is None and not self._has_settled:
+            self._follow()
+
+    def _follow(self) -> None:
+        """Learn from its files how it ended, once no process looks after it any more."""
+        if is_live(self.directory):
+            return  # its supervisor connects again
+        stopped = read_ending(self.directory)
+        if stopped is not None:
+            self._end(stopped.state, stopped.reason, "")
+        elif self._clock.boottime_ns() - self._lost_ns < _LOST_NS:
+            return  # the agent is about to write it
+        else:
+            reason = Reason.SUPERVISOR_LOST
+            self._end(MEANINGS[reason].state, reason, MEANINGS[reason].sentence)
+        self._settle()
+
+    def _end(self, state: State, reason: Reason, sentence: str) -> None:
+        self.state, self._has_ended = state, True
+        self._close()
+        if self.delivering is not None:
+            self.delivering.ending(state, reason, sentence)
+
+    def _settle(self) -> None:
+        self._has_settled = True
+        if self.delivering is not None:
+            self.delivering.settled()
+
     # --- samples -------------------------------------------------------------------------------------------------
 
     def _begin(self, ranks: words.Ranks) -> None:
-        again = self.ranks is not None
         self.ranks, self.state = ranks, State.RUNNING
         self._began_ns = self._began_ns or self._clock.wall_ns()
-        if again:
-            return
         header = Header(
             run_id=self.observe.run_id,
             fence=self.observe.fence,
@@ -119,34 +170,27 @@ class Recorder:
             origin_ns=self.origin_ns,
             devices=tuple(Sampled(device.uuid, device.type, device.kind) for device in ranks.devices),
         )
-        path = self.directory / "logs" / f"{self.observe.node_rank}.telemetry"
-        self._recording = Recording(path, header)
+        if self._recording is None:
+            path = self.directory / "logs" / f"{self.observe.node_rank}.telemetry"
+            self._recording = Recording(path, header)
+        self._recording.describe(header)
 
     def see(self, look: Look) -> None:
         """Take a look at the node: keep what is this attempt's, and tell its supervisor what it adds up to."""
-        if self._recording is None or not self.is_sampled:
+        recording = self._recording
+        if recording is None or not self.is_sampled:
             return
         sample = sample_of(look, self.devices, self.key)
-        self._recording.append(sample)
-        uses = tuple(use.result() for use in self._recording.uses.values())
+        recording.append(sample)
+        uses = tuple(use.result() for use in recording.uses.values())
         self.say(words.Seen(uses=uses, busy=works(sample)), passing=True)
-        if self._recording.lost:
+        if recording.lost:
             self._say_once(
                 f"what the devices do cannot be written to {self.directory}: the disk is full, or it is gone"
             )
         if any(device.kind is DeviceKind.GPU for device in self.devices):
             for problem in look.problems:
                 self._say_once(f"what the GPUs do is not known: {problem}")
-
-    def _say_once(self, sentence: str) -> None:
-        if sentence not in self._said and len(self._said) < _SAID_MAX:
-            self._said.add(sentence)
-            self.say(words.Said(sentence=sentence))
-
-    @property
-    def devices(self) -> tuple[Device, ...]:
-        """Return its devices, in the order of its ranks."""
-        return self.ranks.devices if self.ranks is not None else ()
 
     def used_by(self) -> dict[str, tuple[str, int]]:
         """Return which rank, by attempt and number, has a device: one each, or one process of a node all of them."""
@@ -155,8 +199,14 @@ class Recorder:
             ranks *= len(self.devices)
         return {device.uuid: (self.key, rank) for device, rank in zip(self.devices, ranks, strict=False)}
 
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """Return its devices, in the order of its ranks."""
+        return self.ranks.devices if self.ranks is not None else ()
+
     def watched(self) -> words.Watched:
         """Return it as a frame shows it."""
+        word = self.delivering.word if self.delivering is not None else None
         return words.Watched(
             run_id=self.observe.run_id,
             fence=self.observe.fence,
@@ -165,8 +215,13 @@ class Recorder:
             devices=tuple(device.uuid for device in self.devices),
             pids=self.ranks.pids if self.ranks is not None else {},
             began_ns=self._began_ns,
-            tracked=self.tracked.url if self.tracked is not None else "",
+            tracked=word.url if isinstance(word, words.Tracked) else "",
         )
+
+    def _say_once(self, sentence: str) -> None:
+        if sentence not in self._said and len(self._said) < _SAID_MAX:
+            self._said.add(sentence)
+            self.say(words.Said(sentence=sentence))
 
     def _close(self) -> None:
         if self._recording is not None:

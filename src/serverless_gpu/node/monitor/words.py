@@ -186,6 +186,8 @@ _REACHING = frozenset(
         "ssl_cert_dir",
         "requests_ca_bundle",
         "curl_ca_bundle",
+        "pythonpath",
+        "pythonhome",
     }
 )
 
@@ -194,7 +196,7 @@ _decoder: msgspec.json.Decoder[AnyWord] = msgspec.json.Decoder(AnyWord)
 
 
 def tracking_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what of a caller's variables says where MLflow is, and how it is reached."""
+    """Return what of a caller's variables says where MLflow is, how it is reached, and what one is started with."""
     return {
         name: value
         for name, value in environ.items()

@@ -1,0 +1,124 @@
+"""All attempts on their way to MLflow: those that go on, those that have ended, those an earlier monitor left.
+
+    Observe ─▶ Backlog.keep ─▶ Delivering ─▶ delivered, refused, given up ─▶ Held.drop
+    every 15 s, where there is room: Backlog.take ─▶ Recorder without a supervisor ─▶ Delivering ─▶ …
+
+Threads are few: those of attempts that go on, and at most 32 of attempts that have ended. Where MLflow is away for
+hours and runs are many, the others wait on disk (`backlog.py`).
+
+Credentials are in memory alone, by tracker, as runs bring them; without them an attempt that needs some waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from serverless_gpu.ambient import Clock
+from serverless_gpu.node.history import is_live
+from serverless_gpu.node.home import Home
+from serverless_gpu.node.mlflow_server.serving import ensure_server
+from serverless_gpu.node.monitor import words
+from serverless_gpu.node.monitor.backlog import Backlog, Kept, has_secrets
+from serverless_gpu.node.monitor.delivering import Delivering, target_of
+from serverless_gpu.node.monitor.recorder import Recorder
+
+ENDED_MAX = 32
+_LOOK_NS = 15 * 10**9
+_SECRETS_MAX = 64
+
+
+class Deliveries:
+    """What is delivered, and what waits for it.
+
+    Args:
+        home: the home directory.
+        clock: where time comes from.
+        wake: wakes the main thread.
+    """
+
+    def __init__(self, home: Home, clock: Clock, wake: Callable[[], None]) -> None:
+        self._home = home
+        self._clock = clock
+        self._wake = wake
+        self._backlog = Backlog(home.tracking, clock)
+        self._away: dict[str, str] = {}
+        self._secrets: dict[str, Mapping[str, str]] = {}
+        self._looked_ns: int | None = None
+
+    def prepare(self, word: words.Prepare) -> None:
+        """Have the home's server ready where a run is going to need it."""
+        if not word.tracker.uri:
+            ensure_server(self._home, word.python, word.tracker.store, environ=word.environ)
+        self._remember(word.tracker.uri, word.environ)
+
+    def begin(self, recorder: Recorder) -> None:
+        """Deliver an attempt that is observed, if it is to be tracked."""
+        observe = recorder.observe
+        if observe.spec.tracker is None:
+            return
+        self._remember(observe.spec.tracker.uri, observe.environ)
+        kept = Kept(observe=observe, origin_ns=recorder.origin_ns)
+        held = self._backlog.keep(observe, recorder.origin_ns)
+        delivering = recorder.delivering = Delivering(self._home, kept, observe.environ, held, self._wake)
+        sentence = self._away.get(delivering.target)
+        if sentence is not None:  # known already: ranks need not wait to hear it
+            delivering.word = words.Untracked(sentence=sentence)
+        delivering.start()
+
+    def tend(self, recorders: Mapping[str, Recorder]) -> Iterator[Recorder]:
+        """Look after those that have ended; yield recorders of attempts that an earlier monitor left."""
+        ended = 0
+        for recorder in recorders.values():
+            delivering = recorder.delivering
+            if delivering is None:
+                continue
+            self._note(delivering)
+            if delivering.is_done:
+                self._bury(delivering)
+            elif not recorder.is_observed:
+                ended += 1
+                if ended > ENDED_MAX:
+                    delivering.stop()
+        now_ns = self._clock.boottime_ns()
+        if ended < ENDED_MAX and (self._looked_ns is None or now_ns - self._looked_ns > _LOOK_NS):
+            self._looked_ns = now_ns
+            yield from self._taken(frozenset(recorders), ENDED_MAX - ended)
+
+    def _taken(self, known: frozenset[str], limit: int) -> Iterator[Recorder]:
+        for kept, held in self._backlog.take(known, limit):
+            target = target_of(kept.observe)
+            if is_live(Path(kept.observe.directory)) or (kept.has_secrets and target not in self._secrets):
+                held.leave()
+                continue
+            environ = {**kept.observe.environ, **self._secrets.get(target, {})}
+            recorder = Recorder(kept.observe, kept.origin_ns, self._clock)
+            recorder.delivering = Delivering(self._home, kept, environ, held, self._wake)
+            recorder.delivering.start()
+            yield recorder
+
+    def _note(self, delivering: Delivering) -> None:
+        """Remember whether a tracker answers."""
+        match delivering.word:
+            case words.Tracked():
+                self._away.pop(delivering.target, None)
+            case words.Untracked(sentence=sentence, final=False):
+                self._away[delivering.target] = sentence
+            case _:
+                pass
+
+    def _bury(self, delivering: Delivering) -> None:
+        if delivering.held is None:
+            return
+        if delivering.over:
+            delivering.held.drop()
+        else:
+            delivering.held.leave()
+        delivering.held = None
+
+    def _remember(self, target: str, environ: Mapping[str, str]) -> None:
+        if target and has_secrets(environ):
+            self._secrets.pop(target, None)
+            self._secrets[target] = environ
+            while len(self._secrets) > _SECRETS_MAX:
+                del self._secrets[next(iter(self._secrets))]
