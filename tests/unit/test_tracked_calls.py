@@ -11,12 +11,13 @@ import msgspec
 import pytest
 
 from serverless_gpu.client import tracking
-from serverless_gpu.client.tracking import Place, Resolved, place_of, resolve, tracked
+from serverless_gpu.client.tracking import Far, Place, Resolved, place_of, resolve, tracked
 from serverless_gpu.model.spec import Command, RunSpec
 from serverless_gpu.model.tracking import Tracking
 
 SPEC = RunSpec(name="train")
 SERVER = "http://10.1.2.3:5000"
+ELSEWHERE = Far(is_elsewhere=True, is_beside=False, mlflow=lambda: SERVER)
 RUN, OTHER_RUN = "a" * 32, "b" * 32
 
 
@@ -108,7 +109,7 @@ def test_an_environment_with_mlflow_is_tracked_at_home_and_mlflow_is_not_importe
 )
 def test_it_can_be_switched_off(spec: RunSpec, environ: dict[str, str]) -> None:
     environ |= {"MLFLOW_TRACKING_URI": SERVER}
-    assert resolve(spec, {}, environ, server=lambda: SERVER) == Resolved(None)
+    assert resolve(spec, {}, environ, ELSEWHERE) == Resolved(None)
 
 
 def test_a_finder_that_fails_is_no_mlflow(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,29 +288,38 @@ def no_question() -> str:
 
 
 def test_a_servers_own_mlflow_is_for_those_who_configured_nothing(installed: Path) -> None:
-    resolved = resolve(SPEC, {}, {}, elsewhere=True, server=lambda: SERVER)
+    resolved = resolve(SPEC, {}, {}, ELSEWHERE)
     assert resolved.tracking is not None and resolved.tracking.uri == SERVER
     environ = {"MLFLOW_TRACKING_URI": "http://mine:5000"}
-    resolved = resolve(SPEC, {}, environ, elsewhere=True, server=no_question)
+    resolved = resolve(SPEC, {}, environ, Far(True, False, no_question))
     assert resolved.tracking is not None and resolved.tracking.uri == "http://mine:5000"
 
 
 def test_a_servers_own_mlflow_needs_none_in_the_environment() -> None:
-    resolved = resolve(SPEC, {}, {}, server=lambda: SERVER)
+    resolved = resolve(SPEC, {}, {}, ELSEWHERE)
     assert resolved.tracking is not None and resolved.tracking.uri == SERVER
-    assert resolve(SPEC, {}, {}, server=lambda: "") == Resolved(None)
+    assert resolve(SPEC, {}, {}, Far(True, False, lambda: "")) == Resolved(None)
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_run_far_away_that_nobody_has_a_place_for_is_not_tracked_and_that_is_said() -> None:
+    resolved = resolve(SPEC, {}, {}, Far(True, False, lambda: ""))
+    assert resolved.tracking is None
+    assert "sgpu up --mlflow" in resolved.sentence
+    beside = resolve(SPEC, {}, {}, Far(True, True, lambda: ""))
+    assert beside.tracking is not None and (beside.tracking.uri, beside.sentence) == ("", "")
 
 
 def test_a_store_of_this_machine_is_not_for_runs_elsewhere(driver: Driver) -> None:
     driver.run = (RUN, "3")
     environ = {"MLFLOW_EXPERIMENT_ID": "3", "MLFLOW_EXPERIMENT_NAME": "/Team/digits"}
-    resolved = resolve(SPEC, {}, environ, elsewhere=True, server=lambda: SERVER)
+    resolved = resolve(SPEC, {}, environ, ELSEWHERE)
     assert resolved.tracking is not None
     told = resolved.tracking
     assert (told.uri, told.store, told.parent_id, told.experiment_id) == (SERVER, "", "", "")
     assert told.experiment == "/Team/digits"
     assert "is on this machine" in resolved.sentence
-    here = resolve(SPEC, {}, environ, server=no_question)
+    here = resolve(SPEC, {}, environ, Far(False, True, no_question))
     assert here.tracking is not None and here.tracking.store == driver.uri
 
 
@@ -317,7 +327,7 @@ def test_a_store_of_this_machine_is_not_for_runs_elsewhere(driver: Driver) -> No
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
 def test_an_address_that_means_something_else_on_each_machine_is_said(host: str) -> None:
     environ = {"MLFLOW_TRACKING_URI": f"http://{host}:5000"}
-    assert "not reached" in resolve(SPEC, {}, environ, elsewhere=True).sentence
+    assert "not reached" in resolve(SPEC, {}, environ, ELSEWHERE).sentence
     assert resolve(SPEC, {}, environ).sentence == ""
 
 

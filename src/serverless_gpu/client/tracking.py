@@ -49,6 +49,10 @@ _URI_CHARACTERS_MAX = 2_000
 _ITS_OWN = frozenset({"databricks", "databricks-uc", "uc"})  # also with nothing behind them
 _MEMORY = ("", ":memory:")
 _LOCAL_HOSTS = frozenset({"", "localhost"})
+_NOWHERE = (
+    f"runs of this server are not tracked: {URI} names no MLflow, and the server has none of its own "
+    "(`sgpu up --mlflow`)"
+)
 _said: set[str] = set()
 
 
@@ -58,6 +62,20 @@ class Place(NamedTuple):
     uri: str = ""
     store: str = ""
     problem: str = ""
+
+
+class Far(NamedTuple):
+    """Where a run goes that is started through a server.
+
+    Attributes:
+        is_elsewhere: whether ranks may run on another machine, which has no store of this one.
+        is_beside: whether the server is on this machine; its nodes need not be.
+        mlflow: returns the URI of the MLflow that belongs to the server, "" where it has none.
+    """
+
+    is_elsewhere: bool
+    is_beside: bool
+    mlflow: Callable[[], str]
 
 
 class Resolved(NamedTuple):
@@ -86,12 +104,7 @@ class _Driver(NamedTuple):
 
 
 def resolve(
-    spec: RunSpec,
-    arguments: Mapping[str, object],
-    environ: Mapping[str, str],
-    *,
-    elsewhere: bool = False,
-    server: Callable[[], str] | None = None,
+    spec: RunSpec, arguments: Mapping[str, object], environ: Mapping[str, str], far: Far | None = None
 ) -> Resolved:
     """Return where a call is tracked; whatever goes wrong, it is tracked less, and not refused.
 
@@ -99,9 +112,7 @@ def resolve(
         spec: what was asked for.
         arguments: of the call, by name.
         environ: the caller's variables.
-        elsewhere: whether ranks may run on another machine, which has no store of this one.
-        server: returns the URI of the MLflow that belongs to the run's server, "" where it has none; None without a
-            server.
+        far: where the run goes; None for this machine, without a server.
     """
     if not spec.tracking or environ.get(SWITCH) == "0" or _IN_A_RANK in environ:
         return Resolved(None)
@@ -111,6 +122,7 @@ def resolve(
     sentence = place.problem
     if place.problem:
         return Resolved(None, place.problem)
+    elsewhere = far is not None and far.is_elsewhere
     if place.store and elsewhere:
         sentence = (
             f"{place.store} is on this machine, so runs elsewhere are not tracked there; {URI} names a server that is "
@@ -118,31 +130,26 @@ def resolve(
         )
         place, driver = Place(), _Driver()
         environ = {name: value for name, value in environ.items() if name not in (RUN_ID, EXPERIMENT_ID)}
-    if not place.uri and not place.store and server is not None:
-        place = Place(uri=server())
+    if not place.uri and not place.store and far is not None:
+        place = Place(uri=far.mlflow())
     if not is_installed and not place.uri:
         return Resolved(None)
+    if far is not None and elsewhere and not far.is_beside and not place.uri:
+        return Resolved(None, sentence or _NOWHERE)
     if elsewhere and place.uri and _is_loopback(place.uri):
         sentence = f"{place.uri} is this machine to itself; from a node on another one it is not reached"
     return Resolved(_tracking(spec, arguments, environ, place, driver), sentence)
 
 
-def tracked(
-    spec: RunSpec,
-    arguments: Mapping[str, object] | None = None,
-    *,
-    elsewhere: bool = False,
-    server: Callable[[], str] | None = None,
-) -> RunSpec:
+def tracked(spec: RunSpec, arguments: Mapping[str, object] | None = None, far: Far | None = None) -> RunSpec:
     """Return what was asked for with where it is tracked; what the caller should know of that is said once.
 
     Args:
         spec: what was asked for.
         arguments: of the call, by name; None of a program, which has none.
-        elsewhere: as `resolve` has it.
-        server: likewise.
+        far: as `resolve` has it.
     """
-    found = resolve(spec, arguments or {}, os.environ, elsewhere=elsewhere, server=server)
+    found = resolve(spec, arguments or {}, os.environ, far)
     if found.sentence and found.sentence not in _said and not spec.quiet:
         _said.add(found.sentence)
         TerminalDisplay(quiet=False).say(found.sentence)

@@ -38,7 +38,7 @@ from serverless_gpu.client.remote.stream import Away, EventStream
 from serverless_gpu.client.remote.uploading import upload
 from serverless_gpu.client.remote.watching import Watched
 from serverless_gpu.client.run import Run
-from serverless_gpu.client.tracking import tracked
+from serverless_gpu.client.tracking import Far, tracked
 from serverless_gpu.errors import AlreadyFinished, NotFound, ServerlessGpuError, ServerProblem, ServerUnavailable
 from serverless_gpu.model.attempt import StopReason
 from serverless_gpu.model.spec import Environment, Function, RunSpec
@@ -84,12 +84,8 @@ def launch(call: Call | None, spec: RunSpec, *, watch: bool) -> Run[object]:
     home = find_home(os.environ)
     server = server_of(home.root, os.environ)
     spec = msgspec.structs.replace(spec, environment=_environment(spec, server))
-    spec = tracked(
-        spec,
-        call.named if call is not None else None,
-        elsewhere=spec.environment != "live",
-        server=lambda: server.version().mlflow,
-    )
+    far = Far(spec.environment != "live", _is_beside(server), lambda: server.version().mlflow)
+    spec = tracked(spec, call.named if call is not None else None, far)
     run_id = new_run_id()
     root = home.remote / run_id
     try:
@@ -127,8 +123,11 @@ def _environment(spec: RunSpec, server: Server) -> Environment:
     """Return what ranks import: the caller's files where they lie, if the server is `sgpu up` of this machine."""
     if spec.environment != "auto":
         return spec.environment
-    is_here = server.profile.embedded and server.version().machine == machine()
-    return "live" if is_here else "snapshot"
+    return "live" if _is_beside(server) else "snapshot"
+
+
+def _is_beside(server: Server) -> bool:
+    return server.profile.embedded and server.version().machine == machine()
 
 
 def _write_down(root: Path, run_id: str, spec: RunSpec) -> None:
