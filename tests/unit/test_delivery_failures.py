@@ -31,6 +31,8 @@ def test_F44_what_was_missed_arrives_in_order_once_mlflow_is_back(tmp_path: Path
         until(delivery, lambda: heard.sentences, "that it is away")
         delivery.ending(State.SUCCEEDED, Reason.COMPLETED)
         delivery.settled()
+        tries = delivery.failures
+        until(delivery, lambda: delivery.failures > tries, "another try")
         mlflow.behave("answers")
         delivered(delivery)
         run = mlflow.run_of(RUN_ID)

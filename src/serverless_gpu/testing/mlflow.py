@@ -254,6 +254,7 @@ def _handler(fake: FakeMlflow) -> type[http.server.BaseHTTPRequestHandler]:
     class Handler(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
         timeout = _HANG_S_MAX
+        wbufsize = -1  # head and body in one packet: two of them would wait for an acknowledgement, 40 ms
 
         def _any(self) -> None:
             length = min(int(self.headers.get("Content-Length") or 0), _BODY_BYTES_MAX)

@@ -51,6 +51,7 @@ from serverless_gpu.tracking.memory import Ending, load_memory, memory_path, sav
 from serverless_gpu.tracking.points import BACKLOG_BYTES_MAX, Cursor, Points, telemetry_path
 
 _POLL_S = 2.0
+_LOOK_S_MAX = 5.0
 _DOUBT_NS = 10 * 10**9
 _SETTLE_NS = 3600 * 10**9
 _SUSPICIOUS = 3
@@ -417,7 +418,8 @@ class Delivery:
         elif not isinstance(error, _NotYet):
             self._say_away(str(error))
         self._save()
-        return pause_s(self._failures) * random.uniform(0.5, 1.0)
+        pause = pause_s(self._failures) * random.uniform(0.5, 1.0)
+        return min(pause, _LOOK_S_MAX) if isinstance(error, _NotYet) else pause
 
     def _say_away(self, sentence: str) -> None:
         if not self._is_established:

@@ -229,6 +229,11 @@ class Rest:
         return TrackerRefused(f"MLflow at {self.uri} cannot be used: {what}")
 
 
+def make_ready() -> None:
+    """Load what the first request would load, 100 ms of it: a process that will be in a hurry calls this before."""
+    httpx2.Client(verify=False, trust_env=False).close()
+
+
 def _always(address: str) -> Callable[[], str]:
     return lambda: address
 
