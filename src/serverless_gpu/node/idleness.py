@@ -81,6 +81,7 @@ class IdleWatch:
             )
         if verdict is not Verdict.STOP:
             return None
+        self._idle = None  # ranks that end are no sign that it gets on
         self._notes.append(f"stopped because no device did anything for {idle_for} (idle_timeout)")
         return StopRequested(StopReason.IDLE)
 
