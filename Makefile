@@ -92,7 +92,7 @@ docs: venv ## write the pages that are made from code (docs/troubleshooting.md, 
 	@$(BIN)/python -m scripts.troubleshooting
 	@$(BIN)/python -m scripts.openapi
 
-bench: $(VENV)/.installed-bench ## run the benchmarks, each against its neighbour in the same run
+bench: $(VENV)/.installed-bench $(VENV)/.installed-mlflow ## run the benchmarks, each against its neighbour in the same run
 	@$(BIN)/python -m benchmarks
 
 picture: venv ## record the terminal picture of the README again (docs/images/terminal.svg)

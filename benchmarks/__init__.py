@@ -9,6 +9,7 @@
     neighbours    the same through fork, torchrun, torchrunx, accelerate, pickle
     ranks         what runs in ranks, whoever starts them
     environments  the rows about environments: environment_ours, environment_neighbours, on environment_sets
+    tracking_rows the row about tracking: `tracked`, in an interpreter that has MLflow
     report        numbers, table, machine
 
 docs/benchmarks.md says what each row means.

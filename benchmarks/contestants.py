@@ -43,9 +43,12 @@ class Contestant:
         directory: scratch space; its log lies there.
         home: the home directory for our own runs.
         round_s_max: how long a round may take.
+        python: the interpreter it runs in; "" for this one.
     """
 
-    def __init__(self, name: str, directory: Path, home: Path, *, round_s_max: float = ROUND_S_MAX) -> None:
+    def __init__(
+        self, name: str, directory: Path, home: Path, *, round_s_max: float = ROUND_S_MAX, python: str = ""
+    ) -> None:
         self.name = name
         self._round_s_max = round_s_max
         self.samples: list[Sample] = []
@@ -56,7 +59,7 @@ class Contestant:
         self._log = directory / f"{name}.log"
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.drive", name, str(request_read), str(reply_write)],
+                [python or sys.executable, "-m", "benchmarks.drive", name, str(request_read), str(reply_write)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -36,22 +36,22 @@ _sessions: list[Session] = []  # the one that is open in this contestant's proce
 
 def warm(directory: str) -> dict[str, object]:
     """Call with everything standing by; until every rank is in the process group."""
-    return _joined(_join.submit, directory)
+    return joined(_join.submit, directory)
 
 
 def warm_snapshot(directory: str) -> dict[str, object]:
     """The same in a restored copy of the environment, which the first round captures and restores."""
-    return _joined(_join_restored.submit, directory)
+    return joined(_join_restored.submit, directory)
 
 
 def in_session(directory: str) -> dict[str, object]:
     """The same in a held session."""
     if not _sessions:
         _sessions.append(session(gpus=RANKS, gpu_type="CPU", quiet=True))
-    return _joined(lambda where: _sessions[0].submit(_join, where), directory)
+    return joined(lambda where: _sessions[0].submit(_join, where), directory)
 
 
-def _joined(submit: Callable[[str], Run[None]], directory: str) -> dict[str, object]:
+def joined(submit: Callable[[str], Run[None]], directory: str) -> dict[str, object]:
     called_ns = now_ns()
     run = submit(directory)
     run.follow()  # the two halves of `.distributed()`; the handle tells whether the start was warm

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from benchmarks import environments, remote_rows
+from benchmarks import environments, remote_rows, tracking_rows
 from benchmarks.contestants import ContestantFailed
 from benchmarks.databases import THREADS, WRITES
 from benchmarks.report import Row
@@ -313,6 +313,7 @@ ROWS: dict[str, Callable[[bool], Row]] = {
     "submissions-postgresql": submissions_postgresql,
     **remote_rows.ROWS,
     **environments.ROWS,
+    **tracking_rows.ROWS,
 }
 
 

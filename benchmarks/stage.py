@@ -9,6 +9,8 @@ from pathlib import Path
 
 from benchmarks.contestants import ROUND_S_MAX, Contestant, ContestantFailed, interleave
 from benchmarks.report import Timing
+from serverless_gpu.node.home import Home
+from serverless_gpu.node.mlflow_server.serving import stop_servers
 from serverless_gpu.testing import stop_agent
 
 
@@ -19,12 +21,16 @@ class Stage:
         names: contestants, ours first.
         labels: what the table calls the neighbours.
         round_s_max: how long a round may take.
+        python: the interpreter of the contestants; "" for this one.
     """
 
-    def __init__(self, names: Sequence[str], labels: Sequence[str], *, round_s_max: float = ROUND_S_MAX) -> None:
+    def __init__(
+        self, names: Sequence[str], labels: Sequence[str], *, round_s_max: float = ROUND_S_MAX, python: str = ""
+    ) -> None:
         self._names = names
         self._labels = labels
         self._round_s_max = round_s_max
+        self._python = python
         self._directory = Path(tempfile.mkdtemp(prefix="sgpu-bench-"))
         self._contestants: list[Contestant] = []
 
@@ -32,7 +38,8 @@ class Stage:
         home = self._directory / "home"
         home.mkdir(mode=0o700)
         self._contestants = [
-            Contestant(name, self._directory, home, round_s_max=self._round_s_max) for name in self._names
+            Contestant(name, self._directory, home, round_s_max=self._round_s_max, python=self._python)
+            for name in self._names
         ]
         return self
 
@@ -40,6 +47,7 @@ class Stage:
         for contestant in self._contestants:
             contestant.close()
         stop_agent(self._directory / "home")
+        stop_servers(Home(self._directory / "home"))
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def play(self, rounds: int, *, slow: Sequence[str] = (), pause_s: float = 0.5) -> None:

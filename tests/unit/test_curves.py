@@ -20,12 +20,12 @@ def test_lanes_are_gpus_by_node_and_number_and_know_their_memory() -> None:
             "system/node_1/gpu_0_utilization_percentage": ([1.0], [50.0]),
             f"{GPU}utilization_percentage": ([1.0, 2.0], [10.0, 20.0]),
             f"{GPU}memory_usage_megabytes": ([1.0, 2.0], [20_000.0, 40_000.0]),
-            f"{GPU}memory_usage_percentage": ([1.0, 2.0], [25.0, 50.0]),
             "system/node_0/rank_0_cpu_utilization_percentage": ([1.0], [99.0]),
             "system/node_0/cpu_utilization_percentage": ([1.0], [7.0]),
             "system/node_0/gpu_4_utilization_percentage": ([], []),
             "loss": ([1.0], [0.3]),
-        }
+        },
+        {(0, 3): 80_000_000_000, (5, 0): 1},
     )
     assert [(lane.node, lane.label, lane.memory_total) for lane in made] == [(0, "GPU 3", 80.0), (1, "GPU 0", None)]
     assert made[0].memory == ([1.0, 2.0], [20.0, 40.0])

@@ -21,9 +21,7 @@ Curve = tuple[Sequence[float], Sequence[float]]
 POINTS_MAX = 1_500
 COLUMNS_MAX = 600
 _HOLE = 4.0  # so many times the interval before: intervals grow with a run's age, but never more than twofold at once
-_GPU = re.compile(
-    r"system/node_(\d+)/gpu_(\d+)_(utilization_percentage|memory_usage_megabytes|memory_usage_percentage)"
-)
+_GPU = re.compile(r"system/node_(\d+)/gpu_(\d+)_(utilization_percentage|memory_usage_megabytes)")
 _RANK = re.compile(r"system/node_(\d+)/rank_(\d+)_(cpu_utilization_percentage|memory_usage_megabytes)")
 _EMPTY: Curve = ((), ())
 
@@ -54,11 +52,17 @@ class Mark(NamedTuple):
     sentence: str
 
 
-def lanes(metrics: Mapping[str, Curve]) -> list[Lane]:
-    """Return the curves of every GPU by node and number; of every rank where there is no GPU."""
+def lanes(metrics: Mapping[str, Curve], totals: Mapping[tuple[int, int], int] | None = None) -> list[Lane]:
+    """Return the curves of every GPU by node and number; of every rank where there is no GPU.
+
+    Args:
+        metrics: series by name.
+        totals: bytes of memory of GPUs, by node and number, as far as that is known.
+    """
     gpus = _found(metrics, _GPU)
     if gpus:
-        return [_gpu(node, number, curves) for (node, number), curves in sorted(gpus.items())]
+        known = totals or {}
+        return [_gpu(place, curves, known.get(place)) for place, curves in sorted(gpus.items())]
     ranks = _found(metrics, _RANK)
     return [_rank(node, number, curves) for (node, number), curves in sorted(ranks.items())]
 
@@ -155,12 +159,10 @@ def _found(metrics: Mapping[str, Curve], pattern: re.Pattern[str]) -> dict[tuple
     return found
 
 
-def _gpu(node: int, number: int, curves: Mapping[str, Curve]) -> Lane:
-    memory = curves.get("memory_usage_megabytes", _EMPTY)
-    share = curves.get("memory_usage_percentage", _EMPTY)
-    return Lane(
-        node, f"GPU {number}", curves.get("utilization_percentage", _EMPTY), _gigabytes(memory), _total(memory, share)
-    )
+def _gpu(place: tuple[int, int], curves: Mapping[str, Curve], total: int | None) -> Lane:
+    memory = _gigabytes(curves.get("memory_usage_megabytes", _EMPTY))
+    busy = curves.get("utilization_percentage", _EMPTY)
+    return Lane(place[0], f"GPU {place[1]}", busy, memory, None if total is None else total / 1e9)
 
 
 def _rank(node: int, number: int, curves: Mapping[str, Curve]) -> Lane:
@@ -170,14 +172,6 @@ def _rank(node: int, number: int, curves: Mapping[str, Curve]) -> Lane:
 
 def _gigabytes(curve: Curve) -> Curve:
     return curve[0], [value / 1000 for value in curve[1]]
-
-
-def _total(memory: Curve, share: Curve) -> float | None:
-    """Return how much memory there is, from what was used and which share that is; the largest is the most exact."""
-    used = dict(zip(*memory, strict=True))
-    known = ((percent, used[moment]) for moment, percent in zip(*share, strict=True) if moment in used)
-    percent, megabytes = max(known, default=(0.0, 0.0))
-    return megabytes / percent / 10 if percent > 0 else None
 
 
 def _holes(times: Sequence[float]) -> list[bool]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -75,11 +75,11 @@ class _Stage(NamedTuple):
         return [(moment - self.begin) / self.unit for moment in moments]
 
 
-def draw(metrics: Mapping[str, Curve], marks: Sequence[Mark], titles: Titles, path: Path | None) -> RunFigure:
+def draw(lanes: Sequence[Lane], marks: Sequence[Mark], titles: Titles, path: Path | None) -> RunFigure:
     """Return the picture of a run, written to a file if asked for.
 
     Args:
-        metrics: what `Run.metrics()` returns.
+        lanes: its devices.
         marks: moments to be marked.
         titles: what is written above.
         path: a file; its ending says which kind.
@@ -88,7 +88,6 @@ def draw(metrics: Mapping[str, Curve], marks: Sequence[Mark], titles: Titles, pa
         OSError: the file cannot be written.
         ValueError: Matplotlib knows no such kind of file.
     """
-    lanes = curves.lanes(metrics)
     marks = sorted(marks, key=lambda mark: mark.at)[:MARKS_MAX]
     figure = RunFigure(figsize=(_WIDTH_IN, _height(len(lanes), len(marks))), facecolor=_PAPER, layout=None)
     stage = _stage(lanes, marks)

@@ -14,7 +14,7 @@ from serverless_gpu.errors import InvalidValue, ServerlessGpuError
 from serverless_gpu.loading import load
 from serverless_gpu.model.attempt import State
 from serverless_gpu.model.hardware import DeviceKind
-from serverless_gpu.model.telemetry import Header, Sampled, decode
+from serverless_gpu.model.telemetry import Header, Sample, Sampled, decode
 from serverless_gpu.node.home import storage_error
 from serverless_gpu.units import format_duration_ms
 
@@ -45,8 +45,8 @@ def plot(source: Source, name: str, state: str, path: str | os.PathLike[str] | N
         raise ServerlessGpuError(message, hint="pip install 'serverless-gpu[plot]'") from None
     files = source.read_telemetry()
     tries = source.tries()
-    metrics = read_metrics(files)
-    ends = span(lanes(metrics))
+    shown = lanes(read_metrics(files), _totals(files))
+    ends = span(shown)
     about = (
         _devices_text(files),
         "" if ends is None else format_duration_ms(round(1000 * (ends[1] - ends[0]))),
@@ -56,7 +56,7 @@ def plot(source: Source, name: str, state: str, path: str | os.PathLike[str] | N
     titles = figures.Titles(" · ".join(filter(None, (name, f"run {source.run_id}"))), " · ".join(filter(None, about)))
     target = None if path is None else Path(path)
     try:
-        figure: Figure = figures.draw(metrics, marks(tries), titles, target)
+        figure: Figure = figures.draw(shown, marks(tries), titles, target)
     except OSError as error:
         raise storage_error(error, target or Path()) from None
     except ValueError as error:
@@ -73,6 +73,19 @@ def _devices_text(files: list[bytes]) -> str:
     names = [_type_name(device) for device in devices]
     counted = ", ".join(f"{names.count(name)} {name}" for name in dict.fromkeys(names))
     return f"{counted} on {len(nodes)} nodes" if len(nodes) > 1 else counted
+
+
+def _totals(files: list[bytes]) -> dict[tuple[int, int], int]:
+    """Return how much memory each GPU has, by node and number, as the last sample of each file says."""
+    totals: dict[tuple[int, int], int] = {}
+    for data in files:
+        header = _last_header(data)
+        start = data.rfind(b"\n[", 0, data.rfind(b"\n")) + 1
+        for line in decode(data[start : data.find(b"\n", start) + 1])[0] if start else ():
+            if header is not None and isinstance(line, Sample):
+                known = ((place, gpu.memory_total_bytes) for place, gpu in enumerate(line.gpus))
+                totals |= {(header.node_rank, place): total for place, total in known if total}
+    return totals
 
 
 def _type_name(device: Sampled) -> str:
