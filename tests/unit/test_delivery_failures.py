@@ -17,7 +17,7 @@ from serverless_gpu.tracking.mlflow import MlflowTracker
 from tests.unit.deliveries import CALLED_NS, CPU, RUN_ID, attempt, delivered, delivering, job, record, tracking, until
 
 WHOLE = [(1, 1.0), (11, 6.5), (21, 16.5), (31, 26.5), (41, 36.5), (45, 43.5)]
-AWAY: tuple[Behaviour, ...] = ("refuses", "fails", "hangs", "loses")
+AWAY = ("refuses", "fails", pytest.param("hangs", marks=pytest.mark.slow), "loses")
 
 
 @pytest.mark.parametrize("behaviour", AWAY)
@@ -113,6 +113,20 @@ def test_F44_beyond_the_backlog_the_oldest_points_are_dropped_counted_and_said_o
     assert sentence == f"{said:,} points of system metrics were dropped: MLflow was away for too long"
     assert 0 < said <= missing
     assert missing - said <= len(series)
+
+
+@pytest.mark.slow
+def test_F44_a_slow_mlflow_gets_everything(tmp_path: Path) -> None:
+    directory = attempt(tmp_path)
+    record(directory, range(1, 46))
+    with FakeMlflow(slow_s=0.1) as mlflow:
+        mlflow.behave("slow")
+        with delivering(directory, mlflow) as (delivery, heard):
+            delivery.ending(State.SUCCEEDED, Reason.COMPLETED)
+            delivery.settled()
+            delivered(delivery)
+        assert mlflow.run_of(RUN_ID).series(CPU) == WHOLE
+    assert (heard.problems, heard.sentences) == ([], [])
 
 
 def test_F44_a_tracker_that_was_never_there_is_given_up_a_day_after_the_end(tmp_path: Path) -> None:

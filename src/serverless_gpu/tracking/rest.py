@@ -9,6 +9,9 @@ MLflow itself says is wrong with the request. All else depends on whether this s
 does. If not, it will hardly begin to: a wrong address, a login page, a password that is wrong, a certificate that
 nobody trusts are refused at once, with a hint. If it has, somebody is at work on it, and it is away.
 
+An answer is given up that takes twice its time; only its head, of 100 kB at most, may come byte by byte for longer,
+which holds up the delivery of that one attempt and nothing else.
+
 Credentials are those of the caller's variables, as MLflow reads them, and go to the server these variables name, never
 to another one; no redirect is followed, and no sentence holds them.
 """
