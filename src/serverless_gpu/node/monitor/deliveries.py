@@ -73,7 +73,8 @@ class Deliveries:
             delivering = recorder.delivering
             if delivering is None:
                 continue
-            self._note(delivering)
+            if self._note(delivering):
+                self._recover(delivering.target, recorders)
             if delivering.is_done:
                 self._bury(delivering)
             elif not recorder.is_observed:
@@ -97,15 +98,23 @@ class Deliveries:
             recorder.delivering.start()
             yield recorder
 
-    def _note(self, delivering: Delivering) -> None:
-        """Remember whether a tracker answers."""
-        match delivering.word:
+    def _note(self, delivering: Delivering) -> bool:
+        """Remember whether a tracker answers; return whether it does again."""
+        match delivering.take_answer():
             case words.Tracked():
-                self._away.pop(delivering.target, None)
+                return self._away.pop(delivering.target, None) is not None
             case words.Untracked(sentence=sentence, final=False):
                 self._away[delivering.target] = sentence
             case _:
                 pass
+        return False
+
+    def _recover(self, target: str, recorders: Mapping[str, Recorder]) -> None:
+        """Have everything go on that waits for a tracker, now that it answers again."""
+        self._looked_ns = None
+        for recorder in recorders.values():
+            if recorder.delivering is not None and recorder.delivering.target == target:
+                recorder.delivering.wake()
 
     def _bury(self, delivering: Delivering) -> None:
         if delivering.held is None:
@@ -118,7 +127,8 @@ class Deliveries:
 
     def _remember(self, target: str, environ: Mapping[str, str]) -> None:
         if target and has_secrets(environ):
-            self._secrets.pop(target, None)
+            if self._secrets.pop(target, None) is None:
+                self._looked_ns = None
             self._secrets[target] = environ
             while len(self._secrets) > _SECRETS_MAX:
                 del self._secrets[next(iter(self._secrets))]

@@ -76,6 +76,7 @@ class Delivering:
         observe = self._observe = kept.observe
         self.word: words.Tracked | words.Untracked | None = None
         self.held = held
+        self._answer: words.Tracked | words.Untracked | None = None
         self._environ = environ
         self._home = home
         self._wake = wake
@@ -126,6 +127,15 @@ class Delivering:
         """End the thread soon; another process, or this one later, goes on."""
         self._delivery.stop()
 
+    def take_answer(self) -> words.Tracked | words.Untracked | None:
+        """Return what its tracker's last answer, or silence, came to, once."""
+        answer, self._answer = self._answer, None
+        return answer
+
+    def wake(self) -> None:
+        """Try again now."""
+        self._delivery.wake()
+
     def tend(self) -> None:
         """Show ranks that somebody is at work, and go on at once when the home's server has come up."""
         if isinstance(self.word, words.Tracked) or self.is_done:
@@ -172,7 +182,7 @@ class Delivering:
 
     def _tell(self, word: words.Word) -> None:
         if isinstance(word, words.Tracked | words.Untracked):
-            self.word = word
+            self.word = self._answer = word
         self._news.put(word)
         self._wake()
 
