@@ -106,10 +106,10 @@ def test_little_is_said_to_be_little(tmp_path: Path) -> None:
 
 
 def test_names_are_shown_as_they_are(tmp_path: Path) -> None:
-    run = handle(attempt(tmp_path / "r", 1, [telemetry(5)]), name="a $x^2$ \x1b[31m\nb")
+    run = handle(attempt(tmp_path / "r", 1, [telemetry(5)]), name="a $\\nope{$ \x1b[31m\nb")
     figure = run.plot()
     assert drawn(figure), "nothing in it is mathematics"
-    assert figure.texts[0].get_text() == "a $x^2$  [31m b · run r"
+    assert figure.texts[0].get_text() == "a $\\nope{$  [31m b · run r"
 
 
 def test_the_caller_s_style_changes_nothing(tmp_path: Path) -> None:
