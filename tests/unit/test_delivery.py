@@ -30,7 +30,7 @@ def test_a_run_is_delivered_whole(tmp_path: Path) -> None:
     assert (run.status, run.name) == ("FINISHED", f"jobTaskRun-{RUN_ID}")
     assert mlflow.store.experiments[run.experiment_id] == "/Users/ada/digits"
     assert run.start_time == 1_800_000_000_000
-    assert run.params == {"name": "train", "gpus": "1", "environment": "live", "lr": "0.1"}
+    assert run.params == {"sgpu.name": "train", "sgpu.gpus": "1", "sgpu.environment": "live", "lr": "0.1"}
     assert run.tags["team"] == "search"
     assert run.tags["mlflow.user"] == "ada"
     assert run.tags["sgpu.state"] == "SUCCEEDED"
@@ -106,7 +106,7 @@ def test_a_run_of_the_drivers_is_written_to_and_never_ended(tmp_path: Path) -> N
             "POST", "runs/create", {"run_name": "mine", "tags": [{"key": "mlflow.runName", "value": "mine"}]}
         )
         mine = mlflow.runs[0]
-        mine.params["gpus"] = "8"
+        mine.params["sgpu.gpus"] = "8"
         what = job(tracking(uri="http://x", run_id=mine.run_id, run_name="ignored", parent_id="ignored"))
         with delivering(directory, mlflow, what) as (delivery, heard):
             delivery.ending(State.FAILED, Reason.RANK_RAISED, "no")
@@ -120,7 +120,11 @@ def test_a_run_of_the_drivers_is_written_to_and_never_ended(tmp_path: Path) -> N
     assert "mlflow.parentRunId" not in mine.tags
     assert "sgpu.state" not in mine.tags
     # A parameter that has another value already becomes a tag; the others are parameters.
-    assert (mine.params["gpus"], mine.params["name"], mine.tags["sgpu.param.gpus"]) == ("8", "train", "1")
+    assert (mine.params["sgpu.gpus"], mine.params["sgpu.name"], mine.tags["sgpu.param.sgpu.gpus"]) == (
+        "8",
+        "train",
+        "1",
+    )
     assert f"sgpu/{RUN_ID}/spec.json" in mine.files
 
 

@@ -108,19 +108,19 @@ def test_every_end_is_one_in_mlflow() -> None:
 
 def test_parameters_are_the_clients_and_the_specs() -> None:
     spec = RunSpec(name="train", resources=Resources(gpus=8, gpu_type="H100"), timeout_s=60.0, retries=2)
-    tracking = Tracking(params={"lr": "0.1", "gpus": "all of them", "bad=name": "x" * 7000})
+    tracking = Tracking(params={"lr": "0.1", "sgpu.gpus": "all of them", "bad=name": "x" * 7000})
     params = params_of(tracking, spec_params(spec))
     assert params.pop("bad_name") == cut("x" * 7000, 6000)
     assert params == {
-        "name": "train",
-        "gpus": "all of them",
-        "gpu_type": "H100",
-        "environment": "live",
-        "timeout_s": "60.0",
-        "retries": "2",
+        "sgpu.name": "train",
+        "sgpu.gpus": "all of them",
+        "sgpu.gpu_type": "H100",
+        "sgpu.environment": "live",
+        "sgpu.timeout_s": "60.0",
+        "sgpu.retries": "2",
         "lr": "0.1",
     }
-    assert spec_params(RunSpec()) == {"environment": "live"}
+    assert spec_params(RunSpec()) == {"sgpu.environment": "live"}
 
 
 def test_tags_of_users_do_not_pass_for_mlflows_or_ours() -> None:

@@ -81,7 +81,7 @@ def cut(text: str, characters_max: int, *, keep_end: bool = False) -> str:
 
 
 def spec_params(spec: RunSpec) -> dict[str, str]:
-    """Return what a spec says that is worth comparing runs by."""
+    """Return what a spec says that is worth comparing runs by; names that no parameter of the user's has."""
     asked = {
         "name": spec.name,
         "gpus": spec.resources.gpus,
@@ -90,7 +90,7 @@ def spec_params(spec: RunSpec) -> dict[str, str]:
         "timeout_s": spec.timeout_s,
         "retries": spec.retries or None,
     }
-    return {key: str(value) for key, value in asked.items() if value not in (None, "")}
+    return {f"sgpu.{key}": str(value) for key, value in asked.items() if value not in (None, "")}
 
 
 def folder(tracking: Tracking, run_id: str, fence: int, node_rank: int) -> str:
