@@ -93,8 +93,8 @@ def test_the_store_of_a_caller_keeps_its_artifacts_where_mlflow_without_a_server
         ),
         (
             "mlflow.exceptions.MlflowException: Detected out-of-date database schema (found version a, but expected b)",
-            "sqlite:////h/mlflow.db was written by an older MLflow; after a backup: /env/bin/python -m mlflow db "
-            "upgrade sqlite:////h/mlflow.db",
+            "sqlite:////h/mlflow.db was written by another version of MLflow; serve it with that one, or upgrade it, "
+            "after a backup: /env/bin/python -m mlflow db upgrade sqlite:////h/mlflow.db",
         ),
         (
             "alembic.util.exc.CommandError: Can't locate revision identified by 'abc'",

@@ -50,7 +50,7 @@ CHECKS = (
         group=Group.TRACKING,
         title="MLflow's server in front of this home's runs",
         symptoms=(
-            "… was written by an older MLflow; after a backup: … -m mlflow db upgrade sqlite:///…",
+            "… was written by another version of MLflow; serve it with that one, or upgrade it, after a backup: …",
             "… has not all of MLflow (no flask; mlflow-skinny is not enough); pip install mlflow",
             "MLflow's server ended (exit code 1): …",
         ),

@@ -29,10 +29,10 @@ def _skinny(lacking: str, tried: Attempted) -> str:
 
 _KNOWN: tuple[tuple[str, Callable[[Attempted], str]], ...] = (
     (
-        "Detected out-of-date database schema",
+        "Detected out-of-date database schema",  # which it also says of a newer one
         lambda tried: (
-            f"{tried.store} was written by an older MLflow; after a backup: {tried.python} -m mlflow db upgrade "
-            f"{tried.store}"
+            f"{tried.store} was written by another version of MLflow; serve it with that one, or upgrade it, after a "
+            f"backup: {tried.python} -m mlflow db upgrade {tried.store}"
         ),
     ),
     (
