@@ -121,6 +121,17 @@ def test_a_run_that_never_comes_is_said_once(bare: BareRanks) -> None:
     assert len(ended.said) == 1 and "refused" in ended.said[0], ended.said
 
 
+def test_runs_of_the_ranks_own_are_whole_where_the_jobs_is_not_known(bare: BareRanks) -> None:
+    """Asynchronous logging is our default: what is logged in the last second before the end is not lost."""
+    bare.say("failed", sentence="it refused")
+    experiment = f"{bare.experiment} (own)"
+    known = {"MLFLOW_TRACKING_URI": bare.server.uri, "MLFLOW_EXPERIMENT_NAME": experiment}
+    ended = bare.run("log_without_start", environ=known)
+    own = ended.values[0]["active"]
+    assert own != bare.job and len(bare.server.history(own, "loss")) == 20
+    assert [run.status for run in bare.server.runs(experiment)] == ["FINISHED"]
+
+
 def test_nothing_happens_without_mlflow(bare: BareRanks) -> None:
     bare.say("pending")
     ended = bare.run("nothing", ranks=2)

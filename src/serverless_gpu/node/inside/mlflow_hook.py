@@ -135,6 +135,7 @@ class _Attached:
         self.refused = importlib.import_module("mlflow.exceptions").MlflowException
         self.writes = Writes(job, self.refused)
         self._said_lost = False
+        self._started = False  # any run, by this process
 
     def take_names(self) -> None:
         """Put ours in place of MLflow's functions, where user code and MLflow itself look for them."""
@@ -157,8 +158,8 @@ class _Attached:
 
     def settle(self, limit_s: float) -> None:
         """Wait for asynchronous logging; say what could not be written."""
-        if not self.job.run_id:
-            return
+        if not self.job.run_id and not self._started:
+            return  # to ask for MLflow's store would make one in the working directory
         self._flush(limit_s)
         lost = self.writes.lost()
         if lost and not self._said_lost:
@@ -184,6 +185,7 @@ class _Attached:
                 self.writes.give_up()
 
     def _start_run(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._started = True
         names = ("run_id", "experiment_id", "run_name", "nested", "parent_run_id")
         asked = {**dict(zip(names, args, strict=False)), **kwargs}
         if asked.get("run_id") or not self._means_job(asked):
