@@ -17,6 +17,7 @@ from serverless_gpu.model.placement import TRACKED_PRESETS
 from tests.tracking.mlflow_server import PYTHON, MlflowServer, without_mlflow_variables
 
 LIMIT_S = 200
+VALUE = "value: "
 
 
 class Ended:
@@ -26,8 +27,13 @@ class Ended:
         self.codes = [code for code, _, _ in outputs]
         self.stdout = [out for _, out, _ in outputs]
         self.stderr = [err for _, _, err in outputs]
-        self.values: list[Any] = [json.loads(out.splitlines()[-1]) if code == 0 else None for code, out, _ in outputs]
+        self.values: list[Any] = [_value(out) if code == 0 else None for code, out, _ in outputs]
         self.said = [line for err in self.stderr for line in err.splitlines() if line.startswith("serverless-gpu: ")]
+
+
+def _value(output: str) -> Any:
+    """Return what the function returned; MLflow may have something to say at the end of the process."""
+    return next(json.loads(line[len(VALUE) :]) for line in output.splitlines() if line.startswith(VALUE))
 
 
 class BareRanks:

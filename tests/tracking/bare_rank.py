@@ -12,6 +12,7 @@ import sys
 import traceback
 
 from serverless_gpu.node.inside import mlflow_hook
+from tests.tracking.bare import VALUE
 
 WITHOUT_MLFLOW = "nothing"
 
@@ -30,7 +31,7 @@ def main(directory: str, name: str, work: str) -> int:
         mlflow_hook.settle(2.0)
         return 1
     mlflow_hook.settle()
-    sys.stdout.write(f"{json.dumps(value)}\n")
+    sys.stdout.write(f"{VALUE}{json.dumps(value)}\n")
     return 0
 
 
