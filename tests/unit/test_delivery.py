@@ -99,6 +99,23 @@ def test_all_nodes_and_attempts_of_a_run_write_to_one_mlflow_run(tmp_path: Path)
     assert run.tags["sgpu.attempt"] == "2"
 
 
+def test_a_run_that_its_driver_had_ended_already_is_ended_again_after_ranks_opened_it(tmp_path: Path) -> None:
+    directory = attempt(tmp_path)
+    with FakeMlflow() as mlflow:
+        mlflow.store.do("POST", "runs/create", {"run_name": "mine", "tags": []})
+        mine = mlflow.runs[0]
+        mlflow.store.do("POST", "runs/update", {"run_id": mine.run_id, "status": "FINISHED", "end_time": 1})
+        what = job(tracking(uri="http://x", run_id=mine.run_id))
+        with delivering(directory, mlflow, what) as (delivery, heard):
+            until(delivery, lambda: heard.runs, "the run is known")
+            mlflow.store.do("POST", "runs/update", {"run_id": mine.run_id, "status": "RUNNING"})
+            delivery.ending(State.SUCCEEDED, Reason.COMPLETED, "")
+            (directory / "receipt.json").write_bytes(b"{}")
+            delivery.settled()
+            delivered(delivery)
+        assert mine.status == "FINISHED"
+
+
 def test_a_run_of_the_drivers_is_written_to_and_never_ended(tmp_path: Path) -> None:
     directory = attempt(tmp_path)
     with FakeMlflow() as mlflow:

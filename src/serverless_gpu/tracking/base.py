@@ -50,6 +50,7 @@ class Tracked(msgspec.Struct, frozen=True, kw_only=True):
         uri: of the tracking server, without credentials.
         url: what a person opens.
         artifacts: where its artifacts go, as the tracker says.
+        had_ended: whether its maker had ended it when it was found; ranks that log to it open it again.
     """
 
     run_id: str
@@ -57,6 +58,7 @@ class Tracked(msgspec.Struct, frozen=True, kw_only=True):
     uri: str
     url: str
     artifacts: str = ""
+    had_ended: bool = False
 
 
 class Tracker(Protocol):

@@ -355,7 +355,7 @@ class Delivery:
         return True
 
     def _end_run(self, ending: Ending) -> None:
-        if not self._tracking.run_id:  # else whoever made it ends it
+        if not self._tracking.run_id or self._known.had_ended:  # else whoever made it ends it
             self._tracker.end(self._known, status_of(ending.state), ending.at_ns // 1_000_000)
 
     def _account(self) -> bool:

@@ -47,11 +47,15 @@ class _Created(msgspec.Struct):
     experiment_id: str
 
 
+_ENDED = frozenset({"FINISHED", "FAILED", "KILLED"})
+
+
 class _Info(msgspec.Struct):
     run_id: str
     experiment_id: str
     artifact_uri: str = ""
     lifecycle_stage: str = "active"
+    status: str = "RUNNING"
 
 
 class _Run(msgspec.Struct):
@@ -253,6 +257,7 @@ class MlflowTracker:
             uri=uri,
             url=f"{uri}/#/experiments/{quote(info.experiment_id, safe='')}/runs/{quote(info.run_id, safe='')}",
             artifacts=info.artifact_uri,
+            had_ended=info.status in _ENDED,
         )
 
 
