@@ -15,6 +15,7 @@ import pytest
 
 from serverless_gpu import distributed
 from serverless_gpu.ambient import SystemClock
+from serverless_gpu.node.flocks import is_held
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.mlflow_server.places import Place, held_port, place_of
 from serverless_gpu.node.mlflow_server.serving import Serving, ensure_server, look, stop_server, stop_servers
@@ -174,6 +175,7 @@ def test_an_interpreter_without_mlflow_is_named_and_not_tried_all_the_time(there
     wait_for(lambda: ensure_server(there, python).problem, "why there is no server")
     for _ in range(3):
         assert ensure_server(there, python).problem == f"{python} has no MLflow; pip install mlflow"
+    wait_for(lambda: not is_held(place.lock), "the keeper's end")
     said = (place.directory / "keeper.log").read_text()
     assert said.count("has no MLflow") == place.noted().failures == 1
 

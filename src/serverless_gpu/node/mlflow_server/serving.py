@@ -95,7 +95,8 @@ def ensure_server(
         place.touch()
     except OSError as error:
         return Serving("", False, f"{place.directory} cannot be written to: {error.strerror or error}")
-    noted, holder = place.noted(), _ending(place) if now else _holder(place)
+    holder = _ending(place) if now else _holder(place)
+    noted = place.noted()  # after the lock: what one that has just ended wrote last
     if holder is not None:
         return _kept(place, noted, holder)
     if _is_on_its_way(place, noted):
@@ -122,7 +123,7 @@ def look(place: Place, clock: Clock) -> Server:
         place: its files.
         clock: the machine's.
     """
-    noted, holder = place.noted(), _holder(place)
+    holder, noted = _holder(place), place.noted()
     serving = _kept(place, noted, holder) if holder is not None else Serving(place.uri(noted), False, noted.problem)
     stage = noted.stage
     if holder is None and stage in ("starting", "ready"):
@@ -258,7 +259,7 @@ def _ending(place: Place) -> int | None:
     """Return as `_holder` who keeps a server, after some time for one that has given up to end."""
     for _ in range(_ENDING_LOOKS):
         holder = _holder(place)
-        if holder is None or place.noted().stage != "failed":
+        if holder is None or not place.noted().problem:
             break
         select.select([], [], [], _ENDING_PAUSE_S)
     return holder
