@@ -81,6 +81,22 @@ class Control(Protocol):
         ...
 
 
+class Observer(Protocol):
+    """What a node has beside its gangs and sees what they do: `simulated_telemetry.Telemetry`."""
+
+    def began(self, start: Start, node: str, devices: Sequence[Device]) -> None:
+        """Take that user code begins."""
+        ...
+
+    def seen(self, run_id: str, fence: int, until_ns: int) -> None:
+        """Take that it has gone on until then, nanoseconds since 1970."""
+        ...
+
+    def ended(self, run_id: str, fence: int, reason: Reason) -> None:
+        """Take that it has ended."""
+        ...
+
+
 class Work(msgspec.Struct, frozen=True, kw_only=True):
     """What a gang does.
 
@@ -147,6 +163,7 @@ class SimulatedAgent:
         hears: whether answers arrive here.
         forgets_to_acknowledge: whether orders are taken without saying so.
         kept: gangs that were stale: stopped, their files kept, never reported again.
+        observer: sees what its gangs do, or None.
     """
 
     def __init__(
@@ -158,6 +175,7 @@ class SimulatedAgent:
         self.reaches = self.hears = self.alive = True
         self.forgets_to_acknowledge = False
         self.kept: list[Gang] = []
+        self.observer: Observer | None = None
         self.pool = ""
         self._clock, self._work = clock, work
         self._boots = 1
@@ -278,6 +296,7 @@ class SimulatedAgent:
             begins_ns = attempt.ordered_ns + round(work.start_s * 1e9)
             if begins_ns <= min(now_ns, fence_ns):
                 self._begin(attempt, begins_ns)
+        self._observe(attempt, now_ns)
         if attempt.ended is None:
             due_ns, reason = attempt.ends or (now_ns + 1, Reason.COMPLETED)
             if fence_ns <= min(now_ns, due_ns):
@@ -295,6 +314,8 @@ class SimulatedAgent:
             run_id=start.run_id, fence=start.fence, node=self.name, count=start.world_size, began_ns=begins_ns
         )
         self.executions.append(attempt.execution)
+        if self.observer is not None:
+            self.observer.began(start, self.name, self.devices[: start.world_size])
         if work.run_s is not None:
             attempt.ends = (begins_ns + round(work.run_s * 1e9), work.reason)
 
@@ -303,6 +324,15 @@ class SimulatedAgent:
         attempt.state = State.STOPPING
         if attempt.execution is not None:
             attempt.execution.ended_ns = at_ns
+            if self.observer is not None:
+                self.observer.ended(attempt.start.run_id, attempt.start.fence, reason)
+
+    def _observe(self, attempt: _Attempt, now_ns: int) -> None:
+        """Let the observer see what a gang does until now, or its end if that has come."""
+        if self.observer is not None and attempt.execution is not None and attempt.ended is None:
+            until_ns = now_ns if attempt.ends is None else min(now_ns, attempt.ends[0])
+            late_ns = self._clock.wall_ns() - self._clock.boottime_ns()
+            self.observer.seen(attempt.start.run_id, attempt.start.fence, until_ns + late_ns)
 
     def _report(self, attempt: _Attempt, now_ns: int) -> None:
         if attempt.stale:
