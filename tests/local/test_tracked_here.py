@@ -106,8 +106,11 @@ def test_F44_a_run_succeeds_while_mlflow_is_away_and_arrives_when_it_is_back(
     distributed(gpus=1, quiet=True)(len).distributed("ab")  # it has answered before
     mlflow.behave(behaviour)
     run = went_on(mlflow, own, where)
+    note = Path(run.directory, "tracking.json")
+    wait_for(lambda: json.loads(note.read_text())["state"] == "away", "ranks are told not to wait")
     mlflow.behave("answers")
     found = arrived(mlflow, run)
+    assert json.loads(note.read_text())["state"] == "ready"
     assert found.status == "FINISHED" and found.series("system/node_0/cpu_utilization_percentage")
 
 

@@ -90,6 +90,42 @@ def test_a_pending_run_is_waited_for(attempt: Path, monkeypatch: pytest.MonkeyPa
     assert len(looks) == 3
 
 
+def test_a_tracker_that_is_known_to_be_away_is_not_waited_for_and_said_with_what_follows(
+    attempt: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    say(attempt, "away", sentence="MLflow at http://m does not answer (Connection refused)")
+    monkeypatch.setattr("time.sleep", lambda _: pytest.fail("it waits"))
+    jobs = [Job(str(attempt), rank) for rank in range(3)]
+    assert not any(job.resolve(60.0) for job in jobs)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "does not answer (Connection refused); until it answers, each of your own MLflow calls" in line
+    say(attempt, "ready", READY)
+    assert all(job.resolve() for job in jobs)
+
+
+def test_a_wait_that_is_felt_is_said_once(
+    attempt: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    say(attempt, "pending", sentence="the home's MLflow server is starting")
+    now = [1_000.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+        if now[0] > 1_000.9:
+            os.utime(attempt / mlflow_job.FILE)
+        if now[0] > 1_003:
+            say(attempt, "ready", READY)
+        if now[0] <= 1_000.9:
+            assert capsys.readouterr().err == "", "nobody feels that"
+
+    monkeypatch.setattr("time.sleep", sleep)
+    assert Job(str(attempt), 0).resolve(20.0)
+    assert capsys.readouterr().err.splitlines() == [
+        "serverless-gpu: the home's MLflow server is starting; `import mlflow` waits for it, up to 20 s"
+    ]
+
+
 @pytest.mark.parametrize("state", ["failed", "pending", "nonsense"])
 def test_one_that_nobody_is_at_work_on_is_said_once_and_looked_for_again(
     attempt: Path, capsys: pytest.CaptureFixture[str], state: str
@@ -125,7 +161,7 @@ def test_an_import_of_something_else_called_mlflow_is_left_alone(
     monkeypatch.setattr("sys.meta_path", [*sys.meta_path])
     mlflow_hook.install(str(attempt), 0)
     module = importlib.import_module("mlflow")
-    monkeypatch.delitem(sys.modules, "mlflow")
+    del sys.modules["mlflow"]  # for good: other tests have none
     assert module.value == 3
     mlflow_hook.settle(0.1)
 

@@ -25,6 +25,7 @@ from tests.unit.fake_monitor import FakeMonitor
 
 DEVICES = (Device(uuid="FAKE-0", index=0, type="H100", memory_bytes=80 << 30, kind=DeviceKind.FAKE),)
 TRACKED = words.Tracked(run_id="m1", url="http://127.0.0.1:5000/#/runs/m1", environ={"MLFLOW_RUN_ID": "m1"})
+KEPT = "what the node recorded is kept, and sent once it answers (for 24 h)"
 USE = DeviceUse(uuid="FAKE-0", samples=3, busy_percent=50.0)
 THERE = Tracking(uri="http://there:5000")
 HOMES = Tracking()
@@ -180,7 +181,7 @@ def test_the_ranks_of_a_function_wait_for_a_blink_and_only_for_a_tracker_that_ma
     line.turn()
     assert line.observation.hold_ns is None
     assert line.told == []  # it may answer yet
-    assert line.observation.receipt_notes() == ["MLflow: it did not answer last time"]
+    assert line.observation.receipt_notes() == [f"it did not answer last time; {KEPT}"]
     nowhere = begin(launch(spec=RunSpec()))
     assert nowhere.observation.hold_ns is None
 
@@ -194,19 +195,35 @@ def test_nobody_waits_for_a_monitor_that_is_not_there_but_a_program_a_little(beg
     assert program.observation.hold_ns is None
 
 
+def test_a_receipt_without_a_link_says_what_becomes_of_the_run_in_mlflow(begin: Begin, monitor: FakeMonitor) -> None:
+    line = begin(launch(spec=RunSpec(tracker=HOMES)))
+    assert line.observation.receipt_notes() == [
+        "MLflow had not answered yet: the run will be in it once it does, see `sgpu show`"
+    ]
+    words.say(monitor.accept(), words.Untracked(sentence="the home's server starts", is_starting=True))
+    line.turn()
+    assert line.observation.receipt_notes() == [
+        "the home's MLflow server was still starting: the run will be in it, see `sgpu mlflow`"
+    ]
+    assert begin(launch(spec=RunSpec())).observation.receipt_notes() == []
+
+
 def test_a_program_waits_for_the_homes_own_server_to_start_and_that_is_said(begin: Begin, monitor: FakeMonitor) -> None:
     line = begin(launch(spec=RunSpec(tracker=HOMES, payload=Command(argv=("train",)))))
     peer = monitor.accept()
     for _ in range(2):
-        words.say(peer, words.Untracked(sentence="the home's MLflow server starts"))
+        words.say(peer, words.Untracked(sentence="the home's MLflow server starts", is_starting=True))
     line.turn()
     assert line.observation.hold_ns == line.clock.boottime_ns() + SERVER_NS
     assert line.sentences() == ["the home's MLflow server starts; the program waits for it up to 10 s"]
+    words.say(peer, words.Untracked(sentence="no MLflow in /usr/bin/python yet"))
+    line.turn()
+    assert line.observation.hold_ns is None, "it does not start"
     words.say(peer, words.Untracked(sentence="no MLflow in /usr/bin/python", final=True))
     line.turn()
     assert line.observation.hold_ns is None
     assert line.sentences()[1:] == ["no MLflow in /usr/bin/python"]
-    assert line.observation.receipt_notes() == ["MLflow: no MLflow in /usr/bin/python"]
+    assert line.observation.receipt_notes() == ["no MLflow in /usr/bin/python; this run is not tracked"]
 
 
 def test_a_monitor_that_comes_later_hears_everything_and_is_not_asked_for_too_often(

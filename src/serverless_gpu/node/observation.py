@@ -43,6 +43,9 @@ COMMAND_NS = 2_000_000_000
 SERVER_NS = 10_000_000_000
 """How long a program does while the home's own MLflow server starts."""
 _STARTING = "the home's MLflow server starts; the program waits for it up to 10 s"
+_STARTED_LATE = "the home's MLflow server was still starting: the run will be in it, see `sgpu mlflow`"
+_KEPT = "what the node recorded is kept, and sent once it answers (for 24 h)"
+_SILENT = "MLflow had not answered yet: the run will be in it once it does, see `sgpu show`"
 
 
 class Observation:
@@ -87,6 +90,7 @@ class Observation:
         self._pause_ns = _FIRST_NS
         self._again_ns = 0
         self._told_waiting = False
+        self._was_reached = False
 
     # --- what the supervisor says --------------------------------------------------------------------------------
 
@@ -160,9 +164,21 @@ class Observation:
 
     def receipt_notes(self) -> list[str]:
         """Return what a receipt says of all this beside the link."""
+        missing = self._missing()
+        return [*self.notes, missing] if missing else self.notes
+
+    def _missing(self) -> str:
+        """Return why there is no link, and what becomes of the run; "" where there is one, or is to be none."""
         untracked = self._untracked
-        missing = [f"MLflow: {untracked.sentence}"] if untracked is not None and untracked.sentence else []
-        return [*self.notes, *missing]
+        if self.tracked is not None or self._launch.spec.tracker is None:
+            return ""
+        if untracked is None:
+            return _SILENT if self._was_reached else ""
+        if untracked.is_starting:
+            return _STARTED_LATE
+        if untracked.final:
+            return f"{untracked.sentence}; this run is not tracked" if untracked.sentence else ""
+        return f"{untracked.sentence}; {_KEPT}"
 
     def _patience_ns(self) -> int:
         tracker, untracked = self._launch.spec.tracker, self._untracked
@@ -170,7 +186,7 @@ class Observation:
             return 0
         is_command = isinstance(self._launch.spec.payload, Command)
         if untracked is not None:
-            return SERVER_NS if is_command and not tracker.uri else 0
+            return SERVER_NS if is_command and untracked.is_starting else 0
         if is_command:
             return COMMAND_NS
         return BLINK_NS if self._channel is not None else 0
@@ -239,6 +255,7 @@ class Observation:
             self._wait()
             return
         self._channel = Channel(sock)
+        self._was_reached = True
         self._selector.register(sock, selectors.EVENT_READ, self.hear)
         self._pending = deque(self._said)
         self._flush()

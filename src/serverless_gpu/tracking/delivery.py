@@ -83,7 +83,7 @@ class Listener(Protocol):
         ...
 
     def untracked(self, sentence: str, *, final: bool) -> None:
-        """Hear that there is none, yet or for good, and why; at most once each."""
+        """Hear that there is none, yet or for good, and why; again only where it is another reason."""
         ...
 
     def said(self, sentence: str, *, note: bool) -> None:
@@ -129,7 +129,8 @@ class Delivery:
         self._is_established = False
         self._folder = folder(self._tracking, job.run_id, job.fence, job.node_rank)
         self._suspicious: dict[str, int] = {}
-        self._said_away = self._said_untracked = False
+        self._said_away = False
+        self._said_untracked = ""
         self._said_dropped = self._memory.dropped
         self._why_dropped = ""
 
@@ -423,8 +424,8 @@ class Delivery:
 
     def _say_away(self, sentence: str) -> None:
         if not self._is_established:
-            if not self._said_untracked:
-                self._said_untracked = True
+            if sentence != self._said_untracked:
+                self._said_untracked = sentence
                 self._listener.untracked(sentence, final=False)
         elif self._failures > 1 and not self._said_away:  # one answer that did not come is no news
             self._said_away = True

@@ -22,6 +22,7 @@ import base64
 import configparser
 import contextlib
 import os
+import re
 import ssl
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, TypeVar
@@ -42,6 +43,7 @@ ANSWER_BYTES_MAX = 1 << 20
 _PASSING = frozenset({408, 425, 429})
 _UNSUPPORTED = 501
 _TEXT_CHARACTERS_MAX = 200
+_ERRNO = re.compile(r"^\[Errno -?\d+\] ")
 
 
 class Problem(msgspec.Struct):
@@ -334,4 +336,4 @@ def _why(error: httpx2.TransportError, timeout_s: float) -> str:
         return f"no connection within {TIMEOUT_S:g} s"
     if isinstance(error, httpx2.TimeoutException):
         return f"nothing within {timeout_s:g} s"
-    return str(error)[:_TEXT_CHARACTERS_MAX] or type(error).__name__
+    return _ERRNO.sub("", str(error))[:_TEXT_CHARACTERS_MAX] or type(error).__name__

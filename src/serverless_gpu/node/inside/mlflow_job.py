@@ -4,10 +4,12 @@
     supervisor ── the same variables, where it heard of them in time ──┘
 
 Which run that is may not be known when a rank starts: then whoever imports MLflow waits for the file, as long as
-somebody writes to it, and at most `WAIT_S`. What user code has changed meanwhile is not touched.
+somebody writes to it and MLflow may answer yet, and at most `WAIT_S`; a wait that is felt is said. What user code has
+changed meanwhile is not touched.
 
-Failure case: it never comes (the tracking server is down, the monitor is gone). That is said once, MLflow stays as the
-caller has configured it, and every later `start_run` looks again.
+Failure cases: the tracking server is known not to answer ("away": nothing is waited for); the file never comes (the
+monitor is gone). Either is said once, MLflow stays as the caller has configured it, and every later `start_run` looks
+again.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ URI, RUN, EXPERIMENT, EXPERIMENT_NAME = (
     "MLFLOW_EXPERIMENT_ID",
     "MLFLOW_EXPERIMENT_NAME",
 )
+_FELT_S = 1.0  # from then on a wait is said
 _APPEARS_S = 2.0  # the file of a monitor that was just told of the attempt
 _LOOK_S = 0.02
 _FILE_BYTES_MAX = 64 << 10
@@ -46,7 +49,7 @@ class Job:
         self.experiment_id = ""
         self.uri = ""
         self._began = time.monotonic()
-        self._sentence = ""
+        self._state = self._sentence = ""
         self._before = {name: os.environ.get(name) for name in (URI, RUN, EXPERIMENT, EXPERIMENT_NAME)}
 
     def resolve(self, wait_s: float = 0.0) -> bool:
@@ -59,10 +62,7 @@ class Job:
             return True
         given = self._look(wait_s)
         if given is None and wait_s > 0:
-            why = f": {self._sentence}" if self._sentence else ""
-            self.say_once(
-                "unknown", f"which MLflow run this job has is not known{why}; MLflow stays as it is configured"
-            )
+            self.say_once("unknown", self._why_unknown())
         if given is not None:
             self._take(given)
         return bool(self.run_id)
@@ -87,18 +87,32 @@ class Job:
         with contextlib.suppress(OSError, ValueError, AttributeError):
             sys.stderr.write(f"serverless-gpu: {sentence}\n")
 
+    def _why_unknown(self) -> str:
+        why = f": {self._sentence}" if self._sentence else ""
+        unknown = f"which MLflow run this job has is not known{why}; "
+        if self._state != "away":
+            return f"{unknown}MLflow stays as it is configured"
+        return (
+            f"{unknown}until it answers, each of your own MLflow calls waits for its time-out and may raise, while "
+            "what the node records is kept and sent later"
+        )
+
     def _look(self, wait_s: float) -> dict[str, str] | None:
-        limit = time.monotonic() + wait_s
+        began = time.monotonic()
         while True:
             said = self._read()
             environ = said.get("environ")
-            self._sentence = str(said.get("sentence") or "")
-            if said.get("state") == "ready" and isinstance(environ, dict):
+            self._state, self._sentence = str(said.get("state") or ""), str(said.get("sentence") or "")
+            if self._state == "ready" and isinstance(environ, dict):
                 return {str(name): str(value) for name, value in environ.items()}
             if self._before[RUN] and self._before[URI]:  # the supervisor, or the caller, knew it when this rank began
                 return {}
-            if said.get("state") == "failed" or time.monotonic() >= limit or not self._awaited():
+            waited_s = time.monotonic() - began
+            if self._state in ("failed", "away") or waited_s >= wait_s or not self._awaited():
                 return None
+            if waited_s >= _FELT_S:
+                why = self._sentence or "MLflow has not answered yet"
+                self.say_once("waiting", f"{why}; `import mlflow` waits for it, up to {wait_s:.0f} s")
             time.sleep(_LOOK_S)
 
     def _read(self) -> dict[str, object]:

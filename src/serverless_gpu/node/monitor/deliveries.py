@@ -42,7 +42,7 @@ class Deliveries:
         self._clock = clock
         self._wake = wake
         self._backlog = Backlog(home.tracking, clock)
-        self._away: dict[str, str] = {}
+        self._away: dict[str, words.Untracked] = {}
         self._secrets: dict[str, Mapping[str, str]] = {}
         self._looked_ns: int | None = None
 
@@ -61,9 +61,8 @@ class Deliveries:
         kept = Kept(observe=observe, origin_ns=recorder.origin_ns)
         held = self._backlog.keep(observe, recorder.origin_ns)
         delivering = recorder.delivering = Delivering(self._home, kept, observe.environ, held, self._wake)
-        sentence = self._away.get(delivering.target)
-        if sentence is not None:  # known already: ranks need not wait to hear it
-            delivering.word = words.Untracked(sentence=sentence)
+        # Known already: ranks need not wait to hear it. Their file says it when it has been tried again.
+        delivering.word = self._away.get(delivering.target)
         delivering.start()
 
     def tend(self, recorders: Mapping[str, Recorder]) -> Iterator[Recorder]:
@@ -103,8 +102,8 @@ class Deliveries:
         match delivering.take_answer():
             case words.Tracked():
                 return self._away.pop(delivering.target, None) is not None
-            case words.Untracked(sentence=sentence, final=False):
-                self._away[delivering.target] = sentence
+            case words.Untracked(final=False) as away:
+                self._away[delivering.target] = away
             case _:
                 pass
         return False

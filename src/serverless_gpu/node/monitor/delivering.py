@@ -3,10 +3,12 @@
     thread: Delivery.run ──tracked, untracked, said──▶ tracking.json, for ranks that import mlflow
                                                     └▶ news, and the main thread is woken
 
-    <attempt>/tracking.json    {"state": "pending" | "ready" | "failed", "environ": {…}, "run_id", "url", "sentence"}
+    <attempt>/tracking.json    {"state": "pending" | "away" | "ready" | "failed", "environ": {…}, "run_id",
+                                "url", "sentence"}
 
 The file holds no credentials: where the caller's own `MLFLOW_TRACKING_URI` is used, ranks have that already. While it
-says "pending" it is touched every few seconds, so that a rank knows that somebody is at work.
+says "pending" it is touched every few seconds, so that a rank knows that somebody is at work. "away": MLflow does not
+answer now, and ranks need not wait; the home's own server that starts is "pending".
 
 Failure cases: the file cannot be written (ranks that started with the variables have them, the others do without); a
 mistake of ours in the thread (it is logged, the attempt is not tracked any more, everything else goes on).
@@ -48,7 +50,7 @@ class Note(msgspec.Struct, frozen=True, kw_only=True):
         sentence: why it is not known, or "".
     """
 
-    state: Literal["pending", "ready", "failed"] = "pending"
+    state: Literal["pending", "away", "ready", "failed"] = "pending"
     environ: dict[str, str] = {}
     run_id: str = ""
     url: str = ""
@@ -165,8 +167,9 @@ class Delivering:
 
     def untracked(self, sentence: str, *, final: bool) -> None:
         """Hear that there is none, yet or for good."""
-        self._note(Note(state="failed" if final else "pending", sentence=sentence))
-        self._tell(words.Untracked(sentence=sentence, final=final))
+        is_starting = sentence == _STARTING
+        self._note(Note(state="failed" if final else "pending" if is_starting else "away", sentence=sentence))
+        self._tell(words.Untracked(sentence=sentence, final=final, is_starting=is_starting))
 
     def said(self, sentence: str, *, note: bool) -> None:
         """Hear a sentence."""

@@ -109,10 +109,15 @@ class Tracked(Word, frozen=True, kw_only=True, tag="tracked"):
 
 
 class Untracked(Word, frozen=True, kw_only=True, tag="untracked"):
-    """The run is not tracked, as far as is known now, and why; `Tracked` may come yet where `final` is not set."""
+    """The run is not tracked, as far as is known now, and why; `Tracked` may come yet where `final` is not set.
+
+    Attributes:
+        is_starting: whether that is because the home's own server starts, which takes seconds.
+    """
 
     sentence: str
     final: bool = False
+    is_starting: bool = False
 
 
 class Seen(Word, frozen=True, kw_only=True, tag="seen"):
