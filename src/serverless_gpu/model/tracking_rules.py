@@ -24,6 +24,8 @@ TAG_CHARACTERS_MAX = 8000
 """MLflow refuses what is longer, and with it all that came in the same request."""
 RUN_TAG = "sgpu.run_id"
 """The tag by which whoever did not make an MLflow run finds it."""
+ATTEMPT_TAG = "sgpu.attempt"
+"""The tag that says which attempt's state an MLflow run shows: that of the last one that has begun."""
 POINTS_MAX = 2_000_000
 """Of ours in one MLflow run; a run has room for 10 million, and those are for its user."""
 GIVE_UP_S = 86_400
@@ -132,7 +134,7 @@ def first_tags(tracking: Tracking, run_id: str, fence: int, user_tags: Mapping[s
     """
     tags = {_user_key(key): value for key, value in user_tags.items()}
     tags |= {valid_key(key): value for key, value in tracking.tags.items()}
-    tags |= {RUN_TAG: run_id, "sgpu.attempt": str(fence)}
+    tags |= {RUN_TAG: run_id, ATTEMPT_TAG: str(fence)}
     if tracking.run_name and not tracking.run_id:
         tags[_NAME_TAG] = cut(tracking.run_name, KEY_CHARACTERS_MAX)
     if tracking.parent_id and not tracking.run_id:

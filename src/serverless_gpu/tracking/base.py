@@ -83,6 +83,10 @@ class Tracker(Protocol):
         """Add points, parameters and tags; the same again changes nothing."""
         ...
 
+    def tags(self, tracked: Tracked) -> Mapping[str, str]:
+        """Return the tags it has now."""
+        ...
+
     def upload(self, tracked: Tracked, name: str, data: bytes) -> None:
         """Add a small file to its artifacts, or replace it."""
         ...

@@ -6,7 +6,8 @@
 
 The first node of an attempt makes the MLflow run, unless a tag says that it is there: made for an attempt before, by a
 process before, or by a request whose answer did not come. Every other node waits until it is. Each step may be done
-again without a change in MLflow, so whatever is not known to have been done is done again.
+again without a change in MLflow, so whatever is not known to have been done is done again. How the run goes is said by
+its last attempt alone: one that arrives when a later one has begun adds its points and files.
 
 Failure cases: MLflow is away (refuses, hangs, answers 500): the step is tried again, more and more rarely, and said
 once; the file of samples is what waits, and beyond 64 MB of it the oldest points are given up, counted, and said once.
@@ -32,7 +33,9 @@ from serverless_gpu.model.ledger import Receipt
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.model.tracking import Tracking
 from serverless_gpu.model.tracking_rules import (
+    ATTEMPT_TAG,
     GIVE_UP_S,
+    RUN_TAG,
     TAG_CHARACTERS_MAX,
     cut,
     first_tags,
@@ -49,10 +52,12 @@ from serverless_gpu.tracking import documents
 from serverless_gpu.tracking.base import Tracked, Tracker, TrackerAway, TrackerRefused
 from serverless_gpu.tracking.memory import Ending, load_memory, memory_path, save_memory
 from serverless_gpu.tracking.points import BACKLOG_BYTES_MAX, Cursor, Points, telemetry_path
+from serverless_gpu.tracking.together import together
 
 _POLL_S = 2.0
 _LOOK_S_MAX = 5.0
 _DOUBT_NS = 10 * 10**9
+_FRESH_NS = 5 * 10**9  # since the call: what was called now has no MLflow run yet
 _SETTLE_NS = 3600 * 10**9
 _SUSPICIOUS = 3
 
@@ -127,6 +132,8 @@ class Delivery:
         self._points = Points(path, job.num_nodes, cursor, backlog_bytes_max=BACKLOG_BYTES_MAX)
         self._is_first = job.node_rank == 0
         self._is_established = False
+        self._is_superseded = False
+        self._together = together(job.run_id)
         self._folder = folder(self._tracking, job.run_id, job.fence, job.node_rank)
         self._suspicious: dict[str, int] = {}
         self._said_away = False
@@ -215,10 +222,10 @@ class Delivery:
             return False
         try:
             if memory.tracked is None:
-                memory.tracked = self._begun() if self._is_first or self._tracking.run_id else self._found()
+                makes = self._is_first and not self._tracking.run_id
+                memory.tracked = self._begun() if makes else self._found()
                 self._save()
-            if self._is_first and not self._tracking.run_id and self._job.fence > 1 and memory.ending is None:
-                self._tracker.resume(memory.tracked)  # an attempt before has ended it
+            self._resume()
         except TrackerRefused as error:
             memory.over = f"refused: {error}"
             self._save()
@@ -230,28 +237,54 @@ class Delivery:
 
     def _begun(self) -> Tracked:
         """Return the MLflow run, which is made unless it is there."""
-        job, memory = self._job, self._memory
-        if job.fence > 1 or memory.asked_ns:
-            found = self._tracker.find(self._tracking, job.run_id)
-            if found is not None:
-                return found
-            if self._clock.wall_ns() - memory.asked_ns < _DOUBT_NS:
-                raise _NotYet("it may still make the run it was asked for")
-        memory.asked_ns = self._clock.wall_ns()
-        self._save()
-        tags = first_tags(self._tracking, job.run_id, job.fence, job.spec.tags)
-        try:
-            return self._tracker.begin(self._tracking, job.run_id, tags=tags, at_ms=job.called_ns // 1_000_000)
-        except TrackerAway as error:
-            if not error.is_doubtful:
-                memory.asked_ns = 0
-            raise
+        job, memory, shared = self._job, self._memory, self._together
+        with shared.lock:
+            now_ns = self._clock.wall_ns()
+            asked_ns = max(memory.asked_ns, shared.asked_ns)
+            is_tried = bool(asked_ns or self._failures or memory.ending)
+            if job.fence > 1 or is_tried or now_ns - job.called_ns > _FRESH_NS:
+                found = self._tracker.find(self._tracking, job.run_id)
+                if found is not None:
+                    return found
+                if 0 <= now_ns - asked_ns < _DOUBT_NS:
+                    raise _NotYet("it may still make the run it was asked for")
+            memory.asked_ns = shared.asked_ns = now_ns
+            self._save()
+            tags = first_tags(self._tracking, job.run_id, job.fence, job.spec.tags)
+            try:
+                return self._tracker.begin(self._tracking, job.run_id, tags=tags, at_ms=job.called_ns // 1_000_000)
+            except TrackerAway as error:
+                if not error.is_doubtful:
+                    memory.asked_ns = shared.asked_ns = 0
+                raise
 
     def _found(self) -> Tracked:
         found = self._tracker.find(self._tracking, self._job.run_id)
         if found is None:
             raise _NotYet("the first node has not made the MLflow run yet")
         return found
+
+    def _resume(self) -> None:
+        """Have the MLflow run go on where an attempt before has ended it."""
+        if not self._is_first or self._job.fence == 1 or self._memory.ending is not None:
+            return
+        with self._together.lock:
+            if not self._has_later():
+                # First: attempts before end it no more then.
+                self._log_tags({RUN_TAG: self._job.run_id, ATTEMPT_TAG: str(self._job.fence)})
+                if not self._tracking.run_id:
+                    self._tracker.resume(self._known)
+
+    def _has_later(self) -> bool:
+        """Return whether a later attempt has begun: state, description and end of the MLflow run are that one's."""
+        if not self._is_superseded:
+            tags: Mapping[str, str] = {}
+            with contextlib.suppress(TrackerRefused):
+                tags = self._tracker.tags(self._known)
+            attempt = tags.get(ATTEMPT_TAG, "")
+            is_ours = tags.get(RUN_TAG) == self._job.run_id  # its owner's run may hold several of ours
+            self._is_superseded = is_ours and attempt.isdecimal() and int(attempt) > self._job.fence
+        return self._is_superseded
 
     def _parameters(self) -> bool:
         if not self._is_first or "params" in self._memory.done:
@@ -263,7 +296,12 @@ class Delivery:
             # One of them is there with another value, from an attempt before or by its owner: the others are fine.
             for key, value in params.items():
                 self._parameter(key, value)
-        self._log_tags({"sgpu.environment": self._job.environment, "sgpu.attempt": str(self._job.fence)})
+        with self._together.lock:
+            if not self._has_later():
+                tags = {ATTEMPT_TAG: str(self._job.fence), "sgpu.environment": self._job.environment}
+                if self._tracking.run_id:  # it was not made with them
+                    tags |= first_tags(self._tracking, self._job.run_id, self._job.fence, self._job.spec.tags)
+                self._log_tags(tags)
         self._memory.done.add("params")
         return True
 
@@ -304,7 +342,7 @@ class Delivery:
             TrackerAway: it is away as a whole, or this one is worth another try.
         """
         if self._suspicious.get(name):  # is it only files that it does not take?
-            self._tracker.log(self._known, tags={"sgpu.attempt": str(self._job.fence)})
+            self._refusable(lambda: self._tracker.tags(self._known))
         try:
             self._tracker.upload(self._known, f"{self._folder}{name}", data)
             return
@@ -350,8 +388,10 @@ class Delivery:
             return False
         failed = ending.state is not State.SUCCEEDED
         if self._is_first or failed:
-            self._log_tags(last_tags(self._tracking, ending.state, ending.reason, ending.sentence))
-            self._refusable(lambda: self._end_run(ending))
+            with self._together.lock:
+                if not self._has_later():
+                    self._log_tags(last_tags(self._tracking, ending.state, ending.reason, ending.sentence))
+                    self._refusable(lambda: self._end_run(ending))
         self._memory.done.add("end")
         return True
 
@@ -367,8 +407,10 @@ class Delivery:
             if "receipt.json" not in self._memory.done:
                 self._upload("receipt.json", data)
                 self._memory.done.add("receipt.json")
-            with contextlib.suppress(msgspec.MsgspecError):  # of another version: the file says it
-                self._log_tags(receipt_tags(self._tracking, msgspec.json.decode(data, type=Receipt)))
+            with self._together.lock, contextlib.suppress(msgspec.MsgspecError):  # of another version: the file says it
+                tags = receipt_tags(self._tracking, msgspec.json.decode(data, type=Receipt))
+                if not self._has_later():
+                    self._log_tags(tags)
         self._memory.done.add("receipt")
         return True
 
@@ -398,7 +440,7 @@ class Delivery:
         if tags:
             self._refusable(lambda: self._tracker.log(self._known, tags=tags))
 
-    def _refusable(self, act: Callable[[], None]) -> None:
+    def _refusable(self, act: Callable[[], object]) -> None:
         """Do what is not worth more than a try, once MLflow answers."""
         with contextlib.suppress(TrackerRefused):
             act()

@@ -58,8 +58,18 @@ class _Info(msgspec.Struct):
     status: str = "RUNNING"
 
 
+class _Tag(msgspec.Struct):
+    key: str
+    value: str = ""
+
+
+class _Data(msgspec.Struct):
+    tags: list[_Tag] = []
+
+
 class _Run(msgspec.Struct):
     info: _Info
+    data: _Data = msgspec.field(default_factory=_Data)
 
 
 class _RunAnswer(msgspec.Struct):
@@ -163,6 +173,16 @@ class MlflowTracker:
             for batch in _batches(list((pairs or {}).items()), PAIRS_MAX):
                 self._batch(tracked, name, [{"key": key, "value": value} for key, value in batch])
 
+    def tags(self, tracked: Tracked) -> Mapping[str, str]:
+        """Return the tags it has now.
+
+        Raises:
+            TrackerAway: MLflow does not answer.
+            TrackerRefused: the run is not there any more.
+        """
+        run = self._get(tracked.run_id)
+        return {tag.key: tag.value for tag in run.data.tags}
+
     def upload(self, tracked: Tracked, name: str, data: bytes) -> None:
         """Add a file to the artifacts, or replace it.
 
@@ -238,10 +258,13 @@ class MlflowTracker:
         return found.experiment.experiment_id
 
     def _continued(self, run_id: str) -> Tracked:
-        info = self._rest.call("GET", "mlflow/runs/get", answer=_RunAnswer, query={"run_id": run_id}).run.info
+        info = self._get(run_id).info
         if info.lifecycle_stage != "active":
             raise TrackerRefused(f"the MLflow run {run_id} has been deleted in MLflow at {self._rest.uri}")
         return self._tracked(info)
+
+    def _get(self, run_id: str) -> _Run:
+        return self._rest.call("GET", "mlflow/runs/get", answer=_RunAnswer, query={"run_id": run_id}).run
 
     def _batch(self, tracked: Tracked, kind: str, entries: list[dict[str, object]]) -> None:
         self._rest.call("POST", "mlflow/runs/log-batch", {"run_id": tracked.run_id, kind: entries}, answer=_Nothing)
