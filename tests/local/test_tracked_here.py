@@ -84,9 +84,10 @@ def test_a_run_is_in_mlflow_with_its_samples_and_its_ranks_know_where(
     assert found.status == "FINISHED"
     assert {point.key.split("/")[1] for point in found.points} == {"node_0"}
     assert found.series("system/node_0/gpu_1_memory_usage_megabytes")
-    environ = distributed(gpus=1, quiet=True)(variables).distributed()[0]
-    assert environ["MLFLOW_TRACKING_URI"] == mlflow.uri
-    assert environ["MLFLOW_RUN_ID"] in {one.run_id for one in mlflow.runs} - {found.run_id}
+    other = distributed(gpus=1, quiet=True)(variables).submit()
+    assert other.results()[0]["MLFLOW_TRACKING_URI"] == mlflow.uri
+    tracked = wait_for(other.tracked, "it is known where a run is that was over at once")
+    assert tracked is not None and tracked.run_id in {one.run_id for one in mlflow.runs} - {found.run_id}
     wait_for(lambda: not undelivered(own), "nothing waits to be delivered")
 
 

@@ -3,10 +3,13 @@ monitor is not there, dies, hangs or talks nonsense."""
 
 from __future__ import annotations
 
+import select
 import selectors
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -18,7 +21,7 @@ from serverless_gpu.model.spec import Command, RunSpec
 from serverless_gpu.model.tracking import Tracking
 from serverless_gpu.node import protocol
 from serverless_gpu.node.monitor import words
-from serverless_gpu.node.observation import BLINK_NS, COMMAND_NS, SERVER_NS, Observation
+from serverless_gpu.node.observation import COMMAND_NS, LINK_NS, SERVER_NS, Observation
 from serverless_gpu.node.protocol import Context, Launch, Wanted
 from serverless_gpu.testing import FakeClock
 from tests.unit.fake_monitor import FakeMonitor
@@ -140,7 +143,6 @@ def test_the_monitor_is_told_of_an_attempt_from_its_launch_to_its_receipt(begin:
 
 def test_what_the_monitor_says_reaches_watchers_ranks_and_the_receipt(begin: Begin, monitor: FakeMonitor) -> None:
     line = begin(launch())
-    assert line.observation.hold_ns == line.clock.boottime_ns() + BLINK_NS
     peer = monitor.accept()
     said = (
         words.Untracked(sentence="it does not answer"),
@@ -169,26 +171,53 @@ def test_what_the_monitor_says_reaches_watchers_ranks_and_the_receipt(begin: Beg
     assert line.seen == [False, True]
 
 
-def test_the_ranks_of_a_function_wait_for_a_blink_and_only_for_a_tracker_that_may_answer(
-    begin: Begin, monitor: FakeMonitor
+def test_the_ranks_of_a_function_wait_for_nothing(begin: Begin, monitor: FakeMonitor) -> None:
+    for tracker in (THERE, HOMES):
+        line = begin(launch(spec=RunSpec(tracker=tracker)))
+        peer = monitor.accept()
+        assert line.observation.hold_ns is None
+        words.say(peer, words.Untracked(sentence="it did not answer last time"))
+        line.turn()
+        assert line.observation.hold_ns is None
+        assert line.told == []  # it may answer yet
+        assert line.observation.receipt_notes() == [f"it did not answer last time; {KEPT}"]
+
+
+def test_the_receipt_of_what_was_over_at_once_names_where_it_is_tracked(begin: Begin, monitor: FakeMonitor) -> None:
+    line = begin(launch())
+    peer = monitor.accept()
+    late = threading.Timer(0.02, lambda: words.say(peer, TRACKED))
+    late.start()
+    line.observation.linger()
+    late.join()
+    assert line.observation.url == TRACKED.url
+
+
+@pytest.mark.parametrize("spec", [RunSpec(tracker=THERE), RunSpec()])
+def test_F44_a_receipt_waits_for_a_blink_and_only_where_something_is_tracked(
+    begin: Begin, monitor: FakeMonitor, spec: RunSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    line = begin(launch())
-    line.clock.advance(BLINK_NS / 1e9)
-    assert line.observation.hold_ns is None
-    line = begin(launch())
-    monitor.accept()
-    words.say(monitor.accept(), words.Untracked(sentence="it did not answer last time"))
-    line.turn()
-    assert line.observation.hold_ns is None
-    assert line.told == []  # it may answer yet
-    assert line.observation.receipt_notes() == [f"it did not answer last time; {KEPT}"]
-    nowhere = begin(launch(spec=RunSpec()))
-    assert nowhere.observation.hold_ns is None
+    waited: list[float] = []
+    real = select.select
+
+    def selected(rlist: list[Any], wlist: list[Any], xlist: list[Any], timeout: float) -> Any:
+        waited.append(timeout)
+        return real(rlist, wlist, xlist, 0)
+
+    line = begin(launch(spec=spec))
+    peer = monitor.accept()
+    monkeypatch.setattr(select, "select", selected)
+    line.observation.linger()
+    assert waited == ([LINK_NS / 1e9] if spec.tracker else [])
+    line.clock.advance(LINK_NS / 1e9)
+    line.observation.linger()
+    line.clock.advance(-LINK_NS / 1e9)
+    words.say(peer, words.Untracked(sentence="it does not answer"))
+    line.observation.linger()
+    assert len(waited) <= 1  # it lasted longer than that, and it is known already
 
 
 def test_nobody_waits_for_a_monitor_that_is_not_there_but_a_program_a_little(begin: Begin) -> None:
-    line = begin(launch())
-    assert line.observation.hold_ns is None
     program = begin(launch(spec=RunSpec(tracker=THERE, payload=Command(argv=("train",)))))
     assert program.observation.hold_ns == program.clock.boottime_ns() + COMMAND_NS
     program.clock.advance(COMMAND_NS / 1e9)

@@ -4,9 +4,10 @@
                ◀──Tracked, Untracked, Seen, Said───
 
 Nothing here blocks: a monitor that is not there yet, hangs or dies costs an attempt what it would have seen, nothing
-else. Only the start of ranks may wait, for where the run is tracked: their environment cannot be changed later. A rank
-that imports `mlflow` finds out by itself (`inside/`), so that functions wait for a blink only; a program, in which
-nothing of ours runs, waits longer, and while the home's own MLflow server starts, longest.
+else. The start of a function's ranks waits for nothing: one that imports `mlflow` finds out by itself where the run is
+tracked (`inside/`). A program, in which nothing of ours runs, waits for that a little, since its environment cannot be
+changed later, and longer while the home's own MLflow server starts. The receipt of a run that was over before it was
+known waits for a blink: outcome and devices are with their owners by then.
 
 Failure cases: no monitor (asked for again, at most every two seconds); it dies (the next one hears everything again,
 and writes on in the same files); it does not read (what is to be said is kept, it is little); it talks nonsense (left
@@ -16,6 +17,7 @@ alone for two seconds).
 from __future__ import annotations
 
 import contextlib
+import select
 import selectors
 import socket
 from collections import deque
@@ -36,8 +38,8 @@ from serverless_gpu.node.protocol import Launch, original
 
 _FIRST_NS = 100_000_000
 _AGAIN_NS = 2_000_000_000
-BLINK_NS = 100_000_000
-"""How long the ranks of a function wait for where they are tracked."""
+LINK_NS = 200_000_000
+"""How long after an attempt began its receipt waits for where it is tracked."""
 COMMAND_NS = 2_000_000_000
 """How long a program does, unless it is known that the tracker does not answer."""
 SERVER_NS = 10_000_000_000
@@ -116,6 +118,16 @@ class Observation:
         """Say which processes have which devices."""
         self._say(words.Ranks(devices=devices, pids=dict(pids), cgroup="" if cgroup is None else str(cgroup)))
 
+    def linger(self) -> None:
+        """Hear the last there is, and wait for a blink where a short attempt was over before it was tracked."""
+        self.hear()
+        until_ns = self._began_ns + LINK_NS
+        while self._is_undecided and (left_ns := until_ns - self._clock.boottime_ns()) > 0:
+            assert self._channel is not None
+            if not select.select([self._channel.sock], [], [], left_ns / 1e9)[0]:
+                return
+            self.hear()
+
     def ending(self, state: State, reason: Reason, sentence: str) -> None:
         """Say how the attempt ended; its files are written."""
         self._say(words.Ending(state=state, reason=reason, sentence=sentence))
@@ -180,6 +192,11 @@ class Observation:
             return f"{untracked.sentence}; this run is not tracked" if untracked.sentence else ""
         return f"{untracked.sentence}; {_KEPT}"
 
+    @property
+    def _is_undecided(self) -> bool:
+        is_told = self.tracked is not None or self._untracked is not None
+        return self._launch.spec.tracker is not None and self._channel is not None and not is_told
+
     def _patience_ns(self) -> int:
         tracker, untracked = self._launch.spec.tracker, self._untracked
         if tracker is None or self.tracked is not None or (untracked is not None and untracked.final):
@@ -187,9 +204,7 @@ class Observation:
         is_command = isinstance(self._launch.spec.payload, Command)
         if untracked is not None:
             return SERVER_NS if is_command and untracked.is_starting else 0
-        if is_command:
-            return COMMAND_NS
-        return BLINK_NS if self._channel is not None else 0
+        return COMMAND_NS if is_command else 0
 
     # --- the line ------------------------------------------------------------------------------------------------
 

@@ -409,7 +409,7 @@ class Supervisor:
         elif reservation is not None:
             self._account.mark("freed")
             reservation.close()
-        self._observation.hear()  # the last sample
+        self._observation.linger()  # the last sample, and of a short run where it is tracked
         self._account.observed(self._observation.uses, self._observation.url, self._observation.receipt_notes())
         receipt = self._account.receipt(self._attempt, devices, verdicts, quarantined)
         self._audience.tell(protocol.Finished(receipt=receipt))

@@ -6,7 +6,7 @@
                                          └─────────────────────────────────────┘                ─▶ MLflow
 
 One process per home, nobody's child; the agent starts it when there is something to do and connects, so that it learns
-of its end. It decides nothing about a run, and nothing of a run waits for it but the start of ranks, up to 100 ms.
+of its end. It decides nothing about a run, and nothing of a run waits for it but the start of programs.
 
 Failure cases:
 - killed: runs go on; the agent starts another one, supervisors connect to that and say again what there is to know,

@@ -7,7 +7,7 @@
     `sgpu stop` ──Retire──▶ monitor                              end; it does, or says why not yet
 
 Every supervisor, agent and `sgpu top` has a connection of its own to the socket `monitor-<PROTOCOL>-<version>.sock`.
-Nobody waits for the monitor but the start of ranks, up to 100 ms, and only where the tracker is known to answer.
+Nobody waits for the monitor but the start of programs, and the receipt of what was over at once, for 200 ms.
 """
 
 from __future__ import annotations
