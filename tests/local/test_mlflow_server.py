@@ -131,9 +131,25 @@ def test_a_server_that_is_killed_is_started_again_at_the_same_address(
     uri, server, keeper = ready(there, mlflow).uri, server_of(place), keeper_of(place)
     server.send(signal.SIGKILL)
     server.wait_gone(10)
+    wait_for(lambda: stage(place) == "starting", "that it starts again")
+    again = ensure_server(there, mlflow.python, environ=mlflow.environ)
+    assert again.is_restarting and "it is started again" in again.problem, "worth waiting for"
     wait_for(lambda: place.noted().server not in (0, server.pid) and stage(place) == "ready", "another server")
     assert ready(there, mlflow).uri == uri
     assert keeper.alive()
+
+
+def test_nobody_starts_a_server_again_whose_keeper_was_killed_before_it_could(
+    there: Home, place: Place, mlflow: PretendedMlflow
+) -> None:
+    ready(there, mlflow)
+    server, keeper = server_of(place), keeper_of(place)
+    server.send(signal.SIGKILL)
+    wait_for(lambda: "it is started again" in place.noted().problem, "that it is to start again")
+    keeper.send(signal.SIGKILL)
+    keeper.wait_gone(10)
+    found = look(place, SystemClock())
+    assert (found.stage, found.problem, found.pid) == ("stopped", "", None)
 
 
 def test_a_server_ends_with_its_keeper_and_the_next_one_has_the_same_address(

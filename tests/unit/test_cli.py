@@ -206,6 +206,18 @@ def test_one_run_in_full(runs: Path) -> None:
     assert lines[-1] == "where ranks stood when nothing moved: hang-1.txt"
 
 
+def test_a_link_that_came_after_the_receipt_is_shown_and_where_it_is_tracked_is_nothing_that_was_asked_for(
+    runs: Path,
+) -> None:
+    directory, url = runs / FIRST / "1", "http://m:5000/#/experiments/1/runs/abc"
+    (directory / "spec.json").write_text(json.dumps(SPEC | {"tracker": {"experiment": "/Users/me/train"}}))
+    (directory / "tracking.json").write_text(json.dumps({"state": "ready", "run_id": "abc", "url": url}))
+    lines = sgpu("show").output.splitlines()
+    assert lines[1] == "asked for: 2 ranks · gpus=2 · gpu_type=H100 · tags=team=search"
+    assert lines.count(f"tracked: {url}") == 1
+    assert json.loads(sgpu("show", "--json").output)["tracked"] == url
+
+
 def test_one_run_for_machines(runs: Path) -> None:
     shown = json.loads(sgpu("show", "--json").output)
     assert shown["failure"].startswith("rank 1: ValueError: boom\nTraceback:")

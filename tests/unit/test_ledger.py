@@ -387,12 +387,15 @@ def test_a_receipt_says_what_devices_did_and_where_the_run_is_tracked() -> None:
     )
     receipt = msgspec.structs.replace(FULL, uses=uses, tracked=LINK)
     lines = receipt.text().splitlines()
-    assert lines[1] == "2 H100 · 2 ranks · 371.0 GPU-seconds, 0.31 USD · GPU 87 % busy · peak 61.3 GB · 0.42 kWh"
+    assert (
+        lines[1]
+        == "2 H100 · 2 ranks · 371.0 GPU-seconds, 0.31 USD · GPU 87 % busy · GPU memory peak 61.3 GB · 0.42 kWh"
+    )
     assert lines[6:] == [
         f"tracked: {LINK} · tags: job=nightly, team=search",
         "notes: rank 1 failed as a consequence; 12 lines dropped",
     ]
-    assert receipt.rows()["use"] == "GPU 87 % busy · peak 61.3 GB · 0.42 kWh"
+    assert receipt.rows()["use"] == "GPU 87 % busy · GPU memory peak 61.3 GB · 0.42 kWh"
     assert f'<a href="{LINK}"' in receipt.html()
 
 
@@ -406,7 +409,7 @@ def test_a_receipt_says_what_devices_did_and_where_the_run_is_tracked() -> None:
         ((use(80.0), use(0.0, samples=2)), DeviceKind.GPU, "GPU 77 % busy"),
         ((use(0.0), use(0.0)), DeviceKind.FAKE, "GPU 0 % busy"),
         ((use(99.0, throttled_s=185.0),), DeviceKind.GPU, "GPU 99 % busy · throttled for 3 min 05 s"),
-        ((use(None, peak_memory_bytes=0),), DeviceKind.GPU, "peak 0 B"),
+        ((use(None, peak_memory_bytes=0),), DeviceKind.GPU, None),
     ],
 )
 def test_what_is_not_known_of_devices_is_left_out(

@@ -122,10 +122,10 @@ def _start(home: Home, store: str) -> None:
     python = _python(home, store)
     deadline_ns = clock.boottime_ns() + int(_START_S * 1e9)
     serving = ensure_server(home, python, store, environ=os.environ, now=True)
-    if not serving.ready and not serving.problem:
+    if not serving.ready and (serving.is_restarting or not serving.problem):
         click.echo("sgpu: MLflow's server starts, which takes it some seconds", err=True)
     while not serving.ready:
-        if serving.problem:
+        if serving.problem and not serving.is_restarting:
             raise ServerProblem(serving.problem, hint=f"what it wrote: {place_of(home, store).log}")
         if clock.boottime_ns() > deadline_ns:
             raise ServerProblem(f"MLflow's server did not answer within {_START_S:.0f} s")

@@ -20,6 +20,7 @@ from serverless_gpu.client.attaching import attach
 from serverless_gpu.client.outcome import ending_text
 from serverless_gpu.client.run import Run
 from serverless_gpu.client.terminal import safe
+from serverless_gpu.client.tracked import from_directory
 from serverless_gpu.errors import ServerlessGpuError
 from serverless_gpu.model.attempt import TERMINAL, State
 from serverless_gpu.model.spec import RunSpec
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 _STATES = [*(state.value for state in State), NOT_STARTED, UNREADABLE]
 _NAME_CHARACTERS_MAX = 32
 _FILES_MAX = 200
+_NOT_ASKED = frozenset({"name", "resources", "tracker"})  # shown otherwise, or nobody's wish
 
 
 @click.command()
@@ -213,10 +215,21 @@ def _story(home: Home, record: Record) -> str:
         parts += ["", ending_text(record.stopped, record.directory, record.run_id, timeout_s)]
     if record.receipt is not None:
         parts += ["", "receipt:", *(f"  {line}" for line in record.receipt.text().splitlines()[1:])]
+    link = _link(record)
+    if link and (record.receipt is None or not record.receipt.tracked):  # it came after the receipt was written
+        parts.append(f"tracked: {link}")
     uses = use_lines(sampled_uses(record.directory) if record.receipt is None else record.receipt.uses)
     if uses:
         parts += ["", "devices:" if record.receipt is not None else "devices so far:", *(f"  {line}" for line in uses)]
     return "\n".join([*parts, "", *_files_text(home, record)])
+
+
+def _link(record: Record) -> str:
+    """Return where the run is in MLflow, as is known now, or ""."""
+    tracked = from_directory(record.directory)
+    if tracked is not None:
+        return tracked.url
+    return record.receipt.tracked if record.receipt is not None else ""
 
 
 def _asked_text(record: Record) -> str:
@@ -225,7 +238,7 @@ def _asked_text(record: Record) -> str:
     spec = msgspec.to_builtins(record.spec)
     usual = msgspec.to_builtins(RunSpec())
     asked = {key: value for key, value in spec["resources"].items() if value != usual["resources"][key]}
-    asked |= {key: value for key, value in spec.items() if key not in ("name", "resources") and value != usual[key]}
+    asked |= {key: value for key, value in spec.items() if key not in _NOT_ASKED and value != usual[key]}
     if "tags" in asked:
         asked["tags"] = ",".join(f"{name}={value}" for name, value in record.spec.tags.items())
     ranks = [f"{record.world_size} rank{'' if record.world_size == 1 else 's'}"] if record.world_size else []
@@ -283,6 +296,7 @@ def _details(record: Record) -> dict[str, object]:
     return {
         "spec": record.spec,
         "stopped": record.stopped,
+        "tracked": _link(record),
         "receipt": record.receipt,
         "failure": failure,
         "files": [{"name": name, "size_bytes": size} for name, size in _files(record)],

@@ -45,7 +45,7 @@ def sampled_uses(directory: Path) -> tuple[DeviceUse, ...]:
 def _cells(use: DeviceUse) -> list[str]:
     return [
         "-" if use.busy_percent is None else f"{use.busy_percent:.0f} %",
-        "-" if use.peak_memory_bytes is None else format_bytes(use.peak_memory_bytes),
+        "-" if not use.peak_memory_bytes else format_bytes(use.peak_memory_bytes),
         "-" if use.energy_joules is None else format_joules(use.energy_joules),
         "-" if not use.throttled_s else format_duration_ms(round(use.throttled_s * 1000)),
         use.uuid,

@@ -424,10 +424,11 @@ def _use_text(uses: Sequence[DeviceUse], kind: DeviceKind) -> str:
     throttled_s = max((use.throttled_s or 0 for use in uses), default=0)
     mean = sum(percent * count for percent, count in busy) / max(1, sum(count for _, count in busy))
     idle = sum(percent < _IDLE_PERCENT for percent, count in busy if count >= _IDLE_SAMPLES_MIN)
+    is_cpu = kind is DeviceKind.CPU
     return _joined(
-        f"{'CPU' if kind is DeviceKind.CPU else 'GPU'} {mean:.0f} % busy" if busy else "",
+        f"{'CPU' if is_cpu else 'GPU'} {mean:.0f} % busy" if busy else "",
         f"{idle} of {len(uses)} did nothing" if 0 < idle < len(uses) else "",
-        f"peak {units.format_bytes(max(peaks))}" if peaks else "",
+        f"{'' if is_cpu else 'GPU '}memory peak {units.format_bytes(max(peaks))}" if peaks and max(peaks) else "",
         units.format_joules(joules) if joules else "",
         f"throttled for {units.format_duration_ms(round(throttled_s * 1000))}" if throttled_s >= 1 else "",
     )

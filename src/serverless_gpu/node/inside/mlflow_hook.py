@@ -15,8 +15,8 @@ and at the end of every process, and refuses it after `set_experiment`. In a ran
 
 Nothing happens where MLflow is never imported. It is the user's MLflow, of any version: every name of it that is taken
 here is looked for first, and what cannot be taken leaves it as it is, said once. Failure cases: the run is not known
-(`mlflow_job.py`); the server does not answer (`mlflow_writes.py`), then `settle` waits for asynchronous logging for a
-bounded time, and says what was lost.
+(`mlflow_job.py`); the server does not answer (`mlflow_writes.py`), then `settle` waits for it and for asynchronous
+logging for a bounded time, and says what was lost.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import importlib.util
 import os
 import sys
 import threading
+import time
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -160,7 +161,9 @@ class _Attached:
         """Wait for asynchronous logging; say what could not be written."""
         if not self.job.run_id and not self._started:
             return  # to ask for MLflow's store would make one in the working directory
-        self._flush(limit_s)
+        deadline = time.monotonic() + limit_s
+        if not self._flush(limit_s) or not self.writes.wait(deadline - time.monotonic()):
+            self.writes.give_up()
         lost = self.writes.lost()
         if lost and not self._said_lost:
             self._said_lost = True
@@ -170,7 +173,8 @@ class _Attached:
                     "answer\n"
                 )
 
-    def _flush(self, limit_s: float) -> None:
+    def _flush(self, limit_s: float) -> bool:
+        """Have MLflow's threads write, or hold, what they were given; return whether they have in time."""
         finish = getattr(self.fluent, "_shut_down_async_logging", None) or self.mlflow.flush_async_logging
 
         def work() -> None:
@@ -181,8 +185,8 @@ class _Attached:
         with contextlib.suppress(RuntimeError):  # the interpreter ends, or no thread is left
             thread.start()
             thread.join(limit_s)
-            if thread.is_alive():
-                self.writes.give_up()
+            return not thread.is_alive()
+        return False
 
     def _start_run(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._started = True
@@ -268,7 +272,7 @@ class _Attached:
         self, original: Callable[..., Any], client: Any, run_id: str, *args: Any, **kwargs: Any
     ) -> None:
         if run_id == self.job.run_id and run_id:
-            self.settle(SETTLE_S)
+            self._flush(SETTLE_S)  # not further: a server that is away would cost each of the user's runs that long
         else:
             original(client, run_id, *args, **kwargs)
 

@@ -77,9 +77,10 @@ class Job:
             self._before[EXPERIMENT_NAME] = os.environ[EXPERIMENT_NAME] = name
 
     def say_once(self, key: str, sentence: str) -> None:
-        """Write a sentence to stderr, unless a rank of this attempt and node has done so."""
+        """Write a sentence to stderr: the first rank, whose lines are shown, and one of the others on a node, once."""
+        whose = "" if self.rank == 0 else ".others"
         try:
-            os.close(os.open(f"{self.directory}/said.{key}", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+            os.close(os.open(f"{self.directory}/said.{key}{whose}", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
         except FileExistsError:
             return
         except OSError:  # nowhere to note it: better twice than never

@@ -9,9 +9,9 @@
 - **Points are counted**, those of all ranks of a node together, in files of the attempts' directories: MLflow takes ten
   million a run, of which two are the node's. At four fifths there is a warning; beyond, points are dropped, and that is
   said.
-- **A server that does not answer** costs the threads of MLflow's asynchronous logging one try in `_PAUSE_S`: what comes
-  meanwhile is dropped and counted, else its queue would grow for as long as the server is away. Calls that the user has
-  made synchronous are bounded by their time-out alone.
+- **A server that does not answer** does not cost what is logged asynchronously meanwhile: that is held, up to a bound,
+  and sent once it answers (`mlflow_held.py`); MLflow's own queue would work it off at one time-out each. Calls that the
+  user has made synchronous are bounded by their time-out alone.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ import contextlib
 import functools
 import os
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from .mlflow_held import HELD_MAX, Batch, Held
 from .mlflow_job import Job
 
 POINTS_MAX = 8_000_000
 WARN_AT = 0.8
 _LOOK_EVERY = 10_000  # own points between two looks at those of the others
-_PAUSE_S = 10.0
 _OWN_KEYS_MAX = 10_000
 _KEY_MAX = 250
 _NAMES_MAX = 10  # under which one rank's values of a parameter are kept
@@ -123,9 +122,7 @@ class Writes:
         self._points = Points(job)
         self._lock = threading.Lock()
         self._own: dict[str, str] = {}  # parameters of this process since its last start_run
-        self._away_until = 0.0
-        self._given_up = False
-        self._lost = 0
+        self._held = Held(lambda: job.say_once("back", "MLflow answers again, what ranks logged meanwhile is there"))
 
     def patch(self, store: type) -> None:
         """Put this in front of a store's methods; those that it does not have stay as they are."""
@@ -141,11 +138,15 @@ class Writes:
 
     def give_up(self) -> None:
         """Have the threads of asynchronous logging write nothing more."""
-        self._given_up = True
+        self._held.give_up()
+
+    def wait(self, limit_s: float) -> bool:
+        """Wait for a server that does not answer; return whether everything that was logged has arrived."""
+        return self._held.wait(limit_s)
 
     def lost(self) -> int:
         """Return how many points and values were dropped because the server did not answer."""
-        return self._lost
+        return self._held.lost
 
     def _batch(
         self,
@@ -158,25 +159,45 @@ class Writes:
     ) -> Any:
         if run_id != self._job.run_id:
             return original(store, run_id=run_id, metrics=metrics, params=params, tags=tags)
-        background = threading.current_thread().name.startswith(_BACKGROUND)
-        if background and (self._given_up or time.monotonic() < self._away_until):
-            self._lose(len(metrics) + len(params) + len(tags))
-            return None
         if metrics and not self._points.admit(len(metrics)):
             metrics = []
 
         def write(params: Sequence[Any]) -> Any:
             return original(store, run_id=run_id, metrics=metrics, params=params, tags=tags)
 
+        if not threading.current_thread().name.startswith(_BACKGROUND):
+            return self._with_params(store, params, write)
+        batch = Batch(
+            len(metrics) + len(params) + len(tags),
+            lambda: self._has_answered(lambda: self._with_params(store, params, write)),
+        )
+        if self._held.is_away:
+            self._held.keep(batch)
+            return None
         try:
             return self._with_params(store, params, write)
         except self._error as error:
-            if not background or _is_answer(error):
+            if _is_answer(error):
                 raise
-            self._away_until = time.monotonic() + _PAUSE_S
-            self._lose(len(metrics) + len(params) + len(tags))
-            self._job.say_once("away", f"MLflow does not answer, what ranks log meanwhile is dropped: {_short(error)}")
+            self._job.say_once(
+                "away",
+                "MLflow does not answer; what ranks log meanwhile is sent once it does, of each the newest "
+                f"{HELD_MAX:,} points: {_short(error)}",
+            )
+            self._held.keep(batch)
             return None
+
+    def _has_answered(self, write: Callable[[], Any]) -> bool:
+        """Try again what did not arrive; return whether it needs no further try."""
+        try:
+            write()
+        except self._error as error:
+            if not _is_answer(error):
+                return False
+            self._job.say_once("refused", f"MLflow does not take what a rank logged while it was away: {_short(error)}")
+        except Exception as error:  # noqa: BLE001 - one batch must not be why all others are not sent
+            self._job.say_once("refused", f"what a rank logged while MLflow was away cannot be sent: {error!r}")
+        return True
 
     def _metric(self, original: Callable[..., Any], store: Any, run_id: str, metric: Any) -> Any:
         if run_id == self._job.run_id and not self._points.admit(1):
@@ -232,10 +253,6 @@ class Writes:
             if _same(there.get(name, value), value):
                 return name
         return None
-
-    def _lose(self, count: int) -> None:
-        with self._lock:
-            self._lost += count
 
 
 def _wrapped(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:

@@ -45,12 +45,14 @@ class Serving(NamedTuple):
     Attributes:
         uri: where it is, or will be.
         ready: whether it answers.
-        problem: why it does not and will not soon, or "": it is starting, or well.
+        problem: why it does not, or "": it is starting for the first time, or well.
+        is_restarting: whether it died, and its keeper is starting it again: `problem` will pass.
     """
 
     uri: str
     ready: bool
     problem: str = ""
+    is_restarting: bool = False
 
 
 class Server(NamedTuple):
@@ -124,10 +126,10 @@ def look(place: Place, clock: Clock) -> Server:
         clock: the machine's.
     """
     holder, noted = _holder(place), place.noted()
-    serving = _kept(place, noted, holder) if holder is not None else Serving(place.uri(noted), False, noted.problem)
-    stage = noted.stage
+    stage, problem = noted.stage, noted.problem
     if holder is None and stage in ("starting", "ready"):
-        stage = "stopped"  # its keeper was killed
+        stage, problem = "stopped", ""  # its keeper was killed, and nobody starts it again
+    serving = _kept(place, noted, holder) if holder is not None else Serving(place.uri(noted), False, problem)
     pid = noted.server if holder is not None and noted.machine == machine() and noted.server else None
     used_s = 0.0
     with contextlib.suppress(OSError):
@@ -234,7 +236,8 @@ def _kept(place: Place, noted: Noted, holder: int) -> Serving:
     is_its = noted.keeper == holder  # else what is written is its predecessor's
     if not is_its:
         return Serving(place.uri(noted), False)
-    return Serving(place.uri(noted), noted.stage == "ready", noted.problem)
+    is_restarting = noted.stage == "starting" and bool(noted.problem)
+    return Serving(place.uri(noted), noted.stage == "ready", noted.problem, is_restarting)
 
 
 def _is_too_soon(noted: Noted, python: str, clock: Clock) -> bool:

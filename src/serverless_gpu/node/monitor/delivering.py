@@ -40,6 +40,7 @@ from serverless_gpu.tracking.rest import split_userinfo
 
 _BYTES_MAX = 64 << 10
 _STARTING = "the home's MLflow server is starting"
+_AGAIN = "the home's MLflow server ended unexpectedly, and is starting again"
 
 
 class Note(msgspec.Struct, frozen=True, kw_only=True):
@@ -167,7 +168,7 @@ class Delivering:
 
     def untracked(self, sentence: str, *, final: bool) -> None:
         """Hear that there is none, yet or for good."""
-        is_starting = sentence == _STARTING
+        is_starting = sentence in (_STARTING, _AGAIN)
         self._note(Note(state="failed" if final else "pending" if is_starting else "away", sentence=sentence))
         self._tell(words.Untracked(sentence=sentence, final=final, is_starting=is_starting))
 
@@ -226,7 +227,7 @@ def address_of(home: Home, observe: words.Observe, environ: Mapping[str, str]) -
     store = observe.spec.tracker.store if observe.spec.tracker is not None else ""
     serving = ensure_server(home, observe.python, store, environ=environ)
     if not serving.ready:
-        raise TrackerAway(serving.problem or _STARTING)
+        raise TrackerAway(_AGAIN if serving.is_restarting else serving.problem or _STARTING)
     return serving.uri
 
 
