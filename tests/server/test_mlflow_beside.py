@@ -17,7 +17,7 @@ from serverless_gpu.ambient import SystemClock
 from serverless_gpu.errors import InvalidOption, InvalidValue, ServerProblem
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.mlflow_server.places import Place, place_of
-from serverless_gpu.node.mlflow_server.serving import ensure_server, look, stop_servers
+from serverless_gpu.node.mlflow_server.serving import Serving, ensure_server, look, stop_servers
 from serverless_gpu.server.mlflow_beside import mlflow_beside, mlflow_checks
 from serverless_gpu.server.settings import Settings, read_settings
 from tests.local.observe import wait_for
@@ -74,7 +74,7 @@ def test_it_is_the_server_of_the_home_and_told_to_clients(
     wait_for(lambda: is_ready(place), "MLflow's server answers")
     assert asked(uri, "/health") == "OK"
     assert environ_of(uri)["MLFLOW_BACKEND_STORE_URI"] == f"sqlite:///{home}/mlflow/default/mlflow.db"
-    assert ensure_server(Home(home), "another/python") == (uri, True, "")
+    assert ensure_server(Home(home), "another/python") == Serving(uri, True)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])

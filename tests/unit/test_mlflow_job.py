@@ -269,6 +269,16 @@ def in_background(work: Callable[[], object]) -> None:
     thread.join()
 
 
+def log(store: Store, *batches: list[Any]) -> Callable[[], None]:
+    """Return what logs batches of points."""
+
+    def work() -> None:
+        for batch in batches:
+            store.log_batch("r1", batch, [], [])
+
+    return work
+
+
 def test_F44_what_ranks_log_while_the_server_does_not_answer_arrives_when_it_does(
     attempt: Path, store: type[Store], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -276,7 +286,7 @@ def test_F44_what_ranks_log_while_the_server_does_not_answer_arrives_when_it_doe
     writes = patched(attempt, 0, store)
     there = store()
     there.away = True
-    in_background(lambda: [there.log_batch("r1", [n], [], []) for n in range(100)])
+    in_background(log(there, *([n] for n in range(100))))
     in_background(lambda: there.log_batch("r1", [], [Param("lr", "1")], []))
     assert not writes.wait(0.0) and there.points == []
     there.away = False
@@ -296,7 +306,7 @@ def test_F44_a_server_that_stays_away_costs_the_background_one_time_out_and_the_
     writes = patched(attempt, 0, store)
     there = store()
     there.away = True
-    in_background(lambda: [there.log_batch("r1", ["point"] * 10, [], []) for _ in range(100)])
+    in_background(log(there, *(["point"] * 10 for _ in range(100))))
     assert there.calls == 1 and writes.lost() == 0
     writes.give_up()
     assert writes.lost() == 1000
@@ -341,7 +351,8 @@ def test_F44_a_batch_that_is_refused_later_does_not_hold_up_the_others(
     writes = patched(attempt, 0, store)
     there = store()
     there.away = True
-    in_background(lambda: [there.log_batch("r1", [], [Param("lr", str(n))], []) for n in range(2)])
+    for number in range(2):
+        in_background(functools.partial(there.log_batch, "r1", [], [Param("lr", str(number))], []))
     in_background(lambda: there.log_batch("r1", ["point"], [], []))
     there.away = False
     assert writes.wait(30.0)

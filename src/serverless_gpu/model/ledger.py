@@ -428,7 +428,7 @@ def _use_text(uses: Sequence[DeviceUse], kind: DeviceKind) -> str:
     return _joined(
         f"{'CPU' if is_cpu else 'GPU'} {mean:.0f} % busy" if busy else "",
         f"{idle} of {len(uses)} did nothing" if 0 < idle < len(uses) else "",
-        f"{'' if is_cpu else 'GPU '}memory peak {units.format_bytes(max(peaks))}" if peaks and max(peaks) else "",
+        f"{'' if is_cpu else 'GPU '}memory peak {units.format_bytes(max(peaks))}" if max(peaks, default=0) else "",
         units.format_joules(joules) if joules else "",
         f"throttled for {units.format_duration_ms(round(throttled_s * 1000))}" if throttled_s >= 1 else "",
     )
