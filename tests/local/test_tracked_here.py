@@ -91,6 +91,19 @@ def test_a_run_is_in_mlflow_with_its_samples_and_its_ranks_know_where(
     wait_for(lambda: not undelivered(own), "nothing waits to be delivered")
 
 
+def test_a_run_that_is_over_before_there_is_a_monitor_arrives(
+    mlflow: FakeMlflow, own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_TOKEN")  # without it a run waits for the next one that has it
+    first: Run[int] = distributed(gpus=1, quiet=True)(len).submit("ab")
+    assert first.results(timeout=60) == [2]
+    assert arrived(mlflow, first).tags["sgpu.state"] == "SUCCEEDED"
+    monitor(Home(own)).kill()
+    second: Run[int] = distributed(gpus=1, quiet=True)(len).submit("ab")
+    assert second.results(timeout=60) == [2]
+    assert arrived(mlflow, second).tags["sgpu.state"] == "SUCCEEDED"
+
+
 def test_no_credentials_are_written_down(mlflow: FakeMlflow, own: Path, where: str) -> None:
     mlflow.behave("refuses")
     went_on(mlflow, own, where)

@@ -13,9 +13,10 @@ import pytest
 
 from serverless_gpu.model.tracking import Tracking
 from serverless_gpu.testing.mlflow import FakeMlflow
+from serverless_gpu.tracking.addresses import split_userinfo
 from serverless_gpu.tracking.base import Metric, Tracked, TrackerAway, TrackerRefused
 from serverless_gpu.tracking.mlflow import MlflowTracker
-from serverless_gpu.tracking.rest import Rest, _proxy, split_userinfo
+from serverless_gpu.tracking.rest import Rest, _proxy
 
 EXPERIMENT = Tracking(experiment="/Users/ada/digits", run_name="r")
 

@@ -21,6 +21,7 @@ from serverless_gpu.model.spec import Command, RunSpec
 from serverless_gpu.model.tracking import Tracking
 from serverless_gpu.node import protocol
 from serverless_gpu.node.monitor import words
+from serverless_gpu.node.monitor.backlog import Backlog
 from serverless_gpu.node.observation import COMMAND_NS, LINK_NS, SERVER_NS, Observation
 from serverless_gpu.node.protocol import Context, Launch, Wanted
 from serverless_gpu.testing import FakeClock
@@ -110,11 +111,13 @@ def monitor(sockets: Path) -> Iterator[FakeMonitor]:
     made.close()
 
 
-def test_the_monitor_is_told_of_an_attempt_from_its_launch_to_its_receipt(begin: Begin, monitor: FakeMonitor) -> None:
+def test_the_monitor_is_told_of_an_attempt_from_its_launch_to_its_receipt(
+    begin: Begin, monitor: FakeMonitor, sockets: Path
+) -> None:
     line = begin(launch(environment=Wanted(snapshot="abc", store="file:///s")))
     line.observation.ranks(DEVICES, {0: 41}, Path("/sys/fs/cgroup/x"))
     line.observation.ending(State.FAILED, Reason.RANK_RAISED, "a rank raised an exception: E: no")
-    line.observation.settled()
+    line.observation.settled(sockets)
     peer = monitor.accept()
     while monitor.hear(peer) is not None:
         pass
@@ -316,3 +319,36 @@ def test_a_monitor_that_talks_nonsense_is_left_alone_for_a_while(
     assert not line.selector.get_map()
     assert line.observation.wake_ns is not None and line.observation.wake_ns > line.clock.boottime_ns()
     assert line.observation.hold_ns is None
+
+
+@pytest.mark.parametrize("knocks", [False, True])
+def test_an_attempt_that_no_monitor_has_heard_of_is_left_for_the_next_one(
+    begin: Begin, sockets: Path, tmp_path: Path, knocks: bool
+) -> None:
+    backlog = tmp_path / "tracking"
+    directory = tmp_path / "attempt"
+    directory.mkdir()
+    monitor = FakeMonitor(sockets) if knocks else None  # it is killed before it reads
+    line = begin(launch(directory=str(directory)))
+    line.observation.ending(State.SUCCEEDED, Reason.COMPLETED, "")
+    line.observation.settled(backlog)
+    (kept, held) = next(Backlog(backlog, line.clock).take(frozenset(), 1))
+    held.leave()
+    assert (kept.observe.run_id, kept.observe.directory) == ("r", str(directory))
+    assert kept.observe.spec.tracker == THERE
+    assert line.observation.receipt_notes() == [
+        "MLflow had not answered yet: the run will be in it once it does, see `sgpu show`"
+    ]
+    if monitor is not None:
+        monitor.close()
+
+
+def test_an_attempt_that_a_monitor_knows_or_that_is_not_tracked_is_not_left_for_another(
+    begin: Begin, tmp_path: Path
+) -> None:
+    backlog = tmp_path / "tracking"
+    nowhere = begin(launch(directory=str(tmp_path), spec=RunSpec()))
+    nowhere.observation.settled(backlog)
+    (tmp_path / "tracking.json").write_text("{}")
+    begin(launch(directory=str(tmp_path))).observation.settled(backlog)
+    assert not backlog.exists()

@@ -9,7 +9,8 @@ tracked (`inside/`). A program, in which nothing of ours runs, waits for that a 
 changed later, and longer while the home's own MLflow server starts. The receipt of a run that was over before it was
 known waits for a blink: outcome and devices are with their owners by then.
 
-Failure cases: no monitor (asked for again, at most every two seconds); it dies (the next one hears everything again,
+Failure cases: no monitor (asked for again, at most every two seconds; an attempt that is over before it is there, as
+the first one of a home may be, is left in its backlog); it dies (the next one hears everything again,
 and writes on in the same files); it does not read (what is to be said is kept, it is little); it talks nonsense (left
 alone for two seconds).
 """
@@ -32,8 +33,10 @@ from serverless_gpu.model.hardware import Device
 from serverless_gpu.model.ledger import DeviceUse
 from serverless_gpu.model.spec import Command
 from serverless_gpu.node import protocol
+from serverless_gpu.node.inside import mlflow_job
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.monitor import words
+from serverless_gpu.node.monitor.backlog import Backlog, origin_of
 from serverless_gpu.node.protocol import Launch, original
 
 _FIRST_NS = 100_000_000
@@ -92,7 +95,6 @@ class Observation:
         self._pause_ns = _FIRST_NS
         self._again_ns = 0
         self._told_waiting = False
-        self._was_reached = False
 
     # --- what the supervisor says --------------------------------------------------------------------------------
 
@@ -132,10 +134,20 @@ class Observation:
         """Say how the attempt ended; its files are written."""
         self._say(words.Ending(state=state, reason=reason, sentence=sentence))
 
-    def settled(self) -> None:
-        """Say that the receipt is written, and hang up."""
+    def settled(self, backlog: Path) -> None:
+        """Say that the receipt is written, and hang up.
+
+        Args:
+            backlog: where it is left for the next monitor that the attempt is to be tracked, if none has heard of it.
+        """
         self._say(words.Settled())
         self.close()
+        observe = self._said[0]
+        is_heard_of = Path(self._launch.directory, mlflow_job.FILE).exists()
+        if self._launch.spec.tracker is None or is_heard_of or not isinstance(observe, words.Observe):
+            return
+        with contextlib.suppress(OSError):
+            Backlog(backlog, self._clock).leave(observe, origin_of(observe, self._clock))
 
     def close(self) -> None:
         """Hang up."""
@@ -185,7 +197,7 @@ class Observation:
         if self.tracked is not None or self._launch.spec.tracker is None:
             return ""
         if untracked is None:
-            return _SILENT if self._was_reached else ""
+            return _SILENT
         if untracked.is_starting:
             return _STARTED_LATE
         if untracked.final:
@@ -270,7 +282,6 @@ class Observation:
             self._wait()
             return
         self._channel = Channel(sock)
-        self._was_reached = True
         self._selector.register(sock, selectors.EVENT_READ, self.hear)
         self._pending = deque(self._said)
         self._flush()

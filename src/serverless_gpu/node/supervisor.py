@@ -413,7 +413,7 @@ class Supervisor:
         self._account.observed(self._observation.uses, self._observation.url, self._observation.receipt_notes())
         receipt = self._account.receipt(self._attempt, devices, verdicts, quarantined)
         self._audience.tell(protocol.Finished(receipt=receipt))
-        self._observation.settled()
+        self._observation.settled(self._home.tracking)
 
     def _note_cut_output(self) -> None:
         """Say what the outcome alone does not: output that was cut."""

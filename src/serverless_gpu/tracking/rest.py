@@ -26,12 +26,13 @@ import re
 import ssl
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, TypeVar
-from urllib.parse import unquote, urlsplit, urlunsplit
+from urllib.parse import unquote, urlsplit
 
 import httpx2
 import msgspec
 
 from serverless_gpu.ambient import SystemClock
+from serverless_gpu.tracking.addresses import split_userinfo
 from serverless_gpu.tracking.base import TrackerAway, TrackerRefused
 from serverless_gpu.version import __version__
 
@@ -241,17 +242,6 @@ def make_ready() -> None:
 
 def _always(address: str) -> Callable[[], str]:
     return lambda: address
-
-
-def split_userinfo(uri: str) -> tuple[str, str]:
-    """Return an address without its credentials and trailing slash, and the credentials, or ""."""
-    try:
-        parts = urlsplit(uri.strip())
-    except ValueError:
-        return "", ""
-    userinfo, _, host = parts.netloc.rpartition("@")
-    # A query or a fragment in the address of a server means nothing, and may be a secret.
-    return urlunsplit((parts.scheme, host, parts.path.rstrip("/"), "", "")), userinfo
 
 
 def _is_named(uri: str, environ: Mapping[str, str]) -> bool:

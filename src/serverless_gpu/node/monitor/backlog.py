@@ -2,6 +2,9 @@
 
     <home>/tracking/<run>.<fence>.<node rank>.json     one attempt; gone once everything has arrived
 
+It is the monitor that writes it, once it has heard of the attempt; of one that was over before there was a monitor, its
+supervisor does.
+
 The lock of such a file is held by the monitor that delivers for the attempt, so that two of them (of two versions of
 this package, or one that is ending) never do. It holds nothing secret: credentials of the caller stay in memory, and a
 monitor that has none for a tracker waits until somebody's next run brings them.
@@ -20,10 +23,10 @@ from pathlib import Path
 
 import msgspec
 
-from serverless_gpu.ambient import Clock
+from serverless_gpu.ambient import Clock, created_wall_ns
 from serverless_gpu.node.account import write_text
 from serverless_gpu.node.monitor.words import Observe
-from serverless_gpu.tracking.rest import split_userinfo
+from serverless_gpu.tracking.addresses import split_userinfo
 
 KEPT_MAX = 10_000
 _BYTES_MAX = 4 << 20
@@ -94,16 +97,27 @@ class Backlog:
     def keep(self, observe: Observe, origin_ns: int) -> Held | None:
         """Write an attempt down and hold it; None where that cannot be done, or another process has it."""
         path = self._directory / f"{key_of(observe)}.json"
-        kept = Kept(observe=_public(observe), origin_ns=origin_ns, has_secrets=has_secrets(observe.environ))
         try:
-            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             held = _hold(path)
-            if held is None and not path.exists():
-                write_text(path, msgspec.json.encode(kept).decode())
+            if held is None:
+                self.leave(observe, origin_ns)
                 held = _hold(path)
         except OSError:
             return None
         return held
+
+    def leave(self, observe: Observe, origin_ns: int) -> None:
+        """Write an attempt down for whichever monitor comes first, unless one was there already.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        path = self._directory / f"{key_of(observe)}.json"
+        if path.exists():
+            return
+        kept = Kept(observe=_public(observe), origin_ns=origin_ns, has_secrets=has_secrets(observe.environ))
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_text(path, msgspec.json.encode(kept).decode())
 
     def take(self, known: frozenset[str], limit: int) -> Iterator[tuple[Kept, Held]]:
         """Yield attempts that no process delivers, oldest first, and hold them.
@@ -154,6 +168,14 @@ class Backlog:
 def key_of(observe: Observe) -> str:
     """Return what tells an attempt on a node from others of this home."""
     return f"{observe.run_id}.{observe.fence}.{observe.node_rank}"
+
+
+def origin_of(observe: Observe, clock: Clock) -> int:
+    """Return when the run was called, nanoseconds since 1970: the same on every node and for every attempt."""
+    now_ns = clock.wall_ns()
+    created_ns = created_wall_ns(observe.run_id)
+    called_ns = now_ns - max(0, clock.boottime_ns() - observe.called_ns)
+    return min(now_ns, called_ns if created_ns is None else created_ns)
 
 
 def has_secrets(environ: Mapping[str, str]) -> bool:

@@ -30,13 +30,14 @@ import msgspec
 from serverless_gpu.model.attempt import Reason, State
 from serverless_gpu.node.account import write_text
 from serverless_gpu.node.home import Home
+from serverless_gpu.node.inside import mlflow_job
 from serverless_gpu.node.mlflow_server.serving import ensure_server
 from serverless_gpu.node.monitor import words
 from serverless_gpu.node.monitor.backlog import Held, Kept
+from serverless_gpu.tracking.addresses import split_userinfo
 from serverless_gpu.tracking.base import Tracked, TrackerAway
 from serverless_gpu.tracking.delivery import Delivery, Job
 from serverless_gpu.tracking.mlflow import MlflowTracker
-from serverless_gpu.tracking.rest import split_userinfo
 
 _BYTES_MAX = 64 << 10
 _STARTING = "the home's MLflow server is starting"
@@ -84,7 +85,7 @@ class Delivering:
         self._home = home
         self._wake = wake
         self._news: queue.SimpleQueue[words.Word] = queue.SimpleQueue()
-        self._path = Path(observe.directory) / "tracking.json"
+        self._path = Path(observe.directory) / mlflow_job.FILE
         job = Job(
             run_id=observe.run_id,
             fence=observe.fence,

@@ -40,10 +40,11 @@ from serverless_gpu.node.home import Home
 from serverless_gpu.node.inside import linux
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.monitor import words
+from serverless_gpu.node.monitor.backlog import origin_of
 from serverless_gpu.node.monitor.deliveries import Deliveries
 from serverless_gpu.node.monitor.machine import ThisMachine
 from serverless_gpu.node.monitor.peers import Peer
-from serverless_gpu.node.monitor.recorder import Recorder, origin_of, sample_of
+from serverless_gpu.node.monitor.recorder import Recorder, sample_of
 from serverless_gpu.node.monitor.sampling import Bell, Look, Sampler, Wanted
 from serverless_gpu.node.spawning import bound_log
 from serverless_gpu.node.uplink.control import hold

@@ -14,7 +14,7 @@ import contextlib
 import socket
 from pathlib import Path
 
-from serverless_gpu.ambient import Clock, created_wall_ns
+from serverless_gpu.ambient import Clock
 from serverless_gpu.model.attempt import MEANINGS, Reason, State
 from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.model.telemetry import GpuSample, Header, RankSample, Sample, Sampled, works
@@ -236,11 +236,3 @@ def sample_of(look: Look, devices: tuple[Device, ...], *keys: str) -> Sample:
         ranks += look.ranks.get(key, ())
     gpus = tuple(look.gpus.get(device.uuid, GpuSample()) for device in devices)
     return Sample(at_ns=look.at_ns, host=look.host, gpus=gpus, ranks=tuple(ranks))
-
-
-def origin_of(observe: words.Observe, clock: Clock) -> int:
-    """Return when the run was called, nanoseconds since 1970: the same on every node and for every attempt."""
-    now_ns = clock.wall_ns()
-    created_ns = created_wall_ns(observe.run_id)
-    called_ns = now_ns - max(0, clock.boottime_ns() - observe.called_ns)
-    return min(now_ns, called_ns if created_ns is None else created_ns)
