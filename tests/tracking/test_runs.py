@@ -106,7 +106,7 @@ def test_usage_2_every_rank_logs_without_start_run(driver: Driver) -> None:
     run = driver.ended("FINISHED")
     assert run.name.startswith("jobTaskRun-")
     assert {step for step, _ in driver.server.history(run.run_id, "loss")} == {0, 1, 2}
-    assert run.params["gpus"] == "8"
+    assert run.params["sgpu.gpus"] == "8"
     assert f"/runs/{run.run_id}" in done.stdout + done.stderr, "the link is printed"
     assert any(key.startswith("system/node_0/") for key in run.metrics), run.metrics
 
