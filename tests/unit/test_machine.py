@@ -477,3 +477,13 @@ def test_a_rank_that_ended_has_an_entry_without_figures(tmp_path: Path) -> None:
     look = ThisMachine(tmp_path).look(wanted({"a:1": (cpu_slots(1), {0: process.pid})}), 1)
     assert look.ranks["a:1"] == (RankSample(0),)
     assert look.gpus["CPU-0"] == GpuSample()
+
+
+def test_a_binding_that_fails_in_its_own_way_is_said_and_asked_again() -> None:
+    card = SampledCard("GPU-a", 1, broken=ValueError("no such structure"))
+    nvml, _ = sampler(card)
+    reading = nvml.sample(["GPU-a"])
+    assert reading.gpus == {"GPU-a": GpuSample()}
+    assert reading.problem == "NVML cannot be asked: ValueError('no such structure')"
+    card.broken = None
+    assert nvml.sample(["GPU-a"]).gpus["GPU-a"].memory_total_bytes == 80 * GIB

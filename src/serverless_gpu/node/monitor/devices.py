@@ -8,6 +8,7 @@ Failure cases, none an exception:
   of GPUs and `problem` says why; the one thread waits on, and all is well again when it comes back;
 - a figure the card or driver does not have: None, asked again every time, for little;
 - a GPU that fell off the bus: an empty sample, and `problem` says which;
+- the binding fails otherwise (no memory, an answer it does not understand): an empty reading, and `problem` says how;
 - PCIe throughput is measured for 20 ms by the call that asks for it, so two GPUs at a time, in turn.
 """
 
@@ -105,7 +106,10 @@ class NvmlSampler:
             with self._condition:
                 self._condition.wait_for(lambda: self._asked is not None)
                 asked = self._asked or ()
-            reading = self._reader.read(asked, self._clock.boottime_ns)
+            try:
+                reading = self._reader.read(asked, self._clock.boottime_ns)
+            except Exception as error:  # noqa: BLE001 - whatever a binding raises, the next reading may be fine
+                reading = _empty(asked, f"NVML cannot be asked: {error!r}")
             with self._condition:
                 self._latest, self._readings = reading, self._readings + 1
                 self._asked = None

@@ -30,6 +30,7 @@ import selectors
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
@@ -48,6 +49,7 @@ from serverless_gpu.node.monitor.recorder import Recorder, sample_of
 from serverless_gpu.node.monitor.sampling import Bell, Look, Sampler, Wanted
 from serverless_gpu.node.spawning import bound_log
 from serverless_gpu.node.uplink.control import hold
+from serverless_gpu.tracking.rest import make_ready
 
 PEERS_MAX = 1_024
 IDLE_S = 5.0
@@ -78,6 +80,7 @@ def main(home: str, sockets: str, ready_fd: int) -> NoReturn:
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65_536)), hard))
     monitor = Monitor(Home(Path(home)), path, SystemClock())
     os.close(ready_fd)
+    threading.Thread(target=make_ready, name="make ready", daemon=True).start()  # the first run may be over at once
     monitor.serve()
     sys.stdout.flush()
     os._exit(0)  # threads that wait for a driver need not be waited for

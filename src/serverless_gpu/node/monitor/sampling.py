@@ -2,7 +2,8 @@
 
     main thread ──ask(wanted)──▶ thread: Machine.sample ──▶ Look, and the main thread is woken ──take()──▶ main thread
 
-One question at a time: while one is not answered the next ones are left out, so nothing piles up.
+One question at a time: while one is not answered the next ones are left out, so nothing piles up. A look that fails
+(no descriptors, no memory, a mistake of ours) is left out, too, and logged once as long as it fails alike.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import traceback
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
@@ -74,7 +76,7 @@ class Sampler:
         self._clock = clock
         self._wake = wake
         self._asked: queue.SimpleQueue[Wanted] = queue.SimpleQueue()
-        self._looks: queue.SimpleQueue[Look] = queue.SimpleQueue()
+        self._looks: queue.SimpleQueue[Look | None] = queue.SimpleQueue()
         self._busy = False
         self._thread: threading.Thread | None = None
 
@@ -90,7 +92,7 @@ class Sampler:
         return True
 
     def take(self) -> Look | None:
-        """Return the look that was asked for, once."""
+        """Return the look that was asked for, once; None where it is not there yet, or has failed."""
         try:
             look = self._looks.get_nowait()
         except queue.Empty:
@@ -99,10 +101,20 @@ class Sampler:
         return look
 
     def _serve(self) -> None:
-        machine = self._make()
+        machine: Machine | None = None
+        logged = ""
         while True:
             wanted = self._asked.get()
-            self._looks.put(machine.look(wanted, self._clock.wall_ns()))
+            look = None
+            try:
+                machine = machine or self._make()
+                look = machine.look(wanted, self._clock.wall_ns())
+                logged = ""
+            except Exception as error:  # noqa: BLE001 - the next look may succeed, and nobody else would begin it
+                if repr(error) != logged:
+                    logged = repr(error)
+                    traceback.print_exc()
+            self._looks.put(look)
             self._wake()
 
 
