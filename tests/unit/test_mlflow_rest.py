@@ -290,3 +290,27 @@ def dripping() -> Iterator[str]:
         yield f"http://127.0.0.1:{server.getsockname()[1]}"
         over.set()
         thread.join(10)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"MLFLOW_TRACKING_TOKEN": "top-secret\n"},
+        {"MLFLOW_TRACKING_TOKEN": "top-secret-é"},
+        {"ALL_PROXY": "socks5://me:top-secret@proxy:1080"},
+        {"ALL_PROXY": "gopher://me:top-secret@proxy:70"},
+        {"ALL_PROXY": "http://me:top-secret@proxy\x01/"},
+    ],
+)
+def test_what_makes_no_request_is_refused_and_not_shown(environ: dict[str, str]) -> None:
+    with FakeMlflow() as mlflow:  # a proxy is not asked about this machine's own addresses
+        uri = "http://mlflow.test:5000" if "ALL_PROXY" in environ else mlflow.uri
+        with talking(uri, {"MLFLOW_TRACKING_URI": uri, **environ}) as tracker, pytest.raises(TrackerRefused) as refused:
+            made(tracker)
+    assert str(refused.value).startswith(f"MLflow at {uri} cannot be asked: ")
+    assert "secret" not in str(refused.value)
+
+
+def test_an_address_that_makes_no_request_is_refused() -> None:
+    with talking("http://mlflow\x01/") as tracker, pytest.raises(TrackerRefused, match="cannot be asked"):
+        made(tracker)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_file_location
 from pathlib import Path
 
 import pytest
@@ -45,3 +47,19 @@ def test_a_clean_process_looks_for_interpreters_where_the_caller_would(tmp_path:
 def test_both_lists_of_startup_variables_are_one() -> None:
     # Two, because the description of an interpreter stands alone and a caller's import must not pay for it.
     assert spawning.STARTUP_PREFIXES == interpreter.STARTUP_PREFIXES
+
+
+def test_a_clean_process_finds_packages_and_single_modules_wherever_they_lie(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found(name: str) -> ModuleSpec | None:
+        if name == "msgspec":
+            package = tmp_path / "one" / name
+            return spec_from_file_location(name, package / "__init__.py", submodule_search_locations=[str(package)])
+        if name == "psutil":
+            package = tmp_path / "two" / name
+            return spec_from_file_location(name, package / "__init__.py", submodule_search_locations=[str(package)])
+        return spec_from_file_location(name, tmp_path / "three" / f"{name}.py") if name == "pynvml" else None
+
+    monkeypatch.setattr("importlib.util.find_spec", found)
+    assert spawning._search_path()[1:] == [str(tmp_path / place) for place in ("one", "two", "three")]

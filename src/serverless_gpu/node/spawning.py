@@ -41,7 +41,7 @@ _CLEAN_VARIABLES = (
     "PYENV_ROOT",
 )
 
-_DEPENDENCIES = ("msgspec", "blake3", "backports", "pathspec", "obstore", "httpx2")
+_DEPENDENCIES = ("msgspec", "blake3", "backports", "pathspec", "obstore", "httpx2", "psutil", "pynvml")
 
 PRELOAD = ("numpy", "torch", "torch.distributed")
 PRELOAD_ROOTS = ("numpy", "torch")
@@ -98,8 +98,8 @@ def _search_path() -> list[str]:
     found = [str(_PACKAGE.parent)]
     for name in _DEPENDENCIES:
         spec = importlib.util.find_spec(name)
-        for place in spec.submodule_search_locations or () if spec is not None else ():
-            found.append(str(Path(place).parent))
+        places = (spec.submodule_search_locations or [spec.origin or ""]) if spec is not None else ()
+        found += [str(Path(place).parent) for place in places]
     return list(dict.fromkeys(found))
 
 

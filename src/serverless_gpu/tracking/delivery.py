@@ -165,6 +165,11 @@ class Delivery:
             self._stopped = True
             self._changed.notify_all()
 
+    def abandon(self, why: str) -> None:
+        """Have nobody try again, now or later; `run` must have returned."""
+        self._memory.over = why
+        self._save()
+
     def wake(self) -> None:
         """Try again now: MLflow may be there, or there are new samples."""
         with self._changed:

@@ -43,6 +43,7 @@ LONG_TIMEOUT_S = 10.0
 ANSWER_BYTES_MAX = 1 << 20
 _PASSING = frozenset({408, 425, 429})
 _UNSUPPORTED = 501
+_UNSENDABLE = (httpx2.UnsupportedProtocol, httpx2.LocalProtocolError, httpx2.InvalidURL, ValueError, ImportError)
 _TEXT_CHARACTERS_MAX = 200
 _ERRNO = re.compile(r"^\[Errno -?\d+\] ")
 
@@ -140,19 +141,19 @@ class Rest:
         query: Mapping[str, str],
         timeout_s: float,
     ) -> _Answer:
-        client = self._connected()
-        request = client.build_request(
-            method,
-            f"{self.uri}/api/2.0/{path}",
-            content=content or None,
-            headers=dict(headers),
-            params=dict(query) or None,
-            timeout=httpx2.Timeout(timeout_s, connect=TIMEOUT_S),
-        )
         try:
+            client = self._connected()
+            request = client.build_request(
+                method,
+                f"{self.uri}/api/2.0/{path}",
+                content=content or None,
+                headers=dict(headers),
+                params=dict(query) or None,
+                timeout=httpx2.Timeout(timeout_s, connect=TIMEOUT_S),
+            )
             found = self._received(client, request, timeout_s)
-        except (httpx2.UnsupportedProtocol, httpx2.LocalProtocolError, httpx2.InvalidURL, UnicodeError) as error:
-            raise TrackerRefused(f"MLflow at {self.uri} cannot be asked: {error}") from None
+        except _UNSENDABLE as error:
+            raise TrackerRefused(f"MLflow at {self.uri} cannot be asked: {_unsendable(error)}") from None
         except httpx2.TransportError as error:
             if "CERTIFICATE_VERIFY_FAILED" in str(error):
                 raise self._strange(
@@ -319,6 +320,14 @@ def _proxy(uri: str, environ: Mapping[str, str]) -> str | None:
         if bare and (bare == "*" or parts.netloc == bare or host == bare or host.endswith(f".{bare}")):
             return None
     return proxy if "://" in proxy else f"http://{proxy}"
+
+
+def _unsendable(error: Exception) -> str:
+    """Return why there can be no request, without what is wrong in it, which may be a credential."""
+    if isinstance(error, ImportError):
+        return "a SOCKS proxy needs a package that is not installed beside serverless-gpu (socksio)"
+    kind = type(error).__name__
+    return f"its address, the credentials or the proxy have characters or parts that are not valid ({kind})"
 
 
 def _why(error: httpx2.TransportError, timeout_s: float) -> str:

@@ -182,6 +182,7 @@ class Delivering:
             self._delivery.run()
         except Exception:  # noqa: BLE001 - one attempt's delivery must not end those of the others
             traceback.print_exc()
+            self._delivery.abandon("failed")  # it would fail again, for ever
             self.untracked("the delivery to MLflow failed; the node's monitor.log says how", final=True)
         self._wake()
 
