@@ -121,6 +121,13 @@ def test_how_far_something_is_goes_into_a_file_now_and_then(capsys: Captured, cl
     assert capsys.readouterr().err == ""
 
 
+def test_what_a_sentence_quotes_does_nothing_to_a_terminal(terminal: Terminal) -> None:
+    TerminalDisplay(quiet=False).say("MLflow answers 400: x\x1b]0;owned\x07\x1b[2J\x08y")
+    text = terminal.getvalue()
+    assert text.startswith("serverless-gpu: MLflow answers 400: x")
+    assert [piece for piece in ("\x1b]", "\x07", "\x1b[2J", "\x08") if piece in text] == []
+
+
 def test_without_a_terminal_nothing_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", None)
     monkeypatch.setattr(sys, "stderr", None)

@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.model.tracking import Tracking
-from serverless_gpu.testing.mlflow import FakeMlflow
+from serverless_gpu.testing.mlflow import FakeMlflow, FakeRun
 from serverless_gpu.tracking.addresses import split_userinfo
 from serverless_gpu.tracking.base import Metric, Tracked, TrackerAway, TrackerRefused
 from serverless_gpu.tracking.mlflow import MlflowTracker
 from serverless_gpu.tracking.rest import Rest, _proxy
 
+NAMED = {"MLFLOW_TRACKING_URI": "http://HOST"}
 EXPERIMENT = Tracking(experiment="/Users/ada/digits", run_name="r")
 
 
@@ -93,8 +94,11 @@ def test_an_experiment_that_somebody_makes_at_the_same_moment_is_theirs_and_ours
     ("userinfo", "environ", "header"),
     [
         ("", {}, ""),
-        ("", {"MLFLOW_TRACKING_USERNAME": "ada", "MLFLOW_TRACKING_PASSWORD": "pä:s"}, "Basic ada:pä:s"),
-        ("", {"MLFLOW_TRACKING_TOKEN": "t0ken"}, "Bearer t0ken"),
+        ("", {**NAMED, "MLFLOW_TRACKING_USERNAME": "ada", "MLFLOW_TRACKING_PASSWORD": "pä:s"}, "Basic ada:pä:s"),
+        ("", {**NAMED, "MLFLOW_TRACKING_TOKEN": "t0ken"}, "Bearer t0ken"),
+        # Nobody has named a server: this one is somebody else's choice.
+        ("", {"MLFLOW_TRACKING_USERNAME": "ada", "MLFLOW_TRACKING_PASSWORD": "x"}, ""),
+        ("", {"MLFLOW_TRACKING_TOKEN": "t0ken"}, ""),
         ("bob:s%20cret@", {"MLFLOW_TRACKING_TOKEN": "t0ken"}, "Basic bob:s cret"),
         ("", {"MLFLOW_TRACKING_URI": "http://bob:s3cret@HOST/"}, "Basic bob:s3cret"),
         ("", {"MLFLOW_TRACKING_URI": "http://elsewhere:5000", "MLFLOW_TRACKING_TOKEN": "t0ken"}, ""),
@@ -136,7 +140,11 @@ def test_the_file_in_which_mlflow_keeps_credentials_is_read(monkeypatch: pytest.
 @pytest.mark.parametrize("name", ["MLFLOW_TRACKING_AUTH", "MLFLOW_TRACKING_AWS_SIGV4"])
 def test_plugins_of_mlflow_are_refused_in_a_sentence(name: str) -> None:
     sentence = f"{name} asks for an MLflow plugin, which only your own programs can"
-    with talking("http://127.0.0.1:9", {name: "true"}) as tracker, pytest.raises(TrackerRefused, match=sentence):
+    named = {"MLFLOW_TRACKING_URI": "http://127.0.0.1:9"}
+    with (
+        talking("http://127.0.0.1:9", {**named, name: "true"}) as tracker,
+        pytest.raises(TrackerRefused, match=sentence),
+    ):
         made(tracker)
 
 
@@ -314,3 +322,18 @@ def test_what_makes_no_request_is_refused_and_not_shown(environ: dict[str, str])
 def test_an_address_that_makes_no_request_is_refused() -> None:
     with talking("http://mlflow\x01/") as tracker, pytest.raises(TrackerRefused, match="cannot be asked"):
         made(tracker)
+
+
+def test_what_a_server_says_does_nothing_to_a_terminal() -> None:
+    evil = "\x1b]0;owned\x07\x1b[31m\n\r\u202e"
+    with FakeMlflow() as mlflow, talking(mlflow.uri) as tracker, pytest.raises(TrackerRefused) as caught:
+        made(tracker, Tracking(experiment_id=evil))
+    assert str(caught.value) == f"MLflow at {mlflow.uri} answers 404: No Experiment with id= ]0;owned [31m exists"
+
+
+@pytest.mark.parametrize("identifier", ["", "a\0b", "a\nb", "ä", "x" * 300])
+def test_an_identifier_that_cannot_be_a_variable_is_refused(identifier: str) -> None:
+    with FakeMlflow() as mlflow, talking(mlflow.uri) as tracker:
+        mlflow.store.runs["m"] = FakeRun(identifier, "0", {})
+        with pytest.raises(TrackerRefused, match="has identifiers that no MLflow has"):
+            tracker.find(Tracking(run_id="m"), "01")

@@ -295,6 +295,16 @@ def test_a_servers_own_mlflow_is_for_those_who_configured_nothing(installed: Pat
     assert resolved.tracking is not None and resolved.tracking.uri == "http://mine:5000"
 
 
+@pytest.mark.parametrize("said", ["sqlite:////etc/x.db", "/etc", "file:///etc", "ftp://x", "http://", "\x1b[31m"])
+def test_what_a_server_calls_its_mlflow_and_is_no_address_of_one_is_left_out(said: str) -> None:
+    assert resolve(SPEC, {}, {}, Far(True, False, lambda: said)).tracking is None
+
+
+def test_credentials_in_what_a_server_calls_its_mlflow_are_left_out() -> None:
+    found = resolve(SPEC, {}, {}, Far(True, False, lambda: "http://me:you@there:5000/x?y=z")).tracking
+    assert found is not None and found.uri == "http://there:5000/x"
+
+
 def test_a_servers_own_mlflow_needs_none_in_the_environment() -> None:
     resolved = resolve(SPEC, {}, {}, ELSEWHERE)
     assert resolved.tracking is not None and resolved.tracking.uri == SERVER

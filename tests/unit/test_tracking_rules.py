@@ -139,7 +139,7 @@ def test_tags_of_users_do_not_pass_for_mlflows_or_ours() -> None:
 
 
 def test_a_run_of_the_drivers_keeps_its_name_parent_state_and_description() -> None:
-    tracking = Tracking(run_id="theirs", run_name="job", parent_id="p")
+    tracking = Tracking(run_id="theirs", run_name="job", parent_id="p", tags={"mlflow.source.name": "x.py"})
     assert first_tags(tracking, "01", 1, {}) == {"sgpu.run_id": "01", "sgpu.attempt": "1"}
     assert last_tags(tracking, State.FAILED, Reason.RANK_RAISED, "no") == {}
     assert "mlflow.note.content" not in receipt_tags(tracking, RECEIPT)

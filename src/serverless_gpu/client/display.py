@@ -186,7 +186,9 @@ class TerminalDisplay(LineDisplay):
         """Print a sentence of ours."""
         self._passing = ""
         if not self._quiet:
-            self._write("stderr", f"serverless-gpu: {sentence}\n")
+            tty = is_terminal(_target("stderr"))
+            text = "\n".join(safe(line, tty=tty) for line in sentence.split("\n"))  # it may quote what others wrote
+            self._write("stderr", f"serverless-gpu: {text}\n")
             self._refresh()
 
     def tick(self) -> None:

@@ -131,7 +131,7 @@ def resolve(
         place, driver = Place(), _Driver()
         environ = {name: value for name, value in environ.items() if name not in (RUN_ID, EXPERIMENT_ID)}
     if not place.uri and not place.store and far is not None:
-        place = Place(uri=far.mlflow())
+        place = _offered(far.mlflow())
     if not is_installed and not place.uri:
         return Resolved(None)
     if far is not None and elsewhere and not far.is_beside and not place.uri:
@@ -192,6 +192,12 @@ def _server(text: str) -> Place:
         return Place(problem=f"{URI} is no address of an MLflow server; runs are not tracked")
     # Without user and password, and without what might be one in a query.
     return Place(uri=f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path.rstrip('/')}")
+
+
+def _offered(uri: str) -> Place:
+    """Return the MLflow server that a server of ours says is beside it; nothing where that is no address of one."""
+    place = place_of(uri, "/") if uri else Place()
+    return Place(uri=place.uri)
 
 
 def _directory(rest: str, directory: str) -> Place:

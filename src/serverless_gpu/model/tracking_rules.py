@@ -133,7 +133,8 @@ def first_tags(tracking: Tracking, run_id: str, fence: int, user_tags: Mapping[s
         user_tags: of the run; those whose names are MLflow's or ours get another name.
     """
     tags = {_user_key(key): value for key, value in user_tags.items()}
-    tags |= {valid_key(key): value for key, value in tracking.tags.items()}
+    if not tracking.run_id:  # whoever made it has said where it is from
+        tags |= {valid_key(key): value for key, value in tracking.tags.items()}
     tags |= {RUN_TAG: run_id, ATTEMPT_TAG: str(fence)}
     if tracking.run_name and not tracking.run_id:
         tags[_NAME_TAG] = cut(tracking.run_name, KEY_CHARACTERS_MAX)

@@ -274,6 +274,8 @@ class MlflowTracker:
 
     def _tracked(self, info: _Info) -> Tracked:
         uri = self._rest.uri
+        if not (_is_id(info.run_id) and _is_id(info.experiment_id)):  # ranks get them as variables
+            raise TrackerRefused(f"MLflow at {uri} has identifiers that no MLflow has")
         return Tracked(
             run_id=info.run_id,
             experiment_id=info.experiment_id,
@@ -297,6 +299,10 @@ def _proxied(artifacts: str, uri: str) -> str | None:
     if (parts.scheme, parts.netloc) == (server.scheme, server.netloc) and parts.path.startswith(prefix):
         return parts.path.removeprefix(prefix)
     return None
+
+
+def _is_id(text: str) -> bool:
+    return 0 < len(text) <= KEY_CHARACTERS_MAX and text.isascii() and text.isprintable()
 
 
 def _quotable(text: str) -> str:

@@ -13,7 +13,8 @@ An answer is given up that takes twice its time; only its head, of 100 kB at mos
 which holds up the delivery of that one attempt and nothing else.
 
 Credentials are those of the caller's variables, as MLflow reads them, and go to the server these variables name, never
-to another one; no redirect is followed, and no sentence holds them.
+to another one; where they name none, to none. No redirect is followed. No sentence holds them, nor anything of what a
+server says that a terminal would obey.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ class Rest:
         try:
             decoded = msgspec.json.decode(found.body, type=answer)
         except msgspec.MsgspecError as error:
-            raise self._strange(f"its answer is not MLflow's ({error})") from None
+            raise self._strange(f"its answer is not MLflow's ({_shown(str(error))})") from None
         self._known = True
         return decoded
 
@@ -215,7 +216,7 @@ class Rest:
         except msgspec.MsgspecError:
             problem = None
         text = problem.message if problem is not None else found.body.decode(errors="replace")
-        said = f"{found.status}: {' '.join(text.split())[:_TEXT_CHARACTERS_MAX]}".rstrip(": ")
+        said = f"{found.status}: {_shown(text)}".rstrip(": ")
         if found.status in _PASSING or (found.status >= 500 and found.status != _UNSUPPORTED):
             return TrackerAway(f"MLflow at {self.uri} answers {said}", is_doubtful=found.status >= 500)
         if found.status in (401, 403, 407):
@@ -223,7 +224,7 @@ class Rest:
                 f"it answers {said}; MLFLOW_TRACKING_USERNAME and _PASSWORD, or MLFLOW_TRACKING_TOKEN, say who you are"
             )
         if problem is None:
-            elsewhere = f" (to {split_userinfo(found.location)[0]})" if found.location else ""
+            elsewhere = f" (to {_shown(split_userinfo(found.location)[0])})" if found.location else ""
             return self._strange(f"it answers {said}{elsewhere}")
         self._known = True
         kinds = {"RESOURCE_DOES_NOT_EXIST": NotThere, "RESOURCE_ALREADY_EXISTS": Exists}
@@ -247,8 +248,7 @@ def _always(address: str) -> Callable[[], str]:
 
 def _is_named(uri: str, environ: Mapping[str, str]) -> bool:
     """Return whether the caller's variables, and with them the credentials, are meant for this server."""
-    named = environ.get("MLFLOW_TRACKING_URI", "")
-    return not named or split_userinfo(named)[0] == uri
+    return split_userinfo(environ.get("MLFLOW_TRACKING_URI", ""))[0] == uri
 
 
 def _headers(environ: Mapping[str, str], userinfo: str) -> dict[str, str]:
@@ -335,4 +335,10 @@ def _why(error: httpx2.TransportError, timeout_s: float) -> str:
         return f"no connection within {TIMEOUT_S:g} s"
     if isinstance(error, httpx2.TimeoutException):
         return f"nothing within {timeout_s:g} s"
-    return _ERRNO.sub("", str(error))[:_TEXT_CHARACTERS_MAX] or type(error).__name__
+    return _shown(_ERRNO.sub("", str(error))) or type(error).__name__
+
+
+def _shown(text: str) -> str:
+    """Return the beginning of a text that others wrote, on one line, without what a terminal would obey."""
+    printable = "".join(char if char.isprintable() else " " for char in text)
+    return " ".join(printable.split())[:_TEXT_CHARACTERS_MAX]
