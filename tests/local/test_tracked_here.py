@@ -14,6 +14,7 @@ import pytest
 from serverless_gpu import Run, distributed
 from serverless_gpu.errors import ServerlessGpuError
 from serverless_gpu.node.home import Home
+from serverless_gpu.node.inside import mlflow_job
 from serverless_gpu.node.monitor import starting
 from serverless_gpu.testing import stop_agent
 from serverless_gpu.testing.mlflow import Behaviour, FakeMlflow, FakeRun
@@ -201,6 +202,21 @@ def test_a_rank_may_learn_later_where_it_is_tracked(mlflow: FakeMlflow, own: Pat
     mlflow.behave("answers")
     wait_for(lambda: json.loads(path.read_text())["state"] == "ready", "it is known")
     assert json.loads(path.read_text())["environ"]["MLFLOW_RUN_ID"] == mlflow.run_of(run.id).run_id
+    (Path(where) / "go").touch()
+    assert run.results(timeout=60) == [0]
+
+
+def test_a_rank_that_sees_mlflow_answer_has_the_monitor_try_again(mlflow: FakeMlflow, own: Path, where: str) -> None:
+    mlflow.behave("refuses")
+    run: Run[int] = distributed(gpus=1, quiet=True)(stay).submit(where)
+    directory = Path(run.directory)
+    note, asked = directory / "tracking.json", directory / mlflow_job.ASKED
+    wait_for(lambda: note.exists() and json.loads(note.read_text())["state"] == "away", "MLflow is away")
+    asked.touch()
+    wait_for(lambda: not asked.exists(), "the monitor has heard it")
+    mlflow.behave("answers")
+    asked.touch()
+    wait_for(lambda: json.loads(note.read_text())["state"] == "ready", "it is known")
     (Path(where) / "go").touch()
     assert run.results(timeout=60) == [0]
 

@@ -26,7 +26,7 @@ READY = {mlflow_job.URI: "http://m", mlflow_job.RUN: "r1", mlflow_job.EXPERIMENT
 @pytest.fixture(autouse=True)
 def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     """Start from, and come back to, an environment without MLflow's variables."""
-    for name in VARIABLES:
+    for name in (*VARIABLES, "_MLFLOW_SERVER_ARTIFACT_ROOT"):
         monkeypatch.setenv(name, "")  # so that it is restored, also where the test sets it by itself
         monkeypatch.delenv(name)
 
@@ -92,9 +92,64 @@ def test_a_pending_run_is_waited_for(attempt: Path, monkeypatch: pytest.MonkeyPa
     assert len(looks) == 3
 
 
+@pytest.mark.parametrize("state", ["failed", "away"])
+def test_where_nobody_has_named_a_server_a_rank_without_its_run_writes_beside_the_attempt_and_not_where_it_works(
+    attempt: Path, state: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """MLflow's own default is a database in the working directory: all ranks would make the same one at once."""
+    os.environ[mlflow_job.RUN] = "of nobody"
+    say(attempt, state, sentence="no such run")
+    for rank in range(2):
+        job = Job(str(attempt), rank)
+        assert not job.resolve(60.0)
+        uri = os.environ.pop(mlflow_job.URI)
+        assert f"{attempt}/mlflow/{rank}/" in uri and Path(attempt, "mlflow", str(rank)).is_dir()
+        assert mlflow_job.RUN not in os.environ, "it is nothing there"
+    said, _ = capsys.readouterr().err.splitlines()
+    assert "no such run; what this rank logs goes to " in said and f"{attempt}/mlflow/0/" in said
+
+
+def test_a_rank_that_writes_beside_the_attempt_stays_there(attempt: Path) -> None:
+    say(attempt, "away", sentence="it starts too slowly")
+    job = Job(str(attempt), 0)
+    assert not job.resolve(60.0)
+    apart = os.environ[mlflow_job.URI]
+    say(attempt, "ready", READY)
+    job.resolve()
+    assert os.environ[mlflow_job.URI] == apart and mlflow_job.RUN not in os.environ
+
+
+def test_the_node_is_asked_for_the_run_once_its_server_answers(attempt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.environ[mlflow_job.URI] = "http://m"
+    say(attempt, "away", sentence="it does not answer")
+    job = Job(str(attempt), 0)
+    assert not job.resolve(60.0) and job.is_away
+
+    def sleep(_seconds: float) -> None:
+        assert (attempt / mlflow_job.ASKED).exists()
+        say(attempt, "ready", {mlflow_job.RUN: "r1", mlflow_job.EXPERIMENT: "7"})
+
+    monkeypatch.setattr("time.sleep", sleep)
+    assert job.ask() and job.run_id == "r1" and not job.is_away
+
+
+def test_a_node_that_does_not_find_the_run_is_not_asked_every_time(
+    attempt: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.environ[mlflow_job.URI] = "http://m"
+    say(attempt, "away")
+    job = Job(str(attempt), 0)
+    assert not job.resolve()
+    monkeypatch.setattr(mlflow_job, "BACK_S", 0.05)
+    assert not job.ask()
+    monkeypatch.setattr("time.sleep", lambda _: pytest.fail("it waits again"))
+    assert not job.ask()
+
+
 def test_a_tracker_that_is_known_to_be_away_is_not_waited_for_and_said_with_what_follows(
     attempt: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    os.environ[mlflow_job.URI] = "http://m"
     say(attempt, "away", sentence="MLflow at http://m does not answer (Connection refused)")
     monkeypatch.setattr("time.sleep", lambda _: pytest.fail("it waits"))
     jobs = [Job(str(attempt), rank) for rank in range(3)]

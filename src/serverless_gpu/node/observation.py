@@ -49,7 +49,7 @@ SERVER_NS = 10_000_000_000
 """How long a program does while the home's own MLflow server starts."""
 _STARTING = "the home's MLflow server starts; the program waits for it up to 10 s"
 _STARTED_LATE = "the home's MLflow server was still starting: the run will be in it, see `sgpu mlflow`"
-_KEPT = "what the node recorded is kept, and sent once it answers (for 24 h)"
+_KEPT = "what the node recorded is kept, and sent once MLflow answers (for 24 h)"
 _SILENT = "MLflow had not answered yet: the run will be in it once it does, see `sgpu show`"
 
 

@@ -148,7 +148,20 @@ class _Attached:
                 setattr(self.mlflow, name, function)
         for name, method in (("set_terminated", self._set_terminated), ("update_run", self._update_run)):
             setattr(self.client, name, _function(getattr(self.client, name), method))
+        self._take_default()
         self.writes.patch(importlib.import_module("mlflow.store.tracking.rest_store").RestStore)
+
+    def _take_default(self) -> None:
+        """Have MLflow wait for the job's run before it makes a database in the working directory."""
+        service: Any = importlib.import_module("mlflow.tracking._tracking_service.utils")
+        original = getattr(service, "_get_default_tracking_uri", None)
+        if original is not None:  # of the versions before, those that are not imported by the zygote have waited by now
+
+            def default() -> str:
+                self.job.resolve_in_use()
+                return os.environ.get(URI) or str(original())
+
+            service._get_default_tracking_uri = default
 
     def take_variables(self) -> None:
         """Set what MLflow reads from the environment, below what the caller has set."""
@@ -224,11 +237,24 @@ class _Attached:
     def _is_meant(self, asked: dict[str, Any]) -> bool:
         """Return whether a `start_run` without an identifier means the job's run, or one below it."""
         job = self.job
-        if not job.resolve() or os.environ.get(RUN, job.run_id) != job.run_id:
+        if (
+            not job.resolve_in_use()
+            and job.is_away
+            and not asked.get("parent_run_id")
+            and not self._is_set_otherwise(asked)
+        ):
+            self.client().search_experiments(max_results=1)  # no answer: that is the user's, as it would be without us
+            job.ask()
+        if not job.run_id or os.environ.get(RUN, job.run_id) != job.run_id:
             return False
         if asked.get("parent_run_id") or self.mlflow.active_run() is not None:
             return False  # one below that; or two at once, which MLflow refuses
         return self._our_server() and self._our_experiment(asked.get("experiment_id"))
+
+    def _is_set_otherwise(self, asked: dict[str, Any]) -> bool:
+        """Return whether user code has chosen an experiment, while the job's is not known."""
+        active = asked.get("experiment_id") or getattr(self.fluent, "_active_experiment_id", None)
+        return active is not None or self.job.changed(EXPERIMENT_NAME) or self.job.changed(EXPERIMENT)
 
     def _our_server(self) -> bool:
         return not self.job.uri or str(self.mlflow.get_tracking_uri()).rstrip("/") == self.job.uri.rstrip("/")

@@ -8,13 +8,16 @@ somebody writes to it and MLflow may answer yet, and at most `WAIT_S`; a wait th
 changed meanwhile is not touched.
 
 Failure cases: the tracking server is known not to answer ("away": nothing is waited for); the file never comes (the
-monitor is gone). Either is said once, MLflow stays as the caller has configured it, and every later `start_run` looks
-again.
+monitor is gone). Either is said once. Where the caller has named a server, MLflow stays as it is configured, every
+later `start_run` looks again, and once the server answers the node is asked to find the run (`ask`). Where nobody has
+named one, MLflow would make a database in the working directory, all ranks the same one at once: each gets one of its
+own beside the attempt instead, and stays with it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import sys
@@ -28,6 +31,10 @@ URI, RUN, EXPERIMENT, EXPERIMENT_NAME = (
     "MLFLOW_EXPERIMENT_ID",
     "MLFLOW_EXPERIMENT_NAME",
 )
+ASKED = "tracking.asked"
+BACK_S = 15.0
+_ASK_AGAIN_S = 60.0
+_ARTIFACTS = "_MLFLOW_SERVER_ARTIFACT_ROOT"  # where MLflow puts files of runs in a database of its own
 _FELT_S = 1.0  # from then on a wait is said
 _APPEARS_S = 2.0  # the file of a monitor that was just told of the attempt
 _LOOK_S = 0.02
@@ -50,6 +57,8 @@ class Job:
         self.uri = ""
         self._began = time.monotonic()
         self._state = self._sentence = ""
+        self._has_waited = False
+        self._ask_again = 0.0
         self._before = {name: os.environ.get(name) for name in (URI, RUN, EXPERIMENT, EXPERIMENT_NAME)}
 
     def resolve(self, wait_s: float = 0.0) -> bool:
@@ -62,9 +71,31 @@ class Job:
             return True
         given = self._look(wait_s)
         if given is None and wait_s > 0:
-            self.say_once("unknown", self._why_unknown())
+            self._do_without()
         if given is not None:
             self._take(given)
+        return bool(self.run_id)
+
+    def resolve_in_use(self) -> bool:
+        """Return as `resolve` whether the job's run is known, now that MLflow is used; the first time it waits."""
+        return self.resolve(0.0 if self._has_waited else WAIT_S)
+
+    @property
+    def is_away(self) -> bool:
+        """Return whether the tracking server that the caller has named did not answer the node."""
+        is_server = (self._before[URI] or "").startswith(("http://", "https://"))
+        return not self.run_id and self._state == "away" and is_server and not self.changed(URI)
+
+    def ask(self) -> bool:
+        """Have the node look for the job's run, now that its server answers; return whether it is known then."""
+        if time.monotonic() < self._ask_again:
+            return False  # it did not help a moment ago
+        with contextlib.suppress(OSError):
+            os.close(os.open(f"{self.directory}/{ASKED}", os.O_CREAT | os.O_WRONLY, 0o600))
+        limit = time.monotonic() + BACK_S
+        while not self.resolve() and self.is_away and time.monotonic() < limit and self._awaited():
+            time.sleep(_LOOK_S)
+        self._ask_again = time.monotonic() + _ASK_AGAIN_S
         return bool(self.run_id)
 
     def changed(self, name: str) -> bool:
@@ -88,17 +119,41 @@ class Job:
         with contextlib.suppress(OSError, ValueError, AttributeError):
             sys.stderr.write(f"serverless-gpu: {sentence}\n")
 
-    def _why_unknown(self) -> str:
+    def _do_without(self) -> None:
+        """Say that the run is not known, and what follows."""
         why = f": {self._sentence}" if self._sentence else ""
         unknown = f"which MLflow run this job has is not known{why}; "
-        if self._state != "away":
-            return f"{unknown}MLflow stays as it is configured"
-        return (
-            f"{unknown}until it answers, each of your own MLflow calls waits for its time-out and may raise, while "
-            "what the node records is kept and sent later"
-        )
+        apart = self._apart()
+        if apart:
+            unknown += f"what this rank logs goes to {apart} instead"
+        elif self.is_away:
+            unknown += (
+                "until it answers, each of your own MLflow calls waits for its time-out and may raise, while what the "
+                "node records is kept and sent later"
+            )
+        else:
+            unknown += "MLflow stays as it is configured"
+        self.say_once("unknown", unknown)
+
+    def _apart(self) -> str:
+        """Have MLflow write to a database of this rank's own, unless somebody has said where to; return which one."""
+        if self._before[URI] or self.changed(URI):
+            return ""
+        place = f"{self.directory}/mlflow/{self.rank}"
+        try:
+            os.makedirs(place, 0o700, exist_ok=True)
+        except OSError:
+            return ""
+        for name in (RUN, EXPERIMENT):  # they are nothing there
+            if not self.changed(name):
+                os.environ.pop(name, None)
+        has_databases = importlib.util.find_spec("sqlalchemy") is not None  # mlflow-skinny has not
+        os.environ[URI] = f"sqlite:///{place}/mlflow.db" if has_databases else f"file://{place}/mlruns"
+        os.environ.setdefault(_ARTIFACTS, f"{place}/artifacts")
+        return os.environ[URI]
 
     def _look(self, wait_s: float) -> dict[str, str] | None:
+        self._has_waited |= wait_s > 0
         began = time.monotonic()
         while True:
             said = self._read()

@@ -86,6 +86,7 @@ class Delivering:
         self._wake = wake
         self._news: queue.SimpleQueue[words.Word] = queue.SimpleQueue()
         self._path = Path(observe.directory) / mlflow_job.FILE
+        self._asked = Path(observe.directory) / mlflow_job.ASKED
         job = Job(
             run_id=observe.run_id,
             fence=observe.fence,
@@ -146,6 +147,9 @@ class Delivering:
             return
         with contextlib.suppress(OSError):
             os.utime(self._path)
+        with contextlib.suppress(OSError):
+            os.unlink(self._asked)  # a rank has seen that MLflow answers
+            self._delivery.wake()
         if isinstance(self.word, words.Untracked) and self._serves_here():
             with contextlib.suppress(TrackerAway):
                 self._address()
