@@ -9,9 +9,12 @@ import pytest
 
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.model.tracking import Tracking
+from serverless_gpu.node.home import Home
 from serverless_gpu.node.monitor import backlog
-from serverless_gpu.node.monitor.backlog import Backlog
-from serverless_gpu.node.monitor.words import Observe
+from serverless_gpu.node.monitor.backlog import Backlog, Held
+from serverless_gpu.node.monitor.deliveries import Deliveries
+from serverless_gpu.node.monitor.delivering import Delivering
+from serverless_gpu.node.monitor.words import Observe, Prepare
 from serverless_gpu.testing import FakeClock
 
 _WEEK_S = 7 * 24 * 3600
@@ -116,3 +119,42 @@ def test_there_are_never_more_than_a_bound(tmp_path: Path, kept: Backlog, monkey
 def test_a_disk_that_takes_nothing_costs_only_the_memory_of_it(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert Backlog(tmp_path / "file" / "tracking", FakeClock()).keep(observe(tmp_path), 1) is None
+
+
+def test_those_that_wait_for_something_do_not_keep_others_from_being_taken(tmp_path: Path, kept: Backlog) -> None:
+    for name in ("run-a", "run-b", "run-c"):
+        held = kept.keep(observe(tmp_path, name), 1)
+        assert held is not None
+        held.leave()
+    taken = list(kept.take(frozenset(), 1, lambda one: one.observe.run_id == "run-c"))
+    assert [one.observe.run_id for one, _ in taken] == ["run-c"]
+    taken[0][1].leave()
+    assert len(os.listdir(tmp_path / "tracking")) == 3
+
+
+def test_attempts_without_their_credentials_are_looked_at_once_and_again_when_somebody_brings_some(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, clock = Home(tmp_path), FakeClock()
+    held = Backlog(home.tracking, clock).keep(observe(tmp_path, MLFLOW_TRACKING_TOKEN="s3cret"), 1)
+    assert held is not None
+    held.leave()
+    looks: list[Path] = []
+    hold = backlog._hold
+
+    def looked(path: Path) -> Held | None:
+        looks.append(path)
+        return hold(path)
+
+    monkeypatch.setattr(backlog, "_hold", looked)
+    monkeypatch.setattr(Delivering, "start", lambda delivering: None)
+    deliveries = Deliveries(home, clock, lambda: None)
+    for _ in range(3):
+        assert list(deliveries.tend({})) == []
+        clock.advance(60)
+    assert len(looks) == 1
+    environ = {"MLFLOW_TRACKING_TOKEN": "s3cret", "MLFLOW_TRACKING_URI": "http://mlflow.example"}
+    deliveries.prepare(Prepare(tracker=Tracking(uri="http://mlflow.example"), python="python3", environ=environ))
+    (recorder,) = deliveries.tend({})
+    assert recorder.delivering is not None and recorder.delivering.held is not None
+    recorder.delivering.held.leave()

@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -119,17 +119,23 @@ class Backlog:
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_text(path, msgspec.json.encode(kept).decode())
 
-    def take(self, known: frozenset[str], limit: int) -> Iterator[tuple[Kept, Held]]:
+    def take(
+        self, known: Collection[str], limit: int, ready: Callable[[Kept], bool] = lambda kept: True
+    ) -> Iterator[tuple[Kept, Held]]:
         """Yield attempts that no process delivers, oldest first, and hold them.
 
         Args:
-            known: keys of attempts that are looked after already.
+            known: keys of attempts that need not be looked at: others deliver them, or they are known to wait.
             limit: how many at most.
+            ready: whether one can be delivered now; those that cannot are left where they are.
         """
         names = self._names()
-        for name in names[: max(0, len(names) - KEPT_MAX)]:
+        too_many = max(0, len(names) - KEPT_MAX)
+        for name in names[:too_many]:
             (self._directory / name).unlink(missing_ok=True)
-        for name in names:
+        if too_many:
+            print(f"{too_many} attempts are given up: more than {KEPT_MAX} wait to be delivered to MLflow", flush=True)
+        for name in names[too_many:]:
             if limit <= 0:
                 return
             if name.removesuffix(".json") in known:
@@ -139,7 +145,7 @@ class Backlog:
                 if held is None:
                     continue
                 kept = self._read(held)
-                if kept is None:
+                if kept is None or not ready(kept):
                     held.leave()
                     continue
                 limit -= 1

@@ -11,7 +11,7 @@ Credentials are in memory alone, by tracker, as runs bring them; without them an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
 from serverless_gpu.ambient import Clock
@@ -19,7 +19,7 @@ from serverless_gpu.node.history import is_live
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.mlflow_server.serving import ensure_server
 from serverless_gpu.node.monitor import words
-from serverless_gpu.node.monitor.backlog import Backlog, Kept, has_secrets
+from serverless_gpu.node.monitor.backlog import KEPT_MAX, Backlog, Kept, has_secrets, key_of
 from serverless_gpu.node.monitor.delivering import Delivering, target_of
 from serverless_gpu.node.monitor.recorder import Recorder
 
@@ -44,6 +44,7 @@ class Deliveries:
         self._backlog = Backlog(home.tracking, clock)
         self._away: dict[str, words.Untracked] = {}
         self._secrets: dict[str, Mapping[str, str]] = {}
+        self._waiting: dict[str, str] = {}  # for credentials of a tracker, by attempt
         self._looked_ns: int | None = None
 
     def prepare(self, word: words.Prepare) -> None:
@@ -83,19 +84,28 @@ class Deliveries:
         now_ns = self._clock.boottime_ns()
         if ended < ENDED_MAX and (self._looked_ns is None or now_ns - self._looked_ns > _LOOK_NS):
             self._looked_ns = now_ns
-            yield from self._taken(frozenset(recorders), ENDED_MAX - ended)
+            waiting = {key for key, target in self._waiting.items() if target not in self._secrets}
+            yield from self._taken(waiting.union(recorders), ENDED_MAX - ended)
 
-    def _taken(self, known: frozenset[str], limit: int) -> Iterator[Recorder]:
-        for kept, held in self._backlog.take(known, limit):
+    def _taken(self, known: Collection[str], limit: int) -> Iterator[Recorder]:
+        for kept, held in self._backlog.take(known, limit, self._is_ready):
             target = target_of(kept.observe)
-            if is_live(Path(kept.observe.directory)) or (kept.has_secrets and target not in self._secrets):
-                held.leave()
-                continue
             environ = {**kept.observe.environ, **self._secrets.get(target, {})}
             recorder = Recorder(kept.observe, kept.origin_ns, self._clock)
             recorder.delivering = Delivering(self._home, kept, environ, held, self._wake)
             recorder.delivering.start()
             yield recorder
+
+    def _is_ready(self, kept: Kept) -> bool:
+        """Return whether an attempt can be delivered; one without its credentials is not looked at before they come."""
+        key, target = key_of(kept.observe), target_of(kept.observe)
+        self._waiting.pop(key, None)
+        if kept.has_secrets and target not in self._secrets:
+            if len(self._waiting) >= KEPT_MAX:
+                self._waiting.clear()
+            self._waiting[key] = target
+            return False
+        return not is_live(Path(kept.observe.directory))
 
     def _note(self, delivering: Delivering) -> bool:
         """Remember whether a tracker answers; return whether it does again."""
