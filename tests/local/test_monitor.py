@@ -16,6 +16,7 @@ from serverless_gpu import distributed
 from serverless_gpu.model.attempt import Reason, State
 from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.model.spec import RunSpec
+from serverless_gpu.node import reaching
 from serverless_gpu.node.flocks import held_note
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.inside.channel import Channel
@@ -220,3 +221,18 @@ def test_the_agent_starts_it_and_starts_it_again_when_it_was_killed(own: Path, t
     assert second.pid != first.pid and second.alive()
     stop_agent(own)
     second.wait_gone()
+
+
+def test_F44_one_that_is_killed_with_work_left_is_followed_by_another_although_nothing_runs(own: Path) -> None:
+    home = Home(own)
+    assert distributed(gpus=1, quiet=True)(len).distributed("ab") == [2]
+    first = monitor(home)
+    home.tracking.mkdir(exist_ok=True)
+    (home.tracking / "another-version.1.0.json").write_text("{}")  # stays: nobody here can read it
+    first.kill()
+    second = monitor(home)
+    assert second.pid != first.pid
+    stop_agent(own)
+    second.wait_gone()
+    reaching.connect(home)[0].sock.close()
+    assert monitor(home).alive(), "an agent that was started anew starts one, too"

@@ -3,7 +3,8 @@
     agent ──want()──▶ connected? ─▶ nothing
                       no ─▶ somebody else's socket answers? ─▶ connected
                             no ─▶ started, detached; its pipe says when it listens ─▶ connected
-                      its end of file ─▶ started again, if anything needs it, after longer and longer pauses
+                      its end of file ─▶ started again, after longer and longer pauses, if anything runs or is left
+                      undelivered
 
 The agent never waits here: a monitor that does not start costs samples and tracking, and nothing of a run.
 """
@@ -59,7 +60,7 @@ class Monitoring:
         self._peer: Peer | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._ready_fd = -1
-        self._wanted = False
+        self._wanted = _has_undelivered(home)
         self._word: words.Prepare | None = None
         self._pause_ns = _PAUSE_NS
         self._again_ns = 0
@@ -132,6 +133,14 @@ class Monitoring:
         self._selector.unregister(peer.channel)
         peer.channel.close()
         self._peer = None
+        self._wanted = self._wanted or _has_undelivered(self._home)
+
+
+def _has_undelivered(home: Home) -> bool:
+    """Return whether MLflow still has to hear of an attempt."""
+    with contextlib.suppress(OSError):
+        return any(name.endswith(".json") for name in os.listdir(home.tracking))
+    return False
 
 
 def preparation(tracker: Tracking | None, context: Context) -> words.Prepare | None:
