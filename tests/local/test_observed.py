@@ -99,7 +99,6 @@ def test_a_run_is_observed_from_its_launch_to_its_receipt(
     assert {name: value for name, value in variables.items() if name not in TRACKED.environ} == {
         "MLFLOW_HTTP_REQUEST_TIMEOUT": "9",
         "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
-        "MLFLOW_ENABLE_ASYNC_LOGGING": "true",
         "MLFLOW_DISABLE_TELEMETRY": "true",
     }
     assert [m for m in heard if isinstance(m, protocol.Tracked)] == [protocol.Tracked(run_id="m1", url=TRACKED.url)]

@@ -152,3 +152,14 @@ def test_a_variable_of_the_callers_names_the_run(bare: BareRanks, mlflow_server:
     ended = bare.run("log_without_start", environ=bare.environ())
     assert ended.values == [{"active": bare.job, "last": bare.job}], ended.stderr
     assert "loss" in mlflow_server.run(bare.job).metrics
+
+
+def test_what_child_processes_of_a_rank_log_arrives_although_nobody_waits_for_it(bare: BareRanks) -> None:
+    ended = bare.run("log_in_children")
+    assert ended.codes == [0], ended.stderr
+    assert set(bare.server.run(bare.job).metrics) == {"parent", "forked", "started"}
+
+
+def test_what_ranks_log_is_on_its_way_without_them_unless_they_want_it_otherwise(bare: BareRanks) -> None:
+    assert bare.run("is_asynchronous").values == [True]
+    assert bare.run("is_asynchronous", environ={"MLFLOW_ENABLE_ASYNC_LOGGING": "false"}).values == [False]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -221,3 +223,24 @@ def register() -> float:
         )
     loaded = mlflow.pytorch.load_model(f"models:/{name}/1")
     return float((loaded.weight - model.weight).abs().max())
+
+
+def log_in_children() -> None:
+    """Log one point in a process that is forked, and one in a program that is started: neither waits for anything."""
+    mlflow.log_metric("parent", 1.0)
+    pid = os.fork()
+    if pid == 0:
+        mlflow.log_metric("forked", 1.0)
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    active = mlflow.active_run()
+    assert active is not None
+    program = (
+        f"import mlflow, os\nmlflow.start_run({active.info.run_id!r})\nmlflow.log_metric('started', 1.0)\nos._exit(0)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def is_asynchronous() -> bool:
+    """Return whether MLflow logs in the background."""
+    return bool(mlflow.environment_variables.MLFLOW_ENABLE_ASYNC_LOGGING.get())

@@ -195,13 +195,11 @@ NODE_COMMAND_PRESETS: Mapping[str, str] = {
 }
 
 # For what ranks say to MLflow themselves: left alone, it waits for a server that hangs for over 100 s, at every call.
-# A program of the user's, which nothing of ours is in, would lose what it has logged last if that went by the way.
-TRACKED_COMMAND_PRESETS: Mapping[str, str] = {
+TRACKED_PRESETS: Mapping[str, str] = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_DISABLE_TELEMETRY": "true",
 }
-TRACKED_PRESETS: Mapping[str, str] = {**TRACKED_COMMAND_PRESETS, "MLFLOW_ENABLE_ASYNC_LOGGING": "true"}
 
 
 def default_variables(devices: Sequence[Device]) -> dict[str, str]:

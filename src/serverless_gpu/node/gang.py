@@ -28,7 +28,6 @@ from serverless_gpu.model.attempt import (
 from serverless_gpu.model.hardware import Device
 from serverless_gpu.model.placement import (
     NODE_COMMAND_PRESETS,
-    TRACKED_COMMAND_PRESETS,
     TRACKED_PRESETS,
     RankPlace,
     default_variables,
@@ -302,7 +301,7 @@ class Gang:
             caller["PATH"] = _path_with(caller.get("PATH", os.defpath), original(self.context.python))
         presets = NODE_COMMAND_PRESETS if per_node else {}
         if self.launch.spec.tracker is not None:
-            presets = {**presets, **(TRACKED_PRESETS if self._command is None else TRACKED_COMMAND_PRESETS)}
+            presets = {**presets, **TRACKED_PRESETS}
         return {**default_variables(devices), **presets, **caller, **self.tracked, **variables}
 
     def _argv(self, command: Command) -> list[str]:

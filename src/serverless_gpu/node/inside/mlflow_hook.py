@@ -95,12 +95,19 @@ class _Finder:
         return spec
 
     def _listen(self, loader: Any, fullname: str) -> None:
+        """Learn that a module is imported; its loader may be that of others, too, and whoever looks may not import."""
+        awaited: set[str] = vars(loader).setdefault("_sgpu_awaited", set())
+        awaited.add(fullname)
+        if "exec_module" in vars(loader):
+            return
         execute = loader.exec_module
 
         def exec_module(module: types.ModuleType) -> None:
-            del loader.exec_module  # reloading is not importing
             execute(module)
-            (_attach if fullname == _MLFLOW else _attach_lightning)(self._job, module)
+            name = module.__name__
+            if name in awaited:
+                awaited.discard(name)  # reloading is not importing
+                (_attach if name == _MLFLOW else _attach_lightning)(self._job, module)
 
         loader.exec_module = exec_module
 
@@ -166,9 +173,20 @@ class _Attached:
     def take_variables(self) -> None:
         """Set what MLflow reads from the environment, below what the caller has set."""
         os.environ.setdefault(_BUFFER, "1")  # else every point is a request
+        self._log_in_background()
         if self.job.run_id and os.environ.get(EXPERIMENT_NAME) and os.environ.get(EXPERIMENT) == self._experiment_id():
             with contextlib.suppress(Exception):  # no answer: they agree, as far as we know
                 self.job.renamed(self.client().get_experiment(self._experiment_id()).name)
+
+    def _log_in_background(self) -> None:
+        """Have this process log asynchronously unless its user decides otherwise; those that it starts do not.
+
+        Nobody would wait for theirs: what they log last would be lost. So it is no variable, which they would inherit.
+        """
+        with contextlib.suppress(ImportError, AttributeError):
+            default = importlib.import_module("mlflow.environment_variables").MLFLOW_ENABLE_ASYNC_LOGGING
+            default.default = True
+            os.register_at_fork(after_in_child=functools.partial(setattr, default, "default", False))
 
     def settle(self, limit_s: float) -> None:
         """Wait for asynchronous logging; say what could not be written."""

@@ -54,6 +54,10 @@ class Points:
         self._next_look = min(_LOOK_EVERY, max(1, limit // 100))
         self._step = self._next_look
         self._pid = os.getpid()
+        os.register_at_fork(after_in_child=self._unlock)
+
+    def _unlock(self) -> None:
+        self._lock = threading.Lock()  # in a child nobody is left who would give the parent's back
 
     def admit(self, count: int) -> bool:
         """Return whether so many more points may be written, and count them."""
@@ -123,6 +127,10 @@ class Writes:
         self._lock = threading.Lock()
         self._own: dict[str, str] = {}  # parameters of this process since its last start_run
         self._held = Held(lambda: job.say_once("back", "MLflow answers again, what ranks logged meanwhile is there"))
+        os.register_at_fork(after_in_child=self._unlock)
+
+    def _unlock(self) -> None:
+        self._lock = threading.Lock()  # as in `Points`
 
     def patch(self, store: type) -> None:
         """Put this in front of a store's methods; those that it does not have stay as they are."""
