@@ -11,7 +11,21 @@ from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.model.ledger import Receipt, Segments
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.testing.mlflow import FakeMlflow
-from tests.unit.deliveries import CALLED_NS, CPU, RUN_ID, attempt, delivered, delivering, job, record, tracking, until
+from serverless_gpu.tracking.delivery import Delivery
+from serverless_gpu.tracking.mlflow import MlflowTracker
+from tests.unit.deliveries import (
+    CALLED_NS,
+    CPU,
+    RUN_ID,
+    Heard,
+    attempt,
+    delivered,
+    delivering,
+    job,
+    record,
+    tracking,
+    until,
+)
 
 RECEIPT = Receipt(
     run_id=RUN_ID,
@@ -117,7 +131,11 @@ def test_an_attempt_that_is_delivered_late_does_not_say_how_the_run_goes(tmp_pat
                 delivered(early)
             run = mlflow.run_of(RUN_ID)
             assert (run.status, run.end_time, run.tags["sgpu.attempt"]) == ("RUNNING", None, "2")
-            assert not {"sgpu.state", "sgpu.sentence", "mlflow.note.content"} & set(run.tags)
+            assert (run.tags["sgpu.state"], run.tags["sgpu.sentence"], run.tags["mlflow.note.content"]) == (
+                "RUNNING",
+                "",
+                "",
+            )
             assert "sgpu/receipt.json" in run.files
             late.ending(State.SUCCEEDED, Reason.COMPLETED)
             late.settled()
@@ -137,3 +155,37 @@ def test_a_second_run_in_the_callers_own_mlflow_run_says_how_it_goes(tmp_path: P
             delivery.settled()
             delivered(delivery)
         assert (mine.tags["sgpu.run_id"], mine.tags["sgpu.attempt"]) == (RUN_ID, "1")
+
+
+def test_an_attempt_that_goes_on_leaves_nothing_of_how_the_one_before_ended(tmp_path: Path) -> None:
+    first, second = attempt(tmp_path), attempt(tmp_path, 2)
+    (first / "receipt.json").write_bytes(msgspec.json.encode(RECEIPT))
+    with FakeMlflow() as mlflow:
+        with delivering(first, mlflow) as (early, _):
+            early.ending(State.FAILED, Reason.RANK_RAISED, "a rank raised an exception: E: no")
+            early.settled()
+            delivered(early)
+        run = mlflow.run_of(RUN_ID)
+        assert run.tags["sgpu.sentence"] and run.tags["mlflow.note.content"]
+        with delivering(second, mlflow, job(fence=2)) as (late, _):
+            until(late, lambda: run.status == "RUNNING", "the second attempt")
+            assert (run.tags["sgpu.state"], run.tags["mlflow.note.content"]) == ("RUNNING", "")
+            late.ending(State.SUCCEEDED, Reason.COMPLETED, "")
+            late.settled()
+            delivered(late)
+    assert (run.tags["sgpu.state"], run.tags["sgpu.sentence"]) == ("SUCCEEDED", "")
+
+
+def test_an_attempt_that_is_over_at_once_leaves_nothing_of_how_the_one_before_ended(tmp_path: Path) -> None:
+    first, second = attempt(tmp_path), attempt(tmp_path, 2)
+    with FakeMlflow() as mlflow:
+        with delivering(first, mlflow) as (early, _):
+            early.ending(State.FAILED, Reason.RANK_RAISED, "a rank raised an exception: E: no")
+            early.settled()
+            delivered(early)
+        late = Delivery(second, job(fence=2), MlflowTracker(mlflow.uri, {}), Heard())
+        late.ending(State.SUCCEEDED, Reason.COMPLETED, "")
+        late.settled()
+        late.run()
+        tags = mlflow.run_of(RUN_ID).tags
+    assert (tags["sgpu.state"], tags["sgpu.sentence"], late.over) == ("SUCCEEDED", "", "delivered")

@@ -143,6 +143,20 @@ def first_tags(tracking: Tracking, run_id: str, fence: int, user_tags: Mapping[s
     return {key: cut(value, TAG_CHARACTERS_MAX) for key, value in tags.items()}
 
 
+def resumed_tags(tracking: Tracking, run_id: str, fence: int) -> dict[str, str]:
+    """Return the tags with which another attempt goes on: nothing of how the one before ended is left.
+
+    Args:
+        tracking: whose MLflow run it is.
+        run_id: our identifier.
+        fence: number of the attempt.
+    """
+    tags = {RUN_TAG: run_id, ATTEMPT_TAG: str(fence)}
+    if not tracking.run_id:
+        tags |= {"sgpu.state": State.RUNNING.value, "sgpu.reason": "", "sgpu.sentence": "", _NOTE_TAG: ""}
+    return tags
+
+
 def last_tags(tracking: Tracking, state: State, reason: Reason, sentence: str) -> dict[str, str]:
     """Return the tags that say how an attempt ended; none in a run that is not ours to end."""
     if tracking.run_id:

@@ -44,6 +44,7 @@ from serverless_gpu.model.tracking_rules import (
     params_of,
     pause_s,
     receipt_tags,
+    resumed_tags,
     spec_params,
     status_of,
     valid_key,
@@ -271,13 +272,14 @@ class Delivery:
 
     def _resume(self) -> None:
         """Have the MLflow run go on where an attempt before has ended it."""
-        if not self._is_first or self._job.fence == 1 or self._memory.ending is not None:
+        if not self._is_first or self._job.fence == 1 or "end" in self._memory.done:
             return
         with self._together.lock:
             if not self._has_later():
                 # First: attempts before end it no more then.
-                self._log_tags({RUN_TAG: self._job.run_id, ATTEMPT_TAG: str(self._job.fence)})
-                if not self._tracking.run_id:
+                tags = resumed_tags(self._tracking, self._job.run_id, self._job.fence)
+                self._refusable(lambda: self._tracker.log(self._known, tags=tags))
+                if not self._tracking.run_id and self._memory.ending is None:
                     self._tracker.resume(self._known)
 
     def _has_later(self) -> bool:
