@@ -6,10 +6,10 @@ import functools
 import importlib
 import importlib.util
 import json
+import math
 import os
 import sys
 import threading
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from serverless_gpu.node.inside import mlflow_held, mlflow_hook, mlflow_job, mlflow_writes
+from serverless_gpu.node.inside import mlflow_held, mlflow_hook, mlflow_job
 from serverless_gpu.node.inside.mlflow_job import Job
-from serverless_gpu.node.inside.mlflow_writes import Points, Writes
+from serverless_gpu.node.inside.mlflow_writes import Writes
 
 VARIABLES = (mlflow_job.URI, mlflow_job.RUN, mlflow_job.EXPERIMENT, mlflow_job.EXPERIMENT_NAME)
 READY = {mlflow_job.URI: "http://m", mlflow_job.RUN: "r1", mlflow_job.EXPERIMENT: "7"}
@@ -257,6 +257,8 @@ class Store:
         self.calls += 1
         if self.away:
             raise Refused("INTERNAL_ERROR")
+        if "bad" in metrics or len({param.key for param in params}) < len(params):
+            raise Refused("INVALID_PARAMETER_VALUE")
         if any(self.params.get(param.key, param.value) != param.value for param in params):
             raise Refused("INVALID_PARAMETER_VALUE")
         self.params.update((param.key, param.value) for param in params)
@@ -371,6 +373,76 @@ def test_F44_a_server_that_stays_away_costs_the_background_one_time_out_and_the_
     assert writes.lost() == 1010
 
 
+def test_a_bad_value_takes_nothing_else_of_its_second_with_it(attempt: Path, store: type[Store]) -> None:
+    """Asynchronous logging, our default, puts the calls of a second into one batch."""
+    patched(attempt, 0, store)
+    there = store()
+    points = [*range(50), "bad", *range(50, 99)]
+    refused: list[str] = []
+
+    def work() -> None:
+        try:
+            there.log_batch("r1", points, [Param("lr", "1"), Param("lr", "1"), Param("lr", "2")], [])
+        except Refused as error:
+            refused.append(error.error_code)
+
+    in_background(work)
+    assert there.points == [*range(99)] and there.params == {"lr": "1"}
+    assert refused == ["INVALID_PARAMETER_VALUE"], "MLflow's log says so"
+    assert there.calls < 40
+
+
+def test_a_parameter_that_is_logged_twice_in_a_second_is_logged(attempt: Path, store: type[Store]) -> None:
+    patched(attempt, 0, store)
+    there = store()
+    in_background(lambda: there.log_batch("r1", [1], [Param("lr", "1"), Param("lr", "1")], []))
+    assert there.points == [1] and there.params == {"lr": "1"} and there.calls == 1
+
+
+def test_a_batch_of_nothing_but_bad_values_is_given_up(attempt: Path, store: type[Store]) -> None:
+    patched(attempt, 0, store)
+    there = store()
+    refused = threading.Event()
+
+    def work() -> None:
+        try:
+            there.log_batch("r1", ["bad"] * 1000, [], [])
+        except Refused:
+            refused.set()
+
+    in_background(work)
+    assert refused.is_set() and there.calls < 200
+
+
+def test_F44_the_jobs_run_is_started_by_ranks_although_its_server_is_just_being_started_again(
+    attempt: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    monkeypatch.setattr("time.sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    attached: Any = SimpleNamespace(refused=Refused, job=Job(str(attempt), 0), _patience_until=math.inf)
+    tried: list[float] = []
+
+    def start(answers_at: float) -> str:
+        tried.append(now[0])
+        if now[0] < answers_at:
+            raise Refused("INTERNAL_ERROR")
+        return "run"
+
+    assert mlflow_hook._Attached._patiently(attached, lambda: start(8.0)) == "run"
+    with pytest.raises(Refused):
+        mlflow_hook._Attached._patiently(attached, lambda: start(1e9))
+    assert 22.0 < now[0] < 25.0, "one that stays away is given up"
+    tried.clear()
+    with pytest.raises(Refused):
+        mlflow_hook._Attached._patiently(attached, lambda: start(1e9))
+    assert len(tried) == 1, "and not waited for by each of many calls"
+    assert mlflow_hook._Attached._patiently(attached, lambda: start(0.0)) == "run"
+    later = now[0] + 5
+    assert mlflow_hook._Attached._patiently(attached, lambda: start(later)) == "run", "another outage is another"
+    assert capsys.readouterr().err.count("start_run tries again") == 1
+
+
 def test_F44_what_is_held_is_bounded_the_newest_of_it_is_kept() -> None:
     sent: list[int] = []
     answers = threading.Event()
@@ -415,41 +487,3 @@ def test_F44_a_batch_that_is_refused_later_does_not_hold_up_the_others(
     assert writes.wait(30.0)
     assert there.params == {"lr": "0"} and there.points == ["point"]
     assert "does not take what a rank logged" in capsys.readouterr().err
-
-
-def test_points_are_bounded_over_ranks_and_attempts(attempt: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    second = attempt.parent / "2"
-    second.mkdir()
-    taken = []
-    for directory, rank in ((attempt, 0), (attempt, 1), (second, 0), (second, 1)):
-        points = Points(Job(str(directory), rank), limit=1000)
-        taken.append(sum(points.admit(10) for _ in range(50)) * 10)
-    assert sum(taken) == pytest.approx(1000, abs=40), "each may miss what others wrote since it last looked"
-    assert taken[0] == 500 and taken[2:] == [0, 0]
-    said = capsys.readouterr().err
-    assert said.count("this run has 800 points in MLflow") == 1
-    assert said.count("are not written to MLflow") == 2, "by the second attempt's first rank, and one of its others"
-
-
-def test_the_bound_leaves_room_for_the_nodes_own_points() -> None:
-    assert mlflow_writes.POINTS_MAX == 8_000_000, "of MLflow's ten million"
-
-
-def test_only_mlflow_is_taken_over_of_what_one_loader_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
-        for name in ("mlflow", "sgpu_beside_it"):
-            archive.writestr(f"{name}.py", "")
-    attached: list[str] = []
-    monkeypatch.setattr(mlflow_hook, "_attach", lambda job, module: attached.append(module.__name__))
-    monkeypatch.setattr(sys, "path", [str(tmp_path / "all.zip"), *sys.path])
-    monkeypatch.setattr(sys, "meta_path", [mlflow_hook._Finder(Job(str(tmp_path), 0)), *sys.meta_path])
-    try:
-        for _ in range(2):  # whoever asks whether it is there does not import it
-            assert importlib.util.find_spec("mlflow") is not None
-        importlib.import_module("sgpu_beside_it")
-        assert attached == []
-        importlib.import_module("mlflow")
-        assert attached == ["mlflow"]
-    finally:
-        for name in ("mlflow", "sgpu_beside_it"):
-            sys.modules.pop(name, None)

@@ -26,6 +26,7 @@ import functools
 import importlib
 import importlib.machinery
 import importlib.util
+import math
 import os
 import sys
 import threading
@@ -35,9 +36,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from .mlflow_job import EXPERIMENT, EXPERIMENT_NAME, RUN, URI, WAIT_S, Job
-from .mlflow_writes import Writes
+from .mlflow_writes import Writes, is_answer
 
 SETTLE_S = 15.0
+_PATIENCE_S = 15.0
+_TRY_S = 0.5
+_PROBE_S = 10.0
 _MLFLOW = "mlflow"
 _LIGHTNING = ("lightning.pytorch.loggers.mlflow", "pytorch_lightning.loggers.mlflow")
 _LIGHTNING_DEFAULT = "lightning_logs"
@@ -143,6 +147,8 @@ class _Attached:
         self.refused = importlib.import_module("mlflow.exceptions").MlflowException
         self.writes = Writes(job, self.refused)
         self._said_lost = False
+        self._patience_until = math.inf
+        self._probed = (-math.inf, Exception())
         self._started = False  # any run, by this process
 
     def take_names(self) -> None:
@@ -239,9 +245,27 @@ class _Attached:
             args = (self.job.run_id, *args[1:])
         else:
             kwargs["run_id"] = self.job.run_id
-        run = original(*args, **kwargs)
+        run = self._patiently(lambda: original(*args, **kwargs))
         self.writes.begin()
         return run
+
+    def _patiently(self, start: Callable[[], Any]) -> Any:
+        """Start the job's run. It is known, so its server has answered; one that is started again is back soon."""
+        deadline = max(time.monotonic(), min(time.monotonic() + _PATIENCE_S, self._patience_until))
+        while True:
+            try:
+                run = start()
+                self._patience_until = math.inf
+                return run
+            except self.refused as error:
+                if is_answer(error) or time.monotonic() >= deadline:
+                    raise
+                if self._patience_until == math.inf:
+                    self._patience_until = deadline  # once: else each of many calls would wait that long
+                self.job.say_once(
+                    "start", f"MLflow does not answer; start_run tries again, for up to {_PATIENCE_S:.0f} s"
+                )
+                time.sleep(_TRY_S)
 
     def _means_job(self, asked: dict[str, Any]) -> bool:
         try:
@@ -261,13 +285,24 @@ class _Attached:
             and not asked.get("parent_run_id")
             and not self._is_set_otherwise(asked)
         ):
-            self.client().search_experiments(max_results=1)  # no answer: that is the user's, as it would be without us
+            self._probe()
             job.ask()
         if not job.run_id or os.environ.get(RUN, job.run_id) != job.run_id:
             return False
         if asked.get("parent_run_id") or self.mlflow.active_run() is not None:
             return False  # one below that; or two at once, which MLflow refuses
         return self._our_server() and self._our_experiment(asked.get("experiment_id"))
+
+    def _probe(self) -> None:
+        """Raise what MLflow raises where its server does not answer, and for some time the same without asking it."""
+        at, error = self._probed
+        if time.monotonic() - at < _PROBE_S:
+            raise error
+        try:
+            self.client().search_experiments(max_results=1)
+        except self.refused as error:
+            self._probed = (time.monotonic(), error)
+            raise
 
     def _is_set_otherwise(self, asked: dict[str, Any]) -> bool:
         """Return whether user code has chosen an experiment, while the job's is not known."""

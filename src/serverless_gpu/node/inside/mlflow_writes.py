@@ -6,6 +6,8 @@
 - **Parameters that differ between ranks** are refused by MLflow. The one that came first keeps the key, another one is
   kept as `<key>.rank<r>`, and this is said once. A rank that contradicts itself within one `start_run` gets MLflow's
   own error, as everywhere.
+- **What is refused takes nothing with it**: asynchronous logging puts calls of a second into one batch, which MLflow
+  takes or refuses as a whole. A refused one is written in halves; what is refused by itself is MLflow's to complain of.
 - **Points are counted**, those of all ranks of a node together, in files of the attempts' directories: MLflow takes ten
   million a run, of which two are the node's. At four fifths there is a warning; beyond, points are dropped, and that is
   said.
@@ -21,7 +23,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from .mlflow_held import HELD_MAX, Batch, Held
 from .mlflow_job import Job
@@ -33,8 +35,36 @@ _OWN_KEYS_MAX = 10_000
 _KEY_MAX = 250
 _NAMES_MAX = 10  # under which one rank's values of a parameter are kept
 _CUT_FROM = 500  # a value of that length may have been cut by the server
+_TRIES_MAX = 64  # to find what is wrong with a batch
 _BACKGROUND = "MLflowBatchLoggingWorkerPool"
 _POINTS = "points"
+
+
+class Items(NamedTuple):
+    """What a batch has."""
+
+    metrics: Sequence[Any]
+    params: Sequence[Any]
+    tags: Sequence[Any]
+
+    @property
+    def size(self) -> int:
+        """Return how many there are."""
+        return sum(len(kind) for kind in self)
+
+    def halves(self) -> list[Items]:
+        """Return the kinds apart, or two halves of the one there is; nothing of what cannot be divided."""
+        kinds = [number for number, kind in enumerate(self) if kind]
+        if len(kinds) > 1:
+            return [_NOTHING._replace(**{self._fields[number]: self[number]}) for number in kinds]
+        if self.size < 2:
+            return []
+        name, kind = self._fields[kinds[0]], self[kinds[0]]
+        middle = len(kind) // 2
+        return [_NOTHING._replace(**{name: half}) for half in (kind[:middle], kind[middle:])]
+
+
+_NOTHING = Items((), (), ())
 
 
 class Points:
@@ -170,22 +200,21 @@ class Writes:
         if metrics and not self._points.admit(len(metrics)):
             metrics = []
 
-        def write(params: Sequence[Any]) -> Any:
-            return original(store, run_id=run_id, metrics=metrics, params=params, tags=tags)
+        def write(items: Items) -> Any:
+            return original(store, run_id=run_id, **items._asdict())
 
+        items = Items(metrics, params, tags)
         if not threading.current_thread().name.startswith(_BACKGROUND):
-            return self._with_params(store, params, write)
-        batch = Batch(
-            len(metrics) + len(params) + len(tags),
-            lambda: self._has_answered(lambda: self._with_params(store, params, write)),
-        )
+            return self._with_params(store, items, write)
+        items = items._replace(params=self._without_twins(params))
+        batch = Batch(items.size, lambda: self._has_answered(lambda: self._in_parts(store, items, write)))
         if self._held.is_away:
             self._held.keep(batch)
             return None
         try:
-            return self._with_params(store, params, write)
+            return self._in_parts(store, items, write)
         except self._error as error:
-            if _is_answer(error):
+            if is_answer(error):
                 raise
             self._job.say_once(
                 "away",
@@ -200,7 +229,7 @@ class Writes:
         try:
             write()
         except self._error as error:
-            if not _is_answer(error):
+            if not is_answer(error):
                 return False
             self._job.say_once("refused", f"MLflow does not take what a rank logged while it was away: {_short(error)}")
         except Exception as error:  # noqa: BLE001 - one batch must not be why all others are not sent
@@ -215,16 +244,53 @@ class Writes:
     def _param(self, original: Callable[..., Any], store: Any, run_id: str, param: Any) -> Any:
         if run_id != self._job.run_id:
             return original(store, run_id, param)
-        return self._with_params(store, [param], lambda params: [original(store, run_id, each) for each in params])
+        items = _NOTHING._replace(params=[param])
+        return self._with_params(store, items, lambda items: [original(store, run_id, each) for each in items.params])
 
-    def _with_params(self, store: Any, params: Sequence[Any], write: Callable[[Sequence[Any]], Any]) -> Any:
+    def _without_twins(self, params: Sequence[Any]) -> Sequence[Any]:
+        """Return each parameter once: MLflow refuses twins in one batch, where it takes them one after the other."""
+        first: dict[str, Any] = {}
+        for param in params:
+            if first.setdefault(param.key, param).value != param.value:
+                rank = self._job.rank
+                self._job.say_once(
+                    "twice", f"rank {rank} logs two values of the parameter {param.key!r}; the first counts"
+                )
+        return list(first.values())
+
+    def _in_parts(
+        self, store: Any, items: Items, write: Callable[[Items], Any], tries: list[None] | None = None
+    ) -> Any:
+        """Write a batch; where it is refused, its parts, so that one bad value does not take the others with it."""
+        tries = [] if tries is None else tries
+        tries.append(None)
         try:
-            answer = write(params)
+            return self._with_params(store, items, write)
         except self._error as error:
-            others = self._renamed(store, params) if params and _is_answer(error) else None
+            halves = items.halves() if is_answer(error) and _is_about_values(error) else []
+            if not halves or len(tries) > _TRIES_MAX:
+                raise
+        refusal: Exception | None = None
+        for half in halves:
+            try:
+                self._in_parts(store, half, write, tries)
+            except self._error as error:
+                if not is_answer(error):
+                    raise
+                refusal = error
+        if refusal is not None:
+            raise refusal
+        return None
+
+    def _with_params(self, store: Any, items: Items, write: Callable[[Items], Any]) -> Any:
+        params = items.params
+        try:
+            answer = write(items)
+        except self._error as error:
+            others = self._renamed(store, params) if params and is_answer(error) else None
             if others is None:
                 raise
-            answer = write(others)
+            answer = write(items._replace(params=others))
         with self._lock:
             if len(self._own) < _OWN_KEYS_MAX:
                 self._own.update((param.key, param.value) for param in params)
@@ -271,9 +337,13 @@ def _wrapped(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable
     return method
 
 
-def _is_answer(error: Exception) -> bool:
+def is_answer(error: Exception) -> bool:
     """Return whether the server has refused: MLflow raises the same when there was no answer, or a broken one."""
-    return getattr(error, "error_code", "") in ("INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST", "BAD_REQUEST")
+    return _is_about_values(error) or getattr(error, "error_code", "") == "RESOURCE_DOES_NOT_EXIST"
+
+
+def _is_about_values(error: Exception) -> bool:
+    return getattr(error, "error_code", "") in ("INVALID_PARAMETER_VALUE", "BAD_REQUEST")
 
 
 def _same(there: str, value: str) -> bool:
