@@ -83,7 +83,8 @@ def test_unequal_parameters_are_kept_with_the_rank(bare: BareRanks) -> None:
         for name, value in kept.items():
             assert name == key or name == f"{key}.rank{value[-1]}"
     assert {step for step, _ in bare.server.history(bare.job, "after")} == {0, 1, 2}, "nothing else was lost"
-    assert len([line for line in ended.said if "different values" in line]) == 1, ended.said
+    by_rank = [err.count("different values") for err in ended.stderr]
+    assert by_rank[0] <= 1 and sum(by_rank[1:]) <= 1 <= sum(by_rank), "the first says it once, and one of the others"
 
 
 def test_a_rank_that_contradicts_itself_is_told_by_mlflow(bare: BareRanks) -> None:
