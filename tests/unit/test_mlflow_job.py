@@ -429,10 +429,10 @@ def test_F44_the_jobs_run_is_started_by_ranks_although_its_server_is_just_being_
             raise Refused("INTERNAL_ERROR")
         return "run"
 
-    assert mlflow_hook._Attached._patiently(attached, lambda: start(8.0)) == "run"
+    assert mlflow_hook._Attached._patiently(attached, lambda: start(40.0)) == "run"
     with pytest.raises(Refused):
         mlflow_hook._Attached._patiently(attached, lambda: start(1e9))
-    assert 22.0 < now[0] < 25.0, "one that stays away is given up"
+    assert 100.0 <= now[0] < 101.0, "one that stays away is given up"
     tried.clear()
     with pytest.raises(Refused):
         mlflow_hook._Attached._patiently(attached, lambda: start(1e9))

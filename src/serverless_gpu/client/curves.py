@@ -20,6 +20,7 @@ Curve = tuple[Sequence[float], Sequence[float]]
 
 POINTS_MAX = 1_500
 COLUMNS_MAX = 600
+_FIRST_S = 1.0  # as receipts have it
 _HOLE = 4.0  # so many times the interval before: intervals grow with a run's age, but never more than twofold at once
 _GPU = re.compile(r"system/node_(\d+)/gpu_(\d+)_(utilization_percentage|memory_usage_megabytes)")
 _RANK = re.compile(r"system/node_(\d+)/rank_(\d+)_(cpu_utilization_percentage|memory_usage_megabytes)")
@@ -123,18 +124,16 @@ def cells(curve: Curve, begin: float, end: float, columns: int) -> list[float]:
 
 
 def mean(curve: Curve) -> float | None:
-    """Return the mean over time of a curve: each value counts for as long as it held."""
+    """Return the mean over time of a curve: each value counts for as long as it held, the first for a second."""
     times, values = curve
     if not values:
         return None
-    spans = [
+    spans = [_FIRST_S]
+    spans += [
         0.0 if is_hole else after - before
         for is_hole, (before, after) in zip(_holes(times), pairwise(times), strict=True)
     ]
-    total = sum(spans)
-    if total <= 0:
-        return sum(values) / len(values)
-    return sum(width * value for width, value in zip(spans, values[1:], strict=True)) / total
+    return sum(width * value for width, value in zip(spans, values, strict=True)) / sum(spans)
 
 
 def peak(curve: Curve) -> float | None:

@@ -39,7 +39,7 @@ from .mlflow_job import EXPERIMENT, EXPERIMENT_NAME, RUN, URI, WAIT_S, Job
 from .mlflow_writes import Writes, is_answer
 
 SETTLE_S = 15.0
-_PATIENCE_S = 15.0
+_PATIENCE_S = 60.0  # MLflow takes half a minute to start where cores are busy
 _TRY_S = 0.5
 _PROBE_S = 10.0
 _MLFLOW = "mlflow"
