@@ -83,7 +83,7 @@ def test_a_cancel_is_final_also_with_resume(served: Path) -> None:
 
 
 def test_the_time_limit_is_final_too_and_says_so(served: Path) -> None:
-    run = distributed(gpus=1, gpu_type="H100", remote=True, resume=True, quiet=True, timeout=3)(count).submit(100_000)
+    run = distributed(gpus=1, gpu_type="H100", remote=True, resume=True, quiet=True, timeout=12)(count).submit(100_000)
     with pytest.raises(RunTimedOut):
         run.results(60)
     assert saved(served, run)["why"] == "timeout"
