@@ -12,6 +12,7 @@ from serverless_gpu.doctor.findings import Outcome
 from serverless_gpu.doctor.gathering.tracking import look_at_tracking, without_userinfo
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.mlflow_server.places import Noted, place_of
+from serverless_gpu.node.mlflow_server.troubles import Attempted, sentence
 from tests.unit.diagnosed import OK, PYTHON, WARNING, found, one
 
 THERE = TrackingFacts(installed=True, uri="https://mlflow.example.com", away="")
@@ -50,6 +51,29 @@ def test_how_the_homes_server_is(server: TrackingServer, outcome: Outcome, said:
     assert one("mlflow-server", Facts(tracking=TrackingFacts(servers=(server,))))[:2] == (outcome, said)
 
 
+@pytest.mark.parametrize(
+    ("written", "mend"),
+    [
+        (
+            "sqlite3.DatabaseError: file is not a database",
+            "mv '/a home/mlflow.db' '/a home/mlflow.db.away' && sgpu mlflow   (a new one is made)",
+        ),
+        (
+            "Detected out-of-date database schema",
+            "/env/bin/python -m mlflow db upgrade 'sqlite:////a home/mlflow.db' && sgpu mlflow   (after a backup)",
+        ),
+        ("database is locked", "sgpu mlflow"),
+    ],
+)
+def test_what_mends_a_store_that_cannot_be_served(written: str, mend: str) -> None:
+    file = "/a home/mlflow.db"
+    problem = sentence(written, "exit code 1", Attempted("/env/bin/python", f"sqlite:///{file}", "server.log"))
+    server = replace(
+        SERVER, stage="failed", problem=problem, database=f"sqlite:///{file}", file=file, python="/env/bin/python"
+    )
+    assert one("mlflow-server", Facts(tracking=TrackingFacts(servers=(server,))))[2] == mend
+
+
 def test_without_a_server_nothing_is_said_of_it() -> None:
     assert found("mlflow-server", Facts(tracking=TrackingFacts())) == []
 
@@ -63,7 +87,12 @@ def test_what_is_looked_at(home: Path) -> None:
     )
     assert (seen.off, seen.uri) == ("", "http://…@127.0.0.1:1/mlflow")
     assert "refused" in str(seen.away)
-    assert seen.servers == (TrackingServer(uri="http://127.0.0.1:26570", stage="failed", problem="no flask"),)
+    file = str(place.directory / "mlflow.db")
+    assert seen.servers == (
+        TrackingServer(
+            uri="http://127.0.0.1:26570", stage="failed", problem="no flask", database=f"sqlite:///{file}", file=file
+        ),
+    )
     off = look_at_tracking({"SERVERLESS_GPU_HOME": str(home), "SERVERLESS_GPU_TRACKING": "0"})
     assert (off.off, off.uri, off.away) == ("SERVERLESS_GPU_TRACKING=0", "", None)
 

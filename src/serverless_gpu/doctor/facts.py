@@ -288,11 +288,21 @@ class ImportFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrackingServer(msgspec.Struct, frozen=True, kw_only=True):
-    """An MLflow server of this home; `away`: why it does not answer, although it is said to."""
+    """An MLflow server of this home.
+
+    Attributes:
+        store: whose it is, as may be shown; "" for the home's own.
+        database: where that is kept, likewise.
+        file: the same, where it is a file of this machine, else "".
+        away: why it does not answer, although it is said to.
+    """
 
     uri: str
     stage: str
     store: str = ""
+    database: str = ""
+    file: str = ""
+    python: str = ""
     version: str = ""
     problem: str = ""
     pid: int | None = None

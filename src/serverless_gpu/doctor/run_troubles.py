@@ -115,7 +115,8 @@ CHECKS = (
         "tracked-by-all-ranks",
         "Parameters that are logged by every rank",
         ("MlflowException: Changing param values is not allowed",),
-        "Every rank logs the same keys to one tracking run.",
+        "Ranks of a program (`sgpu submit`) log different values of a parameter to the one run they have; those of a "
+        "function have theirs kept apart.",
         "log from rank 0 only: if serverless_gpu.runtime.get_global_rank() == 0",
     ),
     _row(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from serverless_gpu.doctor.facts import Facts, TrackingFacts
+import shlex
+
+from serverless_gpu.doctor.facts import Facts, TrackingFacts, TrackingServer
 from serverless_gpu.doctor.findings import Check, Finding, Group, about, ok, warning
+from serverless_gpu.node.mlflow_server.troubles import NO_DATABASE, OTHER_VERSION
 
 
 @about(lambda facts: facts.tracking)
@@ -25,13 +28,24 @@ def _servers(facts: Facts, tracking: TrackingFacts) -> list[Finding]:
     found: list[Finding] = []
     for server in tracking.servers:
         if server.problem:
-            found += warning(f"{server.uri}: {server.problem}", f"sgpu mlflow {server.store}".strip())
+            found += warning(f"{server.uri}: {server.problem}", _mend(server))
         elif server.stage == "ready" and server.away:
             found += warning(f"{server.uri} (pid {server.pid}) does not answer: {server.away}")
         else:
             version = f", MLflow {server.version}" if server.version else ""
             found += ok(f"{server.uri} is {server.stage}{version}")
     return found
+
+
+def _mend(server: TrackingServer) -> str:
+    """Return the command that helps a server that does not come up."""
+    again = shlex.join(["sgpu", "mlflow", *([server.store] if server.store else [])])
+    if NO_DATABASE in server.problem and server.file:
+        return f"{shlex.join(['mv', server.file, f'{server.file}.away'])} && {again}   (a new one is made)"
+    if OTHER_VERSION in server.problem:
+        python = server.python or "python"
+        return f"{shlex.join([python, '-m', 'mlflow', 'db', 'upgrade', server.database])} && {again}   (after a backup)"
+    return again
 
 
 CHECKS = (
@@ -50,13 +64,14 @@ CHECKS = (
         group=Group.TRACKING,
         title="MLflow's server in front of this home's runs",
         symptoms=(
+            "… is not a database; once that file is moved away a new one is made",
             "… was written by another version of MLflow; serve it with that one, or upgrade it, after a backup: …",
             "… has not all of MLflow (no flask; mlflow-skinny is not enough); pip install mlflow",
             "MLflow's server ended (exit code 1): …",
         ),
         cause="The server is the MLflow of the environment that runs were tracked from: a part of it lacks, its "
-        "database is another version's, or it was ended. It is tried again by itself, less and less often.",
-        mend="sgpu mlflow   (tries again now, and says what it wrote)",
+        "database is another version's or none, or it was ended. It is tried again by itself, less and less often.",
+        mend="sgpu doctor   (names the command; then `sgpu mlflow` tries again at once)",
         probe=_servers,
     ),
 )

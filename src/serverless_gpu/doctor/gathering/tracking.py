@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from serverless_gpu.client.tracking import SWITCH
 from serverless_gpu.doctor.facts import TrackingFacts, TrackingServer
 from serverless_gpu.node.home import find_home
+from serverless_gpu.node.mlflow_server.places import local_path
 from serverless_gpu.node.mlflow_server.serving import Server, servers
 from serverless_gpu.node.mlflow_server.troubles import without_password
 
@@ -45,9 +46,13 @@ def without_userinfo(uri: str) -> str:
 
 
 def _server(server: Server) -> TrackingServer:
+    database = server.place.backing().uri
     return TrackingServer(
         uri=server.uri,
         store=without_password(server.store),
+        database=without_password(database),
+        file=str(local_path(database) or ""),
+        python=server.python,
         stage=server.stage,
         version=server.version,
         problem=server.problem,

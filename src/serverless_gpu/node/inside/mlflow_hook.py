@@ -9,6 +9,7 @@ MLflow resumes the run of `MLFLOW_RUN_ID` once and then deletes the variable, ma
 and at the end of every process, and refuses it after `set_experiment`. In a rank
 
 - `start_run` and whatever calls it (`log_metric`, `autolog`, Trainer, Lightning) resume the job's run, every time;
+- `run_name` of the first rank names the job's run, that of others is left out: it has one name;
 - a run of another experiment or of another server, one that is named by its identifier, and one below another are what
   they are elsewhere;
 - the job's run is not ended by ranks: others may still be training, and the node knows how the job ended.
@@ -245,6 +246,9 @@ class _Attached:
             args = (self.job.run_id, *args[1:])
         else:
             kwargs["run_id"] = self.job.run_id
+        if self.job.rank != 0:  # else it had the name of whichever rank came last
+            args = (*args[:2], *(None for _ in args[2:3]), *args[3:])
+            kwargs.pop("run_name", None)
         run = self._patiently(lambda: original(*args, **kwargs))
         self.writes.begin()
         return run

@@ -15,6 +15,8 @@ class Attempted(NamedTuple):
     log: str
 
 
+NO_DATABASE = "is not a database"
+OTHER_VERSION = "was written by another version of MLflow"
 _LACKS = re.compile(r"^ModuleNotFoundError: No module named '([^']+)'", re.MULTILINE)
 _ERROR = re.compile(r"^(?:[\w.]*(?:Error|Exception|Exit)\b.*)$", re.MULTILINE)
 _LINE_MAX = 300
@@ -31,7 +33,7 @@ _KNOWN: tuple[tuple[str, Callable[[Attempted], str]], ...] = (
     (
         "Detected out-of-date database schema",  # which it also says of a newer one
         lambda tried: (
-            f"{tried.store} was written by another version of MLflow; serve it with that one, or upgrade it, after a "
+            f"{tried.store} {OTHER_VERSION}; serve it with that one, or upgrade it, after a "
             f"backup: {tried.python} -m mlflow db upgrade {tried.store}"
         ),
     ),
@@ -46,7 +48,10 @@ _KNOWN: tuple[tuple[str, Callable[[Attempted], str]], ...] = (
     ),
     ("attempt to write a readonly database", lambda tried: f"{tried.store} cannot be written to"),
     ("database is locked", lambda tried: f"{tried.store} is locked by another process"),
-    ("file is not a database", lambda tried: f"{tried.store} is not a database"),
+    (
+        "file is not a database",
+        lambda tried: f"{tried.store} {NO_DATABASE}; once that file is moved away a new one is made",
+    ),
     ("No space left on device", lambda tried: f"no space left for {tried.store}"),
     ("database or disk is full", lambda tried: f"no space left for {tried.store}"),
 )
