@@ -201,7 +201,8 @@ def test_who_asks_for_it_now_has_it_tried_again(there: Home, place: Place, mlflo
     assert "mlflow-skinny is not enough" in refused(there, mlflow)
     mlflow.has_trouble("")
     assert "mlflow-skinny" in ensure_server(there, mlflow.python, environ=mlflow.environ).problem
-    assert ensure_server(there, mlflow.python, environ=mlflow.environ, now=True).problem == ""
+    again = ensure_server(there, mlflow.python, environ=mlflow.environ, now=True)
+    assert (again.problem, again.failures) == ("", 1)  # so ranks do not wait for what may fail once more
     assert ready(there, mlflow).ready
     assert place.noted().failures == 0
 

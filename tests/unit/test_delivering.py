@@ -6,16 +6,20 @@ import os
 import threading
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.model.tracking import Tracking
 from serverless_gpu.node.home import Home
-from serverless_gpu.node.monitor.backlog import Backlog
+from serverless_gpu.node.mlflow_server.serving import Serving
+from serverless_gpu.node.monitor import delivering
+from serverless_gpu.node.monitor.backlog import Backlog, Kept
 from serverless_gpu.node.monitor.deliveries import Deliveries
 from serverless_gpu.node.monitor.recorder import Recorder
 from serverless_gpu.node.monitor.words import Observe, Untracked
 from serverless_gpu.testing import FakeClock
+from serverless_gpu.tracking.base import TrackerAway
 from serverless_gpu.tracking.delivery import Delivery
 
 _LONG_S = 3600
@@ -48,13 +52,29 @@ def test_a_mistake_of_ours_ends_a_delivery_for_good_and_is_logged(
     deliveries = Deliveries(home, clock, woken.set)
     recorder = Recorder(observed(tmp_path), 1, clock)
     deliveries.begin(recorder)
-    delivering = recorder.delivering
-    assert delivering is not None
-    delivering._thread.join(10)
-    assert delivering.is_done and woken.is_set()
-    assert [word for word in delivering.news() if isinstance(word, Untracked) and word.final]
+    delivery = recorder.delivering
+    assert delivery is not None
+    delivery._thread.join(10)
+    assert delivery.is_done and woken.is_set()
+    assert [word for word in delivery.news() if isinstance(word, Untracked) and word.final]
     assert list(deliveries.tend({recorder.key: recorder})) == []
     assert os.listdir(home.tracking) == [], "it is not tried again"
     clock.advance(_LONG_S)
     assert list(deliveries.tend({})) == [] and list(Backlog(home.tracking, clock).take(frozenset(), 9)) == []
     assert "nobody thought of this" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("failures", "state"), [(0, "pending"), (2, "away")])
+def test_ranks_wait_for_a_home_server_that_starts_and_not_for_one_that_could_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int, state: str
+) -> None:
+    monkeypatch.setattr(
+        delivering, "ensure_server", lambda *_, **__: Serving("http://127.0.0.1:1", False, failures=failures)
+    )
+    observe = msgspec.structs.replace(observed(tmp_path), spec=RunSpec(tracker=Tracking()))
+    heard = delivering.Delivering(Home(tmp_path), Kept(observe=observe, origin_ns=1), {}, None, lambda: None)
+    with pytest.raises(TrackerAway) as caught:
+        delivering.address_of(Home(tmp_path), observe, {})
+    heard.untracked(str(caught.value), final=False)
+    assert msgspec.json.decode((Path(observe.directory) / "tracking.json").read_bytes())["state"] == state
+    assert isinstance(heard.word, Untracked) and heard.word.is_starting is (failures == 0)

@@ -47,12 +47,14 @@ class Serving(NamedTuple):
         ready: whether it answers.
         problem: why it does not, or "": it is starting for the first time, or well.
         is_restarting: whether it died, and its keeper is starting it again: `problem` will pass.
+        failures: how often in a row it could not be started, before the try that may be going on.
     """
 
     uri: str
     ready: bool
     problem: str = ""
     is_restarting: bool = False
+    failures: int = 0
 
 
 class Server(NamedTuple):
@@ -102,10 +104,10 @@ def ensure_server(
     if holder is not None:
         return _kept(place, noted, holder)
     if _is_on_its_way(place, noted):
-        return Serving(place.uri(noted), False)
+        return Serving(place.uri(noted), False, failures=noted.failures)
     if not now and _is_too_soon(noted, python, clock):
         return Serving(place.uri(noted), False, noted.problem)
-    return Serving(place.uri(noted), False, _start(place, python, environ or {}))
+    return Serving(place.uri(noted), False, _start(place, python, environ or {}), failures=noted.failures)
 
 
 def kept(place: Place) -> Serving | None:
@@ -235,9 +237,9 @@ def _kept(place: Place, noted: Noted, holder: int) -> Serving:
         return Serving("", False, problem)
     is_its = noted.keeper == holder  # else what is written is its predecessor's
     if not is_its:
-        return Serving(place.uri(noted), False)
+        return Serving(place.uri(noted), False, failures=noted.failures)
     is_restarting = noted.stage == "starting" and bool(noted.problem)
-    return Serving(place.uri(noted), noted.stage == "ready", noted.problem, is_restarting)
+    return Serving(place.uri(noted), noted.stage == "ready", noted.problem, is_restarting, noted.failures)
 
 
 def _is_too_soon(noted: Noted, python: str, clock: Clock) -> bool:

@@ -41,6 +41,7 @@ from serverless_gpu.tracking.mlflow import MlflowTracker
 
 _BYTES_MAX = 64 << 10
 _STARTING = "the home's MLflow server is starting"
+_TRIED = "the home's MLflow server could not be started and is tried again; `sgpu status` tells why"
 _AGAIN = "the home's MLflow server ended unexpectedly, and is starting again"
 
 
@@ -233,7 +234,9 @@ def address_of(home: Home, observe: words.Observe, environ: Mapping[str, str]) -
     store = observe.spec.tracker.store if observe.spec.tracker is not None else ""
     serving = ensure_server(home, observe.python, store, environ=environ)
     if not serving.ready:
-        raise TrackerAway(_AGAIN if serving.is_restarting else serving.problem or _STARTING)
+        # One that could not be started before is nothing that ranks wait for, although it is being tried again.
+        starting = _TRIED if serving.failures else _STARTING
+        raise TrackerAway(_AGAIN if serving.is_restarting else serving.problem or starting)
     return serving.uri
 
 
