@@ -16,6 +16,7 @@ MICROS_PER_UNIT = 1_000_000
 
 _BYTE_UNITS = ("kB", "MB", "GB", "TB", "PB")
 _LARGEST_BYTE_UNIT = "EB"
+_GIB = 1 << 30
 
 _DURATION = re.compile(r"(\d{1,9})\s*([smhdw])", re.ASCII)
 _SECONDS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400, "w": 604_800}
@@ -98,6 +99,20 @@ def format_bytes(size: int) -> str:
     # Nothing above to carry into: the last unit takes whatever is left.
     tenths = _divide(size, scale // 10)
     return f"{tenths // 10}.{tenths % 10} {_LARGEST_BYTE_UNIT}"
+
+
+def format_gpu_memory(size: int) -> str:
+    """Return memory of a GPU for people in nvidia-smi's units: ``512 MiB``, from 1 GiB (2^30 bytes) on ``61.3 GiB``.
+
+    Args:
+        size: bytes.
+    """
+    if size < 0:
+        return "-" + format_gpu_memory(-size)
+    if size < _GIB:
+        return f"{size >> 20} MiB"
+    tenths = _divide(10 * size, _GIB)
+    return f"{tenths // 10}.{tenths % 10} GiB"
 
 
 def format_micros(micros: int, currency: str) -> str:

@@ -13,14 +13,15 @@ from serverless_gpu.node.monitor.words import Frame, Watched
 S = 1_000_000_000
 NOW_NS = 1_800_000_000 * S
 GB = 10**9
+GIB = 2**30
 FIRST, SECOND = "01kaqw3e5r7t9y2u4i6o8p0a1s", "01kaqw3e5r7t9y2u4i6o8p0zzz"
 
 
-def gpu(busy: float, memory_gb: int, *, throttle: int = 0, ecc: int = 0, celsius: float = 64) -> GpuSample:
+def gpu(busy: float, memory_gib: int, *, throttle: int = 0, ecc: int = 0, celsius: float = 64) -> GpuSample:
     return GpuSample(
         busy_percent=busy,
-        memory_bytes=memory_gb * GB,
-        memory_total_bytes=80 * GB,
+        memory_bytes=memory_gib * GIB,
+        memory_total_bytes=80 * GIB,
         power_watts=busy * 6 + 50,
         power_limit_watts=700,
         temperature_celsius=celsius,
@@ -32,7 +33,7 @@ def gpu(busy: float, memory_gb: int, *, throttle: int = 0, ecc: int = 0, celsius
 
 def frame(*, at_ns: int = NOW_NS) -> Frame:
     devices = tuple(
-        Device(uuid=f"GPU-{place}", index=place, type="H100", memory_bytes=80 * GB, kind=DeviceKind.GPU)
+        Device(uuid=f"GPU-{place}", index=place, type="H100", memory_bytes=80 * GIB, kind=DeviceKind.GPU)
         for place in range(8)
     )
     gpus = (
@@ -47,7 +48,7 @@ def frame(*, at_ns: int = NOW_NS) -> Frame:
     )
     seconds = (at_ns - NOW_NS) // S
     host = HostSample(37, 61 * GB, 251 * GB, 88 * GB, 500 * GB, GB + 12_000_000 * seconds, GB + 3_000_000 * seconds)
-    ranks = (*(RankSample(rank, 101 + rank, 3_100_000_000, 61 * GB) for rank in range(4)), RankSample(0, 50, GB))
+    ranks = (*(RankSample(rank, 101 + rank, 3_100_000_000, 61 * GIB) for rank in range(4)), RankSample(0, 50, GB))
     first = Watched(
         run_id=FIRST,
         fence=2,

@@ -16,7 +16,9 @@ import pytest
 from serverless_gpu.model.arguments import (
     ARGUMENTS_MAX,
     CHARACTERS_MAX,
+    COMMAND_CHARACTERS_MAX,
     argument_texts,
+    command_text,
     is_secret_name,
     is_secret_value,
 )
@@ -147,6 +149,30 @@ def test_there_is_a_bound_for_everything() -> None:
     itself: dict[str, object] = {}
     itself["it"] = itself
     assert argument_texts({"x": itself}) == {}
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (("python", "t2.py", "diff"), "python t2.py diff"),
+        (("bash", "-c", "echo $HOME; ls"), "bash -c 'echo $HOME; ls'"),
+        (("run", "--lr=0.1", "--max-tokens", "512"), "run --lr=0.1 --max-tokens 512"),
+        (("run", "--api-key", "abc", "x"), "run --api-key … x"),
+        (("run", "--password=abc", "--token", "--dry"), "run --password=… --token --dry"),
+        (("env", "WANDB_API_KEY=abc", "python"), "env WANDB_API_KEY=… python"),
+        (("run", "https://ada:pw@host/x"), "run …"),
+        ((), ""),
+    ],
+)
+def test_a_command_is_told_as_a_shell_would_take_it_without_what_looks_like_a_secret(
+    argv: tuple[str, ...], text: str
+) -> None:
+    assert command_text(argv) == text
+
+
+def test_a_long_command_is_cut() -> None:
+    assert len(command_text(["x" * 100] * 1_000)) == COMMAND_CHARACTERS_MAX
+    assert command_text(["a\udc80b"]) == "'a?b'"
 
 
 def test_texts_can_be_sent_whatever_bytes_they_come_from() -> None:

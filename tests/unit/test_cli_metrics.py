@@ -21,7 +21,7 @@ USES = [
 ]
 TABLE = [
     "#  BUSY  PEAK MEMORY  THROTTLED  DEVICE",
-    "0  87 %  61.3 GB      12.5 s     A",
+    "0  87 %  57.1 GiB     12.5 s     A",
     "1  3 %   -            -          B",
 ]
 
@@ -71,7 +71,7 @@ def test_show_tells_what_each_device_did(directory: Path) -> None:
 def test_show_tells_what_devices_of_a_run_without_receipt_did_so_far(directory: Path) -> None:
     shown = sgpu("show").output
     assert "devices so far:\n  #  BUSY  PEAK MEMORY  ENERGY" in shown
-    assert "  1  15 %  41.0 GB" in shown
+    assert "  1  15 %  38.2 GiB" in shown
 
 
 def test_one_device_needs_no_table() -> None:

@@ -19,16 +19,16 @@ def test_lanes_are_gpus_by_node_and_number_and_know_their_memory() -> None:
         {
             "system/node_1/gpu_0_utilization_percentage": ([1.0], [50.0]),
             f"{GPU}utilization_percentage": ([1.0, 2.0], [10.0, 20.0]),
-            f"{GPU}memory_usage_megabytes": ([1.0, 2.0], [20_000.0, 40_000.0]),
+            f"{GPU}memory_usage_megabytes": ([1.0, 2.0], [20 * 2**30 / 1e6, 40 * 2**30 / 1e6]),
             "system/node_0/rank_0_cpu_utilization_percentage": ([1.0], [99.0]),
             "system/node_0/cpu_utilization_percentage": ([1.0], [7.0]),
             "system/node_0/gpu_4_utilization_percentage": ([], []),
             "loss": ([1.0], [0.3]),
         },
-        {(0, 3): 80_000_000_000, (5, 0): 1},
+        {(0, 3): 80 * 2**30, (5, 0): 1},
     )
     assert [(lane.node, lane.label, lane.memory_total) for lane in made] == [(0, "GPU 3", 80.0), (1, "GPU 0", None)]
-    assert made[0].memory == ([1.0, 2.0], [20.0, 40.0])
+    assert list(made[0].memory[1]) == pytest.approx([20.0, 40.0]), "GiB, as nvidia-smi has it"
     assert curves.span(made) == (1.0, 2.0)
     assert curves.samples(made) == 2
 
@@ -45,6 +45,21 @@ def test_without_gpus_lanes_are_ranks() -> None:
         ("rank 10", [99.0], []),
     ]
     assert curves.span([]) is None
+
+
+@pytest.mark.parametrize(
+    ("places", "apart"),
+    [
+        ([], []),
+        ([3.0], [3.0]),
+        ([1.0, 9.0], [1.0, 9.0]),
+        ([5.0, 5.0], [4.5, 5.5]),
+        ([5.0, 5.5, 5.7], [4.4, 5.4, 6.4]),
+        ([0.0, 0.1, 1.0, 9.0], [-0.63, 0.37, 1.37, 9.0]),
+    ],
+)
+def test_what_would_be_drawn_over_each_other_is_spread(places: list[float], apart: list[float]) -> None:
+    assert curves.spread(places, 1.0) == pytest.approx(apart, abs=0.01)
 
 
 def test_a_hole_is_a_break_of_the_line() -> None:

@@ -44,7 +44,7 @@ def test_idle_devices_are_warned_of_and_then_the_run_is_stopped() -> None:
     assert scene.told == [WARNING] == [scene.watch.said]
     assert scene.live(715) == []
     assert scene.live(5) == [StopRequested(StopReason.IDLE)]
-    assert scene.notes == ["stopped because no device did anything for 1 h 00 min (idle_timeout)"]
+    assert scene.notes == ["stopped because no device did anything for 1 h 00 min (idle_timeout=3600)"]
     scene.watch.heard()  # its ranks end
     assert scene.told == [WARNING]
 

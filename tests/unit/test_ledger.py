@@ -389,13 +389,13 @@ def test_a_receipt_says_what_devices_did_and_where_the_run_is_tracked() -> None:
     lines = receipt.text().splitlines()
     assert (
         lines[1]
-        == "2 H100 · 2 ranks · 371.0 GPU-seconds, 0.31 USD · GPU 87 % busy · GPU memory peak 61.3 GB · 0.42 kWh"
+        == "2 H100 · 2 ranks · 371.0 GPU-seconds, 0.31 USD · GPU 87 % busy · GPU memory peak 57.1 GiB · 0.42 kWh"
     )
     assert lines[6:] == [
         f"tracked: {LINK} · tags: job=nightly, team=search",
         "notes: rank 1 failed as a consequence; 12 lines dropped",
     ]
-    assert receipt.rows()["use"] == "GPU 87 % busy · GPU memory peak 61.3 GB · 0.42 kWh"
+    assert receipt.rows()["use"] == "GPU 87 % busy · GPU memory peak 57.1 GiB · 0.42 kWh"
     assert f'<a href="{LINK}"' in receipt.html()
 
 

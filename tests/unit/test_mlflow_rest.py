@@ -65,8 +65,15 @@ def test_an_experiment_is_taken_by_its_identifier_or_is_mlflows_own_default() ->
         mlflow.store.experiments["7"] = "seven"
         assert made(tracker, Tracking(experiment_id="7", experiment="ignored")).experiment_id == "7"
         assert made(tracker, Tracking()).experiment_id == "0"
-        with pytest.raises(TrackerRefused, match="No Experiment with id=9"):
+        with pytest.raises(TrackerRefused, match=r"No Experiment with id=9 exists \(MLFLOW_EXPERIMENT_ID names it\)"):
             made(tracker, Tracking(experiment_id="9"))
+
+
+def test_a_run_that_nobody_knows_is_refused_with_the_variable_it_came_from() -> None:
+    with FakeMlflow() as mlflow, talking(mlflow.uri) as tracker:
+        for act in (made, lambda tracker, tracking: tracker.find(tracking, "01")):
+            with pytest.raises(TrackerRefused, match=r"Run with id=cafe not found \(MLFLOW_RUN_ID names it\)"):
+                act(tracker, Tracking(run_id="cafe"))
 
 
 def test_an_experiment_that_was_deleted_is_refused_with_what_to_do() -> None:
@@ -328,7 +335,8 @@ def test_what_a_server_says_does_nothing_to_a_terminal() -> None:
     evil = "\x1b]0;owned\x07\x1b[31m\n\r\u202e"
     with FakeMlflow() as mlflow, talking(mlflow.uri) as tracker, pytest.raises(TrackerRefused) as caught:
         made(tracker, Tracking(experiment_id=evil))
-    assert str(caught.value) == f"MLflow at {mlflow.uri} answers 404: No Experiment with id= ]0;owned [31m exists"
+    said = f"MLflow at {mlflow.uri} answers 404: No Experiment with id= ]0;owned [31m exists"
+    assert str(caught.value) == f"{said} (MLFLOW_EXPERIMENT_ID names it)"
 
 
 @pytest.mark.parametrize("identifier", ["", "a\0b", "a\nb", "ä", "x" * 300])

@@ -254,7 +254,7 @@ def test_a_program_waits_for_the_homes_own_server_to_start_and_that_is_said(begi
     words.say(peer, words.Untracked(sentence="no MLflow in /usr/bin/python", final=True))
     line.turn()
     assert line.observation.hold_ns is None
-    assert line.sentences()[1:] == ["no MLflow in /usr/bin/python"]
+    assert line.sentences()[1:] == ["no MLflow in /usr/bin/python; this run is not tracked"]
     assert line.observation.receipt_notes() == ["no MLflow in /usr/bin/python; this run is not tracked"]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from serverless_gpu.client.outcome import ending_text, load_result, make_exception
+from serverless_gpu.client.outcome import ending_text, load_result, make_exception, reached_s
 from serverless_gpu.errors import (
     BudgetExhausted,
     CollectiveHang,
@@ -27,6 +27,7 @@ from serverless_gpu.errors import (
     RunTimedOut,
 )
 from serverless_gpu.model.attempt import MEANINGS, Failure, Hang, Reason, State
+from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.inside import failure, payload
 from serverless_gpu.node.protocol import Stopped
 
@@ -151,10 +152,11 @@ def test_a_time_limit_that_is_not_known_is_not_named(directory: Path) -> None:
 
 
 def test_a_run_that_was_stopped_for_idleness_says_what_keeps_one(directory: Path) -> None:
-    error = make_exception(stopped(Reason.IDLE, cause=False), directory, RUN, None)
+    ending = stopped(Reason.IDLE, cause=False)
+    error = make_exception(ending, directory, RUN, reached_s(ending, RunSpec(idle_timeout_s=6.0, timeout_s=90.0)))
     assert isinstance(error, RunTimedOut)
     assert str(error) == (
-        "the run did nothing for as long as idle_timeout allows\n"
+        "the run did nothing for as long as idle_timeout allows: no device worked, and nothing was printed, for 6 s\n"
         "hint: work of a device, output or `attach` keeps a run; "
         f"a larger idle_timeout= lets it stand longer; logs: {directory / 'logs'}"
     )

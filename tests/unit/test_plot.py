@@ -71,7 +71,7 @@ def test_the_picture_has_a_place_for_every_gpu(tmp_path: Path, gpus: int, panels
     figure = handle(attempt(tmp_path / "r", 1, [telemetry(30, gpus=gpus)])).plot()
     assert len(figure.axes) == panels, "beside those of heat maps stand the bars of their colours"
     assert f"{gpus} H100 · 29.0 s · SUCCEEDED" in words(figure)
-    assert "GPU utilisation, %" in words(figure) and "GPU memory, GB" in words(figure)
+    assert "GPU utilisation, %" in words(figure) and "GPU memory, GiB" in words(figure)
     assert drawn(figure)
 
 
@@ -85,6 +85,16 @@ def test_failures_and_attempts_are_marked_where_they_were(tmp_path: Path) -> Non
     assert "attempt 2 began · after 1 min 39 s" in text or "attempt 2 began · after 99.0 s" in text
     assert "2 H100 · 2 min 39 s · FAILED · rank_raised" in text
     assert drawn(figure)
+
+
+def test_letters_of_marks_at_the_same_moment_stand_beside_each_other(tmp_path: Path) -> None:
+    directory = attempt(tmp_path / "r", 1, [telemetry(60, gpus=2)], failed_s=58.5)
+    (directory / "stop_reason").write_text("failure", encoding="ascii")
+    os.utime(directory / "stop_reason", ns=(0, ORIGIN_NS + round(58.6e9)))
+    figure = handle(directory).plot()
+    drawn(figure)
+    boxes = [text.get_window_extent() for text in figure.axes[0].texts if text.get_text() in ("A", "B")]
+    assert len(boxes) == 2 and boxes[0].x1 <= boxes[1].x0
 
 
 def test_a_stop_is_marked(tmp_path: Path) -> None:
@@ -147,8 +157,9 @@ def test_a_file_that_cannot_be_is_refused(tmp_path: Path) -> None:
     run = handle(attempt(tmp_path / "r", 1, [telemetry(5)]))
     with pytest.raises(InvalidValue, match="Format 'docx' is not supported"):
         run.plot(tmp_path / "p.docx")
-    with pytest.raises(StorageError, match="cannot write"):
+    with pytest.raises(StorageError, match=r"the picture cannot be written to .*p\.png: No such file") as refused:
         run.plot(tmp_path / "nowhere" / "p.png")
+    assert refused.value.hint == "give the path of a file in a directory you can write to"
 
 
 def test_without_matplotlib_there_is_one_sentence(tmp_path: Path) -> None:

@@ -69,20 +69,20 @@ WIDE = f"""\
 node-7 · cpu 37 % · memory 61.0/251.0 GB · disk 412.0 GB free · network ↓ 12.0 MB/s ↑ 3.0 MB/s
 8 H100: 6 lent, 1 free, 1 in quarantine · 2.2 kW
 
-#  BUSY         MEMORY              POWER      TEMP   CLOCK                  WHO
-0  ████░  87 %  ████░ 61.0/80.0 GB  572/700 W  64 °C  1980 MHz               train rank 0 …6o8p0a1s
-1  █████  99 %  ████░ 61.0/80.0 GB  644/700 W  64 °C  1980 MHz power cap     train rank 1 …6o8p0a1s
-2  █████ 100 %  █████ 79.0/80.0 GB  650/700 W  88 °C  1980 MHz heat          train rank 2 …6o8p0a1s
-3  █░░░░   3 %  ████░ 61.0/80.0 GB  68/700 W   64 °C  1980 MHz               train rank 3 …6o8p0a1s
-4  ░░░░░   0 %  ░░░░░  0.0/80.0 GB  50/700 W   64 °C  1980 MHz               free
-5  ░░░░░   0 %  ░░░░░  0.0/80.0 GB  50/700 W   64 °C  1980 MHz               …01zz bob
-6  █░░░░  12 %  ██░░░ 40.0/80.0 GB  122/700 W  64 °C  1980 MHz 2 ECC errors  evil?[31m\\x0aname?[0m r
-7  -                                                                         quarantined: memory of
+#  BUSY        MEMORY              POWER      TEMP   CLOCK                  WHO
+0  ███░  87 %  ███░ 61.0/80.0 GiB  572/700 W  64 °C  1980 MHz               train rank 0 …6o8p0a1s
+1  ████  99 %  ███░ 61.0/80.0 GiB  644/700 W  64 °C  1980 MHz power cap     train rank 1 …6o8p0a1s
+2  ████ 100 %  ████ 79.0/80.0 GiB  650/700 W  88 °C  1980 MHz heat          train rank 2 …6o8p0a1s
+3  █░░░   3 %  ███░ 61.0/80.0 GiB  68/700 W   64 °C  1980 MHz               train rank 3 …6o8p0a1s
+4  ░░░░   0 %  ░░░░  0.0/80.0 GiB  50/700 W   64 °C  1980 MHz               free
+5  ░░░░   0 %  ░░░░  0.0/80.0 GiB  50/700 W   64 °C  1980 MHz               …01zz bob
+6  █░░░  12 %  ██░░ 40.0/80.0 GiB  122/700 W  64 °C  1980 MHz 2 ECC errors  evil?[31m\\x0aname?[0m ra
+7  -                                                                        quarantined: memory of n
 
 run {FIRST} · train · RUNNING · 12 min 03 s · attempt 2
   MLflow: http://127.0.0.1:5000/#/experiments/1/runs/abcdef
-  rank 0: cpu 101 %, 3.1 GB, GPU 61.0 GB   rank 1: cpu 102 %, 3.1 GB, GPU 61.0 GB
-  rank 2: cpu 103 %, 3.1 GB, GPU 61.0 GB   rank 3: cpu 104 %, 3.1 GB, GPU 61.0 GB
+  rank 0: cpu 101 %, 3.1 GB, GPU 61.0 GiB   rank 1: cpu 102 %, 3.1 GB, GPU 61.0 GiB
+  rank 2: cpu 103 %, 3.1 GB, GPU 61.0 GiB   rank 3: cpu 104 %, 3.1 GB, GPU 61.0 GiB
 run {SECOND} · evil?[31m\\x0aname?[0m · STARTING
   rank 0: cpu 50 %, 1.0 GB"""
 
@@ -149,5 +149,5 @@ def test_json_has_every_value() -> None:
     assert value["node"] == "node-7" and value["host"]["cpu_percent"] == 37
     assert value["devices"][1]["throttle"] == 4 and value["devices"][1]["owner"]["rank"] == 1
     assert value["devices"][7]["busy_percent"] is None and value["devices"][7]["owner"] is None
-    assert value["runs"][0]["ranks"][3]["gpu_memory_bytes"] == 61 * 10**9
+    assert value["runs"][0]["ranks"][3]["gpu_memory_bytes"] == 61 * 2**30
     assert value["runs"][0]["tracked"].startswith("http://")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from serverless_gpu.model.attempt import TERMINAL, Reason, State
 from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.model.ledger import Receipt, Segments
-from serverless_gpu.model.spec import Resources, RunSpec
+from serverless_gpu.model.spec import Command, Resources, RunSpec
 from serverless_gpu.model.tracking import Tracking
 from serverless_gpu.model.tracking_rules import (
     POINTS_MAX,
@@ -121,6 +121,8 @@ def test_parameters_are_the_clients_and_the_specs() -> None:
         "lr": "0.1",
     }
     assert spec_params(RunSpec()) == {"sgpu.environment": "live"}
+    program = RunSpec(payload=Command(argv=("python", "t 2.py", "--token", "abc")))
+    assert spec_params(program) == {"sgpu.command": "python 't 2.py' --token …", "sgpu.environment": "live"}
 
 
 def test_tags_of_users_do_not_pass_for_mlflows_or_ours() -> None:

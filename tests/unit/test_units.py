@@ -57,6 +57,20 @@ def test_sizes_are_decimal(size: int, text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 MiB"),
+        ((1 << 30) - 1, "1023 MiB"),
+        (1 << 30, "1.0 GiB"),
+        (81_559 << 20, "79.6 GiB"),
+        (-(80 << 30), "-80.0 GiB"),
+    ],
+)
+def test_memory_of_gpus_is_as_nvidia_smi_has_it(size: int, text: str) -> None:
+    assert units.format_gpu_memory(size) == text
+
+
+@pytest.mark.parametrize(
     ("micros", "text"),
     [
         (0, "0.00 USD"),
@@ -161,6 +175,7 @@ def test_no_integer_is_too_strange_to_be_written(value: int) -> None:
     written = (
         units.format_duration_ms(value),
         units.format_bytes(value),
+        units.format_gpu_memory(value),
         units.format_micros(value, "EUR"),
         units.format_gpu_ms(value),
     )

@@ -17,7 +17,7 @@ from serverless_gpu.cli.output import print_json
 from serverless_gpu.cli.server import runs as remote
 from serverless_gpu.cli.uses import sampled_uses, use_lines
 from serverless_gpu.client.attaching import attach
-from serverless_gpu.client.outcome import ending_text
+from serverless_gpu.client.outcome import ending_text, reached_s
 from serverless_gpu.client.run import Run
 from serverless_gpu.client.terminal import safe
 from serverless_gpu.client.tracked import from_directory
@@ -211,8 +211,8 @@ def _story(home: Home, record: Record) -> str:
     took = f" · took {_took_text(record)}" if _took_ms(record) is not None else ""
     parts.append(f"started: {format_moment(record.began_ns or record.created_ns)}{took}")
     if record.stopped is not None and record.stopped.state is not State.SUCCEEDED:
-        timeout_s = record.spec.timeout_s if record.spec is not None else None
-        parts += ["", ending_text(record.stopped, record.directory, record.run_id, timeout_s)]
+        limit_s = reached_s(record.stopped, record.spec)
+        parts += ["", ending_text(record.stopped, record.directory, record.run_id, limit_s)]
     if record.receipt is not None:
         parts += ["", "receipt:", *(f"  {line}" for line in record.receipt.text().splitlines()[1:])]
     link = _link(record)
@@ -291,8 +291,8 @@ def _as_json(home: Home, record: Record, *, size: bool) -> dict[str, object]:
 def _details(record: Record) -> dict[str, object]:
     failure = ""
     if record.stopped is not None and record.stopped.state is not State.SUCCEEDED:
-        timeout_s = record.spec.timeout_s if record.spec is not None else None
-        failure = ending_text(record.stopped, record.directory, record.run_id, timeout_s)
+        limit_s = reached_s(record.stopped, record.spec)
+        failure = ending_text(record.stopped, record.directory, record.run_id, limit_s)
     return {
         "spec": record.spec,
         "stopped": record.stopped,

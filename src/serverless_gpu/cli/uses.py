@@ -8,7 +8,7 @@ from pathlib import Path
 from serverless_gpu.cli.columns import columns
 from serverless_gpu.model.ledger import DeviceUse
 from serverless_gpu.model.telemetry import Header, Use, add, decode
-from serverless_gpu.units import format_bytes, format_duration_ms, format_joules
+from serverless_gpu.units import format_bytes, format_duration_ms, format_gpu_memory, format_joules
 
 _SHOWN_MAX = 128
 
@@ -43,9 +43,10 @@ def sampled_uses(directory: Path) -> tuple[DeviceUse, ...]:
 
 
 def _cells(use: DeviceUse) -> list[str]:
+    form = format_bytes if use.uuid.startswith("CPU-") else format_gpu_memory  # a slot's is the host's
     return [
         "-" if use.busy_percent is None else f"{use.busy_percent:.0f} %",
-        "-" if not use.peak_memory_bytes else format_bytes(use.peak_memory_bytes),
+        "-" if not use.peak_memory_bytes else form(use.peak_memory_bytes),
         "-" if use.energy_joules is None else format_joules(use.energy_joules),
         "-" if not use.throttled_s else format_duration_ms(round(use.throttled_s * 1000)),
         use.uuid,

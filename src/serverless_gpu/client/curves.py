@@ -20,6 +20,7 @@ Curve = tuple[Sequence[float], Sequence[float]]
 
 POINTS_MAX = 1_500
 COLUMNS_MAX = 600
+_GIB = 1 << 30
 _FIRST_S = 1.0  # as receipts have it
 _HOLE = 4.0  # so many times the interval before: intervals grow with a run's age, but never more than twofold at once
 _GPU = re.compile(r"system/node_(\d+)/gpu_(\d+)_(utilization_percentage|memory_usage_megabytes)")
@@ -34,8 +35,8 @@ class Lane(NamedTuple):
         node: number of its node.
         label: as ``"GPU 3"``, ``"rank 0"``.
         busy: percent.
-        memory: gigabytes.
-        memory_total: gigabytes, or None where that is not known.
+        memory: of a GPU in GiB, as nvidia-smi has it; of a rank in GB.
+        memory_total: of a GPU in GiB, or None where that is not known.
     """
 
     node: int
@@ -149,6 +150,24 @@ def unit_of(seconds: float) -> tuple[float, str]:
     return 86_400.0, "days"
 
 
+def spread(places: Sequence[float], gap: float) -> list[float]:
+    """Return places that are at least a gap apart, each group that had to move around its own middle.
+
+    Args:
+        places: in order.
+        gap: how far apart neighbours are to be.
+    """
+    groups: list[tuple[float, int]] = []  # middle, members
+    for place in places:
+        middle, members = place, 1
+        while groups and groups[-1][0] + gap * (groups[-1][1] + members) / 2 > middle:
+            before, count = groups.pop()
+            middle = (before * count + middle * members) / (count + members)
+            members += count
+        groups.append((middle, members))
+    return [middle + gap * (at - (members - 1) / 2) for middle, members in groups for at in range(members)]
+
+
 def _found(metrics: Mapping[str, Curve], pattern: re.Pattern[str]) -> dict[tuple[int, int], dict[str, Curve]]:
     found: dict[tuple[int, int], dict[str, Curve]] = {}
     for name, curve in metrics.items():
@@ -159,18 +178,18 @@ def _found(metrics: Mapping[str, Curve], pattern: re.Pattern[str]) -> dict[tuple
 
 
 def _gpu(place: tuple[int, int], curves: Mapping[str, Curve], total: int | None) -> Lane:
-    memory = _gigabytes(curves.get("memory_usage_megabytes", _EMPTY))
+    memory = _scaled(curves.get("memory_usage_megabytes", _EMPTY), 1e6 / _GIB)
     busy = curves.get("utilization_percentage", _EMPTY)
-    return Lane(place[0], f"GPU {place[1]}", busy, memory, None if total is None else total / 1e9)
+    return Lane(place[0], f"GPU {place[1]}", busy, memory, None if total is None else total / _GIB)
 
 
 def _rank(node: int, number: int, curves: Mapping[str, Curve]) -> Lane:
-    memory = _gigabytes(curves.get("memory_usage_megabytes", _EMPTY))
+    memory = _scaled(curves.get("memory_usage_megabytes", _EMPTY), 1e-3)
     return Lane(node, f"rank {number}", curves.get("cpu_utilization_percentage", _EMPTY), memory, None)
 
 
-def _gigabytes(curve: Curve) -> Curve:
-    return curve[0], [value / 1000 for value in curve[1]]
+def _scaled(curve: Curve, factor: float) -> Curve:
+    return curve[0], [value * factor for value in curve[1]]
 
 
 def _holes(times: Sequence[float]) -> list[bool]:

@@ -35,6 +35,7 @@ _LITTLE = 3  # fewer samples are points, not a curve
 _WIDTH_IN = 10.0
 _ABOVE_IN = 1.0
 _LETTERS = "ABCDEFGH"
+_LETTER_POINTS = 8.0  # wide, with the space beside it
 
 _PAPER, _INK, _FAINT, _GRID, _NOTHING = "#ffffff", "#1f2328", "#6a737d", "#e4e7eb", "#e4e7eb"
 _BUSY, _MEMORY = "#2166b0", "#0f7d6c"
@@ -126,13 +127,13 @@ def _rows(figure: Figure, lanes: Sequence[Lane], stage: _Stage) -> None:
             memory.axhline(lane.memory_total, color=_FAINT, linewidth=0.8, linestyle=(0, (2, 2)))
         if alone:
             _head(busy, " · ".join(filter(None, (f"{_use_name(lane)}, %", _mean_text(lane)))))
-            _head(memory, " · ".join(filter(None, (f"{_memory_name(lane)}, GB", _peak_text(lane)))))
+            _head(memory, " · ".join(filter(None, (f"{_memory_name(lane)}", _peak_text(lane)))))
         else:
             _beside(busy, -0.085, "right", _label(lane, lanes), _mean_text(lane))
             _beside(memory, 1.015, "left", "", _peak_text(lane))
     if not alone:
         _head(panels[0][0], f"{_use_name(lanes[0])}, %")
-        _head(panels[0][1], f"{_memory_name(lanes[0])}, GB")
+        _head(panels[0][1], f"{_memory_name(lanes[0])}")
     for panel in panels[-1]:
         _time_axis(panel, stage)
 
@@ -159,7 +160,7 @@ def _maps(figure: Figure, lanes: Sequence[Lane], stage: _Stage) -> None:
     )
     for panel, colour, head, top in (
         (panels[0], _BUSY, f"{_use_name(lanes[0])}, %", 100.0),
-        (panels[1], _MEMORY, f"{_memory_name(lanes[0])}, GB", total or 1.0),
+        (panels[1], _MEMORY, f"{_memory_name(lanes[0])}", total or 1.0),
     ):
         _style(panel)
         shown = [lane.busy if colour == _BUSY else lane.memory for lane in lanes]
@@ -229,7 +230,7 @@ def _use_name(lane: Lane) -> str:
 
 
 def _memory_name(lane: Lane) -> str:
-    return "GPU memory" if lane.label.startswith("GPU") else "host memory"
+    return "GPU memory, GiB" if lane.label.startswith("GPU") else "host memory, GB"
 
 
 def _mean_text(lane: Lane) -> str:
@@ -266,13 +267,15 @@ def _write_marks(figure: Figure, stage: _Stage) -> None:
 
 def _draw_marks(panel: Axes, stage: _Stage) -> None:
     first_row = panel.get_subplotspec()
-    for letter, mark in zip(_LETTERS, stage.marks, strict=False):
+    places = stage.at([mark.at for mark in stage.marks])
+    width = panel.get_position().width * _WIDTH_IN * 72
+    letters = curves.spread(places, _LETTER_POINTS / width * stage.at([stage.end])[0])
+    for letter, mark, place, beside in zip(_LETTERS, stage.marks, places, letters, strict=False):
         colour, style = _MARKS[mark.kind]
-        place = stage.at([mark.at])[0]
         panel.axvline(place, color=colour, linestyle=style, linewidth=1.3)
         if first_row is not None and first_row.is_first_row():
             panel.annotate(
-                letter, (place, 1.0), xycoords=("data", "axes fraction"), xytext=(0, 1), textcoords="offset points",
+                letter, (beside, 1.0), xycoords=("data", "axes fraction"), xytext=(0, 1), textcoords="offset points",
                 ha="center", va="bottom", color=colour, fontsize=8, fontweight="bold", annotation_clip=False,
             )  # fmt: skip
 

@@ -28,7 +28,9 @@ from serverless_gpu.errors import (
     RunTimedOut,
     UntrustedResult,
 )
+from serverless_gpu.model import idling
 from serverless_gpu.model.attempt import MEANINGS, Failure, Hang, Reason, State
+from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.model.stacks import readable
 from serverless_gpu.node.entrypoint import INSIDE
 from serverless_gpu.node.inside import payload
@@ -106,8 +108,15 @@ def load_result(directory: Path, rank: int, run_id: str, origin: Origin = HERE) 
         raise _not_loadable(error, path, rank, run_id) from error
 
 
+def reached_s(stopped: Stopped, spec: RunSpec | None) -> float | None:
+    """Return the limit in seconds that ended a run, of its time or of its idleness; None where it is another's."""
+    if spec is None:
+        return None
+    return idling.limit_s(spec) if stopped.reason is Reason.IDLE else spec.timeout_s
+
+
 def make_exception(
-    stopped: Stopped, directory: Path, run_id: str, timeout_s: float | None, origin: Origin = HERE
+    stopped: Stopped, directory: Path, run_id: str, limit_s: float | None, origin: Origin = HERE
 ) -> BaseException:
     """Return the exception that tells how a run ended.
 
@@ -115,13 +124,13 @@ def make_exception(
         stopped: the supervisor's word.
         directory: the attempt's directory.
         run_id: the run.
-        timeout_s: the run's limit, for the message.
+        limit_s: the limit it has reached, as `reached_s` returns it, for the message.
         origin: where the directory's files come from.
     """
     rank = _raised_by(stopped)
     error: BaseException
     if rank is None:
-        error = _ended(stopped, directory, run_id, timeout_s, origin)
+        error = _ended(stopped, directory, run_id, limit_s, origin)
     else:
         error = _raised(rank, _detail(stopped), directory, run_id, origin)
     for consequence in _consequences(stopped):
@@ -141,19 +150,19 @@ def untold_tails(stopped: Stopped) -> dict[int, str]:
     return {rank: tail for rank, tail in stopped.tails.items() if rank != told}
 
 
-def ending_text(stopped: Stopped, directory: Path, run_id: str, timeout_s: float | None, origin: Origin = HERE) -> str:
+def ending_text(stopped: Stopped, directory: Path, run_id: str, limit_s: float | None, origin: Origin = HERE) -> str:
     """Return how a run ended, for reading: as `make_exception`, but nothing of the user's is loaded or run.
 
     Args:
         stopped: the supervisor's word.
         directory: the attempt's directory.
         run_id: the run.
-        timeout_s: the run's limit, for the message.
+        limit_s: the limit it has reached, as `reached_s` returns it, for the message.
         origin: where the directory's files come from.
     """
     rank = _raised_by(stopped)
     if rank is None:
-        error = _ended(stopped, directory, run_id, timeout_s, origin)
+        error = _ended(stopped, directory, run_id, limit_s, origin)
         parts = [error.message, *getattr(error, "__notes__", [])]
     else:
         traceback = str(_record(directory, rank).get("traceback") or "").rstrip()
@@ -217,11 +226,11 @@ def _raised(rank: int, detail: str, directory: Path, run_id: str, origin: Origin
     )
 
 
-def _ended(stopped: Stopped, directory: Path, run_id: str, timeout_s: float | None, origin: Origin) -> RunError:
+def _ended(stopped: Stopped, directory: Path, run_id: str, limit_s: float | None, origin: Origin) -> RunError:
     cause = stopped.cause
     rank = cause.rank if cause is not None and stopped.state is State.FAILED else None
     error = _CLASSES.get(stopped.reason, RunError)(
-        _message(stopped, rank, directory, timeout_s),
+        _message(stopped, rank, directory, limit_s),
         hint=_hint_elsewhere(stopped.reason, run_id, origin) if origin.node else _hint(stopped.reason, directory),
         run_id=run_id,
         rank=rank,
@@ -277,11 +286,13 @@ def _hint_elsewhere(reason: Reason, run_id: str, origin: Origin) -> str:
     return f"{_KEEPS}; logs: `sgpu logs {run_id}`" if reason is Reason.IDLE else f"logs: `sgpu logs {run_id}`"
 
 
-def _message(stopped: Stopped, rank: int | None, directory: Path, timeout_s: float | None) -> str:
+def _message(stopped: Stopped, rank: int | None, directory: Path, limit_s: float | None) -> str:
     detail = _detail(stopped)
     meaning = MEANINGS[stopped.reason].sentence
-    if stopped.reason is Reason.TIMEOUT and timeout_s:
-        return f"the run reached its time limit of {timeout_s:g} s (ranks are asked to end one grace before it)"
+    if stopped.reason is Reason.IDLE and limit_s:
+        return f"{meaning}: no device worked, and nothing was printed, for {limit_s:g} s"
+    if stopped.reason is Reason.TIMEOUT and limit_s:
+        return f"the run reached its time limit of {limit_s:g} s (ranks are asked to end one grace before it)"
     if stopped.state not in (State.FAILED, State.LOST):
         return meaning  # what ranks said after the stop is not why the run stopped
     if stopped.reason is Reason.COLLECTIVE_HANG and detail:

@@ -10,12 +10,11 @@ from serverless_gpu.client.curves import lanes, span
 from serverless_gpu.client.metrics import read_metrics
 from serverless_gpu.client.source import Source
 from serverless_gpu.client.tries import marks
-from serverless_gpu.errors import InvalidValue, ServerlessGpuError
+from serverless_gpu.errors import InvalidValue, ServerlessGpuError, StorageError
 from serverless_gpu.loading import load
 from serverless_gpu.model.attempt import State
 from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.model.telemetry import Header, Sample, Sampled, decode
-from serverless_gpu.node.home import storage_error
 from serverless_gpu.units import format_duration_ms
 
 if TYPE_CHECKING:
@@ -58,7 +57,8 @@ def plot(source: Source, name: str, state: str, path: str | os.PathLike[str] | N
     try:
         figure: Figure = figures.draw(shown, marks(tries), titles, target)
     except OSError as error:
-        raise storage_error(error, target or Path()) from None
+        message = f"the picture cannot be written to {target}: {error.strerror or error}"
+        raise StorageError(message, hint="give the path of a file in a directory you can write to") from None
     except ValueError as error:
         raise InvalidValue(f"{path} cannot be written: {error}") from None
     return figure

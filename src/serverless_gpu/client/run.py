@@ -25,7 +25,7 @@ import msgspec
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.client.display import Display, TerminalDisplay, again, make_display
 from serverless_gpu.client.interrupts import interruptible
-from serverless_gpu.client.outcome import load_result, make_exception, untold_tails
+from serverless_gpu.client.outcome import load_result, make_exception, reached_s, untold_tails
 from serverless_gpu.client.own_sessions import advised
 from serverless_gpu.client.source import Note, Source
 from serverless_gpu.client.tracked import TrackedRun, from_directory, from_link
@@ -348,7 +348,8 @@ class Run(Generic[R]):
         stopped = self._stopped
         if stopped is None or stopped.state is State.SUCCEEDED:
             return None
-        return make_exception(stopped, self.directory, self.id, self._spec.timeout_s, self._source.origin)
+        limit_s = reached_s(stopped, self._spec)
+        return make_exception(stopped, self.directory, self.id, limit_s, self._source.origin)
 
     def _abandoned(self, *, interrupted: bool) -> bool:
         """Return whether nobody is to wait for the run: Ctrl-C came twice, or once where it only detaches.

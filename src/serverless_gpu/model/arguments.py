@@ -9,12 +9,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from typing import cast
 
 ARGUMENTS_MAX = 100
 CHARACTERS_MAX = 500
+COMMAND_CHARACTERS_MAX = 2_000
 _DEPTH_MAX = 3
 _ENTRIES_MAX = 1_000
 _ITEMS_MAX = 16
@@ -44,6 +46,7 @@ _SECRET_VALUE = re.compile(
 )
 _ARRAYS = frozenset({"jax", "jaxlib", "numpy", "pandas", "polars", "torch"})
 _NAMESPACES = frozenset({"argparse.Namespace", "types.SimpleNamespace"})
+_HIDDEN = "…"
 _LEFT_OUT = frozenset({"rank", "world_size"})
 
 
@@ -62,6 +65,27 @@ def argument_texts(arguments: Mapping[str, object]) -> dict[str, str]:
             break
         texts[_clean(name)] = _clean(text)
     return texts
+
+
+def command_text(argv: Sequence[str]) -> str:
+    """Return a program and its arguments as a shell would take them, with ``…`` for whatever looks like a secret.
+
+    Args:
+        argv: as it is started; its variables are no part of it.
+    """
+    words: list[str] = []
+    hides_next = False
+    for word in argv[:_ENTRIES_MAX]:
+        name, equals, _ = word.partition("=")
+        is_option = word.startswith("-")
+        if is_secret_value(word) or (hides_next and not is_option):
+            words.append(_HIDDEN)
+        elif equals and is_secret_name(name):
+            words.append(f"{shlex.quote(name)}={_HIDDEN}")
+        else:
+            words.append(shlex.quote(word))
+        hides_next = is_option and not equals and is_secret_name(word)
+    return _clean(" ".join(words), COMMAND_CHARACTERS_MAX)
 
 
 def is_secret_name(name: str) -> bool:
@@ -165,8 +189,8 @@ def _shape(shape: object) -> Iterator[str]:
         yield f"({', '.join(f'{size}' for size in shape)})"
 
 
-def _clean(text: str) -> str:
+def _clean(text: str, characters_max: int = CHARACTERS_MAX) -> str:
     """Return a text that can be sent: short, and without the lone surrogates that stand for bytes."""
-    if len(text) > CHARACTERS_MAX:
-        text = f"{text[: CHARACTERS_MAX - 1]}…"
+    if len(text) > characters_max:
+        text = f"{text[: characters_max - 1]}…"
     return text.encode("utf-8", "replace").decode()

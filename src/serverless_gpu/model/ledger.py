@@ -425,10 +425,11 @@ def _use_text(uses: Sequence[DeviceUse], kind: DeviceKind) -> str:
     mean = sum(percent * count for percent, count in busy) / max(1, sum(count for _, count in busy))
     idle = sum(percent < _IDLE_PERCENT for percent, count in busy if count >= _IDLE_SAMPLES_MIN)
     is_cpu = kind is DeviceKind.CPU
+    form = units.format_bytes if is_cpu else units.format_gpu_memory
     return _joined(
         f"{'CPU' if is_cpu else 'GPU'} {mean:.0f} % busy" if busy else "",
         f"{idle} of {len(uses)} did nothing" if 0 < idle < len(uses) else "",
-        f"{'' if is_cpu else 'GPU '}memory peak {units.format_bytes(max(peaks))}" if max(peaks, default=0) else "",
+        f"{'' if is_cpu else 'GPU '}memory peak {form(max(peaks))}" if max(peaks, default=0) else "",
         units.format_joules(joules) if joules else "",
         f"throttled for {units.format_duration_ms(round(throttled_s * 1000))}" if throttled_s >= 1 else "",
     )

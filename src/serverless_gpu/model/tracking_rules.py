@@ -13,9 +13,10 @@ import math
 from collections.abc import Mapping
 from typing import Literal
 
+from serverless_gpu.model.arguments import command_text
 from serverless_gpu.model.attempt import Reason, State
 from serverless_gpu.model.ledger import Receipt
-from serverless_gpu.model.spec import RunSpec
+from serverless_gpu.model.spec import Command, RunSpec
 from serverless_gpu.model.tracking import Tracking
 
 KEY_CHARACTERS_MAX = 250
@@ -86,6 +87,7 @@ def spec_params(spec: RunSpec) -> dict[str, str]:
     """Return what a spec says that is worth comparing runs by; names that no parameter of the user's has."""
     asked = {
         "name": spec.name,
+        "command": command_text(spec.payload.argv) if isinstance(spec.payload, Command) else None,
         "gpus": spec.resources.gpus,
         "gpu_type": spec.resources.gpu_type,
         "environment": spec.environment,

@@ -81,8 +81,9 @@ class IdleWatch:
             )
         if verdict is not Verdict.STOP:
             return None
+        limit = f"{self._idle.limit_ns / 1e9:g}"
         self._idle = None  # ranks that end are no sign that it gets on
-        self._notes.append(f"stopped because no device did anything for {idle_for} (idle_timeout)")
+        self._notes.append(f"stopped because no device did anything for {idle_for} (idle_timeout={limit})")
         return StopRequested(StopReason.IDLE)
 
     def _take_back(self, told: str) -> None:

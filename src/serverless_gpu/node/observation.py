@@ -49,6 +49,7 @@ SERVER_NS = 10_000_000_000
 """How long a program does while the home's own MLflow server starts."""
 _STARTING = "the home's MLflow server starts; the program waits for it up to 10 s"
 _STARTED_LATE = "the home's MLflow server was still starting: the run will be in it, see `sgpu mlflow`"
+_FOR_GOOD = "; this run is not tracked"
 _KEPT = "what the node recorded is kept, and sent once MLflow answers (for 24 h)"
 _SILENT = "MLflow had not answered yet: the run will be in it once it does, see `sgpu show`"
 
@@ -201,7 +202,7 @@ class Observation:
         if untracked.is_starting:
             return _STARTED_LATE
         if untracked.final:
-            return f"{untracked.sentence}; this run is not tracked" if untracked.sentence else ""
+            return f"{untracked.sentence}{_FOR_GOOD}" if untracked.sentence else ""
         return f"{untracked.sentence}; {_KEPT}"
 
     @property
@@ -249,7 +250,7 @@ class Observation:
                 self._tell(protocol.Tracked(run_id=word.run_id, url=word.url))
             case words.Untracked(sentence=sentence, final=final) if self.tracked is None:
                 if final and sentence and (self._untracked is None or not self._untracked.final):
-                    self._tell(protocol.Waiting(sentence=sentence))
+                    self._tell(protocol.Waiting(sentence=f"{sentence}{_FOR_GOOD}"))
                 self._untracked = word
                 if self._patience_ns() == SERVER_NS and not self._told_waiting:
                     self._told_waiting = True

@@ -29,6 +29,7 @@ from serverless_gpu.tracking.rest import LONG_TIMEOUT_S, Exists, NotThere, Rest
 
 METRICS_MAX = 1000
 PAIRS_MAX = 100
+EXPERIMENT_VARIABLE, RUN_VARIABLE = "MLFLOW_EXPERIMENT_ID", "MLFLOW_RUN_ID"
 _ARTIFACTS = "mlflow-artifacts/artifacts"
 
 T = TypeVar("T")
@@ -148,9 +149,9 @@ class MlflowTracker:
         }
         try:
             made = self._rest.call("POST", "mlflow/runs/create", body, answer=_RunAnswer, timeout_s=LONG_TIMEOUT_S)
-        except NotThere:
+        except NotThere as error:
             self._experiments.clear()  # deleted for good since we looked
-            raise
+            raise _named(error, EXPERIMENT_VARIABLE if tracking.experiment_id else "") from None
         return self._tracked(made.run.info)
 
     def log(
@@ -258,9 +259,13 @@ class MlflowTracker:
         return found.experiment.experiment_id
 
     def _continued(self, run_id: str) -> Tracked:
-        info = self._get(run_id).info
+        try:
+            info = self._get(run_id).info
+        except NotThere as error:
+            raise _named(error, RUN_VARIABLE) from None
         if info.lifecycle_stage != "active":
-            raise TrackerRefused(f"the MLflow run {run_id} has been deleted in MLflow at {self._rest.uri}")
+            deleted = TrackerRefused(f"the MLflow run {run_id} has been deleted in MLflow at {self._rest.uri}")
+            raise _named(deleted, RUN_VARIABLE)
         return self._tracked(info)
 
     def _get(self, run_id: str) -> _Run:
@@ -284,6 +289,11 @@ class MlflowTracker:
             artifacts=info.artifact_uri,
             had_ended=info.status in _ENDED,
         )
+
+
+def _named(error: TrackerRefused, variable: str) -> TrackerRefused:
+    """Return a refusal that says which variable of the caller's brought what MLflow does not know."""
+    return type(error)(f"{error} ({variable} names it)") if variable else error
 
 
 def _point(point: Metric) -> dict[str, object]:

@@ -3,14 +3,14 @@
     node-7 · cpu 37 % · memory 61.2/251.0 GB · disk 412.0 GB free · network ↓ 12.0 MB/s ↑ 3.1 MB/s
     8 H100: 6 lent, 2 free · 4.2 kW
 
-    #  BUSY                      MEMORY                              POWER      TEMP   CLOCK     WHO
-    0  ████████████████░░  87 %  ██████████████░░░░    61.3/80.0 GB  512/700 W  64 °C  1980 MHz  train rank 0 …o8p0a1s
+    #  BUSY                      MEMORY                               POWER      TEMP   CLOCK     WHO
+    0  ████████████████░░  87 %  ██████████████░░░░    57.1/79.6 GiB  512/700 W  64 °C  1980 MHz  train rank 0 …o8p0a1s
 
     run 01kaqw3e5r7t9y2u4i6o8p0a1s · train · RUNNING · 12 min 03 s
-      rank 0: cpu 101 %, 3.1 GB, GPU 61.2 GB   rank 1: cpu 99 %, 3.1 GB, GPU 61.2 GB
+      rank 0: cpu 101 %, 3.1 GB, GPU 57.1 GiB   rank 1: cpu 99 %, 3.1 GB, GPU 57.1 GiB
 
-Free CPU slots have no line. What does not fit is left out from the least important column on, then bars become shorter,
-then lines are cut.
+Memory of GPUs is in GiB, as nvidia-smi has it. Free CPU slots have no line. What does not fit is left out from the
+least important column on, then bars become shorter, then lines are cut.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from serverless_gpu.cli.top.table import DeviceRow, RunRow, Table
 from serverless_gpu.client.terminal import fit, safe
 from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.model.telemetry import RankSample, throttle_words
-from serverless_gpu.units import format_bytes, format_duration_ms
+from serverless_gpu.units import format_bytes, format_duration_ms, format_gpu_memory
 
 _BAR_MIN, _BAR_MAX = 4, 18
 _NAME_MAX = 24
@@ -84,7 +84,7 @@ def _head(table: Table, columns: int, style: Style) -> list[str]:
     if host.cpu_percent is not None:
         parts.append(f"cpu {host.cpu_percent:.0f} %")
     if host.memory_bytes is not None and host.memory_total_bytes:
-        parts.append(f"memory {_of(host.memory_bytes, host.memory_total_bytes)}")
+        parts.append(f"memory {_of(host.memory_bytes, host.memory_total_bytes, format_bytes)}")
     if host.disk_bytes is not None and host.disk_total_bytes is not None:
         parts.append(f"disk {format_bytes(max(0, host.disk_total_bytes - host.disk_bytes))} free")
     down, up = ("↓", "↑") if style.unicode else ("in", "out")
@@ -208,9 +208,12 @@ def _memory(row: DeviceRow, bar: int, style: Style) -> _Cell:
     used, total = row.now.memory_bytes, row.now.memory_total_bytes or row.device.memory_bytes
     if used is None:
         return _Cell("")
+    form = format_bytes if row.device.kind is DeviceKind.CPU else format_gpu_memory
     if not total:
-        return _Cell(format_bytes(used))
-    return _Cell(f"{_bar(used / total, bar, style)}{_of(used, total):>12}", _GOOD if used / total >= 0.01 else _DIM)
+        return _Cell(form(used))
+    return _Cell(
+        f"{_bar(used / total, bar, style)}{_of(used, total, form):>13}", _GOOD if used / total >= 0.01 else _DIM
+    )
 
 
 def _power(row: DeviceRow) -> _Cell:
@@ -254,9 +257,9 @@ def _bar(share: float, width: int, style: Style) -> str:
     return (("█" if style.unicode else "#") * full) + (("░" if style.unicode else ".") * (width - full)) + " "
 
 
-def _of(used: int, total: int) -> str:
-    """Return as ``61.3/80.0 GB``: both in the unit of the larger."""
-    whole, unit = format_bytes(total).split(" ")
+def _of(used: int, total: int, form: Callable[[int], str]) -> str:
+    """Return as ``61.3/79.6 GiB``: both in the unit of the larger."""
+    whole, unit = form(total).split(" ")
     scale = total / float(whole) if float(whole) else 1.0
     return f"{used / scale:.1f}/{whole} {unit}"
 
@@ -299,7 +302,7 @@ def _rank_text(rank: RankSample) -> str:
     parts = [
         "" if rank.cpu_percent is None else f"cpu {rank.cpu_percent:.0f} %",
         "" if rank.memory_bytes is None else format_bytes(rank.memory_bytes),
-        "" if rank.gpu_memory_bytes is None else f"GPU {format_bytes(rank.gpu_memory_bytes)}",
+        "" if rank.gpu_memory_bytes is None else f"GPU {format_gpu_memory(rank.gpu_memory_bytes)}",
     ]
     return f"rank {rank.rank}: {', '.join(filter(None, parts)) or '-'}"
 
