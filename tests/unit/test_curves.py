@@ -56,10 +56,11 @@ def test_without_gpus_lanes_are_ranks() -> None:
         ([5.0, 5.0], [4.5, 5.5]),
         ([5.0, 5.5, 5.7], [4.4, 5.4, 6.4]),
         ([0.0, 0.1, 1.0, 9.0], [-0.63, 0.37, 1.37, 9.0]),
+        ([7.5, 9.0, 9.0, 9.1], [6.5, 7.5, 8.5, 9.5]),
     ],
 )
 def test_what_would_be_drawn_over_each_other_is_spread(places: list[float], apart: list[float]) -> None:
-    assert curves.spread(places, 1.0) == pytest.approx(apart, abs=0.01)
+    assert curves.spread(places, 1.0, 9.5) == pytest.approx(apart, abs=0.01)
 
 
 def test_a_hole_is_a_break_of_the_line() -> None:

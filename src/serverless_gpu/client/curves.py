@@ -150,12 +150,13 @@ def unit_of(seconds: float) -> tuple[float, str]:
     return 86_400.0, "days"
 
 
-def spread(places: Sequence[float], gap: float) -> list[float]:
-    """Return places that are at least a gap apart, each group that had to move around its own middle.
+def spread(places: Sequence[float], gap: float, end: float) -> list[float]:
+    """Return places at least a gap apart: each group that had to move around its middle, none behind the end.
 
     Args:
         places: in order.
         gap: how far apart neighbours are to be.
+        end: the last place there is room at.
     """
     groups: list[tuple[float, int]] = []  # middle, members
     for place in places:
@@ -165,7 +166,11 @@ def spread(places: Sequence[float], gap: float) -> list[float]:
             middle = (before * count + middle * members) / (count + members)
             members += count
         groups.append((middle, members))
-    return [middle + gap * (at - (members - 1) / 2) for middle, members in groups for at in range(members)]
+    moved = [middle + gap * (at - (members - 1) / 2) for middle, members in groups for at in range(members)]
+    for at in reversed(range(len(moved))):
+        moved[at] = min(moved[at], end)
+        end = moved[at] - gap
+    return moved
 
 
 def _found(metrics: Mapping[str, Curve], pattern: re.Pattern[str]) -> dict[tuple[int, int], dict[str, Curve]]:

@@ -269,7 +269,9 @@ def _draw_marks(panel: Axes, stage: _Stage) -> None:
     first_row = panel.get_subplotspec()
     places = stage.at([mark.at for mark in stage.marks])
     width = panel.get_position().width * _WIDTH_IN * 72
-    letters = curves.spread(places, _LETTER_POINTS / width * stage.at([stage.end])[0])
+    end = stage.at([stage.end])[0]
+    gap = _LETTER_POINTS / width * end
+    letters = curves.spread(places, gap, end + gap / 2)
     for letter, mark, place, beside in zip(_LETTERS, stage.marks, places, letters, strict=False):
         colour, style = _MARKS[mark.kind]
         panel.axvline(place, color=colour, linestyle=style, linewidth=1.3)
