@@ -13,7 +13,7 @@ import pytest
 from serverless_gpu.client.launch import launch_command
 from serverless_gpu.client.run import Run
 from serverless_gpu.errors import CommandFailed, InvalidValue, RankCrashed, RunCancelled, RunTimedOut
-from serverless_gpu.model.attempt import StopReason
+from serverless_gpu.model.attempt import STOPPED_BY, StopReason
 from serverless_gpu.model.spec import Command, Resources, RunSpec
 from tests.local.observe import ask_to_stop, wait_for
 
@@ -140,7 +140,7 @@ def test_a_program_below_a_shell_is_told_to_stop_and_why_and_may_save(warm: Path
     ask_to_stop(warm, run.id, reason)
     assert run.wait(30)
     assert run.logs() == f"up\ntold to {reason.value}\n"
-    assert run.receipt(30).reason in ("cancelled", "preempted", "timeout", "budget", "drained")
+    assert run.receipt(30).reason == STOPPED_BY[reason]
 
 
 def test_F73_the_time_limit_says_so(warm: Path) -> None:
