@@ -107,6 +107,33 @@ def opened_directory(path: Path) -> Iterator[int]:
         ) from error
 
 
+def hold(path: Path, note: str) -> int | None:
+    """Take a lock for as long as this process lives, and write down who has it.
+
+    Args:
+        path: of the lock's file, made if it is not there.
+        note: what the file says from then on.
+
+    Returns:
+        The descriptor that is the lock; None where another process has it for longer than a second.
+
+    Raises:
+        OSError: the file cannot be made or written.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    for _ in range(_MUTEX_TRIES):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # whoever asks whether it is held holds it for a moment
+            time.sleep(PAUSE_S)
+            continue
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, note.encode(), 0)
+        return fd
+    os.close(fd)
+    return None
+
+
 @contextlib.contextmanager
 def mutex(directory: int, name: str) -> Iterator[int]:
     """Hold a lock for a moment; go on without it when somebody keeps it for longer than a second."""

@@ -19,7 +19,6 @@ Failure cases:
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import http.client
 import os
 import select
@@ -34,6 +33,7 @@ from typing import NamedTuple, NoReturn
 import msgspec
 
 from serverless_gpu.ambient import SystemClock, format_moment, machine
+from serverless_gpu.node.flocks import hold
 from serverless_gpu.node.inside import linux
 from serverless_gpu.node.mlflow_server import places, program, troubles
 from serverless_gpu.node.spawning import bound_log, open_log
@@ -106,7 +106,7 @@ def keep(place: places.Place, starting: program.Starting, *, owner: int = -1, li
     """Keep a server in this process until nobody needs it, unless another process does; as `Keeper`."""
     linux.set_name("sgpu-mlflow")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    lock = _hold(place.lock)
+    lock = hold(place.lock, str(os.getpid()))
     if lock is None:
         return
     with contextlib.suppress(OSError):
@@ -357,22 +357,6 @@ def has_connection(port: int) -> bool:
             if len(words) > 3 and words[1].endswith(wanted) and words[3] == "01":
                 return True
     return False
-
-
-def _hold(path: Path) -> int | None:
-    """Return the descriptor of the lock, which is this process's from here on; None where another one has it."""
-    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    for _ in range(_LOCK_TRIES):
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:  # whoever asks whether it is held holds it for a moment
-            select.select([], [], [], _LOCK_PAUSE_S)
-            continue
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, str(os.getpid()).encode(), 0)
-        return lock
-    os.close(lock)
-    return None
 
 
 def _kill(pid: int) -> None:

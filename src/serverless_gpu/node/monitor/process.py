@@ -37,6 +37,7 @@ from typing import NoReturn
 
 from serverless_gpu.ambient import Clock, SystemClock, format_moment
 from serverless_gpu.model.hardware import Device
+from serverless_gpu.node.flocks import hold
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.inside import linux
 from serverless_gpu.node.inside.channel import Channel
@@ -48,7 +49,6 @@ from serverless_gpu.node.monitor.peers import Peer
 from serverless_gpu.node.monitor.recorder import Recorder, sample_of
 from serverless_gpu.node.monitor.sampling import Bell, Look, Sampler, Wanted
 from serverless_gpu.node.spawning import bound_log
-from serverless_gpu.node.uplink.control import hold
 from serverless_gpu.tracking.rest import make_ready
 
 PEERS_MAX = 1_024
@@ -74,7 +74,7 @@ def main(home: str, sockets: str, ready_fd: int) -> NoReturn:
     linux.set_name("sgpu-monitor")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     path = words.monitor_socket(Path(sockets))
-    if not hold(path.with_suffix(".lock")):
+    if hold(path.with_suffix(".lock"), str(os.getpid())) is None:
         os._exit(0)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65_536)), hard))

@@ -10,7 +10,6 @@ One uplink per home and profile: the lock decides, the loser ends. Whoever start
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import select
@@ -97,22 +96,6 @@ def start(home: Home, profile: Path, environ: Mapping[str, str]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-
-
-def hold(path: Path) -> bool:
-    """Be the uplink of a lock for as long as this process lives; return False when another one is."""
-    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    for _ in range(_TRIES):
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            select.select([], [], [], _PAUSE_S)
-            continue
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, f"{os.getpid()} {__version__}".encode(), 0)
-        return True
-    os.close(lock)
-    return False
 
 
 def stop_all(home: Home) -> int:

@@ -33,14 +33,16 @@ from serverless_gpu import faults
 from serverless_gpu.ambient import SystemClock, format_moment
 from serverless_gpu.errors import NotFound, ServerlessGpuError
 from serverless_gpu.model.attempt import MEANINGS, Reason, State
+from serverless_gpu.node.flocks import hold
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.inside import linux
 from serverless_gpu.node.remote import open_attempts
 from serverless_gpu.node.uplink import starting
-from serverless_gpu.node.uplink.control import hold, lock_path
+from serverless_gpu.node.uplink.control import lock_path
 from serverless_gpu.node.uplink.minder import Minder
 from serverless_gpu.node.uplink.presence import Presence
 from serverless_gpu.node.uplink.server import Backoff, Server
+from serverless_gpu.version import __version__
 from serverless_gpu.wire.agents import (
     AgentWelcome,
     AttemptSeen,
@@ -73,7 +75,7 @@ def main(home: str, profile: str, environ: dict[str, str]) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.update(environ)
     place = Home(Path(home))
-    if not hold(lock_path(place, Path(profile))):
+    if hold(lock_path(place, Path(profile)), f"{os.getpid()} {__version__}") is None:
         os._exit(0)
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # what is in the middle of something is made again
     code = 0
