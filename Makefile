@@ -56,6 +56,15 @@ $(VENV)/.installed-mlflow: $(VENV)/.installed
 	@$(VENV)/mlflow/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt 'mlflow' lightning
 	@touch $@
 
+# Ray, too: `ray_launch` takes the one of the user's environment, and the bare package has to work without any.
+$(VENV)/.installed-ray: $(VENV)/.installed
+	@echo "installing into $(VENV)/ray: Ray, for tests of ray_launch"
+	@$(BIN)/python -m venv $(VENV)/ray
+	@$(BIN)/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' \
+		> "$$($(VENV)/ray/bin/python -c 'import site; print(site.getsitepackages()[0])')/serverless_gpu_tests.pth"
+	@$(VENV)/ray/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt 'ray[default,data,train,tune]'
+	@touch $@
+
 notebook: $(VENV)/.installed-notebook ## open the quickstart in JupyterLab
 	@$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) examples/quickstart.ipynb
 
@@ -65,7 +74,7 @@ demo: venv ## train a small model on 2 ranks, no GPU needed
 test: venv ## run the tests (no GPU, no network)
 	$(BIN)/python -m pytest
 
-test-all: $(VENV)/.installed-examples $(VENV)/.installed-mlflow ## run the heavy tests, too: every example, MLflow
+test-all: $(VENV)/.installed-examples $(VENV)/.installed-mlflow $(VENV)/.installed-ray ## run the heavy tests, too: every example, MLflow, Ray
 	@$(MAKE) --no-print-directory --output-sync=target --keep-going -j2 test-half-1 test-half-2
 
 # Most tests wait for processes: two halves at once take little more than one. pytest-xdist does not do: its workers
@@ -92,7 +101,7 @@ docs: venv ## write the pages that are made from code (docs/troubleshooting.md, 
 	@$(BIN)/python -m scripts.troubleshooting
 	@$(BIN)/python -m scripts.openapi
 
-bench: $(VENV)/.installed-bench $(VENV)/.installed-mlflow ## run the benchmarks, each against its neighbour in the same run
+bench: $(VENV)/.installed-bench $(VENV)/.installed-mlflow $(VENV)/.installed-ray ## run the benchmarks, each against its neighbour in the same run
 	@$(BIN)/python -m benchmarks
 
 picture: venv ## record the terminal picture of the README again (docs/images/terminal.svg)

@@ -19,6 +19,7 @@ import msgspec
 from serverless_gpu.errors import InvalidOption, InvalidValue
 from serverless_gpu.model.attempt import Limits
 from serverless_gpu.model.hardware import GpuType, find_type
+from serverless_gpu.model.raycluster import RayCluster
 from serverless_gpu.model.tracking import Tracking
 
 SPEC_VERSION = 2
@@ -151,6 +152,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
         payload: what the run does.
         idle_timeout_s: seconds of devices that do nothing until the run is stopped, or None for never.
         tracker: where the run is tracked, as its client resolved `tracking` at the call; None for nowhere.
+        ray: the Ray cluster that the run makes of its nodes, with the function as its driver; None for none.
     """
 
     spec_version: int = SPEC_VERSION
@@ -177,10 +179,11 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     payload: Payload = Function()
     idle_timeout_s: float | None = None
     tracker: Tracking | None = None
+    ray: RayCluster | None = None
 
     def processes(self, world_size: int) -> int:
         """Return how many processes of the user's a node starts for so many of its devices."""
-        per_node = isinstance(self.payload, Command) and self.payload.per == "node"
+        per_node = self.ray is not None or (isinstance(self.payload, Command) and self.payload.per == "node")
         return 1 if per_node else world_size
 
     def limits(self) -> Limits:

@@ -1,0 +1,55 @@
+"""The Ray cluster of one run: what is asked of it, and how large it is made.
+
+Ray counts CPUs, GPUs and memory; it isolates none of them. So the figures here say what a node offers to the tasks of
+this run, and what is measured (memory, room in /dev/shm) comes from outside.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+OBJECT_STORE_BYTES_MIN = 80_000_000  # Ray refuses less than 75 MiB
+OBJECT_STORE_BYTES_MAX = 200_000_000_000
+_OF_MEMORY = 0.3  # Ray's own default share
+_OF_SHARED = 0.9  # of what /dev/shm has left; a store that does not fit there falls back to the disk
+
+
+class RayCluster(msgspec.Struct, frozen=True, kw_only=True):
+    """The private Ray cluster a run asks for.
+
+    Attributes:
+        dashboard: whether Ray's web page is started, on the loopback interface of the head's node.
+        object_store_bytes: size of each node's object store, or None for a share of the memory.
+    """
+
+    dashboard: bool = False
+    object_store_bytes: int | None = None
+
+
+def object_store_bytes(memory_bytes: int, shared_bytes: int, asked: int | None = None) -> int:
+    """Return how large a node's object store is made.
+
+    Args:
+        memory_bytes: host memory that goes with the run's devices.
+        shared_bytes: free bytes of /dev/shm.
+        asked: what the user wrote, or None.
+
+    Returns:
+        Bytes; what was asked for is only ever cut to what /dev/shm has.
+    """
+    wanted = asked if asked is not None else round(memory_bytes * _OF_MEMORY)
+    bounded = min(wanted, round(shared_bytes * _OF_SHARED), OBJECT_STORE_BYTES_MAX)
+    return max(OBJECT_STORE_BYTES_MIN, bounded)
+
+
+def cluster_cpus(cores: int, devices: int) -> int:
+    """Return how many CPUs a node offers to Ray's scheduler.
+
+    At least one for every device and one more: Ray counts CPUs and would otherwise hold a task back for ever on a small
+    machine, where a trainer and its workers ask for one each.
+
+    Args:
+        cores: cores that go with the run's devices.
+        devices: devices of the run on the node.
+    """
+    return max(cores, devices + 1)
