@@ -37,6 +37,7 @@
         ├── CollectiveHang         ranks waited for others that did not come, longer than hang_timeout=
         ├── RunTimedOut · RunCancelled · NodeLost · BudgetExhausted
         ├── CommandFailed          a submitted command ended with an exit code other than 0
+        ├── EngineHeadLost         the run's Ray cluster lost its head, or a node
         ├── ResultNotSerializable · ResultTooLarge   the function finished, its value cannot travel
         ├── ResultUnavailableHere  the value arrived, this process cannot load it
         └── UntrustedResult        the value is somebody else's, and loading it would run their code
@@ -394,6 +395,12 @@ class CommandFailed(RunError):
 
     code = "command_failed"
     exit_code: int = 1
+
+
+class EngineHeadLost(RunError):
+    """A process died without which the run's Ray cluster cannot go on: of its head, or a node's raylet."""
+
+    code = "engine_head_lost"
 
 
 class ResultNotSerializable(RunError):

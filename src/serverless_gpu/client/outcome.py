@@ -17,6 +17,7 @@ from serverless_gpu.errors import (
     BudgetExhausted,
     CollectiveHang,
     CommandFailed,
+    EngineHeadLost,
     NodeLost,
     OutOfMemory,
     RankCrashed,
@@ -61,6 +62,7 @@ _CLASSES: dict[Reason, type[RunError]] = {
     Reason.PREEMPTED: RunCancelled,
     Reason.DRAINED: RunCancelled,
     Reason.COMMAND_FAILED: CommandFailed,
+    Reason.ENGINE_HEAD_LOST: EngineHeadLost,
 }
 _KEEPS = "work of a device, output or `attach` keeps a run; a larger idle_timeout= lets it stand longer"
 _CONSEQUENCES_MAX = 8
@@ -275,12 +277,16 @@ def _hint(reason: Reason, directory: Path) -> str:
         return f"{_KEEPS}; logs: {directory / 'logs'}"
     if reason is Reason.RESULT_STORAGE:
         return "free some space, or set SERVERLESS_GPU_HOME to a directory on another disk"
+    if reason is Reason.ENGINE_HEAD_LOST:
+        return f"what Ray wrote: {directory / 'ray'}; logs: {directory / 'logs'}"
     return f"logs: {directory / 'logs'}"
 
 
 def _hint_elsewhere(reason: Reason, run_id: str, origin: Origin) -> str:
     if reason in (Reason.START_FAILED, Reason.RUNTIME_LOST, Reason.SUPERVISOR_LOST, Reason.ENV_UNAVAILABLE):
         return f"what our own processes wrote is on node {origin.node}: agent.log in the home of its agent"
+    if reason is Reason.ENGINE_HEAD_LOST:
+        return f"what Ray wrote is on node {origin.node}: ray/ in the run's directory there; logs: `sgpu logs {run_id}`"
     if reason in (Reason.NODE_DISK, Reason.RESULT_STORAGE):
         return f"node {origin.node} needs space: `sgpu env gc` there helps"
     return f"{_KEEPS}; logs: `sgpu logs {run_id}`" if reason is Reason.IDLE else f"logs: `sgpu logs {run_id}`"
@@ -299,6 +305,8 @@ def _message(stopped: Stopped, rank: int | None, directory: Path, limit_s: float
         return detail
     if rank is None and stopped.reason is Reason.HOST_OOM:
         return f"the ranks were {detail}" if "memory" in detail else "the ranks were ended because host memory ran out"
+    if stopped.reason is Reason.ENGINE_HEAD_LOST and detail:
+        return detail
     if rank is None:
         return f"{meaning}: {detail}" if detail and detail not in meaning else meaning
     match stopped.reason:

@@ -79,6 +79,7 @@ class Reason(StrEnum):
     RESULT_UPLOAD = "result_upload"
     REFUSED = "refused"
     IDLE = "idle"
+    ENGINE_HEAD_LOST = "engine_head_lost"
 
 
 class StopReason(StrEnum):
@@ -183,6 +184,9 @@ MEANINGS: Mapping[Reason, Meaning] = {
     ),
     Reason.REFUSED: Meaning(State.FAILED, True, False, "the node refused to start the run"),
     Reason.IDLE: Meaning(State.TIMED_OUT, False, True, "the run did nothing for as long as idle_timeout allows"),
+    Reason.ENGINE_HEAD_LOST: Meaning(
+        State.FAILED, False, True, "a process died without which the run's Ray cluster cannot go on"
+    ),
 }
 
 

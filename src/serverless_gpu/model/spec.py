@@ -191,8 +191,9 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
         return Limits(
             timeout_ns=None if self.timeout_s is None else round(self.timeout_s * 1e9),
             grace_ns=round(self.grace_s * 1e9),
-            hang_warning_ns=round(self.hang_warning_s * 1e9) or None,
-            hang_timeout_ns=None if self.hang_timeout_s is None else round(self.hang_timeout_s * 1e9),
+            # A driver of Ray waits for its tasks for hours, in one place: that says nothing about them.
+            hang_warning_ns=None if self.ray is not None else round(self.hang_warning_s * 1e9) or None,
+            hang_timeout_ns=None if self.ray or self.hang_timeout_s is None else round(self.hang_timeout_s * 1e9),
         )
 
 

@@ -46,6 +46,7 @@ from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.inventory import Inventory
 from serverless_gpu.node.monitor.starting import Monitoring, preparation
 from serverless_gpu.node.processes import find_cgroup_root
+from serverless_gpu.node.raycluster import Sweeper
 from serverless_gpu.node.restored import RestoredEnvironment
 from serverless_gpu.node.retention import Schedule
 from serverless_gpu.node.spawning import bound_log, clean_process, open_log
@@ -115,6 +116,7 @@ class Agent:
         self._monitoring = Monitoring(home, sockets, environ, self._selector, self._clock)
         self._zygotes = ZygotePool(home, self._log, self._cgroups, self._selector, self._clock)
         self._retention = Schedule(self._clock, lambda fd: self._clean(fd, environ))
+        self._rays = Sweeper(self._clock, lambda: self._sweep(environ))
         self._clients: dict[int, Channel] = {}
         self._queue: deque[tuple[protocol.Launch, Channel]] = deque()
         self._refill_ns: int | None = None
@@ -350,7 +352,8 @@ class Agent:
 
     def _tend(self) -> None:
         now_ns = self._clock.boottime_ns()
-        if self._attempts.tend():
+        ended = self._attempts.tend()
+        if ended:
             self._used_ns = self._refill_ns = now_ns  # who has a result may call again at once
         while self._queue and self._attempts.count() < ATTEMPTS_MAX:
             launch, client = self._queue.popleft()
@@ -369,6 +372,7 @@ class Agent:
         self._monitoring.tend(busy=self._attempts.count() > 0)
         self._environments.tend(idle=not self._attempts.count() and now_ns - self._used_ns > _IDLE_WORK_S * 1e9)
         self._retention.tend([launch.run_id for launch, _ in self._queue])
+        self._rays.tend(ended=ended)
         bound_log(self._log)
 
     def _clean(self, queued_fd: int, environ: dict[str, str]) -> subprocess.Popen[bytes]:
@@ -377,6 +381,10 @@ class Agent:
         return clean_process(
             "serverless_gpu.node.retention", arguments, fds=(queued_fd,), log=self._log, environ=environ
         )
+
+    def _sweep(self, environ: dict[str, str]) -> subprocess.Popen[bytes]:
+        """Have directories of Ray's removed that nobody looks after, by a process that nobody waits for."""
+        return clean_process("serverless_gpu.node.raycluster", (), fds=(), log=self._log, environ=environ)
 
     def _idle_too_long(self) -> bool:
         if self._attempts.count() or self._queue:

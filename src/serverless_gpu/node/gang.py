@@ -11,7 +11,7 @@ import os
 import select
 import signal
 import socket
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from serverless_gpu.ambient import SystemClock
@@ -44,11 +44,14 @@ from serverless_gpu.node.live import Viewer
 from serverless_gpu.node.logs import RankLog
 from serverless_gpu.node.processes import MemoryWatch, cgroup_empty, kill_cgroup, remove_cgroup
 from serverless_gpu.node.protocol import Context, Launch, original
+from serverless_gpu.node.raycluster import Cluster
 from serverless_gpu.units import format_bytes
 
 STOP_FILE = "stop_reason"
 RESULT_BYTES_MAX = 16 << 30
 _HOLDS_AT_ONCE = 200  # a packet carries 253 descriptors at most
+_SENTENCE_CHARACTERS_MAX = 1_000
+_SENTENCES_MAX = 50
 
 _FAILURE_REASONS = {
     "exception": Reason.RANK_RAISED,
@@ -59,6 +62,7 @@ _FAILURE_REASONS = {
     "result_too_large": Reason.RESULT_TOO_LARGE,
     "result_unserialisable": Reason.RESULT_UNSERIALISABLE,
     "result_storage": Reason.RESULT_STORAGE,
+    "engine_head_lost": Reason.ENGINE_HEAD_LOST,
 }
 
 
@@ -96,6 +100,9 @@ class Gang:
         self.devices: tuple[Device, ...] = ()  # by rank, once they are started
         self.tracked: Mapping[str, str] = {}  # variables with which an MLflow in a rank finds its run
         self.stacks: dict[int, int] = {}  # the descriptor in each rank that it writes its stacks to
+        self.on_said: Callable[[str], None] = lambda sentence: None  # a rank's own word for whoever watches
+        self._sentences_left = _SENTENCES_MAX
+        self._cluster: Cluster | None = None  # of Ray's
         self.stem_pid = 0
         self.stem_pidfd = -1
         self.memory: MemoryWatch | None = None
@@ -149,6 +156,8 @@ class Gang:
                 if self._command is not None and exited.signal is None and exited.rank not in self._failed:
                     yield _command_ended(message)
                 yield exited
+            case "say":
+                self._pass_on(inside.text(message, "text"), note=message.get("note") is True)
             case "empty":
                 self.proven = True
 
@@ -162,11 +171,14 @@ class Gang:
             viewer: who is shown what the ranks to be shown live write.
 
         Raises:
-            OSError: the stem is gone, or no descriptors are left.
+            OSError: the stem is gone, no descriptors are left, or there is no room for the files of Ray.
         """
         spec, directory = self.launch.spec, Path(self.launch.directory)
         self.devices = tuple(devices)
         self._cgroup_memory()
+        if spec.ray is not None:
+            self._cluster = Cluster(self.launch, devices)
+            holds = (*holds, self._cluster.fd)
         for start in range(0, len(holds), _HOLDS_AT_ONCE):
             self._say({"op": "hold"}, holds[start : start + _HOLDS_AT_ONCE])
         for rank in range(self.processes):
@@ -191,6 +203,7 @@ class Gang:
                 "copies": {original(copy): original(directory) for copy, directory in context.copies.items()},
                 "threads": self._threads(),
                 "tracked": self.launch.spec.tracker is not None,
+                "ray": None if self._cluster is None else self._cluster.share(),
             }
         )
 
@@ -261,6 +274,8 @@ class Gang:
             self.memory.close()
         for path in self._cgroups:
             remove_cgroup(path)
+        if self._cluster is not None:
+            self._cluster.close()
         if self.stem_pidfd >= 0:
             os.close(self.stem_pidfd)
         self.channel.close()
@@ -274,13 +289,21 @@ class Gang:
         self._cgroup = next((path for path in self._cgroups if (path / "cgroup.kill").exists()), None)
         self.account.mark("stem")
 
+    def _pass_on(self, text: str, *, note: bool) -> None:
+        """Tell whoever watches what a rank says of the run, in a line; with a note the receipt says it, too."""
+        if self._sentences_left > 0:
+            self._sentences_left -= 1
+            sentence = "".join(c if c.isprintable() else " " for c in text[:_SENTENCE_CHARACTERS_MAX]).strip()
+            self.on_said(sentence)
+            self.account.notes += [sentence] if note else []
+
     def _cgroup_memory(self) -> None:
         self.memory = MemoryWatch(self._cgroup, self.stem_pid, self.launch.spec.resources.memory_bytes)
         if self.memory.note:
             self.account.notes.append(self.memory.note)
 
     def _environment(self, rank: int, devices: Sequence[Device], port: socket.socket) -> dict[str, str]:
-        size = self.launch.world_size
+        size = 1 if self.launch.spec.ray is not None else self.launch.world_size  # the driver is alone
         place = RankPlace(rank=rank, local_rank=rank, node_rank=0, world_size=size, local_world_size=size, num_nodes=1)
         per_node = self._command is not None and self._command.per == "node"
         describe = node_variables if per_node else rank_variables
@@ -313,7 +336,8 @@ class Gang:
     def _threads(self) -> int:
         launch = self.launch
         share = share_of_cores(len(os.sched_getaffinity(0)), launch.world_size, launch.of_type)
-        return threads_per_rank(launch.spec.resources.cpus or share, launch.world_size)
+        # Whoever drives Ray waits for it mostly; what it computes itself may use what the run has.
+        return threads_per_rank(launch.spec.resources.cpus or share, 1 if launch.spec.ray else launch.world_size)
 
     def _exited(self, message: inside.Message) -> RankExited:
         rank, status = inside.integer(message, "rank"), inside.integer(message, "status")
@@ -379,6 +403,8 @@ def _failure(message: inside.Message) -> Failure:
     if fields.get("gpu_oom") is True:
         reason = Reason.GPU_OOM
     detail = f"{fields.get('type', 'exception')}: {fields.get('message', '')}"
+    if reason is Reason.ENGINE_HEAD_LOST:
+        detail = str(fields.get("message", ""))
     return Failure(
         rank=inside.integer(message, "rank"),
         reason=reason,

@@ -30,6 +30,7 @@ _MOUNT_LINE = re.compile(r"^\d+ \d+ \S+ (?P<root>\S+) (?P<point>\S+) .* - (?P<ki
 TASKS_MAX = 32_768
 _CLOSING_LOOKS = 100
 _CLOSING_PAUSE_S = 0.01
+_NO_LIMIT_BYTES = 1 << 60  # what v1 says for none is the largest number of pages
 
 
 class CgroupRoot:
@@ -166,6 +167,21 @@ def remove_cgroup(path: Path) -> bool:
     except OSError:
         return False
     return True
+
+
+def memory_limit_bytes() -> int | None:
+    """Return the least memory limit of the cgroups this process is in, or None where none is set or seen."""
+    found: list[int] = []
+    for kind, controller, name in (("cgroup2", "", "memory.max"), ("cgroup", "memory", "memory.limit_in_bytes")):
+        mount, place = _mount_point(kind, controller), _own_place(controller)
+        if mount is None or place is None:
+            continue
+        own = mount / place.lstrip("/")
+        for path in (own, *own.parents):  # in a container the mount is its own group, and the rest is not to be seen
+            if path.is_relative_to(mount):
+                with contextlib.suppress(OSError, ValueError):
+                    found.append(int((path / name).read_text()))
+    return min((limit for limit in found if limit < _NO_LIMIT_BYTES), default=None)
 
 
 class MemoryWatch:

@@ -31,7 +31,7 @@ from serverless_gpu.model.tracking import Tracking
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.version import __version__
 
-PROTOCOL = 5
+PROTOCOL = 6
 Kind = Literal["function", "session"]
 Mode = Literal["", "overlay", "links"]
 SESSION_DEVICES_MAX = 240  # a loan is one packet with a descriptor for each, and a packet carries 253

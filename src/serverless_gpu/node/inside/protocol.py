@@ -12,7 +12,9 @@
                        {"op": "hold"} + lock descriptors              kept open until the stem ends
                        {"op": "go", "directory": …, "cwd": …, …}      start all ranks; with "command": [argument, …]
                                                                        each runs that instead of the call;
-                                                                       "tracked": MLflow knows the job's run
+                                                                       "tracked": MLflow knows the job's run;
+                                                                       "ray": the rank's share of a cluster
+                                                                       (`raycluster/words.py`), which it makes
                        {"op": "release"}                              all have returned: ranks may exit
                        {"op": "signal", "signal": n, "ranks": [n, …]} · {"op": "kill"}
     stem ─▶ supervisor {"event": "standby", "version": n, "pid": n, "cgroups": [path, …]}
@@ -22,6 +24,8 @@
                        {"event": "enter", "rank": n, "at": ns}
                        {"event": "returned", "rank": n, "at": ns, "size": bytes}
                        {"event": "failed", "rank": n, "at": ns, "failure": {…}}
+                       {"event": "say", "rank": n, "at": ns, "text": …, "note": bool}
+                                                                       for whoever watches, and the receipt
 
 `at` is CLOCK_BOOTTIME in nanoseconds; all processes of a node share that clock. Both sides send the version first
 thing, and a side that does not know the other's version refuses: agent and runtime may come from different installs.
@@ -32,7 +36,7 @@ from __future__ import annotations
 import json
 import time
 
-VERSION = 5
+VERSION = 6
 
 # A rank answers the first, SIGRTMAX-7, by writing its Python stacks to its memfd of that name, wherever it is; the
 # second, once its main thread is back in Python, by adding PASSED. Not SIGUSR1 or SIGUSR2, which user code and

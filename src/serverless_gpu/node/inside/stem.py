@@ -11,7 +11,8 @@ fork and the page faults after it cost a rank 5-10 ms. What is missing is forked
 ends.
 
 Failure cases:
-- the supervisor dies (end of file): everything below ends at once, then the stem;
+- the supervisor dies (end of file): everything below ends at once, then the stem, which removes the directory of the
+  run's Ray cluster where there is one;
 - a rank dies: said with its wait status, the moment it is reaped;
 - the environment it is to be in cannot be mounted: said, then it ends;
 - the stem itself dies: ranks follow through PR_SET_PDEATHSIG, their children through the cgroup, which the supervisor
@@ -30,6 +31,7 @@ from typing import NamedTuple, NoReturn
 
 from . import linux, mounts, protocol, rank
 from .channel import Channel, pair
+from .raycluster import directory
 
 _EMPTYING_TRIES_MAX = 500
 _EMPTYING_PAUSE_MS = 10
@@ -96,6 +98,7 @@ class _Stem:
         self.work: list[_Work] = []
         self.held: list[int] = []
         self.release = -1
+        self.cluster = ""  # the directory of a Ray cluster
         self.wake_read, self.wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def mount(self, plan: object) -> bool:
@@ -141,6 +144,7 @@ class _Stem:
         received = self.channel.receive()
         if received is None:
             self._empty()
+            directory.remove(self.cluster)
             return False
         message, fds = protocol.decode(received[0]), received[1]
         match message.get("op"):
@@ -149,6 +153,8 @@ class _Stem:
             case "hold":
                 self.held += fds
             case "go":
+                share = message.get("ray")
+                self.cluster = protocol.text(share, "directory") if isinstance(share, dict) else ""
                 try:
                     self._start_ranks(message)
                 except OSError as error:  # no more processes, or no more descriptors

@@ -1,0 +1,239 @@
+"""The supervisor's part of a run's private Ray cluster: what a node offers to it, and a directory that goes with it.
+
+    supervisor ─ Cluster ─▶ /tmp/sgpu-ray-<8 hex>, 0700, and its flock ─▶ stem (`inside/raycluster/directory.py`)
+               └─ share ─▶ "go" ─▶ the rank that makes the node's part of the cluster (`inside/raycluster/`)
+    agent ─ Sweeper ─▶ what nobody holds: a clean process removes it
+
+The flock says that the run goes on, whoever of it is left: supervisor and stem hold it, nothing of the user's does. It
+also keeps systemd-tmpfiles away from a run of many days.
+
+Failure cases: no room in /tmp (the run does not start, and says so); supervisor and stem are killed at once (the agent
+sweeps, at its next look, the next agent, or another home's of the same user); the sweeper is faster than a supervisor
+that has just made its directory (another name is tried).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from serverless_gpu.ambient import Clock
+from serverless_gpu.model.hardware import CPU, Device
+from serverless_gpu.model.placement import share_of_cores
+from serverless_gpu.model.raycluster import RayCluster, cluster_cpus, object_store_bytes
+from serverless_gpu.node.account import write_text
+from serverless_gpu.node.flocks import is_taken
+from serverless_gpu.node.inside.raycluster import directory
+from serverless_gpu.node.inside.raycluster.words import Share
+from serverless_gpu.node.processes import memory_limit_bytes
+from serverless_gpu.node.protocol import Launch
+
+FILES = "ray"
+"""Directory of an attempt for what is kept of its cluster: logs, metrics, and `directory`, where it lies."""
+_NAMES_TRIED = 20
+_LOOK_NS = 60_000_000_000
+_OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_SHARED_MEMORY = Path("/dev/shm")
+_MEMORY = Path("/proc/meminfo")
+
+
+class Cluster:
+    """One attempt's cluster on this node, as far as it has to be there before and after its processes.
+
+    Args:
+        launch: the run.
+        devices: its devices on this node.
+
+    Attributes:
+        path: its directory.
+        fd: holds the directory's flock.
+
+    Raises:
+        OSError: the directory cannot be made.
+    """
+
+    def __init__(self, launch: Launch, devices: Sequence[Device]) -> None:
+        self._launch = launch
+        self._devices = tuple(devices)
+        files = Path(launch.directory) / FILES
+        files.mkdir(mode=0o700, exist_ok=True)
+        self.path, self.fd = _make()
+        with contextlib.suppress(OSError):  # for people
+            write_text(files / "directory", f"{self.path}\n")
+
+    def share(self) -> dict[str, object]:
+        """Return what this node is told of its share."""
+        spec, count = self._launch.spec, len(self._devices)
+        asked = spec.ray or RayCluster()
+        of_type = max(count, self._launch.of_type)
+        total, available = memory_bytes()
+        memory = spec.resources.memory_bytes or total * count // of_type
+        cores = spec.resources.cpus or share_of_cores(len(os.sched_getaffinity(0)), count, of_type)
+        kind = self._devices[0].type if self._devices else CPU
+        return Share(
+            directory=self.path,
+            devices=0 if kind == CPU else count,
+            accelerator="" if kind == CPU else kind,
+            cpus=cluster_cpus(cores, count),
+            object_store_bytes=object_store_bytes(
+                min(memory, available), _shared_memory_bytes(), asked.object_store_bytes
+            ),
+            dashboard=asked.dashboard,
+            node_rank=0,
+            num_nodes=1,
+            host=socket.gethostname(),
+            address="127.0.0.1",
+            head=("127.0.0.1", 0),
+            secret=secrets.token_hex(32),
+        )._asdict()
+
+    def close(self) -> None:
+        """Remove the directory, now that no process of the attempt is left, and let go of it."""
+        directory.remove(self.path)
+        os.close(self.fd)
+
+
+class Process(Protocol):
+    """A process that sweeps."""
+
+    def poll(self) -> int | None: ...
+
+
+class Sweeper:
+    """The agent's look for directories of clusters that nobody holds: now and then, and when an attempt has ended.
+
+    Args:
+        clock: where time comes from.
+        start: starts the process that removes them.
+    """
+
+    def __init__(self, clock: Clock, start: Callable[[], Process]) -> None:
+        self._clock = clock
+        self._start = start
+        self._process: Process | None = None
+        self._due_ns = 0
+
+    def tend(self, *, ended: bool) -> None:
+        """Look if it is time to.
+
+        Args:
+            ended: an attempt has just ended, and may have left something.
+        """
+        if self._process is not None and self._process.poll() is not None:
+            self._process = None
+        now_ns = self._clock.boottime_ns()
+        if self._process is not None or (now_ns < self._due_ns and not ended):
+            return
+        self._due_ns = now_ns + _LOOK_NS
+        if any(is_left(path) for path in _directories()):
+            with contextlib.suppress(OSError):  # no process to be had now
+                self._process = self._start()
+
+
+def main() -> None:
+    """Remove the directories of this user's clusters that nobody holds."""
+    os.nice(10)
+    sweep()
+
+
+def sweep() -> None:
+    """Remove the directories of this user's clusters that nobody holds; who makes one now is left alone."""
+    for path in _directories():
+        fd = _open(path)
+        if fd is None:
+            continue
+        with contextlib.suppress(OSError):  # somebody holds it
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            directory.remove(path)
+        os.close(fd)
+
+
+def is_left(path: str) -> bool:
+    """Return whether a directory is of a cluster that nobody looks after any more."""
+    fd = _open(path)
+    if fd is None:
+        return False
+    try:
+        return not is_taken(fd)
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+
+
+def memory_bytes() -> tuple[int, int]:
+    """Return the host memory there is for processes of ours, and what of it is available; 0 where nothing says it."""
+    found = {"MemTotal": 0, "MemAvailable": 0}
+    with contextlib.suppress(OSError, ValueError):
+        for line in _MEMORY.read_text(encoding="ascii").splitlines():
+            name, _, rest = line.partition(":")
+            if name in found:
+                found[name] = int(rest.split()[0]) * 1024
+    total = min(found["MemTotal"], memory_limit_bytes() or found["MemTotal"])
+    return total, min(total, found["MemAvailable"])
+
+
+def _make() -> tuple[str, int]:
+    """Make a directory of a name that nobody has, and take its lock.
+
+    Raises:
+        OSError: no room, or no name is free.
+    """
+    for _ in range(_NAMES_TRIED):
+        path = f"{directory.PARENT}/{directory.PREFIX}{secrets.token_hex(4)}"
+        try:
+            os.mkdir(path, 0o700)
+        except FileExistsError:
+            continue
+        fd = _taken(path)
+        if fd is not None:
+            return path, fd
+        with contextlib.suppress(OSError):
+            os.rmdir(path)
+    raise OSError(f"no directory could be made for the run's Ray cluster: {_NAMES_TRIED} names were taken")
+
+
+def _taken(path: str) -> int | None:
+    """Return a descriptor that holds a directory's lock, or None where the sweeper was faster."""
+    fd = _open(path)
+    if fd is None:
+        return None
+    with contextlib.suppress(OSError):
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(fd), os.stat(path)):
+            return fd
+    os.close(fd)
+    return None
+
+
+def _open(path: str) -> int | None:
+    """Return a descriptor of a directory that is ours, or None."""
+    try:
+        fd = os.open(path, _OPEN)
+    except OSError:
+        return None
+    if os.fstat(fd).st_uid == os.getuid():
+        return fd
+    os.close(fd)
+    return None
+
+
+def _directories() -> list[str]:
+    with contextlib.suppress(OSError):
+        return [
+            f"{directory.PARENT}/{name}" for name in os.listdir(directory.PARENT) if name.startswith(directory.PREFIX)
+        ]
+    return []
+
+
+def _shared_memory_bytes() -> int:
+    with contextlib.suppress(OSError):
+        system = os.statvfs(_SHARED_MEMORY)
+        return system.f_bavail * system.f_frsize
+    return 0
