@@ -1,0 +1,443 @@
+"""Nodes of one cluster find each other: node 0 listens, the others prove that they know the run's secret, and stay.
+
+    node n                                            node 0
+      │ ── connects, tries again until it may ──────────▶ │
+      │ ◀── {"nonce"} ──────────────────────────────────  │
+      │ ── {"node", "host", "nonce", "proof"} ──────────▶ │
+      │ ◀── {"host", "proof"} ──────────────────────────  │  both know now whom they talk to
+      │ ◀── {"address"} ────────────────────────────────  │  Ray's head is up: join there
+      │ ── {"joined"} ──────────────────────────────────▶ │  the driver starts when all have
+      │ ── {"lost": text} ──────────────────────────────▶ │  Ray on node n is gone
+      │ ◀── {"done"} ───────────────────────────────────  │  the driver has ended: end Ray, return
+
+A frame is four bytes of length and a JSON object. The secret never travels; neither does Ray's token, which every node
+derives from it (`token`). What is said after the proofs is not signed: whoever can write into another's connection can
+write into Ray's, too, which are not encrypted either.
+
+Failure cases. A connection that does not prove itself in time, sends too much or nonsense, claims node 0, a number that
+is taken or none of the run's, is closed, and nobody else notices. One that is hung up on before it was welcomed tries
+again (something else may listen at that port for a moment), until its patience ends. End of file after the welcome and
+without "done" means that the other end's node task is gone; a machine that vanished is noticed by the kernel's
+keep-alives within `_SILENCE_S`. Whoever forks while a link is open has the child close its copy (`close`): the other
+end reads end of file when the last copy is closed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import secrets
+import socket
+from typing import NamedTuple
+
+from .. import protocol
+
+FRAME_BYTES_MAX = 16_384
+TEXT_CHARACTERS_MAX = 1000  # of what a node says about its end; escaped, it fits a frame
+_HEADER = 4
+_NONCE_BYTES = 32
+_PROVE_S = 10.0
+_UNPROVEN_MAX = 64  # the oldest gives way; a node tries again
+_FRAMES_MAX = 16  # at one look: there are not that many things to say
+_HOST_CHARACTERS_MAX = 255
+_AGAIN_S = 0.2
+_CONNECT_S = 1.0
+_SILENCE_S = 10
+# Linux's TCP_KEEPIDLE, TCP_KEEPINTVL, TCP_KEEPCNT and TCP_USER_TIMEOUT.
+_KEEP_ALIVE = ((4, 4), (5, 2), (6, 3), (18, _SILENCE_S * 1000))
+
+JOINED, LOST, ADDRESS, DONE = "joined", "lost", "address", "done"
+
+
+class Word(NamedTuple):
+    """What one end of a link has heard.
+
+    Attributes:
+        kind: `JOINED` or `LOST` (of a node), `ADDRESS` or `DONE` (from the head).
+        node: number of the node it is about; 0 is the head's.
+        host: that node's name; its address where the name is not known yet.
+        text: Ray's address, or what was lost.
+    """
+
+    kind: str
+    node: int
+    host: str = ""
+    text: str = ""
+
+
+class NonsenseError(Exception):
+    """What came is not what was agreed upon."""
+
+
+def token(secret: str) -> str:
+    """Return the token with which the processes of this run's Ray know each other: 64 hexadecimal digits."""
+    return hmac.new(secret.encode(), b"ray token", hashlib.sha256).hexdigest()
+
+
+def proof(secret: str, role: str, node: int, nonces: tuple[str, str]) -> str:
+    """Return what shows that its sender knows the secret.
+
+    Args:
+        secret: the run's.
+        role: "head" or "node": one end's proof cannot be sent back as the other's.
+        node: number of the node that joins.
+        nonces: the head's and the node's.
+    """
+    spoken = json.dumps(["sgpu-link", role, node, *nonces])
+    return hmac.new(secret.encode(), spoken.encode(), hashlib.sha256).hexdigest()
+
+
+def pack(message: protocol.Message) -> bytes:
+    """Return a message as a frame.
+
+    Raises:
+        ValueError: it is too long.
+    """
+    body = protocol.encode(message)
+    if len(body) > FRAME_BYTES_MAX:
+        raise ValueError(f"a frame of {len(body)} bytes is over the limit of {FRAME_BYTES_MAX}")
+    return len(body).to_bytes(_HEADER, "big") + body
+
+
+def unpack(buffer: bytearray) -> list[protocol.Message]:
+    """Take the whole frames off the front of a buffer.
+
+    Raises:
+        NonsenseError: a frame is too long or holds no JSON object.
+    """
+    messages = []
+    while len(buffer) >= _HEADER:
+        size = int.from_bytes(buffer[:_HEADER], "big")
+        if size > FRAME_BYTES_MAX:
+            raise NonsenseError(f"a frame of {size} bytes")
+        if len(buffer) < _HEADER + size:
+            break
+        body = bytes(buffer[_HEADER : _HEADER + size])
+        del buffer[: _HEADER + size]
+        try:
+            messages.append(protocol.decode(body))
+        except (ValueError, RecursionError) as error:
+            raise NonsenseError(f"a frame that is no message: {error}") from error
+    return messages
+
+
+class _Wire:
+    """One connection: frames in, frames out, never waiting."""
+
+    def __init__(self, sock: socket.socket, since: float) -> None:
+        sock.setblocking(False)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEP_ALIVE:
+            with contextlib.suppress(OSError):  # a kernel without it says so of a vanished machine, only later
+                sock.setsockopt(socket.IPPROTO_TCP, option, value)
+        self.sock = sock
+        self.since = since
+        self.nonce = secrets.token_hex(_NONCE_BYTES)
+        self._buffer = bytearray()
+
+    def send(self, **message: object) -> None:
+        """Send one frame; a buffer that is full after the few we send means nobody reads.
+
+        Raises:
+            OSError: the other end is gone.
+        """
+        frame = pack(message)
+        if self.sock.send(frame) != len(frame):
+            raise OSError("the other end does not read")
+
+    def receive(self) -> list[protocol.Message] | None:
+        """Return what has come, or None at end of file with nothing before it.
+
+        Raises:
+            OSError: the connection broke.
+            NonsenseError: what came is no frame.
+        """
+        messages: list[protocol.Message] = []
+        while True:
+            try:
+                piece = self.sock.recv(FRAME_BYTES_MAX)
+            except BlockingIOError:
+                return messages
+            if not piece:
+                return messages or None  # end of file is said again at the next look
+            self._buffer += piece
+            messages += unpack(self._buffer)
+            if len(messages) > _FRAMES_MAX:
+                raise NonsenseError("more frames than there is to say")
+
+    def close(self) -> None:
+        """Hang up."""
+        self.sock.close()
+
+
+class _Guest(NamedTuple):
+    """A connection to the head: unproven until `node` is above 0."""
+
+    wire: _Wire
+    node: int = 0
+    host: str = ""
+
+
+class Head:
+    """Node 0's end: takes in the others and hears of them. Every call returns at once.
+
+    Args:
+        address: where to listen.
+        secret: the run's.
+        num_nodes: nodes of the cluster, this one among them.
+        host: this node's name.
+
+    Raises:
+        OSError: nothing can listen there.
+    """
+
+    def __init__(self, address: tuple[str, int], secret: str, num_nodes: int, host: str) -> None:
+        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        self._listener = socket.create_server(address, family=family)
+        self._listener.setblocking(False)
+        self._secret = secret
+        self._num_nodes = num_nodes
+        self._host = host[:_HOST_CHARACTERS_MAX]
+        self._guests: list[_Guest] = []
+        self._joined: set[int] = set()
+        self._address = ""
+
+    def sockets(self) -> list[socket.socket]:
+        """Return what to wait for with `select`."""
+        return [self._listener, *(guest.wire.sock for guest in self._guests)]
+
+    def missing(self) -> list[int]:
+        """Return the numbers of the nodes that have not joined."""
+        return [node for node in range(1, self._num_nodes) if node not in self._joined]
+
+    def tell(self, address: str) -> None:
+        """Tell all nodes, also those that come later, where Ray's head is."""
+        self._address = address
+        for guest in self._guests:
+            if guest.node:
+                self._say(guest, address=address)
+
+    def done(self) -> None:
+        """Tell all nodes that the driver has ended, and hang up.
+
+        Said before Ray's head ends: a node takes Ray's end for a loss unless it has heard this.
+        """
+        for guest in self._guests:
+            if guest.node:
+                self._say(guest, done=True)
+        self.close()
+
+    def close(self) -> None:
+        """Hang up on all."""
+        self._listener.close()
+        for guest in self._guests:
+            guest.wire.close()
+        self._guests.clear()
+
+    def take(self, now: float) -> list[Word]:
+        """Return what was heard since the last call.
+
+        Args:
+            now: seconds of a clock that only goes forward.
+        """
+        words: list[Word] = []
+        self._accept(now)
+        for guest in list(self._guests):
+            heard = self._hear(guest)
+            words += heard
+            if any(word.kind == LOST for word in heard):
+                self._drop(guest.wire)
+        for guest in list(self._guests):
+            if not guest.node and now > guest.wire.since + _PROVE_S:
+                self._drop(guest.wire)
+        return words
+
+    def _accept(self, now: float) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:  # nobody more, or gone already
+                return
+            try:
+                wire = _Wire(sock, now)
+                wire.send(nonce=wire.nonce)
+            except OSError:
+                sock.close()
+                continue
+            self._guests.append(_Guest(wire))
+            unproven = [guest for guest in self._guests if not guest.node]
+            if len(unproven) > _UNPROVEN_MAX:
+                self._drop(unproven[0].wire)
+
+    def _hear(self, guest: _Guest) -> list[Word]:
+        """Return what one guest says; one that is lost says so once, as its last word."""
+        words: list[Word] = []
+        try:
+            messages = guest.wire.receive()
+            if messages is None:
+                raise OSError("the connection was closed")
+            for message in messages:
+                if not guest.node:
+                    guest = self._welcome(guest, message)
+                elif LOST in message:
+                    return [*words, Word(LOST, guest.node, guest.host, protocol.text(message, LOST))]
+                elif JOINED in message and guest.node not in self._joined:
+                    self._joined.add(guest.node)
+                    words.append(Word(JOINED, guest.node, guest.host))
+        except (OSError, ValueError, NonsenseError) as error:
+            if guest.node:
+                return [*words, Word(LOST, guest.node, guest.host, f"its node task is gone ({error})")]
+            self._drop(guest.wire)
+        return words
+
+    def _welcome(self, guest: _Guest, message: protocol.Message) -> _Guest:
+        """Return the guest with its number; one without a valid proof raises."""
+        node = protocol.integer(message, "node")
+        nonces = (guest.wire.nonce, protocol.text(message, "nonce"))
+        if not hmac.compare_digest(
+            proof(self._secret, "node", node, nonces).encode(), protocol.text(message, "proof").encode()
+        ):
+            raise NonsenseError("it does not know the secret")
+        if not 0 < node < self._num_nodes or any(other.node == node for other in self._guests):
+            raise NonsenseError(f"there is no place for a node {node}")
+        guest.wire.send(host=self._host, proof=proof(self._secret, "head", node, nonces))
+        if self._address:
+            guest.wire.send(address=self._address)
+        welcome = guest._replace(node=node, host=protocol.text(message, "host")[:_HOST_CHARACTERS_MAX])
+        self._guests[self._guests.index(guest)] = welcome
+        return welcome
+
+    def _say(self, guest: _Guest, **message: object) -> None:
+        with contextlib.suppress(OSError):  # gone: that is heard at the next look
+            guest.wire.send(**message)
+
+    def _drop(self, wire: _Wire) -> None:
+        wire.close()
+        self._guests = [guest for guest in self._guests if guest.wire is not wire]
+
+
+class Member:
+    """Another node's end. Every call returns at once, but for an address where nobody answers: `_CONNECT_S`.
+
+    Args:
+        head: where node 0 listens.
+        secret: the run's.
+        node: this node's number.
+        host: this node's name.
+        until: when to give up, in seconds of the clock that `take` is given.
+    """
+
+    def __init__(self, head: tuple[str, int], secret: str, node: int, host: str, until: float) -> None:
+        self._head = head
+        self._secret = secret
+        self._node = node
+        self._host = host[:_HOST_CHARACTERS_MAX]
+        self._until = until
+        self._again = 0.0
+        self._wire: _Wire | None = None
+        self._reason = "nobody answered"
+        self._nonce = ""  # the head's, once it has come
+        self._known = ""  # the head's name, once it has proved itself
+        self._closed = False
+
+    def sockets(self) -> list[socket.socket]:
+        """Return what to wait for with `select`, besides a moment (`take` tries again)."""
+        return [] if self._wire is None else [self._wire.sock]
+
+    def joined(self) -> None:
+        """Say that Ray runs on this node."""
+        self._say(joined=True)
+
+    def lost(self, text: str) -> None:
+        """Say that Ray on this node is gone."""
+        self._say(lost=text[:TEXT_CHARACTERS_MAX])
+
+    def close(self) -> None:
+        """Hang up, and hear nothing more."""
+        self._closed = True
+        self._hang_up()
+
+    def take(self, now: float) -> list[Word]:
+        """Return what was heard since the last call, connecting first where that is to be done.
+
+        Args:
+            now: seconds of a clock that only goes forward.
+        """
+        if self._closed:
+            return []
+        if self._wire is None and now >= self._again:
+            self._connect(now)
+        wire = self._wire
+        if wire is None:
+            return self._give_up(now)
+        try:
+            messages = wire.receive()
+            if messages is None:
+                raise OSError("the connection was closed")
+            words = [word for message in messages for word in self._hear(message)]
+            if not self._known and now > wire.since + _PROVE_S:
+                raise OSError("who listens there does not answer")
+        except (OSError, ValueError, NonsenseError) as error:
+            return self._break(str(error), now)
+        return words
+
+    def _connect(self, now: float) -> None:
+        self._again = now + _AGAIN_S
+        self._nonce = ""
+        try:
+            sock = socket.create_connection(self._head, timeout=_CONNECT_S)
+            # Where nobody listens yet, on one machine, the kernel may choose the very port that is called.
+            if sock.getsockname() == sock.getpeername():
+                sock.close()
+                raise OSError("nobody listens there")
+            self._wire = _Wire(sock, now)
+        except OSError as error:
+            self._reason = error.strerror or str(error)
+
+    def _hear(self, message: protocol.Message) -> list[Word]:
+        wire = self._wire
+        if wire is None:  # "done" came before this one
+            return []
+        if not self._nonce:
+            self._nonce = protocol.text(message, "nonce")
+            shown = proof(self._secret, "node", self._node, (self._nonce, wire.nonce))
+            wire.send(node=self._node, host=self._host, nonce=wire.nonce, proof=shown)
+        elif not self._known:
+            expected = proof(self._secret, "head", self._node, (self._nonce, wire.nonce))
+            if not hmac.compare_digest(expected.encode(), protocol.text(message, "proof").encode()):
+                raise NonsenseError("who listens there does not know the secret")
+            self._known = protocol.text(message, "host") or self._head[0]
+        elif ADDRESS in message:
+            return [Word(ADDRESS, 0, self._known, protocol.text(message, ADDRESS))]
+        elif DONE in message:
+            self.close()
+            return [Word(DONE, 0, self._known)]
+        return []
+
+    def _break(self, reason: str, now: float) -> list[Word]:
+        """Hang up: for good when the head was known, else to try again."""
+        self._hang_up()
+        if self._known:
+            self._closed = True
+            return [Word(LOST, 0, self._known, f"its node task is gone ({reason})")]
+        self._reason = reason
+        return self._give_up(now)
+
+    def _give_up(self, now: float) -> list[Word]:
+        if now < self._until:
+            return []
+        self._closed = True
+        where = f"{self._head[0]}:{self._head[1]}"
+        return [Word(LOST, 0, self._head[0], f"node {self._node} could not reach node 0 at {where}: {self._reason}")]
+
+    def _say(self, **message: object) -> None:
+        if self._wire is not None and self._known:
+            with contextlib.suppress(OSError):  # the head is gone: that is heard at the next look
+                self._wire.send(**message)
+
+    def _hang_up(self) -> None:
+        if self._wire is not None:
+            self._wire.close()
+            self._wire = None
