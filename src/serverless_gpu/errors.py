@@ -7,7 +7,8 @@
     │   │   └── UnknownGpuType
     │   ├── ArgumentMismatch       (TypeError)   arguments do not bind to the function's signature
     │   ├── NotDistributable       (TypeError)   not a plain callable
-    │   └── NotPicklable           (TypeError)   something the function captured cannot travel
+    │   ├── NotPicklable           (TypeError)   something the function captured cannot travel
+    │   └── RayMissing             (ImportError) ray_launch without a Ray that can make a cluster
     ├── HardwareError              this machine cannot do what was asked
     │   ├── NoGpu · GpuTypeMismatch · NotEnoughGpus
     ├── StorageError               disk full, directory not writable
@@ -120,6 +121,12 @@ class NotPicklable(UsageError, TypeError):
     """Something the function needs cannot be sent to another process."""
 
     code = "not_picklable"
+
+
+class RayMissing(UsageError, ImportError):
+    """The caller's environment has no Ray that a cluster can be made with."""
+
+    code = "ray_missing"
 
 
 class HardwareError(ServerlessGpuError):

@@ -88,7 +88,8 @@ def test_once_per_node_it_gets_all_devices_and_the_variables_of_the_command_line
     assert [variables[name] for name in presets] == ["INFO", "19", "0", "1", os.getcwd()]
     assert {variables[name] for name in absent} == {"absent"}
     assert variables["CUDA_VISIBLE_DEVICES"].count(",") == 1
-    assert run.logs(1) == ""
+    with pytest.raises(InvalidValue, match="has only rank 0"):
+        run.logs(1)
 
 
 def test_an_exit_code_is_the_failure(warm: Path) -> None:

@@ -29,7 +29,6 @@ from serverless_gpu.errors import (
     GpuTypeMismatch,
     InvalidOption,
     NotEnoughGpus,
-    ServerlessGpuError,
 )
 from serverless_gpu.launcher import distributed as launcher_distributed
 from serverless_gpu.ray import ray_launch
@@ -49,9 +48,12 @@ def test_every_import_path_leads_to_the_same_names() -> None:
     assert {"distributed", "attach", "runtime", "compute", "launcher", "ray"} <= set(dir(serverless_gpu))
 
 
-def test_ray_launch_says_not_yet() -> None:
-    with pytest.raises(ServerlessGpuError, match="not available yet"):
-        ray_launch(gpus=8, gpu_type="A10", remote=True)
+def test_ray_launch_without_ray_says_what_to_install() -> None:
+    @ray_launch(gpus=8, gpu_type="A10")
+    def drive() -> None: ...
+
+    with pytest.raises(ImportError, match=r"needs Ray, .*\nhint: pip install 'serverless-gpu\[ray\]'$"):
+        drive.distributed()
 
 
 def test_gpu_types_are_strings_in_any_case() -> None:

@@ -62,6 +62,7 @@ def test_what_python_would_raise_is_a_base_of_what_we_raise() -> None:
         "ArgumentMismatch": "TypeError",
         "NotDistributable": "TypeError",
         "NotPicklable": "TypeError",
+        "RayMissing": "ImportError",
     }
     assert {cls.__name__ for cls in TREE if cls.retryable} == {
         "AgentUnavailable",

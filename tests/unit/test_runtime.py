@@ -6,9 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from serverless_gpu import compute, launcher, ray, runtime
+from serverless_gpu import compute, launcher, runtime
 from serverless_gpu.client.decorator import distributed
-from serverless_gpu.errors import ServerlessGpuError
 from serverless_gpu.model.hardware import find_type
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK")
@@ -74,9 +73,3 @@ def test_a_gpu_type_that_is_not_there_is_a_value_error() -> None:
 
 def test_the_launcher_of_existing_code_is_ours() -> None:
     assert launcher.distributed is distributed
-
-
-def test_ray_says_that_it_is_not_there_yet() -> None:
-    with pytest.raises(ServerlessGpuError, match="not available yet") as caught:
-        ray.ray_launch(gpus=2)
-    assert caught.value.hint

@@ -151,7 +151,11 @@ def distributed(
     """
     if callable(gpus):
         raise InvalidOption("distributed needs parentheses", hint="write @distributed(), or @distributed(gpus=8)")
-    spec = parse_options(gpus, gpu_type, remote, timeout, cast("Mapping[str, object]", options))
+    return decorator(parse_options(gpus, gpu_type, remote, timeout, cast("Mapping[str, object]", options)))
+
+
+def decorator(spec: RunSpec) -> Callable[[Callable[P, R]], DistributedFunction[P, R]]:
+    """Return what makes a function one that runs as a spec says."""
 
     def decorate(function: Callable[P, R]) -> DistributedFunction[P, R]:
         if isinstance(function, DistributedFunction):

@@ -31,6 +31,7 @@ from serverless_gpu.ambient import SystemClock, new_run_id
 from serverless_gpu.client import snapshots
 from serverless_gpu.client.connection import caller_context
 from serverless_gpu.client.preflight import bind_arguments, check_function, pack
+from serverless_gpu.client.ray_preflight import check_ray
 from serverless_gpu.client.run import Run
 from serverless_gpu.client.source import Supervised
 from serverless_gpu.client.tracking import resolve, tracked
@@ -96,6 +97,8 @@ def launch(
     called_ns = SystemClock().boottime_ns()
     check_function(function)
     arguments = bind_arguments(function, args, kwargs)
+    if spec.ray is not None:
+        check_ray()
     if str(getattr(function, "__module__", "")).startswith(_OWN):  # of a cell, which has its code as arguments
         arguments = {}
     spec = msgspec.structs.replace(spec, hang_warning_s=hang_warning_s(os.environ.get(HANG_WARNING)))
@@ -234,7 +237,7 @@ def _relaunch(order: _Order, home: Home, message: protocol.Launch) -> Supervised
     except BaseException:
         channel.close()
         raise
-    return Supervised(fresh.run_id, directory, fresh.world_size, channel, lambda: _send(home, None, fresh))
+    return Supervised(fresh.run_id, directory, ranks_of(fresh), channel, lambda: _send(home, None, fresh))
 
 
 def _in_environment(message: protocol.Launch, recognition: snapshots.Recognition) -> protocol.Launch:
@@ -284,7 +287,7 @@ def prewarm(spec: RunSpec) -> None:
                 if environment is None:
                     return  # not captured yet: the first call does that, and shows it
             channel, _ = connect(home)
-            ranks = spec.resources.gpus or 1
+            ranks = spec.processes(spec.resources.gpus or 1)
             tracker = resolve(spec, {}, os.environ).tracking if not spec.remote else None
             asked = protocol.Prewarm(context=caller_context(), ranks=ranks, environment=environment, tracker=tracker)
             protocol.send(channel, asked)
@@ -321,13 +324,7 @@ def _message(order: _Order, home: Home, greeting: protocol.Greeting) -> protocol
             f"a session holds at most {protocol.SESSION_DEVICES_MAX} devices, not {chosen.count}",
             hint="say how many with gpus=, or open several sessions",
         )
-    shown = order.spec.ranks_log
-    if shown and min(shown) >= chosen.count:
-        raise InvalidValue(
-            f"ranks_log names rank {', '.join(map(str, shown))}, and this run has "
-            + (f"ranks 0 to {chosen.count - 1}" if chosen.count > 1 else "rank 0 only"),
-            hint='or ranks_log="all"',
-        )
+    _check_shown(order.spec, chosen.count)
     run_id = new_run_id()
     return protocol.Launch(
         run_id=run_id,
@@ -343,6 +340,17 @@ def _message(order: _Order, home: Home, greeting: protocol.Greeting) -> protocol
         session=order.lender.session if order.lender else "",
         idle_timeout_s=order.idle_timeout_s,
     )
+
+
+def _check_shown(spec: RunSpec, devices: int) -> None:
+    """Refuse to show ranks of which the run has none."""
+    shown, ranks = spec.ranks_log, spec.processes(devices)
+    if shown and min(shown) >= ranks:
+        raise InvalidValue(
+            f"ranks_log names rank {', '.join(map(str, shown))}, and this run has "
+            + (f"ranks 0 to {ranks - 1}" if ranks > 1 else "rank 0 only"),
+            hint='or ranks_log="all"',
+        )
 
 
 def _choose(

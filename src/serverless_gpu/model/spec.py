@@ -238,12 +238,12 @@ def make_spec(
         gpu_type=None if gpu_type is None else find_type(gpu_type, own).name,
         cpus=None if asked.get("cpus") is None else _whole("cpus", asked["cpus"], 1, RANKS_MAX),
         memory_bytes=None if asked.get("memory") is None else parse_bytes("memory", asked["memory"]),
-        same_node=_flag("same_node", asked.get("same_node", False)),
-        ignore_busy=_flag("ignore_busy", asked.get("ignore_busy", False)),
+        same_node=flag("same_node", asked.get("same_node", False)),
+        ignore_busy=flag("ignore_busy", asked.get("ignore_busy", False)),
     )
     return RunSpec(
         resources=resources,
-        remote=_flag("remote", remote),
+        remote=flag("remote", remote),
         timeout_s=_seconds_or_none("timeout", timeout),
         grace_s=seconds("grace", asked.get("grace", DEFAULT_GRACE_S)),
         tags=_tags(asked.get("tags", {})),
@@ -252,11 +252,11 @@ def make_spec(
         team=_name("team", asked.get("team")),
         priority=_priority(asked.get("priority", Priority.NORMAL)),
         retries=_whole("retries", asked.get("retries", 0), 0, 100),
-        resume=_flag("resume", asked.get("resume", False)),
+        resume=flag("resume", asked.get("resume", False)),
         secrets=_names("secrets", asked.get("secrets", ())),
         ranks_log=_ranks_log(asked.get("ranks_log", (0,))),
-        tracking=_flag("tracking", asked.get("tracking", True)),
-        quiet=_flag("quiet", asked.get("quiet", False)),
+        tracking=flag("tracking", asked.get("tracking", True)),
+        quiet=flag("quiet", asked.get("quiet", False)),
         on_interrupt=_on_interrupt(asked.get("on_interrupt", "cancel")),
         hang_timeout_s=_seconds_or_none("hang_timeout", asked.get("hang_timeout")),
         environment=_environment(asked.get("env"), remote is True),
@@ -336,7 +336,12 @@ def _environment(value: object, remote: bool) -> AskedEnvironment:
     )
 
 
-def _flag(name: str, value: object) -> bool:
+def flag(name: str, value: object) -> bool:
+    """Return a switch a user gave.
+
+    Raises:
+        InvalidOption: it is neither True nor False.
+    """
     if not isinstance(value, bool):
         raise InvalidOption(f"{name} must be True or False, not {value!r}")
     return value

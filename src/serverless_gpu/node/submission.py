@@ -41,7 +41,7 @@ def write_submission(message: protocol.Launch, version: str) -> None:
                 directory=directory,
                 run_id=message.run_id,
                 fence=message.fence,
-                world_size=message.world_size,
+                world_size=ranks_of(message),
                 context=context,
                 live=message.spec.environment != "snapshot",
             )
@@ -52,4 +52,4 @@ def write_submission(message: protocol.Launch, version: str) -> None:
 
 def ranks_of(message: protocol.Launch) -> int:
     """Return how many ranks a launch has; a session has none."""
-    return message.world_size if message.idle_timeout_s is None else 0
+    return message.spec.processes(message.world_size) if message.idle_timeout_s is None else 0

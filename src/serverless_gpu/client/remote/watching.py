@@ -76,7 +76,7 @@ class Watched(Source):
         self._stopped: protocol.Stopped | None = None
         self._receipt: Receipt | None = None
         self._fence = 0
-        self.world_size = view.world_size or view.spec.resources.gpus
+        self.world_size = _ranks(view)
         self._told = (State.QUEUED, "")
         self._turn_to(view.fence, view.node)
         self._tracked = ""
@@ -125,7 +125,7 @@ class Watched(Source):
         view = self._server.run(self.run_id)
         if view.state in TERMINAL:
             return True
-        self.world_size = view.world_size or self.world_size
+        self.world_size = _ranks(view) or self.world_size
         self._tell_tracked(view.tracked)
         self._tell(view.state, view.sentence)
         return False
@@ -200,7 +200,7 @@ class Watched(Source):
             case Away(sentence=sentence):
                 self._pending.append(Note(sentence))
             case AcceptedMessage(run=view):  # how it is now; what happened before comes next, in order
-                self.world_size = view.world_size or self.world_size
+                self.world_size = _ranks(view) or self.world_size
                 self._tell_tracked(view.tracked)
             case StateMessage():
                 self._take_state(heard)
@@ -258,7 +258,7 @@ class Watched(Source):
                 self._copies.bring(name)
         if self.world_size is None:
             results = [name for name in names if name.startswith(_RESULT)]
-            self.world_size = len(results) or self._server.run(self.run_id).world_size or None
+            self.world_size = len(results) or _ranks(self._server.run(self.run_id))
         self._stopped = _stopped(message)
         write_whole(self.directory / "stopped.json", msgspec.json.encode(self._stopped))
         self._pending.append(self._stopped)
@@ -280,6 +280,12 @@ class Watched(Source):
 
     def _shows(self, rank: int) -> bool:
         return self._shown is None or rank in self._shown
+
+
+def _ranks(view: RunView) -> int | None:
+    """Return how many results the run has, None while that is not known."""
+    known = view.world_size or view.spec.resources.gpus
+    return None if known is None else view.spec.processes(known)
 
 
 def _is_said(state: State, sentence: str) -> bool:

@@ -1,0 +1,77 @@
+"""Before a Ray cluster is started: does the caller's environment have a Ray that can make one?
+
+Ranks import what the caller imports, from where it lies or from a copy, so the caller's Ray is the cluster's. Ray
+itself is not imported here: that takes a second, and a notebook that only calls a driver needs none in its process.
+
+Failure cases: there is none; it is too old; a file or directory of the user's is called `ray`, and is what ranks would
+import. What this cannot tell (no metadata, a finder of the user's that fails) is left to the rank, which says it.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from serverless_gpu.errors import RayMissing
+
+_PIP = "pip install {}'serverless-gpu[ray]'"
+_OLDEST = (2, 22)
+"""What code for `ray_launch` asserts; older ones have other options of `ray start`."""
+
+
+class Found(NamedTuple):
+    """What `import ray` would get.
+
+    Attributes:
+        version: of the distribution, "" where there is none.
+        origin: the file that would be imported, "" where there is none or none is known.
+    """
+
+    version: str
+    origin: str
+
+
+def check_ray(found: Found | None = None) -> None:
+    """Refuse a call that no Ray cluster can be made for.
+
+    Args:
+        found: what there is; None to look.
+
+    Raises:
+        RayMissing: the environment has no Ray, too old a one, or one that is hidden; says what to do.
+    """
+    version, origin = found if found is not None else look()
+    if version and origin and not _is_ray(origin):
+        place = origin if os.path.basename(origin) != "__init__.py" else os.path.dirname(origin)
+        raise RayMissing(f"{place} hides Ray {version}: `import ray` gets that", hint=f"give {place} another name")
+    if not version and not (origin and _is_ray(origin)):
+        raise RayMissing("ray_launch needs Ray, which this Python environment does not have", hint=_PIP.format(""))
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers is not None and (int(numbers[1]), int(numbers[2])) < _OLDEST:
+        oldest = ".".join(map(str, _OLDEST))
+        raise RayMissing(
+            f"ray_launch needs Ray {oldest} or newer, and here is Ray {version}", hint=_PIP.format("--upgrade ")
+        )
+
+
+def look() -> Found:
+    """Return what there is of Ray in this process's environment, without importing it."""
+    try:
+        version = importlib.metadata.version("ray")
+    except Exception:  # noqa: BLE001 - finders of the user's may raise anything
+        version = ""
+    try:
+        spec = importlib.util.find_spec("ray")
+    except Exception:  # noqa: BLE001 - likewise; also ValueError for a module without a spec
+        return Found(version, "")
+    return Found(version, (spec.origin or "") if spec is not None else "")
+
+
+def _is_ray(origin: str) -> bool:
+    """Return whether a file is the `__init__.py` of Ray's package: its compiled half lies beside it."""
+    path = Path(origin)
+    return path.name == "__init__.py" and any(path.parent.glob("_raylet*"))

@@ -1,0 +1,334 @@
+"""`ray_launch` before anything starts: options, in whose words they are refused, and the Ray that must be there."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+import serverless_gpu
+from serverless_gpu import distributed
+from serverless_gpu import ray as door
+from serverless_gpu.client.decorator import DistributedFunction
+from serverless_gpu.client.ray_preflight import Found, check_ray, look
+from serverless_gpu.errors import InvalidOption, InvalidValue, RayMissing, UsageError
+from serverless_gpu.model.ray_options import VALID, read_options
+from serverless_gpu.model.raycluster import RayCluster
+from serverless_gpu.model.spec import Options
+from serverless_gpu.ray import ray_init, ray_launch
+
+SOURCE = Path(serverless_gpu.__path__[0]).parent
+
+
+def driver() -> str:
+    return "driven"
+
+
+# --- what is accepted -------------------------------------------------------------------------------------------------
+
+
+def test_it_makes_the_wrapper_that_distributed_makes() -> None:
+    made = ray_launch(gpus=8, gpu_type="a10", remote=True)(driver)
+    assert isinstance(made, DistributedFunction)
+    assert made.spec.ray == RayCluster()
+    assert (made.spec.resources.gpus, made.spec.resources.gpu_type, made.spec.remote) == (8, "A10", True)
+    assert made.spec.name == "driver"
+
+
+def test_a_direct_call_is_the_plain_function() -> None:
+    assert ray_launch(gpus=1, gpu_type="CPU")(driver)() == "driven"
+
+
+def test_a_run_without_ray_has_no_cluster() -> None:
+    assert distributed(gpus=2)(driver).spec.ray is None
+
+
+def test_what_was_decorated_before_is_the_driver() -> None:
+    assert ray_launch(gpus=1)(distributed(gpus=2)(driver)).__wrapped__ is driver
+
+
+def test_there_is_one_driver_however_many_devices_a_node_has() -> None:
+    spec = ray_launch(gpus=8)(driver).spec
+    assert spec.processes(8) == 1
+
+
+@pytest.mark.parametrize(
+    ("written", "bytes_"), [(None, None), (10**9, 10**9), ("20GB", 20 * 10**9), ("1GiB", 2**30), ("80MB", 80_000_000)]
+)
+def test_the_object_store(written: int | str | None, bytes_: int | None) -> None:
+    spec = ray_launch(dashboard=True, object_store_memory=written)(driver).spec
+    assert spec.ray == RayCluster(dashboard=True, object_store_bytes=bytes_)
+
+
+def test_every_option_of_distributed_is_one_here_but_that_about_hangs() -> None:
+    asked = {"gpus", "gpu_type", "remote", "timeout", "dashboard", "object_store_memory"}
+    assert set(VALID) == {*Options.__annotations__, *asked} - {"hang_timeout"}
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+MISUSED = {
+    "num_gpus_per_worker": "gpus=",
+    "num_cpus_per_worker": "cpus=",
+    "num_cpus": "cpus=",
+    "min_workers": "gpus=",
+    "max_workers": "gpus=",
+    "max_worker_nodes": "gpus=",
+    "num_worker_nodes": "gpus=",
+    "num_gpus_worker_node": "gpus=",
+    "num_cpus_head_node": "cpus=",
+    "object_store_memory_worker_node": "object_store_memory=",
+    "memory_worker_node": "memory=",
+    "include_dashboard": "dashboard=True",
+    "collect_log_to_path": "leave it out",
+    "ray_temp_root_dir": "leave it out",
+    "head_node_options": "leave it out",
+    "runtime_env": "ray.init(...)",
+    "hang_timeout": "idle_timeout=",
+    "accelerator_type": "gpu_type=",
+}
+
+
+@pytest.mark.parametrize(("name", "instead"), MISUSED.items())
+def test_a_name_of_somebody_elses_says_what_to_write_instead(name: str, instead: str) -> None:
+    with pytest.raises(TypeError, match=f"^ray_launch has no option '{name}'\n") as caught:
+        ray_launch(gpus=1, **{name: 1})  # type: ignore[arg-type]  # what a user may write
+    assert isinstance(caught.value, InvalidOption)
+    said, _, valid = caught.value.hint.partition("; valid options: ")
+    assert instead in said
+    assert valid == ", ".join(VALID)
+
+
+def test_what_is_to_be_written_instead_exists() -> None:
+    for instead in MISUSED.values():
+        name = instead.partition("=")[0]
+        assert name in VALID or "=" not in instead
+
+
+def test_what_is_nearly_a_name_of_somebody_elses() -> None:
+    with pytest.raises(InvalidOption) as caught:
+        read_options(False, None, {"max_worker": 2})
+    assert "write gpus=" in caught.value.hint
+
+
+def test_what_is_nearly_an_option() -> None:
+    with pytest.raises(InvalidOption, match=r"'dashbord' \(did you mean 'dashboard'\?\)"):
+        read_options(False, None, {"dashbord": True})
+
+
+def test_what_is_like_nothing_lists_what_there_is() -> None:
+    with pytest.raises(
+        InvalidOption, match=r"^ray_launch has no option 'colour'\nhint: valid options: cpus, dashboard"
+    ):
+        read_options(False, None, {"colour": "red"})
+
+
+@pytest.mark.parametrize("value", ["10MB", 79_999_999, "201GB"])
+def test_an_object_store_that_ray_refuses(value: int | str) -> None:
+    with pytest.raises(InvalidValue, match="between 80 MB and 200 GB"):
+        ray_launch(object_store_memory=value)
+
+
+@pytest.mark.parametrize("value", ["much", True, 1.5])
+def test_an_object_store_that_is_no_size(value: object) -> None:
+    with pytest.raises(InvalidOption, match="object_store_memory must be a number of bytes"):
+        ray_launch(object_store_memory=value)  # type: ignore[arg-type]  # what a user may write
+
+
+def test_a_dashboard_is_a_switch() -> None:
+    with pytest.raises(InvalidOption, match="dashboard must be True or False, not 8265"):
+        ray_launch(dashboard=8265)  # type: ignore[arg-type]  # what a user may write
+
+
+def test_the_dashboard_is_no_positional_argument() -> None:
+    with pytest.raises(TypeError):
+        ray_launch(1, "CPU", False, None, True)  # type: ignore[call-arg]  # what a user may write
+
+
+def test_without_parentheses() -> None:
+    with pytest.raises(InvalidOption, match=r"needs parentheses\nhint: write @ray_launch"):
+        ray_launch(driver)  # type: ignore[arg-type]  # what a user may write
+
+
+# --- the Ray of the caller's environment ------------------------------------------------------------------------------
+
+
+def _package(directory: Path, *, real: bool = True) -> str:
+    package = directory / "ray"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    if real:
+        (package / "_raylet.so").touch()
+    return str(package / "__init__.py")
+
+
+@pytest.mark.parametrize("version", ["2.22.0", "2.49.1", "2.52.0", "2.60.0", "3.0.0.dev0", "10.1"])
+def test_a_ray_that_makes_clusters(tmp_path: Path, version: str) -> None:
+    check_ray(Found(version, _package(tmp_path)))
+
+
+def test_a_ray_without_metadata_is_left_to_the_rank(tmp_path: Path) -> None:
+    check_ray(Found("", _package(tmp_path)))
+
+
+def test_a_ray_that_no_file_is_known_of_is_left_to_the_rank() -> None:
+    check_ray(Found("2.60.0", ""))
+
+
+def test_no_ray_at_all_is_one_sentence_with_the_line_that_helps() -> None:
+    with pytest.raises(RayMissing) as caught:
+        check_ray(Found("", ""))
+    assert isinstance(caught.value, ImportError)
+    assert isinstance(caught.value, UsageError)
+    assert str(caught.value) == (
+        "ray_launch needs Ray, which this Python environment does not have\nhint: pip install 'serverless-gpu[ray]'"
+    )
+
+
+def test_a_directory_that_has_rays_name_is_no_ray(tmp_path: Path) -> None:
+    with pytest.raises(RayMissing, match="does not have"):
+        check_ray(Found("", _package(tmp_path, real=False)))
+
+
+@pytest.mark.parametrize("version", ["2.21.0", "1.13.0", "0.8.7"])
+def test_a_ray_that_is_too_old(tmp_path: Path, version: str) -> None:
+    with pytest.raises(RayMissing, match=rf"needs Ray 2\.22 or newer, and here is Ray {version}") as caught:
+        check_ray(Found(version, _package(tmp_path)))
+    assert caught.value.hint == "pip install --upgrade 'serverless-gpu[ray]'"
+
+
+def test_a_file_of_the_users_that_hides_ray_is_named(tmp_path: Path) -> None:
+    script = tmp_path / "ray.py"
+    script.touch()
+    with pytest.raises(RayMissing, match=r"ray\.py hides Ray 2\.60\.0") as caught:
+        check_ray(Found("2.60.0", str(script)))
+    assert caught.value.hint == f"give {script} another name"
+
+
+def test_a_directory_of_the_users_that_hides_ray_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RayMissing, match="hides Ray") as caught:
+        check_ray(Found("2.60.0", _package(tmp_path, real=False)))
+    assert caught.value.hint == f"give {tmp_path / 'ray'} another name"
+
+
+def test_looking_imports_nothing_and_finds_what_is_there(tmp_path: Path) -> None:
+    _package(tmp_path)
+    (tmp_path / "ray" / "__init__.py").write_text("raise SystemExit('imported')\n")
+    (tmp_path / "ray-2.58.0.dist-info").mkdir()
+    (tmp_path / "ray-2.58.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: ray\nVersion: 2.58.0\n")
+    code = "from serverless_gpu.client.ray_preflight import look; print(*look())"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(SOURCE)])}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert done.stdout.split() == ["2.58.0", str(tmp_path / "ray" / "__init__.py")]
+
+
+def test_finders_that_fail_are_as_if_there_was_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError
+
+    monkeypatch.setattr(importlib.metadata, "version", fail)
+    monkeypatch.setitem(sys.modules, "ray", types.ModuleType("ray"))  # which has no spec
+    assert look() == Found("", "")
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_call_without_ray_leaves_nothing_behind(home: Path, monkeypatch: pytest.MonkeyPatch, remote: bool) -> None:
+    monkeypatch.setattr("serverless_gpu.client.ray_preflight.look", lambda: Found("", ""))
+    with pytest.raises(RayMissing):
+        ray_launch(gpus=1, gpu_type="CPU", remote=remote)(driver).submit()
+    assert list(home.iterdir()) == []
+
+
+def test_arguments_that_do_not_fit_are_said_before_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serverless_gpu.client.ray_preflight.look", lambda: Found("", ""))
+    with pytest.raises(TypeError, match="the arguments do not fit"):
+        ray_launch(gpus=1, gpu_type="CPU")(driver).distributed(3)  # type: ignore[call-arg]  # what a user may write
+
+
+# --- ray_init ---------------------------------------------------------------------------------------------------------
+
+
+class Pretended(types.ModuleType):
+    """A Ray that remembers how it was initialised."""
+
+    def __init__(self) -> None:
+        super().__init__("ray")
+        self.calls: list[tuple[tuple[object, ...], dict[str, object]]] = []
+
+    def init(self, *args: object, **kwargs: object) -> str:
+        self.calls.append((args, kwargs))
+        return "context"
+
+
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch) -> Pretended:
+    for name in ("SGPU_RUN_ID", "RAY_ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
+    module = Pretended()
+    monkeypatch.setitem(sys.modules, "ray", module)
+    return module
+
+
+@pytest.fixture
+def in_a_run(pretended: Pretended, monkeypatch: pytest.MonkeyPatch) -> Pretended:
+    monkeypatch.setenv("SGPU_RUN_ID", "run")
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
+    return pretended
+
+
+def test_outside_of_a_run_it_is_rays_own(pretended: Pretended) -> None:
+    assert ray_init("local", num_cpus=2, include_dashboard=True) == "context"
+    assert pretended.calls == [(("local",), {"num_cpus": 2, "include_dashboard": True})]
+
+
+def test_in_a_run_it_connects_and_may_have_been_called_before(in_a_run: Pretended) -> None:
+    ray_init(namespace="mine", runtime_env={"env_vars": {"A": "1"}})
+    environment = {"namespace": "mine", "runtime_env": {"env_vars": {"A": "1"}}, "ignore_reinit_error": True}
+    assert in_a_run.calls == [((), environment)]
+
+
+def test_what_the_user_says_about_a_second_call_stays(in_a_run: Pretended) -> None:
+    ray_init(ignore_reinit_error=False)
+    assert in_a_run.calls == [((), {"ignore_reinit_error": False})]
+
+
+@pytest.mark.parametrize("name", ["num_cpus", "num_gpus", "resources", "object_store_memory"])
+def test_in_a_run_the_size_of_the_cluster_cannot_be_said(in_a_run: Pretended, name: str) -> None:
+    with pytest.raises(InvalidOption, match=f"{name} cannot be said\nhint: gpus=, cpus= and object_store_memory="):
+        ray_init(**{name: 1})
+    assert in_a_run.calls == []
+
+
+def test_a_cluster_of_ones_own_may_have_any_size_in_a_run(in_a_run: Pretended) -> None:
+    ray_init(address="local", num_cpus=1)
+    assert in_a_run.calls == [((), {"address": "local", "num_cpus": 1})]
+
+
+def test_without_ray_the_line_that_helps_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'serverless-gpu\[ray\]'"):
+        ray_init()
+
+
+# --- the door ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_driver_that_imports_the_door_loads_nothing_of_the_client() -> None:
+    code = (
+        "from serverless_gpu.ray import ray_init; import sys; "
+        "print([name for name in sys.modules if name == 'ray' or name.startswith('serverless_gpu.client')])"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_the_door_has_its_names() -> None:
+    assert set(door.__all__) <= set(dir(door))
+    with pytest.raises(AttributeError, match=r"^module 'serverless_gpu.ray' has no attribute 'launch'$"):
+        _ = door.launch
