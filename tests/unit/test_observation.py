@@ -17,6 +17,7 @@ import pytest
 from serverless_gpu.model.attempt import Reason, State
 from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.model.ledger import DeviceUse
+from serverless_gpu.model.raycluster import RayCluster
 from serverless_gpu.model.spec import Command, RunSpec
 from serverless_gpu.model.tracking import Tracking
 from serverless_gpu.node import protocol
@@ -225,6 +226,17 @@ def test_nobody_waits_for_a_monitor_that_is_not_there_but_a_program_a_little(beg
     assert program.observation.hold_ns == program.clock.boottime_ns() + COMMAND_NS
     program.clock.advance(COMMAND_NS / 1e9)
     assert program.observation.hold_ns is None
+
+
+def test_a_ray_cluster_waits_as_a_program_does_for_its_workers_know_what_they_are_started_with(
+    begin: Begin, monitor: FakeMonitor
+) -> None:
+    line = begin(launch(spec=RunSpec(tracker=HOMES, ray=RayCluster())))
+    assert line.observation.hold_ns == line.clock.boottime_ns() + COMMAND_NS
+    words.say(monitor.accept(), words.Untracked(sentence="the home's MLflow server starts", is_starting=True))
+    line.turn()
+    assert line.observation.hold_ns == line.clock.boottime_ns() + SERVER_NS
+    assert line.sentences() == ["the home's MLflow server starts; the Ray cluster waits for it up to 10 s"]
 
 
 def test_a_receipt_without_a_link_says_what_becomes_of_the_run_in_mlflow(begin: Begin, monitor: FakeMonitor) -> None:

@@ -11,10 +11,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from serverless_gpu.client.outcome import ending_text, load_result, make_exception, reached_s
+from serverless_gpu.client.outcome import Origin, ending_text, load_result, make_exception, reached_s
 from serverless_gpu.errors import (
     BudgetExhausted,
     CollectiveHang,
+    EngineHeadLost,
     NodeLost,
     OutOfMemory,
     RankCrashed,
@@ -364,6 +365,25 @@ def test_F04_a_hang_names_who_waits_and_who_is_elsewhere(directory: Path) -> Non
         "consequence: rank 1: RuntimeError: peer 1",
     ]
     assert pickle.loads(pickle.dumps(error)).ranks_waiting == [0, 2]
+
+
+def test_F45_a_lost_cluster_says_what_died_where_ray_wrote_and_what_came_of_it(directory: Path) -> None:
+    told = "Ray on node gpu7 is gone: its gcs_server ended while the run needed it"
+    write_record(
+        directory, 0, notes=["the function then raised RayError: no head"], traceback="Traceback \x1b]0;x\x07:\n  x\n"
+    )
+    ending = stopped(Reason.ENGINE_HEAD_LOST, told, rank=0)
+    error = make_exception(ending, directory, RUN, None)
+    assert isinstance(error, EngineHeadLost)
+    assert str(error) == f"{told}\nhint: what Ray wrote: {directory}/ray; logs: {directory}/logs"
+    assert (error.rank, error.reason, error.code) == (0, "engine_head_lost", "engine_head_lost")
+    assert error.__notes__ == ["the function then raised RayError: no head", "Traceback :\n  x"]
+    elsewhere = make_exception(ending, directory, RUN, None, Origin(node="gpu7"))
+    assert isinstance(elsewhere, EngineHeadLost)
+    assert (
+        elsewhere.hint == f"what Ray wrote is on node gpu7: ray/ in the run's directory there; logs: `sgpu logs {RUN}`"
+    )
+    assert ending_text(ending, directory, RUN, None).splitlines()[0] == told
 
 
 # --- results ---------------------------------------------------------------------------------------------------------

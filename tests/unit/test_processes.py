@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from serverless_gpu.node import processes
 from serverless_gpu.node.processes import (
     CgroupRoot,
     MemoryWatch,
@@ -242,3 +243,36 @@ def test_F02_without_a_controller_only_kills_since_the_start_count(tmp_path: Pat
     with contextlib.suppress(AssertionError):  # somebody else's process may be killed for memory at this very moment
         assert watch.out_of_memory() is False
     watch.close()
+
+
+# --- what the whole machine may use -----------------------------------------------------------------------------------
+
+NONE_V1 = "9223372036854771712"
+
+
+@pytest.mark.parametrize(
+    ("limits", "found"),
+    [
+        ({}, None),
+        ({"v2/a/b/memory.max": "max", "v2/memory.max": "max"}, None),
+        ({"v2/a/b/memory.max": "max", "v2/a/memory.max": "2000", "v2/memory.max": "9000"}, 2000),
+        ({"v1/memory.limit_in_bytes": "3000"}, 3000),  # a container sees its own group only, as the mount itself
+        ({"v1/c/memory.limit_in_bytes": NONE_V1, "v2/a/memory.max": "2000"}, 2000),
+        ({"memory.max": "1"}, None),  # not a cgroup's
+    ],
+)
+def test_the_least_limit_of_all_groups_around_this_process_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limits: dict[str, str], found: int | None
+) -> None:
+    for name, text in limits.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    mounts = {"cgroup2": tmp_path / "v2", "cgroup": tmp_path / "v1"}
+    monkeypatch.setattr(processes, "_mount_point", lambda kind, _: mounts[kind])
+    monkeypatch.setattr(processes, "_own_place", lambda controller: "/c" if controller else "/a/b")
+    assert processes.memory_limit_bytes() == found
+
+
+def test_the_memory_limit_here_is_a_number_or_none() -> None:
+    limit = processes.memory_limit_bytes()
+    assert limit is None or limit > 1 << 20

@@ -11,6 +11,7 @@ import pytest
 from serverless_gpu.errors import InvalidOption, InvalidValue, UnknownGpuType, UsageError
 from serverless_gpu.model.attempt import Limits
 from serverless_gpu.model.hardware import GpuType
+from serverless_gpu.model.raycluster import RayCluster
 from serverless_gpu.model.spec import Options, Priority, Resources, RunSpec, hang_warning_s, make_spec
 
 VALID = (
@@ -274,6 +275,15 @@ def test_limits() -> None:
     assert spec(timeout=1.5, grace=0.25).limits() == Limits(timeout_ns=1_500_000_000, grace_ns=250_000_000)
     hangs = msgspec.structs.replace(spec(hang_timeout=1.5), hang_warning_s=0.0)
     assert hangs.limits() == Limits(hang_warning_ns=None, hang_timeout_ns=1_500_000_000)
+
+
+def test_a_driver_of_ray_may_wait_for_its_tasks_as_long_as_it_likes() -> None:
+    limits = msgspec.structs.replace(spec(timeout=60, hang_timeout=1.5), ray=RayCluster()).limits()
+    assert limits == Limits(timeout_ns=60_000_000_000, hang_warning_ns=None, hang_timeout_ns=None)
+
+
+def test_with_ray_a_node_has_one_process_whatever_its_devices() -> None:
+    assert [RunSpec(ray=ray).processes(8) for ray in (None, RayCluster())] == [8, 1]
 
 
 @pytest.mark.parametrize(

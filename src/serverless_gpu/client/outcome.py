@@ -243,6 +243,8 @@ def _ended(stopped: Stopped, directory: Path, run_id: str, limit_s: float | None
         error.exit_code = cause.exit_code or error.exit_code
     if isinstance(error, CollectiveHang) and stopped.hang is not None:
         _explain_hang(error, stopped.hang, directory)
+    if isinstance(error, EngineHeadLost) and rank is not None:
+        _explain_loss(error, _record(directory, rank))
     if rank is not None:
         stack = readable(_read(directory / "failures" / f"{rank}.stack"), f"{INSIDE}/")
         if stack:
@@ -260,6 +262,14 @@ def _explain_hang(error: CollectiveHang, hang: Hang, directory: Path) -> None:
     for rank, stack in hang.stacks.items():
         does = "waits here" if rank in hang.waiting else "is here"
         error.add_note(f"rank {rank} {does} (most recent call first):\n{stack}")
+
+
+def _explain_loss(error: EngineHeadLost, record: dict[str, object]) -> None:
+    """Add what the function raised because of it, with where that was."""
+    notes = record.get("notes")
+    for text in (*(notes if isinstance(notes, list) else []), record.get("traceback")):
+        if text:
+            error.add_note("\n".join(safe(line, tty=True) for line in str(text).rstrip().split("\n")))
 
 
 def _hint(reason: Reason, directory: Path) -> str:

@@ -6,8 +6,8 @@
 Nothing here blocks: a monitor that is not there yet, hangs or dies costs an attempt what it would have seen, nothing
 else. The start of a function's ranks waits for nothing: one that imports `mlflow` finds out by itself where the run is
 tracked (`inside/`). A program, in which nothing of ours runs, waits for that a little, since its environment cannot be
-changed later, and longer while the home's own MLflow server starts. The receipt of a run that was over before it was
-known waits for a blink: outcome and devices are with their owners by then.
+changed later, and longer while the home's own MLflow server starts; so does a Ray cluster, for its workers' sake. The
+receipt of a run that was over before it was known waits for a blink: outcome and devices are with their owners by then.
 
 Failure cases: no monitor (asked for again, at most every two seconds; an attempt that is over before it is there, as
 the first one of a home may be, is left in its backlog); it dies (the next one hears everything again,
@@ -44,10 +44,10 @@ _AGAIN_NS = 2_000_000_000
 LINK_NS = 200_000_000
 """How long after an attempt began its receipt waits for where it is tracked."""
 COMMAND_NS = 2_000_000_000
-"""How long a program does, unless it is known that the tracker does not answer."""
+"""How long a program or a Ray cluster does, unless it is known that the tracker does not answer."""
 SERVER_NS = 10_000_000_000
 """How long a program does while the home's own MLflow server starts."""
-_STARTING = "the home's MLflow server starts; the program waits for it up to 10 s"
+_STARTING = "the home's MLflow server starts; {} waits for it up to 10 s"
 _STARTED_LATE = "the home's MLflow server was still starting: the run will be in it, see `sgpu mlflow`"
 _FOR_GOOD = "; this run is not tracked"
 _KEPT = "what the node recorded is kept, and sent once MLflow answers (for 24 h)"
@@ -214,10 +214,11 @@ class Observation:
         tracker, untracked = self._launch.spec.tracker, self._untracked
         if tracker is None or self.tracked is not None or (untracked is not None and untracked.final):
             return 0
-        is_command = isinstance(self._launch.spec.payload, Command)
+        # Processes in which nothing of ours finds out by itself: what they are told at their start is all they know.
+        is_told_once = isinstance(self._launch.spec.payload, Command) or self._launch.spec.ray is not None
         if untracked is not None:
-            return SERVER_NS if is_command and untracked.is_starting else 0
-        return COMMAND_NS if is_command else 0
+            return SERVER_NS if is_told_once and untracked.is_starting else 0
+        return COMMAND_NS if is_told_once else 0
 
     # --- the line ------------------------------------------------------------------------------------------------
 
@@ -254,7 +255,8 @@ class Observation:
                 self._untracked = word
                 if self._patience_ns() == SERVER_NS and not self._told_waiting:
                     self._told_waiting = True
-                    self._tell(protocol.Waiting(sentence=_STARTING))
+                    who = "the program" if isinstance(self._launch.spec.payload, Command) else "the Ray cluster"
+                    self._tell(protocol.Waiting(sentence=_STARTING.format(who)))
             case words.Seen(uses=uses, busy=busy):
                 self.uses = uses
                 self.on_seen(busy)

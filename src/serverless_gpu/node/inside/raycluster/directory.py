@@ -24,7 +24,7 @@ import stat
 
 PARENT = "/tmp"
 PREFIX = "sgpu-ray-"
-_NAME = re.compile(rf"{re.escape(PARENT)}/{PREFIX}[0-9a-f]{{8}}")
+_NAME = re.compile(rf"{PREFIX}[0-9a-f]{{8}}")
 _TRIES = 20
 _PAUSE_MS = 25
 
@@ -35,7 +35,8 @@ def remove(path: str) -> bool:
     Args:
         path: as the supervisor has named it; anything else is left alone.
     """
-    if not _NAME.fullmatch(path):
+    parent, name = os.path.split(path)
+    if parent != PARENT or not _NAME.fullmatch(name):
         return False
     pause = select.poll()
     for attempt in range(_TRIES):

@@ -1,0 +1,296 @@
+"""The directory of a run's Ray cluster: who has it, who removes it, and what a node offers to the cluster."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from serverless_gpu.model.hardware import CPU, Device, DeviceKind
+from serverless_gpu.model.raycluster import OBJECT_STORE_BYTES_MIN, RayCluster
+from serverless_gpu.model.spec import Resources, RunSpec
+from serverless_gpu.node import raycluster
+from serverless_gpu.node.inside.raycluster import directory
+from serverless_gpu.node.inside.raycluster.words import read_share
+from serverless_gpu.node.protocol import Context, Launch
+from serverless_gpu.node.raycluster import Cluster, Sweeper, is_left, sweep
+from serverless_gpu.testing import FakeClock
+
+GB = 10**9
+CONTEXT = Context(python="python3", flags=(), environ={}, cwd="/", umask=0o022, argv=(), sys_path=())
+
+
+@pytest.fixture(autouse=True)
+def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Have directories of clusters made here, where no other's are."""
+    monkeypatch.setattr(directory, "PARENT", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    return tmp_path / "tmp"
+
+
+def devices(count: int, kind: str = "H100") -> tuple[Device, ...]:
+    of = DeviceKind.CPU if kind == CPU else DeviceKind.FAKE
+    return tuple(Device(uuid=f"D-{n}", index=n, type=kind, kind=of, memory_bytes=0) for n in range(count))
+
+
+def launched(where: Path, spec: RunSpec, having: tuple[Device, ...], of_type: int) -> Launch:
+    return Launch(
+        run_id="01run",
+        fence=1,
+        directory=str(where),
+        spec=spec,
+        candidates=having,
+        world_size=len(having),
+        of_type=of_type,
+        context=CONTEXT,
+        called_ns=0,
+    )
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    """Yield a cluster's directory, held as the supervisor holds it."""
+    made = Cluster(launched(tmp_path, RunSpec(ray=RayCluster()), devices(2), 8), devices(2))
+    yield made
+    made.close()
+
+
+def filled(path: str) -> None:
+    """Write what Ray and its tasks leave: sockets, links, directories for everybody, or for nobody to write."""
+    session = Path(path, "1", "session_x", "sockets")
+    session.mkdir(parents=True)
+    os.chmod(Path(path, "1"), 0o777)
+    os.mkfifo(session / "raylet")
+    (session / "gone").symlink_to("/nowhere")
+    (session / "out").symlink_to(Path(path).parent / "kept", target_is_directory=True)
+    closed = Path(path, "1", "runtime_resources")
+    closed.mkdir()
+    (closed / "file").write_text("x")
+    closed.chmod(0o500)
+
+
+# --- one run's --------------------------------------------------------------------------------------------------------
+
+
+def test_only_its_owner_can_enter_it_its_path_is_short_and_the_attempt_names_it(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status = os.stat(cluster.path)
+    assert (stat.S_IMODE(status.st_mode), status.st_uid) == (0o700, os.getuid())
+    assert (tmp_path / "ray" / "directory").read_text() == f"{cluster.path}\n"
+    monkeypatch.undo()
+    assert len(f"{directory.PARENT}/{os.path.basename(cluster.path)}") <= 107 - 62 - len("/1/")
+
+
+def test_it_goes_with_everything_in_it_and_nothing_beside_it(tmp_path: Path, parent: Path) -> None:
+    (parent / "kept").mkdir()
+    (parent / "kept" / "file").touch()
+    made = Cluster(launched(tmp_path, RunSpec(ray=RayCluster()), devices(1), 1), devices(1))
+    filled(made.path)
+    made.close()
+    assert os.listdir(parent) == ["kept"] and (parent / "kept" / "file").exists()
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
+def test_a_directory_that_may_not_be_written_to_goes_too(parent: Path) -> None:
+    (parent / "sgpu-ray-0123abcd").mkdir()
+    filled(str(parent / "sgpu-ray-0123abcd"))
+    assert directory.remove(str(parent / "sgpu-ray-0123abcd"))
+
+
+@pytest.mark.parametrize(
+    "name", ["", "x", "sgpu-ray-", "sgpu-ray-0123abcX", "sgpu-ray-0123abcd/..", "sgpu-ray-0123abcd/"]
+)
+def test_what_is_not_called_as_one_is_left_alone(parent: Path, name: str) -> None:
+    (parent / "sgpu-ray-0123abcd").mkdir()
+    (parent / "x").mkdir()
+    assert not directory.remove(f"{parent}/{name}")
+    assert not directory.remove("")
+    assert sorted(os.listdir(parent)) == ["sgpu-ray-0123abcd", "x"]
+
+
+def test_a_link_of_its_name_is_left_alone(parent: Path, tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "file").touch()
+    (parent / "sgpu-ray-0123abcd").symlink_to(tmp_path / "own")
+    assert not directory.remove(str(parent / "sgpu-ray-0123abcd"))
+    assert not is_left(str(parent / "sgpu-ray-0123abcd"))
+    sweep()
+    assert (tmp_path / "own" / "file").exists()
+
+
+def test_what_is_gone_is_gone(parent: Path) -> None:
+    assert directory.remove(str(parent / "sgpu-ray-0123abcd"))
+
+
+def test_somebody_who_still_writes_there_is_waited_for(parent: Path) -> None:
+    path = parent / "sgpu-ray-0123abcd"
+    path.mkdir()
+    program = (
+        "import os, sys, time\nend = time.monotonic() + 0.1\nprint(flush=True)\n"
+        "while time.monotonic() < end:\n"
+        "    try: os.makedirs(sys.argv[1] + '/a/b', exist_ok=True); open(sys.argv[1] + '/a/b/c', 'w').close()\n"
+        "    except OSError: pass\n"
+        "    if not os.path.exists(sys.argv[1]): os.mkdir(sys.argv[1])\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program, str(path)], stdout=subprocess.PIPE) as writer:
+        assert writer.stdout is not None and writer.stdout.readline()
+        assert directory.remove(str(path)) or (writer.wait() == 0 and directory.remove(str(path)))
+
+
+def test_a_name_that_is_taken_is_not_used(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = iter([os.path.basename(cluster.path).removeprefix(directory.PREFIX), "89abcdef"])
+    monkeypatch.setattr(secrets, "token_hex", lambda _: next(names))
+    other = Cluster(launched(tmp_path, RunSpec(ray=RayCluster()), devices(1), 1), devices(1))
+    assert os.path.basename(other.path) == "sgpu-ray-89abcdef"
+    other.close()
+    assert os.path.isdir(cluster.path)
+
+
+def test_where_no_name_is_free_the_run_cannot_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parent: Path
+) -> None:
+    (parent / "sgpu-ray-89abcdef").mkdir()
+    monkeypatch.setattr(secrets, "token_hex", lambda _: "89abcdef")
+    with pytest.raises(OSError, match=r"no directory could be made for the run's Ray cluster: 20 names were taken"):
+        Cluster(launched(tmp_path, RunSpec(ray=RayCluster()), devices(1), 1), devices(1))
+
+
+# --- left ones --------------------------------------------------------------------------------------------------------
+
+
+def test_one_that_is_held_is_not_swept_and_one_that_is_not_is(cluster: Cluster, parent: Path) -> None:
+    left = parent / "sgpu-ray-0123abcd"
+    left.mkdir()
+    filled(str(left))
+    (parent / "sgpu-ray-file").touch()
+    assert (is_left(cluster.path), is_left(str(left))) == (False, True)
+    sweep()
+    assert sorted(os.listdir(parent)) == sorted([os.path.basename(cluster.path), "sgpu-ray-file"])
+
+
+def test_the_stems_copy_of_the_descriptor_holds_it_too(tmp_path: Path, parent: Path) -> None:
+    made = Cluster(launched(tmp_path, RunSpec(ray=RayCluster()), devices(1), 1), devices(1))
+    stems = os.dup(made.fd)
+    os.close(made.fd)
+    sweep()
+    assert os.path.isdir(made.path)
+    os.close(stems)
+    sweep()
+    assert os.listdir(parent) == []
+
+
+def test_a_directory_that_was_swept_before_it_was_held_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parent: Path
+) -> None:
+    mkdir, made = os.mkdir, []
+
+    def swept(path: str | Path, mode: int = 0o777) -> None:
+        mkdir(path, mode)
+        if str(path).startswith(str(parent)):
+            made.append(str(path))
+            if len(made) == 1:
+                sweep()
+
+    monkeypatch.setattr(os, "mkdir", swept)
+    cluster = Cluster(launched(tmp_path, RunSpec(ray=RayCluster()), devices(1), 1), devices(1))
+    assert (made, os.path.isdir(cluster.path)) == ([made[0], cluster.path], True)
+    cluster.close()
+
+
+class Pass:
+    """A process that sweeps, as the agent sees it."""
+
+    def __init__(self) -> None:
+        self.ended = False
+
+    def poll(self) -> int | None:
+        return 0 if self.ended else None
+
+
+def test_the_agent_looks_now_and_then_and_when_an_attempt_has_ended_and_starts_nothing_in_vain(parent: Path) -> None:
+    clock, passes = FakeClock(), list[Pass]()
+
+    def start() -> Pass:
+        passes.append(Pass())
+        return passes[-1]
+
+    sweeper = Sweeper(clock, start)
+    sweeper.tend(ended=False)
+    assert not passes, "nothing is left"
+    (parent / "sgpu-ray-0123abcd").mkdir()
+    sweeper.tend(ended=False)
+    assert not passes, "it has just looked"
+    clock.advance(60)
+    sweeper.tend(ended=False)
+    assert len(passes) == 1
+    sweeper.tend(ended=True)
+    assert len(passes) == 1, "one at a time"
+    passes[0].ended = True
+    sweeper.tend(ended=False)
+    assert len(passes) == 1
+    sweeper.tend(ended=True)
+    assert len(passes) == 2
+
+
+# --- what a node offers -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Be a machine of 16 cores, 64 GB, 60 of them available, and 40 GB of /dev/shm."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    monkeypatch.setattr(raycluster, "memory_bytes", lambda: (64 * GB, 60 * GB))
+    monkeypatch.setattr(raycluster, "_shared_memory_bytes", lambda: 40 * GB)
+
+
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize(
+    ("spec", "having", "of_type", "expected"),
+    [
+        (RunSpec(), devices(2), 8, (2, "H100", 4, round(0.3 * 16 * GB))),
+        (RunSpec(), devices(8), 8, (8, "H100", 16, round(0.3 * 60 * GB))),  # what is available is less
+        (RunSpec(resources=Resources(cpus=3)), devices(4), 8, (4, "H100", 5, round(0.3 * 32 * GB))),
+        (RunSpec(resources=Resources(memory_bytes=10 * GB)), devices(1), 8, (1, "H100", 2, 3 * GB)),
+        (RunSpec(ray=RayCluster(object_store_bytes=39 * GB)), devices(1), 8, (1, "H100", 2, 36 * GB)),
+        (RunSpec(ray=RayCluster(object_store_bytes=1)), devices(1), 8, (1, "H100", 2, OBJECT_STORE_BYTES_MIN)),
+        (RunSpec(), devices(2, CPU), 2, (0, "", 16, round(0.3 * 60 * GB))),
+    ],
+)
+def test_what_goes_with_the_devices(
+    tmp_path: Path, spec: RunSpec, having: tuple[Device, ...], of_type: int, expected: tuple[int, str, int, int]
+) -> None:
+    cluster = Cluster(launched(tmp_path, spec, having, of_type), having)
+    share = read_share({**cluster.share(), "head": ["127.0.0.1", 0]})
+    cluster.close()
+    assert (share.devices, share.accelerator, share.cpus, share.object_store_bytes) == expected
+    assert (share.directory, share.node_rank, share.num_nodes, share.address) == (cluster.path, 0, 1, "127.0.0.1")
+    assert len(share.secret) == 64 and share.host == os.uname().nodename
+
+
+def test_the_page_is_started_where_it_was_asked_for(tmp_path: Path) -> None:
+    for dashboard in (False, True):
+        spec = RunSpec(ray=RayCluster(dashboard=dashboard))
+        cluster = Cluster(launched(tmp_path, spec, devices(1), 1), devices(1))
+        assert cluster.share()["dashboard"] is dashboard
+        cluster.close()
+
+
+def test_memory_is_what_the_kernel_says_within_what_the_container_may_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures = tmp_path / "meminfo"
+    figures.write_text("MemTotal:       64000 kB\nMemFree: 1 kB\nMemAvailable:   60000 kB\nHugePages_Total: 0\n")
+    monkeypatch.setattr(raycluster, "_MEMORY", figures)
+    monkeypatch.setattr(raycluster, "memory_limit_bytes", lambda: None)
+    assert raycluster.memory_bytes() == (64000 * 1024, 60000 * 1024)
+    monkeypatch.setattr(raycluster, "memory_limit_bytes", lambda: 50000 * 1024)
+    assert raycluster.memory_bytes() == (50000 * 1024, 50000 * 1024)
+    figures.write_text("nonsense")
+    assert raycluster.memory_bytes() == (0, 0)
