@@ -2,7 +2,7 @@
 
 Sample ─┬─▶ logs/<node rank>.telemetry   one JSON line each, the buffer of everything that is sent anywhere
         ├─▶ Use (a running sum)          ─▶ DeviceUse of the receipt
-        └─▶ series()                     ─▶ system/node_<i>/… of MLflow, Run.metrics(), Run.plot()
+        └─▶ series()   ─▶ system/node_<i>/…, ray/node_<i>/… of MLflow, Run.metrics(), Run.plot()
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import msgspec
 
 from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.model.ledger import DeviceUse
+from serverless_gpu.model.ray_telemetry import RaySample, ray_series
 
 
 class GpuSample(msgspec.Struct, frozen=True, array_like=True):
@@ -80,12 +81,16 @@ class RankSample(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Sample(msgspec.Struct, frozen=True, array_like=True):
-    """A node at one moment: `gpus` in the order of the header's devices, `at_ns` nanoseconds since 1970."""
+    """A node at one moment: `gpus` in the order of the header's devices, `at_ns` nanoseconds since 1970.
+
+    `ray` is what the run's Ray cluster told last, at most half a minute ago; None where there is none.
+    """
 
     at_ns: int
     host: HostSample
     gpus: tuple[GpuSample, ...] = ()
     ranks: tuple[RankSample, ...] = ()
+    ray: RaySample | None = None
 
 
 class Sampled(msgspec.Struct, frozen=True):
@@ -142,7 +147,9 @@ def merged(samples: Sequence[Sample]) -> Sample:
     gpus = tuple(_merged(gpu, [sample.gpus[index] for sample in alike]) for index, gpu in enumerate(last.gpus))
     by_rank = {rank.rank: [r for sample in samples for r in sample.ranks if r.rank == rank.rank] for rank in last.ranks}
     ranks = tuple(_merged(rank, by_rank[rank.rank]) for rank in last.ranks)
-    return Sample(last.at_ns, _merged(last.host, [sample.host for sample in samples]), gpus, ranks)
+    told = [sample.ray for sample in samples if sample.ray is not None]
+    ray = _merged(told[-1], told) if told else None
+    return Sample(last.at_ns, _merged(last.host, [sample.host for sample in samples]), gpus, ranks, ray)
 
 
 _MEANS = frozenset(
@@ -159,9 +166,9 @@ _MEANS = frozenset(
         "nvlink_transmit_bytes_s",
     }
 )
-_PEAKS = frozenset({"memory_bytes", "gpu_memory_bytes"})
+_PEAKS = frozenset({"memory_bytes", "gpu_memory_bytes", "object_store_bytes"})
 
-T = TypeVar("T", GpuSample, HostSample, RankSample)
+T = TypeVar("T", GpuSample, HostSample, RankSample, RaySample)
 
 
 def _merged(last: T, samples: Sequence[T]) -> T:
@@ -235,6 +242,8 @@ def series(header: Header, sample: Sample) -> dict[str, float]:
     for rank in sample.ranks:
         named = zip(_names(f"{prefix}rank_{rank.rank}_", _RANK_SERIES), _rank_values(rank), strict=True)
         values.update((name, float(value)) for name, value in named if value is not None)
+    if sample.ray is not None:
+        values.update(ray_series(header.node_rank, sample.ray))
     return values
 
 

@@ -1,6 +1,7 @@
 """One attempt as the monitor sees it: its samples go into its file of telemetry, what they add up to to its supervisor.
 
     Observe ─▶ known │ Ranks ─▶ sampled, once a second │ Ending ─▶ no more samples │ Settled, end of file ─▶ over
+       │                    └─ with what its Ray cluster told last, where it has one (`ray_file.py`)
        └─▶ Delivering (`delivering.py`), where it is tracked; what that says goes to the supervisor, too
 
 Failure cases: the supervisor's connection ends without `Settled` (it was killed, or this process was: the attempt is
@@ -14,6 +15,8 @@ import contextlib
 import socket
 from pathlib import Path
 
+import msgspec
+
 from serverless_gpu.ambient import Clock
 from serverless_gpu.model.attempt import MEANINGS, Reason, State
 from serverless_gpu.model.hardware import Device, DeviceKind
@@ -23,6 +26,7 @@ from serverless_gpu.node.monitor import words
 from serverless_gpu.node.monitor.backlog import key_of
 from serverless_gpu.node.monitor.delivering import Delivering
 from serverless_gpu.node.monitor.peers import Peer
+from serverless_gpu.node.monitor.ray_file import RayFile
 from serverless_gpu.node.monitor.records import Recording
 from serverless_gpu.node.monitor.sampling import Look
 
@@ -56,6 +60,7 @@ class Recorder:
         self._began_ns = 0
         self._lost_ns = clock.boottime_ns()
         self._recording: Recording | None = None
+        self._ray = None if observe.spec.ray is None else RayFile(Path(observe.directory), observe.node_rank)
         self._has_ended = self._has_settled = False
         self._said: set[str] = set()
 
@@ -181,6 +186,8 @@ class Recorder:
         if recording is None or not self.is_sampled:
             return
         sample = sample_of(look, self.devices, self.key)
+        if self._ray is not None:
+            sample = msgspec.structs.replace(sample, ray=self._ray.latest(self._clock.boottime_ns()))
         recording.append(sample)
         uses = tuple(use.result() for use in recording.uses.values())
         self.say(words.Seen(uses=uses, busy=works(sample)), passing=True)

@@ -1,0 +1,56 @@
+"""What a run's Ray cluster tells of this node, as its node task's monitor (`inside/raycluster/monitor.py`) leaves it.
+
+Failure cases: no file yet, or none any more; a file that is old, because Ray hangs or is gone; one that is none of
+ours, whatever user code has put there (a pipe, a directory, a gigabyte): all of them are "nothing told".
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from serverless_gpu.model.ray_telemetry import RAY_BYTES_MAX, RaySample, read_ray
+
+
+def ray_path(directory: Path, node_rank: int) -> Path:
+    """Return where the figures of an attempt's Ray cluster are left on a node."""
+    return directory / "ray" / f"{node_rank}.metrics.json"
+
+
+class RayFile:
+    """The reader of one node's file: it is opened again only when it was written again.
+
+    Args:
+        directory: of the attempt.
+        node_rank: number of the node.
+    """
+
+    def __init__(self, directory: Path, node_rank: int) -> None:
+        self._path = ray_path(directory, node_rank)
+        self._seen: tuple[int, int] | None = None
+        self._data = b""
+
+    def latest(self, now_ns: int) -> RaySample | None:
+        """Return what was told last; None where that is nothing, or too long ago.
+
+        Args:
+            now_ns: boottime.
+        """
+        try:
+            found = os.stat(self._path)
+            seen = (found.st_ino, found.st_mtime_ns)
+            if seen != self._seen:
+                self._data = _read(self._path)
+                self._seen = seen
+        except OSError:
+            return None
+        return read_ray(self._data, now_ns)
+
+
+def _read(path: Path) -> bytes:
+    """Return what is in a file, a byte too many of one that is too large; a pipe has nothing and waits for nothing."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+    try:
+        return os.read(fd, RAY_BYTES_MAX + 1)
+    finally:
+        os.close(fd)
