@@ -54,7 +54,7 @@ def run(argv: list[str], report: Report) -> int:
     code = child.wait()
     if relay.asked:
         _wait_for_group(child.pid)
-    return code if code >= 0 else _end_of(-code)
+    return code if code >= 0 else end_of(-code)
 
 
 class _Relay:
@@ -97,8 +97,8 @@ def _wait_for_group(group: int) -> None:
             select.select([], [], [], _LOOK_S)
 
 
-def _end_of(number: int) -> int:
-    """End of a signal as the program did, so that whoever reaps this process sees the same."""
+def end_of(number: int) -> int:
+    """End of a signal as a child did, so that whoever reaps this process sees the same."""
     with contextlib.suppress(OSError, ValueError):  # SIGKILL cannot be set, and need not be
         signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import os
 import resource
+import select
 import signal
 
 _PR_SET_PDEATHSIG = 1
@@ -35,6 +36,17 @@ def die_with_parent(parent_pid: int) -> None:
     """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent dies, also where the parent is in another pid namespace.
+
+    Args:
+        parent: a pidfd of the parent; if that is gone already this process ends itself.
+    """
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if select.select([parent], [], [], 0)[0]:
         os._exit(1)
 
 

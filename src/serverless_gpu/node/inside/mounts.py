@@ -31,7 +31,7 @@ from collections.abc import Mapping, Sequence
 
 _CLONE_NEWNS = 0x20000
 _CLONE_NEWUSER = 0x10000000
-_MS_RDONLY, _MS_NOSUID, _MS_NODEV = 0x1, 0x2, 0x4
+_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 0x1, 0x2, 0x4, 0x8
 _MS_REC, _MS_SLAVE = 0x4000, 0x80000
 _PR_GET_DUMPABLE, _PR_SET_DUMPABLE = 3, 4
 _CAPABILITY_VERSION_3 = 0x20080522
@@ -57,10 +57,10 @@ def enter(mounts: Sequence[Mount]) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     with_user_namespace = os.geteuid() != 0
     if with_user_namespace:
-        _unshare_as_user(libc)
+        _unshare_as_user(libc, _CLONE_NEWNS)
     else:
         _check(libc.unshare(_CLONE_NEWNS), "a mount namespace cannot be made")
-    _check(libc.mount(b"none", b"/", None, _MS_REC | _MS_SLAVE, None), "mounts cannot be kept to this process")
+    _keep_mounts(libc)
     here = os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         for at, options, directory in wanted:
@@ -71,6 +71,37 @@ def enter(mounts: Sequence[Mount]) -> None:
         os.fchdir(here)
         os.close(here)
     if with_user_namespace:
+        _drop_capabilities(libc)
+
+
+def unshare(flags: int) -> None:
+    """Make namespaces; who is not root gets a user namespace with them, and in it the right to mount.
+
+    Args:
+        flags: the kernel's CLONE_NEW… of those that are wanted.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if os.geteuid() != 0:
+        _unshare_as_user(libc, flags)
+    else:
+        _check(libc.unshare(flags), "a namespace cannot be made")
+
+
+def mount_proc() -> None:
+    """Mount the /proc of this process's pid namespace where only it and its descendants see it; give up capabilities.
+
+    Raises:
+        OSError: the kernel refuses; so it does where parts of the present /proc are hidden, as in most containers.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    _check(libc.unshare(_CLONE_NEWNS), "a mount namespace cannot be made")
+    _keep_mounts(libc)
+    flags = _MS_NOSUID | _MS_NODEV | _MS_NOEXEC
+    _check(libc.mount(b"proc", b"/proc", b"proc", flags, None), "cannot be mounted", "/proc")
+    if os.geteuid() != 0:
         _drop_capabilities(libc)
 
 
@@ -135,12 +166,16 @@ def _request(mount: Mount) -> tuple[bytes, bytes, str]:
     return os.fsencode(at), options, directory
 
 
-def _unshare_as_user(libc: ctypes.CDLL) -> None:
+def _keep_mounts(libc: ctypes.CDLL) -> None:
+    _check(libc.mount(b"none", b"/", None, _MS_REC | _MS_SLAVE, None), "mounts cannot be kept to this process")
+
+
+def _unshare_as_user(libc: ctypes.CDLL, flags: int) -> None:
     uid, gid = os.geteuid(), os.getegid()
     if libc.prctl(_PR_GET_DUMPABLE, 0, 0, 0, 0) == 0:
         # A process that came from another user by setuid() may not write its own /proc files.
         libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
-    _check(libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNS), "a user namespace cannot be made")
+    _check(libc.unshare(_CLONE_NEWUSER | flags), "a user namespace cannot be made")
     with contextlib.suppress(FileNotFoundError):  # kernels before 3.19
         _write("/proc/self/setgroups", "deny")
     _write("/proc/self/uid_map", f"{uid} {uid} 1")

@@ -6,7 +6,8 @@ directory>/_air.py`.
     stand by ──▶ exec ──▶ load call.pkl ──▶ enter ──▶ function(*args) ──▶ results/<rank>.pkl  ──▶ returned
                  (user code starts here)                         └─ raises ─▶ failures/<rank>.json, .pkl ─▶ failed
 
-A rank that is to run a program does that instead (`command.py`).
+A rank that is to run a program does that instead (`command.py`); one that is to have a Ray cluster calls the function
+as the cluster's driver, in a child (`raycluster/task.py`).
 
 What is said here is durable in the run directory before it is said: a supervisor that hears `returned` finds the whole
 file. After its outcome a rank ends as a Python process does (threads joined, `atexit` run), but without tearing the
@@ -40,6 +41,8 @@ from .channel import Channel
 from .entry import pass_gate
 from .failure import describe, dump_exception, tell_of_copies
 from .payload import PayloadNotWritten, PayloadTooLarge, dump, dumps, loads
+from .raycluster import task
+from .raycluster.words import read_share
 
 Report = Callable[[protocol.Message], None]
 
@@ -100,7 +103,7 @@ def main(channel: Channel, events: Channel) -> int:
 
     def report(event: protocol.Message) -> None:
         with contextlib.suppress(OSError):  # the supervisor is gone: the stem ends us
-            events.send(protocol.encode({**event, "rank": place.rank, "at": protocol.now_ns()}))
+            events.send(protocol.encode({"at": protocol.now_ns(), **event, "rank": place.rank}))
 
     with _stack_on_signal(place):
         try:
@@ -109,10 +112,32 @@ def main(channel: Channel, events: Channel) -> int:
             _fail(place, error, report)
             return 1
         if message.get("command") is None:
-            if message.get("tracked") is True:
-                mlflow_hook.install(place.directory, place.rank)
-            return execute(place, report)
+            call = _call(place, tracked=message.get("tracked") is True)
+            if isinstance(cluster := message.get("ray"), dict):
+                return task.run(read_share(cluster), _node_task(place, _environment(message), report, call))
+            return call(report)
     return command.run(protocol.strings(message, "command"), report)
+
+
+def _call(place: Place, *, tracked: bool) -> Callable[[Report], int]:
+    def call(report: Report) -> int:
+        if tracked:
+            mlflow_hook.install(place.directory, place.rank)
+        return execute(place, report)
+
+    return call
+
+
+def _node_task(place: Place, environment: dict[str, str], report: Report, drive: Callable[[Report], int]) -> task.Work:
+    return task.Work(
+        directory=place.directory,
+        environment=environment,
+        report=report,
+        drive=drive,
+        finish=lambda: _return(place, None, report),
+        fail=lambda error: _fail(place, error, report),
+        lose=lambda record: _store_failure(place, record, None, report),
+    )
 
 
 def execute(place: Place, report: Report) -> int:
@@ -187,12 +212,21 @@ def _wait_for_others(place: Place) -> None:
 def _fail(place: Place, error: BaseException, report: Report, **extra: object) -> int:
     """Store a failure, report it, and return the exit code."""
     tell_of_copies(error, place.copies)
-    record = {**describe(error), "rank": place.rank}
+    record = describe(error)
     record.update({f"value_{key}" if key in ("type", "repr") else key: value for key, value in extra.items()})
+    return _store_failure(place, record, error, report)
+
+
+def _store_failure(place: Place, record: protocol.Message, error: BaseException | None, report: Report) -> int:
+    """Store and report a failure; one without an exception replaces what was stored before."""
+    record = {**record, "rank": place.rank, "pickled": False}
     path = os.path.join(place.directory, "failures", str(place.rank))
-    record["pickled"] = False
     with contextlib.suppress(OSError):  # a full disk must not hide the failure: the event below carries its core
-        record["pickled"] = dump_exception(error, f"{path}.pkl")
+        if error is not None:
+            record["pickled"] = dump_exception(error, f"{path}.pkl")
+        else:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(f"{path}.pkl")
         with open(f"{path}.json.tmp", "w", encoding="utf-8", errors="backslashreplace") as file:
             json.dump(record, file)
         os.rename(f"{path}.json.tmp", f"{path}.json")

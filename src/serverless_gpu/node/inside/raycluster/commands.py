@@ -1,0 +1,95 @@
+"""A node's share of the cluster → the arguments of `ray start`; pure.
+
+Every port is named (see `ports.py`), usage statistics are off, the dashboard is off unless asked for. `--block` keeps
+the program there as the parent of Ray's processes: whoever waits for it sees the cluster end.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from .ports import Ports
+from .variables import LOOPBACK
+from .words import Share
+
+
+def head_arguments(share: Share, ports: Ports, temporary: str, *, client: bool) -> list[str]:
+    """Return the arguments that start the head, which is a node with devices, too.
+
+    Args:
+        share: this node's share.
+        ports: free ones.
+        temporary: Ray's directory for sessions.
+        client: whether this Ray can serve `ray://` connections: then it does so at a fixed port unless it is told
+            another one, and where it cannot it refuses to be told.
+    """
+    arguments = [
+        "--head",
+        f"--port={ports.gcs}",
+        *_common(share, ports, temporary),
+        f"--include-dashboard={'true' if share.dashboard else 'false'}",
+        f"--dashboard-host={LOOPBACK}",
+        f"--dashboard-port={ports.dashboard}",
+    ]
+    return arguments + ([f"--ray-client-server-port={ports.client_server}"] if client else [])
+
+
+def worker_arguments(share: Share, ports: Ports, temporary: str, address: str) -> list[str]:
+    """Return the arguments that start a node which joins a head.
+
+    Args:
+        share: this node's share.
+        ports: free ones.
+        temporary: Ray's directory for sessions.
+        address: the cluster's, as the head's node told it.
+    """
+    return [f"--address={address}", *_common(share, ports, temporary)]
+
+
+def cluster_address(share: Share, ports: Ports) -> str:
+    """Return what a driver has as RAY_ADDRESS, and other nodes join."""
+    return f"{LOOPBACK if share.num_nodes == 1 else share.address}:{ports.gcs}"
+
+
+def ready_sentence(share: Share, shares: Sequence[Share], version: str, page: str) -> str:
+    """Return what is said once the cluster is there.
+
+    Args:
+        share: the head's share.
+        shares: those of all nodes.
+        version: of Ray.
+        page: the dashboard's address, or "".
+    """
+    devices, cpus = sum(one.devices for one in shares), sum(one.cpus for one in shares)
+    nodes = "1 node" if len(shares) == 1 else f"{len(shares)} nodes"
+    gpus = f"{devices} {share.accelerator}, " if share.accelerator and devices else ""
+    store = f"object store {share.object_store_bytes / 1e9:.1f} GB" + (" on each" if len(shares) > 1 else "")
+    sentence = f"Ray {version}: {nodes}, {gpus}{cpus} CPUs, {store}"
+    return f"{sentence}, dashboard {page}" if page else sentence
+
+
+def _common(share: Share, ports: Ports, temporary: str) -> list[str]:
+    arguments = [
+        "--block",
+        f"--object-manager-port={ports.object_manager}",
+        f"--node-manager-port={ports.node_manager}",
+        f"--runtime-env-agent-port={ports.runtime_env_agent}",
+        f"--dashboard-agent-grpc-port={ports.agent_grpc}",
+        f"--dashboard-agent-listen-port={ports.agent_http}",
+        f"--metrics-export-port={ports.metrics}",
+        "--min-worker-port=0",  # the kernel's choice: it gives nobody a port that somebody has
+        "--max-worker-port=0",
+        f"--num-cpus={share.cpus}",
+        f"--num-gpus={share.devices if share.accelerator else 0}",
+        f"--object-store-memory={share.object_store_bytes}",
+        f"--temp-dir={temporary}",
+        "--disable-usage-stats",
+        "--log-style=record",
+        "--log-color=false",
+    ]
+    if share.accelerator and share.devices:
+        arguments.append("--resources=" + json.dumps({f"accelerator_type:{share.accelerator}": share.devices}))
+    if share.num_nodes > 1:
+        arguments.append(f"--node-ip-address={share.address}")
+    return arguments

@@ -1,0 +1,94 @@
+"""The driver: a fork of the node task that imports Ray while the head starts, then runs the caller's function.
+
+    node task ── fork ─▶ driver   import ray … waits
+              ── {"env": {…}} ─▶  the function, as in any rank
+              ◀── exec enter returned failed ──  passed on to the supervisor by the node task
+
+What it says goes through the node task because only that one knows whether Ray died first. Its end is the node task's:
+the same exit code, the same signal.
+
+Failure cases: Ray cannot be imported (the function's own import says so); the node task dies (so does the driver); it
+ends before it was told to begin (the node task sees that it ended).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+from collections.abc import Callable, Mapping
+
+from .. import linux, protocol
+from ..channel import Channel, pair
+from .namespace import Family
+
+Report = Callable[[protocol.Message], None]
+
+
+class Driver:
+    """The process the function runs in.
+
+    Args:
+        family: who it belongs to.
+        variables: its environment when it imports Ray, which reads some of it then.
+        drive: runs the function with a way to report, returns the exit code.
+
+    Attributes:
+        pid: in the node task's namespace.
+        pidfd: readable when it has ended.
+        channel: where its events come.
+    """
+
+    def __init__(self, family: Family, variables: Mapping[str, str], drive: Callable[[Report], int]) -> None:
+        self.channel, theirs = pair()
+
+        def be() -> int:
+            self.channel.close()
+            return _be_driver(theirs, variables, drive)
+
+        self.pid = family.fork(be)
+        theirs.close()
+        self.pidfd = os.pidfd_open(self.pid)
+
+    def begin(self, variables: Mapping[str, str]) -> None:
+        """Let it run the function, with some more variables."""
+        with contextlib.suppress(OSError):  # it has ended: whoever watches it says so
+            self.channel.send(protocol.encode({"env": dict(variables)}))
+
+    def hear(self) -> protocol.Message | None:
+        """Return its next event, or None when it will say nothing more."""
+        try:
+            received = self.channel.receive()
+        except OSError:
+            return None
+        return None if received is None else protocol.decode(received[0])
+
+    def end(self, number: int) -> None:
+        """Send it a signal; nothing where it has ended."""
+        with contextlib.suppress(OSError):
+            os.kill(self.pid, number)
+
+    def look(self, number: int) -> None:
+        """Pass on a signal by which a rank is asked where it is: its main thread answers."""
+        with contextlib.suppress(OSError):
+            linux.signal_main_thread(self.pid, number)
+
+
+def _be_driver(channel: Channel, variables: Mapping[str, str], drive: Callable[[Report], int]) -> int:
+    linux.set_name("sgpu-driver")
+    os.setpgid(0, 0)  # `os.killpg(0, ...)` in user code reaches the driver's own processes only
+    os.environ.clear()
+    os.environ.update(variables)
+    with contextlib.suppress(Exception):
+        importlib.import_module("ray")
+    received = channel.receive()
+    if received is None:
+        return 1
+    more = protocol.decode(received[0]).get("env")
+    os.environ.update(more if isinstance(more, dict) else {})
+
+    def report(event: protocol.Message) -> None:
+        with contextlib.suppress(OSError):
+            channel.send(protocol.encode({**event, "at": protocol.now_ns()}))
+
+    return drive(report)

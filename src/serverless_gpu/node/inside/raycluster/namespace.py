@@ -1,0 +1,138 @@
+"""The processes of a cluster on one node: a family, which lives in a pid namespace of its own and ends at once.
+
+    node task (namespace of the rank)
+      ├─ init       pid 1 in there: reaps; when it dies the kernel ends everything in there
+      ├─ ray start, driver, …   each with a /proc of the namespace: `ray stop`, which looks for everything that is
+      └─                        called like Ray, finds this cluster's processes and no other's
+
+Two keep this from being needed for an end: whatever is below the node task dies with it (PR_SET_PDEATHSIG), and the
+stem ends all of the run.
+
+Failure cases: the kernel refuses (containers often do): then there is no namespace, the node task becomes the
+sub-reaper of all it starts, and ends its descendants one by one. Half a namespace, without a /proc of its own, would
+be worse than none: Ray would look up its own pids in a list in which they are somebody else's. So it is tried out
+first, in a process that goes away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+from .. import linux, mounts
+
+_CLONE_NEWPID = 0x20000000
+_END_TRIES_MAX = 1_000
+_END_PAUSE_MS = 10
+_REASON_BYTES_MAX = 1_024
+
+
+class Family:
+    """What was started here, ends together, and is reaped by this process.
+
+    Attributes:
+        refused: why there is no namespace, or "".
+    """
+
+    def __init__(self) -> None:
+        self.refused = _probe()
+        self._alive = os.pidfd_open(os.getpid())  # a parent in another namespace has no number a child could ask for
+        if self.refused:
+            linux.become_subreaper()
+            return
+        mounts.unshare(_CLONE_NEWPID)
+        self._fork(_be_init)
+
+    def fork(self, run: Callable[[], int]) -> int:
+        """Start a process of the family and return its pid in this process's namespace.
+
+        Args:
+            run: called there, with every descriptor and signal action of this process; returns the exit code.
+
+        Raises:
+            OSError: no process can be had.
+        """
+        return self._fork(run if self.refused else _with_own_proc(run))
+
+    def end(self) -> None:
+        """End every process of the family, and reap it; bounded: a process in the middle of a device call may stay."""
+        pause = select.poll()
+        for _ in range(_END_TRIES_MAX):
+            linux.kill_descendants(os.getpid())
+            try:
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+            except ChildProcessError:
+                return
+            pause.poll(_END_PAUSE_MS)
+
+    def _fork(self, run: Callable[[], int]) -> int:
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                linux.die_with(self._alive)
+                os.close(self._alive)
+                code = run()
+            finally:
+                if sys.exc_info()[0] is not None:
+                    sys.excepthook(*sys.exc_info())
+                os._exit(code)
+        return pid
+
+
+def _with_own_proc(run: Callable[[], int]) -> Callable[[], int]:
+    def enter_and_run() -> int:
+        mounts.mount_proc()
+        return run()
+
+    return enter_and_run
+
+
+def _be_init() -> NoReturn:
+    """Reap what lost its parent, until this process is ended."""
+    linux.set_name("sgpu-ray-init")
+    os.closerange(0, os.sysconf("SC_OPEN_MAX"))  # output and channels of the run would be held open
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # it stays pending when it comes between the two calls
+    while True:
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        signal.sigwait({signal.SIGCHLD})
+
+
+def _probe() -> str:
+    """Return why there can be no namespace, or ""; nothing remains of the try."""
+    reading, writing = os.pipe2(os.O_CLOEXEC)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.write(writing, _try_out().encode()[:_REASON_BYTES_MAX])
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with open(reading, "rb") as answer:
+        text = answer.read(_REASON_BYTES_MAX).decode(errors="replace")
+    os.waitpid(pid, 0)
+    return "" if text == "ok" else text or "the process that tried was ended"
+
+
+def _try_out() -> str:
+    try:
+        mounts.unshare(_CLONE_NEWPID)
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            with contextlib.suppress(OSError):
+                mounts.mount_proc()
+                code = 0 if os.readlink("/proc/self") == "1" else 1
+            os._exit(code)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        return "ok" if code == 0 else "a /proc of its own cannot be mounted"
+    except OSError as error:
+        return error.strerror or str(error)

@@ -1,0 +1,254 @@
+"""The node task: one process per node that has a Ray cluster made, and on node 0 runs the function in it as its driver.
+
+    supervisor ── "go" with "ray" ─▶ stem ─▶ rank process: the node task (one thread)
+                                               ├─ init       of the family's pid namespace (`namespace.py`)
+                                               ├─ driver     imports Ray meanwhile, waits (`driver.py`)
+                                               └─ ray start  --block --head … (`starting.py`)
+    ready ─▶ driver: function(*args) ─▶ events, passed on ─▶ supervisor
+    driver ends ─▶ family ends ─▶ logs kept, directory removed (`ending.py`) ─▶ ends as the driver did
+
+It speaks to the supervisor as any rank does. SIGTERM goes to the driver, and so do the signals by which a rank is asked
+where it is; the memfd for the answer is the same file in both.
+
+Failure cases:
+- Ray does not come up, or one of its processes without which it is no cluster ends: the failure is `engine_head_lost`
+  and names node and process. What the driver raises then is a consequence of it, told as a note. A driver that hangs
+  is given `_CONSEQUENCE_S` and ended;
+- the driver fails, or ends without a word: told as for any rank, after a look whether Ray is gone;
+- Ray ends after the driver has returned: nothing, the result is there;
+- this process dies: init, driver and Ray follow (PR_SET_PDEATHSIG); the directory is left to the supervisor.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import select
+import signal
+import types
+from collections.abc import Callable
+from typing import NamedTuple
+
+from .. import command, protocol
+from . import commands, ending, starting, variables
+from .driver import Driver
+from .namespace import Family
+from .starting import Engine
+from .words import Share
+
+Report = Callable[[protocol.Message], None]
+
+LOST = "engine_head_lost"
+_CONSEQUENCE_S = 2.0  # for the driver to notice by itself that Ray is gone, and to say where it was
+_SUSPICION_S = 0.5  # for a death of Ray's to show that the driver may have noticed first
+_STRANGER_S = 0.1
+
+
+class Work(NamedTuple):
+    """What a node task does for its rank.
+
+    Attributes:
+        directory: of the attempt.
+        environment: the rank's variables, the caller's and ours.
+        report: says something to the supervisor.
+        drive: runs the function, given a way to report; returns the exit code. Called in the driver.
+        finish: stores and reports None as what the rank returned; returns the exit code.
+        fail: stores and reports an exception as the rank's failure; returns the exit code.
+        lose: the same for a failure that is not an exception, from its record.
+    """
+
+    directory: str
+    environment: dict[str, str]
+    report: Report
+    drive: Callable[[Report], int]
+    finish: Callable[[], int]
+    fail: Callable[[BaseException], int]
+    lose: Callable[[protocol.Message], int]
+
+
+def run(share: Share, work: Work) -> int:
+    """Have this node's part of the cluster, until the driver has ended; return the exit code.
+
+    Args:
+        share: this node's part.
+        work: what there is to do.
+    """
+    try:
+        version = starting.ray_version()
+    except starting.RayMissing as error:
+        return work.fail(error)
+    task = _Task(share, work, version)
+    try:
+        code = task.head()
+    finally:
+        task.family.end()
+        ending.save_logs(share.directory, os.path.join(work.directory, "ray", str(share.node_rank)))
+        ending.remove(share.directory)
+    return code if code >= 0 else command.end_of(-code)
+
+
+class _Task:
+    def __init__(self, share: Share, work: Work, version: str) -> None:
+        self.share = share
+        self.work = work
+        self.version = version
+        self.tokens = starting.knows_tokens(version)
+        os.makedirs(share.directory, 0o700, exist_ok=True)
+        if self.tokens:
+            self._write_token()
+        self.family = Family()
+        base = {**variables.stripped(work.environment), **variables.cluster_variables(share, token=self.tokens)}
+        self.environment = base
+        self.outcome = False  # whether how the driver ended has been said
+        self._say_what_is_missing()
+
+    def head(self) -> int:
+        """Start the head, then run the driver to its end; return how it ended, a signal as a negative number."""
+        driver = Driver(self.family, {**variables.stripped(dict(os.environ)), **self.environment}, self.work.drive)
+        self._pass_signals_to(driver)
+        try:
+            engine = self._start(driver)
+        except (starting.StartFailed, OSError) as error:
+            driver.end(signal.SIGKILL)
+            return self._lose(f"Ray could not be started on node {self.share.host}: {error}", None)
+        if engine is None:
+            return self._reap(driver)
+        ports, address = engine.ports, commands.cluster_address(self.share, engine.ports)
+        page = f"http://{variables.LOOPBACK}:{ports.dashboard}" if self.share.dashboard else ""
+        self._say(commands.ready_sentence(self.share, [self.share], self.version, page))
+        driver.begin({**variables.port_variables(ports), "RAY_ADDRESS": address})
+        return self._attend(driver, engine)
+
+    def _start(self, driver: Driver) -> Engine | None:
+        share = self.share
+        client = starting.can_serve_clients()
+        return starting.start(
+            self.family,
+            share.directory,
+            lambda ports: {**self.environment, **variables.port_variables(ports)},
+            lambda ports, temporary: commands.head_arguments(share, ports, temporary, client=client),
+            lambda: bool(select.select([driver.pidfd], [], [], 0)[0]),
+        )
+
+    def _attend(self, driver: Driver, engine: Engine) -> int:
+        """Pass on what the driver says until it has ended or Ray has."""
+        poll = select.poll()
+        for fd in (driver.channel.fileno(), driver.pidfd, *engine.watched):
+            poll.register(fd, select.POLLIN)
+        while True:
+            ready = {fd for fd, _ in poll.poll()}
+            if driver.channel.fileno() in ready:
+                event = driver.hear()
+                if event is None:
+                    poll.unregister(driver.channel.fileno())
+                elif (code := self._take(event, engine, driver)) is not None:
+                    return code
+            elif driver.pidfd in ready:
+                return self._driver_ended(driver, engine)
+            elif ready & set(engine.watched):
+                if not self.outcome:
+                    return self._engine_gone(driver, engine)
+                for fd in engine.watched:
+                    poll.unregister(fd)
+                engine = engine._replace(watched={})
+
+    def _take(self, event: protocol.Message, engine: Engine, driver: Driver) -> int | None:
+        """Pass an event on; return the exit code where it is a failure that Ray's end explains."""
+        if event.get("event") == "failed":
+            failure = event.get("failure")
+            record = failure if isinstance(failure, dict) else {}
+            suspicious = "ray" in str(record.get("traceback", "")) or record.get("peer_lost") is True
+            if gone := engine.gone(_SUSPICION_S if suspicious else _STRANGER_S):
+                driver.end(signal.SIGKILL)
+                return self._lose_engine(gone, engine, record)
+        self.outcome |= event.get("event") in ("returned", "failed")
+        self.work.report(event)
+        return None
+
+    def _driver_ended(self, driver: Driver, engine: Engine) -> int:
+        code = self._reap(driver)
+        if not self.outcome and code and (gone := engine.gone(_SUSPICION_S)):
+            return self._lose_engine(gone, engine, None)
+        return code
+
+    def _engine_gone(self, driver: Driver, engine: Engine) -> int:
+        """Let the driver say what came of it, end it, and tell the failure."""
+        gone = engine.gone()
+        poll = select.poll()
+        poll.register(driver.channel.fileno(), select.POLLIN)
+        until = protocol.now_ns() + int(_CONSEQUENCE_S * 1e9)
+        consequence: protocol.Message | None = None
+        while (left_ns := until - protocol.now_ns()) > 0 and poll.poll(left_ns / 1e6):
+            event = driver.hear()
+            if event is None:
+                break
+            if event.get("event") == "returned":
+                self.outcome = True
+                self.work.report(event)
+                return self._attend(driver, engine._replace(watched={}))
+            if event.get("event") == "failed":
+                failure = event.get("failure")
+                consequence = failure if isinstance(failure, dict) else None
+                break
+            self.work.report(event)
+        driver.end(signal.SIGKILL)
+        return self._lose_engine(gone, engine, consequence)
+
+    def _lose_engine(self, gone: str, engine: Engine, consequence: protocol.Message | None) -> int:
+        kept = os.path.join(self.work.directory, "ray", str(self.share.node_rank))
+        text = f"Ray on node {self.share.host} is gone: its {gone} ended while the run needed it. Its logs: {kept}"
+        words = engine.last_words()
+        return self._lose(f"{text}\n{words}" if words else text, consequence)
+
+    def _lose(self, text: str, consequence: protocol.Message | None) -> int:
+        self.outcome = True
+        record: protocol.Message = {
+            "type": "EngineHeadLost",
+            "module": "serverless_gpu.errors",
+            "message": text,
+            "notes": [],
+            "traceback": "",
+            "kind": LOST,
+            "exit_code": None,
+            "peer_lost": False,
+            "gpu_oom": False,
+        }
+        if consequence is not None:
+            said = f"{consequence.get('type', 'an exception')}: {consequence.get('message', '')}"
+            record["notes"] = [f"the function then raised {said}"]
+            record["traceback"] = consequence.get("traceback", "")
+        return self.work.lose(record)
+
+    def _reap(self, driver: Driver) -> int:
+        return os.waitstatus_to_exitcode(os.waitpid(driver.pid, 0)[1])
+
+    def _pass_signals_to(self, driver: Driver) -> None:
+        def terminate(_number: int, _frame: types.FrameType | None) -> None:
+            driver.end(signal.SIGTERM)
+
+        def look(number: int, _frame: types.FrameType | None) -> None:
+            driver.look(number)
+
+        faulthandler.unregister(protocol.STACK_SIGNAL)
+        faulthandler.disable()  # the driver's last stack is in that file; a signal that is repeated here must add none
+        signal.signal(signal.SIGTERM, terminate)
+        for number in protocol.LOOK_SIGNALS:
+            signal.signal(number, look)
+
+    def _write_token(self) -> None:
+        path = os.path.join(self.share.directory, variables.TOKEN_FILE)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with open(fd, "w", encoding="ascii") as file:
+            file.write(variables.token_of(self.share.secret))
+
+    def _say_what_is_missing(self) -> None:
+        if not self.tokens:
+            self._say(
+                f"Ray {self.version} has no token authentication, so any process on this machine can use the run's "
+                f"cluster; Ray 2.52 and later have it"
+            )
+        if self.family.refused:
+            self._say(f"the run's Ray has no pid namespace of its own: {self.family.refused}")
+
+    def _say(self, text: str) -> None:
+        self.work.report({"event": "say", "text": text})

@@ -1,0 +1,95 @@
+"""Which environment variables Ray's processes and the driver have; pure.
+
+The caller's shell may belong to another Ray: an address, a token, a temporary directory of it would tie this cluster to
+that one. So everything that begins with ``RAY_`` goes, but for what only tunes a library; and torch's world, which the
+run's supervisor announces to every rank, goes too: a driver is in none, and Ray Train makes worlds of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+from collections.abc import Mapping
+
+from .ports import Ports
+from .words import Share
+
+TOKEN_FILE = "token"
+LOOPBACK = "127.0.0.1"
+
+_WORLD = frozenset(
+    {
+        "GROUP_RANK",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "NODE_RANK",
+        "RANK",
+        "TORCHELASTIC_RUN_ID",
+        "WORLD_SIZE",
+    }
+)
+# They tune what user code sees of a library, and say nothing of where a cluster is or who may enter it.
+_KEPT = frozenset(
+    {
+        "RAY_BACKEND_LOG_LEVEL",
+        "RAY_CHDIR_TO_TRIAL_DIR",
+        "RAY_COLOR_PREFIX",
+        "RAY_DEDUP_LOGS",
+        "RAY_DEDUP_LOGS_AGG_WINDOW_S",
+        "RAY_DEDUP_LOGS_ALLOW_REGEX",
+        "RAY_DEDUP_LOGS_SKIP_REGEX",
+        "RAY_PROFILING",
+        "RAY_TQDM",
+        "RAY_memory_monitor_refresh_ms",
+        "RAY_memory_usage_threshold",
+        "RAY_verbose_spill_logs",
+    }
+)
+_KEPT_PREFIXES = ("RAY_AIR_", "RAY_DATA_", "RAY_TRAIN_", "RAY_TUNE_")
+_METRIC_PORTS = frozenset({"AUTOSCALER_METRIC_PORT", "DASHBOARD_METRIC_PORT"})
+
+
+def stripped(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return variables without those of another Ray cluster and of torch's world."""
+    return {name: value for name, value in variables.items() if _stays(name)}
+
+
+def cluster_variables(share: Share, *, token: bool) -> dict[str, str]:
+    """Return what every process of the cluster has in its environment: Ray's own, workers, driver.
+
+    Ray reads some of it when it is imported.
+
+    Args:
+        share: this node's share.
+        token: whether this Ray knows tokens.
+    """
+    variables = {"RAY_USAGE_STATS_ENABLED": "0"}  # they are on by default, and would call out
+    if share.num_nodes == 1:
+        # "No cluster of several machines": the one way to have every process of Ray's listen on loopback only.
+        variables["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    if token:
+        variables["RAY_AUTH_MODE"] = "token"
+        variables["RAY_AUTH_TOKEN_PATH"] = os.path.join(share.directory, TOKEN_FILE)
+    return variables
+
+
+def port_variables(ports: Ports) -> dict[str, str]:
+    """Return what names those ports that `ray start` has no argument for."""
+    return {
+        "AUTOSCALER_METRIC_PORT": str(ports.autoscaler_metrics),
+        "DASHBOARD_METRIC_PORT": str(ports.dashboard_metrics),
+    }
+
+
+def token_of(secret: str) -> str:
+    """Return the token of a run's cluster, the same on all its nodes and of no use for anything else."""
+    return hmac.new(secret.encode(), b"the token of the run's Ray cluster", hashlib.sha256).hexdigest()
+
+
+def _stays(name: str) -> bool:
+    if name in _WORLD or name in _METRIC_PORTS:
+        return False
+    return not name.startswith("RAY_") or name in _KEPT or name.startswith(_KEPT_PREFIXES)
