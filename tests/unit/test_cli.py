@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import cast
 
 import pytest
 from click.testing import CliRunner, Result
@@ -204,6 +205,23 @@ def test_one_run_in_full(runs: Path) -> None:
     assert f"files: {runs / FIRST / '1'} (" in "\n".join(lines)
     assert ["14", "B", "logs/0.stdout"] in [line.split() for line in lines]
     assert lines[-1] == "where ranks stood when nothing moved: hang-1.txt"
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({}, "Ray cluster"),
+        ({"dashboard": True}, "Ray cluster with dashboard"),
+        (
+            {"dashboard": True, "object_store_bytes": 20_000_000_000},
+            "Ray cluster with dashboard, object store 20.0 GB",
+        ),
+    ],
+)
+def test_a_run_with_a_ray_cluster_says_so(runs: Path, asked: dict[str, object], said: str) -> None:
+    spec = cast("dict[str, object]", SPEC["spec"]) | {"ray": asked}
+    (runs / FIRST / "1" / "spec.json").write_text(json.dumps(SPEC | {"spec": spec, "world_size": 1}))
+    assert sgpu("show").output.splitlines()[1] == f"asked for: {said} · gpus=2 · gpu_type=H100 · tags=team=search"
 
 
 def test_a_link_that_came_after_the_receipt_is_shown_and_where_it_is_tracked_is_nothing_that_was_asked_for(

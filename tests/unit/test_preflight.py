@@ -167,6 +167,36 @@ def explained(function: Callable[..., object], *args: object, **kwargs: object) 
     return preflight.explain_unpicklable(function, args, kwargs, caught.value)
 
 
+class RemoteFunction:
+    """Ray's wrapper of a task, as far as it is looked at."""
+
+    __module__ = "ray.remote_function"
+
+    def __init__(self, function: Callable[..., object]) -> None:
+        self._function = function
+
+    def __call__(self) -> None: ...
+
+
+class ActorClass:
+    """Ray's wrapper of an actor: the user's class is a base of the wrapper's."""
+
+    __module__ = "ray.actor"
+
+    def __call__(self) -> None: ...
+
+
+class WrappedActor(ActorClass):
+    __ray_actor_class__ = Callables
+
+
+@pytest.mark.parametrize(("wrapper", "name"), [(RemoteFunction(plain), "plain"), (WrappedActor(), "Callables")])
+def test_what_ray_starts_is_no_driver(wrapper: object, name: str) -> None:
+    with pytest.raises(NotDistributable, match=rf"^{name} is a task or an actor of Ray's") as caught:
+        preflight.check_function(wrapper)
+    assert "@ray.remote" in caught.value.hint
+
+
 def test_F54_a_lock_in_a_closure() -> None:
     lock, other = threading.Lock(), 5
 

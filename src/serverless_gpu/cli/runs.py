@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 _STATES = [*(state.value for state in State), NOT_STARTED, UNREADABLE]
 _NAME_CHARACTERS_MAX = 32
 _FILES_MAX = 200
-_NOT_ASKED = frozenset({"name", "resources", "tracker"})  # shown otherwise, or nobody's wish
+_NOT_ASKED = frozenset({"name", "resources", "tracker", "ray"})  # shown otherwise, or nobody's wish
 
 
 @click.command()
@@ -242,6 +242,8 @@ def _asked_text(record: Record) -> str:
     if "tags" in asked:
         asked["tags"] = ",".join(f"{name}={value}" for name, value in record.spec.tags.items())
     ranks = [f"{record.world_size} rank{'' if record.world_size == 1 else 's'}"] if record.world_size else []
+    if record.spec.ray is not None:
+        ranks = [record.spec.ray.text()]
     return " · ".join([*ranks, *(f"{key}={value}" for key, value in asked.items())])
 
 

@@ -27,6 +27,7 @@ __all__ = ["Packed", "bind_arguments", "check_function", "explain_unpicklable", 
 _SIZE_WARNED = 10_000_000
 _SOURCES_SIZE_MAX = 2_000_000
 _UNWRAP_MAX = 100
+_OF_RAY = ("ray.remote_function", "ray.actor")
 
 
 class Packed(NamedTuple):
@@ -40,12 +41,17 @@ def check_function(function: object) -> None:
     """Refuse what cannot run on ranks.
 
     Raises:
-        NotDistributable: not callable, an async function, or a generator function.
+        NotDistributable: not callable, an async function, a generator function, or a task or actor of Ray's.
     """
     if not callable(function):
         hint = "put the decorator below @classmethod or @property" if hasattr(function, "__get__") else ""
         raise NotDistributable(
             f"{type(function).__qualname__!r} objects cannot be run on ranks: not callable", hint=hint
+        )
+    if any(cls.__module__ in _OF_RAY for cls in type(function).__mro__):
+        raise NotDistributable(
+            f"{_rays_name(function)} is a task or an actor of Ray's, which a driver starts with .remote(...)",
+            hint="leave @ray.remote out, or decorate the function that starts it: that is the driver",
         )
     body = _body(function)
     if inspect.iscoroutinefunction(body):
@@ -135,6 +141,11 @@ def _name(function: object) -> str:
     while isinstance(function, functools.partial):
         function = function.func
     return str(getattr(function, "__qualname__", None) or type(function).__qualname__).rpartition("<locals>.")[2]
+
+
+def _rays_name(wrapper: object) -> str:
+    plain = getattr(wrapper, "_function", None) or getattr(wrapper, "__ray_actor_class__", None)
+    return _name(wrapper if plain is None else plain)
 
 
 def _problems(signature: inspect.Signature, args: Sequence[object], kwargs: Mapping[str, object]) -> list[str]:

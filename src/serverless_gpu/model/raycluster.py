@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
+from serverless_gpu.units import format_bytes
+
 OBJECT_STORE_BYTES_MIN = 80_000_000  # Ray refuses less than 75 MiB
 OBJECT_STORE_BYTES_MAX = 200_000_000_000
 _OF_MEMORY = 0.3  # Ray's own default share
@@ -24,6 +26,12 @@ class RayCluster(msgspec.Struct, frozen=True, kw_only=True):
 
     dashboard: bool = False
     object_store_bytes: int | None = None
+
+    def text(self) -> str:
+        """Return what was asked for, in words: ``Ray cluster with dashboard, object store 20.0 GB``."""
+        store = "" if self.object_store_bytes is None else f"object store {format_bytes(self.object_store_bytes)}"
+        extras = ", ".join(filter(None, ("dashboard" if self.dashboard else "", store)))
+        return f"Ray cluster with {extras}" if extras else "Ray cluster"
 
 
 def object_store_bytes(memory_bytes: int, shared_bytes: int, asked: int | None = None) -> int:

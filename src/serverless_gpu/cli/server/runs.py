@@ -92,7 +92,8 @@ def story(view: RunView) -> Iterator[str]:
     yield " · ".join(part for part in (f"run {view.id}", view.name, view.state.value, reason) if part)
     if view.sentence:
         yield view.sentence
-    yield f"asked for: {devices_text(view)}, by {view.owner}" + (f" for {view.team}" if view.team else "")
+    cluster = "" if view.spec.ray is None else f", {view.spec.ray.text()}"
+    yield f"asked for: {devices_text(view)}{cluster}, by {view.owner}" + (f" for {view.team}" if view.team else "")
     started = view.started_ns or view.created_ns
     took = "" if view.started_ns is None else f" · took {format_duration_ms(_took_ms(view))}"
     yield f"{'submitted' if view.started_ns is None else 'started'}: {format_moment(started)}{took}"
