@@ -3,7 +3,8 @@
     supervisor ── "go" with "ray" ─▶ stem ─▶ rank process: the node task (one thread)
                                                ├─ init       of the family's pid namespace (`namespace.py`)
                                                ├─ driver     imports Ray meanwhile, waits (`driver.py`)
-                                               └─ ray start  --block --head … (`starting.py`)
+                                               ├─ ray start  --block --head … (`starting.py`)
+                                               └─ monitor   Ray's metrics into a file (`monitor.py`)
     ready ─▶ driver: function(*args) ─▶ events, passed on ─▶ supervisor
     driver ends ─▶ family ends ─▶ logs kept, directory removed (`ending.py`) ─▶ ends as the driver did
 
@@ -21,6 +22,7 @@ Failure cases:
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import select
@@ -30,9 +32,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from .. import command, protocol
-from . import commands, ending, starting, variables
+from . import commands, ending, monitor, starting, variables
 from .driver import Driver
 from .namespace import Family
+from .ports import Ports
 from .starting import Engine
 from .words import Share
 
@@ -99,6 +102,7 @@ class _Task:
         self.family = Family()
         base = {**variables.stripped(work.environment), **variables.cluster_variables(share, token=self.tokens)}
         self.environment = base
+        self.without_metrics = monitor.missing()
         self.outcome = False  # whether how the driver ended has been said
         self._say_what_is_missing()
 
@@ -117,6 +121,7 @@ class _Task:
         page = f"http://{variables.LOOPBACK}:{ports.dashboard}" if self.share.dashboard else ""
         self._say(commands.ready_sentence(self.share, [self.share], self.version, page))
         driver.begin({**variables.port_variables(ports), "RAY_ADDRESS": address})
+        self._record_metrics(ports)
         return self._attend(driver, engine)
 
     def _start(self, driver: Driver) -> Engine | None:
@@ -129,6 +134,13 @@ class _Task:
             lambda ports, temporary: commands.head_arguments(share, ports, temporary, client=client),
             lambda: bool(select.select([driver.pidfd], [], [], 0)[0]),
         )
+
+    def _record_metrics(self, ports: Ports) -> None:
+        """Have this node's metrics read (`monitor.py`) for as long as the family lives."""
+        path = os.path.join(self.work.directory, "ray", f"{self.share.node_rank}.metrics.json")
+        if not self.without_metrics:
+            with contextlib.suppress(OSError):  # no process can be had: the run goes on without
+                self.family.fork(lambda: monitor.run(self.share.address, ports.metrics, path))
 
     def _attend(self, driver: Driver, engine: Engine) -> int:
         """Pass on what the driver says until it has ended or Ray has."""
@@ -249,6 +261,8 @@ class _Task:
             )
         if self.family.refused:
             self._say(f"the run's Ray has no pid namespace of its own: {self.family.refused}")
+        if self.without_metrics:
+            self._say(self.without_metrics)
 
     def _say(self, text: str) -> None:
         self.work.report({"event": "say", "text": text})
