@@ -80,6 +80,10 @@ class _Found(msgspec.Struct, frozen=True, kw_only=True):
     def is_current(self) -> bool:
         return self.attempt.ended_ns is None and self.run.fence == self.attempt.fence
 
+    @property
+    def ranks(self) -> int:
+        return self.run.spec.processes(self.attempt.world_size)
+
 
 class _Applied(msgspec.Struct, frozen=True, kw_only=True):
     """What a report changed: `told` when it is the current attempt's, `settled` when its receipt is news."""
@@ -163,7 +167,7 @@ def _find(connection: sa.Connection, run_id: str, fence: int) -> _Found | None:
 
 def _check(services: Services, found: _Found, said: Report) -> None:
     """Refuse what cannot be, before anything of the report is applied."""
-    ranks = found.attempt.world_size
+    ranks = found.ranks
     for piece in said.logs:
         if not 0 <= piece.rank < ranks:
             raise InvalidValue(f"attempt {found.attempt.gang} has no rank {piece.rank}: it has {ranks}")
@@ -320,9 +324,9 @@ def _check_results(connection: sa.Connection, found: _Found, said: Report) -> No
     if ending is None or ending.reason is not Reason.COMPLETED or not isinstance(found.run.spec.payload, Function):
         return
     there = files.count(connection, attempt.run_id, attempt.fence, prefix="results/")
-    if there < attempt.world_size:
+    if there < found.ranks:
         raise InvalidValue(
-            f"attempt {attempt.gang} is said to have completed, and {there} of {attempt.world_size} results are here",
+            f"attempt {attempt.gang} is said to have completed, and {there} of {found.ranks} results are here",
             hint="results come before the ending, or with it",
         )
 
