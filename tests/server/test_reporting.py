@@ -15,7 +15,6 @@ from serverless_gpu.errors import InvalidValue, NotFound, ServerlessGpuError, To
 from serverless_gpu.model.attempt import Reason, State, StopReason
 from serverless_gpu.model.ledger import Fact, FactKind
 from serverless_gpu.model.run_lifecycle import Ended, GivenUp, Silent, StopAsked
-from serverless_gpu.model.raycluster import RayCluster
 from serverless_gpu.model.spec import BlobReference, Command
 from serverless_gpu.server import attempts, audit, facts, files, reporting, tables, views
 from serverless_gpu.server.callers import Caller
@@ -330,17 +329,6 @@ def test_a_run_has_not_completed_without_the_results_of_all_ranks(
     assert rows(database, tables.files) == []
     say(services, run_id, State.STOPPING, exec_ns=T0, files=RESULTS[:1])
     say(services, run_id, State.STOPPING, exec_ns=T0, files=RESULTS[1:], ending=COMPLETED)
-    assert stored(database, run_id).state is State.SUCCEEDED
-
-
-def test_a_run_with_a_ray_cluster_has_one_result_for_each_node(services: Services, database: Database) -> None:
-    run_id = add_run(database, ray=RayCluster())
-    place(database, run_id, world_size=8)
-    with pytest.raises(InvalidValue, match="0 of 1 results are here"):
-        say(services, run_id, State.STOPPING, exec_ns=T0, ending=COMPLETED)
-    with pytest.raises(InvalidValue, match="has no rank 1: it has 1"):
-        say(services, run_id, logs=(piece(b"r1", rank=1),))
-    say(services, run_id, State.STOPPING, exec_ns=T0, files=RESULTS[:1], ending=COMPLETED)
     assert stored(database, run_id).state is State.SUCCEEDED
 
 
