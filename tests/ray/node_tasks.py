@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -180,6 +182,20 @@ def node_task(
         yield task
     finally:
         task.close()
+
+
+@contextmanager
+def cluster_directory() -> Iterator[Path]:
+    """Make a directory for one node's part of a cluster and hold it as a supervisor does: agents sweep others."""
+    path = Path(f"/tmp/sgpu-ray-{secrets.token_hex(4)}")
+    path.mkdir(0o700)
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(fd)
 
 
 def _paths() -> list[str]:

@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.ray import drivers
-from tests.ray.node_tasks import node_task, share
+from tests.ray.node_tasks import cluster_directory, node_task, share
 
 pytestmark = [pytest.mark.heavy, pytest.mark.slow]
 
 
 @pytest.fixture
 def directory() -> Iterator[Path]:
-    """Return a short private directory for a cluster."""
-    path = Path(tempfile.mkdtemp(prefix="sgpu-ray-"))
-    yield path
-    shutil.rmtree(path, ignore_errors=True)
+    """Have a directory for a cluster."""
+    with cluster_directory() as path:
+        yield path
 
 
 def test_the_function_is_the_driver_of_a_cluster_of_the_nodes_devices(tmp_path: Path, directory: Path) -> None:
     with node_task(tmp_path / "a", share(directory), drivers.look_around, RAY_ADDRESS="192.0.2.1:6379") as task:
-        assert task.end() == 0, task.output()
+        assert task.end() == 0, (task.said, task.output())
     seen = task.value()
     assert isinstance(seen, dict)
     assert [event["event"] for event in task.said] == ["say", "exec", "enter", "returned"]

@@ -1,4 +1,4 @@
-"""What is kept of a node's Ray when it is over, and what is removed.
+"""What is kept of a node's Ray when it is over.
 
 Ray writes a file per process below its sessions' directories. They are kept in the attempt's directory: the last
 `_FILE_BYTES_MAX` of each, the newest first until `_BYTES_MAX` are reached.
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 from collections.abc import Iterator
 
 _FILE_BYTES_MAX = 16 << 20
@@ -35,11 +34,6 @@ def save_logs(directory: str, kept: str) -> None:
                 return
             with contextlib.suppress(OSError):
                 left -= _copy(path, os.path.join(kept, name), min(left, _FILE_BYTES_MAX))
-
-
-def remove(directory: str) -> None:
-    """Remove the cluster's directory with all that is in it."""
-    shutil.rmtree(directory, ignore_errors=True)
 
 
 def _newest_first(directory: str) -> list[tuple[str, str]]:

@@ -4,12 +4,14 @@
                   output: ray-start.log           ├─ raylet       without it this node is
                                                   └─ agents, monitor, …   Ray starts those again, or goes with them
 
-Ray is ready when the raylet's socket is there: the head's services are up by then, and a driver that connects waits
-for what is still missing. It is gone when `ray start`, the raylet or the head's gcs_server is: all three are watched by
-pidfd, for `ray start --block` looks once a second, and takes a SIGTERM to one of them for a wish.
+Ray is ready when the node's agents have left their ports in files: the raylet makes itself known to the head right
+after that. Rays that leave none say so in the output of `ray start`. It is gone when `ray start`, the raylet or the
+head's gcs_server is: all three are watched by pidfd, for `ray start --block` looks once a second, and takes a SIGTERM
+to one of them for a wish.
 
-Failure cases: a port was taken meanwhile (tried again with others, `_TRIES_MAX` times); it ends, or is not ready in
-`_READY_S` (both a `StartFailed` with the last lines it wrote).
+Failure cases: one of the three ends before Ray is ready, because somebody was faster at a port, or because agents took
+longer than the 15 s that a raylet gives them (tried again, `_TRIES_MAX` times in all); Ray is not ready in `_READY_S`;
+both are a `StartFailed` with what Ray wrote last.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import importlib.util
 import os
 import re
 import select
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -34,11 +37,17 @@ TOKENS_SINCE = (2, 52)
 
 _TRIES_MAX = 3
 _READY_S = 180.0  # the first import of Ray from a slow disk takes most of it
-_LOOK_MS = 20
-_LAST_BYTES = 4_000
-_LAST_LINES = 12
-_TAKEN = re.compile(r"address already in use|port \d+ is (already )?(in use|taken|not available)|failed to bind", re.I)
+_LOOK_S = 0.02
+_LAST_BYTES = 64_000
+_LAST_LINES = 8
 _WATCHED = frozenset({"gcs_server", "raylet"})
+_AGENTS = ("dashboard_agent_listen_port_", "runtime_env_agent_port_")
+_STARTED = "Ray runtime started"
+_SLOW = "it was not ready"
+# Where Ray says why one of its processes ended, and how such a line begins.
+_LOGS = ("raylet.err", "raylet.out", "gcs_server.err", "gcs_server.out")
+_FATAL = re.compile(r"^\[[^\]]* C \d+ \d+\].*", re.M)
+_FATAL_CHARACTERS_MAX = 600
 
 
 class StartFailed(Exception):
@@ -60,7 +69,7 @@ class Engine(NamedTuple):
     """
 
     pid: int
-    watched: Mapping[int, str]
+    watched: dict[int, str]
     ports: Ports
     temporary: str
 
@@ -76,8 +85,8 @@ class Engine(NamedTuple):
         return names[0] if names else ""
 
     def last_words(self) -> str:
-        """Return the last lines `ray start` wrote."""
-        return last_lines(os.path.join(self.temporary, OUTPUT_FILE))
+        """Return what Ray wrote last that says why it ended."""
+        return last_words(self.temporary)
 
 
 def ray_version() -> str:
@@ -121,59 +130,99 @@ def start(
     Raises:
         StartFailed: it did not come up.
     """
+    problem = ""
     for number in range(1, _TRIES_MAX + 1):
-        ports, temporary = ports_module.find(), os.path.join(directory, str(number))
-        os.mkdir(temporary, 0o700)
-        output = os.path.join(temporary, OUTPUT_FILE)
-        argv = [sys.executable, "-P", "-m", "ray.scripts.scripts", "start", *arguments(ports, temporary)]
-        pid = family.fork(_program(argv, dict(variables(ports)), output))
-        pidfd = os.pidfd_open(pid)
-        problem = _wait(pidfd, temporary, stop)
-        if problem is None:
+        engine = _begin(family, os.path.join(directory, str(number)), variables, arguments)
+        ended = _wait(engine, stop)
+        if ended is None:
             return None
-        if not problem:
-            return Engine(pid, {pidfd: "ray start", **_watch(pid)}, ports, temporary)
-        os.close(pidfd)
-        told = last_lines(output)
-        if number == _TRIES_MAX or not _TAKEN.search(told):
-            raise StartFailed(f"{problem}\n{told}" if told else problem)
-    return None
+        if not ended:
+            return engine
+        problem = f"{ended}: {engine.last_words()}"
+        _give_up(engine)
+        if ended.startswith(_SLOW):
+            break
+    raise StartFailed(problem)
+
+
+def last_words(temporary: str) -> str:
+    """Return what Ray wrote last that says why it ended, "" where it wrote nothing.
+
+    Args:
+        temporary: a directory of sessions.
+    """
+    logs = os.path.join(temporary, "session_latest", "logs")
+    for name in _LOGS:
+        if fatal := _FATAL.findall(_tail(os.path.join(logs, name))):
+            return str(fatal[-1])[:_FATAL_CHARACTERS_MAX]
+    return last_lines(os.path.join(temporary, OUTPUT_FILE))
 
 
 def last_lines(path: str) -> str:
-    """Return the last lines of a file, "" where there is none."""
+    """Return the last lines of a file that say something, "" where there is none."""
+    return "\n".join([line for line in _tail(path).splitlines() if line.strip()][-_LAST_LINES:])
+
+
+def _tail(path: str) -> str:
     with contextlib.suppress(OSError), open(path, "rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _LAST_BYTES))
-        lines = file.read().decode(errors="replace").splitlines()
-        return "\n".join([line for line in lines if line.strip()][-_LAST_LINES:])
+        return file.read(_LAST_BYTES).decode(errors="replace")
     return ""
 
 
-def _wait(pidfd: int, temporary: str, stop: Callable[[], bool]) -> str | None:
+def _begin(
+    family: Family,
+    temporary: str,
+    variables: Callable[[Ports], Mapping[str, str]],
+    arguments: Callable[[Ports, str], list[str]],
+) -> Engine:
+    os.mkdir(temporary, 0o700)
+    ports = ports_module.find()
+    argv = [sys.executable, "-P", "-m", "ray.scripts.scripts", "start", *arguments(ports, temporary)]
+    pid = family.fork(_program(argv, dict(variables(ports)), os.path.join(temporary, OUTPUT_FILE)))
+    return Engine(pid, {os.pidfd_open(pid): "ray start"}, ports, temporary)
+
+
+def _wait(engine: Engine, stop: Callable[[], bool]) -> str | None:
     """Return "" when Ray is ready, what is wrong, or None when it is to stop."""
-    socket = os.path.join(temporary, "session_latest", "sockets", "raylet")
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
+    session = os.path.join(engine.temporary, "session_latest")
     until = protocol.now_ns() + int(_READY_S * 1e9)
     while protocol.now_ns() < until:
         if stop():
             return None
-        if poll.poll(_LOOK_MS):
-            return "`ray start` ended before Ray was ready"
-        if os.path.exists(socket):
+        if gone := engine.gone(_LOOK_S):
+            return f"its {gone} ended before it was ready"
+        if len(engine.watched) == 1 and os.path.exists(os.path.join(session, "sockets", "raylet")):
+            _watch(engine)
+        if len(engine.watched) > 1 and _is_ready(engine, session):
             return ""
-    return f"Ray was not ready after {_READY_S:.0f} s"
+    return f"{_SLOW} after {_READY_S:.0f} s"
 
 
-def _watch(pid: int) -> dict[int, str]:
-    """Return a pidfd for each of the processes that `ray start` cannot be without."""
-    found: dict[int, str] = {}
-    for child in linux.descendants(pid):
+def _is_ready(engine: Engine, session: str) -> bool:
+    with contextlib.suppress(OSError):
+        names = os.listdir(session)
+        if all(any(name.startswith(agent) for name in names) for agent in _AGENTS):
+            return True
+    return _STARTED in _tail(os.path.join(engine.temporary, OUTPUT_FILE))
+
+
+def _watch(engine: Engine) -> None:
+    """Watch the processes that `ray start` cannot be without, too."""
+    for child in linux.descendants(engine.pid):
         with contextlib.suppress(OSError), open(f"/proc/{child}/comm", encoding="utf-8") as file:
             name = file.read().strip()
             if name in _WATCHED:
-                found[os.pidfd_open(child)] = name
-    return found
+                engine.watched[os.pidfd_open(child)] = name
+
+
+def _give_up(engine: Engine) -> None:
+    """End what is left of a try; the agents end with the raylet, and all with the family."""
+    for pid in (*linux.descendants(engine.pid), engine.pid):
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+    for fd in engine.watched:
+        os.close(fd)
 
 
 def _program(argv: list[str], variables: dict[str, str], output: str) -> Callable[[], int]:

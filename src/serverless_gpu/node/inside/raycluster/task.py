@@ -32,7 +32,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from .. import command, protocol
-from . import commands, ending, monitor, starting, variables
+from . import commands, directory, ending, monitor, starting, variables
 from .driver import Driver
 from .namespace import Family
 from .ports import Ports
@@ -86,7 +86,7 @@ def run(share: Share, work: Work) -> int:
     finally:
         task.family.end()
         ending.save_logs(share.directory, os.path.join(work.directory, "ray", str(share.node_rank)))
-        ending.remove(share.directory)
+        directory.remove(share.directory)
     return code if code >= 0 else command.end_of(-code)
 
 
@@ -120,7 +120,7 @@ class _Task:
         ports, address = engine.ports, commands.cluster_address(self.share, engine.ports)
         page = f"http://{variables.LOOPBACK}:{ports.dashboard}" if self.share.dashboard else ""
         self._say(commands.ready_sentence(self.share, [self.share], self.version, page))
-        driver.begin({**variables.port_variables(ports), "RAY_ADDRESS": address})
+        driver.begin(variables.port_variables(ports, address))
         self._record_metrics(ports)
         return self._attend(driver, engine)
 
@@ -130,7 +130,10 @@ class _Task:
         return starting.start(
             self.family,
             share.directory,
-            lambda ports: {**self.environment, **variables.port_variables(ports)},
+            lambda ports: {
+                **self.environment,
+                **variables.port_variables(ports, commands.cluster_address(share, ports)),
+            },
             lambda ports, temporary: commands.head_arguments(share, ports, temporary, client=client),
             lambda: bool(select.select([driver.pidfd], [], [], 0)[0]),
         )
@@ -236,7 +239,8 @@ class _Task:
 
     def _pass_signals_to(self, driver: Driver) -> None:
         def terminate(_number: int, _frame: types.FrameType | None) -> None:
-            driver.end(signal.SIGTERM)
+            if not self.outcome:  # Ray's own handler would break into the tidying up of a driver that is through
+                driver.end(signal.SIGTERM)
 
         def look(number: int, _frame: types.FrameType | None) -> None:
             driver.look(number)
@@ -265,4 +269,4 @@ class _Task:
             self._say(self.without_metrics)
 
     def _say(self, text: str) -> None:
-        self.work.report({"event": "say", "text": text})
+        self.work.report({"event": "say", "text": text, "note": True})

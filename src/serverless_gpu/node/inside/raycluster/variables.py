@@ -48,6 +48,7 @@ _KEPT = frozenset(
         "RAY_verbose_spill_logs",
     }
 )
+_START_S = 180
 _KEPT_PREFIXES = ("RAY_AIR_", "RAY_DATA_", "RAY_TRAIN_", "RAY_TUNE_")
 _METRIC_PORTS = frozenset({"AUTOSCALER_METRIC_PORT", "DASHBOARD_METRIC_PORT"})
 
@@ -66,7 +67,10 @@ def cluster_variables(share: Share, *, token: bool) -> dict[str, str]:
         share: this node's share.
         token: whether this Ray knows tokens.
     """
-    variables = {"RAY_USAGE_STATS_ENABLED": "0"}  # they are on by default, and would call out
+    variables = {
+        "RAY_USAGE_STATS_ENABLED": "0",  # they are on by default, and would call out
+        "RAY_raylet_start_wait_time_s": str(_START_S),  # 30 by default, which a busy machine takes
+    }
     if share.num_nodes == 1:
         # "No cluster of several machines": the one way to have every process of Ray's listen on loopback only.
         variables["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
@@ -76,9 +80,16 @@ def cluster_variables(share: Share, *, token: bool) -> dict[str, str]:
     return variables
 
 
-def port_variables(ports: Ports) -> dict[str, str]:
-    """Return what names those ports that `ray start` has no argument for."""
+def port_variables(ports: Ports, address: str) -> dict[str, str]:
+    """Return what is known of a cluster once its ports are, for all of its processes.
+
+    Args:
+        ports: those of the processes here.
+        address: of the cluster. A task asks for it, too: Ray Train's actors do.
+    """
     return {
+        "RAY_ADDRESS": address,
+        # Ports that `ray start` has no argument for.
         "AUTOSCALER_METRIC_PORT": str(ports.autoscaler_metrics),
         "DASHBOARD_METRIC_PORT": str(ports.dashboard_metrics),
     }
