@@ -10,6 +10,7 @@ import select
 import signal
 import subprocess
 import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -255,4 +256,10 @@ def test_an_environment_whose_ray_has_no_metrics_is_told_what_to_install(monkeyp
     sentence = "Ray's own metrics are not recorded: grpc is missing (pip install 'ray[default]')"
     assert monitor.missing() == sentence
     absent.clear()
+    assert monitor.missing() == ""
+
+
+def test_a_module_that_does_not_know_where_it_is_from_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("aiohttp", "aiohttp_cors", "grpc", "prometheus_client"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     assert monitor.missing() == ""

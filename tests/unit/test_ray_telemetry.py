@@ -15,6 +15,7 @@ from serverless_gpu.model.ray_telemetry import RAY_BYTES_MAX, RaySample, read_ra
 from serverless_gpu.model.raycluster import RayCluster
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.model.telemetry import SECOND_NS, HostSample, Sample, decode, encode, merged, series
+from serverless_gpu.model.tracking_rules import valid_key
 from serverless_gpu.node.monitor.ray_file import RayFile, ray_path
 from serverless_gpu.node.monitor.recorder import Recorder
 from serverless_gpu.node.monitor.sampling import Look
@@ -84,7 +85,9 @@ def test_series_are_named_by_node_in_the_units_of_the_others() -> None:
 
 def test_every_value_has_a_series_of_its_own() -> None:
     told = RaySample(*[float(index) for index, _ in enumerate(RaySample.__struct_fields__)])
-    assert len(series(header(), Sample(ORIGIN_NS, HostSample(), ray=told))) == len(RaySample.__struct_fields__)
+    names = list(series(header(), Sample(ORIGIN_NS, HostSample(), ray=told)))
+    assert len(names) == len(RaySample.__struct_fields__)
+    assert names == [valid_key(name) for name in names], "MLflow takes them"
 
 
 def test_several_samples_become_one_with_what_was_told_last_and_peaks() -> None:

@@ -42,10 +42,17 @@ _WHOLE = "cpus"
 
 def missing() -> str:
     """Return why this environment's Ray has no metrics, as a sentence; "" where it has."""
-    absent = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    absent = [name for name in _NEEDED if not _is_there(name)]
     if not absent:
         return ""
     return f"Ray's own metrics are not recorded: {absent[0]} is missing (pip install 'ray[default]')"
+
+
+def _is_there(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ValueError:  # somebody has put a module there that does not know where it is from
+        return True
 
 
 def run(address: str, port: int, path: str, *, every_s: float = EVERY_S) -> NoReturn:
