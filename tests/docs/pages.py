@@ -11,6 +11,7 @@ A comment right above a block says how it differs from "put it into a file and r
     <!-- test: named train.py -->                   the file's name, so that later blocks can import it
     <!-- test: alone -->                            run as rank 0 of 1, with the variables torchrun would set
     <!-- test: server -->                           run with `sgpu up` running in the reader's home
+    <!-- test: ray -->                              run where Ray is installed, by `make test-all` only
     <!-- test: fake H100:8 -->                      run with these declared GPUs
     <!-- test: raises CollectiveHang -->            ends with this exception
 
@@ -36,7 +37,7 @@ _DIRECTIVE = re.compile(r"^<!-- *test\b", re.MULTILINE)
 _INDENTED = re.compile(r"^ +```(?:i?python|console)", re.MULTILINE)
 _PROMPT = re.compile(r"^\$ (.+)$", re.MULTILINE)
 _VALUES = ("named", "fake", "raises")
-_FLAGS = ("heavy", "continues", "alone", "server")
+_FLAGS = ("heavy", "continues", "alone", "server", "ray")
 
 
 class DirectiveError(Exception):
@@ -58,6 +59,7 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
         heavy: whether it needs the extra `examples`.
         alone: whether it runs as rank 0 of 1.
         server: whether a server runs in the reader's home.
+        ray: whether it runs in an environment with Ray.
     """
 
     page: str
@@ -71,6 +73,7 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
     heavy: bool = False
     alone: bool = False
     server: bool = False
+    ray: bool = False
 
     @property
     def text(self) -> str:

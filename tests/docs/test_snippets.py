@@ -13,6 +13,7 @@ from tests.docs.pages import ROOT, DirectiveError, Script, pages, scripts
 
 TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in pages()}
 SCRIPTS = [script for page, text in TEXTS.items() for script in scripts(page, text)]
+RAY_PYTHON = str(Path(sys.prefix) / "ray" / "bin" / "python")
 LIMIT_S = 100
 
 # What torchrun sets; port 0 is a free one of the kernel's choice.
@@ -33,7 +34,7 @@ for cell in {cells!r}:
 
 def _cases() -> list[object]:
     marks = {True: [pytest.mark.heavy], False: []}
-    return [pytest.param(s, id=f"{s.page}:{s.line}", marks=marks[s.heavy]) for s in SCRIPTS if not s.skip]
+    return [pytest.param(s, id=f"{s.page}:{s.line}", marks=marks[s.heavy or s.ray]) for s in SCRIPTS if not s.skip]
 
 
 @pytest.mark.parametrize("script", _cases())
@@ -51,7 +52,7 @@ def test_the_code_of_the_pages_runs(
     if script.fake:
         environ["SERVERLESS_GPU_FAKE"] = script.fake
     done = subprocess.run(
-        [sys.executable, path.name],
+        [RAY_PYTHON if script.ray else sys.executable, path.name],
         cwd=tmp_path,
         env=environ,
         capture_output=True,

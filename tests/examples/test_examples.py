@@ -23,7 +23,8 @@ LIMIT_S = 240  # each takes a tenth of that on two idle cores
 pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.timeout(LIMIT_S + 30)]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-ELSEWHERE = ("mlflow_digits.py",)  # tests/tracking/test_runs.py: in an environment with MLflow
+# In environments with MLflow, and with Ray: tests/tracking/test_runs.py, tests/ray/test_examples.py.
+ELSEWHERE = ("mlflow_digits.py", "ray_data_inference.py", "ray_train_digits.py", "ray_tune_digits.py")
 RECEIPT = "serverless-gpu: "
 # What transformers says to itself.
 FOREIGN = ("is_gradient_checkpointing", "warnings.warn(")

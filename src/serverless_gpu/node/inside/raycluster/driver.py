@@ -14,13 +14,19 @@ ends before it was told to begin (the node task sees that it ended).
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import os
+import types
 from collections.abc import Callable, Mapping
 
 from .. import linux, protocol
 from ..channel import Channel, pair
 from .namespace import Family
+
+# Ray connects by itself at the first task, actor or object, but not when it is asked for what a cluster has. A function
+# of `ray_launch` needs no `ray.init()`, whatever it does first.
+_ASKED_FIRST = ("available_resources", "cluster_resources", "nodes", "timeline")
 
 Report = Callable[[protocol.Message], None]
 
@@ -80,7 +86,7 @@ def _be_driver(channel: Channel, variables: Mapping[str, str], drive: Callable[[
     os.environ.clear()
     os.environ.update(variables)
     with contextlib.suppress(Exception):
-        importlib.import_module("ray")
+        _connect_when_asked(importlib.import_module("ray"))
     received = channel.receive()
     if received is None:
         return 1
@@ -92,3 +98,20 @@ def _be_driver(channel: Channel, variables: Mapping[str, str], drive: Callable[[
             channel.send(protocol.encode({**event, "at": protocol.now_ns()}))
 
     return drive(report)
+
+
+def _connect_when_asked(ray: types.ModuleType) -> None:
+    """Have those functions of Ray connect, too, that would otherwise ask for a `ray.init()` first."""
+    for name in _ASKED_FIRST:
+        if (function := getattr(ray, name, None)) is not None:
+            setattr(ray, name, _connected(ray, function))
+
+
+def _connected(ray: types.ModuleType, function: Callable[..., object]) -> Callable[..., object]:
+    @functools.wraps(function)
+    def connected(*args: object, **kwargs: object) -> object:
+        if not ray.is_initialized():
+            ray.init()
+        return function(*args, **kwargs)
+
+    return connected
