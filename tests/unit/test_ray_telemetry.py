@@ -21,6 +21,7 @@ from serverless_gpu.node.monitor.recorder import Recorder
 from serverless_gpu.node.monitor.sampling import Look
 from serverless_gpu.node.monitor.words import Observe, Ranks
 from serverless_gpu.testing import FakeClock
+from serverless_gpu.tracking.points import Cursor, Points
 from tests.unit.sampled import ORIGIN_NS, gpu, header, sample
 
 NOW_NS = 1000 * SECOND_NS
@@ -104,6 +105,14 @@ def test_files_of_samples_written_before_there_was_ray_are_read_as_ever() -> Non
     assert decode(old)[0] == [header(), Sample(1_800_000_001 * SECOND_NS, HostSample(10.0))]
     told = replace(sample(1, gpu()), ray=RaySample(cpus=4.0))
     assert decode(encode(told))[0] == [told]
+
+
+def test_mlflow_gets_what_ray_told_as_points(tmp_path: Path) -> None:
+    rows = [replace(sample(at), ray=RaySample(tasks_running=float(at))) for at in range(1, 4)]
+    (tmp_path / "0.telemetry").write_bytes(b"".join([encode(header()), *map(encode, rows)]))
+    points = Points(tmp_path / "0.telemetry", 1, Cursor()).next(ended=True)
+    told = [(point.key, point.value, point.step) for point in points if point.key.startswith("ray/")]
+    assert told == [("ray/node_0/tasks_running", 1.0, 1), ("ray/node_0/tasks_running", 3.0, 3)]
 
 
 # --- the file ---
