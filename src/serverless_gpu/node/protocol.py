@@ -270,10 +270,16 @@ class Accepted(Message, frozen=True, kw_only=True, tag="accepted"):
 
 
 class Waiting(Message, frozen=True, kw_only=True, tag="waiting"):
-    """Why the run has not started yet, or does not get on; `passing` is how far something is, and soon another."""
+    """Why the run has not started yet, or does not get on.
+
+    Attributes:
+        passing: it is how far something is, and soon another.
+        lasting: it is no wait, but what the run says of itself, and stays true once user code begins.
+    """
 
     sentence: str
     passing: bool = False
+    lasting: bool = False
 
 
 class Held(Message, frozen=True, kw_only=True, tag="held"):

@@ -190,7 +190,7 @@ class Supervisor:
         self._gang = Gang(
             self._launch, Channel.adopt(fds[0]), self._account, message.context, checkpoints=self._checkpoints
         )
-        self._gang.on_said = self._say
+        self._gang.on_said = lambda said: self._audience.tell(protocol.Waiting(sentence=said, lasting=True))
         self._watch(fds[0], self._hear_gang)
 
     def _withdraw(self) -> None:

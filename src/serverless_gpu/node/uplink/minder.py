@@ -79,6 +79,7 @@ class Minder:
         self._connections = 0
         self._agent_pid = 0
         self._detail = _RESTARTED
+        self._of_itself = ""  # what the run says of itself
         self._threads: list[threading.Thread] = []
 
     # --- from outside --------------------------------------------------------------------------------------------
@@ -237,10 +238,11 @@ class Minder:
         match message:
             case protocol.Output() | protocol.Skipped():
                 self._news.learn(SOON_S)
-            case protocol.Waiting(sentence=sentence):
+            case protocol.Waiting(sentence=sentence, lasting=lasting):
+                self._of_itself = sentence if lasting else self._of_itself
                 self._news.learn(SOME_TIME_S, sentence=sentence)
             case protocol.Started():
-                self._news.learn(SOON_S, begun=True, state=State.RUNNING, sentence="")
+                self._news.learn(SOON_S, begun=True, state=State.RUNNING, sentence=self._of_itself)
             case protocol.Tracked(url=url):
                 self._news.learn(SOON_S, tracked=url)
             case protocol.Snapshot(state=state, waiting=waiting, tracked=tracked):

@@ -1,0 +1,73 @@
+"""A Ray that is none: two processes of the right names and a socket, up in a moment, for tests of what is around it.
+
+ray start --block ─┬─ gcs_server      both do nothing until they are ended
+                   └─ raylet
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+VERSION = "2.60.0"
+
+_START = """
+import os, signal, sys, time
+
+temporary = next(word.partition("=")[2] for word in sys.argv if word.startswith("--temp-dir="))
+os.chmod(temporary, 0o777)  # as Ray does
+session = os.path.join(temporary, "session_1")
+os.makedirs(os.path.join(session, "sockets"))
+os.makedirs(os.path.join(session, "logs"))
+os.symlink(session, os.path.join(temporary, "session_latest"))
+with open(os.path.join(session, "logs", "gcs_server.out"), "w") as file:
+    file.write("the last words of the GCS\\n")
+pids = []
+for name in ("gcs_server", "raylet"):
+    pid = os.fork()
+    if pid == 0:
+        if os.fork() == 0:  # who detaches itself, as workers of user code may
+            os.setsid()
+            time.sleep(600)
+        with open("/proc/self/comm", "w") as file:
+            file.write(name)
+        time.sleep(600)
+    pids.append(pid)
+while any(open(f"/proc/{pid}/comm").read().startswith("python") for pid in pids):
+    time.sleep(0.005)
+open(os.path.join(session, "sockets", "raylet"), "w").close()
+print("Ray runtime started.", flush=True)
+os.wait()
+print("Some Ray subprocesses exited unexpectedly", flush=True)
+"""
+
+
+def install(where: Path) -> Path:
+    """Write the package, and return the directory that has to be on the path."""
+    site = where / "site"
+    scripts = site / "ray" / "scripts"
+    scripts.mkdir(parents=True)
+    (site / "ray" / "__init__.py").write_text(f"__version__ = {VERSION!r}\n")
+    (site / "ray" / "_raylet.py").touch()  # Ray's compiled half, by which it is known
+    (scripts / "__init__.py").touch()
+    (scripts / "scripts.py").write_text(_START)
+    metadata = site / f"ray-{VERSION}.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: ray\nVersion: {VERSION}\n")
+    return site
+
+
+def pids(directory: str) -> dict[str, list[int]]:
+    """Return the processes of a cluster by their names, as they are seen from outside.
+
+    Args:
+        directory: the cluster's.
+    """
+    found: dict[str, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if directory.encode() in (entry / "cmdline").read_bytes():
+                    found.setdefault((entry / "comm").read_text().strip(), []).append(int(entry.name))
+            except OSError:
+                continue
+    return found

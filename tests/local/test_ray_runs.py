@@ -1,0 +1,225 @@
+"""A run with a Ray cluster, seen from around the cluster: what a death, a stop or a loan makes of it, and what is left.
+
+Ray itself is a fake of two processes (`fake_ray.py`); with the real one the same is asked in tests/ray.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from serverless_gpu import Run, attach, distributed
+from serverless_gpu.client.session import session
+from serverless_gpu.errors import EngineHeadLost, NodeLost, RunCancelled, RunError, RunTimedOut
+from serverless_gpu.node.inside import linux
+from serverless_gpu.ray import ray_launch
+from serverless_gpu.testing import stop_agent
+from tests.local import fake_ray
+from tests.local.observe import Process, agent, nothing_of_a_run, supervisor, wait_for
+from tests.local.ranks import announce, wait_for_file
+
+
+@pytest.fixture(autouse=True)
+def ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a Ray in the caller's environment."""
+    site = fake_ray.install(tmp_path)
+    monkeypatch.syspath_prepend(str(site))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")])))
+
+
+def stay(where: str) -> dict[str, str]:
+    """Say that the driver is there, and return its environment once the file `go` is."""
+    announce(where, "driver")
+    wait_for_file(where, "go")
+    return dict(os.environ)
+
+
+class Going:
+    """A run whose driver stays until it is told to go."""
+
+    def __init__(self, where: str, **options: object) -> None:
+        self.where = Path(where)
+        self.run: Run[dict[str, str]] = ray_launch(gpus=2, gpu_type="H100", quiet=True, **options)(stay).submit(where)  # type: ignore[arg-type]
+        wait_for((self.where / "driver").exists, "the driver is there")
+        self.directory = (self.run.directory / "ray" / "directory").read_text().strip()
+        self.processes = fake_ray.pids(self.directory)
+        # By kinship: in its own namespace the driver has other numbers.
+        task = next(parent for pid in self.processes["gcs_server"] if (parent := _parent(_parent(pid))))
+        self.task, self.stem = Process(task), Process(_parent(task))
+        self.driver = Process(next(pid for pid in linux.descendants(task) if _name(pid) == "sgpu-driver"))
+
+    def go(self) -> None:
+        """Let the driver return."""
+        (self.where / "go").touch()
+
+    def gone(self) -> bool:
+        """Return whether neither a process of the cluster is left nor its directory."""
+        return not fake_ray.pids(self.directory) and not os.path.lexists(self.directory)
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def _name(pid: int) -> str:
+    return Path(f"/proc/{pid}/comm").read_text().strip()
+
+
+@pytest.fixture
+def going(own: Path, where: str) -> Iterator[Going]:
+    """Yield a run that is going on, in a home of its own."""
+    yield Going(where)
+
+
+# --- in order ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_driver_is_alone_and_has_all_devices_and_its_cluster_goes_with_it(warm: Path, where: str) -> None:
+    going = Going(where)
+    assert {"gcs_server", "raylet"} <= going.processes.keys() and os.path.isdir(going.directory)
+    assert os.stat(going.directory).st_mode & 0o777 == 0o700
+    going.go()
+    [environ] = going.run.results(30)
+    assert going.gone()
+    assert environ["CUDA_VISIBLE_DEVICES"] == "0,1" and environ["SGPU_GPU_UUIDS"].count(",") == 1
+    assert not environ.keys() & {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"}
+    assert environ["RAY_ADDRESS"].startswith("127.0.0.1:")
+    receipt = going.run.receipt(30)
+    assert (receipt.state, receipt.world_size, len(receipt.gpus)) == ("SUCCEEDED", 1, 2)
+    assert (going.run.directory / "ray" / "0" / "gcs_server.out").read_text() == "the last words of the GCS\n"
+
+
+def test_what_ray_is_made_of_is_said_while_somebody_waits_but_not_when_quiet(
+    warm: Path, where: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    Path(where, "go").touch()
+    for quiet in (False, True):
+        ray_launch(gpus=2, gpu_type="H100", quiet=quiet)(stay).distributed(where)
+        said = capfd.readouterr().err
+        assert ("serverless-gpu: Ray 2.60.0: 1 node, 2 H100" in said) is not quiet, said
+
+
+def test_two_runs_have_clusters_of_their_own(warm: Path, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    one, two = Going(str(tmp_path / "one")), Going(str(tmp_path / "two"))
+    assert one.directory != two.directory
+    one.go()
+    one.run.results(30)
+    assert one.gone() and not two.gone()
+    assert {"gcs_server", "raylet"} <= fake_ray.pids(two.directory).keys()
+    two.go()
+    two.run.results(30)
+    assert two.gone()
+
+
+def test_a_session_lends_its_devices(warm: Path, where: str) -> None:
+    Path(where, "go").touch()
+    with session(gpus=2, gpu_type="H100", quiet=True) as held:
+        run = held.submit(ray_launch(gpus=2, gpu_type="H100", quiet=True)(stay), where)
+        [environ] = run.results(30)
+        assert environ["CUDA_VISIBLE_DEVICES"] == "0,1" and environ["SGPU_GPU_UUIDS"].split(",") == list(held.devices)
+        assert run.receipt(30).gpus == held.devices
+        assert not os.path.lexists((run.directory / "ray" / "directory").read_text().strip())
+
+
+def test_a_function_beside_it_has_no_part_in_a_cluster(warm: Path, where: str) -> None:
+    Path(where, "go").touch()
+    run = distributed(gpus=1, gpu_type="H100", quiet=True)(stay).submit(where)
+    [environ] = run.results(30)
+    assert "RAY_ADDRESS" not in environ and environ["RANK"] == "0"
+    assert not (run.directory / "ray").exists()
+
+
+# --- stopped ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_cancelled_run_leaves_nothing(warm: Path, where: str) -> None:
+    going = Going(where, grace=5)
+    going.run.cancel()
+    with pytest.raises(RunCancelled):
+        going.run.results(30)
+    assert going.gone() and not going.driver.alive()
+
+
+def test_a_time_limit_leaves_nothing(warm: Path, where: str) -> None:
+    going = Going(where, timeout=2, grace=1)
+    with pytest.raises(RunTimedOut):
+        going.run.results(30)
+    assert going.gone()
+
+
+# --- deaths -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gcs_server", "raylet"])
+def test_F45_a_cluster_that_lost_its_head_ends_the_run_and_names_node_and_process(going: Going, name: str) -> None:
+    Process(going.processes[name][0]).kill()
+    with pytest.raises(EngineHeadLost) as caught:
+        going.run.results(30)
+    error = caught.value
+    assert (error.reason, error.rank, going.run.status()) == ("engine_head_lost", 0, "FAILED")
+    assert socket.gethostname() in error.message and name in error.message
+    assert f"{going.run.directory}/ray" in error.hint
+    assert going.gone() and not going.driver.alive()
+    assert going.run.receipt(30).reason == "engine_head_lost"
+
+
+def test_a_killed_supervisor_leaves_nothing(own: Path, going: Going) -> None:
+    supervisor(own, going.run.id).kill()
+    with pytest.raises(NodeLost):
+        going.run.results(30)
+    wait_for(going.gone, "the stem has removed the cluster")
+    assert not going.task.alive() and not going.driver.alive()
+
+
+def test_a_killed_stem_leaves_nothing(own: Path, going: Going) -> None:
+    going.stem.kill()
+    with pytest.raises(RunError) as caught:
+        going.run.results(30)
+    assert caught.value.reason == "runtime_lost"
+    wait_for(going.gone, "the supervisor has removed the cluster")
+
+
+def test_a_killed_node_task_leaves_nothing(own: Path, going: Going) -> None:
+    going.task.kill()
+    with pytest.raises(RunError) as caught:
+        going.run.results(30)
+    assert caught.value.reason == "rank_signal"
+    wait_for(going.gone, "the supervisor has removed the cluster")
+
+
+def test_what_supervisor_and_stem_leave_when_both_are_killed_the_agent_sweeps(own: Path, going: Going) -> None:
+    looker = supervisor(own, going.run.id)
+    looker.send(signal.SIGSTOP)  # so that it does not tidy up after the other
+    going.stem.kill()
+    assert os.path.isdir(going.directory)
+    looker.kill()
+    wait_for(going.gone, "the agent has swept")
+
+
+def test_what_all_of_them_leave_the_next_agent_sweeps(own: Path, where: str, going: Going) -> None:
+    looker, before = supervisor(own, going.run.id), agent(own)
+    looker.send(signal.SIGSTOP)  # so that it does not tidy up after the other
+    before.kill()
+    going.stem.kill()
+    looker.kill()
+    assert os.path.isdir(going.directory)
+    going.go()
+    distributed(gpus=1, gpu_type="H100", quiet=True)(stay).distributed(where)
+    wait_for(going.gone, "the next agent has swept")
+    assert attach(going.run.id).status() == "LOST"
+
+
+def test_an_agent_that_ends_leaves_a_run_its_cluster(own: Path, going: Going) -> None:
+    stop_agent(own)
+    assert {"gcs_server", "raylet"} <= fake_ray.pids(going.directory).keys() and os.path.isdir(going.directory)
+    going.go()
+    assert len(going.run.results(30)) == 1
+    assert going.gone()
+    wait_for(lambda: nothing_of_a_run(own), "it is over")
