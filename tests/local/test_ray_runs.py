@@ -10,6 +10,7 @@ import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,9 +43,9 @@ def stay(where: str) -> dict[str, str]:
 class Going:
     """A run whose driver stays until it is told to go."""
 
-    def __init__(self, where: str, **options: object) -> None:
+    def __init__(self, where: str, **options: Any) -> None:
         self.where = Path(where)
-        self.run: Run[dict[str, str]] = ray_launch(gpus=2, gpu_type="H100", quiet=True, **options)(stay).submit(where)  # type: ignore[arg-type]
+        self.run: Run[dict[str, str]] = ray_launch(gpus=2, gpu_type="H100", quiet=True, **options)(stay).submit(where)
         wait_for((self.where / "driver").exists, "the driver is there")
         self.directory = (self.run.directory / "ray" / "directory").read_text().strip()
         self.processes = fake_ray.pids(self.directory)
