@@ -15,8 +15,9 @@ import serverless_gpu
 from serverless_gpu import distributed
 from serverless_gpu import ray as door
 from serverless_gpu.client.decorator import DistributedFunction
-from serverless_gpu.client.ray_preflight import Found, check_ray, look
-from serverless_gpu.errors import InvalidOption, InvalidValue, RayMissing, UsageError
+from serverless_gpu.client.preflight import pack
+from serverless_gpu.client.ray_preflight import Found, check_ray, look, refusal
+from serverless_gpu.errors import InvalidOption, InvalidValue, NotPicklable, RayMissing, UsageError
 from serverless_gpu.model.ray_options import VALID, read_options
 from serverless_gpu.model.raycluster import RayCluster
 from serverless_gpu.model.spec import Options
@@ -248,6 +249,51 @@ def test_arguments_that_do_not_fit_are_said_before_that(monkeypatch: pytest.Monk
     monkeypatch.setattr("serverless_gpu.client.ray_preflight.look", lambda: Found("", ""))
     with pytest.raises(TypeError, match="the arguments do not fit"):
         ray_launch(gpus=1, gpu_type="CPU")(driver).distributed(3)  # type: ignore[call-arg]  # what a user may write
+
+
+# --- what is of another cluster ---------------------------------------------------------------------------------------
+
+
+class ObjectRef: ...
+
+
+class ActorHandle: ...
+
+
+@pytest.fixture
+def callers_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("ray")
+    vars(module).update(ObjectRef=ObjectRef, actor=types.SimpleNamespace(ActorHandle=ActorHandle))
+    monkeypatch.setitem(sys.modules, "ray", module)
+
+
+@pytest.mark.usefixtures("callers_ray")
+@pytest.mark.parametrize("value", [ObjectRef(), ActorHandle()], ids=["object", "actor"])
+def test_what_the_callers_own_cluster_has_does_not_travel(tmp_path: Path, value: object) -> None:
+    held = {"kept": [1, value]}
+    refuse = refusal(ray_launch(gpus=1)(driver).spec)
+    with pytest.raises(NotPicklable) as caught:
+        pack(str(tmp_path / "call.pkl"), lambda: held, (), {}, refuse)
+    name = type(value).__name__
+    assert f"`held` of `<lambda>` -> key 'kept' -> item 1 -> {__name__}.{name}\n" in caught.value.message
+    assert f"this {name} is of the Ray cluster it was made in, and the run has its own" in caught.value.message
+    assert not (tmp_path / "call.pkl").exists()
+
+
+@pytest.mark.usefixtures("callers_ray")
+def test_everything_else_does(tmp_path: Path) -> None:
+    spec = ray_launch(gpus=1)(driver).spec
+    assert pack(str(tmp_path / "call.pkl"), driver, ([ObjectRef, {"a": 1}],), {}, refusal(spec)).size_bytes > 0
+
+
+@pytest.mark.usefixtures("callers_ray")
+def test_only_runs_that_have_a_cluster_of_their_own_refuse() -> None:
+    assert refusal(distributed(gpus=1)(driver).spec) is None
+
+
+def test_without_ray_in_the_calling_process_there_is_nothing_to_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+    assert refusal(ray_launch(gpus=1)(driver).spec) is None
 
 
 # --- ray_init ---------------------------------------------------------------------------------------------------------

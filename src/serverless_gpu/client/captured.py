@@ -39,7 +39,11 @@ class _Part(NamedTuple):
 
 
 def explain_unpicklable(
-    function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object], error: BaseException
+    function: Callable[..., object],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    error: BaseException,
+    reducer: payload.Reducer | None = None,
 ) -> str:
     """Return the way to the object that cannot be pickled.
 
@@ -48,11 +52,12 @@ def explain_unpicklable(
         args: its positional arguments.
         kwargs: its named arguments.
         error: what pickling the call raised; told when no single object can be blamed.
+        reducer: what was asked first for each object when that was raised.
 
     Returns:
         For example ``closure variable `lock` of `train` -> _thread.lock``.
     """
-    search = _Search()
+    search = _Search(reducer)
     for root in _roots(function, args, kwargs):
         way = search.culprit(root.value, ())
         if way is not None:
@@ -61,7 +66,8 @@ def explain_unpicklable(
 
 
 class _Search:
-    def __init__(self) -> None:
+    def __init__(self, reducer: payload.Reducer | None) -> None:
+        self._reducer = reducer
         self._probes_left = _PROBES_MAX
         self._innocent: dict[int, object] = {}  # kept alive, so that an id is not used again
 
@@ -104,7 +110,7 @@ class _Search:
             return False
         self._probes_left -= 1
         try:
-            payload.measure(values)
+            payload.measure(values, self._reducer)
         except Exception:  # noqa: BLE001 - pickling runs user code, which may raise anything
             return True
         return False

@@ -31,7 +31,7 @@ from serverless_gpu.ambient import SystemClock, new_run_id
 from serverless_gpu.client import snapshots
 from serverless_gpu.client.connection import caller_context
 from serverless_gpu.client.preflight import bind_arguments, check_function, pack
-from serverless_gpu.client.ray_preflight import check_ray
+from serverless_gpu.client.ray_preflight import check_ray, refusal
 from serverless_gpu.client.run import Run
 from serverless_gpu.client.source import Supervised
 from serverless_gpu.client.tracking import resolve, tracked
@@ -114,7 +114,7 @@ def launch(
     order = _Order(tracked(spec, arguments), called_ns, lender)
 
     def write_call(directory: Path) -> None:
-        packed = pack(str(directory / "call.pkl"), function, args, kwargs)
+        packed = pack(str(directory / "call.pkl"), function, args, kwargs, refusal(spec))
         if packed.warning and not spec.quiet:
             print(f"serverless-gpu: {packed.warning}", file=sys.stderr)
 

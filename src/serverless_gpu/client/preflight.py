@@ -98,8 +98,21 @@ def bind_arguments(
     return named
 
 
-def pack(path: str, function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> Packed:
+def pack(
+    path: str,
+    function: Callable[..., object],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    reducer: payload.Reducer | None = None,
+) -> Packed:
     """Write the call to `path`.
+
+    Args:
+        path: file to create.
+        function: what each rank calls.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        reducer: asked first how to take each object apart; it may raise for what is not to travel.
 
     Returns:
         Its size, and a warning that names the largest captured objects when it is over 10 MB.
@@ -109,12 +122,14 @@ def pack(path: str, function: Callable[..., object], args: Sequence[object], kwa
         StorageError: the file could not be written; none is left.
     """
     try:
-        size = call.dump_call(path, function=function, args=args, kwargs=kwargs, sources=_sources(function))
+        size = call.dump_call(
+            path, function=function, args=args, kwargs=kwargs, sources=_sources(function), reducer=reducer
+        )
     except payload.PayloadNotWritten as error:
         message = f"the call cannot be written to {path}: {error.strerror}"
         raise StorageError(message, hint=_storage_hint(error)) from None
     except Exception as error:  # pickling runs user code, which may raise anything
-        culprit = explain_unpicklable(function, args, kwargs, error)
+        culprit = explain_unpicklable(function, args, kwargs, error, reducer)
         raise NotPicklable(
             f"the call to {_name(function)} cannot be sent to its ranks, because of\n  {culprit}\n{_why(error)}",
             hint="make it inside the function, or pass what is needed to make it",

@@ -1,4 +1,4 @@
-"""Before a Ray cluster is started: does the caller's environment have a Ray that can make one?
+"""Before a Ray cluster is started: can the caller's Ray make one, and is everything of the call of that cluster?
 
 Ranks import what the caller imports, from where it lies or from a copy, so the caller's Ray is the cluster's. Ray
 itself is not imported here: that takes a second, and a notebook that only calls a driver needs none in its process.
@@ -13,10 +13,16 @@ import importlib.metadata
 import importlib.util
 import os
 import re
+import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from serverless_gpu.errors import RayMissing
+from serverless_gpu.model.spec import RunSpec
+from serverless_gpu.node.inside.payload import Reducer
+
+if TYPE_CHECKING:
+    from serverless_gpu.node.inside.payload import Reduced
 
 _PIP = "pip install {}'serverless-gpu[ray]'"
 _OLDEST = (2, 22)
@@ -69,6 +75,34 @@ def look() -> Found:
     except Exception:  # noqa: BLE001 - likewise; also ValueError for a module without a spec
         return Found(version, "")
     return Found(version, (spec.origin or "") if spec is not None else "")
+
+
+def refusal(spec: RunSpec) -> Reducer | None:
+    """Return what refuses to pickle objects of the caller's own Ray cluster, for a run that has another one.
+
+    Such a reference can be pickled, and is good for nothing in the driver: its owner is not there, and the handle of an
+    actor cannot even be loaded.
+
+    Args:
+        spec: the run.
+
+    Returns:
+        For `preflight.pack`; None where there is nothing to refuse.
+    """
+    ray = sys.modules.get("ray")
+    found = (getattr(ray, "ObjectRef", None), getattr(getattr(ray, "actor", None), "ActorHandle", None))
+    kinds = tuple(kind for kind in found if isinstance(kind, type))
+    if spec.ray is None or not kinds:
+        return None
+
+    def refuse(value: object) -> Reduced:
+        if isinstance(value, kinds):
+            raise TypeError(
+                f"this {type(value).__name__} is of the Ray cluster it was made in, and the run has its own"
+            )
+        return cast("Reduced", NotImplemented)
+
+    return refuse
 
 
 def _is_ray(origin: str) -> bool:

@@ -31,6 +31,7 @@ from serverless_gpu.client.connection import caller_context
 from serverless_gpu.client.display import TerminalDisplay
 from serverless_gpu.client.interrupts import interruptible
 from serverless_gpu.client.preflight import pack
+from serverless_gpu.client.ray_preflight import refusal
 from serverless_gpu.client.remote import variables
 from serverless_gpu.client.remote.copies import clean_now_and_then, write_whole
 from serverless_gpu.client.remote.server import Server, server_of
@@ -138,7 +139,7 @@ def _write_down(root: Path, run_id: str, spec: RunSpec) -> None:
 
 
 def _pack(root: Path, call: Call, spec: RunSpec) -> None:
-    packed = pack(str(root / "call.pkl"), call.function, call.args, call.kwargs)
+    packed = pack(str(root / "call.pkl"), call.function, call.args, call.kwargs, refusal(spec))
     if packed.warning and not spec.quiet:
         print(f"serverless-gpu: {packed.warning}", file=sys.stderr)
 

@@ -49,6 +49,7 @@ def dump_call(
     args: Sequence[object],
     kwargs: Mapping[str, object],
     sources: Mapping[str, Sequence[str]],
+    reducer: payload.Reducer | None = None,
 ) -> int:
     """Write a call to `path`.
 
@@ -58,6 +59,7 @@ def dump_call(
         args: its positional arguments.
         kwargs: its named arguments.
         sources: lines, with their newlines, of code that is in no file, by the name its code objects carry.
+        reducer: asked first how to take each object apart; what it raises is raised here.
 
     Returns:
         The size of the file in bytes.
@@ -72,6 +74,7 @@ def dump_call(
             "sources": {name: list(lines) for name, lines in sources.items()},
         },
         path,
+        reducer=reducer,
     )
 
 

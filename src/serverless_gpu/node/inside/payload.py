@@ -142,13 +142,14 @@ def portable(function: _F) -> _F:
 # --- writing ----------------------------------------------------------------------------------------------------------
 
 
-def dump(value: object, path: str, *, limit: int | None = None) -> int:
+def dump(value: object, path: str, *, limit: int | None = None, reducer: Reducer | None = None) -> int:
     """Write `value` to `path`, whole or not at all.
 
     Args:
         value: any picklable value.
         path: file to create or replace.
         limit: most bytes the file may take.
+        reducer: as for `dumps`.
 
     Returns:
         The size of the file in bytes.
@@ -157,7 +158,7 @@ def dump(value: object, path: str, *, limit: int | None = None) -> int:
         PayloadTooLarge: over the limit; known before anything is written.
         PayloadNotWritten: an `OSError`: the file could not be written.
     """
-    parts = _serialise(value, limit)
+    parts = _serialise(value, limit, reducer)
     write_whole(path, parts)
     return sum(part.nbytes for part in parts)
 
@@ -173,10 +174,10 @@ def dumps(value: object, *, limit: int | None = None, reducer: Reducer | None = 
     return b"".join(_serialise(value, limit, reducer))
 
 
-def measure(value: object) -> int:
+def measure(value: object, reducer: Reducer | None = None) -> int:
     """Return about how many bytes `dump` would write, keeping none of them."""
     sink = _Sink(limit=0)
-    _Pickler(sink).dump(value)
+    _Pickler(sink, reducer).dump(value)
     return sink.size
 
 
