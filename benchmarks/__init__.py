@@ -10,6 +10,7 @@
     ranks         what runs in ranks, whoever starts them
     environments  the rows about environments: environment_ours, environment_neighbours, on environment_sets
     tracking_rows the row about tracking: `tracked`, in an interpreter that has MLflow
+    ray_rows      the row about Ray: `ray_clusters`, in an interpreter that has Ray, with `ray_driver`
     report        numbers, table, machine
 
 docs/benchmarks.md says what each row means.

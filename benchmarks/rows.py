@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from benchmarks import environments, remote_rows, tracking_rows
+from benchmarks import environments, ray_rows, remote_rows, tracking_rows
 from benchmarks.contestants import ContestantFailed
 from benchmarks.databases import THREADS, WRITES
 from benchmarks.report import Row
@@ -314,6 +314,7 @@ ROWS: dict[str, Callable[[bool], Row]] = {
     **remote_rows.ROWS,
     **environments.ROWS,
     **tracking_rows.ROWS,
+    **ray_rows.ROWS,
 }
 
 
