@@ -30,7 +30,7 @@ class Launched:
         act: what the driver does once it is ready.
         options: of `ray_launch`.
         environ: variables of the caller's.
-        before: a command in front of the program.
+        command: what the program is run by.
 
     Attributes:
         run_id: of its run, once that is there.
@@ -45,21 +45,21 @@ class Launched:
         *,
         options: Mapping[str, object] | None = None,
         environ: Mapping[str, str] | None = None,
-        before: tuple[str, ...] = (),
+        command: tuple[str, ...] = (str(PYTHON),),
     ) -> None:
         self.home, self.where = home, where
         where.mkdir(exist_ok=True)
         known = set(run_directories(home))
-        path = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
+        path = os.pathsep.join(filter(None, [ROOT, (environ or {}).get("PYTHONPATH", os.environ.get("PYTHONPATH"))]))
         variables = {name: value for name, value in os.environ.items() if name.startswith("SERVERLESS_GPU_")}
         program = str(Path(__file__).with_name("remains_caller.py"))
         with open(where / "output", "wb") as output:
             self.process = subprocess.Popen(
-                [*before, str(PYTHON), program, str(where), act, json.dumps(dict(options or {}))],
+                [*command, program, str(where), act, json.dumps(dict(options or {}))],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env={**own_variables(), **variables, "PYTHONPATH": path, **(environ or {})},
+                env={**own_variables(), **variables, **(environ or {}), "PYTHONPATH": path},
                 start_new_session=True,
             )
         self.run_id = str(wait_for(lambda: self._new(known), "the call has a run", limit_s=ENDED_S))
