@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import time
+from pathlib import Path
 from typing import Any
 
 
@@ -14,12 +16,12 @@ def ray_module() -> Any:
 
 
 def look_around() -> dict[str, object]:
-    """Return what a driver and a task of its see."""
+    """Return what a driver and tasks of its see."""
     ray = ray_module()
     ray.init()
 
-    def task() -> tuple[int, str, str]:
-        return os.getpid(), os.environ["CUDA_VISIBLE_DEVICES"], os.getcwd()
+    def task() -> tuple[int, str, str, str]:
+        return os.getpid(), os.environ["CUDA_VISIBLE_DEVICES"], os.getcwd(), os.environ["RAY_ADDRESS"]
 
     on_gpu = ray.remote(num_gpus=1)(task)
     print("the driver runs")
@@ -33,8 +35,8 @@ def look_around() -> dict[str, object]:
     }
 
 
-def fail() -> None:
-    """Raise, after a task of its raised."""
+def fail_in_a_task() -> None:
+    """Raise what a task raised."""
     ray = ray_module()
     ray.init()
 
@@ -44,13 +46,42 @@ def fail() -> None:
     ray.get(ray.remote(task).remote())
 
 
+def die() -> None:
+    """End as if the kernel had run out of memory."""
+    ray_module().init()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def wait() -> None:
-    """Wait for a task that does not end."""
+    """Wait for a task that does not end, in Python: no error of Ray's comes through."""
+    ray_module().init()
+    print("waits", flush=True)
+    while True:
+        time.sleep(1)
+
+
+def wait_in_ray() -> None:
+    """Wait for a task that does not end, in Ray."""
     ray = ray_module()
     ray.init()
 
     def task() -> None:
         time.sleep(600)
 
+    pending = ray.remote(task).remote()
     print("waits", flush=True)
-    ray.get(ray.remote(task).remote())
+    ray.get(pending)
+
+
+def return_after(path: str) -> str:
+    """Return once a file is there."""
+    ray_module().init()
+    print("waits", flush=True)
+    while not Path(path).exists():
+        time.sleep(0.01)
+    return "done"
+
+
+def never() -> None:
+    """Raise: a driver that must not start has started."""
+    raise AssertionError("the function was called")

@@ -34,6 +34,8 @@ spec = importlib.util.spec_from_file_location(
 sys.modules["_sgpu_inside"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(sys.modules["_sgpu_inside"])
 from _sgpu_inside import channel, rank
+from _sgpu_inside.raycluster import namespace, starting, task
+exec(sys.argv[4])
 os._exit(rank.main(channel.Channel.adopt(int(sys.argv[2])), channel.Channel.adopt(int(sys.argv[3]))))
 """
 
@@ -69,13 +71,22 @@ class NodeTask:
         attempt: directory of the attempt; made.
         own: its share of the cluster.
         function: of an importable module, called with `args`.
+        python: the interpreter it runs in.
+        before: code that runs there before it is told anything; sees `rank` and the modules of `raycluster`.
         environ: variables besides this process's own.
     """
 
     def __init__(
-        self, attempt: Path, own: Share, function: Callable[..., object], *args: object, **environ: str
+        self,
+        attempt: Path,
+        own: Share,
+        function: Callable[..., object],
+        *args: object,
+        python: Path = PYTHON,
+        before: str = "",
+        **environ: str,
     ) -> None:
-        self.attempt, self.share = attempt, own
+        self.attempt, self.share, self.python = attempt, own, python
         for name in ("results", "failures", "logs"):
             (attempt / name).mkdir(parents=True)
         dump_call(str(attempt / "call.pkl"), function=function, args=args, kwargs={}, sources={})
@@ -84,7 +95,7 @@ class NodeTask:
         self.events.sock.settimeout(LIMIT_S)
         self.said: list[protocol.Message] = []
         fds = (theirs.fileno(), speaks.fileno())
-        argv = [str(PYTHON), "-c", _RANK, str(INSIDE), *map(str, fds)]
+        argv = [str(python), "-c", _RANK, str(INSIDE), *map(str, fds), before]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         self.child = subprocess.Popen(argv, pass_fds=fds, env=environment)
         self.process = Process(self.child.pid)
@@ -106,7 +117,7 @@ class NodeTask:
             "descriptors_max": 4096,
             "cwd": str(self.attempt),
             "argv": ["test"],
-            "sys_path": ["", str(ROOT), str(ROOT / "src"), *_paths()],
+            "sys_path": ["", str(ROOT), str(ROOT / "src"), *_paths(self.python)],
             "threads": 1,
             "tracked": False,
             "ray": {**self.share._asdict(), "head": list(self.share.head)},
@@ -174,10 +185,10 @@ class NodeTask:
 
 @contextmanager
 def node_task(
-    attempt: Path, own: Share, function: Callable[..., object], *args: object, **environ: str
+    attempt: Path, own: Share, function: Callable[..., object], *args: object, **options: Any
 ) -> Iterator[NodeTask]:
-    """Have a node task, which is gone at the end."""
-    task = NodeTask(attempt, own, function, *args, **environ)
+    """Have a node task, which is gone at the end; options as for `NodeTask`."""
+    task = NodeTask(attempt, own, function, *args, **options)
     try:
         yield task
     finally:
@@ -198,8 +209,8 @@ def cluster_directory() -> Iterator[Path]:
         os.close(fd)
 
 
-def _paths() -> list[str]:
+def _paths(python: Path) -> list[str]:
     asked = subprocess.run(
-        [str(PYTHON), "-c", "import sys; print(*sys.path[1:], sep='\\n')"], capture_output=True, text=True, check=True
+        [str(python), "-c", "import sys; print(*sys.path[1:], sep='\\n')"], capture_output=True, text=True, check=True
     )
     return [line for line in asked.stdout.splitlines() if line]

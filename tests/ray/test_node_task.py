@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from serverless_gpu.node.inside import linux, protocol
+from tests.local.observe import wait_for
 from tests.ray import drivers
-from tests.ray.node_tasks import cluster_directory, node_task, share
+from tests.ray.node_tasks import LIMIT_S, NodeTask, cluster_directory, node_task, share
 
-pytestmark = [pytest.mark.heavy, pytest.mark.slow]
+pytestmark = [pytest.mark.heavy, pytest.mark.slow, pytest.mark.timeout(240)]
+
+REFUSED = 'namespace._probe = lambda: "the kernel says no"'
 
 
 @pytest.fixture
@@ -21,15 +27,33 @@ def directory() -> Iterator[Path]:
         yield path
 
 
+def named(task: NodeTask, name: str) -> int:
+    """Return the pid of the process of a node task that is called so, or 0."""
+    for pid in linux.descendants(task.child.pid):
+        try:
+            if Path(f"/proc/{pid}/comm").read_text().strip() == name:
+                return pid
+        except OSError:
+            continue
+    return 0
+
+
+def waiting(task: NodeTask) -> None:
+    """Return when the driver waits."""
+    task.hear_until("enter")
+    wait_for(lambda: "waits" in task.output(), "the driver waits", limit_s=LIMIT_S)
+
+
 def test_the_function_is_the_driver_of_a_cluster_of_the_nodes_devices(tmp_path: Path, directory: Path) -> None:
     with node_task(tmp_path / "a", share(directory), drivers.look_around, RAY_ADDRESS="192.0.2.1:6379") as task:
         assert task.end() == 0, (task.said, task.output())
     seen = task.value()
     assert isinstance(seen, dict)
-    assert [event["event"] for event in task.said] == ["say", "exec", "enter", "returned"]
-    assert task.sentences() == ["Ray 2.60.0: 1 node, 2 H100, 3 CPUs, object store 0.1 GB"]
-    assert sorted(visible for _, visible, _ in seen["tasks"]) == ["0", "1"]
-    assert {where for *_, where in seen["tasks"]} == {str(task.attempt)}
+    assert [event["event"] for event in task.said if event["event"] != "say"] == ["exec", "enter", "returned"]
+    assert task.sentences()[-1] == "Ray 2.60.0: 1 node, 2 H100, 3 CPUs, object store 0.1 GB"
+    assert sorted(visible for _, visible, *_ in seen["tasks"]) == ["0", "1"]
+    assert {where for *_, where, _ in seen["tasks"]} == {str(task.attempt)}
+    assert {address for *_, address in seen["tasks"]} == {seen["variables"]["RAY_ADDRESS"]}
     assert seen["resources"]["accelerator_type:H100"] == seen["resources"]["GPU"] == 2
     assert seen["address"] == "127.0.0.1"
     assert seen["variables"]["RAY_ADDRESS"].startswith("127.0.0.1:")
@@ -37,3 +61,71 @@ def test_the_function_is_the_driver_of_a_cluster_of_the_nodes_devices(tmp_path: 
     assert "the driver runs" in task.output()
     assert "ray-start.log" in os.listdir(task.attempt / "ray" / "0")
     assert not directory.exists()
+
+
+def test_an_exception_of_a_task_is_the_runs_also_without_a_namespace(tmp_path: Path, directory: Path) -> None:
+    with node_task(tmp_path / "a", share(directory), drivers.fail_in_a_task, before=REFUSED) as task:
+        failure = task.failure()
+        assert task.end() == 1
+        assert linux.descendants(os.getpid()) == []
+    assert (failure["type"], failure["kind"]) == ("RayTaskError(ValueError)", "exception")
+    assert "raised in a task" in str(failure["message"])
+    assert "the run's Ray has no pid namespace of its own: the kernel says no" in task.sentences()
+    assert not directory.exists()
+
+
+@pytest.mark.parametrize("name", ["gcs_server", "raylet"])
+def test_F45_the_death_of_the_head_ends_a_driver_that_does_not_notice(
+    name: str, tmp_path: Path, directory: Path
+) -> None:
+    function = drivers.wait if name == "gcs_server" else drivers.wait_in_ray
+    with node_task(tmp_path / "a", share(directory), function) as task:
+        waiting(task)
+        os.kill(named(task, name), signal.SIGKILL)
+        failure = task.failure()
+        assert task.end() == 1
+    assert failure["kind"] == "engine_head_lost"
+    assert str(failure["message"]).startswith(f"Ray on node node-of-the-test is gone: its {name} ended")
+    assert str(task.attempt / "ray" / "0") in str(failure["message"])
+    assert [event["event"] for event in task.said].count("failed") == 1
+
+
+def test_a_driver_that_is_killed_is_told_as_that_and_is_asked_where_it_is(tmp_path: Path, directory: Path) -> None:
+    with node_task(tmp_path / "a", share(directory), drivers.wait) as task:
+        stack = task.hear_until("exec")["stack"]
+        waiting(task)
+        linux.signal_main_thread(task.child.pid, protocol.STACK_SIGNAL)
+        answer = Path(f"/proc/{task.child.pid}/fd/{stack}")
+        wait_for(lambda: "drivers.py" in answer.read_text(errors="replace"), "the driver has said where it is")
+        os.kill(named(task, "sgpu-driver"), signal.SIGKILL)
+        assert task.end() == -signal.SIGKILL
+    assert not any(event["event"] in ("failed", "returned") for event in task.said)
+    assert not directory.exists()
+
+
+def test_a_head_that_dies_after_the_function_returned_is_no_failure(tmp_path: Path, directory: Path) -> None:
+    with node_task(tmp_path / "a", share(directory), drivers.return_after, str(tmp_path / "go")) as task:
+        waiting(task)
+        driver = named(task, "sgpu-driver")
+        os.kill(named(task, "raylet"), signal.SIGKILL)
+        (tmp_path / "go").touch()
+        assert task.end() == 0, task.said
+        assert driver
+    assert task.value() == "done"
+
+
+def test_a_stop_while_the_head_starts_ends_it_at_once(tmp_path: Path, directory: Path) -> None:
+    with node_task(tmp_path / "a", share(directory), drivers.never) as task:
+        wait_for(lambda: named(task, "gcs_server"), "the head starts", limit_s=LIMIT_S)
+        task.process.send(signal.SIGTERM)
+        assert task.end() == -signal.SIGTERM
+    assert not any(event["event"] in ("exec", "failed") for event in task.said)
+    assert not directory.exists()
+
+
+def test_an_environment_without_ray_is_told_how_to_get_it(tmp_path: Path, directory: Path) -> None:
+    with node_task(tmp_path / "a", share(directory), drivers.never, python=Path(sys.executable)) as task:
+        failure = task.failure()
+        assert task.end() == 1
+    assert failure["type"] == "ModuleNotFoundError"
+    assert "pip install 'ray[default]'" in str(failure["message"])

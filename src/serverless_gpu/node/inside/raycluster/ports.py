@@ -65,7 +65,7 @@ def find(range_file: str = _RANGE_FILE) -> Ports:
             port = random.SystemRandom().randint(lowest, highest)
             sock = held.enter_context(socket.socket())
             with contextlib.suppress(OSError):
-                sock.bind(("", port))  # on every address: no matter on which one somebody else listens
+                sock.bind(("127.0.0.1", port))  # also refused where somebody listens on all addresses
                 chosen.append(port)
             if len(chosen) == len(Ports._fields):
                 return Ports(*chosen)

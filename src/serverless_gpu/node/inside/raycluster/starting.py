@@ -54,10 +54,6 @@ class StartFailed(Exception):
     """Ray did not come up on this node; the text says what it wrote last."""
 
 
-class RayMissing(ModuleNotFoundError):
-    """There is no Ray in the user's environment."""
-
-
 class Engine(NamedTuple):
     """Ray's processes on this node, once they are there.
 
@@ -93,12 +89,14 @@ def ray_version() -> str:
     """Return the version of the Ray in this environment, without importing it.
 
     Raises:
-        RayMissing: there is none.
+        ModuleNotFoundError: there is none.
     """
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         if importlib.util.find_spec("ray") is not None:
             return importlib.metadata.version("ray")
-    raise RayMissing("Ray is not installed in the environment of the run: pip install 'ray[default]'", name="ray")
+    raise ModuleNotFoundError(
+        "Ray is not installed in the environment of the run: pip install 'ray[default]'", name="ray"
+    )
 
 
 def can_serve_clients() -> bool:
@@ -117,6 +115,7 @@ def start(
     variables: Callable[[Ports], Mapping[str, str]],
     arguments: Callable[[Ports, str], list[str]],
     stop: Callable[[], bool],
+    say: Callable[[str], None],
 ) -> Engine | None:
     """Start Ray on this node and return when it is ready; None when it is to stop before.
 
@@ -126,6 +125,7 @@ def start(
         variables: the whole environment, for ports.
         arguments: those of `ray start`, for ports and a directory of sessions.
         stop: whether to give up.
+        say: tells the caller that it takes longer.
 
     Raises:
         StartFailed: it did not come up.
@@ -138,10 +138,13 @@ def start(
             return None
         if not ended:
             return engine
-        problem = f"{ended}: {engine.last_words()}"
+        words = engine.last_words()
+        problem = f"{ended}: {words}" if words else ended
         _give_up(engine)
         if ended.startswith(_SLOW):
             break
+        if number < _TRIES_MAX:
+            say(f"Ray did not start, and is started again: {problem}")
     raise StartFailed(problem)
 
 

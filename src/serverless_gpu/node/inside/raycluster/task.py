@@ -78,7 +78,7 @@ def run(share: Share, work: Work) -> int:
     """
     try:
         version = starting.ray_version()
-    except starting.RayMissing as error:
+    except ModuleNotFoundError as error:
         return work.fail(error)
     task = _Task(share, work, version)
     try:
@@ -136,6 +136,7 @@ class _Task:
             },
             lambda ports, temporary: commands.head_arguments(share, ports, temporary, client=client),
             lambda: bool(select.select([driver.pidfd], [], [], 0)[0]),
+            self._say,
         )
 
     def _record_metrics(self, ports: Ports) -> None:

@@ -1,0 +1,171 @@
+"""What Ray's processes on a node are told: arguments, variables, ports; and what is kept of what they wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from serverless_gpu.node.inside.raycluster import commands, ending, ports, starting, variables
+from serverless_gpu.node.inside.raycluster.ports import Ports
+from tests.ray.node_tasks import share
+
+PORTS = Ports(*range(12_000, 12_000 + len(Ports._fields)))
+SHARE = share(Path("/tmp/sgpu-ray-0"))
+
+
+def test_what_belongs_to_another_cluster_or_to_torchs_world_goes_and_what_tunes_a_library_stays() -> None:
+    caller = {
+        "RAY_ADDRESS": "192.0.2.1:6379",
+        "RAY_AUTH_TOKEN": "another's",
+        "RAY_TMPDIR": "/elsewhere",
+        "RAY_TEMP_DIR": "/elsewhere",
+        "RANK": "0",
+        "WORLD_SIZE": "8",
+        "MASTER_PORT": "29500",
+        "DASHBOARD_METRIC_PORT": "44227",
+        "RAY_DEDUP_LOGS": "0",
+        "RAY_TRAIN_V2_ENABLED": "1",
+        "RAYON_NUM_THREADS": "2",
+        "CUDA_VISIBLE_DEVICES": "0,1",
+    }
+    kept = {"RAY_DEDUP_LOGS", "RAY_TRAIN_V2_ENABLED", "RAYON_NUM_THREADS", "CUDA_VISIBLE_DEVICES"}
+    assert set(variables.stripped(caller)) == kept
+
+
+def test_a_cluster_of_one_node_is_kept_to_loopback_and_asks_for_its_token() -> None:
+    own = variables.cluster_variables(SHARE, token=True)
+    assert own["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"
+    assert own["RAY_AUTH_MODE"] == "token"
+    assert own["RAY_AUTH_TOKEN_PATH"] == "/tmp/sgpu-ray-0/token"
+    assert own["RAY_USAGE_STATS_ENABLED"] == "0"
+    several = variables.cluster_variables(SHARE._replace(num_nodes=2), token=False)
+    assert "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER" not in several
+    assert "RAY_AUTH_MODE" not in several
+
+
+def test_a_token_is_the_runs_and_does_not_tell_its_secret() -> None:
+    one, other = variables.token_of("1" * 64), variables.token_of("2" * 64)
+    assert one == variables.token_of("1" * 64) != other
+    assert len(one) == 64 and int(one, 16) and one != "1" * 64
+
+
+def test_every_port_a_head_listens_on_is_named() -> None:
+    arguments = commands.head_arguments(SHARE._replace(dashboard=True), PORTS, "/tmp/sgpu-ray-0/1", client=True)
+    told = [variables.port_variables(PORTS, "127.0.0.1:12000"), *arguments]
+    assert all(str(port) in str(told) for port in PORTS)
+    assert "--resources=" + json.dumps({"accelerator_type:H100": 2}) in arguments
+    assert {"--head", "--block", "--disable-usage-stats", "--dashboard-host=127.0.0.1"} <= set(arguments)
+
+
+def test_a_head_serves_clients_and_a_page_only_where_that_can_be_had() -> None:
+    arguments = commands.head_arguments(SHARE, PORTS, "/tmp/sgpu-ray-0/1", client=False)
+    assert "--include-dashboard=false" in arguments
+    assert not any("client-server" in argument for argument in arguments)
+
+
+def test_slots_of_the_cpu_are_no_gpus() -> None:
+    arguments = commands.head_arguments(SHARE._replace(accelerator=""), PORTS, "/tmp/sgpu-ray-0/1", client=False)
+    assert "--num-gpus=0" in arguments
+    assert not any(argument.startswith("--resources") for argument in arguments)
+
+
+def test_a_node_of_several_joins_with_its_own_address() -> None:
+    own = SHARE._replace(num_nodes=2, node_rank=1, address="192.0.2.7")
+    arguments = commands.worker_arguments(own, PORTS, "/tmp/sgpu-ray-0/1", "192.0.2.6:12000")
+    assert {"--address=192.0.2.6:12000", "--node-ip-address=192.0.2.7"} <= set(arguments)
+    assert "--head" not in arguments
+    assert commands.cluster_address(own._replace(node_rank=0), PORTS) == "192.0.2.7:12000"
+    assert commands.cluster_address(SHARE, PORTS) == "127.0.0.1:12000"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "accelerator", "page", "said"),
+    [
+        (1, "H100", "", "Ray 2.60.0: 1 node, 2 H100, 3 CPUs, object store 0.1 GB"),
+        (1, "", "", "Ray 2.60.0: 1 node, 3 CPUs, object store 0.1 GB"),
+        (2, "A10", "", "Ray 2.60.0: 2 nodes, 4 A10, 6 CPUs, object store 0.1 GB on each"),
+        (1, "A10", "http://x", "Ray 2.60.0: 1 node, 2 A10, 3 CPUs, object store 0.1 GB, dashboard http://x"),
+    ],
+)
+def test_what_is_said_when_it_is_there(nodes: int, accelerator: str, page: str, said: str) -> None:
+    own = SHARE._replace(accelerator=accelerator)
+    assert commands.ready_sentence(own, [own] * nodes, "2.60.0", page) == said
+
+
+def test_ports_lie_outside_of_what_the_kernel_gives_and_are_all_different(tmp_path: Path) -> None:
+    given = tmp_path / "range"
+    given.write_text("32768\t60999\n")
+    found = ports.find(str(given))
+    assert len(set(found)) == len(found)
+    assert all(11_000 <= port < 32_768 for port in found)
+    given.write_text("9000\t61000\n")
+    assert all(port > 61_000 for port in ports.find(str(given)))
+
+
+def test_a_port_somebody_listens_on_is_not_given(tmp_path: Path) -> None:
+    given = tmp_path / "range"
+    given.write_text("1024\t64535\n")  # a thousand are left
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 65_000))
+        taken.listen()
+        for _ in range(30):
+            assert 65_000 not in ports.find(str(given))
+
+
+@pytest.mark.parametrize(
+    ("version", "knows"), [("2.49.1", False), ("2.52.0", True), ("2.60.0", True), ("3.0.0.dev0", True), ("2.9", False)]
+)
+def test_which_ray_knows_tokens(version: str, knows: bool) -> None:
+    assert starting.knows_tokens(version) is knows
+
+
+def logs_of(directory: Path, number: str = "1") -> Path:
+    logs = directory / number / "session_2026-11-22_07-00-00_0_1" / "logs"
+    logs.mkdir(parents=True)
+    (directory / number / "session_latest").symlink_to(logs.parent)
+    return logs
+
+
+def test_why_ray_ended_is_the_line_of_a_failed_check_before_the_last_lines(tmp_path: Path) -> None:
+    logs = logs_of(tmp_path)
+    (tmp_path / "1" / starting.OUTPUT_FILE).write_text("started\n\nSome Ray subprocesses exited unexpectedly\n")
+    assert starting.last_words(str(tmp_path / "1")).endswith("exited unexpectedly")
+    check = "[2026-11-22 07:14:47,118 C 78 78] (raylet) agent.cc:1: Check failed: Timed out waiting for a file"
+    (logs / "raylet.out").write_text(f"[2026-11-22 07:14:46,1 I 78 78] (raylet) fine\n{check}\n*** stack ***\n @ 0x1\n")
+    assert starting.last_words(str(tmp_path / "1")) == check
+    assert starting.last_words(str(tmp_path / "nowhere")) == ""
+
+
+def test_logs_are_kept_from_their_ends_the_newest_first_and_within_a_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ending, "_FILE_BYTES_MAX", 10)
+    monkeypatch.setattr(ending, "_BYTES_MAX", 25)
+    logs = logs_of(tmp_path / "own")
+    (tmp_path / "own" / "token").write_text("secret")
+    (tmp_path / "own" / "1" / starting.OUTPUT_FILE).write_text("start")
+    (logs / "sub").mkdir()
+    for age, name in enumerate(["new", "sub/middle", "old", "oldest"]):
+        (logs / name).write_text("0123456789" + name[:2] + "abcdefgh")
+        os.utime(logs / name, (1_000_000_000 - age, 1_000_000_000 - age))
+    os.mkfifo(logs / "pipe")
+    (logs / "link").symlink_to("/etc/passwd")
+    ending.save_logs(str(tmp_path / "own"), str(tmp_path / "kept"))
+    kept = {str(path.relative_to(tmp_path / "kept")): path for path in (tmp_path / "kept").rglob("*") if path.is_file()}
+    assert {name: path.read_text() for name, path in kept.items()} == {
+        starting.OUTPUT_FILE: "start",
+        "new": "neabcdefgh",
+        "sub/middle": "suabcdefgh",
+    }
+
+
+def test_logs_of_a_second_start_lie_beside_those_of_the_first(tmp_path: Path) -> None:
+    for number in ("1", "2"):
+        (logs_of(tmp_path / "own", number) / "raylet.out").write_text(number)
+    ending.save_logs(str(tmp_path / "own"), str(tmp_path / "kept"))
+    assert (tmp_path / "kept" / "raylet.out").read_text() == "1"
+    assert (tmp_path / "kept" / "start-2" / "raylet.out").read_text() == "2"
