@@ -96,6 +96,7 @@ def test_nothing_is_left_of_a_run_of_a_user_without_rights(user: User) -> None:
         assert told["environ"]["HOME"] == str(user.home)
         owners = {os.stat(f"/proc/{who.pid}").st_uid for who in call.footprint.processes}
         assert owners == {NOBODY if os.geteuid() == 0 else os.getuid()}
+        assert call.footprint.namespaces or "no pid namespace of its own" in call.output()
         assert all(listener.private for listener in call.footprint.listeners.values())
         call.go()
         assert call.ended() == {"results": ["done"]}

@@ -114,7 +114,8 @@ def main(channel: Channel, events: Channel) -> int:
         if message.get("command") is None:
             call = _call(place, tracked=message.get("tracked") is True)
             if isinstance(cluster := message.get("ray"), dict):
-                return task.run(read_share(cluster), _node_task(place, _environment(message), report, call))
+                drive = _with_threads(call, protocol.integer(message, "threads"))
+                return task.run(read_share(cluster), _node_task(place, _environment(message), report, drive))
             return call(report)
     return command.run(protocol.strings(message, "command"), report)
 
@@ -126,6 +127,19 @@ def _call(place: Place, *, tracked: bool) -> Callable[[Report], int]:
         return execute(place, report)
 
     return call
+
+
+def _with_threads(call: Callable[[Report], int], count: int) -> Callable[[Report], int]:
+    """Return the call for a driver, which is a fork of the rank: libraries may only start threads in the driver.
+
+    A process with threads gets no user namespace, and a fork of it would wait for threads that it does not have.
+    """
+
+    def drive(report: Report) -> int:
+        _set_threads(count)
+        return call(report)
+
+    return drive
 
 
 def _node_task(place: Place, environment: dict[str, str], report: Report, drive: Callable[[Report], int]) -> task.Work:
@@ -348,7 +362,8 @@ def _take_context(message: protocol.Message) -> None:
     main_module.__dict__["__builtins__"] = __builtins__
     sys.modules["__main__"] = main_module
     _reseed()
-    _set_threads(protocol.integer(message, "threads"))
+    if message.get("ray") is None:
+        _set_threads(protocol.integer(message, "threads"))
     os.chdir(protocol.text(message, "cwd"))
 
 
