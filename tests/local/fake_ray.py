@@ -21,6 +21,8 @@ os.makedirs(os.path.join(session, "logs"))
 os.symlink(session, os.path.join(temporary, "session_latest"))
 with open(os.path.join(session, "logs", "gcs_server.out"), "w") as file:
     file.write("the last words of the GCS\\n")
+with open(os.path.join(session, "logs", "prefix.out"), "w") as file:
+    file.write(sys.prefix)
 pids = []
 for name in ("gcs_server", "raylet"):
     pid = os.fork()
@@ -41,19 +43,22 @@ print("Some Ray subprocesses exited unexpectedly", flush=True)
 """
 
 
+FILES = {
+    "ray/__init__.py": f"__version__ = {VERSION!r}\n",
+    "ray/_raylet.py": "",  # Ray's compiled half, by which it is known
+    "ray/scripts/__init__.py": "",
+    "ray/scripts/scripts.py": _START,
+}
+
+
 def install(where: Path) -> Path:
     """Write the package, and return the directory that has to be on the path."""
-    site = where / "site"
-    scripts = site / "ray" / "scripts"
-    scripts.mkdir(parents=True)
-    (site / "ray" / "__init__.py").write_text(f"__version__ = {VERSION!r}\n")
-    (site / "ray" / "_raylet.py").touch()  # Ray's compiled half, by which it is known
-    (scripts / "__init__.py").touch()
-    (scripts / "scripts.py").write_text(_START)
-    metadata = site / f"ray-{VERSION}.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: ray\nVersion: {VERSION}\n")
-    return site
+    metadata = {f"ray-{VERSION}.dist-info/METADATA": f"Metadata-Version: 2.1\nName: ray\nVersion: {VERSION}\n"}
+    for name, text in {**FILES, **metadata}.items():
+        path = where / "site" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return where / "site"
 
 
 def pids(directory: str) -> dict[str, list[int]]:

@@ -5,6 +5,7 @@ Ray itself is a fake of two processes (`fake_ray.py`); with the real one the sam
 
 from __future__ import annotations
 
+import ast
 import os
 import signal
 import socket
@@ -23,6 +24,7 @@ from serverless_gpu.testing import stop_agent
 from tests.local import fake_ray
 from tests.local.observe import Process, agent, nothing_of_a_run, supervisor, wait_for
 from tests.local.ranks import announce, wait_for_file
+from tests.local.small_environment import SmallEnvironment
 
 
 @pytest.fixture(autouse=True)
@@ -137,6 +139,33 @@ def test_a_function_beside_it_has_no_part_in_a_cluster(warm: Path, where: str) -
     assert not (run.directory / "ray").exists()
 
 
+DRIVER = """
+import os, sys
+from serverless_gpu.ray import ray_launch
+
+@ray_launch(gpus=2, gpu_type="H100", env="snapshot")
+def drive():
+    import ray
+    return ray.__file__, sys.prefix
+
+if __name__ == "__main__":
+    print(drive.distributed())
+"""
+
+
+def test_a_restored_environment_has_its_own_ray_and_ray_that_environment(own: Path, tmp_path: Path) -> None:
+    small = SmallEnvironment(tmp_path / "here")
+    small.install("ray", fake_ray.VERSION, fake_ray.FILES)
+    small.write("driver.py", DRIVER)
+    said, _ = small.run("driver.py")
+    view = own / "environments" / "view"
+    [(file, prefix)] = ast.literal_eval(said)
+    assert prefix == str(view) and Path(file).is_relative_to(view)
+    [attempt] = (own / "runs").glob("*/1")
+    assert (attempt / "ray" / "0" / "prefix.out").read_text() == str(view)
+    assert not os.path.lexists((attempt / "ray" / "directory").read_text().strip())
+
+
 # --- stopped ----------------------------------------------------------------------------------------------------------
 
 
@@ -172,14 +201,17 @@ def test_F45_a_cluster_that_lost_its_head_ends_the_run_and_names_node_and_proces
 
 
 def test_a_killed_supervisor_leaves_nothing(own: Path, going: Going) -> None:
-    supervisor(own, going.run.id).kill()
-    with pytest.raises(NodeLost):
-        going.run.results(30)
+    looker = supervisor(own, going.run.id)
+    agent(own).kill()  # which would sweep
+    looker.kill()
     wait_for(going.gone, "the stem has removed the cluster")
     assert not going.task.alive() and not going.driver.alive()
+    with pytest.raises(NodeLost):
+        going.run.results(30)
 
 
 def test_a_killed_stem_leaves_nothing(own: Path, going: Going) -> None:
+    agent(own).kill()  # which would sweep
     going.stem.kill()
     with pytest.raises(RunError) as caught:
         going.run.results(30)
@@ -188,6 +220,7 @@ def test_a_killed_stem_leaves_nothing(own: Path, going: Going) -> None:
 
 
 def test_a_killed_node_task_leaves_nothing(own: Path, going: Going) -> None:
+    agent(own).kill()  # which would sweep
     going.task.kill()
     with pytest.raises(RunError) as caught:
         going.run.results(30)

@@ -142,6 +142,15 @@ CHECKS = (
         "run it again; loginctl enable-linger keeps processes after logout",
     ),
     _row(
+        "ray-lost",
+        "A Ray cluster that is gone",
+        ("EngineHeadLost: Ray on node … is gone: its raylet ended while the run needed it", "reason engine_head_lost"),
+        "The GCS or the raylet of a run of `ray_launch` ended: host memory ran out, the disk of /tmp is full, the run "
+        "called `ray stop`, or somebody killed it. A cluster has one head and lives as long as one run.",
+        "read ray/<node>/ in the run's directory (`sgpu show` lists it), first gcs_server.out and raylet.out; fewer "
+        "tasks at once (num_cpus= of a task) need less memory; `retries=` makes another attempt through a server",
+    ),
+    _row(
         "utilisation-zero",
         "GPU utilisation shows 0 %",
         ("nvidia-smi shows 0 % while a run goes on",),
