@@ -117,16 +117,14 @@ def test_usage_10_tune_in_a_task_runner_of_a_notebook(
     served: dict[str, str], mlflow_server: MlflowServer, tmp_path: Path
 ) -> None:
     """An actor that the notebook defines runs Tune and logs to MLflow; the caller takes the ResultGrid and the run."""
-    setup = f"""
-        import sys
-        sys.path.append({str(mlflow_packages())!r})  # a user has both in one environment
+    setup = """
         import getpass
         import mlflow
         import ray
         from ray import tune
         from serverless_gpu.ray import ray_launch
 
-        NOTEBOOK = "/Users/" + getpass.getuser() + "/driver"
+        NOTEBOOK = "/Users/" + getpass.getuser() + "/interactive"  # this one has no file
     """
     define = """
         def objective(config):
@@ -162,7 +160,10 @@ def test_usage_10_tune_in_a_task_runner_of_a_notebook(
         runs = mlflow.search_runs([experiment.experiment_id], named, output_format="list")
         print("logged", [run.data.metrics["best_loss"] for run in runs])
     """
-    out, _ = run_cells(tmp_path, [setup, define, use], {**served, "MLFLOW_TRACKING_URI": mlflow_server.uri})
+    # A user has both in one environment.
+    both = {"PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(mlflow_packages())]).strip(os.pathsep)}
+    variables = {**served, **both, "MLFLOW_TRACKING_URI": mlflow_server.uri}
+    out, _ = run_cells(tmp_path, [setup, define, use], variables)
     assert "\nbest 2 {'depth': 3}\n" in out
     assert "\nlogged [0.0]\n" in out, "what an actor logs is in the run of the call"
 

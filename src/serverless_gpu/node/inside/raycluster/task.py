@@ -100,8 +100,8 @@ class _Task:
         if self.tokens:
             self._write_token()
         self.family = Family()
-        base = {**variables.stripped(work.environment), **variables.cluster_variables(share, token=self.tokens)}
-        self.environment = base
+        kept = {**variables.defaults(share), **variables.stripped(work.environment)}
+        self.environment = {**kept, **variables.cluster_variables(share, token=self.tokens)}
         self.without_metrics = monitor.missing()
         self.outcome = False  # whether how the driver ended has been said
         self._say_what_is_missing()

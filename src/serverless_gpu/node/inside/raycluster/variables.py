@@ -49,6 +49,9 @@ _KEPT = frozenset(
     }
 )
 _START_S = 180
+# Ray Train asks the state API for its controller once a second. The dashboard's process serves that, so without one the
+# relay of workers' lines would have this once a second, too.
+_REPEATED = "Failed to query Ray Train Controller actor state"
 _KEPT_PREFIXES = ("RAY_AIR_", "RAY_DATA_", "RAY_TRAIN_", "RAY_TUNE_")
 _METRIC_PORTS = frozenset({"AUTOSCALER_METRIC_PORT", "DASHBOARD_METRIC_PORT"})
 
@@ -56,6 +59,15 @@ _METRIC_PORTS = frozenset({"AUTOSCALER_METRIC_PORT", "DASHBOARD_METRIC_PORT"})
 def stripped(variables: Mapping[str, str]) -> dict[str, str]:
     """Return variables without those of another Ray cluster and of torch's world."""
     return {name: value for name, value in variables.items() if _stays(name)}
+
+
+def defaults(share: Share) -> dict[str, str]:
+    """Return what is set unless the caller's variables say otherwise.
+
+    Args:
+        share: this node's share.
+    """
+    return {} if share.dashboard else {"RAY_DEDUP_LOGS_SKIP_REGEX": _REPEATED}
 
 
 def cluster_variables(share: Share, *, token: bool) -> dict[str, str]:
