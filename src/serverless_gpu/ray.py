@@ -44,7 +44,7 @@ def ray_init(*args: Any, **kwargs: Any) -> Any:
     except ModuleNotFoundError as error:
         if error.name != "ray":
             raise
-        raise ModuleNotFoundError("ray_init needs Ray: pip install 'serverless-gpu[ray]'", name="ray") from None
+        raise ModuleNotFoundError("ray_init needs Ray: pip install 'ray[default]'", name="ray") from None
     if "SGPU_RUN_ID" not in os.environ or "RAY_ADDRESS" not in os.environ or args or kwargs.get("address"):
         return ray.init(*args, **kwargs)
     sizes = [name for name in _OF_THE_CLUSTER if kwargs.get(name) is not None]

@@ -52,7 +52,7 @@ def test_ray_launch_without_ray_says_what_to_install() -> None:
     @ray_launch(gpus=8, gpu_type="A10")
     def drive() -> None: ...
 
-    with pytest.raises(ImportError, match=r"needs Ray, .*\nhint: pip install 'serverless-gpu\[ray\]'$"):
+    with pytest.raises(ImportError, match=r"needs Ray, .*\nhint: pip install 'ray\[default\]'$"):
         drive.distributed()
 
 

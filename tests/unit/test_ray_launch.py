@@ -187,7 +187,7 @@ def test_no_ray_at_all_is_one_sentence_with_the_line_that_helps() -> None:
     assert isinstance(caught.value, ImportError)
     assert isinstance(caught.value, UsageError)
     assert str(caught.value) == (
-        "ray_launch needs Ray, which this Python environment does not have\nhint: pip install 'serverless-gpu[ray]'"
+        "ray_launch needs Ray, which this Python environment does not have\nhint: pip install 'ray[default]'"
     )
 
 
@@ -200,7 +200,7 @@ def test_a_directory_that_has_rays_name_is_no_ray(tmp_path: Path) -> None:
 def test_a_ray_that_is_too_old(tmp_path: Path, version: str) -> None:
     with pytest.raises(RayMissing, match=rf"needs Ray 2\.22 or newer, and here is Ray {version}") as caught:
         check_ray(Found(version, _package(tmp_path)))
-    assert caught.value.hint == "pip install --upgrade 'serverless-gpu[ray]'"
+    assert caught.value.hint == "pip install --upgrade 'ray[default]'"
 
 
 def test_a_file_of_the_users_that_hides_ray_is_named(tmp_path: Path) -> None:
@@ -357,7 +357,7 @@ def test_a_cluster_of_ones_own_may_have_any_size_in_a_run(in_a_run: Pretended) -
 
 def test_without_ray_the_line_that_helps_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'serverless-gpu\[ray\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'ray\[default\]'"):
         ray_init()
 
 

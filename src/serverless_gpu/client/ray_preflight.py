@@ -24,7 +24,7 @@ from serverless_gpu.node.inside.payload import Reducer
 if TYPE_CHECKING:
     from serverless_gpu.node.inside.payload import Reduced
 
-_PIP = "pip install {}'serverless-gpu[ray]'"
+_PIP = "pip install {}'ray[default]'"
 _OLDEST = (2, 22)
 """What code for `ray_launch` asserts; older ones have other options of `ray start`."""
 
