@@ -85,3 +85,34 @@ def return_after(path: str) -> str:
 def never() -> None:
     """Raise: a driver that must not start has started."""
     raise AssertionError("the function was called")
+
+
+def visit_nodes(count: int) -> dict[str, object]:
+    """Return what tasks saw that take all GPUs of a node each."""
+    ray = ray_module()
+    ray.init()
+
+    def task() -> tuple[str, list[str]]:
+        own = ray.get_runtime_context().get_node_id()
+        address = next(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == own)
+        return address, sorted(os.environ["CUDA_VISIBLE_DEVICES"].split(","))
+
+    visits = [ray.remote(num_gpus=2)(task).remote() for _ in range(count)]
+    return {
+        "nodes": sorted(node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]),
+        "visits": ray.get(visits),
+        "resources": ray.cluster_resources(),
+    }
+
+
+def wait_on_every_node(count: int) -> None:
+    """Wait for tasks that do not end and hold all GPUs of a node each."""
+    ray = ray_module()
+    ray.init()
+
+    def task(where: str) -> None:
+        with open(where, "w", encoding="ascii"):
+            time.sleep(600)
+
+    waits = [ray.remote(num_gpus=2, max_retries=0)(task).remote(os.path.abspath(f"began-{n}")) for n in range(count)]
+    ray.get(waits)

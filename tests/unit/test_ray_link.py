@@ -109,10 +109,10 @@ def test_nodes_join_hear_the_address_and_that_all_is_done(head: Head, member: Ca
     head.tell("127.0.0.11:6379")  # to those that are there, and to those that come
     heard = talk(head, first, second, until=lambda heard: len(heard) == 2)
     assert heard == [Word(ADDRESS, 0, "castor", "127.0.0.11:6379")] * 2
-    second.joined()
-    assert talk(head, until=word(JOINED, 2)) == [Word(JOINED, 2, "pollux-2")]
+    second.joined(4, 9)
+    assert talk(head, until=word(JOINED, 2)) == [Word(JOINED, 2, "pollux-2", devices=4, cpus=9)]
     assert head.missing() == [1]
-    first.joined()
+    first.joined(1, 1)
     talk(head, until=word(JOINED, 1))
     assert head.missing() == []
     head.done()
@@ -145,11 +145,11 @@ def test_F45_node_that_lost_its_ray_is_named_with_what_it_said(head: Head, membe
     node = member(2)
     head.tell("here:1")
     talk(head, node, until=word(ADDRESS, 0))
-    node.joined()
+    node.joined(4, 9)
     node.lost("raylet died: exit code -9")
     node.close()
     heard = talk(head, until=word(LOST, 2))
-    assert heard == [Word(JOINED, 2, "pollux-2"), Word(LOST, 2, "pollux-2", "raylet died: exit code -9")]
+    assert heard == [Word(JOINED, 2, "pollux-2", "", 4, 9), Word(LOST, 2, "pollux-2", "raylet died: exit code -9")]
     assert head.take(EVER) == []
 
 
@@ -159,7 +159,8 @@ def test_F45_node_task_that_dies_is_named(head: Head, member: Callable[..., Memb
     talk(head, node, until=word(ADDRESS, 0))
     node.close()
     [lost] = talk(head, until=word(LOST, 1))
-    assert lost == Word(LOST, 1, "pollux-1", "its node task is gone (the connection was closed)")
+    text = "Node pollux-1 of the run's Ray cluster is gone: its node task does not answer any more"
+    assert lost == Word(LOST, 1, "pollux-1", f"{text} (the connection was closed)")
 
 
 def test_F45_head_that_dies_is_named(head: Head, member: Callable[..., Member]) -> None:
@@ -169,7 +170,7 @@ def test_F45_head_that_dies_is_named(head: Head, member: Callable[..., Member]) 
     head.close()
     [lost] = talk(node, until=word(LOST, 0))
     assert lost[:3] == (LOST, 0, "castor")
-    assert "its node task is gone" in lost.text
+    assert "Node castor of the run's Ray cluster is gone" in lost.text
     assert node.take(EVER) == []
 
 
@@ -187,7 +188,7 @@ def test_a_node_with_another_secret_is_not_let_in(head: Head, member: Callable[.
     stranger = member(1, secret="00" * 32, until=time.monotonic() + 1)
     heard = talk(head, stranger, until=lambda heard: bool(heard))
     assert [one.kind for one in heard] == [LOST]
-    assert "node 1 could not reach node 0 at 127.0.0.1:" in heard[0].text
+    assert "Node pollux-1 could not reach the head of its run's Ray cluster at 127.0.0.1:" in heard[0].text
     assert head.missing() == [1, 2]
 
 
@@ -261,6 +262,7 @@ def test_half_a_frame_is_waited_for_and_then_closed(head: Head, stranger: socket
         (10_000).to_bytes(4, "big") + b"[" * 10_000,
         link.pack({"node": "1", "host": "a", "nonce": "b", "proof": "c"}),
         link.pack({"node": 1, "host": "a", "nonce": "b", "proof": "\u00e9"}),
+        link.pack({"joined": True, "devices": 1, "cpus": 1}),
         b"\x00\x00\x00\x00" * 2,
     ],
 )
@@ -321,7 +323,8 @@ def test_nobody_there_is_said_after_the_patience_is_over(
     node = member(1, until=60.0)
     assert node.take(59.0) == []
     [lost] = node.take(60.0)
-    text = f"node 1 could not reach node 0 at {address[0]}:{address[1]}: Connection refused"
+    where = f"{address[0]}:{address[1]}"
+    text = f"Node pollux-1 could not reach the head of its run's Ray cluster at {where}: Connection refused"
     assert lost == Word(LOST, 0, address[0], text)
     assert node.take(EVER) == []
 
@@ -347,15 +350,14 @@ def test_a_frame_that_is_too_long_is_not_packed() -> None:
         link.pack({"text": "x" * link.FRAME_BYTES_MAX})
 
 
-def test_token_and_proofs_differ_by_run_role_and_node() -> None:
+def test_proofs_differ_by_run_role_node_and_connection() -> None:
     nonces = ("1", "2")
     made = {
-        link.token(SECRET),
-        link.token("0" * 64),
+        link.proof("0" * 64, "head", 1, nonces),
         link.proof(SECRET, "head", 1, nonces),
         link.proof(SECRET, "node", 1, nonces),
         link.proof(SECRET, "node", 2, nonces),
         link.proof(SECRET, "node", 1, ("2", "1")),
     }
-    assert len(made) == 6
+    assert len(made) == 5
     assert all(len(one) == 64 for one in made)

@@ -17,6 +17,7 @@ import contextlib
 import functools
 import importlib
 import os
+import select
 import types
 from collections.abc import Callable, Mapping
 
@@ -68,6 +69,10 @@ class Driver:
         except OSError:
             return None
         return None if received is None else protocol.decode(received[0])
+
+    def has_ended(self) -> bool:
+        """Return whether it has ended; it may still be to be reaped."""
+        return bool(select.select([self.pidfd], [], [], 0)[0])
 
     def end(self, number: int) -> None:
         """Send it a signal; nothing where it has ended."""

@@ -6,13 +6,13 @@
       │ ── {"node", "host", "nonce", "proof"} ──────────▶ │
       │ ◀── {"host", "proof"} ──────────────────────────  │  both know now whom they talk to
       │ ◀── {"address"} ────────────────────────────────  │  Ray's head is up: join there
-      │ ── {"joined"} ──────────────────────────────────▶ │  the driver starts when all have
+      │ ── {"joined", "devices", "cpus"} ───────────────▶ │  the driver starts when all have
       │ ── {"lost": text} ──────────────────────────────▶ │  Ray on node n is gone
       │ ◀── {"done"} ───────────────────────────────────  │  the driver has ended: end Ray, return
 
 A frame is four bytes of length and a JSON object. The secret never travels; neither does Ray's token, which every node
-derives from it (`token`). What is said after the proofs is not signed: whoever can write into another's connection can
-write into Ray's, too, which are not encrypted either.
+derives from it (`variables.py`). What is said after the proofs is not signed: whoever can write into another's
+connection can write into Ray's, too, which are not encrypted either.
 
 Failure cases. A connection that does not prove itself in time, sends too much or nonsense, claims node 0, a number that
 is taken or none of the run's, is closed, and nobody else notices. One that is hung up on before it was welcomed tries
@@ -58,22 +58,21 @@ class Word(NamedTuple):
         kind: `JOINED` or `LOST` (of a node), `ADDRESS` or `DONE` (from the head).
         node: number of the node it is about; 0 is the head's.
         host: that node's name; its address where the name is not known yet.
-        text: Ray's address, or what was lost.
+        text: Ray's address, or a sentence about what was lost.
+        devices: what a node that joined offers.
+        cpus: the same.
     """
 
     kind: str
     node: int
     host: str = ""
     text: str = ""
+    devices: int = 0
+    cpus: int = 0
 
 
 class NonsenseError(Exception):
     """What came is not what was agreed upon."""
-
-
-def token(secret: str) -> str:
-    """Return the token with which the processes of this run's Ray know each other: 64 hexadecimal digits."""
-    return hmac.new(secret.encode(), b"ray token", hashlib.sha256).hexdigest()
 
 
 def proof(secret: str, role: str, node: int, nonces: tuple[str, str]) -> str:
@@ -285,10 +284,11 @@ class Head:
                     return [*words, Word(LOST, guest.node, guest.host, protocol.text(message, LOST))]
                 elif JOINED in message and guest.node not in self._joined:
                     self._joined.add(guest.node)
-                    words.append(Word(JOINED, guest.node, guest.host))
+                    devices, cpus = protocol.integer(message, "devices"), protocol.integer(message, "cpus")
+                    words.append(Word(JOINED, guest.node, guest.host, devices=devices, cpus=cpus))
         except (OSError, ValueError, NonsenseError) as error:
             if guest.node:
-                return [*words, Word(LOST, guest.node, guest.host, f"its node task is gone ({error})")]
+                return [*words, Word(LOST, guest.node, guest.host, _gone(guest.host, error))]
             self._drop(guest.wire)
         return words
 
@@ -346,12 +346,12 @@ class Member:
         """Return what to wait for with `select`, besides a moment (`take` tries again)."""
         return [] if self._wire is None else [self._wire.sock]
 
-    def joined(self) -> None:
-        """Say that Ray runs on this node."""
-        self._say(joined=True)
+    def joined(self, devices: int, cpus: int) -> None:
+        """Say that Ray runs on this node, and what it offers."""
+        self._say(joined=True, devices=devices, cpus=cpus)
 
     def lost(self, text: str) -> None:
-        """Say that Ray on this node is gone."""
+        """Say, in a sentence, that Ray on this node is gone."""
         self._say(lost=text[:TEXT_CHARACTERS_MAX])
 
     def close(self) -> None:
@@ -380,7 +380,7 @@ class Member:
             if not self._known and now > wire.since + _PROVE_S:
                 raise OSError("who listens there does not answer")
         except (OSError, ValueError, NonsenseError) as error:
-            return self._break(str(error), now)
+            return self._break(error, now)
         return words
 
     def _connect(self, now: float) -> None:
@@ -416,13 +416,13 @@ class Member:
             return [Word(DONE, 0, self._known)]
         return []
 
-    def _break(self, reason: str, now: float) -> list[Word]:
+    def _break(self, error: Exception, now: float) -> list[Word]:
         """Hang up: for good when the head was known, else to try again."""
         self._hang_up()
         if self._known:
             self._closed = True
-            return [Word(LOST, 0, self._known, f"its node task is gone ({reason})")]
-        self._reason = reason
+            return [Word(LOST, 0, self._known, _gone(self._known, error))]
+        self._reason = str(error)
         return self._give_up(now)
 
     def _give_up(self, now: float) -> list[Word]:
@@ -430,7 +430,8 @@ class Member:
             return []
         self._closed = True
         where = f"{self._head[0]}:{self._head[1]}"
-        return [Word(LOST, 0, self._head[0], f"node {self._node} could not reach node 0 at {where}: {self._reason}")]
+        text = f"Node {self._host} could not reach the head of its run's Ray cluster at {where}: {self._reason}"
+        return [Word(LOST, 0, self._head[0], text)]
 
     def _say(self, **message: object) -> None:
         if self._wire is not None and self._known:
@@ -441,3 +442,8 @@ class Member:
         if self._wire is not None:
             self._wire.close()
             self._wire = None
+
+
+def _gone(host: str, error: Exception) -> str:
+    why = (isinstance(error, OSError) and error.strerror) or str(error)
+    return f"Node {host} of the run's Ray cluster is gone: its node task does not answer any more ({why})"

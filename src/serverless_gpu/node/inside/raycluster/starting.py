@@ -34,6 +34,7 @@ from .ports import Ports
 
 OUTPUT_FILE = "ray-start.log"
 TOKENS_SINCE = (2, 52)
+DIRECTORIES_SINCE = (2, 55)
 
 _TRIES_MAX = 3
 _READY_S = 180.0  # the first import of Ray from a slow disk takes most of it
@@ -85,15 +86,24 @@ class Engine(NamedTuple):
         return last_words(self.temporary)
 
 
-def ray_version() -> str:
+def ray_version(num_nodes: int = 1) -> str:
     """Return the version of the Ray in this environment, without importing it.
+
+    Args:
+        num_nodes: nodes of the cluster.
 
     Raises:
         ModuleNotFoundError: there is none.
+        RuntimeError: it has every node of a cluster write to the directory of the head.
     """
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         if importlib.util.find_spec("ray") is not None:
-            return importlib.metadata.version("ray")
+            version = importlib.metadata.version("ray")
+            if num_nodes > 1 and _release(version) < DIRECTORIES_SINCE:
+                raise RuntimeError(
+                    f"Ray {version} cannot be spread over {num_nodes} nodes here: Ray 2.55 and later can"
+                )
+            return version
     raise ModuleNotFoundError(
         "Ray is not installed in the environment of the run: pip install 'ray[default]'", name="ray"
     )
@@ -106,7 +116,11 @@ def can_serve_clients() -> bool:
 
 def knows_tokens(version: str) -> bool:
     """Return whether a Ray of this version can refuse who does not know a cluster's token."""
-    return tuple(int(digits) for digits in re.findall(r"\d+", version)[:2]) >= TOKENS_SINCE
+    return _release(version) >= TOKENS_SINCE
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(digits) for digits in re.findall(r"\d+", version)[:2])
 
 
 def start(

@@ -8,13 +8,14 @@
     ready ─▶ driver: function(*args) ─▶ events, passed on ─▶ supervisor
     driver ends ─▶ family ends ─▶ logs kept, directory removed (`ending.py`) ─▶ ends as the driver did
 
-It speaks to the supervisor as any rank does. SIGTERM goes to the driver, and so do the signals by which a rank is asked
-where it is; the memfd for the answer is the same file in both.
+On the other nodes of a cluster there is no driver (`member.py`). It speaks to the supervisor as any rank does. SIGTERM
+goes to the driver, and so do the signals by which a rank is asked where it is; the memfd for the answer is the same
+file in both.
 
 Failure cases:
-- Ray does not come up, or one of its processes without which it is no cluster ends: the failure is `engine_head_lost`
-  and names node and process. What the driver raises then is a consequence of it, told as a note. A driver that hangs
-  is given `_CONSEQUENCE_S` and ended;
+- Ray does not come up, or one of its processes without which it is no cluster ends, or another node is lost: the
+  failure is `engine_head_lost` and names node and process. What the driver raises then is a consequence of it, told as
+  a note. A driver that hangs is given `_CONSEQUENCE_S` and ended;
 - the driver fails, or ends without a word: told as for any rank, after a look whether Ray is gone;
 - Ray ends after the driver has returned: nothing, the result is there;
 - this process dies: init, driver and Ray follow (PR_SET_PDEATHSIG); the directory is left to the supervisor.
@@ -32,7 +33,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from .. import command, protocol
-from . import commands, directory, ending, monitor, starting, variables
+from . import commands, directory, ending, member, monitor, starting, variables
+from .cluster import Cluster
 from .driver import Driver
 from .namespace import Family
 from .ports import Ports
@@ -45,6 +47,7 @@ LOST = "engine_head_lost"
 _CONSEQUENCE_S = 2.0  # for the driver to notice by itself that Ray is gone, and to say where it was
 _SUSPICION_S = 0.5  # for a death of Ray's to show that the driver may have noticed first
 _STRANGER_S = 0.1
+_GATHER_S = 300.0  # for the other nodes to join once Ray's head is up
 
 
 class Work(NamedTuple):
@@ -77,15 +80,16 @@ def run(share: Share, work: Work) -> int:
         work: what there is to do.
     """
     try:
-        version = starting.ray_version()
-    except ModuleNotFoundError as error:
+        version = starting.ray_version(share.num_nodes)
+    except (ModuleNotFoundError, RuntimeError) as error:
         return work.fail(error)
     task = _Task(share, work, version)
     try:
-        code = task.head()
+        code = task.head() if share.node_rank == 0 else task.member()
     finally:
+        task.cluster.done()
         task.family.end()
-        ending.save_logs(share.directory, os.path.join(work.directory, "ray", str(share.node_rank)))
+        ending.save_logs(share.directory, task.kept)
         directory.remove(share.directory)
     return code if code >= 0 else command.end_of(-code)
 
@@ -100,6 +104,8 @@ class _Task:
         if self.tokens:
             self._write_token()
         self.family = Family()
+        self.kept = os.path.join(work.directory, "ray", str(share.node_rank))
+        self.cluster = Cluster(share, self.kept)
         kept = {**variables.defaults(share), **variables.stripped(work.environment)}
         self.environment = {**kept, **variables.cluster_variables(share, token=self.tokens)}
         self.without_metrics = monitor.missing()
@@ -111,18 +117,36 @@ class _Task:
         driver = Driver(self.family, {**variables.stripped(dict(os.environ)), **self.environment}, self.work.drive)
         self._pass_signals_to(driver)
         try:
+            self.cluster.listen()
             engine = self._start(driver)
+            problem = self._gather(driver, engine)
         except (starting.StartFailed, OSError) as error:
+            engine, problem = None, f"Ray could not be started on node {self.share.host}: {error}"
+        if problem:
             driver.end(signal.SIGKILL)
-            return self._lose(f"Ray could not be started on node {self.share.host}: {error}", None)
-        if engine is None:
+            return self._lose(problem, None)
+        if engine is None or driver.has_ended():
             return self._reap(driver)
         ports, address = engine.ports, commands.cluster_address(self.share, engine.ports)
         page = f"http://{variables.LOOPBACK}:{ports.dashboard}" if self.share.dashboard else ""
-        self._say(commands.ready_sentence(self.share, [self.share], self.version, page))
+        self._say(commands.ready_sentence(self.share, self.cluster.shares(), self.version, page))
         driver.begin(variables.port_variables(ports, address))
-        self._record_metrics(ports)
-        return self._attend(driver, engine)
+        self._record_metrics(ports, self.cluster.leave)
+        return self._attend(driver)
+
+    def member(self) -> int:
+        """Have a node without a driver until the driver has ended; return how this ends."""
+        node = member.Node(self.share, self.family, self.environment, self.kept)
+        try:
+            member.heed_stop()
+            self.work.report({"event": "exec", "stack": -1})
+            lost = member.take_part(node, self._say, self._record_metrics)
+        except member.Stopped:
+            return -signal.SIGTERM
+        if lost:
+            return self._lose(lost, None)
+        self.family.end()
+        return self.work.finish()
 
     def _start(self, driver: Driver) -> Engine | None:
         share = self.share
@@ -135,86 +159,96 @@ class _Task:
                 **variables.port_variables(ports, commands.cluster_address(share, ports)),
             },
             lambda ports, temporary: commands.head_arguments(share, ports, temporary, client=client),
-            lambda: bool(select.select([driver.pidfd], [], [], 0)[0]),
+            lambda: driver.has_ended() or bool(self.cluster.gone()),
             self._say,
         )
 
-    def _record_metrics(self, ports: Ports) -> None:
-        """Have this node's metrics read (`monitor.py`) for as long as the family lives."""
+    def _gather(self, driver: Driver, engine: Engine | None) -> str:
+        """Wait for the other nodes; return what went wrong, "" also where the driver has ended."""
+        if engine is not None:
+            self.cluster.begin(engine, commands.cluster_address(self.share, engine.ports))
+        until = protocol.now_ns() + int(_GATHER_S * 1e9)
+        while not (gone := self.cluster.gone()) and self.cluster.missing() and not driver.has_ended():
+            if (left_ns := until - protocol.now_ns()) <= 0:
+                numbers = ", ".join(map(str, self.cluster.missing()))
+                return f"after {_GATHER_S:.0f} s these nodes of the run's Ray cluster had not joined: {numbers}"
+            _wait([driver.pidfd, *self.cluster.fds()], left_ns / 1e6)
+        return gone
+
+    def _record_metrics(self, ports: Ports, leave: Callable[[], None]) -> None:
+        """Have this node's metrics read (`monitor.py`) for as long as the family lives.
+
+        Args:
+            ports: Ray's on this node.
+            leave: closes what the process that reads them must not hold.
+        """
         path = os.path.join(self.work.directory, "ray", f"{self.share.node_rank}.metrics.json")
+
+        def read() -> int:
+            leave()
+            return monitor.run(self.share.address, ports.metrics, path)
+
         if not self.without_metrics:
             with contextlib.suppress(OSError):  # no process can be had: the run goes on without
-                self.family.fork(lambda: monitor.run(self.share.address, ports.metrics, path))
+                self.family.fork(read)
 
-    def _attend(self, driver: Driver, engine: Engine) -> int:
+    def _attend(self, driver: Driver) -> int:
         """Pass on what the driver says until it has ended or Ray has."""
-        poll = select.poll()
-        for fd in (driver.channel.fileno(), driver.pidfd, *engine.watched):
-            poll.register(fd, select.POLLIN)
+        talks = True
         while True:
-            ready = {fd for fd, _ in poll.poll()}
-            if driver.channel.fileno() in ready:
+            ready = _wait([*([driver.channel.fileno()] if talks else []), driver.pidfd, *self.cluster.fds()])
+            if talks and driver.channel.fileno() in ready:
                 event = driver.hear()
                 if event is None:
-                    poll.unregister(driver.channel.fileno())
-                elif (code := self._take(event, engine, driver)) is not None:
+                    talks = False
+                elif (code := self._take(event, driver)) is not None:
                     return code
             elif driver.pidfd in ready:
-                return self._driver_ended(driver, engine)
-            elif ready & set(engine.watched):
+                return self._driver_ended(driver)
+            elif gone := self.cluster.gone():
                 if not self.outcome:
-                    return self._engine_gone(driver, engine)
-                for fd in engine.watched:
-                    poll.unregister(fd)
-                engine = engine._replace(watched={})
+                    return self._cluster_gone(driver, gone)
+                self.cluster.forget()
 
-    def _take(self, event: protocol.Message, engine: Engine, driver: Driver) -> int | None:
+    def _take(self, event: protocol.Message, driver: Driver) -> int | None:
         """Pass an event on; return the exit code where it is a failure that Ray's end explains."""
         if event.get("event") == "failed":
             failure = event.get("failure")
             record = failure if isinstance(failure, dict) else {}
             suspicious = "ray" in str(record.get("traceback", "")) or record.get("peer_lost") is True
-            if gone := engine.gone(_SUSPICION_S if suspicious else _STRANGER_S):
+            if gone := self.cluster.gone(_SUSPICION_S if suspicious else _STRANGER_S):
                 driver.end(signal.SIGKILL)
-                return self._lose_engine(gone, engine, record)
+                return self._lose(gone, record)
         self.outcome |= event.get("event") in ("returned", "failed")
         self.work.report(event)
         return None
 
-    def _driver_ended(self, driver: Driver, engine: Engine) -> int:
+    def _driver_ended(self, driver: Driver) -> int:
         code = self._reap(driver)
-        if not self.outcome and code and (gone := engine.gone(_SUSPICION_S)):
-            return self._lose_engine(gone, engine, None)
+        if not self.outcome and code and (gone := self.cluster.gone(_SUSPICION_S)):
+            return self._lose(gone, None)
         return code
 
-    def _engine_gone(self, driver: Driver, engine: Engine) -> int:
+    def _cluster_gone(self, driver: Driver, gone: str) -> int:
         """Let the driver say what came of it, end it, and tell the failure."""
-        gone = engine.gone()
-        poll = select.poll()
-        poll.register(driver.channel.fileno(), select.POLLIN)
         until = protocol.now_ns() + int(_CONSEQUENCE_S * 1e9)
         consequence: protocol.Message | None = None
-        while (left_ns := until - protocol.now_ns()) > 0 and poll.poll(left_ns / 1e6):
+        while (left_ns := until - protocol.now_ns()) > 0 and _wait([driver.channel.fileno()], left_ns / 1e6):
             event = driver.hear()
             if event is None:
                 break
             if event.get("event") == "returned":
                 self.outcome = True
                 self.work.report(event)
-                return self._attend(driver, engine._replace(watched={}))
+                self.cluster.forget()
+                return self._attend(driver)
             if event.get("event") == "failed":
                 failure = event.get("failure")
                 consequence = failure if isinstance(failure, dict) else None
                 break
             self.work.report(event)
         driver.end(signal.SIGKILL)
-        return self._lose_engine(gone, engine, consequence)
-
-    def _lose_engine(self, gone: str, engine: Engine, consequence: protocol.Message | None) -> int:
-        kept = os.path.join(self.work.directory, "ray", str(self.share.node_rank))
-        text = f"Ray on node {self.share.host} is gone: its {gone} ended while the run needed it. Its logs: {kept}"
-        words = engine.last_words()
-        return self._lose(f"{text}\n{words}" if words else text, consequence)
+        return self._lose(gone, consequence)
 
     def _lose(self, text: str, consequence: protocol.Message | None) -> int:
         self.outcome = True
@@ -271,3 +305,11 @@ class _Task:
 
     def _say(self, text: str) -> None:
         self.work.report({"event": "say", "text": text, "note": True})
+
+
+def _wait(fds: list[int], timeout_ms: float | None = None) -> set[int]:
+    """Return which of the descriptors are readable, or closed at their other end."""
+    poll = select.poll()
+    for fd in fds:
+        poll.register(fd, select.POLLIN)
+    return {fd for fd, _ in poll.poll(timeout_ms)}

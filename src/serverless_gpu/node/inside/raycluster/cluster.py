@@ -1,0 +1,117 @@
+"""All of Ray that a driver needs: the processes of its own node and, through the link, the other nodes.
+
+    this node: ray start, gcs_server, raylet ── pidfds ──┐
+    node 1, 2, … ── link: "joined", "lost", end of file ──┴─▶ gone(): a sentence that names the node and what ended
+
+Failure cases: more than one of them is lost (the first is told: the others follow from it); a stranger knocks at the
+link (`link.py` turns it away, and nothing is gone).
+"""
+
+from __future__ import annotations
+
+import select
+import time
+
+from . import link
+from .starting import Engine
+from .words import Share
+
+
+class Cluster:
+    """What is known, on node 0, of all nodes of the run's cluster.
+
+    Args:
+        share: this node's share.
+        kept: where the logs of this node's Ray will be found.
+    """
+
+    def __init__(self, share: Share, kept: str) -> None:
+        self._share = share
+        self._kept = kept
+        self._engine: Engine | None = None
+        self._head: link.Head | None = None
+        self._offers = [share]
+        self._lost = ""
+
+    def listen(self) -> None:
+        """Let the other nodes come, where there are others. To be called after the driver was forked.
+
+        Raises:
+            OSError: the address that they were told cannot be had.
+        """
+        share = self._share
+        if share.num_nodes > 1:
+            self._head = link.Head(share.head, share.secret, share.num_nodes, share.host)
+
+    def begin(self, engine: Engine, address: str) -> None:
+        """Watch this node's Ray, which is there, and let the other nodes join it."""
+        self._engine = engine
+        if self._head is not None:
+            self._head.tell(address)
+
+    def missing(self) -> list[int]:
+        """Return the numbers of the nodes that have not joined."""
+        return [] if self._head is None else self._head.missing()
+
+    def shares(self) -> list[Share]:
+        """Return the shares of all nodes that have joined, this one's first."""
+        return self._offers
+
+    def fds(self) -> list[int]:
+        """Return what becomes readable when `gone` is to be asked."""
+        sockets = [] if self._head is None else [sock.fileno() for sock in self._head.sockets()]
+        return [*(self._engine.watched if self._engine is not None else ()), *sockets]
+
+    def gone(self, timeout_s: float = 0.0) -> str:
+        """Return a sentence about what has been lost, or "" when nothing has.
+
+        Args:
+            timeout_s: how long to wait for that.
+        """
+        until = time.monotonic() + timeout_s
+        while not (lost := self._look()) and (left_s := until - time.monotonic()) > 0:
+            poll = select.poll()
+            for fd in self.fds():
+                poll.register(fd, select.POLLIN)
+            poll.poll(left_s * 1000)
+        return lost
+
+    def forget(self) -> None:
+        """Look at nothing any more: the driver has what it needed."""
+        self.done()
+        self._engine = None
+
+    def done(self) -> None:
+        """Tell the other nodes that the driver has ended; before this node's Ray does."""
+        if self._head is not None:
+            self._head.done()
+            self._head = None
+
+    def leave(self) -> None:
+        """Close this process's copies of the connections, and say nothing: for one that was forked meanwhile."""
+        if self._head is not None:
+            self._head.close()
+
+    def _look(self) -> str:
+        if not self._lost and self._engine is not None and (name := self._engine.gone()):
+            self._lost = lost_engine(self._share, self._engine, name, self._kept)
+        for word in [] if self._head is None else self._head.take(time.monotonic()):
+            if word.kind == link.JOINED:
+                self._offers.append(self._share._replace(devices=word.devices, cpus=word.cpus))
+            elif word.kind == link.LOST:
+                self._lost = self._lost or word.text
+        return self._lost
+
+
+def lost_engine(share: Share, engine: Engine, name: str, kept: str) -> str:
+    """Return the sentence about a node whose Ray is gone.
+
+    Args:
+        share: the node's.
+        engine: its Ray.
+        name: which process has ended.
+        kept: where its logs will be found.
+    """
+    text = f"Ray on node {share.host} is gone: its {name} ended while the run needed it. Its logs: {kept}"
+    words = engine.last_words()
+    return f"{text}\n{words}" if words else text

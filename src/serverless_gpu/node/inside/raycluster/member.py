@@ -1,0 +1,163 @@
+"""A node other than the driver's: it waits for the head, joins it, and stays until the driver has ended.
+
+    node task of node n                                     node task of node 0
+      ├─ link ── hears where Ray's head is ◀──────────────    …
+      ├─ ray start --block --address=… ──▶ joined ────────▶   the driver starts when all have
+      └─ stays ◀── done ──────────────────────────────────    the driver has ended
+
+Failure cases:
+- Ray does not start here, or ends: node 0 hears it in a sentence, and it is this node's failure, too;
+- node 0's task is gone, or never came: this node's failure, which names node 0's machine;
+- Ray ends here because the head's does while "done" is on its way: waited for, `_SETTLE_S`;
+- SIGTERM: this node's Ray is ended, and the node task ends of the signal.
+"""
+
+from __future__ import annotations
+
+import select
+import signal
+import time
+import types
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+from . import commands, link, starting, variables
+from .cluster import lost_engine
+from .namespace import Family
+from .ports import Ports
+from .starting import Engine
+from .words import Share
+
+_REACH_S = 300.0  # node 0's machine may come later, and imports Ray from a slow disk before it can say anything
+_LOOK_S = 0.1  # between two tries to reach node 0
+_SETTLE_S = 1.0
+
+
+class Stopped(BaseException):
+    """SIGTERM came."""
+
+
+class Node(NamedTuple):
+    """What a node task has of its node.
+
+    Attributes:
+        share: of the cluster.
+        family: whom the processes belong to.
+        environment: that of all processes of the cluster.
+        kept: where the logs of this node's Ray will be found.
+    """
+
+    share: Share
+    family: Family
+    environment: Mapping[str, str]
+    kept: str
+
+
+def heed_stop() -> None:
+    """Have SIGTERM raise `Stopped` from now on, once."""
+    signal.signal(signal.SIGTERM, _stop)
+
+
+def take_part(node: Node, say: Callable[[str], None], record: Callable[[Ports, Callable[[], None]], None]) -> str:
+    """Have this node's part of the cluster until the driver has ended.
+
+    Args:
+        node: this node.
+        say: tells the caller something.
+        record: has Ray's metrics recorded once it is there; a process that is forked for it calls the function first.
+
+    Returns:
+        A sentence about what was lost, or "" when the driver has ended.
+
+    Raises:
+        Stopped: SIGTERM came, after `heed_stop`.
+    """
+    part = _Part(node.share)
+    try:
+        while not part.is_over() and not part.address:
+            part.wait((), _LOOK_S)
+        engine = _start(part, node, say)
+        if engine is not None:
+            record(engine.ports, part.link.close)
+            _stay(part, node, engine)
+        return part.lost
+    finally:
+        part.link.close()
+
+
+class _Part:
+    """What this node has heard from node 0.
+
+    Attributes:
+        link: to node 0.
+        address: of Ray's head, once it is told.
+        over: whether there is nothing more to do.
+        lost: why, or "" when the driver has ended.
+    """
+
+    def __init__(self, share: Share) -> None:
+        until = time.monotonic() + _REACH_S
+        self.link = link.Member(share.head, share.secret, share.node_rank, share.host, until)
+        self.address = ""
+        self.over = False
+        self.lost = ""
+
+    def is_over(self) -> bool:
+        """Hear what node 0 says, and return whether there is nothing more to do."""
+        for word in [] if self.over else self.link.take(time.monotonic()):
+            if word.kind == link.ADDRESS:
+                self.address = word.text
+            else:  # the last there is
+                self.over, self.lost = True, word.text
+        return self.over
+
+    def lose(self, text: str) -> None:
+        """Tell node 0 that this node is no part of the cluster any more."""
+        self.over, self.lost = True, text
+        self.link.lost(text)
+
+    def wait(self, fds: Iterable[int], timeout_s: float | None = None) -> None:
+        """Wait until node 0 says something or one of the descriptors is readable."""
+        poll = select.poll()
+        for fd in (*fds, *(sock.fileno() for sock in self.link.sockets())):
+            poll.register(fd, select.POLLIN)
+        poll.poll(None if timeout_s is None else timeout_s * 1000)
+
+
+def _start(part: _Part, node: Node, say: Callable[[str], None]) -> Engine | None:
+    """Join the head; return None when this node's part was over before."""
+    if part.over:
+        return None
+    share = node.share
+    try:
+        engine = starting.start(
+            node.family,
+            share.directory,
+            lambda ports: {**node.environment, **variables.port_variables(ports, part.address)},
+            lambda ports, temporary: commands.worker_arguments(share, ports, temporary, part.address),
+            part.is_over,
+            say,
+        )
+    except (starting.StartFailed, OSError) as error:
+        part.lose(f"Ray could not be started on node {share.host}: {error}")
+        return None
+    if engine is not None:
+        part.link.joined(share.devices, share.cpus)
+    return engine
+
+
+def _stay(part: _Part, node: Node, engine: Engine) -> None:
+    """Return when the driver has ended, or something is lost."""
+    while not part.is_over():
+        part.wait(engine.watched)
+        if name := engine.gone():
+            until = time.monotonic() + _SETTLE_S
+            while not part.is_over() and (left_s := until - time.monotonic()) > 0:
+                part.wait((), left_s)
+            if not part.over:
+                part.lose(lost_engine(node.share, engine, name, node.kept))
+
+
+def _stop(_number: int, _frame: types.FrameType | None) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is ending; its Ray is ended and its logs are kept first
+    raise Stopped

@@ -1,0 +1,219 @@
+"""Node tasks of several nodes with a Ray that only looks like one: who waits for whom, and who says what was lost."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from serverless_gpu.node.inside import linux
+from tests.local.observe import Process, wait_for
+from tests.ray import drivers, node_tasks
+from tests.ray.node_tasks import NodeTask, cluster_directory, node_task, share
+from tests.unit import fake_ray
+
+HOSTS = ("castor", "pollux", "helena")
+
+
+class Nodes(NamedTuple):
+    """The node tasks of one cluster."""
+
+    head: NodeTask
+    member: NodeTask
+    all: list[NodeTask]
+
+
+@pytest.fixture
+def ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Have what looks like Ray; return its place."""
+    place = tmp_path / "installed"
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(place), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setattr(node_tasks, "PYTHON", Path(sys.executable))
+    fake_ray.install(place)
+    return place
+
+
+@pytest.fixture
+def start(tmp_path: Path, ray: Path) -> Iterator[Callable[..., Nodes]]:
+    """Return what starts node tasks that are to be one cluster."""
+    with contextlib.ExitStack() as stack:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            head = free.getsockname()
+        secret = secrets.token_hex(32)
+
+        def one(node: int, count: int, function: Callable[..., object], *args: object, **changes: object) -> NodeTask:
+            plain = {"node_rank": node, "num_nodes": count, "host": HOSTS[node], "head": head, "secret": secret}
+            own = share(stack.enter_context(cluster_directory()), **{**plain, **changes})
+            python = Path(sys.executable)
+            return stack.enter_context(node_task(tmp_path / HOSTS[node], own, function, *args, python=python))
+
+        def all_of(function: Callable[..., object], *args: object, count: int = 2, **of_last: object) -> Nodes:
+            last = count - 1
+            tasks = [one(node, count, function, *args, **(of_last if node == last else {})) for node in range(count)]
+            return Nodes(tasks[0], tasks[last], tasks)
+
+        yield all_of
+
+
+@pytest.fixture
+def go(tmp_path: Path) -> Path:
+    """Return the file for which the driver waits."""
+    return tmp_path / "go"
+
+
+def processes_of(task: NodeTask, name: str) -> list[Process]:
+    found = []
+    for pid in linux.descendants(task.process.pid):
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{pid}/comm").read_text().strip() == name:
+                found.append(Process(pid))
+    return found
+
+
+def everything(nodes: Nodes) -> list[Process]:
+    return [Process(pid) for task in nodes.all for pid in linux.descendants(task.process.pid)]
+
+
+def assert_nothing_is_left(nodes: Nodes, processes: list[Process]) -> None:
+    for process in processes:
+        process.wait_gone()
+    for task in nodes.all:
+        assert not Path(task.share.directory).exists()
+
+
+def lost(task: NodeTask) -> str:
+    """Return the sentence with which a task failed because of what was lost."""
+    failure = task.failure()
+    assert failure["kind"] == "engine_head_lost"
+    assert task.end() == 1
+    return str(failure["message"])
+
+
+def test_all_nodes_join_before_the_driver_begins_and_end_with_it(start: Callable[..., Nodes], go: Path) -> None:
+    nodes = start(drivers.return_after, str(go), count=3, devices=1, cpus=2)
+    nodes.head.hear_until("enter")
+    processes = everything(nodes)
+    for task in nodes.all:
+        assert len(processes_of(task, "raylet")) == 1
+    go.touch()
+    assert [task.end() for task in nodes.all] == [0, 0, 0], nodes.head.output()
+    assert nodes.head.value() == "done"
+    assert nodes.member.value() is None
+    assert nodes.head.sentences()[-1] == "Ray 2.60.0: 3 nodes, 5 H100, 8 CPUs, object store 0.1 GB on each"
+    assert [event["event"] for event in nodes.member.said if event["event"] != "say"] == ["exec", "returned"]
+    assert (nodes.member.attempt / "ray" / "2" / "ray-start.log").exists()
+    assert_nothing_is_left(nodes, processes)
+
+
+def test_nodes_are_told_where_they_join_and_what_they_are(start: Callable[..., Nodes], go: Path) -> None:
+    go.touch()
+    nodes = start(drivers.return_after, str(go), address="127.0.0.12")
+    assert [task.end() for task in nodes.all] == [0, 0]
+    [head] = (nodes.head.attempt / "ray" / "0" / "ray-start.log").read_text().splitlines()
+    [member] = (nodes.member.attempt / "ray" / "1" / "ray-start.log").read_text().splitlines()
+    [port] = [word.removeprefix("--port=") for word in head.split() if word.startswith("--port=")]
+    assert f"--address=127.0.0.1:{port}" in member.split()
+    assert "--node-ip-address=127.0.0.12" in member.split()
+    assert "--node-ip-address=127.0.0.1" in head.split()
+
+
+def test_F45_raylet_of_another_node_dies(start: Callable[..., Nodes], go: Path) -> None:
+    nodes = start(drivers.return_after, str(go))
+    nodes.head.hear_until("enter")
+    processes = everything(nodes)
+    [raylet] = processes_of(nodes.member, "raylet")
+    raylet.kill()
+    for task in nodes.all:
+        assert "Ray on node pollux is gone: its raylet ended" in lost(task)
+    assert_nothing_is_left(nodes, processes)
+
+
+def test_F45_node_task_of_another_node_dies(start: Callable[..., Nodes], go: Path) -> None:
+    nodes = start(drivers.return_after, str(go))
+    nodes.head.hear_until("enter")
+    processes = everything(nodes)
+    nodes.member.process.kill()
+    assert "Node pollux of the run's Ray cluster is gone" in lost(nodes.head)
+    for process in processes:
+        process.wait_gone()
+
+
+def test_F45_node_task_of_the_head_dies(start: Callable[..., Nodes], go: Path) -> None:
+    nodes = start(drivers.return_after, str(go))
+    nodes.head.hear_until("enter")
+    processes = everything(nodes)
+    nodes.head.process.kill()
+    assert "Node castor of the run's Ray cluster is gone" in lost(nodes.member)
+    for process in processes:
+        process.wait_gone()
+
+
+def test_F45_head_dies_and_the_other_nodes_end_in_order(start: Callable[..., Nodes], go: Path) -> None:
+    nodes = start(drivers.return_after, str(go))
+    nodes.head.hear_until("enter")
+    processes = everything(nodes)
+    [gcs] = processes_of(nodes.head, "gcs_server")
+    gcs.kill()
+    assert "Ray on node castor is gone: its gcs_server ended" in lost(nodes.head)
+    assert nodes.member.end() == 0
+    assert nodes.member.value() is None
+    assert_nothing_is_left(nodes, processes)
+
+
+def test_a_node_that_cannot_start_its_ray_is_named_by_both(start: Callable[..., Nodes]) -> None:
+    nodes = start(drivers.never, object_store_bytes=1)
+    for task in nodes.all:
+        message = lost(task)
+        assert "Ray could not be started on node pollux" in message
+        assert "the object store is too small" in message
+    assert "exec" not in [event["event"] for event in nodes.head.said]
+
+
+def test_a_failure_of_the_function_is_its_own_and_the_other_nodes_end_in_order(start: Callable[..., Nodes]) -> None:
+    nodes = start(drivers.never)
+    failure = nodes.head.failure()
+    assert failure["type"] == "AssertionError"
+    assert nodes.head.end() == 1
+    assert nodes.member.end() == 0
+    assert nodes.member.value() is None
+
+
+def test_nodes_that_are_stopped_end_of_the_signal(start: Callable[..., Nodes], go: Path) -> None:
+    nodes = start(drivers.return_after, str(go))
+    nodes.head.hear_until("enter")
+    processes = everything(nodes)
+    nodes.member.process.send(signal.SIGTERM)
+    nodes.head.process.send(signal.SIGTERM)
+    assert nodes.member.end() == -signal.SIGTERM
+    assert nodes.head.end() in (-signal.SIGTERM, 1)  # 1: it heard of the other first
+    assert_nothing_is_left(nodes, processes)
+
+
+def test_a_node_that_waits_for_its_head_can_be_stopped(start: Callable[..., Nodes], go: Path) -> None:
+    nodes = start(drivers.return_after, str(go))
+    nodes.head.process.send(signal.SIGSTOP)
+    nodes.member.hear_until("exec")
+    nodes.member.process.send(signal.SIGTERM)
+    assert nodes.member.end() == -signal.SIGTERM
+    wait_for(lambda: not Path(nodes.member.share.directory).exists(), "its directory is gone")
+
+
+def test_a_ray_that_has_one_directory_for_all_nodes_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: Callable[..., Nodes]
+) -> None:
+    place = tmp_path / "older"
+    fake_ray.install(place, "2.54.1")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(place), os.environ["PYTHONPATH"]]))
+    for task in start(drivers.never).all:
+        failure = task.failure()
+        assert failure["type"] == "RuntimeError"
+        assert failure["message"] == "Ray 2.54.1 cannot be spread over 2 nodes here: Ray 2.55 and later can"
+        assert task.end() == 1
