@@ -11,7 +11,7 @@ from pathlib import Path
 VERSION = "2.60.0"
 
 _START = """
-import os, signal, sys, time
+import json, os, sys, time
 
 temporary = next(word.partition("=")[2] for word in sys.argv if word.startswith("--temp-dir="))
 os.chmod(temporary, 0o777)  # as Ray does
@@ -23,6 +23,8 @@ with open(os.path.join(session, "logs", "gcs_server.out"), "w") as file:
     file.write("the last words of the GCS\\n")
 with open(os.path.join(session, "logs", "prefix.out"), "w") as file:
     file.write(sys.prefix)
+with open(os.path.join(session, "logs", "environ.out"), "w") as file:
+    json.dump(dict(os.environ), file)
 pids = []
 for name in ("gcs_server", "raylet"):
     pid = os.fork()

@@ -16,8 +16,10 @@ from serverless_gpu.errors import ServerlessGpuError
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.inside import mlflow_job
 from serverless_gpu.node.monitor import starting
+from serverless_gpu.ray import ray_launch
 from serverless_gpu.testing import stop_agent
 from serverless_gpu.testing.mlflow import Behaviour, FakeMlflow, FakeRun
+from tests.local import fake_ray
 from tests.local.observe import announced, supervisor, wait_for
 from tests.local.ranks import stay
 from tests.local.test_monitor import monitor
@@ -230,3 +232,17 @@ def test_a_monitor_that_hangs_holds_no_run_up(mlflow: FakeMlflow, own: Path, whe
     finally:
         process.send(signal.SIGCONT)
     starting.stop(Home(own))
+
+
+def test_what_ray_starts_knows_where_the_run_is_tracked(
+    mlflow: FakeMlflow, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = fake_ray.install(tmp_path)
+    monkeypatch.syspath_prepend(str(site))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")])))
+    distributed(gpus=1, quiet=True)(len).distributed("ab")  # there is a monitor, and MLflow has answered before
+    run = ray_launch(gpus=2, quiet=True)(variables).submit()
+    [drivers] = run.results(60)
+    workers = json.loads((run.directory / "ray" / "0" / "environ.out").read_text())
+    mlflow.wait(lambda server: bool(server.runs), 60)
+    assert workers["MLFLOW_RUN_ID"] == drivers["MLFLOW_RUN_ID"] == mlflow.run_of(run.id).run_id

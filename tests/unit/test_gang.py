@@ -1,0 +1,96 @@
+"""What a rank says reaches whoever watches, bounded; what it says of a lost cluster is the failure's text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from serverless_gpu.model.attempt import Event, RankFailed, Reason
+from serverless_gpu.model.hardware import Device, DeviceKind
+from serverless_gpu.model.raycluster import RayCluster
+from serverless_gpu.model.spec import RunSpec
+from serverless_gpu.node.account import Account
+from serverless_gpu.node.gang import Gang
+from serverless_gpu.node.inside import protocol as inside
+from serverless_gpu.node.inside.channel import Channel, pair
+from serverless_gpu.node.protocol import Context, Launch
+from serverless_gpu.testing import FakeClock
+
+
+class Line:
+    """A gang of one rank, and the other end of its channel.
+
+    Attributes:
+        said: the sentences that whoever watches was told.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        device = Device(uuid="D-0", index=0, type="H100", kind=DeviceKind.FAKE, memory_bytes=0)
+        launch = Launch(
+            run_id="01run",
+            fence=1,
+            directory=str(directory),
+            spec=RunSpec(ray=RayCluster()),
+            candidates=(device,),
+            world_size=2,
+            context=Context(python="python3", flags=(), environ={}, cwd="/", umask=0o022, argv=(), sys_path=()),
+            called_ns=0,
+        )
+        ours, self.rank = pair()
+        self.account = Account(launch, FakeClock())
+        self.gang = Gang(launch, Channel(ours.sock), self.account)
+        self.said: list[str] = []
+        self.gang.on_said = self.said.append
+
+    def hear(self, **event: object) -> list[Event]:
+        """Have the rank say something, and return what it means."""
+        self.rank.send(inside.encode({"rank": 0, "at": 1, **event}))
+        heard = self.gang.hear()
+        assert heard is not None
+        return heard
+
+
+@pytest.fixture
+def line(tmp_path: Path) -> Iterator[Line]:
+    """Yield a line to a gang."""
+    made = Line(tmp_path)
+    yield made
+    made.rank.close()
+    made.gang.close()
+
+
+def test_a_sentence_is_told_and_with_a_note_it_is_in_the_receipt_too(line: Line) -> None:
+    assert line.hear(event="say", text="starting") == []
+    assert line.hear(event="say", text="Ray 2.60.0: 1 node", note=True) == []
+    assert (line.said, line.account.notes) == (["starting", "Ray 2.60.0: 1 node"], ["Ray 2.60.0: 1 node"])
+
+
+def test_a_sentence_is_one_line_of_bounded_length(line: Line) -> None:
+    line.hear(event="say", text="a\x1b[31m\nb" + 2_000 * "x")
+    [sentence] = line.said
+    assert sentence.startswith("a [31m bxxx") and len(sentence) == 1_000 and sentence.isprintable()
+
+
+def test_a_run_says_no_more_than_fifty_sentences(line: Line) -> None:
+    for number in range(60):
+        line.hear(event="say", text=str(number), note=True)
+    assert line.said == line.account.notes == [str(number) for number in range(50)]
+
+
+def test_a_sentence_without_text_is_no_event(line: Line) -> None:
+    with pytest.raises(ValueError, match="field 'text' must be a string"):
+        line.hear(event="say")
+
+
+def test_F45_a_lost_cluster_is_a_failure_of_its_node_in_the_tasks_own_words(line: Line) -> None:
+    record = {"kind": "engine_head_lost", "type": "EngineHeadLost", "message": "Ray on node n1 is gone"}
+    [event] = line.hear(event="failed", failure=record)
+    assert isinstance(event, RankFailed)
+    failure = event.failure
+    assert (failure.reason, failure.rank, failure.detail) == (Reason.ENGINE_HEAD_LOST, 0, "Ray on node n1 is gone")
+
+
+def test_there_is_one_process_whatever_the_number_of_devices(line: Line) -> None:
+    assert line.gang.processes == 1
