@@ -50,8 +50,8 @@ def test_ray_data_classifies_every_image_nine_times(slots: Path) -> None:
 
 
 def test_ray_train_has_two_workers_and_hands_the_model_out(slots: Path) -> None:
-    out, _ = run_script(EXAMPLES / "ray_train_digits.py")
+    out, err = run_script(EXAMPLES / "ray_train_digits.py")
     found = re.search(r"^2 workers, loss [\d.]+; test accuracy ([\d.]+)%$", out, re.MULTILINE)
     assert found and float(found[1]) > 88, out
-    assert "world_rank=1, local_rank=1" in out, "what Ray's workers print is relayed"
-    assert "State API" not in out, "nobody has asked for the dashboard, and it is not missed once a second"
+    assert "world_rank=1, local_rank=1" in err, "what Ray's workers print is relayed"
+    assert "State API" not in err, "nobody has asked for the dashboard, and it is not missed once a second"
