@@ -134,6 +134,9 @@ def test_why_ray_ended_is_the_line_of_a_failed_check_before_the_last_lines(tmp_p
     logs = logs_of(tmp_path)
     (tmp_path / "1" / starting.OUTPUT_FILE).write_text("started\n\nSome Ray subprocesses exited unexpectedly\n")
     assert starting.last_words(str(tmp_path / "1")).endswith("exited unexpectedly")
+    plain = "2026-11-22 07:54:15,552\tINFO scripts.py:1002 -- To terminate the Ray runtime, run\n"
+    (tmp_path / "1" / starting.OUTPUT_FILE).write_text(f"{plain}ValueError: no room\n{plain}")
+    assert starting.last_words(str(tmp_path / "1")) == "ValueError: no room"
     check = "[2026-11-22 07:14:47,118 C 78 78] (raylet) agent.cc:1: Check failed: Timed out waiting for a file"
     (logs / "raylet.out").write_text(f"[2026-11-22 07:14:46,1 I 78 78] (raylet) fine\n{check}\n*** stack ***\n @ 0x1\n")
     assert starting.last_words(str(tmp_path / "1")) == check

@@ -49,6 +49,8 @@ _SLOW = "it was not ready"
 _LOGS = ("raylet.err", "raylet.out", "gcs_server.err", "gcs_server.out")
 _FATAL = re.compile(r"^\[[^\]]* C \d+ \d+\].*", re.M)
 _FATAL_CHARACTERS_MAX = 600
+# What `ray start` says to somebody at a terminal: how to connect and how to stop.
+_PLAIN = re.compile(r"^\S+ \S+\s+(INFO|SUCC)\s")
 
 
 class StartFailed(Exception):
@@ -177,7 +179,8 @@ def last_words(temporary: str) -> str:
 
 def last_lines(path: str) -> str:
     """Return the last lines of a file that say something, "" where there is none."""
-    return "\n".join([line for line in _tail(path).splitlines() if line.strip()][-_LAST_LINES:])
+    lines = [line for line in _tail(path).splitlines() if line.strip() and not _PLAIN.match(line)]
+    return "\n".join(lines[-_LAST_LINES:])
 
 
 def _tail(path: str) -> str:
