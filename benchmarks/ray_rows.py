@@ -22,7 +22,7 @@ def ray_ready(quick: bool) -> Row:
     names = ("ray_clusters.ours", "ray_clusters.started", "ray_clusters.initialised")
     labels = ("`ray start --head`, then a program", "a program whose `ray.init()` makes its own cluster")
     with Stage(names, labels, round_s_max=_ROUND_S_MAX, python=str(python)) as stage:
-        stage.play(3 if quick else 12, pause_s=1.0)
+        stage.play(2 if quick else 10, pause_s=1.0)
         ours = stage.timing(0, "call → `ray.init()` has returned in the driver")
         against = stage.against()
         ratio = ours.median / stage.timing(1, labels[0]).median

@@ -45,13 +45,22 @@ class PlainRay:
 
     Attributes:
         address: for `RAY_ADDRESS`.
+        variables: of whoever belongs to it.
         footprint: what belongs to it.
     """
 
     def __init__(self) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="sg-outer-", dir="/tmp"))
         mark = f"SGPU_TEST_OUTER={secrets.token_hex(8)}"
-        self._variables = {**own_variables(), **dict([mark.split("=")])}
+        token = self.directory / "token"
+        token.write_text(secrets.token_hex(32), encoding="ascii")
+        token.chmod(0o600)
+        self.variables = {
+            **own_variables(),
+            **dict([mark.split("=")]),
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(token),
+        }
         self.footprint = Footprint(mark)
         port, client = free_ports(2)
         self.address = f"127.0.0.1:{port}"
@@ -70,7 +79,7 @@ class PlainRay:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=self._variables,
+                env=self.variables,
                 start_new_session=True,
             )
 
@@ -86,7 +95,7 @@ class PlainRay:
 
     def answers(self) -> bool:
         """Return whether a driver that knows its address gets a task done."""
-        return ask(self._variables, self.address).stdout.split()[-2:] == ["answer", "42"]
+        return ask(self.variables, self.address).stdout.split()[-2:] == ["answer", "42"]
 
     def end(self) -> None:
         """End all of it."""

@@ -167,7 +167,8 @@ def test_two_runs_and_a_ray_outside_do_not_meet(
     launched: list[Launched], home: Path, tmp_path: Path, outer: PlainRay
 ) -> None:
     """One of two runs stops every Ray it can find: the other goes on with what it had, and so does the one outside."""
-    theirs = {"RAY_ADDRESS": outer.address, "RAY_TMPDIR": str(outer.directory), "RAY_TEMP_DIR": "/tmp/ray"}
+    of_ray = {name: value for name, value in outer.variables.items() if name.startswith("RAY_")}
+    theirs = {**of_ray, "RAY_ADDRESS": outer.address, "RAY_TMPDIR": str(outer.directory), "RAY_TEMP_DIR": "/tmp/ray"}
     stays = Launched(home, tmp_path / "stays", "stay", environ=theirs)
     launched.append(stays)
     stops = Launched(home, tmp_path / "stops", "stop", environ=theirs)
