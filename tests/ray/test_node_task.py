@@ -17,7 +17,18 @@ from tests.ray.node_tasks import LIMIT_S, NodeTask, cluster_directory, node_task
 
 pytestmark = [pytest.mark.heavy, pytest.mark.slow, pytest.mark.timeout(240)]
 
-REFUSED = 'namespace._probe = lambda: "the kernel says no"'
+REFUSED = """
+namespace._probe = lambda: "the kernel says no"
+"""
+TAKEN = """
+import socket
+from _sgpu_inside.raycluster import ports
+somebody, find, found = socket.create_server(("127.0.0.1", 0)), ports.find, []
+def find_once_too_late():
+    found.append(find())
+    return found[0]._replace(gcs=somebody.getsockname()[1]) if len(found) == 1 else found[-1]
+ports.find = find_once_too_late
+"""
 
 
 @pytest.fixture
@@ -63,14 +74,18 @@ def test_the_function_is_the_driver_of_a_cluster_of_the_nodes_devices(tmp_path: 
     assert not directory.exists()
 
 
-def test_an_exception_of_a_task_is_the_runs_also_without_a_namespace(tmp_path: Path, directory: Path) -> None:
-    with node_task(tmp_path / "a", share(directory), drivers.fail_in_a_task, before=REFUSED) as task:
+def test_an_exception_of_a_task_is_the_runs_also_without_a_namespace_and_at_the_second_try(
+    tmp_path: Path, directory: Path
+) -> None:
+    with node_task(tmp_path / "a", share(directory), drivers.fail_in_a_task, before=REFUSED + TAKEN) as task:
         failure = task.failure()
         assert task.end() == 1
         assert linux.descendants(os.getpid()) == []
     assert (failure["type"], failure["kind"]) == ("RayTaskError(ValueError)", "exception")
     assert "raised in a task" in str(failure["message"])
-    assert "the run's Ray has no pid namespace of its own: the kernel says no" in task.sentences()
+    assert any("is started again: its gcs_server ended" in sentence for sentence in task.sentences())
+    assert (task.attempt / "ray" / "0" / "start-2" / "raylet.out").exists()
+    assert any("has no pid namespace of its own (the kernel says no)" in sentence for sentence in task.sentences())
     assert not directory.exists()
 
 

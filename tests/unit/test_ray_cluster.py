@@ -29,10 +29,17 @@ def test_what_belongs_to_another_cluster_or_to_torchs_world_goes_and_what_tunes_
         "DASHBOARD_METRIC_PORT": "44227",
         "RAY_DEDUP_LOGS": "0",
         "RAY_TRAIN_V2_ENABLED": "1",
+        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
         "RAYON_NUM_THREADS": "2",
         "CUDA_VISIBLE_DEVICES": "0,1",
     }
-    kept = {"RAY_DEDUP_LOGS", "RAY_TRAIN_V2_ENABLED", "RAYON_NUM_THREADS", "CUDA_VISIBLE_DEVICES"}
+    kept = {
+        "RAY_DEDUP_LOGS",
+        "RAY_TRAIN_V2_ENABLED",
+        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES",
+        "RAYON_NUM_THREADS",
+        "CUDA_VISIBLE_DEVICES",
+    }
     assert set(variables.stripped(caller)) == kept
 
 

@@ -212,10 +212,11 @@ def _wait(engine: Engine, stop: Callable[[], bool]) -> str | None:
             return None
         if gone := engine.gone(_LOOK_S):
             return f"its {gone} ended before it was ready"
-        if len(engine.watched) == 1 and os.path.exists(os.path.join(session, "sockets", "raylet")):
-            _watch(engine)
-        if len(engine.watched) > 1 and _is_ready(engine, session):
-            return ""
+        if "raylet" in engine.watched.values():
+            if _is_ready(engine, session):
+                return ""
+        else:
+            _watch(engine)  # the raylet comes last; a gcs_server that ends before is missed by `ray start` for a while
     return f"{_SLOW} after {_READY_S:.0f} s"
 
 
@@ -232,7 +233,7 @@ def _watch(engine: Engine) -> None:
     for child in linux.descendants(engine.pid):
         with contextlib.suppress(OSError), open(f"/proc/{child}/comm", encoding="utf-8") as file:
             name = file.read().strip()
-            if name in _WATCHED:
+            if name in _WATCHED and name not in engine.watched.values():
                 engine.watched[os.pidfd_open(child)] = name
 
 

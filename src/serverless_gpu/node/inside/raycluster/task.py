@@ -299,7 +299,10 @@ class _Task:
                 f"cluster; Ray 2.52 and later have it"
             )
         if self.family.refused:
-            self._say(f"the run's Ray has no pid namespace of its own: {self.family.refused}")
+            self._say(
+                f"the run's Ray has no pid namespace of its own ({self.family.refused}): a `ray stop` in the run would "
+                f"end your other Rays on this machine, too"
+            )
         if self.without_metrics:
             self._say(self.without_metrics)
 

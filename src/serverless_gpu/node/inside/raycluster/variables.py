@@ -34,6 +34,7 @@ _WORLD = frozenset(
 # They tune what user code sees of a library, and say nothing of where a cluster is or who may enter it.
 _KEPT = frozenset(
     {
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO",
         "RAY_BACKEND_LOG_LEVEL",
         "RAY_CHDIR_TO_TRIAL_DIR",
         "RAY_COLOR_PREFIX",
@@ -41,6 +42,8 @@ _KEPT = frozenset(
         "RAY_DEDUP_LOGS_AGG_WINDOW_S",
         "RAY_DEDUP_LOGS_ALLOW_REGEX",
         "RAY_DEDUP_LOGS_SKIP_REGEX",
+        "RAY_ENABLE_UV_RUN_RUNTIME_ENV",
+        "RAY_IGNORE_UNHANDLED_ERRORS",
         "RAY_PROFILING",
         "RAY_TQDM",
         "RAY_memory_monitor_refresh_ms",
@@ -52,7 +55,7 @@ _START_S = 180
 # Ray Train asks the state API for its controller once a second. The dashboard's process serves that, so without one the
 # relay of workers' lines would have this once a second, too.
 _REPEATED = "Failed to query Ray Train Controller actor state"
-_KEPT_PREFIXES = ("RAY_AIR_", "RAY_DATA_", "RAY_TRAIN_", "RAY_TUNE_")
+_KEPT_PREFIXES = ("RAY_AIR_", "RAY_CGRAPH_", "RAY_DATA_", "RAY_EXPERIMENTAL_NOSET_", "RAY_TRAIN_", "RAY_TUNE_")
 _METRIC_PORTS = frozenset({"AUTOSCALER_METRIC_PORT", "DASHBOARD_METRIC_PORT"})
 
 
