@@ -65,7 +65,7 @@ def test_the_function_is_the_driver_of_a_cluster_of_the_nodes_devices(tmp_path: 
     assert sorted(visible for _, visible, *_ in seen["tasks"]) == ["0", "1"]
     assert {where for *_, where, _ in seen["tasks"]} == {str(task.attempt)}
     assert {address for *_, address in seen["tasks"]} == {seen["variables"]["RAY_ADDRESS"]}
-    assert seen["resources"]["accelerator_type:H100"] == seen["resources"]["GPU"] == 2
+    assert (seen["resources"]["GPU"], seen["resources"]["accelerator_type:H100"]) == (2, 1)
     assert seen["address"] == "127.0.0.1"
     assert seen["variables"]["RAY_ADDRESS"].startswith("127.0.0.1:")
     assert "RANK" not in seen["variables"]

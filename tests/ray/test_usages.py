@@ -109,7 +109,7 @@ def test_usage_9_ray_data_with_a_class_on_every_gpu(served: dict[str, str], tmp_
             print("on", all(gpu in list("01234567") for gpu in done["gpu"]))
     """
     out, _ = run_code(tmp_path, code, served)
-    assert "'GPU': 8.0" in out and "'accelerator_type:A10': 8.0" in out
+    assert "'GPU': 8.0" in out and "'accelerator_type:A10': 1.0" in out
     assert "\ndoubled True\non True\n" in out
 
 

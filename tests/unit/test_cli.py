@@ -228,7 +228,8 @@ def test_a_link_that_came_after_the_receipt_is_shown_and_where_it_is_tracked_is_
     runs: Path,
 ) -> None:
     directory, url = runs / FIRST / "1", "http://m:5000/#/experiments/1/runs/abc"
-    (directory / "spec.json").write_text(json.dumps(SPEC | {"tracker": {"experiment": "/Users/me/train"}}))
+    spec = cast("dict[str, object]", SPEC["spec"]) | {"tracker": {"experiment": "/Users/me/train"}}
+    (directory / "spec.json").write_text(json.dumps(SPEC | {"spec": spec}))
     (directory / "tracking.json").write_text(json.dumps({"state": "ready", "run_id": "abc", "url": url}))
     lines = sgpu("show").output.splitlines()
     assert lines[1] == "asked for: 2 ranks · gpus=2 · gpu_type=H100 · tags=team=search"

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
+import site
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from serverless_gpu.node.inside.raycluster import commands, ending, ports, starting, variables
+from serverless_gpu.node.inside.raycluster import commands, ending, installed, ports, starting, variables
 from serverless_gpu.node.inside.raycluster.ports import Ports
 from tests.ray.node_tasks import share
 
@@ -64,7 +68,7 @@ def test_every_port_a_head_listens_on_is_named() -> None:
     arguments = commands.head_arguments(SHARE._replace(dashboard=True), PORTS, "/tmp/sgpu-ray-0/1", client=True)
     told = [variables.port_variables(PORTS, "127.0.0.1:12000"), *arguments]
     assert all(str(port) in str(told) for port in PORTS)
-    assert "--resources=" + json.dumps({"accelerator_type:H100": 2}) in arguments
+    assert "--resources=" + json.dumps({"accelerator_type:H100": 1}) in arguments
     assert {"--head", "--block", "--disable-usage-stats", "--dashboard-host=127.0.0.1"} <= set(arguments)
 
 
@@ -127,7 +131,39 @@ def test_a_port_somebody_listens_on_is_not_given(tmp_path: Path) -> None:
     ("version", "knows"), [("2.49.1", False), ("2.52.0", True), ("2.60.0", True), ("3.0.0.dev0", True), ("2.9", False)]
 )
 def test_which_ray_knows_tokens(version: str, knows: bool) -> None:
-    assert starting.knows_tokens(version) is knows
+    assert installed.knows_tokens(version) is knows
+
+
+def test_a_ray_without_metadata_says_its_version_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(_: str) -> str:
+        raise importlib.metadata.PackageNotFoundError
+
+    monkeypatch.setattr(importlib.metadata, "version", absent)
+    monkeypatch.setattr(installed, "origin", lambda: str(tmp_path / "__init__.py"))
+    assert installed.version() == ""
+    assert installed.ray_version() == "of an unknown version"
+    (tmp_path / "_version.py").write_text('commit = "abc"\nversion = "2.55.1"\n')
+    assert installed.ray_version(2) == "2.55.1"
+    monkeypatch.setattr(installed, "origin", lambda: "")
+    with pytest.raises(ModuleNotFoundError, match="not installed in the environment of the run"):
+        installed.ray_version()
+
+
+def test_a_ray_that_only_this_process_knows_is_found_by_those_it_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = {"PYTHONPATH": f"/one{os.pathsep}/two"}
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "__init__.py").write_text("print('found')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+    assert installed.python_path(told) == {"PYTHONPATH": os.pathsep.join([str(tmp_path), "/one", "/two"])}
+    more = installed.python_path({})
+    done = subprocess.run([sys.executable, "-P", "-c", "import ray"], env={**os.environ, **more}, capture_output=True)
+    assert done.stdout == b"found\n", done.stderr
+    assert installed.python_path(more) == {}, "it is told once"
+    monkeypatch.setattr(installed, "origin", lambda: f"{site.getsitepackages()[0]}/ray/__init__.py")
+    assert installed.python_path(told) == {}, "every interpreter has that one"
 
 
 def logs_of(directory: Path, number: str = "1") -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import subprocess
 import sys
@@ -168,22 +169,22 @@ def _package(directory: Path, *, real: bool = True) -> str:
     return str(package / "__init__.py")
 
 
-@pytest.mark.parametrize("version", ["2.22.0", "2.49.1", "2.52.0", "2.60.0", "3.0.0.dev0", "10.1"])
+@pytest.mark.parametrize("version", ["2.49.0", "2.49.1", "2.52.0", "2.60.0", "3.0.0.dev0", "10.1"])
 def test_a_ray_that_makes_clusters(tmp_path: Path, version: str) -> None:
-    check_ray(Found(version, _package(tmp_path)))
+    check_ray(RayCluster(), Found(version, _package(tmp_path)))
 
 
 def test_a_ray_without_metadata_is_left_to_the_rank(tmp_path: Path) -> None:
-    check_ray(Found("", _package(tmp_path)))
+    check_ray(RayCluster(), Found("", _package(tmp_path)))
 
 
 def test_a_ray_that_no_file_is_known_of_is_left_to_the_rank() -> None:
-    check_ray(Found("2.60.0", ""))
+    check_ray(RayCluster(), Found("2.60.0", ""))
 
 
 def test_no_ray_at_all_is_one_sentence_with_the_line_that_helps() -> None:
     with pytest.raises(RayMissing) as caught:
-        check_ray(Found("", ""))
+        check_ray(RayCluster(), Found("", ""))
     assert isinstance(caught.value, ImportError)
     assert isinstance(caught.value, UsageError)
     assert str(caught.value) == (
@@ -193,27 +194,40 @@ def test_no_ray_at_all_is_one_sentence_with_the_line_that_helps() -> None:
 
 def test_a_directory_that_has_rays_name_is_no_ray(tmp_path: Path) -> None:
     with pytest.raises(RayMissing, match="does not have"):
-        check_ray(Found("", _package(tmp_path, real=False)))
+        check_ray(RayCluster(), Found("", _package(tmp_path, real=False)))
 
 
-@pytest.mark.parametrize("version", ["2.21.0", "1.13.0", "0.8.7"])
+@pytest.mark.parametrize("version", ["2.48.0", "2.9.3", "1.13.0", "0.8.7"])
 def test_a_ray_that_is_too_old(tmp_path: Path, version: str) -> None:
-    with pytest.raises(RayMissing, match=rf"needs Ray 2\.22 or newer, and here is Ray {version}") as caught:
-        check_ray(Found(version, _package(tmp_path)))
+    with pytest.raises(RayMissing, match=rf"needs Ray 2\.49 or newer, and here is Ray {version}") as caught:
+        check_ray(RayCluster(), Found(version, _package(tmp_path)))
     assert caught.value.hint == "pip install --upgrade 'ray[default]'"
+
+
+def test_a_dashboard_is_refused_where_ray_was_installed_without_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, absent = Found("2.60.0", _package(tmp_path)), {"aiohttp_cors"}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in absent else object())
+    check_ray(RayCluster(), found)
+    with pytest.raises(RayMissing, match=r"dashboard=True needs .* aiohttp_cors is missing here") as caught:
+        check_ray(RayCluster(dashboard=True), found)
+    assert caught.value.hint == "pip install 'ray[default]'"
+    absent.clear()
+    check_ray(RayCluster(dashboard=True), found)
 
 
 def test_a_file_of_the_users_that_hides_ray_is_named(tmp_path: Path) -> None:
     script = tmp_path / "ray.py"
     script.touch()
     with pytest.raises(RayMissing, match=r"ray\.py hides Ray 2\.60\.0") as caught:
-        check_ray(Found("2.60.0", str(script)))
+        check_ray(RayCluster(), Found("2.60.0", str(script)))
     assert caught.value.hint == f"give {script} another name"
 
 
 def test_a_directory_of_the_users_that_hides_ray_is_named(tmp_path: Path) -> None:
     with pytest.raises(RayMissing, match="hides Ray") as caught:
-        check_ray(Found("2.60.0", _package(tmp_path, real=False)))
+        check_ray(RayCluster(), Found("2.60.0", _package(tmp_path, real=False)))
     assert caught.value.hint == f"give {tmp_path / 'ray'} another name"
 
 

@@ -16,7 +16,8 @@ from serverless_gpu.model.raycluster import RayCluster
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.model.telemetry import SECOND_NS, HostSample, Sample, decode, encode, merged, series
 from serverless_gpu.model.tracking_rules import valid_key
-from serverless_gpu.node.monitor.ray_file import RayFile, ray_path
+from serverless_gpu.node.inside.raycluster.words import metrics_file
+from serverless_gpu.node.monitor.ray_file import RayFile
 from serverless_gpu.node.monitor.recorder import Recorder
 from serverless_gpu.node.monitor.sampling import Look
 from serverless_gpu.node.monitor.words import Observe, Ranks
@@ -120,7 +121,7 @@ def test_mlflow_gets_what_ray_told_as_points(tmp_path: Path) -> None:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    path = ray_path(tmp_path, 0)
+    path = Path(metrics_file(str(tmp_path), 0))
     path.parent.mkdir()
     return path
 
@@ -185,7 +186,7 @@ def recorded(directory: Path, spec: RunSpec) -> dict[str, list[float]]:
 
 
 def test_samples_of_a_ray_run_have_what_its_cluster_told(tmp_path: Path) -> None:
-    path = ray_path(tmp_path, 2)
+    path = Path(metrics_file(str(tmp_path), 2))
     path.parent.mkdir()
     path.write_bytes(document(gpus_used=1, tasks_running=3))
     assert recorded(tmp_path, RunSpec(ray=RayCluster())) == {
@@ -195,7 +196,7 @@ def test_samples_of_a_ray_run_have_what_its_cluster_told(tmp_path: Path) -> None
 
 
 def test_a_run_without_ray_has_no_such_series_whatever_lies_there(tmp_path: Path) -> None:
-    path = ray_path(tmp_path, 2)
+    path = Path(metrics_file(str(tmp_path), 2))
     path.parent.mkdir()
     path.write_bytes(document(gpus_used=1))
     assert recorded(tmp_path, RunSpec()) == {}

@@ -98,7 +98,7 @@ def launch(
     check_function(function)
     arguments = bind_arguments(function, args, kwargs)
     if spec.ray is not None:
-        check_ray()
+        check_ray(spec.ray)
     if str(getattr(function, "__module__", "")).startswith(_OWN):  # of a cell, which has its code as arguments
         arguments = {}
     spec = msgspec.structs.replace(spec, hang_warning_s=hang_warning_s(os.environ.get(HANG_WARNING)))

@@ -35,6 +35,7 @@ from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.model.stacks import readable
 from serverless_gpu.node.entrypoint import INSIDE
 from serverless_gpu.node.inside import payload
+from serverless_gpu.node.inside.raycluster.words import files_of
 from serverless_gpu.node.protocol import Stopped
 from serverless_gpu.units import format_bytes
 
@@ -288,7 +289,7 @@ def _hint(reason: Reason, directory: Path) -> str:
     if reason is Reason.RESULT_STORAGE:
         return "free some space, or set SERVERLESS_GPU_HOME to a directory on another disk"
     if reason is Reason.ENGINE_HEAD_LOST:
-        return f"what Ray wrote: {directory / 'ray'}; logs: {directory / 'logs'}"
+        return f"what Ray wrote: {files_of(str(directory))}; logs: {directory / 'logs'}"
     return f"logs: {directory / 'logs'}"
 
 

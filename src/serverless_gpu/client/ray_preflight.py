@@ -9,24 +9,21 @@ import. What this cannot tell (no metadata, a finder of the user's that fails) i
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import os
-import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from serverless_gpu.errors import RayMissing
+from serverless_gpu.model.raycluster import RayCluster
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.inside.payload import Reducer
+from serverless_gpu.node.inside.raycluster import installed
 
 if TYPE_CHECKING:
     from serverless_gpu.node.inside.payload import Reduced
 
 _PIP = "pip install {}'ray[default]'"
-_OLDEST = (2, 22)
-"""What code for `ray_launch` asserts; older ones have other options of `ray start`."""
 
 
 class Found(NamedTuple):
@@ -41,14 +38,16 @@ class Found(NamedTuple):
     origin: str
 
 
-def check_ray(found: Found | None = None) -> None:
+def check_ray(cluster: RayCluster, found: Found | None = None) -> None:
     """Refuse a call that no Ray cluster can be made for.
 
     Args:
+        cluster: what is asked for.
         found: what there is; None to look.
 
     Raises:
-        RayMissing: the environment has no Ray, too old a one, or one that is hidden; says what to do.
+        RayMissing: the environment has no Ray, too old a one, one that is hidden, or one without the parts of a
+            dashboard that is asked for; says what to do.
     """
     version, origin = found if found is not None else look()
     if version and origin and not _is_ray(origin):
@@ -56,25 +55,20 @@ def check_ray(found: Found | None = None) -> None:
         raise RayMissing(f"{place} hides Ray {version}: `import ray` gets that", hint=f"give {place} another name")
     if not version and not (origin and _is_ray(origin)):
         raise RayMissing("ray_launch needs Ray, which this Python environment does not have", hint=_PIP.format(""))
-    numbers = re.match(r"(\d+)\.(\d+)", version)
-    if numbers is not None and (int(numbers[1]), int(numbers[2])) < _OLDEST:
-        oldest = ".".join(map(str, _OLDEST))
+    if () < installed.release(version) < installed.OLDEST:
+        oldest = ".".join(map(str, installed.OLDEST))
         raise RayMissing(
             f"ray_launch needs Ray {oldest} or newer, and here is Ray {version}", hint=_PIP.format("--upgrade ")
+        )
+    if cluster.dashboard and (missing := installed.missing_parts()):
+        raise RayMissing(
+            f"dashboard=True needs Ray's dashboard, for which {missing[0]} is missing here", hint=_PIP.format("")
         )
 
 
 def look() -> Found:
     """Return what there is of Ray in this process's environment, without importing it."""
-    try:
-        version = importlib.metadata.version("ray")
-    except Exception:  # noqa: BLE001 - finders of the user's may raise anything
-        version = ""
-    try:
-        spec = importlib.util.find_spec("ray")
-    except Exception:  # noqa: BLE001 - likewise; also ValueError for a module without a spec
-        return Found(version, "")
-    return Found(version, (spec.origin or "") if spec is not None else "")
+    return Found(installed.version(), installed.origin())
 
 
 def refusal(spec: RunSpec) -> Reducer | None:

@@ -30,12 +30,10 @@ from serverless_gpu.model.raycluster import RayCluster, cluster_cpus, object_sto
 from serverless_gpu.node.account import write_text
 from serverless_gpu.node.flocks import is_taken
 from serverless_gpu.node.inside.raycluster import directory
-from serverless_gpu.node.inside.raycluster.words import Share
+from serverless_gpu.node.inside.raycluster.words import Share, files_of
 from serverless_gpu.node.processes import memory_limit_bytes
 from serverless_gpu.node.protocol import Launch
 
-FILES = "ray"
-"""Directory of an attempt for what is kept of its cluster: logs, metrics, and `directory`, where it lies."""
 _NAMES_TRIED = 20
 _LOOK_NS = 60_000_000_000
 _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -61,7 +59,7 @@ class Cluster:
     def __init__(self, launch: Launch, devices: Sequence[Device]) -> None:
         self._launch = launch
         self._devices = tuple(devices)
-        files = Path(launch.directory) / FILES
+        files = Path(files_of(launch.directory))
         files.mkdir(mode=0o700, exist_ok=True)
         self.path, self.fd = _make()
         with contextlib.suppress(OSError):  # for people

@@ -21,17 +21,14 @@ import signal
 import subprocess
 import sys
 import types
-from collections.abc import Callable
 
 from . import checkpoints, protocol
-
-Report = Callable[[protocol.Message], None]
 
 _LOOK_S = 0.02  # between two looks whether a group that is being ended has ended
 _NOT_FOUND, _NOT_RUNNABLE = 127, 126
 
 
-def run(argv: list[str], report: Report) -> int:
+def run(argv: list[str], report: protocol.Report) -> int:
     """Run a program to its end; return its exit code, or end of the signal that ended it.
 
     Args:

@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 
 VERSION = 6
 
@@ -48,6 +49,8 @@ PASSED = b"passed\n"
 STACK_FILE = "sgpu-stacks"
 
 Message = dict[str, object]
+Report = Callable[[Message], None]
+"""Says something to the supervisor."""
 
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 

@@ -44,8 +44,6 @@ from .payload import PayloadNotWritten, PayloadTooLarge, dump, dumps, loads
 from .raycluster import task
 from .raycluster.words import read_share
 
-Report = Callable[[protocol.Message], None]
-
 _STAY_S = 5.0  # how long a rank other than 0 waits for the others after it returned
 _SETTLE_FAILED_S = 1.0  # for the last points before a failure; the others' end waits for that
 _SPARE = 4  # descriptors kept back for the files of the outcome
@@ -120,8 +118,8 @@ def main(channel: Channel, events: Channel) -> int:
     return command.run(protocol.strings(message, "command"), report)
 
 
-def _call(place: Place, *, tracked: bool) -> Callable[[Report], int]:
-    def call(report: Report) -> int:
+def _call(place: Place, *, tracked: bool) -> Callable[[protocol.Report], int]:
+    def call(report: protocol.Report) -> int:
         if tracked:
             mlflow_hook.install(place.directory, place.rank)
         return execute(place, report)
@@ -129,20 +127,22 @@ def _call(place: Place, *, tracked: bool) -> Callable[[Report], int]:
     return call
 
 
-def _with_threads(call: Callable[[Report], int], count: int) -> Callable[[Report], int]:
+def _with_threads(call: Callable[[protocol.Report], int], count: int) -> Callable[[protocol.Report], int]:
     """Return the call for a driver, which is a fork of the rank: libraries may only start threads in the driver.
 
     A process with threads gets no user namespace, and a fork of it would wait for threads that it does not have.
     """
 
-    def drive(report: Report) -> int:
+    def drive(report: protocol.Report) -> int:
         _set_threads(count)
         return call(report)
 
     return drive
 
 
-def _node_task(place: Place, environment: dict[str, str], report: Report, drive: Callable[[Report], int]) -> task.Work:
+def _node_task(
+    place: Place, environment: dict[str, str], report: protocol.Report, drive: Callable[[protocol.Report], int]
+) -> task.Work:
     return task.Work(
         directory=place.directory,
         environment=environment,
@@ -154,7 +154,7 @@ def _node_task(place: Place, environment: dict[str, str], report: Report, drive:
     )
 
 
-def execute(place: Place, report: Report) -> int:
+def execute(place: Place, report: protocol.Report) -> int:
     """Load the call, run it, store the outcome; return the exit code a process with that outcome should have."""
     report({"event": "exec", "stack": place.stack})
     process = os.getpid()
@@ -195,7 +195,7 @@ def _leave_if_forked(process: int, code: int) -> None:
         os._exit(code)
 
 
-def _return(place: Place, value: object, report: Report) -> int:
+def _return(place: Place, value: object, report: protocol.Report) -> int:
     path = os.path.join(place.directory, "results", f"{place.rank}.pkl")
     try:
         size = dump(value, path, limit=place.result_bytes_max)
@@ -223,7 +223,7 @@ def _wait_for_others(place: Place) -> None:
         select.select([place.release], [], [], _STAY_S if place.rank else None)
 
 
-def _fail(place: Place, error: BaseException, report: Report, **extra: object) -> int:
+def _fail(place: Place, error: BaseException, report: protocol.Report, **extra: object) -> int:
     """Store a failure, report it, and return the exit code."""
     tell_of_copies(error, place.copies)
     record = describe(error)
@@ -231,7 +231,7 @@ def _fail(place: Place, error: BaseException, report: Report, **extra: object) -
     return _store_failure(place, record, error, report)
 
 
-def _store_failure(place: Place, record: protocol.Message, error: BaseException | None, report: Report) -> int:
+def _store_failure(place: Place, record: protocol.Message, error: BaseException | None, report: protocol.Report) -> int:
     """Store and report a failure; one without an exception replaces what was stored before."""
     record = {**record, "rank": place.rank, "pickled": False}
     path = os.path.join(place.directory, "failures", str(place.rank))

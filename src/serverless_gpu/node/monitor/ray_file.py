@@ -10,11 +10,7 @@ import os
 from pathlib import Path
 
 from serverless_gpu.model.ray_telemetry import RAY_BYTES_MAX, RaySample, read_ray
-
-
-def ray_path(directory: Path, node_rank: int) -> Path:
-    """Return where the figures of an attempt's Ray cluster are left on a node."""
-    return directory / "ray" / f"{node_rank}.metrics.json"
+from serverless_gpu.node.inside.raycluster.words import metrics_file
 
 
 class RayFile:
@@ -26,7 +22,7 @@ class RayFile:
     """
 
     def __init__(self, directory: Path, node_rank: int) -> None:
-        self._path = ray_path(directory, node_rank)
+        self._path = Path(metrics_file(str(directory), node_rank))
         self._seen: tuple[int, int] | None = None
         self._data = b""
 

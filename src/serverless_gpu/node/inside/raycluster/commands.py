@@ -88,8 +88,8 @@ def _common(share: Share, ports: Ports, temporary: str) -> list[str]:
         "--log-style=record",
         "--log-color=false",
     ]
-    if share.accelerator and share.devices:
-        arguments.append("--resources=" + json.dumps({f"accelerator_type:{share.accelerator}": share.devices}))
+    if share.accelerator and share.devices:  # 1 however many there are, as Ray itself has it
+        arguments.append("--resources=" + json.dumps({f"accelerator_type:{share.accelerator}": 1}))
     if share.num_nodes > 1:
         arguments.append(f"--node-ip-address={share.address}")
     return arguments

@@ -29,8 +29,6 @@ from .namespace import Family
 # of `ray_launch` needs no `ray.init()`, whatever it does first.
 _ASKED_FIRST = ("available_resources", "cluster_resources", "nodes", "timeline")
 
-Report = Callable[[protocol.Message], None]
-
 
 class Driver:
     """The process the function runs in.
@@ -46,7 +44,7 @@ class Driver:
         channel: where its events come.
     """
 
-    def __init__(self, family: Family, variables: Mapping[str, str], drive: Callable[[Report], int]) -> None:
+    def __init__(self, family: Family, variables: Mapping[str, str], drive: Callable[[protocol.Report], int]) -> None:
         self.channel, theirs = pair()
 
         def be() -> int:
@@ -85,7 +83,7 @@ class Driver:
             linux.signal_main_thread(self.pid, number)
 
 
-def _be_driver(channel: Channel, variables: Mapping[str, str], drive: Callable[[Report], int]) -> int:
+def _be_driver(channel: Channel, variables: Mapping[str, str], drive: Callable[[protocol.Report], int]) -> int:
     linux.set_name("sgpu-driver")
     os.setpgid(0, 0)  # `os.killpg(0, ...)` in user code reaches the driver's own processes only
     os.environ.clear()

@@ -14,7 +14,6 @@ stays. The process ends with its parent.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import resource
@@ -24,6 +23,7 @@ import time
 from typing import NoReturn
 
 from .. import linux, protocol
+from . import installed
 from .figures import Figures
 
 EVERY_S = 10.0
@@ -36,23 +36,15 @@ _HEAD_BYTES_MAX = 1 << 16
 _BODY_BYTES_MAX = 64 << 20
 _LINE_BYTES_MAX = 1 << 16
 _CHUNK_BYTES = 1 << 16
-_NEEDED = ("aiohttp", "aiohttp_cors", "grpc", "prometheus_client")
 _WHOLE = "cpus"
 
 
 def missing() -> str:
     """Return why this environment's Ray has no metrics, as a sentence; "" where it has."""
-    absent = [name for name in _NEEDED if not _is_there(name)]
+    absent = installed.missing_parts()
     if not absent:
         return ""
     return f"Ray's own metrics are not recorded: {absent[0]} is missing (pip install 'ray[default]')"
-
-
-def _is_there(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ValueError:  # somebody has put a module there that does not know where it is from
-        return True
 
 
 def run(address: str, port: int, path: str, *, every_s: float = EVERY_S) -> NoReturn:

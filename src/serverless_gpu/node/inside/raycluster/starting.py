@@ -10,15 +10,13 @@ head's gcs_server is: all three are watched by pidfd, for `ray start --block` lo
 to one of them for a wish.
 
 Failure cases: one of the three ends before Ray is ready, because somebody was faster at a port, or because agents took
-longer than the 15 s that a raylet gives them (tried again, `_TRIES_MAX` times in all); Ray is not ready in `_READY_S`;
+longer than the 15 s that a raylet gives them (tried again, `_TRIES_MAX` times in all); Ray is not ready in `START_S`;
 both are a `StartFailed` with what Ray wrote last.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
-import importlib.util
 import os
 import re
 import select
@@ -28,16 +26,15 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from .. import linux, protocol
+from . import installed
 from . import ports as ports_module
 from .namespace import Family
 from .ports import Ports
+from .variables import START_S
 
 OUTPUT_FILE = "ray-start.log"
-TOKENS_SINCE = (2, 52)
-DIRECTORIES_SINCE = (2, 55)
 
 _TRIES_MAX = 3
-_READY_S = 180.0  # the first import of Ray from a slow disk takes most of it
 _LOOK_S = 0.02
 _LAST_BYTES = 64_000
 _LAST_LINES = 8
@@ -86,43 +83,6 @@ class Engine(NamedTuple):
     def last_words(self) -> str:
         """Return what Ray wrote last that says why it ended."""
         return last_words(self.temporary)
-
-
-def ray_version(num_nodes: int = 1) -> str:
-    """Return the version of the Ray in this environment, without importing it.
-
-    Args:
-        num_nodes: nodes of the cluster.
-
-    Raises:
-        ModuleNotFoundError: there is none.
-        RuntimeError: it has every node of a cluster write to the directory of the head.
-    """
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        if importlib.util.find_spec("ray") is not None:
-            version = importlib.metadata.version("ray")
-            if num_nodes > 1 and _release(version) < DIRECTORIES_SINCE:
-                raise RuntimeError(
-                    f"Ray {version} cannot be spread over {num_nodes} nodes here: Ray 2.55 and later can"
-                )
-            return version
-    raise ModuleNotFoundError(
-        "Ray is not installed in the environment of the run: pip install 'ray[default]'", name="ray"
-    )
-
-
-def can_serve_clients() -> bool:
-    """Return whether Ray serves `ray://` connections here: it does where gRPC's Python package is."""
-    return importlib.util.find_spec("grpc") is not None
-
-
-def knows_tokens(version: str) -> bool:
-    """Return whether a Ray of this version can refuse who does not know a cluster's token."""
-    return _release(version) >= TOKENS_SINCE
-
-
-def _release(version: str) -> tuple[int, ...]:
-    return tuple(int(digits) for digits in re.findall(r"\d+", version)[:2])
 
 
 def start(
@@ -174,11 +134,10 @@ def last_words(temporary: str) -> str:
     for name in _LOGS:
         if fatal := _FATAL.findall(_tail(os.path.join(logs, name))):
             return str(fatal[-1])[:_FATAL_CHARACTERS_MAX]
-    return last_lines(os.path.join(temporary, OUTPUT_FILE))
+    return _last_lines(os.path.join(temporary, OUTPUT_FILE))
 
 
-def last_lines(path: str) -> str:
-    """Return the last lines of a file that say something, "" where there is none."""
+def _last_lines(path: str) -> str:
     lines = [line for line in _tail(path).splitlines() if line.strip() and not _PLAIN.match(line)]
     return "\n".join(lines[-_LAST_LINES:])
 
@@ -199,14 +158,16 @@ def _begin(
     os.mkdir(temporary, 0o700)
     ports = ports_module.find()
     argv = [sys.executable, "-P", "-m", "ray.scripts.scripts", "start", *arguments(ports, temporary)]
-    pid = family.fork(_program(argv, dict(variables(ports)), os.path.join(temporary, OUTPUT_FILE)))
+    environment = dict(variables(ports))
+    environment.update(installed.python_path(environment))
+    pid = family.fork(_program(argv, environment, os.path.join(temporary, OUTPUT_FILE)))
     return Engine(pid, {os.pidfd_open(pid): "ray start"}, ports, temporary)
 
 
 def _wait(engine: Engine, stop: Callable[[], bool]) -> str | None:
     """Return "" when Ray is ready, what is wrong, or None when it is to stop."""
     session = os.path.join(engine.temporary, "session_latest")
-    until = protocol.now_ns() + int(_READY_S * 1e9)
+    until = protocol.now_ns() + int(START_S * 1e9)
     while protocol.now_ns() < until:
         if stop():
             return None
@@ -217,7 +178,7 @@ def _wait(engine: Engine, stop: Callable[[], bool]) -> str | None:
                 return ""
         else:
             _watch(engine)  # the raylet comes last; a gcs_server that ends before is missed by `ray start` for a while
-    return f"{_SLOW} after {_READY_S:.0f} s"
+    return f"{_SLOW} after {START_S} s"
 
 
 def _is_ready(engine: Engine, session: str) -> bool:

@@ -33,17 +33,15 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from .. import command, protocol
-from . import commands, directory, ending, member, monitor, starting, variables
+from . import commands, directory, ending, installed, member, monitor, starting, variables
 from .cluster import Cluster
 from .driver import Driver
 from .namespace import Family
 from .ports import Ports
 from .starting import Engine
-from .words import Share
+from .words import Share, logs_of, metrics_file
 
-Report = Callable[[protocol.Message], None]
-
-LOST = "engine_head_lost"
+_KIND = "engine_head_lost"
 _CONSEQUENCE_S = 2.0  # for the driver to notice by itself that Ray is gone, and to say where it was
 _SUSPICION_S = 0.5  # for a death of Ray's to show that the driver may have noticed first
 _STRANGER_S = 0.1
@@ -65,8 +63,8 @@ class Work(NamedTuple):
 
     directory: str
     environment: dict[str, str]
-    report: Report
-    drive: Callable[[Report], int]
+    report: protocol.Report
+    drive: Callable[[protocol.Report], int]
     finish: Callable[[], int]
     fail: Callable[[BaseException], int]
     lose: Callable[[protocol.Message], int]
@@ -80,7 +78,7 @@ def run(share: Share, work: Work) -> int:
         work: what there is to do.
     """
     try:
-        version = starting.ray_version(share.num_nodes)
+        version = installed.ray_version(share.num_nodes)
     except (ModuleNotFoundError, RuntimeError) as error:
         return work.fail(error)
     task = _Task(share, work, version)
@@ -99,12 +97,12 @@ class _Task:
         self.share = share
         self.work = work
         self.version = version
-        self.tokens = starting.knows_tokens(version)
+        self.tokens = installed.knows_tokens(version)
         os.makedirs(share.directory, 0o700, exist_ok=True)
         if self.tokens:
             self._write_token()
         self.family = Family()
-        self.kept = os.path.join(work.directory, "ray", str(share.node_rank))
+        self.kept = logs_of(work.directory, share.node_rank)
         self.cluster = Cluster(share, self.kept)
         kept = {**variables.defaults(share), **variables.stripped(work.environment)}
         self.environment = {**kept, **variables.cluster_variables(share, token=self.tokens)}
@@ -150,7 +148,7 @@ class _Task:
 
     def _start(self, driver: Driver) -> Engine | None:
         share = self.share
-        client = starting.can_serve_clients()
+        client = installed.can_serve_clients()
         return starting.start(
             self.family,
             share.directory,
@@ -182,7 +180,7 @@ class _Task:
             ports: Ray's on this node.
             leave: closes what the process that reads them must not hold.
         """
-        path = os.path.join(self.work.directory, "ray", f"{self.share.node_rank}.metrics.json")
+        path = metrics_file(self.work.directory, self.share.node_rank)
 
         def read() -> int:
             leave()
@@ -258,7 +256,7 @@ class _Task:
             "message": text,
             "notes": [],
             "traceback": "",
-            "kind": LOST,
+            "kind": _KIND,
             "exit_code": None,
             "peer_lost": False,
             "gpu_oom": False,

@@ -16,6 +16,8 @@ from .ports import Ports
 from .words import Share
 
 TOKEN_FILE = "token"
+START_S = 180
+"""How long Ray may take to start: its first import from a slow disk takes most of it."""
 LOOPBACK = "127.0.0.1"
 
 _WORLD = frozenset(
@@ -51,7 +53,6 @@ _KEPT = frozenset(
         "RAY_verbose_spill_logs",
     }
 )
-_START_S = 180
 # Ray Train asks the state API for its controller once a second. The dashboard's process serves that, so without one the
 # relay of workers' lines would have this once a second, too.
 _REPEATED = "Failed to query Ray Train Controller actor state"
@@ -84,7 +85,7 @@ def cluster_variables(share: Share, *, token: bool) -> dict[str, str]:
     """
     variables = {
         "RAY_USAGE_STATS_ENABLED": "0",  # they are on by default, and would call out
-        "RAY_raylet_start_wait_time_s": str(_START_S),  # 30 by default, which a busy machine takes
+        "RAY_raylet_start_wait_time_s": str(START_S),  # 30 by default, which a busy machine takes
     }
     if share.num_nodes == 1:
         # "No cluster of several machines": the one way to have every process of Ray's listen on loopback only.

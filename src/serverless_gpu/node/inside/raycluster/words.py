@@ -1,10 +1,14 @@
-"""What a node is told of the Ray cluster it makes with the others of its run."""
+"""What a node is told of the Ray cluster it makes with the others of its run, and what its files are called."""
 
 from __future__ import annotations
 
+import os
 from typing import NamedTuple
 
 from .. import protocol
+
+FILES = "ray"
+"""Directory of an attempt for what is kept of its cluster: logs, metrics, and `directory`, where it lies."""
 
 
 class Share(NamedTuple):
@@ -38,6 +42,21 @@ class Share(NamedTuple):
     address: str
     head: tuple[str, int]
     secret: str
+
+
+def files_of(attempt: str) -> str:
+    """Return the directory of an attempt for what is kept of its cluster."""
+    return os.path.join(attempt, FILES)
+
+
+def logs_of(attempt: str, node_rank: int) -> str:
+    """Return where the logs of a node's Ray are kept."""
+    return os.path.join(files_of(attempt), str(node_rank))
+
+
+def metrics_file(attempt: str, node_rank: int) -> str:
+    """Return where the latest figures of a node's Ray are left."""
+    return os.path.join(files_of(attempt), f"{node_rank}.metrics.json")
 
 
 def read_share(message: protocol.Message) -> Share:
