@@ -42,7 +42,7 @@ def version() -> str:
     """Return the version of the Ray that is installed, "" where there is none or none is known."""
     try:
         return importlib.metadata.version("ray")
-    except Exception:  # noqa: BLE001 - likewise
+    except Exception:  # noqa: BLE001 - what finders of the user raise
         return _own_version(origin())
 
 
