@@ -8,7 +8,7 @@ HALF := tests/docs/ tests/examples/ tests/local/ tests/notebook/
 CODE := $(wildcard src tests scripts examples benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo notebook test test-all test-half-1 test-half-2 check format docs bench picture gpu-check clean distclean
+.PHONY: help venv demo notebook test test-all test-half-1 test-half-2 test-ray check format docs bench picture gpu-check clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -76,6 +76,7 @@ test: venv ## run the tests (no GPU, no network)
 
 test-all: $(VENV)/.installed-examples $(VENV)/.installed-mlflow $(VENV)/.installed-ray ## run the heavy tests, too: every example, MLflow, Ray
 	@$(MAKE) --no-print-directory --output-sync=target --keep-going -j2 test-half-1 test-half-2
+	@$(MAKE) --no-print-directory test-ray
 
 # Most tests wait for processes: two halves at once take little more than one. pytest-xdist does not do: its workers
 # have threads, and tests fork.
@@ -83,7 +84,11 @@ test-half-1:
 	$(BIN)/python -m pytest -m "not gpu" $(HALF)
 
 test-half-2:
-	$(BIN)/python -m pytest -m "not gpu" $(filter-out $(HALF),$(wildcard tests/*/ tests/test_*.py))
+	$(BIN)/python -m pytest -m "not gpu" $(filter-out $(HALF) tests/ray/,$(wildcard tests/*/ tests/test_*.py))
+
+# Alone: where other tests have the cores, Ray's processes do not meet each other in the 15 s Ray gives them.
+test-ray:
+	$(BIN)/python -m pytest -m "not gpu" tests/ray
 
 check: venv ## format, lint, types, layers, our own lints, links
 	$(BIN)/ruff format --check $(CODE)

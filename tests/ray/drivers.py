@@ -60,19 +60,6 @@ def wait() -> None:
         time.sleep(1)
 
 
-def wait_in_ray() -> None:
-    """Wait for a task that does not end, in Ray."""
-    ray = ray_module()
-    ray.init()
-
-    def task() -> None:
-        time.sleep(600)
-
-    pending = ray.remote(task).remote()
-    print("waits", flush=True)
-    ray.get(pending)
-
-
 def return_after(path: str) -> str:
     """Return once a file is there."""
     ray_module().init()

@@ -89,22 +89,6 @@ def test_an_exception_of_a_task_is_the_runs_also_without_a_namespace_and_at_the_
     assert not directory.exists()
 
 
-@pytest.mark.parametrize("name", ["gcs_server", "raylet"])
-def test_F45_the_death_of_the_head_ends_a_driver_that_does_not_notice(
-    name: str, tmp_path: Path, directory: Path
-) -> None:
-    function = drivers.wait if name == "gcs_server" else drivers.wait_in_ray
-    with node_task(tmp_path / "a", share(directory), function) as task:
-        waiting(task)
-        os.kill(named(task, name), signal.SIGKILL)
-        failure = task.failure()
-        assert task.end() == 1
-    assert failure["kind"] == "engine_head_lost"
-    assert str(failure["message"]).startswith(f"Ray on node node-of-the-test is gone: its {name} ended")
-    assert str(task.attempt / "ray" / "0") in str(failure["message"])
-    assert [event["event"] for event in task.said].count("failed") == 1
-
-
 def test_a_driver_that_is_killed_is_told_as_that_and_is_asked_where_it_is(tmp_path: Path, directory: Path) -> None:
     with node_task(tmp_path / "a", share(directory), drivers.wait) as task:
         stack = task.hear_until("exec")["stack"]

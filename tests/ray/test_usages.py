@@ -203,9 +203,8 @@ def test_usage_11_one_gpu_and_none_returned_under_the_main_guard(served: dict[st
     assert not theirs.exists()
 
 
-@pytest.mark.parametrize("remote", [False, True], ids=["local", "remote"])
 def test_usage_12_a_smoke_script_that_takes_everything_from_its_environment(
-    remote: bool, request: pytest.FixtureRequest, tmp_path: Path
+    served: dict[str, str], tmp_path: Path
 ) -> None:
     """No notebook anywhere; it counts nodes and asks an actor for its GPU."""
     code = """
@@ -233,17 +232,9 @@ def test_usage_12_a_smoke_script_that_takes_everything_from_its_environment(
 
         print(smoke.distributed())
     """
-    environ = {"SMOKE_GPUS": "8", "SMOKE_GPU_TYPE": "A10", "SMOKE_REMOTE": "1" if remote else ""}
-    environ |= request.getfixturevalue("served" if remote else "local_a10s")
+    environ = {**served, "SMOKE_GPUS": "8", "SMOKE_GPU_TYPE": "A10", "SMOKE_REMOTE": "1"}
     out, _ = run_code(tmp_path, code, environ)
     assert out.endswith("[{'nodes': 1, 'kinds': ['accelerator_type:A10'], 'gpus': 8.0, 'same': True}]\n")
-
-
-@pytest.fixture
-def local_a10s(home: Path) -> Iterator[dict[str, str]]:
-    """Yield the variables of a home with eight declared A10s and no server."""
-    yield {"SERVERLESS_GPU_FAKE": "A10:8"}
-    cancel_all(home)
 
 
 def mlflow_packages() -> Path:
