@@ -36,6 +36,7 @@ def ours(directory: str) -> dict[str, object]:
     called_ns = now_ns()
     run = _driver.submit(directory)
     run.follow()
+    run.results()
     returned_ns = now_ns()
     times = {**_since(called_ns, directory), "returned_ms": (returned_ns - called_ns) / 1e6}
     receipt = run.receipt()
