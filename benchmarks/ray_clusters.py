@@ -91,8 +91,15 @@ def _place() -> Iterator[tuple[Mapping[str, str], str]]:
     name, value = "SGPU_BENCH_RAY", secrets.token_hex(8)
     files = tempfile.mkdtemp(prefix="sgb-", dir="/tmp")
     kept = {key: text for key, text in os.environ.items() if not key.startswith("RAY_")}
-    # On the loopback interface only, as ours is.
-    ours_too = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+    token = Path(files, "token")
+    token.write_text(secrets.token_hex(32), encoding="ascii")
+    token.chmod(0o600)
+    ours_too = {
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on the loopback interface only
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token),
+    }
     try:
         yield {**kept, **ours_too, name: value}, files
     finally:
