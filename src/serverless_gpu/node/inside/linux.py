@@ -11,6 +11,7 @@ import os
 import resource
 import select
 import signal
+from collections.abc import Iterable
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -46,8 +47,23 @@ def die_with(parent: int) -> None:
         parent: a pidfd of the parent; if that is gone already this process ends itself.
     """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if select.select([parent], [], [], 0)[0]:
+    if readable([parent], 0):
         os._exit(1)
+
+
+def readable(fds: Iterable[int], timeout_s: float | None = None) -> set[int]:
+    """Wait until descriptors can be read, or are closed at their other end, and return which.
+
+    `select` knows no descriptor above 1023, and a caller's process may have more.
+
+    Args:
+        fds: a pidfd can be read when its process has ended.
+        timeout_s: how long; None means for as long as it takes.
+    """
+    poll = select.poll()
+    for fd in fds:
+        poll.register(fd, select.POLLIN)
+    return {fd for fd, _ in poll.poll(None if timeout_s is None else timeout_s * 1000)}
 
 
 def become_subreaper() -> None:
@@ -90,9 +106,9 @@ def descendants(pid: int) -> list[int]:
     queue = [pid]
     while queue:
         current = queue.pop()
-        children = _children(current)
-        found += children
-        queue += children
+        below = children(current)
+        found += below
+        queue += below
     return found
 
 
@@ -108,7 +124,8 @@ def kill_descendants(pid: int) -> int:
     return len(pids)
 
 
-def _children(pid: int) -> list[int]:
+def children(pid: int) -> list[int]:
+    """Return the pids of a process's children, also of those that have ended and were not reaped."""
     # One file per thread: a child belongs to the thread that forked it.
     found: list[int] = []
     with contextlib.suppress(OSError):

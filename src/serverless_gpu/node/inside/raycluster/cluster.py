@@ -9,9 +9,9 @@ link (`link.py` turns it away, and nothing is gone).
 
 from __future__ import annotations
 
-import select
 import time
 
+from .. import linux
 from . import link
 from .starting import Engine
 from .words import Share
@@ -70,10 +70,7 @@ class Cluster:
         """
         until = time.monotonic() + timeout_s
         while not (lost := self._look()) and (left_s := until - time.monotonic()) > 0:
-            poll = select.poll()
-            for fd in self.fds():
-                poll.register(fd, select.POLLIN)
-            poll.poll(left_s * 1000)
+            linux.readable(self.fds(), left_s)
         return lost
 
     def forget(self) -> None:

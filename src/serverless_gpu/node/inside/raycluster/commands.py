@@ -52,6 +52,11 @@ def cluster_address(share: Share, ports: Ports) -> str:
     return f"{LOOPBACK if share.num_nodes == 1 else share.address}:{ports.gcs}"
 
 
+def listens_at(share: Share) -> str:
+    """Return the address at which Ray listens on a node, "" for all that its machine has."""
+    return LOOPBACK if share.num_nodes == 1 else ""
+
+
 def ready_sentence(share: Share, shares: Sequence[Share], version: str, page: str) -> str:
     """Return what is said once the cluster is there.
 

@@ -17,7 +17,7 @@ import contextlib
 import functools
 import importlib
 import os
-import select
+import signal
 import types
 from collections.abc import Callable, Mapping
 
@@ -28,6 +28,8 @@ from .namespace import Family
 # Ray connects by itself at the first task, actor or object, but not when it is asked for what a cluster has. A function
 # of `ray_launch` needs no `ray.init()`, whatever it does first.
 _ASKED_FIRST = ("available_resources", "cluster_resources", "nodes", "timeline")
+
+_KILLED_S = 1.0  # a process in the middle of a device call may take longer: nobody waits for that
 
 
 class Driver:
@@ -70,17 +72,27 @@ class Driver:
 
     def has_ended(self) -> bool:
         """Return whether it has ended; it may still be to be reaped."""
-        return bool(select.select([self.pidfd], [], [], 0)[0])
+        return bool(linux.readable([self.pidfd], 0))
 
     def end(self, number: int) -> None:
-        """Send it a signal; nothing where it has ended."""
+        """Send it a signal; nothing where it has ended, also when its pid is somebody else's by now."""
         with contextlib.suppress(OSError):
-            os.kill(self.pid, number)
+            signal.pidfd_send_signal(self.pidfd, number)
+
+    def kill(self) -> None:
+        """End it and wait for that: what it is writing would else be there after what is written next."""
+        self.end(signal.SIGKILL)
+        linux.readable([self.pidfd], _KILLED_S)
+
+    def reap(self) -> int:
+        """Return how it ended, a signal as a negative number; waits for that."""
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
     def look(self, number: int) -> None:
         """Pass on a signal by which a rank is asked where it is: its main thread answers."""
-        with contextlib.suppress(OSError):
-            linux.signal_main_thread(self.pid, number)
+        if not self.has_ended():  # before that the pid is its own: it is reaped by this thread only
+            with contextlib.suppress(OSError):
+                linux.signal_main_thread(self.pid, number)
 
 
 def _be_driver(channel: Channel, variables: Mapping[str, str], drive: Callable[[protocol.Report], int]) -> int:

@@ -14,14 +14,14 @@ Failure cases:
 
 from __future__ import annotations
 
-import select
 import signal
 import time
 import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-from . import commands, link, starting, variables
+from .. import linux
+from . import commands, link, ports, starting, variables
 from .cluster import lost_engine
 from .namespace import Family
 from .ports import Ports
@@ -33,7 +33,7 @@ _LOOK_S = 0.1  # between two tries to reach node 0
 _SETTLE_S = 1.0
 
 
-class Stopped(BaseException):
+class _Stopped(BaseException):
     """SIGTERM came."""
 
 
@@ -53,9 +53,23 @@ class Node(NamedTuple):
     kept: str
 
 
-def heed_stop() -> None:
-    """Have SIGTERM raise `Stopped` from now on, once."""
-    signal.signal(signal.SIGTERM, _stop)
+def until_stopped(act: Callable[[], str]) -> str | None:
+    """Return what a function returns, or None when SIGTERM came before it was through.
+
+    From then on SIGTERM is ignored: what is left to do is bounded. It is to be expected, too: when a node has said
+    that the cluster is lost, the others are sent it while they say so themselves.
+
+    Args:
+        act: called; SIGTERM raises a `BaseException` in it.
+    """
+    try:
+        signal.signal(signal.SIGTERM, _stop)
+        try:
+            return act()
+        finally:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    except _Stopped:
+        return None
 
 
 def take_part(node: Node, say: Callable[[str], None], record: Callable[[Ports, Callable[[], None]], None]) -> str:
@@ -68,9 +82,6 @@ def take_part(node: Node, say: Callable[[str], None], record: Callable[[Ports, C
 
     Returns:
         A sentence about what was lost, or "" when the driver has ended.
-
-    Raises:
-        Stopped: SIGTERM came, after `heed_stop`.
     """
     part = _Part(node.share)
     try:
@@ -118,10 +129,7 @@ class _Part:
 
     def wait(self, fds: Iterable[int], timeout_s: float | None = None) -> None:
         """Wait until node 0 says something or one of the descriptors is readable."""
-        poll = select.poll()
-        for fd in (*fds, *(sock.fileno() for sock in self.link.sockets())):
-            poll.register(fd, select.POLLIN)
-        poll.poll(None if timeout_s is None else timeout_s * 1000)
+        linux.readable([*fds, *(sock.fileno() for sock in self.link.sockets())], timeout_s)
 
 
 def _start(part: _Part, node: Node, say: Callable[[str], None]) -> Engine | None:
@@ -130,14 +138,13 @@ def _start(part: _Part, node: Node, say: Callable[[str], None]) -> Engine | None
         return None
     share = node.share
     try:
-        engine = starting.start(
-            node.family,
+        plan = starting.Plan(
             share.directory,
-            lambda ports: {**node.environment, **variables.port_variables(ports, part.address)},
-            lambda ports, temporary: commands.worker_arguments(share, ports, temporary, part.address),
-            part.is_over,
-            say,
+            lambda: ports.find(commands.listens_at(share)),
+            lambda found: {**node.environment, **variables.port_variables(found, part.address)},
+            lambda found, temporary: commands.worker_arguments(share, found, temporary, part.address),
         )
+        engine = starting.start(node.family, plan, part.is_over, say)
     except (starting.StartFailed, OSError) as error:
         part.lose(f"Ray could not be started on node {share.host}: {error}")
         return None
@@ -149,7 +156,7 @@ def _start(part: _Part, node: Node, say: Callable[[str], None]) -> Engine | None
 def _stay(part: _Part, node: Node, engine: Engine) -> None:
     """Return when the driver has ended, or something is lost."""
     while not part.is_over():
-        part.wait(engine.watched)
+        part.wait(engine.watched, node.family.reap())
         if name := engine.gone():
             until = time.monotonic() + _SETTLE_S
             while not part.is_over() and (left_s := until - time.monotonic()) > 0:
@@ -160,4 +167,4 @@ def _stay(part: _Part, node: Node, engine: Engine) -> None:
 
 def _stop(_number: int, _frame: types.FrameType | None) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is ending; its Ray is ended and its logs are kept first
-    raise Stopped
+    raise _Stopped

@@ -11,7 +11,8 @@ stem ends all of the run.
 Failure cases: the kernel refuses (containers often do): then there is no namespace, the node task becomes the
 sub-reaper of all it starts, and ends its descendants one by one. Half a namespace, without a /proc of its own, would
 be worse than none: Ray would look up its own pids in a list in which they are somebody else's. So it is tried out
-first, in a process that goes away.
+first, in a process that goes away. That one has a single thread, and this one may have more, of a library or a
+profiler: who is not root gets no namespace then (EINVAL, nothing has changed).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import NoReturn
 from .. import linux, mounts
 
 _CLONE_NEWPID = 0x20000000
+_REAP_S = 10.0
 _END_TRIES_MAX = 1_000
 _END_PAUSE_MS = 10
 _REASON_BYTES_MAX = 1_024
@@ -37,16 +39,19 @@ class Family:
 
     Attributes:
         refused: why there is no namespace, or "".
+
+    Raises:
+        OSError: no process can be had, or this one is half in a namespace: it must end.
     """
 
     def __init__(self) -> None:
-        self.refused = _probe()
+        self.refused = _probe() or _enter()
         self._alive = os.pidfd_open(os.getpid())  # a parent in another namespace has no number a child could ask for
+        self._own: set[int] = set()
         if self.refused:
             linux.become_subreaper()
-            return
-        mounts.unshare(_CLONE_NEWPID)
-        self._fork(_be_init)
+        else:
+            self._fork(_be_init)
 
     def fork(self, run: Callable[[], int]) -> int:
         """Start a process of the family and return its pid in this process's namespace.
@@ -58,6 +63,17 @@ class Family:
             OSError: no process can be had.
         """
         return self._fork(run if self.refused else _with_own_proc(run))
+
+    def reap(self) -> float | None:
+        """Reap who ended and was not forked here; return in how many seconds to look again, None for never.
+
+        Without a namespace every process that lost its parent comes to this one, for as long as the run lasts.
+        """
+        for pid in linux.children(os.getpid()) if self.refused else ():
+            if pid not in self._own:
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
+        return _REAP_S if self.refused else None
 
     def end(self) -> None:
         """End every process of the family, and reap it; bounded: a process in the middle of a device call may stay."""
@@ -83,6 +99,7 @@ class Family:
                 if sys.exc_info()[0] is not None:
                     sys.excepthook(*sys.exc_info())
                 os._exit(code)
+        self._own.add(pid)
         return pid
 
 
@@ -120,6 +137,21 @@ def _probe() -> str:
         text = answer.read(_REASON_BYTES_MAX).decode(errors="replace")
     os.waitpid(pid, 0)
     return "" if text == "ok" else text or "the process that tried was ended"
+
+
+def _enter() -> str:
+    """Have the children of this process live in a namespace; return why they cannot, or "".
+
+    Raises:
+        OSError: this process is half in.
+    """
+    try:
+        mounts.unshare(_CLONE_NEWPID)
+    except OSError as error:
+        if error.filename is not None:  # a file of a user namespace that was made
+            raise
+        return error.strerror or str(error)
+    return ""
 
 
 def _try_out() -> str:

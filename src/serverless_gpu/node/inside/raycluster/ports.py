@@ -13,6 +13,7 @@ import random
 import socket
 from typing import NamedTuple
 
+_LOOPBACK = "127.0.0.1"
 _LOWEST, _HIGHEST = 11_000, 30_000  # below, services have their own; above, Kubernetes gives some away
 _RANGE_FILE = "/proc/sys/net/ipv4/ip_local_port_range"
 _SPAN_MIN = 1_000
@@ -49,10 +50,11 @@ class Ports(NamedTuple):
     dashboard: int
 
 
-def find(range_file: str = _RANGE_FILE) -> Ports:
+def find(address: str = _LOOPBACK, range_file: str = _RANGE_FILE) -> Ports:
     """Return ports nobody listens on.
 
     Args:
+        address: which Ray listens at; "" for all of this machine's, and then nobody may listen there on any of them.
         range_file: where the kernel says which ports it gives to everybody.
 
     Raises:
@@ -65,7 +67,7 @@ def find(range_file: str = _RANGE_FILE) -> Ports:
             port = random.SystemRandom().randint(lowest, highest)
             sock = held.enter_context(socket.socket())
             with contextlib.suppress(OSError):
-                sock.bind(("127.0.0.1", port))  # also refused where somebody listens on all addresses
+                sock.bind((address, port))  # also refused where somebody listens on all addresses
                 chosen.append(port)
             if len(chosen) == len(Ports._fields):
                 return Ports(*chosen)

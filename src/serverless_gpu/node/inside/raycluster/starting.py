@@ -19,15 +19,14 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import select
 import signal
 import sys
+import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from .. import linux, protocol
+from .. import linux
 from . import installed
-from . import ports as ports_module
 from .namespace import Family
 from .ports import Ports
 from .variables import START_S
@@ -75,7 +74,7 @@ class Engine(NamedTuple):
         Args:
             timeout_s: how long to wait for that.
         """
-        ended, _, _ = select.select(list(self.watched), [], [], timeout_s)
+        ended = linux.readable(self.watched, timeout_s)
         # `ray start` ends because of another: that one is to be named.
         names = sorted((self.watched[fd] for fd in ended), key=lambda name: name not in _WATCHED)
         return names[0] if names else ""
@@ -85,21 +84,28 @@ class Engine(NamedTuple):
         return last_words(self.temporary)
 
 
-def start(
-    family: Family,
-    directory: str,
-    variables: Callable[[Ports], Mapping[str, str]],
-    arguments: Callable[[Ports, str], list[str]],
-    stop: Callable[[], bool],
-    say: Callable[[str], None],
-) -> Engine | None:
+class Plan(NamedTuple):
+    """How Ray is started on this node.
+
+    Attributes:
+        directory: a private one; each try has a directory of its own in it.
+        find: finds ports for a try.
+        variables: the whole environment, for ports.
+        arguments: those of `ray start`, for ports and a directory of sessions.
+    """
+
+    directory: str
+    find: Callable[[], Ports]
+    variables: Callable[[Ports], Mapping[str, str]]
+    arguments: Callable[[Ports, str], list[str]]
+
+
+def start(family: Family, plan: Plan, stop: Callable[[], bool], say: Callable[[str], None]) -> Engine | None:
     """Start Ray on this node and return when it is ready; None when it is to stop before.
 
     Args:
         family: who the processes belong to.
-        directory: a private one; each try has a directory of its own in it.
-        variables: the whole environment, for ports.
-        arguments: those of `ray start`, for ports and a directory of sessions.
+        plan: how.
         stop: whether to give up.
         say: tells the caller that it takes longer.
 
@@ -108,7 +114,7 @@ def start(
     """
     problem = ""
     for number in range(1, _TRIES_MAX + 1):
-        engine = _begin(family, os.path.join(directory, str(number)), variables, arguments)
+        engine = _begin(family, plan, os.path.join(plan.directory, str(number)))
         ended = _wait(engine, stop)
         if ended is None:
             return None
@@ -149,16 +155,11 @@ def _tail(path: str) -> str:
     return ""
 
 
-def _begin(
-    family: Family,
-    temporary: str,
-    variables: Callable[[Ports], Mapping[str, str]],
-    arguments: Callable[[Ports, str], list[str]],
-) -> Engine:
+def _begin(family: Family, plan: Plan, temporary: str) -> Engine:
     os.mkdir(temporary, 0o700)
-    ports = ports_module.find()
-    argv = [sys.executable, "-P", "-m", "ray.scripts.scripts", "start", *arguments(ports, temporary)]
-    environment = dict(variables(ports))
+    ports = plan.find()
+    argv = [sys.executable, "-P", "-m", "ray.scripts.scripts", "start", *plan.arguments(ports, temporary)]
+    environment = dict(plan.variables(ports))
     environment.update(installed.python_path(environment))
     pid = family.fork(_program(argv, environment, os.path.join(temporary, OUTPUT_FILE)))
     return Engine(pid, {os.pidfd_open(pid): "ray start"}, ports, temporary)
@@ -167,8 +168,8 @@ def _begin(
 def _wait(engine: Engine, stop: Callable[[], bool]) -> str | None:
     """Return "" when Ray is ready, what is wrong, or None when it is to stop."""
     session = os.path.join(engine.temporary, "session_latest")
-    until = protocol.now_ns() + int(START_S * 1e9)
-    while protocol.now_ns() < until:
+    until = time.monotonic() + START_S
+    while time.monotonic() < until:
         if stop():
             return None
         if gone := engine.gone(_LOOK_S):

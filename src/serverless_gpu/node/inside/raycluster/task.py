@@ -18,6 +18,7 @@ Failure cases:
   a note. A driver that hangs is given `_CONSEQUENCE_S` and ended;
 - the driver fails, or ends without a word: told as for any rank, after a look whether Ray is gone;
 - Ray ends after the driver has returned: nothing, the result is there;
+- there is no room for the token, or no process can be had: the failure says so, as where Ray does not come up;
 - this process dies: init, driver and Ray follow (PR_SET_PDEATHSIG); the directory is left to the supervisor.
 """
 
@@ -26,14 +27,14 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
-import select
 import signal
+import time
 import types
 from collections.abc import Callable
 from typing import NamedTuple
 
-from .. import command, protocol
-from . import commands, directory, ending, installed, member, monitor, starting, variables
+from .. import command, linux, protocol
+from . import commands, directory, ending, installed, member, monitor, ports, starting, variables
 from .cluster import Cluster
 from .driver import Driver
 from .namespace import Family
@@ -81,7 +82,10 @@ def run(share: Share, work: Work) -> int:
         version = installed.ray_version(share.num_nodes)
     except (ModuleNotFoundError, RuntimeError) as error:
         return work.fail(error)
-    task = _Task(share, work, version)
+    try:
+        task = _Task(share, work, version)
+    except OSError as error:
+        return work.lose(_record(_not_started(share, error), None))
     try:
         code = task.head() if share.node_rank == 0 else task.member()
     finally:
@@ -101,45 +105,50 @@ class _Task:
         os.makedirs(share.directory, 0o700, exist_ok=True)
         if self.tokens:
             self._write_token()
-        self.family = Family()
         self.kept = logs_of(work.directory, share.node_rank)
         self.cluster = Cluster(share, self.kept)
         kept = {**variables.defaults(share), **variables.stripped(work.environment)}
         self.environment = {**kept, **variables.cluster_variables(share, token=self.tokens)}
         self.without_metrics = monitor.missing()
         self.outcome = False  # whether how the driver ended has been said
+        self.family = Family()  # last: what can fail comes before there is anything to end
         self._say_what_is_missing()
 
     def head(self) -> int:
         """Start the head, then run the driver to its end; return how it ended, a signal as a negative number."""
-        driver = Driver(self.family, {**variables.stripped(dict(os.environ)), **self.environment}, self.work.drive)
+        try:
+            driver = Driver(self.family, {**variables.stripped(dict(os.environ)), **self.environment}, self.work.drive)
+        except OSError as error:
+            return self._lose(_not_started(self.share, error), None)
         self._pass_signals_to(driver)
         try:
             self.cluster.listen()
             engine = self._start(driver)
             problem = self._gather(driver, engine)
         except (starting.StartFailed, OSError) as error:
-            engine, problem = None, f"Ray could not be started on node {self.share.host}: {error}"
+            engine, problem = None, _not_started(self.share, error)
         if problem:
-            driver.end(signal.SIGKILL)
+            driver.kill()
             return self._lose(problem, None)
         if engine is None or driver.has_ended():
-            return self._reap(driver)
-        ports, address = engine.ports, commands.cluster_address(self.share, engine.ports)
-        page = f"http://{variables.LOOPBACK}:{ports.dashboard}" if self.share.dashboard else ""
+            return driver.reap()
+        address = commands.cluster_address(self.share, engine.ports)
+        page = f"http://{variables.LOOPBACK}:{engine.ports.dashboard}" if self.share.dashboard else ""
         self._say(commands.ready_sentence(self.share, self.cluster.shares(), self.version, page))
-        driver.begin(variables.port_variables(ports, address))
-        self._record_metrics(ports, self.cluster.leave)
+        driver.begin(variables.port_variables(engine.ports, address))
+        self._record_metrics(engine.ports, self.cluster.leave)
         return self._attend(driver)
 
     def member(self) -> int:
         """Have a node without a driver until the driver has ended; return how this ends."""
         node = member.Node(self.share, self.family, self.environment, self.kept)
-        try:
-            member.heed_stop()
+
+        def take_part() -> str:
             self.work.report({"event": "exec", "stack": -1})
-            lost = member.take_part(node, self._say, self._record_metrics)
-        except member.Stopped:
+            return member.take_part(node, self._say, self._record_metrics)
+
+        lost = member.until_stopped(take_part)
+        if lost is None:
             return -signal.SIGTERM
         if lost:
             return self._lose(lost, None)
@@ -149,42 +158,41 @@ class _Task:
     def _start(self, driver: Driver) -> Engine | None:
         share = self.share
         client = installed.can_serve_clients()
-        return starting.start(
-            self.family,
+        plan = starting.Plan(
             share.directory,
-            lambda ports: {
+            lambda: ports.find(commands.listens_at(share)),
+            lambda found: {
                 **self.environment,
-                **variables.port_variables(ports, commands.cluster_address(share, ports)),
+                **variables.port_variables(found, commands.cluster_address(share, found)),
             },
-            lambda ports, temporary: commands.head_arguments(share, ports, temporary, client=client),
-            lambda: driver.has_ended() or bool(self.cluster.gone()),
-            self._say,
+            lambda found, temporary: commands.head_arguments(share, found, temporary, client=client),
         )
+        return starting.start(self.family, plan, lambda: driver.has_ended() or bool(self.cluster.gone()), self._say)
 
     def _gather(self, driver: Driver, engine: Engine | None) -> str:
         """Wait for the other nodes; return what went wrong, "" also where the driver has ended."""
         if engine is not None:
             self.cluster.begin(engine, commands.cluster_address(self.share, engine.ports))
-        until = protocol.now_ns() + int(_GATHER_S * 1e9)
+        until = time.monotonic() + _GATHER_S
         while not (gone := self.cluster.gone()) and self.cluster.missing() and not driver.has_ended():
-            if (left_ns := until - protocol.now_ns()) <= 0:
+            if (left_s := until - time.monotonic()) <= 0:
                 numbers = ", ".join(map(str, self.cluster.missing()))
                 return f"after {_GATHER_S:.0f} s these nodes of the run's Ray cluster had not joined: {numbers}"
-            _wait([driver.pidfd, *self.cluster.fds()], left_ns / 1e6)
+            linux.readable([driver.pidfd, *self.cluster.fds()], left_s)
         return gone
 
-    def _record_metrics(self, ports: Ports, leave: Callable[[], None]) -> None:
+    def _record_metrics(self, found: Ports, leave: Callable[[], None]) -> None:
         """Have this node's metrics read (`monitor.py`) for as long as the family lives.
 
         Args:
-            ports: Ray's on this node.
+            found: Ray's ports on this node.
             leave: closes what the process that reads them must not hold.
         """
         path = metrics_file(self.work.directory, self.share.node_rank)
 
         def read() -> int:
             leave()
-            return monitor.run(self.share.address, ports.metrics, path)
+            return monitor.run(self.share.address, found.metrics, path)
 
         if not self.without_metrics:
             with contextlib.suppress(OSError):  # no process can be had: the run goes on without
@@ -194,7 +202,8 @@ class _Task:
         """Pass on what the driver says until it has ended or Ray has."""
         talks = True
         while True:
-            ready = _wait([*([driver.channel.fileno()] if talks else []), driver.pidfd, *self.cluster.fds()])
+            heard = [driver.channel.fileno()] if talks else []
+            ready = linux.readable([*heard, driver.pidfd, *self.cluster.fds()], self.family.reap())
             if talks and driver.channel.fileno() in ready:
                 event = driver.hear()
                 if event is None:
@@ -215,23 +224,23 @@ class _Task:
             record = failure if isinstance(failure, dict) else {}
             suspicious = "ray" in str(record.get("traceback", "")) or record.get("peer_lost") is True
             if gone := self.cluster.gone(_SUSPICION_S if suspicious else _STRANGER_S):
-                driver.end(signal.SIGKILL)
+                driver.kill()
                 return self._lose(gone, record)
         self.outcome |= event.get("event") in ("returned", "failed")
         self.work.report(event)
         return None
 
     def _driver_ended(self, driver: Driver) -> int:
-        code = self._reap(driver)
+        code = driver.reap()
         if not self.outcome and code and (gone := self.cluster.gone(_SUSPICION_S)):
             return self._lose(gone, None)
         return code
 
     def _cluster_gone(self, driver: Driver, gone: str) -> int:
         """Let the driver say what came of it, end it, and tell the failure."""
-        until = protocol.now_ns() + int(_CONSEQUENCE_S * 1e9)
+        until = time.monotonic() + _CONSEQUENCE_S
         consequence: protocol.Message | None = None
-        while (left_ns := until - protocol.now_ns()) > 0 and _wait([driver.channel.fileno()], left_ns / 1e6):
+        while (left_s := until - time.monotonic()) > 0 and linux.readable([driver.channel.fileno()], left_s):
             event = driver.hear()
             if event is None:
                 break
@@ -245,30 +254,12 @@ class _Task:
                 consequence = failure if isinstance(failure, dict) else None
                 break
             self.work.report(event)
-        driver.end(signal.SIGKILL)
+        driver.kill()
         return self._lose(gone, consequence)
 
     def _lose(self, text: str, consequence: protocol.Message | None) -> int:
         self.outcome = True
-        record: protocol.Message = {
-            "type": "EngineHeadLost",
-            "module": "serverless_gpu.errors",
-            "message": text,
-            "notes": [],
-            "traceback": "",
-            "kind": _KIND,
-            "exit_code": None,
-            "peer_lost": False,
-            "gpu_oom": False,
-        }
-        if consequence is not None:
-            said = f"{consequence.get('type', 'an exception')}: {consequence.get('message', '')}"
-            record["notes"] = [f"the function then raised {said}"]
-            record["traceback"] = consequence.get("traceback", "")
-        return self.work.lose(record)
-
-    def _reap(self, driver: Driver) -> int:
-        return os.waitstatus_to_exitcode(os.waitpid(driver.pid, 0)[1])
+        return self.work.lose(_record(text, consequence))
 
     def _pass_signals_to(self, driver: Driver) -> None:
         def terminate(_number: int, _frame: types.FrameType | None) -> None:
@@ -308,9 +299,25 @@ class _Task:
         self.work.report({"event": "say", "text": text, "note": True})
 
 
-def _wait(fds: list[int], timeout_ms: float | None = None) -> set[int]:
-    """Return which of the descriptors are readable, or closed at their other end."""
-    poll = select.poll()
-    for fd in fds:
-        poll.register(fd, select.POLLIN)
-    return {fd for fd, _ in poll.poll(timeout_ms)}
+def _not_started(share: Share, error: Exception) -> str:
+    return f"Ray could not be started on node {share.host}: {error}"
+
+
+def _record(text: str, consequence: protocol.Message | None) -> protocol.Message:
+    """Return the record of a failure that is not the function's, with what the function raised because of it."""
+    record: protocol.Message = {
+        "type": "EngineHeadLost",
+        "module": "serverless_gpu.errors",
+        "message": text,
+        "notes": [],
+        "traceback": "",
+        "kind": _KIND,
+        "exit_code": None,
+        "peer_lost": False,
+        "gpu_oom": False,
+    }
+    if consequence is not None:
+        said = f"{consequence.get('type', 'an exception')}: {consequence.get('message', '')}"
+        record["notes"] = [f"the function then raised {said}"]
+        record["traceback"] = consequence.get("traceback", "")
+    return record
