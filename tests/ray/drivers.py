@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from serverless_gpu import runtime
+
 
 def ray_module() -> Any:
     """Return Ray, which the process that runs the tests does not have."""
@@ -67,6 +69,33 @@ def return_after(path: str) -> str:
     while not Path(path).exists():
         time.sleep(0.01)
     return "done"
+
+
+def leave_orphans(path: str) -> str:
+    """Have processes lose their parent and end, then return once a file is there."""
+    for _ in range(20):
+        if os.fork() == 0:
+            if os.fork() == 0:
+                time.sleep(0.05)
+            os._exit(0)
+        os.wait()
+    print("orphans", flush=True)
+    while not Path(path).exists():
+        time.sleep(0.01)
+    return "done"
+
+
+def save_when_asked_to_stop(first: str) -> str:
+    """Return what a driver returns that asks whether it is to stop, before it connects or after that."""
+    ray = ray_module()
+    if first == "asks":
+        assert not runtime.should_stop()
+    ray.init()
+    assert not runtime.should_stop()
+    print("waits", flush=True)
+    while not runtime.should_stop():
+        time.sleep(0.01)
+    return "saved"
 
 
 def never() -> None:

@@ -24,8 +24,8 @@ TAKEN = """
 import socket
 from _sgpu_inside.raycluster import ports
 somebody, find, found = socket.create_server(("127.0.0.1", 0)), ports.find, []
-def find_once_too_late():
-    found.append(find())
+def find_once_too_late(address):
+    found.append(find(address))
     return found[0]._replace(gcs=somebody.getsockname()[1]) if len(found) == 1 else found[-1]
 ports.find = find_once_too_late
 """

@@ -17,7 +17,7 @@ session = os.path.join(temporary, "session_latest")
 for name in ("sockets", "logs"):
     os.makedirs(os.path.join(session, name))
 children = []
-for name in ["raylet"] + ["gcs_server"] * ("--head" in options):
+for name in ["gcs_server"] * ("--head" in options) + ["raylet"]:
     program = os.path.join(temporary, name)
     os.symlink(SLEEP, program)
     children.append(subprocess.Popen([program, "600"]))
@@ -25,6 +25,21 @@ for name in ("sockets/raylet", "dashboard_agent_listen_port_1", "runtime_env_age
     open(os.path.join(session, name), "w").close()
 print("Ray runtime started.", *sys.argv, flush=True)
 os.wait()
+"""
+
+# As Ray does in a driver's main thread.
+_INIT = """
+import sys
+import ray._private.utils
+
+def init() -> None:
+    ray._private.utils.set_sigterm_handler(lambda number, frame: sys.exit(number))
+"""
+_UTILS = """
+import signal
+
+def set_sigterm_handler(handler):
+    signal.signal(signal.SIGTERM, handler)
 """
 
 
@@ -37,7 +52,11 @@ def install(directory: Path, version: str = "2.60.0") -> None:
     """
     scripts = directory / "ray" / "scripts"
     scripts.mkdir(parents=True)
-    (directory / "ray" / "__init__.py").write_text("def init() -> None: pass\n")
+    (directory / "ray" / "__init__.py").write_text(_INIT)
+    private = directory / "ray" / "_private"
+    private.mkdir()
+    (private / "__init__.py").touch()
+    (private / "utils.py").write_text(_UTILS)
     (scripts / "__init__.py").touch()
     (scripts / "scripts.py").write_text(f"SLEEP = {shutil.which('sleep')!r}\n{_START}")
     information = directory / f"ray-{version}.dist-info"

@@ -6,7 +6,6 @@ import importlib.metadata
 import json
 import os
 import site
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 from serverless_gpu.node.inside.raycluster import commands, ending, installed, ports, starting, variables
 from serverless_gpu.node.inside.raycluster.ports import Ports
 from tests.ray.node_tasks import share
+from tests.unit.rank_process import run_rank
 
 PORTS = Ports(*range(12_000, 12_000 + len(Ports._fields)))
 SHARE = share(Path("/tmp/sgpu-ray-0"))
@@ -110,21 +110,33 @@ def test_what_is_said_when_it_is_there(nodes: int, accelerator: str, page: str, 
 def test_ports_lie_outside_of_what_the_kernel_gives_and_are_all_different(tmp_path: Path) -> None:
     given = tmp_path / "range"
     given.write_text("32768\t60999\n")
-    found = ports.find(str(given))
+    found = ports.find(range_file=str(given))
     assert len(set(found)) == len(found)
     assert all(11_000 <= port < 32_768 for port in found)
     given.write_text("9000\t61000\n")
-    assert all(port > 61_000 for port in ports.find(str(given)))
+    assert all(port > 61_000 for port in ports.find(range_file=str(given)))
 
 
-def test_a_port_somebody_listens_on_is_not_given(tmp_path: Path) -> None:
-    given = tmp_path / "range"
-    given.write_text("1024\t64535\n")  # a thousand are left
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 65_000))
-        taken.listen()
-        for _ in range(30):
-            assert 65_000 not in ports.find(str(given))
+@pytest.mark.parametrize(
+    ("nodes", "listens", "given"),
+    [(1, "127.0.0.1", False), (1, "", False), (1, "127.0.0.11", True), (2, "127.0.0.11", False), (2, "", False)],
+)
+def test_a_port_somebody_listens_on_where_ray_will_is_not_given(nodes: int, listens: str, given: bool) -> None:
+    said = run_rank(
+        """
+import socket
+from _sgpu_inside.raycluster import ports
+address, listens = sys.argv[2:]
+taken = ports.find("")[0]
+ports._span = lambda _: (taken, taken + len(ports.Ports._fields) + 5)  # a few more than it takes
+with socket.create_server((listens, taken)):
+    print(any(taken in ports.find(address) for _ in range(20)))
+print(any(taken in ports.find(address) for _ in range(20)))
+""",
+        commands.listens_at(SHARE._replace(num_nodes=nodes)),
+        listens,
+    )
+    assert said == f"{given}\nTrue\n"
 
 
 @pytest.mark.parametrize(

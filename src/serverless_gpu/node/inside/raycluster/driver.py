@@ -5,7 +5,8 @@
               ◀── exec enter returned failed ──  passed on to the supervisor by the node task
 
 What it says goes through the node task because only that one knows whether Ray died first. Its end is the node task's:
-the same exit code, the same signal.
+the same exit code, the same signal. SIGTERM is the run's, not Ray's: it ends the driver at once, unless the function
+has asked whether it is to stop.
 
 Failure cases: Ray cannot be imported (the function's own import says so); the node task dies (so does the driver); it
 ends before it was told to begin (the node task sees that it ended).
@@ -102,6 +103,7 @@ def _be_driver(channel: Channel, variables: Mapping[str, str], drive: Callable[[
     os.environ.update(variables)
     with contextlib.suppress(Exception):
         _connect_when_asked(importlib.import_module("ray"))
+        _leave_sigterm(importlib.import_module("ray._private.utils"))
     received = channel.receive()
     if received is None:
         return 1
@@ -113,6 +115,16 @@ def _be_driver(channel: Channel, variables: Mapping[str, str], drive: Callable[[
             channel.send(protocol.encode({**event, "at": protocol.now_ns()}))
 
     return drive(report)
+
+
+def _leave_sigterm(utilities: types.ModuleType) -> None:
+    """Have `ray.init` leave SIGTERM alone, so that it is to a driver what it is to any rank.
+
+    Ray would have it raise SystemExit, also in a function that has asked whether it is to stop: before `ray.init`,
+    whose handler would take that one's place, or after that, when the later handler calls the one before.
+    """
+    if hasattr(utilities, "set_sigterm_handler"):
+        vars(utilities)["set_sigterm_handler"] = lambda _handler: None
 
 
 def _connect_when_asked(ray: types.ModuleType) -> None:

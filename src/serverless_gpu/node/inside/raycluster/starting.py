@@ -174,11 +174,10 @@ def _wait(engine: Engine, stop: Callable[[], bool]) -> str | None:
             return None
         if gone := engine.gone(_LOOK_S):
             return f"its {gone} ended before it was ready"
-        if "raylet" in engine.watched.values():
-            if _is_ready(engine, session):
-                return ""
-        else:
-            _watch(engine)  # the raylet comes last; a gcs_server that ends before is missed by `ray start` for a while
+        ready = "raylet" in engine.watched.values() and _is_ready(engine, session)
+        _watch(engine)  # as soon as there is anything: `ray start` misses a gcs_server that ends early for a while
+        if ready:
+            return ""
     return f"{_SLOW} after {START_S} s"
 
 
