@@ -6,9 +6,11 @@ Ray itself is a fake of two processes (`fake_ray.py`); with the real one the sam
 from __future__ import annotations
 
 import ast
+import atexit
 import os
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,12 @@ def stay(where: str) -> dict[str, str]:
     return dict(os.environ)
 
 
+def fail_and_stay() -> None:
+    """Raise, in a process that does not end by itself then."""
+    atexit.register(time.sleep, 600)
+    raise ValueError("raised in the driver")
+
+
 class Going:
     """A run whose driver stays until it is told to go."""
 
@@ -63,6 +71,15 @@ class Going:
     def gone(self) -> bool:
         """Return whether neither a process of the cluster is left nor its directory."""
         return not fake_ray.pids(self.directory) and not os.path.lexists(self.directory)
+
+    def assert_kept(self) -> None:
+        """Fail unless what Ray wrote is where it is kept, and its directory is gone."""
+        assert_kept(self.run.directory)
+
+
+def assert_kept(attempt: Path) -> None:
+    assert (attempt / "ray" / "0" / "gcs_server.out").read_text() == "the last words of the GCS\n"
+    assert not os.path.lexists((attempt / "ray" / "directory").read_text().strip())
 
 
 def _parent(pid: int) -> int:
@@ -94,7 +111,7 @@ def test_a_driver_is_alone_and_has_all_devices_and_its_cluster_goes_with_it(warm
     assert environ["RAY_ADDRESS"].startswith("127.0.0.1:")
     receipt = going.run.receipt(30)
     assert (receipt.state, receipt.world_size, len(receipt.gpus)) == ("SUCCEEDED", 1, 2)
-    assert (going.run.directory / "ray" / "0" / "gcs_server.out").read_text() == "the last words of the GCS\n"
+    going.assert_kept()
 
 
 def test_what_ray_is_made_of_is_said_while_somebody_waits_but_not_when_quiet(
@@ -184,6 +201,13 @@ def test_a_time_limit_leaves_nothing(warm: Path, where: str) -> None:
     assert going.gone()
 
 
+def test_what_ray_wrote_is_kept_of_a_driver_that_fails_and_has_to_be_killed(warm: Path) -> None:
+    run = ray_launch(gpus=2, gpu_type="H100", quiet=True)(fail_and_stay).submit()
+    with pytest.raises(ValueError, match="raised in the driver"):
+        run.results(30)
+    assert_kept(run.directory)
+
+
 # --- deaths -----------------------------------------------------------------------------------------------------------
 
 
@@ -196,6 +220,8 @@ def test_F45_a_cluster_that_lost_its_head_ends_the_run_and_names_node_and_proces
     assert (error.reason, error.rank, going.run.status()) == ("engine_head_lost", 0, "FAILED")
     assert socket.gethostname() in error.message and name in error.message
     assert f"{going.run.directory}/ray" in error.hint
+    assert f"Its logs: {going.run.directory}/ray/0" in error.message
+    going.assert_kept()
     assert going.gone() and not going.driver.alive()
     assert going.run.receipt(30).reason == "engine_head_lost"
 
@@ -217,6 +243,7 @@ def test_a_killed_stem_leaves_nothing(own: Path, going: Going) -> None:
         going.run.results(30)
     assert caught.value.reason == "runtime_lost"
     wait_for(going.gone, "the supervisor has removed the cluster")
+    going.assert_kept()
 
 
 def test_a_killed_node_task_leaves_nothing(own: Path, going: Going) -> None:
@@ -226,6 +253,7 @@ def test_a_killed_node_task_leaves_nothing(own: Path, going: Going) -> None:
         going.run.results(30)
     assert caught.value.reason == "rank_signal"
     wait_for(going.gone, "the supervisor has removed the cluster")
+    going.assert_kept()
 
 
 def test_what_supervisor_and_stem_leave_when_both_are_killed_the_agent_sweeps(own: Path, going: Going) -> None:

@@ -1,4 +1,4 @@
-"""What Ray's processes on a node are told: arguments, variables, ports; and what is kept of what they wrote."""
+"""What Ray's processes on a node are told: arguments, variables, ports; and what they wrote last."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.node.inside.raycluster import commands, ending, installed, ports, starting, variables
+from serverless_gpu.node.inside.raycluster import commands, installed, ports, starting, variables
 from serverless_gpu.node.inside.raycluster.ports import Ports
 from tests.ray.node_tasks import share
 from tests.unit.rank_process import run_rank
@@ -196,34 +196,3 @@ def test_why_ray_ended_is_the_line_of_a_failed_check_before_the_last_lines(tmp_p
     (logs / "raylet.out").write_text(f"[2026-11-22 07:14:46,1 I 78 78] (raylet) fine\n{check}\n*** stack ***\n @ 0x1\n")
     assert starting.last_words(str(tmp_path / "1")) == check
     assert starting.last_words(str(tmp_path / "nowhere")) == ""
-
-
-def test_logs_are_kept_from_their_ends_the_newest_first_and_within_a_bound(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ending, "_FILE_BYTES_MAX", 10)
-    monkeypatch.setattr(ending, "_BYTES_MAX", 25)
-    logs = logs_of(tmp_path / "own")
-    (tmp_path / "own" / "token").write_text("secret")
-    (tmp_path / "own" / "1" / starting.OUTPUT_FILE).write_text("start")
-    (logs / "sub").mkdir()
-    for age, name in enumerate(["new", "sub/middle", "old", "oldest"]):
-        (logs / name).write_text("0123456789" + name[:2] + "abcdefgh")
-        os.utime(logs / name, (1_000_000_000 - age, 1_000_000_000 - age))
-    os.mkfifo(logs / "pipe")
-    (logs / "link").symlink_to("/etc/passwd")
-    ending.save_logs(str(tmp_path / "own"), str(tmp_path / "kept"))
-    kept = {str(path.relative_to(tmp_path / "kept")): path for path in (tmp_path / "kept").rglob("*") if path.is_file()}
-    assert {name: path.read_text() for name, path in kept.items()} == {
-        starting.OUTPUT_FILE: "start",
-        "new": "neabcdefgh",
-        "sub/middle": "suabcdefgh",
-    }
-
-
-def test_logs_of_a_second_start_lie_beside_those_of_the_first(tmp_path: Path) -> None:
-    for number in ("1", "2"):
-        (logs_of(tmp_path / "own", number) / "raylet.out").write_text(number)
-    ending.save_logs(str(tmp_path / "own"), str(tmp_path / "kept"))
-    assert (tmp_path / "kept" / "raylet.out").read_text() == "1"
-    assert (tmp_path / "kept" / "start-2" / "raylet.out").read_text() == "2"

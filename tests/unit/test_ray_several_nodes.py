@@ -15,7 +15,7 @@ from typing import NamedTuple
 import pytest
 
 from serverless_gpu.node.inside import linux
-from tests.local.observe import Process, wait_for
+from tests.local.observe import Process
 from tests.ray import drivers, node_tasks
 from tests.ray.node_tasks import NodeTask, cluster_directory, node_task, share
 from tests.unit import fake_ray
@@ -85,8 +85,6 @@ def everything(nodes: Nodes) -> list[Process]:
 def assert_nothing_is_left(nodes: Nodes, processes: list[Process]) -> None:
     for process in processes:
         process.wait_gone()
-    for task in nodes.all:
-        assert not Path(task.share.directory).exists()
 
 
 def lost(task: NodeTask) -> str:
@@ -109,7 +107,7 @@ def test_all_nodes_join_before_the_driver_begins_and_end_with_it(start: Callable
     assert nodes.member.value() is None
     assert nodes.head.sentences()[-1] == "Ray 2.60.0: 3 nodes, 5 H100, 8 CPUs, object store 0.1 GB on each"
     assert [event["event"] for event in nodes.member.said if event["event"] != "say"] == ["exec", "returned"]
-    assert (nodes.member.attempt / "ray" / "2" / "ray-start.log").exists()
+    assert (Path(nodes.member.share.directory) / "1" / "ray-start.log").exists()
     assert_nothing_is_left(nodes, processes)
 
 
@@ -117,8 +115,8 @@ def test_nodes_are_told_where_they_join_and_what_they_are(start: Callable[..., N
     go.touch()
     nodes = start(drivers.return_after, str(go), address="127.0.0.12")
     assert [task.end() for task in nodes.all] == [0, 0]
-    [head] = (nodes.head.attempt / "ray" / "0" / "ray-start.log").read_text().splitlines()
-    [member] = (nodes.member.attempt / "ray" / "1" / "ray-start.log").read_text().splitlines()
+    [head] = (Path(nodes.head.share.directory) / "1" / "ray-start.log").read_text().splitlines()
+    [member] = (Path(nodes.member.share.directory) / "1" / "ray-start.log").read_text().splitlines()
     [port] = [word.removeprefix("--port=") for word in head.split() if word.startswith("--port=")]
     assert f"--address=127.0.0.1:{port}" in member.split()
     assert "--node-ip-address=127.0.0.12" in member.split()
@@ -203,7 +201,6 @@ def test_a_node_that_waits_for_its_head_can_be_stopped(start: Callable[..., Node
     nodes.member.hear_until("exec")
     nodes.member.process.send(signal.SIGTERM)
     assert nodes.member.end() == -signal.SIGTERM
-    wait_for(lambda: not Path(nodes.member.share.directory).exists(), "its directory is gone")
 
 
 def test_a_ray_that_has_one_directory_for_all_nodes_is_refused(

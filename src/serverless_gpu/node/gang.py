@@ -275,7 +275,8 @@ class Gang:
         for path in self._cgroups:
             remove_cgroup(path)
         if self._cluster is not None:
-            self._cluster.close()
+            note = self._cluster.close()
+            self.account.notes += [note] if note else []
         if self.stem_pidfd >= 0:
             os.close(self.stem_pidfd)
         self.channel.close()

@@ -1,7 +1,8 @@
 """The supervisor's part of a run's private Ray cluster: what a node offers to it, and a directory that goes with it.
 
     supervisor ─ Cluster ─▶ /tmp/sgpu-ray-<8 hex>, 0700, and its flock ─▶ stem (`inside/raycluster/directory.py`)
-               └─ share ─▶ "go" ─▶ the rank that makes the node's part of the cluster (`inside/raycluster/`)
+               ├─ share ─▶ "go" ─▶ the rank that makes the node's part of the cluster (`inside/raycluster/`)
+               └─ close, when no process is left: logs kept in the attempt (`raylogs.py`), directory removed
     agent ─ Sweeper ─▶ what nobody holds: a clean process removes it
 
 The flock says that the run goes on, whoever of it is left: supervisor and stem hold it, nothing of the user's does. It
@@ -23,17 +24,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from serverless_gpu.ambient import Clock
+from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.model.hardware import CPU, Device
 from serverless_gpu.model.placement import share_of_cores
 from serverless_gpu.model.raycluster import RayCluster, cluster_cpus, object_store_bytes
 from serverless_gpu.node.account import write_text
 from serverless_gpu.node.flocks import is_taken
 from serverless_gpu.node.inside.raycluster import directory
-from serverless_gpu.node.inside.raycluster.words import Share, files_of
+from serverless_gpu.node.inside.raycluster.words import Share, files_of, logs_of
 from serverless_gpu.node.processes import memory_limit_bytes
 from serverless_gpu.node.protocol import Launch
+from serverless_gpu.node.raylogs import save_logs
 
+_NODE = 0  # its number among the run's nodes: a run is on one
 _NAMES_TRIED = 20
 _LOOK_NS = 60_000_000_000
 _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -47,6 +50,7 @@ class Cluster:
     Args:
         launch: the run.
         devices: its devices on this node.
+        clock: bounds how long its logs are copied.
 
     Attributes:
         path: its directory.
@@ -56,7 +60,8 @@ class Cluster:
         OSError: the directory cannot be made.
     """
 
-    def __init__(self, launch: Launch, devices: Sequence[Device]) -> None:
+    def __init__(self, launch: Launch, devices: Sequence[Device], clock: Clock | None = None) -> None:
+        self._clock = clock or SystemClock()
         self._launch = launch
         self._devices = tuple(devices)
         files = Path(files_of(launch.directory))
@@ -83,7 +88,7 @@ class Cluster:
                 min(memory, available), _shared_memory_bytes(), asked.object_store_bytes
             ),
             dashboard=asked.dashboard,
-            node_rank=0,
+            node_rank=_NODE,
             num_nodes=1,
             host=socket.gethostname(),
             address="127.0.0.1",
@@ -91,10 +96,16 @@ class Cluster:
             secret=secrets.token_hex(32),
         )._asdict()
 
-    def close(self) -> None:
-        """Remove the directory, now that no process of the attempt is left, and let go of it."""
+    def close(self) -> str:
+        """Keep Ray's logs, now that no process of the attempt is left, remove the directory, and let go of it.
+
+        Returns:
+            What the receipt says about it, or "".
+        """
+        note = save_logs(self.path, logs_of(self._launch.directory, _NODE), self._clock)
         directory.remove(self.path)
         os.close(self.fd)
+        return note
 
 
 class Process(Protocol):

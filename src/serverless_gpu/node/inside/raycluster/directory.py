@@ -1,8 +1,8 @@
 """The private directory below which the Ray of one run has its files: what it is called, and removing it.
 
-    supervisor ── makes it, holds its flock ──▶ stem, which holds it, too ──▶ rank, which removes it with its cluster
+    supervisor ── makes it, holds its flock ──▶ stem, which holds it, too ──▶ rank, which has its cluster there
         │                                        └─ removes it when the supervisor has died
-        ├─ removes it when no process of the attempt is left
+        ├─ keeps logs and removes it when no process of the attempt is left
         └─ the agent removes what nobody holds any more (`node/raycluster.py`)
 
 Its path is short, since Ray makes sockets of 62 more bytes below it. Ray gives its own directory to everybody, so that

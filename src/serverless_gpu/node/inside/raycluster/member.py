@@ -166,5 +166,5 @@ def _stay(part: _Part, node: Node, engine: Engine) -> None:
 
 
 def _stop(_number: int, _frame: types.FrameType | None) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is ending; its Ray is ended and its logs are kept first
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is ending; its Ray is ended first
     raise _Stopped

@@ -6,7 +6,7 @@
                                                ├─ ray start  --block --head … (`starting.py`)
                                                └─ monitor   Ray's metrics into a file (`monitor.py`)
     ready ─▶ driver: function(*args) ─▶ events, passed on ─▶ supervisor
-    driver ends ─▶ family ends ─▶ logs kept, directory removed (`ending.py`) ─▶ ends as the driver did
+    driver ends ─▶ family ends ─▶ ends as the driver did; the supervisor keeps Ray's logs and removes the directory
 
 On the other nodes of a cluster there is no driver (`member.py`). It speaks to the supervisor as any rank does. SIGTERM
 goes to the driver, and so do the signals by which a rank is asked where it is; the memfd for the answer is the same
@@ -19,7 +19,7 @@ Failure cases:
 - the driver fails, or ends without a word: told as for any rank, after a look whether Ray is gone;
 - Ray ends after the driver has returned: nothing, the result is there;
 - there is no room for the token, or no process can be had: the failure says so, as where Ray does not come up;
-- this process dies: init, driver and Ray follow (PR_SET_PDEATHSIG); the directory is left to the supervisor.
+- this process dies: init, driver and Ray follow (PR_SET_PDEATHSIG).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from .. import command, linux, protocol
-from . import commands, directory, ending, installed, member, monitor, ports, starting, variables
+from . import commands, installed, member, monitor, ports, starting, variables
 from .cluster import Cluster
 from .driver import Driver
 from .namespace import Family
@@ -91,8 +91,6 @@ def run(share: Share, work: Work) -> int:
     finally:
         task.cluster.done()
         task.family.end()
-        ending.save_logs(share.directory, task.kept)
-        directory.remove(share.directory)
     return code if code >= 0 else command.end_of(-code)
 
 

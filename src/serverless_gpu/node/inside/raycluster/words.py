@@ -16,7 +16,7 @@ class Share(NamedTuple):
 
     Attributes:
         directory: short, private, ours alone: Ray's temporary files, sockets and token live below it. The supervisor
-            makes it, whoever ends last removes it.
+            makes it and removes it.
         devices: devices of the run on this node, offered as Ray's GPUs.
         accelerator: their type, as in ``accelerator_type:H100``; "" for CPU slots.
         cpus: CPUs offered.

@@ -1,48 +1,62 @@
 """What is kept of a node's Ray when it is over.
 
-Ray writes a file per process below its sessions' directories. They are kept in the attempt's directory: the last
-`_FILE_BYTES_MAX` of each, the newest first until `_BYTES_MAX` are reached.
+    supervisor, when no process of the attempt is left:  /tmp/sgpu-ray-*/<start>/session_*/logs ─▶ <attempt>/ray/<node>
 
-Failure cases: the disk is full, a file goes away while it is read: what can be kept is kept, and nothing is said, for
-the run's outcome does not hang on it.
+Ray writes a file per process below its sessions' directories. They are kept in the attempt's directory: the last
+`_FILE_BYTES_MAX` of each, the newest first until `_BYTES_MAX` are reached. By then whoever could explain an end is
+dead, however it died, so it is not left to a process of the run.
+
+Failure cases: the disk is full, a file is a pipe or a link (what can be kept is kept, for the run's outcome does not
+hang on it); the disk is slow: the devices wait for this, so it ends after `_LIMIT_NS`, and the receipt says so.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import stat
 from collections.abc import Iterator
+
+from serverless_gpu.ambient import Clock
 
 _FILE_BYTES_MAX = 16 << 20
 _BYTES_MAX = 256 << 20
 _FILES_MAX = 5_000
 _PIECE_BYTES = 1 << 20
+_LIMIT_NS = 5_000_000_000
 
 
-def save_logs(directory: str, kept: str) -> None:
-    """Copy what Ray's processes wrote.
+def save_logs(directory: str, kept: str, clock: Clock) -> str:
+    """Copy what Ray's processes wrote; return a sentence where there was no time for all of it, or "".
 
     Args:
         directory: the cluster's own directory on this node.
         kept: where they are kept; made.
+        clock: says when it has taken too long.
     """
-    left = _BYTES_MAX
+    left, until_ns = _BYTES_MAX, clock.boottime_ns() + _LIMIT_NS
     with contextlib.suppress(OSError):
         os.makedirs(kept, 0o700, exist_ok=True)
-        for path, name in _newest_first(directory):
+        files = _newest_first(directory, clock, until_ns)
+        for number, (path, name) in enumerate(files):
             if left <= 0:
-                return
+                break
+            if clock.boottime_ns() > until_ns:
+                return f"{len(files) - number} of {len(files)} logs of Ray were not kept: copying them took too long"
             with contextlib.suppress(OSError):
                 left -= _copy(path, os.path.join(kept, name), min(left, _FILE_BYTES_MAX))
+    return ""
 
 
-def _newest_first(directory: str) -> list[tuple[str, str]]:
+def _newest_first(directory: str, clock: Clock, until_ns: int) -> list[tuple[str, str]]:
     found: list[tuple[float, str, str]] = []
     for path, name in _logs(directory):
         with contextlib.suppress(OSError):
             status = os.lstat(path)
-            if status.st_size:
+            if stat.S_ISREG(status.st_mode) and status.st_size:
                 found.append((-status.st_mtime, path, name))
+        if clock.boottime_ns() > until_ns:
+            break
     return [(path, name) for _, path, name in sorted(found)[:_FILES_MAX]]
 
 
@@ -57,8 +71,9 @@ def _logs(directory: str) -> Iterator[tuple[str, str]]:
             if os.path.isfile(path) and session.endswith(".log"):
                 yield path, f"{prefix}{session}"
             elif not os.path.islink(path):
-                for place, _, files in os.walk(os.path.join(path, "logs")):
-                    within = os.path.relpath(place, os.path.join(path, "logs"))
+                logs = os.path.join(path, "logs")
+                for place, _, files in () if os.path.islink(logs) else os.walk(logs):
+                    within = os.path.relpath(place, logs)
                     yield from ((os.path.join(place, name), os.path.join(prefix, within, name)) for name in files)
 
 
