@@ -195,10 +195,12 @@ def test_a_cancelled_run_leaves_nothing(warm: Path, where: str) -> None:
 
 
 def test_a_time_limit_leaves_nothing(warm: Path, where: str) -> None:
-    going = Going(where, timeout=2, grace=1)
-    with pytest.raises(RunTimedOut):
-        going.run.results(30)
-    assert going.gone()
+    run = ray_launch(gpus=2, gpu_type="H100", quiet=True, timeout=1, grace=1)(stay).submit(where)
+    wait_for((run.directory / "ray" / "directory").exists, "its cluster has a directory")
+    directory = (run.directory / "ray" / "directory").read_text().strip()
+    with pytest.raises(RunTimedOut):  # the clock starts with the driver, that one when its cluster is there
+        run.results(30)
+    assert not fake_ray.pids(directory) and not os.path.lexists(directory)
 
 
 def test_what_ray_wrote_is_kept_of_a_driver_that_fails_and_has_to_be_killed(warm: Path) -> None:

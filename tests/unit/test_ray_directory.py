@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from serverless_gpu.model.hardware import CPU, Device, DeviceKind
-from serverless_gpu.model.raycluster import OBJECT_STORE_BYTES_MIN, RayCluster
+from serverless_gpu.model.raycluster import OBJECT_STORE_BYTES_MIN, RayCluster, store_note
 from serverless_gpu.model.spec import Resources, RunSpec
 from serverless_gpu.node import raycluster
 from serverless_gpu.node.inside.raycluster import directory
@@ -115,6 +117,57 @@ def test_what_is_not_called_as_one_is_left_alone(parent: Path, name: str) -> Non
     assert sorted(os.listdir(parent)) == ["sgpu-ray-0123abcd", "x"]
 
 
+@pytest.fixture
+def home() -> Iterator[Path]:
+    """Yield a directory on another disk than that of the clusters."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as path:
+        yield Path(path)
+
+
+@pytest.mark.parametrize(("free", "there"), [({"shm": 2, "tmp": 1}, True), ({"shm": 1, "tmp": 1}, False)])
+def test_objects_are_spilled_to_the_home_where_that_has_more_room_and_go_with_the_run(
+    parent: Path, home: Path, monkeypatch: pytest.MonkeyPatch, free: dict[str, int], there: bool
+) -> None:
+    monkeypatch.setattr(raycluster, "_free_bytes", lambda path: free["shm" if "/dev/shm" in str(path) else "tmp"])
+    made = Cluster(launched(home, RunSpec(ray=RayCluster()), devices(1), 1), devices(1))
+    spill = Path(made.path, "spill")
+    (spill / "ray_spilled_objects_0").mkdir()
+    (spill / "ray_spilled_objects_0" / "object").write_text("x")
+    assert spill.is_symlink() is there
+    assert len([*(home / "ray").rglob("object")]) == there
+    os.close(made.fd)
+    sweep()
+    assert os.listdir(parent) == []
+    assert [path.name for path in (home / "ray").iterdir()] == ["directory"]
+
+
+@pytest.mark.parametrize("name", ["sgpu-ray-0123abcd", "mine"])
+def test_what_spill_leads_to_goes_only_by_the_name_of_its_cluster(parent: Path, home: Path, name: str) -> None:
+    cluster, led = parent / "sgpu-ray-0123abcd", home / name
+    for path in (cluster, led):
+        path.mkdir()
+    (cluster / "spill").symlink_to(led)
+    assert directory.remove(str(cluster))
+    assert led.exists() is (name == "mine")
+
+
+def test_what_leads_to_spilled_objects_stays_as_long_as_they_do(
+    parent: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster, led = parent / "sgpu-ray-0123abcd", home / "sgpu-ray-0123abcd"
+    for path in (cluster, led):
+        path.mkdir()
+    (cluster / "spill").symlink_to(led)
+    rmtree = shutil.rmtree
+    monkeypatch.setattr(directory, "_PAUSE_MS", 0)
+    monkeypatch.setattr(shutil, "rmtree", lambda path, **how: None if str(path) == str(led) else rmtree(path, **how))
+    assert not directory.remove(str(cluster))
+    assert (cluster / "spill").exists()
+    monkeypatch.undo()
+    monkeypatch.setattr(directory, "PARENT", str(parent))
+    assert directory.remove(str(cluster)) and not led.exists()
+
+
 def test_a_link_of_its_name_is_left_alone(parent: Path, tmp_path: Path) -> None:
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "file").touch()
@@ -193,7 +246,7 @@ def test_a_directory_that_was_swept_before_it_was_held_is_made_anew(
 
     def swept(path: str | Path, mode: int = 0o777) -> None:
         mkdir(path, mode)
-        if str(path).startswith(str(parent)):
+        if os.path.dirname(path) == str(parent):
             made.append(str(path))
             if len(made) == 1:
                 sweep()
@@ -272,6 +325,39 @@ def test_what_goes_with_the_devices(
     assert (share.devices, share.accelerator, share.cpus, share.object_store_bytes) == expected
     assert (share.directory, share.node_rank, share.num_nodes, share.address) == (cluster.path, 0, 1, "127.0.0.1")
     assert len(share.secret) == 64 and share.host == os.uname().nodename
+
+
+@pytest.mark.parametrize(
+    ("size", "shared", "asked", "said"),
+    [
+        (36 * GB, 40 * GB, None, ""),
+        (20 * GB, 40 * GB, 20 * GB, ""),
+        (OBJECT_STORE_BYTES_MIN, 40 * GB, 1, ""),
+        (OBJECT_STORE_BYTES_MIN, 40 * GB, None, ""),  # of a machine of little memory
+        (
+            36 * GB,
+            40 * GB,
+            39 * GB,
+            "/dev/shm has 40.0 GB for this run, so Ray's object store is 36.0 GB, not 39.0 GB; in",
+        ),
+        (
+            OBJECT_STORE_BYTES_MIN,
+            60_000_000,
+            20 * GB,
+            "is 80.0 MB, not 20.0 GB, and lies in /tmp; in a container --shm-",
+        ),
+        (
+            OBJECT_STORE_BYTES_MIN,
+            60_000_000,
+            None,
+            "has 60.0 MB for this run, so Ray's object store is 80.0 MB, and lies",
+        ),
+        (200 * GB, 900 * GB, 300 * GB, "the object store is 200.0 GB, the most there can be, and not 300.0 GB"),
+    ],
+)
+def test_an_object_store_that_was_cut_says_so(size: int, shared: int, asked: int | None, said: str) -> None:
+    note = store_note(size, shared, asked)
+    assert said in note and bool(said) == bool(note)
 
 
 def test_the_page_is_started_where_it_was_asked_for(tmp_path: Path) -> None:

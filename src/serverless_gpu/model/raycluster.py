@@ -50,6 +50,25 @@ def object_store_bytes(memory_bytes: int, shared_bytes: int, asked: int | None =
     return max(OBJECT_STORE_BYTES_MIN, bounded)
 
 
+def store_note(size: int, shared_bytes: int, asked: int | None) -> str:
+    """Return why a node's object store has not the size that was asked for, or is the least there can be; else "".
+
+    Args:
+        size: as `object_store_bytes` says.
+        shared_bytes: what it was given for /dev/shm.
+        asked: what the user wrote, or None.
+    """
+    if size == OBJECT_STORE_BYTES_MAX and asked is not None and asked > size:
+        return f"the object store is {format_bytes(size)}, the most there can be, and not {format_bytes(asked)}"
+    small = size == OBJECT_STORE_BYTES_MIN and size > round(shared_bytes * _OF_SHARED)
+    if not small and (asked is None or asked <= size):
+        return ""
+    instead = "" if asked is None or asked <= size else f", not {format_bytes(asked)}"
+    where = ", and lies in /tmp" if size > shared_bytes else ""
+    store = f"so Ray's object store is {format_bytes(size)}{instead}{where}"
+    return f"/dev/shm has {format_bytes(shared_bytes)} for this run, {store}; in a container --shm-size gives it more"
+
+
 def cluster_cpus(cores: int, devices: int) -> int:
     """Return how many CPUs a node offers to Ray's scheduler.
 

@@ -206,6 +206,8 @@ class Gang:
                 "ray": None if self._cluster is None else self._cluster.share(),
             }
         )
+        if self._cluster is not None and self._cluster.note:
+            self._pass_on(self._cluster.note, note=True)
 
     def release(self) -> None:
         """Let the ranks, which have all returned, exit."""

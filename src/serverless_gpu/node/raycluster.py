@@ -27,7 +27,7 @@ from typing import Protocol
 from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.model.hardware import CPU, Device
 from serverless_gpu.model.placement import share_of_cores
-from serverless_gpu.model.raycluster import RayCluster, cluster_cpus, object_store_bytes
+from serverless_gpu.model.raycluster import RayCluster, cluster_cpus, object_store_bytes, store_note
 from serverless_gpu.node.account import write_text
 from serverless_gpu.node.flocks import is_taken
 from serverless_gpu.node.inside.raycluster import directory
@@ -55,6 +55,7 @@ class Cluster:
     Attributes:
         path: its directory.
         fd: holds the directory's flock.
+        note: what the caller is told of its share, once that was asked for; or "".
 
     Raises:
         OSError: the directory cannot be made.
@@ -66,7 +67,9 @@ class Cluster:
         self._devices = tuple(devices)
         files = Path(files_of(launch.directory))
         files.mkdir(mode=0o700, exist_ok=True)
+        self.note = ""
         self.path, self.fd = _make()
+        _make_spill(self.path, files)
         with contextlib.suppress(OSError):  # for people
             write_text(files / "directory", f"{self.path}\n")
 
@@ -79,14 +82,15 @@ class Cluster:
         memory = spec.resources.memory_bytes or total * count // of_type
         cores = spec.resources.cpus or share_of_cores(len(os.sched_getaffinity(0)), count, of_type)
         kind = self._devices[0].type if self._devices else CPU
+        shared = _shared_memory_bytes()
+        store = object_store_bytes(min(memory, available), shared, asked.object_store_bytes)
+        self.note = store_note(store, shared, asked.object_store_bytes)
         return Share(
             directory=self.path,
             devices=0 if kind == CPU else count,
             accelerator="" if kind == CPU else kind,
             cpus=cluster_cpus(cores, count),
-            object_store_bytes=object_store_bytes(
-                min(memory, available), _shared_memory_bytes(), asked.object_store_bytes
-            ),
+            object_store_bytes=store,
             dashboard=asked.dashboard,
             node_rank=_NODE,
             num_nodes=1,
@@ -208,6 +212,24 @@ def _make() -> tuple[str, int]:
     raise OSError(f"no directory could be made for the run's Ray cluster: {_NAMES_TRIED} names were taken")
 
 
+def _make_spill(path: str, files: Path) -> None:
+    """Make the place where Ray spills objects: in the directory, or on the home's disk where that has more room.
+
+    Args:
+        path: the directory.
+        files: what is kept of the cluster, in the home.
+    """
+    spill = os.path.join(path, directory.SPILL)
+    elsewhere = files / os.path.basename(path)
+    with contextlib.suppress(OSError):
+        if os.stat(files).st_dev != os.stat(path).st_dev and _free_bytes(files) > _free_bytes(path):
+            elsewhere.mkdir(mode=0o700)
+            os.symlink(elsewhere, spill)
+            return
+    with contextlib.suppress(OSError):  # Ray tries, too
+        os.mkdir(spill, 0o700)
+
+
 def _taken(path: str) -> int | None:
     """Return a descriptor that holds a directory's lock, or None where the sweeper was faster."""
     fd = _open(path)
@@ -243,6 +265,10 @@ def _directories() -> list[str]:
 
 def _shared_memory_bytes() -> int:
     with contextlib.suppress(OSError):
-        system = os.statvfs(_SHARED_MEMORY)
-        return system.f_bavail * system.f_frsize
+        return _free_bytes(_SHARED_MEMORY)
     return 0
+
+
+def _free_bytes(path: str | Path) -> int:
+    system = os.statvfs(path)
+    return system.f_bavail * system.f_frsize

@@ -7,8 +7,10 @@ the program there as the parent of Ray's processes: whoever waits for it sees th
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 
+from .directory import SPILL
 from .ports import Ports
 from .variables import LOOPBACK
 from .words import Share
@@ -89,6 +91,7 @@ def _common(share: Share, ports: Ports, temporary: str) -> list[str]:
         f"--num-gpus={share.devices if share.accelerator else 0}",
         f"--object-store-memory={share.object_store_bytes}",
         f"--temp-dir={temporary}",
+        f"--object-spilling-directory={os.path.join(share.directory, SPILL)}",
         "--disable-usage-stats",
         "--log-style=record",
         "--log-color=false",

@@ -5,6 +5,9 @@
         ├─ keeps logs and removes it when no process of the attempt is left
         └─ the agent removes what nobody holds any more (`node/raycluster.py`)
 
+Ray spills objects below `<directory>/spill`. That is a directory, or leads to one of the same name as this one on a
+disk with more room, which goes first: as long as it is there, what leads to it is.
+
 Its path is short, since Ray makes sockets of 62 more bytes below it. Ray gives its own directory to everybody, so that
 one lies within this one, which only its owner can enter.
 
@@ -24,6 +27,7 @@ import stat
 
 PARENT = "/tmp"
 PREFIX = "sgpu-ray-"
+SPILL = "spill"
 _NAME = re.compile(rf"{PREFIX}[0-9a-f]{{8}}")
 _TRIES = 20
 _PAUSE_MS = 25
@@ -45,8 +49,23 @@ def remove(path: str) -> bool:
         if attempt:
             pause.poll(_PAUSE_MS)
             _open_all(path)
-        shutil.rmtree(path, ignore_errors=True)
+        if _remove_spilled(path):
+            shutil.rmtree(path, ignore_errors=True)
     return not os.path.lexists(path)
+
+
+def _remove_spilled(path: str) -> bool:
+    """Remove what lies elsewhere; return whether nothing of it is left. Anything of another name is not ours."""
+    try:
+        elsewhere = os.readlink(os.path.join(path, SPILL))
+    except OSError:  # a directory, or nothing
+        return True
+    if os.path.basename(elsewhere) != os.path.basename(path) or not _is_ours(elsewhere):
+        return True
+    shutil.rmtree(elsewhere, ignore_errors=True)
+    if os.path.lexists(elsewhere):
+        _open_all(elsewhere)
+    return not os.path.lexists(elsewhere)
 
 
 def _is_ours(path: str) -> bool:
