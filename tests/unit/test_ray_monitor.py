@@ -263,3 +263,20 @@ def test_a_module_that_does_not_know_where_it_is_from_is_there(monkeypatch: pyte
     for name in ("aiohttp", "aiohttp_cors", "grpc", "prometheus_client"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     assert monitor.missing() == ""
+
+
+def test_a_process_that_only_stays_holds_nothing_open(tmp_path: Path) -> None:
+    code = f"""
+import os
+from serverless_gpu.node.inside import linux
+kept = os.open("/", os.O_RDONLY)
+linux.leave_descriptors()
+open({str(tmp_path / "there")!r}, "w").write(" ".join(sorted(os.readlink(f"/proc/self/fd/{{fd}}") for fd in range(3))))
+try:
+    os.fstat(kept)
+except OSError:
+    os.mkdir({str(tmp_path / "closed")!r})
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (tmp_path / "there").read_text().split() == [os.devnull] * 3
+    assert (tmp_path / "closed").exists(), done.stderr

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import resource
 import signal
 import socket
 import time
@@ -59,8 +58,7 @@ def run(address: str, port: int, path: str, *, every_s: float = EVERY_S) -> NoRe
     linux.set_name("sgpu-raymetrics")
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    os.closerange(3, limit if 0 < limit < 1 << 20 else 1 << 20)
+    linux.leave_descriptors()
     looks, whole = 0, False
     while True:
         began = time.monotonic()

@@ -114,7 +114,7 @@ def _with_own_proc(run: Callable[[], int]) -> Callable[[], int]:
 def _be_init() -> NoReturn:
     """Reap what lost its parent, until this process is ended."""
     linux.set_name("sgpu-ray-init")
-    os.closerange(0, os.sysconf("SC_OPEN_MAX"))  # output and channels of the run would be held open
+    linux.leave_descriptors()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # it stays pending when it comes between the two calls
     while True:
         with contextlib.suppress(ChildProcessError):
