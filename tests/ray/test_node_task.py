@@ -98,6 +98,18 @@ def test_a_driver_that_is_killed_is_told_as_that_and_is_asked_where_it_is(tmp_pa
     assert not any(event["event"] in ("failed", "returned") for event in task.said)
 
 
+def test_a_driver_that_asks_whether_to_stop_goes_on_with_ray_until_it_has_saved(
+    tmp_path: Path, directory: Path
+) -> None:
+    own = share(directory)
+    stop = {"SGPU_STOP_FILE": str(tmp_path / "stop")}
+    with node_task(tmp_path / "a", own, drivers.save_when_asked_to_stop, "asks", **stop) as task:
+        waiting(task)
+        task.process.send(signal.SIGTERM)
+        assert task.end() == 0, (task.said, task.output())
+    assert task.value() == "saved"
+
+
 def test_a_head_that_dies_after_the_function_returned_is_no_failure(tmp_path: Path, directory: Path) -> None:
     with node_task(tmp_path / "a", share(directory), drivers.return_after, str(tmp_path / "go")) as task:
         waiting(task)

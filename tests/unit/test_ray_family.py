@@ -68,6 +68,28 @@ family.end()
     assert said == "[2, [1, 2]]\n7\nTrue\n"
 
 
+def test_orphans_are_reaped_and_who_was_forked_here_is_left_to_whoever_forked_it() -> None:
+    said = run_rank(
+        PREAMBLE
+        + """
+def leave_behind(writing):
+    if os.fork() == 0:
+        os.write(writing, b"x")
+        os._exit(0)
+    return 7
+pid, reading = start(leave_behind)
+os.read(reading, 2)
+os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+print(family.reap() is not None, end=" ")
+while len(linux.children(os.getpid())) > 1:  # the orphan may still be ending
+    family.reap()
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+""",
+        "refused",
+    )
+    assert said == "True 7\n"
+
+
 @pytest.mark.parametrize("how", ["namespace", "refused"])
 def test_a_family_dies_with_the_process_that_made_it(how: str) -> None:
     said = run_rank(
