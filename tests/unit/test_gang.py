@@ -92,5 +92,30 @@ def test_F45_a_lost_cluster_is_a_failure_of_its_node_in_the_tasks_own_words(line
     assert (failure.reason, failure.rank, failure.detail) == (Reason.ENGINE_HEAD_LOST, 0, "Ray on node n1 is gone")
 
 
+def test_F45_a_cluster_that_never_came_up_is_a_failed_start_while_user_code_has_not_begun(line: Line) -> None:
+    record = {"kind": "start_failed", "type": "RunError", "message": "Ray could not be started on node n1: no room"}
+    [event] = line.hear(event="failed", failure=record)
+    assert isinstance(event, RankFailed)
+    assert (event.failure.reason, event.failure.detail) == (Reason.START_FAILED, record["message"])
+    line.hear(event="exec", stack=-1)
+    [event] = line.hear(event="failed", failure=record)
+    assert isinstance(event, RankFailed)
+    assert event.failure.reason is Reason.ENGINE_HEAD_LOST, "it may not say so then"
+
+
+@pytest.mark.parametrize("kind", ["engine_head_lost", "start_failed"])
+def test_F45_a_cluster_that_memory_ended_is_told_as_that(
+    line: Line, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(line.gang, "out_of_memory", lambda: True)
+    [event] = line.hear(event="failed", failure={"kind": kind, "message": "Ray on node n1 is gone"})
+    assert isinstance(event, RankFailed)
+    assert event.failure.reason is Reason.HOST_OOM
+    assert event.failure.detail.startswith("ended by the kernel because host memory ran out")
+    [event] = line.hear(event="failed", failure={"kind": "exception", "type": "E", "message": "m"})
+    assert isinstance(event, RankFailed)
+    assert event.failure.reason is Reason.RANK_RAISED
+
+
 def test_there_is_one_process_whatever_the_number_of_devices(line: Line) -> None:
     assert line.gang.processes == 1

@@ -386,6 +386,25 @@ def test_F45_a_lost_cluster_says_what_died_where_ray_wrote_and_what_came_of_it(d
     assert ending_text(ending, directory, RUN, None).splitlines()[0] == told
 
 
+def test_F45_a_cluster_that_memory_ended_says_so_and_what_died(directory: Path) -> None:
+    lost = "Ray on node gpu7 is gone: its raylet ended while the run needed it"
+    write_record(directory, 0, kind="engine_head_lost", message=lost, notes=["the function then raised RayError: x"])
+    detail = "ended by the kernel because host memory ran out (limit 4.0 GB, peak 4.0 GB)"
+    error = make_exception(stopped(Reason.HOST_OOM, detail, rank=0), directory, RUN, None)
+    assert isinstance(error, OutOfMemory)
+    assert error.message == f"a process of the run's Ray cluster was {detail}"
+    assert error.__notes__ == [lost, "the function then raised RayError: x"]
+
+
+def test_F45_a_cluster_that_never_came_up_is_told_in_the_nodes_words(directory: Path) -> None:
+    told = "Ray could not be started on node gpu7: no room"
+    write_record(directory, 0, kind="start_failed", message=told, notes=[])
+    error = make_exception(stopped(Reason.START_FAILED, told, rank=0), directory, RUN, None)
+    assert isinstance(error, RunError)
+    assert (error.message, error.reason) == (told, "start_failed")
+    assert not hasattr(error, "__notes__")
+
+
 # --- results ---------------------------------------------------------------------------------------------------------
 
 

@@ -6,8 +6,6 @@ import os
 import secrets
 import shutil
 import stat
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +19,7 @@ from serverless_gpu.node import raycluster
 from serverless_gpu.node.inside.raycluster import directory
 from serverless_gpu.node.inside.raycluster.words import read_share
 from serverless_gpu.node.protocol import Context, Launch
-from serverless_gpu.node.raycluster import Cluster, Sweeper, is_left, sweep
+from serverless_gpu.node.raycluster import Cluster, NoDirectory, Sweeper, is_left, sweep
 from serverless_gpu.testing import FakeClock
 
 GB = 10**9
@@ -182,19 +180,19 @@ def test_what_is_gone_is_gone(parent: Path) -> None:
     assert directory.remove(str(parent / "sgpu-ray-0123abcd"))
 
 
-def test_somebody_who_still_writes_there_is_waited_for(parent: Path) -> None:
-    path = parent / "sgpu-ray-0123abcd"
+def test_somebody_who_still_writes_there_is_waited_for(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, tried, really = parent / "sgpu-ray-0123abcd", list[str](), shutil.rmtree
     path.mkdir()
-    program = (
-        "import os, sys, time\nend = time.monotonic() + 0.1\nprint(flush=True)\n"
-        "while time.monotonic() < end:\n"
-        "    try: os.makedirs(sys.argv[1] + '/a/b', exist_ok=True); open(sys.argv[1] + '/a/b/c', 'w').close()\n"
-        "    except OSError: pass\n"
-        "    if not os.path.exists(sys.argv[1]): os.mkdir(sys.argv[1])\n"
-    )
-    with subprocess.Popen([sys.executable, "-c", program, str(path)], stdout=subprocess.PIPE) as writer:
-        assert writer.stdout is not None and writer.stdout.readline()
-        assert directory.remove(str(path)) or (writer.wait() == 0 and directory.remove(str(path)))
+
+    def written_to_again(where: str, *, ignore_errors: bool) -> None:
+        really(where, ignore_errors=ignore_errors)
+        tried.append(where)
+        if len(tried) < 3:
+            filled(where)
+
+    monkeypatch.setattr(shutil, "rmtree", written_to_again)
+    assert directory.remove(str(path))
+    assert tried == [str(path)] * 3
 
 
 def test_a_name_that_is_taken_is_not_used(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,6 +210,12 @@ def test_where_no_name_is_free_the_run_cannot_start(
     (parent / "sgpu-ray-89abcdef").mkdir()
     monkeypatch.setattr(secrets, "token_hex", lambda _: "89abcdef")
     with pytest.raises(OSError, match=r"no directory could be made for the run's Ray cluster: 20 names were taken"):
+        Cluster(launched(tmp_path, RunSpec(ray=RayCluster()), devices(1), 1), devices(1))
+
+
+def test_no_room_for_it_is_said_as_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parent: Path) -> None:
+    monkeypatch.setattr(directory, "PARENT", "/proc")
+    with pytest.raises(NoDirectory, match=r"no directory can be made in /proc for the run's Ray cluster: No such file"):
         Cluster(launched(tmp_path, RunSpec(ray=RayCluster()), devices(1), 1), devices(1))
 
 
@@ -292,15 +296,37 @@ def test_the_agent_looks_now_and_then_and_when_an_attempt_has_ended_and_starts_n
     assert len(passes) == 2
 
 
+def test_the_agent_gives_up_what_cannot_be_removed_and_looks_at_no_others(parent: Path) -> None:
+    clock, started = FakeClock(), list[str]()
+
+    def start() -> Pass:
+        started.append("sweep")
+        done = Pass()
+        done.ended = True  # and has removed nothing
+        return done
+
+    sweeper = Sweeper(clock, start)
+    (parent / "sgpu-ray-of-a-user").mkdir()
+    sweeper.tend(ended=True)
+    assert not started
+    (parent / "sgpu-ray-0123abcd").mkdir()
+    for _ in range(10):
+        sweeper.tend(ended=True)
+    assert len(started) == 3
+    (parent / "sgpu-ray-89abcdef").mkdir()
+    sweeper.tend(ended=True)
+    assert len(started) == 4, "another one"
+
+
 # --- what a node offers -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Be a machine of 16 cores, 64 GB, 60 of them available, and 40 GB of /dev/shm."""
+    """Be a machine of 16 cores, 64 GB, 60 of them available, and 50 GB of /dev/shm, 40 of them free."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     monkeypatch.setattr(raycluster, "memory_bytes", lambda: (64 * GB, 60 * GB))
-    monkeypatch.setattr(raycluster, "_shared_memory_bytes", lambda: 40 * GB)
+    monkeypatch.setattr(raycluster, "_shared_memory_bytes", lambda: (50 * GB, 40 * GB))
 
 
 @pytest.mark.usefixtures("machine")
@@ -311,7 +337,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
         (RunSpec(), devices(8), 8, (8, "H100", 16, round(0.3 * 60 * GB))),  # what is available is less
         (RunSpec(resources=Resources(cpus=3)), devices(4), 8, (4, "H100", 5, round(0.3 * 32 * GB))),
         (RunSpec(resources=Resources(memory_bytes=10 * GB)), devices(1), 8, (1, "H100", 2, 3 * GB)),
-        (RunSpec(ray=RayCluster(object_store_bytes=39 * GB)), devices(1), 8, (1, "H100", 2, 36 * GB)),
+        (RunSpec(ray=RayCluster(object_store_bytes=39 * GB)), devices(8), 8, (8, "H100", 16, 36 * GB)),  # what is free
+        (RunSpec(ray=RayCluster(object_store_bytes=39 * GB)), devices(2), 10, (2, "H100", 3, 9 * GB)),  # its part
         (RunSpec(ray=RayCluster(object_store_bytes=1)), devices(1), 8, (1, "H100", 2, OBJECT_STORE_BYTES_MIN)),
         (RunSpec(), devices(2, CPU), 2, (0, "", 16, round(0.3 * 60 * GB))),
     ],

@@ -60,8 +60,10 @@ def named(task: NodeTask, name: str) -> int:
 def test_no_room_for_the_token_is_a_failure_that_says_so(tmp_path: Path, directory: Path) -> None:
     (directory / "token").touch()
     with node_task(tmp_path / "a", share(directory), drivers.never, python=Path(sys.executable)) as task:
-        message = str(task.failure()["message"])
+        failure = task.failure()
         assert task.end() == 1
+    message = str(failure["message"])
+    assert failure["kind"] == "start_failed", "the driver has not begun"
     assert message.startswith("Ray could not be started on node node-of-the-test: [Errno 17] File exists")
     assert str(directory / "token") in message
 

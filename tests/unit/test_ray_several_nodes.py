@@ -87,10 +87,10 @@ def assert_nothing_is_left(nodes: Nodes, processes: list[Process]) -> None:
         process.wait_gone()
 
 
-def lost(task: NodeTask) -> str:
+def lost(task: NodeTask, kind: str = "engine_head_lost") -> str:
     """Return the sentence with which a task failed because of what was lost."""
     failure = task.failure()
-    assert failure["kind"] == "engine_head_lost"
+    assert failure["kind"] == kind
     assert task.end() == 1
     return str(failure["message"])
 
@@ -169,7 +169,7 @@ def test_F45_head_dies_and_the_other_nodes_end_in_order(start: Callable[..., Nod
 def test_a_node_that_cannot_start_its_ray_is_named_by_both(start: Callable[..., Nodes]) -> None:
     nodes = start(drivers.never, object_store_bytes=1)
     for task in nodes.all:
-        message = lost(task)
+        message = lost(task, "start_failed" if task is nodes.head else "engine_head_lost")
         assert "Ray could not be started on node pollux" in message
         assert "the object store is too small" in message
     assert "exec" not in [event["event"] for event in nodes.head.said]

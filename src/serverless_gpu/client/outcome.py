@@ -66,6 +66,7 @@ _CLASSES: dict[Reason, type[RunError]] = {
     Reason.ENGINE_HEAD_LOST: EngineHeadLost,
 }
 _KEEPS = "work of a device, output or `attach` keeps a run; a larger idle_timeout= lets it stand longer"
+_OF_A_CLUSTER = (Reason.ENGINE_HEAD_LOST.value, Reason.START_FAILED.value)  # what a failure's record calls itself
 _CONSEQUENCES_MAX = 8
 _CONSEQUENCE_CHARACTERS_MAX = 300
 
@@ -244,7 +245,7 @@ def _ended(stopped: Stopped, directory: Path, run_id: str, limit_s: float | None
         error.exit_code = cause.exit_code or error.exit_code
     if isinstance(error, CollectiveHang) and stopped.hang is not None:
         _explain_hang(error, stopped.hang, directory)
-    if isinstance(error, EngineHeadLost) and rank is not None:
+    if isinstance(error, (EngineHeadLost, OutOfMemory)) and rank is not None:
         _explain_loss(error, _record(directory, rank))
     if rank is not None:
         stack = readable(_read(directory / "failures" / f"{rank}.stack"), f"{INSIDE}/")
@@ -265,10 +266,11 @@ def _explain_hang(error: CollectiveHang, hang: Hang, directory: Path) -> None:
         error.add_note(f"rank {rank} {does} (most recent call first):\n{stack}")
 
 
-def _explain_loss(error: EngineHeadLost, record: dict[str, object]) -> None:
-    """Add what the function raised because of it, with where that was."""
+def _explain_loss(error: RunError, record: dict[str, object]) -> None:
+    """Add what was lost of a Ray cluster, and what the function raised because of it, with where that was."""
     notes = record.get("notes")
-    for text in (*(notes if isinstance(notes, list) else []), record.get("traceback")):
+    lost = [] if isinstance(error, EngineHeadLost) else [record.get("message")]
+    for text in (*lost, *(notes if isinstance(notes, list) else []), record.get("traceback")):
         if text:
             error.add_note("\n".join(safe(line, tty=True) for line in str(text).rstrip().split("\n")))
 
@@ -327,6 +329,10 @@ def _message(stopped: Stopped, rank: int | None, directory: Path, limit_s: float
             return f"rank {rank} {detail} before it returned a result"
         case Reason.COMMAND_FAILED:
             return f"rank {rank}: the command {detail}"
+        case Reason.START_FAILED if detail:
+            return detail
+        case Reason.HOST_OOM if _record(directory, rank).get("kind") in _OF_A_CLUSTER:
+            return f"a process of the run's Ray cluster was {detail}"
         case Reason.HOST_OOM if "memory" not in detail:
             return f"rank {rank} was ended because host memory ran out ({detail})"
         case _:

@@ -13,7 +13,7 @@ from serverless_gpu.units import format_bytes
 OBJECT_STORE_BYTES_MIN = 80_000_000  # Ray refuses less than 75 MiB
 OBJECT_STORE_BYTES_MAX = 200_000_000_000
 _OF_MEMORY = 0.3  # Ray's own default share
-_OF_SHARED = 0.9  # of what /dev/shm has left; a store that does not fit there falls back to the disk
+_OF_SHARED = 0.9  # of what /dev/shm has for the run; a store that does not fit there falls back to the disk
 
 
 class RayCluster(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,15 +39,30 @@ def object_store_bytes(memory_bytes: int, shared_bytes: int, asked: int | None =
 
     Args:
         memory_bytes: host memory that goes with the run's devices.
-        shared_bytes: free bytes of /dev/shm.
+        shared_bytes: what there is of /dev/shm for the run, as `part_of_shared` says.
         asked: what the user wrote, or None.
 
     Returns:
-        Bytes; what was asked for is only ever cut to what /dev/shm has.
+        Bytes; what was asked for is only ever cut to what /dev/shm has for the run.
     """
     wanted = asked if asked is not None else round(memory_bytes * _OF_MEMORY)
     bounded = min(wanted, round(shared_bytes * _OF_SHARED), OBJECT_STORE_BYTES_MAX)
     return max(OBJECT_STORE_BYTES_MIN, bounded)
+
+
+def part_of_shared(size: int, free: int, devices: int, of_type: int) -> int:
+    """Return how much of /dev/shm there is for a run: the part that goes with its devices, as far as it is free.
+
+    Ray takes pages there when it needs them, so runs that were each promised all of it would kill each other.
+
+    Args:
+        size: of /dev/shm.
+        free: bytes of that.
+        devices: of the run on the node.
+        of_type: devices of that type there.
+    """
+    least = round(OBJECT_STORE_BYTES_MIN / _OF_SHARED) + 1  # less is of no use to a Ray
+    return min(free, max(least, size * devices // of_type))
 
 
 def store_note(size: int, shared_bytes: int, asked: int | None) -> str:

@@ -14,6 +14,8 @@ import socket
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
+import msgspec
+
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.model.attempt import (
     Event,
@@ -63,7 +65,9 @@ _FAILURE_REASONS = {
     "result_unserialisable": Reason.RESULT_UNSERIALISABLE,
     "result_storage": Reason.RESULT_STORAGE,
     "engine_head_lost": Reason.ENGINE_HEAD_LOST,
+    "start_failed": Reason.START_FAILED,
 }
+_OF_A_CLUSTER = frozenset({Reason.ENGINE_HEAD_LOST, Reason.START_FAILED})
 
 
 class Gang:
@@ -148,7 +152,7 @@ class Gang:
             case "returned":
                 yield RankReturned(inside.integer(message, "rank"))
             case "failed":
-                failure = _failure(message)
+                failure = self._explained(_failure(message))
                 self._failed.add(inside.integer(message, "rank"))
                 yield RankFailed(failure)
             case "exited":
@@ -171,7 +175,8 @@ class Gang:
             viewer: who is shown what the ranks to be shown live write.
 
         Raises:
-            OSError: the stem is gone, no descriptors are left, or there is no room for the files of Ray.
+            NoDirectory: none can be made for the files of Ray.
+            OSError: the stem is gone, or no descriptors are left.
         """
         spec, directory = self.launch.spec, Path(self.launch.directory)
         self.devices = tuple(devices)
@@ -352,6 +357,14 @@ class Gang:
         detail = f"exited with code {os.WEXITSTATUS(status)}" if number is None else f"ended by {signal_name(number)}"
         return RankExited(rank=rank, signal=number, out_of_memory=killed_for_memory, detail=detail)
 
+    def _explained(self, failure: Failure) -> Failure:
+        """Return a rank's failure as what is known on this side makes of it."""
+        if failure.reason is Reason.START_FAILED and self.stacks:  # user code has begun, whatever the rank says
+            failure = msgspec.structs.replace(failure, reason=Reason.ENGINE_HEAD_LOST)
+        if failure.reason in _OF_A_CLUSTER and self.out_of_memory():
+            return msgspec.structs.replace(failure, reason=Reason.HOST_OOM, detail=self.memory_text())
+        return failure
+
     def memory_text(self) -> str:
         """Return what is known about an end for memory, to follow "was" or "were"."""
         limit = self.launch.spec.resources.memory_bytes
@@ -406,7 +419,7 @@ def _failure(message: inside.Message) -> Failure:
     if fields.get("gpu_oom") is True:
         reason = Reason.GPU_OOM
     detail = f"{fields.get('type', 'exception')}: {fields.get('message', '')}"
-    if reason is Reason.ENGINE_HEAD_LOST:
+    if reason in _OF_A_CLUSTER:
         detail = str(fields.get("message", ""))
     return Failure(
         rank=inside.integer(message, "rank"),

@@ -10,7 +10,7 @@ also keeps systemd-tmpfiles away from a run of many days.
 
 Failure cases: no room in /tmp (the run does not start, and says so); supervisor and stem are killed at once (the agent
 sweeps, at its next look, the next agent, or another home's of the same user); the sweeper is faster than a supervisor
-that has just made its directory (another name is tried).
+that has just made its directory (another name is tried); a directory that cannot be removed (left after a few tries).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import fcntl
 import os
 import secrets
 import socket
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -27,7 +28,7 @@ from typing import Protocol
 from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.model.hardware import CPU, Device
 from serverless_gpu.model.placement import share_of_cores
-from serverless_gpu.model.raycluster import RayCluster, cluster_cpus, object_store_bytes, store_note
+from serverless_gpu.model.raycluster import RayCluster, cluster_cpus, object_store_bytes, part_of_shared, store_note
 from serverless_gpu.node.account import write_text
 from serverless_gpu.node.flocks import is_taken
 from serverless_gpu.node.inside.raycluster import directory
@@ -39,9 +40,14 @@ from serverless_gpu.node.raylogs import save_logs
 _NODE = 0  # its number among the run's nodes: a run is on one
 _NAMES_TRIED = 20
 _LOOK_NS = 60_000_000_000
+_SWEEPS_MAX = 3  # of an agent's, for a directory that cannot be removed: a task has made files of another user in it
 _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _SHARED_MEMORY = Path("/dev/shm")
 _MEMORY = Path("/proc/meminfo")
+
+
+class NoDirectory(OSError):
+    """No directory can be made for a run's Ray cluster; the text says where, and why."""
 
 
 class Cluster:
@@ -58,7 +64,8 @@ class Cluster:
         note: what the caller is told of its share, once that was asked for; or "".
 
     Raises:
-        OSError: the directory cannot be made.
+        NoDirectory: its directory cannot be made.
+        OSError: there is no room in the attempt's.
     """
 
     def __init__(self, launch: Launch, devices: Sequence[Device], clock: Clock | None = None) -> None:
@@ -82,7 +89,7 @@ class Cluster:
         memory = spec.resources.memory_bytes or total * count // of_type
         cores = spec.resources.cpus or share_of_cores(len(os.sched_getaffinity(0)), count, of_type)
         kind = self._devices[0].type if self._devices else CPU
-        shared = _shared_memory_bytes()
+        shared = part_of_shared(*_shared_memory_bytes(), count, of_type)
         store = object_store_bytes(min(memory, available), shared, asked.object_store_bytes)
         self.note = store_note(store, shared, asked.object_store_bytes)
         return Share(
@@ -131,6 +138,7 @@ class Sweeper:
         self._start = start
         self._process: Process | None = None
         self._due_ns = 0
+        self._tries: Counter[str] = Counter()  # directories that no look of ours has removed yet
 
     def tend(self, *, ended: bool) -> None:
         """Look if it is time to.
@@ -144,7 +152,9 @@ class Sweeper:
         if self._process is not None or (now_ns < self._due_ns and not ended):
             return
         self._due_ns = now_ns + _LOOK_NS
-        if any(is_left(path) for path in _directories()):
+        left = [path for path in _directories() if self._tries[path] < _SWEEPS_MAX and is_left(path)]
+        if left:
+            self._tries.update(left)
             with contextlib.suppress(OSError):  # no process to be had now
                 self._process = self._start()
 
@@ -196,7 +206,7 @@ def _make() -> tuple[str, int]:
     """Make a directory of a name that nobody has, and take its lock.
 
     Raises:
-        OSError: no room, or no name is free.
+        NoDirectory: no room, or no name is free.
     """
     for _ in range(_NAMES_TRIED):
         path = f"{directory.PARENT}/{directory.PREFIX}{secrets.token_hex(4)}"
@@ -204,12 +214,15 @@ def _make() -> tuple[str, int]:
             os.mkdir(path, 0o700)
         except FileExistsError:
             continue
+        except OSError as error:
+            problem = f"no directory can be made in {directory.PARENT} for the run's Ray cluster: {error.strerror}"
+            raise NoDirectory(problem) from error
         fd = _taken(path)
         if fd is not None:
             return path, fd
         with contextlib.suppress(OSError):
             os.rmdir(path)
-    raise OSError(f"no directory could be made for the run's Ray cluster: {_NAMES_TRIED} names were taken")
+    raise NoDirectory(f"no directory could be made for the run's Ray cluster: {_NAMES_TRIED} names were taken")
 
 
 def _make_spill(path: str, files: Path) -> None:
@@ -257,16 +270,16 @@ def _open(path: str) -> int | None:
 
 def _directories() -> list[str]:
     with contextlib.suppress(OSError):
-        return [
-            f"{directory.PARENT}/{name}" for name in os.listdir(directory.PARENT) if name.startswith(directory.PREFIX)
-        ]
+        return [f"{directory.PARENT}/{name}" for name in os.listdir(directory.PARENT) if directory.is_name(name)]
     return []
 
 
-def _shared_memory_bytes() -> int:
+def _shared_memory_bytes() -> tuple[int, int]:
+    """Return how large /dev/shm is, and how much of it is free."""
     with contextlib.suppress(OSError):
-        return _free_bytes(_SHARED_MEMORY)
-    return 0
+        system = os.statvfs(_SHARED_MEMORY)
+        return system.f_blocks * system.f_frsize, system.f_bavail * system.f_frsize
+    return 0, 0
 
 
 def _free_bytes(path: str | Path) -> int:

@@ -70,6 +70,7 @@ from serverless_gpu.node.idleness import IdleWatch
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.logs import cut_output
 from serverless_gpu.node.observation import Observation
+from serverless_gpu.node.raycluster import NoDirectory
 from serverless_gpu.node.rendezvous import NoPort, reserve_port
 from serverless_gpu.node.reservation import Reservation
 from serverless_gpu.node.taking import take_attempt
@@ -248,6 +249,9 @@ class Supervisor:
             self._gang.start(self._reservation.devices, self._port, self._reservation.fds, self._audience)
         except NoPort as error:
             self._apply(StartFailed(Reason.RENDEZVOUS, str(error)))
+            return
+        except NoDirectory as error:
+            self._apply(StartFailed(Reason.START_FAILED, str(error)))
             return
         except OSError as error:
             self._apply(

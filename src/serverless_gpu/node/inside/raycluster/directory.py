@@ -33,6 +33,11 @@ _TRIES = 20
 _PAUSE_MS = 25
 
 
+def is_name(name: str) -> bool:
+    """Return whether the directory of a cluster may be called so."""
+    return _NAME.fullmatch(name) is not None
+
+
 def remove(path: str) -> bool:
     """Remove the directory of a cluster with everything in it; return whether it is gone.
 
@@ -40,7 +45,7 @@ def remove(path: str) -> bool:
         path: as the supervisor has named it; anything else is left alone.
     """
     parent, name = os.path.split(path)
-    if parent != PARENT or not _NAME.fullmatch(name):
+    if parent != PARENT or not is_name(name):
         return False
     pause = select.poll()
     for attempt in range(_TRIES):

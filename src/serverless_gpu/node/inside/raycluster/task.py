@@ -13,9 +13,11 @@ goes to the driver, and so do the signals by which a rank is asked where it is; 
 file in both.
 
 Failure cases:
-- Ray does not come up, or one of its processes without which it is no cluster ends, or another node is lost: the
-  failure is `engine_head_lost` and names node and process. What the driver raises then is a consequence of it, told as
-  a note. A driver that hangs is given `_CONSEQUENCE_S` and ended;
+- Ray does not come up, or not on all nodes, before the driver has begun: the failure is `start_failed`: nothing of the
+  user's ran, so the run may begin again;
+- one of its processes without which it is no cluster ends, or another node is lost: the failure is `engine_head_lost`
+  and names node and process. What the driver raises then is a consequence of it, told as a note. A driver that hangs is
+  given `_CONSEQUENCE_S` and ended;
 - the driver fails, or ends without a word: told as for any rank, after a look whether Ray is gone;
 - Ray ends after the driver has returned: nothing, the result is there;
 - there is no room for the token, or no process can be had: the failure says so, as where Ray does not come up;
@@ -43,6 +45,7 @@ from .starting import Engine
 from .words import Share, logs_of, metrics_file
 
 _KIND = "engine_head_lost"
+_NOT_STARTED = "start_failed"  # the driver has not begun
 _CONSEQUENCE_S = 2.0  # for the driver to notice by itself that Ray is gone, and to say where it was
 _SUSPICION_S = 0.5  # for a death of Ray's to show that the driver may have noticed first
 _STRANGER_S = 0.1
@@ -85,7 +88,7 @@ def run(share: Share, work: Work) -> int:
     try:
         task = _Task(share, work, version)
     except OSError as error:
-        return work.lose(_record(_not_started(share, error), None))
+        return work.lose(_record(_not_started(share, error), None, _NOT_STARTED))
     try:
         code = task.head() if share.node_rank == 0 else task.member()
     finally:
@@ -117,7 +120,7 @@ class _Task:
         try:
             driver = Driver(self.family, {**variables.stripped(dict(os.environ)), **self.environment}, self.work.drive)
         except OSError as error:
-            return self._lose(_not_started(self.share, error), None)
+            return self._lose(_not_started(self.share, error), None, _NOT_STARTED)
         self._pass_signals_to(driver)
         try:
             self.cluster.listen()
@@ -127,7 +130,7 @@ class _Task:
             engine, problem = None, _not_started(self.share, error)
         if problem:
             driver.kill()
-            return self._lose(problem, None)
+            return self._lose(problem, None, _NOT_STARTED)
         if engine is None or driver.has_ended():
             return driver.reap()
         address = commands.cluster_address(self.share, engine.ports)
@@ -255,9 +258,9 @@ class _Task:
         driver.kill()
         return self._lose(gone, consequence)
 
-    def _lose(self, text: str, consequence: protocol.Message | None) -> int:
+    def _lose(self, text: str, consequence: protocol.Message | None, kind: str = _KIND) -> int:
         self.outcome = True
-        return self.work.lose(_record(text, consequence))
+        return self.work.lose(_record(text, consequence, kind))
 
     def _pass_signals_to(self, driver: Driver) -> None:
         def terminate(_number: int, _frame: types.FrameType | None) -> None:
@@ -301,15 +304,15 @@ def _not_started(share: Share, error: Exception) -> str:
     return f"Ray could not be started on node {share.host}: {error}"
 
 
-def _record(text: str, consequence: protocol.Message | None) -> protocol.Message:
+def _record(text: str, consequence: protocol.Message | None, kind: str) -> protocol.Message:
     """Return the record of a failure that is not the function's, with what the function raised because of it."""
     record: protocol.Message = {
-        "type": "EngineHeadLost",
+        "type": "EngineHeadLost" if kind == _KIND else "RunError",
         "module": "serverless_gpu.errors",
         "message": text,
         "notes": [],
         "traceback": "",
-        "kind": _KIND,
+        "kind": kind,
         "exit_code": None,
         "peer_lost": False,
         "gpu_oom": False,
