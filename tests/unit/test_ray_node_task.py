@@ -36,6 +36,9 @@ rank._store_failure = told
 """
 
 
+IMPATIENT = "from _sgpu_inside.raycluster import task\ntask._FAREWELL_S = 0.2"
+
+
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Have what looks like Ray, and a directory for a cluster."""
@@ -52,9 +55,14 @@ def own(task: NodeTask) -> list[int]:
     return linux.children(task.child.pid)
 
 
+def name_of(pid: int) -> str:
+    """Return what a process is called."""
+    return Path(f"/proc/{pid}/comm").read_text().strip()
+
+
 def named(task: NodeTask, name: str) -> int:
     """Return the pid of the process of a node task that is called so."""
-    return next(pid for pid in own(task) if Path(f"/proc/{pid}/comm").read_text().strip() == name)
+    return next(pid for pid in own(task) if name_of(pid) == name)
 
 
 def test_no_room_for_the_token_is_a_failure_that_says_so(tmp_path: Path, directory: Path) -> None:
@@ -110,6 +118,21 @@ def test_processes_that_lost_their_parent_are_reaped_where_there_is_no_namespace
         go.touch()
         assert task.end() == 0, (task.said, task.output())
     assert task.value() == "done"
+
+
+def test_a_driver_that_has_returned_and_cannot_leave_without_ray_is_ended(tmp_path: Path, directory: Path) -> None:
+    go = tmp_path / "go"
+    with node_task(
+        tmp_path / "a", share(directory), drivers.never_leave, str(go), python=Path(sys.executable), before=IMPATIENT
+    ) as task:
+        wait_for(lambda: "waits" in task.output(), "the driver waits")
+        raylet = next(pid for pid in linux.descendants(task.child.pid) if name_of(pid) == "raylet")
+        go.touch()
+        task.hear_until("returned")
+        os.kill(raylet, signal.SIGKILL)
+        assert task.end() == 0, (task.said, task.output())
+    assert task.value() == "done"
+    assert not any(event["event"] == "failed" for event in task.said)
 
 
 @pytest.mark.parametrize("first", ["asks", "connects"])

@@ -73,11 +73,6 @@ class Cluster:
             linux.readable(self.fds(), left_s)
         return lost
 
-    def forget(self) -> None:
-        """Look at nothing any more: the driver has what it needed."""
-        self.done()
-        self._engine = None
-
     def done(self) -> None:
         """Tell the other nodes that the driver has ended; before this node's Ray does."""
         if self._head is not None:

@@ -19,7 +19,7 @@ Failure cases:
   and names node and process. What the driver raises then is a consequence of it, told as a note. A driver that hangs is
   given `_CONSEQUENCE_S` and ended;
 - the driver fails, or ends without a word: told as for any rank, after a look whether Ray is gone;
-- Ray ends after the driver has returned: nothing, the result is there;
+- Ray ends after the driver has returned: nothing, the result is there; the driver is given `_FAREWELL_S` to end;
 - there is no room for the token, or no process can be had: the failure says so, as where Ray does not come up;
 - this process dies: init, driver and Ray follow (PR_SET_PDEATHSIG).
 """
@@ -49,6 +49,7 @@ _NOT_STARTED = "start_failed"  # the driver has not begun
 _CONSEQUENCE_S = 2.0  # for the driver to notice by itself that Ray is gone, and to say where it was
 _SUSPICION_S = 0.5  # for a death of Ray's to show that the driver may have noticed first
 _STRANGER_S = 0.1
+_FAREWELL_S = 10.0  # for a driver whose outcome is known: without Ray it may try to say goodbye for a minute
 _GATHER_S = 300.0  # for the other nodes to join once Ray's head is up
 
 
@@ -214,9 +215,7 @@ class _Task:
             elif driver.pidfd in ready:
                 return self._driver_ended(driver)
             elif gone := self.cluster.gone():
-                if not self.outcome:
-                    return self._cluster_gone(driver, gone)
-                self.cluster.forget()
+                return self._without_ray(driver) if self.outcome else self._cluster_gone(driver, gone)
 
     def _take(self, event: protocol.Message, driver: Driver) -> int | None:
         """Pass an event on; return the exit code where it is a failure that Ray's end explains."""
@@ -248,8 +247,7 @@ class _Task:
             if event.get("event") == "returned":
                 self.outcome = True
                 self.work.report(event)
-                self.cluster.forget()
-                return self._attend(driver)
+                return self._without_ray(driver)
             if event.get("event") == "failed":
                 failure = event.get("failure")
                 consequence = failure if isinstance(failure, dict) else None
@@ -257,6 +255,14 @@ class _Task:
             self.work.report(event)
         driver.kill()
         return self._lose(gone, consequence)
+
+    def _without_ray(self, driver: Driver) -> int:
+        """Let a driver end whose outcome has been said; how it does without Ray says nothing of the function."""
+        self.cluster.done()  # other nodes would take their Ray's end for a loss
+        linux.readable([driver.pidfd], _FAREWELL_S)
+        driver.kill()
+        driver.reap()
+        return 0
 
     def _lose(self, text: str, consequence: protocol.Message | None, kind: str = _KIND) -> int:
         self.outcome = True
