@@ -7,7 +7,7 @@ that many nodes cannot share directories.
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
+import importlib
 import importlib.util
 import os
 import re
@@ -41,7 +41,9 @@ def origin() -> str:
 def version() -> str:
     """Return the version of the Ray that is installed, "" where there is none or none is known."""
     try:
-        return importlib.metadata.version("ray")
+        # Loaded here: it needs `random`, `bisect` and more, which a file of the caller's may hide, and Ray is the only
+        # thing of ours that would then not work.
+        return str(importlib.import_module("importlib.metadata").version("ray"))
     except Exception:  # noqa: BLE001 - what finders of the user raise
         return _own_version(origin())
 
