@@ -77,7 +77,7 @@ def test_an_interrupted_cell_cancels_says_so_and_the_next_cell_runs(
     assert said.startswith("serverless-gpu: cancelling; press the stop button again to leave at once\n")
     assert re.search(r"^serverless-gpu: cancelled; 2 .*free.*, after [\d.]+ m?s$", said, re.MULTILINE)
     assert shown.displayed()[0].startswith("CANCELLED after ")
-    assert nothing_of_a_run(at_home)
+    wait_for(lambda: nothing_of_a_run(at_home), "nothing of the run is left")
     assert kernel.run("work.distributed(3)").result == "[0, 3]"
 
 
@@ -353,5 +353,5 @@ def test_a_cell_that_awaits_can_be_interrupted_too(kernel: Kernel, at_home: Path
     )
     assert shown.error == ("KeyboardInterrupt", "")
     assert "serverless-gpu: cancelled; " in shown.text("stderr")
-    assert nothing_of_a_run(at_home)
+    wait_for(lambda: nothing_of_a_run(at_home), "nothing of the run is left")
     assert kernel.run("await asyncio.sleep(0, 7)").result == "7"

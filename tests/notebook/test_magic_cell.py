@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.local.observe import nothing_of_a_run
+from tests.local.observe import nothing_of_a_run, wait_for
 from tests.notebook.kernel import Kernel
 
 LINE = "%%distributed --gpus 2 --gpu-type H100"
@@ -127,7 +127,7 @@ def test_the_help_names_the_options(magic: Kernel) -> None:
 
 def test_nothing_is_left_of_refused_cells(magic: Kernel, at_home: Path) -> None:
     magic.run(f"{LINE} --gpus 100\n1")
-    assert nothing_of_a_run(at_home)
+    wait_for(lambda: nothing_of_a_run(at_home), "nothing of the run is left")
 
 
 def test_tracebacks_name_the_cell_by_its_number(magic: Kernel) -> None:
