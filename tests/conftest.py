@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import ipaddress
-import os
 import shutil
 import signal
 import socket
@@ -18,6 +17,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.homes import use_home
 
 # Socket methods that reach out (or let in); the address is the last positional argument of each.
 _GUARDED = ("bind", "connect", "connect_ex", "sendto")
@@ -34,13 +35,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Yield a fresh SERVERLESS_GPU_HOME with a short path, and end its agent afterwards."""
-    for name in list(os.environ):
-        if name.startswith(("SERVERLESS_GPU_", "SGPU_")):
-            monkeypatch.delenv(name)
     # Not under tmp_path: a Unix socket's path may have 107 bytes at most.
     directory = Path(tempfile.mkdtemp(prefix="sg-", dir="/tmp"))
-    monkeypatch.setenv("SERVERLESS_GPU_HOME", str(directory))
-    monkeypatch.setenv("SERVERLESS_GPU_PREWARM", "0")
+    use_home(monkeypatch, directory)
     try:
         yield directory
     finally:

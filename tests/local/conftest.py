@@ -8,7 +8,6 @@ Both declare eight fakes, so that nothing depends on this machine's cores or GPU
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.testing import stop_agent
+from tests.homes import use_home
 from tests.local.observe import cancel_all, nothing_of_a_run, processes_of, wait_for
 
 FAKES = "H100:8"
@@ -35,12 +35,7 @@ def session_home() -> Iterator[Path]:
 @pytest.fixture
 def warm(session_home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Yield the shared home, and require that no run outlives the test."""
-    for name in list(os.environ):
-        if name.startswith(("SERVERLESS_GPU_", "SGPU_")):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("SERVERLESS_GPU_HOME", str(session_home))
-    monkeypatch.setenv("SERVERLESS_GPU_PREWARM", "0")
-    monkeypatch.setenv("SERVERLESS_GPU_FAKE", FAKES)
+    use_home(monkeypatch, session_home, FAKES)
     yield session_home
     try:
         wait_for(lambda: nothing_of_a_run(session_home), "every run of the test has ended", limit_s=10)

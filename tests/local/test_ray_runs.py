@@ -238,22 +238,13 @@ def test_a_killed_supervisor_leaves_nothing(own: Path, going: Going) -> None:
         going.run.results(30)
 
 
-def test_a_killed_stem_leaves_nothing(own: Path, going: Going) -> None:
+@pytest.mark.parametrize(("who", "reason"), [("stem", "runtime_lost"), ("task", "rank_signal")])
+def test_a_killed_stem_or_node_task_leaves_nothing(own: Path, going: Going, who: str, reason: str) -> None:
     agent(own).kill()  # which would sweep
-    going.stem.kill()
+    getattr(going, who).kill()
     with pytest.raises(RunError) as caught:
         going.run.results(30)
-    assert caught.value.reason == "runtime_lost"
-    wait_for(going.gone, "the supervisor has removed the cluster")
-    going.assert_kept()
-
-
-def test_a_killed_node_task_leaves_nothing(own: Path, going: Going) -> None:
-    agent(own).kill()  # which would sweep
-    going.task.kill()
-    with pytest.raises(RunError) as caught:
-        going.run.results(30)
-    assert caught.value.reason == "rank_signal"
+    assert caught.value.reason == reason
     wait_for(going.gone, "the supervisor has removed the cluster")
     going.assert_kept()
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from serverless_gpu.node.inside import payload, protocol
+from serverless_gpu.node.inside import linux, payload, protocol
 from serverless_gpu.node.inside.call import dump_call
 from serverless_gpu.node.inside.channel import Channel, pair
 from serverless_gpu.node.inside.raycluster.words import Share
@@ -103,6 +103,15 @@ class NodeTask:
         speaks.close()
         self._go(channel, {**environment, "CUDA_VISIBLE_DEVICES": "0,1", "RANK": "0", **environ})
         channel.close()
+
+    def named(self, name: str) -> list[Process]:
+        """Return the processes below it that are called so."""
+        found = []
+        for pid in linux.descendants(self.child.pid):
+            with contextlib.suppress(OSError):
+                if Path(f"/proc/{pid}/comm").read_text().strip() == name:
+                    found.append(Process(pid))
+        return found
 
     def _go(self, channel: Channel, environment: dict[str, str]) -> None:
         message: protocol.Message = {

@@ -38,17 +38,6 @@ def directory() -> Iterator[Path]:
         yield path
 
 
-def named(task: NodeTask, name: str) -> int:
-    """Return the pid of the process of a node task that is called so, or 0."""
-    for pid in linux.descendants(task.child.pid):
-        try:
-            if Path(f"/proc/{pid}/comm").read_text().strip() == name:
-                return pid
-        except OSError:
-            continue
-    return 0
-
-
 def waiting(task: NodeTask) -> None:
     """Return when the driver waits."""
     task.hear_until("enter")
@@ -93,7 +82,7 @@ def test_a_driver_that_is_killed_is_told_as_that_and_is_asked_where_it_is(tmp_pa
         linux.signal_main_thread(task.child.pid, protocol.STACK_SIGNAL)
         answer = Path(f"/proc/{task.child.pid}/fd/{stack}")
         wait_for(lambda: "drivers.py" in answer.read_text(errors="replace"), "the driver has said where it is")
-        os.kill(named(task, "sgpu-driver"), signal.SIGKILL)
+        task.named("sgpu-driver")[0].kill()
         assert task.end() == -signal.SIGKILL
     assert not any(event["event"] in ("failed", "returned") for event in task.said)
 
@@ -113,8 +102,8 @@ def test_a_driver_that_asks_whether_to_stop_goes_on_with_ray_until_it_has_saved(
 def test_a_head_that_dies_after_the_function_returned_is_no_failure(tmp_path: Path, directory: Path) -> None:
     with node_task(tmp_path / "a", share(directory), drivers.return_after, str(tmp_path / "go")) as task:
         waiting(task)
-        driver = named(task, "sgpu-driver")
-        os.kill(named(task, "raylet"), signal.SIGKILL)
+        driver = task.named("sgpu-driver")
+        task.named("raylet")[0].kill()
         (tmp_path / "go").touch()
         assert task.end() == 0, task.said
         assert driver
@@ -123,7 +112,7 @@ def test_a_head_that_dies_after_the_function_returned_is_no_failure(tmp_path: Pa
 
 def test_a_stop_while_the_head_starts_ends_it_at_once(tmp_path: Path, directory: Path) -> None:
     with node_task(tmp_path / "a", share(directory), drivers.never) as task:
-        wait_for(lambda: named(task, "gcs_server"), "the head starts", limit_s=LIMIT_S)
+        wait_for(lambda: task.named("gcs_server"), "the head starts", limit_s=LIMIT_S)
         task.process.send(signal.SIGTERM)
         assert task.end() == -signal.SIGTERM
     assert not any(event["event"] in ("exec", "failed") for event in task.said)

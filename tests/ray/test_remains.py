@@ -6,7 +6,6 @@ sessions), ports, temporary directories, shared memory, cgroups.
 
 from __future__ import annotations
 
-import os
 import shutil
 import socket
 import tempfile
@@ -17,6 +16,7 @@ import pytest
 
 from serverless_gpu import attach, distributed
 from serverless_gpu.testing import stop_agent
+from tests.homes import use_home
 from tests.local.observe import agent, held_locks, nothing_of_a_run, processes_of, wait_for
 from tests.ray.launched import READY_S, Launched, supervisor_of
 from tests.ray.plain_ray import PlainRay, ask, own_variables, plain_ray
@@ -33,13 +33,8 @@ FAKES = "H100:4"
 def home() -> Iterator[Path]:
     """Yield one home for all tests here, in which nothing is left of them but its agent."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in list(os.environ):
-            if name.startswith(("SERVERLESS_GPU_", "SGPU_")):
-                patch.delenv(name)
         directory = Path(tempfile.mkdtemp(prefix="sg-", dir="/tmp"))
-        patch.setenv("SERVERLESS_GPU_HOME", str(directory))
-        patch.setenv("SERVERLESS_GPU_PREWARM", "0")
-        patch.setenv("SERVERLESS_GPU_FAKE", FAKES)
+        use_home(patch, directory, FAKES)
         yield directory
         stop_agent(directory)
         wait_for(lambda: not processes_of(directory), "agent and supervisors are gone")

@@ -56,16 +56,6 @@ def free_port(address: str) -> int:
     return port
 
 
-def ray_processes(task: NodeTask, name: str) -> list[Process]:
-    """Return the processes of a node's Ray that are called so."""
-    found = []
-    for pid in linux.descendants(task.process.pid):
-        with contextlib.suppress(OSError):
-            if Path(f"/proc/{pid}/comm").read_text().strip() == name:
-                found.append(Process(pid))
-    return found
-
-
 def wait_until_tasks_run(two: Two) -> list[Process]:
     """Wait until a task runs on each node; return every process of the cluster."""
     assert two.head.hear_until("enter")
@@ -98,7 +88,7 @@ def test_two_nodes_are_one_cluster_and_end_together(two: Callable[..., Two]) -> 
 def test_F45_raylet_of_another_node_dies(two: Callable[..., Two]) -> None:
     tasks = two(drivers.wait_on_every_node, 2)
     processes = wait_until_tasks_run(tasks)
-    [raylet] = ray_processes(tasks.member, "raylet")
+    [raylet] = tasks.member.named("raylet")
     raylet.kill()
     for task in tasks:
         failure = task.failure()

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.homes import use_home
 from tests.local.observe import cancel_all, nothing_of_a_run, wait_for
 from tests.ray.user_scripts import LIMIT_S, run_cells, run_code
 from tests.remote.conftest import end_node
@@ -31,10 +32,7 @@ def served_a10s() -> Iterator[dict[str, str]]:
     """Yield the variables of a home with a server and eight declared A10s."""
     home = Path(tempfile.mkdtemp(prefix="sg-", dir="/tmp"))
     with pytest.MonkeyPatch.context() as monkeypatch:
-        for name in [name for name in os.environ if name.startswith(("SERVERLESS_GPU_", "SGPU_"))]:
-            monkeypatch.delenv(name)
-        monkeypatch.setenv("SERVERLESS_GPU_FAKE", "A10:8")
-        monkeypatch.setenv("SERVERLESS_GPU_PREWARM", "0")
+        use_home(monkeypatch, home, "A10:8")
         server = ServerProcess(home)
         server.start()
     yield {"SERVERLESS_GPU_HOME": str(home), "SERVERLESS_GPU_PREWARM": "0"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import signal
 import tempfile
@@ -17,6 +16,7 @@ from serverless_gpu.client.remote.server import close_all
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.uplink.control import stop_all
 from serverless_gpu.testing import stop_agent
+from tests.homes import use_home
 from tests.local.conftest import FAKES
 from tests.local.observe import cancel_all, nothing_of_a_run, processes_of, wait_for
 from tests.remote.fake_server import TOKEN, FakeServer
@@ -54,7 +54,7 @@ def served_home() -> Iterator[Path]:
 @pytest.fixture
 def served(served_home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Yield a home with a real server and eight declared GPUs; require that no run outlives the test."""
-    _only(served_home, monkeypatch)
+    use_home(monkeypatch, served_home, FAKES)
     yield served_home
     try:
         wait_for(lambda: nothing_of_a_run(served_home), "every run of the test has ended", limit_s=15)
@@ -76,19 +76,10 @@ def own_server(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerPr
         end_node(home)
 
 
-def _only(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(os.environ):
-        if name.startswith(("SERVERLESS_GPU_", "SGPU_")):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("SERVERLESS_GPU_HOME", str(home))
-    monkeypatch.setenv("SERVERLESS_GPU_PREWARM", "0")
-    monkeypatch.setenv("SERVERLESS_GPU_FAKE", FAKES)
-
-
 @contextlib.contextmanager
 def _variables(home: Path) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as monkeypatch:
-        _only(home, monkeypatch)
+        use_home(monkeypatch, home, FAKES)
         yield
 
 

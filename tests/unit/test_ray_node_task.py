@@ -55,16 +55,6 @@ def own(task: NodeTask) -> list[int]:
     return linux.children(task.child.pid)
 
 
-def name_of(pid: int) -> str:
-    """Return what a process is called."""
-    return Path(f"/proc/{pid}/comm").read_text().strip()
-
-
-def named(task: NodeTask, name: str) -> int:
-    """Return the pid of the process of a node task that is called so."""
-    return next(pid for pid in own(task) if name_of(pid) == name)
-
-
 def test_no_room_for_the_token_is_a_failure_that_says_so(tmp_path: Path, directory: Path) -> None:
     (directory / "token").touch()
     with node_task(tmp_path / "a", share(directory), drivers.never, python=Path(sys.executable)) as task:
@@ -126,10 +116,10 @@ def test_a_driver_that_has_returned_and_cannot_leave_without_ray_is_ended(tmp_pa
         tmp_path / "a", share(directory), drivers.never_leave, str(go), python=Path(sys.executable), before=IMPATIENT
     ) as task:
         wait_for(lambda: "waits" in task.output(), "the driver waits")
-        raylet = next(pid for pid in linux.descendants(task.child.pid) if name_of(pid) == "raylet")
+        [raylet] = task.named("raylet")
         go.touch()
         task.hear_until("returned")
-        os.kill(raylet, signal.SIGKILL)
+        raylet.kill()
         assert task.end() == 0, (task.said, task.output())
     assert task.value() == "done"
     assert not any(event["event"] == "failed" for event in task.said)

@@ -69,15 +69,6 @@ def go(tmp_path: Path) -> Path:
     return tmp_path / "go"
 
 
-def processes_of(task: NodeTask, name: str) -> list[Process]:
-    found = []
-    for pid in linux.descendants(task.process.pid):
-        with contextlib.suppress(OSError):
-            if Path(f"/proc/{pid}/comm").read_text().strip() == name:
-                found.append(Process(pid))
-    return found
-
-
 def everything(nodes: Nodes) -> list[Process]:
     return [Process(pid) for task in nodes.all for pid in linux.descendants(task.process.pid)]
 
@@ -100,7 +91,7 @@ def test_all_nodes_join_before_the_driver_begins_and_end_with_it(start: Callable
     nodes.head.hear_until("enter")
     processes = everything(nodes)
     for task in nodes.all:
-        assert len(processes_of(task, "raylet")) == 1
+        assert len(task.named("raylet")) == 1
     go.touch()
     assert [task.end() for task in nodes.all] == [0, 0, 0], nodes.head.output()
     assert nodes.head.value() == "done"
@@ -127,7 +118,7 @@ def test_F45_raylet_of_another_node_dies(start: Callable[..., Nodes], go: Path) 
     nodes = start(drivers.return_after, str(go))
     nodes.head.hear_until("enter")
     processes = everything(nodes)
-    [raylet] = processes_of(nodes.member, "raylet")
+    [raylet] = nodes.member.named("raylet")
     raylet.kill()
     for task in nodes.all:
         assert "Ray on node pollux is gone: its raylet ended" in lost(task)
@@ -158,7 +149,7 @@ def test_F45_head_dies_and_the_other_nodes_end_in_order(start: Callable[..., Nod
     nodes = start(drivers.return_after, str(go))
     nodes.head.hear_until("enter")
     processes = everything(nodes)
-    [gcs] = processes_of(nodes.head, "gcs_server")
+    [gcs] = nodes.head.named("gcs_server")
     gcs.kill()
     assert "Ray on node castor is gone: its gcs_server ended" in lost(nodes.head)
     assert nodes.member.end() == 0

@@ -188,12 +188,13 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def limits(self) -> Limits:
         """Return the limits the lifecycle works with."""
+        # A driver of Ray waits for its tasks for hours, in one place: that says nothing about them.
+        warning_s, hang_s = (self.hang_warning_s, self.hang_timeout_s) if self.ray is None else (0, None)
         return Limits(
             timeout_ns=None if self.timeout_s is None else round(self.timeout_s * 1e9),
             grace_ns=round(self.grace_s * 1e9),
-            # A driver of Ray waits for its tasks for hours, in one place: that says nothing about them.
-            hang_warning_ns=None if self.ray is not None else round(self.hang_warning_s * 1e9) or None,
-            hang_timeout_ns=None if self.ray or self.hang_timeout_s is None else round(self.hang_timeout_s * 1e9),
+            hang_warning_ns=round(warning_s * 1e9) or None,
+            hang_timeout_ns=None if hang_s is None else round(hang_s * 1e9),
         )
 
 

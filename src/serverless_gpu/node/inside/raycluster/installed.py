@@ -41,8 +41,7 @@ def origin() -> str:
 def version() -> str:
     """Return the version of the Ray that is installed, "" where there is none or none is known."""
     try:
-        # Loaded here: it needs `random`, `bisect` and more, which a file of the caller's may hide, and Ray is the only
-        # thing of ours that would then not work.
+        # Not at the top: it imports `random`, `bisect` and more, which a file beside the caller's script may hide.
         return str(importlib.import_module("importlib.metadata").version("ray"))
     except Exception:  # noqa: BLE001 - what finders of the user raise
         return _own_version(origin())
