@@ -171,12 +171,32 @@ def score():
     return int(open("/proc/self/oom_score_adj").read())
 before = score()
 linux.limit_harm()
-print(resource.getrlimit(resource.RLIMIT_CORE)[0], score() - before == min(500, 1000 - before))
+print(resource.getrlimit(resource.RLIMIT_CORE)[0], score() == min(1000, max(0, before) + 500))
 linux.limit_harm()
 linux.limit_harm()
 print(score())
 """
     assert run_rank(code) == "0 True\n1000\n"
+
+
+def test_F03_who_looks_after_ranks_goes_last_and_a_rank_below_it_first_all_the_same() -> None:
+    code = """
+from _sgpu_inside import linux
+def score():
+    return int(open("/proc/self/oom_score_adj").read())
+before = score()
+linux.outlive_ranks()
+may = score() == -900  # only root may lower it
+print(may or score() == before)
+linux.limit_harm()
+print(score() == 500 if may else score() == min(1000, max(0, before) + 500))
+linux.be_ordinary()
+print(score() >= 500)
+linux.outlive_ranks()
+linux.be_ordinary()
+print(score() == 0 if may else score() >= 500)
+"""
+    assert run_rank(code) == "True\nTrue\nTrue\nTrue\n"
 
 
 def test_a_signal_for_the_main_thread_arrives_and_a_process_that_is_gone_is_said() -> None:

@@ -76,6 +76,7 @@ def main(home: str, sockets: str, ready_fd: int, environ: dict[str, str]) -> NoR
     if os.fork():
         os._exit(0)  # nobody's child: a caller that lives longer must not be left with a zombie
     linux.set_name("sgpu-agent")
+    linux.outlive_ranks()  # supervisors inherit it; whatever else is forked from here takes it back
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     lock = os.open(
         protocol.agent_socket(Path(sockets)).with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600

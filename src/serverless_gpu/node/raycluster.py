@@ -31,6 +31,7 @@ from serverless_gpu.model.placement import share_of_cores
 from serverless_gpu.model.raycluster import RayCluster, cluster_cpus, object_store_bytes, part_of_shared, store_note
 from serverless_gpu.node.account import write_text
 from serverless_gpu.node.flocks import is_taken
+from serverless_gpu.node.inside import linux
 from serverless_gpu.node.inside.raycluster import directory
 from serverless_gpu.node.inside.raycluster.words import Share, files_of, logs_of
 from serverless_gpu.node.processes import memory_limit_bytes
@@ -162,6 +163,7 @@ class Sweeper:
 def main() -> None:
     """Remove the directories of this user's clusters that nobody holds."""
     os.nice(10)
+    linux.be_ordinary()
     sweep()
 
 

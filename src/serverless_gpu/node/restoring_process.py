@@ -114,6 +114,7 @@ def main(channel_fd: int, environments: str) -> NoReturn:
         environments: the directory of environments.
     """
     linux.set_name("sgpu-restore")
+    linux.be_ordinary()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = Channel.adopt(channel_fd)
     channel.sock.set_inheritable(False)

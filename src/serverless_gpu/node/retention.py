@@ -28,6 +28,7 @@ from serverless_gpu.model.retention import DAY_NS, Entry, Policy, to_delete
 from serverless_gpu.node.configuration import read_configuration
 from serverless_gpu.node.history import NOT_STARTED, UNREADABLE, Record, read_run, run_ids, size_on_disk
 from serverless_gpu.node.home import Home
+from serverless_gpu.node.inside import linux
 from serverless_gpu.node.remote import is_unsent
 from serverless_gpu.units import format_bytes
 
@@ -95,6 +96,7 @@ def main(home: str, queued_fd: int) -> NoReturn:
         queued_fd: holds the ids of runs that wait in the agent, one per line.
     """
     os.nice(19)
+    linux.be_ordinary()
     queued = os.pread(queued_fd, _QUEUED_BYTES_MAX, 0).decode().split()
     try:
         policy = read_configuration(Home(Path(home))).retention

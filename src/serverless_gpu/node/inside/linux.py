@@ -11,13 +11,15 @@ import os
 import resource
 import select
 import signal
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 _DESCRIPTORS_MAX = 1 << 20
 _OOM_SCORE = 500  # the rank that grew is the kernel's choice, not the processes that look after it
+_OOM_SCORE_PROTECTED = -900  # only root may have that; without it the ranks' 500 must do
+_OOM_SCORE_FILE = "/proc/self/oom_score_adj"
 
 
 # Loaded once, in the zygote: a rank that opened it anew would pay a millisecond.
@@ -104,8 +106,22 @@ def limit_harm() -> None:
     """Write no core dumps, and be the kernel's first choice when memory runs out; children inherit both."""
     hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
     resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "r+", encoding="ascii") as file:
-        score = min(1000, int(file.read()) + _OOM_SCORE)
+    _change_oom_score(lambda score: min(1000, max(0, score) + _OOM_SCORE))
+
+
+def outlive_ranks() -> None:
+    """Be the kernel's last choice when memory runs out, where this process may say so; children inherit it."""
+    _change_oom_score(lambda score: min(score, _OOM_SCORE_PROTECTED))
+
+
+def be_ordinary() -> None:
+    """Be a process like any other when memory runs out: what can be started again, or runs code of the user's."""
+    _change_oom_score(lambda score: max(0, score))
+
+
+def _change_oom_score(change: Callable[[int], int]) -> None:
+    with contextlib.suppress(OSError), open(_OOM_SCORE_FILE, "r+", encoding="ascii") as file:
+        score = change(int(file.read()))
         file.seek(0)
         file.write(str(score))
 

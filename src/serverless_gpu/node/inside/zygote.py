@@ -50,6 +50,7 @@ def main(channel_fd: int, version: int, preload: list[str]) -> None:
     channel.sock.set_inheritable(False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     linux.set_name("sgpu-zygote")
+    linux.be_ordinary()
     gc.disable()  # importing torch makes a million objects and no garbage; looking for it is 15 %
     problem = _preload(preload)
     if problem:

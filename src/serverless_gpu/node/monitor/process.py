@@ -72,6 +72,7 @@ def main(home: str, sockets: str, ready_fd: int) -> NoReturn:
     if os.fork():
         os._exit(0)  # nobody's child: whoever starts it may end first, and need not reap it
     linux.set_name("sgpu-monitor")
+    linux.be_ordinary()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     path = words.monitor_socket(Path(sockets))
     if hold(path.with_suffix(".lock"), str(os.getpid())) is None:

@@ -72,6 +72,7 @@ def main(home: str, profile: str, environ: dict[str, str]) -> NoReturn:
         os._exit(0)  # nobody's child: who starts it may live longer, and may end first
     os.setsid()
     linux.set_name("sgpu-uplink")
+    linux.outlive_ranks()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.update(environ)
     place = Home(Path(home))
@@ -291,5 +292,6 @@ class Uplink:
 
 
 def say(line: str) -> None:
-    """Write a line to the log."""
-    print(f"{format_moment(SystemClock().wall_ns())} uplink: {line}", flush=True)
+    """Write a line to the log; a full disk costs the line, not the process."""
+    with contextlib.suppress(OSError):
+        print(f"{format_moment(SystemClock().wall_ns())} uplink: {line}", flush=True)
