@@ -30,7 +30,8 @@ from serverless_gpu.server.database import Database
 from serverless_gpu.server.first_start import FirstTokens, first_tokens
 from serverless_gpu.server.hub import COLLECTOR, RECONCILER, RETENTION, SCHEDULER, Hub
 from serverless_gpu.server.keys import read_keys
-from serverless_gpu.server.loops import Loop, Tick
+from serverless_gpu.server.loops import LATE_S, Loop, Tick
+from serverless_gpu.server.measures import Measures
 from serverless_gpu.server.mlflow_beside import mlflow_checks
 from serverless_gpu.server.reconciler import Reconciler
 from serverless_gpu.server.retention import Retention
@@ -43,6 +44,8 @@ from serverless_gpu.server.storage import open_storage
 
 LOOP_S = 3.0
 """How long a loop may take to finish its tick when the server stops."""
+SLOW_S = 6 * 3600.0
+"""How long a tick may take that goes through everything in a bucket, before it counts as stuck."""
 _log = logging.getLogger(__name__)
 
 
@@ -71,7 +74,8 @@ def assembled(settings: Settings, *, url: str, clock: Clock) -> Iterator[Assembl
         ServerUnavailable: the database does not answer.
     """
     with contextlib.ExitStack() as stack:
-        database = stack.enter_context(contextlib.closing(Database(settings.database, clock=clock)))
+        measures = Measures()
+        database = stack.enter_context(contextlib.closing(Database(settings.database, clock=clock, measures=measures)))
         database.be_sole()
         database.migrate()
         tokens = first_tokens(database, settings.directory, login=_login(), now_ns=clock.wall_ns())
@@ -87,6 +91,7 @@ def assembled(settings: Settings, *, url: str, clock: Clock) -> Iterator[Assembl
             hub=Hub(),
             keys=keys,
             sealer=sealer,
+            measures=measures,
             checks=(
                 lambda: _database_problem(database),
                 lambda: space_problem(settings.directory),
@@ -126,21 +131,24 @@ def _looking_after(services: Services, engine: Engine | None, claim: Claim) -> I
         claim.look()
         return now_ns + round(LOOK_S * 1e9)
 
+    def loop(name: str, tick: Tick, *, late_s: float = LATE_S) -> Loop:
+        return Loop(name, tick, clock=services.clock, late_s=late_s, measures=services.measures)
+
     loops = {
-        "claim": Loop("claim", look, clock=services.clock),
-        SCHEDULER: Loop("scheduler", alone(scheduler.tick), clock=services.clock),
-        RECONCILER: Loop("reconciler", alone(reconciler.tick), clock=services.clock),
-        COLLECTOR: Loop("collector", alone(Collector(services).tick), clock=services.clock),
-        RETENTION: Loop("retention", alone(Retention(services).tick), clock=services.clock),
+        "claim": loop("claim", look),
+        SCHEDULER: loop("scheduler", alone(scheduler.tick)),
+        RECONCILER: loop("reconciler", alone(reconciler.tick)),
+        COLLECTOR: loop("collector", alone(Collector(services).tick), late_s=SLOW_S),
+        RETENTION: loop("retention", alone(Retention(services).tick), late_s=SLOW_S),
     }
-    for key, loop in loops.items():
-        services.hub.listen(key, loop.ring)
-        loop.start()
+    for key, each in loops.items():
+        services.hub.listen(key, each.ring)
+        each.start()
     try:
         yield
     finally:
-        for loop in loops.values():
-            if not loop.stop(timeout_s=LOOP_S):
+        for each in loops.values():
+            if not each.stop(timeout_s=LOOP_S):
                 _log.warning("a loop did not finish its tick within %s s", LOOP_S)
 
 

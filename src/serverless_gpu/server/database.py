@@ -42,6 +42,7 @@ from serverless_gpu.errors import (
 from serverless_gpu.server import migrations
 from serverless_gpu.server.claim import Claim
 from serverless_gpu.server.group_commit import GroupCommit, WriterClosed
+from serverless_gpu.server.measures import Measures
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ class Database:
     Args:
         url: ``sqlite:///path``, ``sqlite://`` (in memory, for tests) or ``postgresql://…``.
         clock: bounds how long writers are gathered for one commit.
+        measures: where transactions are counted.
 
     Attributes:
         claim: of the one server that uses it; taken by `be_sole`.
@@ -72,7 +74,8 @@ class Database:
         InvalidValue: another kind of url.
     """
 
-    def __init__(self, url: str, *, clock: Clock) -> None:
+    def __init__(self, url: str, *, clock: Clock, measures: Measures | None = None) -> None:
+        self._measures = measures or Measures()
         self._working = threading.local()
         self._closed = False
         self._clock = clock
@@ -92,7 +95,7 @@ class Database:
         self._engine = _sqlite(parsed, begin="BEGIN IMMEDIATE", readers=False)
         # A database in memory belongs to its one connection, so its writer reads, too.
         self._readers = self._engine if memory else _sqlite(parsed, begin="BEGIN", readers=True)
-        self._writer = GroupCommit(self._engine, clock=clock)
+        self._writer = GroupCommit(self._engine, clock=clock, measures=self._measures)
 
     def be_sole(self) -> None:
         """Be the only server of this database, until it is closed.
@@ -137,7 +140,7 @@ class Database:
         Raises:
             ServerUnavailable: the database is away, or closed.
         """
-        with self._told(), self._one_at_a_time():
+        with self._measured("read"), self._told(), self._one_at_a_time():
             if self._writer is not None and self._readers is self._engine:
                 return self._writer.do(work)
             with self._readers.connect() as connection:
@@ -155,7 +158,7 @@ class Database:
             Exception: whatever the work raises; nothing of it is written then.
         """
         self.claim.require()
-        with self._told(), self._one_at_a_time():
+        with self._measured("write"), self._told(), self._one_at_a_time():
             if self._writer is not None:
                 return self._writer.do(self._marked(work))
             return self._write_postgres(work)
@@ -181,6 +184,7 @@ class Database:
                 again = state in _CHANGED_MEANWHILE or (state == _UNIQUE and tried == 1)
                 if not again or tried == TRIES:
                     raise
+                self._measures.retries.inc()
         raise AssertionError("unreachable")
 
     def _marked(self, work: Callable[[sa.Connection], T]) -> Callable[[sa.Connection], T]:
@@ -203,6 +207,15 @@ class Database:
             yield
         finally:
             self._working.now = False
+
+    @contextlib.contextmanager
+    def _measured(self, kind: str) -> Iterator[None]:
+        try:
+            with self._measures.transactions.labels(kind).time():
+                yield
+        except (ServerUnavailable, ServerStorageFull):  # a work's own refusal is no failure of the database
+            self._measures.transaction_failures.labels(kind).inc()
+            raise
 
     @contextlib.contextmanager
     def _told(self) -> Iterator[None]:

@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 import sqlalchemy as sa
 
 from serverless_gpu.ambient import Clock
+from serverless_gpu.server.measures import Measures
 
 T = TypeVar("T")
 Work = Callable[[sa.Connection], Any]
@@ -66,11 +67,13 @@ class GroupCommit:
     Args:
         engine: whose connections begin with ``BEGIN IMMEDIATE``.
         clock: bounds how long a transaction takes further work.
+        measures: where commits are counted.
     """
 
-    def __init__(self, engine: sa.Engine, *, clock: Clock) -> None:
+    def __init__(self, engine: sa.Engine, *, clock: Clock, measures: Measures | None = None) -> None:
         self._engine = engine
         self._clock = clock
+        self._measures = measures or Measures()
         self._queue: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closed = False
@@ -107,6 +110,7 @@ class GroupCommit:
                 over = self._together(first, taken)
             except (sa.exc.SQLAlchemyError, _TransactionLost):
                 over = False
+                self._measures.retries.inc(len(taken))
                 for waiting in taken:
                     self._alone(waiting)
             for waiting in taken:
@@ -129,8 +133,10 @@ class GroupCommit:
             except BaseException:
                 connection.invalidate()  # in an unknown state; closing it rolls back
                 raise
-            with transaction:
-                return over
+            with transaction:  # whose end commits, or rolls back what cannot be committed
+                pass
+            self._committed(len(taken))
+            return over
 
     def _followers(self, connection: sa.Connection, taken: list[_Waiting]) -> bool:
         enough_ns = self._clock.boottime_ns() + TOGETHER_NS
@@ -150,8 +156,13 @@ class GroupCommit:
         try:
             with self._engine.begin() as connection:
                 waiting.value = waiting.work(connection)
+            self._committed(1)
         except BaseException as error:  # noqa: BLE001 - handed to the thread that waits, which raises it
             waiting.error = error
+
+    def _committed(self, works: int) -> None:
+        self._measures.commits.inc()
+        self._measures.commit_works.observe(works)
 
 
 def _attempt(waiting: _Waiting, connection: sa.Connection) -> None:

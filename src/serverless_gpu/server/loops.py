@@ -17,8 +17,11 @@ from collections.abc import Callable
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import ServerProblem
+from serverless_gpu.server.measures import Measures
 
 LONGEST_S = 30.0
+LATE_S = 90.0
+"""A loop without a good tick for so long is a problem of the server's: three times its longest pause."""
 SHORT_S = 0.005
 _PAUSES_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 _log = logging.getLogger(__name__)
@@ -34,17 +37,38 @@ class Loop:
         name: of the thread, and in the log.
         tick: what is done.
         clock: what time it is.
+        late_s: after how many seconds without a good tick it has a problem.
+        measures: where ticks are counted.
     """
 
-    def __init__(self, name: str, tick: Tick, *, clock: Clock) -> None:
-        self._name, self._tick, self._clock = name, tick, clock
+    def __init__(
+        self, name: str, tick: Tick, *, clock: Clock, late_s: float = LATE_S, measures: Measures | None = None
+    ) -> None:
+        self._name, self._tick, self._clock, self._late_s = name, tick, clock, late_s
+        self._measures = measures or Measures()
+        self._good_ns = clock.boottime_ns()
         self._rung = threading.Event()
         self._stopped = threading.Event()
         self._failures = 0
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
+    @property
+    def name(self) -> str:
+        """Return its name."""
+        return self._name
+
+    def problem(self) -> str:
+        """Return what is wrong with it, or "": its last good tick is too long ago, or its thread is gone."""
+        if not self._stopped.is_set() and self._thread.ident is not None and not self._thread.is_alive():
+            return f"the {self._name} has ended"
+        silent_s = (self._clock.boottime_ns() - self._good_ns) / 1e9
+        if silent_s <= self._late_s:
+            return ""
+        return f"the {self._name} has finished nothing for {silent_s:.0f} s"
+
     def start(self) -> None:
         """Begin; the first tick is now."""
+        self._good_ns = self._clock.boottime_ns()
         self._thread.start()
 
     def ring(self) -> None:
@@ -64,6 +88,7 @@ class Loop:
             began_ns = self._clock.boottime_ns()
             pause_s = self._turn(began_ns)
             took_s = (self._clock.boottime_ns() - began_ns) / 1e9
+            self._measures.ticks.labels(self._name).observe(took_s)
             if took_s > SHORT_S:
                 self._stopped.wait(min(took_s, LONGEST_S))
             if not self._stopped.is_set():  # `stop` may have rung before the bell was cleared
@@ -79,8 +104,11 @@ class Loop:
             _log.exception("%s failed and is tried again", self._name)
         else:
             self._failures = 0
+            self._good_ns = self._clock.boottime_ns()
+            self._measures.tick_success.labels(self._name).set(self._clock.wall_ns() / 1e9)
             after_s = LONGEST_S if due_ns is None else (due_ns - self._clock.boottime_ns()) / 1e9
             return min(LONGEST_S, max(0.0, after_s))
         pause_s = _PAUSES_S[min(self._failures, len(_PAUSES_S) - 1)]
         self._failures += 1
+        self._measures.tick_failures.labels(self._name).inc()
         return pause_s

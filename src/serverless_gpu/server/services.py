@@ -24,6 +24,7 @@ from serverless_gpu.server.hub import Hub
 from serverless_gpu.server.keys import Keys
 from serverless_gpu.server.liveness import Deliveries, Leases, Presence
 from serverless_gpu.server.logs import Logs
+from serverless_gpu.server.measures import Measures
 from serverless_gpu.server.receiving import Spool
 from serverless_gpu.server.sealing import Sealer
 from serverless_gpu.server.sentences import Sentences
@@ -61,6 +62,7 @@ class Services:
         deliveries: orders that left.
         sentences: what runs that wait are told.
         waiting_room: how many more runs each principal may have waiting.
+        measures: what is counted, for Prometheus.
     """
 
     settings: Settings
@@ -79,3 +81,4 @@ class Services:
     deliveries: Deliveries = dataclasses.field(default_factory=Deliveries)
     sentences: Sentences = dataclasses.field(default_factory=Sentences)
     waiting_room: WaitingRoom = dataclasses.field(default_factory=WaitingRoom)
+    measures: Measures = dataclasses.field(default_factory=Measures)

@@ -17,7 +17,7 @@ from serverless_gpu.node.home import Home
 from serverless_gpu.units import format_duration_ms
 from serverless_gpu.version import __version__
 
-_NEEDED = ("fastapi", "uvicorn", "sqlalchemy", "alembic", "cryptography", "httptools")
+_NEEDED = ("fastapi", "uvicorn", "sqlalchemy", "alembic", "cryptography", "httptools", "prometheus_client")
 
 
 @click.command()

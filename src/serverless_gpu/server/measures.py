@@ -1,0 +1,105 @@
+"""What the server counts about itself, for Prometheus: one object, made once, counted into from any thread.
+
+    services.measures.retries.inc()                                        what happens is counted where it happens
+    with services.measures.ticks.labels("scheduler").time(): ...
+    what is there (runs, nodes, devices, disk) is looked at when somebody asks: `sampling.py`
+
+A new measure is an attribute here with its sentence, a row in docs/how-to/operating-a-server.md, and, when somebody
+should look at it, a panel or an alert in `deploy/`; tests compare the three. A label has few values that nobody outside
+can add to: a loop, a route as it was declared, a reason, a class of status. Never a run, a user, a node, or text from a
+request: each new value is kept for ever, and whoever may read figures may not read who works on what.
+
+Counters begin at zero with each process; Prometheus knows. Nothing here can fail a request: it is memory.
+"""
+
+from __future__ import annotations
+
+import prometheus_client
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, exposition
+
+from serverless_gpu.version import __version__
+
+CONTENT_TYPE = exposition.CONTENT_TYPE_PLAIN_0_0_4
+OTHER = "other"
+"""The value of a label for everything that is not in a short list."""
+LABEL_VALUES_MAX = 24
+"""Values of one label that come from outside, such as types of GPUs; what is beyond is `OTHER`."""
+_FAST_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+_SLOW_S = (0.01, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+_WORKS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+# A series more for each, which nobody reads.
+prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call] # theirs has no annotation
+
+
+class Measures:
+    """Counters and histograms of one server; a registry of its own, so that two servers of a test do not mix.
+
+    Attributes:
+        requests: seconds until an answer began, by method, route as declared, and class of status.
+        streams: event streams that are open.
+        transactions: seconds of a database transaction, with waiting for it, by kind: "read", "write".
+        transaction_failures: transactions that did not come about because the database was away or full, by kind.
+        commits: commits of the one writer of SQLite.
+        commit_works: how many works shared a commit.
+        retries: transactions that were done again because another one was in the way.
+        ticks: seconds of a loop's tick.
+        tick_failures: ticks that failed.
+        tick_success: when a loop's last good tick ended, seconds since 1970.
+        submitted: runs that were accepted.
+        placed: attempts that were placed on a node.
+        ended: runs that ended, by reason.
+        given_up: attempts that were given up without a word from their node, by reason.
+        log_bytes: of output that were taken.
+        log_bytes_dropped: of output that were not, for want of room, when their attempt ended.
+        upload_bytes: of bodies that were stored, by kind: "part", "object".
+        store: seconds of a call to a store, by store ("blobs", "environments") and operation.
+        store_errors: calls to a store that failed, likewise.
+        violations: of invariants that the self-check found, by invariant.
+        log_lines_dropped: lines of the server's own log that were left out because its disk was too slow.
+    """
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry(auto_describe=False)
+
+        def counter(name: str, sentence: str, *labels: str) -> Counter:
+            return Counter(f"sgpu_{name}", sentence, labels, registry=registry)
+
+        def histogram(name: str, sentence: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+            return Histogram(f"sgpu_{name}", sentence, labels, buckets=buckets, registry=registry)
+
+        def gauge(name: str, sentence: str, *labels: str) -> Gauge:
+            return Gauge(f"sgpu_{name}", sentence, labels, registry=registry)
+
+        self.requests = histogram(
+            "request_seconds", "Seconds until the answer to a request began.", _FAST_S, "method", "route", "status"
+        )
+        self.streams = gauge("streams_open", "Event streams that are open.")
+        self.transactions = histogram(
+            "transaction_seconds", "Seconds of a database transaction, with the wait for it.", _FAST_S, "kind"
+        )
+        self.transaction_failures = counter(
+            "transaction_failures", "Transactions that the database could not do: away, or full.", "kind"
+        )
+        self.commits = counter("commits", "Commits of SQLite's one writer.")
+        self.commit_works = histogram("commit_works", "Works that shared one commit.", _WORKS)
+        self.retries = counter("transaction_retries", "Transactions done again because another one was in the way.")
+        self.ticks = histogram("tick_seconds", "Seconds of one tick of a loop.", _SLOW_S, "loop")
+        self.tick_failures = counter("tick_failures", "Ticks of a loop that failed.", "loop")
+        self.tick_success = gauge("tick_success_time_seconds", "When a loop's last good tick ended.", "loop")
+        self.submitted = counter("runs_submitted", "Runs that were accepted.")
+        self.placed = counter("attempts_placed", "Attempts that were placed on a node.")
+        self.ended = counter("runs_ended", "Runs that ended, by reason.", "reason")
+        self.given_up = counter("attempts_given_up", "Attempts given up without a word from their node.", "reason")
+        self.log_bytes = counter("log_bytes", "Bytes of output that were taken.")
+        self.log_bytes_dropped = counter("log_bytes_dropped", "Bytes of output that the server had no room for.")
+        self.upload_bytes = counter("upload_bytes", "Bytes of bodies that were stored.", "kind")
+        self.store = histogram("store_seconds", "Seconds of one call to a store.", _SLOW_S, "store", "operation")
+        self.store_errors = counter("store_errors", "Calls to a store that failed.", "store", "operation")
+        self.violations = counter("violations", "Violations of invariants that the self-check found.", "invariant")
+        self.log_lines_dropped = counter("log_lines_dropped", "Lines of the server's log left out: its disk is slow.")
+        gauge("build_info", "Which version this is.", "version").labels(__version__).set(1)
+
+    def text(self) -> bytes:
+        """Return all figures as Prometheus reads them (`CONTENT_TYPE`)."""
+        return exposition.generate_latest(self.registry)
