@@ -29,6 +29,7 @@
     │   ├── AlreadyFinished          a stop for a run that has ended
     │   ├── HashMismatch             bytes arrived that are not what their name says
     │   ├── TooLarge                 a body, label or page over its limit
+    │   ├── AuditBroken              the audit, or a copy of it, is not what was written down
     │   └── ServerStorageFull        the server's disk or store has no room
     ├── SessionEnded               a call in a session that has ended
     └── RunError                   a run started and did not succeed
@@ -257,6 +258,12 @@ class NotFound(ServerProblem):
 
     code = "not_found"
     status = 404
+
+
+class AuditBroken(ServerProblem):
+    """The audit, or a copy of it, is not what was written down."""
+
+    code = "audit_broken"
 
 
 class IdempotencyConflict(ServerProblem):

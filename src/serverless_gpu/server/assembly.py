@@ -24,11 +24,12 @@ from serverless_gpu.node.home import Home
 from serverless_gpu.node.uplink.profile import Profile
 from serverless_gpu.server import runs
 from serverless_gpu.server.admission import Admission
+from serverless_gpu.server.chaining import Chainer
 from serverless_gpu.server.claim import LOOK_S, Claim
 from serverless_gpu.server.collecting import Collector
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.first_start import FirstTokens, first_tokens
-from serverless_gpu.server.hub import COLLECTOR, RECONCILER, RETENTION, SCHEDULER, Hub
+from serverless_gpu.server.hub import AUDIT, COLLECTOR, RECONCILER, RETENTION, SCHEDULER, Hub
 from serverless_gpu.server.keys import read_keys
 from serverless_gpu.server.loops import LATE_S, Loop, Tick
 from serverless_gpu.server.measures import Measures
@@ -140,6 +141,7 @@ def _looking_after(services: Services, engine: Engine | None, claim: Claim) -> I
         RECONCILER: loop("reconciler", alone(reconciler.tick)),
         COLLECTOR: loop("collector", alone(Collector(services).tick), late_s=SLOW_S),
         RETENTION: loop("retention", alone(Retention(services).tick), late_s=SLOW_S),
+        AUDIT: loop("audit", alone(Chainer(services).tick)),
     }
     for key, each in loops.items():
         services.hub.listen(key, each.ring)

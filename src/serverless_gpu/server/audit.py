@@ -1,15 +1,22 @@
-"""The audit: who did what, and to what. Rows are only ever added, in the transaction of what they tell of."""
+"""The audit: who did what, and to what. Rows are only ever added, in the transaction of what they tell of.
+
+A row gets its place in the chain (`model/audit_chain.py`) afterwards, by a loop (`chaining.py`): numbers of rows have
+gaps and come out of order where many write at once, and a chain in the transaction itself would make them write one by
+one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
+from typing import Any
 
 import msgspec
 import sqlalchemy as sa
 
+from serverless_gpu.model.audit_chain import Head, Link, digest
 from serverless_gpu.server.callers import Caller
-from serverless_gpu.server.tables import audit
+from serverless_gpu.server.tables import audit, audit_links
 
 
 class Action(StrEnum):
@@ -54,6 +61,8 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _INSERT = sa.insert(audit)
+_BACK = 10_000
+"""Rows that others may write between one that was begun before them and its commit."""
 SERVER = Caller(name="server", kind="service")
 """Who does what nobody asked for."""
 
@@ -89,7 +98,7 @@ def record(
 
 
 def entries(connection: sa.Connection, *, after: int = 0, limit: int = 500) -> list[Entry]:
-    """Return entries in the order they were written, from the one after `after` on."""
+    """Return entries in the order of their rows, chained or not, from the one after `after` on."""
     query = sa.select(audit).where(audit.c.seq > after).order_by(audit.c.seq).limit(limit)
     return [
         Entry(
@@ -98,8 +107,96 @@ def entries(connection: sa.Connection, *, after: int = 0, limit: int = 500) -> l
             principal=row.principal,
             action=row.action,
             subject=row.subject,
-            detail=msgspec.json.decode(row.detail_json, type=dict[str, object]),
+            detail=_decode(row.detail_json),
             token=row.token,
         )
         for row in connection.execute(query)
     ]
+
+
+class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+    """Which entries somebody wants to see; "" for any.
+
+    Attributes:
+        after: number of the last one they have.
+        limit: how many, at most.
+        newest: the last ones that there are, not the next ones.
+    """
+
+    after: int = 0
+    limit: int = 500
+    newest: bool = False
+    principal: str = ""
+    action: str = ""
+    subject: str = ""
+
+
+def links(connection: sa.Connection, wanted: Wanted) -> list[Link]:
+    """Return entries of the chain in order; one whose row is gone has nothing but its number and digest."""
+    number = audit_links.c.number
+    query = sa.select(audit_links, *_TOLD).select_from(audit_links.outerjoin(audit)).where(number > wanted.after)
+    for column in (audit.c.principal, audit.c.action, audit.c.subject):
+        value = getattr(wanted, column.name)
+        query = query.where(column == value) if value else query
+    rows = connection.execute(query.order_by(number.desc() if wanted.newest else number).limit(wanted.limit)).all()
+    return [_link(row) for row in (reversed(rows) if wanted.newest else rows)]
+
+
+def head(connection: sa.Connection) -> Head:
+    """Return the last entry of the chain."""
+    query = sa.select(audit_links.c.number, audit_links.c.sha256).order_by(audit_links.c.number.desc()).limit(1)
+    row = connection.execute(query).first()
+    return Head() if row is None else Head(row.number, row.sha256)
+
+
+def chained_seq(connection: sa.Connection) -> int:
+    """Return a row's number up to which all rows are in the chain, but for those that a killed server left."""
+    return max(0, (connection.scalar(sa.select(sa.func.max(audit_links.c.seq))) or 0) - _BACK)
+
+
+def pending(connection: sa.Connection, *, after_seq: int) -> tuple[int, int | None]:
+    """Return how many rows are not in the chain yet, and when the oldest of them was written.
+
+    Args:
+        connection: of any transaction.
+        after_seq: rows up to this one are known to be in it.
+    """
+    query = sa.select(sa.func.count(), sa.func.min(audit.c.at_ns)).select_from(_UNLINKED)
+    row = connection.execute(query.where(audit_links.c.number.is_(None), audit.c.seq > after_seq)).one()
+    return row[0], row[1]
+
+
+def chain(connection: sa.Connection, *, after_seq: int, limit: int) -> int:
+    """Put rows into the chain that are not in it, the oldest first; return how many.
+
+    Args:
+        connection: of a transaction that may write; one at a time.
+        after_seq: rows up to this one are known to be in it.
+        limit: how many, at most.
+    """
+    query = sa.select(audit).select_from(_UNLINKED).where(audit_links.c.number.is_(None), audit.c.seq > after_seq)
+    last = head(connection)
+    made = []
+    for row in connection.execute(query.order_by(audit.c.seq).limit(limit)).all():
+        link = Link(number=last.number + 1, detail=_decode(row.detail_json), **_plain(row))
+        last = Head(link.number, digest(last.sha256, link))
+        made.append({"number": last.number, "seq": row.seq, "sha256": last.sha256})
+    if made:
+        connection.execute(sa.insert(audit_links), made)
+    return len(made)
+
+
+_TOLD = [column for column in audit.c if column.name != "seq"]
+_UNLINKED = audit.outerjoin(audit_links)
+_decode = msgspec.json.Decoder(dict[str, object]).decode
+
+
+def _plain(row: sa.Row[Any]) -> dict[str, Any]:
+    return {name: getattr(row, name) for name in ("seq", "at_ns", "principal", "action", "subject", "token")}
+
+
+def _link(row: sa.Row[Any]) -> Link:
+    said = {name: getattr(row, name) for name in ("number", "seq", "sha256")}
+    if row.action is None:  # somebody has removed the row: whoever follows the chain will see
+        return Link(at_ns=0, principal="", action="", subject="", detail={}, token="", **said)
+    return Link(detail=_decode(row.detail_json), **{**_plain(row), **said})

@@ -22,6 +22,7 @@ SCHEDULER = "scheduler"
 RECONCILER = "reconciler"
 COLLECTOR = "collector"
 RETENTION = "retention"
+AUDIT = "audit"
 _KEYS_MAX = 20_000
 
 

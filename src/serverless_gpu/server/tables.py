@@ -201,3 +201,11 @@ audit = sa.Table(  # who did what; only ever added to
     sa.Column("detail_json", sa.Text, nullable=False, default="{}"),
     sa.Column("token", sa.String(26), nullable=False, default=""),
 )
+
+audit_links = sa.Table(  # the chain through the audit: its order, and a digest for each entry; only ever added to
+    "audit_links",
+    metadata,
+    sa.Column("number", sa.BigInteger().with_variant(sa.Integer, "sqlite"), primary_key=True, autoincrement=False),
+    sa.Column("seq", sa.ForeignKey("audit.seq"), nullable=False, unique=True),
+    sa.Column("sha256", sa.String(64), nullable=False),
+)

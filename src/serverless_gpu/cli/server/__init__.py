@@ -4,5 +4,6 @@ up.py          up                     the server itself
 people.py      login · whoami · user · team
 tokens.py      token
 machines.py    nodes · node · pools
+audit.py       audit                  who did what; audit_file.py a copy of it
 submitting.py  submit                 a script or a command as a run
 """

@@ -223,3 +223,12 @@ def _outcomes() -> None:
         sa.Column("token", sa.String(length=26), nullable=False),
         sa.PrimaryKeyConstraint("seq", name=op.f("pk_audit")),
     )
+    op.create_table(
+        "audit_links",
+        sa.Column("number", sa.BigInteger().with_variant(sa.Integer(), "sqlite"), autoincrement=False, nullable=False),
+        sa.Column("seq", sa.BigInteger().with_variant(sa.Integer(), "sqlite"), nullable=False),
+        sa.Column("sha256", sa.String(length=64), nullable=False),
+        sa.ForeignKeyConstraint(["seq"], ["audit.seq"], name=op.f("fk_audit_links_seq_audit")),
+        sa.PrimaryKeyConstraint("number", name=op.f("pk_audit_links")),
+        sa.UniqueConstraint("seq", name=op.f("uq_audit_links_seq")),
+    )

@@ -1,0 +1,96 @@
+"""A copy of the audit outside of the server: JSON lines, one entry each, checked whenever it is opened.
+
+    {"number":1,"seq":1,"at_ns":…,"principal":"ada","action":"run.create","subject":"01m…","detail":{…},"sha256":"…", …}
+
+Failure cases: killed while writing (the torn last line is cut off the next time); no room (an OSError; what was written
+stays good); two exports at once (the second is refused); a line that somebody changed (`AuditBroken`, which names it).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from serverless_gpu.errors import AuditBroken, InvalidValue
+from serverless_gpu.model.audit_chain import Head, Link, follow
+
+LINE_BYTES_MAX = 1 << 20
+_decode = msgspec.json.Decoder(Link).decode
+
+
+def read(path: Path) -> Iterator[Link]:
+    """Yield the entries of a copy, unchecked.
+
+    Raises:
+        InvalidValue: a line is no entry.
+    """
+    with path.open("rb") as file:
+        yield from _links(file, path)
+
+
+def whole(path: Path, *, after: Head = Head()) -> Head:  # noqa: B008 - it cannot change
+    """Return where a copy ends.
+
+    Raises:
+        AuditBroken: it is not as it was written.
+    """
+    head, problem = follow(read(path), after=after)
+    if problem:
+        raise AuditBroken(f"{path}: {problem}", hint="compare it with another copy")
+    return head
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[tuple[IO[bytes], Head]]:
+    """Yield a copy to add to, made if needed, and where it ends; nobody else adds to it meanwhile.
+
+    Raises:
+        AuditBroken: it is not as it was written.
+        InvalidValue: somebody else adds to it.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "r+b") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InvalidValue(
+                f"another process exports into {path}", hint="wait for it, or name another file"
+            ) from None
+        _cut_torn_line(file)
+        head = whole(path)
+        file.seek(0, os.SEEK_END)
+        yield file, head
+
+
+def add(file: IO[bytes], links: Iterable[Link]) -> None:
+    """Write entries so that a power cut does not take them."""
+    file.write(b"".join(msgspec.json.encode(link) + b"\n" for link in links))
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _links(file: IO[bytes], path: Path) -> Iterator[Link]:
+    for number, line in enumerate(iter(lambda: file.readline(LINE_BYTES_MAX), b""), start=1):
+        if not line.endswith(b"\n"):
+            raise InvalidValue(
+                f"{path}: line {number} is torn or too long", hint="`sgpu audit export` mends a torn end"
+            )
+        try:
+            yield _decode(line)
+        except msgspec.DecodeError as error:
+            raise InvalidValue(f"{path}: line {number} is no entry of an audit: {error}") from error
+
+
+def _cut_torn_line(file: IO[bytes]) -> None:
+    size = file.seek(0, os.SEEK_END)
+    start = max(0, size - LINE_BYTES_MAX)
+    file.seek(start)
+    end = file.read().rfind(b"\n") + 1 + start
+    if end < size and (end > start or start == 0):
+        file.truncate(end)

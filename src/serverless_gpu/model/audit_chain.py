@@ -1,0 +1,83 @@
+"""The audit as a chain: each entry has a number without gaps and a digest of itself and of the one before.
+
+    sha256(entry n) = SHA-256( sha256(entry n-1) ␤ canonical JSON of entry n ),   sha256(entry 0) = 64 zeros
+
+Whoever changes, removes or inserts an entry has to change the digest of every later one, and whoever has kept a copy of
+any later digest (`sgpu audit export`) sees it. The chain alone proves nothing about its end: entries that were cut off
+there are missed only by those who have a copy of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+GENESIS = "0" * 64
+"""What the first entry follows."""
+
+
+class Link(msgspec.Struct, frozen=True, kw_only=True):
+    """One entry of the audit, in its place.
+
+    Attributes:
+        number: 1, 2, 3 … without gaps.
+        seq: its number in the database, which may have gaps.
+        at_ns: nanoseconds since 1970.
+        principal: who did it; "server" for the server itself.
+        action: what, for example ``"run.create"``.
+        subject: to what: an identifier or a name.
+        detail: never a secret, never the value of a variable.
+        token: identifier of the token that was used, or "".
+        sha256: digest of all of this and of the entry before.
+    """
+
+    number: int
+    seq: int
+    at_ns: int
+    principal: str
+    action: str
+    subject: str
+    detail: dict[str, Any]
+    token: str
+    sha256: str = ""
+
+
+class Head(msgspec.Struct, frozen=True):
+    """How far a chain goes: the number and the digest of its last entry."""
+
+    number: int = 0
+    sha256: str = GENESIS
+
+
+def digest(previous: str, link: Link) -> str:
+    """Return the digest that an entry has to have.
+
+    Args:
+        previous: digest of the entry before it.
+        link: the entry; its own `sha256` counts for nothing.
+    """
+    said = (link.number, link.seq, link.at_ns, link.principal, link.action, link.subject, link.detail, link.token)
+    return hashlib.sha256(previous.encode() + b"\n" + msgspec.json.encode(said, order="sorted")).hexdigest()
+
+
+def follow(links: Iterable[Link], *, after: Head) -> tuple[Head, str]:
+    """Follow a chain from a known head on, as far as it is whole.
+
+    Args:
+        links: entries in order.
+        after: the entry before the first of them.
+
+    Returns:
+        The last entry that is as it was written down, and what is wrong with the next one, or "" when nothing is.
+    """
+    head = after
+    for link in links:
+        if link.number != head.number + 1:
+            return head, f"entry {head.number + 1} is missing: entry {link.number} follows entry {head.number}"
+        if link.sha256 != digest(head.sha256, link):
+            return head, f"entry {link.number} is not what was written down, or the one before it is not"
+        head = Head(link.number, link.sha256)
+    return head, ""

@@ -1,0 +1,110 @@
+"""The audit in the database: every row gets its place in the chain, whatever order it came in, and keeps it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import sqlalchemy as sa
+
+from serverless_gpu.model.audit_chain import Head, follow
+from serverless_gpu.server import audit, chaining, tables
+from serverless_gpu.server.audit import SERVER, Action, Wanted
+from serverless_gpu.server.chaining import Chainer
+from serverless_gpu.server.database import Database
+from serverless_gpu.server.services import Services
+from serverless_gpu.testing import FakeClock
+
+
+def write(database: Database, *subjects: str, action: Action = Action.TEAM_CREATE) -> None:
+    def work(connection: sa.Connection) -> None:
+        for subject in subjects:
+            audit.record(connection, who=SERVER, action=action, subject=subject, now_ns=5, detail={"é": 1.5})
+
+    database.write(work)
+
+
+def chain_all(services: Services, clock: FakeClock) -> Chainer:
+    chainer = Chainer(services)
+    while chainer.tick(clock.boottime_ns()) == clock.boottime_ns():
+        pass
+    return chainer
+
+
+def seen(database: Database, **wanted: object) -> list[str]:
+    asked = Wanted(**wanted)  # type: ignore[arg-type] # as a route passes them on
+    return [link.subject for link in database.read(lambda connection: audit.links(connection, asked))]
+
+
+def whole(database: Database) -> Head:
+    """Return the end of the chain, which has to be whole."""
+    links = database.read(lambda connection: audit.links(connection, Wanted()))
+    head, problem = follow(links, after=Head())
+    assert not problem
+    assert database.read(audit.head) == head
+    return head
+
+
+def test_rows_are_chained_in_order_and_found_by_what_they_say(
+    services: Services, database: Database, clock: FakeClock
+) -> None:
+    write(database, "a", "b")
+    assert seen(database) == []
+    assert database.read(lambda connection: audit.pending(connection, after_seq=0)) == (2, 5)
+    chain_all(services, clock)
+    write(database, "c", action=Action.TEAM_ADD)
+    chain_all(services, clock)
+    assert whole(database).number == 3
+    assert seen(database) == ["a", "b", "c"]
+    assert seen(database, after=1, limit=1) == ["b"]
+    assert seen(database, newest=True, limit=2) == ["b", "c"]
+    assert seen(database, action="team.add") == seen(database, subject="c", principal="server") == ["c"]
+    assert database.read(lambda connection: audit.pending(connection, after_seq=0)) == (0, None)
+
+
+def test_rows_that_become_visible_late_find_a_place_at_the_end(
+    services: Services, database: Database, clock: FakeClock
+) -> None:
+    write(database, "first", "late", "third")
+
+    def take(connection: sa.Connection) -> sa.RowMapping:
+        row = connection.execute(sa.select(tables.audit).where(tables.audit.c.subject == "late")).mappings().one()
+        connection.execute(tables.audit.delete().where(tables.audit.c.subject == "late"))
+        return row
+
+    late = database.write(take)
+    chainer = chain_all(services, clock)
+    assert seen(database) == ["first", "third"]
+    database.write(lambda connection: connection.execute(tables.audit.insert(), dict(late)))
+    chainer.tick(clock.boottime_ns())
+    assert seen(database) == ["first", "third", "late"]
+    assert whole(database).number == 3
+
+
+def test_many_rows_are_chained_in_several_transactions_and_by_the_next_server(
+    services: Services, database: Database, clock: FakeClock
+) -> None:
+    write(database, *(f"s{number}" for number in range(chaining.AT_ONCE + 20)))
+    chainer = Chainer(services)
+    assert chainer.tick(7) == 7
+    assert database.read(audit.head).number == chaining.AT_ONCE
+    chain_all(services, clock)  # another server goes on
+    assert database.read(audit.head).number == chaining.AT_ONCE + 20
+
+
+def test_a_row_that_is_changed_or_removed_is_seen(
+    services: Services, database: Database, clock: FakeClock, open_again: Callable[[], Database]
+) -> None:
+    write(database, "a", "b", "c")
+    chain_all(services, clock)
+    changed = tables.audit.update().where(tables.audit.c.subject == "b").values(principal="eve")
+    open_again().write(lambda connection: connection.execute(changed))
+    links = database.read(lambda connection: audit.links(connection, Wanted()))
+    assert follow(links, after=Head())[0].number == 1
+
+    def cut(connection: sa.Connection) -> None:
+        connection.execute(tables.audit_links.delete().where(tables.audit_links.c.number == 2))
+        connection.execute(tables.audit.delete().where(tables.audit.c.principal == "eve"))
+
+    open_again().write(cut)
+    links = database.read(lambda connection: audit.links(connection, Wanted()))
+    assert follow(links, after=Head())[1].startswith("entry 2 is missing")
