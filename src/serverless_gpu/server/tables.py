@@ -200,6 +200,7 @@ audit = sa.Table(  # who did what; only ever added to
     sa.Column("subject", sa.String(256), nullable=False),
     sa.Column("detail_json", sa.Text, nullable=False, default="{}"),
     sa.Column("token", sa.String(26), nullable=False, default=""),
+    sa.Index("ix_audit_subject", "subject"),
 )
 
 audit_links = sa.Table(  # the chain through the audit: its order, and a digest for each entry; only ever added to

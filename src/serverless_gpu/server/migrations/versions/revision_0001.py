@@ -223,6 +223,7 @@ def _outcomes() -> None:
         sa.Column("token", sa.String(length=26), nullable=False),
         sa.PrimaryKeyConstraint("seq", name=op.f("pk_audit")),
     )
+    op.create_index("ix_audit_subject", "audit", ["subject"], unique=False)
     op.create_table(
         "audit_links",
         sa.Column("number", sa.BigInteger().with_variant(sa.Integer(), "sqlite"), autoincrement=False, nullable=False),

@@ -1,0 +1,274 @@
+"""What the database says of some runs, as values: the room `invariants.py` is asked with. It only reads.
+
+    load(connection, after=…)     a page of runs in the order of their identifiers, and all that belongs to them
+    of_runs(connection, ids)      the same of runs that somebody names
+
+A page costs a handful of queries by key, whatever the tables hold, and is one moment of the database. What would make
+it large is left out and said (`Books.skipped`): a run of many thousand events, an attempt of many thousand facts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+import sqlalchemy as sa
+
+from serverless_gpu.model.attempt import Reason, State
+from serverless_gpu.model.ledger import Fact
+from serverless_gpu.server import runs as run_rows
+from serverless_gpu.server.attempts import COLUMNS, JOINED, StoredAttempt, from_row
+from serverless_gpu.server.events import StoredEvent
+from serverless_gpu.server.runs import StoredRun
+from serverless_gpu.server.tables import attempts, audit, events, facts, files, orders, runs
+
+PAGE_RUNS = 200
+EVENTS_MAX = 1_000
+FACTS_MAX = 20_000
+PARTS_MAX = 2_000
+"""How much is read of one run, of one attempt, of the outputs of one page."""
+Gang = tuple[str, int]
+_decode_fact = msgspec.json.Decoder(Fact).decode
+_decode_parts = msgspec.json.Decoder(tuple[str, ...]).decode
+
+
+class Charged(msgspec.Struct, frozen=True):
+    """What is read here of a receipt (`model.ledger.Receipt`)."""
+
+    gpu_ms: int | None = None
+    facts: int | None = None
+
+
+class BookedOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """An order, taken or not."""
+
+    seq: int
+    node_id: str
+    fence: int
+    kind: str
+
+
+class Results(msgspec.Struct, frozen=True, kw_only=True):
+    """The results of one attempt.
+
+    Attributes:
+        count: how many there are.
+        cut: those that have another number of bytes than they are said to have.
+        parts: digests of those that are in the store, some of them when they are very many.
+    """
+
+    count: int = 0
+    cut: int = 0
+    parts: tuple[str, ...] = ()
+
+
+class Booked(msgspec.Struct, frozen=True, kw_only=True):
+    """One run, and all that is written about it.
+
+    Attributes:
+        attempts: in the order of their fences.
+        events: in the order of their numbers; none when there are too many.
+        facts: by fence, in the order of their numbers.
+        unread: fences of attempts that have too many facts to be read here.
+        receipts: by fence, of those that have one.
+        results: by fence.
+        actions: how often the audit has each action with this run as its subject.
+    """
+
+    run: StoredRun
+    attempts: tuple[StoredAttempt, ...] = ()
+    events: tuple[StoredEvent, ...] = ()
+    orders: tuple[BookedOrder, ...] = ()
+    facts: Mapping[int, tuple[Fact, ...]] = {}
+    unread: frozenset[int] = frozenset()
+    receipts: Mapping[int, Charged] = {}
+    results: Mapping[int, Results] = {}
+    actions: Mapping[str, int] = {}
+
+
+class Books(msgspec.Struct, frozen=True, kw_only=True):
+    """Some runs at one moment of the database.
+
+    Attributes:
+        runs: in the order of their identifiers.
+        absent: runs that were asked for by name and are not there: how often the audit has each action about them.
+        details: what the audit has written beside its rows about these runs.
+        following: where the next page begins; "" when there is none.
+        skipped: what was left out because it is too much.
+    """
+
+    runs: tuple[Booked, ...] = ()
+    absent: Mapping[str, Mapping[str, int]] = {}
+    details: tuple[str, ...] = ()
+    following: str = ""
+    skipped: tuple[str, ...] = ()
+
+
+def load(connection: sa.Connection, *, after: str = "", limit: int = PAGE_RUNS) -> Books:
+    """Return a page of runs.
+
+    Args:
+        connection: the database.
+        after: what the page before says is `following`; "" for the first.
+        limit: how many runs.
+    """
+    query = sa.select(runs.c.id).where(runs.c.id > after).order_by(runs.c.id).limit(limit)
+    ids = list(connection.scalars(query))
+    books = of_runs(connection, ids)
+    return msgspec.structs.replace(books, following=ids[-1] if len(ids) == limit else "")
+
+
+def of_runs(connection: sa.Connection, run_ids: Sequence[str]) -> Books:
+    """Return some runs; those that are not there are `absent`."""
+    found = {run.id: run for run in run_rows.find_many(connection, run_ids)}
+    ids = sorted(found)
+    skipped = [f"events of run {run_id}" for run_id in ids if found[run_id].events > EVENTS_MAX]
+    told = _events(connection, [run_id for run_id in ids if found[run_id].events <= EVENTS_MAX])
+    tries, receipts = _attempts(connection, ids)
+    known, left_out = _facts(connection, ids)
+    placed, results = _orders(connection, ids), _results(connection, ids)
+    actions, details = _audit(connection, run_ids)
+    booked = tuple(
+        Booked(
+            run=found[run_id],
+            attempts=tuple(tries.get(run_id, ())),
+            events=tuple(told.get(run_id, ())),
+            orders=tuple(placed.get(run_id, ())),
+            facts=_of(run_id, known),
+            unread=frozenset(fence for other, fence in left_out if other == run_id),
+            receipts=_of(run_id, receipts),
+            results=_of(run_id, results),
+            actions=actions.get(run_id, {}),
+        )
+        for run_id in ids
+    )
+    absent: dict[str, Mapping[str, int]] = {
+        run_id: actions.get(run_id, {}) for run_id in run_ids if run_id not in found
+    }
+    skipped += [f"facts of attempt {run_id}:{fence}" for run_id, fence in left_out]
+    return Books(runs=booked, absent=absent, details=details, skipped=tuple(skipped))
+
+
+def _of(run_id: str, values: Mapping[Gang, Any]) -> dict[int, Any]:
+    return {fence: value for (other, fence), value in values.items() if other == run_id}
+
+
+def _grouped(pairs: Iterable[tuple[str, Any]]) -> dict[str, list[Any]]:
+    grouped: dict[str, list[Any]] = {}
+    for run_id, value in pairs:
+        grouped.setdefault(run_id, []).append(value)
+    return grouped
+
+
+def _events(connection: sa.Connection, ids: Sequence[str]) -> dict[str, list[StoredEvent]]:
+    query = sa.select(events).where(events.c.run_id.in_(ids)).order_by(events.c.run_id, events.c.seq)
+    rows = (row._mapping for row in connection.execute(query))
+    return _grouped(
+        (
+            row["run_id"],
+            StoredEvent(
+                **(
+                    dict(row)
+                    | {"state": State(row["state"]), "reason": Reason(row["reason"]) if row["reason"] else None}
+                )
+            ),
+        )
+        for row in rows
+    )
+
+
+def _attempts(
+    connection: sa.Connection, ids: Sequence[str]
+) -> tuple[dict[str, list[StoredAttempt]], dict[Gang, Charged]]:
+    query = sa.select(*COLUMNS, attempts.c.receipt_json).select_from(JOINED).where(attempts.c.run_id.in_(ids))
+    found: list[StoredAttempt] = []
+    receipts: dict[Gang, Charged] = {}
+    for row in connection.execute(query.order_by(attempts.c.run_id, attempts.c.fence)):
+        attempt = from_row(row)
+        if attempt is None:
+            continue
+        found.append(attempt)
+        if row.receipt_json is not None:
+            receipts[attempt.run_id, attempt.fence] = _charged(row.receipt_json)
+    return _grouped((attempt.run_id, attempt) for attempt in found), receipts
+
+
+def _charged(text: str) -> Charged:
+    try:
+        return msgspec.json.decode(text, type=Charged)
+    except msgspec.DecodeError:  # of another version: its node knows what it means
+        return Charged()
+
+
+def _orders(connection: sa.Connection, ids: Sequence[str]) -> dict[str, list[BookedOrder]]:
+    columns = [orders.c[name] for name in BookedOrder.__struct_fields__]
+    query = sa.select(orders.c.run_id, *columns).where(orders.c.run_id.in_(ids)).order_by(orders.c.seq)
+    return _grouped(
+        (row[0], BookedOrder(seq=row[1], node_id=row[2], fence=row[3], kind=row[4]))
+        for row in connection.execute(query)
+    )
+
+
+def _facts(connection: sa.Connection, ids: Sequence[str]) -> tuple[dict[Gang, tuple[Fact, ...]], list[Gang]]:
+    counted = sa.select(facts.c.run_id, facts.c.fence, sa.func.count()).where(facts.c.run_id.in_(ids))
+    left = FACTS_MAX
+    wanted: list[Gang] = []
+    skipped: list[Gang] = []
+    for run_id, fence, count in connection.execute(counted.group_by(facts.c.run_id, facts.c.fence)):
+        if count <= left:
+            left -= count
+            wanted.append((run_id, fence))
+        else:
+            skipped.append((run_id, fence))
+    found: dict[Gang, list[Fact]] = {gang: [] for gang in wanted}
+    query = sa.select(facts.c.run_id, facts.c.fence, facts.c.fact_json)
+    for run_id, fence in wanted:
+        own = query.where(facts.c.run_id == run_id, facts.c.fence == fence).order_by(facts.c.seq)
+        found[run_id, fence] = [_decode_fact(row[2]) for row in connection.execute(own)]
+    return {gang: tuple(own) for gang, own in found.items()}, skipped
+
+
+def _results(connection: sa.Connection, ids: Sequence[str]) -> dict[Gang, Results]:
+    there = sa.and_(files.c.run_id.in_(ids), files.c.name.startswith("results/", autoescape=True))
+    is_cut = sa.case((sa.and_(files.c.inline.is_not(None), sa.func.length(files.c.inline) != files.c.size), 1), else_=0)
+    counted = sa.select(files.c.run_id, files.c.fence, sa.func.count(), sa.func.sum(is_cut)).where(there)
+    found = {
+        (run_id, fence): Results(count=count, cut=int(cut or 0))
+        for run_id, fence, count, cut in connection.execute(counted.group_by(files.c.run_id, files.c.fence))
+    }
+    parts = sa.select(files.c.run_id, files.c.fence, files.c.parts_json).where(there, files.c.parts_json.is_not(None))
+    named: dict[Gang, list[str]] = {}
+    for run_id, fence, text in connection.execute(parts.limit(PARTS_MAX)):
+        named.setdefault((run_id, fence), []).extend(_decode_parts(text))
+    for gang, digests in named.items():
+        found[gang] = msgspec.structs.replace(found[gang], parts=tuple(digests[:PARTS_MAX]))
+    return found
+
+
+def _audit(connection: sa.Connection, ids: Sequence[str]) -> tuple[dict[str, Counter[str]], tuple[str, ...]]:
+    query = sa.select(audit.c.subject, audit.c.action, audit.c.detail_json).where(audit.c.subject.in_(ids))
+    actions: dict[str, Counter[str]] = {}
+    details: list[str] = []
+    for subject, action, detail in connection.execute(query):
+        actions.setdefault(subject, Counter())[action] += 1
+        details.append(detail)
+    return actions, tuple(details)
+
+
+def pages(read: Callable[[Callable[[sa.Connection], Books]], Books], *, limit: int = PAGE_RUNS) -> Iterable[Books]:
+    """Yield all runs page by page, each as of its own moment.
+
+    Args:
+        read: `Database.read`.
+        limit: runs of a page.
+    """
+    after = ""
+    while True:
+        books = read(partial(load, after=after, limit=limit))
+        yield books
+        after = books.following
+        if not after:
+            return
