@@ -191,6 +191,7 @@ class FakeServer:
         lose: how many answers to `POST /runs` get lost.
         refuse: raised instead of making a run.
         refuse_tokens: whether no token is valid any more.
+        token: the one that is.
         pause_s: between the messages of a stream.
         makes: a run that is asked for is made once this is set, as it is unless a test clears it.
     """
@@ -206,6 +207,7 @@ class FakeServer:
         self.lose = 0
         self.refuse: ServerlessGpuError | None = None
         self.refuse_tokens = False
+        self.token = TOKEN
         self.pause_s = 0.0
         self.makes = threading.Event()
         self.makes.set()
@@ -311,8 +313,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.fake.seen[f"{method} {route[0]}{'/' + route[2] if len(route) > 2 else ''}"] += 1
             self.fake.bodies.append(self.body)
         try:
-            assert self.headers["Authorization"] == f"Bearer {TOKEN}", self.headers["Authorization"]
-            if self.fake.refuse_tokens:
+            if self.fake.refuse_tokens or self.headers["Authorization"] != f"Bearer {self.fake.token}":
                 raise NotAuthenticated("this token is not valid any more")
             self._route(method, route)
         except ServerlessGpuError as error:

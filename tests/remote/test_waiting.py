@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from pathlib import Path
+from queue import Queue
 
+import msgspec
 import pytest
 
 import serverless_gpu
 from serverless_gpu import distributed
+from serverless_gpu.client.remote.profile import Profile, write_profile
 from serverless_gpu.errors import NotAuthenticated
 from serverless_gpu.model.attempt import State
 from serverless_gpu.wire.attempts import NOT_SENT
+from tests.local.observe import wait_for
 from tests.remote.fake_server import FakeServer
 from tests.remote.test_stream import pickled
 
@@ -36,8 +42,9 @@ def test_F43_results_that_do_not_get_on_are_said_to_who_waits_and_progress_is_no
 
 
 def test_a_token_that_is_revoked_meanwhile_leaves_a_run_that_is_named(
-    fake: FakeServer,
+    fake: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("SERVERLESS_GPU_PATIENCE", "1")
     script = fake.script()
     script.say(State.RUNNING)
     run = train.submit(0.1)
@@ -47,6 +54,93 @@ def test_a_token_that_is_revoked_meanwhile_leaves_a_run_that_is_named(
     with pytest.raises(NotAuthenticated) as caught:
         run.results()
     assert f"run {run.id} goes on" in caught.value.hint and f"sgpu cancel {run.id}" in caught.value.hint
+
+
+def test_F67_a_token_that_ends_meanwhile_is_said_and_the_same_wait_goes_on_with_another_one(
+    fake: FakeServer, home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = fake.script()
+    script.say(State.RUNNING)
+    script.write(0, b"first\n")
+    answers: Queue[object] = Queue()
+
+    def call() -> None:
+        try:
+            answers.put(train.distributed(0.1))
+        except BaseException as error:  # noqa: BLE001 - the test says which one
+            answers.put(error)
+
+    waits = threading.Thread(target=call, daemon=True)
+    waits.start()
+    said: list[str] = []
+    shown: list[str] = []
+
+    def tells(text: str) -> bool:
+        out, err = capsys.readouterr()
+        shown.append(out)
+        said.append(err)
+        return text in "".join(shown) + "".join(said)
+
+    wait_for(lambda: tells("first"), "the run goes on")
+    fake.token = "another"
+    fake.break_streams()
+    wait_for(lambda: tells(f"`sgpu login {fake.url}` in a terminal stores another one"), "it is said what to do")
+    script.write(0, b"second\n")
+    somebody_else = Profile(url=fake.url, token="another", principal="bob", embedded=True)
+    write_profile(home, somebody_else)
+    asked = fake.seen["GET runs/events"]
+    threading.Event().wait(1.0)
+    assert waits.is_alive() and fake.seen["GET runs/events"] == asked  # who one is then is not who asked for the run
+    write_profile(home, msgspec.structs.replace(somebody_else, principal="alice"))
+    script.end({"results/0.pkl": pickled(tmp_path, 1)}, inline_max=0)
+    waits.join(60)
+    assert answers.get_nowait() == [1]
+    assert fake.seen["POST runs"] == 1
+    shown.append(capsys.readouterr().out)
+    assert "".join(shown) == "[rank 0] first\n[rank 0] second\n"
+
+
+def test_F67_a_token_that_ends_before_the_results_are_here_is_waited_for(
+    fake: FakeServer, home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = fake.script()
+    script.say(State.RUNNING)
+    run = train.submit(0.1)
+    assert run.status() == "RUNNING"
+    script.end({"results/0.pkl": pickled(tmp_path, 1)}, inline_max=0)
+    assert run.status() == "SUCCEEDED"
+    fake.token = "another"
+    login = threading.Timer(
+        1.0, lambda: write_profile(home, Profile(url=fake.url, token="another", principal="alice", embedded=True))
+    )
+    login.start()
+    assert run.results() == [1]
+    assert "sgpu login" in capsys.readouterr().err
+
+
+def test_F67_a_token_that_ended_before_a_call_refuses_it_at_once(fake: FakeServer) -> None:
+    fake.script().say(State.RUNNING)
+    assert train.submit(0.1).status() == "RUNNING"
+    fake.token = "another"
+    fake.script()
+    with pytest.raises(NotAuthenticated):
+        train.submit(0.1)
+    assert len(fake.runs) == 1
+
+
+def test_F67_ctrl_c_ends_the_wait_for_another_token(fake: FakeServer, tmp_path: Path) -> None:
+    script = fake.script()
+    script.say(State.RUNNING)
+    run = train.submit(0.1)
+    assert run.status() == "RUNNING"
+    fake.token = "another"
+    fake.break_streams()
+    main = threading.main_thread().ident
+    assert main is not None
+    interrupt = threading.Timer(1.0, lambda: signal.pthread_kill(main, signal.SIGINT))
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        run.results()
 
 
 def test_a_run_that_has_ended_is_never_said_to_wait(fake: FakeServer, tmp_path: Path) -> None:

@@ -10,9 +10,10 @@ import sqlalchemy as sa
 
 from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound
 from serverless_gpu.model.access import covers
-from serverless_gpu.server import audit, identity
+from serverless_gpu.server import audit, identity, owners
 from serverless_gpu.server.audit import Action
 from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.hub import SCHEDULER
 from serverless_gpu.server.identity import NewToken
 from serverless_gpu.server.services import Services
 from serverless_gpu.wire.principals import (
@@ -52,15 +53,16 @@ def make_principal(services: Services, who: Caller, request: PrincipalRequest) -
 
 
 def change_principal(services: Services, who: Caller, name: str, change: PrincipalChange) -> PrincipalView:
-    """Change somebody's role, disable or enable them.
+    """Change somebody's role, disable or enable them; what becomes of their runs is `owners.py`.
 
     Raises:
         NotAllowed: the caller's token has scopes.
         NotFound: there is nobody of that name.
-        InvalidValue: the last administrator would be gone.
+        InvalidValue: the last administrator would be gone; or it is said what becomes of the runs of somebody who may
+            go on starting some.
     """
     _check_unscoped(who)
-    now_ns = services.clock.wall_ns()
+    now_ns, otherwise = services.clock.wall_ns(), services.settings.on_owner_disabled
 
     def work(connection: sa.Connection) -> PrincipalView:
         before = identity.principal(connection, name)
@@ -71,16 +73,21 @@ def change_principal(services: Services, who: Caller, name: str, change: Princip
         elif change.disabled is False:
             identity.enable(connection, name)
         after = identity.principal(connection, name)
-        detail = {
+        detail: dict[str, object] = {
             field: (getattr(before, field), getattr(after, field))
             for field in ("role", "disabled")
             if getattr(before, field) != getattr(after, field)
         }
+        policy = owners.decide(connection, before, after, wanted=change.runs, otherwise=otherwise)
+        if policy:
+            detail["runs"] = policy
         if detail:
             audit.record(connection, who=who, action=Action.USER_CHANGE, subject=name, now_ns=now_ns, detail=detail)
         return after
 
-    return services.database.write(work)
+    changed = services.database.write(work)
+    services.hub.touch(SCHEDULER)  # runs of theirs may wait for it, or must not be placed
+    return changed
 
 
 def make_team(services: Services, who: Caller, name: str) -> TeamView:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import logging
 
+import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu import faults
@@ -29,7 +30,7 @@ from serverless_gpu.model.attempt import State
 from serverless_gpu.model.queueing import Placement, Wanted, decide
 from serverless_gpu.model.run_lifecycle import pause_s
 from serverless_gpu.model.spec import Function
-from serverless_gpu.server import attempts, floor, keys, nodes, runs, transitions
+from serverless_gpu.server import attempts, floor, keys, nodes, owners, runs, transitions
 from serverless_gpu.server.attempts import NewAttempt
 from serverless_gpu.server.floor import Floor
 from serverless_gpu.server.giving_back import give_back
@@ -55,7 +56,7 @@ class Scheduler:
 
     def __init__(self, services: Services, *, engine: Engine | None = None) -> None:
         self._services, self._engine = services, engine
-        self._wanted: dict[str, tuple[int, Wanted]] = {}
+        self._wanted: dict[str, tuple[int, Wanted, str]] = {}  # fence, what it wants, its owner
         self._asked: dict[str, Request] = {}
 
     def tick(self, now_ns: int) -> int | None:
@@ -86,15 +87,22 @@ class Scheduler:
     def _load(self, connection: sa.Connection) -> tuple[Floor, list[Wanted]]:
         waiting = runs.queue(connection)
         known = self._wanted
-        unknown = [run_id for run_id, fence in waiting if known.get(run_id, (-1,))[0] != fence]
+        unknown = [run_id for run_id, fence in waiting if run_id not in known or known[run_id][0] != fence]
         failed = attempts.failed_nodes(connection, unknown) if unknown else {}
         clock = self._services.clock
         now = (clock.boottime_ns(), clock.wall_ns())
-        found = {run.id: (run.fence, _wanted(run, failed, now=now)) for run in runs.find_many(connection, unknown)}
+        found = {
+            run.id: (run.fence, _wanted(run, failed, now=now), run.owner) for run in runs.find_many(connection, unknown)
+        }
         self._wanted = {
             run_id: entry for run_id, _ in waiting if (entry := found.get(run_id) or known.get(run_id)) is not None
         }
-        return floor.load(connection, self._services.leases), [wanted for _, wanted in self._wanted.values()]
+        shut_out = owners.shut_out(connection) if self._wanted else frozenset()
+        queue = [
+            wanted if owner not in shut_out else _kept_back(wanted, owner, now[0])
+            for _, wanted, owner in self._wanted.values()
+        ]
+        return floor.load(connection, self._services.leases), queue
 
     def _place(self, placement: Placement, node: StoredNode) -> None:
         """Write the intent, then do what follows from it."""
@@ -114,6 +122,8 @@ class Scheduler:
         run = runs.find(connection, placement.run_id)
         if run is None or run.state is not State.QUEUED:
             return None  # cancelled meanwhile
+        if run.owner in owners.shut_out(connection, run.owner):
+            return None  # they were shut out meanwhile
         if not nodes.is_still(connection, node):
             return None  # it restarted, or was forgotten; its next hello rings
         token = self._services.keys.attempt_token(run.id, run.fence + 1)
@@ -207,6 +217,12 @@ def _python(run: StoredRun) -> str:
     """Return the version of Python a node has to have for a run, or "": the caller's files name their interpreter."""
     travels = run.snapshot or (isinstance(run.spec.payload, Function) and not run.target.machine)
     return ".".join(run.target.python.split(".")[:2]) if travels else ""
+
+
+def _kept_back(wanted: Wanted, owner: str, boottime_ns: int) -> Wanted:
+    """Return what waits beside the line because its owner may start nothing now."""
+    until_ns = boottime_ns + round(LOOK_AGAIN_S * 1e9)
+    return msgspec.structs.replace(wanted, not_before_ns=until_ns, held=f"{owner} may start no runs now")
 
 
 def _held(run: StoredRun, boottime_ns: int, wall_ns: int) -> tuple[int, str]:

@@ -26,6 +26,7 @@ import msgspec
 
 from serverless_gpu.errors import InvalidOption, InvalidValue
 from serverless_gpu.units import parse_duration_s
+from serverless_gpu.wire.principals import OnDisabled
 
 PORT = 7878
 PARTITION_GRACE_MIN_S = 60.0
@@ -50,6 +51,7 @@ class _Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     retention: str = "30d"
     logs_gib: Annotated[float, msgspec.Meta(gt=0)] = 100.0
     runs_waiting: Annotated[int, msgspec.Meta(ge=1)] = 20_000
+    on_owner_disabled: OnDisabled = "finish"
     key_lost: bool = False
     mlflow: bool = False
     mlflow_store: str = ""
@@ -77,6 +79,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         retention_s: runs that ended longer ago lose their rows, output and results.
         logs_bytes_max: what the output of all runs may take; beyond, that of the oldest goes.
         runs_waiting_max: runs of one principal that may wait at once.
+        on_owner_disabled: what becomes of the runs of somebody who may start none any more: finish, or stop.
         key_lost: whether to start although the key of runs that have not ended is another one than this server's.
         mlflow: whether an MLflow server runs beside this one.
         mlflow_store: url or path of its store; "" for the home's own.
@@ -101,6 +104,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     retention_s: float = 30 * DAY_S
     logs_bytes_max: int = 100 << 30
     runs_waiting_max: int = 20_000
+    on_owner_disabled: OnDisabled = "finish"
     key_lost: bool = False
     mlflow: bool = False
     mlflow_store: str = ""
@@ -147,6 +151,7 @@ def read_settings(home: Path, options: Mapping[str, object] | None = None) -> Se
         retention_s=_duration("retention", merged.retention, least_s=RETENTION_MIN_S, most_s=RETENTION_MAX_S),
         logs_bytes_max=round(merged.logs_gib * 2**30),
         runs_waiting_max=merged.runs_waiting,
+        on_owner_disabled=merged.on_owner_disabled,
         key_lost=merged.key_lost,
         mlflow=merged.mlflow,
         mlflow_store=_store(merged.mlflow_store),

@@ -53,7 +53,9 @@ def stop(services: Services, who: Caller, reach: str, *, run_id: str, why: StopR
     return views.run_view(run, waits_for=services.sentences.of(run_id))
 
 
-def ask(connection: sa.Connection, run_id: str, *, who: Caller, why: StopReason, at_ns: int) -> Told | None:
+def ask(
+    connection: sa.Connection, run_id: str, *, who: Caller, why: StopReason, at_ns: int, because: str = ""
+) -> Told | None:
     """Write that a run is to stop; None when it has stopped for that already.
 
     Args:
@@ -61,6 +63,7 @@ def ask(connection: sa.Connection, run_id: str, *, who: Caller, why: StopReason,
         who: asks; `audit.SERVER` when nobody does.
         why: any reason.
         at_ns: now, nanoseconds since 1970.
+        because: what people are told beyond that, and the audit.
 
     Raises:
         AlreadyFinished: it has ended for something else.
@@ -71,9 +74,9 @@ def ask(connection: sa.Connection, run_id: str, *, who: Caller, why: StopReason,
             return None
         state = "gone" if run is None else run.state
         raise AlreadyFinished(f"run {run_id} has ended: it is {state}", hint="there is nothing to stop any more")
-    told = transitions.tell(connection, run, StopAsked(why), note=Note(at_ns=at_ns))
+    told = transitions.tell(connection, run, StopAsked(why), note=Note(at_ns=at_ns, detail=because))
     if told.changed:
-        detail = {"reason": why.value, "fence": run.fence}
+        detail = {"reason": why.value, "fence": run.fence} | ({"because": because} if because else {})
         audit.record(connection, who=who, action=Action.RUN_STOP, subject=run_id, now_ns=at_ns, detail=detail)
     return told
 

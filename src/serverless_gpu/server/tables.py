@@ -26,6 +26,7 @@ principals = sa.Table(
     sa.Column("role", sa.String(16), nullable=False),
     sa.Column("created_ns", sa.BigInteger, nullable=False),
     sa.Column("disabled_ns", sa.BigInteger),
+    sa.Column("runs", sa.String(8)),  # once they may start none: what becomes of those that go on: finish, stop
 )
 
 teams = sa.Table(

@@ -27,7 +27,13 @@ import httpx2
 import msgspec
 
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.errors import ServerlessGpuError, ServerProblem, ServerUnavailable, error_class
+from serverless_gpu.errors import (
+    NotAuthenticated,
+    ServerlessGpuError,
+    ServerProblem,
+    ServerUnavailable,
+    error_class,
+)
 from serverless_gpu.units import format_duration_ms
 from serverless_gpu.version import __version__
 from serverless_gpu.wire.base import API, PROTOCOL, Problem, Request
@@ -51,7 +57,8 @@ class Connection:
     Args:
         url: for example ``http://127.0.0.1:7878``; or a function that returns it, which is asked again, also in other
             threads, when the server does not answer there.
-        token: sent with every request.
+        token: sent with every request; or a function that returns it, which is asked again when it is not good any
+            more.
         patience_s: how long a server that is away is waited for, in seconds.
         announce: given one line when that wait begins and one when it is over.
         ca: file with certificates to trust; "" for the system's.
@@ -63,7 +70,7 @@ class Connection:
     def __init__(
         self,
         url: str | Callable[[], str],
-        token: str,
+        token: str | Callable[[], str],
         *,
         patience_s: float = 0.0,
         announce: Callable[[str], None] | None = None,
@@ -71,6 +78,8 @@ class Connection:
     ) -> None:
         self._address = _always(url) if isinstance(url, str) else url
         self.url = self._address().rstrip("/")
+        self._whose = _always(token) if isinstance(token, str) else token
+        self._token = self._whose()
         self._patience_s = patience_s
         self._announce = announce or (lambda _line: None)
         self._clock = SystemClock()
@@ -78,7 +87,7 @@ class Connection:
         self._client = httpx2.Client(
             base_url=self.url + API,
             headers={
-                "Authorization": f"Bearer {token}",
+                "Authorization": f"Bearer {self._token}",
                 "User-Agent": f"serverless-gpu/{__version__}",
                 "SGPU-Protocol": str(PROTOCOL),
             },
@@ -200,6 +209,8 @@ class Connection:
                 waited_s = (self._clock.boottime_ns() - began_ns) / 1e9
                 if error.retryable and self._has_moved():
                     continue
+                if isinstance(error, NotAuthenticated) and self._has_another_token():
+                    continue
                 if not error.retryable or waited_s + pause_s > self._patience_s:
                     raise
                 if not waiting and waited_s > 1.0:
@@ -223,6 +234,15 @@ class Connection:
         self._client.base_url = url + API
         return True
 
+    def _has_another_token(self) -> bool:
+        """Take the token that there is by now; return whether it is another one."""
+        token = self._whose()
+        if token == self._token:
+            return False
+        self._token = token
+        self._client.headers["Authorization"] = f"Bearer {token}"
+        return True
+
     def _once(self, method: str, path: str, fine: tuple[int, ...], **request: Any) -> httpx2.Response:
         try:
             response = self._client.request(method, path, **request)
@@ -241,8 +261,8 @@ class Connection:
         )
 
 
-def _always(url: str) -> Callable[[], str]:
-    return lambda: url
+def _always(text: str) -> Callable[[], str]:
+    return lambda: text
 
 
 def _decoded(response: httpx2.Response, answer: type[T]) -> T:

@@ -22,6 +22,7 @@ from serverless_gpu.model.access import Role
 from serverless_gpu.wire.base import Answer, Request
 
 Kind = Literal["user", "service"]
+OnDisabled = Literal["finish", "stop"]
 
 
 class PrincipalView(Answer, frozen=True, kw_only=True):
@@ -51,10 +52,16 @@ class PrincipalRequest(Request, frozen=True, kw_only=True):
 
 
 class PrincipalChange(Request, frozen=True, kw_only=True):
-    """Change a principal; None leaves a thing as it is. Disabling revokes all tokens."""
+    """Change a principal; None leaves a thing as it is. Disabling revokes all tokens.
+
+    Attributes:
+        runs: of somebody who may start none any more: those that go on "finish", or are asked to "stop"; None for what
+            the server was told (`on_owner_disabled`).
+    """
 
     role: Role | None = None
     disabled: bool | None = None
+    runs: OnDisabled | None = None
 
 
 class TeamRequest(Request, frozen=True, kw_only=True):

@@ -19,6 +19,7 @@ from serverless_gpu.client.remote.profile import Profile, write_profile
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.access import Role
 from serverless_gpu.wire.principals import (
+    OnDisabled,
     PrincipalChange,
     PrincipalList,
     PrincipalRequest,
@@ -109,15 +110,20 @@ def add_user(name: str, role: Role, service: bool, teams: tuple[str, ...]) -> No
 @user.command("change")
 @click.argument("name")
 @click.option("--role", type=_ROLES, default=None, help="What they may do from now on.")
-@click.option("--disable/--enable", "disabled", default=None, help="Disabling revokes every token; runs go on.")
-def change_user(name: str, role: Role | None, disabled: bool | None) -> None:
+@click.option("--disable/--enable", "disabled", default=None, help="Disabling revokes every token.")
+@click.option(
+    "--runs",
+    type=click.Choice(get_args(OnDisabled)),
+    default=None,
+    help="Whether the runs of somebody who may start none any more finish, or are stopped; the server's setting.",
+)
+def change_user(name: str, role: Role | None, disabled: bool | None, runs: OnDisabled | None) -> None:
     """Change what somebody may do, or shut them out."""
-    if role is None and disabled is None:
-        raise click.UsageError("say what to change: --role, --disable or --enable")
+    if role is None and disabled is None and runs is None:
+        raise click.UsageError("say what to change: --role, --disable, --enable or --runs")
+    change = PrincipalChange(role=role, disabled=disabled, runs=runs)
     with server() as connection:
-        changed = connection.ask(
-            "PATCH", f"/users/{name}", PrincipalChange(role=role, disabled=disabled), answer=PrincipalView
-        )
+        changed = connection.ask("PATCH", f"/users/{name}", change, answer=PrincipalView)
     click.echo(f"{changed.name} is {changed.role}, {_state(changed)}")
 
 

@@ -31,6 +31,11 @@ _NEEDED = ("fastapi", "uvicorn", "sqlalchemy", "alembic", "cryptography", "httpt
 @click.option("--partition-grace", metavar="DURATION", help="How long a run goes on when its node hears nothing; 15m.")
 @click.option("--retention", metavar="DURATION", help="How long ended runs are kept, with output and results; 30d.")
 @click.option("--logs-gib", type=float, metavar="GIB", help="What the output of all runs may take; 100.")
+@click.option(
+    "--on-owner-disabled",
+    type=click.Choice(["finish", "stop"]),
+    help="Runs of somebody who may start none any more; finish.",
+)
 @click.option("--mlflow/--no-mlflow", default=None, help="Start an MLflow server, too; remote runs are tracked there.")
 @click.option(
     "--mlflow-store", metavar="URL", help="Where MLflow keeps them: postgresql://…; the home's own without it."

@@ -86,6 +86,25 @@ def moved(home: Path, known: Profile) -> Profile:
     return msgspec.structs.replace(known, url=there.url) if there.token == known.token else known
 
 
+def renewed(home: Path, known: Profile, environ: Mapping[str, str]) -> Profile:
+    """Return a server with the token that there is for it by now: somebody has logged in again, as the same principal.
+
+    Another server, or another principal of it, is not taken for that: what waits was asked for by who one was.
+
+    Args:
+        home: the home directory.
+        known: the server as it was.
+        environ: the environment variables to look at.
+    """
+    try:
+        there = find_profile(home, environ)
+    except ServerlessGpuError:  # gone, or somebody is at it
+        return known
+    same_server = there.url.rstrip("/") == known.url.rstrip("/") or (there.embedded and known.embedded)
+    same_one = there.principal == known.principal or not (there.principal and known.principal)
+    return there if same_server and same_one else known
+
+
 def write_profile(home: Path, profile: Profile) -> None:
     """Remember a server, readable for its user only.
 

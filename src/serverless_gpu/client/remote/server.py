@@ -4,8 +4,12 @@ A call waits for a server that is away as long as its patience says, ten minutes
 seconds) says otherwise; whoever waits is told once. Streams have connections of their own (`stream.py`): they may be
 many and long, and closing one must not touch the others.
 
+A token may end while somebody waits: what is waited for goes on, so the wait does, too, as long as for a server that is
+away, until there is another token (`wait_for_token`). Whoever asks for something new is refused at once.
+
 Failure cases: the process forks (the child makes connections of its own); the server was started again on another port
-(its file in the home is read again when it does not answer).
+(its file in the home is read again when it does not answer); the token has ended (its file, or the variable, is read
+again when it is refused).
 """
 
 from __future__ import annotations
@@ -13,12 +17,14 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
+from serverless_gpu.ambient import SystemClock
 from serverless_gpu.client.display import TerminalDisplay
-from serverless_gpu.client.remote.profile import SERVER, Profile, find_profile, moved
-from serverless_gpu.errors import InvalidValue
+from serverless_gpu.client.remote.profile import SERVER, TOKEN, Profile, find_profile, moved, renewed
+from serverless_gpu.errors import InvalidValue, NotAuthenticated
 from serverless_gpu.model.attempt import StopReason
 from serverless_gpu.wire.blobs import DigestList
 from serverless_gpu.wire.connection import Connection
@@ -26,9 +32,11 @@ from serverless_gpu.wire.principals import PrincipalView
 from serverless_gpu.wire.runs import AttemptList, AttemptView, RunRequest, RunView, StopRequest
 from serverless_gpu.wire.state import Version
 
+T = TypeVar("T")
 PATIENCE = "SERVERLESS_GPU_PATIENCE"
 PATIENCE_S = 600.0
 _LOG_PIECE_BYTES = 4 << 20
+_TOKEN_LOOK_S = 0.5  # between two looks for another token
 
 
 class Server:
@@ -37,18 +45,26 @@ class Server:
     Args:
         profile: which, and as whom.
         patience_s: how long it is waited for while it is away.
-        home: whose file may say by now that it is somewhere else; None where no file does.
+        home: whose file may say by now that it is somewhere else, or have another token.
+        environ: what names another server, or another token; None for no variables.
 
     Attributes:
         profile: as it is by now.
     """
 
-    def __init__(self, profile: Profile, patience_s: float, home: Path | None = None) -> None:
+    def __init__(
+        self,
+        profile: Profile,
+        patience_s: float,
+        home: Path | None = None,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
         self.profile = profile
         self._home = home
+        self._environ = environ or {}
         self.patience_s = patience_s
-        self._patient = Connection(self.look_again, profile.token, patience_s=patience_s, announce=_say, ca=profile.ca)
-        self._prompt = Connection(self.look_again, profile.token, ca=profile.ca)
+        self._patient = Connection(self.look_again, self.token, patience_s=patience_s, announce=_say, ca=profile.ca)
+        self._prompt = Connection(self.look_again, self.token, ca=profile.ca)
         self._version: Version | None = None
         self._principal = profile.principal
 
@@ -59,9 +75,67 @@ class Server:
 
     def look_again(self) -> str:
         """Return the server's address as it is by now."""
-        if self._home is not None:
+        if self._home is not None and not self._environ.get(SERVER):
             self.profile = moved(self._home, self.profile)
         return self.profile.url
+
+    def token(self) -> str:
+        """Return the token as it is by now."""
+        if self._home is not None:
+            self.profile = renewed(self._home, self.profile, self._environ)
+        return self.profile.token
+
+    def wait_for_token(
+        self, ended: NotAuthenticated, used: str, *, say: Callable[[str], None], closed: threading.Event
+    ) -> bool:
+        """Wait until there is another token than one that is not good any more, as long as for a server that is away.
+
+        Args:
+            ended: what the server said about it.
+            used: that token.
+            say: is told once that this is waited for.
+            closed: ends the wait.
+
+        Returns:
+            False when the wait was ended.
+
+        Raises:
+            NotAuthenticated: patience is over, or there is no place where another token could come to be.
+        """
+        clock = SystemClock()
+        until_ns = clock.boottime_ns() + round(self.patience_s * 1e9)
+        told = False
+        while self.token() == used:
+            if self._home is None or clock.boottime_ns() >= until_ns:
+                raise ended
+            if not told:
+                told = True
+                say(f"{ended.message}: {self._other_token()}, and this wait goes on; the run does in any case")
+            if closed.wait(min(_TOKEN_LOOK_S, self.patience_s)):
+                return False
+        return True
+
+    def kept(self, ask: Callable[[], T]) -> T:
+        """Return what belongs to something that is waited for: a token that ends in the middle of that is waited for.
+
+        Args:
+            ask: asks this server.
+
+        Raises:
+            NotAuthenticated: patience is over.
+        """
+        while True:
+            used = self.profile.token
+            try:
+                return ask()
+            except NotAuthenticated as error:
+                self.wait_for_token(error, used, say=_say, closed=threading.Event())
+
+    def _other_token(self) -> str:
+        """Return how a person gives us another token."""
+        if self._environ.get(TOKEN):
+            return f"put another one into {TOKEN} of this process"
+        return f"`sgpu login {self.profile.url}` in a terminal stores another one"
 
     def connect(self) -> Connection:
         """Return a connection for one stream, to be closed by whoever asked for it."""
@@ -176,7 +250,7 @@ def server_of(home: Path, environ: Mapping[str, str]) -> Server:
     with _making:
         known = _servers.get((profile, seconds))
         if known is None:
-            known = _servers[profile, seconds] = Server(profile, seconds, None if environ.get(SERVER) else home)
+            known = _servers[profile, seconds] = Server(profile, seconds, home, environ)
         return known
 
 

@@ -8,7 +8,8 @@ asks holds up its stream, and the server keeps what it has to say. A connection 
 touches no other.
 
 Failure cases: the connection breaks, or the server ends it (tried again, said once, until patience is over); the server
-refuses (the reader gets the exception); a proxy cuts streams again and again (each one gets on); the handle is given up
+refuses (the reader gets the exception); the token ends after the run was accepted (said, and the same wait goes on with
+the next one: `Server.wait_for_token`); a proxy cuts streams again and again (each one gets on); the handle is given up
 (the thread ends with the next sign of life, a comment every 10 s).
 """
 
@@ -21,7 +22,7 @@ import select
 import threading
 from collections import deque
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -48,12 +49,13 @@ _BYTES_MAX = 8 << 20
 
 
 class Away(NamedTuple):
-    """The server does not answer; what is said about it."""
+    """The server does not answer, or does not let us in any more; what is said about it."""
 
     sentence: str
 
 
 Heard = StreamMessage | Away
+E = TypeVar("E", bound=ServerProblem)
 
 
 class Cursor:
@@ -218,7 +220,7 @@ class EventStream:
         """Listen until the last message, however often the connection breaks."""
         pause_s, away_ns, told = _PAUSE_S, 0, False
         while not self._closed.is_set():
-            problem = "it ended the stream"
+            problem, token = "it ended the stream", self._server.profile.token
             try:
                 for message in self._messages():
                     away_ns, told = 0, False
@@ -227,6 +229,12 @@ class EventStream:
                     if isinstance(message, SettledMessage):
                         return
             except ServerProblem as error:
+                if isinstance(error, NotAuthenticated) and self._request is None:
+                    if not self._server.wait_for_token(
+                        self._explained(error), token, say=self._say, closed=self._closed
+                    ):
+                        return
+                    continue
                 if not error.retryable:
                     raise self._explained(error) from None
                 problem = error.message
@@ -244,7 +252,10 @@ class EventStream:
             self._closed.wait(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, _PAUSE_S_MAX)
 
-    def _explained(self, error: ServerProblem) -> ServerProblem:
+    def _say(self, sentence: str) -> None:
+        self._put(Away(sentence))
+
+    def _explained(self, error: E) -> E:
         """Return a refusal, with what has become of the run where the server has taken it."""
         if self._request is None and isinstance(error, NotAuthenticated | NotAllowed):
             still = f"run {self._run_id} goes on: `sgpu cancel {self._run_id}` with a token that may stops it"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import functools
 from collections import deque
 from pathlib import Path
 
@@ -156,8 +157,9 @@ class Watched(Source):
 
     def bring_result(self, rank: int) -> None:
         """Fetch what a rank returned, unless it must not be loaded here."""
-        if self._copies is not None and not self._untrusted:
-            self._copies.bring(f"{_RESULT}{rank}.pkl")
+        copies = self._copies
+        if copies is not None and not self._untrusted:
+            self._server.kept(lambda: copies.bring(f"{_RESULT}{rank}.pkl"))
 
     def read_log(self, rank: int, stream: str) -> bytes:
         """Fetch what a rank has written so far."""
@@ -251,14 +253,14 @@ class Watched(Source):
 
     def _take_end(self, message: EndedMessage) -> None:
         self._turn_to(message.fence, "")
-        self._copies = Copies(self._server, self.run_id, self._fence, self.directory, message.files)
-        names = self._copies.names()
+        self._copies = copies = Copies(self._server, self.run_id, self._fence, self.directory, message.files)
+        names = copies.names()
         for name in names:
             if not name.startswith(_RESULT) and not (self._untrusted and name.endswith(".pkl")):
-                self._copies.bring(name)
+                self._server.kept(functools.partial(copies.bring, name))
         if self.world_size is None:
             results = [name for name in names if name.startswith(_RESULT)]
-            self.world_size = len(results) or _ranks(self._server.run(self.run_id))
+            self.world_size = len(results) or _ranks(self._server.kept(lambda: self._server.run(self.run_id)))
         self._stopped = _stopped(message)
         write_whole(self.directory / "stopped.json", msgspec.json.encode(self._stopped))
         self._pending.append(self._stopped)

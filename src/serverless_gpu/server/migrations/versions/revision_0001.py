@@ -28,6 +28,7 @@ def _people() -> None:
         sa.Column("role", sa.String(length=16), nullable=False),
         sa.Column("created_ns", sa.BigInteger(), nullable=False),
         sa.Column("disabled_ns", sa.BigInteger(), nullable=True),
+        sa.Column("runs", sa.String(length=8), nullable=True),
         sa.PrimaryKeyConstraint("name", name=op.f("pk_principals")),
     )
     op.create_table(

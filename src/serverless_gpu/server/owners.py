@@ -1,0 +1,120 @@
+"""Owners who may start no runs any more: disabled, or left with a role that cannot.
+
+    shut out ─▶ no new submits (the gate), streams end within seconds (their token is asked about again and again)
+             ├─ what waits stays in the queue, beside the line, and says so; it goes on when they are let in again
+             ├─ finish   what runs ends by itself; a further attempt of it waits
+             └─ stop     what runs and what waits is asked to stop, some hundred runs with each look
+
+What is to become of their runs is decided with the change, and written with it: a server that is started with another
+setting, or killed in the middle, goes on with what was decided then.
+"""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+
+from serverless_gpu.errors import AlreadyFinished, InvalidValue, StaleAttempt
+from serverless_gpu.model.access import ROLES, Reach, reach
+from serverless_gpu.model.attempt import TERMINAL, State, StopReason
+from serverless_gpu.server import audit, stopping
+from serverless_gpu.server.services import Services
+from serverless_gpu.server.tables import principals, runs
+from serverless_gpu.server.transitions import Told
+from serverless_gpu.wire.principals import OnDisabled, PrincipalView
+
+AT_ONCE = 200
+_WITHOUT = tuple(role for role in ROLES if reach(role, "runs", write=True) is Reach.NONE)
+_SHUT_OUT = sa.or_(principals.c.disabled_ns.is_not(None), principals.c.role.in_(_WITHOUT))
+_GOES_ON = tuple(state.value for state in State if state not in TERMINAL)
+
+
+def may_start(principal: PrincipalView) -> bool:
+    """Return whether somebody may start runs."""
+    return not principal.disabled and principal.role not in _WITHOUT
+
+
+def shut_out(connection: sa.Connection, name: str | None = None) -> frozenset[str]:
+    """Return who may start no runs, of all or of one.
+
+    Args:
+        connection: reading is enough.
+        name: of the only one who is asked about, or None.
+    """
+    query = sa.select(principals.c.name).where(_SHUT_OUT)
+    return frozenset(connection.scalars(query if name is None else query.where(principals.c.name == name)))
+
+
+def decide(
+    connection: sa.Connection,
+    before: PrincipalView,
+    after: PrincipalView,
+    *,
+    wanted: OnDisabled | None,
+    otherwise: OnDisabled,
+) -> str:
+    """Write what is to become of the runs of somebody who was changed.
+
+    Args:
+        connection: of the change.
+        before: as they were.
+        after: as they are.
+        wanted: what was asked for, or None.
+        otherwise: what holds without that.
+
+    Returns:
+        What was decided now, or "".
+
+    Raises:
+        InvalidValue: it was asked for, and they may start runs.
+    """
+    if may_start(after):
+        if wanted is not None:
+            raise InvalidValue(
+                f"{after.name} may start runs, so theirs go on", hint="disable them, or give them another role"
+            )
+        _write(connection, after.name, None)
+        return ""
+    policy = wanted or (otherwise if may_start(before) else None)
+    if policy is not None:
+        _write(connection, after.name, policy)
+    return policy or ""
+
+
+def stop_some(services: Services) -> int:
+    """Ask some runs to stop whose owners were shut out, where that was decided; return how many were found."""
+    found = services.database.read(_to_stop)
+    for run_id, owner in found:
+        told = _stop(services, run_id, owner)
+        if told is not None:
+            told.announce(services.hub)
+    return len(found)
+
+
+def _stop(services: Services, run_id: str, owner: str) -> Told | None:
+    at_ns, because = services.clock.wall_ns(), f"{owner} may start no runs any more"
+
+    def work(connection: sa.Connection) -> Told | None:
+        if owner not in shut_out(connection, owner):
+            return None  # let in again meanwhile
+        return stopping.ask(connection, run_id, who=audit.SERVER, why=StopReason.CANCEL, at_ns=at_ns, because=because)
+
+    try:
+        return services.database.write(work)
+    except (AlreadyFinished, StaleAttempt):
+        return None
+
+
+def _to_stop(connection: sa.Connection) -> list[tuple[str, str]]:
+    query = (
+        sa.select(runs.c.id, runs.c.owner)
+        .select_from(runs.join(principals, principals.c.name == runs.c.owner))
+        .where(principals.c.runs == "stop", _SHUT_OUT, runs.c.state.in_(_GOES_ON))
+        .where(sa.or_(runs.c.stop.is_(None), runs.c.stop != StopReason.CANCEL.value))
+        .order_by(runs.c.id)
+        .limit(AT_ONCE)
+    )
+    return [(row.id, row.owner) for row in connection.execute(query)]
+
+
+def _write(connection: sa.Connection, name: str, policy: OnDisabled | None) -> None:
+    connection.execute(sa.update(principals).where(principals.c.name == name).values(runs=policy))
