@@ -10,10 +10,12 @@ import pytest
 
 from serverless_gpu.errors import NotAuthenticated
 from serverless_gpu.model.attempt import Reason, State, StopReason
+from serverless_gpu.model.queueing import Placement
 from serverless_gpu.server import audit, owners
 from serverless_gpu.server.agents import Agents
 from serverless_gpu.server.api import routing
 from serverless_gpu.server.database import Database
+from serverless_gpu.server.nodes import StoredNode
 from serverless_gpu.server.reconciler import Reconciler
 from serverless_gpu.server.scheduler import Scheduler
 from serverless_gpu.server.services import Services
@@ -115,9 +117,9 @@ def test_F68_a_placement_and_a_ban_at_the_same_moment_see_each_other(
     scheduler = Scheduler(services)
     place = scheduler._place
 
-    def banned_first(*arguments: object) -> None:
+    def banned_first(placement: Placement, node: StoredNode) -> None:
         shut_out(api)
-        place(*arguments)  # type: ignore[arg-type]
+        place(placement, node)
 
     monkeypatch.setattr(scheduler, "_place", banned_first)
     scheduler.tick(services.clock.boottime_ns())
