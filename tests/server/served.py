@@ -46,6 +46,15 @@ class Served:
         self._connections.append(made)
         return made
 
+    @property
+    def outside_port(self) -> int:
+        """Return the port under which others reach it."""
+        return self._running.port
+
+    def renew(self) -> None:
+        """Have it read its certificate again, and wait until it has."""
+        self._running.renew().wait(STARTED_S)
+
     def stop(self) -> None:
         """Have it stop; it has when the `with` is left."""
         self._running.stop()

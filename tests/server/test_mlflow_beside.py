@@ -124,7 +124,7 @@ def test_a_server_of_before_is_replaced_by_one_of_this_interpreter(
 def test_other_machines_are_told_of_a_proxy_and_mlflow_takes_its_name(
     home: Path, place: Place, mlflow: PretendedMlflow
 ) -> None:
-    options = {"mlflow": True, "host": "0.0.0.0", "plain_http": True, "hosts": ("gpu.internal",)}
+    options = {"mlflow": True, "host": "0.0.0.0", "behind_proxy": ("10.0.0.1",), "hosts": ("gpu.internal",)}
     with (
         pytest.raises(InvalidValue, match=r"could not reach MLflow's") as raised,
         mlflow_beside(read_settings(home, options)),

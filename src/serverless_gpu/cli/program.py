@@ -34,6 +34,7 @@ from serverless_gpu.cli.results import result
 from serverless_gpu.cli.runs import cancel, runs, show
 from serverless_gpu.cli.server.audit import audit
 from serverless_gpu.cli.server.machines import node, nodes, pool, pools
+from serverless_gpu.cli.server.operating import server_group
 from serverless_gpu.cli.server.people import login, team, user, whoami
 from serverless_gpu.cli.server.submitting import submit
 from serverless_gpu.cli.server.tokens import token
@@ -67,7 +68,7 @@ for _command in (
     stop,
 ):
     sgpu.add_command(_command)
-for _command in (audit, login, node, nodes, pool, pools, submit, team, token, top, up, user, whoami):
+for _command in (audit, login, node, nodes, pool, pools, server_group, submit, team, token, top, up, user, whoami):
     sgpu.add_command(_command)
 
 

@@ -2,6 +2,8 @@
 
     lock     server/lock, held as long as the process lives: a second server of the home is told of the first
     port     as asked for; else the one of last time (server/port), else 7878, else any free one, which is remembered
+    beside   a second socket on loopback, without TLS, where the first is not one of loopback in the clear: this
+             machine's own node and clients use that, so nothing of theirs depends on a name or a certificate
     protocol uvicorn's, with bounds on what it lacks bounds for: headers that never end, connections that say nothing
 
 The port is remembered, so that clients of before find the server again after it was started again. Only where nobody
@@ -17,8 +19,9 @@ import ipaddress
 import os
 import socket
 from asyncio import TimerHandle, Transport
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -57,48 +60,72 @@ def only_one(directory: Path) -> Iterator[None]:
         os.close(fd)
 
 
-def bound(settings: Settings) -> socket.socket:
-    """Return the socket a server listens on, bound and not listening yet.
+class Listening(NamedTuple):
+    """What a server listens on.
+
+    Attributes:
+        main: what others reach.
+        beside: on loopback in the clear, for this machine; None where `main` is that.
+    """
+
+    main: socket.socket
+    beside: socket.socket | None
+
+    def close(self) -> None:
+        """Close both."""
+        self.main.close()
+        if self.beside is not None:
+            self.beside.close()
+
+
+def bound(settings: Settings) -> Listening:
+    """Return the sockets a server listens on, bound.
 
     Raises:
         ServerProblem: the port that was asked for is taken.
         InvalidValue: there is no such address here, or tokens would cross a network in the clear.
     """
-    if not settings.plain_http and not _is_loopback(settings.host):
+    is_safe = bool(settings.tls_cert or settings.behind_proxy)
+    if not is_safe and not _is_loopback(settings.host):
         raise InvalidValue(
             f"listening on {settings.host} would send tokens across the network as they are",
-            hint="listen on loopback behind a proxy that speaks TLS, and give its name with --allow-host; "
-            "where that proxy is on another machine, add --plain-http",
+            hint="give a certificate with --tls-cert and --tls-key; or listen on loopback behind a proxy that speaks "
+            "TLS, with its name in --allow-host; or say where that proxy is: --behind-proxy ADDRESS",
         )
-    remembered = settings.directory / "port"
     if settings.port is not None:
-        return _bound(settings.host, settings.port)
-    for port in (_read_port(remembered), PORT, 0):
-        if port is None:
-            continue
-        try:
-            found = _bound(settings.host, port)
-        except ServerProblem:
-            continue
-        remembered.write_text(f"{found.getsockname()[1]}\n", encoding="ascii")
-        return found
-    raise ServerProblem(f"no port is free on {settings.host}")
+        main = _bound(settings.host, settings.port)
+    else:
+        main = _remembered(settings.host, settings.directory / "port", PORT)
+    if not settings.tls_cert and (_is_loopback(settings.host) or _is_unspecified(settings.host)):
+        return Listening(main, None)
+    try:
+        return Listening(main, _remembered("127.0.0.1", settings.directory / "port.here", PORT + 1))
+    except ServerProblem:
+        main.close()
+        raise
 
 
-def url_of(settings: Settings, listening: socket.socket) -> str:
-    """Return the address under which this machine reaches the server."""
+def url_of(settings: Settings, listening: Listening) -> str:
+    """Return the address under which this machine reaches the server: on loopback, in the clear."""
+    if listening.beside is not None:
+        return f"http://127.0.0.1:{listening.beside.getsockname()[1]}"
     host = settings.host
     with contextlib.suppress(ValueError):
         address = ipaddress.ip_address(host)
         if address.is_unspecified:
             host = "127.0.0.1" if address.version == 4 else "::1"
-    return f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
+    return f"http://{f'[{host}]' if ':' in host else host}:{listening.main.getsockname()[1]}"
 
 
-def names(settings: Settings) -> tuple[str, ...]:
-    """Return the names, beside those of loopback, under which the server may be reached."""
+def names(settings: Settings, certified: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return the names, beside those of loopback, under which the server may be reached.
+
+    Args:
+        settings: what it was told.
+        certified: names in its certificate.
+    """
     own = () if _is_unspecified(settings.host) else (settings.host,)
-    return tuple(f"[{name}]" if ":" in name else name for name in (*own, *settings.hosts))
+    return tuple(f"[{name}]" if ":" in name else name for name in (*own, *settings.hosts, *certified))
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -144,6 +171,20 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _said_nothing(self) -> None:
         self.transport.close()
+
+
+def _remembered(host: str, file: Path, first: int) -> socket.socket:
+    """Return a socket on the port of last time, else on the first choice, else on any; which is remembered."""
+    for port in (_read_port(file), first, 0):
+        if port is None:
+            continue
+        try:
+            found = _bound(host, port)
+        except ServerProblem:
+            continue
+        file.write_text(f"{found.getsockname()[1]}\n", encoding="ascii")
+        return found
+    raise ServerProblem(f"no port is free on {host}")
 
 
 def _bound(host: str, port: int) -> socket.socket:

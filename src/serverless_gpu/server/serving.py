@@ -1,66 +1,139 @@
 """The server's process, from nothing to a socket that answers, and back.
 
     lock ─▶ socket (clients wait from here on) ─▶ database, migrate ─▶ first start ─▶ services ─▶ loops ─▶ ready
-    SIGTERM, SIGINT ─▶ no new connections ─▶ streams end, requests finish (≤ 5 s) ─▶ loops ─▶ engine ─▶ database
+    SIGTERM, SIGINT ─▶ new requests: 503 ─▶ streams end, requests finish (≤ 30 s) ─▶ loops ─▶ engine ─▶ database
+    SIGHUP ─▶ the certificate is read again; open connections keep theirs
 
 Nothing is in memory that is not somewhere else, too, so a server that was killed starts like one that was stopped:
 clients and nodes come again, and the loops look at what is written down. A second signal does not wait for requests.
 
 Failure cases: another server of this home runs (it is named); the port is taken (it is named, when it was asked for);
 the database does not answer or is of a newer version (said, and nothing was started); it is
-another server's (`claim.py`), at the start or later.
+another server's (`claim.py`), at the start or later; requests that do not finish when it is to stop (cut off).
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
-import math
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 
 import uvicorn
-from starlette.types import ASGIApp
 
 from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.errors import ServerProblem
-from serverless_gpu.server import logfile
+from serverless_gpu.server import logfile, systemd, tls
 from serverless_gpu.server.app import guarded
 from serverless_gpu.server.assembly import assembled
+from serverless_gpu.server.door import Door
 from serverless_gpu.server.gate import LOOPBACK
 from serverless_gpu.server.hub import Hub
-from serverless_gpu.server.listening import BACKLOG, BoundedProtocol, bound, names, only_one, url_of
+from serverless_gpu.server.listening import BACKLOG, BoundedProtocol, Listening, bound, names, only_one, url_of
 from serverless_gpu.server.settings import Settings
+from serverless_gpu.server.tls import Certificate
 
 KEEP_ALIVE_S = 75
+CUT_OFF_S = 2
+"""How long requests have to notice that they are cut off."""
+_LOOK_S = 0.02
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _logger = logging.getLogger(__name__)
 
 
 class Running(uvicorn.Server):
-    """A server that answers; `stop` may be called from any thread."""
+    """A server that answers; `stop` may be called from any thread.
 
-    def __init__(self, config: uvicorn.Config, hub: Hub, ready: Callable[[], None]) -> None:
+    Args:
+        config: uvicorn's; its application is the `Door`.
+        listening: its sockets.
+        hub: closed when the server is to stop, which ends streams.
+        stopping_s: how long requests may go on then.
+        certificate: with which others are answered; None for plain HTTP.
+        ready: called once it answers.
+    """
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        listening: Listening,
+        *,
+        hub: Hub,
+        stopping_s: float,
+        certificate: Certificate | None,
+        ready: Callable[[], None],
+    ) -> None:
         super().__init__(config)
+        self._listening = listening
+        assert isinstance(config.app, Door)
+        self._door = config.app
         self._hub = hub
+        self._stopping_s = stopping_s
+        self._certificate = certificate
         self._ready = ready
+        self._renew = threading.Event()
+        self._renewed = threading.Event()
+        self._systemd = systemd.taken_from(os.environ)
 
     def stop(self) -> None:
-        """End in order, within some seconds; a second call does not wait for requests that go on."""
+        """End in order: at once, when no request goes on; a second call does not wait for those that do."""
         self.force_exit = self.should_exit
         self.should_exit = True
+
+    @property
+    def port(self) -> int:
+        """Return the port under which others reach it."""
+        return int(self._listening.main.getsockname()[1])
+
+    def renew(self) -> threading.Event:
+        """Read the certificate again; return what is set once that has been done."""
+        self._renewed.clear()
+        self._renew.set()
+        return self._renewed
+
+    def serve_until_stopped(self) -> None:
+        """Answer until told to stop."""
+        self.config.load()
+        if self._certificate is not None:
+            self.config.ssl = self._certificate.context
+        self.run([self._listening.main])
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to answer, and say so."""
         await super().startup(sockets)
+        if self._listening.beside is not None:
+            made = await asyncio.get_running_loop().create_server(
+                self._protocol, sock=self._listening.beside, backlog=self.config.backlog
+            )
+            self.servers.append(made)
         self._ready()
+        systemd.notify(self._systemd, "READY=1")
+
+    async def on_tick(self, counter: int) -> bool:
+        """Do what is asked for from outside of the loop; return whether it is to stop."""
+        if self._renew.is_set() and self._certificate is not None:
+            self._renew.clear()
+            await asyncio.to_thread(self._certificate.renew)
+            self._renewed.set()
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End the streams, which would go on for ever, then everything else."""
+        """End the streams, which would go on for ever, wait for requests, and take no others; then everything else."""
+        systemd.notify(self._systemd, "STOPPING=1")
+        _logger.info("stopping; requests that go on: %d", self._door.busy)
         self._hub.close()
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._stopping_s
+        while self._door.busy and not self.force_exit and loop.time() < deadline:
+            await asyncio.sleep(_LOOK_S)
+        if self._door.busy:
+            _logger.warning("requests that did not finish in time and are cut off: %d", self._door.busy)
+        self.config.timeout_graceful_shutdown = CUT_OFF_S
         await super().shutdown(sockets)
 
     @contextlib.contextmanager
@@ -70,11 +143,16 @@ class Running(uvicorn.Server):
             yield
             return
         before = {number: signal.signal(number, lambda _number, _frame: self.stop()) for number in _SIGNALS}
+        if self._certificate is not None and not sys.stdin.isatty():  # that of a terminal means that it is gone
+            before[signal.SIGHUP] = signal.signal(signal.SIGHUP, lambda _number, _frame: self._renew.set())
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    def _protocol(self) -> asyncio.Protocol:
+        return BoundedProtocol(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
 
 
 def serve(
@@ -95,25 +173,41 @@ def serve(
             newer version.
         ServerUnavailable: the database does not answer.
     """
+    clock = clock or SystemClock()
     with only_one(settings.directory), _logged(settings), contextlib.closing(bound(settings)) as listening:
         url = url_of(settings, listening)
         _logger.info("process %d starts on %s", os.getpid(), url)
-        with assembled(settings, url=url, clock=clock or SystemClock()) as assembly:
+        certificate = _certificate(settings, clock)
+        with assembled(settings, url=url, clock=clock) as assembly:
             app = guarded(
                 assembly.services,
-                hosts=(*LOOPBACK, *names(settings)),
+                hosts=(*LOOPBACK, *names(settings, certificate.in_use.names if certificate else ())),
                 authenticate=assembly.admission.authenticate,
                 reach=assembly.admission.reach,
             )
-            running = Running(_configuration(settings, app), assembly.services.hub, ready=lambda: ready(url, running))
+            running = Running(
+                _configuration(Door(app, hub=assembly.services.hub, proxies=settings.behind_proxy)),
+                listening,
+                hub=assembly.services.hub,
+                stopping_s=settings.stopping_s,
+                certificate=certificate,
+                ready=lambda: ready(url, running),
+            )
             assembly.claim.on_gone = running.stop
-            running.run([listening])
+            running.serve_until_stopped()
             if assembly.claim.is_gone:
                 raise ServerProblem("another server has taken the database over", hint="a database has one server")
         _logger.info("process %d has stopped", os.getpid())
 
 
-def _configuration(settings: Settings, app: ASGIApp) -> uvicorn.Config:
+def _certificate(settings: Settings, clock: Clock) -> Certificate | None:
+    if not settings.tls_cert:
+        (settings.directory / tls.FILE).unlink(missing_ok=True)
+        return None
+    return Certificate(settings.tls_cert, settings.tls_key, directory=settings.directory, clock=clock)
+
+
+def _configuration(app: Door) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=BoundedProtocol,
@@ -125,7 +219,6 @@ def _configuration(settings: Settings, app: ASGIApp) -> uvicorn.Config:
         server_header=False,
         backlog=BACKLOG,
         timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=math.ceil(settings.stopping_s),
     )
 
 

@@ -1,10 +1,13 @@
-"""What a server was told: options of `sgpu up`, over `server.toml` in its home, over what holds without both.
+"""What a server was told: options of `sgpu up`, over variables, over `server.toml` in its home, over what holds else.
+
+    sgpu up --partition-grace 1h    >    SGPU_PARTITION_GRACE=1h    >    server.toml    >    what holds without
 
     # $SERVERLESS_GPU_HOME/server.toml; each key is an option of `sgpu up`, with "_" for "-"
     database = "postgresql://sgpu@db.internal/sgpu"
     store = "s3://bucket/environments"
     host = "10.0.0.5"
-    plain_http = true
+    tls_cert = "/etc/ssl/gpu.internal.pem"
+    tls_key = "/etc/ssl/gpu.internal.key"
     hosts = ["gpu.internal"]
     partition_grace = "15m"
     retention = "30d"
@@ -12,12 +15,17 @@
 Files of the server lie in `$SERVERLESS_GPU_HOME/server/`:
 
     server.db  key  token  node.token  port  server.log  logs/<run>/<fence>/<rank>.<stream>  store/  blobs/
+
+`_Options` is the one table: a field there is a key of the file, a variable and an option. Whatever is wrong with one is
+said with the place where it was said. A variable that is there and empty says nothing.
 """
 
 from __future__ import annotations
 
+import ipaddress
+import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -34,7 +42,14 @@ DAY_S = 86_400.0
 RETENTION_MIN_S = 3_600.0
 """Nobody who still asks for a run that ended is told that there was none."""
 RETENTION_MAX_S = 3_650 * DAY_S
+STOP_WITHIN_MAX_S = 600.0
+VARIABLES = "SGPU_"
+"""What names of variables begin with; the rest is the setting's name in capital letters."""
 _FILE = "server.toml"
+_DEFAULT = "default"
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+# What an address may carry that is nobody's business.
+_SECRET = re.compile(r"(?<=://)([^/@:]*):[^/@]*@|\b(\w*(?:password|secret|token|sig)\w*)=[^&\s]+", re.IGNORECASE)
 
 
 class _Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -45,8 +60,11 @@ class _Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     host: Annotated[str, msgspec.Meta(min_length=1, max_length=255)] = "127.0.0.1"
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] | None = None
     hosts: tuple[Annotated[str, msgspec.Meta(min_length=1, max_length=255)], ...] = ()
-    plain_http: bool = False
+    tls_cert: str = ""
+    tls_key: str = ""
+    behind_proxy: tuple[Annotated[str, msgspec.Meta(min_length=1, max_length=64)], ...] = ()
     node: bool = True
+    stop_within: str = "30s"
     partition_grace: str = "15m"
     retention: str = "30d"
     logs_gib: Annotated[float, msgspec.Meta(gt=0)] = 100.0
@@ -68,7 +86,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         host: address it listens on.
         port: it listens on; 0 for any that is free; None for 7878, or a free one when somebody else has that.
         hosts: further names it answers to.
-        plain_http: whether it may listen beyond loopback although it speaks no TLS, because something in front does.
+        tls_cert: file with the server's certificate and those between it and its issuer; "" for plain HTTP.
+        tls_key: file with its key.
+        behind_proxy: addresses or networks of proxies that speak TLS for this server; what they say of who asks is
+            believed, and beyond loopback nobody else is answered.
         node: whether the machine it is on is a node, too.
         partition_grace_s: how long an attempt goes on without an answer of the server.
         partition_margin_s: how much longer the server waits before it believes that.
@@ -84,7 +105,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         mlflow: whether an MLflow server runs beside this one.
         mlflow_store: url or path of its store; "" for the home's own.
         mlflow_url: where clients and nodes find it; "" for its address on loopback.
-        stopping_s: how long requests may go on when the server is to stop.
+        stopping_s: how long requests may go on when the server is to stop; no others are taken meanwhile.
     """
 
     home: Path
@@ -93,7 +114,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: int | None = None
     hosts: tuple[str, ...] = ()
-    plain_http: bool = False
+    tls_cert: str = ""
+    tls_key: str = ""
+    behind_proxy: tuple[str, ...] = ()
     node: bool = True
     partition_grace_s: float = 900.0
     partition_margin_s: float = 60.0
@@ -109,7 +132,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     mlflow: bool = False
     mlflow_store: str = ""
     mlflow_url: str = ""
-    stopping_s: float = 5.0
+    stopping_s: float = 30.0
 
     @property
     def directory(self) -> Path:
@@ -122,20 +145,37 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         return self.store or str(self.directory / "store")
 
 
-def read_settings(home: Path, options: Mapping[str, object] | None = None) -> Settings:
+class Said(msgspec.Struct, frozen=True, kw_only=True):
+    """One setting as it holds, for people.
+
+    Attributes:
+        name: as in `server.toml`.
+        value: as it would be written there; passwords in addresses are not shown.
+        origin: where that was said: an option, a variable, the file, or "default".
+    """
+
+    name: str
+    value: object
+    origin: str
+
+
+def read_settings(
+    home: Path, options: Mapping[str, object] | None = None, *, environ: Mapping[str, str] | None = None
+) -> Settings:
     """Return the settings of a server.
 
     Args:
         home: the home directory; `server.toml` in it is read when it is there.
         options: what was said on the command line, by the names of `server.toml`; None for what was not said.
+        environ: the environment variables to look at; none without it.
 
     Raises:
         InvalidOption: there is no such setting, or a value is of the wrong type.
-        InvalidValue: the file cannot be read, or a value is not possible; the message names the file or option.
+        InvalidValue: the file cannot be read, or a value is not possible; the message names where it was said.
     """
-    said = _convert(_read(home / _FILE), str(home / _FILE))
-    given = {name: value for name, value in (options or {}).items() if value is not None}
-    merged = msgspec.structs.replace(said, **_named(_convert(given, "option"), given))
+    merged, origins = _merged(home, options or {}, environ or {})
+    checked = _Checked(origins)
+    grace_s, retention_s = checked.grace_s(merged), checked.retention_s(merged)
     return Settings(
         home=home,
         database=merged.database or f"sqlite:///{home / 'server' / 'server.db'}",
@@ -143,20 +183,58 @@ def read_settings(home: Path, options: Mapping[str, object] | None = None) -> Se
         host=merged.host,
         port=merged.port,
         hosts=merged.hosts,
-        plain_http=merged.plain_http,
+        tls_cert=checked.tls(merged),
+        tls_key=_path(merged.tls_key),
+        behind_proxy=checked.proxies(merged),
         node=merged.node,
-        partition_grace_s=_duration(
-            "partition_grace", merged.partition_grace, least_s=PARTITION_GRACE_MIN_S, most_s=DAY_S
-        ),
-        retention_s=_duration("retention", merged.retention, least_s=RETENTION_MIN_S, most_s=RETENTION_MAX_S),
+        partition_grace_s=grace_s,
+        retention_s=retention_s,
         logs_bytes_max=round(merged.logs_gib * 2**30),
         runs_waiting_max=merged.runs_waiting,
         on_owner_disabled=merged.on_owner_disabled,
         key_lost=merged.key_lost,
         mlflow=merged.mlflow,
         mlflow_store=_store(merged.mlflow_store),
-        mlflow_url=_mlflow_url(merged.mlflow_url),
+        mlflow_url=checked.mlflow_url(merged),
+        stopping_s=checked.stop_within_s(merged),
     )
+
+
+def effective(
+    home: Path, options: Mapping[str, object] | None = None, *, environ: Mapping[str, str] | None = None
+) -> list[Said]:
+    """Return every setting as it holds, with where it was said; as `read_settings`, which has to succeed first."""
+    merged, origins = _merged(home, options or {}, environ or {})
+    return [
+        Said(name=name, value=_shown(getattr(merged, name)), origin=origins.get(name, _DEFAULT))
+        for name in _Options.__struct_fields__
+    ]
+
+
+def option_of(name: str) -> str:
+    """Return the option of `sgpu up` that says a setting."""
+    return "--allow-host" if name == "hosts" else f"--{name.replace('_', '-')}"
+
+
+def _merged(
+    home: Path, options: Mapping[str, object], environ: Mapping[str, str]
+) -> tuple[_Options, Mapping[str, str]]:
+    """Return what holds, and where that was said."""
+    path = home / _FILE
+    variables = {f"{VARIABLES}{name.upper()}": name for name in _Options.__struct_fields__}
+    merged, origins = _Options(), {}
+
+    def say(given: Mapping[str, object], origin: Callable[[str], str]) -> None:
+        nonlocal merged
+        for name, value in given.items():
+            merged = msgspec.structs.replace(merged, **{name: _converted(name, value, origin(name))})
+            origins[name] = origin(name)
+
+    say(_read(path), lambda _name: str(path))
+    spoken = {name: _spoken(name, environ[key], key) for key, name in variables.items() if environ.get(key)}
+    say(spoken, lambda name: f"{VARIABLES}{name.upper()}")
+    say({name: value for name, value in options.items() if value is not None}, option_of)
+    return merged, origins
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -169,37 +247,108 @@ def _read(path: Path) -> dict[str, Any]:
         raise InvalidValue(f"{path} cannot be read: {error}") from error
 
 
-def _convert(given: Mapping[str, object], place: str) -> _Options:
-    unknown = sorted(set(given) - set(_Options.__struct_fields__))
-    if unknown:
+def _converted(name: str, value: object, origin: str) -> object:
+    if name not in _Options.__struct_fields__:
         known = ", ".join(_Options.__struct_fields__)
-        raise InvalidOption(f"{place}: there is no setting {unknown[0]!r}", hint=f"settings: {known}")
+        raise InvalidOption(f"{origin}: there is no setting {name!r}", hint=f"settings: {known}")
     try:
-        return msgspec.convert(given, _Options)
+        return getattr(msgspec.convert({name: value}, _Options), name)
     except msgspec.ValidationError as error:
-        raise InvalidOption(f"{place}: {error}") from error
+        raise InvalidOption(f"{origin}: {error}") from error
 
 
-def _named(options: _Options, names: Mapping[str, object]) -> dict[str, object]:
-    return {name: getattr(options, name) for name in names}
+def _spoken(name: str, text: str, variable: str) -> object:
+    """Return what a variable says, as the file would say it."""
+    kind = _KINDS[name]
+    if kind is bool:
+        if text.lower() not in (*_TRUE, *_FALSE):
+            raise InvalidOption(f"{variable}: {text!r} is neither {_TRUE[1]} nor {_FALSE[1]}")
+        return text.lower() in _TRUE
+    if kind is tuple:
+        return [item.strip() for item in text.split(",") if item.strip()]
+    try:
+        return kind(text)
+    except ValueError:
+        return text  # which is said to be of the wrong type
+
+
+_KINDS: Mapping[str, Callable[[str], object]] = {
+    **dict.fromkeys(_Options.__struct_fields__, str),
+    **dict.fromkeys(("hosts", "behind_proxy"), tuple),
+    **dict.fromkeys(("node", "key_lost", "mlflow"), bool),
+    **dict.fromkeys(("port", "runs_waiting"), int),
+    "logs_gib": float,
+}
+
+
+def _shown(value: object) -> object:
+    if isinstance(value, tuple):
+        return [_shown(item) for item in value]
+    if isinstance(value, str):
+        return _SECRET.sub(lambda found: f"{found[2]}=***" if found[2] else f"{found[1]}:***@", value)
+    return value
+
+
+class _Checked:
+    """What settings mean, or where what cannot be was said."""
+
+    def __init__(self, origins: Mapping[str, str]) -> None:
+        self._origins = origins
+
+    def grace_s(self, said: _Options) -> float:
+        return self._duration("partition_grace", said.partition_grace, PARTITION_GRACE_MIN_S, DAY_S)
+
+    def retention_s(self, said: _Options) -> float:
+        return self._duration("retention", said.retention, RETENTION_MIN_S, RETENTION_MAX_S)
+
+    def stop_within_s(self, said: _Options) -> float:
+        return self._duration("stop_within", said.stop_within, 0.0, STOP_WITHIN_MAX_S)
+
+    def tls(self, said: _Options) -> str:
+        if bool(said.tls_cert) != bool(said.tls_key):
+            there, lacks = ("tls_cert", "tls_key") if said.tls_cert else ("tls_key", "tls_cert")
+            raise self._impossible(there, f"{there} comes without {lacks}", hint="TLS needs both files")
+        if said.tls_cert and said.behind_proxy:
+            hint = "the proxy speaks TLS, or this server does"
+            raise self._impossible("behind_proxy", "behind_proxy comes with tls_cert", hint=hint)
+        return _path(said.tls_cert)
+
+    def proxies(self, said: _Options) -> tuple[str, ...]:
+        for text in said.behind_proxy:
+            try:
+                network = ipaddress.ip_network(text)
+            except ValueError as error:
+                hint = "addresses or networks: 10.0.0.9, 10.0.0.0/24"
+                raise self._impossible("behind_proxy", f"behind_proxy: {error}", hint=hint) from None
+            if network.prefixlen == 0:
+                raise self._impossible("behind_proxy", f"behind_proxy is {text}, which is everybody", hint="name it")
+        return said.behind_proxy
+
+    def mlflow_url(self, said: _Options) -> str:
+        text = said.mlflow_url
+        parts = urlsplit(text)
+        if text and (parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None):
+            raise self._impossible(
+                "mlflow_url", f"mlflow_url is {text!r}", hint="it is like https://mlflow.example.com"
+            )
+        return text.rstrip("/")
+
+    def _duration(self, name: str, text: str, least_s: float, most_s: float) -> float:
+        try:
+            seconds = float(parse_duration_s(text))
+        except ValueError as error:
+            raise self._impossible(name, f"{name}: {error}") from error
+        if not least_s <= seconds <= most_s:
+            raise self._impossible(name, f"{name} is {text}", hint=f"it can be {least_s:.0f} s to {most_s:.0f} s")
+        return seconds
+
+    def _impossible(self, name: str, message: str, *, hint: str = "") -> InvalidValue:
+        return InvalidValue(f"{self._origins.get(name, _DEFAULT)}: {message}", hint=hint)
 
 
 def _store(text: str) -> str:
     return str(Path(text).absolute()) if text and ":" not in text else text
 
 
-def _mlflow_url(text: str) -> str:
-    parts = urlsplit(text)
-    if text and (parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None):
-        raise InvalidValue(f"mlflow_url is {text!r}", hint="it is like https://mlflow.example.com")
-    return text.rstrip("/")
-
-
-def _duration(name: str, text: str, *, least_s: float, most_s: float) -> float:
-    try:
-        seconds = float(parse_duration_s(text))
-    except ValueError as error:
-        raise InvalidValue(f"{name}: {error}") from error
-    if not least_s <= seconds <= most_s:
-        raise InvalidValue(f"{name} is {text}", hint=f"it can be {least_s:.0f} s to {most_s:.0f} s")
-    return seconds
+def _path(text: str) -> str:
+    return str(Path(text).expanduser().absolute()) if text else ""

@@ -1,6 +1,7 @@
 """Commands that speak with a server.
 
 up.py          up                     the server itself
+operating.py   server                 its settings, its unit for systemd
 people.py      login · whoami · user · team
 tokens.py      token
 machines.py    nodes · node · pools

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,7 +27,12 @@ _NEEDED = ("fastapi", "uvicorn", "sqlalchemy", "alembic", "cryptography", "httpt
 @click.option("--database", metavar="URL", help="postgresql://…; a file in this home without it.")
 @click.option("--store", metavar="URL", help="Where environments go: s3://…, gs://…, az://…, or a directory.")
 @click.option("--allow-host", "hosts", multiple=True, metavar="NAME", help="A further name it answers to. Repeatable.")
-@click.option("--plain-http", is_flag=True, default=None, help="Listen beyond loopback; something in front speaks TLS.")
+@click.option("--tls-cert", metavar="FILE", help="The server's certificate and its chain, PEM: others use https://.")
+@click.option("--tls-key", metavar="FILE", help="The certificate's key; only you may read it.")
+@click.option(
+    "--behind-proxy", multiple=True, metavar="ADDRESS", help="A proxy that speaks TLS for this server. Repeatable."
+)
+@click.option("--stop-within", metavar="DURATION", help="How long requests may take when it is to stop; 30s.")
 @click.option("--node/--no-node", default=None, help="Whether this machine's devices can be used through it.")
 @click.option("--partition-grace", metavar="DURATION", help="How long a run goes on when its node hears nothing; 15m.")
 @click.option("--retention", metavar="DURATION", help="How long ended runs are kept, with output and results; 30d.")
@@ -42,17 +48,19 @@ _NEEDED = ("fastapi", "uvicorn", "sqlalchemy", "alembic", "cryptography", "httpt
 )
 @click.option("--mlflow-url", metavar="URL", help="Where other machines find MLflow: a proxy in front of its port.")
 @click.option("--key-lost", is_flag=True, default=None, help="Start without the key of runs that have not ended.")
-def up(hosts: Sequence[str], **options: Any) -> None:
+def up(hosts: Sequence[str], behind_proxy: Sequence[str], **options: Any) -> None:
     """Start a server: a queue in front of this machine's GPUs, or a team's.
 
     Without options it needs nothing: a database in this home, this machine's devices, loopback only, a token in a file
     that only you can read. Your scripts and notebooks find it: @distributed(..., remote=True). Settings can also stand
-    in server.toml in the home.
+    in variables (SGPU_PORT, ...) and in server.toml in the home; `sgpu server config` shows which hold.
     """
-    _refuse_incomplete()
+    refuse_incomplete()
     home = this_home()
     settings = load("serverless_gpu.server.settings").read_settings(
-        home.root, {**options, "hosts": tuple(hosts) or None}
+        home.root,
+        {**options, "hosts": tuple(hosts) or None, "behind_proxy": tuple(behind_proxy) or None},
+        environ=os.environ,
     )
 
     def ready(url: str, mlflow: str) -> None:
@@ -79,7 +87,12 @@ def _told(url: str, home: Home, mlflow: str) -> list[str]:
     ]
 
 
-def _refuse_incomplete() -> None:
+def refuse_incomplete() -> None:
+    """Refuse to be a server where its packages are not.
+
+    Raises:
+        ServerProblem: so it is.
+    """
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise ServerProblem(

@@ -1,0 +1,91 @@
+"""In front of the gate: where requests come from, and whether any more are taken.
+
+    this machine ────────────────┐
+    the declared proxy ─ says who ┴─▶ stopping? ── no ─▶ gate
+    anybody else, where a proxy is declared ─▶ 403        └─ yes ─▶ 503, "again in a second"; what goes on is counted
+
+Behind a proxy tokens cross the network between it and this server as they are: whoever comes past it would send theirs
+in the clear, too, and could say of himself whatever a proxy may say. So beyond loopback nobody else is answered, and
+what a proxy says is believed from its own address only.
+
+A server that is to stop takes no new requests and finishes those that it has (`Running.shutdown`). `/health` and
+`/version` go on: whoever looks is told.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
+
+from serverless_gpu.errors import NotAllowed, ServerlessGpuError, ServerUnavailable
+from serverless_gpu.server.api.problems import problem
+from serverless_gpu.server.gate import PUBLIC_ROUTES
+from serverless_gpu.server.hub import Hub
+
+_PUBLIC = frozenset(path for _method, path in PUBLIC_ROUTES)
+_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+class Door:
+    """Counts requests, refuses those that come too late or past the proxy.
+
+    Args:
+        app: the gate.
+        hub: closed once the server is to stop.
+        proxies: addresses and networks of those that speak TLS for this server; none: everybody comes by himself.
+
+    Attributes:
+        busy: requests that go on.
+    """
+
+    def __init__(self, app: ASGIApp, *, hub: Hub, proxies: tuple[str, ...] = ()) -> None:
+        self._app = app
+        self._hub = hub
+        self._networks = tuple(ipaddress.ip_network(text) for text in proxies)
+        self._proxied = ProxyHeadersMiddleware(app, trusted_hosts=list(proxies)) if proxies else app  # type: ignore[arg-type] # uvicorn's own names for the same types
+        self.busy = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a request through, or refuse it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            app = self._way(scope)
+        except ServerlessGpuError as error:
+            await problem(error, close=True)(scope, receive, send)
+            return
+        self.busy += 1
+        try:
+            await app(scope, receive, send)
+        finally:
+            self.busy -= 1
+
+    def _way(self, scope: Scope) -> ASGIApp:
+        app = self._through(scope) if self._networks else self._app
+        if self._hub.closed and scope["path"] not in _PUBLIC:
+            raise ServerUnavailable("the server is stopping", hint="ask again: it is started again, or another is")
+        return app
+
+    def _through(self, scope: Scope) -> ASGIApp:
+        """Return where a request goes on, by the address it comes from."""
+        peer = _address(scope)
+        if peer is not None and any(peer in network for network in self._networks):
+            scope["client"] = (str(peer), scope["client"][1])
+            if (b"x-forwarded-proto", b"http") in scope["headers"]:
+                raise NotAllowed("the proxy was reached without TLS", hint="use https://")
+            return self._proxied  # type: ignore[return-value] # as above
+        if peer is not None and peer.is_loopback:
+            return self._app
+        raise NotAllowed("this server is reached through its proxy", hint="use the proxy's address")
+
+
+def _address(scope: Scope) -> _Address | None:
+    try:
+        found = ipaddress.ip_address((scope.get("client") or ("",))[0])
+    except ValueError:
+        return None
+    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
+    return mapped or found

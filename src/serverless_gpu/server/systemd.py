@@ -1,0 +1,147 @@
+"""What systemd is told, and the unit with which it runs a server.
+
+The unit is made here, so that `sgpu server unit` prints it for this machine and `deploy/serverless-gpu.service` is an
+example that a test compares. Two things in it matter more than the rest:
+
+    KillMode=process     stopping or restarting the server ends the server, and not the runs that its machine has
+    OOMPolicy=continue   a rank that the kernel ends for its memory does not take the unit with it
+
+The agent, and with it every rank, is a descendant of the server where that offers its own machine. What is taken away
+from the server is then taken away from user code and from what it starts: no new privileges (`nvidia-modprobe` is
+setuid), no devices (GPUs), no writable memory that is executable (compilers), no namespaces (environments). So a server
+with a node has none of that, and one without a node (`--no-node`) everything that there is.
+
+Failure cases: systemd does not listen (nothing is said, the server goes on).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+VARIABLE = "NOTIFY_SOCKET"
+STARTING_S = 600
+"""How long a start may take: a large database is migrated in it."""
+ENDING_S = 30
+"""How long loops, engine and database take beside requests, at most."""
+
+
+def notify(place: str, *lines: str) -> None:
+    """Tell systemd something, if it listens.
+
+    Args:
+        place: what it set as `NOTIFY_SOCKET`; "" for nobody.
+        lines: such as ``"READY=1"``.
+    """
+    if not place:
+        return
+    address = f"\0{place[1:]}" if place.startswith("@") else place
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as to:
+        to.sendto("\n".join(lines).encode(), address)
+
+
+class Installation(msgspec.Struct, frozen=True, kw_only=True):
+    """Where what a unit names lies.
+
+    Attributes:
+        command: what starts the server.
+        user: whom it runs as, and with it every run of its machine.
+        home: `$SERVERLESS_GPU_HOME`.
+        node: whether its machine is a node, too.
+        tls: whether it has a certificate of its own, which can be renewed.
+        stopping_s: how long requests may take when it is to stop.
+    """
+
+    command: Sequence[str]
+    user: str
+    home: Path
+    node: bool
+    tls: bool
+    stopping_s: float
+
+
+def unit(there: Installation) -> str:
+    """Return the unit for an installation."""
+    home = _quoted(str(there.home))
+    lines = [
+        "# Made by `sgpu server unit`. Install:",
+        "#   sgpu server unit | sudo tee /etc/systemd/system/serverless-gpu.service",
+        "#   sudo systemctl daemon-reload && sudo systemctl enable --now serverless-gpu",
+        "[Unit]",
+        "Description=serverless-gpu server",
+        "Wants=network-online.target",
+        "After=network-online.target postgresql.service",
+        "",
+        "[Service]",
+        "Type=notify",
+        f"User={there.user}",
+        f"Environment=SERVERLESS_GPU_HOME={home}",
+        "# Passwords belong here, not into the command: SGPU_DATABASE=postgresql://...",
+        f"EnvironmentFile=-{there.home / 'server.env'}",
+        f"ExecStart={shlex.join(there.command)}",
+        *(["# A renewed certificate: systemctl reload", "ExecReload=/bin/kill -HUP $MAINPID"] if there.tls else []),
+        "# Only the server is stopped and started again: its machine's runs go on.",
+        "KillMode=process",
+        "OOMPolicy=continue",
+        "Restart=on-failure",
+        "RestartSec=2",
+        f"TimeoutStartSec={STARTING_S}",
+        f"TimeoutStopSec={round(there.stopping_s) + ENDING_S}",
+        "LimitNOFILE=65536:524288",
+        "TasksMax=infinity",
+        "# Attempts get control groups of their own below this one.",
+        "Delegate=yes",
+        "UMask=0077",
+        *(_NODE if there.node else _alone(home)),
+        "",
+        "[Install]",
+        "WantedBy=multi-user.target",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+_NODE = (
+    "# No sandbox: ranks are descendants of this process, and it would be theirs. Without a node (--no-node) there is",
+    "# one: `sgpu server unit` prints it then.",
+)
+
+
+def _alone(home: str) -> tuple[str, ...]:
+    return (
+        "# This server starts no ranks, so it needs nothing but its files and the network.",
+        "NoNewPrivileges=yes",
+        "CapabilityBoundingSet=",
+        "ProtectSystem=strict",
+        f"ReadWritePaths={home}",
+        "PrivateTmp=yes",
+        "PrivateDevices=yes",
+        "ProtectClock=yes",
+        "ProtectControlGroups=yes",
+        "ProtectHostname=yes",
+        "ProtectKernelLogs=yes",
+        "ProtectKernelModules=yes",
+        "ProtectKernelTunables=yes",
+        "RestrictAddressFamilies=AF_INET AF_INET6 AF_UNIX",
+        "RestrictNamespaces=yes",
+        "RestrictRealtime=yes",
+        "RestrictSUIDSGID=yes",
+        "LockPersonality=yes",
+        "MemoryDenyWriteExecute=yes",
+        "SystemCallArchitectures=native",
+        "SystemCallFilter=@system-service",
+    )
+
+
+def _quoted(text: str) -> str:
+    return f'"{text}"' if any(letter.isspace() for letter in text) else text
+
+
+def taken_from(environ: os._Environ[str]) -> str:
+    """Return where systemd listens, and take it out of the variables: nobody but this process is to speak for it."""
+    return environ.pop(VARIABLE, "")

@@ -1,0 +1,141 @@
+"""The server's certificate: two files, read at the start and again when somebody renewed them.
+
+    tls_cert  PEM: the certificate, then those between it and its issuer        SIGHUP ─▶ read, checked, in use for
+    tls_key   PEM: its key; readable by the server's user only                            connections from then on
+
+Connections that are open keep what they began with, so nothing breaks when a certificate is renewed.
+
+    server/certificate.json    which file is in use and until when, for `sgpu doctor`; not there without TLS
+
+Failure cases: a file is not there, or is none; the key is another one's, or others may read it (all refused at the
+start; later the certificate in use stays, and the log says why); the certificate has ended (said, and the server
+starts: this machine's own calls and runs go over loopback and need none).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import ssl
+from pathlib import Path
+
+import msgspec
+from cryptography import x509
+
+from serverless_gpu.ambient import Clock
+from serverless_gpu.errors import InvalidValue
+from serverless_gpu.units import format_duration_ms
+
+SOON_NS = 21 * 86_400 * 1_000_000_000
+"""A certificate that ends earlier than in this time is worth a warning: renewing is to happen before."""
+FILE = "certificate.json"
+_log = logging.getLogger(__name__)
+
+
+class InUse(msgspec.Struct, frozen=True, kw_only=True):
+    """What `certificate.json` says.
+
+    Attributes:
+        path: of the certificate.
+        until_ns: when it ends, nanoseconds since 1970.
+        names: it is for.
+    """
+
+    path: str
+    until_ns: int
+    names: tuple[str, ...]
+
+    def sentence(self, now_ns: int) -> str:
+        """Return until when it is good, for people.
+
+        Args:
+            now_ns: nanoseconds since 1970.
+        """
+        apart = format_duration_ms(abs(self.until_ns - now_ns) // 1_000_000)
+        when = f"ended {apart} ago" if self.until_ns <= now_ns else f"ends in {apart}"
+        return f"the certificate {self.path} ({', '.join(self.names) or 'without names'}) {when}"
+
+
+class Certificate:
+    """The certificate and what encrypts with it.
+
+    Args:
+        cert: file with the certificate and its chain.
+        key: file with its key.
+        directory: the server's, for `certificate.json`.
+        clock: what day it is.
+
+    Attributes:
+        context: what the server's socket uses.
+        in_use: the certificate now.
+
+    Raises:
+        InvalidValue: a file cannot be used.
+    """
+
+    def __init__(self, cert: str, key: str, *, directory: Path, clock: Clock) -> None:
+        self._cert, self._key = Path(cert), Path(key)
+        self._directory = directory
+        self._clock = clock
+        self.context = _context()
+        self.in_use = self._take()
+
+    def renew(self) -> None:
+        """Read the files again; what cannot be used is logged, and the certificate in use stays."""
+        try:
+            self.in_use = self._take()
+        except InvalidValue as error:
+            _log.error("the certificate was not renewed: %s", error.message)
+
+    def _take(self) -> InUse:
+        _check_private(self._key)
+        found = _read(self._cert)
+        try:
+            _context().load_cert_chain(self._cert, self._key)  # what fails must not leave half of it in use
+            self.context.load_cert_chain(self._cert, self._key)
+        except (OSError, ssl.SSLError) as error:
+            hint = "is the key the certificate's, and without a passphrase?"
+            raise InvalidValue(f"{self._cert} and {self._key} do not go together: {error}", hint=hint) from error
+        now_ns = self._clock.wall_ns()
+        level = logging.WARNING if found.until_ns - now_ns < SOON_NS else logging.INFO
+        _log.log(level, "%s", found.sentence(now_ns))
+        (self._directory / FILE).write_bytes(msgspec.json.encode(found))
+        return found
+
+
+def _context() -> ssl.SSLContext:
+    made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    made.minimum_version = ssl.TLSVersion.TLSv1_2
+    made.options |= ssl.OP_NO_RENEGOTIATION
+    made.set_alpn_protocols(["http/1.1"])
+    return made
+
+
+def _read(path: Path) -> InUse:
+    try:
+        first = x509.load_pem_x509_certificates(path.read_bytes())[0]
+    except (OSError, ValueError) as error:
+        raise InvalidValue(f"{path} is no certificate: {error}", hint="PEM: the certificate, then its chain") from error
+    try:
+        alternatives = first.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        names: tuple[str, ...] = ()
+    else:
+        addresses = (str(address) for address in alternatives.get_values_for_type(x509.IPAddress))
+        names = (*alternatives.get_values_for_type(x509.DNSName), *addresses)
+    return InUse(path=str(path), until_ns=round(first.not_valid_after_utc.timestamp()) * 1_000_000_000, names=names)
+
+
+def _check_private(key: Path) -> None:
+    """Refuse a key that others may read; root's may be readable for one group, as Debian has it.
+
+    Raises:
+        InvalidValue: so it is, or it is not there.
+    """
+    try:
+        status = key.stat()
+    except OSError as error:
+        raise InvalidValue(f"{key} cannot be read: {error.strerror}") from error
+    forbidden = 0o077 if status.st_uid == os.geteuid() != 0 else 0o027
+    if status.st_mode & forbidden:
+        raise InvalidValue(f"others may read {key}", hint=f"chmod 600 {key}")
