@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from urllib.parse import urlsplit
 
 from anyio import CapacityLimiter, to_thread
@@ -62,9 +62,18 @@ Reach = Callable[[Caller, Need], str]
 
 
 class WrongMethod(InvalidValue):
-    """This path does not take this method."""
+    """This path does not take this method.
+
+    Args:
+        method: that was asked for.
+        possible: that the path takes.
+    """
 
     status = 405
+
+    def __init__(self, method: str, possible: Collection[str]) -> None:
+        self.possible = ", ".join(possible)
+        super().__init__(f"{method[:20]} is not possible here", hint=f"possible: {self.possible}")
 
 
 class WrongContent(InvalidValue):
@@ -122,7 +131,10 @@ class Gate:
         try:
             call = await self._admitted(scope)
         except ServerlessGpuError as error:
-            await problem(error, close=_has_body(scope))(scope, receive, send)
+            answer = problem(error, close=_has_body(scope))
+            if isinstance(error, WrongMethod):
+                answer.headers["Allow"] = error.possible
+            await answer(scope, receive, send)
             return
         scope[CALL] = call
         await self._app(scope, _Bounded(receive, call.route.limit).receive, send)
@@ -140,7 +152,7 @@ class Gate:
         if not routes:
             raise NotFound(f"there is nothing at {scope['path'][:200]!r}", hint="docs/openapi.json lists all routes")
         if route is None:
-            raise WrongMethod(f"{scope['method'][:20]} is not possible here", hint=f"possible: {', '.join(routes)}")
+            raise WrongMethod(scope["method"], routes)
         call = Call(self._services, route, who, self._reach_of(who, route, scope["path"]))
 
         def admit_again() -> None:

@@ -39,7 +39,7 @@ def stop(services: Services, who: Caller, reach: str, *, run_id: str, why: StopR
         AlreadyFinished: it has ended, and not because of such a request.
     """
     if why not in ASKED_BY_PEOPLE:
-        raise InvalidValue(f"nobody can ask for {why!r}", hint=f"possible: {', '.join(ASKED_BY_PEOPLE)}")
+        raise InvalidValue(f"nobody can ask for {why.value!r}", hint=f"possible: {', '.join(ASKED_BY_PEOPLE)}")
     at_ns = services.clock.wall_ns()
 
     def work(connection: sa.Connection) -> Told | None:
