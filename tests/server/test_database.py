@@ -289,3 +289,10 @@ def test_a_lock_that_somebody_forgot_is_not_waited_for_for_ever(
     database.write(add("late"))
     database.close()
     postgres.drop_database(name)
+
+
+def test_a_number_that_no_database_holds_is_refused_and_costs_nothing(database: Database) -> None:
+    from_the_future = {"name": "search", "created_ns": 1 << 70}
+    with pytest.raises(InvalidValue, match="does not fit into the database"):
+        database.write(lambda connection: connection.execute(teams.insert(), from_the_future))
+    assert database.read(lambda connection: connection.execute(sa.select(tables.teams)).all()) == []

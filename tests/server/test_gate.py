@@ -187,6 +187,7 @@ def test_who_has_a_token_learns_what_is_there_and_which_method(client: TestClien
     assert client.get(f"{API}/nothing", headers=bearer("good")).status_code == 404
     answer = client.delete(f"{API}/things", headers=bearer("good"))
     assert (answer.status_code, answer.json()["hint"]) == (405, "possible: POST")
+    assert answer.headers["allow"] == "POST"
 
 
 def test_the_token_of_an_attempt_is_good_for_that_attempt_only(client: TestClient) -> None:

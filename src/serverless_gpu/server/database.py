@@ -224,6 +224,8 @@ class Database:
             yield
         except WriterClosed as error:
             raise ServerUnavailable("the server is stopping, and its database is closed") from error
+        except OverflowError as error:  # SQLite's driver looks before it asks
+            raise InvalidValue(f"a value does not fit into the database: {error}") from error
         except sa.exc.TimeoutError as error:
             raise ServerUnavailable(f"no connection to the database was free within {WAIT_S} s") from error
         except sa.exc.DBAPIError as error:

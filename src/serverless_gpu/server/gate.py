@@ -208,7 +208,9 @@ class _Table:
 
     def find(self, path: str) -> dict[str, Route]:
         """Return the routes at a path, by method."""
-        found = dict(self._fixed.get(path, {}))
+        if path in self._fixed:
+            return self._fixed[path]
+        found: dict[str, Route] = {}
         for pattern, routes in self._patterns:
             if pattern.match(path):
                 found = {**routes, **found}

@@ -11,6 +11,8 @@ attempt's directory says durably that it is being started.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from serverless_gpu.model.attempt import State, StopReason
@@ -129,7 +131,7 @@ Order = Start | Stop
 class OrdersTaken(Request, frozen=True, kw_only=True):
     """Orders that need not come again, by `seq`."""
 
-    seqs: tuple[int, ...]
+    seqs: tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 60)], ...]
 
 
 class NodeView(Answer, frozen=True, kw_only=True):

@@ -68,7 +68,7 @@ def _answers(route: Route, by_type: dict[Any, Any]) -> dict[str, Any]:
         if kind is type(None):
             answers["204"] = {"description": "Done."}
         elif typing.get_origin(kind) is Stream:
-            schema = by_type[typing.get_args(kind)[0]]
+            schema = _event(by_type[typing.get_args(kind)[0]])
             answers.setdefault("200", {"description": "Done.", "content": {}})["content"][EVENTS] = {"schema": schema}
         elif inspect.isclass(kind) and issubclass(kind, Response):
             content = {BYTES: {"schema": _BINARY}} if issubclass(kind, Bytes) else {}
@@ -77,6 +77,12 @@ def _answers(route: Route, by_type: dict[Any, Any]) -> dict[str, Any]:
             entry = answers.setdefault("200", {"description": "Done.", "content": {}})
             entry["content"][JSON] = {"schema": by_type[kind]}
     return answers
+
+
+def _event(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return what one server-sent event looks like whose data is JSON, as OpenAPI 3.2 describes it."""
+    data = {"type": "string", "contentMediaType": JSON, "contentSchema": schema}
+    return {"type": "object", "required": ["data"], "properties": {"data": data}}
 
 
 def _parts(route: Route) -> list[dict[str, Any]]:
