@@ -1,4 +1,4 @@
-"""Every route as `docs/openapi.json` describes it, called thousands of times by schemathesis with what fits and what does not.
+"""Every route as `docs/openapi.json` describes it, called by schemathesis with what fits and what does not.
 
     a real server, a run, a node, people ── the document ─▶ schemathesis ─▶ requests as each role
                                                                 └─▶ no 5xx, and answers of the shape that is promised

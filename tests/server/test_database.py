@@ -295,4 +295,4 @@ def test_a_number_that_no_database_holds_is_refused_and_costs_nothing(database: 
     from_the_future = {"name": "search", "created_ns": 1 << 70}
     with pytest.raises(InvalidValue, match="does not fit into the database"):
         database.write(lambda connection: connection.execute(teams.insert(), from_the_future))
-    assert database.read(lambda connection: connection.execute(sa.select(tables.teams)).all()) == []
+    assert database.read(lambda connection: connection.execute(sa.select(teams)).all()) == []
