@@ -60,6 +60,8 @@ class SeenAttempt:
         self.stale = False
         self.disk_full = False
         self.stop: StopReason | None = None
+        self.token = start.token
+        self.next_token = ""  # what a report is answered with
 
     @property
     def reason(self) -> Reason | None:
@@ -103,8 +105,14 @@ class SeenAttempt:
             self.endings += 1
         if report.receipt:
             self.receipt = json.loads(bytes(report.receipt))
+        token, self.next_token = self.next_token, ""
+        self.token = token or self.token
         return ReportAnswer(
-            offsets=wanted, stop=self.stop, heartbeat_s=1.0, partition_grace_s=self.start.partition_grace_s
+            offsets=wanted,
+            stop=self.stop,
+            heartbeat_s=1.0,
+            partition_grace_s=self.start.partition_grace_s,
+            token=token,
         )
 
 
@@ -126,6 +134,7 @@ class AgentServer:
         self.acknowledged: set[int] = set()
         self.away = False
         self.refuse_parts = False
+        self.refused = 0  # requests with a token that is not good any more
         self.hold_reports = threading.Event()
         self.hold_reports.set()
         self._orders: dict[int, Order] = {}
@@ -234,8 +243,11 @@ class AgentServer:
             self.hellos.append(msgspec.json.decode(body, type=AgentHello))
             return _fine(AgentWelcome(node="node1", heartbeat_s=1.0, partition_grace_s=60.0))
         if path == "/agents/node1/heartbeat":
-            self.heartbeats.append(msgspec.json.decode(body, type=Heartbeat))
-            return _fine(HeartbeatAnswer())
+            beat = msgspec.json.decode(body, type=Heartbeat)
+            self.heartbeats.append(beat)
+            return _fine(
+                HeartbeatAnswer(tokens={gang: self.attempts[gang.replace(":", "/")].token for gang in beat.renew})
+            )
         if path == "/agents/node1/orders/ack":
             self.acknowledged.update(msgspec.json.decode(body, type=OrdersTaken).seqs)
             return 204, b""
@@ -251,7 +263,9 @@ class AgentServer:
     def _attempt(self, path: str, body: bytes, token: str) -> tuple[int, bytes]:
         _, _, run_id, fence, what, *rest = path.split("/")
         attempt = self.attempts[f"{run_id}/{fence}"]
-        assert token == f"Bearer {attempt.start.token}"
+        if token != f"Bearer {attempt.token}":
+            self.refused += 1
+            return 401, msgspec.json.encode(Problem(code="not_authenticated", message="the attempt's token has ended"))
         if what == "blobs":
             return 200, self.parts[rest[0]]
         self.hold_reports.wait(30)

@@ -452,3 +452,34 @@ def test_a_killed_agent_is_not_missed_by_a_run_that_goes_on(node: Node, where: s
     agent(node.home.root).kill()
     Path(where, "go").touch()
     assert attempt.settled().reason is Reason.COMPLETED
+
+
+# --- tokens of attempts -----------------------------------------------------------------------------------------------
+
+
+def test_F69_a_token_that_ended_meanwhile_is_replaced_and_the_log_goes_on(node: Node, where: str) -> None:
+    attempt = node.run(talk, where).running()
+    wait_for(lambda: attempt.logs.get("0.stdout") == b"before\n", "the first line is there")
+    attempt.token = "sgpa_the_next_one"  # nobody has told the node
+    Path(where, "go").touch()
+    attempt.settled()
+    assert attempt.reason is Reason.COMPLETED and attempt.endings == 1
+    assert attempt.logs["0.stdout"] == b"before\nafter\n"
+    assert any(beat.renew == (f"{attempt.start.run_id}:1",) for beat in node.server.heartbeats)
+    assert node.server.refused > 0
+    assert b"sgpa_the_next_one" in (node.directory(attempt) / "remote.json").read_bytes()
+
+
+def test_F69_a_token_that_comes_with_an_answer_is_used_and_outlives_the_uplink(node: Node, where: str) -> None:
+    attempt = node.run(talk, where).running()
+    attempt.next_token = "sgpa_the_next_one"
+    wait_for(lambda: attempt.token == "sgpa_the_next_one", "it was handed over")
+    remote = node.directory(attempt) / "remote.json"
+    wait_for(lambda: b"sgpa_the_next_one" in remote.read_bytes(), "it is written down")
+    node.uplink().kill()
+    reports = len(attempt.reports)
+    node.restart()
+    wait_for(lambda: len(attempt.reports) > reports, "the next uplink reports with it")
+    Path(where, "go").touch()
+    attempt.settled()
+    assert node.server.refused == 0 and not any(beat.renew for beat in node.server.heartbeats)

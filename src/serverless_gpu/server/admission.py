@@ -11,6 +11,7 @@ from serverless_gpu.model import access
 from serverless_gpu.server import identity
 from serverless_gpu.server.api.routing import Need
 from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.keys import Keys
 from serverless_gpu.server.services import Transactions
 
 _log = logging.getLogger(__name__)
@@ -23,10 +24,12 @@ class Admission:
     Args:
         database: has principals and tokens.
         clock: says what has expired.
+        keys: of the server; without them, attempts' tokens that end are not known.
     """
 
-    def __init__(self, database: Transactions, *, clock: Clock) -> None:
+    def __init__(self, database: Transactions, *, clock: Clock, keys: Keys | None = None) -> None:
         self._database = database
+        self._keys = keys
         self._clock = clock
         self._lock = threading.Lock()
         self._noted: dict[str, int] = {}
@@ -38,7 +41,9 @@ class Admission:
             NotAuthenticated: nobody's, or not any more.
         """
         now_ns = self._clock.wall_ns()
-        who = self._database.read(lambda connection: identity.authenticate(connection, secret, now_ns=now_ns))
+        who = self._database.read(
+            lambda connection: identity.authenticate(connection, secret, now_ns=now_ns, keys=self._keys)
+        )
         if who.token_id and self._is_due(who.token_id):
             self._note(who.token_id, now_ns)
         return who

@@ -26,7 +26,7 @@ from serverless_gpu import ambient
 from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound, ServerProblem
 from serverless_gpu.model.attempt import Reason
 from serverless_gpu.model.run_lifecycle import GivenUp
-from serverless_gpu.server import attempts, audit, nodes, orders, pools, runs, transitions
+from serverless_gpu.server import attempt_tokens, attempts, audit, nodes, orders, pools, runs, transitions
 from serverless_gpu.server.audit import Action
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.giving_back import give_back
@@ -50,6 +50,7 @@ from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX, NAME_CHARACTERS_MAX, 
 DEVICES_MAX = 1024
 ATTEMPTS_MAX = 10_000
 PYTHONS_MAX = 64
+TAKES_MAX = 64
 PYTHON_CHARACTERS_MAX = 16
 SEEN_EVERY_S = 15.0
 """A node's last sign of life is written at most this often, unless something else about it is new."""
@@ -112,10 +113,11 @@ class Agents:
         _check_devices(said)
         services = self._services
         at_ns = services.clock.wall_ns()
-        node, stale = services.database.read(
+        node, stale, tokens = services.database.read(
             lambda connection: (
                 _own(connection, who, node_id, said.instance),
                 _stale(connection, node_id, said.attempts),
+                attempt_tokens.wanted_tokens(services, connection, node_id, said.renew),
             )
         )
         news = _beaten(node.hello, said) != node.hello
@@ -123,7 +125,7 @@ class Agents:
             services.database.write(lambda connection: _note(connection, who, node_id, said, at_ns=at_ns))
         if services.presence.heard(node_id, now_ns=services.clock.boottime_ns()) or news:
             services.hub.touch(SCHEDULER)
-        return HeartbeatAnswer(stale=stale)
+        return HeartbeatAnswer(stale=stale, tokens=tokens)
 
     def check(self, who: Caller, node_id: str, instance: str = "") -> None:
         """Return if orders of a node are for whoever asks.
@@ -151,13 +153,13 @@ class Agents:
         broken: list[tuple[StoredOrder, str]] = []
 
         def work(connection: sa.Connection) -> list[Order]:
-            _own(connection, who, node_id, instance)
+            takes = _own(connection, who, node_id, instance).hello.takes
             found: list[Order] = []
             for stored in orders.waiting(connection, node_id):
                 if stored.seq in told:
                     continue
                 try:
-                    order = self._order(connection, stored)
+                    order = self._order(connection, stored, takes)
                 except ServerProblem as error:  # its variables cannot be opened; the others' can
                     broken.append((stored, error.message))
                 else:
@@ -215,7 +217,7 @@ class Agents:
         nodes.change(connection, node)
         return node, before
 
-    def _order(self, connection: sa.Connection, order: StoredOrder) -> Order | None:
+    def _order(self, connection: sa.Connection, order: StoredOrder, takes: tuple[str, ...]) -> Order | None:
         """Return an order with everything the node needs; None when its attempt has ended meanwhile."""
         if order.kind == "stop":
             if order.stop is None:
@@ -229,7 +231,7 @@ class Agents:
             seq=order.seq,
             run_id=run.id,
             fence=order.fence,
-            token=self._services.keys.attempt_token(run.id, order.fence),
+            token=attempt_tokens.first_token(self._services, run.id, order.fence, takes=takes),
             spec=run.spec,
             gpu_type=run.attempt.gpu_type,
             world_size=run.attempt.world_size,
@@ -380,6 +382,8 @@ def _check(said: AgentHello) -> None:
         raise InvalidValue(f"a node cannot be named {said.name[:64]!r}", hint="1 to 256 printable characters")
     if len(said.pool) > NAME_CHARACTERS_MAX or not said.pool.isprintable():
         raise InvalidValue(f"a pool cannot be named {said.pool[:64]!r}", hint="up to 64 printable characters")
+    if len(said.takes) > TAKES_MAX or any(len(word) > NAME_CHARACTERS_MAX for word in said.takes):
+        raise InvalidValue(f"a node takes {TAKES_MAX} things at most, named by {NAME_CHARACTERS_MAX} characters")
     if max(len(said.machine), len(said.boot_id), len(said.instance)) > NAME_CHARACTERS_MAX:
         raise InvalidValue("machine, boot_id and instance have 64 characters at most")
     _check_devices(said)

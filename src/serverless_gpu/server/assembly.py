@@ -105,7 +105,10 @@ def assembled(settings: Settings, *, url: str, clock: Clock) -> Iterator[Assembl
             stack.callback(engine.close)
         stack.enter_context(_looking_after(services, engine, database.claim))
         yield Assembly(
-            claim=database.claim, services=services, admission=Admission(database, clock=clock), tokens=tokens
+            claim=database.claim,
+            services=services,
+            admission=Admission(database, clock=clock, keys=keys),
+            tokens=tokens,
         )
 
 

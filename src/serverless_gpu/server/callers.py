@@ -16,6 +16,8 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
         scopes: what the token may be used for; none means everything its owner may do.
         token_id: for the audit.
         attempt: run and fence, for the token of an attempt.
+        until_ns: when that ends, nanoseconds since 1970; None where it does not.
+        late: that attempt was given up: what it has to tell is heard, and nothing else is taken.
     """
 
     name: str = ""
@@ -25,6 +27,8 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
     scopes: tuple[str, ...] = ()
     token_id: str = ""
     attempt: tuple[str, int] | None = None
+    until_ns: int | None = None
+    late: bool = False
 
 
 NOBODY = Caller()

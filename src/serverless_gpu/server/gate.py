@@ -166,8 +166,10 @@ class Gate:
     def _reach_of(self, who: Caller, route: Route, path: str) -> str:
         if who.attempt is not None:
             own = self._table.attempt_of(route, path) if route.needs == ATTEMPT else None
-            if own == who.attempt or (own is None and route.needs.attempts):
+            if own == who.attempt or (own is None and route.needs.attempts and not who.late):
                 return "own"
+            if own is None and route.needs.attempts:
+                raise NotAllowed("the attempt was given up: nothing but what it has to tell is taken any more")
             raise NotAllowed("the token of an attempt is good for that attempt only")
         if route.needs == ANYBODY:
             return "own"

@@ -1,7 +1,7 @@
 """The query room of principals: users and services, teams, tokens; and whose token a request has.
 
     sgpu_<identifier>_<43 characters>          a principal's; random, made once, said once
-    sgpa_<run>_<fence>_<43 characters>         an attempt's; computed, see `keys.py`
+    sgpa_<run>_<fence>_<until>_<43 characters> an attempt's; computed, see `keys.py`
 
 Only the SHA-256 of a token is in the database. A token is good while it is not revoked, not expired, and its owner is
 not disabled; disabling a principal revokes all its tokens, so enabling it again brings none of them back.
@@ -20,9 +20,10 @@ import sqlalchemy as sa
 from serverless_gpu.ambient import new_run_id
 from serverless_gpu.errors import InvalidValue, NotAuthenticated, NotFound
 from serverless_gpu.model.access import ROLES, SCOPES
+from serverless_gpu.server.attempts import WITHOUT_REPORT
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.keys import PREFIX as ATTEMPT_PREFIX
-from serverless_gpu.server.keys import encode, parse_attempt_token, sha256
+from serverless_gpu.server.keys import Keys, encode, parse_attempt_token, sha256, token_until_s
 from serverless_gpu.server.tables import attempts, members, principals, teams, tokens
 from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX
 from serverless_gpu.wire.principals import PrincipalRequest, PrincipalView, TeamView, TokenMade, TokenView
@@ -331,20 +332,21 @@ def _token_view(row: sa.Row[tuple[object, ...]]) -> TokenView:
 # --- whose token it is ------------------------------------------------------------------------------------------------
 
 
-def authenticate(connection: sa.Connection, secret: str, *, now_ns: int) -> Caller:
+def authenticate(connection: sa.Connection, secret: str, *, now_ns: int, keys: Keys | None = None) -> Caller:
     """Return whose token it is.
 
     Args:
         connection: reading is enough.
         secret: as it came with the request; anything.
         now_ns: nanoseconds since 1970.
+        keys: of the server; without them, attempts' tokens that end are not known.
 
     Raises:
         NotAuthenticated: it is nobody's, revoked, expired, or its owner is disabled. Which of these is said only to
             who has the right secret.
     """
     if secret.startswith(ATTEMPT_PREFIX):
-        return _attempt(connection, secret)
+        return _attempt(connection, secret, now_ns, keys)
     identifier = token_id(secret)
     rows: Sequence[sa.Row[tuple[object, ...]]] = ()
     if identifier:  # what cannot be a token costs no look
@@ -377,20 +379,27 @@ _WHOSE = (
     )
     .where(tokens.c.id == sa.bindparam("token"))
 )
-_ATTEMPT = sa.select(attempts.c.token_sha256).where(
+_ATTEMPT = sa.select(attempts.c.token_sha256, attempts.c.reason).where(
     attempts.c.run_id == sa.bindparam("run_id"), attempts.c.fence == sa.bindparam("fence")
 )
+_LATE = frozenset(reason.value for reason in WITHOUT_REPORT)
 _LOGIN = "`sgpu login` stores another one; an administrator can make one with `sgpu token create`"
 
 
-def _attempt(connection: sa.Connection, secret: str) -> Caller:
-    parsed = parse_attempt_token(secret)
+def _attempt(connection: sa.Connection, secret: str, now_ns: int, keys: Keys | None) -> Caller:
+    parsed, until_s = parse_attempt_token(secret), token_until_s(secret)
+    row = None
     if parsed is not None:
-        run_id, fence = parsed
-        known = connection.scalar(_ATTEMPT, {"run_id": run_id, "fence": fence})
-        if known is not None and hmac.compare_digest(known, sha256(secret)):
-            return Caller(kind="attempt", attempt=parsed)
-    raise NotAuthenticated("this server does not know the attempt's token")
+        row = connection.execute(_ATTEMPT, {"run_id": parsed[0], "fence": parsed[1]}).first()
+    if row is None:
+        raise NotAuthenticated("this server does not know the attempt's token")
+    signed = until_s is not None and keys is not None and keys.has_signed(secret)
+    if not signed and not hmac.compare_digest(row.token_sha256, sha256(secret)):
+        raise NotAuthenticated("this server does not know the attempt's token")
+    until_ns = until_s * 1_000_000_000 if until_s is not None else None
+    if until_ns is not None and until_ns <= now_ns:
+        raise NotAuthenticated("the attempt's token has ended", hint="its node gets another one with a heartbeat")
+    return Caller(kind="attempt", attempt=parsed, until_ns=until_ns, late=row.reason in _LATE)
 
 
 def is_known(connection: sa.Connection, secret: str) -> bool:

@@ -4,8 +4,13 @@
          ├─ "attempts" ─▶ tokens of attempts
          └─ "requests" ─▶ fingerprints, by which a request that comes again is known
 
-A token of an attempt is computed, not remembered, so that an order can be delivered again after a restart with the same
-token in it; the database has its hash only. Whoever has a copy of the database but not of this file can neither read
+A token of an attempt is computed, not remembered, so that an order can be delivered again after a restart, and a lease
+be renewed without a write. It ends: its last second is a part of it.
+
+    sgpa_<run>_<fence>_<until>_<43 characters>     until: seconds since 1970
+    sgpa_<run>_<fence>_<43 characters>             of nodes that take no renewal; the database has its hash. No end
+
+Whoever has a copy of the database but not of this file can neither read
 the callers' variables nor speak for an attempt. Without the file, what was sealed is lost: back it up with the
 database, and not beside it.
 """
@@ -17,6 +22,7 @@ import contextlib
 import hashlib
 import hmac
 import os
+import re
 import secrets
 from pathlib import Path
 
@@ -24,8 +30,9 @@ from serverless_gpu.errors import ServerProblem
 
 KEY_BYTES = 32
 PREFIX = "sgpa_"
-_RUN_CHARACTERS = 26
-_SECRET_CHARACTERS = 43
+_ATTEMPT = re.compile(
+    PREFIX + r"(?P<run>[^_]{26})_(?P<fence>[0-9]{1,9})(?:_(?P<until>[1-9][0-9]{0,11}))?_(?P<secret>[A-Za-z0-9_-]{43})"
+)
 
 
 class Keys:
@@ -42,10 +49,26 @@ class Keys:
         self._attempts = _derived(key, "attempts")
         self._requests = _derived(key, "requests")
 
-    def attempt_token(self, run_id: str, fence: int) -> str:
-        """Return the token of an attempt; the same one each time."""
-        said = hmac.digest(self._attempts, f"attempt:{run_id}:{fence}".encode(), "sha256")
-        return f"{PREFIX}{run_id}_{fence}_{encode(said)}"
+    def attempt_token(self, run_id: str, fence: int, *, until_s: int | None = None) -> str:
+        """Return the token of an attempt; the same one each time.
+
+        Args:
+            run_id: the run.
+            fence: number of the attempt.
+            until_s: when it ends, seconds since 1970; None for one that a node without renewal gets.
+        """
+        end = "" if until_s is None else f"{until_s}"
+        said = hmac.digest(
+            self._attempts, ":".join(["attempt", run_id, f"{fence}", *filter(None, [end])]).encode(), "sha256"
+        )
+        return "_".join([f"{PREFIX}{run_id}", f"{fence}", *filter(None, [end]), encode(said)])
+
+    def has_signed(self, token: str) -> bool:
+        """Return whether a token of an attempt that has an end is of this server's making."""
+        whose, until_s = parse_attempt_token(token), token_until_s(token)
+        if whose is None or until_s is None:
+            return False
+        return hmac.compare_digest(token, self.attempt_token(*whose, until_s=until_s))
 
     def fingerprint(self, request: bytes) -> str:
         """Return 64 characters that tell one request from another, and nothing of what is in it.
@@ -73,12 +96,14 @@ def read_keys(directory: Path) -> Keys:
 
 def parse_attempt_token(token: str) -> tuple[str, int] | None:
     """Return the run and the fence that a token says it is for, or None when it is no token of an attempt."""
-    run_id, _, rest = token.removeprefix(PREFIX).partition("_")
-    fence, _, secret = rest.partition("_")
-    right = len(run_id) == _RUN_CHARACTERS and fence.isascii() and fence.isdigit() and len(fence) <= 9
-    if not token.startswith(PREFIX) or not right or len(secret) != _SECRET_CHARACTERS:
-        return None
-    return run_id, int(fence)
+    match = _ATTEMPT.fullmatch(token)
+    return None if match is None else (match["run"], int(match["fence"]))
+
+
+def token_until_s(token: str) -> int | None:
+    """Return when a token of an attempt says that it ends, seconds since 1970, or None when it does not."""
+    match = _ATTEMPT.fullmatch(token)
+    return None if match is None or match["until"] is None else int(match["until"])
 
 
 def sha256(token: str) -> str:

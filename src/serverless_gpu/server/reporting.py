@@ -37,7 +37,7 @@ from serverless_gpu.errors import InvalidValue, NotFound, TooLarge
 from serverless_gpu.model.attempt import Reason, State
 from serverless_gpu.model.run_lifecycle import Ended, Event, Heard, Started, Stopping
 from serverless_gpu.model.spec import Function
-from serverless_gpu.server import attempts, audit, facts, files, runs, transitions
+from serverless_gpu.server import attempt_tokens, attempts, audit, facts, files, runs, transitions
 from serverless_gpu.server.attempts import StoredAttempt
 from serverless_gpu.server.audit import Action
 from serverless_gpu.server.blobs import check_reference
@@ -135,7 +135,8 @@ def report(services: Services, who: Caller, *, run_id: str, fence: int, said: Re
     found = services.database.read(lambda connection: _find(connection, run_id, fence)) or found
     stop = found.run.stop if found.is_current else None
     answer = _answer(services, stale=found.attempt.is_stale(said.state))
-    return msgspec.structs.replace(answer, stop=stop, offsets=offsets)
+    token = "" if answer.stale else attempt_tokens.next_token(services, who)
+    return msgspec.structs.replace(answer, stop=stop, offsets=offsets, token=token)
 
 
 def _answer(services: Services, *, stale: bool) -> ReportAnswer:

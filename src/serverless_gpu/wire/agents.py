@@ -39,6 +39,7 @@ class AgentHello(Request, frozen=True, kw_only=True):
         pythons: versions it can restore a captured environment for, as ``"3.11"``; none when it does not say.
         boot_id: another one than before proves that nothing of before still runs.
         problem: why it can run nothing now, or "".
+        takes: what it understands beyond the first of its protocol: "renewal" of attempts' tokens.
         protocol: of `wire.base`; the server refuses what it does not speak by name.
     """
 
@@ -57,6 +58,7 @@ class AgentHello(Request, frozen=True, kw_only=True):
     unavailable: tuple[str, ...] = ()
     attempts: tuple[AttemptSeen, ...] = ()
     problem: str = ""
+    takes: tuple[str, ...] = ()
 
 
 class AgentWelcome(Answer, frozen=True, kw_only=True):
@@ -73,7 +75,11 @@ class AgentWelcome(Answer, frozen=True, kw_only=True):
 
 
 class Heartbeat(Request, frozen=True, kw_only=True):
-    """A node is there; its devices as they are now (`unavailable`: uuids taken by others, or in quarantine)."""
+    """A node is there; its devices as they are now (`unavailable`: uuids taken by others, or in quarantine).
+
+    Attributes:
+        renew: gangs whose tokens were refused, for which it wants others.
+    """
 
     devices: tuple[Device, ...]
     instance: str = ""
@@ -81,12 +87,19 @@ class Heartbeat(Request, frozen=True, kw_only=True):
     unavailable: tuple[str, ...] = ()
     attempts: tuple[AttemptSeen, ...] = ()
     problem: str = ""
+    renew: tuple[str, ...] = ()
 
 
 class HeartbeatAnswer(Answer, frozen=True, kw_only=True):
-    """Gangs that are over for the server: stop and forget them."""
+    """What the server makes of a sign of life.
+
+    Attributes:
+        stale: gangs that are over for the server: stop and forget them.
+        tokens: new tokens by gang, of those that were wanted and are this node's.
+    """
 
     stale: tuple[str, ...] = ()
+    tokens: dict[str, str] = msgspec.field(default_factory=dict)
 
 
 class Start(Answer, frozen=True, kw_only=True, tag="start"):
@@ -94,7 +107,8 @@ class Start(Answer, frozen=True, kw_only=True, tag="start"):
 
     Attributes:
         seq: of the order.
-        token: the attempt's own; it can report about this attempt and nothing else.
+        token: the attempt's own; it can report about this attempt and nothing else. It ends soon after the attempt's
+            lease where the node takes "renewal", and a report is answered with the next one.
         gpu_type: chosen by the scheduler; `world_size` devices of it.
         context: as in `RunRequest`.
         call: as in `RunRequest`; None when it is a blob.

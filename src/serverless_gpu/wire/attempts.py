@@ -96,6 +96,7 @@ class ReportAnswer(Answer, frozen=True, kw_only=True):
         partition_grace_s: seconds from the *start* of the request for which the attempt may go on without another
             answer.
         heartbeat_s: report at least this often.
+        token: to be used from now on, or "": the one that was used is good for a while.
     """
 
     stale: bool = False
@@ -103,3 +104,4 @@ class ReportAnswer(Answer, frozen=True, kw_only=True):
     offsets: dict[str, int] = msgspec.field(default_factory=dict)
     partition_grace_s: float = 900.0
     heartbeat_s: float = 5.0
+    token: str = ""

@@ -192,6 +192,15 @@ class Connection:
         except msgspec.MsgspecError as error:
             raise ServerProblem(f"what {self.url}{API}{path} says cannot be understood: {error}") from None
 
+    def renew(self) -> bool:
+        """Take the token that there is by now; return whether it is another one."""
+        token = self._whose()
+        if token == self._token:
+            return False
+        self._token = token
+        self._client.headers["Authorization"] = f"Bearer {token}"
+        return True
+
     def close(self) -> None:
         """Close all connections; whoever waits for the server in another thread gives up."""
         self._closed.set()
@@ -207,9 +216,9 @@ class Connection:
                 response = self._once(method, path, fine, **request)
             except ServerlessGpuError as error:
                 waited_s = (self._clock.boottime_ns() - began_ns) / 1e9
-                if error.retryable and self._has_moved():
-                    continue
-                if isinstance(error, NotAuthenticated) and self._has_another_token():
+                if (error.retryable or isinstance(error, NotAuthenticated)) and self._has_moved():
+                    continue  # another server may listen by now where ours was
+                if isinstance(error, NotAuthenticated) and self.renew():
                     continue
                 if not error.retryable or waited_s + pause_s > self._patience_s:
                     raise
@@ -232,15 +241,6 @@ class Connection:
             return False
         self.url = url
         self._client.base_url = url + API
-        return True
-
-    def _has_another_token(self) -> bool:
-        """Take the token that there is by now; return whether it is another one."""
-        token = self._whose()
-        if token == self._token:
-            return False
-        self._token = token
-        self._client.headers["Authorization"] = f"Bearer {token}"
         return True
 
     def _once(self, method: str, path: str, fine: tuple[int, ...], **request: Any) -> httpx2.Response:

@@ -229,6 +229,9 @@ class EventStream:
                     if isinstance(message, SettledMessage):
                         return
             except ServerProblem as error:
+                url = self._server.profile.url
+                if isinstance(error, NotAuthenticated) and self._server.look_again() != url:
+                    continue  # another server listens by now where ours was
                 if isinstance(error, NotAuthenticated) and self._request is None:
                     if not self._server.wait_for_token(
                         self._explained(error), token, say=self._say, closed=self._closed

@@ -8,7 +8,7 @@ besides its message is not worth that: it ends as it did, without the file.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,11 +45,11 @@ class Delivery:
     Args:
         directory: of the attempt.
         server: where they are to be.
-        token: the attempt's.
+        token: returns the attempt's.
         clock: where time comes from.
     """
 
-    def __init__(self, directory: Path, server: Server, token: str, clock: Clock) -> None:
+    def __init__(self, directory: Path, server: Server, token: Callable[[], str], clock: Clock) -> None:
         self._directory = directory
         self._server = server
         self._token = token

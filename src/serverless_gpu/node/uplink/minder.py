@@ -36,6 +36,7 @@ from serverless_gpu.node.reaching import connect
 from serverless_gpu.node.remote import Remote, write_remote
 from serverless_gpu.node.taking import has_begun, try_lock
 from serverless_gpu.node.uplink import starting
+from serverless_gpu.node.uplink.credentials import Credential
 from serverless_gpu.node.uplink.news import AT_ONCE_S, RECEIPT_S, SOME_TIME_S, SOON_S, News
 from serverless_gpu.node.uplink.reporter import Reporter
 from serverless_gpu.node.uplink.server import Server
@@ -71,6 +72,7 @@ class Minder:
         self._say = say
         self._news = News(clock)
         self._lock = threading.Lock()
+        self._writing = threading.Lock()
         self._channel: Channel | None = None
         self._confirmed = False
         self._abandoned = False
@@ -138,12 +140,13 @@ class Minder:
 
     def settled(self) -> None:
         """Note that the server has everything."""
-        with contextlib.suppress(OSError):
-            write_remote(self.directory, msgspec.structs.replace(self.remote, standing="settled"))
+        self._write_down(standing="settled")
 
     # --- the listening thread ------------------------------------------------------------------------------------
 
     def _run_threads(self, begin: Callable[[], None], *, fresh: bool) -> None:
+        credential = Credential(self.remote.token, lambda token: self._write_down(token=token))
+        self._server.credentials.add(self.remote.gang, credential)
         reporter = Reporter(
             self.directory, self.remote, self._news, server=self._server, clock=self._clock, say=self._say
         )
@@ -216,8 +219,13 @@ class Minder:
 
     def _write_stale(self) -> None:
         """Note that nothing of it is reported any more; once it has ended, or the next uplink would not end it."""
-        with contextlib.suppress(OSError):
-            write_remote(self.directory, msgspec.structs.replace(self.remote, standing="stale"))
+        self._write_down(standing="stale")
+
+    def _write_down(self, **changes: str) -> None:
+        """Change what the next uplink finds; two threads may have something to change."""
+        with self._writing, contextlib.suppress(OSError):
+            self.remote = msgspec.structs.replace(self.remote, **changes)
+            write_remote(self.directory, self.remote)
 
     def _hear(self, channel: Channel) -> None:
         while True:

@@ -36,6 +36,8 @@ from serverless_gpu.version import __version__
 from serverless_gpu.wire.agents import AgentHello, AttemptSeen, Heartbeat
 from serverless_gpu.wire.base import PROTOCOL
 
+TAKES = ("renewal",)
+"""What this version understands beyond the first of its protocol."""
 PYTHONS_S = 30.0
 """How long it may take until an interpreter that was installed is offered."""
 
@@ -100,13 +102,15 @@ class Presence:
             unavailable=offer.unavailable,
             attempts=attempts,
             problem=offer.problem,
+            takes=TAKES,
         )
 
-    def heartbeat(self, attempts: tuple[AttemptSeen, ...]) -> Heartbeat:
+    def heartbeat(self, attempts: tuple[AttemptSeen, ...], *, renew: tuple[str, ...] = ()) -> Heartbeat:
         """Return a sign of life.
 
         Args:
             attempts: what the node looks after.
+            renew: gangs that want another token.
         """
         offer = self.offer(attempts)
         return Heartbeat(
@@ -116,6 +120,7 @@ class Presence:
             unavailable=offer.unavailable,
             attempts=attempts,
             problem=offer.problem,
+            renew=renew,
         )
 
     def offer(self, attempts: Collection[AttemptSeen]) -> Offer:

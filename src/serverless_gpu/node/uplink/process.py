@@ -12,6 +12,7 @@ Failure cases:
 - killed: runs go on; the next uplink finds them by `remote.json` and their sockets, and sends what the server has not;
 - the server is away: everything is tried again with longer and longer pauses, up to 5 s; what is new stays on disk;
 - the server came back with another port or token: the profile is read again;
+- an attempt's token has ended while the server was out of reach: the next heartbeat brings another (`credentials.py`);
 - two started at once: the lock decides, the loser ends;
 - an order that was refused comes again before the server has heard of that: it is refused again, not started;
 - nobody needs it: it ends when it looks after nothing and the server has not answered for ten minutes.
@@ -107,7 +108,7 @@ class Uplink:
         self._presence = Presence(home)
         self._minders: dict[str, Minder] = {}
         self._lock = threading.Lock()
-        self._wake = threading.Event()
+        self._wake = self._server.credentials.wanted
         self._node = ""
         self._joined = threading.Event()
         self._heartbeat_s = _HEARTBEAT_S
@@ -155,7 +156,9 @@ class Uplink:
             say(f"joined {self._server.profile.url} as node {welcome.node}")
             return
         path = f"/agents/{self._node}/heartbeat"
-        answer = connection.ask("POST", path, self._presence.heartbeat(seen), answer=HeartbeatAnswer)
+        beat = self._presence.heartbeat(seen, renew=self._server.credentials.to_renew())
+        answer = connection.ask("POST", path, beat, answer=HeartbeatAnswer)
+        self._server.credentials.take(answer.tokens)
         self._abandon(answer.stale)
 
     def _tend(self) -> tuple[AttemptSeen, ...]:
@@ -163,6 +166,7 @@ class Uplink:
         with self._lock:
             for gang in [gang for gang, minder in self._minders.items() if minder.is_over()]:
                 del self._minders[gang]
+                self._server.credentials.remove(gang)
             return tuple(minder.seen() for minder in self._minders.values())
 
     def _abandon(self, gangs: tuple[str, ...]) -> None:

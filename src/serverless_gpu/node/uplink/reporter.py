@@ -13,6 +13,7 @@ server counts from when it heard, which is later.
 
 Failure cases: the server is away or answers with errors (longer and longer pauses, up to 5 s; the supervisor ends the
 run when the lease is over); the attempt is over for the server (stopped, its files kept, nothing reported any more);
+the attempt's token has ended (the node's next heartbeat brings another);
 results cannot be sent for an hour in which the server does answer (the run ends as `result_upload`, its files stay).
 """
 
@@ -26,7 +27,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from serverless_gpu.ambient import Clock
-from serverless_gpu.errors import ServerlessGpuError, StaleAttempt
+from serverless_gpu.errors import NotAuthenticated, ServerlessGpuError, StaleAttempt
 from serverless_gpu.model.attempt import Reason, State, StopReason
 from serverless_gpu.model.ledger import Fact, FactKind
 from serverless_gpu.node.history import read_receipt
@@ -78,7 +79,7 @@ class Reporter:
         directory: of the attempt.
         remote: whose it is.
         news: what its listener hears.
-        server: where to report.
+        server: where to report; it has the attempt's token.
         clock: where time comes from.
         say: takes a line for the log.
     """
@@ -92,10 +93,11 @@ class Reporter:
         self._server = server
         self._clock = clock
         self._say = say
-        self._line = server.line(remote.token)
+        self._credential = credential = server.credentials.of(remote.gang)
+        self._line = server.line(credential.token)
         self._route = f"/attempts/{remote.run_id}/{remote.fence}/report"
         self._facts = Facts(directory / "facts.jsonl")
-        self._delivery = Delivery(directory, server, remote.token, clock)
+        self._delivery = Delivery(directory, server, credential.token, clock)
         self._logs = Logs(directory / "logs", known=True)
         self._heartbeat_s = _HEARTBEAT_S
         self._logs_again_ns = 0
@@ -147,6 +149,8 @@ class Reporter:
         except StaleAttempt:
             return ReportAnswer(stale=True)
         except ServerlessGpuError as error:
+            if isinstance(error, NotAuthenticated):
+                self._server.credentials.refused(self._remote.gang)
             text = f"report of {self._remote.gang}: {type(error).__name__}: {error.message}"
             if text != self._error:  # the first of a row
                 self._say(text)
@@ -161,6 +165,7 @@ class Reporter:
         self._error = ""
         backoff.reset()
         self._server.answered()
+        self._credential.take(answer.token)
         return answer
 
     # --- what ----------------------------------------------------------------------------------------------------

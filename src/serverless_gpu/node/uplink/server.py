@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue
+from serverless_gpu.node.uplink.credentials import Credentials
 from serverless_gpu.node.uplink.profile import Profile, read_profile
 from serverless_gpu.wire.connection import Connection
 
@@ -26,6 +28,9 @@ class Server:
         path: of the profile.
         clock: where time comes from.
 
+    Attributes:
+        credentials: tokens of attempts.
+
     Raises:
         InvalidValue: the profile cannot be read.
     """
@@ -35,13 +40,14 @@ class Server:
         self._clock = clock
         self._profile = read_profile(path)
         self._answered_ns = clock.boottime_ns()
+        self.credentials = Credentials()
 
     @property
     def profile(self) -> Profile:
         """Return how the server is reached."""
         return self._profile
 
-    def line(self, token: str = "") -> Line:
+    def line(self, token: str | Callable[[], str] = "") -> Line:
         """Return a line to it, with the node's own token where none is given."""
         return Line(self, token)
 
@@ -64,10 +70,10 @@ class Line:
 
     Args:
         server: the server.
-        token: an attempt's; "" for the node's own.
+        token: an attempt's, or what returns it as it is by now; "" for the node's own.
     """
 
-    def __init__(self, server: Server, token: str) -> None:
+    def __init__(self, server: Server, token: str | Callable[[], str]) -> None:
         self._server = server
         self._token = token
         self._profile = server.profile
@@ -79,6 +85,7 @@ class Line:
             self._connection.close()
             self._profile = self._server.profile
             self._connection = self._made()
+        self._connection.renew()
         return self._connection
 
     def close(self) -> None:

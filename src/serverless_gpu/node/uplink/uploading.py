@@ -11,7 +11,7 @@ was in the way); the file is gone or changes while it is read (said at once: no 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from blake3 import blake3
@@ -41,7 +41,7 @@ class Upload:
         lost: why it can never be sent, or "".
     """
 
-    def __init__(self, outputs: Sequence[Output], server: Server, token: str) -> None:
+    def __init__(self, outputs: Sequence[Output], server: Server, token: Callable[[], str]) -> None:
         self.files: dict[str, File] = {}
         self.problem = ""
         self.lost = ""

@@ -1,0 +1,80 @@
+"""How long a token of an attempt is good, and who gets the next one.
+
+    order ─▶ token ─▶ report, report, report … ─▶ answered with the next one once a quarter of its time is over
+                          └─ refused (cut off for longer, or a clock was set) ─▶ the node's heartbeat names the attempt
+                                                                                 and brings the next one
+
+It is good for as long as the lease it comes with, and for as long beyond that as the server waits before it believes
+that an attempt is over. So a token that was copied out of a run's directory is worth little soon, and one that was used
+a moment ago is never refused. Its end is judged by the server's wall clock alone; a clock that jumps costs a renewal,
+never a run. Which attempts a node gets tokens for does not depend on whether they were given up: what it did and used
+is still to be told (`reporting.py` takes nothing else of those).
+"""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+
+from serverless_gpu.errors import InvalidValue
+from serverless_gpu.server import attempts
+from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.services import Services
+
+RENEWAL = "renewal"
+"""What a node says that it takes."""
+RENEWED_MAX = 1_000
+"""Attempts of which a heartbeat may want tokens; the others come with the next one."""
+_RENEWED_AFTER = 0.25
+
+
+def good_s(services: Services) -> float:
+    """Return how long a token is good from now on, in seconds."""
+    return services.settings.partition_grace_s + services.settings.partition_margin_s
+
+
+def token_of(services: Services, run_id: str, fence: int) -> str:
+    """Return a token for an attempt that is good from now on."""
+    until_ns = services.clock.wall_ns() + round(good_s(services) * 1e9)
+    return services.keys.attempt_token(run_id, fence, until_s=-(-until_ns // 1_000_000_000))
+
+
+def first_token(services: Services, run_id: str, fence: int, *, takes: tuple[str, ...]) -> str:
+    """Return the token that goes with an order.
+
+    Args:
+        services: the server's.
+        run_id: the run.
+        fence: number of the attempt.
+        takes: what the node understands.
+    """
+    return token_of(services, run_id, fence) if RENEWAL in takes else services.keys.attempt_token(run_id, fence)
+
+
+def next_token(services: Services, who: Caller) -> str:
+    """Return the token that a report is answered with, or "" while the one it came with is good for long enough."""
+    if who.attempt is None or who.until_ns is None:
+        return ""
+    left_s = (who.until_ns - services.clock.wall_ns()) / 1e9
+    is_fresh = (1 - _RENEWED_AFTER) * good_s(services) < left_s <= good_s(services) + 1  # it ends at a whole second
+    return "" if is_fresh else token_of(services, *who.attempt)
+
+
+def wanted_tokens(
+    services: Services, connection: sa.Connection, node_id: str, gangs: tuple[str, ...]
+) -> dict[str, str]:
+    """Return tokens for those of some gangs that are a node's.
+
+    Raises:
+        InvalidValue: there are too many.
+    """
+    if len(gangs) > RENEWED_MAX:
+        raise InvalidValue(f"a heartbeat asks for {RENEWED_MAX} tokens at most, not {len(gangs)}")
+    found: dict[str, str] = {}
+    for gang in gangs:
+        run_id, _, fence = gang.rpartition(":")
+        if not (fence.isascii() and fence.isdigit() and len(fence) <= 9):
+            continue
+        attempt = attempts.find(connection, run_id, int(fence))
+        if attempt is not None and attempt.node_id == node_id:
+            found[gang] = token_of(services, run_id, int(fence))
+    return found
