@@ -32,10 +32,11 @@ class Served:
         home: its home; files of the server are in `home/server`.
     """
 
-    def __init__(self, home: Path, url: str, running: Running) -> None:
+    def __init__(self, home: Path, url: str, running: Running, thread: threading.Thread) -> None:
         self.home = home
         self.url = url
         self._running = running
+        self._thread = thread
         self._connections: list[Connection] = []
         self.token = (home / "server" / "token").read_text(encoding="ascii").strip()
         self.node_token = (home / "server" / "node.token").read_text(encoding="ascii").strip()
@@ -54,6 +55,16 @@ class Served:
     def renew(self) -> None:
         """Have it read its certificate again, and wait until it has."""
         self._running.renew().wait(STARTED_S)
+
+    @property
+    def busy(self) -> int:
+        """Return how many requests go on."""
+        return self._running.busy
+
+    def wait_stopped(self) -> None:
+        """Wait until it has stopped."""
+        self._thread.join(STARTED_S)
+        assert not self._thread.is_alive(), "the server did not stop"
 
     def stop(self) -> None:
         """Have it stop; it has when the `with` is left."""
@@ -102,7 +113,7 @@ def served(
         thread.join()
         raise failed[0]
     url, running = found[0]
-    server = Served(home, url, running)
+    server = Served(home, url, running, thread)
     try:
         yield server
     finally:

@@ -13,7 +13,18 @@ from fastapi import FastAPI
 from starlette.routing import compile_path
 from starlette.types import ASGIApp
 
-from serverless_gpu.server.api import agents, attempts, audit, blobs, environments, nodes, principals, runs, state
+from serverless_gpu.server.api import (
+    agents,
+    attempts,
+    audit,
+    blobs,
+    drains,
+    environments,
+    nodes,
+    principals,
+    runs,
+    state,
+)
 from serverless_gpu.server.api.description import SECURITY, describe
 from serverless_gpu.server.api.routing import Route
 from serverless_gpu.server.gate import Authenticate, Gate, Reach
@@ -21,7 +32,7 @@ from serverless_gpu.server.services import Services
 from serverless_gpu.version import __version__
 from serverless_gpu.wire.base import API
 
-MODULES = (agents, attempts, audit, blobs, environments, nodes, principals, runs, state)
+MODULES = (agents, attempts, audit, blobs, drains, environments, nodes, principals, runs, state)
 """Modules of `api/` with `routes`; whoever adds one adds it here."""
 
 

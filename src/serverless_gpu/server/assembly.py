@@ -43,8 +43,8 @@ from serverless_gpu.server.settings import Settings
 from serverless_gpu.server.space import space_problem
 from serverless_gpu.server.storage import open_storage
 
-LOOP_S = 3.0
-"""How long a loop may take to finish its tick when the server stops."""
+LOOP_S = 10.0
+"""How long the loops may take to finish their ticks when the server stops."""
 SLOW_S = 6 * 3600.0
 """How long a tick may take that goes through everything in a bucket, before it counts as stuck."""
 _log = logging.getLogger(__name__)
@@ -153,8 +153,11 @@ def _looking_after(services: Services, engine: Engine | None, claim: Claim) -> I
         yield
     finally:
         for each in loops.values():
-            if not each.stop(timeout_s=LOOP_S):
-                _log.warning("a loop did not finish its tick within %s s", LOOP_S)
+            each.stop(timeout_s=0)
+        deadline_ns = services.clock.boottime_ns() + round(LOOP_S * 1e9)
+        for name, each in loops.items():
+            if not each.stop(timeout_s=max(0.0, (deadline_ns - services.clock.boottime_ns()) / 1e9)):
+                _log.warning("the loop %s did not finish its tick within %s s", name, LOOP_S)
 
 
 def _check_key(database: Database, sealer: Sealer) -> None:

@@ -38,6 +38,9 @@ class Action(StrEnum):
     TEAM_REMOVE = "team.remove"
     TOKEN_CREATE = "token.create"
     TOKEN_REVOKE = "token.revoke"
+    SERVER_DRAIN = "server.drain"
+    SERVER_RESUME = "server.resume"
+    SERVER_RESTORE = "server.restore"
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):

@@ -30,7 +30,7 @@ from serverless_gpu.model.attempt import State
 from serverless_gpu.model.queueing import Placement, Wanted, decide
 from serverless_gpu.model.run_lifecycle import pause_s
 from serverless_gpu.model.spec import Function
-from serverless_gpu.server import attempts, floor, keys, nodes, owners, runs, transitions
+from serverless_gpu.server import attempts, draining, floor, keys, nodes, owners, runs, transitions
 from serverless_gpu.server.attempts import NewAttempt
 from serverless_gpu.server.floor import Floor
 from serverless_gpu.server.giving_back import give_back
@@ -98,8 +98,13 @@ class Scheduler:
             run_id: entry for run_id, _ in waiting if (entry := found.get(run_id) or known.get(run_id)) is not None
         }
         shut_out = owners.shut_out(connection) if self._wanted else frozenset()
+        drain = draining.find(connection) if self._wanted else None
         queue = [
-            wanted if owner not in shut_out else _kept_back(wanted, owner, now[0])
+            _kept_back(wanted, drain.sentence, now[0])
+            if drain is not None
+            else wanted
+            if owner not in shut_out
+            else _kept_back(wanted, f"{owner} may start no runs now", now[0])
             for _, wanted, owner in self._wanted.values()
         ]
         return floor.load(connection, self._services.leases), queue
@@ -124,6 +129,8 @@ class Scheduler:
             return None  # cancelled meanwhile
         if run.owner in owners.shut_out(connection, run.owner):
             return None  # they were shut out meanwhile
+        if draining.find(connection) is not None:
+            return None
         if not nodes.is_still(connection, node):
             return None  # it restarted, or was forgotten; its next hello rings
         token = self._services.keys.attempt_token(run.id, run.fence + 1)
@@ -219,10 +226,10 @@ def _python(run: StoredRun) -> str:
     return ".".join(run.target.python.split(".")[:2]) if travels else ""
 
 
-def _kept_back(wanted: Wanted, owner: str, boottime_ns: int) -> Wanted:
-    """Return what waits beside the line because its owner may start nothing now."""
+def _kept_back(wanted: Wanted, why: str, boottime_ns: int) -> Wanted:
+    """Return what waits beside the line because it may not start now."""
     until_ns = boottime_ns + round(LOOK_AGAIN_S * 1e9)
-    return msgspec.structs.replace(wanted, not_before_ns=until_ns, held=f"{owner} may start no runs now")
+    return msgspec.structs.replace(wanted, not_before_ns=until_ns, held=why)
 
 
 def _held(run: StoredRun, boottime_ns: int, wall_ns: int) -> tuple[int, str]:

@@ -90,6 +90,11 @@ class Running(uvicorn.Server):
         """Return the port under which others reach it."""
         return int(self._listening.main.getsockname()[1])
 
+    @property
+    def busy(self) -> int:
+        """Return how many requests go on."""
+        return self._door.busy
+
     def renew(self) -> threading.Event:
         """Read the certificate again; return what is set once that has been done."""
         self._renewed.clear()

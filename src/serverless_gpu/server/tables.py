@@ -65,6 +65,15 @@ pools = sa.Table(
     sa.Column("created_ns", sa.BigInteger, nullable=False),
 )
 
+drains = sa.Table(  # a row: nothing new is started
+    "drains",
+    metadata,
+    sa.Column("name", sa.String(16), primary_key=True),
+    sa.Column("principal", sa.String(64), nullable=False),
+    sa.Column("since_ns", sa.BigInteger, nullable=False),
+    sa.Column("note", sa.String(256), nullable=False, default=""),
+)
+
 nodes = sa.Table(
     "nodes",
     metadata,

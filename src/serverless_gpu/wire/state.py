@@ -1,12 +1,14 @@
-"""The server itself. Both routes are public and say nothing about anybody's work.
+"""The server itself. The first two routes are public and say nothing about anybody's work.
 
 GET /health    → Health     503 with the same body while something is wrong
 GET /version   → Version
+GET /drain     → DrainView        who may see nodes
+PUT /drain       DrainRequest → DrainView
 """
 
 from __future__ import annotations
 
-from serverless_gpu.wire.base import Answer
+from serverless_gpu.wire.base import Answer, Request
 
 
 class Health(Answer, frozen=True, kw_only=True):
@@ -28,3 +30,26 @@ class Version(Answer, frozen=True, kw_only=True):
     protocol: int
     machine: str
     mlflow: str = ""
+
+
+class DrainRequest(Request, frozen=True, kw_only=True):
+    """Whether nothing new is to be started, and why, for those who wait."""
+
+    on: bool
+    note: str = ""
+
+
+class DrainView(Answer, frozen=True, kw_only=True):
+    """Whether nothing new is started: who said so, when (nanoseconds since 1970) and why.
+
+    Attributes:
+        going: runs that go on.
+        waiting: runs that wait.
+    """
+
+    on: bool
+    by: str = ""
+    since_ns: int = 0
+    note: str = ""
+    going: int = 0
+    waiting: int = 0

@@ -31,14 +31,17 @@ def connect(profile: Profile, *, patience_s: float = 0.0) -> Connection:
 
 
 @contextlib.contextmanager
-def server() -> Iterator[Connection]:
-    """Yield a connection to the server of this user; a command does not wait for one that is away.
+def server(*, patience_s: float = 0.0) -> Iterator[Connection]:
+    """Yield a connection to the server of this user; a command does not wait for one that is away, unless told.
+
+    Args:
+        patience_s: how long it does, in seconds.
 
     Raises:
         ServerNotConfigured: there is none.
         InvalidValue: what is configured cannot be used.
     """
-    connection = connect(find_profile(this_home().root, os.environ))
+    connection = connect(find_profile(this_home().root, os.environ), patience_s=patience_s)
     try:
         yield connection
     finally:

@@ -27,6 +27,7 @@ class ServerState(msgspec.Struct, frozen=True, kw_only=True):
         waiting: runs in the queue; of those that one may see.
         going: runs that go on, likewise.
         nodes: its machines, by state; None where one may not look at them.
+        draining: who has it start nothing new, and why; "" where it does.
     """
 
     url: str
@@ -37,6 +38,7 @@ class ServerState(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int = 0
     going: int = 0
     nodes: dict[str, int] | None = None
+    draining: str = ""
 
     def lines(self) -> Iterator[str]:
         """Yield what is said about it."""
@@ -48,6 +50,8 @@ class ServerState(msgspec.Struct, frozen=True, kw_only=True):
         if self.nodes is not None:
             counts = ", ".join(f"{count} {state}" for state, count in sorted(self.nodes.items()))
             yield f"nodes: {counts or 'none has joined'}"
+        if self.draining:
+            yield f"drained by {self.draining}: nothing new is started until `sgpu server resume`"
 
 
 def server_status(home: Path) -> ServerState | None:
@@ -76,9 +80,12 @@ def server_status(home: Path) -> ServerState | None:
         query = {"state": live, "limit": str(_RUNS_MAX)}
         found = connection.ask("GET", "/runs", answer=runs.RunPage, query=query).runs
         nodes: dict[str, int] | None = None
+        draining = ""
         with contextlib.suppress(NotAllowed):
             states = [node.state for node in connection.ask("GET", "/nodes", answer=agents.NodeList).nodes]
             nodes = {each: states.count(each) for each in dict.fromkeys(states)}
+            drain = connection.ask("GET", "/drain", answer=state.DrainView)
+            draining = f"{drain.by}{f' ({drain.note})' if drain.note else ''}" if drain.on else ""
     except ServerlessGpuError as error:
         return ServerState(url=url, ok=False, problem=error.message)
     finally:
@@ -92,4 +99,5 @@ def server_status(home: Path) -> ServerState | None:
         waiting=waiting,
         going=len(found) - waiting,
         nodes=nodes,
+        draining=draining,
     )

@@ -65,6 +65,14 @@ def _people() -> None:
 
 def _nodes() -> None:
     op.create_table(
+        "drains",
+        sa.Column("name", sa.String(length=16), nullable=False),
+        sa.Column("principal", sa.String(length=64), nullable=False),
+        sa.Column("since_ns", sa.BigInteger(), nullable=False),
+        sa.Column("note", sa.String(length=256), nullable=False),
+        sa.PrimaryKeyConstraint("name", name=op.f("pk_drains")),
+    )
+    op.create_table(
         "pools",
         sa.Column("name", sa.String(length=64), nullable=False),
         sa.Column("kind", sa.String(length=16), nullable=False),

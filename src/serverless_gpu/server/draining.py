@@ -1,0 +1,87 @@
+"""Nothing new is started: what an operator says before nodes or the server are worked on, until they take it back.
+
+    drain ─▶ a row ─▶ the scheduler places nothing; who waits is told who drains, since when and why; what runs goes on
+    resume ─▶ no row ─▶ the scheduler looks at once
+
+The row outlives the server: one that is started again in the middle of the work starts nothing either. Runs are taken
+as ever, and wait.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import sqlalchemy as sa
+
+from serverless_gpu.ambient import format_clock
+from serverless_gpu.errors import InvalidValue
+from serverless_gpu.server import audit, runs
+from serverless_gpu.server.audit import Action
+from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.hub import SCHEDULER
+from serverless_gpu.server.services import Services
+from serverless_gpu.server.tables import drains
+from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX
+from serverless_gpu.wire.state import DrainRequest, DrainView
+
+_NAME = "server"
+
+
+class Drain(msgspec.Struct, frozen=True, kw_only=True):
+    """Who drains, since when (nanoseconds since 1970), and why as they say."""
+
+    principal: str
+    since_ns: int
+    note: str
+
+    @property
+    def sentence(self) -> str:
+        """Return what those who wait are told."""
+        why = f" ({self.note})" if self.note else ""
+        return f"the server starts nothing new: {self.principal} drains it since {format_clock(self.since_ns)}{why}"
+
+
+def find(connection: sa.Connection) -> Drain | None:
+    """Return why nothing is started, or None when things are."""
+    row = connection.execute(sa.select(drains).where(drains.c.name == _NAME)).one_or_none()
+    return None if row is None else Drain(principal=row.principal, since_ns=row.since_ns, note=row.note)
+
+
+def view(services: Services) -> DrainView:
+    """Return whether the server drains, and what goes on."""
+
+    def work(connection: sa.Connection) -> tuple[Drain | None, int, int]:
+        return find(connection), len(runs.active(connection)), len(runs.queue(connection))
+
+    there, going, waiting = services.database.read(work)
+    if there is None:
+        return DrainView(on=False, going=going, waiting=waiting)
+    return DrainView(
+        on=True, by=there.principal, since_ns=there.since_ns, note=there.note, going=going, waiting=waiting
+    )
+
+
+def put(services: Services, who: Caller, asked: DrainRequest) -> DrainView:
+    """Begin to drain, or end it; what is so already stays as it is.
+
+    Raises:
+        InvalidValue: the note is too long, or has control characters.
+    """
+    if len(asked.note) > LABEL_CHARACTERS_MAX or not (asked.note.isprintable() or not asked.note):
+        raise InvalidValue(f"a note has at most {LABEL_CHARACTERS_MAX} printable characters")
+    at_ns = services.clock.wall_ns()
+
+    def work(connection: sa.Connection) -> None:
+        if (find(connection) is not None) is asked.on:
+            return
+        if asked.on:
+            connection.execute(
+                sa.insert(drains).values(name=_NAME, principal=who.name, since_ns=at_ns, note=asked.note)
+            )
+        else:
+            connection.execute(sa.delete(drains).where(drains.c.name == _NAME))
+        action = Action.SERVER_DRAIN if asked.on else Action.SERVER_RESUME
+        audit.record(connection, who=who, action=action, subject=_NAME, now_ns=at_ns, detail={"note": asked.note})
+
+    services.database.write(work)
+    services.hub.touch(SCHEDULER)
+    return view(services)

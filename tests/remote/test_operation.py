@@ -1,0 +1,106 @@
+"""`sgpu up` as systemd runs it: told to stop and started again while a run goes on, drained meanwhile."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from serverless_gpu.node.home import Home
+from serverless_gpu.node.uplink import control
+from tests.local.observe import wait_for
+from tests.remote.test_server_kills import CALL, answer, runs_of
+
+pytestmark = pytest.mark.slow
+WAIT_S = 60.0
+
+
+class Unit:
+    """What systemd does with the unit: starts a process, waits for its word, stops that process and no other.
+
+    Args:
+        place: of the socket.
+    """
+
+    def __init__(self, place: Path) -> None:
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._listener.bind(str(place))
+        self._listener.settimeout(WAIT_S)
+        self._place = place
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it and wait until it says that it is ready."""
+        environ = {**os.environ, "SERVERLESS_GPU_FAKE": "H100:2", "NOTIFY_SOCKET": str(self._place)}
+        command = [sys.executable, "-m", "serverless_gpu.cli", "up"]
+        self.process = subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL)
+        assert self._listener.recv(100) == b"READY=1"
+
+    def stop(self) -> None:
+        """Stop it as KillMode=process does; it has to say so, and to end well."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGTERM)
+        assert self._listener.recv(100) == b"STOPPING=1"
+        assert self.process.wait(WAIT_S) == 0
+
+    def close(self) -> None:
+        """End it, however it is."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(WAIT_S)
+        self._listener.close()
+
+
+@pytest.fixture
+def systemd_unit(home: Path) -> Iterator[Unit]:
+    """Yield a unit of a home of its own."""
+    unit = Unit(home / "notify")
+    try:
+        yield unit
+    finally:
+        unit.close()
+        control.stop_all(Home(home))
+
+
+def sgpu(*words: str) -> str:
+    """Return what a command says."""
+    ran = subprocess.run(
+        [sys.executable, "-m", "serverless_gpu.cli", *words], capture_output=True, text=True, timeout=WAIT_S
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+def test_F53_a_restart_by_systemd_leaves_a_run_alone_and_a_drain_outlives_it(
+    systemd_unit: Unit, tmp_path: Path
+) -> None:
+    script = tmp_path / "call.py"
+    script.write_text(CALL)
+
+    def call(name: str, seconds: float) -> subprocess.Popen[str]:
+        arguments = [sys.executable, str(script), str(tmp_path / name), str(seconds)]
+        return subprocess.Popen(arguments, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    systemd_unit.start()
+    first = call("first", 6)
+    wait_for(lambda: runs_of(tmp_path / "first") == 1, "the run has begun", WAIT_S)
+    assert sgpu("server", "drain", "--note", "new kernel") == "nothing new is started; 1 runs go on, 0 wait\n"
+    second = call("second", 0)
+    wait_for(lambda: "1 waiting" in sgpu("status"), "the second one waits", WAIT_S)
+    systemd_unit.stop()
+    systemd_unit.start()
+    assert "(new kernel): nothing new is started until `sgpu server resume`" in sgpu("status")
+    assert answer(first) == "done"
+    assert (runs_of(tmp_path / "first"), runs_of(tmp_path / "second")) == (1, 0)
+    sgpu("server", "drain", "--wait", "30s")
+    assert sgpu("server", "resume") == "what waits is started again; 0 runs go on, 1 wait\n"
+    out, said = second.communicate(timeout=WAIT_S)
+    assert (second.returncode, out) == (0, "done\n"), said
+    assert "drains it since" in said and "(new kernel)" in said
+    assert runs_of(tmp_path / "second") == 1
