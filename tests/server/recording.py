@@ -239,7 +239,7 @@ def _converse(home: Path, recorder: Recorder) -> None:
     path = home / "server" / "uplink.json"
     uplink_profile.write_profile(path, uplink_profile.Profile(url=recorder.url, token=node_token, name="recorded"))
     write_profile(home, Profile(url=recorder.url, token=token, embedded=True, machine=machine()))
-    base = {"PATH": "/usr/bin:/bin", "HOME": "/root", "LANG": "C.UTF-8", "PYTHONPATH": os.pathsep.join(sys.path)}
+    base = {"PATH": "/usr/bin:/bin", "HOME": "/root", "LANG": "C.UTF-8", "PYTHONPATH": os.getcwd() + "/src"}
     environ = {**base, "SERVERLESS_GPU_HOME": str(home), "SERVERLESS_GPU_FAKE": FAKES}
     control.ensure(Home(home), path, environ)
     script = home / "calls.py"
@@ -262,7 +262,13 @@ def main(path: str) -> None:
     exchanges = [one for one in record() if "event" in one or ("status" in one and one["path"] not in _SKIPPED)]
     said = {"protocol": PROTOCOL, "version": __version__, "at": format_utc(time.time_ns()), "exchanges": exchanges}
     text = json.dumps(said, indent=1, ensure_ascii=False)
-    for place, name in ((os.getcwd(), "/source"), (sys.prefix, "/venv"), (sys.base_prefix, "/python")):
+    venv = Path(sys.prefix)
+    for place, name in (
+        (os.getcwd(), "/source"),
+        (sys.prefix, "/venv"),
+        (sys.base_prefix, "/python"),
+        (str(venv.parent), "/project"),
+    ):
         text = text.replace(place, name)
     Path(path).write_text(text + "\n", encoding="utf-8")
     print(f"{len(exchanges)} lines of conversation in {path}")
