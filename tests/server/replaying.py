@@ -138,6 +138,10 @@ class Replay:
             while (event := stream.next()) is not None:
                 self.told.setdefault(run_id, []).append(event)
 
+    def ask_as(self, who: str, method: str, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        """Send one request of one's own; return status and answer."""
+        return self._say(method, path, body, who=who)
+
     def watch(self, run_id: str) -> None:
         """Watch a run anew, as a client does whose server was started again."""
         sock, answer = self._send("GET", f"/runs/{run_id}/events?after=0&offsets=", None, who="client", stream=True)
@@ -157,7 +161,7 @@ class Replay:
             self._open(exchange)
             return
         if path == "/agents":
-            self._hello = body
+            self._hello = body or {}
         status, answer = self._say(exchange["method"], path, body, who=who, whole=exchange["status"] != 206)
         if path == "/agents":
             self._node_then, self.node = exchange["answer"]["node"], answer["node"]

@@ -25,8 +25,8 @@ from serverless_gpu.server.scheduler import Scheduler
 from serverless_gpu.server.services import Services
 from serverless_gpu.server.transitions import Note, Told
 from serverless_gpu.testing import FakeClock
-from serverless_gpu.wire.agents import AgentHello, AttemptSeen, Heartbeat, Order, PoolRequest, Start, Stop
-from serverless_gpu.wire.base import PROTOCOL
+from serverless_gpu.wire.agents import AgentHello, AttemptSeen, ClockReading, Heartbeat, Order, PoolRequest, Start, Stop
+from serverless_gpu.wire.base import PROTOCOL, PROTOCOLS
 from tests.server.stored import add_people, new_run
 
 NODE = Caller(name="node", kind="service", role="agent")
@@ -214,7 +214,8 @@ def test_a_home_that_was_made_anew_in_a_reboot_or_moved_to_another_container_is_
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        (hello(protocol=PROTOCOL + 1), f"speaks protocol {PROTOCOL + 1}"),
+        (hello(protocol=PROTOCOL + 1), f"speaks protocol {PROTOCOL + 1}, this server speaks 1 and {PROTOCOL}"),
+        (hello(protocol=PROTOCOLS[0] - 1), f"speaks protocol {PROTOCOLS[0] - 1}"),
         (hello(name=""), "cannot be named ''"),
         (hello(name="a\x1b[2J"), "cannot be named"),
         (hello(name="a" * 300), "cannot be named"),
@@ -230,6 +231,27 @@ def test_a_home_that_was_made_anew_in_a_reboot_or_moved_to_another_container_is_
 def test_what_cannot_be_is_refused_by_name(agents: Agents, said: AgentHello, message: str) -> None:
     with pytest.raises(InvalidValue, match=message):
         agents.hello(NODE, said)
+
+
+def test_F53_the_side_that_is_too_old_is_named(agents: Agents) -> None:
+    with pytest.raises(InvalidValue) as newer:
+        agents.hello(NODE, hello(protocol=PROTOCOL + 1))
+    assert newer.value.hint == "upgrade serverless-gpu on the server: it is upgraded first"
+    with pytest.raises(InvalidValue) as older:
+        agents.hello(NODE, hello(protocol=PROTOCOLS[0] - 1))
+    assert older.value.hint == "upgrade serverless-gpu on the node"
+    for protocol in PROTOCOLS:
+        assert agents.hello(NODE, hello(protocol=protocol)).node
+
+
+def test_F30_how_far_a_node_says_its_clock_is_off_is_seen_of_it(agents: Agents, services: Services) -> None:
+    welcome = agents.hello(NODE, hello())
+    assert welcome.at_ns == services.clock.wall_ns() and operating.view_nodes(services)[0].clock is None
+    off = ClockReading(ahead_ns=-3_600 * 10**9, error_ns=10**6)
+    answer = agents.heartbeat(NODE, welcome.node, Heartbeat(devices=(), clock=off))
+    assert answer.at_ns == services.clock.wall_ns() and operating.view_nodes(services)[0].clock == off
+    agents.heartbeat(NODE, welcome.node, Heartbeat(devices=()))
+    assert operating.view_nodes(services)[0].clock is None
 
 
 def test_a_heartbeat_of_a_node_that_is_not_known_asks_for_a_hello(agents: Agents) -> None:

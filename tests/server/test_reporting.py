@@ -78,7 +78,10 @@ def fact(run_id: str, seq: int, *, fence: int = 1, cpus: int = 0) -> Fact:
     )
 
 
-def test_an_attempt_starts_runs_and_completes(services: Services, database: Database, run_id: str) -> None:
+def test_an_attempt_starts_runs_and_completes(
+    services: Services, database: Database, clock: FakeClock, run_id: str
+) -> None:
+    clock.advance(5)
     assert say(services, run_id, State.STARTING, sentence="restoring the environment") == CALM
     run = stored(database, run_id)
     assert run.state is State.STARTING and views.sentence(run) == "restoring the environment"
@@ -268,10 +271,10 @@ def test_who_was_silent_is_heard_again(services: Services, database: Database, r
 
 def test_who_was_silent_may_have_ended_meanwhile(services: Services, database: Database, run_id: str) -> None:
     tell(database, run_id, Silent())
-    say(services, run_id, State.STOPPING, exec_ns=T0, files=RESULTS, ending=COMPLETED)
+    say(services, run_id, State.STOPPING, exec_ns=T0 + S, files=RESULTS, ending=COMPLETED)
     states = [row["state"] for row in rows(database, tables.events)]
     assert states == ["STARTING", "UNREACHABLE", "STOPPING", "SUCCEEDED"]
-    assert stored(database, run_id).started_ns == T0
+    assert stored(database, run_id).started_ns == T0 + S
 
 
 def test_a_life_sign_is_written_now_and_then(

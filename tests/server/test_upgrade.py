@@ -88,3 +88,16 @@ PROTOCOL_BEFORE = max(1, PROTOCOL - 1)
 def reports(state: str) -> Callable[[dict[str, Any]], bool]:
     """Return what tells a report of a state from everything else."""
     return lambda one: one.get("who") == "attempt" and "report" in one["path"] and one["body"]["state"] == state
+
+
+def test_F53_a_node_of_the_protocol_to_come_is_told_to_wait_for_the_server(server: Served) -> None:
+    replay = Replay(PROTOCOL + 1, server.url, {"client": server.token, "node": server.node_token})
+    hello = next(one for one in conversation(PROTOCOL_BEFORE) if one.get("path") == "/agents")
+    for body in ({**hello["body"], "protocol": PROTOCOL + 1}, {**hello["body"], "what_is_new_there": 1}):
+        status, problem = replay.ask_as("node", "POST", "/agents", body)
+        assert status == 400 and f"protocol {PROTOCOL + 1}, this server speaks" in problem["message"]
+        assert problem["hint"] == "upgrade serverless-gpu on the server: it is upgraded first"
+    status, problem = replay_of(PROTOCOL, server).ask_as(
+        "node", "POST", "/agents", {**hello["body"], "what_is_that": 1}
+    )
+    assert status == 400 and "protocol" not in problem["message"]

@@ -66,6 +66,19 @@ def test_what_is_not_there_is_said_once(server: ServerFacts) -> None:
             replace(WELL, nodes=(UP, ServerNode(name="n2", state="SILENT", silent_s=99.4))),
             (WARNING, "n2 is SILENT: not heard for 99 s"),
         ),
+        (
+            "server-protocol",
+            replace(WELL, protocol=2, protocols=(1, 2)),
+            (OK, "protocol 1, which the server takes; its own is 2: upgrade this package when it suits"),
+        ),
+        (
+            "server-nodes",
+            replace(WELL, nodes=(replace(UP, clock="has a clock that is 1 h 00 min ahead of the server's"),)),
+            (
+                WARNING,
+                "n1 has a clock that is 1 h 00 min ahead of the server's: moments that its runs write down are off",
+            ),
+        ),
         ("server-clock", replace(WELL, clock_ahead_s=None), (UNKNOWN, "the server did not say what time it is")),
         (
             "server-clock",

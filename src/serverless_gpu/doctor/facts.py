@@ -96,12 +96,14 @@ class ServerNode(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         silent_s: how long ago it was heard of, in seconds of the server's clock; None where that is not known.
+        clock: how far its clock is off, in words that follow its name; "" where it is not.
     """
 
     name: str
     state: str
     sentence: str = ""
     silent_s: float | None = None
+    clock: str = ""
 
 
 class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,7 +119,7 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
         away: why it does not answer.
         unwell: what its `/health` says is wrong.
         version: its version of this package.
-        protocol: what it speaks; `own_protocol` is what we speak.
+        protocol: what it speaks; `protocols` are all that it takes, `own_protocol` is what we speak.
         clock_ahead_s: how much its clock is ahead of ours, in whole seconds; None where it did not say.
         principal: whose the token is.
         token_problem: why the token is not taken.
@@ -134,6 +136,7 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
     unwell: tuple[str, ...] = ()
     version: str = ""
     protocol: int = 0
+    protocols: tuple[int, ...] = ()
     own_protocol: int = 0
     clock_ahead_s: int | None = None
     principal: str = ""

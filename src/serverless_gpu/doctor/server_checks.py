@@ -52,10 +52,13 @@ def _token(facts: Facts, server: ServerFacts) -> list[Finding]:
 def _protocol(facts: Facts, server: ServerFacts) -> list[Finding]:
     if not server.version:
         return []
-    if server.protocol != server.own_protocol:
+    if server.own_protocol != server.protocol and server.own_protocol not in server.protocols:
         sentence = f"the server speaks protocol {server.protocol}, and this package {server.own_protocol}"
         older = "the server" if server.protocol < server.own_protocol else "this package"
         return failed(sentence, f"upgrade {older}: pip install --upgrade serverless-gpu")
+    if server.own_protocol != server.protocol:
+        text = f"protocol {server.own_protocol}, which the server takes; its own is {server.protocol}"
+        return ok(f"{text}: upgrade this package when it suits")
     if server.version != __version__:
         return ok(f"protocol {server.protocol}; the server is {server.version}, this package {__version__}")
     return ok(f"protocol {server.protocol}")
@@ -74,6 +77,9 @@ def _nodes(facts: Facts, server: ServerFacts) -> list[Finding]:
         is_silent = node.state != "UP" or (node.silent_s is not None and node.silent_s > _SILENT_S)
         if is_silent or node.sentence:
             found += warning(f"{node.name} is {node.state}: {node.sentence or f'not heard for {node.silent_s:.0f} s'}")
+        if node.clock:
+            mend = "timedatectl set-ntp true, there   (limits, leases and charges do not depend on it)"
+            found += warning(f"{node.name} {node.clock}: moments that its runs write down are off", mend)
     return found or ok(", ".join(f"{node.name} is up" for node in server.nodes))
 
 
@@ -138,9 +144,13 @@ CHECKS = (
         code="server-nodes",
         group=Group.SERVER,
         title="The server's machines",
-        symptoms=("a remote run stays QUEUED: no node has joined", "sgpu nodes shows SILENT or GONE"),
+        symptoms=(
+            "a remote run stays QUEUED: no node has joined",
+            "sgpu nodes shows SILENT or GONE",
+            "sgpu nodes says that a node has a clock that is ahead of, or behind, the server's",
+        ),
         cause="A node joins by itself and says every few seconds that it is there; one that does not is off, cut off, "
-        "or its processes were ended.",
+        "or its processes were ended. It measures how far its clock is from the server's, and says that, too.",
         mend="restart `sgpu up` there; for a machine that is dead: sgpu node forget NAME --i-know-it-is-dead",
         probe=_nodes,
     ),

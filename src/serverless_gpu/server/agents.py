@@ -15,6 +15,7 @@ while the first is there, and while runs of the first may be going on: it would 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Collection, Sequence
 from functools import partial
 
@@ -44,8 +45,9 @@ from serverless_gpu.wire.agents import (
     Order,
     Start,
     Stop,
+    clock_text,
 )
-from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX, NAME_CHARACTERS_MAX, PROTOCOL
+from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX, NAME_CHARACTERS_MAX, PROTOCOLS
 
 DEVICES_MAX = 1024
 ATTEMPTS_MAX = 10_000
@@ -57,6 +59,7 @@ SEEN_EVERY_S = 15.0
 SEND_AGAIN_S = 15.0
 ALIVE_S = 10.0
 """A stream with nothing to say says that much this often."""
+_log = logging.getLogger(__name__)
 
 
 class Agents:
@@ -102,6 +105,7 @@ class Agents:
             heartbeat_s=settings.heartbeat_s,
             partition_grace_s=settings.partition_grace_s,
             stale=stale,
+            at_ns=services.clock.wall_ns(),
         )
 
     def heartbeat(self, who: Caller, node_id: str, said: Heartbeat) -> HeartbeatAnswer:
@@ -125,7 +129,9 @@ class Agents:
             services.database.write(lambda connection: _note(connection, who, node_id, said, at_ns=at_ns))
         if services.presence.heard(node_id, now_ns=services.clock.boottime_ns()) or news:
             services.hub.touch(SCHEDULER)
-        return HeartbeatAnswer(stale=stale, tokens=tokens)
+        if services.presence.read_clock(node_id, said.clock):
+            _log.warning("node %s %s", node.name, clock_text(said.clock) or "has a clock that is right again")
+        return HeartbeatAnswer(stale=stale, tokens=tokens, at_ns=services.clock.wall_ns())
 
     def check(self, who: Caller, node_id: str, instance: str = "") -> None:
         """Return if orders of a node are for whoever asks.
@@ -373,10 +379,12 @@ def _stale(connection: sa.Connection, node_id: str, seen: Sequence[AttemptSeen])
 
 
 def _check(said: AgentHello) -> None:
-    if said.protocol != PROTOCOL:
+    if said.protocol not in PROTOCOLS:
+        spoken = " and ".join(str(protocol) for protocol in PROTOCOLS)
+        older = "the server: it is upgraded first" if said.protocol > max(PROTOCOLS) else "the node"
         raise InvalidValue(
-            f"node {said.name[:64]!r} speaks protocol {said.protocol}, this server speaks {PROTOCOL}",
-            hint="install the same version of serverless-gpu on both",
+            f"node {said.name[:64]!r} speaks protocol {said.protocol}, this server speaks {spoken}",
+            hint=f"upgrade serverless-gpu on {older}",
         )
     if not said.name.isprintable() or not 0 < len(said.name) <= LABEL_CHARACTERS_MAX:
         raise InvalidValue(f"a node cannot be named {said.name[:64]!r}", hint="1 to 256 printable characters")

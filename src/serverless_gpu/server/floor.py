@@ -163,6 +163,7 @@ def _view(node: StoredNode, floor: Floor, presence: Presence, times: Times) -> N
         runs=tuple(run.id for run in holders),
         version=node.hello.version,
         seen_ns=seen_ns,
+        clock=presence.clock(node.id),
     )
 
 

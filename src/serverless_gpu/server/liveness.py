@@ -3,6 +3,7 @@
     Leases        attempts, renewed by their reports          silence ─▶ UNREACHABLE ─▶ given up after the hard fence
                   and whether they have given their devices back, which every later report repeats
     Presence      nodes, renewed by hello and heartbeat       who is not there gets nothing new
+                  and how far their clocks are off, which every heartbeat repeats
     Deliveries    orders that left this process               what never left can be taken back
 
 No wall clock takes part: a column would be read by the next process with another boottime, and a wall clock jumps. So
@@ -14,6 +15,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection
+
+from serverless_gpu.wire.agents import ClockReading, is_off
 
 PRESENT_S = 20.0
 """A node that has not been heard of for so long gets nothing new; it says something every five seconds."""
@@ -69,6 +72,7 @@ class Presence:
         self._lock = threading.Lock()
         self._heard: dict[str, int] = {}
         self._lost: dict[str, str] = {}
+        self._clocks: dict[str, ClockReading] = {}
 
     def heard(self, node_id: str, *, now_ns: int) -> bool:
         """Note that a node said something; return whether it was not there before."""
@@ -94,6 +98,22 @@ class Presence:
         with self._lock:
             self._heard.pop(node_id, None)
             self._lost.pop(node_id, None)
+            self._clocks.pop(node_id, None)
+
+    def read_clock(self, node_id: str, clock: ClockReading | None) -> bool:
+        """Note how far a node's clock is off; return whether that has become, or ceased to be, worth a word."""
+        with self._lock:
+            was_off = is_off(self._clocks.get(node_id))
+            if clock is None:
+                self._clocks.pop(node_id, None)
+            else:
+                self._clocks[node_id] = clock
+            return is_off(clock) != was_off
+
+    def clock(self, node_id: str) -> ClockReading | None:
+        """Return how far a node's clock is off, as it said last, or None."""
+        with self._lock:
+            return self._clocks.get(node_id)
 
     def lose(self, node_id: str, sentence: str) -> None:
         """Note that an engine does not count on a node, until it is heard of again or `find` is called."""

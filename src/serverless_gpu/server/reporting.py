@@ -314,9 +314,17 @@ def _tell(connection: sa.Connection, found: _Found, said: Report, *, at_ns: int)
     note = Note(
         at_ns=at_ns,
         detail=_detail(said),
-        exec_ns=said.exec_ns if attempt.started_ns is None else None,
+        exec_ns=_began_ns(attempt, said, at_ns) if attempt.started_ns is None else None,
     )
     return transitions.tell(connection, found.run, *_happened(found.run, said), note=note)
+
+
+def _began_ns(attempt: StoredAttempt, said: Report, at_ns: int) -> int | None:
+    """Return when user code began: what the node says, if that can be; after it was placed, and before now.
+
+    A node of protocol 1 says it by its own clock, which may be an hour off.
+    """
+    return None if said.exec_ns is None else min(max(said.exec_ns, attempt.created_ns), max(at_ns, attempt.created_ns))
 
 
 def _check_results(connection: sa.Connection, found: _Found, said: Report) -> None:

@@ -18,7 +18,11 @@ import msgspec
 from serverless_gpu.model.attempt import State, StopReason
 from serverless_gpu.model.hardware import Device, GpuType
 from serverless_gpu.model.spec import RunSpec
+from serverless_gpu.units import format_duration_ms
 from serverless_gpu.wire.base import Answer, Request
+
+CLOCK_OFF_S = 0.5
+"""A node's clock that is further off than this, and than the measurement may be wrong, is said to be off."""
 
 
 class AttemptSeen(Request, frozen=True, kw_only=True):
@@ -66,12 +70,39 @@ class AgentWelcome(Answer, frozen=True, kw_only=True):
 
     Attributes:
         stale: gangs (`run:fence`) among those it named that are over for the server: stop and forget them.
+        at_ns: the server's time when it answered, nanoseconds since 1970; 0 from one of protocol 1.
     """
 
     node: str
     heartbeat_s: float
     partition_grace_s: float
     stale: tuple[str, ...] = ()
+    at_ns: int = 0
+
+
+class ClockReading(Request, frozen=True, kw_only=True):
+    """How far a node's clock is from its server's, as the node has measured it.
+
+    Attributes:
+        ahead_ns: its wall clock less the server's, nanoseconds.
+        error_ns: by how much that may be wrong: half of the time an answer took.
+    """
+
+    ahead_ns: Annotated[int, msgspec.Meta(ge=-(1 << 62), le=1 << 62)]
+    error_ns: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+
+
+def is_off(clock: ClockReading | None) -> bool:
+    """Return whether a node's clock is certainly so far off that times it writes mislead."""
+    return clock is not None and abs(clock.ahead_ns) - clock.error_ns > CLOCK_OFF_S * 1e9
+
+
+def clock_text(clock: ClockReading | None) -> str:
+    """Return what is said of a node's clock that is off, in words that follow its name, or ""."""
+    if clock is None or not is_off(clock):
+        return ""
+    apart = format_duration_ms(abs(clock.ahead_ns) // 1_000_000)
+    return f"has a clock that is {apart} {'ahead of' if clock.ahead_ns > 0 else 'behind'} the server's"
 
 
 class Heartbeat(Request, frozen=True, kw_only=True):
@@ -79,6 +110,7 @@ class Heartbeat(Request, frozen=True, kw_only=True):
 
     Attributes:
         renew: gangs whose tokens were refused, for which it wants others.
+        clock: how far its clock is off; None while that is not known.
     """
 
     devices: tuple[Device, ...]
@@ -88,6 +120,7 @@ class Heartbeat(Request, frozen=True, kw_only=True):
     attempts: tuple[AttemptSeen, ...] = ()
     problem: str = ""
     renew: tuple[str, ...] = ()
+    clock: ClockReading | None = None
 
 
 class HeartbeatAnswer(Answer, frozen=True, kw_only=True):
@@ -96,10 +129,12 @@ class HeartbeatAnswer(Answer, frozen=True, kw_only=True):
     Attributes:
         stale: gangs that are over for the server: stop and forget them.
         tokens: new tokens by gang, of those that were wanted and are this node's.
+        at_ns: as in `AgentWelcome`.
     """
 
     stale: tuple[str, ...] = ()
     tokens: dict[str, str] = msgspec.field(default_factory=dict)
+    at_ns: int = 0
 
 
 class Start(Answer, frozen=True, kw_only=True, tag="start"):
@@ -154,6 +189,7 @@ class NodeView(Answer, frozen=True, kw_only=True):
     Attributes:
         state: UP, or SILENT with `sentence` since when, or GONE.
         busy: devices that runs of the server have now.
+        clock: how far its clock is from the server's, as it said last; None where it has not.
     """
 
     id: str
@@ -167,6 +203,7 @@ class NodeView(Answer, frozen=True, kw_only=True):
     runs: tuple[str, ...]
     version: str
     seen_ns: int
+    clock: ClockReading | None = None
 
 
 class NodeList(Answer, frozen=True, kw_only=True):

@@ -65,7 +65,8 @@ class Report(Request, frozen=True, kw_only=True):
         state: STARTING, RUNNING or STOPPING as the node sees it.
         sentence: what it waits for, or says about itself.
         world_size: ranks, once known.
-        exec_ns: when user code began, nanoseconds since 1970; None while it has not.
+        exec_ns: when user code began, nanoseconds since 1970 in the server's time, as far as the node knows that; None
+            while it has not.
         ending: set once no rank runs any more.
         receipt: `model.ledger.Receipt` as JSON, once devices are given back; with it the attempt is settled.
         freed: no process of it is left, and its devices are given back; outputs may still be on their way.

@@ -10,7 +10,14 @@ from __future__ import annotations
 import msgspec
 
 API = "/api/v1"
-PROTOCOL = 1
+PROTOCOL = 2
+"""What nodes and clients of this version speak. A node says it in its hello, every request in `SGPU-Protocol`."""
+PROTOCOLS = (1, 2)
+"""What a server takes: its own and the one before. Servers are upgraded first, nodes and clients when it suits.
+
+    1    as it was first used; recorded in tests/server/recorded/, which every server after it is tried with
+    2    a node tells how far its clock is off (`Heartbeat.clock`), and `Report.exec_ns` in the server's time
+"""
 BODY_BYTES_MAX = 8 << 20
 INLINE_BYTES_MAX = 1 << 20
 """A payload, and the outputs of one report together, up to this size travel inside of a body; larger ones are blobs."""

@@ -22,6 +22,7 @@ class Version(Answer, frozen=True, kw_only=True):
     """What the server speaks.
 
     Attributes:
+        protocol: its own; `protocols` are all that it takes, none said by one of protocol 1.
         machine: `ambient.machine()` of the server, so that a client knows whether it is on the same one.
         mlflow: where runs whose caller configured no MLflow are tracked, as clients and nodes reach it; "" for nowhere.
     """
@@ -30,6 +31,7 @@ class Version(Answer, frozen=True, kw_only=True):
     protocol: int
     machine: str
     mlflow: str = ""
+    protocols: tuple[int, ...] = ()
 
 
 class DrainRequest(Request, frozen=True, kw_only=True):

@@ -14,7 +14,7 @@ from serverless_gpu.cli.server.reaching import server
 from serverless_gpu.client.terminal import safe
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.units import format_duration_ms
-from serverless_gpu.wire.agents import ForgetRequest, NodeList, NodeView, PoolList, PoolRequest, PoolView
+from serverless_gpu.wire.agents import ForgetRequest, NodeList, NodeView, PoolList, PoolRequest, PoolView, clock_text
 
 
 @click.command()
@@ -30,7 +30,7 @@ def nodes(as_json: bool) -> None:
         click.echo("no node has joined")
         return
     rows = [
-        [each.name, each.pool, each.state, _devices(each), f"{each.busy} busy", _heard(each), each.sentence]
+        [each.name, each.pool, each.state, _devices(each), f"{each.busy} busy", _heard(each), _words(each)]
         for each in found
     ]
     for line in columns([["NODE", "POOL", "STATE", "DEVICES", "USE", "HEARD", ""], *rows]):
@@ -107,6 +107,11 @@ def _devices(view: NodeView) -> str:
 
 def _heard(view: NodeView) -> str:
     return f"{format_duration_ms(max(0, SystemClock().wall_ns() - view.seen_ns) // 1_000_000)} ago"
+
+
+def _words(view: NodeView) -> str:
+    """Return why it cannot be used, and that its clock is off: what it writes has other times then."""
+    return "; ".join(filter(None, (view.sentence, clock_text(view.clock))))
 
 
 def _free(view: PoolView) -> str:

@@ -69,6 +69,7 @@ def _asked(facts: ServerFacts, profile: Profile) -> ServerFacts:
             facts,
             version=version.version,
             protocol=version.protocol,
+            protocols=version.protocols,
             own_protocol=base.PROTOCOL,
             clock_ahead_s=_ahead_s(headers.get("date", "")),
             unwell=_unwell(connection),
@@ -106,6 +107,7 @@ def _node(view: object, ahead_s: int | None) -> ServerNode:
         state=node_state,
         sentence=sentence,
         silent_s=max(0.0, silent_s) if seen_ns else None,
+        clock=load("serverless_gpu.wire.agents").clock_text(getattr(view, "clock", None)),
     )
 
 

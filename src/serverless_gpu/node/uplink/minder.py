@@ -175,7 +175,9 @@ class Minder:
             profile = self._server.profile
             store = (f"sgpu+{profile.url}", profile.token)
             try:
-                launch = starting.make_launch(order, self.directory, greeting, clock=self._clock, store=store)
+                launch = starting.make_launch(
+                    order, self.directory, greeting, clock=self._clock, waited_ns=self._waited_ns(order), store=store
+                )
                 starting.write_run(launch)
                 self._agent_pid = greeting.pid
                 self._launch = launch
@@ -185,6 +187,11 @@ class Minder:
             self._send(channel)
         except (ServerlessGpuError, OSError) as error:
             self._detail = str(error)
+
+    def _waited_ns(self, order: Start) -> int:
+        """Return how long ago the client asked: by the server's clock, which wrote that down, if it is known."""
+        now_ns = self._server.time.wall_ns(self._clock.boottime_ns()) or self._clock.wall_ns()
+        return now_ns - order.submitted_ns if order.submitted_ns else 0
 
     def _send(self, channel: Channel) -> None:
         assert self._launch is not None

@@ -33,7 +33,7 @@ from serverless_gpu.node.locks import DeviceLocks, Holder, lock_directory
 from serverless_gpu.node.reservation import find_provider
 from serverless_gpu.node.uplink.profile import Profile
 from serverless_gpu.version import __version__
-from serverless_gpu.wire.agents import AgentHello, AttemptSeen, Heartbeat
+from serverless_gpu.wire.agents import AgentHello, AttemptSeen, ClockReading, Heartbeat
 from serverless_gpu.wire.base import PROTOCOL
 
 TAKES = ("renewal",)
@@ -105,12 +105,19 @@ class Presence:
             takes=TAKES,
         )
 
-    def heartbeat(self, attempts: tuple[AttemptSeen, ...], *, renew: tuple[str, ...] = ()) -> Heartbeat:
+    def heartbeat(
+        self,
+        attempts: tuple[AttemptSeen, ...],
+        *,
+        renew: tuple[str, ...] = (),
+        clock: ClockReading | None = None,
+    ) -> Heartbeat:
         """Return a sign of life.
 
         Args:
             attempts: what the node looks after.
             renew: gangs that want another token.
+            clock: how far its clock is off; None while that is not known.
         """
         offer = self.offer(attempts)
         return Heartbeat(
@@ -121,6 +128,7 @@ class Presence:
             attempts=attempts,
             problem=offer.problem,
             renew=renew,
+            clock=clock,
         )
 
     def offer(self, attempts: Collection[AttemptSeen]) -> Offer:

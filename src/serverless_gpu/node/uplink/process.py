@@ -148,7 +148,9 @@ class Uplink:
         seen = self._tend()
         if not self._joined.is_set():
             hello = self._presence.hello(self._server.profile, seen)
+            asked_ns = self._clock.boottime_ns()
             welcome = connection.ask("POST", "/agents", hello, answer=AgentWelcome)
+            self._server.time.heard(welcome.at_ns, asked_ns=asked_ns, answered_ns=self._clock.boottime_ns())
             self._heartbeat_s = welcome.heartbeat_s
             self._node = welcome.node
             self._joined.set()
@@ -156,8 +158,12 @@ class Uplink:
             say(f"joined {self._server.profile.url} as node {welcome.node}")
             return
         path = f"/agents/{self._node}/heartbeat"
-        beat = self._presence.heartbeat(seen, renew=self._server.credentials.to_renew())
+        beat = self._presence.heartbeat(
+            seen, renew=self._server.credentials.to_renew(), clock=self._server.time.reading(self._clock)
+        )
+        asked_ns = self._clock.boottime_ns()
         answer = connection.ask("POST", path, beat, answer=HeartbeatAnswer)
+        self._server.time.heard(answer.at_ns, asked_ns=asked_ns, answered_ns=self._clock.boottime_ns())
         self._server.credentials.take(answer.tokens)
         self._abandon(answer.stale)
 

@@ -250,7 +250,9 @@ class Reporter:
         for fact in facts:
             self._gpus = fact.gpus or self._gpus
             if fact.kind is FactKind.EXEC and self._exec_ns is None:
-                self._exec_ns = fact.wall_ns
+                is_this_boot = fact.boot_id == self._clock.boot_id()
+                told_ns = self._server.time.wall_ns(fact.boottime_ns) if is_this_boot else None
+                self._exec_ns = told_ns or fact.wall_ns
         return facts
 
     def _receipt(self, stopped: Stopped) -> Json:

@@ -15,6 +15,7 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.node.uplink.credentials import Credentials
 from serverless_gpu.node.uplink.profile import Profile, read_profile
+from serverless_gpu.node.uplink.server_time import ServerTime
 from serverless_gpu.wire.connection import Connection
 
 _PAUSE_S = 0.1
@@ -30,6 +31,8 @@ class Server:
 
     Attributes:
         credentials: tokens of attempts.
+        path: of the profile.
+        time: what time it is there.
 
     Raises:
         InvalidValue: the profile cannot be read.
@@ -41,6 +44,7 @@ class Server:
         self._profile = read_profile(path)
         self._answered_ns = clock.boottime_ns()
         self.credentials = Credentials()
+        self.time = ServerTime()
 
     @property
     def profile(self) -> Profile:

@@ -74,7 +74,7 @@ def take(home: Home, order: Start, profile: Path) -> tuple[Path, Remote] | None:
 
 
 def make_launch(
-    order: Start, directory: Path, greeting: protocol.Greeting, *, clock: Clock, store: tuple[str, str]
+    order: Start, directory: Path, greeting: protocol.Greeting, *, clock: Clock, waited_ns: int, store: tuple[str, str]
 ) -> protocol.Launch:
     """Return the launch for an order.
 
@@ -83,6 +83,7 @@ def make_launch(
         directory: of the attempt.
         greeting: what the agent offers.
         clock: where time comes from.
+        waited_ns: how long ago the client asked, by the server's clock.
         store: address and token of the store in which environments lie.
 
     Raises:
@@ -93,7 +94,6 @@ def make_launch(
     visible = restrict(devices, os.environ.get("CUDA_VISIBLE_DEVICES"))
     chosen = candidates(gpus=order.world_size, gpu_type=order.gpu_type, devices=visible, own=greeting.own_types)
     now_ns = clock.boottime_ns()
-    since_ns = max(0, clock.wall_ns() - order.submitted_ns) if order.submitted_ns else 0
     return protocol.Launch(
         run_id=order.run_id,
         fence=order.fence,
@@ -103,7 +103,7 @@ def make_launch(
         world_size=order.world_size,
         of_type=sum(device.type == chosen.devices[0].type for device in devices),
         context=_context(order),
-        called_ns=max(0, now_ns - since_ns),
+        called_ns=max(0, now_ns - max(0, waited_ns)),
         price=greeting.prices.get(chosen.devices[0].type),
         environment=_wanted(order, store),
         confirmed=False,

@@ -52,7 +52,7 @@ from serverless_gpu.errors import InvalidValue, ServerlessGpuError, ServerProble
 from serverless_gpu.server.api.problems import problem
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.services import Services
-from serverless_gpu.wire.base import BODY_BYTES_MAX
+from serverless_gpu.wire.base import BODY_BYTES_MAX, PROTOCOL
 
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
@@ -238,7 +238,12 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             length = request.headers.get("content-length")
             return Incoming(request, int(length) if length else None)
         data = await request.body()
-        return data if self.body is bytes else _decoded(lambda: msgspec.json.decode(data, type=self.body))
+        if self.body is bytes:
+            return data
+        try:
+            return _decoded(lambda: msgspec.json.decode(data, type=self.body))
+        except InvalidValue as error:
+            raise _newer(request.headers.get("sgpu-protocol", ""), error) from None
 
 
 class Routes:
@@ -301,6 +306,16 @@ class Routes:
             return handler
 
         return declare
+
+
+def _newer(protocol: str, error: InvalidValue) -> InvalidValue:
+    """Return what is wrong with a body that is not understood: who sent it may speak what comes after this version."""
+    if not (protocol.isascii() and protocol.isdigit() and len(protocol) < 6) or int(protocol) <= PROTOCOL:
+        return error
+    return InvalidValue(
+        f"you speak protocol {protocol}, this server speaks {PROTOCOL}: {error.message}",
+        hint="upgrade serverless-gpu on the server: it is upgraded first",
+    )
 
 
 def _decoded(decode: Callable[[], T]) -> T:

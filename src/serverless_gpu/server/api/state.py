@@ -8,7 +8,7 @@ from starlette.responses import Response
 from serverless_gpu import ambient
 from serverless_gpu.server.api.routing import JSON, PUBLIC, Call, Routes
 from serverless_gpu.version import __version__
-from serverless_gpu.wire.base import PROTOCOL
+from serverless_gpu.wire.base import PROTOCOL, PROTOCOLS
 from serverless_gpu.wire.state import Health, Version
 
 routes = Routes("state")
@@ -28,4 +28,6 @@ def health(call: Call) -> Health | Response:
 def version(call: Call) -> Version:
     """Say what the server speaks."""
     mlflow = call.services.settings.mlflow_url
-    return Version(version=__version__, protocol=PROTOCOL, machine=ambient.machine(), mlflow=mlflow)
+    return Version(
+        version=__version__, protocol=PROTOCOL, protocols=PROTOCOLS, machine=ambient.machine(), mlflow=mlflow
+    )
