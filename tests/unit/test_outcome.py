@@ -65,8 +65,10 @@ def write_record(directory: Path, rank: int, **fields: object) -> None:
 
 
 def write_raised(directory: Path, rank: int, error: BaseException) -> None:
-    pickled = failure.dump_exception(error, str(directory / "failures" / f"{rank}.pkl"))
-    write_record(directory, rank, **failure.describe(error), pickled=pickled)
+    pickled = failure.pickle_exception(error)
+    if pickled is not None:
+        (directory / "failures" / f"{rank}.pkl").write_bytes(pickled)
+    write_record(directory, rank, **failure.describe(error), pickled=pickled is not None)
 
 
 # --- endings that no exception of the user explains ------------------------------------------------------------------

@@ -62,7 +62,7 @@ def rebuild(
 
     Args:
         description: what `inside.failure.describe` said; `untrusted` in it names whose code loading it would run.
-        pickled_path: the file that `inside.failure.dump_exception` wrote, or None.
+        pickled_path: the file of what `inside.failure.pickle_exception` returned, or None.
         rank: global rank that raised.
         host: name of its node.
         run_id: the run.

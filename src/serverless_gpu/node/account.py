@@ -17,6 +17,7 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.model.attempt import Attempt, Reason
 from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.model.ledger import Charge, DeviceUse, Fact, FactKind, Receipt, Segments, charge
+from serverless_gpu.node import reserve
 from serverless_gpu.node.gate import Verdict
 from serverless_gpu.node.protocol import Launch
 from serverless_gpu.units import micros_for
@@ -44,6 +45,7 @@ class Account:
         self.runs: int | None = None
         self._before_ms = 0  # what is billable of intervals that are over, whose facts are not kept in memory
         self._written = 0
+        self._allocated = 0  # of the file of facts
         self.marks: dict[str, int] = {}
         self.peaks: dict[int, int] = {}
         self.notes: list[str] = []
@@ -57,6 +59,10 @@ class Account:
         self._gang = f"{launch.run_id}:{launch.fence}"
         self._clock = clock
         self._boot_id = clock.boot_id()
+
+    def prepare(self) -> None:
+        """Have room for what is to be written, also on a disk that is full by then."""
+        reserve.prepare(self._directory)
 
     def mark(self, name: str, at_ns: int | None = None) -> None:
         """Remember when something happened for the first time."""
@@ -85,8 +91,9 @@ class Account:
             self.facts.clear()
         self.facts.append(fact)
         # A full disk must not end a run; the receipt is computed from memory and says how many facts it stands on.
-        with contextlib.suppress(OSError), (self._directory / "facts.jsonl").open("ab") as file:
-            file.write(msgspec.json.encode(fact) + b"\n")
+        with contextlib.suppress(OSError):
+            line = msgspec.json.encode(fact) + b"\n"
+            self._allocated = reserve.append_fact(self._directory, line, self._allocated)
 
     def observed(self, uses: Sequence[DeviceUse], tracked: str, notes: Sequence[str]) -> None:
         """Take note of what the monitor saw.
@@ -146,6 +153,7 @@ class Account:
             tracked=self._tracked,
         )
         write_json(self._directory / "receipt.json", receipt)
+        reserve.give_back(self._directory)  # it is the last word
         return receipt
 
     def _charged(self, facts: Sequence[Fact]) -> Charge:
@@ -190,17 +198,15 @@ def gate_text(devices: Sequence[Device], verdicts: Mapping[str, Verdict], kind: 
 
 
 def write_json(path: Path, value: msgspec.Struct) -> None:
-    """Write a value to a file that is either whole or not there; a full disk loses it without ending the run."""
+    """Write a value to an attempt's file, which is whole or not there; what cannot be written ends no run."""
     with contextlib.suppress(OSError):
         write_text(path, msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file that is either whole or not there.
+    """Write a file that is either whole or not there; one of an attempt, on a full disk, into the attempt's reserve.
 
     Raises:
         OSError: it could not be written.
     """
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    reserve.write(path, text.encode(), path.parent)

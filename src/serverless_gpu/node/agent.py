@@ -113,9 +113,9 @@ class Agent:
         self._cgroups = find_cgroup_root(f"serverless_gpu-{os.getuid()}-{sockets.name}", environ)
         self._inventory = Inventory(home)
         self._attempts = Attempts(home, sockets, self._log, environ, self._selector)
-        self._environments = Environments(home, self._log, environ, self._selector)
         self._monitoring = Monitoring(home, sockets, environ, self._selector, self._clock)
-        self._zygotes = ZygotePool(home, self._log, self._cgroups, self._selector, self._clock)
+        zygotes = self._zygotes = ZygotePool(home, self._log, self._cgroups, self._selector, self._clock)
+        self._environments = Environments(home, self._log, environ, self._selector, zygotes.leave_environments)
         self._retention = Schedule(self._clock, lambda fd: self._clean(fd, environ))
         self._rays = Sweeper(self._clock, lambda: self._sweep(environ))
         self._clients: dict[int, Channel] = {}

@@ -6,7 +6,8 @@
 The last few stay locked here, so that no collection takes away what the next call wants; zygotes and stems hold locks
 of their own. Nothing here blocks.
 
-Failure cases: the restoring process dies (another one is asked again, once for each environment); it fails (everybody
+Failure cases: the disk is full (everything that no run uses is let go, and it is tried once more while that goes; then
+the node is at fault, and the server tries another); the restoring process dies (another one is asked again, once for each environment); it fails (everybody
 who waits is told the reason, and the next run tries again); what was restored is gone (restored again); a rank has
 changed it, which links make possible (the restoring process is asked before each start then, and makes it again).
 """
@@ -34,6 +35,8 @@ from serverless_gpu.node.spawning import clean_process
 
 KEPT_MAX = 8
 TRIES_MAX = 2
+ROOM_S = 10.0
+"""How long interpreters that nobody uses may take to leave their environments, when the disk is full."""
 _REASONS = {
     StorageError.code: Reason.NODE_DISK,
     EnvironmentCorrupt.code: Reason.ENV_CORRUPT,
@@ -72,13 +75,22 @@ class Environments:
         log: descriptor for what the restoring process writes.
         environ: its start-up environment.
         selector: the agent's.
+        let_go: has every interpreter that nobody uses leave its environment; returns whether there was one.
     """
 
-    def __init__(self, home: Home, log: int, environ: Mapping[str, str], selector: selectors.BaseSelector) -> None:
+    def __init__(
+        self,
+        home: Home,
+        log: int,
+        environ: Mapping[str, str],
+        selector: selectors.BaseSelector,
+        let_go: Callable[[], bool],
+    ) -> None:
         self._home = home
         self._log = log
         self._environ = environ
         self._selector = selector
+        self._let_go = let_go
         self._known: dict[Wanted, RestoredEnvironment] = {}  # the one used last at the end
         self._work: dict[Wanted, _Work] = {}
         self._unfinished: set[str] = set()  # restored, and not all of it compiled
@@ -199,6 +211,9 @@ class Environments:
                 self._finish(
                     work, RestoredEnvironment(answer.snapshot, answer.restored, fds[0], self._home.environments)
                 )
+            case Failed(code=StorageError.code) if not work.want.patience_s and self._has_let_go():
+                work.want = msgspec.structs.replace(work.want, patience_s=ROOM_S)
+                self._ask(work)
             case Failed(code=code, message=message):
                 self._fail(work, _REASONS.get(code, Reason.ENV_UNAVAILABLE), message)
 
@@ -217,6 +232,12 @@ class Environments:
             self._known.pop(next(iter(self._known)))
         for waiter in work.waiters:
             waiter.ready(environment, fetched)
+
+    def _has_let_go(self) -> bool:
+        """Let go of what no run uses, kept for the next call, and return whether there was anything."""
+        was_known = bool(self._known)
+        self._known.clear()
+        return self._let_go() or was_known
 
     def _tell(self, sentence: str) -> None:
         with contextlib.suppress(OSError):  # the log's disk is full

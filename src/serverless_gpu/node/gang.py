@@ -6,6 +6,7 @@ Thin: it holds descriptors and sends messages; what to do when is decided in `mo
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import os
 import select
@@ -39,6 +40,7 @@ from serverless_gpu.model.placement import (
     threads_per_rank,
 )
 from serverless_gpu.model.spec import Command
+from serverless_gpu.node import reserve
 from serverless_gpu.node.account import Account, write_text
 from serverless_gpu.node.inside import protocol as inside
 from serverless_gpu.node.inside.channel import Channel
@@ -152,6 +154,7 @@ class Gang:
             case "returned":
                 yield RankReturned(inside.integer(message, "rank"))
             case "failed":
+                self._store(message)
                 failure = self._explained(_failure(message))
                 self._failed.add(inside.integer(message, "rank"))
                 yield RankFailed(failure)
@@ -356,6 +359,15 @@ class Gang:
             return RankExited(rank=rank, signal=number, out_of_memory=True, detail=self.memory_text())
         detail = f"exited with code {os.WEXITSTATUS(status)}" if number is None else f"ended by {signal_name(number)}"
         return RankExited(rank=rank, signal=number, out_of_memory=killed_for_memory, detail=detail)
+
+    def _store(self, message: inside.Message) -> None:
+        """Write what a rank raised and could not write itself, for the disk is full; never looked into."""
+        rank, unstored = inside.integer(message, "rank"), message.get("unstored")
+        for ending, text in unstored.items() if isinstance(unstored, dict) else ():
+            if ending in inside.UNSTORED and 0 <= rank < self.processes and isinstance(text, str):
+                path = Path(self.launch.directory, "failures", f"{rank}.{ending}")
+                with contextlib.suppress(OSError, ValueError):
+                    reserve.write(path, base64.b64decode(text), Path(self.launch.directory))
 
     def _explained(self, failure: Failure) -> Failure:
         """Return a rank's failure as what is known on this side makes of it."""

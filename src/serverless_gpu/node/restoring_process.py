@@ -33,7 +33,7 @@ from serverless_gpu.environment.restore.restoring import Restored, Way, compile_
 from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.environment.stores.mending import read_snapshot
 from serverless_gpu.environment.stores.opening import open_store
-from serverless_gpu.errors import EnvironmentProblem, EnvironmentUnsupported, ServerlessGpuError
+from serverless_gpu.errors import EnvironmentProblem, EnvironmentUnsupported, ServerlessGpuError, StorageError
 from serverless_gpu.node.home import storage_error
 from serverless_gpu.node.inside import linux, mounts
 from serverless_gpu.node.inside.channel import Channel
@@ -42,15 +42,22 @@ from serverless_gpu.units import format_bytes
 
 _REPORT_S = 0.25
 _NICE = 19
+_FULL_PAUSE_S = 0.2
 _can_mount: set[Path] = set()
 
 
 class Want(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Restore an environment; `environ` has what the store needs to be opened."""
+    """Restore an environment.
+
+    Attributes:
+        environ: what the store needs to be opened.
+        patience_s: how long a full disk is waited for: others are about to leave what is there.
+    """
 
     number: int
     wanted: Wanted
     environ: dict[str, str] = {}
+    patience_s: float = 0.0
 
 
 class Finish(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -176,7 +183,7 @@ def _reap(children: dict[int, int], channel: Channel) -> None:
 
 def _restore(want: Want, channel: Channel, environments: Path) -> None:
     try:
-        done, lock = restored(want, environments, reporter(want.number, channel, SystemClock()))
+        done, lock = _restored_in_time(want, environments, channel)
     except ServerlessGpuError as error:
         send(channel, Failed(number=want.number, code=error.code, message=str(error)))
     except OSError as error:
@@ -184,6 +191,18 @@ def _restore(want: Want, channel: Channel, environments: Path) -> None:
         send(channel, Failed(number=want.number, code=problem.code, message=str(problem)))
     else:
         send(channel, done, (lock,))
+
+
+def _restored_in_time(want: Want, environments: Path, channel: Channel) -> tuple[Done, int]:
+    clock = SystemClock()
+    limit_ns = clock.boottime_ns() + round(want.patience_s * 1e9)
+    while True:
+        try:
+            return restored(want, environments, reporter(want.number, channel, clock))
+        except StorageError:
+            if clock.boottime_ns() >= limit_ns:
+                raise
+        select.select([], [], [], _FULL_PAUSE_S)
 
 
 def restored(want: Want, environments: Path, report: Callable[[Progress], None]) -> tuple[Done, int]:

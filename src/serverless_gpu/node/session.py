@@ -111,6 +111,7 @@ class Keeper:
         """
         lock = os.open(self._directory / "supervisor.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX)  # held as long as this process lives, as a supervisor does
+        self._account.prepare()
         self._owner = self._audience.add(client)
         self._watch_owner(client)
         self._audience.tell(protocol.Accepted(pid=os.getpid()))

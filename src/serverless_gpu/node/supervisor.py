@@ -147,6 +147,7 @@ class Supervisor:
                 with contextlib.suppress(OSError):
                     protocol.send(channel, protocol.Refused(code=AgentUnavailable.code, message=problem))
             return
+        self._account.prepare()
         problem = self._audience.listen()
         if problem:  # the run itself does not need it
             self._account.notes.append(problem)

@@ -138,6 +138,17 @@ class ZygotePool:
         """Return whether an interpreter is in a restored environment, or starting there."""
         return any(key.environment == snapshot for key in self._zygotes)
 
+    def leave_environments(self) -> bool:
+        """Let go of interpreters in restored environments that no run waits for; return whether there was one."""
+        leaving = [
+            key
+            for key, zygote in self._zygotes.items()
+            if key.environment and not zygote.waited_for and key.elsewhere() not in self._kept
+        ]
+        for key in leaving:
+            self._discard(key, "the disk was full, and its environment had to go")
+        return bool(leaving)
+
     def refill(self) -> None:
         """Have a stem of each zygote standing by."""
         for zygote in self._zygotes.values():

@@ -214,15 +214,15 @@ def _copy_note(error: OSError, copies: Mapping[str, str]) -> str:
 # --- pickled ----------------------------------------------------------------------------------------------------------
 
 
-def dump_exception(error: BaseException, path: str) -> bool:
-    """Write `error` to `path` if a reader is sure to get the same exception back; return whether it was written.
+def pickle_exception(error: BaseException) -> bytes | None:
+    """Return `error` as bytes if a reader is sure to get the same exception back, else None.
 
     It is read back here first. Where the type cannot be made from its `args`, as with a constructor that takes two
     arguments and hands one on, the exception and those inside it travel without their constructors. What is not an
     `Exception` is left out: it would end the caller's process.
     """
     if not isinstance(error, Exception):
-        return False
+        return None
     for reducer in (None, _reduce_bare):
         try:
             data = payload.dumps(error, limit=_PICKLE_SIZE_MAX, reducer=reducer)
@@ -230,24 +230,16 @@ def dump_exception(error: BaseException, path: str) -> bool:
         except Exception:  # noqa: BLE001 - whatever user code raises while pickled, it must not replace the user's error
             continue
         if is_proven:
-            return _is_written(data, path)
-    return False
+            return data
+    return None
 
 
 def load_exception(path: str) -> BaseException:
-    """Return the exception that `dump_exception` wrote; raises what its classes raise when they cannot be loaded."""
+    """Return the exception of a file of what `pickle_exception` returned; raises what its classes raise on loading."""
     error = payload.load(path)
     if not isinstance(error, BaseException):
         raise TypeError(f"{path} holds a {type(error).__qualname__}, not an exception")
     return error
-
-
-def _is_written(data: bytes, path: str) -> bool:
-    try:
-        payload.write_whole(path, [memoryview(data)])
-    except payload.PayloadNotWritten:  # a full disk: the words, if they can be written, must do
-        return False
-    return True
 
 
 def _reduce_bare(value: object) -> payload.Reduced:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
+_FALLOC_FL_KEEP_SIZE = 1
 _DESCRIPTORS_MAX = 1 << 20
 _OOM_SCORE = 500  # the rank that grew is the kernel's choice, not the processes that look after it
 _OOM_SCORE_PROTECTED = -900  # only root may have that; without it the ranks' 500 must do
@@ -94,6 +95,22 @@ def leave_descriptors() -> None:
         os.dup2(null, fd)
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     os.closerange(3, limit if 0 < limit < _DESCRIPTORS_MAX else _DESCRIPTORS_MAX)
+
+
+def allocate_behind(fd: int, offset: int, size: int) -> None:
+    """Have room on the disk for a file that will grow; its size stays what it is.
+
+    Args:
+        fd: the file, open for writing.
+        offset: where the room begins.
+        size: of the room.
+
+    Raises:
+        OSError: the disk is full, or its file system cannot do that.
+    """
+    if _libc.fallocate(fd, _FALLOC_FL_KEEP_SIZE, ctypes.c_long(offset), ctypes.c_long(size)) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
 
 
 def set_name(name: str) -> None:

@@ -48,6 +48,10 @@ LOOK_SIGNALS = frozenset({STACK_SIGNAL, PASS_SIGNAL})
 PASSED = b"passed\n"
 STACK_FILE = "sgpu-stacks"
 
+UNSTORED = ("pkl", "json")
+"""What a rank that failed could not write, in the order in which it is to be: endings of its files."""
+UNSTORED_BYTES_MAX = 48 << 10
+
 Message = dict[str, object]
 Report = Callable[[Message], None]
 """Says something to the supervisor."""

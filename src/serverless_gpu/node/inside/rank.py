@@ -20,6 +20,7 @@ inside a blocked collective.
 from __future__ import annotations
 
 import atexit
+import binascii
 import contextlib
 import faulthandler
 import fcntl
@@ -39,8 +40,8 @@ from . import blas, command, linux, mlflow_hook, protocol
 from .call import Call, fill_rank, load_call
 from .channel import Channel
 from .entry import pass_gate
-from .failure import describe, dump_exception, tell_of_copies
-from .payload import PayloadNotWritten, PayloadTooLarge, dump, dumps, loads
+from .failure import describe, pickle_exception, tell_of_copies
+from .payload import PayloadNotWritten, PayloadTooLarge, dump, dumps, loads, write_whole
 from .raycluster import task
 from .raycluster.words import read_share
 
@@ -235,19 +236,28 @@ def _store_failure(place: Place, record: protocol.Message, error: BaseException 
     """Store and report a failure; one without an exception replaces what was stored before."""
     record = {**record, "rank": place.rank, "pickled": False}
     path = os.path.join(place.directory, "failures", str(place.rank))
-    with contextlib.suppress(OSError):  # a full disk must not hide the failure: the event below carries its core
-        if error is not None:
-            record["pickled"] = dump_exception(error, f"{path}.pkl")
-        else:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(f"{path}.pkl")
-        with open(f"{path}.json.tmp", "w", encoding="utf-8", errors="backslashreplace") as file:
-            json.dump(record, file)
-        os.rename(f"{path}.json.tmp", f"{path}.json")
+    with contextlib.suppress(OSError):
+        os.unlink(f"{path}.pkl")
+    unstored: dict[str, str] = {}  # a full disk must not hide the failure: who looks after this rank has a reserve
+    pickled = None if error is None else pickle_exception(error)
+    if pickled is not None:
+        record["pickled"] = _is_stored(pickled, f"{path}.pkl", unstored)
+    _is_stored(json.dumps(record).encode(), f"{path}.json", unstored)
     short = {key: _shortened(value) for key, value in record.items()}
-    report({"event": "failed", "failure": short})
+    report({"event": "failed", "failure": short, "unstored": unstored})
     code = record.get("exit_code")
     return code if isinstance(code, int) and 0 < code < 256 else 1
+
+
+def _is_stored(data: bytes, path: str, unstored: dict[str, str]) -> bool:
+    """Write a file, or put what it was to say with what others may write; return whether either was possible."""
+    try:
+        write_whole(path, [memoryview(data)])
+    except PayloadNotWritten:
+        if len(data) > protocol.UNSTORED_BYTES_MAX:
+            return False
+        unstored[path.rpartition(".")[2]] = binascii.b2a_base64(data, newline=False).decode()
+    return True
 
 
 def _shortened(value: object) -> object:

@@ -1,0 +1,98 @@
+"""Nodes of a real server, each with a home on a disk of its own size, for rows about disks that are full."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from serverless_gpu.client.remote.profile import find_profile
+from serverless_gpu.node.home import Home
+from serverless_gpu.node.uplink.control import ensure, stop_all
+from serverless_gpu.node.uplink.profile import Profile, write_profile
+from serverless_gpu.testing import stop_agent
+from serverless_gpu.wire.agents import NodeList, NodeView
+from serverless_gpu.wire.connection import Connection
+from serverless_gpu.wire.principals import PrincipalRequest, TokenMade
+from serverless_gpu.wire.runs import AttemptList, AttemptView
+from tests.local.observe import processes_of, wait_for
+
+
+class Machine:
+    """A node of a server.
+
+    Args:
+        name: what it calls itself.
+        root: its home.
+        served_home: the home of the server.
+    """
+
+    def __init__(self, name: str, root: Path, served_home: Path) -> None:
+        self.name = name
+        self.home = Home(root)
+        self._served_home = served_home
+        with self._admin() as admin:
+            service = PrincipalRequest(name=f"of-{name}", kind="service", role="agent")
+            token = admin.ask("POST", "/users", service, answer=TokenMade).secret
+            self.profile = root / "node.json"
+            write_profile(self.profile, Profile(url=admin.url, token=token, name=name))
+        ensure(self.home, self.profile, os.environ)
+        wait_for(lambda: self.view() is not None, f"node {name} has joined")
+
+    def view(self) -> NodeView | None:
+        """Return what the server says about it."""
+        with self._admin() as admin:
+            found = admin.ask("GET", "/nodes", answer=NodeList).nodes
+        return next((node for node in found if node.name == self.name), None)
+
+    def attempts(self, run_id: str) -> tuple[AttemptView, ...]:
+        """Return the tries at a run, on whatever node."""
+        with self._admin() as admin:
+            return admin.ask("GET", f"/runs/{run_id}/attempts", answer=AttemptList).attempts
+
+    def end(self) -> None:
+        """End its uplink and agent."""
+        stop_all(self.home)
+        stop_agent(self.home.root)
+        wait_for(lambda: not processes_of(self.home.root), f"no process of node {self.name} is left")
+
+    @contextlib.contextmanager
+    def _admin(self) -> Iterator[Connection]:
+        profile = find_profile(self._served_home, {})
+        connection = Connection(profile.url, profile.token)
+        try:
+            yield connection
+        finally:
+            connection.close()
+
+
+@contextlib.contextmanager
+def small_disk(megabytes: int) -> Iterator[Path]:
+    """Yield the directory of a file system with little room; skip where none can be mounted."""
+    path = Path(tempfile.mkdtemp(prefix="sg-disk-", dir="/tmp"))
+    options = ["-t", "tmpfs", "-o", f"size={megabytes}m,mode=0700", f"sgpu-test-{os.getpid()}"]
+    try:
+        if os.geteuid() != 0 or subprocess.run(["mount", *options, str(path)], check=False).returncode:
+            pytest.skip("no file system can be mounted here")
+        yield path
+    finally:
+        if os.path.ismount(path):
+            subprocess.run(["umount", "--lazy", str(path)], check=True)
+        shutil.rmtree(path)
+
+
+def fill(path: Path) -> Path:
+    """Fill the disk on which a directory lies, to the last byte; return the file that does it."""
+    filler = path / "filler"
+    with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+        for size in (1 << 20, 1 << 12, 1):
+            with contextlib.suppress(OSError):
+                while True:
+                    file.write(b"\0" * size)
+    return filler
