@@ -7,9 +7,10 @@ The last few stay locked here, so that no collection takes away what the next ca
 of their own. Nothing here blocks.
 
 Failure cases: the disk is full (everything that no run uses is let go, and it is tried once more while that goes; then
-the node is at fault, and the server tries another); the restoring process dies (another one is asked again, once for each environment); it fails (everybody
-who waits is told the reason, and the next run tries again); what was restored is gone (restored again); a rank has
-changed it, which links make possible (the restoring process is asked before each start then, and makes it again).
+the node is at fault, and the server tries another); the restoring process dies (another one is asked again, once for
+each environment); it fails (everybody who waits is told the reason, and the next run tries again); what was restored is
+gone (restored again); a rank has changed it, which links make possible (the restoring process is asked before each
+start then, and makes it again).
 """
 
 from __future__ import annotations
