@@ -6,8 +6,9 @@ import contextlib
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,14 @@ from serverless_gpu.wire.principals import PrincipalRequest, TokenMade
 from serverless_gpu.wire.runs import AttemptList, AttemptView
 from tests.local.observe import processes_of, wait_for
 
+START = """
+import os, pathlib, sys
+from serverless_gpu.node.home import Home
+from serverless_gpu.node.uplink.control import ensure
+
+ensure(Home(pathlib.Path(sys.argv[1])), pathlib.Path(sys.argv[2]), os.environ)
+"""
+
 
 class Machine:
     """A node of a server.
@@ -31,9 +40,10 @@ class Machine:
         name: what it calls itself.
         root: its home.
         served_home: the home of the server.
+        inside: a command in whose surroundings it runs.
     """
 
-    def __init__(self, name: str, root: Path, served_home: Path) -> None:
+    def __init__(self, name: str, root: Path, served_home: Path, inside: Sequence[str] = ()) -> None:
         self.name = name
         self.home = Home(root)
         self._served_home = served_home
@@ -42,7 +52,12 @@ class Machine:
             token = admin.ask("POST", "/users", service, answer=TokenMade).secret
             self.profile = root / "node.json"
             write_profile(self.profile, Profile(url=admin.url, token=token, name=name))
-        ensure(self.home, self.profile, os.environ)
+        self._around: subprocess.Popen[bytes] | None = None
+        if inside:
+            start = [sys.executable, "-c", START, str(root), str(self.profile)]
+            self._around = subprocess.Popen([*inside, *start], stdin=subprocess.PIPE)
+        else:
+            ensure(self.home, self.profile, os.environ)
         wait_for(lambda: self.view() is not None, f"node {name} has joined")
 
     def view(self) -> NodeView | None:
@@ -56,8 +71,15 @@ class Machine:
         with self._admin() as admin:
             return admin.ask("GET", f"/runs/{run_id}/attempts", answer=AttemptList).attempts
 
+    def leave(self) -> None:
+        """End the command in whose surroundings it runs."""
+        if self._around is not None:
+            self._around.communicate(timeout=30)
+            self._around = None
+
     def end(self) -> None:
         """End its uplink and agent."""
+        self.leave()
         stop_all(self.home)
         stop_agent(self.home.root)
         wait_for(lambda: not processes_of(self.home.root), f"no process of node {self.name} is left")

@@ -1,7 +1,9 @@
-"""An attempt of a server is not said to be over while a process of it may be left."""
+"""F09: a process that cannot be ended. Its run is over after a minute, and its devices are not free."""
 
 from __future__ import annotations
 
+import os
+import subprocess
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,8 +15,12 @@ import pytest
 from serverless_gpu.model.attempt import Reason, State, TreeEmpty
 from serverless_gpu.model.ledger import Fact, FactKind
 from serverless_gpu.node import protocol
+from serverless_gpu.node.gpus import CpuProvider
 from serverless_gpu.node.home import Home
+from serverless_gpu.node.locks import DeviceLocks
+from serverless_gpu.node.processes import Left, left_in
 from serverless_gpu.node.remote import Remote
+from serverless_gpu.node.reservation import retest_quarantined
 from serverless_gpu.node.supervisor import Supervisor
 from serverless_gpu.node.uplink import minder as minder_room
 from serverless_gpu.node.uplink.minder import Minder
@@ -29,41 +35,69 @@ class Full:
 
     is_empty = False
 
+    def left(self) -> tuple[Left, ...]:
+        """Return what is."""
+        return (Left(4242, 1, "python"),)
+
     def empty(self) -> bool:
         """Return whether nothing is left."""
         return self.is_empty
 
 
-def supervisor(*, of_a_server: bool) -> tuple[Any, list[object]]:
-    """Return a supervisor whose ranks were killed long ago, and what it says and does."""
+def supervisor(killed_s: float) -> tuple[Any, list[object]]:
+    """Return a supervisor whose ranks were killed so long ago, and what it says and does."""
     happened: list[object] = []
     clock = FakeClock()
     made = cast(Any, Supervisor.__new__(Supervisor))
     made._clock, made._kill_ns = clock, clock.boottime_ns()
     made._gang = Full()
-    made._is_servers, made._told_full = of_a_server, False
+    made._told_full = False
     made._audience = SimpleNamespace(tell=happened.append)
     made._account = SimpleNamespace(notes=[])
     made._apply = happened.append
-    clock.advance(LONG_S)
+    made._say = lambda sentence: happened.append(protocol.Waiting(sentence=sentence))
+    clock.advance(killed_s)
     return made, happened
 
 
-def test_a_run_of_a_server_goes_on_stopping_until_none_of_its_processes_is_left() -> None:
-    made, happened = supervisor(of_a_server=True)
+def test_F09_who_waits_is_told_once_what_does_not_end() -> None:
+    made, happened = supervisor(11.0)
     made._look_for_empty()
     made._look_for_empty()
-    assert happened == [protocol.Waiting(sentence="a process of this run cannot be ended")]
+    assert happened == [protocol.Waiting(sentence="process 4242 (python) does not end, though it was killed")]
     made._gang.is_empty = True
     made._look_for_empty()
     assert happened[1:] == [TreeEmpty()]
 
 
-def test_a_run_of_this_machine_alone_ends_with_a_note_for_its_caller_waits() -> None:
-    made, happened = supervisor(of_a_server=False)
+def test_F09_a_run_is_over_a_minute_after_the_kill_whatever_is_left() -> None:
+    made, happened = supervisor(59.0)
+    made._told_full = True
+    made._look_for_empty()
+    assert happened == []
+    made._clock.advance(2.0)
     made._look_for_empty()
     assert happened == [TreeEmpty()]
-    assert made._account.notes == ["a process of this run could not be ended in 60 s"]
+
+
+def test_F09_a_device_is_lent_again_when_what_was_left_is_gone(tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        (left,) = left_in(None, [process.pid])
+        assert left.name == "sleep" and left.is_there()
+        locks, provider = DeviceLocks(tmp_path / "locks"), CpuProvider()
+        uuid = provider.devices()[0].uuid
+        locks.quarantine(uuid, "process 4242 (sleep) could not be ended", (left,))
+        assert retest_quarantined(locks, provider, [uuid])[uuid].left == (left,)
+        process.kill()
+        process.wait()
+    assert not left.is_there()
+    assert retest_quarantined(locks, provider, [uuid]) == {} == locks.quarantined()
+
+
+def test_F09_another_process_of_the_same_number_is_not_what_was_left() -> None:
+    (own,) = left_in(None, [os.getpid()])
+    assert own.is_there() and not msgspec.structs.replace(own, started=own.started + 1).is_there()
+    assert left_in(None, [2**22 + 1]) == ()
 
 
 def test_a_run_whose_supervisor_is_lost_goes_on_stopping_while_its_devices_are_held(

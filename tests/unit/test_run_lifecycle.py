@@ -327,3 +327,12 @@ def test_the_reference_says_when_another_attempt_follows() -> None:
         assert follows(began=False) == ("by itself" in words), reason
         assert follows(began=False, infra_left=0) == (reason in ("preempted", "drained")), reason
         assert not follows(), reason
+
+
+@pytest.mark.parametrize("reason", Reason)
+@pytest.mark.parametrize("began", [True, False])
+def test_F09_there_is_no_other_attempt_beside_what_is_left_of_one(reason: Reason, began: bool) -> None:
+    for stop in (None, *StopReason):
+        run = changed(STOPPING, began=began, stop=stop, retries_left=5, may_resume=True)
+        after, instructions = advance(run, Ended(reason, began=began, proven=False))
+        assert instructions == (CONCLUDE,) and after.state in TERMINAL

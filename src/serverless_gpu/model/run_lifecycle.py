@@ -10,8 +10,9 @@ happens inside of one attempt is `lifecycle.py`, which the attempt's supervisor 
 
 Three promises, each a test:
 - A run ends once. A terminal state has an empty row.
-- A new attempt is made only after proof that the one before is over: its own report (`Ended`), another boot of its
-  node or the hard fence passed (`GivenUp`), an operator's word (`Forgotten`). Silence is no proof; it shows.
+- A new attempt is made only after proof that the one before is over: its own report (`Ended`, and `proven`), another
+  boot of its node or the hard fence passed (`GivenUp`), an operator's word (`Forgotten`). Silence is no proof; it
+  shows.
 - User code runs again only if the user asked for it (`retries`, `resume`). What failed before user code began is the
   platform's fault and is tried again on its own, a few times.
 
@@ -105,10 +106,15 @@ class StopAsked(msgspec.Struct, frozen=True):
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """The node reports that no process of the attempt is left."""
+    """The node reports that the attempt is over.
+
+    Attributes:
+        proven: whether no process of it is left; else one could not be ended, and there is no other attempt.
+    """
 
     reason: Reason
     began: bool
+    proven: bool = True
 
 
 class GivenUp(msgspec.Struct, frozen=True):
@@ -216,6 +222,8 @@ def _over(run: Run, event: Ended | GivenUp | Forgotten) -> Step:
         # Had nobody asked, it would go on with another attempt: then the stop is what ended it, else what is reported.
         goes_on = untouched or reason in _DISPLACED
         return _conclude(run, STOPPED_BY[run.stop] if goes_on and run.stop else reason)
+    if isinstance(event, Ended) and not event.proven:
+        return _conclude(run, reason)  # what is left of it might run beside the next one
     if untouched:
         return _again_untouched(run, reason)
     if reason in _DISPLACED:

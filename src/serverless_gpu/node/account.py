@@ -68,8 +68,16 @@ class Account:
         """Remember when something happened for the first time."""
         self.marks.setdefault(name, self._clock.boottime_ns() if at_ns is None else at_ns)
 
-    def fact(self, kind: FactKind, devices: Sequence[Device]) -> None:
-        """Write one fact down; of the signs of life only the last is kept in memory."""
+    def fact(self, kind: FactKind, devices: Sequence[Device], at_ns: int | None = None) -> None:
+        """Write one fact down; of the signs of life only the last is kept in memory.
+
+        Args:
+            kind: what happened.
+            devices: that are held.
+            at_ns: when, in boottime nanoseconds; None for now.
+        """
+        now_ns = self._clock.boottime_ns()
+        ago_ns = 0 if at_ns is None else now_ns - at_ns
         resources = self._launch.spec.resources
         slots = len(devices) if self._launch.candidates[0].kind is DeviceKind.CPU else 0
         fact = Fact(
@@ -77,8 +85,8 @@ class Account:
             seq=self._written,
             kind=kind,
             boot_id=self._boot_id,
-            boottime_ns=self._clock.boottime_ns(),
-            wall_ns=self._clock.wall_ns(),
+            boottime_ns=now_ns - ago_ns,
+            wall_ns=self._clock.wall_ns() - ago_ns,
             gpus=tuple(device.uuid for device in devices),
             cpus=resources.cpus or slots,
             memory_bytes=resources.memory_bytes or 0,

@@ -26,6 +26,7 @@ from serverless_gpu.node.gpus import Provider, Usage
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.locks import DeviceLocks, lock_directory
+from serverless_gpu.node.processes import Left
 from serverless_gpu.node.protocol import Launch
 from serverless_gpu.node.reservation import find_provider, quarantine
 
@@ -83,9 +84,14 @@ class Borrowed:
         self.before = dict(self.provider.usage([device.uuid for device in self.devices]))
         return None
 
-    def give_back(self, verdicts: Mapping[str, Verdict]) -> tuple[str, ...]:
-        """Give the devices back with what was found; return the uuids of those in quarantine."""
-        bad = quarantine(self._locks, verdicts, self._launch.run_id)
+    def give_back(self, verdicts: Mapping[str, Verdict], left: tuple[Left, ...] = ()) -> tuple[str, ...]:
+        """Give the devices back with what was found; return the uuids of those in quarantine.
+
+        Args:
+            verdicts: by device.
+            left: processes of the run that could not be ended.
+        """
+        bad = quarantine(self._locks, verdicts, self._launch.run_id, left)
         with contextlib.suppress(OSError):  # the session's process is gone: the notes above are what counts
             protocol.send(self._channel, protocol.Returned(unfit=bad))
         self.close()

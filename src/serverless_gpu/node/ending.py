@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from serverless_gpu.model.attempt import MEANINGS, Attempt, Hang, Reason, State
 from serverless_gpu.node.borrowed import Borrowed
 from serverless_gpu.node.gate import GatePolicy, Verdict, verify
 from serverless_gpu.node.logs import RankLog, hidden_tails
+from serverless_gpu.node.processes import Left
 from serverless_gpu.node.protocol import Stopped
 from serverless_gpu.node.reservation import Reservation
 
+_LEFT_NAMED = 3
 
-def make_stopped(attempt: Attempt, logs: Mapping[int, RankLog], hang: Hang | None) -> Stopped:
+
+def make_stopped(attempt: Attempt, logs: Mapping[int, RankLog], hang: Hang | None, *, proven: bool = True) -> Stopped:
     """Return what a client is told once no rank runs any more.
 
     Args:
         attempt: as it ended.
         logs: what its ranks wrote, by rank.
         hang: who waited for whom, as it was last found.
+        proven: whether it is known that no process of the attempt is left.
     """
     assert attempt.reason is not None
     cause = attempt.cause
@@ -32,6 +36,7 @@ def make_stopped(attempt: Attempt, logs: Mapping[int, RankLog], hang: Hang | Non
         log_tail=blamed.tail() if blamed is not None else "",
         tails=_hidden_tails(attempt, logs),
         hang=hang if attempt.reason is Reason.COLLECTIVE_HANG else None,
+        proven=proven,
     )
 
 
@@ -44,18 +49,26 @@ def stopped_sentence(stopped: Stopped) -> str:
     return f"{meaning}: {detail}" if detail and stopped.state is State.FAILED else meaning
 
 
-def verdicts_of(reservation: Reservation | Borrowed, *, proven: bool) -> dict[str, Verdict]:
+def verdicts_of(reservation: Reservation | Borrowed, *, proven: bool, left: Sequence[Left] = ()) -> dict[str, Verdict]:
     """Return whether each device is free, and by what evidence.
 
     Args:
         reservation: whose devices.
         proven: whether it is known that no process of the attempt is left.
+        left: those that are.
     """
     uuids = [device.uuid for device in reservation.devices]
-    verdicts = verify(reservation.provider, uuids, reservation.before, GatePolicy(), time.sleep)
     if not proven:
-        return dict.fromkeys(uuids, Verdict(False, "it is not certain that every process of the run has ended"))
-    return dict(verdicts)
+        why = f"{left_text(left)} could not be ended" if left else ""
+        return dict.fromkeys(uuids, Verdict(False, why or "it is not certain that every process of the run has ended"))
+    return dict(verify(reservation.provider, uuids, reservation.before, GatePolicy(), time.sleep))
+
+
+def left_text(left: Sequence[Left]) -> str:
+    """Return which processes are still there, for people."""
+    names = [f"{each.pid} ({each.name})" for each in left[:_LEFT_NAMED]]
+    more = f" and {len(left) - _LEFT_NAMED} more" if len(left) > _LEFT_NAMED else ""
+    return f"process{'es' if len(left) > 1 else ''} {', '.join(names)}{more}"
 
 
 def _hidden_tails(attempt: Attempt, logs: Mapping[int, RankLog]) -> dict[int, str]:

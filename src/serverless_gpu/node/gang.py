@@ -44,9 +44,10 @@ from serverless_gpu.node import reserve
 from serverless_gpu.node.account import Account, write_text
 from serverless_gpu.node.inside import protocol as inside
 from serverless_gpu.node.inside.channel import Channel
+from serverless_gpu.node.inside.linux import descendants
 from serverless_gpu.node.live import Viewer
 from serverless_gpu.node.logs import RankLog
-from serverless_gpu.node.processes import MemoryWatch, cgroup_empty, kill_cgroup, remove_cgroup
+from serverless_gpu.node.processes import Left, MemoryWatch, cgroup_empty, kill_cgroup, left_in, remove_cgroup
 from serverless_gpu.node.protocol import Context, Launch, original
 from serverless_gpu.node.raycluster import Cluster
 from serverless_gpu.units import format_bytes
@@ -260,6 +261,10 @@ class Gang:
             self._hear_the_rest()
             return True
         return self.proven
+
+    def left(self) -> tuple[Left, ...]:
+        """Return processes of the attempt that are still there."""
+        return left_in(self._cgroup, [*self.pids.values(), *descendants(self.stem_pid)] if self.stem_pid else [])
 
     @property
     def behind(self) -> bool:

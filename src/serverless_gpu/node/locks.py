@@ -50,6 +50,7 @@ from serverless_gpu.node.flocks import (
     opened_directory,
     read_note,
 )
+from serverless_gpu.node.processes import Left
 
 MACHINE_DIRECTORIES = (Path("/run/lock/serverless_gpu"), Path("/tmp/serverless_gpu-locks"))
 """Where real GPUs are locked, best first: /run/lock is not writable for everybody on every distribution."""
@@ -75,10 +76,15 @@ class Holder(Struct, frozen=True):
 
 
 class Quarantine(Struct, frozen=True):
-    """Why a device must not be lent, since when (nanoseconds since 1970)."""
+    """Why a device must not be lent, since when (nanoseconds since 1970).
+
+    Attributes:
+        left: processes of its last run that could not be ended; it stays as long as one of them does.
+    """
 
     reason: str
     since_wall_ns: int
+    left: tuple[Left, ...] = ()
 
 
 class Busy(Struct, frozen=True):
@@ -164,13 +170,18 @@ class DeviceLocks:
             _keep_cleaners_out(directory, held)
             return Locked(tuple(taken), tuple(taken.values()), held.pop_all())
 
-    def quarantine(self, uuid: str, reason: str) -> None:
+    def quarantine(self, uuid: str, reason: str, left: tuple[Left, ...] = ()) -> None:
         """Keep a device from being lent until `lift`; do it before releasing its lock.
+
+        Args:
+            uuid: the device.
+            reason: in words.
+            left: processes of its last run that could not be ended.
 
         Raises:
             StorageError: the note cannot be written.
         """
-        note = Quarantine(reason[:_TEXT_MAX], self._clock.wall_ns())
+        note = Quarantine(reason[:_TEXT_MAX], self._clock.wall_ns(), left)
         with opened_directory(self.directory) as directory, opened(directory, f"{_checked(uuid)}.quarantine") as fd:
             _write(fd, note)
 
@@ -407,7 +418,7 @@ def _read_quarantine(directory: int, uuid: str) -> Quarantine | None:
         return Quarantine(f"the quarantine note cannot be read: {error}", 0)
     finally:
         os.close(fd)
-    return note and Quarantine(_plain(note.reason), note.since_wall_ns)
+    return note and msgspec.structs.replace(note, reason=_plain(note.reason))
 
 
 def _plain(text: str) -> str:

@@ -19,8 +19,10 @@ import errno
 import os
 import re
 import select
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+
+import msgspec
 
 from serverless_gpu.node.inside.linux import descendants
 
@@ -30,6 +32,7 @@ _MOUNT_LINE = re.compile(r"^\d+ \d+ \S+ (?P<root>\S+) (?P<point>\S+) .* - (?P<ki
 TASKS_MAX = 32_768
 _CLOSING_LOOKS = 100
 _CLOSING_PAUSE_S = 0.01
+_LEFT_MAX = 16
 _NO_LIMIT_BYTES = 1 << 60  # what v1 says for none is the largest number of pages
 
 
@@ -152,6 +155,44 @@ def cgroup_empty(path: Path) -> bool:
         return "populated 0" in (path / "cgroup.events").read_text()
     except OSError as error:
         return error.errno in (errno.ENOENT, errno.ENODEV)  # only an empty one can be removed
+
+
+class Left(msgspec.Struct, frozen=True):
+    """A process that did not end when it was killed, so that it is known again: `started` is in ticks since boot."""
+
+    pid: int
+    started: int
+    name: str = ""
+
+    def is_there(self) -> bool:
+        """Return whether it still is, and is no zombie."""
+        now = _looked_at(self.pid)
+        return now is not None and now.started == self.started
+
+
+def left_in(cgroup: Path | None, pids: Iterable[int]) -> tuple[Left, ...]:
+    """Return the processes of an attempt that are still there, a few of them.
+
+    Args:
+        cgroup: which has all of them, or None.
+        pids: those that are known without one.
+    """
+    known = list(pids)
+    if cgroup is not None:
+        with contextlib.suppress(OSError, ValueError):
+            known += [int(line) for line in (cgroup / "cgroup.procs").read_text().split()]
+    found = (_looked_at(pid) for pid in dict.fromkeys(known))
+    return tuple(left for left in found if left is not None)[:_LEFT_MAX]
+
+
+def _looked_at(pid: int) -> Left | None:
+    try:
+        line = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    name, _, rest = line.partition("(")[2].rpartition(")")  # a name may have parentheses
+    fields = rest.split()
+    return None if fields[0] in "ZX" else Left(pid, int(fields[19]), name)
 
 
 def remove_cgroup(path: Path) -> bool:

@@ -358,6 +358,7 @@ class Stopped(Message, frozen=True, kw_only=True, tag="stopped"):
         log_tail: last lines of the rank that is the cause.
         tails: if the run failed, last lines of ranks that were not shown live, the cause first.
         hang: who waited for whom, of a run that was ended because it stood still.
+        proven: whether the kernel says that no process of it is left; else one could not be ended.
     """
 
     state: State
@@ -367,6 +368,7 @@ class Stopped(Message, frozen=True, kw_only=True, tag="stopped"):
     log_tail: str = ""
     tails: dict[int, str] = {}
     hang: Hang | None = None
+    proven: bool = True
 
 
 class Finished(Message, frozen=True, kw_only=True, tag="finished"):

@@ -22,7 +22,8 @@ from serverless_gpu.node.configuration import read_configuration
 from serverless_gpu.node.gate import Verdict, foreign, judge
 from serverless_gpu.node.gpus import FakeProvider, Provider, Usage, providers, unknown_usage
 from serverless_gpu.node.home import Home
-from serverless_gpu.node.locks import Busy, DeviceLocks, Holder, Locked, Ticket, lock_directory
+from serverless_gpu.node.locks import Busy, DeviceLocks, Holder, Locked, Quarantine, Ticket, lock_directory
+from serverless_gpu.node.processes import Left
 from serverless_gpu.node.protocol import Launch
 
 _NAMED_MAX = 4
@@ -87,9 +88,14 @@ class Reservation:
         self._keep(taken, usage)
         return None
 
-    def give_back(self, verdicts: Mapping[str, Verdict]) -> tuple[str, ...]:
-        """Release the devices, those that are not proven free into quarantine; return the uuids of the latter."""
-        bad = quarantine(self._locks, verdicts, self._launch.run_id)
+    def give_back(self, verdicts: Mapping[str, Verdict], left: tuple[Left, ...] = ()) -> tuple[str, ...]:
+        """Release the devices, those that are not proven free into quarantine; return the uuids of the latter.
+
+        Args:
+            verdicts: by device.
+            left: processes of the run that could not be ended.
+        """
+        bad = quarantine(self._locks, verdicts, self._launch.run_id, left)
         self.close()
         return bad
 
@@ -112,17 +118,8 @@ class Reservation:
 
     def retest_quarantined(self) -> dict[str, str]:
         """Lift quarantines whose cause is gone; return the others with why."""
-        wanted = {device.uuid for device in self._launch.candidates}
-        notes = {uuid: note for uuid, note in self._locks.quarantined().items() if uuid in wanted}
-        if not notes:
-            return {}
-        still: dict[str, str] = {}
-        for uuid, usage in self.provider.usage(list(notes)).items():
-            if judge(None, usage, kind=self.provider.kind).ok:
-                self._locks.lift(uuid)
-            else:
-                still[uuid] = f"in quarantine {notes[uuid].reason}"
-        return still
+        notes = retest_quarantined(self._locks, self.provider, [device.uuid for device in self._launch.candidates])
+        return {uuid: f"in quarantine {note.reason}" for uuid, note in notes.items()}
 
     def _holders(self, uuids: list[str]) -> tuple[Holder, ...]:
         """Ask who holds what by asking for everything, which is refused while anything is held."""
@@ -145,13 +142,38 @@ class Reservation:
         return f"{wanted}: " + "; ".join(part for part in [cause, *parts] if part)
 
 
-def quarantine(locks: DeviceLocks, verdicts: Mapping[str, Verdict], run_id: str) -> tuple[str, ...]:
+def retest_quarantined(locks: DeviceLocks, provider: Provider, uuids: Collection[str]) -> dict[str, Quarantine]:
+    """Lift quarantines whose cause is gone; return the others.
+
+    Args:
+        locks: of the devices.
+        provider: says what they are used for.
+        uuids: of those that are looked at.
+
+    Raises:
+        StorageError: the lock directory cannot be used.
+    """
+    notes = {uuid: note for uuid, note in locks.quarantined().items() if uuid in uuids}
+    if not notes:
+        return {}
+    usage = provider.usage(list(notes))
+    for uuid, note in list(notes.items()):
+        used = usage.get(uuid, unknown_usage("it did not answer"))
+        if not any(left.is_there() for left in note.left) and judge(None, used, kind=provider.kind).ok:
+            locks.lift(uuid)
+            del notes[uuid]
+    return notes
+
+
+def quarantine(
+    locks: DeviceLocks, verdicts: Mapping[str, Verdict], run_id: str, left: tuple[Left, ...] = ()
+) -> tuple[str, ...]:
     """Note which devices a run did not leave free, while their locks are held; return their uuids."""
     bad = tuple(uuid for uuid, verdict in verdicts.items() if not verdict.ok)
     for uuid in bad:
         # What cannot be noted is still refused by whoever looks at the device next, and named in this receipt.
         with contextlib.suppress(StorageError):
-            locks.quarantine(uuid, f"after run {run_id}: {verdicts[uuid].evidence}")
+            locks.quarantine(uuid, f"after run {run_id}: {verdicts[uuid].evidence}", left)
     return bad
 
 

@@ -60,7 +60,7 @@ from serverless_gpu.model.lifecycle import IllegalTransition, Instruction, advan
 from serverless_gpu.node import protocol
 from serverless_gpu.node.account import Account, write_json
 from serverless_gpu.node.borrowed import Borrowed
-from serverless_gpu.node.ending import make_stopped, stopped_sentence, verdicts_of
+from serverless_gpu.node.ending import left_text, make_stopped, stopped_sentence, verdicts_of
 from serverless_gpu.node.gang import Gang
 from serverless_gpu.node.gate import Verdict
 from serverless_gpu.node.gpus import Provider
@@ -70,6 +70,7 @@ from serverless_gpu.node.idleness import IdleWatch
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.logs import cut_output
 from serverless_gpu.node.observation import Observation
+from serverless_gpu.node.processes import Left
 from serverless_gpu.node.raycluster import NoDirectory
 from serverless_gpu.node.rendezvous import NoPort, reserve_port
 from serverless_gpu.node.reservation import Reservation
@@ -79,6 +80,7 @@ from serverless_gpu.node.watchers import Audience, Watcher
 _RETRY_S = 0.05  # between two looks at devices that were taken
 _EMPTYING_S = 0.002  # between two looks at a tree that is being ended
 _EMPTYING_S_MAX = 60.0
+_EMPTYING_S_TOLD = 10.0
 _TURN_S = 5.0
 _ALIVE_S = 60.0  # between two signs of life among the facts
 
@@ -131,7 +133,6 @@ class Supervisor:
         self._kill_ns: int | None = None
         self._alive_ns = 0
         self._lease_ns = launch.lease_ns
-        self._is_servers = launch.lease_ns is not None
         self._told_full = False
         self._done = False
 
@@ -251,13 +252,9 @@ class Supervisor:
         except NoPort as error:
             self._apply(StartFailed(Reason.RENDEZVOUS, str(error)))
             return
-        except NoDirectory as error:
-            self._apply(StartFailed(Reason.START_FAILED, str(error)))
-            return
         except OSError as error:
-            self._apply(
-                StartFailed(Reason.START_FAILED, f"the ranks' parent process could not be told what to run: {error}")
-            )
+            told = "" if isinstance(error, NoDirectory) else "the ranks' parent process could not be told what to run: "
+            self._apply(StartFailed(Reason.START_FAILED, f"{told}{error}"))
             return
         for log in self._gang.logs.values():
             for fd, drain in log.readers():
@@ -368,32 +365,33 @@ class Supervisor:
     def _look_for_empty(self) -> None:
         assert self._kill_ns is not None
         waited_s = (self._clock.boottime_ns() - self._kill_ns) / 1e9
-        if self._gang is None or self._gang.empty():
+        if self._gang is None or self._gang.empty() or waited_s > _EMPTYING_S_MAX:
             self._apply(TreeEmpty())
-        elif waited_s > _EMPTYING_S_MAX and self._is_servers:
-            # That it is over is what the server is told, and it may begin another attempt then: so not before it is.
-            if not self._told_full:
-                self._told_full = True
-                self._audience.tell(protocol.Waiting(sentence="a process of this run cannot be ended"))
-        elif waited_s > _EMPTYING_S_MAX:
-            self._account.notes.append(f"a process of this run could not be ended in {_EMPTYING_S_MAX:.0f} s")
-            self._apply(TreeEmpty())
+        elif waited_s > _EMPTYING_S_TOLD and not self._told_full:
+            self._told_full = True
+            self._say(f"{left_text(self._gang.left())} does not end, though it was killed")
 
     def _conclude(self) -> None:
         """Tell how it ended, prove the devices free, give them back, tell that."""
         self._account.mark("exited")
+        gang, holds = self._gang, self._reservation is not None and bool(self._reservation.devices)
+        proven = gang is None or gang.proven or not holds
+        # What cannot be ended is not the user's to pay for: their time ends with the kill, and nothing is freed.
         if "exec" in self._account.marks:
-            self._fact(FactKind.EXITED)
-        if self._gang is not None:
-            self._gang.close()
+            self._fact(FactKind.EXITED, None if proven else self._kill_ns)
+        left = gang.left() if gang is not None and not proven else ()
+        if left:
+            self._account.notes.append(f"{left_text(left)} of this run cannot be ended; no device is lent before it is")
+        if gang is not None:
+            gang.close()
         self._note_cut_output()
         if self._port is not None:
             self._port.close()
-        stopped = make_stopped(self._attempt, self._gang.logs if self._gang is not None else {}, self._hangs.hang)
+        stopped = make_stopped(self._attempt, gang.logs if gang else {}, self._hangs.hang, proven=proven)
         write_json(self._directory / "stopped.json", stopped)
         self._audience.tell(stopped)
         self._observation.ending(stopped.state, stopped.reason, stopped_sentence(stopped))
-        self._hand_back()
+        self._hand_back(proven=proven, left=left)
         self._audience.drain()
         self._leave()
 
@@ -402,16 +400,17 @@ class Supervisor:
         self._audience.close()
         self._done = True
 
-    def _hand_back(self) -> None:
+    def _hand_back(self, *, proven: bool, left: tuple[Left, ...]) -> None:
         reservation = self._reservation
         devices = reservation.devices if reservation is not None else ()
         verdicts: dict[str, Verdict] = {}
         quarantined: tuple[str, ...] = ()
         if reservation is not None and devices:
-            verdicts = verdicts_of(reservation, proven=self._gang is None or self._gang.proven)
+            verdicts = verdicts_of(reservation, proven=proven, left=left)
             self._account.mark("freed")
-            self._fact(FactKind.FREED)  # before they can be anyone else's: no device is ever in two accounts
-            quarantined = reservation.give_back(verdicts)
+            if proven:
+                self._fact(FactKind.FREED)  # before they can be anyone else's: no device is ever in two accounts
+            quarantined = reservation.give_back(verdicts, left)
         elif reservation is not None:
             self._account.mark("freed")
             reservation.close()
@@ -474,9 +473,9 @@ class Supervisor:
 
     # --- small things --------------------------------------------------------------------------------------------
 
-    def _fact(self, kind: FactKind) -> None:
+    def _fact(self, kind: FactKind, at_ns: int | None = None) -> None:
         devices = self._reservation.devices if self._reservation is not None else ()
-        self._account.fact(kind, devices)
+        self._account.fact(kind, devices, at_ns)
 
     def _pause_s(self) -> float:
         if self._attempt.state is State.QUEUED:

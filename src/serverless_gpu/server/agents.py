@@ -348,7 +348,12 @@ def _note(connection: sa.Connection, who: Caller, node_id: str, said: Heartbeat,
 
 def _beaten(hello: AgentHello, said: Heartbeat) -> AgentHello:
     return msgspec.structs.replace(
-        hello, devices=said.devices, pythons=said.pythons, unavailable=said.unavailable, problem=said.problem
+        hello,
+        devices=said.devices,
+        pythons=said.pythons,
+        unavailable=said.unavailable,
+        draining=said.draining,
+        problem=said.problem,
     )
 
 

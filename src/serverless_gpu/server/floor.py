@@ -18,7 +18,7 @@ from serverless_gpu.server.runs import StoredRun
 from serverless_gpu.server.services import Services
 from serverless_gpu.wire.agents import NodeView, PoolView
 
-UP, SILENT, GONE = "UP", "SILENT", "GONE"
+UP, DRAINING, SILENT, GONE = "UP", "DRAINING", "SILENT", "GONE"
 
 
 class Floor(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,7 +115,9 @@ def away(node: StoredNode, presence: Presence, times: Times) -> str:
         return f"is not to be counted on: {lost}"
     if not presence.is_there(node.id, now_ns=times.boottime_ns):
         return f"has not been heard of since {ambient.format_clock(last_seen_ns(node, presence, times))}"
-    return f"can run nothing now: {node.hello.problem}" if node.hello.problem else ""
+    if node.hello.problem:
+        return f"can run nothing now: {node.hello.problem}"
+    return f"takes nothing new: {node.hello.draining}" if node.hello.draining else ""
 
 
 def _offer(node: StoredNode, floor: Floor, presence: Presence, times: Times, *, reserved: bool) -> Node:
@@ -148,7 +150,9 @@ def _view(node: StoredNode, floor: Floor, presence: Presence, times: Times) -> N
     holders = floor.on(node.id)
     seen_ns = last_seen_ns(node, presence, times)
     sentence = away(node, presence, times)
-    state = UP if presence.is_there(node.id, now_ns=times.boottime_ns) else SILENT
+    state = DRAINING if node.hello.draining else UP
+    if not presence.is_there(node.id, now_ns=times.boottime_ns):
+        state = SILENT
     if state == SILENT and times.wall_ns - seen_ns > times.gone_ns:
         state = GONE
     return NodeView(

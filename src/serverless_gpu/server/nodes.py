@@ -86,6 +86,14 @@ def heard(connection: sa.Connection, node: StoredNode, *, hello: AgentHello, see
     connection.execute(nodes.update().where(same).values(**values))
 
 
+def drain(connection: sa.Connection, node_id: str, why: str) -> None:
+    """Write down that nothing is to be placed on a node until its next sign of life says otherwise."""
+    node = get(connection, node_id)
+    if node is not None:
+        hello = msgspec.structs.replace(node.hello, draining=node.hello.draining or why)
+        connection.execute(nodes.update().where(nodes.c.id == node_id).values(hello_json=_hello_json(hello)))
+
+
 def is_still(connection: sa.Connection, node: StoredNode) -> bool:
     """Return whether a node is where it was read: not forgotten, the same boot of the same machine, in the same pool.
 

@@ -37,7 +37,7 @@ from serverless_gpu.errors import InvalidValue, NotFound, TooLarge
 from serverless_gpu.model.attempt import Reason, State
 from serverless_gpu.model.run_lifecycle import Ended, Event, Heard, Started, Stopping
 from serverless_gpu.model.spec import Function
-from serverless_gpu.server import attempt_tokens, attempts, audit, facts, files, runs, transitions
+from serverless_gpu.server import attempt_tokens, attempts, audit, facts, files, nodes, runs, transitions
 from serverless_gpu.server.attempts import StoredAttempt
 from serverless_gpu.server.audit import Action
 from serverless_gpu.server.blobs import check_reference
@@ -265,7 +265,7 @@ def _happened(run: StoredRun, said: Report) -> list[Event]:
     if seen is State.STOPPING and state is not State.STOPPING:
         happened.append(Stopping())
     if said.ending is not None:
-        happened.append(Ended(said.ending.reason, began=said.ending.began))
+        happened.append(Ended(said.ending.reason, began=said.ending.began, proven=said.ending.proven))
     return happened
 
 
@@ -309,6 +309,8 @@ def _tell(connection: sa.Connection, found: _Found, said: Report, *, at_ns: int)
             lease_ns=at_ns,
             sentence=_sentence(said),
         )
+        if not said.ending.proven:  # the node says so, too, with its next sign of life; until then nothing is placed
+            nodes.drain(connection, attempt.node_id, f"unkillable: a process of run {attempt.run_id}")
     else:
         attempts.note(connection, attempt.run_id, attempt.fence, lease_ns=at_ns, sentence=_sentence(said))
     note = Note(

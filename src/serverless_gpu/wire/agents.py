@@ -42,6 +42,7 @@ class AgentHello(Request, frozen=True, kw_only=True):
         instance: of the node's home, made at random once: two homes of one machine are two nodes.
         pythons: versions it can restore a captured environment for, as ``"3.11"``; none when it does not say.
         boot_id: another one than before proves that nothing of before still runs.
+        draining: why it is to be given nothing new, though what runs there goes on, or "".
         problem: why it can run nothing now, or "".
         takes: what it understands beyond the first of its protocol: "renewal" of attempts' tokens.
         protocol: of `wire.base`; the server refuses what it does not speak by name.
@@ -61,6 +62,7 @@ class AgentHello(Request, frozen=True, kw_only=True):
     own_types: tuple[GpuType, ...] = ()
     unavailable: tuple[str, ...] = ()
     attempts: tuple[AttemptSeen, ...] = ()
+    draining: str = ""
     problem: str = ""
     takes: tuple[str, ...] = ()
 
@@ -118,6 +120,7 @@ class Heartbeat(Request, frozen=True, kw_only=True):
     pythons: tuple[str, ...] = ()
     unavailable: tuple[str, ...] = ()
     attempts: tuple[AttemptSeen, ...] = ()
+    draining: str = ""
     problem: str = ""
     renew: tuple[str, ...] = ()
     clock: ClockReading | None = None
@@ -187,7 +190,7 @@ class NodeView(Answer, frozen=True, kw_only=True):
     """A node as people see it.
 
     Attributes:
-        state: UP, or SILENT with `sentence` since when, or GONE.
+        state: UP, or DRAINING (`sentence`: why nothing is placed there), or SILENT with `sentence` since when, or GONE.
         busy: devices that runs of the server have now.
         clock: how far its clock is from the server's, as it said last; None where it has not.
     """

@@ -49,6 +49,8 @@ class Ending(Request, frozen=True, kw_only=True):
         began: whether user code had started.
         stopped: `node.protocol.Stopped` as JSON; unset when its supervisor was lost.
         log_ends: where logs end on the node that the server had no room for: ``"<rank>.<stream>"`` → bytes.
+        proven: whether the node's kernel says that no process of it is left; if not, there is no other attempt, and
+            nothing is placed on the node until it is.
     """
 
     state: State
@@ -56,6 +58,7 @@ class Ending(Request, frozen=True, kw_only=True):
     began: bool
     stopped: Json = msgspec.UNSET
     log_ends: dict[str, int] = msgspec.field(default_factory=dict)
+    proven: bool = True
 
 
 class Report(Request, frozen=True, kw_only=True):

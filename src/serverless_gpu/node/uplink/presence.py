@@ -29,8 +29,8 @@ from serverless_gpu.node.gate import foreign
 from serverless_gpu.node.gpus import NvmlProvider, unknown_usage
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.inventory import Inventory, offered
-from serverless_gpu.node.locks import DeviceLocks, Holder, lock_directory
-from serverless_gpu.node.reservation import find_provider
+from serverless_gpu.node.locks import DeviceLocks, Holder, Quarantine, lock_directory
+from serverless_gpu.node.reservation import find_provider, retest_quarantined
 from serverless_gpu.node.uplink.profile import Profile
 from serverless_gpu.version import __version__
 from serverless_gpu.wire.agents import AgentHello, AttemptSeen, ClockReading, Heartbeat
@@ -47,12 +47,14 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         unavailable: uuids of devices that somebody else has, or that are in quarantine.
+        draining: why it is to be given nothing new, or "".
         problem: why it can run nothing, or "".
     """
 
     devices: tuple[Device, ...] = ()
     own_types: tuple[GpuType, ...] = ()
     unavailable: tuple[str, ...] = ()
+    draining: str = ""
     problem: str = ""
 
 
@@ -100,6 +102,7 @@ class Presence:
             devices=offer.devices,
             own_types=offer.own_types,
             unavailable=offer.unavailable,
+            draining=offer.draining,
             attempts=attempts,
             problem=offer.problem,
             takes=TAKES,
@@ -125,6 +128,7 @@ class Presence:
             instance=self.instance,
             pythons=self._pythons(),
             unavailable=offer.unavailable,
+            draining=offer.draining,
             attempts=attempts,
             problem=offer.problem,
             renew=renew,
@@ -142,7 +146,8 @@ class Presence:
         try:
             devices = tuple(restrict(offered(greeting, os.environ), os.environ.get("CUDA_VISIBLE_DEVICES")))
             own = {attempt.run_id for attempt in attempts}
-            return Offer(devices=devices, own_types=greeting.own_types, unavailable=self._taken(devices, own))
+            taken, draining = self._taken(devices, own)
+            return Offer(devices=devices, own_types=greeting.own_types, unavailable=taken, draining=draining)
         except ServerlessGpuError as error:
             return Offer(problem=str(error))
 
@@ -153,23 +158,34 @@ class Presence:
             self._looked_ns, self._found = now_ns, minors(os.environ)
         return self._found
 
-    def _taken(self, devices: Sequence[Device], own: Collection[str]) -> tuple[str, ...]:
+    def _taken(self, devices: Sequence[Device], own: Collection[str]) -> tuple[tuple[str, ...], str]:
+        """Return which devices cannot be counted on, and why the whole node cannot, or ""."""
         found: list[str] = []
+        draining = ""
         for kind in dict.fromkeys(device.kind for device in devices):
             uuids = [device.uuid for device in devices if device.kind is kind]
             locks = DeviceLocks(lock_directory(kind, self._home.root), clock=self._clock)
             holders = {uuid: held_note(locks.directory / f"{uuid}.lock") for uuid in uuids}
-            try:
-                quarantined = locks.quarantined()
-            except StorageError:
-                quarantined = {}
+            quarantined = self._quarantined(kind, locks, uuids)
+            unkillable = (note.reason for note in quarantined.values() if note.left)
+            draining = draining or next((f"unkillable: {reason}" for reason in unkillable), "")
             free = [uuid for uuid in uuids if holders[uuid] is None and uuid not in quarantined]
             busy = set() if kind is DeviceKind.CPU else self._foreign(kind, free)
             for uuid in uuids:
                 note = holders[uuid]
                 if uuid in quarantined or uuid in busy or (note is not None and _run_of(note) not in own):
                     found.append(uuid)
-        return tuple(found)
+        return tuple(found), draining
+
+    def _quarantined(self, kind: DeviceKind, locks: DeviceLocks, uuids: list[str]) -> dict[str, Quarantine]:
+        """Return what is in quarantine; what is clean by now is lent again, for no run comes that would look."""
+        try:
+            if not locks.quarantined():
+                return {}
+            provider = find_provider(kind, os.environ, self._home, self._machine)
+            return retest_quarantined(locks, provider, uuids)
+        except StorageError:
+            return {}
 
     def _foreign(self, kind: DeviceKind, uuids: list[str]) -> set[str]:
         """Return which devices nobody has locked and processes use nevertheless."""

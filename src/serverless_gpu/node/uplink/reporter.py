@@ -293,4 +293,11 @@ class Reporter:
 def _ending(stopped: Stopped, *, began: bool, log_ends: dict[str, int]) -> Ending:
     lost = stopped.reason is Reason.SUPERVISOR_LOST
     word: Json = msgspec.UNSET if lost else msgspec.Raw(msgspec.json.encode(stopped))
-    return Ending(state=stopped.state, reason=stopped.reason, began=began, stopped=word, log_ends=log_ends)
+    return Ending(
+        state=stopped.state,
+        reason=stopped.reason,
+        began=began,
+        stopped=word,
+        log_ends=log_ends,
+        proven=stopped.proven,
+    )
