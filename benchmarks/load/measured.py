@@ -1,0 +1,51 @@
+"""The server that is measured: `python -m benchmarks.load.measured TICKS OPTIONS…` is `sgpu OPTIONS…`, with a watch.
+
+How long each tick of each loop took is appended to the file TICKS: name and milliseconds. Nothing else is another than
+in `sgpu up`, but that a node may have 16,384 devices: no machine has so many, and a run has one node.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+from serverless_gpu import cli
+from serverless_gpu.ambient import Clock
+from serverless_gpu.server import agents, assembly
+from serverless_gpu.server.loops import Loop, Tick
+
+DEVICES_MAX = 16_384
+
+
+def main() -> int:
+    """Be the server."""
+    with open(sys.argv[1], "a", encoding="ascii", buffering=1) as ticks:
+        assembly.Loop = _timed(ticks)  # type: ignore[misc,assignment] # a watch around it
+        agents.DEVICES_MAX = DEVICES_MAX
+        sys.argv = ["sgpu", *sys.argv[2:]]
+        return cli.main()
+
+
+def _timed(ticks: TextIO) -> Callable[..., Loop]:
+    lock = threading.Lock()
+
+    def loop(name: str, tick: Tick, *, clock: Clock) -> Loop:
+        def timed(now_ns: int) -> int | None:
+            began_ns = time.perf_counter_ns()
+            try:
+                return tick(now_ns)
+            finally:
+                took_ms = (time.perf_counter_ns() - began_ns) / 1e6
+                with lock:
+                    ticks.write(f"{name} {took_ms:.3f}\n")
+
+        return Loop(name, timed, clock=clock)
+
+    return loop
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""A server in a process of its own, in a fresh home: what it holds, what its ticks took."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.contestants import ContestantFailed, environment
+from benchmarks.load.asking import Asker
+from serverless_gpu.wire.principals import PrincipalRequest, TokenMade, TokenRequest
+
+_STOP_S = 30.0
+
+
+class MeasuredServer:
+    """A server that answers.
+
+    Attributes:
+        url: its address.
+        token: the administrator's.
+        pid: of its process.
+    """
+
+    def __init__(self, home: Path, url: str, pid: int) -> None:
+        self.home, self.url, self.pid = home, url, pid
+        self.token = (home / "server" / "token").read_text(encoding="ascii").strip()
+        self._read = 0
+        self._nodes = ""
+
+    def asker(self) -> Asker:
+        """Return a connection of the administrator."""
+        return Asker(self.url, self.token)
+
+    def node_token(self) -> str:
+        """Return a token for one more node."""
+        asker = self.asker()
+        if not self._nodes:
+            self._nodes = "nodes"
+            asker.get("POST", "/users", PrincipalRequest(name=self._nodes, kind="service", role="agent"), answer=TokenMade)
+        request = TokenRequest(label="node", principal=self._nodes, scopes=("agent",))
+        return asker.get("POST", "/tokens", request, answer=TokenMade).secret
+
+    def memory_mb(self, which: str = "VmRSS") -> float:
+        """Return what it holds now, or with `VmHWM` the most it ever held."""
+        return memory_mb(self.pid, which)
+
+    def ticks(self) -> dict[str, list[float]]:
+        """Return what the ticks since the last call took, milliseconds by loop."""
+        found: dict[str, list[float]] = defaultdict(list)
+        text = (self.home / "ticks").read_text(encoding="ascii")
+        lines, self._read = text[self._read :].splitlines(), len(text)
+        for line in lines:
+            name, _, took = line.partition(" ")
+            found[name].append(float(took))
+        return found
+
+
+@contextlib.contextmanager
+def measured_server(home: Path, *options: str, node: bool = False, **variables: str) -> Iterator[MeasuredServer]:
+    """Start a server; it ends with the block.
+
+    Args:
+        home: its home; made when it is not there.
+        options: of `sgpu up`.
+        node: whether this machine is a node of it.
+        variables: of its environment.
+
+    Raises:
+        ContestantFailed: it did not start.
+    """
+    home.mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "benchmarks.load.measured", str(home / "ticks"), "up", "--port", "0", *options]
+    command += () if node else ("--no-node",)
+    environ = {**environment(), **variables, "SERVERLESS_GPU_HOME": str(home), "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=environ, text=True) as process:
+        assert process.stdout is not None
+        try:
+            line = process.stdout.readline()
+            url = line.rpartition(" ")[2].strip()
+            if not url.startswith("http"):
+                raise ContestantFailed(f"the server did not start: {line.strip()}")
+            yield MeasuredServer(home, url, process.pid)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_STOP_S)
+            process.kill()
+
+
+def memory_mb(pid: int, which: str = "VmRSS") -> float:
+    """Return what a process holds, MB; 0 when it is gone."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines():
+            if line.startswith(which):
+                return int(line.split()[1]) / 1000
+    return 0.0
+
+
+def cpu_s(pid: int) -> float:
+    """Return the processor time that a process has used, seconds; 0 when it is gone."""
+    with contextlib.suppress(OSError):
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return 0.0
