@@ -10,10 +10,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import TextIO
+from typing import Any, TextIO
 
 from serverless_gpu import cli
-from serverless_gpu.ambient import Clock
 from serverless_gpu.server import agents, assembly
 from serverless_gpu.server.loops import Loop, Tick
 
@@ -32,7 +31,7 @@ def main() -> int:
 def _timed(ticks: TextIO) -> Callable[..., Loop]:
     lock = threading.Lock()
 
-    def loop(name: str, tick: Tick, *, clock: Clock) -> Loop:
+    def loop(name: str, tick: Tick, **options: Any) -> Loop:
         def timed(now_ns: int) -> int | None:
             began_ns = time.perf_counter_ns()
             try:
@@ -42,7 +41,7 @@ def _timed(ticks: TextIO) -> Callable[..., Loop]:
                 with lock:
                     ticks.write(f"{name} {took_ms:.3f}\n")
 
-        return Loop(name, timed, clock=clock)
+        return Loop(name, timed, **options)
 
     return loop
 

@@ -236,7 +236,7 @@ def test_the_reconciler_forgets_no_order_that_was_made_while_it_read(
     cluster.answers = [Impossible(sentence="no licence for n1")]
     run_id = submit(services)
     scheduler = Scheduler(services, engine=cluster)
-    active, hold = runs.active, services.deliveries.hold
+    active, hold = runs.active_briefly, services.deliveries.hold
     reconciler = Reconciler(services, scheduler=scheduler)
     sent: list[bool] = []
 
@@ -248,7 +248,7 @@ def test_the_reconciler_forgets_no_order_that_was_made_while_it_read(
         sent.append(services.deliveries.send(*gang))
         return held
 
-    def read_then_wait(connection: sa.Connection) -> list[runs.StoredRun]:
+    def read_then_wait(connection: sa.Connection) -> list[runs.Active]:
         found = active(connection)
         looked.set()
         reconcile.wait(30)
@@ -261,7 +261,7 @@ def test_the_reconciler_forgets_no_order_that_was_made_while_it_read(
         reconciled.set()
 
     with monkeypatch.context() as slow:
-        slow.setattr("serverless_gpu.server.reconciler.runs.active", read_then_wait)
+        slow.setattr("serverless_gpu.server.reconciler.runs.active_briefly", read_then_wait)
         thread = threading.Thread(target=tick_reconciler)
         thread.start()
         assert looked.wait(30)

@@ -141,6 +141,7 @@ class _Attempt(msgspec.Struct, kw_only=True):
     ended: tuple[int, Reason] | None = None
     logged: int = 0
     reported_ns: int | None = None
+    heartbeat_s: float = 5.0
     sent: object = None
     settled: bool = False
     stale: bool = False
@@ -339,7 +340,7 @@ class SimulatedAgent:
             return
         report = self._news(attempt, now_ns)
         said = msgspec.structs.replace(report, logs=())
-        overdue = attempt.reported_ns is None or now_ns - attempt.reported_ns >= self._heartbeat_s * 1e9
+        overdue = attempt.reported_ns is None or now_ns - attempt.reported_ns >= attempt.heartbeat_s * 1e9
         if not overdue and said == attempt.sent and not report.logs:
             return
         gang = (attempt.start.run_id, attempt.start.fence)
@@ -351,6 +352,7 @@ class SimulatedAgent:
             self._drop([f"{gang[0]}:{gang[1]}"], now_ns)
             return
         attempt.answered_ns, attempt.reported_ns, attempt.sent = now_ns, now_ns, said
+        attempt.heartbeat_s = answer.heartbeat_s
         attempt.logged += sum(len(piece.data) for piece in report.logs)
         if answer.stop is not None:
             self._stop(attempt, answer.stop, now_ns)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -14,7 +14,7 @@ from serverless_gpu.server import nodes, pools, runs
 from serverless_gpu.server.liveness import Leases, Presence
 from serverless_gpu.server.nodes import StoredNode
 from serverless_gpu.server.pools import RESERVED, StoredPool
-from serverless_gpu.server.runs import StoredRun
+from serverless_gpu.server.runs import Active, StoredRun
 from serverless_gpu.server.services import Services
 from serverless_gpu.wire.agents import NodeView, PoolView
 
@@ -31,16 +31,16 @@ class Floor(msgspec.Struct, frozen=True, kw_only=True):
 
     nodes: tuple[StoredNode, ...]
     pools: tuple[StoredPool, ...]
-    active: tuple[StoredRun, ...]
+    active: tuple[Active, ...]
     freed: frozenset[tuple[str, int]] = frozenset()
 
-    def on(self, node_id: str) -> list[StoredRun]:
-        """Return the runs that have devices of a node."""
-        return [
-            run
-            for run in self.active
-            if run.attempt is not None and run.attempt.node_id == node_id and (run.id, run.fence) not in self.freed
-        ]
+    def by_node(self) -> dict[str, list[Active]]:
+        """Return the runs that have devices, by the identifier of their node."""
+        found: dict[str, list[Active]] = defaultdict(list)
+        for run in self.active:
+            if (run.id, run.fence) not in self.freed:
+                found[run.node_id].append(run)
+        return found
 
 
 class Times(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,12 +64,12 @@ def load(connection: sa.Connection, leases: Leases) -> Floor:
     return Floor(
         nodes=tuple(nodes.every(connection)),
         pools=tuple(pools.every(connection)),
-        active=tuple(runs.active(connection)),
+        active=tuple(runs.active_briefly(connection)),
         freed=freed,
     )
 
 
-def title(run: StoredRun) -> str:
+def title(run: Active | StoredRun) -> str:
     """Return what others read of a run: owner and name."""
     return f"{run.owner}/{run.name or run.id}"
 
@@ -77,12 +77,17 @@ def title(run: StoredRun) -> str:
 def offers(floor: Floor, presence: Presence, times: Times) -> list[Node]:
     """Return the nodes as decisions take them."""
     reserved = {pool.name for pool in floor.pools if pool.kind == RESERVED}
-    return [_offer(node, floor, presence, times, reserved=node.pool in reserved) for node in floor.nodes]
+    held = floor.by_node()
+    return [
+        _offer(node, held.get(node.id, ()), away=away(node, presence, times), reserved=node.pool in reserved)
+        for node in floor.nodes
+    ]
 
 
 def view_nodes(floor: Floor, presence: Presence, times: Times) -> list[NodeView]:
     """Return the nodes as people see them."""
-    return [_view(node, floor, presence, times) for node in floor.nodes]
+    held = floor.by_node()
+    return [_view(node, held.get(node.id, ()), presence, times) for node in floor.nodes]
 
 
 def view_pools(floor: Floor, presence: Presence, times: Times, *, queued: Mapping[str, int]) -> list[PoolView]:
@@ -120,7 +125,7 @@ def away(node: StoredNode, presence: Presence, times: Times) -> str:
     return f"takes nothing new: {node.hello.draining}" if node.hello.draining else ""
 
 
-def _offer(node: StoredNode, floor: Floor, presence: Presence, times: Times, *, reserved: bool) -> Node:
+def _offer(node: StoredNode, held_by: Sequence[Active], *, away: str, reserved: bool) -> Node:
     total, outside = census(node.hello.devices, node.hello.unavailable)
     return Node(
         id=node.id,
@@ -132,22 +137,17 @@ def _offer(node: StoredNode, floor: Floor, presence: Presence, times: Times, *, 
         pythons=node.hello.pythons,
         total=total,
         outside=outside,
-        holdings=_holdings(floor.on(node.id)),
+        holdings=_holdings(held_by),
         own=node.hello.own_types,
-        away=away(node, presence, times),
+        away=away,
     )
 
 
-def _holdings(held_by: Sequence[StoredRun]) -> tuple[Holding, ...]:
-    return tuple(
-        Holding(title=title(run), gpu_type=run.attempt.gpu_type, count=run.attempt.world_size)
-        for run in held_by
-        if run.attempt is not None
-    )
+def _holdings(held_by: Sequence[Active]) -> tuple[Holding, ...]:
+    return tuple(Holding(title=title(run), gpu_type=run.gpu_type, count=run.world_size) for run in held_by)
 
 
-def _view(node: StoredNode, floor: Floor, presence: Presence, times: Times) -> NodeView:
-    holders = floor.on(node.id)
+def _view(node: StoredNode, holders: Sequence[Active], presence: Presence, times: Times) -> NodeView:
     seen_ns = last_seen_ns(node, presence, times)
     sentence = away(node, presence, times)
     state = DRAINING if node.hello.draining else UP
@@ -163,7 +163,7 @@ def _view(node: StoredNode, floor: Floor, presence: Presence, times: Times) -> N
         pool=node.pool,
         devices=node.hello.devices,
         unavailable=node.hello.unavailable,
-        busy=sum(run.attempt.world_size for run in holders if run.attempt is not None),
+        busy=sum(run.world_size for run in holders),
         runs=tuple(run.id for run in holders),
         version=node.hello.version,
         seen_ns=seen_ns,

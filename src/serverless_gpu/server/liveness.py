@@ -58,6 +58,11 @@ class Leases:
         with self._lock:
             return self._heard.setdefault((run_id, fence), now_ns)
 
+    def count(self) -> int:
+        """Return how many attempts there are that have been heard of, about."""
+        with self._lock:
+            return len(self._heard)
+
     def keep(self, gangs: Collection[tuple[str, int]]) -> None:
         """Forget all attempts but these."""
         with self._lock:

@@ -30,7 +30,7 @@ from serverless_gpu.model.run_lifecycle import Event, GivenUp, IllegalTransition
 from serverless_gpu.server import attempts, nodes, owners, runs, transitions
 from serverless_gpu.server.attempts import StoredAttempt
 from serverless_gpu.server.hub import SCHEDULER, run_key
-from serverless_gpu.server.runs import StoredRun
+from serverless_gpu.server.runs import Active
 from serverless_gpu.server.scheduler import Scheduler
 from serverless_gpu.server.services import Services
 from serverless_gpu.server.transitions import Note, Told
@@ -70,7 +70,7 @@ class Reconciler:
         # Asked before the database: what is reserved has its intent there, so what is not there is over.
         reserved = self._engine.recover() if self._engine is not None else ()
         known = services.deliveries.known()
-        active = services.database.read(runs.active)
+        active = services.database.read(runs.active_briefly)
         gangs = {(run.id, run.fence) for run in active}
         services.leases.keep(gangs)
         services.deliveries.forget(known - gangs)
@@ -83,21 +83,19 @@ class Reconciler:
             self._settle()
         return now_ns + round(EVERY_S * 1e9)
 
-    def _look(self, run: StoredRun, now_ns: int) -> None:
+    def _look(self, run: Active, now_ns: int) -> None:
         silent_s = (now_ns - self._services.leases.last_ns(run.id, run.fence, now_ns=now_ns)) / 1e9
-        granted_s = run.attempt.grace_s if run.attempt is not None else self._grace_s
-        if silent_s > granted_s + self._margin_s:
+        if silent_s > run.grace_s + self._margin_s:
             self._tell(run, GivenUp(reason=Reason.NODE_GONE), detail=f"nothing was heard of it for {silent_s:.0f} s")
         elif silent_s > self._soft_s and not self._take_back(run, now_ns) and run.state is not State.UNREACHABLE:
             self._tell(run, Silent())
 
-    def _take_back(self, run: StoredRun, now_ns: int) -> bool:
-        attempt = run.attempt
-        if attempt is None or self._services.presence.is_there(attempt.node_id, now_ns=now_ns):
+    def _take_back(self, run: Active, now_ns: int) -> bool:
+        if self._services.presence.is_there(run.node_id, now_ns=now_ns):
             return False
-        return self._scheduler.give_back(run.id, run.fence, f"{attempt.node} went away before it was told")
+        return self._scheduler.give_back(run.id, run.fence, f"{run.node} went away before it was told")
 
-    def _tell(self, run: StoredRun, event: Event, *, detail: str = "") -> None:
+    def _tell(self, run: Active, event: Event, *, detail: str = "") -> None:
         services = self._services
         note = Note(at_ns=services.clock.wall_ns(), detail=detail)
 

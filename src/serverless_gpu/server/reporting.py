@@ -52,6 +52,8 @@ from serverless_gpu.wire.attempts import File, LogPiece, Report, ReportAnswer
 from serverless_gpu.wire.base import INLINE_BYTES_MAX, Json
 
 SENTENCE_CHARACTERS_MAX = 2_000
+SIGNS_PER_S = 100
+"""Signs of life of all attempts together, about: half a processor has nothing else to do than to answer 250."""
 _LINK = re.compile(r"https?://[\x21-\x7e]{1,2000}")
 _log = logging.getLogger(__name__)
 _SEEN = {State.QUEUED: State.STARTING, State.STARTING: State.STARTING, State.RUNNING: State.RUNNING}
@@ -122,7 +124,8 @@ def report(services: Services, who: Caller, *, run_id: str, fence: int, said: Re
     if said.freed and found.is_current and services.leases.free(run_id, fence):
         services.hub.touch(SCHEDULER)
     applied = _Applied()
-    if _is_news(services, found, said):
+    is_news = _is_news(services, found, said)
+    if is_news:
         at_ns = services.clock.wall_ns()
         if said.ending is not None:
             faults.reach("after_upload_before_state")
@@ -132,7 +135,8 @@ def report(services: Services, who: Caller, *, run_id: str, fence: int, said: Re
     _announce(services, found, said, applied)
     if said.ending is not None or (said.logs and found.attempt.ended_ns is not None):
         services.logs.sync(run_id, fence)  # nobody but the node waits for that
-    found = services.database.read(lambda connection: _find(connection, run_id, fence)) or found
+    if is_news or found.run.state is not State.RUNNING:  # else it is as it was read: most reports are signs of life
+        found = services.database.read(lambda connection: _find(connection, run_id, fence)) or found
     stop = found.run.stop if found.is_current else None
     answer = _answer(services, stale=found.attempt.is_stale(said.state))
     token = "" if answer.stale else attempt_tokens.next_token(services, who)
@@ -141,7 +145,18 @@ def report(services: Services, who: Caller, *, run_id: str, fence: int, said: Re
 
 def _answer(services: Services, *, stale: bool) -> ReportAnswer:
     settings = services.settings
-    return ReportAnswer(stale=stale, partition_grace_s=settings.partition_grace_s, heartbeat_s=settings.heartbeat_s)
+    return ReportAnswer(stale=stale, partition_grace_s=settings.partition_grace_s, heartbeat_s=_heartbeat_s(services))
+
+
+def _heartbeat_s(services: Services) -> float:
+    """Return how often an attempt is to be heard of that has nothing to say: less often where there are thousands.
+
+    News comes at once in any case, so this decides only how much of the server's time goes by being told that nothing
+    has changed. Three reports that are lost still fit into the silence after which an attempt is shown as unreachable.
+    """
+    settings = services.settings
+    wanted_s = services.leases.count() / SIGNS_PER_S
+    return max(settings.heartbeat_s, min(wanted_s, settings.soft_expiry_s / 4, settings.partition_grace_s / 4))
 
 
 def _grant(services: Services, attempt: StoredAttempt) -> None:

@@ -114,6 +114,26 @@ class StoredRun(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+class Active(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A run that has an attempt which has not ended, as far as loops look at it: they read thousands, all the time.
+
+    Attributes:
+        node: the name of the node its attempt is on.
+        grace_s: the longest its attempt was ever allowed to go on without an answer, in seconds.
+    """
+
+    id: str
+    owner: str
+    name: str
+    fence: int
+    state: State
+    node_id: str
+    node: str
+    gpu_type: str
+    world_size: int
+    grace_s: float
+
+
 class Payload(msgspec.Struct, frozen=True, kw_only=True):
     """What the node needs of a run and nobody else gets to see."""
 
@@ -158,6 +178,16 @@ _SELECT = sa.select(*_COLUMNS, *attempts.COLUMNS).select_from(
 )
 
 
+_ACTIVE_BRIEFLY = (
+    sa.select(
+        *(runs.c[name] for name in ("id", "owner", "name", "fence", "state")),
+        attempts_table.c.node_id,
+        nodes.c.name,
+        *(attempts_table.c[name] for name in ("gpu_type", "world_size", "grace_s")),
+    )
+    .select_from(runs.join(attempts_table, _CURRENT).join(nodes, nodes.c.id == attempts_table.c.node_id))
+    .where(runs.c.state.in_([state.value for state in ACTIVE]))
+)
 _FIND = _SELECT.where(runs.c.id == sa.bindparam("run_id"))
 _EXISTS = sa.select(runs.c.id).where(runs.c.id == sa.bindparam("run_id"))
 
@@ -288,6 +318,25 @@ def active(connection: sa.Connection) -> list[StoredRun]:
     """Return the runs that have an attempt which has not ended."""
     query = _SELECT.where(runs.c.state.in_([state.value for state in ACTIVE]))
     return [_from_row(row) for row in connection.execute(query)]
+
+
+def active_briefly(connection: sa.Connection) -> list[Active]:
+    """Return the runs that have an attempt which has not ended; a tenth of the work of `active`."""
+    return [
+        Active(
+            id=row[0],
+            owner=row[1],
+            name=row[2],
+            fence=row[3],
+            state=State(row[4]),
+            node_id=row[5],
+            node=row[6],
+            gpu_type=row[7],
+            world_size=row[8],
+            grace_s=row[9],
+        )
+        for row in connection.execute(_ACTIVE_BRIEFLY)
+    ]
 
 
 def waiting_of(connection: sa.Connection, owner: str, *, at_most: int) -> int:

@@ -1,9 +1,9 @@
-"""The scheduler: load → decide → write the intent, one transaction for each placement → tell.
+"""The scheduler: load → decide → write the intents, a few placements in a transaction → tell.
 
     runs wait, a node came, devices are free ── ring ─▶ tick
         load      nodes, who has what, who waits           one read
         decide    model/queueing.py                        pure
-        place     attempt + order + event, if it still waits   one transaction each   ← the intent is durable here
+        place     attempt + order + event, if it still waits   some in a transaction  ← the intent is durable here
         submit    the engine gets an agent running there   outside of any transaction
         tell      the node's stream, the run's stream, the sentences of those who wait
 
@@ -18,6 +18,7 @@ query of identifiers.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import sqlalchemy as sa
@@ -41,6 +42,8 @@ from serverless_gpu.server.services import Services
 
 AT_ONCE = 64
 """Placements of one tick; the next one follows at once."""
+TOGETHER = 8
+"""Placements of one transaction: they share its commit, and whoever else writes waits for no more than these."""
 LOOK_AGAIN_S = 5.0
 ENGINE_AGAIN_S = 1.0
 _log = logging.getLogger(__name__)
@@ -74,8 +77,8 @@ class Scheduler:
         times = floor.now(services)
         decision = decide(queue, floor.offers(there, services.presence, times), now_ns=now_ns)
         stored = by_id(there.nodes)
-        for placement in decision.placements[:AT_ONCE]:
-            self._place(placement, stored[placement.node_id])
+        for first in range(0, min(AT_ONCE, len(decision.placements)), TOGETHER):
+            self._place(decision.placements[first : first + TOGETHER], stored)
         for run_id in services.sentences.replace(decision.waiting):
             services.hub.touch(run_key(run_id))
         if len(decision.placements) > AT_ONCE:
@@ -109,19 +112,24 @@ class Scheduler:
         ]
         return floor.load(connection, self._services.leases), queue
 
-    def _place(self, placement: Placement, node: StoredNode) -> None:
-        """Write the intent, then do what follows from it."""
+    def _place(self, placements: Sequence[Placement], stored: Mapping[str, StoredNode]) -> None:
+        """Write the intents, then do what follows from each; one that cannot be any more does not hinder the others."""
         services = self._services
         at_ns = services.clock.wall_ns()
-        fence = services.database.write(lambda connection: self._intend(connection, placement, node, at_ns))
-        if fence is None:
-            return
-        services.deliveries.made(placement.run_id, fence)
-        services.leases.renew(placement.run_id, fence, now_ns=services.clock.boottime_ns())
-        faults.reach("after_commit_before_launch")
-        self._submit(placement, fence, node)
-        services.hub.touch(node_key(node.id))
-        services.hub.touch(run_key(placement.run_id))
+
+        def intend(connection: sa.Connection) -> list[int | None]:
+            return [self._intend(connection, one, stored[one.node_id], at_ns) for one in placements]
+
+        written = zip(placements, services.database.write(intend), strict=True)
+        placed = [(placement, fence) for placement, fence in written if fence is not None]
+        for placement, fence in placed:
+            services.deliveries.made(placement.run_id, fence)
+            services.leases.renew(placement.run_id, fence, now_ns=services.clock.boottime_ns())
+        for placement, fence in placed:
+            faults.reach("after_commit_before_launch")
+            self._submit(placement, fence, stored[placement.node_id])
+            services.hub.touch(node_key(placement.node_id))
+            services.hub.touch(run_key(placement.run_id))
 
     def _intend(self, connection: sa.Connection, placement: Placement, node: StoredNode, at_ns: int) -> int | None:
         run = runs.find(connection, placement.run_id)
@@ -167,10 +175,10 @@ class Scheduler:
         names, reserved = {node.name for node in engine.nodes()}, set(engine.recover())
         self._asked = {}
         for run in there.active:
-            attempt, gang = run.attempt, f"{run.id}:{run.fence}"
-            if attempt is None or run.state is not State.STARTING or attempt.node not in names or gang in reserved:
+            gang = f"{run.id}:{run.fence}"
+            if run.state is not State.STARTING or run.node not in names or gang in reserved:
                 continue
-            share = Share(node=attempt.node, gpu_type=attempt.gpu_type, count=attempt.world_size)
+            share = Share(node=run.node, gpu_type=run.gpu_type, count=run.world_size)
             self._asked[gang] = engine.plan(Gang(id=gang, shares=(share,)))
         for gang in list(self._asked):
             self._ask(gang)
