@@ -42,7 +42,9 @@ class MeasuredServer:
         asker = self.asker()
         if not self._nodes:
             self._nodes = "nodes"
-            asker.get("POST", "/users", PrincipalRequest(name=self._nodes, kind="service", role="agent"), answer=TokenMade)
+            asker.get(
+                "POST", "/users", PrincipalRequest(name=self._nodes, kind="service", role="agent"), answer=TokenMade
+            )
         request = TokenRequest(label="node", principal=self._nodes, scopes=("agent",))
         return asker.get("POST", "/tokens", request, answer=TokenMade).secret
 

@@ -4,7 +4,9 @@
     port     as asked for; else the one of last time (server/port), else 7878, else any free one, which is remembered
     beside   a second socket on loopback, without TLS, where the first is not one of loopback in the clear: this
              machine's own node and clients use that, so nothing of theirs depends on a name or a certificate
-    protocol uvicorn's, with bounds on what it lacks bounds for: headers that never end, connections that say nothing
+    protocol uvicorn's, with bounds on what it lacks bounds for: headers that never end, or come a byte at a time;
+             connections that say nothing; and how many there are, so that the server never runs out of descriptors:
+             where there are too many, the one of which no request is under way for the longest time goes
 
 The port is remembered, so that clients of before find the server again after it was started again. Only where nobody
 asked for a port may it be another one.
@@ -16,14 +18,16 @@ import contextlib
 import errno
 import fcntl
 import ipaddress
+import itertools
 import os
+import resource
 import socket
 from asyncio import TimerHandle, Transport
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from serverless_gpu.errors import InvalidValue, ServerProblem
 from serverless_gpu.server.settings import PORT, Settings
@@ -32,7 +36,11 @@ BACKLOG = 2048
 HEAD_BYTES_MAX = 64 << 10
 """Of a request line and headers; what the gate lets through is less."""
 HEAD_S = 20.0
-"""How long a connection may take to send its first headers."""
+"""How long a connection may take to send the headers of a request, and the first to begin."""
+CONNECTIONS_MAX = 10_000
+OTHER_FILES = 256
+"""Descriptors that are not for connections: the database's, logs, bodies on their way."""
+_turns = itertools.count()
 
 
 @contextlib.contextmanager
@@ -134,11 +142,15 @@ class BoundedProtocol(HttpToolsProtocol):
     _head_bytes = 0
     _in_head = True
     _waiting: TimerHandle | None = None
+    _quiet_since = 0
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override] # as uvicorn's own
-        """Give the connection some time to say something."""
+        """Give the connection some time to say something, and end another one where there are too many."""
         super().connection_made(transport)
-        self._waiting = self.loop.call_later(HEAD_S, self._said_nothing)
+        self._quiet_since = next(_turns)
+        self._wait_for_head()
+        if len(self.connections) > connections_max():
+            _longest_quiet(self).transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the timer."""
@@ -148,6 +160,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Count from here."""
         self._head_bytes, self._in_head = 0, True
+        self._wait_for_head()
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
@@ -164,6 +177,26 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._in_head and self._head_bytes > HEAD_BYTES_MAX:
             self.transport.close()
 
+    def on_response_complete(self) -> None:
+        """Note that nothing is under way from now on."""
+        self._quiet_since = next(_turns)
+        super().on_response_complete()
+
+    @property
+    def quiet_since(self) -> float:
+        """Return a number that is higher the later the last request was over; no end while one is under way."""
+        cycle: RequestResponseCycle | None = self.cycle
+        return self._quiet_since if cycle is None or cycle.response_complete else float("inf")
+
+    @property
+    def is_closing(self) -> bool:
+        """Return whether it is about to go."""
+        return self.transport.is_closing()
+
+    def _wait_for_head(self) -> None:
+        if self._waiting is None:
+            self._waiting = self.loop.call_later(HEAD_S, self._said_nothing)
+
     def _heard(self) -> None:
         if self._waiting is not None:
             self._waiting.cancel()
@@ -171,6 +204,18 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _said_nothing(self) -> None:
         self.transport.close()
+
+
+def connections_max() -> int:
+    """Return how many connections there may be: what is left of the process's descriptors."""
+    soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return min(CONNECTIONS_MAX, max(soft - OTHER_FILES, soft // 2))
+
+
+def _longest_quiet(newest: BoundedProtocol) -> BoundedProtocol:
+    """Return the connection that goes for a new one; the new one itself when on all others something is under way."""
+    there = (one for one in newest.connections if isinstance(one, BoundedProtocol) and not one.is_closing)
+    return min(there, key=lambda one: (one.quiet_since, one is newest))
 
 
 def _remembered(host: str, file: Path, first: int) -> socket.socket:
