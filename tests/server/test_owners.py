@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -117,9 +117,9 @@ def test_F68_a_placement_and_a_ban_at_the_same_moment_see_each_other(
     scheduler = Scheduler(services)
     place = scheduler._place
 
-    def banned_first(placement: Placement, node: StoredNode) -> None:
+    def banned_first(placements: Sequence[Placement], stored: Mapping[str, StoredNode]) -> None:
         shut_out(api)
-        place(placement, node)
+        place(placements, stored)
 
     monkeypatch.setattr(scheduler, "_place", banned_first)
     scheduler.tick(services.clock.boottime_ns())
