@@ -109,7 +109,7 @@ class OverHttp:
             raise NotFound(said.decode())
         if status >= 300:
             raise ServerUnavailable(f"{kind} was answered with {status}: {said[:300]!r}")
-        return msgspec.json.decode(said, type=answer) if answer is not None else None  # type: ignore[return-value]
+        return msgspec.json.decode(said, type=answer) if answer is not None else None  # type: ignore[return-value] # T is None then
 
     def _listen(self, node: str) -> None:
         decoder, pause = msgspec.json.Decoder(Order), threading.Event()
