@@ -8,7 +8,7 @@ HALF := tests/docs/ tests/examples/ tests/local/ tests/notebook/
 CODE := $(wildcard src tests scripts examples benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo notebook test test-all test-half-1 test-half-2 test-ray check format docs bench picture gpu-check clean distclean
+.PHONY: help venv demo notebook test test-all test-half-1 test-half-2 test-ray crash check format docs bench picture gpu-check clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -89,6 +89,9 @@ test-half-2:
 # Alone: where other tests have the cores, Ray's processes do not meet each other in the 15 s Ray gives them.
 test-ray:
 	$(BIN)/python -m pytest -m "not gpu" tests/ray
+
+crash: venv ## kill server and node at every named place, on SQLite and PostgreSQL; full disks, conflicts, two servers
+	$(BIN)/python -m pytest tests/crash
 
 check: venv ## format, lint, types, layers, our own lints, links
 	$(BIN)/ruff format --check $(CODE)

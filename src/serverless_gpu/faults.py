@@ -1,9 +1,12 @@
 """Named places where a test can end this process, as a power cut or `kill -9` would.
 
-    SGPU_FAULT=after_commit_before_launch sgpu up …
+    SGPU_FAULT=after_commit_before_launch sgpu up …    every process that reaches the place
+    SGPU_FAULT=@/path/to/file sgpu up …                the first one that reaches the place the file names, which it
+                                                       removes: so a test arms a place while everything runs
 
 Server and node call `reach("name")` where they pass a place. Nothing happens unless the variable names it. Every name
-has a row here, and `reach` knows no other, so that a test cannot wait for a place that is gone.
+has a row here, and `reach` knows no other, so that a test cannot wait for a place that is gone; `tests/crash` has a
+scenario for every row. A server that is started with the variable says so in its log.
 """
 
 from __future__ import annotations
@@ -14,11 +17,39 @@ from collections.abc import Callable
 
 VARIABLE = "SGPU_FAULT"
 PLACES = (
-    "after_commit_before_launch",  # server: the attempt and its order are durable, nobody has been told
-    "after_launch_before_ack",  # node: the attempt runs, the server does not know that the order was taken
-    "after_upload_before_state",  # server: results and logs are durable, the run's state is not
-    "after_report_before_answer",  # server: the report is durable, its sender does not know
-    "after_submit_before_answer",  # server: the run is durable, its client does not know
+    # the server starts
+    "in_migration",  # the tables are made, and nothing of that is committed
+    "before_file_is_named",  # a key or token is on the disk, under a name nobody asks for
+    "after_token_file_before_row",  # the file has the new token, the database does not know it
+    # its database
+    "before_commit",  # a transaction's work is done, nothing of it is committed
+    "after_commit_before_told",  # a transaction is durable, whoever waits for it does not know
+    # runs, from being asked for to their end
+    "after_submit_before_answer",  # the run is durable, its client does not know
+    "after_commit_before_launch",  # the attempt and its order are durable, nobody has been told
+    "after_order_left",  # the order is on its way, the node's word about it has not come
+    "after_ack_before_answer",  # that the order was taken is durable, the node does not know
+    "after_logs_before_state",  # a report's output is in the files, the rest of it is not in the database
+    "in_ledger_batch",  # facts are written inside of a transaction that is not committed
+    "after_upload_before_state",  # results and logs are durable, the run's state is not
+    "after_report_before_answer",  # the report is durable, its sender does not know
+    "after_stop_before_answer",  # that the run is to stop is durable, whoever asked does not know
+    "after_hello_before_answer",  # the node is written down, it does not know
+    # bytes
+    "before_object_is_named",  # a part or object is on the disk, under a name nobody asks for
+    "after_part_before_answer",  # a part is durable, its sender does not know
+    "after_parts_are_deleted",  # the collector has deleted parts, and goes on to the next
+    "after_rows_before_output",  # retention: the run's rows are gone, its output is not
+    # the node: uplink
+    "after_directory_before_launch",  # the attempt's directory is there, nobody has been asked to run it
+    "after_launch_before_ack",  # the attempt runs, the server does not know that the order was taken
+    "after_answer_before_confirm",  # the server has answered the first report, the supervisor does not know
+    "after_parts_before_report",  # the parts of a result are on the server, no report names them
+    "after_ending_before_settled",  # the server has everything, the attempt's directory does not say so
+    # the node: supervisor
+    "after_exec_before_told",  # that user code begins is written down, nobody has been told
+    "after_ending_before_told",  # how it ended is written down, nobody has been told
+    "after_freed_before_receipt",  # that the devices are free is written down, the receipt is not
 )
 
 
@@ -34,5 +65,32 @@ def reach(place: str) -> None:
     """Die here if `SGPU_FAULT` names this place."""
     if place not in PLACES:
         raise ValueError(f"there is no fault point {place!r}")
-    if os.environ.get(VARIABLE) == place:
+    named = os.environ.get(VARIABLE)
+    if named is None:
+        return
+    if named == place or (named.startswith("@") and _is_mine(named[1:], place)):
         crash(place)
+
+
+def named() -> str:
+    """Return what `SGPU_FAULT` says, or "": whoever starts with it says so."""
+    return os.environ.get(VARIABLE, "")
+
+
+def warning() -> str:
+    """Return what whoever starts with it says."""
+    return (
+        f"{VARIABLE} is set to {named()[:200]!r}: this process kills itself there; that is for tests of recovery only"
+    )
+
+
+def _is_mine(path: str, place: str) -> bool:
+    """Return whether a file names this place, and nobody else dies of it."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            if file.read(100).strip() != place:
+                return False
+        os.unlink(path)
+    except OSError:  # there is none, or another process was faster
+        return False
+    return True

@@ -13,13 +13,14 @@ from pathlib import Path
 
 import msgspec
 
+from serverless_gpu import faults
 from serverless_gpu.ambient import Clock
 from serverless_gpu.model.attempt import Attempt, Reason
 from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.model.ledger import Charge, DeviceUse, Fact, FactKind, Receipt, Segments, charge
 from serverless_gpu.node import reserve
 from serverless_gpu.node.gate import Verdict
-from serverless_gpu.node.protocol import Launch
+from serverless_gpu.node.protocol import Launch, Stopped
 from serverless_gpu.units import micros_for
 
 
@@ -102,6 +103,13 @@ class Account:
         with contextlib.suppress(OSError):
             line = msgspec.json.encode(fact) + b"\n"
             self._allocated = reserve.append_fact(self._directory, line, self._allocated)
+        if kind is FactKind.EXEC:
+            faults.reach("after_exec_before_told")
+
+    def ended(self, stopped: Stopped) -> None:
+        """Write how the attempt ended to `stopped.json`."""
+        write_json(self._directory / "stopped.json", stopped)
+        faults.reach("after_ending_before_told")
 
     def observed(self, uses: Sequence[DeviceUse], tracked: str, notes: Sequence[str]) -> None:
         """Take note of what the monitor saw.
@@ -160,6 +168,7 @@ class Account:
             uses=self._uses,
             tracked=self._tracked,
         )
+        faults.reach("after_freed_before_receipt")
         write_json(self._directory / "receipt.json", receipt)
         reserve.give_back(self._directory)  # it is the last word
         return receipt

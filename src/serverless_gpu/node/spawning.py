@@ -17,12 +17,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from serverless_gpu import faults
 from serverless_gpu.node.entrypoint import launcher_program, zygote_program
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 
 # What a clean process gets of the caller's environment. HOME and the like are for libraries that insist on a home
-# directory. The last ones say where a user's patterns of git lie (captures look there) and interpreters (restores do).
+# directory. Others say where a user's patterns of git lie (captures look there) and interpreters (restores do), and the
+# last one where a test has them die.
 _CLEAN_VARIABLES = (
     "PATH",
     "HOME",
@@ -39,6 +41,7 @@ _CLEAN_VARIABLES = (
     "XDG_DATA_HOME",
     "UV_PYTHON_INSTALL_DIR",
     "PYENV_ROOT",
+    faults.VARIABLE,
 )
 
 _DEPENDENCIES = ("msgspec", "blake3", "backports", "pathspec", "obstore", "httpx2", "psutil", "pynvml")

@@ -58,7 +58,7 @@ from serverless_gpu.model.hang_report import ranks_text
 from serverless_gpu.model.ledger import FactKind
 from serverless_gpu.model.lifecycle import IllegalTransition, Instruction, advance
 from serverless_gpu.node import protocol
-from serverless_gpu.node.account import Account, write_json
+from serverless_gpu.node.account import Account
 from serverless_gpu.node.borrowed import Borrowed
 from serverless_gpu.node.ending import left_text, make_stopped, stopped_sentence, verdicts_of
 from serverless_gpu.node.gang import Gang
@@ -388,7 +388,7 @@ class Supervisor:
         if self._port is not None:
             self._port.close()
         stopped = make_stopped(self._attempt, gang.logs if gang else {}, self._hangs.hang, proven=proven)
-        write_json(self._directory / "stopped.json", stopped)
+        self._account.ended(stopped)
         self._audience.tell(stopped)
         self._observation.ending(stopped.state, stopped.reason, stopped_sentence(stopped))
         self._hand_back(proven=proven, left=left)

@@ -23,7 +23,7 @@ import msgspec
 import sqlalchemy as sa
 from anyio import to_thread
 
-from serverless_gpu import ambient
+from serverless_gpu import ambient, faults
 from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound, ServerProblem
 from serverless_gpu.model.attempt import Reason
 from serverless_gpu.model.run_lifecycle import GivenUp
@@ -95,6 +95,7 @@ class Agents:
             return node, stale, told
 
         node, stale, told = services.database.write(work)
+        faults.reach("after_hello_before_answer")
         for one in told:
             one.announce(services.hub)
         services.presence.heard(node.id, now_ns=services.clock.boottime_ns())
@@ -191,6 +192,7 @@ class Agents:
             orders.take(connection, node_id, seqs, at_ns=at_ns)
 
         self._services.database.write(work)
+        faults.reach("after_ack_before_answer")
 
     def _written(
         self, connection: sa.Connection, who: Caller, said: AgentHello, *, new_id: str, at_ns: int
@@ -263,6 +265,7 @@ async def stream(services: Services, who: Caller, node_id: str, instance: str = 
         for order in await to_thread.run_sync(look):
             sent[order.seq] = now_ns
             yield order
+            faults.reach("after_order_left")
         if await hub.changed(key, seen, ALIVE_S) == seen:
             yield None
 

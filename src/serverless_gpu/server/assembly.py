@@ -30,7 +30,7 @@ from serverless_gpu.server.collecting import Collector
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.first_start import FirstTokens, first_tokens
 from serverless_gpu.server.hub import AUDIT, COLLECTOR, RECONCILER, RETENTION, SCHEDULER, Hub
-from serverless_gpu.server.keys import read_keys
+from serverless_gpu.server.keys import read_keys, remove_unnamed
 from serverless_gpu.server.loops import LATE_S, Loop, Tick
 from serverless_gpu.server.measures import Measures
 from serverless_gpu.server.mlflow_beside import mlflow_checks
@@ -79,6 +79,7 @@ def assembled(settings: Settings, *, url: str, clock: Clock) -> Iterator[Assembl
         database = stack.enter_context(contextlib.closing(Database(settings.database, clock=clock, measures=measures)))
         database.be_sole()
         database.migrate()
+        remove_unnamed(settings.directory)
         tokens = first_tokens(database, settings.directory, login=_login(), now_ns=clock.wall_ns())
         keys = read_keys(settings.directory)
         sealer = Sealer(keys.sealing)

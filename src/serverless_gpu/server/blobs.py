@@ -26,6 +26,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import msgspec
 from blake3 import blake3
 
+from serverless_gpu import faults
 from serverless_gpu.ambient import Clock
 from serverless_gpu.environment.stores.base import Store
 from serverless_gpu.errors import HashMismatch, InvalidValue, NotFound, StorageError
@@ -109,6 +110,7 @@ class Blobs:
             self._store.put({key: data})
         except StorageError as error:
             raise full(error.message) from error
+        faults.reach("after_part_before_answer")
 
     def get(self, digest: str) -> bytes:
         """Return a part.
@@ -189,6 +191,7 @@ class Blobs:
             doomed = tuple(self._deleting)
         try:
             self._store.delete(doomed)
+            faults.reach("after_parts_are_deleted")
         finally:
             with self._changed:
                 self._deleting = frozenset()

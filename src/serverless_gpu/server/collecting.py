@@ -19,6 +19,7 @@ from collections.abc import Callable
 from serverless_gpu.environment.stores.collection import KEEP_S
 from serverless_gpu.errors import EnvironmentProblem, ServerProblem, StorageError
 from serverless_gpu.server import references
+from serverless_gpu.server.blobs import GRACE_S
 from serverless_gpu.server.services import Services
 from serverless_gpu.units import format_bytes
 
@@ -60,7 +61,9 @@ class Collector:
             _log.info("%s collected: %s", name, done)
 
     def _collect_parts(self) -> str:
-        done = self._services.blobs.collect(lambda: self._services.database.read(references.parts_in_use))
+        done = self._services.blobs.collect(
+            lambda: self._services.database.read(references.parts_in_use), grace_s=GRACE_S
+        )
         freed = format_bytes(done.deleted_bytes)
         return f"{done.kept} kept, {done.condemned} condemned, {done.deleted} deleted ({freed})"
 

@@ -31,6 +31,7 @@ from typing import Any, TypeVar
 
 import sqlalchemy as sa
 
+from serverless_gpu import faults
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import (
     InvalidValue,
@@ -177,7 +178,10 @@ class Database:
             turn = self._turns.together() if tried == 1 else self._turns.alone()
             try:
                 with turn, self._engine.begin() as connection:
-                    return work(connection)
+                    done = work(connection)
+                    faults.reach("before_commit")
+                faults.reach("after_commit_before_told")
+                return done
             except sa.exc.DBAPIError as error:
                 state = getattr(error.orig, "sqlstate", None)
                 # A row that another transaction wrote after this one had looked for it will be found the next time.

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import msgspec
 import sqlalchemy as sa
 
+from serverless_gpu import faults
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.ledger import Fact
 from serverless_gpu.server.tables import facts
@@ -47,6 +48,7 @@ def add(connection: sa.Connection, run_id: str, fence: int, new: Sequence[Fact])
             contradicting.append(fact.seq)
     if rows:
         connection.execute(facts.insert(), rows)
+        faults.reach("in_ledger_batch")
     return contradicting
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 import sqlalchemy as sa
 
+from serverless_gpu import faults
 from serverless_gpu.ambient import machine
 from serverless_gpu.server import audit, identity
 from serverless_gpu.server.audit import SERVER, Action
@@ -76,6 +77,7 @@ def _held(database: Transactions, path: Path, wanted: PrincipalRequest, *, now_n
             return secret
     secret = identity.new_secret()
     write_private(path, f"{secret}\n".encode())
+    faults.reach("after_token_file_before_row")
     database.write(lambda connection: _grant(connection, wanted, secret=secret, path=path, now_ns=now_ns))
     return secret
 

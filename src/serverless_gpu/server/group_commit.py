@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 
 import sqlalchemy as sa
 
+from serverless_gpu import faults
 from serverless_gpu.ambient import Clock
 from serverless_gpu.server.measures import Measures
 
@@ -113,6 +114,7 @@ class GroupCommit:
                 self._measures.retries.inc(len(taken))
                 for waiting in taken:
                     self._alone(waiting)
+            faults.reach("after_commit_before_told")
             for waiting in taken:
                 waiting.tell()
             if over:
@@ -133,6 +135,7 @@ class GroupCommit:
             except BaseException:
                 connection.invalidate()  # in an unknown state; closing it rolls back
                 raise
+            faults.reach("before_commit")
             with transaction:  # whose end commits, or rolls back what cannot be committed
                 pass
             self._committed(len(taken))

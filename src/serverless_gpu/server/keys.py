@@ -26,6 +26,7 @@ import re
 import secrets
 from pathlib import Path
 
+from serverless_gpu import faults
 from serverless_gpu.errors import ServerProblem
 
 KEY_BYTES = 32
@@ -33,6 +34,7 @@ PREFIX = "sgpa_"
 _ATTEMPT = re.compile(
     PREFIX + r"(?P<run>[^_]{26})_(?P<fence>[0-9]{1,9})(?:_(?P<until>[1-9][0-9]{0,11}))?_(?P<secret>[A-Za-z0-9_-]{43})"
 )
+_UNNAMED = re.compile(r"\.(key|token|node\.token)\.[0-9a-f]{16}")
 
 
 class Keys:
@@ -131,6 +133,7 @@ def write_private(path: Path, data: bytes, *, replace: bool = True) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
+        faults.reach("before_file_is_named")
         if replace:
             beside.replace(path)
         else:
@@ -143,6 +146,13 @@ def write_private(path: Path, data: bytes, *, replace: bool = True) -> None:
         os.fsync(directory)
     finally:
         os.close(directory)
+
+
+def remove_unnamed(directory: Path) -> None:
+    """Remove what `write_private` has left of a process that was killed in it; nobody may be writing there now."""
+    for path in directory.glob(".*"):
+        if _UNNAMED.fullmatch(path.name):
+            path.unlink(missing_ok=True)
 
 
 def _derived(key: bytes, purpose: str) -> bytes:

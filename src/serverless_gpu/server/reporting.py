@@ -119,6 +119,8 @@ def report(services: Services, who: Caller, *, run_id: str, fence: int, said: Re
         services.leases.renew(run_id, fence, now_ns=arrived_ns)
         _grant(services, found.attempt)
     offsets = _append(services, found.attempt, said.logs)
+    if said.logs:
+        faults.reach("after_logs_before_state")
     if said.ending is not None and not found.attempt.given_up:
         _close_logs(services, found.attempt, said, offsets)
     if said.freed and found.is_current and services.leases.free(run_id, fence):

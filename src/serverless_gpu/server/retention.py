@@ -22,6 +22,7 @@ import logging
 
 import sqlalchemy as sa
 
+from serverless_gpu import faults
 from serverless_gpu.model.retention import HOUR_NS, Entry, Policy, to_delete
 from serverless_gpu.server import attempts, audit, events, facts, files, orders, runs
 from serverless_gpu.server.audit import Action
@@ -89,6 +90,7 @@ class Retention:
         services = self._services
         at_ns = services.clock.wall_ns()
         services.database.write(lambda connection: _remove_rows(connection, run_id, at_ns=at_ns))
+        faults.reach("after_rows_before_output")
         services.logs.remove(run_id)
 
     def _trim_output(self) -> None:

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 
 import uvicorn
 
+from serverless_gpu import faults
 from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.errors import ServerProblem
 from serverless_gpu.server import logfile, systemd, tls
@@ -182,6 +183,8 @@ def serve(
     with only_one(settings.directory), _logged(settings), contextlib.closing(bound(settings)) as listening:
         url = url_of(settings, listening)
         _logger.info("process %d starts on %s", os.getpid(), url)
+        if faults.named():
+            _logger.warning("%s", faults.warning())
         certificate = _certificate(settings, clock)
         with assembled(settings, url=url, clock=clock) as assembly:
             app = guarded(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
+from serverless_gpu import faults
 from serverless_gpu.errors import AlreadyFinished, InvalidValue, NotAllowed
 from serverless_gpu.model import access
 from serverless_gpu.model.attempt import TERMINAL, StopReason
@@ -47,6 +48,7 @@ def stop(services: Services, who: Caller, reach: str, *, run_id: str, why: StopR
         return ask(connection, run_id, who=who, why=why, at_ns=at_ns)
 
     told = services.database.write(work)
+    faults.reach("after_stop_before_answer")
     if told is not None:
         told.announce(services.hub)
     run = services.database.read(lambda connection: views.visible(connection, run_id, who=who, reach=reach))

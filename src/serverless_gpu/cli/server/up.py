@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from serverless_gpu import faults
 from serverless_gpu.ambient import machine
 from serverless_gpu.cli.choosing import this_home
 from serverless_gpu.client.remote.profile import Profile, write_profile
@@ -56,6 +57,8 @@ def up(hosts: Sequence[str], behind_proxy: Sequence[str], **options: Any) -> Non
     in variables (SGPU_PORT, ...) and in server.toml in the home; `sgpu server config` shows which hold.
     """
     refuse_incomplete()
+    if faults.named():
+        click.echo(f"warning: {faults.warning()}", err=True)
     home = this_home()
     settings = load("serverless_gpu.server.settings").read_settings(
         home.root,

@@ -21,6 +21,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from serverless_gpu import faults
 from serverless_gpu.environment.stores.direct import write_direct
 
 OPEN_MAX = 64
@@ -58,6 +59,7 @@ def _write_some(incoming: Path, contents: Mapping[Path, memoryview], now_ns: int
         # Nearly free here: with the files, the journal has been written.
         for path in above:
             sync_directory(path)
+        faults.reach("before_object_is_named")
         for path, temporary in temporaries.items():
             os.rename(temporary, path)
     except BaseException:

@@ -25,6 +25,7 @@ from pathlib import Path
 
 import msgspec
 
+from serverless_gpu import faults
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import ServerlessGpuError
 from serverless_gpu.model.attempt import State, StopReason
@@ -131,6 +132,8 @@ class Minder:
             deadline_ns: boottime.
             stop: why the server wants it stopped, or None.
         """
+        if not self._confirmed:
+            faults.reach("after_answer_before_confirm")
         self._tell(protocol.Lease(deadline_ns=deadline_ns))
         if stop is not None:
             self.stop(stop)
@@ -140,6 +143,7 @@ class Minder:
 
     def settled(self) -> None:
         """Note that the server has everything."""
+        faults.reach("after_ending_before_settled")
         self._write_down(standing="settled")
 
     # --- the listening thread ------------------------------------------------------------------------------------

@@ -249,6 +249,7 @@ class Uplink:
         if taken is None:
             self._taken.put(order.seq)
             return
+        faults.reach("after_directory_before_launch")
         minder = Minder(self._home, *taken, server=self._server, clock=self._clock, say=say)
         with self._lock:
             self._minders[gang] = minder

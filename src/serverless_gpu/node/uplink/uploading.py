@@ -16,6 +16,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
+from serverless_gpu import faults
 from serverless_gpu.errors import ServerlessGpuError
 from serverless_gpu.model.spec import BLOB_PART_BYTES, BlobReference
 from serverless_gpu.node.uplink.server import Backoff, Server
@@ -105,6 +106,7 @@ class Upload:
         except ServerlessGpuError:
             self._sent_bytes = before
             raise
+        faults.reach("after_parts_before_report")
         blob = BlobReference(size=output.size, parts=parts)
         self.files[output.name] = File(name=output.name, size=output.size, blob=blob)
 

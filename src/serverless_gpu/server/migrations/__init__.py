@@ -14,6 +14,7 @@ from pathlib import Path
 
 import sqlalchemy as sa
 
+from serverless_gpu import faults
 from serverless_gpu.errors import ServerProblem
 from serverless_gpu.server import tables
 
@@ -52,6 +53,7 @@ def bring(connection: sa.Connection) -> None:
         _make(connection)
     else:
         upgrade(connection)
+    faults.reach("in_migration")
 
 
 def _make(connection: sa.Connection) -> None:

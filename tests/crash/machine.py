@@ -1,0 +1,139 @@
+"""A server and its node, real processes of one home, in which a place is armed while they run: who reaches it dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import sqlalchemy as sa
+
+from serverless_gpu import faults
+from serverless_gpu.ambient import SystemClock
+from serverless_gpu.client.remote.server import close_all
+from serverless_gpu.server.database import Database
+from serverless_gpu.wire.connection import Connection
+from tests.local.observe import cancel_all, wait_for
+from tests.remote.conftest import end_node
+
+T = TypeVar("T")
+WAIT_S = 60.0
+FAKES = "H100:2"
+
+
+class Machine:
+    """A home with a server and a node; killed, started, looked at.
+
+    Args:
+        home: the home directory.
+        database: url of the server's.
+
+    Attributes:
+        home: the home directory.
+        database: url of the server's.
+        url: where the server was the last time it started.
+        acknowledged: runs whose submission was answered, and that are kept.
+    """
+
+    def __init__(self, home: Path, database: str) -> None:
+        self.home = home
+        self.database = database
+        self.url = ""
+        self.acknowledged: set[str] = set()
+        self._armed = home / "armed"
+        self._process: subprocess.Popen[str] | None = None
+
+    # --- the server ----------------------------------------------------------------------------------------------
+
+    def start(self, *words: str, fault: str = "") -> None:
+        """Start the server and wait until it answers.
+
+        Args:
+            words: as `tests.crash.server` takes them.
+            fault: what `SGPU_FAULT` says; the file that `arm` writes, unless said.
+        """
+        self.spawn(*words, fault=fault)
+        line = self.line()
+        assert line.startswith("ready "), f"the server did not start: {self.log()[-2000:]}"
+        self.url = line.split()[1]
+
+    def spawn(self, *words: str, fault: str = "") -> None:
+        """Start the server and do not wait."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.crash.server", str(self.home), f"database={self.database}", *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, "SERVERLESS_GPU_HOME": str(self.home), faults.VARIABLE: fault or f"@{self._armed}"},
+        )
+
+    def line(self) -> str:
+        """Return the next line the server prints; "" when it has ended."""
+        assert self._process is not None and self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+    def send(self, number: int) -> None:
+        """Send the server a signal."""
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def ended(self) -> int:
+        """Wait until the server has ended; return its exit status."""
+        assert self._process is not None and self._process.stdout is not None
+        status = self._process.wait(WAIT_S)
+        self._process.stdout.close()
+        self._process = None
+        return status
+
+    def stop(self) -> None:
+        """End the server in order, if it runs."""
+        if self._process is not None:
+            self.send(signal.SIGTERM)
+            self.ended()
+
+    def close(self) -> None:
+        """End everything of this home."""
+        self._armed.unlink(missing_ok=True)
+        close_all()
+        cancel_all(self.home)
+        self.stop()
+        end_node(self.home)
+
+    def connection(self, token: str = "token", *, patience_s: float = 0.0) -> Connection:
+        """Return a connection with the token of one of the server's files."""
+        secret = (self.home / "server" / token).read_text(encoding="ascii").strip()
+        return Connection(self.url, secret, patience_s=patience_s)
+
+    def read(self, work: Callable[[sa.Connection], T]) -> T:
+        """Return what a work finds in the server's database."""
+        database = Database(self.database, clock=SystemClock())
+        try:
+            return database.read(work)
+        finally:
+            database.close()
+
+    def log(self) -> str:
+        """Return what the server has logged."""
+        return (self.home / "server" / "server.log").read_text()
+
+    # --- the place -----------------------------------------------------------------------------------------------
+
+    def arm(self, place: str) -> None:
+        """Have the next process that reaches the place die there."""
+        assert place in faults.PLACES
+        beside = self._armed.with_suffix(".new")
+        beside.write_text(place, encoding="utf-8")
+        beside.replace(self._armed)
+
+    def wait_hit(self, place: str) -> None:
+        """Wait until a process has died at the place."""
+        wait_for(lambda: not self._armed.exists(), f"somebody has reached {place}", limit_s=WAIT_S)
+
+    def recover(self, *words: str) -> None:
+        """Start the server again where it is what died."""
+        assert self.ended() == -signal.SIGKILL
+        self.start(*words)

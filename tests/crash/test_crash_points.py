@@ -1,0 +1,102 @@
+"""Every fault point × SIGKILL × restart × invariants, with real processes, on SQLite and on PostgreSQL.
+
+One server and node for each kind of database, for all places: a place is armed while they run. Places of the first
+start have a home of their own.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from serverless_gpu import faults
+from tests.crash.checks import read, violations
+from tests.crash.machine import FAKES, Machine
+from tests.crash.scenarios import SCENARIOS, starts_first
+from tests.homes import use_home
+from tests.server.postgres import Cluster, cluster
+
+pytestmark = pytest.mark.slow
+FIRST = [place for place, scenario in SCENARIOS.items() if scenario.play is starts_first]
+LATER = [place for place in SCENARIOS if place not in FIRST]
+
+
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[Cluster]:
+    """Yield a PostgreSQL for all tests of this module."""
+    with cluster() as running:
+        yield running
+
+
+@pytest.fixture
+def empty(request: pytest.FixtureRequest, kind: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    """Yield a machine whose server was never started."""
+    machine = _made(request, kind)
+    use_home(monkeypatch, machine.home, FAKES)
+    yield machine
+    machine.stop()
+    shutil.rmtree(machine.home)
+
+
+@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
+def shared(request: pytest.FixtureRequest) -> Iterator[Machine]:
+    """Yield a machine whose server runs, for all tests of one kind of database."""
+    machine = _made(request, request.param)
+    with pytest.MonkeyPatch.context() as patch:
+        use_home(patch, machine.home, FAKES)
+        machine.start()
+        yield machine
+        machine.close()
+    shutil.rmtree(machine.home)
+
+
+@pytest.fixture
+def machine(shared: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    """Yield a machine with a server and a node."""
+    use_home(monkeypatch, shared.home, FAKES)
+    yield shared
+
+
+def _made(request: pytest.FixtureRequest, kind: str) -> Machine:
+    home = Path(tempfile.mkdtemp(prefix="sg-", dir="/tmp"))
+    if kind == "sqlite":
+        return Machine(home, f"sqlite:///{home}/server/server.db")
+    running: Cluster = request.getfixturevalue("postgres")
+    return Machine(home, running.url(running.new_database()))
+
+
+def test_every_place_has_a_scenario() -> None:
+    assert list(SCENARIOS) == list(faults.PLACES)
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
+@pytest.mark.parametrize("place", FIRST)
+def test_a_server_killed_in_its_first_start_starts(empty: Machine, place: str, tmp_path: Path) -> None:
+    starts_first(empty, place, tmp_path)
+
+
+@pytest.mark.parametrize("place", LATER)
+def test_F31_F34_nothing_acknowledged_is_lost_and_nothing_runs_twice(
+    machine: Machine, place: str, tmp_path: Path
+) -> None:
+    SCENARIOS[place].play(machine, place, tmp_path)
+    assert violations(read(machine.database), machine.acknowledged) == []
+
+
+def test_a_server_that_is_started_with_a_fault_point_says_so(machine: Machine) -> None:
+    assert "SGPU_FAULT is set to" in machine.log()
+
+
+def test_a_place_that_a_file_names_is_one_process_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    died: list[str] = []
+    monkeypatch.setattr(faults, "crash", died.append)
+    monkeypatch.setenv(faults.VARIABLE, f"@{tmp_path / 'armed'}")
+    faults.reach("before_commit")
+    (tmp_path / "armed").write_text("before_commit\n")
+    for place in ("after_order_left", "before_commit", "before_commit"):
+        faults.reach(place)
+    assert died == ["before_commit"] and not (tmp_path / "armed").exists()
