@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,7 +17,9 @@ import sqlalchemy as sa
 from serverless_gpu import faults
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.client.remote.server import close_all
+from serverless_gpu.server import self_check
 from serverless_gpu.server.database import Database
+from serverless_gpu.server.invariants import History
 from serverless_gpu.wire.connection import Connection
 from tests.local.observe import cancel_all, wait_for
 from tests.remote.conftest import end_node
@@ -45,6 +49,7 @@ class Machine:
         self.url = ""
         self.acknowledged: set[str] = set()
         self._armed = home / "armed"
+        self._port = _own_port()
         self._process: subprocess.Popen[str] | None = None
 
     # --- the server ----------------------------------------------------------------------------------------------
@@ -64,7 +69,15 @@ class Machine:
     def spawn(self, *words: str, fault: str = "") -> None:
         """Start the server and do not wait."""
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.crash.server", str(self.home), f"database={self.database}", *words],
+            [
+                sys.executable,
+                "-m",
+                "tests.crash.server",
+                str(self.home),
+                f"database={self.database}",
+                f"port={self._port}",
+                *words,
+            ],
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
@@ -116,6 +129,11 @@ class Machine:
         finally:
             database.close()
 
+    def check(self) -> None:
+        """Require that everything is true that always is, and that nothing acknowledged is lost."""
+        checked = self_check.check(self.read, history=History(acknowledged=frozenset(self.acknowledged)))
+        assert not checked.violations and not checked.skipped, checked
+
     def log(self) -> str:
         """Return what the server has logged."""
         return (self.home / "server" / "server.log").read_text()
@@ -137,3 +155,14 @@ class Machine:
         """Start the server again where it is what died."""
         assert self.ended() == -signal.SIGKILL
         self.start(*words)
+
+
+def _own_port() -> int:
+    """Return a port that nobody gets by chance while the server that has it is being started again."""
+    for port in range(10_000 + os.getpid() % 20_000, 32_000):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with contextlib.suppress(OSError):
+                probe.bind(("127.0.0.1", port))
+                return port
+    raise AssertionError("no port is free")

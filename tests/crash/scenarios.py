@@ -22,7 +22,6 @@ from serverless_gpu.node.uplink import control
 from serverless_gpu.server import tables
 from serverless_gpu.wire.blobs import DigestList
 from serverless_gpu.wire.runs import RunView
-from tests.crash.checks import read
 from tests.crash.machine import WAIT_S, Machine
 from tests.local.observe import wait_for
 
@@ -86,7 +85,7 @@ def is_stopped(machine: Machine, place: str, where: Path) -> None:
         with contextlib.suppress(RunCancelled):
             run.results()
             raise AssertionError("it was cancelled")
-    stops = [row for row in read(machine.database).audit if row["action"] == "run.stop" and row["subject"] == run.id]
+    stops = [row for row in rows(machine, tables.audit) if row["action"] == "run.stop" and row["subject"] == run.id]
     assert len(stops) == 1
 
 
@@ -155,10 +154,8 @@ def expires(machine: Machine, place: str, where: Path) -> None:
     wait_for(lambda: not output.exists(), "the output is gone", limit_s=WAIT_S)
     machine.stop()
     machine.start()
-    machine.acknowledged -= {row["subject"] for row in read(machine.database).audit if row["action"] == "run.expire"}
-    expired = [
-        row for row in read(machine.database).audit if row["action"] == "run.expire" and row["subject"] == run.id
-    ]
+    machine.acknowledged -= {row["subject"] for row in rows(machine, tables.audit) if row["action"] == "run.expire"}
+    expired = [row for row in rows(machine, tables.audit) if row["action"] == "run.expire" and row["subject"] == run.id]
     assert len(expired) == 1 and run.id not in {row["id"] for row in rows(machine, tables.runs)}
 
 
