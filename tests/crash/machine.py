@@ -8,9 +8,9 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, TypeVar
 
 import sqlalchemy as sa
 
@@ -27,6 +27,7 @@ from tests.remote.conftest import end_node
 T = TypeVar("T")
 WAIT_S = 60.0
 FAKES = "H100:2"
+_ports = iter(range(10_000 + os.getpid() % 20_000, 32_000))
 
 
 class Machine:
@@ -63,12 +64,16 @@ class Machine:
         """
         self.spawn(*words, fault=fault)
         line = self.line()
-        assert line.startswith("ready "), f"the server did not start: {self.log()[-2000:]}"
+        assert line.startswith("ready "), (self.home / "server.stderr").read_text()[-2000:]
         self.url = line.split()[1]
 
     def spawn(self, *words: str, fault: str = "") -> None:
         """Start the server and do not wait."""
-        self._process = subprocess.Popen(
+        with (self.home / "server.stderr").open("ab") as errors:
+            self._process = self._started(words, fault, errors)
+
+    def _started(self, words: Sequence[str], fault: str, errors: IO[bytes]) -> subprocess.Popen[str]:
+        return subprocess.Popen(
             [
                 sys.executable,
                 "-m",
@@ -79,7 +84,7 @@ class Machine:
                 *words,
             ],
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=errors,
             text=True,
             env={**os.environ, "SERVERLESS_GPU_HOME": str(self.home), faults.VARIABLE: fault or f"@{self._armed}"},
         )
@@ -159,7 +164,7 @@ class Machine:
 
 def _own_port() -> int:
     """Return a port that nobody gets by chance while the server that has it is being started again."""
-    for port in range(10_000 + os.getpid() % 20_000, 32_000):
+    for port in _ports:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             with contextlib.suppress(OSError):

@@ -22,8 +22,9 @@ from serverless_gpu.server.settings import Settings, read_settings
 def main(home: Path, words: list[str]) -> None:
     """Serve until a signal."""
     said = dict(word.split("=", 1) for word in words)
-    options = {name: value for name, value in said.items() if "." not in name}
-    settings = read_settings(home, {**options, "node": options.get("node", "yes") == "yes"})
+    options: dict[str, object] = {name: value for name, value in said.items() if "." not in name}
+    options |= {"node": said.get("node") != "no", "port": int(said["port"])}
+    settings = read_settings(home, options)
     for name, value in said.items():
         module, _, constant = name.rpartition(".")
         if module == Settings.__name__:

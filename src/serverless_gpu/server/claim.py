@@ -1,14 +1,21 @@
 """That one server uses a database: what is in a server's memory (who was heard of, which orders left) is all there is.
 
     SQLite        a lock on a file beside the database, held as long as the process lives
-    PostgreSQL    an advisory lock of a session of its own, looked at every second
+    PostgreSQL    an advisory lock of a session of its own, looked at every second; PostgreSQL ends that session when
+                  nobody has looked for half a minute (`TTL_S`)
 
     take ─▶ held ──session broke──▶ not held: nothing is written ──taken again──▶ held
                                         └── somebody else has it for a minute ─▶ gone: the server ends
 
-A session breaks when PostgreSQL restarts; then its lock is free at once and is taken again. When a network broke, the
-old session keeps the lock until PostgreSQL notices (half a minute), so a minute of refusals is what proves that another
-server has it. A server that lost it to another one never writes again.
+A session breaks when PostgreSQL restarts; then its lock is free at once and is taken again. When a network broke, or
+the server stood still (its machine was paused), the old session keeps the lock until PostgreSQL notices (half a
+minute), so a minute of refusals is what proves that another server has it. A server that lost it to another one never
+writes again:
+
+    whoever takes the lock ends all sessions of other servers first, with what they were in the middle of;
+    whoever makes a new session looks whether the lock is still theirs before anything is written in it (`doubt`).
+
+So a server that stood still in the middle of a transaction and goes on an hour later finds that it never happened.
 """
 
 from __future__ import annotations
@@ -17,6 +24,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import secrets
 import threading
 from collections.abc import Callable
 
@@ -27,11 +35,22 @@ from serverless_gpu.errors import ServerProblem, ServerUnavailable
 from serverless_gpu.server import migrations
 
 LOOK_S = 1.0
+TTL_S = 30.0
+"""A server that has not looked for so long may be replaced."""
 WAIT_S = 5
 """How long a server that starts waits for one that is just ending."""
 REFUSED_S = 60.0
+APPLICATION = "serverless-gpu"
 _KEY = migrations.LOCK + 1
 _TAKEN = "55P03"  # lock_not_available
+_NOT_MINE = "42501"  # insufficient_privilege
+_ENDED_S = 10.0
+_PAUSE_S = 0.05
+_END = sa.text(
+    "SELECT pid, pg_terminate_backend(pid) FROM pg_stat_activity"
+    " WHERE datname = current_database() AND pid <> pg_backend_pid()"
+    " AND application_name LIKE :all AND application_name <> :mine"
+)
 _log = logging.getLogger(__name__)
 
 
@@ -44,6 +63,7 @@ class Claim:
         clock: says how long somebody else has had it.
 
     Attributes:
+        name: what PostgreSQL knows the sessions of this server by.
         on_gone: called once, when another server has taken the database over.
     """
 
@@ -53,6 +73,7 @@ class Claim:
         self._connect = connect
         self._clock = clock
         self._lock = threading.Lock()
+        self.name = f"{APPLICATION} {secrets.token_hex(4)}"
         self._looks = 0
         self._file = -1
         self._session: sa.Connection | None = None
@@ -156,6 +177,7 @@ class Claim:
             if getattr(error.orig, "sqlstate", None) == _TAKEN:
                 return False
             raise
+        self._end_others(session)
         self._session = session
         return True
 
@@ -173,6 +195,7 @@ class Claim:
         session = self._open()
         try:
             if session.scalar(sa.text("SELECT pg_try_advisory_lock(:key)"), {"key": _KEY}):
+                self._end_others(session)
                 self._session = session
                 return True
         finally:
@@ -180,12 +203,39 @@ class Claim:
                 session.close()
         return False
 
+    def _end_others(self, session: sa.Connection) -> None:
+        """End what another server left in the middle of something; the lock is held, and nobody gets a new one.
+
+        Raises:
+            ServerProblem: it cannot be ended, so this one cannot be the only one.
+        """
+        values = {"mine": self.name, "all": f"{APPLICATION} %"}
+        try:
+            for _ in range(round(_ENDED_S / _PAUSE_S)):
+                if not session.execute(_END, values).all():
+                    return
+                threading.Event().wait(_PAUSE_S)
+        except sa.exc.DBAPIError as error:
+            session.close()
+            if getattr(error.orig, "sqlstate", None) != _NOT_MINE:
+                raise
+            raise ServerProblem(
+                "another server uses this database with another user, whose sessions this one may not end",
+                hint="stop the other one, or start this one with the same user of PostgreSQL",
+            ) from error
+        session.close()
+        raise ServerProblem(
+            f"sessions of another server of this database did not end within {_ENDED_S:.0f} s",
+            hint="end that server; `SELECT * FROM pg_stat_activity` in PostgreSQL says where it is",
+        )
+
     def _open(self) -> sa.Connection:
         """Return a session whose end PostgreSQL notices by itself, also when this machine is gone."""
         session = self._connect()
         try:
             for name, value in (("idle", 10), ("interval", 5), ("count", 4)):
                 session.execute(sa.text(f"SET tcp_keepalives_{name} = {value}"))
+            session.execute(sa.text(f"SET idle_session_timeout = {round(TTL_S * 1000)}"))
         except sa.exc.DBAPIError:
             session.close()
             raise

@@ -85,9 +85,9 @@ class Database:
         self._writer: GroupCommit | None = None
         parsed = _parse(url)
         self.kind = parsed.get_backend_name()
-        self.claim = Claim(parsed, lambda: _postgres_alone(parsed).connect(), clock=clock)
+        self.claim = Claim(parsed, lambda: _postgres_alone(parsed, self.claim.name).connect(), clock=clock)
         if self.kind == "postgresql":
-            self._readers = self._engine = _postgres(parsed)
+            self._readers = self._engine = _postgres(parsed, self.claim)
             self._turns = _Turns()
             return
         memory = not parsed.database
@@ -178,6 +178,7 @@ class Database:
             turn = self._turns.together() if tried == 1 else self._turns.alone()
             try:
                 with turn, self._engine.begin() as connection:
+                    self.claim.require()  # its session may be a new one, because another server has ended the last
                     done = work(connection)
                     faults.reach("before_commit")
                 faults.reach("after_commit_before_told")
@@ -345,7 +346,7 @@ def _sqlite(url: sa.URL, *, begin: str, readers: bool) -> sa.Engine:
     return engine
 
 
-def _postgres(url: sa.URL) -> sa.Engine:
+def _postgres(url: sa.URL, claim: Claim) -> sa.Engine:
     engine = sa.create_engine(
         url,
         isolation_level="REPEATABLE READ",
@@ -353,7 +354,7 @@ def _postgres(url: sa.URL) -> sa.Engine:
         pool_size=POSTGRES_POOL,
         max_overflow=0,
         pool_timeout=WAIT_S,
-        connect_args=_how_to_connect(),
+        connect_args=_how_to_connect(claim.name),
     )
 
     @sa.event.listens_for(engine, "connect")
@@ -367,17 +368,20 @@ def _postgres(url: sa.URL) -> sa.Engine:
                 " WHERE current_setting('synchronous_commit') = 'off'"
             )
         connection.commit()
+        claim.doubt()
 
     return engine
 
 
-def _postgres_alone(url: sa.URL) -> sa.Engine:
+def _postgres_alone(url: sa.URL, name: str) -> sa.Engine:
     """Return an engine without a pool, each statement of which counts by itself."""
-    return sa.create_engine(url, isolation_level="AUTOCOMMIT", poolclass=sa.NullPool, connect_args=_how_to_connect())
+    return sa.create_engine(
+        url, isolation_level="AUTOCOMMIT", poolclass=sa.NullPool, connect_args=_how_to_connect(name)
+    )
 
 
-def _how_to_connect() -> dict[str, Any]:
-    return {"application_name": "serverless-gpu", "connect_timeout": CONNECT_S, **_KEEPALIVE}
+def _how_to_connect(name: str) -> dict[str, Any]:
+    return {"application_name": name, "connect_timeout": CONNECT_S, **_KEEPALIVE}
 
 
 # A machine that is gone sends no farewell: half a minute of silence, and the connection counts as broken.
@@ -389,6 +393,8 @@ def _problem(error: sa.exc.DBAPIError, said: str) -> ServerlessGpuError | None:
     state = getattr(error.orig, "sqlstate", None) or ""
     if "database or disk is full" in said or state == "53100":
         return ServerStorageFull("the database has no room on its disk", hint="make room, and ask again")
+    if state in _CHANGED_MEANWHILE:
+        return ServerUnavailable("the database is busy: others change the same rows", hint="ask again later")
     if isinstance(error, sa.exc.DataError):  # a text too long, or with a zero byte: PostgreSQL looks, SQLite does not
         return InvalidValue(f"a value does not fit into the database: {said}")
     if getattr(error.orig, "sqlite_errorcode", None) == sqlite3.SQLITE_ERROR:  # no such table, and the like
