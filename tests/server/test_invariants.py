@@ -20,6 +20,7 @@ from serverless_gpu.model.run_lifecycle import (
     GivenUp,
     Heard,
     Placed,
+    Restored,
     Silent,
     Started,
     StopAsked,
@@ -290,6 +291,7 @@ HAPPENED: tuple[Event, ...] = (
     GivenUp(Reason.NODE_GONE),
     GivenUp(Reason.NODE_REBOOTED),
     Forgotten(),
+    Restored(),
 )
 
 

@@ -160,7 +160,13 @@ ENDINGS = {
     State.CANCELLED: {Reason.CANCELLED, Reason.SESSION_ENDED, Reason.PREEMPTED, Reason.DRAINED},
     State.TIMED_OUT: {Reason.TIMEOUT, Reason.IDLE},
     State.BUDGET_STOPPED: {Reason.BUDGET},
-    State.LOST: {Reason.SUPERVISOR_LOST, Reason.NODE_LOST, Reason.NODE_PARTITIONED, Reason.NODE_GONE},
+    State.LOST: {
+        Reason.SUPERVISOR_LOST,
+        Reason.NODE_LOST,
+        Reason.NODE_PARTITIONED,
+        Reason.NODE_GONE,
+        Reason.SERVER_RESTORED,
+    },
 }
 
 
@@ -196,6 +202,7 @@ def test_only_what_ran_nothing_of_the_user_may_be_retried_and_faults_of_the_plat
         Reason.NODE_PARTITIONED,
         Reason.NODE_REBOOTED,
         Reason.NODE_GONE,
+        Reason.SERVER_RESTORED,
     }
 
 

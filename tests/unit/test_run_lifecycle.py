@@ -23,6 +23,7 @@ from serverless_gpu.model.run_lifecycle import (
     IllegalTransition,
     Instruction,
     Placed,
+    Restored,
     Run,
     Silent,
     Started,
@@ -53,6 +54,7 @@ SAMPLES: tuple[Event, ...] = (
     Ended(Reason.COMPLETED, began=True),
     GivenUp(Reason.NODE_REBOOTED),
     Forgotten(),
+    Restored(),
 )
 
 
@@ -336,3 +338,17 @@ def test_F09_there_is_no_other_attempt_beside_what_is_left_of_one(reason: Reason
         run = changed(STOPPING, began=began, stop=stop, retries_left=5, may_resume=True)
         after, instructions = advance(run, Ended(reason, began=began, proven=False))
         assert instructions == (CONCLUDE,) and after.state in TERMINAL
+
+
+# --- restored from a backup -------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_waited_in_a_backup_is_lost_whatever_its_user_allows() -> None:
+    run = changed(QUEUED, may_resume=True, retries_left=3)
+    assert advance(run, Restored()) == concluded(run, Reason.SERVER_RESTORED)
+
+
+@pytest.mark.parametrize("run", ALIVE, ids=name)
+def test_a_run_that_goes_on_in_a_backup_is_heard_of_or_not(run: Run) -> None:
+    with pytest.raises(IllegalTransition):
+        advance(run, Restored())

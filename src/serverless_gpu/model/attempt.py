@@ -80,6 +80,7 @@ class Reason(StrEnum):
     REFUSED = "refused"
     IDLE = "idle"
     ENGINE_HEAD_LOST = "engine_head_lost"
+    SERVER_RESTORED = "server_restored"
 
 
 class StopReason(StrEnum):
@@ -186,6 +187,9 @@ MEANINGS: Mapping[Reason, Meaning] = {
     Reason.IDLE: Meaning(State.TIMED_OUT, False, True, "the run did nothing for as long as idle_timeout allows"),
     Reason.ENGINE_HEAD_LOST: Meaning(
         State.FAILED, False, True, "a process died without which the run's Ray cluster cannot go on"
+    ),
+    Reason.SERVER_RESTORED: Meaning(
+        State.LOST, False, False, "the server was restored from a backup, and nobody knows whether the run ran since"
     ),
 }
 

@@ -8,11 +8,12 @@
 What lives here: what the server makes of what it is told about a run. What must not: clocks, the database, nodes. What
 happens inside of one attempt is `lifecycle.py`, which the attempt's supervisor drives; this table sees its reports.
 
-Three promises, each a test:
+Four promises, each a test:
 - A run ends once. A terminal state has an empty row.
 - A new attempt is made only after proof that the one before is over: its own report (`Ended`, and `proven`), another
   boot of its node or the hard fence passed (`GivenUp`), an operator's word (`Forgotten`). Silence is no proof; it
   shows.
+- A server that was restored from a backup starts nothing that it knew before: whether it ran since, nobody knows.
 - User code runs again only if the user asked for it (`retries`, `resume`). What failed before user code began is the
   platform's fault and is tried again on its own, a few times.
 
@@ -34,7 +35,9 @@ INFRA_PAUSES_S = (1.0, 5.0, 30.0)
 INFRA_RETRIES_MAX = len(INFRA_PAUSES_S)
 """Attempts that are made again for that reason."""
 
-LOST = frozenset({*(r for r, meaning in MEANINGS.items() if meaning.state is State.LOST), Reason.NODE_REBOOTED})
+LOST = frozenset({*(r for r, meaning in MEANINGS.items() if meaning.state is State.LOST), Reason.NODE_REBOOTED}) - {
+    Reason.SERVER_RESTORED
+}
 """Nobody could end the attempt in order: user code may have been anywhere."""
 
 _DISPLACED = frozenset({Reason.PREEMPTED, Reason.DRAINED})
@@ -127,7 +130,11 @@ class Forgotten(msgspec.Struct, frozen=True):
     """An operator knows that the node is dead."""
 
 
-Event = Placed | Started | Stopping | Silent | Heard | StopAsked | Ended | GivenUp | Forgotten
+class Restored(msgspec.Struct, frozen=True):
+    """The server goes on from a backup in which the run waits; since then it may have run."""
+
+
+Event = Placed | Started | Stopping | Silent | Heard | StopAsked | Ended | GivenUp | Forgotten | Restored
 Step = tuple[Run, tuple[Instruction, ...]]
 _Handler = Callable[..., Step]
 
@@ -202,6 +209,10 @@ def _stop_in_queue(run: Run, event: StopAsked) -> Step:
     return _conclude(msgspec.structs.replace(run, stop=event.why), STOPPED_BY[event.why])
 
 
+def _restored(run: Run, _: Restored) -> Step:
+    return _conclude(run, Reason.SERVER_RESTORED)
+
+
 def _stop(run: Run, event: StopAsked) -> Step:
     is_stronger = run.stop not in _FINAL_STOPS and event.why in _FINAL_STOPS
     if run.stop is not None and not is_stronger:
@@ -272,7 +283,7 @@ _OVER: Mapping[type, _Handler] = {Ended: _over, GivenUp: _over, Forgotten: _over
 
 # Rows: state → event → handler. A terminal state has an empty row: nothing can happen to it any more.
 TABLE: Mapping[State, Mapping[type, _Handler]] = {
-    State.QUEUED: {Placed: _placed, StopAsked: _stop_in_queue},
+    State.QUEUED: {Placed: _placed, StopAsked: _stop_in_queue, Restored: _restored},
     State.STARTING: {
         Started: _started,
         Stopping: _stopping,

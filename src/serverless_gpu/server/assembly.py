@@ -22,7 +22,7 @@ from serverless_gpu.engines.local import LocalEngine
 from serverless_gpu.errors import ServerProblem
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.uplink.profile import Profile
-from serverless_gpu.server import runs
+from serverless_gpu.server import restoring, runs
 from serverless_gpu.server.admission import Admission
 from serverless_gpu.server.chaining import Chainer
 from serverless_gpu.server.claim import LOOK_S, Claim
@@ -80,6 +80,7 @@ def assembled(settings: Settings, *, url: str, clock: Clock) -> Iterator[Assembl
         database.be_sole()
         database.migrate()
         remove_unnamed(settings.directory)
+        restoring.settle(database, settings.directory, now_ns=clock.wall_ns())
         tokens = first_tokens(database, settings.directory, login=_login(), now_ns=clock.wall_ns())
         keys = read_keys(settings.directory)
         sealer = Sealer(keys.sealing)

@@ -62,6 +62,7 @@ class StoredRun(msgspec.Struct, frozen=True, kw_only=True):
         queued_ns: its age in the queue; a run that waits again keeps it.
         events: number of the last event.
         tracked: link to it in MLflow, where all attempts write to one run; "" while no node has said it.
+        restored_ns: when the server was restored from a backup in which the run went on: it gets no other attempt.
         attempt: the current attempt, or the last.
     """
 
@@ -89,6 +90,7 @@ class StoredRun(msgspec.Struct, frozen=True, kw_only=True):
     target: Target
     snapshot: str
     tracked: str
+    restored_ns: int | None
     attempt: StoredAttempt | None
 
     @property
@@ -107,9 +109,9 @@ class StoredRun(msgspec.Struct, frozen=True, kw_only=True):
             reason=self.reason,
             stop=self.stop,
             began=attempt is not None and attempt.began,
-            may_resume=self.spec.resume,
-            retries_left=max(0, self.spec.retries - self.retries_used),
-            infra_left=max(0, INFRA_RETRIES_MAX - self.infra_retries_used),
+            may_resume=self.spec.resume and self.restored_ns is None,
+            retries_left=max(0, self.spec.retries - self.retries_used) if self.restored_ns is None else 0,
+            infra_left=max(0, INFRA_RETRIES_MAX - self.infra_retries_used) if self.restored_ns is None else 0,
             before=attempt.before if attempt is not None else None,
         )
 
@@ -243,6 +245,7 @@ def insert(connection: sa.Connection, new: NewRun, *, at_ns: int) -> StoredRun:
         target=new.target,
         snapshot=new.snapshot,
         tracked="",
+        restored_ns=None,
         attempt=None,
     )
 
@@ -374,6 +377,11 @@ def change(connection: sa.Connection, run: StoredRun, **values: object) -> None:
 def note_tracked(connection: sa.Connection, run_id: str, url: str) -> None:
     """Write where a run is tracked."""
     connection.execute(runs.update().where(runs.c.id == run_id).values(tracked=url))
+
+
+def hold(connection: sa.Connection, run_ids: Sequence[str], *, at_ns: int) -> None:
+    """Note that the server was restored from a backup in which these runs went on: they get no other attempt."""
+    connection.execute(runs.update().where(runs.c.id.in_(run_ids)).values(restored_ns=at_ns))
 
 
 def settle(connection: sa.Connection, run_id: str, fence: int, *, at_ns: int) -> bool:

@@ -190,6 +190,8 @@ class Watch:
             if look.ended.seq > self._after:  # else the reader has it, and came again for the rest
                 self._after = look.ended.seq
                 yield look.ended
+            elif look.ended.seq < self._after:  # a server that was restored since counts from an earlier moment on
+                yield msgspec.structs.replace(look.ended, seq=0)
         if self._ended and look.settled is not None and not self.over:
             self.over = True
             yield look.settled

@@ -6,6 +6,7 @@ import getpass
 import os
 import sys
 import time
+from pathlib import Path
 
 import click
 
@@ -18,7 +19,7 @@ from serverless_gpu.cli.server.up import refuse_incomplete
 from serverless_gpu.client.terminal import safe
 from serverless_gpu.errors import ServerProblem
 from serverless_gpu.loading import load
-from serverless_gpu.units import parse_duration_s
+from serverless_gpu.units import format_bytes, parse_duration_s
 from serverless_gpu.wire.state import DrainRequest, DrainView
 
 _LOOK_S = 0.5
@@ -97,6 +98,58 @@ def resume() -> None:
     with server() as connection:
         view = connection.ask("PUT", "/drain", DrainRequest(on=False), answer=DrainView)
     click.echo(f"what waits is started again; {_counted(view)}")
+
+
+@server_group.command()
+@click.argument("directory", type=click.Path(file_okay=False, path_type=Path))
+def backup(directory: Path) -> None:
+    """Make a backup in DIRECTORY of this home's server, also while it runs.
+
+    It has the database, the key, tokens, output of ranks, parts and environments: keep it as safe as the server. What
+    is as it was in the backup before is a link to that. A database of PostgreSQL is not in it: dump it before.
+    """
+    refuse_incomplete()
+    settings = load("serverless_gpu.server.settings").read_settings(this_home().root, environ=os.environ)
+    made = load("serverless_gpu.server.backing_up").back_up(settings, directory.absolute(), clock=SystemClock())
+    files = made.manifest.files
+    size = format_bytes(sum(entry.size for entry in files.values()))
+    click.echo(f"{made.path}: {len(files)} files, {size}; {made.linked} of them as in the backup before")
+    if made.manifest.database != "sqlite":
+        click.echo("without the database, which is to be dumped before: pg_dump --format=custom --file=… DATABASE")
+    if "://" in settings.store:
+        click.echo("without environments and parts, which are in the bucket")
+
+
+@server_group.command()
+@click.argument("backup", type=click.Path(exists=True, file_okay=False, path_type=Path))
+def verify(backup: Path) -> None:
+    """Read all of a backup again, and say whether it is what it was."""
+    refuse_incomplete()
+    manifest = load("serverless_gpu.server.backing_up").verify(backup)
+    click.echo(f"{backup} is whole: {len(manifest.files)} files")
+
+
+@server_group.command()
+@click.argument("backup", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option(
+    "--nothing-ran-since", is_flag=True, help="The server did not run after the backup: what waits is started."
+)
+def restore(backup: Path, nothing_ran_since: bool) -> None:
+    """Make this home's server out of BACKUP; the home must have none. `sgpu up` starts it.
+
+    What waits in the backup may have run since, so it is not started: it is LOST, and its owner submits it again. What
+    ran goes on if its node looks after it still. Tokens that were revoked since are good again: revoke them again.
+    """
+    refuse_incomplete()
+    home = this_home()
+    manifest = load("serverless_gpu.server.restoring").restore(home, backup, nothing_ran_since=nothing_ran_since)
+    click.echo(f"{home.root / 'server'}: {len(manifest.files)} files, each as it was")
+    if manifest.database != "sqlite":
+        click.echo("without the database, which is to be there before `sgpu up`: pg_restore --dbname=DATABASE …")
+    if not nothing_ran_since:
+        click.echo(
+            "at its start, runs that wait in it become LOST: they may have run since; `sgpu audit list` counts them"
+        )
 
 
 def _counted(view: DrainView) -> str:

@@ -1,0 +1,302 @@
+"""A backup of a server: a directory that has everything a server on SQLite needs to go on, and proof that it is whole.
+
+    DIRECTORY/2026-11-22T10-20-31Z/
+        manifest.json          what is in it, with sizes and digests
+        server.toml            of the home, when it is there
+        database.db            a moment of the database; of PostgreSQL nothing: pg_dump comes before this
+        server/…               key, tokens, output of ranks, parts, environments
+
+The server goes on meanwhile. The database is copied first, in one reading transaction, and the files afterwards: bytes
+are there before the row that names them, so the files have everything that the copy names. What was copied before and
+is as it was, by size and time, is a hard link to the backup before: a day costs what a day brought.
+
+A directory gets its name when everything in it is on disk. What a backup that was ended left is removed by the next.
+
+Failure cases: no room (said, nothing is left but the parts of before), a file that goes while files are copied (of runs
+that ended long ago: left out), a backup that was altered (`verify` names the first file).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import sqlite3
+import stat
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+import sqlalchemy as sa
+from blake3 import blake3
+
+from serverless_gpu.ambient import Clock
+from serverless_gpu.errors import InvalidValue, ServerProblem
+from serverless_gpu.server.settings import Settings
+from serverless_gpu.version import __version__
+
+MANIFEST = "manifest.json"
+DATABASE = "database.db"
+_VERSION = 1
+_PIECE = 1 << 20
+_PARTIAL = ".partial-"
+# Of this process and this machine, or on their way: nothing that is missed.
+_LEFT_OUT = frozenset({"lock", "certificate.json", "node.json", "restored.json", "incoming"})
+_ENDS_LEFT_OUT = (".lock", ".tmp", ".log", "-wal", "-shm", "-journal")
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True):
+    """One file of a backup, as it is and as it was: mode and time of its last change, nanoseconds since 1970."""
+
+    size: int
+    blake3: str
+    mode: int
+    changed_ns: int
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What is in a backup.
+
+    Attributes:
+        version: of this description.
+        made_ns: nanoseconds since 1970, before the database was copied.
+        program: version of serverless-gpu.
+        database: sqlite or postgresql.
+        files: by their path in the backup.
+    """
+
+    version: int
+    made_ns: int
+    program: str
+    database: str
+    files: Mapping[str, Entry]
+
+
+class Made(msgspec.Struct, frozen=True, kw_only=True):
+    """A backup that was made.
+
+    Attributes:
+        path: of it.
+        manifest: what is in it.
+        linked: how many of its files are those of the backup before.
+    """
+
+    path: Path
+    manifest: Manifest
+    linked: int
+
+
+def back_up(settings: Settings, directory: Path, *, clock: Clock) -> Made:
+    """Make a backup, beside a server that runs or without one.
+
+    Args:
+        settings: the server's.
+        directory: of all its backups; made if needed. No other backup is made in it meanwhile.
+        clock: what time it is.
+
+    Raises:
+        ServerProblem: there is no server in this home, another backup is being made, or the database's copy is not
+            whole.
+    """
+    if not (settings.directory / "key").exists():
+        raise ServerProblem(f"{settings.home} has no server", hint="SERVERLESS_GPU_HOME says which home")
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with _alone(directory):
+        return _made(settings, directory, made_ns=clock.wall_ns())
+
+
+def verify(backup: Path) -> Manifest:
+    """Read a backup again, all of it; return what is in it.
+
+    Raises:
+        InvalidValue: it is none, or not what it was.
+    """
+    manifest = read_manifest(backup)
+    for name, entry in manifest.files.items():
+        check(backup / name, entry)
+    if manifest.database == "sqlite":
+        _check_database(backup / DATABASE)
+    return manifest
+
+
+def read_manifest(backup: Path) -> Manifest:
+    """Return what is in a backup.
+
+    Raises:
+        InvalidValue: it is none, or one of a newer version.
+    """
+    try:
+        manifest = msgspec.json.decode((backup / MANIFEST).read_bytes(), type=Manifest)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise InvalidValue(f"{backup} is no backup: {error}", hint="it is a directory with a manifest.json") from error
+    if manifest.version != _VERSION:
+        raise InvalidValue(f"{backup} was made by serverless-gpu {manifest.program}, which this version cannot read")
+    for name in manifest.files:
+        if os.path.isabs(name) or ".." in Path(name).parts:
+            raise InvalidValue(f"{backup} names a file outside of itself: {name!r}")
+    return manifest
+
+
+def check(path: Path, entry: Entry) -> None:
+    """Refuse a file that is not what was written down.
+
+    Raises:
+        InvalidValue: so it is, or it is not there.
+    """
+    try:
+        with path.open("rb") as file:
+            digest = blake3()
+            while piece := file.read(_PIECE):
+                digest.update(piece)
+    except OSError as error:
+        raise InvalidValue(f"{path} cannot be read: {error.strerror}") from error
+    if digest.hexdigest() != entry.blake3:
+        raise InvalidValue(f"{path} is not what was backed up", hint="use another backup")
+
+
+def copy(source: Path, target: Path) -> Entry:
+    """Copy a file as it is now, with its mode and time; return what it is.
+
+    Raises:
+        OSError: it cannot be read or written.
+    """
+    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    digest, size = blake3(), 0
+    with source.open("rb") as reading, target.open("xb") as writing:
+        status = os.fstat(reading.fileno())
+        left = status.st_size  # output that is appended meanwhile is of a later moment
+        while left and (piece := reading.read(min(_PIECE, left))):
+            digest.update(piece)
+            writing.write(piece)
+            size += len(piece)
+            left -= len(piece)
+    mode = stat.S_IMODE(status.st_mode)
+    target.chmod(mode)
+    os.utime(target, ns=(status.st_mtime_ns, status.st_mtime_ns))
+    return Entry(size=size, blake3=digest.hexdigest(), mode=mode, changed_ns=status.st_mtime_ns)
+
+
+def file_of(settings: Settings) -> Path | None:
+    """Return the file of the database, or None when it is PostgreSQL's."""
+    url = sa.make_url(settings.database)
+    return Path(url.database) if url.get_backend_name() == "sqlite" and url.database else None
+
+
+def name_of(wall_ns: int) -> str:
+    """Return what a backup of this moment is called."""
+    return datetime.fromtimestamp(wall_ns / 1e9, UTC).strftime("%Y-%m-%dT%H-%M-%SZ")
+
+
+def _made(settings: Settings, directory: Path, *, made_ns: int) -> Made:
+    for left in directory.glob(f"{_PARTIAL}*"):
+        shutil.rmtree(left)
+    path = directory / name_of(made_ns)
+    if path.exists():
+        raise ServerProblem(f"{path} is there already", hint="a backup takes a second at least")
+    before = _latest(directory)
+    partial = directory / f"{_PARTIAL}{path.name}"
+    partial.mkdir(mode=0o700)
+    try:
+        files: dict[str, Entry] = {}
+        database = file_of(settings)
+        if database is not None:
+            files[DATABASE] = _copied_database(database, partial / DATABASE)
+        linked = 0
+        for name, source in _sources(settings, database):
+            with contextlib.suppress(FileNotFoundError):  # of a run that ended long ago, gone meanwhile
+                found = _link(source, partial / name, name, before)
+                linked += found is not None
+                files[name] = found or copy(source, partial / name)
+        manifest = Manifest(
+            version=_VERSION,
+            made_ns=made_ns,
+            program=__version__,
+            database="postgresql" if database is None else "sqlite",
+            files=files,
+        )
+        (partial / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
+        os.sync()
+        partial.rename(path)
+        os.sync()
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return Made(path=path, manifest=manifest, linked=linked)
+
+
+def _copied_database(source: Path, target: Path) -> Entry:
+    """Copy a moment of a database that is in use."""
+    with (
+        contextlib.closing(sqlite3.connect(f"file:{source}?mode=ro", uri=True)) as reading,
+        contextlib.closing(sqlite3.connect(target)) as writing,
+    ):
+        reading.backup(writing)
+        writing.execute("PRAGMA journal_mode = DELETE")  # else its log would be a file beside it
+    target.chmod(0o600)
+    _check_database(target)
+    copied = target.stat()
+    with target.open("rb") as file:
+        digest = blake3()
+        while piece := file.read(_PIECE):
+            digest.update(piece)
+    return Entry(size=copied.st_size, blake3=digest.hexdigest(), mode=0o600, changed_ns=copied.st_mtime_ns)
+
+
+def _check_database(path: Path) -> None:
+    with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro&immutable=1", uri=True)) as connection:
+        try:
+            (said,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
+        except sqlite3.DatabaseError as error:
+            said = str(error)
+    if said != "ok":
+        raise InvalidValue(f"{path} is not whole: {said}")
+
+
+def _sources(settings: Settings, database: Path | None) -> Iterator[tuple[str, Path]]:
+    """Yield the files to copy, with their names in the backup."""
+    configuration = settings.home / "server.toml"
+    if configuration.exists():
+        yield configuration.name, configuration
+    for top, directories, names in os.walk(settings.directory):
+        directories[:] = sorted(name for name in directories if name not in _LEFT_OUT)
+        for name in sorted(names):
+            path = Path(top, name)
+            left_out = name in _LEFT_OUT or name.startswith(("server.log", ".")) or name.endswith(_ENDS_LEFT_OUT)
+            if not left_out and path != database and path.is_file() and not path.is_symlink():
+                yield str(Path("server", path.relative_to(settings.directory))), path
+
+
+def _latest(directory: Path) -> tuple[Path, Manifest] | None:
+    """Return the backup before, or None where there is none that can be read."""
+    for path in sorted(directory.glob("*Z"), reverse=True):
+        with contextlib.suppress(InvalidValue):
+            return path, read_manifest(path)
+    return None
+
+
+def _link(source: Path, target: Path, name: str, before: tuple[Path, Manifest] | None) -> Entry | None:
+    """Link a file that is as it was in the backup before; return what it is, or None when it has to be copied."""
+    entry = before[1].files.get(name) if before is not None else None
+    if before is None or entry is None:
+        return None
+    status = source.stat()
+    if (status.st_size, status.st_mtime_ns, stat.S_IMODE(status.st_mode)) != (entry.size, entry.changed_ns, entry.mode):
+        return None
+    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        os.link(before[0] / name, target)
+    except OSError:  # no links there, or not so many
+        return None
+    return entry
+
+
+@contextlib.contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    with (directory / ".lock").open("ab") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ServerProblem(f"another backup is being made in {directory}") from None
+        yield

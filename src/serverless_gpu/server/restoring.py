@@ -1,0 +1,159 @@
+"""A server goes on from a backup, and what that means for runs: nothing that the backup knows is started again.
+
+    sgpu server restore ─▶ files, each checked ─▶ restored.json ─▶ home/server gets its name
+    sgpu up ─▶ restored.json? ─▶ every run that had not ended, once ─▶ audit ─▶ the mark is removed ─▶ loops
+
+Between the backup and the restore the server went on. A run that waits in the backup may have run since, and ended; one
+that runs there may have ended, or gone on as another attempt. Nobody knows: what a node was answered it forgets. So
+
+    waits      LOST, `server_restored`: its owner submits it again if it did not run
+    goes on    stays as it is. If its node looks after it still, its reports come and it goes on to its end; if not, it
+               is LOST when its lease has run out. Its order is not sent again, and it gets no other attempt
+    came since is not known: its node is told that it is over, and its owner that there is no such run
+
+User code runs once, also then. A fence that was given since the backup is never given again, as nothing that has one
+gets another. Who knows that nothing ran since (a server that was drained and stopped before the backup, to go to
+another machine) says so: then everything goes on as after any restart.
+
+Failure cases: files that are not what was backed up, and a home that has a server (refused, nothing is changed); killed
+on the way (the home has no server, or all of it; what was settled stays so, and the rest is at the next start).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import msgspec
+import sqlalchemy as sa
+
+from serverless_gpu.errors import ServerProblem
+from serverless_gpu.model.run_lifecycle import Restored
+from serverless_gpu.node.home import Home
+from serverless_gpu.server import audit, orders, runs, transitions
+from serverless_gpu.server.audit import SERVER, Action
+from serverless_gpu.server.backing_up import DATABASE, Manifest, check, copy, file_of, name_of, read_manifest
+from serverless_gpu.server.services import Transactions
+from serverless_gpu.server.settings import read_settings
+from serverless_gpu.server.transitions import Note
+
+FILE = "restored.json"
+AT_ONCE = 200
+
+
+class Mark(msgspec.Struct, frozen=True, kw_only=True):
+    """What `restored.json` says.
+
+    Attributes:
+        made_ns: when the backup was made, nanoseconds since 1970.
+        nothing_ran_since: whether the server did not run after it.
+    """
+
+    made_ns: int
+    nothing_ran_since: bool
+
+
+def restore(home: Home, backup: Path, *, nothing_ran_since: bool) -> Manifest:
+    """Make a home's server out of a backup; the home must have none.
+
+    Args:
+        home: whose server it becomes.
+        backup: one that `back_up` made.
+        nothing_ran_since: whether whoever restores knows that the server did not run after the backup.
+
+    Raises:
+        InvalidValue: it is no backup, or not what it was.
+        ServerProblem: the home has a server.
+    """
+    manifest = read_manifest(backup)
+    directory = home.root / "server"
+    if directory.exists() and any(directory.iterdir()):
+        hint = f"another SERVERLESS_GPU_HOME; or, when what is there is not needed: mv {directory} {directory}.old"
+        raise ServerProblem(f"{home.root} has a server already", hint=hint)
+    home.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    partial = home.root / ".server-restoring"
+    shutil.rmtree(partial, ignore_errors=True)
+    (partial / "server").mkdir(mode=0o700, parents=True)
+    partial.chmod(0o700)
+    try:
+        for name, entry in manifest.files.items():
+            target = partial / name
+            copy(backup / name, target)
+            check(target, entry)
+        _place(home, partial, manifest, nothing_ran_since=nothing_ran_since)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return manifest
+
+
+def settle(database: Transactions, directory: Path, *, now_ns: int) -> None:
+    """After a restore, decide what becomes of the runs that had not ended; nothing else in a start.
+
+    Args:
+        database: nobody else's.
+        directory: the server's.
+        now_ns: nanoseconds since 1970.
+    """
+    path = directory / FILE
+    try:
+        mark = msgspec.json.decode(path.read_bytes(), type=Mark)
+    except FileNotFoundError:
+        return
+    except msgspec.MsgspecError as error:
+        raise ServerProblem(f"{path} cannot be understood: {error}", hint="restore the backup again") from error
+    detail = f"the backup is of {name_of(mark.made_ns)}"
+    counts = {"waited": 0, "went_on": 0}
+    if not mark.nothing_ran_since:
+        while lost := database.write(lambda connection: _lose_waiting(connection, detail, now_ns)):
+            counts["waited"] += lost
+        while held := database.write(lambda connection: _hold(connection, now_ns)):
+            counts["went_on"] += held
+    said: dict[str, object] = {"backup": name_of(mark.made_ns), "nothing_ran_since": mark.nothing_ran_since, **counts}
+    database.write(
+        lambda connection: audit.record(
+            connection, who=SERVER, action=Action.SERVER_RESTORE, subject="server", now_ns=now_ns, detail=said
+        )
+    )
+    path.unlink()
+
+
+def _place(home: Home, partial: Path, manifest: Manifest, *, nothing_ran_since: bool) -> None:
+    """Give everything its name; the server's directory last."""
+    configuration = home.root / "server.toml"
+    if (partial / "server.toml").exists() and not configuration.exists():
+        (partial / "server.toml").rename(configuration)
+    made = partial / "server"
+    made.chmod(0o700)
+    if manifest.database == "sqlite":
+        place = file_of(read_settings(home.root, environ=os.environ))
+        if place is None:
+            hint = f"the backup's database is {DATABASE} in it; take `database` out of {configuration}"
+            raise ServerProblem("the backup has a database of SQLite, and the settings say PostgreSQL", hint=hint)
+        inside = place.parent == home.root / "server"
+        target = made / place.name if inside else place
+        if target.exists():
+            raise ServerProblem(f"{target} is there already", hint=f"mv {target} {target}.old")
+        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        shutil.move(partial / DATABASE, target)
+    mark = Mark(made_ns=manifest.made_ns, nothing_ran_since=nothing_ran_since)
+    (made / FILE).write_bytes(msgspec.json.encode(mark))
+    os.sync()
+    made.rename(home.root / "server")
+    os.sync()
+
+
+def _lose_waiting(connection: sa.Connection, detail: str, now_ns: int) -> int:
+    waiting = [run_id for run_id, _fence in runs.queue(connection)][:AT_ONCE]
+    for run in runs.find_many(connection, waiting):
+        transitions.tell(connection, run, Restored(), note=Note(at_ns=now_ns, detail=detail))
+    return len(waiting)
+
+
+def _hold(connection: sa.Connection, now_ns: int) -> int:
+    held = [run for run in runs.active(connection) if run.restored_ns is None or run.restored_ns < now_ns][:AT_ONCE]
+    runs.hold(connection, [run.id for run in held], at_ns=now_ns)
+    for run in held:
+        if run.attempt is not None:
+            orders.take_starts(connection, run.attempt.node_id, [(run.id, run.fence)], at_ns=now_ns)
+    return len(held)
