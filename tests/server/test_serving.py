@@ -120,7 +120,7 @@ def test_what_is_no_http_is_answered_without_a_word_about_the_server(server: Ser
 
 
 def test_the_log_has_no_tokens_also_not_in_tracebacks() -> None:
-    formatter = Redacted("%(message)s")
+    formatter = Redacted()
     try:
         raise ValueError("sgpu_01kaz5w8d3e4f5g6h7j8k9m0n1_abcdefghijklmnop-_")
     except ValueError:

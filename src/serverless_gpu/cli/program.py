@@ -33,6 +33,7 @@ from serverless_gpu.cli.node import gpus, status, stop
 from serverless_gpu.cli.results import result
 from serverless_gpu.cli.runs import cancel, runs, show
 from serverless_gpu.cli.server.audit import audit
+from serverless_gpu.cli.server.logbook import server_logs
 from serverless_gpu.cli.server.machines import node, nodes, pool, pools
 from serverless_gpu.cli.server.operating import server_group
 from serverless_gpu.cli.server.people import login, team, user, whoami
@@ -70,6 +71,7 @@ for _command in (
     sgpu.add_command(_command)
 for _command in (audit, login, node, nodes, pool, pools, server_group, submit, team, token, top, up, user, whoami):
     sgpu.add_command(_command)
+server_group.add_command(server_logs)
 
 
 def main() -> None:

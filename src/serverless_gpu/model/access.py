@@ -46,6 +46,7 @@ class Resource(StrEnum):
         TEAMS: teams and who is in them.
         TOKENS: tokens, without their secrets.
         AUDIT: who did what.
+        METRICS: figures of the whole server, which name nobody.
     """
 
     RUNS = "runs"
@@ -59,13 +60,16 @@ class Resource(StrEnum):
     TEAMS = "teams"
     TOKENS = "tokens"
     AUDIT = "audit"
+    METRICS = "metrics"
 
 
 _NONE, _OWN, _TEAM, _ALL = Reach.NONE, Reach.OWN, Reach.TEAM, Reach.ALL
 
 # Role → resource → how far it may read, and write. What is not there is none.
 POLICY: Mapping[Role, Mapping[Resource, tuple[Reach, Reach]]] = {
-    "admin": dict.fromkeys(Resource, (_ALL, _ALL)) | {Resource.AUDIT: (_ALL, _NONE), Resource.ORDERS: (_NONE, _NONE)},
+    "admin": dict.fromkeys(Resource, (_ALL, _ALL))
+    | {Resource.AUDIT: (_ALL, _NONE), Resource.ORDERS: (_NONE, _NONE)}
+    | {Resource.METRICS: (_ALL, _NONE)},
     "operator": {
         Resource.RUNS: (_ALL, _ALL),
         Resource.NODES: (_ALL, _ALL),
@@ -75,6 +79,7 @@ POLICY: Mapping[Role, Mapping[Resource, tuple[Reach, Reach]]] = {
         Resource.USERS: (_OWN, _NONE),
         Resource.TEAMS: (_TEAM, _NONE),
         Resource.TOKENS: (_OWN, _OWN),
+        Resource.METRICS: (_ALL, _NONE),
     },
     "member": {
         Resource.RUNS: (_TEAM, _OWN),
@@ -85,6 +90,7 @@ POLICY: Mapping[Role, Mapping[Resource, tuple[Reach, Reach]]] = {
         Resource.USERS: (_OWN, _NONE),
         Resource.TEAMS: (_TEAM, _NONE),
         Resource.TOKENS: (_OWN, _OWN),
+        Resource.METRICS: (_ALL, _NONE),
     },
     "viewer": {
         Resource.RUNS: (_TEAM, _NONE),
@@ -93,6 +99,7 @@ POLICY: Mapping[Role, Mapping[Resource, tuple[Reach, Reach]]] = {
         Resource.USERS: (_OWN, _NONE),
         Resource.TEAMS: (_TEAM, _NONE),
         Resource.TOKENS: (_OWN, _OWN),
+        Resource.METRICS: (_ALL, _NONE),
     },
     "agent": {
         Resource.AGENTS: (_OWN, _OWN),

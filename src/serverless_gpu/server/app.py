@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from starlette.routing import compile_path
 from starlette.types import ASGIApp
 
+from serverless_gpu.server.access import Accessed
 from serverless_gpu.server.api import (
     agents,
     attempts,
@@ -78,7 +79,7 @@ def description(routes: Sequence[Route]) -> dict[str, Any]:
 
 
 def guarded(services: Services, *, hosts: Sequence[str], authenticate: Authenticate, reach: Reach) -> ASGIApp:
-    """Return what the server serves: the application behind its gate.
+    """Return what the server serves: the application behind its gate, and what counts requests in front of both.
 
     Args:
         services: what routes work with.
@@ -87,4 +88,5 @@ def guarded(services: Services, *, hosts: Sequence[str], authenticate: Authentic
         reach: what they may.
     """
     routes = all_routes()
-    return Gate(application(routes), services, routes=routes, hosts=hosts, authenticate=authenticate, reach=reach)
+    gate = Gate(application(routes), services, routes=routes, hosts=hosts, authenticate=authenticate, reach=reach)
+    return Accessed(gate, services)

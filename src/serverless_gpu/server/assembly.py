@@ -16,19 +16,23 @@ import os
 import socket
 from collections.abc import Iterator
 
+import sqlalchemy as sa
+from prometheus_client import ProcessCollector
+
 from serverless_gpu.ambient import Clock
 from serverless_gpu.engines.base import Engine
 from serverless_gpu.engines.local import LocalEngine
 from serverless_gpu.errors import ServerProblem
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.uplink.profile import Profile
-from serverless_gpu.server import restoring, runs
+from serverless_gpu.server import restoring, runs, tables
 from serverless_gpu.server.admission import Admission
 from serverless_gpu.server.chaining import Chainer
 from serverless_gpu.server.claim import LOOK_S, Claim
 from serverless_gpu.server.collecting import Collector
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.first_start import FirstTokens, first_tokens
+from serverless_gpu.server.health import STORE_BOUND_S, STORE_FRESH_S, Health
 from serverless_gpu.server.hub import AUDIT, COLLECTOR, RECONCILER, RETENTION, SCHEDULER, Hub
 from serverless_gpu.server.keys import read_keys, remove_unnamed
 from serverless_gpu.server.loops import LATE_S, Loop, Tick
@@ -36,6 +40,7 @@ from serverless_gpu.server.measures import Measures
 from serverless_gpu.server.mlflow_beside import mlflow_checks
 from serverless_gpu.server.reconciler import Reconciler
 from serverless_gpu.server.retention import Retention
+from serverless_gpu.server.sampling import Sampling
 from serverless_gpu.server.scheduler import Scheduler
 from serverless_gpu.server.sealing import Sealer
 from serverless_gpu.server.services import Services
@@ -86,7 +91,7 @@ def assembled(settings: Settings, *, url: str, clock: Clock) -> Iterator[Assembl
         sealer = Sealer(keys.sealing)
         if not settings.key_lost:
             _check_key(database, sealer)
-        storage = open_storage(settings.directory, settings.store, os.environ, clock=clock)
+        storage = open_storage(settings.directory, settings.store, os.environ, clock=clock, measures=measures)
         services = Services(
             settings=settings,
             clock=clock,
@@ -95,13 +100,12 @@ def assembled(settings: Settings, *, url: str, clock: Clock) -> Iterator[Assembl
             keys=keys,
             sealer=sealer,
             measures=measures,
-            checks=(
-                lambda: _database_problem(database),
-                lambda: space_problem(settings.directory),
-                *mlflow_checks(settings),
-            ),
+            health=Health(clock),
             **storage._asdict(),
         )
+        _look_after_health(services, database)
+        measures.watch(Sampling(services))
+        ProcessCollector(registry=measures.registry)
         engine = _this_machine(settings, url=url, token=tokens.node_token) if settings.node else None
         if engine is not None:
             stack.callback(engine.close)
@@ -149,6 +153,7 @@ def _looking_after(services: Services, engine: Engine | None, claim: Claim) -> I
         AUDIT: loop("audit", alone(Chainer(services).tick)),
     }
     for key, each in loops.items():
+        services.health.watch(each.name, each.problem)
         services.hub.listen(key, each.ring)
         each.start()
     try:
@@ -160,6 +165,18 @@ def _looking_after(services: Services, engine: Engine | None, claim: Claim) -> I
         for name, each in loops.items():
             if not each.stop(timeout_s=max(0.0, (deadline_ns - services.clock.boottime_ns()) / 1e9)):
                 _log.warning("the loop %s did not finish its tick within %s s", name, LOOP_S)
+
+
+def _look_after_health(services: Services, database: Database) -> None:
+    """Say what a server has to have; its loops say it of themselves."""
+    health, settings = services.health, services.settings
+    health.probe("database", lambda: _database_problem(database))
+    health.probe("store", services.blobs.try_store, fresh_s=STORE_FRESH_S, bound_s=STORE_BOUND_S)
+    health.probe("environments", services.environments.try_store, fresh_s=STORE_FRESH_S, bound_s=STORE_BOUND_S)
+    health.probe("disk", lambda: space_problem(settings.directory))
+    for check in mlflow_checks(settings):
+        health.probe("mlflow", check)
+    health.watch("claim", lambda: "" if database.claim.is_held else "the database is not this server's now")
 
 
 def _check_key(database: Database, sealer: Sealer) -> None:
@@ -181,7 +198,7 @@ def _login() -> str:
 
 def _database_problem(database: Database) -> str:
     try:
-        database.read(lambda connection: connection.closed)
+        database.read(lambda connection: connection.scalar(sa.select(tables.principals.c.name).limit(1)))
     except ServerProblem as error:
         return error.message
     return ""

@@ -20,6 +20,7 @@ altered where it lies (NotFound: it has to be sent again).
 from __future__ import annotations
 
 import re
+import secrets
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 
@@ -29,8 +30,9 @@ from blake3 import blake3
 from serverless_gpu import faults
 from serverless_gpu.ambient import Clock
 from serverless_gpu.environment.stores.base import Store
-from serverless_gpu.errors import HashMismatch, InvalidValue, NotFound, StorageError
+from serverless_gpu.errors import EnvironmentProblem, HashMismatch, InvalidValue, NotFound, StorageError
 from serverless_gpu.model.spec import BLOB_PART_BYTES, BlobReference
+from serverless_gpu.server.probing import Unwell
 from serverless_gpu.server.space import KEPT_FREE_BYTES, check_room, full
 
 GRACE_S = 24 * 3600
@@ -111,6 +113,22 @@ class Blobs:
         except StorageError as error:
             raise full(error.message) from error
         faults.reach("after_part_before_answer")
+
+    def try_store(self) -> str:
+        """Put, read and delete a part; return what is wrong with that, or "".
+
+        Raises:
+            Unwell: the store does not answer, or takes nothing.
+        """
+        data = b"serverless-gpu looks whether it can store anything: " + secrets.token_bytes(16)
+        key = _key(blake3(data).hexdigest())
+        try:
+            self._store.put({key: data})
+            is_same = self._store.get(key) == data
+            self._store.delete((key,))
+        except (EnvironmentProblem, StorageError, KeyError) as error:
+            raise Unwell("takes nothing" if isinstance(error, StorageError) else "does not answer") from error
+        return "" if is_same else "the store gives back something else than it was given"
 
     def get(self, digest: str) -> bytes:
         """Return a part.

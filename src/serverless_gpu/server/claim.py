@@ -98,6 +98,11 @@ class Claim:
                 )
             self._taken = True
 
+    @property
+    def is_held(self) -> bool:
+        """Return whether the database is this server's, as far as it was looked at."""
+        return self._held and not self.is_gone
+
     def require(self) -> None:
         """Return if the database is this server's; where its session broke, it is asked for again first.
 

@@ -21,6 +21,7 @@ What can go wrong:
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import logging
 import os
 import sqlite3
@@ -193,11 +194,12 @@ class Database:
         raise AssertionError("unreachable")
 
     def _marked(self, work: Callable[[sa.Connection], T]) -> Callable[[sa.Connection], T]:
-        """Return a work that the writer's thread knows it is in."""
+        """Return a work that the writer's thread knows it is in, and whose lines in the log say whose it is."""
+        context = contextvars.copy_context()
 
         def marked(connection: sa.Connection) -> T:
             with self._one_at_a_time():
-                return work(connection)
+                return context.run(work, connection)
 
         return marked
 
@@ -320,7 +322,7 @@ def _sqlite(url: sa.URL, *, begin: str, readers: bool) -> sa.Engine:
     if not readers:
         # One connection, made and used by the writer's thread.
         pool = {"poolclass": sa.StaticPool, "connect_args": {"check_same_thread": False}}
-    engine = sa.create_engine(url, **pool)
+    engine = sa.create_engine(url, hide_parameters=True, **pool)
 
     @sa.event.listens_for(engine, "connect")
     def _connect(connection: Any, _record: object) -> None:
@@ -350,6 +352,7 @@ def _postgres(url: sa.URL, claim: Claim) -> sa.Engine:
     engine = sa.create_engine(
         url,
         isolation_level="REPEATABLE READ",
+        hide_parameters=True,  # what is written may be a caller's secret, and errors go into the log
         pool_pre_ping=True,
         pool_size=POSTGRES_POOL,
         max_overflow=0,
@@ -376,7 +379,11 @@ def _postgres(url: sa.URL, claim: Claim) -> sa.Engine:
 def _postgres_alone(url: sa.URL, name: str) -> sa.Engine:
     """Return an engine without a pool, each statement of which counts by itself."""
     return sa.create_engine(
-        url, isolation_level="AUTOCOMMIT", poolclass=sa.NullPool, connect_args=_how_to_connect(name)
+        url,
+        isolation_level="AUTOCOMMIT",
+        hide_parameters=True,
+        poolclass=sa.NullPool,
+        connect_args=_how_to_connect(name),
     )
 
 

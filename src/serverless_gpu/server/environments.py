@@ -33,6 +33,7 @@ from serverless_gpu.errors import (
     StorageError,
     StoreUnavailable,
 )
+from serverless_gpu.server.probing import Unwell
 from serverless_gpu.server.space import KEPT_FREE_BYTES, check_room, full
 
 PIECE_BYTES = 8 << 20
@@ -42,6 +43,7 @@ CHECKS_AT_ONCE = 2
 SEEN_S = 600
 """How long the server takes for granted that a snapshot which was there still is."""
 _SEEN_MAX = 10_000
+_NOTHING = f"snapshots/{'0' * 64}"
 
 
 class Environments:
@@ -105,6 +107,18 @@ class Environments:
             self._store.put({key: data})
         except StorageError as error:
             raise full(error.message) from error
+
+    def try_store(self) -> str:
+        """Ask the store for something; return "".
+
+        Raises:
+            Unwell: it does not answer.
+        """
+        try:
+            self._store.present((_NOTHING,))
+        except (EnvironmentProblem, StorageError) as error:
+            raise Unwell("do not answer") from error
+        return ""
 
     def check_room(self, size: int) -> None:
         """Refuse so many bytes if they do not fit.

@@ -37,6 +37,7 @@ from serverless_gpu.errors import (
     ServerProblem,
     TooLarge,
 )
+from serverless_gpu.server import log_context
 from serverless_gpu.server.api.problems import problem
 from serverless_gpu.server.api.routing import ANYBODY, ATTEMPT, CALL, PUBLIC, Call, Need, Route
 from serverless_gpu.server.callers import NOBODY, Caller
@@ -149,6 +150,7 @@ class Gate:
             return Call(self._services, route, NOBODY, "none")
         token = _token(request)
         who = await to_thread.run_sync(self._authenticate, token, limiter=self._asking)
+        log_context.note(principal=who.name)
         if not routes:
             raise NotFound(f"there is nothing at {scope['path'][:200]!r}", hint="docs/openapi.json lists all routes")
         if route is None:

@@ -1,7 +1,16 @@
-"""The server's own log: `server.log`, bounded, with times in UTC, and without secrets.
+"""The server's own log: `server.log`, one JSON object a line, bounded, with times in UTC, and without secrets.
 
-Nothing of a request is logged but its method, its route and what went wrong. The filter here is the net below that: it
-takes out what looks like a token of ours, wherever it came from.
+    {"ts":"2026-11-22T10:04:11.052Z","level":"WARNING","logger":"scheduler","msg":"…","run":"01k…","attempt":2}
+
+    who logs ─▶ fields of `log_context` ─▶ redacted ─▶ file, 16 MiB, the three before it are kept
+    a request ended ─▶ queue of 10,000 lines ─▶ a thread of its own ─▶ the same file
+
+Nothing of a request is logged but the fields of `log_context.FIELDS`; a message is one of ours, a traceback has lines
+of source and what an exception says. What looks like a token of ours, a password in an address, or one of the secrets
+that the server was started with is taken out of both, wherever it came from: a net below the rule, not instead of it.
+
+What can go wrong: the disk stands still (requests do not: their lines wait in the queue, and beyond it they are counted
+and left out, which a later line says); it is full (lines are lost; the server goes on).
 """
 
 from __future__ import annotations
@@ -9,37 +18,130 @@ from __future__ import annotations
 import logging
 import logging.handlers
 import os
+import queue
 import re
+import threading
 import time
+from collections.abc import Collection
 from pathlib import Path
+
+import msgspec
+
+from serverless_gpu.server import log_context
 
 BYTES_MAX = 16 << 20
 KEPT = 3
-LOGGERS = ("serverless_gpu", "uvicorn.error")
+LOGGERS = ("serverless_gpu", "uvicorn.error", "asyncio")
+ACCESS = "serverless_gpu.server.access"
+"""The logger of lines about requests."""
+QUEUE_MAX = 10_000
+MESSAGE_CHARACTERS_MAX = 8_000
+TRACEBACK_CHARACTERS_MAX = 32_000
+SECRET_CHARACTERS_MIN = 6
+"""A shorter secret is not looked for: it would be found in every other word."""
 _TOKEN = re.compile(r"\b(sgp[ua]_)[A-Za-z0-9_\-]{8,}")
+_PASSWORD = re.compile(r"(://[^/\s:@]*):[^/\s@]+@")
+_BEARER = re.compile(r"(?i)\b(bearer) +[A-Za-z0-9._~+/=-]{8,}")
+_ROW = re.compile(r"Failing row contains \(.*")
+"""PostgreSQL shows the row that it refused, whatever is in it."""
+_OURS = "serverless_gpu."
 
 
 class Redacted(logging.Formatter):
-    """A line of the log, with tokens taken out; of a traceback, too."""
+    """A line of the log as JSON, with secrets taken out; of a traceback, too.
+
+    Args:
+        secrets: that the server was started with; each is taken out wherever it stands.
+    """
+
+    def __init__(self, secrets: Collection[str] = ()) -> None:
+        super().__init__()
+        self.converter = time.gmtime
+        self._secrets = sorted((one for one in secrets if len(one) >= SECRET_CHARACTERS_MIN), key=len, reverse=True)
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the text of a record."""
-        return _TOKEN.sub(r"\1…", super().format(record))
+        """Return the line of a record."""
+        line: dict[str, object] = {
+            "ts": self.formatTime(record),
+            "level": record.levelname,
+            "logger": record.name.removeprefix(_OURS).removeprefix("server."),
+            "msg": self._clean(record.getMessage(), MESSAGE_CHARACTERS_MAX),
+        }
+        for name, value in getattr(record, "sgpu", log_context.current()).items():
+            line[name] = self._clean(value, log_context.VALUE_CHARACTERS_MAX) if isinstance(value, str) else value
+        if record.exc_info:
+            line["traceback"] = self._clean(self.formatException(record.exc_info), TRACEBACK_CHARACTERS_MAX)
+        return msgspec.json.encode(line).decode()
 
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
         """Return the time of a record, UTC with milliseconds."""
         text = super().formatTime(record, "%Y-%m-%dT%H:%M:%S")
         return f"{text}.{int(record.msecs):03d}Z"
 
+    def _clean(self, text: str, characters_max: int) -> str:
+        for secret in self._secrets:
+            text = text.replace(secret, "…")
+        text = _ROW.sub("Failing row contains …", _TOKEN.sub(r"\1…", text))
+        text = _BEARER.sub(r"\1 …", _PASSWORD.sub(r"\1:…@", text))
+        text = text.encode("utf-8", "replace").decode()  # a lone surrogate has no bytes
+        return text if len(text) <= characters_max else f"{text[:characters_max]}… ({len(text)} characters)"
 
-def to_file(path: Path) -> logging.Handler:
-    """Send what the server logs to a file that only its user can read; returns the handler, for `detach`."""
+
+class LogFile(logging.handlers.RotatingFileHandler):
+    """The file; lines about requests are written by a thread, so that no request waits for the disk.
+
+    Args:
+        path: of the file.
+        secrets: as for `Redacted`.
+    """
+
+    def __init__(self, path: Path, secrets: Collection[str] = ()) -> None:
+        super().__init__(path, maxBytes=BYTES_MAX, backupCount=KEPT, encoding="utf-8")
+        self.setFormatter(Redacted(secrets))
+        self._queue: queue.Queue[logging.LogRecord | None] = queue.Queue(QUEUE_MAX)
+        self._left_out = 0
+        self._thread = threading.Thread(target=self._write, name="log", daemon=True)
+        self._thread.start()
+
+    def handle(self, record: logging.LogRecord) -> bool:
+        """Write a record, or put it where the thread finds it."""
+        if record.name != ACCESS:
+            return bool(super().handle(record))
+        if self._left_out:
+            record.sgpu = {**getattr(record, "sgpu", {}), "more": self._left_out}
+        try:
+            self._queue.put_nowait(record)
+        except queue.Full:
+            self._left_out += 1
+            return False
+        self._left_out = 0
+        return True
+
+    def close(self) -> None:
+        """Write what waits, and end."""
+        if self._thread.is_alive():
+            self._queue.put(None)
+            self._thread.join(5)
+        super().close()
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Lose a line that cannot be written: there is nowhere to say so, and the server goes on."""
+
+    def _write(self) -> None:
+        while (record := self._queue.get()) is not None:
+            super().handle(record)
+
+
+def to_file(path: Path, secrets: Collection[str] = ()) -> logging.Handler:
+    """Send what the server logs to a file that only its user can read; returns the handler, for `detach`.
+
+    Args:
+        path: of the file.
+        secrets: that may not stand in it.
+    """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
-    handler = logging.handlers.RotatingFileHandler(path, maxBytes=BYTES_MAX, backupCount=KEPT, encoding="utf-8")
-    formatter = Redacted("%(asctime)s %(levelname)s %(name)s %(message)s")
-    formatter.converter = time.gmtime
-    handler.setFormatter(formatter)
+    handler = LogFile(path, secrets)
     for name in LOGGERS:
         logger = logging.getLogger(name)
         logger.addHandler(handler)

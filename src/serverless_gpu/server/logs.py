@@ -105,7 +105,7 @@ class Logs:
         finally:
             os.close(fd)
 
-    def close_short(self, run_id: str, fence: int, *, rank: int, stream: str, end: int, why: str) -> None:
+    def close_short(self, run_id: str, fence: int, *, rank: int, stream: str, end: int, why: str) -> int:
         """Say at the end of a log what is missing of it, if anything is; nothing is appended to it any more.
 
         Args:
@@ -115,17 +115,21 @@ class Logs:
             stream: one of `STREAMS`.
             end: where it ends on its node.
             why: what is to be read beside how much it is.
+
+        Returns:
+            How many bytes are missing; 0 when that was said before.
         """
         fd = self._open(self._directory(run_id, fence), _name(rank, stream), make=True)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
             missing = end - os.fstat(fd).st_size
             if missing <= 0 or _is_closed(fd):
-                return
+                return 0
             line = f"\n— {format_bytes(missing)} missing ({why}) —\n".encode()
             with contextlib.suppress(OSError):  # what is kept free is for this, too; there may be nothing left of it
                 os.write(fd, line)
             os.fchmod(fd, _CLOSED)
+            return missing
         finally:
             os.close(fd)
 

@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import ServerProblem
+from serverless_gpu.server import log_context
 from serverless_gpu.server.measures import Measures
 
 LONGEST_S = 30.0
@@ -97,7 +98,8 @@ class Loop:
     def _turn(self, now_ns: int) -> float:
         """Do one tick; return the seconds until the next."""
         try:
-            due_ns = self._tick(now_ns)
+            with log_context.bound(loop=self._name):
+                due_ns = self._tick(now_ns)
         except ServerProblem as error:
             _log.warning("%s: %s", self._name, error.message)
         except Exception:  # noqa: BLE001 — a loop must outlive its mistakes: runs depend on it, and the log has them

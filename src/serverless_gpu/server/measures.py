@@ -14,8 +14,12 @@ Counters begin at zero with each process; Prometheus knows. Nothing here can fai
 
 from __future__ import annotations
 
+import abc
+import asyncio
+
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, exposition
+from prometheus_client.registry import Collector
 
 from serverless_gpu.version import __version__
 
@@ -30,6 +34,14 @@ _WORKS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 # A series more for each, which nobody reads.
 prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call] # theirs has no annotation
+
+
+class Source(Collector, abc.ABC):
+    """Figures of what is there."""
+
+    @abc.abstractmethod
+    async def refresh(self) -> None:
+        """Look again; never raises, and returns within a bound."""
 
 
 class Measures:
@@ -52,15 +64,15 @@ class Measures:
         given_up: attempts that were given up without a word from their node, by reason.
         log_bytes: of output that were taken.
         log_bytes_dropped: of output that were not, for want of room, when their attempt ended.
-        upload_bytes: of bodies that were stored, by kind: "part", "object".
+        upload_bytes: that were put into a store, by store.
         store: seconds of a call to a store, by store ("blobs", "environments") and operation.
         store_errors: calls to a store that failed, likewise.
         violations: of invariants that the self-check found, by invariant.
-        log_lines_dropped: lines of the server's own log that were left out because its disk was too slow.
     """
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry(auto_describe=False)
+        self._sources: list[Source] = []
 
         def counter(name: str, sentence: str, *labels: str) -> Counter:
             return Counter(f"sgpu_{name}", sentence, labels, registry=registry)
@@ -93,12 +105,20 @@ class Measures:
         self.given_up = counter("attempts_given_up", "Attempts given up without a word from their node.", "reason")
         self.log_bytes = counter("log_bytes", "Bytes of output that were taken.")
         self.log_bytes_dropped = counter("log_bytes_dropped", "Bytes of output that the server had no room for.")
-        self.upload_bytes = counter("upload_bytes", "Bytes of bodies that were stored.", "kind")
+        self.upload_bytes = counter("upload_bytes", "Bytes that were put into a store.", "store")
         self.store = histogram("store_seconds", "Seconds of one call to a store.", _SLOW_S, "store", "operation")
         self.store_errors = counter("store_errors", "Calls to a store that failed.", "store", "operation")
         self.violations = counter("violations", "Violations of invariants that the self-check found.", "invariant")
-        self.log_lines_dropped = counter("log_lines_dropped", "Lines of the server's log left out: its disk is slow.")
         gauge("build_info", "Which version this is.", "version").labels(__version__).set(1)
+
+    def watch(self, source: Source) -> None:
+        """Add figures of what is there, looked at when somebody asks."""
+        self._sources.append(source)
+        self.registry.register(source)
+
+    async def refresh(self) -> None:
+        """Have every source look again, within its bound."""
+        await asyncio.gather(*(source.refresh() for source in self._sources))
 
     def text(self) -> bytes:
         """Return all figures as Prometheus reads them (`CONTENT_TYPE`)."""

@@ -234,6 +234,7 @@ def _append(services: Services, attempt: StoredAttempt, pieces: tuple[LogPiece, 
             offset=piece.offset,
             data=piece.data,
         )
+        services.measures.log_bytes.inc(min(len(piece.data), max(0, following - piece.offset)))
         name = f"{piece.rank}.{piece.stream}"
         wanted.pop(name, None)
         if following != piece.offset + len(piece.data):
@@ -251,7 +252,10 @@ def _close_logs(services: Services, attempt: StoredAttempt, said: Report, offset
     for name, end in ends.items():
         rank, _, stream = name.partition(".")
         why = f"the server's disk is full; node {attempt.node} has it for a while"
-        services.logs.close_short(attempt.run_id, attempt.fence, rank=int(rank), stream=stream, end=end, why=why)
+        missing = services.logs.close_short(
+            attempt.run_id, attempt.fence, rank=int(rank), stream=stream, end=end, why=why
+        )
+        services.measures.log_bytes_dropped.inc(missing)
         offsets.pop(name, None)
 
 
@@ -375,7 +379,7 @@ def _settle(connection: sa.Connection, attempt: StoredAttempt, said: Report, *, 
 
 def _announce(services: Services, found: _Found, said: Report, applied: _Applied) -> None:
     if applied.told is not None:
-        applied.told.announce(services.hub)
+        applied.told.announce(services.hub, services.measures)
     is_said = _sentence(said) != found.attempt.sentence or _tracked(said) not in ("", found.run.tracked)
     if said.logs or applied.settled or applied.files or is_said:
         services.hub.touch(run_key(found.run.id))

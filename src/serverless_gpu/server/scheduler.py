@@ -122,6 +122,7 @@ class Scheduler:
 
         written = zip(placements, services.database.write(intend), strict=True)
         placed = [(placement, fence) for placement, fence in written if fence is not None]
+        services.measures.placed.inc(len(placed))
         for placement, fence in placed:
             services.deliveries.made(placement.run_id, fence)
             services.leases.renew(placement.run_id, fence, now_ns=services.clock.boottime_ns())

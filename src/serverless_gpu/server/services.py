@@ -20,6 +20,7 @@ from sqlalchemy.engine import Connection
 from serverless_gpu.ambient import Clock
 from serverless_gpu.server.blobs import Blobs
 from serverless_gpu.server.environments import Environments
+from serverless_gpu.server.health import Health
 from serverless_gpu.server.hub import Hub
 from serverless_gpu.server.keys import Keys
 from serverless_gpu.server.liveness import Deliveries, Leases, Presence
@@ -56,13 +57,13 @@ class Services:
         settings: what the server was told.
         keys: for tokens of attempts.
         sealer: seals and opens callers' variables.
-        checks: each returns what is wrong with the server, in words that name no one, or "".
         leases: when attempts were heard of last; whoever applies a report renews.
         presence: when nodes were heard of last.
         deliveries: orders that left.
         sentences: what runs that wait are told.
         waiting_room: how many more runs each principal may have waiting.
         measures: what is counted, for Prometheus.
+        health: whether the server can do its work.
     """
 
     settings: Settings
@@ -75,10 +76,10 @@ class Services:
     blobs: Blobs
     environments: Environments
     spool: Spool
-    checks: tuple[Callable[[], str], ...] = ()
     leases: Leases = dataclasses.field(default_factory=Leases)
     presence: Presence = dataclasses.field(default_factory=Presence)
     deliveries: Deliveries = dataclasses.field(default_factory=Deliveries)
     sentences: Sentences = dataclasses.field(default_factory=Sentences)
     waiting_room: WaitingRoom = dataclasses.field(default_factory=WaitingRoom)
     measures: Measures = dataclasses.field(default_factory=Measures)
+    health: Health = dataclasses.field(default_factory=Health)

@@ -18,11 +18,13 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import signal
 import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from urllib.parse import urlsplit
 
 import uvicorn
 
@@ -44,6 +46,8 @@ CUT_OFF_S = 2
 """How long requests have to notice that they are cut off."""
 _LOOK_S = 0.02
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SECRET = re.compile(r"SECRET|PASSWORD|TOKEN|_KEY$")
+"""Names of variables whose values are taken out of the log."""
 _logger = logging.getLogger(__name__)
 
 
@@ -232,8 +236,14 @@ def _configuration(app: Door) -> uvicorn.Config:
 
 @contextlib.contextmanager
 def _logged(settings: Settings) -> Iterator[None]:
-    handler = logfile.to_file(settings.directory / "server.log")
+    handler = logfile.to_file(settings.directory / "server.log", _secrets(settings))
     try:
         yield
     finally:
         logfile.detach(handler)
+
+
+def _secrets(settings: Settings) -> list[str]:
+    """Return what the server was told and may not stand in its log."""
+    named = [value for name, value in os.environ.items() if _SECRET.search(name)]
+    return [*named, *filter(None, (urlsplit(url).password for url in (settings.database, settings.mlflow_store)))]

@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from serverless_gpu.ambient import Clock
+from serverless_gpu.environment.stores.base import Store
 from serverless_gpu.environment.stores.opening import is_remote, open_store
 from serverless_gpu.server.blobs import Blobs
 from serverless_gpu.server.environments import Environments
 from serverless_gpu.server.logs import Logs
+from serverless_gpu.server.measured_store import MeasuredStore
+from serverless_gpu.server.measures import Measures
 from serverless_gpu.server.receiving import Spool
 from serverless_gpu.server.space import KEPT_FREE_BYTES
 
@@ -34,7 +37,13 @@ class Storage(NamedTuple):
 
 
 def open_storage(
-    directory: Path, store: str, environ: Mapping[str, str], *, clock: Clock, kept_free_bytes: int = KEPT_FREE_BYTES
+    directory: Path,
+    store: str,
+    environ: Mapping[str, str],
+    *,
+    clock: Clock,
+    kept_free_bytes: int = KEPT_FREE_BYTES,
+    measures: Measures | None = None,
 ) -> Storage:
     """Return what the server keeps bytes with; nothing is looked at or made yet.
 
@@ -44,17 +53,22 @@ def open_storage(
         environ: where credentials of object stores come from.
         clock: the machine's.
         kept_free_bytes: what is left on each disk.
+        measures: where calls to stores are counted.
 
     Raises:
         InvalidValue: the store's url is none.
         StoreUnavailable: it is an object store, and obstore is not installed.
     """
+
+    def opened(place: str | Path, name: str) -> Store:
+        return MeasuredStore(open_store(place, environ, bound_s=STORE_S), name=name, measures=measures or Measures())
+
     parts = f"{store.rstrip('/')}/blobs" if is_remote(store) else directory / "blobs"
     return Storage(
         logs=Logs(directory / "logs", kept_free_bytes=kept_free_bytes),
-        blobs=Blobs(open_store(parts, environ, bound_s=STORE_S), clock=clock, kept_free_bytes=kept_free_bytes),
+        blobs=Blobs(opened(parts, "blobs"), clock=clock, kept_free_bytes=kept_free_bytes),
         environments=Environments(
-            open_store(store or directory / "store", environ, bound_s=STORE_S),
+            opened(store or directory / "store", "environments"),
             clock=clock,
             kept_free_bytes=kept_free_bytes,
         ),

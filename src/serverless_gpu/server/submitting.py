@@ -95,6 +95,7 @@ def submit(services: Services, who: Caller, request: RunRequest) -> RunView:
     run, is_new = services.database.write(lambda connection: _create(connection, new, who, at_ns))
     if not is_new:
         return _same(services, run, who, digest)
+    services.measures.submitted.inc()
     faults.reach("after_submit_before_answer")
     services.hub.touch(SCHEDULER)
     services.hub.touch(run_key(run.id))

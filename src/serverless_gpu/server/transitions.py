@@ -34,6 +34,7 @@ from serverless_gpu.server import attempts, events, orders, runs
 from serverless_gpu.server.attempts import NewAttempt, StoredAttempt
 from serverless_gpu.server.events import StoredEvent
 from serverless_gpu.server.hub import SCHEDULER, Hub, node_key, run_key
+from serverless_gpu.server.measures import Measures
 from serverless_gpu.server.runs import StoredRun
 
 _Over = Ended | GivenUp | Forgotten
@@ -58,16 +59,25 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
         """Return whether anything was written."""
         return self.life != self.before.life
 
-    def announce(self, hub: Hub) -> None:
-        """Wake whoever waits for this; after the commit."""
+    def announce(self, hub: Hub, measures: Measures | None = None) -> None:
+        """Wake whoever waits for this, and count it; after the commit."""
         if not self.changed:
             return
+        if measures is not None:
+            self._count(measures)
         hub.touch(run_key(self.before.id))
         attempt = self.before.attempt
         if Instruction.SEND_STOP in self.instructions and attempt is not None:
             hub.touch(node_key(attempt.node_id))
         if Instruction.REQUEUE in self.instructions or Instruction.CONCLUDE in self.instructions:
             hub.touch(SCHEDULER)
+
+    def _count(self, measures: Measures) -> None:
+        if Instruction.CONCLUDE in self.instructions and self.life.reason is not None:
+            measures.ended.labels(self.life.reason.value).inc()
+        for event in self.events:
+            if event.reason in attempts.WITHOUT_REPORT:
+                measures.given_up.labels(event.reason.value).inc()
 
 
 class Note(msgspec.Struct, frozen=True, kw_only=True):

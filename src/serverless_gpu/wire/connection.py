@@ -37,6 +37,7 @@ from serverless_gpu.errors import (
 from serverless_gpu.units import format_duration_ms
 from serverless_gpu.version import __version__
 from serverless_gpu.wire.base import API, PROTOCOL, Problem, Request
+from serverless_gpu.wire.state import Health
 
 T = TypeVar("T")
 
@@ -125,6 +126,14 @@ class Connection:
         if answer is type(None):
             return None
         return _decoded(response, answer)
+
+    def health(self) -> Health:
+        """Return how the server is, also when it is not well; as `ask` otherwise."""
+        response = self._patiently("GET", "/health", fine=(503,))
+        try:
+            return msgspec.json.decode(response.content, type=Health)
+        except msgspec.MsgspecError:  # something in front of the server says that it is away
+            raise _problem(response) from None
 
     def put(self, path: str, data: bytes | memoryview) -> None:
         """Send bytes; as `ask` otherwise."""

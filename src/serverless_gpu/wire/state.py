@@ -1,7 +1,8 @@
-"""The server itself. The first two routes are public and say nothing about anybody's work.
+"""The server itself. Nothing here is about anybody's work; the first two routes are public.
 
 GET /health    → Health     503 with the same body while something is wrong
 GET /version   → Version
+GET /metrics   → the text format of Prometheus
 GET /drain     → DrainView        who may see nodes
 PUT /drain       DrainRequest → DrainView
 """
@@ -11,11 +12,27 @@ from __future__ import annotations
 from serverless_gpu.wire.base import Answer, Request
 
 
+class HealthCheck(Answer, frozen=True, kw_only=True):
+    """One part of the server.
+
+    Attributes:
+        name: database, store, environments, disk, claim, mlflow, or a loop: scheduler, reconciler, …
+        problem: what is wrong with it, in words that name no one, or "".
+        ms: how long it took to find out, or has taken so far.
+    """
+
+    name: str
+    ok: bool
+    problem: str = ""
+    ms: float = 0.0
+
+
 class Health(Answer, frozen=True, kw_only=True):
-    """Whether the server can do its work; `problems` in words that name no one."""
+    """Whether the server can do its work; `problems` in words that name no one, `checks` part by part."""
 
     ok: bool
     problems: tuple[str, ...] = ()
+    checks: tuple[HealthCheck, ...] = ()
 
 
 class Version(Answer, frozen=True, kw_only=True):

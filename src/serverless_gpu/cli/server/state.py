@@ -28,6 +28,8 @@ class ServerState(msgspec.Struct, frozen=True, kw_only=True):
         going: runs that go on, likewise.
         nodes: its machines, by state; None where one may not look at them.
         draining: who has it start nothing new, and why; "" where it does.
+        unwell: what it says is wrong with it, although it answers.
+        checks: the parts it looked at, and how many milliseconds each took.
     """
 
     url: str
@@ -39,13 +41,20 @@ class ServerState(msgspec.Struct, frozen=True, kw_only=True):
     going: int = 0
     nodes: dict[str, int] | None = None
     draining: str = ""
+    unwell: tuple[str, ...] = ()
+    checks: dict[str, float] = {}
 
     def lines(self) -> Iterator[str]:
         """Yield what is said about it."""
         if not self.ok:
             yield f"server: {self.url or 'cannot be used'}: {self.problem}; `sgpu doctor` looks"
             return
-        yield f"server: {self.url} · ok · {self.version} · you are {self.principal}"
+        how = "unwell" if self.unwell else "ok"
+        yield f"server: {self.url} · {how} · {self.version} · you are {self.principal}"
+        for problem in self.unwell:
+            yield f"  {problem}; `sgpu server logs` there says more"
+        if looked := [f"{name} {ms:.0f} ms" for name, ms in self.checks.items() if ms]:
+            yield f"health: {', '.join(looked)}"
         yield f"queue: {self.going} going on, {self.waiting} waiting"
         if self.nodes is not None:
             counts = ", ".join(f"{count} {state}" for state, count in sorted(self.nodes.items()))
@@ -73,7 +82,7 @@ def server_status(home: Path) -> ServerState | None:
     state, runs = load("serverless_gpu.wire.state"), load("serverless_gpu.wire.runs")
     principals, agents = load("serverless_gpu.wire.principals"), load("serverless_gpu.wire.agents")
     try:
-        connection.ask("GET", "/health", answer=state.Health)
+        health = connection.health()
         version = connection.ask("GET", "/version", answer=state.Version)
         me = connection.ask("GET", "/whoami", answer=principals.PrincipalView)
         live = ",".join(each.value for each in State if each not in TERMINAL)
@@ -100,4 +109,6 @@ def server_status(home: Path) -> ServerState | None:
         going=len(found) - waiting,
         nodes=nodes,
         draining=draining,
+        unwell=health.problems,
+        checks={check.name: check.ms for check in health.checks},
     )

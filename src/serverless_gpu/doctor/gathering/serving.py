@@ -90,7 +90,7 @@ def _asked(facts: ServerFacts, profile: Profile) -> ServerFacts:
 def _unwell(connection: Connection) -> tuple[str, ...]:
     """Return what the server itself says is wrong."""
     try:
-        health = connection.ask("GET", "/health", answer=load("serverless_gpu.wire.state").Health)
+        health = connection.health()
     except NotAuthenticated:  # is another finding
         return ()
     except ServerlessGpuError as error:

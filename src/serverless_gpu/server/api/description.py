@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from serverless_gpu.server.api.routing import BYTES, EVENTS, JSON, PUBLIC, Bytes, Incoming, Route, Stream
+from serverless_gpu.server.api.routing import EVENTS, JSON, PUBLIC, Bytes, Incoming, Route, Stream
 from serverless_gpu.wire.base import Problem
 
 _REFERENCE = "#/components/schemas/{name}"
@@ -71,7 +71,8 @@ def _answers(route: Route, by_type: dict[Any, Any]) -> dict[str, Any]:
             schema = _event(by_type[typing.get_args(kind)[0]])
             answers.setdefault("200", {"description": "Done.", "content": {}})["content"][EVENTS] = {"schema": schema}
         elif inspect.isclass(kind) and issubclass(kind, Response):
-            content = {BYTES: {"schema": _BINARY}} if issubclass(kind, Bytes) else {}
+            schema = _BINARY if issubclass(kind, Bytes) else {"type": "string"}
+            content = {kind.media_type: {"schema": schema}} if kind.media_type else {}
             answers.setdefault("200", {"description": "Done.", "content": {}})["content"].update(content)
         else:
             entry = answers.setdefault("200", {"description": "Done.", "content": {}})

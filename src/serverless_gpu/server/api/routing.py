@@ -48,7 +48,9 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 
+from serverless_gpu.ambient import created_wall_ns
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError, ServerProblem
+from serverless_gpu.server import log_context
 from serverless_gpu.server.api.problems import problem
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.services import Services
@@ -172,6 +174,8 @@ class Stream(Generic[T]):
         yield b":\n\n"  # the headers go out now, also when there is nothing to say yet
         clock = call.services.clock
         checked_ns = clock.boottime_ns()
+        streams = call.services.measures.streams
+        streams.inc()
         try:
             async for message in self._source:
                 if clock.boottime_ns() - checked_ns > CHECKED_S * 1e9:
@@ -182,6 +186,8 @@ class Stream(Generic[T]):
             # Not let in any more, or the database is away: the status has been sent, so the line ends, and the reader
             # comes again and is told.
             _logger.warning("a stream ends: %s", error.message)
+        finally:
+            streams.dec()
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -215,13 +221,16 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             return Response(status_code=499)  # nobody reads it
         except Exception:  # a bug of a route must not end the server, and says nothing to the outside
             _logger.exception("%s %s failed", self.method, self.path)
-            return problem(ServerProblem("something went wrong in the server", hint="its log says what"))
+            found = log_context.current().get("request_id", "")
+            hint = f"its log says what: request {found}" if found else "its log says what"
+            return problem(ServerProblem("something went wrong in the server", hint=hint))
 
     async def _serve(self, request: HttpRequest) -> Response:
         call = request.scope.get(CALL)
         if not isinstance(call, Call) or call.route is not self:
             raise RuntimeError(f"{self.method} {self.path} was reached without the gate")
         call.headers = request.headers
+        log_context.note(**_identified(request.path_params))
         arguments = {name: _part(request.path_params[name], kind, name) for name, kind in self.parts.items()}
         if self.query is None and request.scope["query_string"]:
             raise InvalidValue("this route takes no parameters", hint="docs/openapi.json says what it takes")
@@ -332,6 +341,15 @@ def _query(request: HttpRequest, kind: Any) -> object:
             raise InvalidValue(f"the parameter {name[:64]!r} is there twice")
         asked[name] = value
     return msgspec.convert(asked, kind, strict=False)
+
+
+def _identified(parts: typing.Mapping[str, object]) -> dict[str, object]:
+    """Return what of a path the log may have: identifiers, and no other text that somebody wrote there."""
+    named = {
+        name: str(parts[name]) for name in ("run", "node") if created_wall_ns(str(parts.get(name, ""))) is not None
+    }
+    fence = str(parts.get("fence", ""))
+    return {**named, "attempt": int(fence)} if fence.isascii() and fence.isdigit() else dict(named)
 
 
 def _part(value: object, kind: type, name: str) -> object:

@@ -1,27 +1,48 @@
-"""Routes of `wire/state.py`: is it there, what does it speak. Public, and silent about anybody's work."""
+"""Routes of `wire/state.py`: is it there, what does it speak, how does it do. Silent about anybody's work."""
 
 from __future__ import annotations
+
+import asyncio
 
 import msgspec
 from starlette.responses import Response
 
 from serverless_gpu import ambient
-from serverless_gpu.server.api.routing import JSON, PUBLIC, Call, Routes
+from serverless_gpu.server.api.routing import JSON, PUBLIC, Call, Routes, reading
+from serverless_gpu.server.health import RETRY_AFTER_S
+from serverless_gpu.server.measures import CONTENT_TYPE
 from serverless_gpu.version import __version__
 from serverless_gpu.wire.base import PROTOCOL, PROTOCOLS
-from serverless_gpu.wire.state import Health, Version
+from serverless_gpu.wire.state import Health, HealthCheck, Version
 
 routes = Routes("state")
 
 
+class Figures(Response):
+    """An answer that Prometheus reads."""
+
+    media_type = CONTENT_TYPE
+
+
 @routes.get("/health", needs=PUBLIC)
-def health(call: Call) -> Health | Response:
+async def health(call: Call) -> Health | Response:
     """Say whether the server can do its work."""
-    problems = tuple(filter(None, (check() for check in call.services.checks)))
-    answer = Health(ok=not problems, problems=problems)
-    if answer.ok:
-        return answer
-    return Response(msgspec.json.encode(answer), status_code=503, media_type=JSON)
+    found = await call.services.health.look()
+    checks = tuple(HealthCheck(name=one.name, ok=not one.problem, problem=one.problem, ms=one.ms) for one in found)
+    problems = tuple(one.problem for one in found if one.problem)
+    if not problems:
+        return Health(ok=True, checks=checks)
+    answer = msgspec.json.encode(Health(ok=False, problems=problems, checks=checks))
+    headers = {"Retry-After": str(RETRY_AFTER_S), "Cache-Control": "no-store"}
+    return Response(answer, status_code=503, headers=headers, media_type=JSON)
+
+
+@routes.get("/metrics", needs=reading("metrics"))
+async def metrics(call: Call) -> Figures:
+    """Return figures of the whole server, in the text format of Prometheus."""
+    services = call.services
+    await asyncio.gather(services.health.look(), services.measures.refresh())
+    return Figures(await call.in_thread(services.measures.text), headers={"Cache-Control": "no-store"})
 
 
 @routes.get("/version", needs=PUBLIC)

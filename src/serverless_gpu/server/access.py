@@ -1,0 +1,147 @@
+"""Every request is counted and has a line in the log; this layer decides nothing and refuses nothing: the gate does.
+
+    request ─▶ an identifier, bound for every line it causes ─▶ gate ─▶ route
+                 └─ answer: header SGPU-Request ─▶ histogram by method, route, class of status ─▶ one line
+
+A line has the route as it was declared, never the path, and nothing of what was sent. Heartbeats and the like come
+every few seconds from every node: one in a hundred is written, and each that failed or was slow. Who is refused before
+anybody knows who it is could fill the log: such lines have a budget, and the next one says how many were left out.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections import Counter
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from serverless_gpu.ambient import Clock
+from serverless_gpu.server import log_context
+from serverless_gpu.server.api.routing import CALL, Call
+from serverless_gpu.server.logfile import ACCESS
+from serverless_gpu.server.measures import OTHER
+from serverless_gpu.server.services import Services
+
+HEADER = b"sgpu-request"
+QUIET = frozenset(
+    {
+        ("GET", "/health"),
+        ("GET", "/metrics"),
+        ("POST", "/agents/{node}/heartbeat"),
+        ("POST", "/attempts/{run}/{fence}/report"),
+    }
+)
+"""Of these, one in `QUIET_EVERY` has a line."""
+QUIET_EVERY = 100
+SLOW_S = 1.0
+REFUSED_PER_S = 20
+METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"})
+_log = logging.getLogger(ACCESS)
+
+
+class Accessed:
+    """The layer in front of the gate.
+
+    Args:
+        app: the gate.
+        services: where requests are counted.
+    """
+
+    def __init__(self, app: ASGIApp, services: Services) -> None:
+        self._app = app
+        self._measures, self._clock = services.measures, services.clock
+        self._quiet: Counter[tuple[str, str]] = Counter()
+        self._refused = _Budget(services.clock)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a request through, and note what became of it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request = _Request(scope, send, self._clock)
+        with log_context.bound(request_id=request.id, method=request.method):
+            try:
+                await self._app(scope, receive, request.send)
+            finally:
+                self._note(request)
+
+    def _note(self, request: _Request) -> None:
+        route = request.route
+        seconds = (request.answered_ns or self._clock.boottime_ns()) - request.began_ns
+        status = f"{request.status // 100}xx" if request.status else "none"
+        self._measures.requests.labels(request.method, route, status).observe(seconds / 1e9)
+        known = log_context.current()
+        if request.status >= 400 and not known.get("principal") and "run" not in known:
+            left_out = self._refused.spend()
+            if left_out is None:
+                return
+        elif request.status < 400 and request.status and seconds < SLOW_S * 1e9 and self._is_quiet(request):
+            return
+        else:
+            left_out = 0
+        total_ns = self._clock.boottime_ns() - request.began_ns
+        log_context.note(
+            route=route,
+            status=request.status,
+            ms=round(seconds / 1e6, 1),
+            total_ms=round(total_ns / 1e6, 1),
+            peer=request.peer,
+            more=left_out or None,
+        )
+        _log.info("%s %s", request.method, route, extra={"sgpu": dict(log_context.current())})
+
+    def _is_quiet(self, request: _Request) -> bool:
+        key = (request.method, request.route)
+        if key not in QUIET:
+            return False
+        self._quiet[key] += 1
+        return self._quiet[key] % QUIET_EVERY != 1
+
+
+class _Request:
+    """One request, and what was answered."""
+
+    def __init__(self, scope: Scope, send: Send, clock: Clock) -> None:
+        self.id = secrets.token_hex(6)
+        self.method = scope["method"] if scope["method"] in METHODS else OTHER
+        self.peer = (scope.get("client") or ("",))[0]
+        self.began_ns = clock.boottime_ns()
+        self.answered_ns = 0
+        self.status = 0
+        self._scope, self._send, self._clock = scope, send, clock
+
+    @property
+    def route(self) -> str:
+        """Return the route as it was declared; "other" for what the gate did not let in."""
+        call = self._scope.get(CALL)
+        return call.route.path if isinstance(call, Call) else OTHER
+
+    async def send(self, message: Message) -> None:
+        """Send a part of the answer."""
+        if message["type"] == "http.response.start":
+            self.answered_ns, self.status = self._clock.boottime_ns(), message["status"]
+            message = {**message, "headers": [*message.get("headers", ()), (HEADER, self.id.encode())]}
+        await self._send(message)
+
+
+class _Budget:
+    """So many lines a second."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._second = 0
+        self._spent = 0
+        self._left_out = 0
+
+    def spend(self) -> int | None:
+        """Return how many lines were left out before this one, or None if it is left out, too."""
+        second = self._clock.boottime_ns() // 1_000_000_000
+        if second != self._second:
+            self._second, self._spent = second, 0
+        if self._spent >= REFUSED_PER_S:
+            self._left_out += 1
+            return None
+        self._spent += 1
+        left_out, self._left_out = self._left_out, 0
+        return left_out

@@ -1,0 +1,218 @@
+"""What is there, counted when somebody asks for figures: runs, nodes, devices, leases, orders, room on the disk.
+
+    GET /metrics ─▶ Sampling.refresh   one look at a time, kept for 2 s, waited for 3 s at most (`probing.py`)
+                 └▶ registry ─▶ Sampling.collect ─▶ the last sample; `sgpu_sample_age_seconds` says how old it is
+
+The queries go by indexes to what is alive: ended runs are counted when they end (`measures.py`), not here. A database
+that is away costs a scrape its bound and no more: counters and the process's own figures are answered all the same.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+import msgspec
+import sqlalchemy as sa
+from prometheus_client.core import GaugeMetricFamily, Metric
+
+from serverless_gpu.model.attempt import State
+from serverless_gpu.model.queueing import census
+from serverless_gpu.server import floor, nodes
+from serverless_gpu.server.floor import GONE, SILENT, UP
+from serverless_gpu.server.measures import LABEL_VALUES_MAX, OTHER, Source
+from serverless_gpu.server.nodes import StoredNode
+from serverless_gpu.server.probing import Probe
+from serverless_gpu.server.runs import ACTIVE
+from serverless_gpu.server.services import Services
+from serverless_gpu.server.space import free_bytes
+from serverless_gpu.server.tables import attempts, orders, runs
+
+FRESH_S = 2.0
+BOUND_S = 3.0
+LIVE = (State.QUEUED, *ACTIVE)
+FREE, LEASED, UNAVAILABLE, AWAY = "free", "leased", "unavailable", "away"
+DEVICE_STATES = (FREE, LEASED, UNAVAILABLE, AWAY)
+"""Of devices; unavailable: in quarantine, or somebody else's now; away: their node cannot be used."""
+
+
+class Sample(msgspec.Struct, frozen=True, kw_only=True):
+    """What there was at one moment.
+
+    Attributes:
+        at_ns: when, boottime.
+        runs: by state; of those that have not ended.
+        oldest_wait_s: how long the run has waited that has waited longest.
+        nodes: by state.
+        devices: by type and state.
+        lease_age_s: how long the attempt has not been heard of that has been silent longest.
+        orders: that were not acknowledged, and the age of the oldest.
+        free: bytes on the disk of the server's files; None where that is not known.
+    """
+
+    at_ns: int
+    runs: Mapping[str, int]
+    oldest_wait_s: float
+    nodes: Mapping[str, int]
+    devices: Mapping[tuple[str, str], int]
+    lease_age_s: float
+    orders: tuple[int, float]
+    free: int | None
+
+
+class _Rows(msgspec.Struct, frozen=True, kw_only=True):
+    runs: dict[str, int]
+    queued_ns: int | None
+    nodes: list[StoredNode]
+    held: list[tuple[str, str, int, str, int]]  # node, run, fence, type, devices
+    orders: tuple[int, int | None]
+
+
+class Sampling(Source):
+    """The sample that the registry gives out.
+
+    Args:
+        services: the server's.
+    """
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._last: Sample | None = None
+        self._probe = Probe("sample", self._look, clock=services.clock, fresh_s=FRESH_S, bound_s=BOUND_S)
+
+    async def refresh(self) -> None:
+        """Look again, unless that was just done; returns after the bound whatever happens."""
+        await self._probe.answer()
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the last sample as Prometheus has it; nothing before the first."""
+        healthy = GaugeMetricFamily("sgpu_healthy", "Whether a part of the server is well.", labels=["check"])
+        for name, well in self._services.health.last().items():
+            healthy.add_metric([name], well)
+        yield healthy
+        sample = self._last
+        if sample is None:
+            return
+        now_ns = self._services.clock.boottime_ns()
+        age_s = (now_ns - sample.at_ns) / 1e9
+        yield _single("sample_age_seconds", "How old the figures of runs, nodes and devices are.", age_s)
+        yield from _families(sample)
+
+    def _look(self) -> bool:
+        self._last = look(self._services)
+        return True
+
+
+def look(services: Services) -> Sample:
+    """Return what there is now.
+
+    Raises:
+        ServerUnavailable: the database does not answer.
+    """
+    rows = services.database.read(_load)
+    times = floor.now(services)
+    freed = services.leases.freed()
+    held = [(node, gpu_type, count) for node, run, fence, gpu_type, count in rows.held if (run, fence) not in freed]
+    ages = [
+        times.boottime_ns - services.leases.last_ns(run, fence, now_ns=times.boottime_ns)
+        for _, run, fence, _, _ in rows.held
+    ]
+    count, oldest_ns = rows.orders
+    return Sample(
+        at_ns=times.boottime_ns,
+        runs={state.value: rows.runs.get(state.value, 0) for state in LIVE},
+        oldest_wait_s=_age_s(rows.queued_ns, times.wall_ns),
+        nodes=Counter(_state(node, services, times) for node in rows.nodes),
+        devices=_devices(rows.nodes, held, services, times),
+        lease_age_s=max(ages, default=0) / 1e9,
+        orders=(count, _age_s(oldest_ns, times.wall_ns)),
+        free=free_bytes(services.settings.directory),
+    )
+
+
+def _load(connection: sa.Connection) -> _Rows:
+    """Return the rows that are counted; everything here is found by the index of runs by state."""
+    alive = [state.value for state in LIVE]
+    active = [state.value for state in ACTIVE]
+    by_state = sa.select(runs.c.state, sa.func.count()).where(runs.c.state.in_(alive)).group_by(runs.c.state)
+    oldest = sa.select(sa.func.min(runs.c.queued_ns)).where(runs.c.state == State.QUEUED.value)
+    current = sa.and_(attempts.c.run_id == runs.c.id, attempts.c.fence == runs.c.fence)
+    columns = (attempts.c.node_id, attempts.c.run_id, attempts.c.fence, attempts.c.gpu_type, attempts.c.world_size)
+    held = sa.select(*columns).select_from(runs.join(attempts, current)).where(runs.c.state.in_(active))
+    about = sa.and_(orders.c.run_id == runs.c.id, orders.c.fence == runs.c.fence)
+    untaken = sa.select(sa.func.count(), sa.func.min(orders.c.created_ns)).select_from(runs.join(orders, about))
+    untaken = untaken.where(runs.c.state.in_(active), orders.c.taken_ns.is_(None))
+    count, oldest_order = connection.execute(untaken).one()
+    return _Rows(
+        runs={state: number for state, number in connection.execute(by_state)},
+        queued_ns=connection.scalar(oldest),
+        nodes=nodes.every(connection),
+        held=[(row[0], row[1], row[2], row[3], row[4]) for row in connection.execute(held)],
+        orders=(count, oldest_order),
+    )
+
+
+def _state(node: StoredNode, services: Services, times: floor.Times) -> str:
+    if services.presence.is_there(node.id, now_ns=times.boottime_ns):
+        return UP
+    silent_ns = times.wall_ns - floor.last_seen_ns(node, services.presence, times)
+    return GONE if silent_ns > times.gone_ns else SILENT
+
+
+def _devices(
+    found: list[StoredNode], held: list[tuple[str, str, int]], services: Services, times: floor.Times
+) -> dict[tuple[str, str], int]:
+    leased: dict[str, Counter[str]] = {}
+    for node_id, gpu_type, count in held:
+        leased.setdefault(node_id, Counter())[gpu_type] += count
+    counted: Counter[tuple[str, str]] = Counter()
+    for node in found:
+        total, outside = census(node.hello.devices, node.hello.unavailable)
+        is_away = bool(floor.away(node, services.presence, times))
+        for name, number in total.items():
+            used = min(number, leased.get(node.id, Counter())[name])
+            shut = min(number - used, outside.get(name, 0))
+            counted[name, LEASED] += used
+            counted[name, UNAVAILABLE] += shut
+            counted[name, AWAY if is_away else FREE] += number - used - shut
+    return _few(counted)
+
+
+def _few(counted: Counter[tuple[str, str]]) -> dict[tuple[str, str], int]:
+    """Return counts with few types: a node may call its devices what it likes."""
+    totals = Counter[str]()
+    for (name, _), number in counted.items():
+        totals[name] += number
+    kept = {name for name, _ in totals.most_common(LABEL_VALUES_MAX)}
+    few = Counter({(name, state): 0 for name in kept for state in DEVICE_STATES})
+    for (name, state), number in counted.items():
+        few[name if name in kept else OTHER, state] += number
+    return dict(few)
+
+
+def _families(sample: Sample) -> Iterator[Metric]:
+    by_state = GaugeMetricFamily("sgpu_runs", "Runs that have not ended, by state.", labels=["state"])
+    for state, number in sample.runs.items():
+        by_state.add_metric([state], number)
+    there = GaugeMetricFamily("sgpu_nodes", "Nodes that have joined, by state.", labels=["state"])
+    for state in (UP, SILENT, GONE):
+        there.add_metric([state], sample.nodes.get(state, 0))
+    devices = GaugeMetricFamily("sgpu_devices", "Devices of nodes, by type and state.", labels=["type", "state"])
+    for (name, state), number in sorted(sample.devices.items()):
+        devices.add_metric([name, state], number)
+    yield from (by_state, there, devices)
+    count, oldest_s = sample.orders
+    yield _single("queue_oldest_seconds", "How long the run has waited that waits longest.", sample.oldest_wait_s)
+    yield _single("lease_age_max_seconds", "Silence of the attempt that was silent longest.", sample.lease_age_s)
+    yield _single("orders_unacknowledged", "Orders to nodes that were not acknowledged.", count)
+    yield _single("orders_oldest_seconds", "Age of the oldest order that was not acknowledged.", oldest_s)
+    if sample.free is not None:
+        yield _single("disk_free_bytes", "Room on the disk of the server's files.", sample.free)
+
+
+def _single(name: str, sentence: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"sgpu_{name}", sentence, value=value)
+
+
+def _age_s(since_ns: int | None, now_ns: int) -> float:
+    return 0.0 if since_ns is None else max(0, now_ns - since_ns) / 1e9

@@ -1,0 +1,170 @@
+"""The server's log: JSON lines that know what they are about, never wait for the disk, and are read by people."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+from serverless_gpu.cli.program import sgpu
+from serverless_gpu.cli.server.logbook import _Followed
+from serverless_gpu.server import log_context, logfile
+from serverless_gpu.server.logfile import ACCESS, LogFile, Redacted
+
+RUN = "01kaz5w8d3e4f5g6h7j8k9m0n1"
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [msgspec.json.decode(line) for line in path.read_bytes().splitlines()]
+
+
+@pytest.fixture
+def path(home: Path) -> Iterator[Path]:
+    handler = logfile.to_file(home / "server" / "server.log", secrets=("hunter2-hunter2",))
+    yield home / "server" / "server.log"
+    logfile.detach(handler)
+
+
+def test_a_line_says_what_it_is_about_also_from_another_thread(path: Path) -> None:
+    logger = logging.getLogger("serverless_gpu.server.reporting")
+    with log_context.bound(run=RUN, attempt=2):
+        logger.warning("a fact came again")
+        log_context.note(node="node-1")
+        logger.warning("and again")
+    logger.error("nobody's")
+    first, second, third = lines_of(path)
+    assert set(first) == {"ts", "level", "logger", "msg", "run", "attempt"}
+    assert (first["level"], first["logger"], first["msg"]) == ("WARNING", "reporting", "a fact came again")
+    assert (first["run"], first["attempt"], second["node"]) == (RUN, 2, "node-1")
+    assert first["ts"].endswith("Z") and "run" not in third
+
+
+def test_only_listed_fields_can_be_said() -> None:
+    with pytest.raises(ValueError, match="no field 'env'"), log_context.bound(env={"A": "b"}):
+        pass
+    with log_context.bound(run=RUN), pytest.raises(ValueError, match="no field 'token'"):
+        log_context.note(token="x")
+
+
+@pytest.mark.parametrize(
+    ("said", "written"),
+    [
+        ("sgpu_0123456789abcdef", "sgpu_…"),
+        ("postgresql://sgpu:pass:word@db/x", "postgresql://sgpu:…@db/x"),
+        ("Authorization: Bearer abcdef.ghijkl-mn", "Authorization: Bearer …"),
+        ("the password is hunter2-hunter2.", "the password is …."),
+        ("DETAIL:  Failing row contains (x, secret).\nrest", "DETAIL:  Failing row contains …\nrest"),
+        ("two\nlines \x1b[31m", "two\nlines \x1b[31m"),
+        ("a lone \udcff", "a lone ?"),
+        ("x" * 9_000, "x" * 8_000 + "… (9000 characters)"),
+    ],
+)
+def test_secrets_are_taken_out_and_a_message_stays_one_line(path: Path, said: str, written: str) -> None:
+    logging.getLogger("serverless_gpu.server").warning("%s", said)
+    assert [line["msg"] for line in lines_of(path)] == [written]
+
+
+def test_a_traceback_is_cleaned_too(path: Path) -> None:
+    try:
+        raise ValueError("hunter2-hunter2 of sgpa_0123456789")
+    except ValueError:
+        logging.getLogger("serverless_gpu.server").exception("it failed")
+    (line,) = lines_of(path)
+    assert "ValueError: … of sgpa_…" in line["traceback"]
+
+
+def test_requests_do_not_wait_for_a_disk_that_stands_still(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logfile, "QUEUE_MAX", 3)
+    stuck, go = threading.Event(), threading.Event()
+
+    class Slow(LogFile):
+        def emit(self, record: logging.LogRecord) -> None:
+            stuck.set()
+            go.wait(60)
+            super().emit(record)
+
+    handler = Slow(tmp_path / "server.log")
+    accessed = logging.getLogger(ACCESS)
+
+    def note(text: str) -> bool:
+        return handler.handle(accessed.makeRecord(ACCESS, logging.INFO, "", 0, text, (), None))
+
+    assert note("1")
+    assert stuck.wait(30)  # the thread is in the write, and the queue is empty
+    assert [note(str(number)) for number in range(2, 8)] == [True, True, True, False, False, False]
+    go.set()
+    while not note("8"):  # as soon as there is room
+        pass
+    handler.close()
+    lines = lines_of(tmp_path / "server.log")
+    assert [line["msg"] for line in lines] == ["1", "2", "3", "4", "8"]
+    assert lines[-1]["more"] >= 3
+
+
+def test_it_is_bounded_and_the_files_before_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logfile, "BYTES_MAX", 2_000)
+    handler = logfile.to_file(tmp_path / "server.log")
+    for number in range(200):
+        logging.getLogger("serverless_gpu.server").info("line %d", number)
+    logfile.detach(handler)
+    files = sorted(tmp_path.iterdir())
+    assert [file.name for file in files] == ["server.log", "server.log.1", "server.log.2", "server.log.3"]
+    assert all(file.stat().st_size <= 2_000 for file in files)
+
+
+def told(home: Path, *arguments: str) -> list[str]:
+    found = CliRunner().invoke(sgpu, ["server", "logs", *arguments], catch_exceptions=False)
+    assert found.exit_code == 0, found.output
+    return found.output.splitlines()
+
+
+def test_people_read_it_by_run_and_level_over_all_files(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logfile, "BYTES_MAX", 600)
+    handler = logfile.to_file(home / "server" / "server.log")
+    logger = logging.getLogger("serverless_gpu.server.scheduler")
+    for number in range(6):
+        with log_context.bound(run=RUN if number % 2 else "01kazzzzzzzzzzzzzzzzzzzzzz", attempt=1):
+            logger.info("line %d", number)
+    logger.error("forged\n2026-01-01T00:00:00.000Z ERROR nobody: I am a line")
+    logfile.detach(handler)
+    with open(home / "server" / "server.log", "ab") as file:
+        file.write(b'{"ts":"20')  # cut, as by a kill
+        file.write(b"\n")
+    every = told(home)
+    assert next(line for line in every if "line" in line).endswith(
+        "INFO    scheduler: line 0  (run=01kazzzzzzzzzzzzzzzzzzzzzz attempt=1)"
+    )
+    assert sum("scheduler: line" in line for line in every) == 6
+    assert every[-2].endswith("scheduler: forged⏎2026-01-01T00:00:00.000Z ERROR nobody: I am a line")
+    assert every[-1] == '{"ts":"20'
+    assert len([line for line in told(home, "--run", RUN[:8]) if "line" in line]) == 3
+    assert ["forged" in line for line in told(home, "--level", "error")] == [True, False]
+    assert len(told(home, "-n", "2")) == 2
+    assert msgspec.json.decode(told(home, "--json", "-n", "3")[0])["msg"] == "line 5"
+
+
+def test_without_a_log_it_is_said(home: Path) -> None:
+    assert "there is no log of a server" in str(CliRunner().invoke(sgpu, ["server", "logs"]).exception)
+
+
+def test_it_is_followed_over_a_turn(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logfile, "BYTES_MAX", 400)
+    handler = logfile.to_file(home / "server" / "server.log")
+    followed = _Followed(home / "server" / "server.log")
+    read: list[bytes] = []
+    for number in range(40):
+        logging.getLogger("serverless_gpu.server").info("line %d", number)
+        read += followed.more()
+    logfile.detach(handler)
+    assert [msgspec.json.decode(line)["msg"] for line in read] == [f"line {number}" for number in range(40)]
+
+
+def test_a_formatter_needs_no_file() -> None:
+    record = logging.getLogger("x").makeRecord("x", logging.INFO, "", 0, "said %s", ("this",), None)
+    assert msgspec.json.decode(Redacted().format(record))["msg"] == "said this"
