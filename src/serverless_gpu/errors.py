@@ -8,7 +8,8 @@
     │   ├── ArgumentMismatch       (TypeError)   arguments do not bind to the function's signature
     │   ├── NotDistributable       (TypeError)   not a plain callable
     │   ├── NotPicklable           (TypeError)   something the function captured cannot travel
-    │   └── RayMissing             (ImportError) ray_launch without a Ray that can make a cluster
+    │   ├── RayMissing             (ImportError) ray_launch without a Ray that can make a cluster
+    │   └── SecretMissing          a secret that is named is not there
     ├── HardwareError              this machine cannot do what was asked
     │   ├── NoGpu · GpuTypeMismatch · NotEnoughGpus
     ├── StorageError               disk full, directory not writable
@@ -128,6 +129,12 @@ class RayMissing(UsageError, ImportError):
     """The caller's environment has no Ray that a cluster can be made with."""
 
     code = "ray_missing"
+
+
+class SecretMissing(UsageError):
+    """A secret that is named does not exist, or is not for this run."""
+
+    code = "secret_missing"
 
 
 class HardwareError(ServerlessGpuError):

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from serverless_gpu.errors import InvalidOption, StorageError, UsageError
+from serverless_gpu.errors import InvalidOption, SecretMissing, StorageError, UsageError
 from serverless_gpu.node.inside.checkpoints import newest_before
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "get_world_size",
     "on_stop",
     "resume_dir",
+    "secret",
     "should_stop",
     "stop_reason",
 ]
@@ -45,7 +46,9 @@ __all__ = [
 _STOP_FILE = "SGPU_STOP_FILE"
 _STOP_REASON = "SGPU_STOP_REASON"
 _CHECKPOINT_DIR = "SGPU_CHECKPOINT_DIR"
+_SECRETS_DIR = "SGPU_SECRETS_DIR"
 _OUTSIDE = "checkpoints"
+_NAME_IT = 'name it at the call: secrets=["HF_TOKEN"]; `sgpu secret set HF_TOKEN` makes it'
 _UNEXPLAINED = "cancel"  # SIGTERM came from somebody who is not the supervisor
 
 C = TypeVar("C", bound=Callable[[], object])
@@ -170,6 +173,26 @@ def resume_dir() -> Path | None:
             "scratch. On several nodes `[checkpoints]` in config.toml has to name a directory that all of them see\n"
         )
     return None
+
+
+def secret(name: str) -> str:
+    """Return a secret that this run was given, ``secrets=["HF_TOKEN"]``, as text.
+
+    Bytes that are no text are read from the file of that name in the directory that ``SGPU_SECRETS_DIR`` names.
+
+    Args:
+        name: of the secret.
+
+    Raises:
+        SecretMissing: the run was not given it.
+    """
+    directory = os.environ.get(_SECRETS_DIR)
+    if not directory:
+        raise SecretMissing(f"this process was given no secrets, and {name[:80]!r} is asked for", hint=_NAME_IT)
+    try:
+        return Path(directory, os.path.basename(name)).read_text(encoding="utf-8")
+    except (FileNotFoundError, IsADirectoryError):
+        raise SecretMissing(f"this run was not given the secret {name!r}", hint=_NAME_IT) from None
 
 
 class _Stop:

@@ -29,6 +29,7 @@ class Api:
     def __init__(self, services: Services, database: Database, clock: FakeClock) -> None:
         self.clock = clock
         self.database = database
+        self.alice = ""
         admission = Admission(database, clock=clock)
         app = guarded(services, hosts=["server.test"], authenticate=admission.authenticate, reach=admission.reach)
         self.client = TestClient(app, base_url="http://server.test")

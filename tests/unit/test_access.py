@@ -54,7 +54,7 @@ def test_an_agent_sees_nothing_that_people_see() -> None:
     assert {reach("agent", resource, write=write) for resource in people for write in (False, True)} == {Reach.NONE}
 
 
-@pytest.mark.parametrize(("role", "resource"), [("root", "runs"), ("", "runs"), ("admin", "secrets"), ("admin", "")])
+@pytest.mark.parametrize(("role", "resource"), [("root", "runs"), ("", "runs"), ("admin", "wishes"), ("admin", "")])
 def test_what_is_not_in_the_table_is_refused(role: str, resource: str) -> None:
     assert reach(role, resource, write=False) == Reach.NONE
 

@@ -213,7 +213,7 @@ RESULT_TROUBLES = (Reason.RESULT_UNSERIALISABLE, Reason.RESULT_TOO_LARGE, Reason
 USER_FAILURES = sorted(
     reason
     for reason, meaning in MEANINGS.items()
-    if meaning.state is State.FAILED and reason not in (*LOST, *RESULT_TROUBLES)
+    if meaning.state is State.FAILED and reason not in (*LOST, *RESULT_TROUBLES, Reason.SECRET_MISSING)
 )
 
 
@@ -223,6 +223,11 @@ def test_user_code_that_failed_runs_again_only_as_often_as_was_asked(reason: Rea
     assert advance(RUNNING, ended) == concluded(RUNNING, reason)
     assert advance(changed(RUNNING, may_resume=True), ended) == concluded(RUNNING, reason, may_resume=True)
     assert advance(changed(RUNNING, retries_left=2), ended) == requeued(RUNNING, retries_left=1)
+
+
+def test_F70_a_run_whose_secret_is_missing_does_not_run_again() -> None:
+    run = changed(STARTING, retries_left=2, may_resume=True)
+    assert advance(run, Ended(Reason.SECRET_MISSING, began=False)) == concluded(run, Reason.SECRET_MISSING)
 
 
 @pytest.mark.parametrize("reason", RESULT_TROUBLES)

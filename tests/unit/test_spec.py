@@ -174,9 +174,15 @@ WRONG_TYPE: dict[str, tuple[Mapping[str, object], str]] = {
     "team": ({"team": b"x"}, "team must be a non-empty string, not b'x'"),
     "retries": ({"retries": "3"}, "retries must be a whole number, not '3'"),
     "resume": ({"resume": "ask"}, "resume must be True or False, not 'ask'"),
-    "secrets text": ({"secrets": "a"}, "secrets must be a list of names, not 'a'"),
-    "secrets number": ({"secrets": 5}, "secrets must be a list of names, not 5"),
-    "secrets numbers": ({"secrets": [5]}, "secrets must be a list of names, not [5]"),
+    "secrets text": (
+        {"secrets": "a"},
+        "secrets must be a list of names, or a dictionary from names to variables, not 'a'",
+    ),
+    "secrets number": (
+        {"secrets": 5},
+        "secrets must be a list of names, or a dictionary from names to variables, not 5",
+    ),
+    "secrets numbers": ({"secrets": [5]}, "secrets must be names, or names and variables, not [5]"),
     "ranks_log text": ({"ranks_log": "0"}, "ranks_log must be 'all' or a list of ranks, not '0'"),
     "ranks_log number": ({"ranks_log": 0}, "ranks_log must be 'all' or a list of ranks, not 0"),
     "ranks_log texts": ({"ranks_log": ["0"]}, "ranks_log must be a whole number, not '0'"),

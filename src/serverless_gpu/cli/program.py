@@ -37,6 +37,7 @@ from serverless_gpu.cli.server.logbook import server_logs
 from serverless_gpu.cli.server.machines import node, nodes, pool, pools
 from serverless_gpu.cli.server.operating import server_group
 from serverless_gpu.cli.server.people import login, team, user, whoami
+from serverless_gpu.cli.server.secrets import secret
 from serverless_gpu.cli.server.submitting import submit
 from serverless_gpu.cli.server.tokens import token
 from serverless_gpu.cli.server.up import up
@@ -69,7 +70,23 @@ for _command in (
     stop,
 ):
     sgpu.add_command(_command)
-for _command in (audit, login, node, nodes, pool, pools, server_group, submit, team, token, top, up, user, whoami):
+for _command in (
+    audit,
+    login,
+    node,
+    nodes,
+    pool,
+    pools,
+    secret,
+    server_group,
+    submit,
+    team,
+    token,
+    top,
+    up,
+    user,
+    whoami,
+):
     sgpu.add_command(_command)
 server_group.add_command(server_logs)
 

@@ -30,6 +30,7 @@ import msgspec
 from serverless_gpu.ambient import SystemClock, new_run_id
 from serverless_gpu.client import snapshots
 from serverless_gpu.client.connection import caller_context
+from serverless_gpu.client.own_secrets import with_secrets
 from serverless_gpu.client.preflight import bind_arguments, check_function, pack
 from serverless_gpu.client.ray_preflight import check_ray, refusal
 from serverless_gpu.client.run import Run
@@ -39,7 +40,7 @@ from serverless_gpu.errors import AgentUnavailable, HardwareError, InvalidValue,
 from serverless_gpu.model.hardware import Device
 from serverless_gpu.model.placement import Candidates, candidates, restrict
 from serverless_gpu.model.spec import HANG_WARNING, Command, Function, RunSpec, check_command, hang_warning_s
-from serverless_gpu.node import protocol
+from serverless_gpu.node import protocol, secret_files
 from serverless_gpu.node.home import Home, find_home
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.inventory import offered
@@ -185,24 +186,31 @@ def _try_place(
         try:
             write_submission(message, greeting.version)
             fill(directory)
+            message = with_secrets(home, message)
             if recognition is not None:
                 message = _in_environment(message, recognition)
             channel = _send(home, channel, message)
             if not message.confirmed and recognition is not None and not _confirmed(channel, recognition):
                 withdraw(channel)
+                secret_files.remove(directory)
                 home.remove_run(message.run_id)
                 return None
         except BaseException:
             # Ctrl-C may have come just after the launch was sent: then a supervisor reads this.
             with contextlib.suppress(OSError):
                 protocol.send(channel, protocol.Cancel())
+            secret_files.remove(directory)
             home.remove_run(message.run_id)
             raise
     except BaseException:
         channel.close()
         raise
     again = msgspec.structs.replace(message, confirmed=True)
-    source = Supervised(message.run_id, directory, ranks_of(message), channel, lambda: _send(home, None, again))
+
+    def launch_again() -> Channel:  # what had them was buried, and its secrets with it
+        return _send(home, None, with_secrets(home, again))
+
+    source = Supervised(message.run_id, directory, ranks_of(message), channel, launch_again)
     made = handle(source, order.spec)
     if recognition is not None and order.idle_timeout_s is None:
         made._relaunch_with(lambda: _relaunch(order, home, again))
@@ -230,14 +238,23 @@ def _relaunch(order: _Order, home: Home, message: protocol.Launch) -> Supervised
             write_submission(fresh, greeting.version)
             if isinstance(order.spec.payload, Function):
                 shutil.copyfile(Path(message.directory) / "call.pkl", directory / "call.pkl")
+            fresh = with_secrets(home, fresh)
             channel = _send(home, channel, fresh)
         except BaseException:
+            secret_files.remove(directory)
             home.remove_run(fresh.run_id)
             raise
     except BaseException:
         channel.close()
         raise
-    return Supervised(fresh.run_id, directory, ranks_of(fresh), channel, lambda: _send(home, None, fresh))
+    again = fresh
+    return Supervised(
+        fresh.run_id,
+        directory,
+        ranks_of(fresh),
+        channel,
+        lambda: _send(home, None, with_secrets(home, again)),
+    )
 
 
 def _in_environment(message: protocol.Launch, recognition: snapshots.Recognition) -> protocol.Launch:

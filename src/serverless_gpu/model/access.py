@@ -47,6 +47,7 @@ class Resource(StrEnum):
         TOKENS: tokens, without their secrets.
         AUDIT: who did what.
         METRICS: figures of the whole server, which name nobody.
+        SECRETS: names and versions of secrets; write: set, delete. No route returns a value.
     """
 
     RUNS = "runs"
@@ -61,6 +62,7 @@ class Resource(StrEnum):
     TOKENS = "tokens"
     AUDIT = "audit"
     METRICS = "metrics"
+    SECRETS = "secrets"
 
 
 _NONE, _OWN, _TEAM, _ALL = Reach.NONE, Reach.OWN, Reach.TEAM, Reach.ALL
@@ -80,6 +82,7 @@ POLICY: Mapping[Role, Mapping[Resource, tuple[Reach, Reach]]] = {
         Resource.TEAMS: (_TEAM, _NONE),
         Resource.TOKENS: (_OWN, _OWN),
         Resource.METRICS: (_ALL, _NONE),
+        Resource.SECRETS: (_TEAM, _TEAM),
     },
     "member": {
         Resource.RUNS: (_TEAM, _OWN),
@@ -91,6 +94,7 @@ POLICY: Mapping[Role, Mapping[Resource, tuple[Reach, Reach]]] = {
         Resource.TEAMS: (_TEAM, _NONE),
         Resource.TOKENS: (_OWN, _OWN),
         Resource.METRICS: (_ALL, _NONE),
+        Resource.SECRETS: (_TEAM, _TEAM),
     },
     "viewer": {
         Resource.RUNS: (_TEAM, _NONE),

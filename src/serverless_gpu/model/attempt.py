@@ -81,6 +81,7 @@ class Reason(StrEnum):
     IDLE = "idle"
     ENGINE_HEAD_LOST = "engine_head_lost"
     SERVER_RESTORED = "server_restored"
+    SECRET_MISSING = "secret_missing"
 
 
 class StopReason(StrEnum):
@@ -191,6 +192,7 @@ MEANINGS: Mapping[Reason, Meaning] = {
     Reason.SERVER_RESTORED: Meaning(
         State.LOST, False, False, "the server was restored from a backup, and nobody knows whether the run ran since"
     ),
+    Reason.SECRET_MISSING: Meaning(State.FAILED, False, False, "a secret that the run needs is not there any more"),
 }
 
 

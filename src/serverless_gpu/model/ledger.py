@@ -198,6 +198,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
         environment: what the ranks imported: ``"live"``, or which snapshot and how it was restored.
         uses: what its devices did, as far as telemetry saw it.
         tracked: link to its run in MLflow, or "".
+        secrets: names and versions of the secrets it had.
     """
 
     run_id: str
@@ -224,6 +225,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     environment: str = ""
     uses: tuple[DeviceUse, ...] = ()
     tracked: str = ""
+    secrets: tuple[str, ...] = ()
 
     def rows(self) -> dict[str, str]:
         """Return what there is to say, by label; what is not known, or nothing worth saying, is left out."""
@@ -237,6 +239,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
             "time": _segments_text(self.segments),
             "start": _start_text(self) if is_run else "",
             "environment": self.environment if is_run else "",
+            "secrets": ", ".join(self.secrets),
             "peak memory": peak if is_run else "",
             "gate": self.gate,
             "quarantined": ", ".join(self.quarantined),
@@ -276,7 +279,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
             ),
             *(f"{label}: {rows[label]}" for label in ("gate", "quarantined") if label in rows),
             # The link first: it must stay whole, and 8 lines have room for one of the two.
-            _joined(*(f"{label}: {rows[label]}" for label in ("tracked", "tags") if label in rows)),
+            _joined(*(f"{label}: {rows[label]}" for label in ("tracked", "secrets", "tags") if label in rows)),
             f"notes: {rows['notes']}" if "notes" in rows else "",
         )
         return "\n".join(_printable(line) for line in lines if line)

@@ -44,6 +44,7 @@ _DISPLACED = frozenset({Reason.PREEMPTED, Reason.DRAINED})
 _FINAL_STOPS = frozenset({StopReason.CANCEL, StopReason.TIMEOUT, StopReason.BUDGET, StopReason.IDLE})
 # User code ran to its end. Once more would cost the same and change nothing, or leave two results.
 _RAN_TO_ITS_END = frozenset({Reason.RESULT_UNSERIALISABLE, Reason.RESULT_TOO_LARGE, Reason.RESULT_UPLOAD})
+_POINTLESS = _RAN_TO_ITS_END | {Reason.SECRET_MISSING}  # somebody has to do something first
 _ORDER = (State.STARTING, State.RUNNING, State.STOPPING)
 
 
@@ -242,7 +243,7 @@ def _over(run: Run, event: Ended | GivenUp | Forgotten) -> Step:
     if reason in LOST and run.may_resume:
         # One that dies before it begins, time and again, would do so for ever.
         return _requeue(run) if run.began else _requeue_for_infra(run, reason)
-    may_retry = reason in LOST or (MEANINGS[reason].state is State.FAILED and reason not in _RAN_TO_ITS_END)
+    may_retry = reason in LOST or (MEANINGS[reason].state is State.FAILED and reason not in _POINTLESS)
     if may_retry and run.retries_left > 0:
         return _requeue(msgspec.structs.replace(run, retries_left=run.retries_left - 1))
     return _conclude(run, reason)

@@ -17,6 +17,7 @@ from typing import Literal, TypedDict
 import msgspec
 
 from serverless_gpu.errors import InvalidOption, InvalidValue
+from serverless_gpu.model import secrets
 from serverless_gpu.model.attempt import Limits
 from serverless_gpu.model.hardware import GpuType, find_type
 from serverless_gpu.model.raycluster import RayCluster
@@ -58,7 +59,7 @@ class SessionOptions(TypedDict, total=False):
     retries: int
     resume: bool
     env: Environment
-    secrets: Sequence[str]
+    secrets: Sequence[str] | Mapping[str, str | None]
     cpus: int
     memory: int | str
     ranks_log: Literal["all"] | Sequence[int]
@@ -150,6 +151,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
         environment: what ranks import: the caller's files as they lie there, or a restored copy of them; "auto" until
             the client of a server knows whether it is on its own machine.
         payload: what the run does.
+        secrets: names of those it gets as files; `secret_variables`: secret → variable, of those it gets as that, too.
         idle_timeout_s: seconds of devices that do nothing until the run is stopped, or None for never.
         tracker: where the run is tracked, as its client resolved `tracking` at the call; None for nowhere.
         ray: the Ray cluster that the run makes of its nodes, with the function as its driver; None for none.
@@ -169,6 +171,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     retries: int = 0
     resume: bool = False
     secrets: tuple[str, ...] = ()
+    secret_variables: dict[str, str] = {}
     ranks_log: tuple[int, ...] | None = (0,)
     tracking: bool = True
     quiet: bool = False
@@ -242,6 +245,7 @@ def make_spec(
         same_node=flag("same_node", asked.get("same_node", False)),
         ignore_busy=flag("ignore_busy", asked.get("ignore_busy", False)),
     )
+    names, variables = secrets.read(asked.get("secrets", ()))
     return RunSpec(
         resources=resources,
         remote=flag("remote", remote),
@@ -254,7 +258,8 @@ def make_spec(
         priority=_priority(asked.get("priority", Priority.NORMAL)),
         retries=_whole("retries", asked.get("retries", 0), 0, 100),
         resume=flag("resume", asked.get("resume", False)),
-        secrets=_names("secrets", asked.get("secrets", ())),
+        secrets=names,
+        secret_variables=variables,
         ranks_log=_ranks_log(asked.get("ranks_log", (0,))),
         tracking=flag("tracking", asked.get("tracking", True)),
         quiet=flag("quiet", asked.get("quiet", False)),
@@ -432,12 +437,6 @@ def _name(name: str, value: object) -> str | None:
     if value is not None and (not isinstance(value, str) or not value):
         raise InvalidOption(f"{name} must be a non-empty string, not {value!r}")
     return value
-
-
-def _names(name: str, value: object) -> tuple[str, ...]:
-    if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(item, str) for item in value):
-        raise InvalidOption(f"{name} must be a list of names, not {value!r}")
-    return tuple(value)
 
 
 def _tags(value: object) -> dict[str, str]:

@@ -49,7 +49,7 @@ class Account:
         self._allocated = 0  # of the file of facts
         self.marks: dict[str, int] = {}
         self.peaks: dict[int, int] = {}
-        self.notes: list[str] = []
+        self.notes: list[str] = [launch.secrets.note] if launch.secrets and launch.secrets.note else []
         self.warm = (False, "no stem came")
         self.environment = ""
         self._uses: tuple[DeviceUse, ...] = ()
@@ -139,6 +139,7 @@ class Account:
             quarantined: identifiers of devices that are not proven free.
             gate: the evidence in words, where the verdicts do not say it.
         """
+        secrets = self._launch.secrets
         kind, gpu_type = self._launch.candidates[0].kind, self._launch.candidates[0].type
         price = self._launch.price
         gpu_ms = self._before_ms + self._charged(self.facts).gpu_ms
@@ -167,6 +168,7 @@ class Account:
             environment=self.environment,
             uses=self._uses,
             tracked=self._tracked,
+            secrets=secrets.texts if secrets is not None else (),
         )
         faults.reach("after_freed_before_receipt")
         write_json(self._directory / "receipt.json", receipt)

@@ -36,7 +36,7 @@ import msgspec
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.model.attempt import MEANINGS, STOPPED_BY
-from serverless_gpu.node import protocol
+from serverless_gpu.node import protocol, secret_files
 from serverless_gpu.node.account import write_json
 from serverless_gpu.node.attempts import Attempts, Supervised
 from serverless_gpu.node.environments import Environments, Waiter
@@ -118,6 +118,7 @@ class Agent:
         self._environments = Environments(home, self._log, environ, self._selector, zygotes.leave_environments)
         self._retention = Schedule(self._clock, lambda fd: self._clean(fd, environ))
         self._rays = Sweeper(self._clock, lambda: self._sweep(environ))
+        self._secrets = secret_files.Sweeper(self._clock)
         self._clients: dict[int, Channel] = {}
         self._queue: deque[tuple[protocol.Launch, Channel]] = deque()
         self._refill_ns: int | None = None
@@ -374,6 +375,7 @@ class Agent:
         self._environments.tend(idle=not self._attempts.count() and now_ns - self._used_ns > _IDLE_WORK_S * 1e9)
         self._retention.tend([launch.run_id for launch, _ in self._queue])
         self._rays.tend(ended=ended)
+        self._secrets.tend(ended=ended)
         bound_log(self._log)
 
     def _clean(self, queued_fd: int, environ: dict[str, str]) -> subprocess.Popen[bytes]:

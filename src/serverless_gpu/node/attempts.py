@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.model.attempt import MEANINGS, Reason
-from serverless_gpu.node import protocol
+from serverless_gpu.node import protocol, secret_files
 from serverless_gpu.node.account import write_json
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.inside.channel import Channel, pair
@@ -177,6 +177,7 @@ class Attempts:
         directory = supervised.directory
         if directory is not None:
             (self._sockets / f"{directory.parent.name}.sock").unlink(missing_ok=True)
+            secret_files.remove(directory)
         if directory is None or (directory / "stopped.json").exists() or not directory.exists():
             return
         reason = Reason.SUPERVISOR_LOST

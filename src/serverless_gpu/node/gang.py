@@ -39,6 +39,7 @@ from serverless_gpu.model.placement import (
     share_of_cores,
     threads_per_rank,
 )
+from serverless_gpu.model.secrets import DIRECTORY, Delivered
 from serverless_gpu.model.spec import Command
 from serverless_gpu.node import reserve
 from serverless_gpu.node.account import Account, write_text
@@ -335,7 +336,10 @@ class Gang:
             variables["SGPU_CHECKPOINT_DIR"] = f"{self._checkpoints}/{self.launch.run_id}/{self.launch.fence}"
         if self._command is not None:
             variables["CODE_SOURCE_PATH"] = original(self.context.cwd)
+        if self.launch.secrets is not None:
+            variables[DIRECTORY] = self.launch.secrets.directory
         caller = {original(name): original(value) for name, value in self.context.environ.items()}
+        caller |= _secret_variables(self.launch.secrets)
         if self._command is not None:
             caller["PATH"] = _path_with(caller.get("PATH", os.defpath), original(self.context.python))
         presets = NODE_COMMAND_PRESETS if per_node else {}
@@ -412,6 +416,14 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+def _secret_variables(secrets: Delivered | None) -> dict[str, str]:
+    """Return the variables that are secrets; they go from their file to the ranks, and are kept nowhere else."""
+    if secrets is None:
+        return {}
+    place = Path(secrets.directory)
+    return {variable: os.fsdecode((place / name).read_bytes()) for name, variable in secrets.variables.items()}
 
 
 def _path_with(path: str, python: str) -> str:

@@ -26,6 +26,7 @@ import msgspec
 from serverless_gpu.model.attempt import Failure, Hang, Reason, State, StopReason
 from serverless_gpu.model.hardware import Device, GpuType
 from serverless_gpu.model.ledger import Price, Receipt
+from serverless_gpu.model.secrets import Delivered
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.model.tracking import Tracking
 from serverless_gpu.node.inside.channel import Channel
@@ -116,6 +117,7 @@ class Launch(Message, frozen=True, kw_only=True, tag="launch"):
             still what the snapshot says, or goes away.
         lease_ns: of a run that a server gave to this node: boottime after which it stops itself, unless a `Lease` comes
             before; None for a run of this node's own.
+        secrets: where its secrets are; None where it has none.
     """
 
     run_id: str
@@ -133,6 +135,7 @@ class Launch(Message, frozen=True, kw_only=True, tag="launch"):
     environment: Wanted | None = None
     confirmed: bool = True
     lease_ns: int | None = None
+    secrets: Delivered | None = None
 
 
 class StatusRequest(Message, frozen=True, kw_only=True, tag="status_request"):

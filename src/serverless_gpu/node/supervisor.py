@@ -57,7 +57,7 @@ from serverless_gpu.model.attempt import (
 from serverless_gpu.model.hang_report import ranks_text
 from serverless_gpu.model.ledger import FactKind
 from serverless_gpu.model.lifecycle import IllegalTransition, Instruction, advance
-from serverless_gpu.node import protocol
+from serverless_gpu.node import protocol, secret_files
 from serverless_gpu.node.account import Account
 from serverless_gpu.node.borrowed import Borrowed
 from serverless_gpu.node.ending import left_text, make_stopped, stopped_sentence, verdicts_of
@@ -384,6 +384,7 @@ class Supervisor:
             self._account.notes.append(f"{left_text(left)} of this run cannot be ended; no device is lent before it is")
         if gang is not None:
             gang.close()
+        secret_files.remove(self._directory)
         self._note_cut_output()
         if self._port is not None:
             self._port.close()

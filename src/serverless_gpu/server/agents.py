@@ -27,7 +27,7 @@ from serverless_gpu import ambient, faults
 from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound, ServerProblem
 from serverless_gpu.model.attempt import Reason
 from serverless_gpu.model.run_lifecycle import GivenUp
-from serverless_gpu.server import attempt_tokens, attempts, audit, nodes, orders, pools, runs, transitions
+from serverless_gpu.server import attempt_tokens, attempts, audit, nodes, orders, pools, runs, secret_store, transitions
 from serverless_gpu.server.audit import Action
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.giving_back import give_back
@@ -249,6 +249,9 @@ class Agents:
             owner=run.owner,
             submitted_ns=run.created_ns,
             partition_grace_s=run.attempt.grace_s,
+            secrets=secret_store.values(
+                connection, self._services.sealer, run, run.attempt.secrets, run.spec.secret_variables
+            ),
         )
 
 

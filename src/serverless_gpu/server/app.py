@@ -24,6 +24,7 @@ from serverless_gpu.server.api import (
     nodes,
     principals,
     runs,
+    secrets,
     state,
 )
 from serverless_gpu.server.api.description import SECURITY, describe
@@ -33,7 +34,7 @@ from serverless_gpu.server.services import Services
 from serverless_gpu.version import __version__
 from serverless_gpu.wire.base import API
 
-MODULES = (agents, attempts, audit, blobs, drains, environments, nodes, principals, runs, state)
+MODULES = (agents, attempts, audit, blobs, drains, environments, nodes, principals, runs, secrets, state)
 """Modules of `api/` with `routes`; whoever adds one adds it here."""
 
 

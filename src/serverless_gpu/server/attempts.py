@@ -14,6 +14,7 @@ import sqlalchemy as sa
 
 from serverless_gpu.errors import StaleAttempt
 from serverless_gpu.model.attempt import Reason, State
+from serverless_gpu.model.secrets import Pinned
 from serverless_gpu.server.tables import attempts, nodes
 
 WITHOUT_REPORT = frozenset({Reason.NODE_GONE, Reason.NODE_REBOOTED})
@@ -29,6 +30,7 @@ class NewAttempt(msgspec.Struct, frozen=True, kw_only=True):
         token_sha256: of its own token; the token itself is made again from the server's key when it is needed.
         boot_id: of the node now. When the node has another one, the attempt is over.
         grace_s: how long it may go on without an answer of the server, in seconds.
+        secrets_json: which versions of secrets it gets.
     """
 
     node_id: str
@@ -37,6 +39,7 @@ class NewAttempt(msgspec.Struct, frozen=True, kw_only=True):
     token_sha256: str
     boot_id: str
     grace_s: float
+    secrets_json: str = "[]"
 
 
 class StoredAttempt(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,6 +73,12 @@ class StoredAttempt(msgspec.Struct, frozen=True, kw_only=True):
     started_ns: int | None
     ended_ns: int | None
     settled_ns: int | None
+    secrets_json: str = "[]"
+
+    @property
+    def secrets(self) -> tuple[Pinned, ...]:
+        """Return which versions of secrets it has."""
+        return () if self.secrets_json == "[]" else msgspec.json.decode(self.secrets_json, type=tuple[Pinned, ...])
 
     @property
     def gang(self) -> str:

@@ -41,6 +41,8 @@ class Action(StrEnum):
     SERVER_DRAIN = "server.drain"
     SERVER_RESUME = "server.resume"
     SERVER_RESTORE = "server.restore"
+    SECRET_SET = "secret.set"
+    SECRET_DELETE = "secret.delete"
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):

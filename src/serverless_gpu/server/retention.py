@@ -4,6 +4,7 @@
         ended longer ago than `retention`  ─▶ rows removed, audit row (one transaction each)  ─▶ output removed
         output takes more than `logs_gib`  ─▶ audit row  ─▶ output of the oldest removed
         output of runs that are not there  ─▶ removed
+        secrets that were replaced, and that no attempt has any more  ─▶ removed
 
 A run goes whole, and only when nothing more will come of it: it is final, and all of its attempts are settled. The
 parts of its results are nobody's then, and are collected (`collecting.py`). A tick does so much and goes on in the
@@ -26,6 +27,7 @@ from serverless_gpu import faults
 from serverless_gpu.model.retention import HOUR_NS, Entry, Policy, to_delete
 from serverless_gpu.server import attempts, audit, events, facts, files, orders, runs
 from serverless_gpu.server.audit import Action
+from serverless_gpu.server.secret_keeping import remove_replaced
 from serverless_gpu.server.services import Services
 from serverless_gpu.units import format_bytes
 
@@ -65,6 +67,7 @@ class Retention:
             return now_ns
         self._due_ns = now_ns + round(EVERY_S * 1e9)
         self._trim_output()
+        remove_replaced(self._services)
         return self._due_ns
 
     def _ahead(self) -> int:

@@ -26,12 +26,12 @@ import sqlalchemy as sa
 from serverless_gpu import faults
 from serverless_gpu.ambient import format_clock
 from serverless_gpu.engines.base import Engine, Gang, Impossible, Placed, Request, Share
-from serverless_gpu.errors import StaleAttempt
-from serverless_gpu.model.attempt import State
+from serverless_gpu.errors import SecretMissing, StaleAttempt
+from serverless_gpu.model.attempt import Reason, State
 from serverless_gpu.model.queueing import Placement, Wanted, decide
-from serverless_gpu.model.run_lifecycle import pause_s
+from serverless_gpu.model.run_lifecycle import Ended, pause_s
 from serverless_gpu.model.spec import Function
-from serverless_gpu.server import attempts, draining, floor, keys, nodes, owners, runs, transitions
+from serverless_gpu.server import attempts, draining, floor, keys, nodes, owners, runs, secret_store, transitions
 from serverless_gpu.server.attempts import NewAttempt
 from serverless_gpu.server.floor import Floor
 from serverless_gpu.server.giving_back import give_back
@@ -39,11 +39,14 @@ from serverless_gpu.server.hub import node_key, run_key
 from serverless_gpu.server.nodes import StoredNode, by_id
 from serverless_gpu.server.runs import StoredRun
 from serverless_gpu.server.services import Services
+from serverless_gpu.server.transitions import Note
 
 AT_ONCE = 64
 """Placements of one tick; the next one follows at once."""
 TOGETHER = 8
 """Placements of one transaction: they share its commit, and whoever else writes waits for no more than these."""
+SECRETS = "secrets"
+"""What a node says that it takes, or it gets no run that has some."""
 LOOK_AGAIN_S = 5.0
 ENGINE_AGAIN_S = 1.0
 _log = logging.getLogger(__name__)
@@ -121,7 +124,10 @@ class Scheduler:
             return [self._intend(connection, one, stored[one.node_id], at_ns) for one in placements]
 
         written = zip(placements, services.database.write(intend), strict=True)
-        placed = [(placement, fence) for placement, fence in written if fence is not None]
+        placed = []
+        for placement, fence in written:
+            services.hub.touch(run_key(placement.run_id))  # also of one that ended without an order
+            placed += [(placement, fence)] if fence is not None else []
         services.measures.placed.inc(len(placed))
         for placement, fence in placed:
             services.deliveries.made(placement.run_id, fence)
@@ -151,10 +157,22 @@ class Scheduler:
             boot_id=node.boot_id,
             grace_s=self._services.settings.partition_grace_s,
         )
+        reason, problem = None, ""
         try:
-            return transitions.place(connection, run, new=new, node=node.name, at_ns=at_ns)
+            new = _with_secrets(connection, run, new)
+        except SecretMissing as error:
+            reason, problem = Reason.SECRET_MISSING, error.message
+        if run.spec.secrets and SECRETS not in node.hello.takes:
+            reason = reason or Reason.REFUSED
+            problem = problem or f"{node.name} is of a version that has no secrets"
+        try:
+            fence = transitions.place(connection, run, new=new, node=node.name, at_ns=at_ns)
         except StaleAttempt:
             return None
+        if reason is not None:
+            _end_at_once(connection, run.id, reason, Note(at_ns=at_ns, detail=problem))
+            return None
+        return fence
 
     def _submit(self, placement: Placement, fence: int, node: StoredNode) -> None:
         engine = self._engine
@@ -233,6 +251,22 @@ def _python(run: StoredRun) -> str:
     """Return the version of Python a node has to have for a run, or "": the caller's files name their interpreter."""
     travels = run.snapshot or (isinstance(run.spec.payload, Function) and not run.target.machine)
     return ".".join(run.target.python.split(".")[:2]) if travels else ""
+
+
+def _with_secrets(connection: sa.Connection, run: StoredRun, new: NewAttempt) -> NewAttempt:
+    """Return an attempt with the versions of its secrets that there are now."""
+    if not run.spec.secrets:
+        return new
+    pinned = secret_store.pins(connection, run.owner, run.team, run.spec.secrets)
+    return msgspec.structs.replace(new, secrets_json=msgspec.json.encode(pinned).decode())
+
+
+def _end_at_once(connection: sa.Connection, run_id: str, reason: Reason, note: Note) -> None:
+    """End an attempt in the transaction that made it: its order is never seen, and nothing will come of it."""
+    run = runs.find(connection, run_id)
+    assert run is not None
+    transitions.tell(connection, run, Ended(reason=reason, began=False), note=note)
+    transitions.settle(connection, run_id, run.fence, receipt=None, at_ns=note.at_ns)
 
 
 def _kept_back(wanted: Wanted, why: str, boottime_ns: int) -> Wanted:

@@ -20,6 +20,7 @@ import sqlalchemy as sa
 from serverless_gpu import faults
 from serverless_gpu.ambient import created_wall_ns
 from serverless_gpu.errors import IdempotencyConflict, InvalidValue, NotFound, TooLarge
+from serverless_gpu.model import secrets
 from serverless_gpu.model.attempt import State
 from serverless_gpu.model.spec import (
     RANKS_MAX,
@@ -33,7 +34,7 @@ from serverless_gpu.model.spec import (
     RunSpec,
     check_command,
 )
-from serverless_gpu.server import audit, events, pools, runs, views
+from serverless_gpu.server import audit, events, pools, runs, secret_store, views
 from serverless_gpu.server.audit import Action
 from serverless_gpu.server.blobs import check_reference
 from serverless_gpu.server.callers import Caller
@@ -67,6 +68,7 @@ def submit(services: Services, who: Caller, request: RunRequest) -> RunView:
         InvalidValue: it is not possible.
         NotFound: parts of its call were not sent.
         EnvironmentMissing: its environment was not sent.
+        SecretMissing: a secret that it names is not there.
         TooLarge: it is over a limit.
         IdempotencyConflict: there is another run of this identifier.
     """
@@ -132,6 +134,7 @@ def _create(connection: sa.Connection, new: NewRun, who: Caller, at_ns: int) -> 
     if new.spec.pool is not None and pools.find(connection, new.spec.pool) is None:
         names = ", ".join(pool.name for pool in pools.every(connection)[:20])
         raise InvalidValue(f"there is no pool {new.spec.pool!r}", hint=f"pools: {names}")
+    secret_store.pins(connection, who.name, new.spec.team or "", new.spec.secrets)
     run = runs.insert(connection, new, at_ns=at_ns)
     events.add(connection, [StoredEvent(run_id=new.id, seq=1, fence=0, at_ns=at_ns, state=State.QUEUED)])
     audit.record(connection, who=who, action=Action.RUN_CREATE, subject=new.id, now_ns=at_ns)
@@ -182,8 +185,7 @@ def _check_spec(spec: RunSpec, who: Caller) -> None:
             f"{who.name} is not in a team {spec.team[:NAME_CHARACTERS_MAX]!r}",
             hint=f"teams: {', '.join(who.teams) or 'none'}; `sgpu team add` changes that",
         )
-    if spec.secrets:
-        raise InvalidValue(f"there is no secret {spec.secrets[0][:80]!r}", hint="this server keeps no secrets yet")
+    secrets.check(spec.secrets, spec.secret_variables)
     if len(spec.tags) > TAGS_MAX:
         raise TooLarge(f"{len(spec.tags)} tags are over the limit of {TAGS_MAX}")
     for key, value in spec.tags.items():

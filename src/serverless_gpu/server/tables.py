@@ -149,6 +149,19 @@ attempts = sa.Table(
     sa.Column("late_reason", sa.String(32)),  # how its node says it ended, after it was given up
     sa.Column("stopped_json", sa.Text),  # node.protocol.Stopped
     sa.Column("receipt_json", sa.Text),
+    sa.Column("secrets_json", sa.Text, nullable=False, default="[]"),  # model.secrets.Pinned, none of their values
+)
+
+secrets = sa.Table(
+    "secrets",
+    metadata,
+    sa.Column("kind", sa.String(8), primary_key=True),  # user, team
+    sa.Column("owner", sa.String(64), primary_key=True),
+    sa.Column("name", sa.String(64), primary_key=True),
+    sa.Column("version", sa.Integer, primary_key=True),  # 1, 2, 3 … of this name, deletions among them
+    sa.Column("sealed", sa.LargeBinary),  # encrypted; None: deleted, or replaced and of no attempt any more
+    sa.Column("created_ns", sa.BigInteger, nullable=False),
+    sa.Column("by", sa.String(64), nullable=False),
 )
 
 orders = sa.Table(  # the outbox: written with the decision, delivered until acknowledged

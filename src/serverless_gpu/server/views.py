@@ -123,6 +123,7 @@ def attempt_view(attempt: StoredAttempt) -> AttemptView:
         created_ns=attempt.created_ns,
         started_ns=attempt.started_ns,
         ended_ns=attempt.ended_ns,
+        secrets=tuple(one.text for one in attempt.secrets),
     )
 
 

@@ -20,6 +20,7 @@ from serverless_gpu.model.hardware import Device, GpuType
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.units import format_duration_ms
 from serverless_gpu.wire.base import Answer, Request
+from serverless_gpu.wire.secrets import SecretValue
 
 CLOCK_OFF_S = 0.5
 """A node's clock that is further off than this, and than the measurement may be wrong, is said to be off."""
@@ -44,7 +45,7 @@ class AgentHello(Request, frozen=True, kw_only=True):
         boot_id: another one than before proves that nothing of before still runs.
         draining: why it is to be given nothing new, though what runs there goes on, or "".
         problem: why it can run nothing now, or "".
-        takes: what it understands beyond the first of its protocol: "renewal" of attempts' tokens.
+        takes: what it understands beyond its protocol: "renewal" of attempts' tokens, "secrets".
         protocol: of `wire.base`; the server refuses what it does not speak by name.
     """
 
@@ -151,6 +152,7 @@ class Start(Answer, frozen=True, kw_only=True, tag="start"):
         context: as in `RunRequest`.
         call: as in `RunRequest`; None when it is a blob.
         submitted_ns: when the client asked, nanoseconds since 1970.
+        secrets: the attempt's; none where the node does not take "secrets".
     """
 
     seq: int
@@ -166,6 +168,7 @@ class Start(Answer, frozen=True, kw_only=True, tag="start"):
     owner: str = ""
     submitted_ns: int = 0
     partition_grace_s: float = 900.0
+    secrets: tuple[SecretValue, ...] = ()
 
 
 class Stop(Answer, frozen=True, kw_only=True, tag="stop"):

@@ -136,7 +136,11 @@ class FileList(Answer, frozen=True, kw_only=True):
 
 
 class AttemptView(Answer, frozen=True, kw_only=True):
-    """One try at a run."""
+    """One try at a run.
+
+    Attributes:
+        secrets: which versions it has, as ``HF_TOKEN@3``.
+    """
 
     fence: int
     state: State
@@ -145,6 +149,7 @@ class AttemptView(Answer, frozen=True, kw_only=True):
     created_ns: int
     started_ns: int | None
     ended_ns: int | None
+    secrets: tuple[str, ...] = ()
 
 
 class AttemptList(Answer, frozen=True, kw_only=True):

@@ -100,7 +100,8 @@ def story(view: RunView) -> Iterator[str]:
     if len(attempts.attempts) > 1:
         for each in attempts.attempts:
             why = "" if each.reason is None else f" · {each.reason.value}"
-            yield f"attempt {each.fence}: {each.state.value}{why} on {each.node}"
+            had = f" · secrets: {', '.join(each.secrets)}" if each.secrets else ""
+            yield f"attempt {each.fence}: {each.state.value}{why} on {each.node}{had}"
     failure = failure_text(view)
     if failure:
         yield from ("", *failure.splitlines())

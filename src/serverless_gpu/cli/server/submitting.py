@@ -41,6 +41,7 @@ _RANKS_ALL = "all"
 @click.option("--pool", help="Which nodes.")
 @click.option("--team", help="Whose run it is, beside yours.")
 @click.option("--policy", help="Which usage policy, where several apply.")
+@click.option("--secret", "secrets", multiple=True, metavar="NAME[=VARIABLE]", help="A secret it gets. Repeatable.")
 @click.option("--priority", type=click.Choice([each.value for each in Priority], case_sensitive=False))
 @click.option("--env", type=click.Choice(["live", "snapshot"]), help="What it imports; the server's place decides.")
 @click.option("--ranks-log", default="0", show_default=True, metavar="N,…|all", help="Ranks whose output is shown.")
@@ -76,6 +77,7 @@ def _spec(program: str, arguments: Sequence[str], *, remote: bool, options: Mapp
         raise click.UsageError(f"there is no file {program!r}")
     argv = (sys.executable, program, *arguments) if is_script else (program, *arguments)
     given = {name: options[name] for name in _OPTIONS if options.get(name) is not None}
+    given |= _secrets(options["secrets"])
     given |= {"resume": options["resume"], "tags": _tags(options["tags"]), "ranks_log": _ranks(options["ranks_log"])}
     spec = parse_options(options["gpus"], options["gpu_type"], remote, options["timeout"], given)
     if isinstance(spec.ranks_log, tuple) and not any(rank < options["gpus"] for rank in spec.ranks_log):
@@ -114,6 +116,12 @@ def _tags(pairs: Sequence[str]) -> dict[str, str]:
         if "=" not in pair:
             raise click.BadParameter(f"{pair!r} is not KEY=VALUE", param_hint="--tag")
     return dict(pair.split("=", 1) for pair in pairs)
+
+
+def _secrets(pairs: Sequence[str]) -> dict[str, Any]:
+    """Return what `secrets=` is to be, where anything was said."""
+    split = [pair.partition("=")[::2] for pair in pairs]
+    return {"secrets": {name: variable or None for name, variable in split}} if split else {}
 
 
 def _ranks(text: str) -> str | tuple[int, ...]:

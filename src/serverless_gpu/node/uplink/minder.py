@@ -29,7 +29,7 @@ from serverless_gpu import faults
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import ServerlessGpuError
 from serverless_gpu.model.attempt import State, StopReason
-from serverless_gpu.node import protocol
+from serverless_gpu.node import protocol, secret_files
 from serverless_gpu.node.history import first_facts, read_ending, read_receipt
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.inside.channel import Channel
@@ -182,6 +182,7 @@ class Minder:
                 launch = starting.make_launch(
                     order, self.directory, greeting, clock=self._clock, waited_ns=self._waited_ns(order), store=store
                 )
+                launch = starting.with_secrets(order, launch)
                 starting.write_run(launch)
                 self._agent_pid = greeting.pid
                 self._launch = launch
@@ -225,6 +226,7 @@ class Minder:
             if not self._look():
                 break
             self._connections += 1
+        secret_files.remove(self.directory)  # whoever was killed before it could
         if self._abandoned:
             self._write_stale()
 

@@ -15,10 +15,11 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.ambient import Clock, created_wall_ns
-from serverless_gpu.errors import HashMismatch, InvalidValue, ServerProblem
+from serverless_gpu.errors import HashMismatch, InvalidValue, SecretMissing, ServerProblem
 from serverless_gpu.model.placement import candidates, restrict
+from serverless_gpu.model.secrets import Delivered, check_name, check_variable
 from serverless_gpu.model.spec import BlobReference, Function
-from serverless_gpu.node import protocol
+from serverless_gpu.node import protocol, secret_files
 from serverless_gpu.node.home import Home, storage_error
 from serverless_gpu.node.inventory import offered
 from serverless_gpu.node.remote import Remote, has_remote, write_remote
@@ -126,6 +127,32 @@ def write_call(order: Start, directory: Path, connection: Connection) -> None:
             (directory / "call.pkl").write_bytes(order.call)
     except OSError as error:
         raise storage_error(error, directory) from None
+
+
+def with_secrets(order: Start, launch: protocol.Launch) -> protocol.Launch:
+    """Return the launch with its secrets, which are written where its ranks find them.
+
+    Raises:
+        SecretMissing: one was deleted since the attempt was placed; nothing of it may start.
+        InvalidValue: one is to be a variable, and cannot.
+        StorageError: there is no room.
+    """
+    if not order.secrets:
+        return launch
+    values: dict[str, bytes] = {}
+    for one in order.secrets:
+        check_name(one.name)  # it becomes a file's
+        if one.value is None:
+            raise SecretMissing(f"the secret {one.text} was deleted after the attempt was placed")
+        values[one.name] = check_variable(one.text, one.value) if one.variable else one.value
+    place = secret_files.write(Path(launch.directory), values)
+    secrets = Delivered(
+        directory=str(place),
+        texts=tuple(one.text for one in order.secrets),
+        variables={one.name: one.variable for one in order.secrets if one.variable},
+        note=secret_files.note(place),
+    )
+    return msgspec.structs.replace(launch, secrets=secrets)
 
 
 def write_run(launch: protocol.Launch) -> None:

@@ -18,6 +18,7 @@ def upgrade() -> None:
     _runs()
     _attempts()
     _outcomes()
+    _secrets()
 
 
 def _people() -> None:
@@ -161,6 +162,7 @@ def _attempts() -> None:
         sa.Column("late_reason", sa.String(length=32), nullable=True),
         sa.Column("stopped_json", sa.Text(), nullable=True),
         sa.Column("receipt_json", sa.Text(), nullable=True),
+        sa.Column("secrets_json", sa.Text(), nullable=False),
         sa.ForeignKeyConstraint(["node_id"], ["nodes.id"], name=op.f("fk_attempts_node_id_nodes")),
         sa.ForeignKeyConstraint(["run_id"], ["runs.id"], name=op.f("fk_attempts_run_id_runs")),
         sa.PrimaryKeyConstraint("run_id", "fence", name=op.f("pk_attempts")),
@@ -242,4 +244,18 @@ def _outcomes() -> None:
         sa.ForeignKeyConstraint(["seq"], ["audit.seq"], name=op.f("fk_audit_links_seq_audit")),
         sa.PrimaryKeyConstraint("number", name=op.f("pk_audit_links")),
         sa.UniqueConstraint("seq", name=op.f("uq_audit_links_seq")),
+    )
+
+
+def _secrets() -> None:
+    op.create_table(
+        "secrets",
+        sa.Column("kind", sa.String(length=8), nullable=False),
+        sa.Column("owner", sa.String(length=64), nullable=False),
+        sa.Column("name", sa.String(length=64), nullable=False),
+        sa.Column("version", sa.Integer(), nullable=False),
+        sa.Column("sealed", sa.LargeBinary(), nullable=True),
+        sa.Column("created_ns", sa.BigInteger(), nullable=False),
+        sa.Column("by", sa.String(length=64), nullable=False),
+        sa.PrimaryKeyConstraint("kind", "owner", "name", "version", name=op.f("pk_secrets")),
     )

@@ -1,0 +1,99 @@
+"""Secrets for runs of this machine: files of this home, as `sgpu secret set --local` writes them.
+
+    $SERVERLESS_GPU_HOME/secrets/HF_TOKEN (0600) ──▶ a copy in memory for each run, removed with its end
+
+They are as safe as the files of their user are: a key beside them would open for whoever reads them. A run through a
+server has the server's secrets, and none of these.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+import msgspec
+
+from serverless_gpu.errors import SecretMissing
+from serverless_gpu.model.secrets import Delivered, check_name, check_value, check_variable
+from serverless_gpu.node import protocol, secret_files
+from serverless_gpu.node.home import Home, storage_error
+
+DIRECTORY = "secrets"
+
+
+def with_secrets(home: Home, launch: protocol.Launch) -> protocol.Launch:
+    """Return a launch with the secrets that it names, as they are now, written where its ranks find them.
+
+    Raises:
+        SecretMissing: one of them is not there.
+        InvalidValue: one is to be a variable, and cannot.
+        StorageError: there is no room.
+    """
+    spec = launch.spec
+    if not spec.secrets or launch.idle_timeout_s is not None:  # a session runs nothing itself
+        return launch
+    values = {name: _read(home, name) for name in spec.secrets}
+    for name in spec.secret_variables:
+        check_variable(name, values[name])
+    place = secret_files.write(Path(launch.directory), values)
+    secrets = Delivered(
+        directory=str(place), texts=spec.secrets, variables=dict(spec.secret_variables), note=secret_files.note(place)
+    )
+    return msgspec.structs.replace(launch, secrets=secrets)
+
+
+def write(home: Home, name: str, value: bytes) -> None:
+    """Set a secret of this home, readable for its user only; all of it is there, or nothing.
+
+    Raises:
+        InvalidValue: the name, or the value's length, is not possible.
+        StorageError: it cannot be written.
+    """
+    check_value(check_name(name), value)
+    path = home.root / DIRECTORY / name
+    beside = path.with_name(f"..{name}-{os.getpid()}")
+    try:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        path.parent.chmod(0o700)
+        with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
+            file.write(value)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            beside.unlink()
+        raise storage_error(error, path) from None
+
+
+def names(home: Home) -> list[str]:
+    """Return which secrets this home has."""
+    with contextlib.suppress(OSError):
+        return sorted(path.name for path in (home.root / DIRECTORY).iterdir() if not path.name.startswith("."))
+    return []
+
+
+def delete(home: Home, name: str) -> None:
+    """Delete a secret of this home.
+
+    Raises:
+        SecretMissing: there is none of that name.
+    """
+    try:
+        (home.root / DIRECTORY / check_name(name)).unlink()
+    except FileNotFoundError:
+        raise SecretMissing(f"this home has no secret {name!r}") from None
+
+
+def _read(home: Home, name: str) -> bytes:
+    path = home.root / DIRECTORY / check_name(name)
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise SecretMissing(
+            f"this home has no secret {name!r}",
+            hint=f"`sgpu secret set --local {name}` makes one for runs of this machine; with remote=True, the server's",
+        ) from None
+    except OSError as error:
+        raise storage_error(error, path) from None

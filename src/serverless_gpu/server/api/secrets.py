@@ -1,0 +1,34 @@
+"""Routes of `wire/secrets.py`: names and versions; no route returns a value."""
+
+from __future__ import annotations
+
+from serverless_gpu.server import secret_keeping
+from serverless_gpu.server.api.routing import Call, Query, Routes, reading, writing
+from serverless_gpu.wire.secrets import SecretList, SecretRequest, SecretView
+
+REQUEST_BYTES_MAX = 128 << 10
+routes = Routes("secrets")
+
+
+class SecretQuery(Query, frozen=True, kw_only=True):
+    """Whose secret; one's own without a team."""
+
+    team: str = ""
+
+
+@routes.get("/secrets", needs=reading("secrets"))
+def list_secrets(call: Call) -> SecretList:
+    """List secrets without their values: one's own, and those of one's teams."""
+    return SecretList(secrets=tuple(secret_keeping.list_secrets(call.services, call.who, reach=call.reach)))
+
+
+@routes.put("/secrets/{name}", needs=writing("secrets"), limit=REQUEST_BYTES_MAX)
+def set_secret(call: Call, name: str, body: SecretRequest) -> SecretView:
+    """Set a secret; attempts that start from now on get it."""
+    return secret_keeping.set_secret(call.services, call.who, name, body, reach=call.reach)
+
+
+@routes.delete("/secrets/{name}", needs=writing("secrets"))
+def delete_secret(call: Call, name: str, query: SecretQuery) -> SecretView:
+    """Delete a secret with all of its versions."""
+    return secret_keeping.delete_secret(call.services, call.who, name, query.team, reach=call.reach)

@@ -1,0 +1,239 @@
+"""The query room of secrets: names, versions, sealed values, and which version an attempt gets.
+
+    sgpu secret set ─▶ the next version, sealed for (owner, name, version)   those before go once no attempt has them
+    submit          ─▶ each name has to be there                             SecretMissing
+    placement       ─▶ the newest version of each, with the attempt          none: FAILED/secret_missing, no order
+    order           ─▶ the values of those versions, to the attempt's node
+
+A run has its owner's secrets; with `team=`, also that team's, as long as its owner is in it. One's own goes first.
+
+Failure cases: rotated after the placement (the attempt keeps the version it has, whose value stays until the attempt
+has ended); deleted after it (every value is gone at once: an order that is not taken yet comes without it, the node
+refuses, and the next placement ends the run; an attempt that has its copy goes on); the key is another one (the order
+is given back with words, as for variables). A value is in no log, no audit and no answer; whoever has the database
+without the key's file has none.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import sqlalchemy as sa
+
+from serverless_gpu.errors import NotFound, SecretMissing
+from serverless_gpu.model.secrets import Pinned
+from serverless_gpu.server import attempts
+from serverless_gpu.server.runs import StoredRun
+from serverless_gpu.server.sealing import Sealer
+from serverless_gpu.server.tables import attempts as attempts_table
+from serverless_gpu.server.tables import members, runs, secrets
+from serverless_gpu.wire.secrets import SecretValue, SecretView
+
+
+class By(NamedTuple):
+    """Who changes something, and when: nanoseconds since 1970."""
+
+    name: str
+    now_ns: int
+
+
+class Whose(NamedTuple):
+    """Whose a secret is: kind is "user" (any principal) or "team"."""
+
+    kind: str
+    owner: str
+
+
+def put(
+    connection: sa.Connection, sealer: Sealer, whose: Whose, name: str, value: bytes, by: By
+) -> tuple[SecretView, bool]:
+    """Write the next version of a secret; return it, and whether that was news.
+
+    Args:
+        connection: of the transaction.
+        sealer: seals the value.
+        whose: it is to be.
+        name: that it can have.
+        value: of it; the same as before changes nothing, so that a request may come twice.
+        by: who sets it.
+    """
+    last = _last(connection, whose, name)
+    if last is not None and last.sealed is not None and sealer.is_mine(last.sealed):
+        known = sealer.unseal(last.sealed, about=_about(whose, name, last.version))
+        if hmac.compare_digest(known, value):
+            return _view(last), False
+    version = 1 if last is None else last.version + 1
+    row = {
+        "kind": whose.kind,
+        "owner": whose.owner,
+        "name": name,
+        "version": version,
+        "sealed": sealer.seal(value, about=_about(whose, name, version)),
+        "created_ns": by.now_ns,
+        "by": by.name,
+    }
+    connection.execute(secrets.insert(), row)
+    tidy(connection, whose, name)
+    written = _last(connection, whose, name)
+    assert written is not None
+    return _view(written), True
+
+
+def delete(connection: sa.Connection, whose: Whose, name: str, by: By) -> SecretView:
+    """Take away every value of a secret; its number stays, so that a version is never two things.
+
+    Raises:
+        NotFound: there is none.
+    """
+    last = _last(connection, whose, name)
+    if last is None or last.sealed is None:
+        raise NotFound(f"there is no secret {name[:64]!r}", hint="`sgpu secret list` lists those you may use")
+    connection.execute(secrets.update().where(_is(whose, name)).values(sealed=None))
+    gone = sa.and_(_is(whose, name), secrets.c.version == last.version)
+    connection.execute(secrets.update().where(gone).values(version=last.version + 1, created_ns=by.now_ns, by=by.name))
+    tidy(connection, whose, name)
+    return _view(last)
+
+
+def listed(connection: sa.Connection, name: str, teams: Sequence[str], *, everybodys: bool) -> list[SecretView]:
+    """Return the newest versions of secrets that are there.
+
+    Args:
+        connection: reading is enough.
+        name: of the principal who asks.
+        teams: it is in.
+        everybodys: whether those of all are asked for.
+    """
+    newest = _newest()
+    query = sa.select(secrets).join(newest, _same(newest)).where(secrets.c.sealed.is_not(None))
+    if not everybodys:
+        own = sa.and_(secrets.c.kind == "user", secrets.c.owner == name)
+        query = query.where(sa.or_(own, sa.and_(secrets.c.kind == "team", secrets.c.owner.in_(list(teams)))))
+    query = query.order_by(secrets.c.name, secrets.c.kind, secrets.c.owner)
+    return [_view(row) for row in connection.execute(query)]
+
+
+def pins(connection: sa.Connection, owner: str, team: str, names: Sequence[str]) -> tuple[Pinned, ...]:
+    """Return the versions that an attempt gets now.
+
+    Args:
+        connection: reading is enough.
+        owner: of the run.
+        team: of the run, or "".
+        names: of the secrets.
+
+    Raises:
+        SecretMissing: one of them is not there, or not for this run.
+    """
+    mine = [Whose("user", owner)]
+    if (
+        team
+        and connection.execute(
+            sa.select(members.c.team).where(members.c.team == team, members.c.principal == owner)
+        ).first()
+    ):
+        mine.append(Whose("team", team))
+    found: list[Pinned] = []
+    for name in names:
+        last = next((row for whose in mine if (row := _last(connection, whose, name)) and row.sealed), None)
+        if last is None:
+            whose = f"{owner} has none" + (f", and team {team} has none" if len(mine) > 1 else "")
+            raise SecretMissing(
+                f"there is no secret {name[:64]!r}: {whose}",
+                hint=f"`sgpu secret set {name[:64]}` makes one; one of a team is for runs with team=",
+            )
+        found.append(Pinned(name=name, version=last.version, team=last.owner if last.kind == "team" else ""))
+    return tuple(found)
+
+
+def values(
+    connection: sa.Connection, sealer: Sealer, run: StoredRun, pinned: Sequence[Pinned], variables: Mapping[str, str]
+) -> tuple[SecretValue, ...]:
+    """Return what the node of an attempt gets.
+
+    Raises:
+        ServerProblem: they were sealed with another key.
+    """
+    found: list[SecretValue] = []
+    for one in pinned:
+        whose = Whose("team", one.team) if one.team else Whose("user", run.owner)
+        row = connection.execute(
+            sa.select(secrets.c.sealed).where(_is(whose, one.name), secrets.c.version == one.version)
+        ).first()
+        sealed = None if row is None else row.sealed
+        value = None if sealed is None else sealer.unseal(sealed, about=_about(whose, one.name, one.version))
+        variable = variables.get(one.name, "")
+        found.append(SecretValue(name=one.name, text=one.text, value=value, variable=variable))
+    return tuple(found)
+
+
+def tidy(connection: sa.Connection, whose: Whose, name: str) -> None:
+    """Remove the versions before the last that no attempt has any more."""
+    last = _last(connection, whose, name)
+    kept = {last.version} if last is not None else set()
+    for kind, owner, pinned, version in _in_use(connection):
+        if (kind, owner, pinned) == (*whose, name):
+            kept.add(version)
+    connection.execute(secrets.delete().where(_is(whose, name), secrets.c.version.not_in(kept)))
+
+
+def replaced(connection: sa.Connection) -> list[tuple[Whose, str]]:
+    """Return the secrets of which an older version is still there."""
+    query = sa.select(secrets.c.kind, secrets.c.owner, secrets.c.name).group_by(
+        secrets.c.kind, secrets.c.owner, secrets.c.name
+    )
+    rows = connection.execute(query.having(sa.func.count() > 1))
+    return [(Whose(row.kind, row.owner), row.name) for row in rows]
+
+
+def _in_use(connection: sa.Connection) -> list[tuple[str, str, str, int]]:
+    """Return whose, which, and which version, of all attempts that have not ended."""
+    query = (
+        sa.select(runs.c.owner, attempts_table.c.run_id, attempts_table.c.fence)
+        .select_from(attempts_table.join(runs, runs.c.id == attempts_table.c.run_id))
+        .where(attempts_table.c.ended_ns.is_(None), attempts_table.c.secrets_json != "[]")
+    )
+    found: list[tuple[str, str, str, int]] = []
+    for row in connection.execute(query).all():
+        attempt = attempts.find(connection, row.run_id, row.fence)
+        for one in attempt.secrets if attempt is not None else ():
+            kind, owner = ("team", one.team) if one.team else ("user", row.owner)
+            found.append((kind, owner, one.name, one.version))
+    return found
+
+
+def _last(connection: sa.Connection, whose: Whose, name: str) -> sa.Row[tuple[object, ...]] | None:
+    query = sa.select(secrets).where(_is(whose, name)).order_by(secrets.c.version.desc()).limit(1)
+    return connection.execute(query).first()
+
+
+def _newest() -> sa.Subquery:
+    key = (secrets.c.kind, secrets.c.owner, secrets.c.name)
+    return sa.select(*key, sa.func.max(secrets.c.version).label("version")).group_by(*key).subquery()
+
+
+def _same(newest: sa.Subquery) -> sa.ColumnElement[bool]:
+    return sa.and_(*(secrets.c[name] == newest.c[name] for name in ("kind", "owner", "name", "version")))
+
+
+def _is(whose: Whose, name: str) -> sa.ColumnElement[bool]:
+    return sa.and_(secrets.c.kind == whose.kind, secrets.c.owner == whose.owner, secrets.c.name == name)
+
+
+def _about(whose: Whose, name: str, version: int) -> str:
+    """Return what a value is sealed for: copied into another row, it does not open."""
+    return f"secret:{whose.kind}:{whose.owner}:{name}:{version}"
+
+
+def _view(row: sa.Row[tuple[object, ...]]) -> SecretView:
+    is_teams = row.kind == "team"
+    return SecretView(
+        name=row.name,
+        version=row.version,
+        owner="" if is_teams else row.owner,
+        team=row.owner if is_teams else "",
+        created_ns=row.created_ns,
+        by=row.by,
+    )
