@@ -1,0 +1,238 @@
+"""Bugs that are put into the server or the node on purpose. The simulation is worth what it finds of them.
+
+Each is a thing that somebody could do by mistake and that all is well without, until something breaks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest import mock
+
+import msgspec
+import sqlalchemy as sa
+
+from serverless_gpu.errors import ServerStorageFull
+from serverless_gpu.model.attempt import Reason
+from serverless_gpu.model.run_lifecycle import GivenUp
+from serverless_gpu.server import (
+    agents,
+    attempts,
+    audit,
+    events,
+    facts,
+    files,
+    liveness,
+    logs,
+    orders,
+    reconciler,
+    reporting,
+    retention,
+    runs,
+    submitting,
+    views,
+)
+from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.runs import NewRun, StoredRun
+from serverless_gpu.server.services import Services
+from serverless_gpu.wire.runs import RunRequest, RunView
+from tests.simulation import node
+from tests.simulation.timeline import S
+
+Planted = Callable[[], AbstractContextManager[Any]]
+
+
+def _late_reports_count() -> AbstractContextManager[Any]:
+    """A report is taken for the run that it names, whichever attempt it is of."""
+    return _both(
+        mock.patch.object(attempts.StoredAttempt, "given_up", property(lambda self: False)),
+        mock.patch.object(reporting._Found, "is_current", property(lambda self: self.run.state in runs.ACTIVE)),
+    )
+
+
+def _repeated_submit_is_another_run() -> AbstractContextManager[Any]:
+    """A request that comes again makes a run again."""
+    create = submitting._create
+
+    def again(connection: sa.Connection, new: NewRun, who: Caller, at_ns: int) -> tuple[StoredRun, bool]:
+        if runs.exists(connection, new.id):
+            copy = msgspec.structs.replace(new, id=new.id[:-4] + "zzzz")
+            if not runs.exists(connection, copy.id):
+                create(connection, copy, who, at_ns)
+        return create(connection, new, who, at_ns)
+
+    return mock.patch.object(submitting, "_create", again)
+
+
+def _acknowledged_before_it_is_durable() -> AbstractContextManager[Any]:
+    """A full disk is no reason to refuse a run."""
+    submit = submitting.submit
+
+    def optimistic(services: Services, who: Caller, request: RunRequest) -> RunView:
+        try:
+            return submit(services, who, request)
+        except ServerStorageFull:
+            new = NewRun(
+                id=request.id,
+                owner=who.name,
+                spec=request.spec,
+                target=request.target,
+                request_sha256="",
+                context_sealed=b"",
+            )
+            return services.database.read(lambda connection: views.run_view(_unwritten(connection, new)))
+
+    return mock.patch.object(submitting, "submit", optimistic)
+
+
+def _unwritten(connection: sa.Connection, new: NewRun) -> StoredRun:
+    with connection.begin_nested() as savepoint:
+        run = runs.insert(connection, new, at_ns=0)
+        savepoint.rollback()
+    return run
+
+
+def _lease_from_the_answer() -> AbstractContextManager[Any]:
+    """A node counts its lease from when the answer came."""
+    return mock.patch.object(node, "lease_end_ns", lambda _asked, answered, grace_s: answered + round(grace_s * S))
+
+
+def _orders_go_to_any_node() -> AbstractContextManager[Any]:
+    """A node that asks gets what waits, whoever it is for."""
+    return mock.patch.object(orders, "waiting", lambda connection, _node_id: orders._open(connection, sa.true()))
+
+
+def _silence_is_proof() -> AbstractContextManager[Any]:
+    """A run whose node is silent is given up at once."""
+    return mock.patch.object(reconciler, "Silent", lambda: GivenUp(reason=Reason.NODE_GONE))
+
+
+def _grace_of_today() -> AbstractContextManager[Any]:
+    """A server waits as long as it grants itself, and not as long as was granted."""
+    look = reconciler.Reconciler._look
+
+    def forgetful(self: reconciler.Reconciler, run: StoredRun, now_ns: int) -> None:
+        assert run.attempt is not None
+        attempt = msgspec.structs.replace(run.attempt, grace_s=self._grace_s)
+        look(self, msgspec.structs.replace(run, attempt=attempt), now_ns)
+
+    return mock.patch.object(reconciler.Reconciler, "_look", forgetful)
+
+
+def _taken_back_though_it_left() -> AbstractContextManager[Any]:
+    """An order is taken back whether or not it has left."""
+    return mock.patch.object(liveness.Deliveries, "hold", lambda self, run_id, fence: True)
+
+
+def _output_twice() -> AbstractContextManager[Any]:
+    """Output is appended as it comes."""
+    append = logs.Logs.append
+
+    def careless(self: logs.Logs, run_id: str, fence: int, *, offset: int, **piece: Any) -> int:
+        size = self.size(run_id, fence, rank=piece["rank"], stream=piece["stream"])
+        append(self, run_id, fence, offset=size, **piece)
+        return offset + len(piece["data"])
+
+    return mock.patch.object(logs.Logs, "append", careless)
+
+
+def _results_without_the_last() -> AbstractContextManager[Any]:
+    """Of many results the last is not written, and nobody counts."""
+    put = files.put
+
+    def short(connection: sa.Connection, run_id: str, fence: int, new: Any, **how: Any) -> list[str]:
+        return put(connection, run_id, fence, new[:-1] if len(new) > 1 else new, **how)
+
+    return _both(
+        mock.patch.object(files, "put", short), mock.patch.object(reporting, "_check_results", lambda *_: None)
+    )
+
+
+def _facts_of_the_end_are_dropped() -> AbstractContextManager[Any]:
+    """Facts that come with an ending are not kept."""
+    add = facts.add
+
+    def lossy(connection: sa.Connection, run_id: str, fence: int, new: Any) -> list[int]:
+        return add(connection, run_id, fence, new[:1] if len(new) > 2 else new)
+
+    return mock.patch.object(facts, "add", lossy)
+
+
+def _stops_are_of_nobody() -> AbstractContextManager[Any]:
+    """Who asked a run to stop is not written down."""
+    record = audit.record
+
+    def forgetful(connection: sa.Connection, **row: Any) -> None:
+        if row["action"] is not audit.Action.RUN_STOP:
+            record(connection, **row)
+
+    return mock.patch.object(audit, "record", forgetful)
+
+
+def _removed_without_a_word() -> AbstractContextManager[Any]:
+    """Old runs are removed, and nobody can know that."""
+
+    def silent(connection: sa.Connection, run_id: str, *, at_ns: int) -> None:
+        for room in (events, files, facts, orders, attempts):
+            room.remove(connection, run_id)
+        runs.remove(connection, run_id)
+
+    return mock.patch.object(retention, "_remove_rows", silent)
+
+
+def _never_settled() -> AbstractContextManager[Any]:
+    """A receipt that never comes is waited for for ever."""
+    return mock.patch.object(reconciler.Reconciler, "_settle", lambda self: None)
+
+
+def _reservations_stay() -> AbstractContextManager[Any]:
+    """What an engine has reserved is given back by whoever placed it, and not by the next server."""
+    return mock.patch.object(reconciler.Reconciler, "_release", lambda *_: None)
+
+
+def _hello_proves_nothing() -> AbstractContextManager[Any]:
+    """What a node still has is not looked at when it says hello, nor later."""
+    return _both(
+        mock.patch.object(agents, "_stale", lambda *_: ()),
+        mock.patch.object(attempts.StoredAttempt, "is_stale", lambda *_: False),
+    )
+
+
+class _Both:
+    def __init__(self, *managers: AbstractContextManager[Any]) -> None:
+        self._managers = managers
+
+    def __enter__(self) -> None:
+        for manager in self._managers:
+            manager.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        for manager in reversed(self._managers):
+            manager.__exit__(*error)
+
+
+def _both(*managers: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
+    return _Both(*managers)
+
+
+BUGS: dict[str, Planted] = {
+    "late reports count": _late_reports_count,
+    "a repeated submit is another run": _repeated_submit_is_another_run,
+    "acknowledged before it is durable": _acknowledged_before_it_is_durable,
+    "the lease counts from the answer": _lease_from_the_answer,
+    "orders go to any node": _orders_go_to_any_node,
+    "silence is proof": _silence_is_proof,
+    "grace of today": _grace_of_today,
+    "taken back though it left": _taken_back_though_it_left,
+    "output twice": _output_twice,
+    "results without the last": _results_without_the_last,
+    "facts of the end are dropped": _facts_of_the_end_are_dropped,
+    "stops are of nobody": _stops_are_of_nobody,
+    "removed without a word": _removed_without_a_word,
+    "never settled": _never_settled,
+    "reservations stay": _reservations_stay,
+    "hello proves nothing": _hello_proves_nothing,
+}
+FOUND_BY: dict[str, tuple[int, int, str]] = {}
+"""Bug → seed, steps, invariant: the first seed that finds it, which a test runs again."""
