@@ -8,7 +8,7 @@ HALF := tests/docs/ tests/examples/ tests/local/ tests/notebook/
 CODE := $(wildcard src tests scripts examples benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo notebook test test-all test-half-1 test-half-2 test-ray crash check format docs bench picture gpu-check clean distclean
+.PHONY: help venv demo notebook test test-all test-half-1 test-half-2 test-ray crash check sim format docs bench picture gpu-check clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -92,6 +92,9 @@ test-ray:
 
 crash: venv ## kill server and node at every named place, on SQLite and PostgreSQL; full disks, conflicts, two servers
 	$(BIN)/python -m pytest tests/crash
+
+sim: $(VENV)/.installed ## simulate server, nodes and clients: make sim SEEDS=20000 FIRST=0 STEPS=60 JOBS=2
+	@$(BIN)/python -m tests.simulation --seeds $(or $(SEEDS),2000) --first $(or $(FIRST),0) --steps $(or $(STEPS),60) --jobs $(or $(JOBS),2)
 
 check: venv ## format, lint, types, layers, our own lints, links
 	$(BIN)/ruff format --check $(CODE)

@@ -235,7 +235,8 @@ def test_a_request_that_was_answered_twice_over_is_found(people: Database) -> No
 
 
 def stretch(fence: int, began: int, ended: int | None, *, run: str = "r", device: str = "n1/0") -> Stretch:
-    return Stretch(run_id=run, fence=fence, node="n1", devices=(device,), began_ns=began, ended_ns=ended, freed_ns=ended)
+    devices = (device,)
+    return Stretch(run_id=run, fence=fence, node="n1", devices=devices, began_ns=began, ended_ns=ended, freed_ns=ended)
 
 
 def of_stretches(*stretches: Stretch) -> set[str]:

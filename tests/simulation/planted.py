@@ -112,10 +112,8 @@ def _grace_of_today() -> AbstractContextManager[Any]:
     """A server waits as long as it grants itself, and not as long as was granted."""
     look = reconciler.Reconciler._look
 
-    def forgetful(self: reconciler.Reconciler, run: StoredRun, now_ns: int) -> None:
-        assert run.attempt is not None
-        attempt = msgspec.structs.replace(run.attempt, grace_s=self._grace_s)
-        look(self, msgspec.structs.replace(run, attempt=attempt), now_ns)
+    def forgetful(self: reconciler.Reconciler, run: runs.Active, now_ns: int) -> None:
+        look(self, msgspec.structs.replace(run, grace_s=self._grace_s), now_ns)
 
     return mock.patch.object(reconciler.Reconciler, "_look", forgetful)
 
@@ -234,5 +232,17 @@ BUGS: dict[str, Planted] = {
     "reservations stay": _reservations_stay,
     "hello proves nothing": _hello_proves_nothing,
 }
-FOUND_BY: dict[str, tuple[int, int, str]] = {}
+FOUND_BY: dict[str, tuple[int, int, str]] = {
+    "late reports count": (0, 20, "I6"),
+    "a repeated submit is another run": (12, 20, "ends"),
+    "acknowledged before it is durable": (8, 20, "I1"),
+    "orders go to any node": (3, 20, "I3"),
+    "silence is proof": (0, 20, "I3"),
+    "output twice": (0, 20, "told"),
+    "results without the last": (0, 20, "told"),
+    "facts of the end are dropped": (0, 20, "I7"),
+    "stops are of nobody": (1, 20, "I8"),
+    "removed without a word": (0, 20, "I1"),
+    "reservations stay": (0, 20, "ends"),
+}
 """Bug → seed, steps, invariant: the first seed that finds it, which a test runs again."""

@@ -323,7 +323,8 @@ def _submit(world: World, step: Step) -> None:
 
 def _stop(why: StopReason) -> Callable[[World, Step], None]:
     def stop(world: World, step: Step) -> None:
-        world.clients[step.which % len(world.clients)].stop(why)
+        if world.clients:
+            world.clients[step.which % len(world.clients)].stop(why)
 
     return stop
 
