@@ -312,7 +312,7 @@ class ServerStorageFull(ServerProblem):
     """The server has no room to store this."""
 
     code = "storage_full"
-    status = 507
+    status = 503
 
 
 class SessionEnded(ServerlessGpuError):

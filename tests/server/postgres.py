@@ -102,12 +102,12 @@ def _find_programs() -> Path | None:
 
 
 @contextlib.contextmanager
-def cluster(*, durable: bool = False) -> Iterator[Cluster]:
-    """Run a PostgreSQL; skip the test where none is installed."""
+def cluster(*, durable: bool = False, within: Path = Path("/tmp")) -> Iterator[Cluster]:
+    """Run a PostgreSQL in a directory of its own; skip the test where none is installed."""
     programs = _find_programs()
     if programs is None:
         pytest.skip("PostgreSQL is not installed (apt-get install postgresql)")
-    directory = Path(tempfile.mkdtemp(prefix="sg-pg-", dir="/tmp"))
+    directory = Path(tempfile.mkdtemp(prefix="sg-pg-", dir=within))
     try:
         if os.geteuid() == 0:
             shutil.chown(directory, "postgres", "postgres")

@@ -15,6 +15,7 @@ while the first is there, and while runs of the first may be going on: it would 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Collection, Sequence
 from functools import partial
@@ -24,7 +25,7 @@ import sqlalchemy as sa
 from anyio import to_thread
 
 from serverless_gpu import ambient, faults
-from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound, ServerProblem
+from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound, ServerProblem, ServerStorageFull
 from serverless_gpu.model.attempt import Reason
 from serverless_gpu.model.run_lifecycle import GivenUp
 from serverless_gpu.server import attempt_tokens, attempts, audit, nodes, orders, pools, runs, secret_store, transitions
@@ -127,7 +128,8 @@ class Agents:
         )
         news = _beaten(node.hello, said) != node.hello
         if news or not 0 <= at_ns - node.seen_ns <= SEEN_EVERY_S * 1e9:
-            services.database.write(lambda connection: _note(connection, who, node_id, said, at_ns=at_ns))
+            with contextlib.suppress(ServerStorageFull):  # it is there, whether or not that can be written down
+                services.database.write(lambda connection: _note(connection, who, node_id, said, at_ns=at_ns))
         if services.presence.heard(node_id, now_ns=services.clock.boottime_ns()) or news:
             services.hub.touch(SCHEDULER)
         if services.presence.read_clock(node_id, said.clock):

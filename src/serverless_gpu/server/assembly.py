@@ -25,7 +25,7 @@ from serverless_gpu.engines.local import LocalEngine
 from serverless_gpu.errors import ServerProblem
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.uplink.profile import Profile
-from serverless_gpu.server import restoring, runs, tables
+from serverless_gpu.server import reserve, restoring, runs, tables
 from serverless_gpu.server.admission import Admission
 from serverless_gpu.server.chaining import Chainer
 from serverless_gpu.server.claim import LOOK_S, Claim
@@ -101,6 +101,7 @@ def assembled(settings: Settings, *, url: str, clock: Clock) -> Iterator[Assembl
             sealer=sealer,
             measures=measures,
             health=Health(clock),
+            low=database.reserve.problem,
             **storage._asdict(),
         )
         _look_after_health(services, database)
@@ -109,7 +110,7 @@ def assembled(settings: Settings, *, url: str, clock: Clock) -> Iterator[Assembl
         engine = _this_machine(settings, url=url, token=tokens.node_token) if settings.node else None
         if engine is not None:
             stack.callback(engine.close)
-        stack.enter_context(_looking_after(services, engine, database.claim))
+        stack.enter_context(_looking_after(services, engine, database))
         yield Assembly(
             claim=database.claim,
             services=services,
@@ -125,27 +126,32 @@ def _this_machine(settings: Settings, *, url: str, token: str) -> Engine:
 
 
 @contextlib.contextmanager
-def _looking_after(services: Services, engine: Engine | None, claim: Claim) -> Iterator[None]:
+def _looking_after(services: Services, engine: Engine | None, database: Database) -> Iterator[None]:
     """Run the loops; the hub rings them."""
     scheduler = Scheduler(services, engine=engine)
     reconciler = Reconciler(services, scheduler=scheduler, engine=engine)
 
     def alone(tick: Tick) -> Tick:
         def tick_alone(now_ns: int) -> int | None:
-            claim.require()
+            database.claim.require()
             return tick(now_ns)
 
         return tick_alone
 
     def look(now_ns: int) -> int:
-        claim.look()
+        database.claim.look()
         return now_ns + round(LOOK_S * 1e9)
+
+    def tend(now_ns: int) -> int:
+        database.reserve.tend()
+        return now_ns + round(reserve.EVERY_S * 1e9)
 
     def loop(name: str, tick: Tick, *, late_s: float = LATE_S) -> Loop:
         return Loop(name, tick, clock=services.clock, late_s=late_s, measures=services.measures)
 
     loops = {
         "claim": loop("claim", look),
+        "reserve": loop("reserve", alone(tend)),
         SCHEDULER: loop("scheduler", alone(scheduler.tick)),
         RECONCILER: loop("reconciler", alone(reconciler.tick)),
         COLLECTOR: loop("collector", alone(Collector(services).tick), late_s=SLOW_S),
@@ -174,6 +180,7 @@ def _look_after_health(services: Services, database: Database) -> None:
     health.probe("store", services.blobs.try_store, fresh_s=STORE_FRESH_S, bound_s=STORE_BOUND_S)
     health.probe("environments", services.environments.try_store, fresh_s=STORE_FRESH_S, bound_s=STORE_BOUND_S)
     health.probe("disk", lambda: space_problem(settings.directory))
+    health.probe("reserve", database.reserve.problem)
     for check in mlflow_checks(settings):
         health.probe("mlflow", check)
     health.watch("claim", lambda: "" if database.claim.is_held else "the database is not this server's now")

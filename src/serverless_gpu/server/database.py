@@ -12,7 +12,8 @@ What can go wrong:
 
 - The database is away, or too busy: `ServerUnavailable`; nothing was written, or, where the connection broke while
   committing, everything was. Callers repeat their request, and requests may be repeated.
-- The disk is full: `ServerStorageFull`, and reading goes on.
+- The disk is full: what is kept back is given back, and the work done again (`reserve`); if there is nothing any more,
+  `ServerStorageFull`, and reading goes on.
 - A value does not fit: `InvalidValue`, the last resort behind the checks of each body.
 - A work in a work would wait for itself: refused.
 - Another server uses the database, or the session that says so broke: nothing is written (`claim`).
@@ -45,6 +46,7 @@ from serverless_gpu.server import migrations
 from serverless_gpu.server.claim import Claim
 from serverless_gpu.server.group_commit import GroupCommit, WriterClosed
 from serverless_gpu.server.measures import Measures
+from serverless_gpu.server.reserve import FileReserve, NoReserve, Reserve, TableReserve
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -59,6 +61,7 @@ TOLD_EVERY_NS = 5_000_000_000
 OLDEST = {"postgresql": (15,), "sqlite": (3, 35)}
 _CHANGED_MEANWHILE = frozenset({"40001", "40P01"})  # serialisation failure, deadlock
 _UNIQUE = "23505"
+_FULL = "53100"
 
 
 class Database:
@@ -71,6 +74,7 @@ class Database:
 
     Attributes:
         claim: of the one server that uses it; taken by `be_sole`.
+        reserve: room that is kept back; whoever keeps the loops tends it.
 
     Raises:
         InvalidValue: another kind of url.
@@ -86,14 +90,17 @@ class Database:
         self._writer: GroupCommit | None = None
         parsed = _parse(url)
         self.kind = parsed.get_backend_name()
+        self.reserve: Reserve = NoReserve()
         self.claim = Claim(parsed, lambda: _postgres_alone(parsed, self.claim.name).connect(), clock=clock)
         if self.kind == "postgresql":
             self._readers = self._engine = _postgres(parsed, self.claim)
             self._turns = _Turns()
+            self.reserve = TableReserve(lambda: _postgres_alone(parsed, self.claim.name).connect())
             return
         memory = not parsed.database
         if not memory:
             _make_private(Path(str(parsed.database)))
+            self.reserve = FileReserve(Path(str(parsed.database)))
         self._engine = _sqlite(parsed, begin="BEGIN IMMEDIATE", readers=False)
         # A database in memory belongs to its one connection, so its writer reads, too.
         self._readers = self._engine if memory else _sqlite(parsed, begin="BEGIN", readers=True)
@@ -161,9 +168,15 @@ class Database:
         """
         self.claim.require()
         with self._measured("write"), self._told(), self._one_at_a_time():
-            if self._writer is not None:
-                return self._writer.do(self._marked(work))
-            return self._write_postgres(work)
+            try:
+                return self._written(work)
+            except sa.exc.DBAPIError as error:
+                if not _is_full(error) or not self.reserve.give_back():
+                    raise
+            return self._written(work)
+
+    def _written(self, work: Callable[[sa.Connection], T]) -> T:
+        return self._write_postgres(work) if self._writer is None else self._writer.do(self._marked(work))
 
     def close(self) -> None:
         """Finish what waits and close all connections."""
@@ -395,10 +408,14 @@ def _how_to_connect(name: str) -> dict[str, Any]:
 _KEEPALIVE = {"keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 4, "tcp_user_timeout": 30_000}
 
 
+def _is_full(error: sa.exc.DBAPIError) -> bool:
+    return "database or disk is full" in str(error.orig) or getattr(error.orig, "sqlstate", None) == _FULL
+
+
 def _problem(error: sa.exc.DBAPIError, said: str) -> ServerlessGpuError | None:
     """Return what a driver's error means for a request, or None when it is a mistake in our own SQL."""
     state = getattr(error.orig, "sqlstate", None) or ""
-    if "database or disk is full" in said or state == "53100":
+    if _is_full(error):
         return ServerStorageFull("the database has no room on its disk", hint="make room, and ask again")
     if state in _CHANGED_MEANWHILE:
         return ServerUnavailable("the database is busy: others change the same rows", hint="ask again later")

@@ -64,6 +64,7 @@ class Services:
         waiting_room: how many more runs each principal may have waiting.
         measures: what is counted, for Prometheus.
         health: whether the server can do its work.
+        low: returns why the database takes no new runs, in words that name no one, or "".
     """
 
     settings: Settings
@@ -83,3 +84,4 @@ class Services:
     waiting_room: WaitingRoom = dataclasses.field(default_factory=WaitingRoom)
     measures: Measures = dataclasses.field(default_factory=Measures)
     health: Health = dataclasses.field(default_factory=Health)
+    low: Callable[[], str] = lambda: ""

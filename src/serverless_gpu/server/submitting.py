@@ -19,7 +19,7 @@ import sqlalchemy as sa
 
 from serverless_gpu import faults
 from serverless_gpu.ambient import created_wall_ns
-from serverless_gpu.errors import IdempotencyConflict, InvalidValue, NotFound, TooLarge
+from serverless_gpu.errors import IdempotencyConflict, InvalidValue, NotFound, ServerStorageFull, TooLarge
 from serverless_gpu.model import secrets
 from serverless_gpu.model.attempt import State
 from serverless_gpu.model.spec import (
@@ -71,14 +71,18 @@ def submit(services: Services, who: Caller, request: RunRequest) -> RunView:
         SecretMissing: a secret that it names is not there.
         TooLarge: it is over a limit.
         IdempotencyConflict: there is another run of this identifier.
+        ServerStorageFull: the database's disk is full, or nearly so.
     """
     check(request, who)
     digest = services.keys.fingerprint(msgspec.json.encode(request, order="deterministic"))
     has_room = services.waiting_room.enter(who.name)
-    if not has_room or _names_bytes(request):  # what a repeated request needs none of: is it one?
+    low = services.low()
+    if low or not has_room or _names_bytes(request):  # what a repeated request needs none of: is it one?
         before = services.database.read(lambda connection: runs.find(connection, request.id))
         if before is not None:
             return _same(services, before, who, digest)
+        if low:
+            raise ServerStorageFull(f"no new runs are taken: {low}", hint="runs that are there go on; ask again later")
         _check_bytes(services, request)
         if not has_room:
             _find_room(services, who)

@@ -141,6 +141,11 @@ class Minder:
             self._confirmed = True
             self._tell(protocol.Confirm())
 
+    def heard(self, deadline_ns: int) -> None:
+        """Let an attempt that was confirmed go on until then; one that was not does not start for that."""
+        if self._confirmed:
+            self._tell(protocol.Lease(deadline_ns=deadline_ns))
+
     def settled(self) -> None:
         """Note that the server has everything."""
         faults.reach("after_ending_before_settled")

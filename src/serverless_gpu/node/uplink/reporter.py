@@ -14,6 +14,7 @@ server counts from when it heard, which is later.
 Failure cases: the server is away or answers with errors (longer and longer pauses, up to 5 s; the supervisor ends the
 run when the lease is over); the attempt is over for the server (stopped, its files kept, nothing reported any more);
 the attempt's token has ended (the node's next heartbeat brings another);
+the database of the server is full (it has heard of the attempt all the same, so that goes on: no run ends for that);
 results cannot be sent for an hour in which the server does answer (the run ends as `result_upload`, its files stay).
 """
 
@@ -27,7 +28,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from serverless_gpu.ambient import Clock
-from serverless_gpu.errors import NotAuthenticated, ServerlessGpuError, StaleAttempt
+from serverless_gpu.errors import NotAuthenticated, ServerlessGpuError, ServerStorageFull, StaleAttempt
 from serverless_gpu.model.attempt import Reason, State, StopReason
 from serverless_gpu.model.ledger import Fact, FactKind
 from serverless_gpu.node.history import read_receipt
@@ -52,6 +53,10 @@ class Attended(Protocol):
 
     def renew(self, deadline_ns: int, stop: StopReason | None) -> None:
         """The server has answered."""
+        ...
+
+    def heard(self, deadline_ns: int) -> None:
+        """The server has heard of the attempt, and had no room for what was said."""
         ...
 
     def settled(self) -> None:
@@ -108,6 +113,7 @@ class Reporter:
         self._ending_sent = False
         self._tracked = ""
         self._error = ""
+        self._was_heard = False
 
     def run(self, minder: Attended, *, fresh: bool) -> None:
         """Report until the attempt is settled, or over for the server.
@@ -127,6 +133,8 @@ class Reporter:
                 asked_ns = self._clock.boottime_ns()
                 answer = self._ask(report, backoff)
                 if answer is None:
+                    if self._was_heard:
+                        minder.heard(asked_ns + round(self._remote.partition_grace_s * 1e9))
                     continue
                 self._said_ns = asked_ns
                 if answer.stale:
@@ -155,6 +163,7 @@ class Reporter:
             if text != self._error:  # the first of a row
                 self._say(text)
             self._error = text
+            self._was_heard = isinstance(error, ServerStorageFull)
             self._delivery.refused(error, ended=report.ending is not None)
             self._server.look_again()
             if error.retryable:
