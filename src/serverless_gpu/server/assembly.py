@@ -180,7 +180,7 @@ def _look_after_health(services: Services, database: Database) -> None:
     health.probe("store", services.blobs.try_store, fresh_s=STORE_FRESH_S, bound_s=STORE_BOUND_S)
     health.probe("environments", services.environments.try_store, fresh_s=STORE_FRESH_S, bound_s=STORE_BOUND_S)
     health.probe("disk", lambda: space_problem(settings.directory))
-    health.probe("reserve", database.reserve.problem)
+    health.probe("database_disk", database.reserve.problem)
     for check in mlflow_checks(settings):
         health.probe("mlflow", check)
     health.watch("claim", lambda: "" if database.claim.is_held else "the database is not this server's now")

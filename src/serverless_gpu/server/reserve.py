@@ -172,15 +172,24 @@ class TableReserve(Reserve):
             size = connection.scalar(sa.text("SELECT pg_total_relation_size(to_regclass(:name))"), {"name": _TABLE})
             if size is not None and size >= BYTES:
                 return True
+            try:
+                self._make(connection)
+            except sa.exc.SQLAlchemyError:
+                self._release()  # what was made of it takes room, and is of no use
+                raise
+        return True
+
+    @staticmethod
+    def _make(connection: sa.Connection) -> None:
+        for statement in (
+            f"DROP TABLE IF EXISTS {_TABLE}",
+            f"CREATE UNLOGGED TABLE {_TABLE} (filler bytea)",
+            f"ALTER TABLE {_TABLE} ALTER COLUMN filler SET STORAGE EXTERNAL",
+        ):
+            connection.execute(sa.text(statement))
         filler = "SELECT decode(repeat('00', :piece), 'hex') FROM generate_series(1, :pieces)"
         numbers = {"piece": _PIECE_BYTES, "pieces": BYTES // _PIECE_BYTES}
-        # One transaction: where it does not fit, nothing of it stays.
-        with self._connect() as connection, connection.execution_options(isolation_level="READ COMMITTED").begin():
-            connection.execute(sa.text(f"DROP TABLE IF EXISTS {_TABLE}"))
-            connection.execute(sa.text(f"CREATE UNLOGGED TABLE {_TABLE} (filler bytea)"))
-            connection.execute(sa.text(f"ALTER TABLE {_TABLE} ALTER COLUMN filler SET STORAGE EXTERNAL"))
-            connection.execute(sa.text(f"INSERT INTO {_TABLE} {filler}"), numbers)
-        return True
+        connection.execute(sa.text(f"INSERT INTO {_TABLE} {filler}"), numbers)
 
 
 class NoReserve(Reserve):
