@@ -27,6 +27,9 @@ EMPTY = Sample(
     lease_age_s=0,
     orders=(0, 0),
     free=1,
+    drained=False,
+    unchained=0,
+    clock_off_s=0,
 )
 
 

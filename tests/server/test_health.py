@@ -14,15 +14,19 @@ import pytest
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.environment.stores.memory import MemoryStore
 from serverless_gpu.errors import StorageError, StoreUnavailable
+from serverless_gpu.server import assembly
 from serverless_gpu.server.blobs import Blobs
 from serverless_gpu.server.health import Checked, Health
 from serverless_gpu.server.probing import Probe
+from serverless_gpu.server.scheduler import Scheduler
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.base import API
 from serverless_gpu.wire.state import Health as Said
+from serverless_gpu.wire.state import Version
 from tests.server.served import Served, served
 
-PARTS = {"database", "store", "environments", "disk", "claim", "scheduler", "reconciler", "collector", "retention"}
+PARTS = {"database", "store", "environments", "disk", "claim", "server"}
+LOOPS = {"claim", "scheduler", "reconciler", "collector", "retention", "audit"}
 
 
 class Hanging:
@@ -45,9 +49,53 @@ def look(health: Health) -> dict[str, Checked]:
 def test_a_server_says_how_each_part_is_and_how_long_it_took(server: Served) -> None:
     health = server.connection().health()
     assert health.ok and health.problems == ()
-    assert {check.name for check in health.checks} >= PARTS
+    assert {check.name for check in health.checks} >= PARTS | LOOPS
     assert all(check.ok and not check.problem for check in health.checks)
     assert next(check for check in health.checks if check.name == "store").ms > 0
+
+
+def test_two_checks_of_one_part_are_both_asked() -> None:
+    health, problems = Health(), {"held": "", "loop": ""}
+    health.watch("claim", lambda: problems["held"])
+    health.watch("claim", lambda: problems["loop"])
+    assert look(health)["claim"].problem == ""
+    problems["loop"] = "the claim has finished nothing for 91 s"
+    assert look(health)["claim"].problem == problems["loop"]
+    problems["held"] = "the database is not this server's now"
+    assert look(health)["claim"].problem == problems["held"]
+
+
+def test_a_store_that_hangs_does_not_hang_health_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go = threading.Event()
+    monkeypatch.setattr(assembly, "STORE_BOUND_S", 0.2)
+    monkeypatch.setattr(Blobs, "try_store", lambda _blobs: go.wait(60) and "")
+    with served(tmp_path) as server, httpx2.Client(base_url=server.url + API, timeout=20) as client:
+        for _ in range(60):  # more than the server has threads for requests
+            answer = client.get("/health")
+            problem = msgspec.json.decode(answer.content, type=Said).problems
+            assert answer.status_code == 503 and len(problem) == 1
+            assert problem[0].startswith("the store has not answered for ")
+        assert sum(thread.name == "probe-store" for thread in threading.enumerate()) == 1
+        assert server.connection().ask("GET", "/version", answer=Version).version
+        go.set()
+
+
+def test_a_loop_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go, clock = threading.Event(), FakeClock()
+
+    def hang(_scheduler: Scheduler, now_ns: int) -> int:
+        go.wait(60)
+        return now_ns
+
+    monkeypatch.setattr(Scheduler, "tick", hang)
+    with served(tmp_path, clock=clock) as server:
+        assert server.connection().health().ok
+        clock.advance(91)
+        problems = server.connection().health().problems
+        assert "the scheduler has finished nothing for 91 s" in problems
+        go.set()
 
 
 def test_nothing_is_left_in_the_store_by_looking(server: Served) -> None:

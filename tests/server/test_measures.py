@@ -9,11 +9,17 @@ import pytest
 import sqlalchemy as sa
 
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.errors import NotFound, ServerUnavailable
+from serverless_gpu.environment.stores.memory import MemoryStore
+from serverless_gpu.errors import EnvironmentRejected, NotFound, ServerUnavailable
+from serverless_gpu.model.attempt import Reason
+from serverless_gpu.model.run_lifecycle import Ended, Event, GivenUp, Started
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.loops import Loop
+from serverless_gpu.server.measured_store import MeasuredStore
 from serverless_gpu.server.measures import Measures
+from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
+from tests.server.stored import add_node, add_people, add_run, place, tell
 
 
 def value(measures: Measures, name: str, **labels: str) -> float:
@@ -44,6 +50,42 @@ def test_transactions_are_counted_and_a_refusal_of_a_work_is_no_failure(database
     assert value(measures, "sgpu_transaction_failures_total", kind="write") == 1
     if database.kind == "sqlite":
         assert value(measures, "sgpu_commits_total") == value(measures, "sgpu_commit_works_sum") == 3
+
+
+def test_calls_to_a_store_are_counted_and_those_that_failed() -> None:
+    measures = Measures()
+    store = MeasuredStore(MemoryStore(), name="blobs", measures=measures)
+    key = f"packs/{'0' * 64}"
+    store.put({key: b"123"})
+    assert store.get(key) == b"123" and store.present([key]) == {key}
+    assert [stored.key for stored in store.list("packs")] == [key]
+    store.delete([key])
+    with pytest.raises(KeyError):  # is an answer
+        store.get(key)
+    with pytest.raises(EnvironmentRejected):
+        store.get("no key")
+    assert value(measures, "sgpu_upload_bytes_total", store="blobs") == 3
+    assert value(measures, "sgpu_store_seconds_count", store="blobs", operation="get") == 3
+    assert value(measures, "sgpu_store_errors_total", store="blobs", operation="get") == 1
+    assert value(measures, "sgpu_store_errors_total", store="blobs", operation="put") == 0
+
+
+def test_what_becomes_of_runs_is_counted(services: Services) -> None:
+    database = services.database
+    assert isinstance(database, Database)
+    add_people(database, "alice")
+    add_node(database)
+    done, gone = (add_run(database) for _ in range(2))
+    for run_id in (done, gone):
+        place(database, run_id)
+    endings: dict[str, Event] = {done: Ended(Reason.COMPLETED, began=True), gone: GivenUp(reason=Reason.NODE_GONE)}
+    for run_id, ending in endings.items():
+        tell(database, run_id, Started()).announce(services.hub, services.measures)
+        told = tell(database, run_id, ending)
+        told.announce(services.hub, services.measures)
+    assert value(services.measures, "sgpu_runs_ended_total", reason="completed") == 1
+    assert value(services.measures, "sgpu_runs_ended_total", reason="node_gone") == 1
+    assert value(services.measures, "sgpu_attempts_given_up_total", reason="node_gone") == 1
 
 
 def test_two_servers_of_one_process_do_not_count_together() -> None:

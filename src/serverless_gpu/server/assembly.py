@@ -183,6 +183,7 @@ def _look_after_health(services: Services, database: Database) -> None:
     health.probe("database_disk", database.reserve.problem)
     for check in mlflow_checks(settings):
         health.probe("mlflow", check)
+    health.watch("server", lambda: "the server is stopping" if services.hub.closed else "")
     health.watch("claim", lambda: "" if database.claim.is_held else "the database is not this server's now")
 
 

@@ -61,9 +61,10 @@ class Health:
         self._last: dict[str, str] = {}
 
     def watch(self, name: str, check: Check) -> None:
-        """Add a part that is known from memory: `check` returns at once."""
+        """Add a part that is known from memory: `check` returns at once. Of the same name, both are asked."""
         with self._lock:
-            self._memory[name] = check
+            before = self._memory.get(name)
+            self._memory[name] = check if before is None else lambda: before() or check()
 
     def probe(self, name: str, check: Check, *, fresh_s: float = 0.0, bound_s: float = BOUND_S) -> None:
         """Add a part that has to be asked, and may not answer.

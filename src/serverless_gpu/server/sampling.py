@@ -18,7 +18,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 
 from serverless_gpu.model.attempt import State
 from serverless_gpu.model.queueing import census
-from serverless_gpu.server import floor, nodes
+from serverless_gpu.server import audit, draining, floor, nodes
 from serverless_gpu.server.floor import GONE, SILENT, UP
 from serverless_gpu.server.measures import LABEL_VALUES_MAX, OTHER, Source
 from serverless_gpu.server.nodes import StoredNode
@@ -48,6 +48,9 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
         lease_age_s: how long the attempt has not been heard of that has been silent longest.
         orders: that were not acknowledged, and the age of the oldest.
         free: bytes on the disk of the server's files; None where that is not known.
+        drained: whether the server starts nothing new.
+        unchained: rows of the audit that are not in its chain yet.
+        clock_off_s: how far the clock is off of the node whose clock is off most.
     """
 
     at_ns: int
@@ -58,6 +61,9 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     lease_age_s: float
     orders: tuple[int, float]
     free: int | None
+    drained: bool
+    unchained: int
+    clock_off_s: float
 
 
 class _Rows(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,6 +72,8 @@ class _Rows(msgspec.Struct, frozen=True, kw_only=True):
     nodes: list[StoredNode]
     held: list[tuple[str, str, int, str, int]]  # node, run, fence, type, devices
     orders: tuple[int, int | None]
+    drained: bool
+    unchained: int
 
 
 class Sampling(Source):
@@ -127,6 +135,9 @@ def look(services: Services) -> Sample:
         lease_age_s=max(ages, default=0) / 1e9,
         orders=(count, _age_s(oldest_ns, times.wall_ns)),
         free=free_bytes(services.settings.directory),
+        drained=rows.drained,
+        unchained=rows.unchained,
+        clock_off_s=_clock_off_s(rows.nodes, services),
     )
 
 
@@ -149,6 +160,8 @@ def _load(connection: sa.Connection) -> _Rows:
         nodes=nodes.every(connection),
         held=[(row[0], row[1], row[2], row[3], row[4]) for row in connection.execute(held)],
         orders=(count, oldest_order),
+        drained=draining.find(connection) is not None,
+        unchained=audit.pending(connection, after_seq=audit.chained_seq(connection))[0],
     )
 
 
@@ -157,6 +170,11 @@ def _state(node: StoredNode, services: Services, times: floor.Times) -> str:
         return UP
     silent_ns = times.wall_ns - floor.last_seen_ns(node, services.presence, times)
     return GONE if silent_ns > times.gone_ns else SILENT
+
+
+def _clock_off_s(found: list[StoredNode], services: Services) -> float:
+    readings = [reading for node in found if (reading := services.presence.clock(node.id)) is not None]
+    return max((max(0, abs(reading.ahead_ns) - reading.error_ns) for reading in readings), default=0) / 1e9
 
 
 def _devices(
@@ -206,6 +224,9 @@ def _families(sample: Sample) -> Iterator[Metric]:
     yield _single("lease_age_max_seconds", "Silence of the attempt that was silent longest.", sample.lease_age_s)
     yield _single("orders_unacknowledged", "Orders to nodes that were not acknowledged.", count)
     yield _single("orders_oldest_seconds", "Age of the oldest order that was not acknowledged.", oldest_s)
+    yield _single("drained", "Whether the server starts nothing new, as an operator asked.", sample.drained)
+    yield _single("audit_unchained", "Rows of the audit that are not in its chain yet.", sample.unchained)
+    yield _single("node_clock_off_seconds", "Of the node whose clock is off most.", sample.clock_off_s)
     if sample.free is not None:
         yield _single("disk_free_bytes", "Room on the disk of the server's files.", sample.free)
 

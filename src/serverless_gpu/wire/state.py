@@ -16,7 +16,7 @@ class HealthCheck(Answer, frozen=True, kw_only=True):
     """One part of the server.
 
     Attributes:
-        name: database, store, environments, disk, claim, mlflow, or a loop: scheduler, reconciler, …
+        name: database, store, environments, disk, mlflow, claim, server, or a loop: scheduler, reconciler, …
         problem: what is wrong with it, in words that name no one, or "".
         ms: how long it took to find out, or has taken so far.
     """
