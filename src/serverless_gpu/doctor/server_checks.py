@@ -37,7 +37,7 @@ def _answers(facts: Facts, server: ServerFacts) -> list[Finding]:
     if not server.version:
         return []
     if server.unwell:
-        return failed("; ".join(server.unwell), "its server.log says more")
+        return failed("; ".join(server.unwell), "sgpu server logs --level warning   (on the server's machine)")
     return ok(f"answers, and is well: serverless-gpu {server.version}")
 
 
