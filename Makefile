@@ -4,11 +4,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-HALF := tests/docs/ tests/examples/ tests/local/ tests/notebook/
 CODE := $(wildcard src tests scripts examples benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo notebook test test-all test-half-1 test-half-2 test-ray crash check sim format docs bench picture gpu-check clean distclean
+.PHONY: help venv demo notebook test test-part-local test-part-remote test-part-others test-spot test-all crash check sim format docs bench picture gpu-check clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -72,23 +71,31 @@ demo: venv ## train a small model on 2 ranks, no GPU needed
 	@$(BIN)/python examples/digits_ddp.py
 
 test: venv ## run the tests (no GPU, no network)
-	$(BIN)/python -m pytest
+	@$(MAKE) --no-print-directory --output-sync=target --keep-going -j$(words $(PARTS)) $(PARTS)
 
-test-all: $(VENV)/.installed-examples $(VENV)/.installed-mlflow $(VENV)/.installed-ray ## run the heavy tests, too: every example, MLflow, Ray
-	@$(MAKE) --no-print-directory --output-sync=target --keep-going -j2 test-half-1 test-half-2
-	@$(MAKE) --no-print-directory test-ray
-
-# Most tests wait for processes: two halves at once take little more than one. pytest-xdist does not do: its workers
+# Most tests wait for processes: parts of them at once take little more than one. pytest-xdist does not do: its workers
 # have threads, and tests fork.
-test-half-1:
-	$(BIN)/python -m pytest -m "not gpu" $(HALF)
+PARTS := test-part-local test-part-remote test-part-others
+LOCAL := tests/docs/ tests/examples/ tests/local/ tests/notebook/
+REMOTE := tests/crash/ tests/environment/ tests/fuzz/ tests/network/ tests/remote/ tests/simulation/ tests/uplink/
 
-test-half-2:
-	$(BIN)/python -m pytest -m "not gpu" $(filter-out $(HALF) tests/ray/,$(wildcard tests/*/ tests/test_*.py))
+test-part-local:
+	$(BIN)/python -m pytest $(LOCAL)
 
-# Alone: where other tests have the cores, Ray's processes do not meet each other in the 15 s Ray gives them.
-test-ray:
-	$(BIN)/python -m pytest -m "not gpu" tests/ray
+test-part-remote:
+	$(BIN)/python -m pytest $(wildcard $(REMOTE))
+
+test-part-others:
+	$(BIN)/python -m pytest $(filter-out $(LOCAL) $(REMOTE),$(wildcard tests/*/ tests/test_*.py))
+
+HEAVY := $(VENV)/.installed-examples $(VENV)/.installed-mlflow $(VENV)/.installed-ray
+
+# One after the other: where other tests have the cores, Ray's processes do not meet in the 15 s that Ray gives them.
+test-spot: $(HEAVY) ## run some of the heavy tests: one of each kind
+	$(BIN)/python -m pytest -m "heavy and spot"
+
+test-all: test $(HEAVY) ## run all tests, the heavy ones, too: every example, MLflow, Ray
+	$(BIN)/python -m pytest -m "heavy and not gpu"
 
 crash: venv ## kill server and node at every named place, on SQLite and PostgreSQL; full disks, conflicts, two servers
 	$(BIN)/python -m pytest tests/crash

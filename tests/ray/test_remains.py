@@ -102,6 +102,7 @@ def test_nothing_is_left_after_the_time_limit(launched: list[Launched], home: Pa
 # --- kill -9 ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.spot
 @pytest.mark.parametrize("name", ["gcs_server", "raylet"])
 def test_F45_a_head_that_dies_is_the_reason_and_names_its_node(
     launched: list[Launched], home: Path, tmp_path: Path, name: str
@@ -114,6 +115,7 @@ def test_F45_a_head_that_dies_is_the_reason_and_names_its_node(
     call.nothing_left()
 
 
+@pytest.mark.spot
 def test_nothing_is_left_when_the_supervisor_is_killed(launched: list[Launched], home: Path, tmp_path: Path) -> None:
     call = start(launched, home, tmp_path, "get")
     supervisor_of(home, call.run_id).kill()
@@ -161,6 +163,7 @@ def outer() -> Iterator[PlainRay]:
         yield ray
 
 
+@pytest.mark.spot
 def test_two_runs_and_a_ray_outside_do_not_meet(
     launched: list[Launched], home: Path, tmp_path: Path, outer: PlainRay
 ) -> None:

@@ -69,6 +69,7 @@ def assert_all_gone(processes: list[Process]) -> None:
         process.wait_gone()
 
 
+@pytest.mark.spot
 def test_two_nodes_are_one_cluster_and_end_together(two: Callable[..., Two]) -> None:
     head, member = two(drivers.visit_nodes, 2)
     assert head.end() == 0, f"{head.said}\n{head.output()}"

@@ -85,6 +85,7 @@ def driver(
     cancel_all(home)
 
 
+@pytest.mark.spot
 def test_usage_2_every_rank_logs_without_start_run(driver: Driver) -> None:
     done = driver.run(
         """
@@ -205,6 +206,7 @@ def test_a_run_below_the_drivers_active_one(driver: Driver) -> None:
     assert driver.server.run(parent).status == "FINISHED"
 
 
+@pytest.mark.spot
 def test_a_failure_is_one_in_mlflow_with_its_last_point(driver: Driver) -> None:
     done = driver.run(
         """
