@@ -12,7 +12,7 @@ import pytest
 from serverless_gpu.errors import SecretMissing
 from serverless_gpu.model.attempt import Reason, State
 from serverless_gpu.model.run_lifecycle import Ended
-from serverless_gpu.server import audit, secret_keeping, submitting, tables
+from serverless_gpu.server import audit, secret_keeping, self_check, submitting, tables
 from serverless_gpu.server.agents import Agents
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.database import Database
@@ -40,6 +40,7 @@ def api(services: Services, database: Database, clock: FakeClock) -> Iterator[Ap
         made.alice = made.user("alice", teams=["search"])
         Agents(services).hello(NODE, hello(takes=("renewal", "secrets")))
         yield made
+    assert self_check.check(database.read).violations == ()
 
 
 def put(api: Api, token: str, name: str, value: bytes, team: str = "") -> Any:
@@ -191,6 +192,7 @@ def test_F70_a_secret_that_is_deleted_while_the_order_is_on_its_way_comes_withou
 
 
 def test_F70_who_left_a_team_has_its_secrets_no_more(services: Services, api: Api) -> None:
+    api.user("carol", teams=["search"])
     put(api, api.alice, "OURS", b"the team's", team="search")
     run_id = submit(services, "OURS", team="search")
     api.do(api.admin, "DELETE", "/teams/search/members/alice")
