@@ -104,3 +104,36 @@ def test_F53_a_restart_by_systemd_leaves_a_run_alone_and_a_drain_outlives_it(
     assert (second.returncode, out) == (0, "done\n"), said
     assert "drains it since" in said and "(new kernel)" in said
     assert runs_of(tmp_path / "second") == 1
+
+
+def test_a_server_restored_from_a_backup_starts_nothing_again_and_its_machines_runs_go_on(
+    systemd_unit: Unit, home: Path, tmp_path: Path
+) -> None:
+    script = tmp_path / "call.py"
+    script.write_text(CALL)
+
+    def call(name: str, seconds: float) -> subprocess.Popen[str]:
+        arguments = [sys.executable, str(script), str(tmp_path / name), str(seconds)]
+        return subprocess.Popen(arguments, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    systemd_unit.start()
+    going = call("going", 12)
+    wait_for(lambda: runs_of(tmp_path / "going") == 1, "the run has begun", WAIT_S)
+    sgpu("server", "drain")
+    waiting = call("waiting", 0)
+    wait_for(lambda: "1 waiting" in sgpu("status"), "the other one waits", WAIT_S)
+    sgpu("server", "backup", str(tmp_path / "backups"))
+    sgpu("server", "resume")
+    assert answer(waiting) == "done"  # since the backup, in which it waits
+    systemd_unit.stop()
+    (home / "server").rename(tmp_path / "lost")
+    (backup,) = (tmp_path / "backups").glob("*Z")
+    assert "is whole" in sgpu("server", "verify", str(backup))
+    sgpu("server", "restore", str(backup))
+    systemd_unit.start()
+    assert answer(going) == "done"
+    assert "drained by" in sgpu("status")  # as it was in the backup
+    sgpu("server", "resume")
+    assert answer(call("later", 0)) == "done"
+    assert [runs_of(tmp_path / name) for name in ("going", "waiting", "later")] == [1, 1, 1]
+    assert "server_restored" in sgpu("runs", "--json")

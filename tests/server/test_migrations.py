@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,16 +23,21 @@ from tests.server.postgres import Cluster
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
-def bare(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[], Database]]:
+def bare_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Return the url of a database without tables, of each kind in turn."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path}/server.db"
+    postgres: Cluster = request.getfixturevalue("postgres")
+    return postgres.url(postgres.new_database())
+
+
+@pytest.fixture
+def bare(bare_url: str) -> Iterator[Callable[[], Database]]:
     """Yield a function that opens one and the same database, which has no tables at first."""
     opened: list[Database] = []
-    url = f"sqlite:///{tmp_path}/server.db"
-    if request.param == "postgresql":
-        postgres: Cluster = request.getfixturevalue("postgres")
-        url = postgres.url(postgres.new_database())
 
     def open_one() -> Database:
-        opened.append(Database(url, clock=SystemClock()))
+        opened.append(Database(bare_url, clock=SystemClock()))
         return opened[-1]
 
     yield open_one
@@ -107,6 +114,43 @@ def test_servers_that_start_at_once_make_the_tables_once(bare: Callable[[], Data
         for future in [threads.submit(database.migrate) for database in databases]:
             future.result(30)
     assert databases[0].read(migrations.is_current)
+
+
+_PROGRAM = """
+import sys
+from serverless_gpu.ambient import SystemClock
+from serverless_gpu.server import migrations
+from serverless_gpu.server.database import Database
+database = Database(sys.argv[1], clock=SystemClock())
+database.read(lambda connection: connection.closed)
+print("there", flush=True)
+sys.stdin.readline()
+made = migrations._make
+migrations._make = lambda connection: (print("made", flush=True), made(connection))
+database.migrate()
+print(database.read(migrations.revision), flush=True)
+database.close()
+"""
+
+
+@pytest.mark.slow
+def test_processes_that_start_at_once_make_the_tables_once(bare_url: str, bare: Callable[[], Database]) -> None:
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM, bare_url], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(3)
+    ]
+    for process in processes:
+        assert process.stdout is not None and process.stdout.readline() == "there\n"
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    said = [process.communicate(timeout=60)[0].split() for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0]
+    assert sorted(said, key=len) == [["0001"], ["0001"], ["made", "0001"]]
+    assert bare().read(migrations.is_current)
 
 
 def test_a_database_of_a_newer_version_is_refused_and_left_alone(bare: Callable[[], Database]) -> None:
