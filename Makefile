@@ -122,6 +122,12 @@ docs: venv ## write the pages that are made from code (docs/troubleshooting.md, 
 bench: $(VENV)/.installed-bench $(VENV)/.installed-mlflow $(VENV)/.installed-ray ## run the benchmarks, each against its neighbour in the same run
 	@$(BIN)/python -m benchmarks
 
+.PHONY: operation
+operation: venv ## restart, back up and restore a server that works, 30 times each; systemd, TLS
+	OPERATION_TIMES=30 $(BIN)/python -m pytest -s tests/server/test_operation_under_load.py tests/server/test_backups.py \
+		tests/server/test_stopping_in_order.py tests/server/test_draining.py tests/server/test_door.py tests/server/test_tls.py \
+		tests/server/test_systemd.py tests/server/test_migrations.py tests/remote/test_operation.py tests/remote/test_tls.py
+
 picture: venv ## record the terminal picture of the README again (docs/images/terminal.svg)
 	@$(BIN)/python -m scripts.picture
 

@@ -80,6 +80,16 @@ def format_duration_ms(ms: int) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
+def format_days_ms(ms: int) -> str:
+    """Return a long time for people: ``30 days``; one of less than two days as `format_duration_ms` does.
+
+    Args:
+        ms: milliseconds, not negative.
+    """
+    days = ms // 86_400_000
+    return format_duration_ms(ms) if days < 2 else f"{days} days"
+
+
 def format_bytes(size: int) -> str:
     """Return a size for people in decimal units: ``512 B``, ``1.2 GB`` (1 GB = 10^9 bytes).
 

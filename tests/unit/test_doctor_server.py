@@ -79,6 +79,22 @@ def test_what_is_not_there_is_said_once(server: ServerFacts) -> None:
                 "n1 has a clock that is 1 h 00 min ahead of the server's: moments that its runs write down are off",
             ),
         ),
+        (
+            "server-certificate",
+            replace(WELL, certificate_left_s=-3600.0),
+            (FAILED, "the server's certificate ended 1 h 00 min ago"),
+        ),
+        (
+            "server-certificate",
+            replace(WELL, certificate_left_s=7200.0),
+            (WARNING, "the server's certificate ends in 2 h 00 min"),
+        ),
+        ("server-certificate", replace(WELL, url="https://gpu.internal"), (UNKNOWN, "it could not be read")),
+        (
+            "server-certificate",
+            replace(WELL, certificate_left_s=30 * 86_400.0),
+            (OK, "the server's certificate ends in 30 days"),
+        ),
         ("server-clock", replace(WELL, clock_ahead_s=None), (UNKNOWN, "the server did not say what time it is")),
         (
             "server-clock",

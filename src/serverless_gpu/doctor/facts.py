@@ -124,6 +124,8 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
         principal: whose the token is.
         token_problem: why the token is not taken.
         nodes: its machines; None where one may not look at them.
+        certificate_left_s: how long its certificate is good, in seconds; negative once it has ended; None where it has
+            none, or that could not be seen.
     """
 
     url: str = ""
@@ -142,6 +144,7 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
     principal: str = ""
     token_problem: str = ""
     nodes: tuple[ServerNode, ...] | None = None
+    certificate_left_s: float | None = None
 
 
 class CgroupFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from serverless_gpu.doctor.facts import Facts, ServerFacts
 from serverless_gpu.doctor.findings import Check, Finding, Group, about, failed, ok, unknown, warning
+from serverless_gpu.units import format_days_ms
 from serverless_gpu.version import __version__
 
 _CLOCK_S = 5
 _CLOCK_FAILS_S = 60
 _SILENT_S = 60.0
+_CERTIFICATE_S = 21 * 86_400
 
 
 @about(lambda facts: facts.server)
@@ -96,6 +98,21 @@ def _clock(facts: Facts, server: ServerFacts) -> list[Finding]:
     return warning(sentence) if apart >= _CLOCK_S else ok("as this machine's, within seconds")
 
 
+@about(lambda facts: facts.server)
+def _certificate(facts: Facts, server: ServerFacts) -> list[Finding]:
+    left_s = server.certificate_left_s
+    if left_s is None:
+        if not server.version:
+            return []
+        is_seen = not server.url.startswith("https://")
+        return ok("none is needed here: plain HTTP on this machine") if is_seen else unknown("it could not be read")
+    apart = format_days_ms(round(abs(left_s) * 1000))
+    if left_s <= 0:
+        return failed(f"the server's certificate ended {apart} ago")
+    sentence = f"the server's certificate ends in {apart}"
+    return warning(sentence) if left_s < _CERTIFICATE_S else ok(sentence)
+
+
 CHECKS = (
     Check(
         code="server",
@@ -163,5 +180,15 @@ CHECKS = (
         "when tokens expire, does.",
         mend="timedatectl set-ntp true, on the machine that is wrong",
         probe=_clock,
+    ),
+    Check(
+        code="server-certificate",
+        group=Group.SERVER,
+        title="The server's certificate",
+        symptoms=("ServerUnavailable: … CERTIFICATE_VERIFY_FAILED …",),
+        cause="The certificate has ended, is for another name, or is of an authority that this machine does not know.",
+        mend="renew its files and tell the server: systemctl reload serverless-gpu   (an authority of your own: "
+        "sgpu login URL --ca FILE)",
+        probe=_certificate,
     ),
 )

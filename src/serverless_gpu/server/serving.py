@@ -96,6 +96,11 @@ class Running(uvicorn.Server):
         return int(self._listening.main.getsockname()[1])
 
     @property
+    def certificate(self) -> str:
+        """Return what is to be said of the certificate; "" where there is none."""
+        return "" if self._certificate is None else self._certificate.sentence()
+
+    @property
     def busy(self) -> int:
         """Return how many requests go on."""
         return self._door.busy

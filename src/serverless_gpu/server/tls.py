@@ -24,7 +24,7 @@ from cryptography import x509
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.units import format_duration_ms
+from serverless_gpu.units import format_days_ms
 
 SOON_NS = 21 * 86_400 * 1_000_000_000
 """A certificate that ends earlier than in this time is worth a warning: renewing is to happen before."""
@@ -51,7 +51,7 @@ class InUse(msgspec.Struct, frozen=True, kw_only=True):
         Args:
             now_ns: nanoseconds since 1970.
         """
-        apart = format_duration_ms(abs(self.until_ns - now_ns) // 1_000_000)
+        apart = format_days_ms(abs(self.until_ns - now_ns) // 1_000_000)
         when = f"ended {apart} ago" if self.until_ns <= now_ns else f"ends in {apart}"
         return f"the certificate {self.path} ({', '.join(self.names) or 'without names'}) {when}"
 
@@ -79,6 +79,10 @@ class Certificate:
         self._clock = clock
         self.context = _context()
         self.in_use = self._take()
+
+    def sentence(self) -> str:
+        """Return until when it is good, for people."""
+        return self.in_use.sentence(self._clock.wall_ns())
 
     def renew(self) -> None:
         """Read the files again; what cannot be used is logged, and the certificate in use stays."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -18,6 +18,10 @@ from serverless_gpu.loading import load
 from serverless_gpu.node.home import Home
 from serverless_gpu.units import format_duration_ms
 from serverless_gpu.version import __version__
+
+if TYPE_CHECKING:
+    from serverless_gpu.server.serving import Running
+    from serverless_gpu.server.settings import Settings
 
 _NEEDED = ("fastapi", "uvicorn", "sqlalchemy", "alembic", "cryptography", "httptools", "prometheus_client")
 
@@ -66,15 +70,15 @@ def up(hosts: Sequence[str], behind_proxy: Sequence[str], **options: Any) -> Non
         environ=os.environ,
     )
 
-    def ready(url: str, mlflow: str) -> None:
+    def ready(url: str, running: Running, mlflow: str) -> None:
         token = (settings.directory / "token").read_text(encoding="ascii").strip()
         write_profile(home.root, Profile(url=url, token=token, embedded=True, machine=machine()))
-        for line in _told(url, home, mlflow):
+        for line in (*_told(url, home, mlflow), *_outside(settings, running)):
             click.echo(line)
 
     with load("serverless_gpu.server.mlflow_beside").mlflow_beside(settings) as complete:
         load("serverless_gpu.server.serving").serve(
-            complete, ready=lambda url, _running: ready(url, complete.mlflow_url if complete.mlflow else "")
+            complete, ready=lambda url, running: ready(url, running, complete.mlflow_url if complete.mlflow else "")
         )
     grace = format_duration_ms(round(settings.partition_grace_s * 1000))
     click.echo(f"the server has stopped; runs go on for up to {grace}, until `sgpu up` starts it again")
@@ -88,6 +92,15 @@ def _told(url: str, home: Home, mlflow: str) -> list[str]:
         f"files: {home.root / 'server'}",
         "Ctrl-C stops the server; runs go on",
     ]
+
+
+def _outside(settings: Settings, running: Running) -> list[str]:
+    """Return how others reach it."""
+    if running.certificate:
+        return [f"others: https://…:{running.port}; {running.certificate}"]
+    if settings.behind_proxy:
+        return [f"others: by the proxy at {', '.join(settings.behind_proxy)}, which asks port {running.port}"]
+    return []
 
 
 def refuse_incomplete() -> None:

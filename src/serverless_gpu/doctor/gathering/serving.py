@@ -9,9 +9,12 @@ from __future__ import annotations
 import contextlib
 import email.utils
 import os
+import socket
+import ssl
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     from serverless_gpu.wire.connection import Connection
 
 _FILE = "server.json"
+_LOOK_S = 5.0
 
 
 def look_at_server(environ: Mapping[str, str]) -> ServerFacts:
@@ -48,7 +52,11 @@ def look_at_server(environ: Mapping[str, str]) -> ServerFacts:
     except ServerlessGpuError as error:
         return ServerFacts(problem=error.message, hint=error.hint, profile=file)
     facts = ServerFacts(
-        url=profile.url, profile=file, embedded=profile.embedded, is_private=not file or _is_private(path)
+        url=profile.url,
+        profile=file,
+        embedded=profile.embedded,
+        is_private=not file or _is_private(path),
+        certificate_left_s=_written(home) if profile.embedded else _shown(profile),
     )
     return _asked(facts, profile)
 
@@ -85,6 +93,38 @@ def _asked(facts: ServerFacts, profile: Profile) -> ServerFacts:
         return facts
     finally:
         connection.close()
+
+
+class _Certificate(msgspec.Struct, frozen=True):
+    """What is read here of the server's `certificate.json`."""
+
+    until_ns: int
+
+
+def _written(home: Path) -> float | None:
+    """Return how long the certificate of this home's server is good: it is asked over loopback, where it shows none."""
+    try:
+        found = msgspec.json.decode((home / "server" / "certificate.json").read_bytes(), type=_Certificate)
+    except (OSError, msgspec.MsgspecError):
+        return None
+    return (found.until_ns - SystemClock().wall_ns()) / 1e9
+
+
+def _shown(profile: Profile) -> float | None:
+    """Return how long the certificate is good that a server shows."""
+    parts = urlsplit(profile.url)
+    if parts.scheme != "https" or not parts.hostname:
+        return None
+    context = ssl.create_default_context(cafile=profile.ca or None)
+    try:
+        with (
+            socket.create_connection((parts.hostname, parts.port or 443), timeout=_LOOK_S) as plain,
+            context.wrap_socket(plain, server_hostname=parts.hostname) as connection,
+        ):
+            until = (connection.getpeercert() or {}).get("notAfter")
+    except OSError:  # that it cannot be reached, or not be trusted, is another finding
+        return None
+    return ssl.cert_time_to_seconds(until) - SystemClock().wall_ns() / 1e9 if isinstance(until, str) else None
 
 
 def _unwell(connection: Connection) -> tuple[str, ...]:
