@@ -78,13 +78,11 @@ def test_told_to_stop_it_stops_in_order_and_its_streams_end(home: Path, processe
     run = connection.ask("POST", "/runs", request(), answer=RunView)
     reader = Reader(connection.stream("GET", f"/runs/{run.id}/events", answer=StreamMessage))
     reader.until(AcceptedMessage)
-    began = time.monotonic()
     os.kill(processes[0]._process.pid, signal.SIGTERM)
     reader.all()
     assert processes[0].end(signal.SIGTERM) == 0
-    assert time.monotonic() - began < 3
     log = (home / "server" / "server.log").read_text()
-    assert "has stopped" in log and "Traceback" not in log
+    assert "has stopped" in log and "Traceback" not in log and "cut off" not in log
 
 
 def test_killed_it_comes_back_with_every_run_it_said_yes_to(home: Path, processes: list[Process]) -> None:
