@@ -83,6 +83,7 @@ class Minder:
         self._agent_pid = 0
         self._detail = _RESTARTED
         self._of_itself = ""  # what the run says of itself
+        self._reported = threading.Event()
         self._threads: list[threading.Thread] = []
 
     # --- from outside --------------------------------------------------------------------------------------------
@@ -120,8 +121,7 @@ class Minder:
         self._abandoned = True
         self._say(f"attempt {self.remote.gang} is over for the server; its files stay in {self.directory}")
         self.stop(StopReason.CANCEL)
-        if self._news.known.finished:
-            self._write_stale()
+        self._write_stale()
 
     # --- answers of the server -----------------------------------------------------------------------------------
 
@@ -164,10 +164,15 @@ class Minder:
             begin()
             self._listen()
 
+        def report() -> None:
+            reporter.run(self, fresh=fresh)
+            self._reported.set()
+            self._write_stale()
+
         gang = self.remote.gang
         self._threads = [
             threading.Thread(target=listen, name=f"listen {gang}", daemon=True),
-            threading.Thread(target=lambda: reporter.run(self, fresh=fresh), name=f"report {gang}", daemon=True),
+            threading.Thread(target=report, name=f"report {gang}", daemon=True),
         ]
         for thread in self._threads:
             thread.start()
@@ -232,12 +237,15 @@ class Minder:
                 break
             self._connections += 1
         secret_files.remove(self.directory)  # whoever was killed before it could
-        if self._abandoned:
-            self._write_stale()
+        self._write_stale()
 
     def _write_stale(self) -> None:
-        """Note that nothing of it is reported any more; once it has ended, or the next uplink would not end it."""
-        self._write_down(standing="stale")
+        """Note that nothing of an abandoned attempt is reported any more.
+
+        Once it has ended, or the next uplink would not end it; and once what is true of it was told.
+        """
+        if self._abandoned and self._news.known.finished and self._reported.is_set():
+            self._write_down(standing="stale")
 
     def _write_down(self, **changes: str) -> None:
         """Change what the next uplink finds; two threads may have something to change."""

@@ -12,7 +12,8 @@ The lease: the server's answer lets the attempt go on for `partition_grace_s` fr
 server counts from when it heard, which is later.
 
 Failure cases: the server is away or answers with errors (longer and longer pauses, up to 5 s; the supervisor ends the
-run when the lease is over); the attempt is over for the server (stopped, its files kept, nothing reported any more);
+run when the lease is over); the attempt is over for the server (stopped; its facts, what it printed and how it ended
+are still reported, for they are true, its results are not);
 the attempt's token has ended (the node's next heartbeat brings another);
 the database of the server is full (it has heard of the attempt all the same, so that goes on: no run ends for that);
 results cannot be sent for an hour in which the server does answer (the run ends as `result_upload`, its files stay).
@@ -45,6 +46,8 @@ _HEARTBEAT_S = 5.0
 _LOOK_S = 1.0  # at logs of ranks that are not shown live, which nobody announces
 _UPLOAD_LOOK_S = 0.1
 _LOGS_AGAIN_S = 5.0
+_LEFT_MAX = 256
+"""So many reports, each of up to 1 MiB of output, an attempt may send that is over for the server."""
 _NO_ROOM = "the server's disk is full: what ranks print stays on the node, and is sent when there is room"
 
 
@@ -114,6 +117,9 @@ class Reporter:
         self._tracked = ""
         self._error = ""
         self._was_heard = False
+        self._over = False
+        self._refused = False
+        self._left = _LEFT_MAX
 
     def run(self, minder: Attended, *, fresh: bool) -> None:
         """Report until the attempt is settled, or over for the server.
@@ -137,13 +143,17 @@ class Reporter:
                         minder.heard(asked_ns + round(self._remote.partition_grace_s * 1e9))
                     continue
                 self._said_ns = asked_ns
-                if answer.stale:
-                    minder.abandon()
-                    return
                 self._note(report, answer)
-                minder.renew(asked_ns + round(answer.partition_grace_s * 1e9), answer.stop)
                 is_told = report.receipt or (self._ending_sent and self._has_no_receipt())
-                if is_told and self._logs.is_complete(()):
+                is_settled = bool(is_told) and self._logs.is_complete(())
+                if answer.stale:
+                    self._over = True
+                    minder.abandon()
+                    if is_settled or not self._has_more_to_say(report):
+                        return
+                    continue
+                minder.renew(asked_ns + round(answer.partition_grace_s * 1e9), answer.stop)
+                if is_settled:
                     minder.settled()
                     return
         finally:
@@ -155,6 +165,7 @@ class Reporter:
         try:
             answer = self._line.get().ask("POST", self._route, report, answer=ReportAnswer)
         except StaleAttempt:
+            self._refused = True
             return ReportAnswer(stale=True)
         except ServerlessGpuError as error:
             if isinstance(error, NotAuthenticated):
@@ -187,7 +198,10 @@ class Reporter:
         known = self._news.known
         # A sample every second is no reason to report every second: they go with the signs of life.
         self._logs.samples = known.ending is not None or heartbeat_s <= look_s
-        report = self._running(known) if known.ending is None else self._ended(known, known.ending)
+        if self._over:
+            report = self._late(known)
+        else:
+            report = self._running(known) if known.ending is None else self._ended(known, known.ending)
         shown = _Shown(report.state, report.sentence, report.exec_ns, report.tracked)
         content = report.logs or report.facts or report.files or report.ending or report.receipt
         is_same = shown == self._shown or (self._delivery.is_uploading and heartbeat_s > self._heartbeat_s - _LOOK_S)
@@ -247,6 +261,34 @@ class Reporter:
             freed=known.finished,
             tracked=known.tracked or self._tracked,
         )
+
+    def _late(self, known: Known) -> Report:
+        """Return the report of an attempt that is over for the server: what is true of it, and no results."""
+        facts = self._learn_from(self._facts.unsent())
+        logs = self._pieces()
+        stopped = known.ending
+        is_last = stopped is not None and (self._logs.is_complete(logs) or self._has_no_room())
+        ending = None
+        if stopped is not None and is_last and not self._ending_sent:
+            ending = _ending(stopped, began=known.begun, log_ends=self._logs.ends_missing(logs))
+        has_receipt = stopped is not None and is_last and known.finished and self._facts.is_complete()
+        return Report(
+            state=State.STOPPING,
+            world_size=self._remote.world_size,
+            gpus=self._gpus,
+            exec_ns=self._exec_ns,
+            logs=logs,
+            facts=facts,
+            ending=ending,
+            receipt=self._receipt(stopped) if stopped is not None and has_receipt else msgspec.UNSET,
+            freed=known.finished,
+        )
+
+    def _has_more_to_say(self, report: Report) -> bool:
+        """Return whether an attempt that is over for the server goes on to report; one that had no devices does not."""
+        if report.logs or report.facts:
+            self._left -= 1
+        return not self._refused and self._left > 0 and (self._directory / "facts.jsonl").exists()
 
     def _pieces(self) -> tuple[LogPiece, ...]:
         return () if self._has_no_room() else self._logs.pieces()
