@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.model.attempt import Reason
-from serverless_gpu.model.ledger import FactKind
+from serverless_gpu.model.ledger import FactKind, Receipt
 from serverless_gpu.node.history import read_ending
+from serverless_gpu.wire.agents import NodeList, clock_text, is_off
 from serverless_gpu.wire.runs import AttemptList
 from tests.local.observe import wait_for
 from tests.network.beats import beat, beats
@@ -27,6 +28,9 @@ pytestmark = pytest.mark.slow
 GRACE_S, MARGIN_S = 8.0, 2.0
 SETTINGS = {"partition_grace_s": GRACE_S, "partition_margin_s": MARGIN_S, "soft_expiry_s": 2.0, "heartbeat_s": 1.0}
 LIMIT_S = 60.0
+S = 1_000_000_000
+AHEAD_S = {"cut": 3_600, "killed": -3_600, "short": 600}
+"""Nodes whose wall clocks are wrong, by so many seconds: nothing of all this depends on them."""
 UNHURT = ("RUNNING", "STOPPING", "SUCCEEDED")
 LONG = ("cut", "killed", "frozen", "late", "deaf", "mute")
 """Away for longer than the grace: both directions; agent and uplink killed, too; every process of the node stopped;
@@ -49,7 +53,7 @@ class Broken:
     def begin(self, name: str) -> None:
         """Have a run begin on a node of its own."""
         (self.where / name).mkdir()
-        self.cluster.join(name)
+        self.cluster.join(name, SGPU_FAULT_CLOCK=str(AHEAD_S.get(name, 0)))
         self.runs[name] = self.cluster.submit(beat, str(self.where / name), retries=1)
         self.beats(name, 1)
 
@@ -181,3 +185,26 @@ def test_F17_a_node_away_for_less_than_the_grace_costs_the_run_nothing(broken: B
     run_id = broken.runs[SHORT]
     assert broken.cluster.states(run_id) == ["QUEUED", "STARTING", "RUNNING", "UNREACHABLE", *UNHURT]
     assert broken.output(SHORT, 1) == b"attempt 1 begins\nattempt 1 returns\n"
+
+
+def test_F30_nodes_with_wrong_clocks_are_named_and_what_they_say_is_told_in_the_servers_time(broken: Broken) -> None:
+    nodes = {view.name: view for view in broken.cluster.ask("GET", "/nodes", answer=NodeList).nodes}
+    for name in (*LONG, SHORT):
+        clock = nodes[name].clock
+        assert clock is not None and is_off(clock) == (name in AHEAD_S), name
+        assert abs(clock.ahead_ns - AHEAD_S.get(name, 0) * S) <= clock.error_ns + S, name
+    text = clock_text(nodes["cut"].clock)
+    assert text.startswith("has a clock that is ") and text.endswith(" ahead of the server's")
+
+
+def test_F30_neither_times_nor_charges_of_a_run_depend_on_the_clock_of_its_node(broken: Broken) -> None:
+    run = broken.cluster.run(broken.runs[SHORT])
+    facts = broken.cluster.facts(run.id, 1)
+    began = next(fact for fact in facts if fact.kind is FactKind.EXEC)
+    assert run.started_ns is not None and run.ended_ns is not None
+    assert run.created_ns < run.started_ns < run.ended_ns, "in the server's time"
+    assert abs(began.wall_ns - run.started_ns - AHEAD_S[SHORT] * S) < 60 * S, "the node believed something else"
+    receipt = broken.cluster.ask("GET", f"/runs/{run.id}/receipt", answer=Receipt)
+    assert receipt.segments.queued_ms is not None and receipt.segments.queued_ms < 60_000
+    used_ms = (facts[-1].boottime_ns - began.boottime_ns) // 1_000_000
+    assert abs(receipt.gpu_ms - used_ms) <= 1_000 and facts[-1].kind is FactKind.FREED

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from serverless_gpu import faults
+from serverless_gpu.ambient import CLOCK_FAULT
 from serverless_gpu.node.entrypoint import launcher_program, zygote_program
 
 _PACKAGE = Path(__file__).resolve().parent.parent
@@ -42,6 +43,7 @@ _CLEAN_VARIABLES = (
     "UV_PYTHON_INSTALL_DIR",
     "PYENV_ROOT",
     faults.VARIABLE,
+    CLOCK_FAULT,
 )
 
 _DEPENDENCIES = ("msgspec", "blake3", "backports", "pathspec", "obstore", "httpx2", "psutil", "pynvml")

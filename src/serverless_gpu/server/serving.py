@@ -39,6 +39,7 @@ from serverless_gpu.server.gate import LOOPBACK
 from serverless_gpu.server.hub import Hub
 from serverless_gpu.server.listening import BACKLOG, BoundedProtocol, Listening, bound, names, only_one, url_of
 from serverless_gpu.server.settings import Settings
+from serverless_gpu.server.steady import SteadyClock
 from serverless_gpu.server.tls import Certificate
 
 KEEP_ALIVE_S = 75
@@ -188,7 +189,7 @@ def serve(
             newer version.
         ServerUnavailable: the database does not answer.
     """
-    clock = clock or SystemClock()
+    clock = clock or SteadyClock(SystemClock())
     with only_one(settings.directory), _logged(settings), contextlib.closing(bound(settings)) as listening:
         url = url_of(settings, listening)
         _logger.info("process %d starts on %s", os.getpid(), url)

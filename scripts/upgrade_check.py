@@ -1,0 +1,147 @@
+"""A node of the previous commit beside the server of this one, with a run that goes on across the server's upgrade.
+
+    make upgrade-check            the commit before HEAD
+    python -m scripts.upgrade_check --base v0.1.0
+
+    server of BASE, node of BASE ─ a run begins ─▶ that server ends ─▶ server of today, same home ─▶ the run ends well,
+                                                                      and another one goes through the node of BASE
+
+The source of BASE comes from `git archive`; without that commit (a source archive, a shallow clone) there is nothing
+to be done, which is said. Database: there is one revision of the tables so far, so what is migrated is one that is up
+to date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+_LIMIT_S = 120.0
+CALL = """
+import sys, time
+from pathlib import Path
+from serverless_gpu import distributed
+
+@distributed(gpus=1, gpu_type="H100", remote=True)
+def work(directory):
+    Path(directory, "began").touch()
+    limit = time.monotonic() + 100
+    while not Path(directory, "go").exists() and time.monotonic() < limit:
+        time.sleep(0.05)
+    return "done"
+
+if __name__ == "__main__":
+    print(*work.distributed(sys.argv[1]), flush=True)
+"""
+
+
+def main() -> int:
+    """Check it; return 0 if nothing was lost."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--base", default="HEAD~1", help="the version before (default: %(default)s)")
+    base = parser.parse_args().base
+    found = subprocess.run(
+        ["git", "-C", str(ROOT), "rev-parse", "--short", f"{base}^{{commit}}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if found.returncode != 0:
+        print(f"there is no {base} here, so there is nothing to upgrade from")
+        return 0
+    home = Path(tempfile.mkdtemp(prefix="sg-", dir="/tmp"))
+    try:
+        with _source(base, home / "base") as before:
+            _check(home, before)
+    finally:
+        _command(ROOT / "src", home, "stop", check=False)
+        shutil.rmtree(home, ignore_errors=True)
+    print(f"a run began under {found.stdout.strip()} and ended under this version; its node went on to take runs")
+    return 0
+
+
+@contextlib.contextmanager
+def _source(base: str, directory: Path) -> Iterator[Path]:
+    directory.mkdir()
+    archive = subprocess.run(["git", "-C", str(ROOT), "archive", base, "src"], capture_output=True, check=True)
+    subprocess.run(["tar", "-x", "-C", str(directory)], input=archive.stdout, check=True)
+    yield directory / "src"
+
+
+def _check(home: Path, before: Path) -> None:
+    script = home / "call.py"
+    script.write_text(CALL)
+    server = _server(before, home)
+    directory = home / "first"
+    directory.mkdir()
+    caller = _call(before, home, script, directory)
+    _wait(lambda: (directory / "began").exists(), "the run did not begin")
+    _end(server)
+    server = _server(ROOT / "src", home, "--no-node")  # the node of before stays, as one on another machine would
+    try:
+        (directory / "go").touch()
+        _answered(caller)
+        directory = home / "second"
+        directory.mkdir()
+        (directory / "go").touch()
+        _answered(_call(ROOT / "src", home, script, directory))
+    finally:
+        _end(server)
+
+
+def _environ(source: Path, home: Path) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SERVERLESS_GPU_", "SGPU_"))}
+    own = {"SERVERLESS_GPU_HOME": str(home), "SERVERLESS_GPU_FAKE": "H100:1", "SERVERLESS_GPU_PREWARM": "0"}
+    return {**kept, **own, "PYTHONPATH": str(source)}
+
+
+def _command(source: Path, home: Path, *words: str, check: bool = True) -> None:
+    command = [sys.executable, "-m", "serverless_gpu.cli", *words]
+    subprocess.run(command, env=_environ(source, home), check=check, stdout=subprocess.DEVNULL, timeout=_LIMIT_S)
+
+
+def _server(source: Path, home: Path, *options: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "serverless_gpu.cli", "up", *options]
+    server = subprocess.Popen(command, env=_environ(source, home), stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    line = server.stdout.readline()
+    assert " at http" in line, f"the server of {source} did not start: {line}"
+    return server
+
+
+def _end(server: subprocess.Popen[str]) -> None:
+    server.send_signal(signal.SIGTERM)
+    server.wait(_LIMIT_S)
+    if server.stdout is not None:
+        server.stdout.close()
+
+
+def _call(source: Path, home: Path, script: Path, directory: Path) -> subprocess.Popen[str]:
+    words = [sys.executable, str(script), str(directory)]
+    return subprocess.Popen(words, env=_environ(source, home), stdout=subprocess.PIPE, text=True)
+
+
+def _answered(caller: subprocess.Popen[str]) -> None:
+    said, _ = caller.communicate(timeout=_LIMIT_S)
+    assert caller.returncode == 0 and said.strip().endswith("done"), f"the call ended with {caller.returncode}: {said}"
+
+
+def _wait(found: object, what: str) -> None:
+    limit = time.monotonic() + _LIMIT_S
+    while not (callable(found) and found()):
+        assert time.monotonic() < limit, what
+        time.sleep(0.05)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
