@@ -7,7 +7,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 CODE := $(wildcard src tests scripts examples benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo notebook test test-part-local test-part-remote test-part-others test-spot test-all crash check sim format docs bench picture gpu-check clean distclean
+.PHONY: help venv demo notebook test test-part-local test-part-remote test-part-others test-spot test-all crash network upgrade-check check sim format docs bench picture gpu-check clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -96,6 +96,12 @@ test-spot: $(HEAVY) ## run some of the heavy tests: one of each kind
 
 test-all: test $(HEAVY) ## run all tests, the heavy ones, too: every example, MLflow, Ray
 	$(BIN)/python -m pytest -m "heavy and not gpu"
+
+network: venv ## networks that break, wrong clocks, nodes of the protocol before (namespaces: needs root)
+	$(BIN)/python -m pytest tests/network tests/server/test_upgrade.py tests/server/test_clocks.py tests/unit/test_steady.py
+
+upgrade-check: venv ## the node of the commit before, a run across the upgrade of its server (needs git history)
+	@$(BIN)/python -m scripts.upgrade_check
 
 crash: venv ## kill server and node at every named place, on SQLite and PostgreSQL; full disks, conflicts, two servers
 	$(BIN)/python -m pytest tests/crash

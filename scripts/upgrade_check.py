@@ -18,6 +18,7 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -81,13 +82,17 @@ def _source(base: str, directory: Path) -> Iterator[Path]:
 def _check(home: Path, before: Path) -> None:
     script = home / "call.py"
     script.write_text(CALL)
-    server = _server(before, home)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])  # the same for both: the node is not told of another one
+    server = _server(before, home, "--port", port)
     directory = home / "first"
     directory.mkdir()
     caller = _call(before, home, script, directory)
     _wait(lambda: (directory / "began").exists(), "the run did not begin")
     _end(server)
-    server = _server(ROOT / "src", home, "--no-node")  # the node of before stays, as one on another machine would
+    server = _server(
+        ROOT / "src", home, "--no-node", "--port", port
+    )  # the node of before stays, as one on another machine would
     try:
         (directory / "go").touch()
         _answered(caller)

@@ -70,6 +70,11 @@ class Broken:
         """Wait until a run has ended."""
         wait_for(lambda: self.cluster.run(self.runs[name]).ended_ns, f"the run of {name} has ended", LIMIT_S)
 
+    def told(self, name: str) -> None:
+        """Wait until a node has been told that its attempt is over."""
+        node, run_id = self.cluster.nodes[name], self.runs[name]
+        wait_for(lambda: node.standing(run_id) in ("stale", "settled"), f"{name} has been told", LIMIT_S)
+
     def break_all(self) -> None:
         """Cut every node off in its own way, and let the grace pass."""
         nodes = self.cluster.nodes
@@ -97,12 +102,7 @@ class Broken:
             nodes[name].wire.heal()
         nodes["killed"].start()
         for name in LONG:
-            run_id = self.runs[name]
-            wait_for(
-                lambda name=name, run_id=run_id: nodes[name].standing(run_id) in ("stale", "settled"),  # type: ignore[misc]
-                f"{name} has been told",
-                LIMIT_S,
-            )
+            self.told(name)
             (self.where / name / "go2").touch()
         (self.where / SHORT / "go1").touch()
         for name in (*LONG, SHORT):
