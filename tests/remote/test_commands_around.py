@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx2
 import pytest
 
 from serverless_gpu import distributed
@@ -17,6 +18,7 @@ from serverless_gpu.doctor.findings import Outcome
 from serverless_gpu.doctor.gathering.serving import look_at_server
 from serverless_gpu.doctor.table import judge
 from serverless_gpu.errors import InvalidValue, NotAuthenticated, NotFound, ServerNotConfigured, ServerUnavailable
+from serverless_gpu.wire.base import API
 from tests.local.observe import wait_for
 from tests.remote.test_commands import sgpu
 
@@ -35,6 +37,25 @@ def test_status_says_how_the_server_is(joined: Path) -> None:
     assert {"queue: 0 going on, 0 waiting", "nodes: 1 UP"} <= set(lines)
     server = json.loads(sgpu("status", "--json").stdout)["server"]
     assert (server["ok"], server["waiting"], server["nodes"]) == (True, 0, {"UP": 1})
+
+
+def test_prometheus_gets_a_token_that_is_good_for_figures_only(joined: Path) -> None:
+    assert sgpu("user", "add", "prometheus", "--service", "--role", "viewer").exit_code == 0
+    made = sgpu("token", "create", "--for", "prometheus", "--scope", "metrics:read", "--expires", "365d")
+    headers = {"Authorization": f"Bearer {made.stdout.strip()}"}
+    with httpx2.Client(base_url=find_profile(joined, os.environ).url + API, headers=headers) as client:
+        text = client.get("/metrics").text
+        assert 'sgpu_nodes{state="UP"} 1.0' in text and 'sgpu_healthy{check="store"} 1.0' in text
+        assert client.get("/runs").status_code == client.get("/nodes").status_code == 403
+    found: list[tuple[str, str]] = []
+
+    def are_logged() -> bool:  # by a thread of their own, after the answer
+        lines = map(json.loads, sgpu("server", "logs", "--json").stdout.splitlines())
+        found[:] = [(line["principal"], line["route"]) for line in lines if line.get("status") == 403]
+        return len(found) == 2
+
+    wait_for(are_logged, "both refusals are in the log")
+    assert found == [("prometheus", "/runs"), ("prometheus", "/nodes")]
 
 
 def test_the_doctor_finds_the_server_well(joined: Path) -> None:

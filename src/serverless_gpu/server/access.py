@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.server import log_context
-from serverless_gpu.server.api.routing import CALL, Call
+from serverless_gpu.server.api.routing import CALL, ROUTE, Call, Route
 from serverless_gpu.server.logfile import ACCESS
 from serverless_gpu.server.measures import OTHER
 from serverless_gpu.server.services import Services
@@ -113,9 +113,10 @@ class _Request:
 
     @property
     def route(self) -> str:
-        """Return the route as it was declared; "other" for what the gate did not let in."""
+        """Return the route as it was declared; "other" where there is none, or nobody knows who asks."""
         call = self._scope.get(CALL)
-        return call.route.path if isinstance(call, Call) else OTHER
+        route = call.route if isinstance(call, Call) else self._scope.get(ROUTE)
+        return route.path if isinstance(route, Route) else OTHER
 
     async def send(self, message: Message) -> None:
         """Send a part of the answer."""

@@ -39,7 +39,7 @@ from serverless_gpu.errors import (
 )
 from serverless_gpu.server import log_context
 from serverless_gpu.server.api.problems import problem
-from serverless_gpu.server.api.routing import ANYBODY, ATTEMPT, CALL, PUBLIC, Call, Need, Route
+from serverless_gpu.server.api.routing import ANYBODY, ATTEMPT, CALL, PUBLIC, ROUTE, Call, Need, Route
 from serverless_gpu.server.callers import NOBODY, Caller
 from serverless_gpu.server.services import Services
 from serverless_gpu.wire.base import API
@@ -155,6 +155,7 @@ class Gate:
             raise NotFound(f"there is nothing at {scope['path'][:200]!r}", hint="docs/openapi.json lists all routes")
         if route is None:
             raise WrongMethod(scope["method"], routes)
+        scope[ROUTE] = route  # for the log, also when it is not theirs
         call = Call(self._services, route, who, self._reach_of(who, route, scope["path"]))
 
         def admit_again() -> None:

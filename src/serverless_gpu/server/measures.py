@@ -21,6 +21,7 @@ import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, exposition
 from prometheus_client.registry import Collector
 
+from serverless_gpu.model.attempt import Reason
 from serverless_gpu.version import __version__
 
 CONTENT_TYPE = exposition.CONTENT_TYPE_PLAIN_0_0_4
@@ -109,6 +110,10 @@ class Measures:
         self.store = histogram("store_seconds", "Seconds of one call to a store.", _SLOW_S, "store", "operation")
         self.store_errors = counter("store_errors", "Calls to a store that failed.", "store", "operation")
         self.violations = counter("violations", "Violations of invariants that the self-check found.", "invariant")
+        for kind in ("read", "write"):  # a series that begins with its first failure shows no increase
+            self.transaction_failures.labels(kind)
+        for reason in (Reason.NODE_GONE, Reason.NODE_REBOOTED):
+            self.given_up.labels(reason.value)
         gauge("build_info", "Which version this is.", "version").labels(__version__).set(1)
 
     def watch(self, source: Source) -> None:

@@ -131,7 +131,8 @@ def _told(line: bytes) -> str:
     found = _parsed(line)
     if not found:
         return line.decode("utf-8", "replace").rstrip("\n")
-    about = " ".join(f"{name}={value}" for name, value in found.items() if name not in _HEAD)
+    said = (*_HEAD, "method", "route") if found.get("logger") == "access" else _HEAD  # its message has them
+    about = " ".join(f"{name}={value}" for name, value in found.items() if name not in said)
     told = f"{found.get('ts', '')} {found.get('level', ''):<7} {found.get('logger', '')}: {found.get('msg', '')}"
     told = (told + (f"  ({about})" if about else "")).replace("\n", "⏎")  # a message is no other line
     return "\n    ".join([told, *str(found.get("traceback", "")).splitlines()])

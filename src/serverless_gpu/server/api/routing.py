@@ -60,6 +60,8 @@ T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 CALL = "sgpu.call"
 """Key of the ASGI scope under which the gate leaves the `Call`."""
+ROUTE = "sgpu.route"
+"""And the route that was asked for, as soon as it is known who asks."""
 JSON = "application/json"
 BYTES = "application/octet-stream"
 CHECKED_S = 10.0
