@@ -11,6 +11,8 @@
     environments  the rows about environments: environment_ours, environment_neighbours, on environment_sets
     tracking_rows the row about tracking: `tracked`, in an interpreter that has MLflow
     ray_rows      the row about Ray: `ray_clusters`, in an interpreter that has Ray, with `ray_driver`
+    load          the rows about load on a server: `load-runs` and so on
+    ranges        what the medians were five times, and whether they still are
     report        numbers, table, machine
 
 docs/benchmarks.md says what each row means.

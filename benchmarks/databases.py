@@ -53,6 +53,7 @@ _RUN = {
     "snapshot": "",
     "context_sealed": _BYTES,
     "client_version": "",
+    "tracked": "",
 }
 _EVENT = {"seq": 1, "fence": 0, "at_ns": 1, "state": "QUEUED", "sentence": "", "node": ""}
 _AUDIT = {"at_ns": 1, "principal": "ada", "action": "run.create", "detail_json": "{}", "token": ""}

@@ -132,7 +132,7 @@ def wheels() -> tuple[Path, Path]:
     """Return a directory with a wheel for every distribution of this interpreter, and a file with their versions."""
     directory = scratch() / "wheels"
     directory.mkdir()
-    pins = []
+    pins: list[str] = []
     for distribution in importlib.metadata.distributions():
         name, version = distribution.metadata["Name"], distribution.version
         if name == _OURS or any(pin.startswith(f"{name}==") for pin in pins) or not _is_whole(distribution):

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from benchmarks import environments, ray_rows, remote_rows, tracking_rows
 from benchmarks.contestants import ContestantFailed
 from benchmarks.databases import THREADS, WRITES
+from benchmarks.load import rows as load_rows
 from benchmarks.report import Row
 from benchmarks.stage import Stage
 from benchmarks.submissions import SUBMISSIONS
@@ -315,6 +316,7 @@ ROWS: dict[str, Callable[[bool], Row]] = {
     **environments.ROWS,
     **tracking_rows.ROWS,
     **ray_rows.ROWS,
+    **load_rows.ROWS,
 }
 
 

@@ -19,13 +19,13 @@ from serverless_gpu.server.loops import Loop, Tick
 DEVICES_MAX = 16_384
 
 
-def main() -> int:
+def main() -> None:
     """Be the server."""
     with open(sys.argv[1], "a", encoding="ascii", buffering=1) as ticks:
-        assembly.Loop = _timed(ticks)  # type: ignore[misc,assignment] # a watch around it
+        assembly.Loop = _timed(ticks)  # type: ignore[attr-defined,assignment] # a watch around it
         agents.DEVICES_MAX = DEVICES_MAX
         sys.argv = ["sgpu", *sys.argv[2:]]
-        return cli.main()
+        cli.main()
 
 
 def _timed(ticks: TextIO) -> Callable[..., Loop]:
@@ -47,4 +47,4 @@ def _timed(ticks: TextIO) -> Callable[..., Loop]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -140,7 +140,8 @@ class BoundedProtocol(HttpToolsProtocol):
     """uvicorn's protocol, with bounds on the head of a request and on silent connections."""
 
     _head_bytes = 0
-    _in_head = True
+    _in_head = True  # or between two requests
+    _heads_here = 0
     _waiting: TimerHandle | None = None
     _quiet_since = 0
 
@@ -160,6 +161,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Count from here."""
         self._head_bytes, self._in_head = 0, True
+        self._heads_here += 1
         self._wait_for_head()
         super().on_message_begin()
 
@@ -171,11 +173,17 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Take bytes, unless they are the head of a request that is longer than any may be."""
-        if self._in_head:
-            self._head_bytes += len(data)
+        was_in_head, self._heads_here = self._in_head, 0
         super().data_received(data)
+        if was_in_head and self._in_head and self._heads_here <= 1:  # else the head began somewhere in these bytes
+            self._head_bytes += len(data)
         if self._in_head and self._head_bytes > HEAD_BYTES_MAX:
             self.transport.close()
+
+    def on_message_complete(self) -> None:
+        """Count what comes between two requests, too."""
+        self._head_bytes, self._in_head = 0, True
+        super().on_message_complete()
 
     def on_response_complete(self) -> None:
         """Note that nothing is under way from now on."""
