@@ -83,14 +83,14 @@ def play(server: MeasuredServer, ranks: int, *, name: str) -> Played:
     Raises:
         ContestantFailed: its results did not arrive.
     """
-    node = Asker(server.url, server.node_token())
+    node = server.asker(server.node_token())
     welcome = node.get("POST", "/agents", _hello(name, ranks), answer=AgentWelcome)
     asked = request(f"machine-{name}", gpus=ranks)
     run = server.asker().get("POST", "/runs", asked, answer=RunView)
     client = _Client(server, run.id)
     client.start()
     start = _order(node, welcome.node)
-    reporter = _Reporter(server.url, start)
+    reporter = _Reporter(server.asker(start.token), start)
     reporter.say(Report(state=State.RUNNING, world_size=ranks, exec_ns=time.time_ns()))
     began_ns = time.perf_counter_ns()
     for first in range(0, ranks, PIECES_AT_ONCE):
@@ -120,8 +120,8 @@ def play(server: MeasuredServer, ranks: int, *, name: str) -> Played:
 class _Reporter:
     """Reports about one attempt."""
 
-    def __init__(self, url: str, start: Start) -> None:
-        self._asker = Asker(url, start.token)
+    def __init__(self, asker: Asker, start: Start) -> None:
+        self._asker = asker
         self._path = f"/attempts/{start.run_id}/{start.fence}/report"
         self.largest = 0
 

@@ -31,11 +31,18 @@ class MeasuredServer:
         self.home, self.url, self.pid = home, url, pid
         self.token = (home / "server" / "token").read_text(encoding="ascii").strip()
         self._read = 0
+        self._askers: list[Asker] = []
         self._nodes = ""
 
-    def asker(self) -> Asker:
-        """Return a connection of the administrator."""
-        return Asker(self.url, self.token)
+    def asker(self, token: str = "") -> Asker:
+        """Return a connection, of the administrator unless another token is given; closed with the server."""
+        self._askers.append(Asker(self.url, token or self.token))
+        return self._askers[-1]
+
+    def close(self) -> None:
+        """Close what was opened here."""
+        for asker in self._askers:
+            asker.close()
 
     def node_token(self) -> str:
         """Return a token for one more node."""
@@ -87,7 +94,8 @@ def measured_server(home: Path, *options: str, node: bool = False, **variables: 
             url = line.rpartition(" ")[2].strip()
             if not url.startswith("http"):
                 raise ContestantFailed(f"the server did not start: {line.strip()}")
-            yield MeasuredServer(home, url, process.pid)
+            with contextlib.closing(MeasuredServer(home, url, process.pid)) as server:
+                yield server
         finally:
             process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -97,6 +97,18 @@ def test_the_headers_of_a_later_request_have_to_come_in_time_as_those_of_the_fir
     _within(gone)
 
 
+def test_a_request_that_is_larger_than_any_head_and_comes_at_once_is_no_long_head(
+    server: Served, crowd: Callable[[int], list[socket.socket]]
+) -> None:
+    body = b'{"name":"x","kind":"none"}'.ljust(2 * listening.HEAD_BYTES_MAX)
+    head = f"POST /api/v1/users HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {server.token}\r\n"
+    (one,) = crowd(1)
+    for _ in range(3):
+        one.sendall(f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+        answer = one.recv(1 << 16)
+        assert answer.startswith(b"HTTP/1.1 400") and b"none" in answer
+
+
 def test_there_are_descriptors_left_for_everything_else(monkeypatch: pytest.MonkeyPatch) -> None:
     def limited(soft: int) -> int:
         monkeypatch.setattr("resource.getrlimit", lambda _which: (soft, soft))

@@ -141,7 +141,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     _head_bytes = 0
     _in_head = True  # or between two requests
-    _heads_here = 0
+    _one_is_over = False
     _waiting: TimerHandle | None = None
     _quiet_since = 0
 
@@ -161,7 +161,6 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Count from here."""
         self._head_bytes, self._in_head = 0, True
-        self._heads_here += 1
         self._wait_for_head()
         super().on_message_begin()
 
@@ -173,16 +172,16 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Take bytes, unless they are the head of a request that is longer than any may be."""
-        was_in_head, self._heads_here = self._in_head, 0
+        was_in_head, self._one_is_over = self._in_head, False
         super().data_received(data)
-        if was_in_head and self._in_head and self._heads_here <= 1:  # else the head began somewhere in these bytes
+        if was_in_head and self._in_head and not self._one_is_over:  # else the head began somewhere in these bytes
             self._head_bytes += len(data)
         if self._in_head and self._head_bytes > HEAD_BYTES_MAX:
             self.transport.close()
 
     def on_message_complete(self) -> None:
         """Count what comes between two requests, too."""
-        self._head_bytes, self._in_head = 0, True
+        self._head_bytes, self._in_head, self._one_is_over = 0, True, True
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
