@@ -324,7 +324,7 @@ def active(connection: sa.Connection) -> list[StoredRun]:
 
 
 def active_briefly(connection: sa.Connection) -> list[Active]:
-    """Return the runs that have an attempt which has not ended; a tenth of the work of `active`."""
+    """Return the runs that have an attempt which has not ended; a quarter of the work of `active`."""
     return [
         Active(
             id=row[0],
