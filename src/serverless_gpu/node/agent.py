@@ -42,7 +42,7 @@ from serverless_gpu.node.attempts import Attempts, Supervised
 from serverless_gpu.node.environments import Environments, Waiter
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.inside import linux
-from serverless_gpu.node.inside.channel import Channel
+from serverless_gpu.node.inside.channel import Channel, close_all
 from serverless_gpu.node.inventory import Inventory
 from serverless_gpu.node.monitor.starting import Monitoring, preparation
 from serverless_gpu.node.processes import find_cgroup_root
@@ -183,6 +183,7 @@ class Agent:
             self._drop(channel)
             return
         self._used_ns = self._clock.boottime_ns()
+        close_all(received[1])  # a client has none to give
         match received[0]:
             case protocol.Launch() as launch:
                 self._forget(channel)

@@ -44,7 +44,7 @@ from serverless_gpu.model.spec import Command
 from serverless_gpu.node import reserve
 from serverless_gpu.node.account import Account, write_text
 from serverless_gpu.node.inside import protocol as inside
-from serverless_gpu.node.inside.channel import Channel
+from serverless_gpu.node.inside.channel import Channel, close_all
 from serverless_gpu.node.inside.linux import descendants
 from serverless_gpu.node.live import Viewer
 from serverless_gpu.node.logs import RankLog
@@ -58,6 +58,7 @@ RESULT_BYTES_MAX = 16 << 30
 _HOLDS_AT_ONCE = 200  # a packet carries 253 descriptors at most
 _SENTENCE_CHARACTERS_MAX = 1_000
 _SENTENCES_MAX = 50
+_DETAIL_CHARACTERS_MAX = 10_000
 
 _FAILURE_REASONS = {
     "exception": Reason.RANK_RAISED,
@@ -136,7 +137,13 @@ class Gang:
             ValueError: it cannot be understood.
         """
         received = self.channel.receive()
-        return None if received is None else list(self._events(inside.decode(received[0])))
+        if received is None:
+            return None
+        close_all(received[1])
+        try:
+            return list(self._events(inside.decode(received[0])))
+        except (TypeError, OverflowError) as error:  # what should be a number is a list, or has a thousand digits
+            raise ValueError(str(error)) from None
 
     def _events(self, message: inside.Message) -> Iterator[Event]:
         match message.get("event"):
@@ -147,23 +154,23 @@ class Gang:
                 if isinstance(pids, dict):
                     self.pids = {int(rank): int(pid) for rank, pid in pids.items()}
             case "problem":
-                yield StemLost(detail=inside.text(message, "detail"))
+                yield StemLost(detail=inside.text(message, "detail")[:_DETAIL_CHARACTERS_MAX])
             case "exec":
-                self.stacks[inside.integer(message, "rank")] = inside.integer(message, "stack")
-                yield RankExecuting(inside.integer(message, "rank"))
+                self.stacks[self._rank(message)] = inside.integer(message, "stack")
+                yield RankExecuting(self._rank(message))
             case "enter":
                 self.account.mark("enter", inside.integer(message, "at"))
             case "returned":
-                yield RankReturned(inside.integer(message, "rank"))
+                yield RankReturned(self._rank(message))
             case "failed":
                 self._store(message)
-                failure = self._explained(_failure(message))
-                self._failed.add(inside.integer(message, "rank"))
+                failure = self._explained(_failure(self._rank(message), message))
+                self._failed.add(self._rank(message))
                 yield RankFailed(failure)
             case "exited":
                 exited = self._exited(message)
                 if self._command is not None and exited.signal is None and exited.rank not in self._failed:
-                    yield _command_ended(message)
+                    yield _command_ended(exited.rank, message)
                 yield exited
             case "say":
                 self._pass_on(inside.text(message, "text"), note=message.get("note") is True)
@@ -360,7 +367,7 @@ class Gang:
         return threads_per_rank(launch.spec.resources.cpus or share, 1 if launch.spec.ray else launch.world_size)
 
     def _exited(self, message: inside.Message) -> RankExited:
-        rank, status = inside.integer(message, "rank"), inside.integer(message, "status")
+        rank, status = self._rank(message), inside.integer(message, "status")
         self.account.peaks[rank] = inside.integer(message, "peak")
         number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
         killed_for_memory = number == signal.SIGKILL and self.out_of_memory()
@@ -369,11 +376,22 @@ class Gang:
         detail = f"exited with code {os.WEXITSTATUS(status)}" if number is None else f"ended by {signal_name(number)}"
         return RankExited(rank=rank, signal=number, out_of_memory=killed_for_memory, detail=detail)
 
+    def _rank(self, message: inside.Message) -> int:
+        """Return which of the run's ranks a message is about.
+
+        Raises:
+            ValueError: it is none of them.
+        """
+        rank = inside.integer(message, "rank")
+        if not 0 <= rank < self.processes:
+            raise ValueError(f"there is no rank {rank}")
+        return rank
+
     def _store(self, message: inside.Message) -> None:
         """Write what a rank raised and could not write itself, for the disk is full; never looked into."""
-        rank, unstored = inside.integer(message, "rank"), message.get("unstored")
+        rank, unstored = self._rank(message), message.get("unstored")
         for ending, text in unstored.items() if isinstance(unstored, dict) else ():
-            if ending in inside.UNSTORED and 0 <= rank < self.processes and isinstance(text, str):
+            if ending in inside.UNSTORED and isinstance(text, str):
                 path = Path(self.launch.directory, "failures", f"{rank}.{ending}")
                 with contextlib.suppress(OSError, ValueError):
                     reserve.write(path, base64.b64decode(text), Path(self.launch.directory))
@@ -432,8 +450,8 @@ def _path_with(path: str, python: str) -> str:
     return path if own in path.split(os.pathsep) else f"{own}{os.pathsep}{path}"
 
 
-def _command_ended(message: inside.Message) -> RankReturned | RankFailed:
-    rank, code = inside.integer(message, "rank"), os.WEXITSTATUS(inside.integer(message, "status"))
+def _command_ended(rank: int, message: inside.Message) -> RankReturned | RankFailed:
+    code = os.WEXITSTATUS(inside.integer(message, "status"))
     if code == 0:
         return RankReturned(rank)
     detail = f"exited with code {code}"
@@ -441,7 +459,7 @@ def _command_ended(message: inside.Message) -> RankReturned | RankFailed:
     return RankFailed(Failure(rank=rank, reason=Reason.COMMAND_FAILED, at_ns=at_ns, exit_code=code, detail=detail))
 
 
-def _failure(message: inside.Message) -> Failure:
+def _failure(rank: int, message: inside.Message) -> Failure:
     record = message.get("failure")
     fields: dict[str, object] = record if isinstance(record, dict) else {}
     reason = _FAILURE_REASONS.get(str(fields.get("kind")), Reason.RANK_RAISED)
@@ -451,9 +469,9 @@ def _failure(message: inside.Message) -> Failure:
     if reason in _OF_A_CLUSTER:
         detail = str(fields.get("message", ""))
     return Failure(
-        rank=inside.integer(message, "rank"),
+        rank=rank,
         reason=reason,
         at_ns=inside.integer(message, "at"),
         peer_lost=fields.get("peer_lost") is True,
-        detail=detail,
+        detail=detail[:_DETAIL_CHARACTERS_MAX],
     )

@@ -282,7 +282,10 @@ class Supervisor:
                 self._audience.tell(protocol.Started(at_ns=self._account.marks["exec"]))
             self._hangs.heard(event)
             self._idleness.heard()
-            self._apply(event)
+            try:
+                self._apply(event)
+            except IllegalTransition as error:
+                self._apply(StemLost(detail=f"it says what cannot be: {error}"))
 
     def _stem_ended(self) -> None:
         assert self._gang is not None

@@ -23,7 +23,7 @@ import msgspec
 
 from serverless_gpu.errors import AgentUnavailable
 from serverless_gpu.node import protocol
-from serverless_gpu.node.inside.channel import Channel
+from serverless_gpu.node.inside.channel import Channel, close_all
 from serverless_gpu.node.outbox import Outbox
 
 WATCHERS_MAX = 64
@@ -105,6 +105,7 @@ class Watcher:
             return False
         if received is None:
             return False
+        close_all(received[1])  # nobody gives a supervisor any
         obey(received[0])
         return True
 

@@ -32,7 +32,7 @@ import msgspec
 
 from serverless_gpu.environment.restore.fitting import Loaded
 from serverless_gpu.node.inside import protocol as inside
-from serverless_gpu.node.inside.channel import pair
+from serverless_gpu.node.inside.channel import close_all, pair
 from serverless_gpu.node.processes import CgroupRoot
 from serverless_gpu.node.protocol import Context, original
 from serverless_gpu.node.restored import RestoredEnvironment
@@ -195,15 +195,26 @@ class Zygote:
 
     def hear(self) -> bool:
         """Take one message; return False when the zygote is gone."""
+        fds: tuple[int, ...] = ()
         try:
             received = self.channel.receive()
-            message = inside.decode(received[0]) if received is not None else None
-        except (OSError, ValueError):
-            received = message = None
-        if received is None or message is None:
-            self.fail()
-            return False
-        fds = received[1]
+            if received is not None:
+                fds = received[1]
+                if not self._understand(inside.decode(received[0]), fds):
+                    close_all(fds)
+                return True
+        except (OSError, ValueError, TypeError, OverflowError, IndexError):  # it runs code of the user's: it may say so
+            close_all(fds)
+        self.fail()
+        return False
+
+    def _understand(self, message: inside.Message, fds: tuple[int, ...]) -> bool:
+        """Take note of what it says, and return whether its descriptors were taken.
+
+        Raises:
+            ValueError, TypeError, OverflowError, IndexError: that cannot be; the descriptors are still open.
+            OSError: the same.
+        """
         match message.get("event"):
             case "ready":
                 self.ready = True
@@ -215,8 +226,11 @@ class Zygote:
             case "cold":
                 self.cold = inside.text(message, "reason")
             case "stem":
-                self._offer(self._asked.popleft(), inside.integer(message, "pid"), fds[0])
-        return True
+                (fd,) = fds
+                pid = inside.integer(message, "pid")
+                self._offer(self._asked.popleft(), pid, fd)
+                return True
+        return False
 
     def lives_in(self, environment: RestoredEnvironment | None) -> bool:
         """Return whether its stems are in an environment of its address: not when that was deleted and made again."""

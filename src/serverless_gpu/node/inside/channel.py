@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterable
 
 # The kernel refuses a packet above the socket's send buffer (212,992 bytes by default, shared with its own
 # bookkeeping).
@@ -69,20 +70,21 @@ class Channel:
         for fd in fds:
             os.set_inheritable(fd, False)  # `recv_fds` takes MSG_CMSG_CLOEXEC and does not pass it on
         if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-            _close_all(fds)
+            close_all(fds)
             raise OSError("a message was cut short by the kernel")
         if not packet:
+            close_all(fds)
             return None
         if packet[:1] == _INLINE:
             return packet[1:], tuple(fds)
         if packet != _MEMFD or not fds:
-            _close_all(fds)
+            close_all(fds)
             raise OSError("a packet that is no message")
         memory = fds.pop()
         try:
             return _read_all(memory), tuple(fds)
         except OSError:
-            _close_all(fds)
+            close_all(fds)
             raise
         finally:
             os.close(memory)
@@ -124,6 +126,7 @@ def _read_all(fd: int) -> bytes:
     return bytes(body)
 
 
-def _close_all(fds: list[int]) -> None:
+def close_all(fds: Iterable[int]) -> None:
+    """Close descriptors that came with a message and are nobody's."""
     for fd in fds:
         os.close(fd)

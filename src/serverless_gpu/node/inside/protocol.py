@@ -52,6 +52,9 @@ UNSTORED = ("pkl", "json")
 """What a rank that failed could not write, in the order in which it is to be: endings of its files."""
 UNSTORED_BYTES_MAX = 48 << 10
 
+_INTEGER_MAX = 2**63 - 1
+_SHOWN_MAX = 100
+
 Message = dict[str, object]
 Report = Callable[[Message], None]
 """Says something to the supervisor."""
@@ -75,7 +78,10 @@ def decode(body: bytes) -> Message:
     Raises:
         ValueError: the bytes are not a JSON object.
     """
-    message = json.loads(body)
+    try:
+        message = json.loads(body)
+    except RecursionError:
+        raise ValueError("a message is nested too deeply") from None
     if not isinstance(message, dict):
         raise ValueError("a message must be an object")
     return message
@@ -88,8 +94,8 @@ def integer(message: Message, key: str) -> int:
         ValueError: it is missing or of another type.
     """
     value = message.get(key)
-    if not isinstance(value, int):
-        raise ValueError(f"field {key!r} must be an integer, not {value!r}")
+    if not isinstance(value, int) or not -_INTEGER_MAX <= value <= _INTEGER_MAX:
+        raise ValueError(f"field {key!r} must be an integer, not {str(value)[:_SHOWN_MAX]}")
     return value
 
 

@@ -23,7 +23,7 @@ from serverless_gpu.model.ledger import DeviceUse
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.model.telemetry import Sample
 from serverless_gpu.model.tracking import Tracking
-from serverless_gpu.node.inside.channel import Channel
+from serverless_gpu.node.inside.channel import Channel, close_all
 from serverless_gpu.node.protocol import PROTOCOL
 from serverless_gpu.version import __version__
 
@@ -231,4 +231,10 @@ def hear(channel: Channel) -> AnyWord | None:
         OSError: nothing can be read; `BlockingIOError` when nothing is there.
     """
     received = channel.receive()
-    return None if received is None else _decoder.decode(received[0])
+    if received is None:
+        return None
+    close_all(received[1])
+    try:
+        return _decoder.decode(received[0])
+    except RecursionError as error:
+        raise msgspec.DecodeError(str(error)) from None
