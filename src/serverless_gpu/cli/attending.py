@@ -8,6 +8,7 @@ import click
 
 from serverless_gpu.cli.choosing import this_home
 from serverless_gpu.cli.locating import locate
+from serverless_gpu.cli.output import say, say_lines
 from serverless_gpu.cli.runs import cancel, show
 from serverless_gpu.cli.server.exit_codes import CANCELLED, exit_code
 from serverless_gpu.client.attaching import attach as attach_to
@@ -28,7 +29,7 @@ def attach(run: str | None) -> None:
         error = handle.follow(only_looks=True)
     except KeyboardInterrupt:
         sys.exit(CANCELLED)
-    click.echo(f"sgpu: run {handle.id} {handle.status()}" if error is None else f"sgpu: {error}", err=True)
+    say_lines(f"sgpu: run {handle.id} {handle.status()}" if error is None else f"sgpu: {error}", err=True)
     sys.exit(exit_code(error))
 
 
@@ -53,7 +54,7 @@ def preempt(run: str) -> None:
     handle.preempt()
     resumes = found.view is not None and found.view.spec.resume
     then = "it continues as a new attempt when there is room" if resumes else "it ends then"
-    click.echo(f"run {handle.id} was asked to make room; {then}")
+    say(f"run {handle.id} was asked to make room; {then}")
 
 
 run_group.add_command(show)

@@ -7,8 +7,7 @@ import difflib
 import os
 from collections.abc import Sequence
 
-import click
-
+from serverless_gpu.cli.output import say
 from serverless_gpu.client.agent_control import agent_status
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError
 from serverless_gpu.node.history import run_ids
@@ -25,7 +24,7 @@ def this_home() -> Home:
     """
     home = find_home(os.environ)
     if home.note:
-        click.echo(f"sgpu: {home.note}", err=True)
+        say(f"sgpu: {home.note}", err=True)
     return home
 
 

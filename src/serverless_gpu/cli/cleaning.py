@@ -14,6 +14,7 @@ from serverless_gpu.ambient import SystemClock, format_moment
 from serverless_gpu.cli.amounts import age_s, size_bytes
 from serverless_gpu.cli.choosing import choose, queued_runs, this_home
 from serverless_gpu.cli.columns import columns
+from serverless_gpu.cli.output import say
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.retention import HOUR_NS, Entry, Policy, to_delete
 from serverless_gpu.node.configuration import read_configuration
@@ -40,9 +41,9 @@ def clean(run: tuple[str, ...], older_than: str | None, keep: str | None, dry_ru
     chosen, spared = (_named(home, run), "") if run else _kept_no_longer(home, older_than, keep)
     if dry_run:
         for line in columns([_row(home, each) for each in chosen]):
-            click.echo(line)
+            say(line)
         total = sum(each.entry.size_bytes for each in chosen)
-        click.echo(f"would delete {_count(_runs_of(chosen))}, {format_bytes(total)}{spared}")
+        say(f"would delete {_count(_runs_of(chosen))}, {format_bytes(total)}{spared}")
         return
     done = [_delete(place, [each.entry for each in chosen if each.place == place]) for place in _places(home)]
     deleted = {run_id for each in done for run_id in each.deleted}
@@ -50,9 +51,9 @@ def clean(run: tuple[str, ...], older_than: str | None, keep: str | None, dry_ru
     cleaned = Cleaned(tuple(deleted), sum(each.freed_bytes for each in done), problems)
     stay = {run_id for place in _places(home) for run_id in run_ids(place)}
     said = cleaned_text(cleaned) if chosen else f"nothing to delete; {_count(len(stay))} stay"
-    click.echo(said + spared)
+    say(said + spared)
     for problem in problems:
-        click.echo(f"sgpu: {problem}", err=True)
+        say(f"sgpu: {problem}", err=True)
     if problems:
         sys.exit(1)
 

@@ -8,6 +8,8 @@ import sys
 
 import click
 
+from serverless_gpu.cli.output import say
+
 _COLOURS = {"ok": "green", "warning": "yellow", "failed": "red", "unknown": "magenta"}
 
 
@@ -31,7 +33,7 @@ def doctor(as_json: bool, limit: float) -> None:
     examination = importlib.import_module("serverless_gpu.doctor.examination")
     report, has_failed = examination.examine(limit, as_json=as_json, paint=_paint)
     for line in report:
-        click.echo(line)
+        say(line)
     sys.exit(1 if has_failed else 0)
 
 

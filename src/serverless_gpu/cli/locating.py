@@ -12,9 +12,8 @@ import os
 import re
 from typing import TYPE_CHECKING, NamedTuple
 
-import click
-
 from serverless_gpu.cli.choosing import choose, meant
+from serverless_gpu.cli.output import say
 from serverless_gpu.cli.server.reaching import connect
 from serverless_gpu.client.remote.profile import find_profile
 from serverless_gpu.errors import InvalidValue, NotFound, ServerNotConfigured, ServerProblem
@@ -60,7 +59,7 @@ def server_runs(home: Home, *, limit: int, state: str = "") -> tuple[RunView, ..
     except ServerNotConfigured:
         return ()
     except ServerProblem as error:
-        click.echo(f"sgpu: {error.message}; this is what is here", err=True)
+        say(f"sgpu: {error.message}; this is what is here", err=True)
         return ()
 
 
@@ -102,7 +101,7 @@ def _of_the_server(home: Home, text: str) -> tuple[tuple[RunView, ...], str]:
     except ServerNotConfigured:
         return (), ""
     except ServerProblem as error:
-        click.echo(f"sgpu: {error.message}; this is what is here", err=True)
+        say(f"sgpu: {error.message}; this is what is here", err=True)
         return (), ", and the server cannot be asked"
     return found, f", and none at {profile.url} that you may see"
 

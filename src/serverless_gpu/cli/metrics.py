@@ -9,7 +9,7 @@ import click
 from serverless_gpu.cli.choosing import this_home
 from serverless_gpu.cli.columns import columns
 from serverless_gpu.cli.locating import locate
-from serverless_gpu.cli.output import print_json
+from serverless_gpu.cli.output import print_json, say
 from serverless_gpu.client.attaching import attach
 
 
@@ -28,18 +28,18 @@ def metrics(run: str | None, plot: Path | None, as_json: bool) -> None:
     handle = attach(found.run_id)
     if plot is not None:
         handle.plot(plot)
-        click.echo(f"{plot} shows run {found.run_id}", err=True)
+        say(f"{plot} shows run {found.run_id}", err=True)
         return
     series = handle.metrics()
     if as_json:
         print_json({name: {"times": one.times, "values": one.values} for name, one in series.items()})
         return
     if not series:
-        click.echo(f"nothing was sampled of run {found.run_id}", err=True)
+        say(f"nothing was sampled of run {found.run_id}", err=True)
         return
     rows = [["SERIES", "SAMPLES", "LEAST", "MEAN", "MOST", "LAST"]]
     for name, (_, values) in series.items():
         numbers = (min(values), sum(values) / len(values), max(values), values[-1])
         rows.append([name, str(len(values)), *(f"{number:,.1f}" for number in numbers)])
     for line in columns(rows):
-        click.echo(line)
+        say(line)

@@ -12,7 +12,7 @@ import click
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.cli.choosing import this_home
-from serverless_gpu.cli.output import print_json
+from serverless_gpu.cli.output import print_json, say
 from serverless_gpu.errors import ServerProblem
 from serverless_gpu.node.history import is_live, run_ids
 from serverless_gpu.node.home import Home
@@ -39,18 +39,18 @@ def mlflow(store: str, is_end: bool, as_json: bool) -> None:
     store = _absolute(store)
     if is_end:
         count = int(stop_server(place_of(home, store))) if store else stop_servers(home)
-        click.echo("stopped" if count else "no MLflow server is running")
+        say("stopped" if count else "no MLflow server is running")
         return
     elsewhere = os.environ.get("MLFLOW_TRACKING_URI", "")
     if elsewhere and not store:
         shown = troubles.without_password(elsewhere)
-        click.echo(f"sgpu: MLFLOW_TRACKING_URI is set: runs of this shell are tracked at {shown}", err=True)
+        say(f"sgpu: MLFLOW_TRACKING_URI is set: runs of this shell are tracked at {shown}", err=True)
     _start(home, store)
     found = look(place_of(home, store), SystemClock())
     if as_json:
         print_json(as_builtins(found))
     else:
-        click.echo(found.uri)
+        say(found.uri)
 
 
 def mlflow_servers(home: Home) -> list[Server]:
@@ -123,7 +123,7 @@ def _start(home: Home, store: str) -> None:
     deadline_ns = clock.boottime_ns() + int(_START_S * 1e9)
     serving = ensure_server(home, python, store, environ=os.environ, now=True)
     if not serving.ready and (serving.is_restarting or not serving.problem):
-        click.echo("sgpu: MLflow's server starts, which takes it some seconds", err=True)
+        say("sgpu: MLflow's server starts, which takes it some seconds", err=True)
     while not serving.ready:
         if serving.problem and not serving.is_restarting:
             raise ServerProblem(serving.problem, hint=f"what it wrote: {place_of(home, store).log}")

@@ -7,7 +7,7 @@ import os
 import click
 
 from serverless_gpu.cli.mlflow_server import as_builtins, mlflow_lines, mlflow_servers, stop_mlflow
-from serverless_gpu.cli.output import print_json
+from serverless_gpu.cli.output import print_json, say, say_lines
 from serverless_gpu.cli.server.state import server_status
 from serverless_gpu.client.agent_control import agent_status, stop_agent
 from serverless_gpu.model.hardware import DeviceKind, parse_fake
@@ -31,26 +31,26 @@ def status(as_json: bool) -> None:
         return
     _say_agent(found)
     for line in mlflow_lines(tracking):
-        click.echo(line)
+        say(line)
     if served is not None:
         for line in served.lines():
-            click.echo(line)
+            say(line)
 
 
 def _say_agent(found: Status | None) -> None:
     if found is None:
-        click.echo("no agent is running; the next run starts one")
+        say("no agent is running; the next run starts one")
         return
-    click.echo(f"agent: pid {found.pid}")
-    click.echo(f"cgroups: {found.cgroups or f'none: {found.cgroups_problem}'}")
+    say(f"agent: pid {found.pid}")
+    say(f"cgroups: {found.cgroups or f'none: {found.cgroups_problem}'}")
     for line in [_zygote_text(zygote) for zygote in found.zygotes] or ["none"]:
-        click.echo(f"zygote: {line}")
+        say(f"zygote: {line}")
     for environment in found.environments:
-        click.echo(f"environment: {_environment_text(environment)}")
+        say(f"environment: {_environment_text(environment)}")
     for line in [_attempt_text(attempt) for attempt in found.attempts] or ["none"]:
-        click.echo(f"running: {line}")
+        say(f"running: {line}")
     if found.queued:
-        click.echo(f"queued: {len(found.queued)}")
+        say(f"queued: {len(found.queued)}")
 
 
 def _zygote_text(zygote: ZygoteStatus) -> str:
@@ -93,10 +93,10 @@ def gpus() -> None:
         notes = DeviceLocks(lock_directory(device.kind, home.root)).quarantined()
         state = f"quarantined: {notes[device.uuid].reason}" if device.uuid in notes else ""
         memory = format_bytes(device.memory_bytes) if device.memory_bytes else ""
-        click.echo("  ".join(text for text in (device.uuid, device.type, memory, device.kind, state) if text))
+        say("  ".join(text for text in (device.uuid, device.type, memory, device.kind, state) if text))
 
     for line in () if fakes else greeting.unavailable:
-        click.echo(f"not usable: {line}")
+        say(f"not usable: {line}")
 
 
 @click.command()
@@ -104,6 +104,6 @@ def stop() -> None:
     """End the agent of this node and what it keeps warm; running attempts go on."""
     home = find_home(os.environ)
     ended = stop_agent(home.root)
-    click.echo("stopped" if ended else "no agent is running")
+    say("stopped" if ended else "no agent is running")
     if said := stop_mlflow(home):
-        click.echo(said)
+        say_lines(said)

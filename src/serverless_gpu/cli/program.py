@@ -30,6 +30,7 @@ from serverless_gpu.cli.logs import logs
 from serverless_gpu.cli.metrics import metrics
 from serverless_gpu.cli.mlflow_server import mlflow
 from serverless_gpu.cli.node import gpus, status, stop
+from serverless_gpu.cli.output import say_lines
 from serverless_gpu.cli.results import result
 from serverless_gpu.cli.runs import cancel, runs, show
 from serverless_gpu.cli.server.audit import audit
@@ -96,5 +97,5 @@ def main() -> None:
     try:
         sgpu(prog_name="sgpu")
     except (ServerlessGpuError, OSError) as error:  # OSError: a file or terminal that cannot be written to
-        click.echo(f"sgpu: {error}", err=True)
+        say_lines(f"sgpu: {error}", err=True)
         sys.exit(1)

@@ -17,7 +17,7 @@ import click
 
 from serverless_gpu.cli.choosing import queued_runs, this_home
 from serverless_gpu.cli.locating import locate
-from serverless_gpu.cli.output import print_json
+from serverless_gpu.cli.output import print_json, say
 from serverless_gpu.cli.server.results import served_results
 from serverless_gpu.errors import InvalidValue, StorageError
 from serverless_gpu.model.attempt import TERMINAL
@@ -66,9 +66,9 @@ def result(run: str | None, rank: str, directory: Path | None, as_json: bool) ->
         print_json([{"rank": number, "path": str(path), "size_bytes": size} for number, path, size in copied])
         return
     for _, path, _ in copied:
-        click.echo(path)
+        say(str(path))
     total = format_bytes(sum(size for _, _, size in copied))
-    click.echo(f"sgpu: {total}; in Python: serverless_gpu.attach({found.run_id!r}).results()", err=True)
+    say(f"sgpu: {total}; in Python: serverless_gpu.attach({found.run_id!r}).results()", err=True)
 
 
 def _own(home: Home, run_id: str) -> tuple[str, dict[int, Result]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from itertools import islice
 from typing import TYPE_CHECKING, NoReturn
 
@@ -13,13 +12,12 @@ from serverless_gpu.ambient import SystemClock, format_moment, format_utc
 from serverless_gpu.cli.choosing import queued_runs, this_home
 from serverless_gpu.cli.columns import columns
 from serverless_gpu.cli.locating import PAGE, locate, own_runs, server_runs
-from serverless_gpu.cli.output import print_json
+from serverless_gpu.cli.output import print_json, say
 from serverless_gpu.cli.server import runs as remote
 from serverless_gpu.cli.uses import sampled_uses, use_lines
 from serverless_gpu.client.attaching import attach
 from serverless_gpu.client.outcome import ending_text, reached_s
 from serverless_gpu.client.run import Run
-from serverless_gpu.client.terminal import safe
 from serverless_gpu.client.tracked import from_directory
 from serverless_gpu.errors import ServerlessGpuError
 from serverless_gpu.model.attempt import TERMINAL, State
@@ -64,7 +62,7 @@ def runs(limit: int, state: str | None, size: bool, as_json: bool) -> None:
         print_json(sorted(found, key=lambda run: str(run["id"]), reverse=True)[:limit])
         return
     if not own and not views:
-        click.echo(f"no runs in {home.runs}" + (f" are {state}" if state else ""))
+        say(f"no runs in {home.runs}" + (f" are {state}" if state else ""))
         return
     head = ["RUN", "NAME", "STATE", "STARTED", "TOOK", "DEVICES", "WHERE", "USED"]
     rows = [[*_row(record, home, size=size)] for record in own]
@@ -72,7 +70,7 @@ def runs(limit: int, state: str | None, size: bool, as_json: bool) -> None:
     if size:
         head.insert(-1, "SIZE")
     for line in columns([head, *sorted(rows, reverse=True)[:limit]]):
-        click.echo(safe(line, tty=sys.stdout.isatty()))
+        say(line)
 
 
 @click.command()
@@ -93,7 +91,7 @@ def show(run: str | None, as_json: bool) -> None:
         print_json(_as_json(home, record, size=True) | _details(record))
         return
     for line in _story(home, record).splitlines():
-        click.echo(safe(line, tty=sys.stdout.isatty()))
+        say(line)
 
 
 def _show_remote(view: RunView, *, as_json: bool) -> None:
@@ -101,7 +99,7 @@ def _show_remote(view: RunView, *, as_json: bool) -> None:
         print_json(remote.details(view))
         return
     for line in remote.story(view):
-        click.echo(safe(line, tty=sys.stdout.isatty()))
+        say(line)
 
 
 @click.command()
@@ -121,11 +119,11 @@ def cancel(run: str | None) -> None:
         handle.cancel()
     for handle in inside:
         handle.wait()
-        click.echo(f"run {handle.id} {handle.status()}: {handle.receipt().gate}")
+        say(f"run {handle.id} {handle.status()}: {handle.receipt().gate}")
     handle = attach(wanted)
     handle.cancel()
     handle.wait()
-    click.echo(f"{handle.status()}: {_gate(handle)}")
+    say(f"{handle.status()}: {_gate(handle)}")
 
 
 def _refuse_unnamed(home: Home) -> NoReturn:
@@ -133,7 +131,7 @@ def _refuse_unnamed(home: Home) -> NoReturn:
     live = [_row(record, home)[:4] for run_id in own_runs(home) if (record := read_run(home.runs, run_id)).live]
     live += [remote.row(view)[:4] for view in server_runs(home, limit=PAGE) if view.state not in TERMINAL]
     for line in columns(live):
-        click.echo(safe(line, tty=sys.stdout.isatty()), err=True)
+        say(line, err=True)
     raise click.UsageError("which run? " + ("These are running." if live else "None is running."))
 
 

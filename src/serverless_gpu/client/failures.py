@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from serverless_gpu.client.terminal import safe
 from serverless_gpu.errors import RemoteError, RunError
 from serverless_gpu.model.attempt import Reason
 from serverless_gpu.node.inside import failure
@@ -77,10 +78,10 @@ def rebuild(
         error = _control_error(kind, description, rank, run_id)
     else:
         error = _load(description, pickled_path, rank, run_id)
-    text = str(description.get("traceback") or "")
+    text = _printable(str(description.get("traceback") or ""))
     # By way of object: an exception class may refuse assignment, as frozen dataclasses do.
     object.__setattr__(error, "__cause__", RemoteTraceback(text))
-    _add_note(error, f"rank {rank} on host {host}, run {run_id}; log: {log_path}")
+    _add_note(error, _printable(f"rank {rank} on host {host}, run {run_id}; log: {log_path}"))
     return error
 
 
@@ -109,14 +110,14 @@ def _remote_error(description: Mapping[str, object], rank: int, run_id: str, why
     )
     notes = description.get("notes")
     for note in notes if isinstance(notes, list) else []:
-        error.add_note(str(note))
+        error.add_note(_printable(str(note)))
     return error
 
 
 def _control_error(kind: str, description: Mapping[str, object], rank: int, run_id: str) -> RunError:
     reason = str(_CONTROL_REASONS[kind])
     if kind == "system_exit":
-        code, message = description.get("exit_code"), str(description.get("message") or "")
+        code, message = description.get("exit_code"), _printable(str(description.get("message") or ""))
         told = f" ({message})" if message not in ("", str(code)) else ""
         return RunError(
             f"rank {rank} called sys.exit before it returned a result: exit code {code}{told}",
@@ -131,11 +132,16 @@ def _control_error(kind: str, description: Mapping[str, object], rank: int, run_
     return RunError(message, run_id=run_id, rank=rank, reason=reason)
 
 
+def _printable(text: str) -> str:
+    """Return words of a rank as they may be printed: a traceback ends up on a terminal, whoever raised."""
+    return "\n".join(safe(line, tty=True) for line in text.split("\n"))
+
+
 def _name(description: Mapping[str, object]) -> str:
     module, name = str(description.get("module") or ""), str(description.get("type") or "an exception")
     full = name if module in ("", "builtins", "__main__") else f"{module}.{name}"
     message = str(description.get("message") or "")
-    return f"{full}: {message}" if message else full
+    return _printable(f"{full}: {message}" if message else full)
 
 
 def _text(error: BaseException) -> str:

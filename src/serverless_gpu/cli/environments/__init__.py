@@ -23,6 +23,7 @@ from typing import TypeVar
 
 import click
 
+from serverless_gpu.cli.output import say, say_lines
 from serverless_gpu.errors import ServerlessGpuError
 
 Command = TypeVar("Command", bound=Callable[..., object])
@@ -129,7 +130,7 @@ def diff(first: str | None, second: str | None, python: str | None, store: str |
         try:
             differs = _room("looking").differences(first, second, python, store, as_json=as_json)
         except (ServerlessGpuError, OSError) as error:
-            click.echo(f"sgpu: {error}", err=True)
+            say_lines(f"sgpu: {error}", err=True)
             sys.exit(_TROUBLE)
         sys.exit(1 if differs else 0)
 
@@ -170,5 +171,5 @@ def _interruptible(left: str) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        click.echo(f"sgpu: interrupted; {left}", err=True)
+        say(f"sgpu: interrupted; {left}", err=True)
         sys.exit(_INTERRUPTED)

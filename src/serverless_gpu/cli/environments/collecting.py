@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import sys
 
-import click
 import msgspec
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.cli.amounts import age_s, size_bytes
 from serverless_gpu.cli.environments import places
 from serverless_gpu.cli.environments.meter import Meters
-from serverless_gpu.cli.output import print_json
+from serverless_gpu.cli.output import print_json, say
 from serverless_gpu.environment.restore.cache import Cache
 from serverless_gpu.environment.restore.evicting import environments
 from serverless_gpu.environment.stores.blobs import CAPTURE_S_MAX
@@ -62,9 +61,9 @@ def collect_garbage(
         print_json({**msgspec.structs.asdict(done), **said, "cache_freed_bytes": freed})
     else:
         for line in collected_text(done, blobs.store.url):
-            click.echo(line)
+            say(line)
         went = f"; {format_bytes(freed)} deleted" if limit is not None and not dry_run else ""
-        click.echo(f"unpacked on this node: {units:,} units, {format_bytes(held)}{went}")
+        say(f"unpacked on this node: {units:,} units, {format_bytes(held)}{went}")
     if done.unreadable:
         sys.exit(1)
 

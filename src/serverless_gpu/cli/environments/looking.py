@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-import click
 import msgspec
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.cli.environments import places
 from serverless_gpu.cli.environments.describing import Contents, captured_text, described, is_pth, snapshot_json
 from serverless_gpu.cli.environments.meter import Meters
-from serverless_gpu.cli.output import print_json
-from serverless_gpu.client.terminal import safe
+from serverless_gpu.cli.output import print_json, say
 from serverless_gpu.environment.differences import differences as differences_of_files
 from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.scan.changes import Change
@@ -197,4 +194,4 @@ def _home_blobs() -> Blobs:
 
 def _print(lines: list[str]) -> None:
     for line in lines:
-        click.echo(safe(line, tty=sys.stdout.isatty()))
+        say(line)

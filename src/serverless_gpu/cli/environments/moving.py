@@ -5,14 +5,13 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-import click
 import msgspec
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.cli.environments import places
 from serverless_gpu.cli.environments.describing import SHORT, titles
 from serverless_gpu.cli.environments.meter import Meters
-from serverless_gpu.cli.output import print_json
+from serverless_gpu.cli.output import print_json, say
 from serverless_gpu.environment.capture.taking import Captured, take
 from serverless_gpu.environment.compression import LEVEL_LOCAL, LEVEL_REMOTE
 from serverless_gpu.environment.documents import Member, Snapshot
@@ -38,7 +37,7 @@ def capture(python: str | None, store: str | None, *, as_json: bool) -> None:
         print_json(_captured_json(captured, blobs.store.url, took_ms))
         return
     for line in captured_text(captured, blobs.store.url, took_ms):
-        click.echo(line)
+        say(line)
 
 
 def captured_text(captured: Captured, url: str, took_ms: int) -> list[str]:
@@ -95,7 +94,7 @@ def restore_into(
         print_json({**msgspec.structs.asdict(made), "size_bytes": snapshot.size, "files": snapshot.files})
         return
     for line in restored_text(made, snapshot):
-        click.echo(line)
+        say(line)
 
 
 def restored_text(made: Exported, snapshot: Snapshot) -> list[str]:

@@ -6,9 +6,8 @@ import os
 import sys
 from pathlib import Path
 
-import click
-
 from serverless_gpu.cli.choosing import this_home
+from serverless_gpu.cli.output import say
 from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.scan.description import Description, read_description
 from serverless_gpu.environment.scan.interpreter import describe_other
@@ -101,6 +100,4 @@ def _interpreter(text: str) -> Path:
 def _mention_other(active: str) -> None:
     """Say whose environment this is about when another one is active in the shell."""
     if os.path.isdir(active) and not os.path.samefile(active, sys.prefix):
-        click.echo(
-            f"sgpu: this is about {sys.prefix}, which sgpu belongs to; for the active one: --python {active}", err=True
-        )
+        say(f"sgpu: this is about {sys.prefix}, which sgpu belongs to; for the active one: --python {active}", err=True)

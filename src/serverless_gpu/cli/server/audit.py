@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
@@ -13,10 +12,9 @@ import msgspec
 
 from serverless_gpu.ambient import format_moment
 from serverless_gpu.cli.columns import columns
-from serverless_gpu.cli.output import print_json
+from serverless_gpu.cli.output import print_json, say
 from serverless_gpu.cli.server import audit_file
 from serverless_gpu.cli.server.reaching import server
-from serverless_gpu.client.terminal import safe
 from serverless_gpu.errors import AuditBroken
 from serverless_gpu.model.audit_chain import Head, Link, follow
 from serverless_gpu.wire.audit import AuditPage
@@ -49,7 +47,7 @@ def list_entries(who: str, action: str, subject: str, limit: int, as_json: bool)
         print_json(found)
         return
     for line in columns([["WHEN", "WHO", "DID", "TO", ""], *(_row(each) for each in found)]):
-        click.echo(safe(line, tty=sys.stdout.isatty()))
+        say(line)
 
 
 @audit.command()
@@ -65,7 +63,7 @@ def export(file: Path) -> None:
         for page in _pages(connection, after=head.number):
             head = _followed(page.entries, after=head)
             audit_file.add(copy, page.entries)
-    click.echo(f"{head.number - before.number} new entries; {file} ends with {_named(head)}")
+    say(f"{head.number - before.number} new entries; {file} ends with {_named(head)}")
 
 
 @audit.command()
@@ -80,7 +78,7 @@ def verify(file: Path | None, offline: bool) -> None:
         if file is None:
             raise click.UsageError("--offline needs a FILE to look at")
         head = audit_file.whole(file)
-        click.echo(f"{file} is whole: {_named(head)}")
+        say(f"{file} is whole: {_named(head)}")
         return
     with server() as connection:
         pages = _pages(connection, after=0)
@@ -88,7 +86,7 @@ def verify(file: Path | None, offline: bool) -> None:
         links = chain.from_iterable(page.entries for page in chain([first], pages))
         head = _followed(links if file is None else _compared(links, audit_file.read(file), file), after=Head())
     _refuse_stuck(first)
-    click.echo(f"the audit is whole: {_named(head)}")
+    say(f"the audit is whole: {_named(head)}")
 
 
 def _pages(connection: Connection, *, after: int) -> Iterator[AuditPage]:

@@ -20,8 +20,8 @@ import click
 import msgspec
 
 from serverless_gpu.cli.choosing import this_home
+from serverless_gpu.cli.output import say
 from serverless_gpu.cli.server.exit_codes import CANCELLED
-from serverless_gpu.client.terminal import safe
 from serverless_gpu.errors import NotFound
 
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -54,7 +54,7 @@ def server_logs(follow: bool, run_id: str, level: str, lines: int, as_json: bool
     def show(line: bytes) -> None:
         text = line.decode("utf-8", "replace").rstrip("\n")
         for each in (text if as_json else _told(line)).split("\n"):
-            click.echo(safe(each, tty=sys.stdout.isatty()))
+            say(each)
 
     followed = _Followed(path)
     kept = deque((line for line in _before(path, followed) if is_wanted(line)), maxlen=lines)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 import click
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.cli.columns import columns
-from serverless_gpu.cli.output import print_json
+from serverless_gpu.cli.output import print_json, say
 from serverless_gpu.cli.server.reaching import server
-from serverless_gpu.client.terminal import safe
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.units import format_duration_ms
 from serverless_gpu.wire.agents import ForgetRequest, NodeList, NodeView, PoolList, PoolRequest, PoolView, clock_text
@@ -27,14 +25,14 @@ def nodes(as_json: bool) -> None:
         print_json(found)
         return
     if not found:
-        click.echo("no node has joined")
+        say("no node has joined")
         return
     rows = [
         [each.name, each.pool, each.state, _devices(each), f"{each.busy} busy", _heard(each), _words(each)]
         for each in found
     ]
     for line in columns([["NODE", "POOL", "STATE", "DEVICES", "USE", "HEARD", ""], *rows]):
-        click.echo(safe(line, tty=sys.stdout.isatty()))
+        say(line)
 
 
 @click.group()
@@ -57,7 +55,7 @@ def forget(name: str, certain: bool) -> None:
         found = _find(connection.ask("GET", "/nodes", answer=NodeList).nodes, name)
         body = ForgetRequest(i_know_it_is_dead=True)
         view = connection.ask("POST", f"/nodes/{found.id}/forget", body, answer=NodeView)
-    click.echo(f"{view.name} is {view.state}: {view.sentence}")
+    say(f"{view.name} is {view.state}: {view.sentence}")
 
 
 @click.command()
@@ -73,7 +71,7 @@ def pools(as_json: bool) -> None:
         [each.name, each.kind, _free(each), f"{each.queued} waiting", " ".join(each.nodes) or "-"] for each in found
     ]
     for line in columns([["POOL", "KIND", "FREE", "QUEUE", "NODES"], *rows]):
-        click.echo(safe(line, tty=sys.stdout.isatty()))
+        say(line)
 
 
 @click.group()
@@ -89,7 +87,7 @@ def set_pool(name: str, kind: str, members: tuple[str, ...]) -> None:
     """Make a pool, or change one."""
     with server() as connection:
         view = connection.ask("PUT", f"/pools/{name}", PoolRequest(kind=kind, nodes=members), answer=PoolView)
-    click.echo(f"{view.name} ({view.kind}): {', '.join(view.nodes) or 'no nodes'}")
+    say(f"{view.name} ({view.kind}): {', '.join(view.nodes) or 'no nodes'}")
 
 
 def _find(found: Sequence[NodeView], name: str) -> NodeView:

@@ -13,10 +13,9 @@ import click
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.cli.choosing import this_home
 from serverless_gpu.cli.columns import columns
-from serverless_gpu.cli.output import print_json
+from serverless_gpu.cli.output import print_json, say
 from serverless_gpu.cli.server.reaching import server
 from serverless_gpu.cli.server.up import refuse_incomplete
-from serverless_gpu.client.terminal import safe
 from serverless_gpu.errors import ServerProblem
 from serverless_gpu.loading import load
 from serverless_gpu.units import format_bytes, parse_duration_s
@@ -47,7 +46,7 @@ def config(as_json: bool) -> None:
         return
     rows = [[each.name, _shown(each.value), each.origin] for each in said]
     for line in columns([["SETTING", "VALUE", "SAID BY"], *rows]):
-        click.echo(safe(line, tty=sys.stdout.isatty()))
+        say(line)
 
 
 @server_group.command()
@@ -79,7 +78,7 @@ def drain(note: str, wait: str | None) -> None:
     limit_s = parse_duration_s(wait) if wait is not None else 0.0
     with server(patience_s=limit_s) as connection:
         view = connection.ask("PUT", "/drain", DrainRequest(on=True, note=note), answer=DrainView)
-        click.echo(f"nothing new is started; {_counted(view)}")
+        say(f"nothing new is started; {_counted(view)}")
         clock, said = SystemClock(), view.going
         deadline_ns = clock.boottime_ns() + round(limit_s * 1e9)
         while view.going and clock.boottime_ns() < deadline_ns:
@@ -87,7 +86,7 @@ def drain(note: str, wait: str | None) -> None:
             view = connection.ask("GET", "/drain", answer=DrainView)
             if view.going != said:
                 said = view.going
-                click.echo(_counted(view))
+                say(_counted(view))
     if wait is not None and view.going:
         raise ServerProblem(f"{view.going} runs still go on after {wait}", hint="`sgpu runs` lists them")
 
@@ -97,7 +96,7 @@ def resume() -> None:
     """Start again what waits: the end of `sgpu server drain`."""
     with server() as connection:
         view = connection.ask("PUT", "/drain", DrainRequest(on=False), answer=DrainView)
-    click.echo(f"what waits is started again; {_counted(view)}")
+    say(f"what waits is started again; {_counted(view)}")
 
 
 @server_group.command()
@@ -113,11 +112,11 @@ def backup(directory: Path) -> None:
     made = load("serverless_gpu.server.backing_up").back_up(settings, directory.absolute(), clock=SystemClock())
     files = made.manifest.files
     size = format_bytes(sum(entry.size for entry in files.values()))
-    click.echo(f"{made.path}: {len(files)} files, {size}; {made.linked} of them as in the backup before")
+    say(f"{made.path}: {len(files)} files, {size}; {made.linked} of them as in the backup before")
     if made.manifest.database != "sqlite":
-        click.echo("without the database, which is to be dumped before: pg_dump --format=custom --file=… DATABASE")
+        say("without the database, which is to be dumped before: pg_dump --format=custom --file=… DATABASE")
     if "://" in settings.store:
-        click.echo("without environments and parts, which are in the bucket")
+        say("without environments and parts, which are in the bucket")
 
 
 @server_group.command()
@@ -126,7 +125,7 @@ def verify(backup: Path) -> None:
     """Read all of a backup again, and say whether it is what it was."""
     refuse_incomplete()
     manifest = load("serverless_gpu.server.backing_up").verify(backup)
-    click.echo(f"{backup} is whole: {len(manifest.files)} files")
+    say(f"{backup} is whole: {len(manifest.files)} files")
 
 
 @server_group.command()
@@ -143,13 +142,11 @@ def restore(backup: Path, nothing_ran_since: bool) -> None:
     refuse_incomplete()
     home = this_home()
     manifest = load("serverless_gpu.server.restoring").restore(home, backup, nothing_ran_since=nothing_ran_since)
-    click.echo(f"{home.root / 'server'}: {len(manifest.files)} files, each as it was")
+    say(f"{home.root / 'server'}: {len(manifest.files)} files, each as it was")
     if manifest.database != "sqlite":
-        click.echo("without the database, which is to be there before `sgpu up`: pg_restore --dbname=DATABASE …")
+        say("without the database, which is to be there before `sgpu up`: pg_restore --dbname=DATABASE …")
     if not nothing_ran_since:
-        click.echo(
-            "at its start, runs that wait in it become LOST: they may have run since; `sgpu audit list` counts them"
-        )
+        say("at its start, runs that wait in it become LOST: they may have run since; `sgpu audit list` counts them")
 
 
 def _counted(view: DrainView) -> str:

@@ -11,8 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-import click
-
+from serverless_gpu.cli.output import say
 from serverless_gpu.cli.outputs import Output, Source
 from serverless_gpu.cli.server.reaching import connect
 from serverless_gpu.client.remote.profile import find_profile
@@ -83,7 +82,7 @@ class ServedOutput(Output):
         """Return whether anything may still be written; turns to the next attempt once the former was shown."""
         if self._next:
             if self._fence:
-                click.echo(f"sgpu: attempt {self._next} of run {self.run_id}", err=True)
+                say(f"sgpu: attempt {self._next} of run {self.run_id}", err=True)
             self._fence, self._next = self._next, 0
             for source in self._sources:
                 source.turn_to(self._fence)

@@ -12,7 +12,7 @@ import msgspec
 from serverless_gpu.ambient import machine
 from serverless_gpu.cli.choosing import this_home
 from serverless_gpu.cli.columns import columns
-from serverless_gpu.cli.output import print_json
+from serverless_gpu.cli.output import print_json, say
 from serverless_gpu.cli.server.reaching import connect, server
 from serverless_gpu.cli.server.tokens import say_secret
 from serverless_gpu.client.remote.profile import Profile, write_profile
@@ -61,7 +61,7 @@ def login(url: str, token_file: Path | None, ca: Path | None) -> None:
         connection.close()
     write_profile(this_home().root, msgspec.structs.replace(profile, principal=me.name, machine=version.machine))
     here = ", on this machine" if version.machine == machine() else ""
-    click.echo(f"you are {me.name} ({me.role}) at {profile.url}{here}, serverless-gpu {version.version}")
+    say(f"you are {me.name} ({me.role}) at {profile.url}{here}, serverless-gpu {version.version}")
 
 
 @click.command()
@@ -73,7 +73,7 @@ def whoami(as_json: bool) -> None:
     if as_json:
         print_json(me)
     else:
-        click.echo(f"{me.name} ({me.role}) at {connection.url}" + (f", in {', '.join(me.teams)}" if me.teams else ""))
+        say(f"{me.name} ({me.role}) at {connection.url}" + (f", in {', '.join(me.teams)}" if me.teams else ""))
 
 
 @click.group()
@@ -92,7 +92,7 @@ def list_users(as_json: bool) -> None:
         return
     rows = [[each.name, each.kind, each.role, " ".join(each.teams) or "-", _state(each)] for each in found]
     for line in columns([["NAME", "KIND", "ROLE", "TEAMS", "STATE"], *rows]):
-        click.echo(line)
+        say(line)
 
 
 @user.command("add")
@@ -124,7 +124,7 @@ def change_user(name: str, role: Role | None, disabled: bool | None, runs: OnDis
     change = PrincipalChange(role=role, disabled=disabled, runs=runs)
     with server() as connection:
         changed = connection.ask("PATCH", f"/users/{name}", change, answer=PrincipalView)
-    click.echo(f"{changed.name} is {changed.role}, {_state(changed)}")
+    say(f"{changed.name} is {changed.role}, {_state(changed)}")
 
 
 @click.group()
@@ -142,7 +142,7 @@ def list_teams(as_json: bool) -> None:
         print_json(teams)
         return
     for line in columns([["TEAM", "MEMBERS"], *([each.name, " ".join(each.members) or "-"] for each in teams)]):
-        click.echo(line)
+        say(line)
 
 
 @team.command("add")
@@ -150,7 +150,7 @@ def list_teams(as_json: bool) -> None:
 def add_team(name: str) -> None:
     """Make a team."""
     with server() as connection:
-        click.echo(f"team {connection.ask('POST', '/teams', TeamRequest(name=name), answer=TeamView).name} is there")
+        say(f"team {connection.ask('POST', '/teams', TeamRequest(name=name), answer=TeamView).name} is there")
 
 
 @team.command("join")
@@ -172,7 +172,7 @@ def leave(name: str, member: str) -> None:
 def _change_member(method: str, name: str, member: str) -> None:
     with server() as connection:
         changed = connection.ask(method, f"/teams/{name}/members/{member}", answer=TeamView)
-    click.echo(f"{changed.name}: {', '.join(changed.members) or 'nobody'}")
+    say(f"{changed.name}: {', '.join(changed.members) or 'nobody'}")
 
 
 def _state(view: PrincipalView) -> str:

@@ -7,9 +7,8 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-import click
-
 from serverless_gpu.cli.choosing import this_home
+from serverless_gpu.cli.output import say
 from serverless_gpu.client.remote.profile import Profile, find_profile
 from serverless_gpu.loading import load
 
@@ -49,4 +48,4 @@ def server(*, patience_s: float = 0.0) -> Iterator[Connection]:
 
 
 def _say(sentence: str) -> None:
-    click.echo(f"sgpu: {sentence}", err=True)
+    say(f"sgpu: {sentence}", err=True)

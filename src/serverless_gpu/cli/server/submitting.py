@@ -13,11 +13,11 @@ import click
 import msgspec
 
 from serverless_gpu.cli.choosing import this_home
+from serverless_gpu.cli.output import say, say_lines
 from serverless_gpu.cli.server.exit_codes import exit_code
 from serverless_gpu.client.decorator import parse_options
 from serverless_gpu.client.launch import launch_command
 from serverless_gpu.client.remote.profile import find_profile
-from serverless_gpu.client.terminal import safe
 from serverless_gpu.model.spec import Command, Priority, RunSpec, check_command
 
 _OPTIONS = ("cpus", "memory", "pool", "team", "policy", "priority", "retries", "grace", "env")
@@ -58,15 +58,15 @@ def submit(program: str, arguments: Sequence[str], local: bool, detach: bool, dr
     spec = _spec(program, arguments, remote=not local, options=options)
     if dry_run:
         for line in _wished(spec):
-            click.echo(safe(line, tty=sys.stdout.isatty()))
+            say(line)
         return
     if detach:
-        click.echo(launch_command(spec).id)
+        say(launch_command(spec).id)
         return
     run = launch_command(spec, watch=True)
     error = run.follow()
     if error is not None:
-        click.echo(f"sgpu: {error}", err=True)
+        say_lines(f"sgpu: {error}", err=True)
     sys.exit(exit_code(error))
 
 

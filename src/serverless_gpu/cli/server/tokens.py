@@ -6,7 +6,7 @@ import click
 
 from serverless_gpu.ambient import format_moment
 from serverless_gpu.cli.columns import columns
-from serverless_gpu.cli.output import print_json
+from serverless_gpu.cli.output import print_json, say
 from serverless_gpu.cli.server.reaching import server
 from serverless_gpu.units import parse_duration_s
 from serverless_gpu.wire.principals import TokenList, TokenMade, TokenRequest, TokenView
@@ -28,7 +28,7 @@ def list_tokens(as_json: bool) -> None:
         return
     head = ["ID", "OF", "LABEL", "SCOPES", "STATE", "LAST USED"]
     for line in columns([head, *(_row(each) for each in tokens)]):
-        click.echo(line)
+        say(line)
 
 
 @token.command("create")
@@ -55,14 +55,14 @@ def revoke(identifier: str) -> None:
     """Make a token useless at once."""
     with server() as connection:
         revoked = connection.ask("DELETE", f"/tokens/{identifier}", answer=TokenView)
-    click.echo(f"token {revoked.id} of {revoked.principal} is revoked")
+    say(f"token {revoked.id} of {revoked.principal} is revoked")
 
 
 def say_secret(made: TokenMade) -> None:
     """Print the secret of a new token on stdout, and what it is on stderr, so that it can be piped into a file."""
     until = "does not expire" if made.token.expires_ns is None else f"until {format_moment(made.token.expires_ns)}"
-    click.echo(f"token {made.token.id} of {made.token.principal}, {until}; shown this once:", err=True)
-    click.echo(made.secret)
+    say(f"token {made.token.id} of {made.token.principal}, {until}; shown this once:", err=True)
+    say(made.secret)
 
 
 def _duration_s(text: str) -> float:

@@ -12,6 +12,7 @@ import click
 from serverless_gpu import faults
 from serverless_gpu.ambient import machine
 from serverless_gpu.cli.choosing import this_home
+from serverless_gpu.cli.output import say
 from serverless_gpu.client.remote.profile import Profile, write_profile
 from serverless_gpu.errors import ServerProblem
 from serverless_gpu.loading import load
@@ -62,7 +63,7 @@ def up(hosts: Sequence[str], behind_proxy: Sequence[str], **options: Any) -> Non
     """
     refuse_incomplete()
     if faults.named():
-        click.echo(f"warning: {faults.warning()}", err=True)
+        say(f"warning: {faults.warning()}", err=True)
     home = this_home()
     settings = load("serverless_gpu.server.settings").read_settings(
         home.root,
@@ -74,14 +75,14 @@ def up(hosts: Sequence[str], behind_proxy: Sequence[str], **options: Any) -> Non
         token = (settings.directory / "token").read_text(encoding="ascii").strip()
         write_profile(home.root, Profile(url=url, token=token, embedded=True, machine=machine()))
         for line in (*_told(url, home, mlflow), *_outside(settings, running)):
-            click.echo(line)
+            say(line)
 
     with load("serverless_gpu.server.mlflow_beside").mlflow_beside(settings) as complete:
         load("serverless_gpu.server.serving").serve(
             complete, ready=lambda url, running: ready(url, running, complete.mlflow_url if complete.mlflow else "")
         )
     grace = format_duration_ms(round(settings.partition_grace_s * 1000))
-    click.echo(f"the server has stopped; runs go on for up to {grace}, until `sgpu up` starts it again")
+    say(f"the server has stopped; runs go on for up to {grace}, until `sgpu up` starts it again")
 
 
 def _told(url: str, home: Home, mlflow: str) -> list[str]:

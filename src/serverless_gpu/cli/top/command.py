@@ -10,7 +10,7 @@ import click
 
 from serverless_gpu.ambient import SystemClock, format_clock
 from serverless_gpu.cli.choosing import this_home
-from serverless_gpu.cli.output import print_json
+from serverless_gpu.cli.output import print_json, say
 from serverless_gpu.cli.top.feed import Feed, look_around, user_name
 from serverless_gpu.cli.top.picture import Style, draw
 from serverless_gpu.cli.top.table import Table, as_json, tabulate
@@ -36,7 +36,7 @@ def top(once: bool, as_json_: bool) -> None:
     """
     home = this_home()
     if starting_is_needed(home):
-        click.echo("sgpu: no monitor runs on this node yet; it is started", err=True)
+        say("sgpu: no monitor runs on this node yet; it is started", err=True)
     feed = Feed(lambda: starting.ensure(home, os.environ), os.environ.get("SERVERLESS_GPU_FAKE", ""), SystemClock())
     feed.open()
     try:
@@ -117,7 +117,7 @@ def _print(table: Table) -> None:
     for line in draw(
         table, columns=columns or _COLUMNS_UNKNOWN, style=_style(colour=False), user=user_name(os.environ)
     ):
-        click.echo(line)
+        say(line)
 
 
 def _live(feed: Feed, home: Home) -> None:
