@@ -7,7 +7,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 CODE := $(wildcard src tests scripts examples benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo notebook test test-part-local test-part-remote test-part-others test-spot test-all crash network upgrade-check check sim format docs bench picture gpu-check clean distclean
+.PHONY: help venv demo notebook test test-part-local test-part-remote test-part-others test-spot test-all rows fuzz crash network upgrade-check check sim format docs bench picture gpu-check clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -102,6 +102,12 @@ network: venv ## networks that break, wrong clocks, nodes of the protocol before
 
 upgrade-check: venv ## the node of the commit before, a run across the upgrade of its server (needs git history)
 	@$(BIN)/python -m scripts.upgrade_check
+
+rows: venv ## full disks, a machine without memory, a process that cannot be ended (needs root to make them)
+	$(BIN)/python -m pytest tests/rows tests/local/test_host_memory.py
+
+fuzz: venv ## garbage at every socket and route, with fresh examples, for minutes
+	FUZZ_EXAMPLES=200 $(BIN)/python -m pytest tests/fuzz tests/unit/test_terminal.py --hypothesis-profile=long -o timeout=1800
 
 crash: venv ## kill server and node at every named place, on SQLite and PostgreSQL; full disks, conflicts, two servers
 	$(BIN)/python -m pytest tests/crash

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from serverless_gpu.environment.restore.fitting import Loaded
@@ -27,10 +27,10 @@ from serverless_gpu.node.uplink import starting
 from serverless_gpu.node.zygotes import Zygote
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import Start
+from tests.fuzz.conftest import ASKED
 from tests.fuzz.frames import Frame, bodies, frames, messages, values
 from tests.unit.test_gang import Line
 
-SHORT = settings.get_profile("short") if settings.get_current_profile_name() == "default" else settings.default
 OF_A_RANK = ("standby", "forked", "problem", "exec", "enter", "returned", "failed", "exited", "say", "empty")
 FIELDS: dict[str, st.SearchStrategy[object]] = {
     "rank": st.integers(-1, 3),
@@ -65,7 +65,7 @@ def _descriptors() -> dict[str, str]:
     return found
 
 
-@SHORT
+@ASKED
 @given(said=st.lists(frames(bodies | messages(list(OF_A_RANK), FIELDS, "event")), max_size=8))
 def test_what_a_rank_says_is_an_event_or_refused(said: list[Frame], tmp_path_factory: pytest.TempPathFactory) -> None:
     directory = tmp_path_factory.mktemp("attempt")
@@ -112,7 +112,7 @@ OF_A_ZYGOTE: dict[str, st.SearchStrategy[object]] = {
 }
 
 
-@SHORT
+@ASKED
 @given(st.lists(frames(bodies | messages(["ready", "cold", "stem"], OF_A_ZYGOTE, "event")), max_size=6))
 def test_what_a_zygote_says_is_understood_or_the_zygote_is_given_up(said: list[Frame]) -> None:
     with no_descriptor_stays():
@@ -127,7 +127,7 @@ def test_what_a_zygote_says_is_understood_or_the_zygote_is_given_up(said: list[F
         made.close()
 
 
-@SHORT
+@ASKED
 @given(st.lists(st.binary(max_size=40) | bodies.map(lambda body: len(body).to_bytes(4, "big") + body), max_size=5))
 def test_a_link_between_nodes_takes_frames_or_says_nonsense(pieces: list[bytes]) -> None:
     buffer = bytearray()
@@ -156,7 +156,7 @@ ORDERS = st.builds(
 )
 
 
-@SHORT
+@ASKED
 @given(order=ORDERS)
 def test_an_order_makes_a_directory_of_its_run_or_is_refused(
     order: Start, tmp_path_factory: pytest.TempPathFactory

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from serverless_gpu import distributed
@@ -23,6 +23,7 @@ from serverless_gpu.node.home import Home
 from serverless_gpu.node.inside.channel import Channel, pair
 from serverless_gpu.node.monitor.words import AnyWord, monitor_socket
 from serverless_gpu.testing import agent_status
+from tests.fuzz.conftest import ASKED
 from tests.fuzz.frames import Frame, bare_tags, bodies, encoded, fields, frames, messages, tags
 from tests.local.conftest import session_home, warm, where  # noqa: F401 - fixtures
 from tests.local.observe import Process, announced, supervisor, wait_for
@@ -30,7 +31,6 @@ from tests.local.ranks import stay
 
 pytestmark = pytest.mark.slow
 
-SHORT = settings.get_profile("short") if settings.get_current_profile_name() == "default" else settings.default
 MEMORY_MAX = 200 << 20
 UNSAID = [tag for tag in tags() if tag not in ("retire", "prewarm", "cancel")]
 """What a message may be called here; those that end what listens, or start an interpreter, do what they say."""
@@ -79,7 +79,7 @@ def test_the_agent_survives_what_is_no_message(warm: Path, where: str) -> None: 
     assert status is not None
     agent, path = Watched(status.pid), protocol.agent_socket(Home(warm).sockets())
 
-    @SHORT
+    @ASKED
     @given(SPOKEN)
     def garbage(said: list[Frame]) -> None:
         talk(path, said)
@@ -98,7 +98,7 @@ def test_a_supervisor_survives_what_is_no_message_and_its_run_goes_on(warm: Path
     watched = Watched(supervisor(warm, run.id).pid)
     path = Home(warm).sockets() / f"{run.id}.sock"
 
-    @SHORT
+    @ASKED
     @given(SPOKEN)
     def garbage(said: list[Frame]) -> None:
         talk(path, said)
@@ -122,7 +122,7 @@ def test_the_monitor_survives_what_is_no_word(warm: Path, where: str) -> None:  
     names = [str(each.__struct_config__.tag) for each in AnyWord.__args__]
     known = messages([name for name in names if name not in ("retire", "prepare", "watch")], fields(), "type")
 
-    @SHORT
+    @ASKED
     @given(st.lists(frames(bodies | known), min_size=1, max_size=6))
     def garbage(said: list[Frame]) -> None:
         talk(path, said)
@@ -155,7 +155,7 @@ def test_a_rank_that_says_what_cannot_be_ends_its_own_run_and_nothing_else(warm:
     assert distributed(gpus=1, quiet=True)(len).distributed("abc") == [3]
 
 
-@SHORT
+@ASKED
 @given(frames(bodies | messages(tags(), fields(), "type")))
 def test_a_message_is_understood_or_refused(frame: Frame) -> None:
     ours, theirs = pair()

@@ -9,6 +9,7 @@ import re
 import types
 from pathlib import Path
 
+import click
 import pytest
 
 from serverless_gpu.cli import output
@@ -50,7 +51,7 @@ class Terminal(io.StringIO):
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     """Have everything that this process prints go to a terminal, and return it."""
     made = Terminal()
-    monkeypatch.setattr(output.click, "echo", lambda text, err=False: made.write(f"{text}\n"))
+    monkeypatch.setattr(click, "echo", lambda text, err=False: made.write(f"{text}\n"))
     monkeypatch.setattr(output, "sys", types.SimpleNamespace(stdout=made, stderr=made))
     return made
 

@@ -164,10 +164,12 @@ CHECKS = (
         symptoms=(
             "a remote run stays QUEUED: no node has joined",
             "sgpu nodes shows SILENT or GONE",
+            "sgpu nodes shows DRAINING: takes nothing new: unkillable: after run …: process … could not be ended",
             "sgpu nodes says that a node has a clock that is ahead of, or behind, the server's",
         ),
         cause="A node joins by itself and says every few seconds that it is there; one that does not is off, cut off, "
-        "or its processes were ended. It measures how far its clock is from the server's, and says that, too.",
+        "or its processes were ended. It measures how far its clock is from the server's, and says that, too. "
+        "One on which a process cannot even be killed, for it waits for a disk that hangs, takes nothing new.",
         mend="restart `sgpu up` there; for a machine that is dead: sgpu node forget NAME --i-know-it-is-dead",
         probe=_nodes,
     ),
