@@ -29,7 +29,8 @@ from serverless_gpu.model.ledger import Price, Receipt
 from serverless_gpu.model.secrets import Delivered
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.model.tracking import Tracking
-from serverless_gpu.node.inside.channel import Channel, close_all
+from serverless_gpu.node.decoding import decoded
+from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.version import __version__
 
 PROTOCOL = 6
@@ -496,10 +497,4 @@ def receive(channel: Channel) -> tuple[AnyMessage, tuple[int, ...]] | None:
         msgspec.MsgspecError: the peer speaks another language.
     """
     received = channel.receive()
-    if received is None:
-        return None
-    try:
-        return _decoder.decode(received[0]), received[1]
-    except (msgspec.MsgspecError, RecursionError) as error:
-        close_all(received[1])
-        raise msgspec.DecodeError(str(error)) from None
+    return None if received is None else (decoded(_decoder, received), received[1])

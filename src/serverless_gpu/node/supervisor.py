@@ -9,8 +9,7 @@ loop: it feeds events to `model/lifecycle.py`, carries out the instructions that
 descriptor or deadline. It never unpickles.
 
 Failure cases:
-- the agent dies: nothing happens here; a new agent finds this process by its socket;
-- the client goes away: the run goes on, `attach` finds it;
+- the agent or the client goes away: a new agent finds this process by its socket, and so does `attach`;
 - this process dies: the stem reads end of file and ends every rank at once; the stem's copies of the lock descriptors
   keep the devices taken until it has;
 - the stem dies: ranks die with it, the attempt fails as `runtime_lost`;
@@ -377,8 +376,8 @@ class Supervisor:
     def _conclude(self) -> None:
         """Tell how it ended, prove the devices free, give them back, tell that."""
         self._account.mark("exited")
-        gang, holds = self._gang, self._reservation is not None and bool(self._reservation.devices)
-        proven = gang is None or gang.proven or not holds
+        gang = self._gang
+        proven = gang is None or gang.proven or self._reservation is None or not self._reservation.devices
         # What cannot be ended is not the user's to pay for: their time ends with the kill, and nothing is freed.
         if "exec" in self._account.marks:
             self._fact(FactKind.EXITED, None if proven else self._kill_ns)
@@ -474,8 +473,6 @@ class Supervisor:
         self._idleness.heard()
         if not drain():
             self._unwatch(fd)
-
-    # --- small things --------------------------------------------------------------------------------------------
 
     def _fact(self, kind: FactKind, at_ns: int | None = None) -> None:
         devices = self._reservation.devices if self._reservation is not None else ()

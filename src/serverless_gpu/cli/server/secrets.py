@@ -14,10 +14,9 @@ import click
 from serverless_gpu.ambient import format_moment
 from serverless_gpu.cli.choosing import this_home
 from serverless_gpu.cli.columns import columns
-from serverless_gpu.cli.output import print_json
+from serverless_gpu.cli.output import print_json, say, say_lines
 from serverless_gpu.cli.server.reaching import server
 from serverless_gpu.client import own_secrets
-from serverless_gpu.client.terminal import safe
 from serverless_gpu.model.secrets import VALUE_BYTES_MAX, check_name, check_value
 from serverless_gpu.wire.secrets import SecretList, SecretRequest, SecretView
 
@@ -46,12 +45,12 @@ def set_secret(name: str, path: Path | None, team: str, local: bool) -> None:
     value = check_value(check_name(name), _read(name, path))
     if local:
         own_secrets.write(this_home(), name, value)
-        click.echo(f"{name} is set for runs of this machine")
+        say(f"{name} is set for runs of this machine")
         return
     with server() as connection:
         request = SecretRequest(value=value, team=team)
         view = connection.ask("PUT", f"/secrets/{quote(name, safe='')}", request, answer=SecretView)
-    click.echo(f"{view.name}@{view.version}{_of(view)} is set")
+    say(f"{view.name}@{view.version}{_of(view)} is set")
 
 
 @secret.command("list")
@@ -64,7 +63,7 @@ def list_secrets(local: bool, as_json: bool) -> None:
         if as_json:
             print_json(names)
         else:
-            click.echo("\n".join(names) or "this home has no secrets")
+            say_lines("\n".join(names) or "this home has no secrets")
         return
     with server() as connection:
         found = connection.ask("GET", "/secrets", answer=SecretList).secrets
@@ -73,7 +72,7 @@ def list_secrets(local: bool, as_json: bool) -> None:
         return
     rows = [[view.name, f"{view.version}", view.team or "-", view.by, format_moment(view.created_ns)] for view in found]
     for line in columns([["NAME", "VERSION", "TEAM", "SET BY", "AT"], *rows]):
-        click.echo(safe(line, tty=sys.stdout.isatty()))
+        say(line)
 
 
 @secret.command("delete")
@@ -85,12 +84,12 @@ def delete_secret(name: str, team: str, local: bool) -> None:
     _refuse_both(team, local)
     if local:
         own_secrets.delete(this_home(), name)
-        click.echo(f"{name} is gone")
+        say(f"{name} is gone")
         return
     with server() as connection:
         query = {"team": team} if team else {}
         view = connection.ask("DELETE", f"/secrets/{quote(name, safe='')}", answer=SecretView, query=query)
-    click.echo(f"{view.name}{_of(view)} is gone")
+    say(f"{view.name}{_of(view)} is gone")
 
 
 def _read(name: str, path: Path | None) -> bytes:

@@ -23,6 +23,7 @@ from serverless_gpu.model.ledger import DeviceUse
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.model.telemetry import Sample
 from serverless_gpu.model.tracking import Tracking
+from serverless_gpu.node.decoding import decoded
 from serverless_gpu.node.inside.channel import Channel, close_all
 from serverless_gpu.node.protocol import PROTOCOL
 from serverless_gpu.version import __version__
@@ -233,8 +234,6 @@ def hear(channel: Channel) -> AnyWord | None:
     received = channel.receive()
     if received is None:
         return None
-    close_all(received[1])
-    try:
-        return _decoder.decode(received[0])
-    except RecursionError as error:
-        raise msgspec.DecodeError(str(error)) from None
+    word = decoded(_decoder, received)
+    close_all(received[1])  # nobody gives a monitor any
+    return word
