@@ -79,7 +79,7 @@ def test_a_server_killed_in_its_first_start_starts(empty: Machine, place: str, t
 
 
 @pytest.mark.parametrize("place", LATER)
-def test_F31_F34_nothing_acknowledged_is_lost_and_nothing_runs_twice(
+def test_F31_F32_F33_F34_nothing_acknowledged_is_lost_and_nothing_runs_twice(
     machine: Machine, place: str, tmp_path: Path
 ) -> None:
     SCENARIOS[place].play(machine, place, tmp_path)
