@@ -137,7 +137,8 @@ def restore(backup: Path, nothing_ran_since: bool) -> None:
     """Make this home's server out of BACKUP; the home must have none. `sgpu up` starts it.
 
     What waits in the backup may have run since, so it is not started: it is LOST, and its owner submits it again. What
-    ran goes on if its node looks after it still. Tokens that were revoked since are good again: revoke them again.
+    ran goes on if its node looks after it still. Tokens that were revoked since are good again, and
+    secrets that were deleted are back: do both again.
     """
     refuse_incomplete()
     home = this_home()
