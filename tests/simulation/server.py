@@ -10,11 +10,12 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.engines.simulated import SimulatedEngine
 from serverless_gpu.server.chaining import Chainer
 from serverless_gpu.server.collecting import Collector
-from serverless_gpu.server.hub import AUDIT, COLLECTOR, RECONCILER, RETENTION, SCHEDULER
+from serverless_gpu.server.hub import AUDIT, COLLECTOR, RECONCILER, RETENTION, SCHEDULER, SELF_CHECK
 from serverless_gpu.server.loops import Loop, Tick
 from serverless_gpu.server.reconciler import Reconciler
 from serverless_gpu.server.retention import Retention
 from serverless_gpu.server.scheduler import Scheduler
+from serverless_gpu.server.self_check import SelfCheck
 from serverless_gpu.server.services import Services
 from tests.server.made import made_services
 from tests.simulation.storage import Disk, Killed, Storage
@@ -48,6 +49,7 @@ class Process:
             COLLECTOR: Collector(self.services).tick,
             RETENTION: Retention(self.services).tick,
             AUDIT: Chainer(self.services).tick,
+            SELF_CHECK: SelfCheck(self.services).tick,
         }
         for key, tick in ticks.items():
             _Driven(self, key, tick, clock=clock)

@@ -33,7 +33,7 @@ from serverless_gpu.server.collecting import Collector
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.first_start import FirstTokens, first_tokens
 from serverless_gpu.server.health import STORE_BOUND_S, STORE_FRESH_S, Health
-from serverless_gpu.server.hub import AUDIT, COLLECTOR, RECONCILER, RETENTION, SCHEDULER, Hub
+from serverless_gpu.server.hub import AUDIT, COLLECTOR, RECONCILER, RETENTION, SCHEDULER, SELF_CHECK, Hub
 from serverless_gpu.server.keys import read_keys, remove_unnamed
 from serverless_gpu.server.loops import LATE_S, Loop, Tick
 from serverless_gpu.server.measures import Measures
@@ -43,6 +43,7 @@ from serverless_gpu.server.retention import Retention
 from serverless_gpu.server.sampling import Sampling
 from serverless_gpu.server.scheduler import Scheduler
 from serverless_gpu.server.sealing import Sealer
+from serverless_gpu.server.self_check import SelfCheck
 from serverless_gpu.server.services import Services
 from serverless_gpu.server.settings import Settings
 from serverless_gpu.server.space import space_problem
@@ -157,6 +158,7 @@ def _looking_after(services: Services, engine: Engine | None, database: Database
         COLLECTOR: loop("collector", alone(Collector(services).tick), late_s=SLOW_S),
         RETENTION: loop("retention", alone(Retention(services).tick), late_s=SLOW_S),
         AUDIT: loop("audit", alone(Chainer(services).tick)),
+        SELF_CHECK: loop("self-check", SelfCheck(services).tick, late_s=SLOW_S),
     }
     for key, each in loops.items():
         services.health.watch(each.name, each.problem)

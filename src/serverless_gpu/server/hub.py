@@ -23,6 +23,7 @@ RECONCILER = "reconciler"
 COLLECTOR = "collector"
 RETENTION = "retention"
 AUDIT = "audit"
+SELF_CHECK = "self-check"
 _KEYS_MAX = 20_000
 
 
@@ -76,6 +77,11 @@ class Hub:
             self._waiting.clear()
         for one in waiting:
             one.wake()
+
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """Return what is remembered here, in words → (how much, how much there may be)."""
+        with self._lock:
+            return {"keys of the hub": (len(self._versions), _KEYS_MAX)}
 
     def version(self, key: str) -> int:
         """Return the version of a key now, to be noted before what it stands for is read."""

@@ -90,6 +90,17 @@ class Scheduler:
         held = (wanted.not_before_ns for wanted in queue if wanted.not_before_ns > now_ns)
         return min((now_ns + round(after_s * 1e9), *held))
 
+    def placeable(self, now_ns: int) -> list[str]:
+        """Return the runs that a tick would place now; nothing is placed.
+
+        Args:
+            now_ns: boottime, nanoseconds.
+        """
+        services = self._services
+        there, queue = services.database.read(self._load)
+        decision = decide(queue, floor.offers(there, services.presence, floor.now(services)), now_ns=now_ns)
+        return [placement.run_id for placement in decision.placements]
+
     def _load(self, connection: sa.Connection) -> tuple[Floor, list[Wanted]]:
         waiting = runs.queue(connection)
         known = self._wanted

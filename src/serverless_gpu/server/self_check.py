@@ -1,19 +1,47 @@
-"""A server looks at its own books: the invariants that tests hold it to, asked while it works."""
+"""A server looks at its own books: the invariants that tests hold it to (`invariants.py`), asked while it works.
+
+    every 5 s    a page of runs, in one read ─▶ violations ─▶ log (ERROR, once for each), `/metrics`
+                 and what the server thinks: who could be placed and is not, who waits and is told nothing, what grows
+    the end      a minute's pause, then from the first run on again
+
+    sgpu server check    everything at once, from the database alone: `check`
+
+It only reads, a page at a time, so a million runs take an hour and nobody waits for it. It remembers the ends of the
+runs it has seen, and finds one that is another one later.
+
+Failure cases: the database or the store is away (tried again, nothing is said to be wrong for it); more is wrong than
+anybody reads (each violation is logged once, `TOLD_MAX` at most are remembered, all are counted).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 import msgspec
 import sqlalchemy as sa
 
+from serverless_gpu.errors import ServerProblem, StorageError
+from serverless_gpu.model.attempt import TERMINAL, Reason, State
 from serverless_gpu.server import books as book_rows
+from serverless_gpu.server import runs
 from serverless_gpu.server.books import PAGE_RUNS, Books
-from serverless_gpu.server.invariants import History, Violation, violations
+from serverless_gpu.server.invariants import History, Moment, Violation, violations
+from serverless_gpu.server.scheduler import Scheduler
+from serverless_gpu.server.services import Services
 
+EVERY_S = 5.0
+ROUND_S = 60.0
+"""Between two pages, and between the last page and the first again."""
+QUEUE_MAX = 1_000
+"""Of a longer queue nobody asks here who could be placed: that is a scheduler's whole work once more."""
+PARTS_MAX = 50
+ENDS_MAX = 50_000
+TOLD_MAX = 1_000
 Read = Callable[[Callable[[sa.Connection], Books]], Books]
 """`Database.read`."""
+_log = logging.getLogger(__name__)
 
 
 class Checked(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,6 +56,84 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True):
     runs: int = 0
     violations: tuple[Violation, ...] = ()
     skipped: tuple[str, ...] = ()
+
+
+class SelfCheck:
+    """Looks at some runs at a time, for as long as the server works.
+
+    Args:
+        services: the server's.
+
+    Attributes:
+        seen: how many runs were looked at.
+        found: how often something was wrong, each thing once.
+    """
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._scheduler = Scheduler(services)  # to be asked what it would do; it never ticks
+        self._after = ""
+        self._ends: dict[str, tuple[State, Reason]] = {}
+        self._unplaced: dict[str, int] = {}
+        self._untold: dict[str, int] = {}
+        self._told: set[Violation] = set()
+        self.seen = self.found = 0
+
+    def tick(self, now_ns: int) -> int | None:
+        """Look at the next page, and at what the server thinks; return when to look again.
+
+        Args:
+            now_ns: boottime, nanoseconds.
+        """
+        page = self._services.database.read(partial(book_rows.load, after=self._after))
+        moment = msgspec.structs.replace(self._moment(now_ns), missing_parts=self._missing(page))
+        self._tell(violations(page, History(ends=self._ends), moment))
+        self._remember(page)
+        self.seen += len(page.runs)
+        self._after = page.following
+        return now_ns + round((EVERY_S if page.following else ROUND_S) * 1e9)
+
+    def _moment(self, now_ns: int) -> Moment:
+        services = self._services
+        waiting = [run_id for run_id, _ in services.database.read(runs.queue)[: QUEUE_MAX + 1]]
+        untold = [run_id for run_id in waiting if not services.sentences.of(run_id)]
+        placeable = self._scheduler.placeable(now_ns) if 0 < len(waiting) <= QUEUE_MAX else []
+        self._untold = _since(self._untold, untold, now_ns)
+        self._unplaced = _since(self._unplaced, placeable, now_ns)
+        return Moment(
+            untold_s={run_id: (now_ns - since_ns) / 1e9 for run_id, since_ns in self._untold.items()},
+            unplaced_s={run_id: (now_ns - since_ns) / 1e9 for run_id, since_ns in self._unplaced.items()},
+            sizes=services.hub.sizes(),
+        )
+
+    def _missing(self, page: Books) -> frozenset[str]:
+        """Return which of the results' parts are not in the store; of very many, some are looked for."""
+        parts = [part for booked in page.runs for results in booked.results.values() for part in results.parts]
+        if not parts:
+            return frozenset()
+        try:
+            return frozenset(self._services.blobs.missing(parts[:PARTS_MAX]))
+        except (ServerProblem, StorageError) as error:
+            _log.warning("results were not looked for: %s", error.message)
+            return frozenset()
+
+    def _tell(self, found: Sequence[Violation]) -> None:
+        for violation in found:
+            if violation in self._told:
+                continue
+            if len(self._told) < TOLD_MAX:
+                self._told.add(violation)
+                _log.error("what is never true is true: %s", violation)
+            self.found += 1
+            self._services.measures.violations.labels(violation.invariant).inc()
+
+    def _remember(self, page: Books) -> None:
+        for booked in page.runs:
+            run = booked.run
+            if run.state in TERMINAL and run.reason is not None:
+                self._ends.setdefault(run.id, (run.state, run.reason))
+        while len(self._ends) > ENDS_MAX:
+            del self._ends[next(iter(self._ends))]
 
 
 def check(read: Read, *, history: History | None = None, limit: int = PAGE_RUNS) -> Checked:
@@ -49,6 +155,11 @@ def check(read: Read, *, history: History | None = None, limit: int = PAGE_RUNS)
         absent = read(partial(book_rows.of_runs, run_ids=gone))
         found.update(violations(absent, history))
     return Checked(runs=len(seen), violations=tuple(sorted(found)), skipped=tuple(skipped))
+
+
+def _since(before: dict[str, int], now: Collection[str], now_ns: int) -> dict[str, int]:
+    """Return since when each has been so without a break."""
+    return {run_id: before.get(run_id, now_ns) for run_id in now}
 
 
 def _portions(ids: Sequence[str], size: int) -> list[Sequence[str]]:

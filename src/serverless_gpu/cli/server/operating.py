@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import os
 import sys
@@ -117,6 +118,33 @@ def backup(directory: Path) -> None:
         say("without the database, which is to be dumped before: pg_dump --format=custom --file=… DATABASE")
     if "://" in settings.store:
         say("without environments and parts, which are in the bucket")
+
+
+@server_group.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def check(as_json: bool) -> None:
+    """Look at every run in this home's database: is everything true that always is?
+
+    It reads only, also while the server works. Exits with 1 when something is wrong, and says what.
+    """
+    refuse_incomplete()
+    settings = load("serverless_gpu.server.settings").read_settings(this_home().root, environ=os.environ)
+    database_room = load("serverless_gpu.server.database")
+    path = settings.database.partition("sqlite:///")[2]
+    if path and not Path(path).exists():
+        raise ServerProblem(f"there is no server in this home: {path} is not there", hint="`sgpu up` starts one")
+    with contextlib.closing(database_room.Database(settings.database, clock=SystemClock())) as database:
+        checked = load("serverless_gpu.server.self_check").check(database.read)
+    if as_json:
+        print_json(checked)
+    else:
+        for violation in checked.violations:
+            click.echo(f"{violation}")
+        for what in checked.skipped:
+            click.echo(f"too much to be looked at: {what}")
+        click.echo(f"{len(checked.violations)} violations in {checked.runs} runs")
+    if checked.violations:
+        sys.exit(1)
 
 
 @server_group.command()

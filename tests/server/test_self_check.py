@@ -1,0 +1,137 @@
+"""A server that looks at its own books finds what is wrong, says it once, counts it, and disturbs nobody."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import msgspec
+import pytest
+import sqlalchemy as sa
+from click.testing import CliRunner
+
+from serverless_gpu.ambient import SystemClock
+from serverless_gpu.cli.program import sgpu
+from serverless_gpu.errors import ServerUnavailable
+from serverless_gpu.server import books, tables
+from serverless_gpu.server.database import Database
+from serverless_gpu.server.self_check import SelfCheck
+from serverless_gpu.server.services import Services
+from serverless_gpu.testing import FakeClock
+from serverless_gpu.wire.agents import AgentHello
+from serverless_gpu.wire.base import PROTOCOL
+from tests.server.stored import add_node, add_people
+from tests.server.test_invariants import finished, submitted
+
+
+@pytest.fixture
+def people(database: Database) -> Database:
+    add_people(database, "alice")
+    add_node(database)
+    hello = AgentHello(
+        name="n1",
+        machine="m",
+        boot_id="boot-1",
+        version="1",
+        protocol=PROTOCOL,
+        python="3.11",
+        platform="linux-x86_64",
+        devices=(),
+    )
+    said = tables.nodes.update().values(hello_json=msgspec.json.encode(hello).decode())
+    database.write(lambda connection: connection.execute(said))
+    return database
+
+
+def break_end(database: Database, run_id: str) -> None:
+    change = tables.runs.update().where(tables.runs.c.id == run_id).values(state="FAILED", reason="rank_raised")
+    database.write(lambda connection: connection.execute(change))
+
+
+def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+def test_what_is_wrong_is_said_once_and_counted(
+    people: Database, services: Services, clock: FakeClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_id = finished(people)
+    check = SelfCheck(services)
+    assert check.tick(clock.boottime_ns()) == clock.boottime_ns() + 60 * 10**9
+    assert (check.seen, check.found, errors(caplog)) == (1, 0, [])
+    break_end(people, run_id)
+    check.tick(clock.boottime_ns())
+    said = errors(caplog)
+    sentence = f"I2 run {run_id}: was SUCCEEDED (completed), and is FAILED (rank_raised)"
+    assert f"what is never true is true: {sentence}" in said
+    check.tick(clock.boottime_ns())
+    assert errors(caplog) == said and check.found == len(said)
+    assert f'sgpu_violations_total{{invariant="I2"}} {float(len(said))}'.encode() in services.measures.text()
+
+
+def test_all_runs_are_looked_at_page_by_page(
+    people: Database, services: Services, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(5):
+        submitted(people)
+    load = books.load
+
+    def pages_of_two(connection: sa.Connection, *, after: str) -> books.Books:
+        return load(connection, after=after, limit=2)
+
+    monkeypatch.setattr(books, "load", pages_of_two)
+    check = SelfCheck(services)
+    pauses = [((check.tick(clock.boottime_ns()) or 0) - clock.boottime_ns()) // 10**9 for _ in range(4)]
+    assert (pauses, check.seen) == ([5, 5, 60, 5], 7)
+
+
+def test_a_run_that_waits_untold_is_found_after_a_minute(
+    people: Database, services: Services, clock: FakeClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_id = submitted(people)
+    check = SelfCheck(services)
+    check.tick(clock.boottime_ns())
+    clock.advance(61)
+    assert errors(caplog) == []
+    check.tick(clock.boottime_ns())
+    assert errors(caplog) == [
+        f"what is never true is true: I14 run {run_id}: waits, and has been told nothing for 61 s"
+    ]
+
+
+def test_a_store_that_is_away_is_no_violation(
+    people: Database, services: Services, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(_digests: object) -> None:
+        raise ServerUnavailable("the store does not answer")
+
+    run_id = finished(people)
+    in_store = tables.files.update().where(tables.files.c.name == "results/1.pkl")
+    in_store = in_store.values(inline=None, parts_json=f'["{"0" * 64}"]')
+    people.write(lambda connection: connection.execute(in_store))
+    monkeypatch.setattr(services.blobs, "missing", away)
+    check = SelfCheck(services)
+    check.tick(clock.boottime_ns())
+    assert check.found == 0
+    monkeypatch.undo()
+    check.tick(clock.boottime_ns())
+    assert check.found == 1 and run_id
+
+
+def test_the_command_says_what_is_wrong_and_exits_with_1(home: Path) -> None:
+    (home / "server").mkdir(parents=True)
+    runner = CliRunner()
+    assert "there is no server in this home" in str(runner.invoke(sgpu, ["server", "check"]).exception)
+    database = Database(f"sqlite:///{home}/server/server.db", clock=SystemClock())
+    database.migrate()
+    add_people(database, "alice")
+    add_node(database)
+    run_id = finished(database)
+    done = runner.invoke(sgpu, ["server", "check"])
+    assert (done.exit_code, done.output) == (0, "0 violations in 1 runs\n")
+    gone = sa.delete(tables.files).where(tables.files.c.name == "results/1.pkl")
+    database.write(lambda connection: connection.execute(gone))
+    database.close()
+    done = runner.invoke(sgpu, ["server", "check"])
+    said = f"I6 run {run_id}: has succeeded, and 1 of 2 results are there\n1 violations in 1 runs\n"
+    assert (done.exit_code, done.output) == (1, said)
