@@ -300,20 +300,6 @@ def test_a_life_sign_is_written_now_and_then(
     assert services.leases.last_ns(run_id, 1, now_ns=0) == clock.boottime_ns()
 
 
-def test_attempts_with_nothing_to_say_are_heard_of_less_often_where_there_are_thousands(
-    services: Services, run_id: str
-) -> None:
-    def heartbeat_s(count: int) -> float:
-        for number in range(count):
-            services.leases.renew(f"run-{number}", 1, now_ns=services.clock.boottime_ns())
-        return say(services, run_id).heartbeat_s
-
-    settings = services.settings
-    assert heartbeat_s(400) == settings.heartbeat_s
-    assert heartbeat_s(1_199) == 12.0  # and this one
-    assert heartbeat_s(100_000) == settings.soft_expiry_s / 4
-
-
 def test_logs_say_where_they_want_to_go_on(services: Services, run_id: str) -> None:
     assert say(services, run_id, logs=(piece(b"0123"), piece(b"4567", 4))).offsets == {}
     assert say(services, run_id, logs=(piece(b"zz", 100),)).offsets == {"0.stdout": 8}

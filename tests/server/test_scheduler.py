@@ -16,7 +16,6 @@ from serverless_gpu.engines.base import EngineNode, Impossible, Waiting
 from serverless_gpu.engines.simulated import SimulatedEngine
 from serverless_gpu.errors import ServerUnavailable
 from serverless_gpu.model.attempt import Reason, State, StopReason
-from serverless_gpu.model.queueing import decide
 from serverless_gpu.model.run_lifecycle import INFRA_PAUSES_S, Ended, StopAsked
 from serverless_gpu.model.spec import Command, Function, Priority, Resources
 from serverless_gpu.server import operating, orders, reporting, runs, tables, transitions
@@ -138,30 +137,6 @@ def test_F58_what_needs_a_version_of_python_waits_for_a_node_that_has_it(
         Agents(services).heartbeat(NODE, node_id, Heartbeat(devices=H100, pythons=("3.10", "3.11")))
         tick(services, scheduler)
         assert find(services, new.id).state is State.STARTING
-
-
-def test_placements_share_transactions_and_one_that_is_cancelled_meanwhile_hinders_no_other(
-    services: Services, node_id: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    waiting = [submit(services, 1) for _ in range(5)]
-    writes: list[object] = []
-    scheduler, decided, write = Scheduler(services), decide, services.database.write
-
-    def cancelled_first(*given: Any, **options: Any) -> Any:
-        decision = decided(*given, **options)
-        tell(services, waiting[2], StopAsked(why=StopReason.CANCEL))
-        monkeypatch.setattr(services.database, "write", counted)
-        return decision
-
-    def counted(work: Callable[[sa.Connection], Any]) -> Any:
-        writes.append(work)
-        return write(work)
-
-    monkeypatch.setattr("serverless_gpu.server.scheduler.decide", cancelled_first)
-    tick(services, scheduler)
-    states = [find(services, run_id).state for run_id in waiting]
-    assert states == [State.STARTING, State.STARTING, State.CANCELLED, State.STARTING, State.STARTING]
-    assert len(writes) == 1
 
 
 def test_a_run_that_was_cancelled_between_the_look_and_the_placement_is_not_placed(
