@@ -6,11 +6,9 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import TypeVar
 
 import sqlalchemy as sa
 
@@ -23,6 +21,7 @@ from serverless_gpu.server.invariants import History
 from serverless_gpu.wire.connection import Connection
 from tests.local.observe import cancel_all, wait_for
 from tests.remote.conftest import end_node
+from tests.remote.server_process import ServerProcess
 
 T = TypeVar("T")
 WAIT_S = 60.0
@@ -50,8 +49,7 @@ class Machine:
         self.url = ""
         self.acknowledged: set[str] = set()
         self._armed = home / "armed"
-        self._port = _own_port()
-        self._process: subprocess.Popen[str] | None = None
+        self._server = ServerProcess(home, f"database={database}", f"port={_own_port()}")
 
     # --- the server ----------------------------------------------------------------------------------------------
 
@@ -59,7 +57,7 @@ class Machine:
         """Start the server and wait until it answers.
 
         Args:
-            words: as `tests.crash.server` takes them.
+            words: as `tests.remote.server_process` takes them.
             fault: what `SGPU_FAULT` says; the file that `arm` writes, unless said.
         """
         self.spawn(*words, fault=fault)
@@ -70,48 +68,23 @@ class Machine:
     def spawn(self, *words: str, fault: str = "") -> None:
         """Start the server and do not wait."""
         with (self.home / "server.stderr").open("ab") as errors:
-            self._process = self._started(words, fault, errors)
-
-    def _started(self, words: Sequence[str], fault: str, errors: IO[bytes]) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "tests.crash.server",
-                str(self.home),
-                f"database={self.database}",
-                f"port={self._port}",
-                *words,
-            ],
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            env={**os.environ, "SERVERLESS_GPU_HOME": str(self.home), faults.VARIABLE: fault or f"@{self._armed}"},
-        )
+            self._server.spawn(*words, environ={faults.VARIABLE: fault or f"@{self._armed}"}, errors=errors)
 
     def line(self) -> str:
         """Return the next line the server prints; "" when it has ended."""
-        assert self._process is not None and self._process.stdout is not None
-        return self._process.stdout.readline().strip()
+        return self._server.line()
 
     def send(self, number: int) -> None:
         """Send the server a signal."""
-        assert self._process is not None
-        self._process.send_signal(number)
+        self._server.send(number)
 
     def ended(self) -> int:
         """Wait until the server has ended; return its exit status."""
-        assert self._process is not None and self._process.stdout is not None
-        status = self._process.wait(WAIT_S)
-        self._process.stdout.close()
-        self._process = None
-        return status
+        return self._server.ended()
 
     def stop(self) -> None:
         """End the server in order, if it runs."""
-        if self._process is not None:
-            self.send(signal.SIGTERM)
-            self.ended()
+        self._server.kill(signal.SIGTERM)
 
     def close(self) -> None:
         """End everything of this home."""

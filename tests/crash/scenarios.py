@@ -162,10 +162,10 @@ def expires(machine: Machine, place: str, where: Path) -> None:
 def starts_first(machine: Machine, place: str, where: Path) -> None:
     """A server killed in its first start starts like one that never did, and its files are known to its database."""
     machine.arm(place)
-    machine.spawn("node=no")
+    machine.spawn("node=false")
     assert machine.line() == ""
     machine.wait_hit(place)
-    machine.recover("node=no")
+    machine.recover("node=false")
     for token in ("token", "node.token"):
         with contextlib.closing(machine.connection(token)) as connection:
             assert connection.get("/whoami")

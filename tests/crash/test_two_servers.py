@@ -94,7 +94,7 @@ def take_over(first: Machine, second: Machine) -> None:
     (second.home / "server").mkdir(mode=0o700)
     for name in ("key", "token", "node.token"):
         shutil.copy2(first.home / "server" / name, second.home / "server" / name)
-    second.start("node=no", *SHORT)
+    second.start("node=false", *SHORT)
     profile = first.home / "server" / "node.json"
     known = read_profile(profile)
     token = (second.home / "server" / "node.token").read_text(encoding="ascii").strip()
@@ -150,10 +150,10 @@ def test_F38_sqlite_is_not_taken_over_and_the_one_that_stood_still_goes_on(
     for home in homes:
         home.mkdir()
     use_home(monkeypatch, first.home, FAKES)
-    first.start("node=no")
+    first.start("node=false")
     try:
         first.send(signal.SIGSTOP)
-        second.spawn("node=no")
+        second.spawn("node=false")
         assert second.line() == "" and second.ended() == 1
         first.send(signal.SIGCONT)
         with contextlib.closing(first.connection()) as connection:

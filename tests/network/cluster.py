@@ -8,7 +8,6 @@ with Cluster(network, home, GRACE) as cluster:
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -16,7 +15,7 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -36,16 +35,13 @@ from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.runs import RunRequest, RunView, Target
 from tests.local.observe import Process, agent, wait_for
 from tests.network.namespaces import Network, Wire, entering, inside
+from tests.remote.server_process import ServerProcess
 from tests.server.certificates import Authority
+from tests.uplink.joining import join_command
 
 PORT, PORT_BESIDE = 7878, 7879
-_START = """
-import os, sys
-from pathlib import Path
-from serverless_gpu.node.home import Home
-from serverless_gpu.node.uplink import control
-control.ensure(Home(Path(sys.argv[1])), Path(sys.argv[2]), os.environ)
-"""
+PRESENT_S = 3.0
+"""Seconds, like the grace periods here: a node that is silent gets no attempt of those that were given up."""
 
 
 class ClusterNode:
@@ -66,8 +62,8 @@ class ClusterNode:
 
     def start(self) -> None:
         """Have its uplink running."""
-        words = [sys.executable, "-c", _START, str(self.home.root), str(self._profile)]
-        subprocess.run([*entering(self.wire.namespace), *words], check=True, env=self._environ, timeout=60)
+        command = [*entering(self.wire.namespace), *join_command(self.home.root, self._profile)]
+        subprocess.run(command, check=True, env=self._environ, timeout=60)
 
     def uplink(self) -> Process:
         """Return its uplink."""
@@ -104,15 +100,20 @@ class Cluster:
         wires: how many nodes there can be.
     """
 
-    def __init__(self, network: Network, home: Path, changes: dict[str, Any], *, wires: int) -> None:
+    def __init__(self, network: Network, home: Path, changes: Mapping[str, float], *, wires: int) -> None:
         self.network, self.home = network, home
         self.nodes: dict[str, ClusterNode] = {}
-        self._changes = changes
         self._wires = [network.wire() for _ in range(wires)]
         authority = Authority(home)
         self._ca = authority.ca
-        self._certificate, self._key = authority.sign(*network.names)
-        self._process: subprocess.Popen[str] | None = None
+        certificate, key = authority.sign(*network.names)
+        self._server = ServerProcess(
+            home,
+            *("host=0.0.0.0", f"port={PORT}", "node=false", f"tls_cert={certificate}", f"tls_key={key}"),
+            *(f"Settings.{name}={value}" for name, value in changes.items()),
+            f"liveness.PRESENT_S={PRESENT_S}",
+            around=entering(network.server),
+        )
         self._connection: Connection | None = None
 
     def __enter__(self) -> Cluster:
@@ -131,28 +132,11 @@ class Cluster:
 
     def start_server(self) -> None:
         """Start the server, and wait until it answers."""
-        options = {
-            "host": "0.0.0.0",
-            "port": PORT,
-            "node": False,
-            "tls_cert": str(self._certificate),
-            "tls_key": str(self._key),
-        }
-        said = json.dumps({"options": options, "changes": self._changes})
-        words = [sys.executable, "-m", "tests.network.server_process", str(self.home), said]
-        command = [*entering(self.network.server), *words]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert self._process.stdout is not None
-        assert self._process.stdout.readline() == "ready\n", f"see {self.home / 'server' / 'server.log'}"
+        self._server.start()
 
     def stop_server(self, number: signal.Signals = signal.SIGTERM) -> None:
         """End the server."""
-        if self._process is not None:
-            self._process.send_signal(number)
-            self._process.wait(30)
-            assert self._process.stdout is not None
-            self._process.stdout.close()
-            self._process = None
+        self._server.kill(number)
 
     def token(self, name: str = "token") -> str:
         """Return the administrator's token, or the nodes' (``node.token``)."""

@@ -35,7 +35,7 @@ def test_F35_a_run_that_ends_while_the_database_is_away_is_not_lost_and_not_repe
     monkeypatch.setenv("SERVERLESS_GPU_FAKE", FAKES)
     began = [tmp_path / "began.0", tmp_path / "began.1"]
     with cluster() as postgres:
-        server = ServerProcess(home, database=postgres.url(postgres.new_database()))
+        server = ServerProcess(home, f"database={postgres.url(postgres.new_database())}")
         server.start()
         try:
             run = wait_for_go.submit(str(tmp_path))

@@ -77,21 +77,22 @@ def sgpu(*words: str) -> str:
     return ran.stdout
 
 
+def called(ran: Path, seconds: float) -> subprocess.Popen[str]:
+    """Return a process whose call leaves a line in a file when it runs, and goes on for so long."""
+    script = ran.with_suffix(".py")
+    script.write_text(CALL)
+    arguments = [sys.executable, str(script), str(ran), str(seconds)]
+    return subprocess.Popen(arguments, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
 def test_F53_a_restart_by_systemd_leaves_a_run_alone_and_a_drain_outlives_it(
     systemd_unit: Unit, tmp_path: Path
 ) -> None:
-    script = tmp_path / "call.py"
-    script.write_text(CALL)
-
-    def call(name: str, seconds: float) -> subprocess.Popen[str]:
-        arguments = [sys.executable, str(script), str(tmp_path / name), str(seconds)]
-        return subprocess.Popen(arguments, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
     systemd_unit.start()
-    first = call("first", 6)
+    first = called(tmp_path / "first", 6)
     wait_for(lambda: runs_of(tmp_path / "first") == 1, "the run has begun", WAIT_S)
     assert sgpu("server", "drain", "--note", "new kernel") == "nothing new is started; 1 runs go on, 0 wait\n"
-    second = call("second", 0)
+    second = called(tmp_path / "second", 0)
     wait_for(lambda: "1 waiting" in sgpu("status"), "the second one waits", WAIT_S)
     systemd_unit.stop()
     systemd_unit.start()
@@ -109,18 +110,11 @@ def test_F53_a_restart_by_systemd_leaves_a_run_alone_and_a_drain_outlives_it(
 def test_a_server_restored_from_a_backup_starts_nothing_again_and_its_machines_runs_go_on(
     systemd_unit: Unit, home: Path, tmp_path: Path
 ) -> None:
-    script = tmp_path / "call.py"
-    script.write_text(CALL)
-
-    def call(name: str, seconds: float) -> subprocess.Popen[str]:
-        arguments = [sys.executable, str(script), str(tmp_path / name), str(seconds)]
-        return subprocess.Popen(arguments, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
     systemd_unit.start()
-    going = call("going", 12)
+    going = called(tmp_path / "going", 12)
     wait_for(lambda: runs_of(tmp_path / "going") == 1, "the run has begun", WAIT_S)
     sgpu("server", "drain")
-    waiting = call("waiting", 0)
+    waiting = called(tmp_path / "waiting", 0)
     wait_for(lambda: "1 waiting" in sgpu("status"), "the other one waits", WAIT_S)
     sgpu("server", "backup", str(tmp_path / "backups"))
     sgpu("server", "resume")
@@ -134,6 +128,6 @@ def test_a_server_restored_from_a_backup_starts_nothing_again_and_its_machines_r
     assert answer(going) == "done"
     assert "drained by" in sgpu("status")  # as it was in the backup
     sgpu("server", "resume")
-    assert answer(call("later", 0)) == "done"
+    assert answer(called(tmp_path / "later", 0)) == "done"
     assert [runs_of(tmp_path / name) for name in ("going", "waiting", "later")] == [1, 1, 1]
     assert "server_restored" in sgpu("runs", "--json")

@@ -6,7 +6,6 @@ import contextlib
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,14 +22,7 @@ from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.principals import PrincipalRequest, TokenMade
 from serverless_gpu.wire.runs import AttemptList, AttemptView
 from tests.local.observe import processes_of, wait_for
-
-START = """
-import os, pathlib, sys
-from serverless_gpu.node.home import Home
-from serverless_gpu.node.uplink.control import ensure
-
-ensure(Home(pathlib.Path(sys.argv[1])), pathlib.Path(sys.argv[2]), os.environ)
-"""
+from tests.uplink.joining import join_command
 
 
 class Machine:
@@ -54,8 +46,8 @@ class Machine:
             write_profile(self.profile, Profile(url=admin.url, token=token, name=name))
         self._around: subprocess.Popen[bytes] | None = None
         if inside:
-            start = [sys.executable, "-c", START, str(root), str(self.profile)]
-            self._around = subprocess.Popen([*inside, *start], stdin=subprocess.PIPE)
+            command = [*inside, *join_command(root, self.profile)]
+            self._around = subprocess.Popen(command, stdin=subprocess.PIPE)
         else:
             ensure(self.home, self.profile, os.environ)
         wait_for(lambda: self.view() is not None, f"node {name} has joined")
