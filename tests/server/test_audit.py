@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import sqlalchemy as sa
 
 from serverless_gpu.model.audit_chain import Head, follow
@@ -61,6 +62,30 @@ def test_rows_are_chained_in_order_and_found_by_what_they_say(
     assert database.read(lambda connection: audit.pending(connection, after_seq=0)) == (0, None)
 
 
+def test_where_nothing_happens_the_last_number_is_all_that_is_read(
+    services: Services, database: Database, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(database, "a", "b")
+    chainer = chain_all(services, clock)
+    said: list[str] = []
+
+    def read(work: Callable[[sa.Connection], object]) -> object:
+        def noted(connection: sa.Connection) -> object:
+            sa.event.listen(connection, "before_cursor_execute", lambda *told: said.append(told[2]))
+            return work(connection)
+
+        return Database.read(database, noted)
+
+    monkeypatch.setattr(database, "read", read)
+    clock.advance(chaining.EVERY_S)
+    assert chainer.tick(clock.boottime_ns()) == clock.boottime_ns() + 10**9
+    assert len(said) == 1 and "audit_links" not in said[0] and "count" not in said[0].lower()
+    monkeypatch.undo()
+    write(database, "c")
+    assert chainer.tick(clock.boottime_ns()) == clock.boottime_ns()
+    assert seen(database) == ["a", "b", "c"]
+
+
 def test_rows_that_become_visible_late_find_a_place_at_the_end(
     services: Services, database: Database, clock: FakeClock
 ) -> None:
@@ -75,6 +100,7 @@ def test_rows_that_become_visible_late_find_a_place_at_the_end(
     chainer = chain_all(services, clock)
     assert seen(database) == ["first", "third"]
     database.write(lambda connection: connection.execute(tables.audit.insert(), dict(late)))
+    clock.advance(chaining.BACK_S)
     chainer.tick(clock.boottime_ns())
     assert seen(database) == ["first", "third", "late"]
     assert whole(database).number == 3

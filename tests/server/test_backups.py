@@ -213,6 +213,25 @@ def test_what_is_no_backup_and_a_home_with_a_server_are_refused(tmp_path: Path) 
         read_manifest(made.path)
 
 
+@pytest.mark.parametrize("end", ["", "-wal", "-journal"])
+def test_what_sqlite_left_of_another_database_is_not_applied_to_the_restored_one(tmp_path: Path, end: str) -> None:
+    with served(tmp_path / "home") as server:
+        made = backup_of(server.home, tmp_path / "backups")
+    other, database = tmp_path / "other", tmp_path / "disk" / "runs.db"
+    for directory in (other, database.parent):
+        directory.mkdir()
+    (other / "server.toml").write_text(f"database = 'sqlite:///{database}'\n")
+    left = database.with_name(f"runs.db{end}")
+    left.write_bytes(b"of another one")
+    with pytest.raises(ServerProblem, match=f"runs.db{end} is there already") as refused:
+        restore(Home(other), made.path, nothing_ran_since=False)
+    assert refused.value.hint == f"mv {left} {database}.old{end}"
+    assert not (other / "server").exists() and left.read_bytes() == b"of another one"
+    left.unlink()
+    restore(Home(other), made.path, nothing_ran_since=False)
+    assert database.exists()
+
+
 def test_of_a_server_on_postgresql_the_files_are_backed_up(tmp_path: Path, postgres: Cluster) -> None:
     (tmp_path / "home").mkdir()
     database = postgres.url(postgres.new_database())

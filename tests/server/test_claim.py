@@ -125,6 +125,28 @@ def test_who_lost_the_database_to_another_server_writes_nothing_more_and_ends(po
     database.close()
 
 
+def test_sessions_that_cannot_be_ended_leave_the_database_unclaimed(
+    postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another server's session that goes on in the middle of a transaction, as behind a network that broke."""
+
+    def stay(_claim: claim_room.Claim, _session: sa.Connection) -> None:
+        raise ServerProblem("sessions of another server of this database did not end within 10 s")
+
+    database = Database(postgres_url, clock=SystemClock())
+    database.be_sole()
+    monkeypatch.setattr(claim_room.Claim, "_end_others", stay)
+    end_session(postgres_url)
+    assert not database.claim.look() and not database.claim.is_held
+    with pytest.raises(ServerUnavailable):
+        database.write(add("two at once"))
+    assert database.read(names) == []
+    monkeypatch.undo()
+    assert database.claim.look()
+    database.write(add("alone"))
+    database.close()
+
+
 def test_a_server_whose_database_was_taken_over_stops(
     tmp_path: Path, postgres_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

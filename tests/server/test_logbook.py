@@ -107,6 +107,35 @@ def test_requests_do_not_wait_for_a_disk_that_stands_still(tmp_path: Path, monke
     assert lines[-1]["more"] >= 3
 
 
+def test_a_disk_that_stands_still_does_not_keep_a_server_from_ending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logfile, "QUEUE_MAX", 3)
+    monkeypatch.setattr(logfile, "CLOSE_S", 0.2)
+    stuck, go = threading.Event(), threading.Event()
+
+    class Stuck(LogFile):
+        def emit(self, record: logging.LogRecord) -> None:
+            stuck.set()
+            go.wait(60)
+            super().emit(record)
+
+    handler = Stuck(tmp_path / "server.log")
+    record = logging.getLogger(ACCESS).makeRecord(ACCESS, logging.INFO, "", 0, "1", (), None)
+    handler.handle(record)
+    assert stuck.wait(30)
+    while handler.handle(record):
+        pass
+    closing = threading.Thread(target=handler.close, daemon=True)
+    closing.start()
+    closing.join(30)
+    has_ended = not closing.is_alive()
+    go.set()
+    closing.join(30)
+    handler.close()
+    assert has_ended
+
+
 def test_it_is_bounded_and_the_files_before_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logfile, "BYTES_MAX", 2_000)
     handler = logfile.to_file(tmp_path / "server.log")

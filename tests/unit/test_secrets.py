@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from serverless_gpu.model.spec import make_spec
 from serverless_gpu.node import secret_files
 from serverless_gpu.node.flocks import hold
 from serverless_gpu.node.home import Home
+from serverless_gpu.node.secret_files import Sweeper
+from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.secrets import SecretRequest, SecretValue
 
-MINUTE_NS = 60 * 10**9
 IN_MEMORY = pytest.mark.skipif(not secret_files._is_in_memory(), reason="/dev/shm is not in memory here")
 
 
@@ -120,32 +122,61 @@ def test_a_link_that_a_rank_has_replaced_removes_nothing_else(attempt: Path, tmp
 
 @IN_MEMORY
 def test_what_nobody_looks_after_is_swept(attempt: Path) -> None:
+    clock = FakeClock()
+    sweeper = Sweeper(clock)
     place = secret_files.write(attempt, {"A": b"a"})
-    made_ns = place.lstat().st_mtime_ns
-    secret_files.sweep(made_ns + MINUTE_NS)  # about to be launched
+    sweeper.tend((), ended=False)
+    clock.advance(60)  # about to be launched
+    sweeper.tend((), ended=False)
     assert place.exists()
     lock = hold(attempt / "supervisor.lock", "")
     assert lock is not None
-    secret_files.sweep(made_ns + 90 * MINUTE_NS)  # looked after
+    clock.advance(90 * 60)  # looked after
+    sweeper.tend((), ended=False)
     assert place.exists()
     (attempt / "stopped.json").touch()
-    secret_files.sweep(made_ns + MINUTE_NS)  # still looked after
+    sweeper.tend((), ended=True)  # still looked after
     assert place.exists()
     os.close(lock)
-    secret_files.sweep(made_ns + MINUTE_NS)
+    sweeper.tend((), ended=True)
     assert not place.exists()
 
 
 @IN_MEMORY
 def test_what_was_never_launched_is_swept_after_a_while(attempt: Path) -> None:
+    clock = FakeClock()
+    sweeper = Sweeper(clock)
+    place, empty = secret_files.write(attempt, {"A": b"a"}), secret_files._make()
+    for _ in range(60):
+        sweeper.tend((), ended=False)
+        assert place.exists() and empty.exists()
+        clock.advance(60)
+    sweeper.tend((), ended=False)
+    assert not place.exists() and not empty.exists()
+
+
+@IN_MEMORY
+@pytest.mark.parametrize("set_by_s", [-86_400, 86_400])
+def test_F30_a_clock_that_is_set_costs_nobody_his_secrets(attempt: Path, set_by_s: int) -> None:
+    clock = FakeClock(wall_ns=time.time_ns())
     place = secret_files.write(attempt, {"A": b"a"})
-    secret_files.sweep(place.lstat().st_mtime_ns + 61 * MINUTE_NS)
-    assert not place.exists()
-    empty = secret_files._make()
-    secret_files.sweep(empty.lstat().st_mtime_ns + MINUTE_NS)
-    assert empty.exists()
-    secret_files.sweep(empty.lstat().st_mtime_ns + 61 * MINUTE_NS)
-    assert not empty.exists()
+    clock.step_wall(set_by_s)
+    Sweeper(clock).tend((), ended=True)
+    assert place.exists()
+    secret_files.remove(attempt)
+
+
+@IN_MEMORY
+def test_an_attempt_that_waits_for_hours_keeps_its_secrets(attempt: Path) -> None:
+    clock = FakeClock()
+    ours, of_another_home = Sweeper(clock), Sweeper(clock)
+    place = secret_files.write(attempt, {"A": b"a"})
+    for _ in range(3 * 60):
+        ours.tend([attempt], ended=False)
+        of_another_home.tend((), ended=True)
+        clock.advance(60)
+    assert place.exists()
+    secret_files.remove(attempt)
 
 
 def test_a_home_has_secrets_for_runs_of_this_machine(tmp_path: Path) -> None:

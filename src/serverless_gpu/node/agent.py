@@ -376,7 +376,7 @@ class Agent:
         self._environments.tend(idle=not self._attempts.count() and now_ns - self._used_ns > _IDLE_WORK_S * 1e9)
         self._retention.tend([launch.run_id for launch, _ in self._queue])
         self._rays.tend(ended=ended)
-        self._secrets.tend(ended=ended)
+        self._secrets.tend((Path(launch.directory) for launch, _ in self._queue), ended=ended)
         bound_log(self._log)
 
     def _clean(self, queued_fd: int, environ: dict[str, str]) -> subprocess.Popen[bytes]:

@@ -20,7 +20,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from serverless_gpu.ambient import Clock
@@ -83,8 +83,24 @@ def remove(directory: Path) -> None:
             shutil.rmtree(link, ignore_errors=True)
 
 
+def keep(directories: Iterable[Path]) -> None:
+    """Say that attempts wait still: their secrets are as young as when they were written.
+
+    Args:
+        directories: of the attempts; those without secrets are passed over.
+    """
+    for directory in directories:
+        with contextlib.suppress(OSError):
+            place = Path(os.readlink(directory / LINK))
+            if _may_be_removed(place):
+                os.utime(place)
+
+
 class Sweeper:
     """The agent's look for secrets that nobody looks after any more: now and then, and when an attempt has ended.
+
+    How long a directory has been as it is, is counted from when it was first seen so, by a clock that nobody sets: one
+    that was set while an attempt was launched must not cost it its secrets.
 
     Args:
         clock: where time comes from.
@@ -93,46 +109,47 @@ class Sweeper:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._due_ns = 0
+        self._seen: dict[str, tuple[int, int]] = {}
 
-    def tend(self, *, ended: bool) -> None:
+    def tend(self, waiting: Iterable[Path], *, ended: bool) -> None:
         """Look if it is time to.
 
         Args:
+            waiting: directories of attempts that have no supervisor yet, and are to get one.
             ended: an attempt has just ended, and may have left something.
         """
         now_ns = self._clock.boottime_ns()
         if now_ns >= self._due_ns or ended:
             self._due_ns = now_ns + round(LOOK_S * 1e9)
-            sweep(self._clock.wall_ns())
+            keep(waiting)
+            self._sweep(now_ns)
 
-
-def sweep(now_ns: int) -> None:
-    """Remove secrets of attempts that have ended, or that nobody has launched for long.
-
-    Args:
-        now_ns: nanoseconds since 1970.
-    """
-    names: list[str] = []
-    with contextlib.suppress(OSError):
-        names = [name for name in os.listdir(_MEMORY) if _NAME.fullmatch(name)]
-    for name in names:
+    def _sweep(self, now_ns: int) -> None:
+        names: list[str] = []
         with contextlib.suppress(OSError):
-            if _is_left(_MEMORY / name, now_ns):
-                _remove_in_memory(_MEMORY / name)
+            names = [name for name in os.listdir(_MEMORY) if _NAME.fullmatch(name)]
+        self._seen = {name: seen for name, seen in self._seen.items() if name in names}
+        for name in names:
+            with contextlib.suppress(OSError):
+                if _is_ours(_MEMORY / name) and _is_left(_MEMORY / name, unchanged_s=self._unchanged_s(name, now_ns)):
+                    _remove_in_memory(_MEMORY / name)
+
+    def _unchanged_s(self, name: str, now_ns: int) -> float:
+        changed_ns = (_MEMORY / name).lstat().st_mtime_ns
+        if self._seen.get(name, (0, 0))[0] != changed_ns:
+            self._seen[name] = (changed_ns, now_ns)
+        return (now_ns - self._seen[name][1]) / 1e9
 
 
-def _is_left(place: Path, now_ns: int) -> bool:
+def _is_left(place: Path, *, unchanged_s: float) -> bool:
     """Return whether nobody needs a directory any more."""
-    if not _is_ours(place):
-        return False
-    age_s = (now_ns - place.lstat().st_mtime_ns) / 1e9
     try:
         directory = Path((place / _OF).read_text(encoding="utf-8", errors="surrogateescape"))
     except FileNotFoundError:
-        return not 0 <= age_s < UNNAMED_S
+        return unchanged_s >= UNNAMED_S
     if _is_looked_after(directory):
         return False
-    return (directory / "stopped.json").exists() or not 0 <= age_s < UNNAMED_S
+    return (directory / "stopped.json").exists() or unchanged_s >= UNNAMED_S
 
 
 def _is_looked_after(directory: Path) -> bool:
@@ -176,8 +193,12 @@ def _fill(place: Path, values: Mapping[str, bytes]) -> None:
 
 
 def _remove_in_memory(place: Path) -> None:
-    if place.parent == _MEMORY and _NAME.fullmatch(place.name) and _is_ours(place):
+    if _may_be_removed(place):
         shutil.rmtree(place, ignore_errors=True)
+
+
+def _may_be_removed(place: Path) -> bool:
+    return place.parent == _MEMORY and bool(_NAME.fullmatch(place.name)) and _is_ours(place)
 
 
 def _is_ours(place: Path) -> bool:

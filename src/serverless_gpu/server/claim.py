@@ -146,9 +146,15 @@ class Claim:
             return
         self._looks += 1
         try:
-            self._held = self._session_lives() or self._try_session()
+            lives = self._session_lives()
+            self._held = self._held and lives  # while it is asked for again nothing is written
+            self._held = lives or self._try_session()
         except sa.exc.DBAPIError:  # away, which the loops say; nobody can have it, or somebody will be found to
             self._held = False
+            return
+        except ServerProblem as error:
+            self._held = False
+            _log.warning("the database is not this server's: %s", error.message)
             return
         if self._held:
             self._refused_ns = None

@@ -15,6 +15,7 @@ and left out, which a later line says); it is full (lines are lost; the server g
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import logging.handlers
 import os
@@ -35,6 +36,7 @@ LOGGERS = ("serverless_gpu", "uvicorn.error", "asyncio")
 ACCESS = "serverless_gpu.server.access"
 """The logger of lines about requests."""
 QUEUE_MAX = 10_000
+CLOSE_S = 10.0
 MESSAGE_CHARACTERS_MAX = 8_000
 TRACEBACK_CHARACTERS_MAX = 32_000
 SECRET_CHARACTERS_MIN = 6
@@ -118,11 +120,13 @@ class LogFile(logging.handlers.RotatingFileHandler):
         return True
 
     def close(self) -> None:
-        """Write what waits, and end."""
+        """Write what waits, and end; a disk that stands still keeps nobody for longer than `CLOSE_S`."""
         if self._thread.is_alive():
-            self._queue.put(None)
-            self._thread.join(5)
-        super().close()
+            with contextlib.suppress(queue.Full):
+                self._queue.put(None, timeout=CLOSE_S / 2)
+                self._thread.join(CLOSE_S / 2)
+        if not self._thread.is_alive():  # else it is in the middle of a write, and has the lock of the file
+            super().close()
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Lose a line that cannot be written: there is nowhere to say so, and the server goes on."""

@@ -40,6 +40,7 @@ from serverless_gpu.server.transitions import Note
 
 FILE = "restored.json"
 AT_ONCE = 200
+_BESIDE = ("-wal", "-shm", "-journal")
 
 
 class Mark(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,8 +133,7 @@ def _place(home: Home, partial: Path, manifest: Manifest, *, nothing_ran_since: 
             raise ServerProblem("the backup has a database of SQLite, and the settings say PostgreSQL", hint=hint)
         inside = place.parent == home.root / "server"
         target = made / place.name if inside else place
-        if target.exists():
-            raise ServerProblem(f"{target} is there already", hint=f"mv {target} {target}.old")
+        _require_nothing(target)
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         shutil.move(partial / DATABASE, target)
     mark = Mark(made_ns=manifest.made_ns, nothing_ran_since=nothing_ran_since)
@@ -141,6 +141,14 @@ def _place(home: Home, partial: Path, manifest: Manifest, *, nothing_ran_since: 
     os.sync()
     made.rename(home.root / "server")
     os.sync()
+
+
+def _require_nothing(target: Path) -> None:
+    """Refuse where a database is, or what SQLite writes beside one: it would be applied to the restored one."""
+    there = [path for end in ("", *_BESIDE) if (path := target.with_name(f"{target.name}{end}")).exists()]
+    if there:
+        hint = "; ".join(f"mv {path} {target}.old{path.name.removeprefix(target.name)}" for path in there)
+        raise ServerProblem(f"{there[0]} is there already", hint=hint)
 
 
 def _lose_waiting(connection: sa.Connection, detail: str, now_ns: int) -> int:
