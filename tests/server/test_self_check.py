@@ -13,7 +13,8 @@ from click.testing import CliRunner
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.cli.program import sgpu
 from serverless_gpu.errors import ServerUnavailable
-from serverless_gpu.server import books, tables
+from serverless_gpu.model.queueing import Wait
+from serverless_gpu.server import books, self_check, tables
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.self_check import SelfCheck
 from serverless_gpu.server.services import Services
@@ -97,6 +98,44 @@ def test_a_run_that_waits_untold_is_found_after_a_minute(
     assert errors(caplog) == [
         f"what is never true is true: I14 run {run_id}: waits, and has been told nothing for 61 s"
     ]
+    for _ in range(3):
+        clock.advance(5)
+        check.tick(clock.boottime_ns())
+    assert (len(errors(caplog)), check.found) == (1, 1)
+    services.sentences.replace({run_id: Wait(why="waits for a device", place=1)})
+    check.tick(clock.boottime_ns())
+    services.sentences.replace({})
+    check.tick(clock.boottime_ns())
+    clock.advance(62)
+    check.tick(clock.boottime_ns())
+    assert [line[-4:] for line in errors(caplog)] == ["61 s", "62 s"]
+
+
+def test_when_more_is_wrong_than_anybody_reads_the_log_says_so(
+    people: Database,
+    services: Services,
+    clock: FakeClock,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(self_check, "TOLD_MAX", 2)
+    for _ in range(4):
+        submitted(people)
+    check = SelfCheck(services)
+    for seconds in (0, 61, 5):
+        clock.advance(seconds)
+        check.tick(clock.boottime_ns())
+    said = errors(caplog)
+    assert ["told nothing" in line for line in said] == [True, True, False]
+    assert said[2] == "more than 2 things are wrong; `sgpu server check` names the others"
+
+
+def test_a_device_that_was_lent_twice_is_found_pages_apart(people: Database, clock: FakeClock) -> None:
+    one, other = finished(people), finished(people)  # on the same device, at the same time
+    whole = self_check.check(people.read)
+    assert {(found.invariant, found.subject) for found in whole.violations} == {("I4", "device GPU-0")}
+    assert self_check.check(people.read, limit=1).violations == whole.violations
+    assert all(one in found.sentence or other in found.sentence for found in whole.violations)
 
 
 def test_a_store_that_is_away_is_no_violation(

@@ -28,6 +28,7 @@ no schedules yet).
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
@@ -47,6 +48,8 @@ UNPLACED_S = 60.0
 """How long a run may wait although it could be placed: a scheduler that is slow is not one that forgot it."""
 UNTOLD_S = 60.0
 """How long a run may wait without being told for what."""
+LENDINGS_MAX = 50_000
+"""How many lendings are held against those of later pages."""
 NOT_YET = {"I12": "there are no budgets yet", "I13": "there are no schedules yet"}
 
 _OPEN = frozenset({State.STARTING, State.RUNNING, State.STOPPING, State.UNREACHABLE})
@@ -302,6 +305,52 @@ def _lendings(attempt: StoredAttempt, own: Sequence[Fact]) -> Iterator[tuple[tup
         # What is declared is declared for each home; what the machine has is the machine's.
         place = (held[0].boot_id, "" if device.startswith(("GPU-", "MIG-")) else attempt.node_id, device)
         yield place, _Lent(held[0].boottime_ns, end_ns, attempt.gang)
+
+
+class Lendings:
+    """Who had which device, of all books looked at so far: two runs that had one at once may be pages apart.
+
+    Args:
+        most: lendings that are remembered; the oldest are forgotten first.
+    """
+
+    def __init__(self, most: int = LENDINGS_MAX) -> None:
+        self._most = most
+        self._known: dict[tuple[tuple[str, ...], str], _Lent] = {}
+        self._of: dict[tuple[str, ...], list[_Lent]] = {}
+
+    def look(self, books: Books) -> list[Violation]:
+        """Return which devices of these books were lent twice, among them and together with those before."""
+        found: set[Violation] = set()
+        for booked in books.runs:
+            for attempt in booked.attempts:
+                for place, one in _lendings(attempt, booked.facts.get(attempt.fence, ())):
+                    found.update(self._put(place, one))
+        while len(self._known) > self._most:
+            self._take(next(iter(self._known)))
+        return sorted(found)
+
+    def _put(self, place: tuple[str, ...], one: _Lent) -> Iterator[Violation]:
+        key = (place, one.gang)
+        if self._known.get(key) == one:
+            return
+        if key in self._known:
+            self._take(key)
+        self._known[key] = one
+        ones = self._of.setdefault(place, [])
+        at = bisect_right(ones, one.began_ns, key=_began)
+        ones.insert(at, one)
+        yield from _doubly(place[-1], ones[max(0, at - 1) : at + 2])
+
+    def _take(self, key: tuple[tuple[str, ...], str]) -> None:
+        one, ones = self._known.pop(key), self._of[key[0]]
+        del ones[ones.index(one, bisect_left(ones, one.began_ns, key=_began))]
+        if not ones:
+            del self._of[key[0]]
+
+
+def _began(one: _Lent) -> int:
+    return one.began_ns
 
 
 def _on_devices_alone(stretches: Sequence[Stretch]) -> Iterator[Violation]:

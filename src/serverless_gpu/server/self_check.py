@@ -7,15 +7,18 @@
     sgpu server check    everything at once, from the database alone: `check`
 
 It only reads, a page at a time, so a million runs take an hour and nobody waits for it. It remembers the ends of the
-runs it has seen, and finds one that is another one later.
+runs it has seen, and finds one that is another one later; and who had which device, so that two runs that had one at
+once are found pages apart (of the last `LENDINGS_MAX` lendings).
 
 Failure cases: the database or the store is away (tried again, nothing is said to be wrong for it); more is wrong than
-anybody reads (each violation is logged once, `TOLD_MAX` at most are remembered, all are counted).
+anybody reads (each thing is logged once, whatever numbers its sentence has by then; beyond `TOLD_MAX` things the log
+says that it names no more, and they are counted at each look). What is wrong of the moment and no more is forgotten.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
@@ -27,7 +30,7 @@ from serverless_gpu.model.attempt import TERMINAL, Reason, State
 from serverless_gpu.server import books as book_rows
 from serverless_gpu.server import runs
 from serverless_gpu.server.books import PAGE_RUNS, Books
-from serverless_gpu.server.invariants import History, Moment, Violation, violations
+from serverless_gpu.server.invariants import History, Lendings, Moment, Violation, violations
 from serverless_gpu.server.scheduler import Scheduler
 from serverless_gpu.server.services import Services
 
@@ -39,8 +42,11 @@ QUEUE_MAX = 1_000
 PARTS_MAX = 50
 ENDS_MAX = 50_000
 TOLD_MAX = 1_000
+OF_THE_MOMENT = frozenset({"I11", "I14", "I15"})
+"""Looked at whole at each tick: what is not found any more has ended."""
 Read = Callable[[Callable[[sa.Connection], Books]], Books]
 """`Database.read`."""
+_NUMBER = re.compile(r"\d+")
 _log = logging.getLogger(__name__)
 
 
@@ -66,7 +72,7 @@ class SelfCheck:
 
     Attributes:
         seen: how many runs were looked at.
-        found: how often something was wrong, each thing once.
+        found: how often something was wrong, each thing once as long as it is remembered.
     """
 
     def __init__(self, services: Services) -> None:
@@ -76,7 +82,9 @@ class SelfCheck:
         self._ends: dict[str, tuple[State, Reason]] = {}
         self._unplaced: dict[str, int] = {}
         self._untold: dict[str, int] = {}
-        self._told: set[Violation] = set()
+        self._lendings = Lendings()
+        self._told: set[tuple[str, str, str]] = set()
+        self._is_full_said = False
         self.seen = self.found = 0
 
     def tick(self, now_ns: int) -> int | None:
@@ -87,7 +95,8 @@ class SelfCheck:
         """
         page = self._services.database.read(partial(book_rows.load, after=self._after))
         moment = msgspec.structs.replace(self._moment(now_ns), missing_parts=self._missing(page))
-        self._tell(violations(page, History(ends=self._ends), moment))
+        found = violations(page, History(ends=self._ends), moment)
+        self._tell(sorted({*found, *self._lendings.look(page)}))
         self._remember(page)
         self.seen += len(page.runs)
         self._after = page.following
@@ -118,12 +127,17 @@ class SelfCheck:
             return frozenset()
 
     def _tell(self, found: Sequence[Violation]) -> None:
-        for violation in found:
-            if violation in self._told:
+        keys = [(one.invariant, one.subject, _NUMBER.sub("0", one.sentence)) for one in found]
+        self._told.difference_update({told for told in self._told if told[0] in OF_THE_MOMENT}.difference(keys))
+        for violation, key in zip(found, keys, strict=True):
+            if key in self._told:
                 continue
             if len(self._told) < TOLD_MAX:
-                self._told.add(violation)
+                self._told.add(key)
                 _log.error("what is never true is true: %s", violation)
+            elif not self._is_full_said:
+                self._is_full_said = True
+                _log.error("more than %d things are wrong; `sgpu server check` names the others", TOLD_MAX)
             self.found += 1
             self._services.measures.violations.labels(violation.invariant).inc()
 
@@ -147,8 +161,10 @@ def check(read: Read, *, history: History | None = None, limit: int = PAGE_RUNS)
     found: set[Violation] = set()
     skipped: list[str] = []
     seen: set[str] = set()
+    lendings = Lendings()
     for page in book_rows.pages(read, limit=limit):
         found.update(violations(page, history))
+        found.update(lendings.look(page))
         skipped += page.skipped
         seen.update(booked.run.id for booked in page.runs)
     for gone in _portions(sorted((history or History()).acknowledged - seen), limit):
