@@ -6,7 +6,6 @@ import contextlib
 import errno
 import os
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,12 +25,12 @@ from tests.crash.scenarios import LARGE_BYTES, executions, submitted, work
 from tests.homes import use_home
 from tests.local.observe import wait_for
 from tests.server.postgres import cluster
+from tests.small_disks import fill, small_disk
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root"),
 ]
-SIZE = "size=256m,mode=1777"
 SOON = "reserve.EVERY_S=0.5"
 TRIES = 400
 
@@ -39,13 +38,8 @@ TRIES = 400
 @pytest.fixture
 def disk() -> Iterator[Path]:
     """Yield a small disk, in memory."""
-    place = Path(tempfile.mkdtemp(prefix="sg-small-", dir="/tmp"))
-    subprocess.run(["mount", "-t", "tmpfs", "-o", SIZE, place.name, str(place)], check=True)
-    try:
+    with small_disk("256m", options="mode=1777") as place:
         yield place
-    finally:
-        subprocess.run(["umount", "--lazy", str(place)], check=True)
-        place.rmdir()
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -68,13 +62,9 @@ def machine(request: pytest.FixtureRequest, disk: Path, monkeypatch: pytest.Monk
             shutil.rmtree(home)
 
 
-def fill(disk: Path) -> None:
+def fill_up(disk: Path) -> None:
     """Leave nothing of a disk."""
-    with (disk / "filler").open("ab", buffering=0) as file:
-        for size in (1 << 20, 4096, 1):
-            with contextlib.suppress(OSError):
-                while True:
-                    file.write(bytes(size))
+    fill(disk)
     with pytest.raises(OSError) as raised:
         (disk / "more").write_bytes(b"x")
     assert raised.value.errno == errno.ENOSPC
@@ -105,7 +95,7 @@ def test_F36_on_a_full_disk_runs_are_stopped_and_end_and_no_new_ones_come(
 ) -> None:
     stopped, ending = begun(machine, tmp_path / "one"), begun(machine, tmp_path / "two")
     wait_for(lambda: reserved(machine, disk), "room is kept back", limit_s=WAIT_S)
-    fill(disk)
+    fill_up(disk)
     until_full(machine)
     with pytest.raises(ServerStorageFull, match="no new runs are taken") as raised:
         work.submit(str(tmp_path), 1)
@@ -134,7 +124,7 @@ def test_F36_postgresql_that_ended_on_a_full_disk_starts_with_what_is_kept_back(
         database.migrate()
         database.reserve.tend()
         database.close()
-        fill(disk)
+        fill_up(disk)
         running.stop()
         running.start()
         assert os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize >= 4 << 20

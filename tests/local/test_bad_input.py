@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import threading
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -37,6 +36,7 @@ from tests.local.observe import (
     run_sockets,
     wait_for,
 )
+from tests.small_disks import fill, small_disk
 
 MIB = 1 << 20
 
@@ -230,48 +230,17 @@ def test_an_interpreter_that_cannot_be_started_says_so(own: Path, monkeypatch: p
 # --- the disk ---------------------------------------------------------------------------------------------------------
 
 
-def mount(path: Path, options: str) -> None:
-    """Mount a small file system, or skip."""
-    if os.geteuid() != 0:
-        pytest.skip("needs root to mount a small file system")
-    path.mkdir(exist_ok=True)
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)], capture_output=True, check=False)
-    if done.returncode:
-        pytest.skip(f"cannot mount a file system here: {done.stderr!r}")
-
-
-def unmount(path: Path) -> None:
-    """Unmount it as soon as the last process (a zygote that is ending) has closed its files there."""
-    command = ["umount", str(path)]
-    wait_for(lambda: subprocess.run(command, capture_output=True, check=False).returncode == 0, f"{path} is unmounted")
-
-
 @pytest.fixture
 def small(own: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Yield a home on a disk of 4 MB with a running agent."""
-    disk = own / "d"
-    mount(disk, "size=4m,mode=0700")
-    monkeypatch.setenv("SERVERLESS_GPU_HOME", str(disk))
-    try:
-        assert distributed(gpus=1, quiet=True)(len).distributed("a") == [1]
-        wait_for(lambda: nothing_of_a_run(disk), "the first run has let go of everything")
-        yield disk
-    finally:
-        stop_agent(disk)
-        unmount(disk)
-
-
-def fill(disk: Path) -> Path:
-    """Use the disk up to the last byte."""
-    path = disk / "filler"
-    with path.open("ab", buffering=0) as file:
-        for size in (65536, 1):
-            try:
-                while True:
-                    file.write(b"x" * size)
-            except OSError:
-                continue
-    return path
+    with small_disk("4m", at=own / "d") as disk:
+        monkeypatch.setenv("SERVERLESS_GPU_HOME", str(disk))
+        try:
+            assert distributed(gpus=1, quiet=True)(len).distributed("a") == [1]
+            wait_for(lambda: nothing_of_a_run(disk), "the first run has let go of everything")
+            yield disk
+        finally:
+            stop_agent(disk)
 
 
 def test_a_full_disk_is_said_and_nothing_half_written_is_left(small: Path) -> None:
@@ -328,35 +297,30 @@ def test_logs_that_do_not_fit_on_the_disk_do_not_end_the_run(small: Path) -> Non
 def test_a_home_that_cannot_be_written_is_replaced_and_that_is_said(
     own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    disk, spare = own / "d", own / "t"
+    spare = own / "t"
     spare.mkdir()
-    mount(disk, "ro,size=1m")
-    monkeypatch.setenv("SERVERLESS_GPU_HOME", str(disk / "home"))
-    monkeypatch.setenv("TMPDIR", str(spare))
     fallback = spare / f"serverless_gpu-home-{os.getuid()}"
-    try:
-        with pytest.warns(UserWarning, match=rf"{disk}.*cannot be written.*{fallback}"):
-            run = distributed(gpus=1, quiet=True)(train).submit(0.1)
-        assert run.results(timeout=30) == [0.1] and run.directory.is_relative_to(fallback)
-        run.receipt(timeout=30)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            assert distributed(gpus=1, quiet=True)(train).distributed(0.1) == [0.1], "said once per process"
-    finally:
-        stop_agent(fallback)
-        unmount(disk)
+    with small_disk("1m", at=own / "d", options="ro") as disk:
+        monkeypatch.setenv("SERVERLESS_GPU_HOME", str(disk / "home"))
+        monkeypatch.setenv("TMPDIR", str(spare))
+        try:
+            with pytest.warns(UserWarning, match=rf"{disk}.*cannot be written.*{fallback}"):
+                run = distributed(gpus=1, quiet=True)(train).submit(0.1)
+            assert run.results(timeout=30) == [0.1] and run.directory.is_relative_to(fallback)
+            run.receipt(timeout=30)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                assert distributed(gpus=1, quiet=True)(train).distributed(0.1) == [0.1], "said once per process"
+        finally:
+            stop_agent(fallback)
 
 
 def test_no_writable_home_at_all(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    disk = own / "d"
-    mount(disk, "ro,size=1m")
-    monkeypatch.setenv("SERVERLESS_GPU_HOME", str(disk / "home"))
-    monkeypatch.setenv("TMPDIR", str(disk))
-    try:
+    with small_disk("1m", at=own / "d", options="ro") as disk:
+        monkeypatch.setenv("SERVERLESS_GPU_HOME", str(disk / "home"))
+        monkeypatch.setenv("TMPDIR", str(disk))
         with pytest.raises(StorageError, match=r"neither.*nor"):
             distributed(gpus=1)(train).distributed(0.1)
-    finally:
-        unmount(disk)
 
 
 def test_an_error_in_a_script_is_one_message_without_a_run(own: Path, tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,6 +30,7 @@ from serverless_gpu.node.submission import write_submission
 from serverless_gpu.testing import agent_status
 from tests.local.observe import Process, agent, nothing_of_a_run, supervisor, wait_for
 from tests.local.small_environment import Dialogue, SmallEnvironment, named, zygote_pids
+from tests.small_disks import small_disk
 
 WORK = """
 import os
@@ -339,13 +339,8 @@ def test_ctrl_c_while_the_environment_is_restored(own: Path, small: SmallEnviron
 @pytest.fixture
 def tiny(own: Path) -> Iterator[Path]:
     """Yield the directory of environments on a file system of 128 MB; the home itself has space."""
-    place = own / "environments"
-    place.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128m", "tmpfs", str(place)], check=False)
-    if mounted.returncode:
-        pytest.skip("this user cannot mount a file system")
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=True)
+    with small_disk("128m", at=own / "environments") as place:
+        yield place
 
 
 def test_F40_a_full_disk_while_capturing(tiny: Path, own: Path, small: SmallEnvironment, dialogue: Dialogue) -> None:

@@ -15,10 +15,9 @@ import pytest
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.uplink import control
 from tests.local.observe import wait_for
-from tests.remote.test_server_kills import CALL, answer, runs_of
+from tests.remote.calling import WAIT_S, answer, called, runs_of
 
 pytestmark = pytest.mark.slow
-WAIT_S = 60.0
 
 
 class Unit:
@@ -75,14 +74,6 @@ def sgpu(*words: str) -> str:
     )
     assert ran.returncode == 0, ran.stderr
     return ran.stdout
-
-
-def called(ran: Path, seconds: float) -> subprocess.Popen[str]:
-    """Return a process whose call leaves a line in a file when it runs, and goes on for so long."""
-    script = ran.with_suffix(".py")
-    script.write_text(CALL)
-    arguments = [sys.executable, str(script), str(ran), str(seconds)]
-    return subprocess.Popen(arguments, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def test_F53_a_restart_by_systemd_leaves_a_run_alone_and_a_drain_outlives_it(

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,24 +14,10 @@ import pytest
 from serverless_gpu import faults
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.uplink import control
+from tests.local.observe import wait_for
+from tests.remote.calling import WAIT_S, answer, called, runs_of
 
 pytestmark = pytest.mark.slow
-WAIT_S = 60.0
-
-CALL = """
-import os, sys, time
-from serverless_gpu import distributed
-
-@distributed(gpus=1, gpu_type="H100", remote=True)
-def work(path, seconds):
-    with open(path, "a") as file:
-        file.write(f"{os.getpid()}\\n")
-    time.sleep(seconds)
-    return "done"
-
-if __name__ == "__main__":
-    print(*work.distributed(sys.argv[1], float(sys.argv[2])), flush=True)
-"""
 
 
 class Server:
@@ -82,14 +67,10 @@ def server(home: Path) -> Iterator[Server]:
 @pytest.fixture
 def call(tmp_path: Path) -> Iterator[Callable[[float], subprocess.Popen[str]]]:
     """Yield what makes a remote call from a process of its own."""
-    script = tmp_path / "call.py"
-    script.write_text(CALL)
     started: list[subprocess.Popen[str]] = []
 
     def start(seconds: float) -> subprocess.Popen[str]:
-        arguments = [sys.executable, str(script), str(tmp_path / "ran"), str(seconds)]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        started.append(subprocess.Popen(arguments, text=True, **pipes))  # type: ignore[call-overload] # as written
+        started.append(called(tmp_path / "ran", seconds))
         return started[-1]
 
     yield start
@@ -97,27 +78,6 @@ def call(tmp_path: Path) -> Iterator[Callable[[float], subprocess.Popen[str]]]:
         if process.poll() is None:
             process.kill()
         process.communicate()
-
-
-def answer(process: subprocess.Popen[str]) -> str:
-    """Return what the call printed, once it has ended well; of a server that was away it said one line at most."""
-    out, err = process.communicate(timeout=WAIT_S)
-    assert process.returncode == 0, err
-    assert err.count("does not answer") <= 1, err
-    return out.strip()
-
-
-def runs_of(path: Path) -> int:
-    """Return how often user code ran."""
-    return len(path.read_text().splitlines()) if path.exists() else 0
-
-
-def wait_for(found: Callable[[], bool], what: str) -> None:
-    """Wait for something that happens elsewhere."""
-    deadline = time.monotonic() + WAIT_S
-    while not found():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)
 
 
 def test_F31_F33_a_server_killed_and_started_again_returns_the_result_of_one_execution_to_a_script(
@@ -137,12 +97,10 @@ def test_F32_an_uplink_killed_after_the_launch_before_the_ack_finds_the_attempt_
 ) -> None:
     server.start(fault="after_launch_before_ack")
     profile = home / "server" / "node.json"
-    wait_for(lambda: control.running(Home(home), profile) is not None, "no uplink")
+    wait_for(lambda: control.running(Home(home), profile) is not None, "there is an uplink", WAIT_S)
     first = control.running(Home(home), profile)
     caller = call(8)
-    wait_for(
-        lambda: control.running(Home(home), profile) not in (None, first), "the uplink did not die, or stayed dead"
-    )
+    wait_for(lambda: control.running(Home(home), profile) not in (None, first), "there is another uplink", WAIT_S)
     server.stop(signal.SIGTERM)  # it starts uplinks that die at the same place
     control.stop_all(Home(home))
     server.start()
@@ -155,7 +113,7 @@ def test_a_server_killed_in_the_middle_of_a_run_costs_the_caller_one_line(
 ) -> None:
     server.start()
     caller = call(3)
-    wait_for(lambda: runs_of(tmp_path / "ran") == 1, "it did not begin")
+    wait_for(lambda: runs_of(tmp_path / "ran") == 1, "the run has begun", WAIT_S)
     server.stop()
     server.start()
     assert answer(caller) == "done"

@@ -17,7 +17,7 @@ from serverless_gpu.doctor.gathering.serving import look_at_server
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.uplink import control
 from tests.local.observe import wait_for
-from tests.remote.test_server_kills import CALL, answer
+from tests.remote.calling import answer, called
 from tests.server.certificates import Authority
 
 pytestmark = pytest.mark.slow
@@ -70,12 +70,7 @@ def test_runs_of_this_machine_need_no_certificate_others_trust_it_and_it_is_rene
 ) -> None:
     process, port, said = up
     assert "(127.0.0.1) ends in 2" in said
-    script = tmp_path / "call.py"
-    script.write_text(CALL)
-    arguments = [sys.executable, str(script), str(tmp_path / "ran"), "0"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    call = subprocess.Popen(arguments, text=True, **pipes)  # type: ignore[call-overload] # as written
-    assert answer(call) == "done"
+    assert answer(called(tmp_path / "ran", 0)) == "done"
     other, url = tmp_path / "other", f"https://127.0.0.1:{port}"
     token = (home / "server" / "token").read_text()
     assert "CERTIFICATE_VERIFY_FAILED" in sgpu("login", url, home=other, stdin=token)

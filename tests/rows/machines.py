@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import subprocess
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-
-import pytest
 
 from serverless_gpu.client.remote.profile import find_profile
 from serverless_gpu.node.home import Home
@@ -84,29 +80,3 @@ class Machine:
             yield connection
         finally:
             connection.close()
-
-
-@contextlib.contextmanager
-def small_disk(megabytes: int) -> Iterator[Path]:
-    """Yield the directory of a file system with little room; skip where none can be mounted."""
-    path = Path(tempfile.mkdtemp(prefix="sg-disk-", dir="/tmp"))
-    options = ["-t", "tmpfs", "-o", f"size={megabytes}m,mode=0700", f"sgpu-test-{os.getpid()}"]
-    try:
-        if os.geteuid() != 0 or subprocess.run(["mount", *options, str(path)], check=False).returncode:
-            pytest.skip("no file system can be mounted here")
-        yield path
-    finally:
-        if os.path.ismount(path):
-            subprocess.run(["umount", "--lazy", str(path)], check=True)
-        shutil.rmtree(path)
-
-
-def fill(path: Path) -> Path:
-    """Fill the disk on which a directory lies, to the last byte; return the file that does it."""
-    filler = path / "filler"
-    with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
-        for size in (1 << 20, 1 << 12, 1):
-            with contextlib.suppress(OSError):
-                while True:
-                    file.write(b"\0" * size)
-    return filler

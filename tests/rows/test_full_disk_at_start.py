@@ -11,7 +11,8 @@ import pytest
 from serverless_gpu.model import run_lifecycle
 from serverless_gpu.node.gpus import MIB
 from tests.local.small_environment import SmallEnvironment, with_requirements
-from tests.rows.machines import Machine, small_disk
+from tests.rows.machines import Machine
+from tests.small_disks import small_disk
 
 pytestmark = pytest.mark.slow
 
@@ -51,7 +52,7 @@ def install(small: SmallEnvironment, value: str, megabytes: int) -> None:
 @contextlib.contextmanager
 def machine(name: str, megabytes: int, served_home: Path) -> Iterator[Machine]:
     """Yield a node of the server with a disk of that size."""
-    with small_disk(megabytes) as disk:
+    with small_disk(f"{megabytes}m") as disk:
         made = Machine(name, disk, served_home)
         try:
             yield made

@@ -15,7 +15,8 @@ from serverless_gpu.model.ledger import FactKind
 from serverless_gpu.node.history import first_facts, read_ending, read_receipt
 from serverless_gpu.node.reserve import DIRECTORY, FACTS_BYTES, SIZES
 from tests.local.observe import wait_for
-from tests.rows.machines import Machine, fill, small_disk
+from tests.rows.machines import Machine
+from tests.small_disks import fill, small_disk
 
 pytestmark = pytest.mark.slow
 
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture
 def machine(lone_server: Path) -> Iterator[Machine]:
     """Yield the server's only node, on a disk of 48 MB."""
-    with small_disk(48) as disk:
+    with small_disk("48m") as disk:
         machine = Machine("small", disk, lone_server)
         try:
             yield machine

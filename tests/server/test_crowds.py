@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from serverless_gpu.server import listening
 from serverless_gpu.wire.state import Health
+from tests.local.observe import wait_for
 from tests.server.served import Served
 
 WITHIN_S = 20.0
@@ -33,13 +33,6 @@ def _is_closed(connection: socket.socket) -> bool:
         return connection.recv(1) == b""
     except ConnectionResetError:
         return True
-
-
-def _within(happened: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WITHIN_S
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_beyond_the_bound_the_one_that_was_quiet_for_longest_goes(
@@ -72,7 +65,7 @@ def test_a_request_that_is_under_way_is_never_ended_for_a_new_connection(
         newcomer.sendall(f"GET /api/v1/health HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
         return _is_closed(newcomer)
 
-    _within(refused)
+    wait_for(refused, "there is no room", WITHIN_S)
     for number, one in enumerate(busy):
         one.sendall(f'{{"name":"someone{number}"}}'.encode().ljust(20))
         assert one.recv(15) == b"HTTP/1.1 200 OK"
@@ -94,7 +87,7 @@ def test_the_headers_of_a_later_request_have_to_come_in_time_as_those_of_the_fir
             return True
         return False
 
-    _within(gone)
+    wait_for(gone, "it was closed", WITHIN_S)
 
 
 def test_a_request_that_is_larger_than_any_head_and_comes_at_once_is_no_long_head(

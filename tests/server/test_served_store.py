@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import random
 import socket
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,6 +34,7 @@ from serverless_gpu.testing.stores import StoreConformance, empty_unit, pack_key
 from serverless_gpu.wire.blobs import DigestList
 from serverless_gpu.wire.connection import Connection
 from tests.server.listening import app_of, listening
+from tests.small_disks import small_disk
 from tests.stores.servers import Line, cut, flip
 from tests.unit.environments_in_stores import capture, make_pack, make_unit, snapshot_of
 
@@ -247,47 +246,39 @@ def test_F42_parts_that_were_cut_or_flipped_are_refused_and_an_upload_goes_on_wi
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    if os.geteuid() != 0:
-        pytest.skip("only root may mount; the tests of blobs need no mount")
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(disk)], capture_output=True).returncode:
-        pytest.skip("this container may not mount; the tests of blobs need no mount")
-    try:
-        yield disk
-    finally:
-        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+def disk() -> Iterator[Path]:
+    with small_disk("6m") as place:
+        yield place
 
 
-def test_F40_a_full_disk_is_said_before_bytes_nothing_is_half_there_and_it_goes_on_later(small_disk: Path) -> None:
+def test_F40_a_full_disk_is_said_before_bytes_nothing_is_half_there_and_it_goes_on_later(disk: Path) -> None:
     data = random.Random(9).randbytes(3_000_000)
     digest = blake3(data).hexdigest()
-    with listening(app_of(stored_in(small_disk))) as url:
+    with listening(app_of(stored_in(disk))) as url:
         connection = Connection(url, "member")
-        filler = small_disk / "filler"
+        filler = disk / "filler"
         filler.write_bytes(b"x" * 4_000_000)
         with pytest.raises(ServerStorageFull, match=r"3\.0 MB to write, 2\.\d MB free"):
             connection.put(f"/blobs/{digest}", data)
         with pytest.raises(StorageError, match="no room"):
             served(url, "member").put({pack_key(data): data})
-        assert [path for path in small_disk.rglob("*") if path.is_file()] == [filler]
+        assert [path for path in disk.rglob("*") if path.is_file()] == [filler]
         # Room for one copy, and not for that which is being stored.
         filler.write_bytes(b"x" * 1_000_000)
         with pytest.raises(ServerStorageFull):
             connection.put(f"/blobs/{digest}", data)
-        assert [path for path in small_disk.rglob("*") if path.is_file()] == [filler]
+        assert [path for path in disk.rglob("*") if path.is_file()] == [filler]
         filler.unlink()
         connection.put(f"/blobs/{digest}", data)
-        store = DirectoryStore(small_disk / "blobs")
+        store = DirectoryStore(disk / "blobs")
         assert [stored.key for stored in store.list("packs")] == [f"packs/{digest}"]
         assert store.get(f"packs/{digest}") == data
         connection.close()
 
 
-def test_F40_a_body_of_unknown_length_ends_where_it_does_not_fit(small_disk: Path) -> None:
-    (small_disk / "filler").write_bytes(b"x" * 3_000_000)
-    with listening(app_of(stored_in(small_disk))) as url:
+def test_F40_a_body_of_unknown_length_ends_where_it_does_not_fit(disk: Path) -> None:
+    (disk / "filler").write_bytes(b"x" * 3_000_000)
+    with listening(app_of(stored_in(disk))) as url:
         host, port = url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as line:
             head = f"PUT /api/v1/blobs/{'a' * 64} HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer member\r\n"
@@ -297,7 +288,7 @@ def test_F40_a_body_of_unknown_length_ends_where_it_does_not_fit(small_disk: Pat
                 line.sendall(b"100000\r\n" + bytes(1 << 20) + b"\r\n")
             line.sendall(b"0\r\n\r\n")
             assert b"503" in line.recv(4096).split(b"\r\n")[0]
-    assert [path.name for path in small_disk.rglob("*") if path.is_file()] == ["filler"]
+    assert [path.name for path in disk.rglob("*") if path.is_file()] == ["filler"]
 
 
 def test_an_upload_that_breaks_off_leaves_nothing(server: str, tmp_path: Path) -> None:

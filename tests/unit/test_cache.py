@@ -21,6 +21,7 @@ from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.environment.stores.directory import DirectoryStore
 from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentMissing, StorageError
 from serverless_gpu.testing import FakeClock
+from tests.small_disks import small_disk
 from tests.unit import fetching_process
 from tests.unit.made_environments import Counting, Executable, Link, Made, Piece, altered
 from tests.unit.restored_process import CANNOT_MOUNT, command
@@ -400,13 +401,10 @@ def test_a_restore_does_not_evict_itself_from_a_cache_that_is_too_small_for_it(m
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def disk() -> Iterator[Path]:
     """Yield a file system of 64 MB of its own."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(disk)], check=True)
-    yield disk
-    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+    with small_disk("64m") as place:
+        yield place
 
 
 needs_mount = pytest.mark.skipif(os.geteuid() != 0 or bool(CANNOT_MOUNT), reason="only root mounts a file system")
@@ -417,27 +415,27 @@ def files_below(directory: Path) -> list[Path]:
 
 
 @needs_mount
-def test_F27_a_full_disk_is_named_with_what_is_free_and_needed(small_disk: Path, store: Counting, made: Made) -> None:
-    cache = Cache(small_disk / "environments")
+def test_F27_a_full_disk_is_named_with_what_is_free_and_needed(disk: Path, store: Counting, made: Made) -> None:
+    cache = Cache(disk / "environments")
     piece = made.piece({f"site/{number}.bin": os.urandom(1_000_000) for number in range(70)})
     reads = store.packs_got()
     with pytest.raises(StorageError) as caught:
         cache.ensure([piece.unit.address], made.blobs)
-    assert caught.value.message.startswith(f"The disk at {small_disk} is full: 67.1 MB are free, and 3.4 MB of it stay")
+    assert caught.value.message.startswith(f"The disk at {disk} is full: 67.1 MB are free, and 3.4 MB of it stay")
     assert "the environment needs 70.2 MB more in" in caught.value.message
     assert "SERVERLESS_GPU_HOME" in caught.value.hint
     assert store.packs_got() == reads  # seen before the first byte
-    assert files_below(small_disk / "environments" / "units") == []
+    assert files_below(disk / "environments" / "units") == []
 
 
 @needs_mount
-def test_F27_what_nobody_uses_goes_first_and_what_is_held_stays(small_disk: Path, made: Made) -> None:
+def test_F27_what_nobody_uses_goes_first_and_what_is_held_stays(disk: Path, made: Made) -> None:
     clock = FakeClock()
-    cache = Cache(small_disk / "environments", clock=clock)
+    cache = Cache(disk / "environments", clock=clock)
     one, two = (made.piece({f"site/{name}.bin": os.urandom(40_000_000)}) for name in ("one", "two"))
     first = used(made, cache, clock, one)
     held = cache.hold(first)
-    with pytest.raises(StorageError, match=f"The disk at {small_disk} is full"):
+    with pytest.raises(StorageError, match=f"The disk at {disk} is full"):
         used(made, cache, clock, two)
     assert cache.verify(one.unit.address, made.blobs) == ""
     assert not cache.unit(two.unit.address).exists()
@@ -449,10 +447,10 @@ def test_F27_what_nobody_uses_goes_first_and_what_is_held_stays(small_disk: Path
 
 @needs_mount
 def test_F27_a_disk_that_others_fill_meanwhile_leaves_nothing_half_visible(
-    small_disk: Path, store: Counting, made: Made
+    disk: Path, store: Counting, made: Made
 ) -> None:
     piece = made.piece({f"site/{number}.bin": os.urandom(3_000_000) for number in range(8)})
-    filler = small_disk / "filler"
+    filler = disk / "filler"
 
     class Filling(Counting):
         def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
@@ -464,10 +462,10 @@ def test_F27_a_disk_that_others_fill_meanwhile_leaves_nothing_half_visible(
                     file.truncate(filler.stat().st_size - 10_000_000)
             return store.get(key, start, length)
 
-    cache = Cache(small_disk / "environments", floor_bytes=0)
-    with pytest.raises(StorageError, match=f"The disk at {small_disk} is full: .* are free; the environment needs"):
+    cache = Cache(disk / "environments", floor_bytes=0)
+    with pytest.raises(StorageError, match=f"The disk at {disk} is full: .* are free; the environment needs"):
         cache.ensure([piece.unit.address], Blobs(Filling()))
-    assert files_below(small_disk / "environments" / "units") == []
+    assert files_below(disk / "environments" / "units") == []
     filler.unlink()
     assert cache.ensure([piece.unit.address], made.blobs).fetched == 1
     assert cache.verify(piece.unit.address, made.blobs) == ""

@@ -22,6 +22,7 @@ from serverless_gpu.environment.stores.opening import open_store
 from serverless_gpu.errors import EnvironmentRejected, StorageError, StoreUnavailable
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.testing.stores import pack_key
+from tests.small_disks import small_disk
 from tests.unit.environments_in_stores import capture
 from tests.unit.second_process import SOURCE
 
@@ -296,14 +297,8 @@ def test_F40_an_object_that_cannot_be_replaced_stays(root: Path) -> None:
     assert files(root) == ["gc/condemned"]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount; the tests above need no mount")
-def test_F40_a_small_file_system(tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(disk)]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("this container may not mount; the tests above need no mount")
-    try:
+def test_F40_a_small_file_system() -> None:
+    with small_disk("3m") as disk:
         store = DirectoryStore(disk / "store")
         blobs = Blobs(store)
         first = blobs.write_pack(os.urandom(2_000_000))
@@ -314,8 +309,6 @@ def test_F40_a_small_file_system(tmp_path: Path) -> None:
         assert blobs.read_pack(first)
         store.delete([f"packs/{first}"])
         blobs.write_pack(second)
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
 
 
 # opening --------------------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import stat
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from hypothesis import strategies as some
 from serverless_gpu.environment.restore.assembly import Part
 from serverless_gpu.environment.restore.linking import Source, fill
 from serverless_gpu.errors import EnvironmentRejected
+from tests.small_disks import small_disk
 from tests.unit.restored_process import CANNOT_MOUNT, public_directory
 
 
@@ -90,12 +90,9 @@ def test_copies_keep_time_and_may_be_written(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def other_disk(tmp_path: Path) -> Iterator[Path]:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(disk)], check=True)
-    yield disk
-    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+def other_disk() -> Iterator[Path]:
+    with small_disk("16m") as place:
+        yield place
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or bool(CANNOT_MOUNT), reason="only root mounts a file system")

@@ -1,10 +1,12 @@
 """Whether the server can do its work: each part of it asked by itself, none of them waited for longer than a bound.
 
-    GET /health ─▶ database   one read                                    probe, 2 s
-                   store      a small object put, read back, deleted      probe, 5 s, kept for 10 s
-                   disk       room that is left                           probe, 2 s
-                   claim      the database is this server's               memory
-                   scheduler, reconciler, …   a good tick not too long ago    memory
+    GET /health ─▶ database            one read                                  probe, 2 s
+                   store, environments a small object put, read back, deleted    probe, 5 s, kept for 10 s
+                   disk, database_disk room that is left                         probe, 2 s
+                   mlflow              the one beside it, where there is one     probe, 2 s
+                   server              it is not being stopped                   memory
+                   claim               the database is this server's             memory
+                   scheduler, …        each loop: a good tick not too long ago   memory
 
 Anybody may ask, so what is said names no host, path, user or run: fixed names, fixed words, milliseconds. The server's
 log has the rest, once for each change, not for each visit.

@@ -10,9 +10,9 @@ be renewed without a write. It ends: its last second is a part of it.
     sgpa_<run>_<fence>_<until>_<43 characters>     until: seconds since 1970
     sgpa_<run>_<fence>_<43 characters>             of nodes that take no renewal; the database has its hash. No end
 
-Whoever has a copy of the database but not of this file can neither read
-the callers' variables nor speak for an attempt. Without the file, what was sealed is lost: back it up with the
-database, and not beside it.
+Whoever has a copy of the database but not of this file can neither read the callers' variables nor speak for an
+attempt. Without the file, what was sealed is lost, so `sgpu server backup` takes both: a backup is as secret as the
+server. Who dumps a database by other means keeps the file elsewhere.
 """
 
 from __future__ import annotations

@@ -23,9 +23,9 @@ from serverless_gpu.cli.choosing import this_home
 from serverless_gpu.cli.output import say
 from serverless_gpu.cli.server.exit_codes import CANCELLED
 from serverless_gpu.errors import NotFound
+from serverless_gpu.server.logfile import KEPT
 
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
-_KEPT = 3
 _LOOK_S = 0.2
 _LINE_BYTES_MAX = 1 << 20
 _HEAD = ("ts", "level", "logger", "msg", "traceback")
@@ -110,7 +110,7 @@ class _Followed:
 
 def _before(path: Path, followed: _Followed) -> Iterator[bytes]:
     """Yield the lines of all files, the oldest first; of the last one by the reader who goes on with it."""
-    for number in range(_KEPT, 0, -1):
+    for number in range(KEPT, 0, -1):
         try:
             with open(f"{path}.{number}", "rb") as file:
                 yield from file
