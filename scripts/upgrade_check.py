@@ -59,10 +59,11 @@ def main() -> int:
         check=False,
     )
     if found.returncode != 0:
-        print(f"there is no {base} here, so there is nothing to upgrade from")
+        print(f"NOTHING WAS CHECKED: there is no {base} here, so there is nothing to upgrade from")
         return 0
     if _was_edited_in_place(base):
-        print(f"the tables were edited in place since {base}, which nobody was given: its database cannot be opened")
+        print(f"NOTHING WAS CHECKED: the tables were edited in place since {base}; its database cannot be opened")
+        print("hint: name a commit that has the tables of today: python -m scripts.upgrade_check --base COMMIT")
         return 0
     home = Path(tempfile.mkdtemp(prefix="sg-", dir="/tmp"))
     try:

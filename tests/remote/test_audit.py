@@ -75,7 +75,7 @@ def test_whoever_changes_the_database_is_found_out(own_server: ServerProcess, ho
         database.execute("UPDATE audit SET principal = 'eve' WHERE subject = 'two'")
     database.close()
     refused(f"entry {entry['number']} is not what was written down", "verify")
-    refused("the server's is team.create of eve on two", "verify", str(copy))
+    refused("the server's is team.create of eve on two: they differ in principal", "verify", str(copy))
     with sqlite3.connect(home / "server" / "server.db") as database:  # and one who hides it by cutting the end off
         database.execute("DELETE FROM audit_links WHERE number >= ?", (entry["number"],))
         database.execute("DELETE FROM audit WHERE seq >= ?", (entry["seq"],))

@@ -6,6 +6,10 @@ all is asked with bugs that are put in on purpose.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from tests.simulation.plan import Plan, draw
@@ -32,6 +36,17 @@ def test_a_seed_is_a_history() -> None:
     one, same, other = (outcome(draw(seed, 15)) for seed in (11, 11, 12))
     assert (one.trace, one.events) == (same.trace, same.events)
     assert one.trace != other.trace
+
+
+@pytest.mark.slow
+def test_a_history_is_the_same_in_every_process() -> None:
+    """Whatever order sets have there, so that a seed that CI prints can be repeated."""
+    command = [sys.executable, "-m", "tests.simulation", "--seed", "11", "--steps", "15", "--trace"]
+    one, other = (
+        subprocess.run(command, capture_output=True, check=True, env={**os.environ, "PYTHONHASHSEED": number}).stdout
+        for number in ("1", "2")
+    )
+    assert one == other and one
 
 
 def found(name: str) -> tuple[Plan, Outcome]:

@@ -115,7 +115,14 @@ def _compared(links: Iterable[Link], copied: Iterator[Link], file: Path) -> Iter
     for link in links:
         known = next(copied, None)
         if known is not None and known != link:
-            raise AuditBroken(f"entry {known.number} of {file} is {_told(known)}; the server's is {_told(link)}")
+            fields = " and ".join(
+                name for name in Link.__struct_fields__ if getattr(known, name) != getattr(link, name)
+            )
+            both = f"entry {known.number} of {file} is {_told(known)}; the server's is {_told(link)}"
+            raise AuditBroken(
+                f"{both}: they differ in {fields}",
+                hint="one of them was changed since it was written down; a copy that only you could write to was not",
+            )
         yield link
     known = next(copied, None)
     if known is not None:
