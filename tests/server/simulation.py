@@ -182,7 +182,7 @@ class World:
             assert run is not None
             return transitions.tell(connection, run, StopAsked(why=why), note=note)
 
-        self._database.write(work).announce(self._there().hub)
+        self._database.write(work).announce(self._there())
 
     def run(self, run_id: str) -> StoredRun:
         """Return a run as it is written down."""

@@ -90,7 +90,7 @@ def tell(services: Services, run_id: str, event: StopAsked | Ended | GivenUp) ->
         assert run is not None
         return transitions.tell(connection, run, event, note=note)
 
-    services.database.write(work).announce(services.hub)
+    services.database.write(work).announce(services)
 
 
 def stored_node(services: Services, node_id: str) -> StoredNode:

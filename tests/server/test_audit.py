@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 import sqlalchemy as sa
 
-from serverless_gpu.model.audit_chain import Head, follow
+from serverless_gpu.cli.server import audit as cli_audit
+from serverless_gpu.errors import AuditBroken
+from serverless_gpu.model.audit_chain import Head, Link, follow
 from serverless_gpu.server import audit, chaining, tables
 from serverless_gpu.server.audit import SERVER, Action, Wanted
 from serverless_gpu.server.chaining import Chainer
@@ -134,3 +139,19 @@ def test_a_row_that_is_changed_or_removed_is_seen(
     open_again().write(cut)
     links = database.read(lambda connection: audit.links(connection, Wanted()))
     assert follow(links, after=Head())[1].startswith("entry 2 is missing")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"detail": {"role": "admin"}}, ": they differ in detail"),
+        ({"detail": {"role": "admin"}, "sha256": "f" * 64}, ": they differ in detail and sha256"),
+        ({"principal": "eve"}, "the server's is user.create of eve on bob: they differ in principal"),
+    ],
+)
+def test_a_copy_that_differs_is_told_in_what(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    known = Link(number=1, seq=1, at_ns=1, principal="root", action="user.create", subject="bob", detail={}, token="")
+    other = msgspec.structs.replace(known, **change)
+    with pytest.raises(AuditBroken) as refused:
+        list(cli_audit._compared([other], iter([known]), tmp_path / "audit.jsonl"))
+    assert refused.value.message.endswith(said) and refused.value.hint

@@ -19,6 +19,7 @@ from serverless_gpu.node.home import Home
 from serverless_gpu.server import audit, orders, restoring
 from serverless_gpu.server.backing_up import DATABASE, MANIFEST, Made, back_up, read_manifest, verify
 from serverless_gpu.server.database import Database
+from serverless_gpu.server.measures import Measures
 from serverless_gpu.server.restoring import FILE, Mark, restore
 from serverless_gpu.server.settings import read_settings
 from serverless_gpu.wire.agents import PoolRequest, PoolView, Start
@@ -28,6 +29,7 @@ from tests.server.played import Played
 from tests.server.postgres import Cluster
 from tests.server.served import Served, served
 from tests.server.stored import T0, add_node, add_people, add_run, place, stored, tell
+from tests.server.test_measures import value
 from tests.server.test_runs_api import Reader, submit
 
 S = 1_000_000_000
@@ -256,12 +258,16 @@ def people(database: Database) -> Database:
     return database
 
 
-def settled(database: Database, directory: Path, *, nothing_ran_since: bool = False, at_ns: int = T0 + 9 * S) -> None:
-    """Let a server start on a database that was restored."""
+def settled(
+    database: Database, directory: Path, *, nothing_ran_since: bool = False, at_ns: int = T0 + 9 * S
+) -> Measures:
+    """Let a server start on a database that was restored; return what it counted."""
     mark = Mark(made_ns=T0, nothing_ran_since=nothing_ran_since)
     (directory / FILE).write_bytes(msgspec.json.encode(mark))
-    restoring.settle(database, directory, now_ns=at_ns)
+    measures = Measures()
+    restoring.settle(database, directory, measures=measures, now_ns=at_ns)
     assert not (directory / FILE).exists()
+    return measures
 
 
 def test_what_waits_is_lost_and_counted(people: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,14 +276,15 @@ def test_what_waits_is_lost_and_counted(people: Database, tmp_path: Path, monkey
     going = [add_run(people, resume=True) for _ in range(3)]
     for run_id in going:
         place(people, run_id)
-    settled(people, tmp_path)
+    measures = settled(people, tmp_path)
+    assert value(measures, "sgpu_runs_ended_total", reason="server_restored") == 5
     assert {(stored(people, run_id).state, stored(people, run_id).reason) for run_id in waiting} == {
         (State.LOST, Reason.SERVER_RESTORED)
     }
     assert {stored(people, run_id).state for run_id in going} == {State.STARTING}
     (entry,) = people.read(audit.entries)
     assert (entry.action, entry.detail["waited"], entry.detail["went_on"]) == ("server.restore", 5, 3)
-    restoring.settle(people, tmp_path, now_ns=T0 + 10 * S)  # of the next start
+    restoring.settle(people, tmp_path, measures=measures, now_ns=T0 + 10 * S)  # of the next start
     assert len(people.read(audit.entries)) == 1
 
 

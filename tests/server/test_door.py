@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import httpx2
@@ -11,10 +13,15 @@ import pytest
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
+from serverless_gpu.server.access import Accessed
 from serverless_gpu.server.door import Door
 from serverless_gpu.server.hub import Hub
+from serverless_gpu.server.logfile import ACCESS
+from serverless_gpu.server.services import Services
 from serverless_gpu.wire.base import Problem
+from tests.server.test_measures import value
 
+Headers = Mapping[str, str] | Sequence[tuple[str, str]]
 PROXIES = ("192.0.2.1", "198.51.100.0/24")
 
 
@@ -23,13 +30,13 @@ async def tell_client(scope: Scope, receive: Receive, send: Send) -> None:
     await PlainTextResponse(f"{scope['client'][0]} {scope['scheme']}")(scope, receive, send)
 
 
-def ask(door: Door, peer: str, headers: dict[str, str] | None = None, path: str = "/api/v1/runs") -> httpx2.Response:
+def ask(door: Door | Accessed, peer: str, headers: Headers = (), path: str = "/api/v1/runs") -> httpx2.Response:
     """Return the answer to a request from an address."""
 
     async def asking() -> httpx2.Response:
         transport: Any = httpx2.ASGITransport(door, client=(peer, 4711))
         async with httpx2.AsyncClient(transport=transport, base_url="http://gpu.internal") as client:
-            return await client.get(path, headers=headers or {})
+            return await client.get(path, headers=dict(headers) if isinstance(headers, Mapping) else list(headers))
 
     return asyncio.run(asking())
 
@@ -54,11 +61,32 @@ def test_whoever_comes_past_the_proxy_is_refused_whatever_he_says(peer: str) -> 
     assert "through its proxy" in msgspec.json.decode(answer.content, type=Problem).message
 
 
-def test_a_proxy_that_was_reached_without_tls_is_told() -> None:
-    door = Door(tell_client, hub=Hub(), proxies=PROXIES)
-    answer = ask(door, "192.0.2.1", {"X-Forwarded-Proto": "http"})
-    assert answer.status_code == 403
-    assert "without TLS" in msgspec.json.decode(answer.content, type=Problem).message
+@pytest.mark.parametrize(
+    ("said", "problem"),
+    [
+        (["http"], "was reached without TLS"),
+        (["HTTP"], "was reached without TLS"),
+        (["http, http"], "was reached without TLS"),
+        (["https, http"], "was reached without TLS"),
+        (["https", "http"], "was reached without TLS"),
+        ([""], "was reached without TLS"),
+        ([], "does not say that it was reached by TLS"),
+    ],
+)
+def test_a_proxy_that_was_reached_without_tls_is_told(said: list[str], problem: str) -> None:
+    for peer in ("192.0.2.1", "127.0.0.1"):
+        door = Door(tell_client, hub=Hub(), proxies=(*PROXIES, "127.0.0.1"))
+        headers = [("X-Forwarded-For", "203.0.113.5"), *(("X-Forwarded-Proto", value) for value in said)]
+        answer = ask(door, peer, headers)
+        assert answer.status_code == 403
+        assert problem in msgspec.json.decode(answer.content, type=Problem).message
+
+
+def test_beside_a_proxy_of_this_machine_its_own_requests_are_answered() -> None:
+    door = Door(tell_client, hub=Hub(), proxies=("127.0.0.1",))
+    assert ask(door, "127.0.0.1").text == "127.0.0.1 http"
+    headers = {"X-Forwarded-For": "203.0.113.5", "X-Forwarded-Proto": "HTTPS"}
+    assert ask(door, "127.0.0.1", headers).text.startswith("203.0.113.5")
 
 
 def test_without_a_declared_proxy_nobody_is_believed() -> None:
@@ -88,3 +116,28 @@ def test_requests_that_go_on_are_counted_also_when_they_fail() -> None:
     with pytest.raises(ValueError):
         ask(door, "127.0.0.1")
     assert (seen, door.busy) == ([1], 0)
+
+
+@pytest.mark.parametrize("peer", ["127.0.0.1", "203.0.113.5"])
+def test_what_the_door_refuses_is_counted_and_logged_and_has_an_identifier_too(
+    services: Services, caplog: pytest.LogCaptureFixture, peer: str
+) -> None:
+    caplog.set_level(logging.INFO, ACCESS)
+    door = Door(tell_client, hub=services.hub, proxies=PROXIES)
+    door.close()
+    answer = ask(Accessed(door, services), peer, {"X-Forwarded-For": "192.0.2.77"})
+    assert answer.status_code == (503 if peer == "127.0.0.1" else 403)
+    status = f"{answer.status_code // 100}xx"
+    assert value(services.measures, "sgpu_request_seconds_count", method="GET", route="other", status=status) == 1
+    (line,) = (record.__dict__["sgpu"] for record in caplog.records if record.name == ACCESS)
+    assert (line["request_id"], line["peer"]) == (answer.headers["SGPU-Request"], peer)
+
+
+def test_the_line_of_a_request_names_who_asked_and_not_the_proxy(
+    services: Services, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, ACCESS)
+    door = Door(tell_client, hub=services.hub, proxies=PROXIES)
+    ask(Accessed(door, services), "192.0.2.1", {"X-Forwarded-For": "203.0.113.5", "X-Forwarded-Proto": "https"})
+    (line,) = (record.__dict__["sgpu"] for record in caplog.records if record.name == ACCESS)
+    assert line["peer"] == "203.0.113.5"

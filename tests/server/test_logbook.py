@@ -21,6 +21,10 @@ RUN = "01kaz5w8d3e4f5g6h7j8k9m0n1"
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a log, once all are written: nothing is logged to it after that."""
+    for handler in list(logging.getLogger(logfile.LOGGERS[0]).handlers):
+        if isinstance(handler, LogFile):
+            logfile.detach(handler)
     return [msgspec.json.decode(line) for line in path.read_bytes().splitlines()]
 
 
@@ -79,21 +83,27 @@ def test_a_traceback_is_cleaned_too(path: Path) -> None:
     assert "ValueError: … of sgpa_…" in line["traceback"]
 
 
-def test_requests_do_not_wait_for_a_disk_that_stands_still(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class Slow(LogFile):
+    """The log on a disk that stands still until it is told to go on."""
+
+    def __init__(self, path: Path) -> None:
+        self.stuck, self.go = threading.Event(), threading.Event()
+        super().__init__(path)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stuck.set()
+        self.go.wait(60)
+        super().emit(record)
+
+
+@pytest.mark.parametrize("name", [ACCESS, "serverless_gpu.server.reporting", "uvicorn.error"])
+def test_nobody_waits_for_a_disk_that_stands_still(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(logfile, "QUEUE_MAX", 3)
-    stuck, go = threading.Event(), threading.Event()
-
-    class Slow(LogFile):
-        def emit(self, record: logging.LogRecord) -> None:
-            stuck.set()
-            go.wait(60)
-            super().emit(record)
-
     handler = Slow(tmp_path / "server.log")
-    accessed = logging.getLogger(ACCESS)
+    stuck, go = handler.stuck, handler.go
 
     def note(text: str) -> bool:
-        return handler.handle(accessed.makeRecord(ACCESS, logging.INFO, "", 0, text, (), None))
+        return handler.handle(logging.getLogger(name).makeRecord(name, logging.INFO, "", 0, text, (), None))
 
     assert note("1")
     assert stuck.wait(30)  # the thread is in the write, and the queue is empty
@@ -107,33 +117,36 @@ def test_requests_do_not_wait_for_a_disk_that_stands_still(tmp_path: Path, monke
     assert lines[-1]["more"] >= 3
 
 
-def test_a_disk_that_stands_still_does_not_keep_a_server_from_ending(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logfile, "QUEUE_MAX", 3)
-    monkeypatch.setattr(logfile, "CLOSE_S", 0.2)
-    stuck, go = threading.Event(), threading.Event()
-
-    class Stuck(LogFile):
-        def emit(self, record: logging.LogRecord) -> None:
-            stuck.set()
-            go.wait(60)
-            super().emit(record)
-
-    handler = Stuck(tmp_path / "server.log")
-    record = logging.getLogger(ACCESS).makeRecord(ACCESS, logging.INFO, "", 0, "1", (), None)
-    handler.handle(record)
-    assert stuck.wait(30)
+def test_the_end_does_not_wait_for_a_disk_that_stands_still(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logfile, "QUEUE_MAX", 2)
+    monkeypatch.setattr(logfile, "CLOSING_S", 0.1)
+    handler = Slow(tmp_path / "server.log")
+    record = logging.getLogger("x").makeRecord("x", logging.INFO, "", 0, "said", (), None)
+    assert handler.handle(record) and handler.stuck.wait(30)
     while handler.handle(record):
         pass
-    closing = threading.Thread(target=handler.close, daemon=True)
-    closing.start()
-    closing.join(30)
-    has_ended = not closing.is_alive()
-    go.set()
-    closing.join(30)
-    handler.close()
-    assert has_ended
+
+    def end() -> None:
+        logfile.detach(handler)
+        logging.shutdown([lambda: handler])  # as at the end of the process
+
+    ended = threading.Thread(target=end, daemon=True)
+    ended.start()
+    ended.join(30)
+    assert not ended.is_alive()
+    handler.go.set()
+    handler._thread.join(30)
+    assert len((tmp_path / "server.log").read_bytes().splitlines()) == 3  # all that there was room for
+
+
+def test_what_is_logged_is_what_was_known_then(path: Path) -> None:
+    logger, values = logging.getLogger("serverless_gpu.server"), [1]
+    with log_context.bound(run=RUN):
+        logger.info("values %s", values)
+        log_context.note(node="node-1")
+    values.append(2)
+    (line,) = lines_of(path)
+    assert line["msg"] == "values [1]" and "node" not in line
 
 
 def test_it_is_bounded_and_the_files_before_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +202,8 @@ def test_it_is_followed_over_a_turn(home: Path, monkeypatch: pytest.MonkeyPatch)
     read: list[bytes] = []
     for number in range(40):
         logging.getLogger("serverless_gpu.server").info("line %d", number)
-        read += followed.more()
+        while len(read) <= number:
+            read += followed.more()
     logfile.detach(handler)
     assert [msgspec.json.decode(line)["msg"] for line in read] == [f"line {number}" for number in range(40)]
 

@@ -80,9 +80,9 @@ def test_what_becomes_of_runs_is_counted(services: Services) -> None:
         place(database, run_id)
     endings: dict[str, Event] = {done: Ended(Reason.COMPLETED, began=True), gone: GivenUp(reason=Reason.NODE_GONE)}
     for run_id, ending in endings.items():
-        tell(database, run_id, Started()).announce(services.hub, services.measures)
+        tell(database, run_id, Started()).announce(services)
         told = tell(database, run_id, ending)
-        told.announce(services.hub, services.measures)
+        told.announce(services)
     assert value(services.measures, "sgpu_runs_ended_total", reason="completed") == 1
     assert value(services.measures, "sgpu_runs_ended_total", reason="node_gone") == 1
     assert value(services.measures, "sgpu_attempts_given_up_total", reason="node_gone") == 1

@@ -113,6 +113,11 @@ def test_a_sample_counts_what_is_alive(watched: Services, clock: FakeClock) -> N
     assert value(services.measures, "sgpu_orders_unacknowledged") == 1
     for state, number in {"leased": 2, "unavailable": 1, "free": len(H100) - 3, "away": 0}.items():
         assert value(services.measures, "sgpu_devices", type="H100", state=state) == number, state
+    Agents(services).hello(NODE, hello(unavailable=(H100[7].uuid,), draining="a process does not end"))
+    clock.advance(10)
+    asyncio.run(services.measures.refresh())
+    assert value(services.measures, "sgpu_nodes", state="DRAINING") == 1
+    assert value(services.measures, "sgpu_nodes", state="UP") == 0
     clock.advance(60)
     asyncio.run(services.measures.refresh())
     assert value(services.measures, "sgpu_nodes", state="SILENT") == 1

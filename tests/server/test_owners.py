@@ -26,6 +26,7 @@ from tests.server.made import made_services
 from tests.server.served import served
 from tests.server.stored import add_people
 from tests.server.test_agents import NODE, find, hello, submit
+from tests.server.test_measures import value
 from tests.server.test_principals import Api
 from tests.server.test_submitting import request
 
@@ -89,6 +90,7 @@ def test_F68_what_runs_and_what_waits_is_stopped_where_that_was_decided(services
     ]
     assert entries[0].detail["runs"] == "stop" and entries[1].detail["because"] == ended.detail
     assert owners.stop_some(services) == 0  # asked once
+    assert value(services.measures, "sgpu_runs_ended_total", reason="cancelled") == 1
 
 
 def test_F68_the_servers_setting_holds_and_stays_what_it_was_when_it_was_decided(

@@ -25,6 +25,7 @@ from serverless_gpu.wire.agents import Start
 from serverless_gpu.wire.secrets import SecretValue
 from tests.server.stored import rows
 from tests.server.test_agents import NODE, find, hello, tell
+from tests.server.test_measures import value
 from tests.server.test_principals import Api
 from tests.server.test_submitting import request
 
@@ -171,6 +172,7 @@ def test_F70_a_run_whose_secret_was_deleted_fails_before_user_code(services: Ser
     tick(services)
     run = find(services, run_id)
     assert (run.state, run.reason, run.finished) == (State.FAILED, Reason.SECRET_MISSING, True)
+    assert value(services.measures, "sgpu_runs_ended_total", reason="secret_missing") == 1
     assert run.detail.startswith("there is no secret 'TOKEN'") and run.attempt is not None and not run.attempt.began
     assert rows(api.database, tables.orders)[0]["taken_ns"] is None
     agents = Agents(services)
@@ -221,8 +223,8 @@ def test_F70_no_value_is_in_the_database_and_none_opens_elsewhere_or_with_anothe
     assert [one.value for one in given(services, run_id)] == [VALUE]
     for table in tables.metadata.sorted_tables:
         for row in rows(api.database, table):
-            for value in row.values():
-                data = value if isinstance(value, bytes) else str(value).encode()
+            for cell in row.values():
+                data = cell if isinstance(cell, bytes) else str(cell).encode()
                 assert VALUE not in data and base64.b64encode(VALUE) not in data, table.name
     for path in tmp_path.rglob("*"):
         assert not path.is_file() or VALUE not in path.read_bytes(), path

@@ -15,6 +15,8 @@ from serverless_gpu.errors import ServerUnavailable
 from serverless_gpu.model.attempt import State
 from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.runs import AcceptedMessage, RunView, StreamMessage
+from serverless_gpu.wire.state import Health
+from tests.local.observe import wait_for
 from tests.server.test_runs_api import Reader, request
 
 _PROGRAM = """
@@ -38,7 +40,7 @@ class Process:
 
     def __init__(self, home: Path) -> None:
         program = [sys.executable, "-c", _PROGRAM, str(home)]
-        self._process = subprocess.Popen(program, stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(program, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         self.url, ready_s = self._process.stdout.readline().split()
         self.ready_s = float(ready_s)
@@ -82,6 +84,17 @@ def test_told_to_stop_it_stops_in_order_and_its_streams_end(home: Path, processe
     assert processes[0].end(signal.SIGTERM) == 0
     log = (home / "server" / "server.log").read_text()
     assert "has stopped" in log and "Traceback" not in log and "cut off" not in log
+
+
+def test_told_to_read_a_certificate_again_that_it_does_not_have_it_goes_on(
+    home: Path, processes: list[Process]
+) -> None:
+    processes.append(Process(home))
+    os.kill(processes[0]._process.pid, signal.SIGHUP)
+    log = home / "server" / "server.log"
+    wait_for(lambda: "no certificate to be read again" in log.read_text(), "it is said")
+    assert processes[0].connection.ask("GET", "/health", answer=Health).ok
+    assert processes[0].end(signal.SIGTERM) == 0
 
 
 def test_killed_it_comes_back_with_every_run_it_said_yes_to(home: Path, processes: list[Process]) -> None:

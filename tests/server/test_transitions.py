@@ -23,7 +23,8 @@ from serverless_gpu.model.run_lifecycle import (
 )
 from serverless_gpu.server import attempts, events, orders, runs, tables, transitions
 from serverless_gpu.server.database import Database
-from serverless_gpu.server.hub import SCHEDULER, Hub, node_key, run_key
+from serverless_gpu.server.hub import SCHEDULER, node_key, run_key
+from serverless_gpu.server.services import Services
 from serverless_gpu.server.transitions import Note
 from tests.server.stored import T0, S, add_node, add_people, add_run, place, rows, stored, tell
 
@@ -202,13 +203,13 @@ def test_a_receipt_of_an_earlier_attempt_does_not_settle_the_run(database: Datab
     assert settle(2) and stored(database, run_id).finished
 
 
-def test_those_who_wait_for_a_change_are_woken(database: Database, run_id: str) -> None:
-    hub = Hub()
+def test_those_who_wait_for_a_change_are_woken(services: Services, database: Database, run_id: str) -> None:
+    hub = services.hub
     keys = [run_key(run_id), node_key("node-1"), SCHEDULER]
 
     def touched(*happened: Event) -> list[bool]:
         before = [hub.version(key) for key in keys]
-        tell(database, run_id, *happened).announce(hub)
+        tell(database, run_id, *happened).announce(services)
         return [hub.version(key) != version for key, version in zip(keys, before, strict=True)]
 
     place(database, run_id)

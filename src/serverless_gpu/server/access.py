@@ -1,6 +1,6 @@
-"""Every request is counted and has a line in the log; this layer decides nothing and refuses nothing: the gate does.
+"""Every request is counted and has a line in the log; this layer refuses nothing: door and gate do.
 
-    request ─▶ an identifier, bound for every line it causes ─▶ gate ─▶ route
+    request ─▶ an identifier, bound for every line it causes ─▶ door ─▶ gate ─▶ route
                  └─ answer: header SGPU-Request ─▶ histogram by method, route, class of status ─▶ one line
 
 A line has the route as it was declared, never the path, and nothing of what was sent. Heartbeats and the like come
@@ -14,11 +14,12 @@ import logging
 import secrets
 from collections import Counter
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.server import log_context
 from serverless_gpu.server.api.routing import CALL, ROUTE, Call, Route
+from serverless_gpu.server.door import Door
 from serverless_gpu.server.logfile import ACCESS
 from serverless_gpu.server.measures import OTHER
 from serverless_gpu.server.services import Services
@@ -41,15 +42,18 @@ _log = logging.getLogger(ACCESS)
 
 
 class Accessed:
-    """The layer in front of the gate.
+    """The layer in front of everything.
 
     Args:
-        app: the gate.
-        services: where requests are counted.
+        door: what requests go through.
+        services: where they are counted.
+
+    Attributes:
+        door: the same.
     """
 
-    def __init__(self, app: ASGIApp, services: Services) -> None:
-        self._app = app
+    def __init__(self, door: Door, services: Services) -> None:
+        self.door = door
         self._measures, self._clock = services.measures, services.clock
         self._quiet: Counter[tuple[str, str]] = Counter()
         self._refused = _Budget(services.clock)
@@ -57,12 +61,12 @@ class Accessed:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through, and note what became of it."""
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.door(scope, receive, send)
             return
         request = _Request(scope, send, self._clock)
         with log_context.bound(request_id=request.id, method=request.method):
             try:
-                await self._app(scope, receive, request.send)
+                await self.door(scope, receive, request.send)
             finally:
                 self._note(request)
 
@@ -105,11 +109,15 @@ class _Request:
     def __init__(self, scope: Scope, send: Send, clock: Clock) -> None:
         self.id = secrets.token_hex(6)
         self.method = scope["method"] if scope["method"] in METHODS else OTHER
-        self.peer = (scope.get("client") or ("",))[0]
         self.began_ns = clock.boottime_ns()
         self.answered_ns = 0
         self.status = 0
         self._scope, self._send, self._clock = scope, send, clock
+
+    @property
+    def peer(self) -> str:
+        """Return the address that it came from, as the door knows it: a proxy says whose it is."""
+        return str((self._scope.get("client") or ("",))[0])
 
     @property
     def route(self) -> str:

@@ -98,7 +98,7 @@ class Agents:
         node, stale, told = services.database.write(work)
         faults.reach("after_hello_before_answer")
         for one in told:
-            one.announce(services.hub, services.measures)
+            one.announce(services)
         services.presence.heard(node.id, now_ns=services.clock.boottime_ns())
         services.hub.touch(SCHEDULER)
         settings = services.settings

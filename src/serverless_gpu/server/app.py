@@ -11,7 +11,6 @@ from typing import Any
 
 from fastapi import FastAPI
 from starlette.routing import compile_path
-from starlette.types import ASGIApp
 
 from serverless_gpu.server.access import Accessed
 from serverless_gpu.server.api import (
@@ -29,6 +28,7 @@ from serverless_gpu.server.api import (
 )
 from serverless_gpu.server.api.description import SECURITY, describe
 from serverless_gpu.server.api.routing import Route
+from serverless_gpu.server.door import Door
 from serverless_gpu.server.gate import Authenticate, Gate, Reach
 from serverless_gpu.server.services import Services
 from serverless_gpu.version import __version__
@@ -79,15 +79,23 @@ def description(routes: Sequence[Route]) -> dict[str, Any]:
     return document
 
 
-def guarded(services: Services, *, hosts: Sequence[str], authenticate: Authenticate, reach: Reach) -> ASGIApp:
-    """Return what the server serves: the application behind its gate, and what counts requests in front of both.
+def guarded(
+    services: Services,
+    *,
+    hosts: Sequence[str],
+    authenticate: Authenticate,
+    reach: Reach,
+    proxies: tuple[str, ...] = (),
+) -> Accessed:
+    """Return what the server serves: the application behind gate and door, and what counts requests in front of both.
 
     Args:
         services: what routes work with.
         hosts: names under which the server may be reached.
         authenticate: whose token it is.
         reach: what they may.
+        proxies: addresses and networks of those that speak TLS for this server.
     """
     routes = all_routes()
     gate = Gate(application(routes), services, routes=routes, hosts=hosts, authenticate=authenticate, reach=reach)
-    return Accessed(gate, services)
+    return Accessed(Door(gate, hub=services.hub, proxies=proxies), services)

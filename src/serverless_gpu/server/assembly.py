@@ -86,7 +86,7 @@ def assembled(settings: Settings, *, url: str, clock: Clock) -> Iterator[Assembl
         database.be_sole()
         database.migrate()
         remove_unnamed(settings.directory)
-        restoring.settle(database, settings.directory, now_ns=clock.wall_ns())
+        restoring.settle(database, settings.directory, measures=measures, now_ns=clock.wall_ns())
         tokens = first_tokens(database, settings.directory, login=_login(), now_ns=clock.wall_ns())
         keys = read_keys(settings.directory)
         sealer = Sealer(keys.sealing)

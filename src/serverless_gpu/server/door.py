@@ -6,7 +6,8 @@
 
 Behind a proxy tokens cross the network between it and this server as they are: whoever comes past it would send theirs
 in the clear, too, and could say of himself whatever a proxy may say. So beyond loopback nobody else is answered, and
-what a proxy says is believed from its own address only.
+what a proxy says is believed from its own address only. It has to say that it was reached by TLS; a proxy of this
+machine has an address that others here have, too: who says nothing there of having been passed on is this machine's.
 
 A server that is to stop takes no new requests and finishes those that it has (`Running.shutdown`). `/health` and
 `/version` go on: whoever looks is told.
@@ -47,6 +48,10 @@ class Door:
         self._proxied = ProxyHeadersMiddleware(app, trusted_hosts=list(proxies)) if proxies else app  # type: ignore[arg-type] # uvicorn's own names for the same types
         self.busy = 0
 
+    def close(self) -> None:
+        """Take no more requests, and end streams, which would go on for ever."""
+        self._hub.close()
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through, or refuse it."""
         if scope["type"] != "http":
@@ -74,12 +79,32 @@ class Door:
         peer = _address(scope)
         if peer is not None and any(peer in network for network in self._networks):
             scope["client"] = (str(peer), scope["client"][1])
-            if (b"x-forwarded-proto", b"http") in scope["headers"]:
-                raise NotAllowed("the proxy was reached without TLS", hint="use https://")
+            if _passed_on(scope) or not peer.is_loopback:
+                _check_tls(scope)
             return self._proxied  # type: ignore[return-value] # as above
         if peer is not None and peer.is_loopback:
             return self._app
         raise NotAllowed("this server is reached through its proxy", hint="use the proxy's address")
+
+
+def _passed_on(scope: Scope) -> bool:
+    return any(name.startswith(b"x-forwarded-") or name == b"forwarded" for name, _ in scope["headers"])
+
+
+def _check_tls(scope: Scope) -> None:
+    """Refuse what did not reach the proxy by TLS, or not on all of its way, as far as proxies say so.
+
+    Raises:
+        NotAllowed: so it is, or nothing is said of it.
+    """
+    said = [value for name, values in scope["headers"] if name == b"x-forwarded-proto" for value in values.split(b",")]
+    if not said:
+        raise NotAllowed(
+            "the proxy does not say that it was reached by TLS",
+            hint="have it set X-Forwarded-Proto (see the how-to)",
+        )
+    if any(value.strip().lower() != b"https" for value in said):
+        raise NotAllowed("the proxy was reached without TLS", hint="use https://")
 
 
 def _address(scope: Scope) -> _Address | None:

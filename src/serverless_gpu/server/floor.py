@@ -18,7 +18,7 @@ from serverless_gpu.server.runs import Active, StoredRun
 from serverless_gpu.server.services import Services
 from serverless_gpu.wire.agents import NodeView, PoolView
 
-UP, DRAINING, SILENT, GONE = "UP", "DRAINING", "SILENT", "GONE"
+STATES = UP, DRAINING, SILENT, GONE = "UP", "DRAINING", "SILENT", "GONE"
 
 
 class Floor(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,6 +125,13 @@ def away(node: StoredNode, presence: Presence, times: Times) -> str:
     return f"takes nothing new: {node.hello.draining}" if node.hello.draining else ""
 
 
+def state_of(node: StoredNode, presence: Presence, times: Times) -> str:
+    """Return the state of a node, one of `STATES`."""
+    if presence.is_there(node.id, now_ns=times.boottime_ns):
+        return DRAINING if node.hello.draining else UP
+    return GONE if times.wall_ns - last_seen_ns(node, presence, times) > times.gone_ns else SILENT
+
+
 def _offer(node: StoredNode, held_by: Sequence[Active], *, away: str, reserved: bool) -> Node:
     total, outside = census(node.hello.devices, node.hello.unavailable)
     return Node(
@@ -150,15 +157,10 @@ def _holdings(held_by: Sequence[Active]) -> tuple[Holding, ...]:
 def _view(node: StoredNode, holders: Sequence[Active], presence: Presence, times: Times) -> NodeView:
     seen_ns = last_seen_ns(node, presence, times)
     sentence = away(node, presence, times)
-    state = DRAINING if node.hello.draining else UP
-    if not presence.is_there(node.id, now_ns=times.boottime_ns):
-        state = SILENT
-    if state == SILENT and times.wall_ns - seen_ns > times.gone_ns:
-        state = GONE
     return NodeView(
         id=node.id,
         name=node.name,
-        state=state,
+        state=state_of(node, presence, times),
         sentence=sentence,
         pool=node.pool,
         devices=node.hello.devices,

@@ -39,6 +39,6 @@ def give_back(services: Services, run_id: str, fence: int, why: str) -> bool:
 
     told = services.database.write(refuse)
     if told is not None:
-        told.announce(services.hub, services.measures)
+        told.announce(services)
         _log.warning("attempt %s:%s did not start: %s", run_id, fence, why)
     return told is not None

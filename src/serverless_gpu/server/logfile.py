@@ -2,20 +2,25 @@
 
     {"ts":"2026-11-22T10:04:11.052Z","level":"WARNING","logger":"scheduler","msg":"…","run":"01k…","attempt":2}
 
-    who logs ─▶ fields of `log_context` ─▶ redacted ─▶ file, 16 MiB, the three before it are kept
-    a request ended ─▶ queue of 10,000 lines ─▶ a thread of its own ─▶ the same file
+    who logs ─▶ fields of `log_context` ─▶ queue of 10,000 records ─▶ a thread ─▶ redacted ─▶ file, 16 MiB, and the
+                                                                                             three before it
 
 Nothing of a request is logged but the fields of `log_context.FIELDS`; a message is one of ours, a traceback has lines
 of source and what an exception says. What looks like a token of ours, a password in an address, or one of the secrets
 that the server was started with is taken out of both, wherever it came from: a net below the rule, not instead of it.
 
-What can go wrong: the disk stands still (requests do not: their lines wait in the queue, and beyond it they are counted
-and left out, which a later line says); it is full (lines are lost; the server goes on).
+The thread is the only one that touches the file, and nobody takes a lock that it holds: neither the event loop nor the
+end of the process waits for the disk.
+
+What can go wrong: the disk stands still (nothing else does: records wait in the queue, and beyond it they are counted
+and left out, which a later line says; at the end they are waited for `CLOSING_S`); it is full (lines are lost; the
+server goes on); the process is killed (what was logged within the last moments may be missing).
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import logging.handlers
 import os
@@ -36,7 +41,8 @@ LOGGERS = ("serverless_gpu", "uvicorn.error", "asyncio")
 ACCESS = "serverless_gpu.server.access"
 """The logger of lines about requests."""
 QUEUE_MAX = 10_000
-CLOSE_S = 10.0
+CLOSING_S = 5.0
+"""How long the end waits for what was not written yet."""
 MESSAGE_CHARACTERS_MAX = 8_000
 TRACEBACK_CHARACTERS_MAX = 32_000
 SECRET_CHARACTERS_MIN = 6
@@ -90,7 +96,7 @@ class Redacted(logging.Formatter):
 
 
 class LogFile(logging.handlers.RotatingFileHandler):
-    """The file; lines about requests are written by a thread, so that no request waits for the disk.
+    """The file, written by a thread of its own, so that nobody who logs waits for the disk.
 
     Args:
         path: of the file.
@@ -102,15 +108,19 @@ class LogFile(logging.handlers.RotatingFileHandler):
         self.setFormatter(Redacted(secrets))
         self._queue: queue.Queue[logging.LogRecord | None] = queue.Queue(QUEUE_MAX)
         self._left_out = 0
+        self._is_closed = False
         self._thread = threading.Thread(target=self._write, name="log", daemon=True)
         self._thread.start()
 
     def handle(self, record: logging.LogRecord) -> bool:
-        """Write a record, or put it where the thread finds it."""
-        if record.name != ACCESS:
-            return bool(super().handle(record))
-        if self._left_out:
-            record.sgpu = {**getattr(record, "sgpu", {}), "more": self._left_out}
+        """Put a record where the thread finds it, with what it is about; return whether there was room."""
+        record = copy.copy(record)  # other handlers have theirs
+        try:
+            record.msg, record.args = record.getMessage(), None  # the thread would see what its values have become
+        except (TypeError, ValueError):
+            record.args = None  # they do not fit: the line says what it can
+        fields = dict(getattr(record, "sgpu", log_context.current()))
+        record.sgpu = {**fields, "more": self._left_out} if self._left_out else fields
         try:
             self._queue.put_nowait(record)
         except queue.Full:
@@ -119,13 +129,21 @@ class LogFile(logging.handlers.RotatingFileHandler):
         self._left_out = 0
         return True
 
+    def flush(self) -> None:
+        """Write what the file has in memory; only the thread does, others would wait for it."""
+        if self.stream and threading.current_thread() is self._thread:
+            self.stream.flush()
+
     def close(self) -> None:
-        """Write what waits, and end; a disk that stands still keeps nobody for longer than `CLOSE_S`."""
-        if self._thread.is_alive():
-            with contextlib.suppress(queue.Full):
-                self._queue.put(None, timeout=CLOSE_S / 2)
-                self._thread.join(CLOSE_S / 2)
-        if not self._thread.is_alive():  # else it is in the middle of a write, and has the lock of the file
+        """Write what waits, and end; a disk that stands still keeps the file, and not the process."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        deadline_s = time.monotonic() + CLOSING_S
+        with contextlib.suppress(queue.Full):
+            self._queue.put(None, timeout=CLOSING_S)
+            self._thread.join(max(0.0, deadline_s - time.monotonic()))
+        if not self._thread.is_alive():
             super().close()
 
     def handleError(self, record: logging.LogRecord) -> None:
@@ -133,7 +151,11 @@ class LogFile(logging.handlers.RotatingFileHandler):
 
     def _write(self) -> None:
         while (record := self._queue.get()) is not None:
-            super().handle(record)
+            self.emit(record)
+            if self._is_closed and self._queue.empty():
+                break
+        if self.stream:
+            self.stream.close()
 
 
 def to_file(path: Path, secrets: Collection[str] = ()) -> logging.Handler:

@@ -74,7 +74,7 @@ def forget(services: Services, who: Caller, name: str, *, known_dead: bool) -> N
     node, told = services.database.write(work)
     services.presence.forget(node.id)
     for one in told:
-        one.announce(services.hub, services.measures)
+        one.announce(services)
     services.hub.touch(SCHEDULER)
     return NodeView(
         id=node.id,

@@ -86,7 +86,7 @@ def stop_some(services: Services) -> int:
     for run_id, owner in found:
         told = _stop(services, run_id, owner)
         if told is not None:
-            told.announce(services.hub)
+            told.announce(services)
     return len(found)
 
 

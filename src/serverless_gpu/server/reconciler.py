@@ -111,7 +111,7 @@ class Reconciler:
             _log.info("nothing was done about run %s: %s", run.id, error)
             return
         if told is not None:
-            told.announce(services.hub, services.measures)
+            told.announce(services)
 
     def _settle(self) -> None:
         """Settle attempts whose receipt would have come long ago."""

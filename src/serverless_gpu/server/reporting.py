@@ -379,7 +379,7 @@ def _settle(connection: sa.Connection, attempt: StoredAttempt, said: Report, *, 
 
 def _announce(services: Services, found: _Found, said: Report, applied: _Applied) -> None:
     if applied.told is not None:
-        applied.told.announce(services.hub, services.measures)
+        applied.told.announce(services)
     is_said = _sentence(said) != found.attempt.sentence or _tracked(said) not in ("", found.run.tracked)
     if said.logs or applied.settled or applied.files or is_said:
         services.hub.touch(run_key(found.run.id))

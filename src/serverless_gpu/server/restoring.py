@@ -34,9 +34,10 @@ from serverless_gpu.node.home import Home
 from serverless_gpu.server import audit, orders, runs, transitions
 from serverless_gpu.server.audit import SERVER, Action
 from serverless_gpu.server.backing_up import DATABASE, Manifest, check, copy, file_of, name_of, read_manifest
+from serverless_gpu.server.measures import Measures
 from serverless_gpu.server.services import Transactions
 from serverless_gpu.server.settings import read_settings
-from serverless_gpu.server.transitions import Note
+from serverless_gpu.server.transitions import Note, Told
 
 FILE = "restored.json"
 AT_ONCE = 200
@@ -88,12 +89,13 @@ def restore(home: Home, backup: Path, *, nothing_ran_since: bool) -> Manifest:
     return manifest
 
 
-def settle(database: Transactions, directory: Path, *, now_ns: int) -> None:
+def settle(database: Transactions, directory: Path, *, measures: Measures, now_ns: int) -> None:
     """After a restore, decide what becomes of the runs that had not ended; nothing else in a start.
 
     Args:
         database: nobody else's.
         directory: the server's.
+        measures: where runs that end are counted.
         now_ns: nanoseconds since 1970.
     """
     path = directory / FILE
@@ -107,7 +109,9 @@ def settle(database: Transactions, directory: Path, *, now_ns: int) -> None:
     counts = {"waited": 0, "went_on": 0}
     if not mark.nothing_ran_since:
         while lost := database.write(lambda connection: _lose_waiting(connection, detail, now_ns)):
-            counts["waited"] += lost
+            counts["waited"] += len(lost)
+            for told in lost:
+                told.count(measures)
         while held := database.write(lambda connection: _hold(connection, now_ns)):
             counts["went_on"] += held
     said: dict[str, object] = {"backup": name_of(mark.made_ns), "nothing_ran_since": mark.nothing_ran_since, **counts}
@@ -151,11 +155,10 @@ def _require_nothing(target: Path) -> None:
         raise ServerProblem(f"{there[0]} is there already", hint=hint)
 
 
-def _lose_waiting(connection: sa.Connection, detail: str, now_ns: int) -> int:
+def _lose_waiting(connection: sa.Connection, detail: str, now_ns: int) -> list[Told]:
     waiting = [run_id for run_id, _fence in runs.queue(connection)][:AT_ONCE]
-    for run in runs.find_many(connection, waiting):
-        transitions.tell(connection, run, Restored(), note=Note(at_ns=now_ns, detail=detail))
-    return len(waiting)
+    note = Note(at_ns=now_ns, detail=detail)
+    return [transitions.tell(connection, run, Restored(), note=note) for run in runs.find_many(connection, waiting)]
 
 
 def _hold(connection: sa.Connection, now_ns: int) -> int:

@@ -19,7 +19,6 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from serverless_gpu.model.attempt import State
 from serverless_gpu.model.queueing import census
 from serverless_gpu.server import audit, draining, floor, nodes
-from serverless_gpu.server.floor import GONE, SILENT, UP
 from serverless_gpu.server.measures import LABEL_VALUES_MAX, OTHER, Source
 from serverless_gpu.server.nodes import StoredNode
 from serverless_gpu.server.probing import Probe
@@ -130,7 +129,7 @@ def look(services: Services) -> Sample:
         at_ns=times.boottime_ns,
         runs={state.value: rows.runs.get(state.value, 0) for state in LIVE},
         oldest_wait_s=_age_s(rows.queued_ns, times.wall_ns),
-        nodes=Counter(_state(node, services, times) for node in rows.nodes),
+        nodes=Counter(floor.state_of(node, services.presence, times) for node in rows.nodes),
         devices=_devices(rows.nodes, held, services, times),
         lease_age_s=max(ages, default=0) / 1e9,
         orders=(count, _age_s(oldest_ns, times.wall_ns)),
@@ -163,13 +162,6 @@ def _load(connection: sa.Connection) -> _Rows:
         drained=draining.find(connection) is not None,
         unchained=audit.pending(connection, after_seq=audit.chained_seq(connection))[0],
     )
-
-
-def _state(node: StoredNode, services: Services, times: floor.Times) -> str:
-    if services.presence.is_there(node.id, now_ns=times.boottime_ns):
-        return UP
-    silent_ns = times.wall_ns - floor.last_seen_ns(node, services.presence, times)
-    return GONE if silent_ns > times.gone_ns else SILENT
 
 
 def _clock_off_s(found: list[StoredNode], services: Services) -> float:
@@ -213,7 +205,7 @@ def _families(sample: Sample) -> Iterator[Metric]:
     for state, number in sample.runs.items():
         by_state.add_metric([state], number)
     there = GaugeMetricFamily("sgpu_nodes", "Nodes that have joined, by state.", labels=["state"])
-    for state in (UP, SILENT, GONE):
+    for state in floor.STATES:
         there.add_metric([state], sample.nodes.get(state, 0))
     devices = GaugeMetricFamily("sgpu_devices", "Devices of nodes, by type and state.", labels=["type", "state"])
     for (name, state), number in sorted(sample.devices.items()):

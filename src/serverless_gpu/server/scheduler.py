@@ -39,7 +39,7 @@ from serverless_gpu.server.hub import node_key, run_key
 from serverless_gpu.server.nodes import StoredNode, by_id
 from serverless_gpu.server.runs import StoredRun
 from serverless_gpu.server.services import Services
-from serverless_gpu.server.transitions import Note
+from serverless_gpu.server.transitions import Note, Told
 
 AT_ONCE = 64
 """Placements of one tick; the next one follows at once."""
@@ -131,14 +131,17 @@ class Scheduler:
         services = self._services
         at_ns = services.clock.wall_ns()
 
-        def intend(connection: sa.Connection) -> list[int | None]:
+        def intend(connection: sa.Connection) -> list[int | Told | None]:
             return [self._intend(connection, one, stored[one.node_id], at_ns) for one in placements]
 
         written = zip(placements, services.database.write(intend), strict=True)
-        placed = []
-        for placement, fence in written:
+        placed: list[tuple[Placement, int]] = []
+        for placement, came in written:
             services.hub.touch(run_key(placement.run_id))  # also of one that ended without an order
-            placed += [(placement, fence)] if fence is not None else []
+            if isinstance(came, Told):
+                came.announce(services)
+            elif came is not None:
+                placed.append((placement, came))
         services.measures.placed.inc(len(placed))
         for placement, fence in placed:
             services.deliveries.made(placement.run_id, fence)
@@ -149,7 +152,10 @@ class Scheduler:
             services.hub.touch(node_key(placement.node_id))
             services.hub.touch(run_key(placement.run_id))
 
-    def _intend(self, connection: sa.Connection, placement: Placement, node: StoredNode, at_ns: int) -> int | None:
+    def _intend(
+        self, connection: sa.Connection, placement: Placement, node: StoredNode, at_ns: int
+    ) -> int | Told | None:
+        """Return the fence of the attempt, what followed when it was over at once, or None: there is none."""
         run = runs.find(connection, placement.run_id)
         if run is None or run.state is not State.QUEUED:
             return None  # cancelled meanwhile
@@ -181,8 +187,7 @@ class Scheduler:
         except StaleAttempt:
             return None
         if reason is not None:
-            _end_at_once(connection, run.id, reason, Note(at_ns=at_ns, detail=problem))
-            return None
+            return _end_at_once(connection, run.id, reason, Note(at_ns=at_ns, detail=problem))
         return fence
 
     def _submit(self, placement: Placement, fence: int, node: StoredNode) -> None:
@@ -272,12 +277,13 @@ def _with_secrets(connection: sa.Connection, run: StoredRun, new: NewAttempt) ->
     return msgspec.structs.replace(new, secrets_json=msgspec.json.encode(pinned).decode())
 
 
-def _end_at_once(connection: sa.Connection, run_id: str, reason: Reason, note: Note) -> None:
+def _end_at_once(connection: sa.Connection, run_id: str, reason: Reason, note: Note) -> Told:
     """End an attempt in the transaction that made it: its order is never seen, and nothing will come of it."""
     run = runs.find(connection, run_id)
     assert run is not None
-    transitions.tell(connection, run, Ended(reason=reason, began=False), note=note)
+    told = transitions.tell(connection, run, Ended(reason=reason, began=False), note=note)
     transitions.settle(connection, run_id, run.fence, receipt=None, at_ns=note.at_ns)
+    return told
 
 
 def _kept_back(wanted: Wanted, why: str, boottime_ns: int) -> Wanted:

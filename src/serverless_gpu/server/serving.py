@@ -2,7 +2,7 @@
 
     lock ─▶ socket (clients wait from here on) ─▶ database, migrate ─▶ first start ─▶ services ─▶ loops ─▶ ready
     SIGTERM, SIGINT ─▶ new requests: 503 ─▶ streams end, requests finish (≤ 30 s) ─▶ loops ─▶ engine ─▶ database
-    SIGHUP ─▶ the certificate is read again; open connections keep theirs
+    SIGHUP ─▶ the certificate is read again; open connections keep theirs. From a terminal: as SIGTERM; it is gone
 
 Nothing is in memory that is not somewhere else, too, so a server that was killed starts like one that was stopped:
 clients and nodes come again, and the loops look at what is written down. A second signal does not wait for requests.
@@ -32,11 +32,11 @@ from serverless_gpu import faults
 from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.errors import ServerProblem
 from serverless_gpu.server import logfile, systemd, tls
+from serverless_gpu.server.access import Accessed
 from serverless_gpu.server.app import guarded
 from serverless_gpu.server.assembly import assembled
 from serverless_gpu.server.door import Door
 from serverless_gpu.server.gate import LOOPBACK
-from serverless_gpu.server.hub import Hub
 from serverless_gpu.server.listening import BACKLOG, BoundedProtocol, Listening, bound, names, only_one, url_of
 from serverless_gpu.server.settings import Settings
 from serverless_gpu.server.steady import SteadyClock
@@ -56,9 +56,9 @@ class Running(uvicorn.Server):
     """A server that answers; `stop` may be called from any thread.
 
     Args:
-        config: uvicorn's; its application is the `Door`.
+        config: uvicorn's; its application has the door in it.
         listening: its sockets.
-        hub: closed when the server is to stop, which ends streams.
+        door: closed when the server is to stop, which ends streams.
         stopping_s: how long requests may go on then.
         certificate: with which others are answered; None for plain HTTP.
         ready: called once it answers.
@@ -69,16 +69,14 @@ class Running(uvicorn.Server):
         config: uvicorn.Config,
         listening: Listening,
         *,
-        hub: Hub,
+        door: Door,
         stopping_s: float,
         certificate: Certificate | None,
         ready: Callable[[], None],
     ) -> None:
         super().__init__(config)
         self._listening = listening
-        assert isinstance(config.app, Door)
-        self._door = config.app
-        self._hub = hub
+        self._door = door
         self._stopping_s = stopping_s
         self._certificate = certificate
         self._ready = ready
@@ -132,9 +130,12 @@ class Running(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Do what is asked for from outside of the loop; return whether it is to stop."""
-        if self._renew.is_set() and self._certificate is not None:
+        if self._renew.is_set():
             self._renew.clear()
-            await asyncio.to_thread(self._certificate.renew)
+            if self._certificate is None:
+                _logger.info("SIGHUP: there is no certificate to be read again")
+            else:
+                await asyncio.to_thread(self._certificate.renew)
             self._renewed.set()
         return await super().on_tick(counter)
 
@@ -142,7 +143,7 @@ class Running(uvicorn.Server):
         """End the streams, which would go on for ever, wait for requests, and take no others; then everything else."""
         systemd.notify(self._systemd, "STOPPING=1")
         _logger.info("stopping; requests that go on: %d", self._door.busy)
-        self._hub.close()
+        self._door.close()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._stopping_s
         while self._door.busy and not self.force_exit and loop.time() < deadline:
@@ -159,8 +160,10 @@ class Running(uvicorn.Server):
             yield
             return
         before = {number: signal.signal(number, lambda _number, _frame: self.stop()) for number in _SIGNALS}
-        if self._certificate is not None and not sys.stdin.isatty():  # that of a terminal means that it is gone
+        if sys.stdin is None or not sys.stdin.isatty():
             before[signal.SIGHUP] = signal.signal(signal.SIGHUP, lambda _number, _frame: self._renew.set())
+        else:  # the terminal is gone
+            before[signal.SIGHUP] = signal.signal(signal.SIGHUP, lambda _number, _frame: self.stop())
         try:
             yield
         finally:
@@ -202,11 +205,12 @@ def serve(
                 hosts=(*LOOPBACK, *names(settings, certificate.in_use.names if certificate else ())),
                 authenticate=assembly.admission.authenticate,
                 reach=assembly.admission.reach,
+                proxies=settings.behind_proxy,
             )
             running = Running(
-                _configuration(Door(app, hub=assembly.services.hub, proxies=settings.behind_proxy)),
+                _configuration(app),
                 listening,
-                hub=assembly.services.hub,
+                door=app.door,
                 stopping_s=settings.stopping_s,
                 certificate=certificate,
                 ready=lambda: ready(url, running),
@@ -225,7 +229,7 @@ def _certificate(settings: Settings, clock: Clock) -> Certificate | None:
     return Certificate(settings.tls_cert, settings.tls_key, directory=settings.directory, clock=clock)
 
 
-def _configuration(app: Door) -> uvicorn.Config:
+def _configuration(app: Accessed) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=BoundedProtocol,

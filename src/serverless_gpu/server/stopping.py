@@ -50,7 +50,7 @@ def stop(services: Services, who: Caller, reach: str, *, run_id: str, why: StopR
     told = services.database.write(work)
     faults.reach("after_stop_before_answer")
     if told is not None:
-        told.announce(services.hub, services.measures)
+        told.announce(services)
     run = services.database.read(lambda connection: views.visible(connection, run_id, who=who, reach=reach))
     return views.run_view(run, waits_for=services.sentences.of(run_id))
 

@@ -33,9 +33,10 @@ from serverless_gpu.model.run_lifecycle import (
 from serverless_gpu.server import attempts, events, orders, runs
 from serverless_gpu.server.attempts import NewAttempt, StoredAttempt
 from serverless_gpu.server.events import StoredEvent
-from serverless_gpu.server.hub import SCHEDULER, Hub, node_key, run_key
+from serverless_gpu.server.hub import SCHEDULER, node_key, run_key
 from serverless_gpu.server.measures import Measures
 from serverless_gpu.server.runs import StoredRun
+from serverless_gpu.server.services import Services
 
 _Over = Ended | GivenUp | Forgotten
 
@@ -59,12 +60,12 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
         """Return whether anything was written."""
         return self.life != self.before.life
 
-    def announce(self, hub: Hub, measures: Measures | None = None) -> None:
+    def announce(self, services: Services) -> None:
         """Wake whoever waits for this, and count it; after the commit."""
         if not self.changed:
             return
-        if measures is not None:
-            self._count(measures)
+        hub = services.hub
+        self.count(services.measures)
         hub.touch(run_key(self.before.id))
         attempt = self.before.attempt
         if Instruction.SEND_STOP in self.instructions and attempt is not None:
@@ -72,7 +73,8 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
         if Instruction.REQUEUE in self.instructions or Instruction.CONCLUDE in self.instructions:
             hub.touch(SCHEDULER)
 
-    def _count(self, measures: Measures) -> None:
+    def count(self, measures: Measures) -> None:
+        """Count it, and wake nobody: there are no services yet."""
         if Instruction.CONCLUDE in self.instructions and self.life.reason is not None:
             measures.ended.labels(self.life.reason.value).inc()
         for event in self.events:
