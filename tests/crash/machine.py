@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import signal
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -20,13 +17,13 @@ from serverless_gpu.server.database import Database
 from serverless_gpu.server.invariants import History
 from serverless_gpu.wire.connection import Connection
 from tests.local.observe import cancel_all, wait_for
+from tests.ports import own_port
 from tests.remote.conftest import end_node
 from tests.remote.server_process import ServerProcess
 
 T = TypeVar("T")
 WAIT_S = 60.0
 FAKES = "H100:2"
-_ports = iter(range(10_000 + os.getpid() % 20_000, 32_000))
 
 
 class Machine:
@@ -49,7 +46,7 @@ class Machine:
         self.url = ""
         self.acknowledged: set[str] = set()
         self._armed = home / "armed"
-        self._server = ServerProcess(home, f"database={database}", f"port={_own_port()}")
+        self._server = ServerProcess(home, f"database={database}", f"port={own_port()}")
 
     # --- the server ----------------------------------------------------------------------------------------------
 
@@ -133,14 +130,3 @@ class Machine:
         """Start the server again where it is what died."""
         assert self.ended() == -signal.SIGKILL
         self.start(*words)
-
-
-def _own_port() -> int:
-    """Return a port that nobody gets by chance while the server that has it is being started again."""
-    for port in _ports:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            with contextlib.suppress(OSError):
-                probe.bind(("127.0.0.1", port))
-                return port
-    raise AssertionError("no port is free")

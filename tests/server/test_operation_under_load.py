@@ -21,6 +21,7 @@ from serverless_gpu.server.restoring import restore
 from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.runs import RunView
 from tests.local.observe import wait_for
+from tests.ports import own_port
 from tests.server.served import served
 from tests.server.test_backups import backup_of, going_on
 from tests.server.test_runs_api import request
@@ -79,8 +80,7 @@ class Clients:
 
 
 def test_F53_restarts_lose_no_request_and_no_run(home: Path) -> None:
-    port = 20_000 + os.getpid() % 12_000  # one that nobody is given who asks for any
-    (home / "server.toml").write_text(f"runs_waiting = 1000000\nport = {port}\n")
+    (home / "server.toml").write_text(f"runs_waiting = 1000000\nport = {own_port()}\n")
     process = Process(home)
     clients = Clients(lambda: Connection(process.url, process.token, patience_s=300))
     try:

@@ -59,11 +59,9 @@ class Keys:
             fence: number of the attempt.
             until_s: when it ends, seconds since 1970; None for one that a node without renewal gets.
         """
-        end = "" if until_s is None else f"{until_s}"
-        said = hmac.digest(
-            self._attempts, ":".join(["attempt", run_id, f"{fence}", *filter(None, [end])]).encode(), "sha256"
-        )
-        return "_".join([f"{PREFIX}{run_id}", f"{fence}", *filter(None, [end]), encode(said)])
+        whose = [run_id, f"{fence}"] if until_s is None else [run_id, f"{fence}", f"{until_s}"]
+        said = hmac.digest(self._attempts, ":".join(["attempt", *whose]).encode(), "sha256")
+        return PREFIX + "_".join([*whose, encode(said)])
 
     def has_signed(self, token: str) -> bool:
         """Return whether a token of an attempt that has an end is of this server's making."""
