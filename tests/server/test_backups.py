@@ -12,11 +12,11 @@ import pytest
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.client.remote.stream import Cursor
-from serverless_gpu.errors import InvalidValue, NotFound, ServerProblem
+from serverless_gpu.errors import InvalidValue, NotFound, ServerProblem, StorageError
 from serverless_gpu.model.attempt import TERMINAL, Reason, State
 from serverless_gpu.model.run_lifecycle import Ended, Forgotten, GivenUp, Started
 from serverless_gpu.node.home import Home
-from serverless_gpu.server import audit, orders, restoring
+from serverless_gpu.server import audit, backing_up, orders, restoring
 from serverless_gpu.server.backing_up import DATABASE, MANIFEST, Made, back_up, read_manifest, verify
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.measures import Measures
@@ -213,6 +213,26 @@ def test_what_is_no_backup_and_a_home_with_a_server_are_refused(tmp_path: Path) 
     (made.path / MANIFEST).write_bytes(msgspec.json.encode(outside))
     with pytest.raises(InvalidValue, match="outside of itself"):
         read_manifest(made.path)
+
+
+def test_a_backup_is_not_made_of_itself_and_a_full_disk_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with served(tmp_path / "home") as server:
+        before = sorted((server.home / "server").iterdir())
+        (tmp_path / "link").symlink_to(server.home / "server")
+        for directory in (server.home / "server" / "backups", tmp_path / "link" / "backups", server.home / "server"):
+            with pytest.raises(ServerProblem, match="which is what is backed up"):
+                backup_of(server.home, directory)
+        assert sorted((server.home / "server").iterdir()) == before
+
+        def full(_source: Path, target: Path) -> None:
+            raise OSError(28, "No space left on device", str(target))
+
+        monkeypatch.setattr(backing_up, "copy", full)
+        with pytest.raises(StorageError, match="No space left on device"):
+            backup_of(server.home, tmp_path / "backups")
+    assert [path.name for path in (tmp_path / "backups").iterdir()] == [".lock"]
 
 
 @pytest.mark.parametrize("end", ["", "-wal", "-journal"])

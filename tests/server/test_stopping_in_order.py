@@ -34,13 +34,14 @@ def half_sent(server: Served) -> Iterator[socket.socket]:
 
 
 def status(server: Served, path: str) -> tuple[int, str]:
-    """Return the status of an answer, and when to come again."""
+    """Return the status of an answer, and when to come again; each says which request it answers."""
     host, _, port = server.url.removeprefix("http://").partition(":")
     asking = http.client.HTTPConnection(host, int(port), timeout=30)
     asking.request("GET", f"/api/v1{path}", headers={"Authorization": f"Bearer {server.token}"})
     answer = asking.getresponse()
     answer.read()
     asking.close()
+    assert answer.headers.get("SGPU-Request")
     return answer.status, answer.headers.get("Retry-After", "")
 
 
@@ -53,7 +54,8 @@ def test_F53_requests_that_go_on_finish_and_others_are_told_to_come_again(tmp_pa
         answer = connection.recv(1 << 16)
         assert answer.startswith(b"HTTP/1.1 204"), answer
         server.wait_stopped()
-    assert "cut off" not in (tmp_path / "server" / "server.log").read_text()
+    log = (tmp_path / "server" / "server.log").read_text()
+    assert "cut off" not in log and '"status":503' in log
 
 
 @pytest.mark.parametrize("again", [False, True])

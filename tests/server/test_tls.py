@@ -47,6 +47,22 @@ def serial(connection: ssl.SSLSocket) -> str:
     return str(found["serialNumber"])
 
 
+def test_a_certificate_is_renewed_on_a_disk_that_is_full(
+    tmp_path: Path, authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cert, key = authority.sign(*NAMES)
+    certificate = Certificate(str(cert), str(key), directory=tmp_path, clock=SystemClock())
+    said = (tmp_path / FILE).read_bytes()
+
+    def full(path: Path, _data: bytes) -> int:
+        path.touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    certificate.renew()
+    assert (tmp_path / FILE).read_bytes() == said  # whole, of the one before
+
+
 def test_others_are_answered_with_the_certificate_and_this_machine_on_loopback(
     tmp_path: Path, authority: Authority
 ) -> None:

@@ -33,7 +33,7 @@ import sqlalchemy as sa
 from blake3 import blake3
 
 from serverless_gpu.ambient import Clock
-from serverless_gpu.errors import InvalidValue, ServerProblem
+from serverless_gpu.errors import InvalidValue, ServerProblem, StorageError
 from serverless_gpu.server.settings import Settings
 from serverless_gpu.version import __version__
 
@@ -97,14 +97,21 @@ def back_up(settings: Settings, directory: Path, *, clock: Clock) -> Made:
         clock: what time it is.
 
     Raises:
-        ServerProblem: there is no server in this home, another backup is being made, or the database's copy is not
-            whole.
+        ServerProblem: there is no server in this home, the directory is within it, another backup is being made, or
+            the database's copy is not whole.
+        StorageError: there is no room, or the directory cannot be used.
     """
     if not (settings.directory / "key").exists():
         raise ServerProblem(f"{settings.home} has no server", hint="SERVERLESS_GPU_HOME says which home")
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with _alone(directory):
-        return _made(settings, directory, made_ns=clock.wall_ns())
+    if directory.resolve().is_relative_to(settings.directory.resolve()):
+        hint = "a directory outside of it, on another disk if there is one"
+        raise ServerProblem(f"{directory} is in {settings.directory}, which is what is backed up", hint=hint)
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with _alone(directory):
+            return _made(settings, directory, made_ns=clock.wall_ns())
+    except (OSError, sqlite3.Error) as error:
+        raise StorageError(f"the backup in {directory} was not made: {error}", hint="is there room?") from error
 
 
 def verify(backup: Path) -> Manifest:

@@ -42,8 +42,8 @@ class Leases:
         with self._lock:
             return frozenset(self._freed)
 
-    def renew(self, run_id: str, fence: int, *, now_ns: int) -> None:
-        """Note that an attempt reported.
+    def renew(self, run_id: str, fence: int, *, now_ns: int) -> int | None:
+        """Note that an attempt reported; return when it was heard of before, None for never.
 
         Args:
             run_id: the run.
@@ -51,7 +51,9 @@ class Leases:
             now_ns: boottime at which the report arrived, nanoseconds.
         """
         with self._lock:
+            before_ns = self._heard.get((run_id, fence))
             self._heard[run_id, fence] = now_ns
+            return before_ns
 
     def last_ns(self, run_id: str, fence: int, *, now_ns: int) -> int:
         """Return when an attempt was heard of last, boottime in nanoseconds; one that never was counts from now on."""

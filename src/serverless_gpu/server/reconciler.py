@@ -84,24 +84,29 @@ class Reconciler:
         return now_ns + round(EVERY_S * 1e9)
 
     def _look(self, run: Active, now_ns: int) -> None:
-        silent_s = (now_ns - self._services.leases.last_ns(run.id, run.fence, now_ns=now_ns)) / 1e9
+        heard_ns = self._services.leases.last_ns(run.id, run.fence, now_ns=now_ns)
+        silent_s = (now_ns - heard_ns) / 1e9
         if silent_s > run.grace_s + self._margin_s:
-            self._tell(run, GivenUp(reason=Reason.NODE_GONE), detail=f"nothing was heard of it for {silent_s:.0f} s")
+            detail = f"nothing was heard of it for {silent_s:.0f} s"
+            self._tell(run, GivenUp(reason=Reason.NODE_GONE), heard_ns=heard_ns, detail=detail)
         elif silent_s > self._soft_s and not self._take_back(run, now_ns) and run.state is not State.UNREACHABLE:
-            self._tell(run, Silent())
+            self._tell(run, Silent(), heard_ns=heard_ns)
 
     def _take_back(self, run: Active, now_ns: int) -> bool:
         if self._services.presence.is_there(run.node_id, now_ns=now_ns):
             return False
         return self._scheduler.give_back(run.id, run.fence, f"{run.node} went away before it was told")
 
-    def _tell(self, run: Active, event: Event, *, detail: str = "") -> None:
+    def _tell(self, run: Active, event: Event, *, heard_ns: int, detail: str = "") -> None:
+        """Tell a run that its attempt is silent, unless that was heard of meanwhile: who reports was answered."""
         services = self._services
         note = Note(at_ns=services.clock.wall_ns(), detail=detail)
 
         def work(connection: sa.Connection) -> Told | None:
             found = runs.find(connection, run.id)
             if found is None or (found.fence, found.state) != (run.fence, run.state):
+                return None
+            if services.leases.last_ns(run.id, run.fence, now_ns=heard_ns) != heard_ns:
                 return None
             return transitions.tell(connection, found, event, note=note)
 

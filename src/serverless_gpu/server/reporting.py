@@ -14,6 +14,10 @@ What can go wrong:
 
 - The attempt was given up (its node was away for too long, or restarted): the answer is `stale`. What it wrote and used
   until then is kept, as it is the truth; its state, files and ending are not taken, and a late ending is audited.
+- It is given up in the very moment in which it reports again: the report renews the lease before it reads; whoever
+  gives up looks at the lease within the transaction; after a silence the report writes, too. One sees the other.
+- The database is full when an attempt reports that is over: it is refused as when the server is away. "Full" would tell
+  its node that it was heard of, and may go on.
 - The attempt was refused, and is reported to be starting or running all the same (an order that was delivered twice):
   `stale`, too. User code waits for the first answer, so it does not begin.
 - The server was started with a longer grace than the attempt was placed with: that is written before it is granted.
@@ -33,7 +37,7 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu import faults
-from serverless_gpu.errors import InvalidValue, NotFound, TooLarge
+from serverless_gpu.errors import InvalidValue, NotFound, ServerStorageFull, ServerUnavailable, TooLarge
 from serverless_gpu.model.attempt import Reason, State
 from serverless_gpu.model.run_lifecycle import Ended, Event, Heard, Started, Stopping
 from serverless_gpu.model.spec import Function
@@ -115,8 +119,10 @@ def report(services: Services, who: Caller, *, run_id: str, fence: int, said: Re
     if found is None:
         return _answer(services, stale=True)
     _check(services, found, said)
+    was_silent = False
     if found.attempt.ended_ns is None:
-        services.leases.renew(run_id, fence, now_ns=arrived_ns)
+        heard_ns = services.leases.renew(run_id, fence, now_ns=arrived_ns)
+        was_silent = heard_ns is None or arrived_ns - heard_ns > services.settings.soft_expiry_s * 1e9
         _grant(services, found.attempt)
     offsets = _append(services, found.attempt, said.logs)
     if said.logs:
@@ -126,12 +132,12 @@ def report(services: Services, who: Caller, *, run_id: str, fence: int, said: Re
     if said.freed and found.is_current and services.leases.free(run_id, fence):
         services.hub.touch(SCHEDULER)
     applied = _Applied()
-    is_news = _is_news(services, found, said)
+    # After a silence it may be given up at this moment: then a transaction decides which of the two came first.
+    is_news = was_silent or _is_news(services, found, said)
     if is_news:
-        at_ns = services.clock.wall_ns()
         if said.ending is not None:
             faults.reach("after_upload_before_state")
-        applied = services.database.write(lambda connection: _apply(connection, who, run_id, fence, said, at_ns=at_ns))
+        applied = _write(services, who, found, said)
         if said.ending is not None:
             faults.reach("after_report_before_answer")
     _announce(services, found, said, applied)
@@ -288,6 +294,22 @@ def _happened(run: StoredRun, said: Report) -> list[Event]:
     if said.ending is not None:
         happened.append(Ended(said.ending.reason, began=said.ending.began, proven=said.ending.proven))
     return happened
+
+
+def _write(services: Services, who: Caller, found: _Found, said: Report) -> _Applied:
+    """Write what a report says.
+
+    Raises:
+        ServerStorageFull: there is no room, and the attempt goes on: it was heard of, which its node is told so.
+        ServerUnavailable: there is no room, and the attempt is over: nothing that it could take for an answer.
+    """
+    at_ns, run_id, fence = services.clock.wall_ns(), found.attempt.run_id, found.attempt.fence
+    try:
+        return services.database.write(lambda connection: _apply(connection, who, run_id, fence, said, at_ns=at_ns))
+    except ServerStorageFull as error:
+        if found.attempt.ended_ns is None:
+            raise
+        raise ServerUnavailable(error.message, hint=error.hint) from error
 
 
 def _apply(connection: sa.Connection, who: Caller, run_id: str, fence: int, said: Report, *, at_ns: int) -> _Applied:

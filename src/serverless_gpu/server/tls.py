@@ -103,8 +103,17 @@ class Certificate:
         now_ns = self._clock.wall_ns()
         level = logging.WARNING if found.until_ns - now_ns < SOON_NS else logging.INFO
         _log.log(level, "%s", found.sentence(now_ns))
-        (self._directory / FILE).write_bytes(msgspec.json.encode(found))
+        self._write_down(found)
         return found
+
+    def _write_down(self, found: InUse) -> None:
+        """Say to the doctor what is in use; on a full disk it is told of the one before."""
+        beside = self._directory / f".{FILE}"
+        try:
+            beside.write_bytes(msgspec.json.encode(found))
+            beside.replace(self._directory / FILE)
+        except OSError as error:
+            _log.warning("%s was not written: %s", self._directory / FILE, error.strerror)
 
 
 def _context() -> ssl.SSLContext:
