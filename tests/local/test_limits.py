@@ -109,12 +109,12 @@ def test_F73_sigterm_comes_early_enough_for_a_checkpoint_inside_the_limit(warm: 
 
 
 def test_F73_a_short_timeout_is_halved_for_the_grace(warm: Path, where: str) -> None:
-    run = distributed(gpus=1, quiet=True, timeout=1.0)(ignore_sigterm).submit(where)  # the grace is 30 s otherwise
-    with pytest.raises(RunTimedOut, match="time limit of 1 s"):
-        run.results(timeout=20)
+    run = distributed(gpus=1, quiet=True, timeout=4.0)(ignore_sigterm).submit(where)  # the grace is 30 s otherwise
+    with pytest.raises(RunTimedOut, match="time limit of 4 s"):
+        run.results(timeout=30)
     receipt = run.receipt(timeout=20)
-    assert receipt.segments.run_ms is not None and receipt.segments.run_ms >= 490
-    assert any("and was killed" in note for note in receipt.notes)
+    assert receipt.segments.run_ms is not None and receipt.segments.run_ms >= 1_990
+    assert any("and was killed" in note for note in receipt.notes), (receipt.notes, receipt.segments)
 
 
 def test_F73_time_counts_from_the_first_user_byte_not_from_the_queue(warm: Path, where: str) -> None:

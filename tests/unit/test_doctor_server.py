@@ -80,18 +80,18 @@ def test_what_is_not_there_is_said_once(server: ServerFacts) -> None:
             ),
         ),
         (
-            "server-certificate",
+            "server-tls",
             replace(WELL, certificate_left_s=-3600.0),
             (FAILED, "the server's certificate ended 1 h 00 min ago"),
         ),
         (
-            "server-certificate",
+            "server-tls",
             replace(WELL, certificate_left_s=7200.0),
             (WARNING, "the server's certificate ends in 2 h 00 min"),
         ),
-        ("server-certificate", replace(WELL, url="https://gpu.internal"), (UNKNOWN, "it could not be read")),
+        ("server-tls", replace(WELL, url="https://gpu.internal"), (UNKNOWN, "it could not be read")),
         (
-            "server-certificate",
+            "server-tls",
             replace(WELL, certificate_left_s=30 * 86_400.0),
             (OK, "the server's certificate ends in 30 days"),
         ),

@@ -56,7 +56,7 @@ def test_what_is_no_number_is_as_if_it_were_not_there(monkeypatch: pytest.Monkey
 
 
 def test_all_names_are_there() -> None:
-    contract = ["checkpoint_dir", "on_stop", "resume_dir", "should_stop", "stop_reason"]
+    contract = ["checkpoint_dir", "on_stop", "resume_dir", "secret", "should_stop", "stop_reason"]
     assert sorted(runtime.__all__) == sorted([*(function.__name__ for function in FUNCTIONS.values()), *contract])
 
 

@@ -184,7 +184,7 @@ CHECKS = (
         probe=_clock,
     ),
     Check(
-        code="server-certificate",
+        code="server-tls",
         group=Group.SERVER,
         title="The server's certificate",
         symptoms=("ServerUnavailable: … CERTIFICATE_VERIFY_FAILED …",),
