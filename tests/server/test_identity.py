@@ -119,7 +119,7 @@ def test_disabling_revokes_all_tokens_and_enabling_brings_none_back(database: Da
     make(database, "root", "admin")
     secret = make(database, "ada")
     database.write(lambda connection: identity.disable(connection, "ada", now_ns=NOW))
-    refused(database, secret, "revoked")
+    refused(database, secret, "ada is disabled")
     with pytest.raises(InvalidValue, match="disabled"):
         database.write(
             lambda connection: identity.create_token(

@@ -28,8 +28,9 @@ def test_F40_output_that_there_was_no_room_for_is_said_where_it_is_missing(
         first, second = (
             services.logs.read(run_id, 1, rank=rank, stream="stdout", limit=1000).decode() for rank in range(2)
         )
-        assert first == "one\n\n— 4 B missing (the server's disk is full; node n1 has it for a while) —\n"
-        assert second == "\n— 3.0 MB missing (the server's disk is full; node n1 has it for a while) —\n"
+        why = f"the server's disk was full when the run ended; it is on node n1, runs/{run_id}/1/logs/{{}} in its home"
+        assert first == f"one\n\n— 4 B missing ({why.format('0.stdout')}) —\n"
+        assert second == f"\n— 3.0 MB missing ({why.format('1.stdout')}) —\n"
         monkeypatch.undo()
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 
+import click
+
 from serverless_gpu.errors import InvalidValue, UsageError
 from serverless_gpu.model.spec import parse_bytes
 from serverless_gpu.units import parse_duration_s
@@ -19,6 +21,18 @@ def age_s(option: str, text: str) -> int:
         return parse_duration_s(text)
     except ValueError as error:
         raise InvalidValue(f"{option}: {error}") from None
+
+
+def duration_s(option: str, text: str) -> float:
+    """Return the seconds of a duration: 30s, 12h, 30d.
+
+    Raises:
+        click.BadParameter: it does not read like that.
+    """
+    try:
+        return float(parse_duration_s(text))
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint=option) from None
 
 
 def size_bytes(option: str, text: str) -> int:

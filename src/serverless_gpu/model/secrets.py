@@ -77,8 +77,9 @@ def check_value(name: str, value: bytes) -> bytes:
     Raises:
         InvalidValue: it is empty, or too long.
     """
-    if not 0 < len(value) <= VALUE_BYTES_MAX:
-        raise InvalidValue(f"secret {name} has {len(value)} bytes", hint=f"1 to {VALUE_BYTES_MAX} are possible")
+    if not 0 < len(value) <= VALUE_BYTES_MAX:  # of a longer one no more was read than shows that
+        has = f"more than {VALUE_BYTES_MAX} bytes" if value else "no bytes"
+        raise InvalidValue(f"secret {name} has {has}", hint=f"1 to {VALUE_BYTES_MAX} are possible")
     return value
 
 

@@ -239,8 +239,12 @@ def _copied_database(source: Path, target: Path) -> Entry:
         contextlib.closing(sqlite3.connect(f"file:{source}?mode=ro", uri=True)) as reading,
         contextlib.closing(sqlite3.connect(target)) as writing,
     ):
-        reading.backup(writing)
-        writing.execute("PRAGMA journal_mode = DELETE")  # else its log would be a file beside it
+        try:
+            reading.backup(writing)
+            writing.execute("PRAGMA journal_mode = DELETE")  # else its log would be a file beside it
+        except sqlite3.DatabaseError as error:
+            hint = "the backups of before are as they were; keep them"
+            raise ServerProblem(f"{source} cannot be backed up: {error}", hint=hint) from error
     target.chmod(0o600)
     _check_database(target)
     copied = target.stat()

@@ -15,6 +15,7 @@ What can go wrong:
 - The disk is full: what is kept back is given back, and the work done again (`reserve`); if there is nothing any more,
   `ServerStorageFull`, and reading goes on.
 - A value does not fit: `InvalidValue`, the last resort behind the checks of each body.
+- Its file is damaged, or none: `ServerProblem`; a backup is what helps.
 - A work in a work would wait for itself: refused.
 - Another server uses the database, or the session that says so broke: nothing is written (`claim`).
 """
@@ -58,10 +59,13 @@ WAIT_S = 10
 CONNECT_S = 5
 TRIES = 6
 TOLD_EVERY_NS = 5_000_000_000
+DAMAGED = "the database is damaged, or is none"
+DAMAGED_HINT = "stop the server; `sgpu server restore` makes it anew from a backup, once server/ is moved away"
 OLDEST = {"postgresql": (15,), "sqlite": (3, 35)}
 _CHANGED_MEANWHILE = frozenset({"40001", "40P01"})  # serialisation failure, deadlock
 _UNIQUE = "23505"
 _FULL = "53100"
+_DAMAGED = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
 
 
 class Database:
@@ -90,6 +94,7 @@ class Database:
         self._writer: GroupCommit | None = None
         parsed = _parse(url)
         self.kind = parsed.get_backend_name()
+        self._where = f"{parsed.database}: " if self.kind == "sqlite" and parsed.database else ""
         self.reserve: Reserve = NoReserve()
         self.claim = Claim(parsed, lambda: _postgres_alone(parsed, self.claim.name).connect(), clock=clock)
         if self.kind == "postgresql":
@@ -256,17 +261,18 @@ class Database:
             if isinstance(problem, ServerUnavailable):
                 self.claim.doubt()
             if isinstance(problem, ServerProblem):
-                self._tell_operator(f"{problem.message}: {said}")
+                why = f"{problem.message}: {self._where}{said}"
+                self._tell_operator(why, logging.WARNING if problem.retryable else logging.ERROR)
                 if not self._served:
-                    problem.message = f"{problem.message}: {said}"
+                    problem.message = why
             raise problem from error
 
-    def _tell_operator(self, line: str) -> None:
+    def _tell_operator(self, line: str, level: int) -> None:
         """Write into the log what requests are not told: it names hosts and paths. Now and then, not for each."""
         now_ns = self._clock.boottime_ns()
         if now_ns - self._told_ns >= TOLD_EVERY_NS:
             self._told_ns = now_ns
-            _log.warning("%s", line)
+            _log.log(level, "%s", line)
 
 
 class _Turns:
@@ -417,6 +423,8 @@ def _problem(error: sa.exc.DBAPIError, said: str) -> ServerlessGpuError | None:
     state = getattr(error.orig, "sqlstate", None) or ""
     if _is_full(error):
         return ServerStorageFull("the database has no room on its disk", hint="make room, and ask again")
+    if getattr(error.orig, "sqlite_errorcode", 0) & 0xFF in _DAMAGED:
+        return ServerProblem(DAMAGED, hint=DAMAGED_HINT)
     if state in _CHANGED_MEANWHILE:
         return ServerUnavailable("the database is busy: others change the same rows", hint="ask again later")
     if isinstance(error, sa.exc.DataError):  # a text too long, or with a zero byte: PostgreSQL looks, SQLite does not

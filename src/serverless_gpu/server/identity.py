@@ -354,12 +354,13 @@ def authenticate(connection: sa.Connection, secret: str, *, now_ns: int, keys: K
     if not rows or not hmac.compare_digest(rows[0].sha256, sha256(secret)):
         raise NotAuthenticated("this server does not know the token", hint=_LOGIN)
     row = rows[0]
+    if row.disabled_ns is not None:  # first: its tokens were revoked for that
+        hint = f"an administrator can enable it again, and make a new token: `sgpu token create --for {row.principal}`"
+        raise NotAuthenticated(f"{row.principal} is disabled", hint=hint)
     if row.revoked_ns is not None:
         raise NotAuthenticated(f"the token {row.id} was revoked", hint=_LOGIN)
     if row.expires_ns is not None and row.expires_ns <= now_ns:
         raise NotAuthenticated(f"the token {row.id} has expired", hint=_LOGIN)
-    if row.disabled_ns is not None:
-        raise NotAuthenticated(f"{row.principal} is disabled", hint="an administrator can enable it again")
     return Caller(
         name=row.principal,
         kind=row.kind,

@@ -257,7 +257,8 @@ def _close_logs(services: Services, attempt: StoredAttempt, said: Report, offset
             ends.setdefault(name, end)
     for name, end in ends.items():
         rank, _, stream = name.partition(".")
-        why = f"the server's disk is full; node {attempt.node} has it for a while"
+        where = f"runs/{attempt.run_id}/{attempt.fence}/logs/{name}"
+        why = f"the server's disk was full when the run ended; it is on node {attempt.node}, {where} in its home"
         missing = services.logs.close_short(
             attempt.run_id, attempt.fence, rank=int(rank), stream=stream, end=end, why=why
         )

@@ -117,7 +117,7 @@ class FileReserve(Reserve):
         free = free_bytes(self._path.parent)
         if free is None or free >= LOW_BYTES:
             return ""
-        return f"the database's disk has {format_bytes(free)} left"
+        return f"the database's disk has {format_bytes(free)} left, and new runs need {format_bytes(LOW_BYTES)}"
 
     def _release(self) -> bool:
         try:

@@ -31,7 +31,18 @@ from serverless_gpu.model.attempt import Reason, State
 from serverless_gpu.model.queueing import Placement, Wanted, decide
 from serverless_gpu.model.run_lifecycle import Ended, pause_s
 from serverless_gpu.model.spec import Function
-from serverless_gpu.server import attempts, draining, floor, keys, nodes, owners, runs, secret_store, transitions
+from serverless_gpu.server import (
+    attempts,
+    draining,
+    floor,
+    keys,
+    log_context,
+    nodes,
+    owners,
+    runs,
+    secret_store,
+    transitions,
+)
 from serverless_gpu.server.attempts import NewAttempt
 from serverless_gpu.server.floor import Floor
 from serverless_gpu.server.giving_back import give_back
@@ -144,6 +155,8 @@ class Scheduler:
                 placed.append((placement, came))
         services.measures.placed.inc(len(placed))
         for placement, fence in placed:
+            with log_context.bound(run=placement.run_id, attempt=fence, node=stored[placement.node_id].name):
+                _log.info("placed")
             services.deliveries.made(placement.run_id, fence)
             services.leases.renew(placement.run_id, fence, now_ns=services.clock.boottime_ns())
         for placement, fence in placed:

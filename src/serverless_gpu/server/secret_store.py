@@ -89,7 +89,9 @@ def delete(connection: sa.Connection, whose: Whose, name: str, by: By) -> Secret
     """
     last = _last(connection, whose, name)
     if last is None or last.sealed is None:
-        raise NotFound(f"there is no secret {name[:64]!r}", hint="`sgpu secret list` lists those you may use")
+        whose_else = f"{whose.owner} has no secret" if whose.kind == "user" else f"team {whose.owner} has no secret"
+        hint = "one's own and those of one's teams (--team NAME) can be deleted; `sgpu secret list` lists them"
+        raise NotFound(f"{whose_else} {name[:64]!r}", hint=hint)
     connection.execute(secrets.update().where(_is(whose, name)).values(sealed=None))
     gone = sa.and_(_is(whose, name), secrets.c.version == last.version)
     connection.execute(secrets.update().where(gone).values(version=last.version + 1, created_ns=by.now_ns, by=by.name))

@@ -22,6 +22,7 @@ said with the place where it was said. A variable that is there and empty says n
 
 from __future__ import annotations
 
+import difflib
 import ipaddress
 import re
 import tomllib
@@ -45,6 +46,12 @@ RETENTION_MAX_S = 3_650 * DAY_S
 STOP_WITHIN_MAX_S = 600.0
 VARIABLES = "SGPU_"
 """What names of variables begin with; the rest is the setting's name in capital letters."""
+# Said to ranks, and by tests and benchmarks.
+_NO_SETTINGS = (
+    *("SGPU_RUN_ID", "SGPU_FENCE", "SGPU_GPU_UUIDS", "SGPU_STOP_FILE", "SGPU_STOP_REASON"),
+    *("SGPU_CHECKPOINT_DIR", "SGPU_RESUME_DIR", "SGPU_SECRETS_DIR", "SGPU_FAULT"),
+    f"{VARIABLES}BENCH_",
+)
 _FILE = "server.toml"
 _DEFAULT = "default"
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
@@ -209,6 +216,24 @@ def effective(
         Said(name=name, value=_shown(getattr(merged, name)), origin=origins.get(name, _DEFAULT))
         for name in _Options.__struct_fields__
     ]
+
+
+def unknown(environ: Mapping[str, str]) -> list[str]:
+    """Return a sentence for each variable that is named like a setting, and is none.
+
+    Args:
+        environ: the environment variables.
+    """
+    known = {f"{VARIABLES}{name.upper()}": name for name in _Options.__struct_fields__}
+    as_options = {f"{VARIABLES}{option_of(name)[2:].replace('-', '_').upper()}": name for name in known.values()}
+    found: list[str] = []
+    for variable in sorted(environ):
+        if not variable.startswith(VARIABLES) or variable in known or variable.startswith(_NO_SETTINGS):
+            continue
+        near = difflib.get_close_matches(variable, {**known, **as_options}, n=1)
+        meant = as_options.get(near[0]) or known[near[0]] if near else ""
+        found.append(f"{variable} is no setting" + (f": {VARIABLES}{meant.upper()} is" if meant else ""))
+    return found
 
 
 def option_of(name: str) -> str:

@@ -61,4 +61,5 @@ def space_problem(directory: Path) -> str:
     free = free_bytes(directory)
     if free is None or free > KEPT_FREE_BYTES:
         return ""
-    return f"the server's disk has {format_bytes(free)} left: payloads, results and logs are not taken"
+    needed = format_bytes(KEPT_FREE_BYTES)
+    return f"the server's disk has {format_bytes(free)} left: payloads, results and logs are not taken below {needed}"

@@ -34,7 +34,7 @@ from serverless_gpu.model.spec import (
     RunSpec,
     check_command,
 )
-from serverless_gpu.server import audit, events, pools, runs, secret_store, views
+from serverless_gpu.server import audit, events, log_context, pools, runs, secret_store, views
 from serverless_gpu.server.audit import Action
 from serverless_gpu.server.blobs import check_reference
 from serverless_gpu.server.callers import Caller
@@ -102,6 +102,7 @@ def submit(services: Services, who: Caller, request: RunRequest) -> RunView:
     if not is_new:
         return _same(services, run, who, digest)
     services.measures.submitted.inc()
+    log_context.note(run=run.id)
     faults.reach("after_submit_before_answer")
     services.hub.touch(SCHEDULER)
     services.hub.touch(run_key(run.id))

@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import os
 import ssl
+import stat
 from pathlib import Path
 
 import msgspec
@@ -95,10 +96,11 @@ class Certificate:
         _check_private(self._key)
         found = _read(self._cert)
         try:
-            _context().load_cert_chain(self._cert, self._key)  # what fails must not leave half of it in use
-            self.context.load_cert_chain(self._cert, self._key)
+            # What fails must not leave half of it in use.
+            _context().load_cert_chain(self._cert, self._key, self._no_passphrase)
+            self.context.load_cert_chain(self._cert, self._key, self._no_passphrase)
         except (OSError, ssl.SSLError) as error:
-            hint = "is the key the certificate's, and without a passphrase?"
+            hint = "is the key the certificate's?"
             raise InvalidValue(f"{self._cert} and {self._key} do not go together: {error}", hint=hint) from error
         now_ns = self._clock.wall_ns()
         level = logging.WARNING if found.until_ns - now_ns < SOON_NS else logging.INFO
@@ -114,6 +116,10 @@ class Certificate:
             beside.replace(self._directory / FILE)
         except OSError as error:
             _log.warning("%s was not written: %s", self._directory / FILE, error.strerror)
+
+    def _no_passphrase(self) -> str:
+        hint = f"openssl pkey -in {self._key} -out FILE writes it without one; only the server's user may read that"
+        raise InvalidValue(f"{self._key} has a passphrase, which nobody is there to type", hint=hint)
 
 
 def _context() -> ssl.SSLContext:
@@ -149,6 +155,8 @@ def _check_private(key: Path) -> None:
         status = key.stat()
     except OSError as error:
         raise InvalidValue(f"{key} cannot be read: {error.strerror}") from error
+    if stat.S_ISDIR(status.st_mode):
+        raise InvalidValue(f"{key} is a directory", hint="--tls-key takes the file of the key")
     forbidden = 0o077 if status.st_uid == os.geteuid() != 0 else 0o027
     if status.st_mode & forbidden:
         raise InvalidValue(f"others may read {key}", hint=f"chmod 600 {key}")

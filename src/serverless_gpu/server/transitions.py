@@ -11,6 +11,8 @@ finds nothing to start.
 
 from __future__ import annotations
 
+import logging
+
 import msgspec
 import sqlalchemy as sa
 
@@ -30,7 +32,7 @@ from serverless_gpu.model.run_lifecycle import (
     advance,
     over_because,
 )
-from serverless_gpu.server import attempts, events, orders, runs
+from serverless_gpu.server import attempts, events, log_context, orders, runs
 from serverless_gpu.server.attempts import NewAttempt, StoredAttempt
 from serverless_gpu.server.events import StoredEvent
 from serverless_gpu.server.hub import SCHEDULER, node_key, run_key
@@ -38,6 +40,7 @@ from serverless_gpu.server.measures import Measures
 from serverless_gpu.server.runs import StoredRun
 from serverless_gpu.server.services import Services
 
+_log = logging.getLogger(__name__)
 _Over = Ended | GivenUp | Forgotten
 
 
@@ -67,6 +70,9 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
         hub = services.hub
         self.count(services.measures)
         hub.touch(run_key(self.before.id))
+        for event in self.events:
+            with log_context.bound(run=event.run_id, attempt=event.fence, node=event.node):
+                _log.info("%s%s", event.state.value, f" ({event.reason.value})" if event.reason is not None else "")
         attempt = self.before.attempt
         if Instruction.SEND_STOP in self.instructions and attempt is not None:
             hub.touch(node_key(attempt.node_id))

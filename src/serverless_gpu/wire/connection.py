@@ -28,6 +28,7 @@ import msgspec
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.errors import (
+    InvalidValue,
     NotAuthenticated,
     ServerlessGpuError,
     ServerProblem,
@@ -48,6 +49,7 @@ SILENCE_S = 30.0
 EVENT_BYTES_MAX = 32 << 20
 _PAUSE_S = 0.1
 _PAUSE_S_MAX = 5.0
+_UNTRUSTED = "CERTIFICATE_VERIFY_FAILED"
 _AWAY = frozenset({502, 503, 504})
 _TEXT_CHARACTERS_MAX = 200
 
@@ -264,9 +266,17 @@ class Connection:
         return response
 
     def _away(self, error: httpx2.TransportError) -> ServerUnavailable:
+        said = str(error)
+        if _UNTRUSTED in said:
+            return ServerUnavailable(
+                f"the certificate of the server at {self.url} is not trusted here ({_UNTRUSTED}: {_untrusted(said)})",
+                hint=_trusted_by(said),
+            )
+        hint = "is `sgpu up` running there? `sgpu doctor` looks"
+        if self.url.startswith("http://") and isinstance(error, httpx2.RemoteProtocolError):
+            hint = "it may speak TLS: then its address begins with https://"
         return ServerUnavailable(
-            f"the server at {self.url} does not answer ({type(error).__name__}: {error})",
-            hint="is `sgpu up` running there? `sgpu doctor` looks",
+            f"the server at {self.url} does not answer ({type(error).__name__}: {error})", hint=hint
         )
 
 
@@ -299,4 +309,23 @@ def _trust(url: str, ca: str) -> ssl.SSLContext | bool:
     """Return what checks the server's certificate; making that costs 20 ms, which plain HTTP need not pay."""
     if not url.startswith("https://"):
         return False
-    return ssl.create_default_context(cafile=ca or None)
+    try:
+        return ssl.create_default_context(cafile=ca or None)
+    except OSError as error:
+        raise InvalidValue(
+            f"{ca or 'the system'} has no certificate that can be read: {error.strerror or error}",
+            hint="`sgpu login URL --ca FILE`: the certificate of the server's authority, PEM",
+        ) from error
+
+
+def _untrusted(said: str) -> str:
+    return said.partition("certificate verify failed: ")[2].partition(" (_ssl")[0] or said
+
+
+def _trusted_by(said: str) -> str:
+    """Return what mends that a certificate is not trusted."""
+    if "mismatch" in said:
+        return "use a name that it has; whoever runs the server sees them where `sgpu up` says `others:`"
+    if "expired" in said or "not yet valid" in said:
+        return "is the clock of this machine right? whoever runs the server renews the certificate"
+    return "of an authority of your own? `sgpu login URL --ca FILE`, with the authority's certificate"

@@ -60,6 +60,11 @@ def server_logs(follow: bool, run_id: str, level: str, lines: int, as_json: bool
     kept = deque((line for line in _before(path, followed) if is_wanted(line)), maxlen=lines)
     for line in kept:
         show(line)
+    if run_id and lines and level.upper() == _LEVELS[0] and not kept and not follow:
+        raise NotFound(
+            f"no line of {path} is about a run {run_id}",
+            hint=f"its oldest lines go as it grows; `sgpu show {run_id}` says what became of a run",
+        )
     try:
         while follow:
             for line in filter(is_wanted, followed.more()):
@@ -133,6 +138,6 @@ def _told(line: bytes) -> str:
         return line.decode("utf-8", "replace").rstrip("\n")
     said = (*_HEAD, "method", "route") if found.get("logger") == "access" else _HEAD  # its message has them
     about = " ".join(f"{name}={value}" for name, value in found.items() if name not in said)
-    told = f"{found.get('ts', '')} {found.get('level', ''):<7} {found.get('logger', '')}: {found.get('msg', '')}"
+    told = f"{found.get('ts', '')} {found.get('level', '')!s:<7} {found.get('logger', '')}: {found.get('msg', '')}"
     told = (told + (f"  ({about})" if about else "")).replace("\n", "⏎")  # a message is no other line
     return "\n    ".join([told, *str(found.get("traceback", "")).splitlines()])

@@ -12,6 +12,7 @@ from pathlib import Path
 import click
 
 from serverless_gpu.ambient import SystemClock
+from serverless_gpu.cli.amounts import duration_s
 from serverless_gpu.cli.choosing import this_home
 from serverless_gpu.cli.columns import columns
 from serverless_gpu.cli.output import print_json, say
@@ -19,7 +20,7 @@ from serverless_gpu.cli.server.reaching import server
 from serverless_gpu.cli.server.up import refuse_incomplete
 from serverless_gpu.errors import ServerProblem
 from serverless_gpu.loading import load
-from serverless_gpu.units import format_bytes, parse_duration_s
+from serverless_gpu.units import format_bytes
 from serverless_gpu.wire.state import DrainRequest, DrainView
 
 _LOOK_S = 0.5
@@ -76,7 +77,7 @@ def drain(note: str, wait: str | None) -> None:
 
     What runs goes on, new runs are taken and wait, and whoever waits is told who drains and why.
     """
-    limit_s = parse_duration_s(wait) if wait is not None else 0.0
+    limit_s = duration_s("--wait", wait) if wait is not None else 0.0
     with server(patience_s=limit_s) as connection:
         view = connection.ask("PUT", "/drain", DrainRequest(on=True, note=note), answer=DrainView)
         say(f"nothing new is started; {_counted(view)}")

@@ -15,7 +15,7 @@ from serverless_gpu.cli.columns import columns
 from serverless_gpu.cli.output import print_json, say
 from serverless_gpu.cli.server.reaching import connect, server
 from serverless_gpu.cli.server.tokens import say_secret
-from serverless_gpu.client.remote.profile import Profile, write_profile
+from serverless_gpu.client.remote.profile import Profile, check_address, write_profile
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.access import Role
 from serverless_gpu.wire.principals import (
@@ -51,6 +51,7 @@ def login(url: str, token_file: Path | None, ca: Path | None) -> None:
     The token is checked, and kept in this home in a file that only you can read. It is never an argument: those can be
     seen by everybody on the machine.
     """
+    check_address(url)
     token = _read_token(token_file)
     profile = Profile(url=url.rstrip("/"), token=token, ca=str(ca.absolute()) if ca is not None else "")
     connection = connect(profile)
@@ -110,7 +111,9 @@ def add_user(name: str, role: Role, service: bool, teams: tuple[str, ...]) -> No
 @user.command("change")
 @click.argument("name")
 @click.option("--role", type=_ROLES, default=None, help="What they may do from now on.")
-@click.option("--disable/--enable", "disabled", default=None, help="Disabling revokes every token.")
+@click.option(
+    "--disable/--enable", "disabled", default=None, help="Disabling revokes every token; enabling brings none back."
+)
 @click.option(
     "--runs",
     type=click.Choice(get_args(OnDisabled)),
@@ -125,6 +128,8 @@ def change_user(name: str, role: Role | None, disabled: bool | None, runs: OnDis
     with server() as connection:
         changed = connection.ask("PATCH", f"/users/{name}", change, answer=PrincipalView)
     say(f"{changed.name} is {changed.role}, {_state(changed)}")
+    if disabled is False:
+        say(f"tokens that were revoked stay so; a new one: sgpu token create --for {changed.name}")
 
 
 @click.group()

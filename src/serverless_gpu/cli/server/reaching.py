@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from serverless_gpu.cli.choosing import this_home
 from serverless_gpu.cli.output import say
-from serverless_gpu.client.remote.profile import Profile, find_profile
+from serverless_gpu.client.remote.profile import SERVER, Profile, find_profile
+from serverless_gpu.errors import ServerNotConfigured
 from serverless_gpu.loading import load
 
 if TYPE_CHECKING:
@@ -40,11 +42,23 @@ def server(*, patience_s: float = 0.0) -> Iterator[Connection]:
         ServerNotConfigured: there is none.
         InvalidValue: what is configured cannot be used.
     """
-    connection = connect(find_profile(this_home().root, os.environ), patience_s=patience_s)
+    connection = connect(_profile(this_home().root), patience_s=patience_s)
     try:
         yield connection
     finally:
         connection.close()
+
+
+def _profile(home: Path) -> Profile:
+    try:
+        return find_profile(home, os.environ)
+    except ServerNotConfigured:
+        if (home / "server.json").exists() or os.environ.get(SERVER):
+            raise
+    raise ServerNotConfigured(
+        "this asks a server, and none is configured",
+        hint="`sgpu up` starts one on this machine, `sgpu login` takes one that is there",
+    )
 
 
 def _say(sentence: str) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import click
 
 from serverless_gpu.ambient import format_moment
+from serverless_gpu.cli.amounts import duration_s
 from serverless_gpu.cli.columns import columns
 from serverless_gpu.cli.output import print_json, say
 from serverless_gpu.cli.server.reaching import server
-from serverless_gpu.units import parse_duration_s
 from serverless_gpu.wire.principals import TokenList, TokenMade, TokenRequest, TokenView
 
 
@@ -39,7 +39,7 @@ def list_tokens(as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def create(label: str, principal: str, scopes: tuple[str, ...], expires: str | None, as_json: bool) -> None:
     """Make a token; its secret is printed once, alone on stdout, and kept nowhere."""
-    expires_s = None if expires is None else _duration_s(expires)
+    expires_s = None if expires is None else duration_s("--expires", expires)
     body = TokenRequest(label=label, principal=principal, scopes=scopes, expires_s=expires_s)
     with server() as connection:
         made = connection.ask("POST", "/tokens", body, answer=TokenMade)
@@ -63,13 +63,6 @@ def say_secret(made: TokenMade) -> None:
     until = "does not expire" if made.token.expires_ns is None else f"until {format_moment(made.token.expires_ns)}"
     say(f"token {made.token.id} of {made.token.principal}, {until}; shown this once:", err=True)
     say(made.secret)
-
-
-def _duration_s(text: str) -> float:
-    try:
-        return float(parse_duration_s(text))
-    except ValueError as error:
-        raise click.BadParameter(str(error), param_hint="--expires") from None
 
 
 def _row(view: TokenView) -> list[str]:

@@ -17,7 +17,7 @@ from serverless_gpu.client.remote.profile import Profile, write_profile
 from serverless_gpu.errors import ServerProblem
 from serverless_gpu.loading import load
 from serverless_gpu.node.home import Home
-from serverless_gpu.units import format_duration_ms
+from serverless_gpu.units import format_bytes, format_duration_ms
 from serverless_gpu.version import __version__
 
 if TYPE_CHECKING:
@@ -65,11 +65,14 @@ def up(hosts: Sequence[str], behind_proxy: Sequence[str], **options: Any) -> Non
     if faults.named():
         say(f"warning: {faults.warning()}", err=True)
     home = this_home()
-    settings = load("serverless_gpu.server.settings").read_settings(
+    settings_room = load("serverless_gpu.server.settings")
+    settings = settings_room.read_settings(
         home.root,
         {**options, "hosts": tuple(hosts) or None, "behind_proxy": tuple(behind_proxy) or None},
         environ=os.environ,
     )
+    for problem in (*settings_room.unknown(os.environ), *_too_small(home)):
+        say(f"warning: {problem}", err=True)
 
     def ready(url: str, running: Running, mlflow: str) -> None:
         token = (settings.directory / "token").read_text(encoding="ascii").strip()
@@ -92,6 +95,18 @@ def _told(url: str, home: Home, mlflow: str) -> list[str]:
         "your scripts and notebooks find it by themselves: @distributed(..., remote=True)",
         f"files: {home.root / 'server'}",
         "Ctrl-C stops the server; runs go on",
+    ]
+
+
+def _too_small(home: Home) -> list[str]:
+    """Return what is to be said of a disk on which the server can do little."""
+    space, reserve = load("serverless_gpu.server.space"), load("serverless_gpu.server.reserve")
+    free, needed = space.free_bytes(home.root), max(space.KEPT_FREE_BYTES, reserve.LOW_BYTES + reserve.BYTES)
+    if free is None or free > needed:
+        return []
+    return [
+        f"the disk of {home.root} has {format_bytes(free)} left: output, results and environments are taken while it "
+        f"has more than {format_bytes(space.KEPT_FREE_BYTES)}, new runs more than {format_bytes(reserve.LOW_BYTES)}"
     ]
 
 

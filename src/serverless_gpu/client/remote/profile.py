@@ -66,7 +66,7 @@ def find_profile(home: Path, environ: Mapping[str, str]) -> Profile:
         profile = _read(home / _FILE)
         if token:
             profile = msgspec.structs.replace(profile, token=token, principal="")
-    _refuse_readable_token(profile.url)
+    check_address(profile.url)
     return profile
 
 
@@ -143,11 +143,17 @@ def _read(path: Path) -> Profile:
         raise InvalidValue(f"{path} cannot be understood: {error}", hint="`sgpu login` writes it anew") from None
 
 
-def _refuse_readable_token(url: str) -> None:
+def check_address(url: str) -> None:
+    """Refuse an address that is none, or to which a token would go readably.
+
+    Raises:
+        InvalidValue: so it is.
+    """
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
         raise InvalidValue(
-            "the address of the server is not one", hint="for example https://gpus.example.org or http://127.0.0.1:7878"
+            "the address of the server is not one",
+            hint="it begins with https:// or http://, for example https://gpus.example.org or http://127.0.0.1:7878",
         )
     if parts.scheme == "http" and not _is_loopback(parts.hostname):
         raise InvalidValue(

@@ -48,7 +48,7 @@ _UPLOAD_LOOK_S = 0.1
 _LOGS_AGAIN_S = 5.0
 _LEFT_MAX = 256
 """So many reports, each of up to 1 MiB of output, an attempt may send that is over for the server."""
-_NO_ROOM = "the server's disk is full: what ranks print stays on the node, and is sent when there is room"
+_NO_ROOM = "the server's disk is full: what ranks print stays on the node, and is sent if there is room before the end"
 
 
 class Attended(Protocol):
