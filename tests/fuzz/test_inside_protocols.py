@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from serverless_gpu.environment.questions import Where
 from serverless_gpu.environment.restore.fitting import Loaded
 from serverless_gpu.errors import ServerlessGpuError
 from serverless_gpu.model.attempt import Attempt, Event, Limits, Placed, RankExecuting
@@ -169,7 +170,7 @@ def test_an_order_makes_a_directory_of_its_run_or_is_refused(
     try:
         taken = starting.take(Home(root), order, root / "node.json")
         assert taken is not None and taken[0].parent == root / "runs" / order.run_id
-        starting.make_launch(order, taken[0], greeting, clock=FakeClock(), store=("", ""), waited_ns=0)
+        starting.make_launch(order, taken[0], greeting, clock=FakeClock(), store=Where(""), waited_ns=0)
     except (ServerlessGpuError, OSError):
         pass
     outside = [path for path in root.parent.rglob("*") if path != root and root / "runs" not in (path, *path.parents)]

@@ -183,6 +183,16 @@ def test_a_service_killed_while_it_is_asked_is_asked_again(own: Path, warmed: Di
     assert warmed.hear() == "'first'"
 
 
+def test_a_service_that_says_nothing_is_told_and_then_given_up(own: Path, warmed: Dialogue) -> None:
+    (service,) = named("sgpu-snapshots", own)
+    module = "sys.modules['serverless_gpu.client.snapshots']"
+    warmed.ask(f"setattr({module}, 'SILENT_S', 0.2), setattr({module}, 'SILENT_S_MAX', 0.6)")
+    service.send(signal.SIGSTOP)
+    assert warmed.ask("call(work.value)").startswith("EnvironmentProblem: the process that looks at the environment has")
+    service.kill()
+    assert "has not gone on for 0 s" in warmed.close()
+
+
 def test_a_killed_restoring_process_is_replaced_and_the_run_goes_on(
     own: Path, small: SmallEnvironment, warmed: Dialogue
 ) -> None:

@@ -17,7 +17,9 @@ from serverless_gpu.doctor.gathering.serving import look_at_server
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.uplink import control
 from tests.local.observe import wait_for
+from tests.local.small_environment import SmallEnvironment, with_requirements
 from tests.remote.calling import answer, called
+from tests.remote.test_environments import PROGRAM, WORK
 from tests.server.certificates import Authority
 
 pytestmark = pytest.mark.slow
@@ -85,3 +87,16 @@ def test_runs_of_this_machine_need_no_certificate_others_trust_it_and_it_is_rene
     assert "(admin)" in sgpu("whoami", home=other)
     left_s = look_at_server({**os.environ, "SERVERLESS_GPU_HOME": str(home)}).certificate_left_s
     assert left_s is not None and 89 * 86_400 < left_s < 90 * 86_400
+
+
+def test_an_environment_is_captured_for_a_server_of_an_own_authority(
+    up: tuple[subprocess.Popen[str], int, str], home: Path, authority: Authority, tmp_path: Path
+) -> None:
+    other, token = tmp_path / "other", (home / "server" / "token").read_text()
+    assert "at https" in sgpu("login", f"https://127.0.0.1:{up[1]}", "--ca", str(authority.ca), home=other, stdin=token)
+    small = SmallEnvironment(tmp_path / "here", *with_requirements("httpx2"))
+    small.install("toy", "1.0", {"toy/__init__.py": "VALUE = 'one'\n"})
+    small.write("work.py", WORK)
+    out, err = small.run(small.write("program.py", PROGRAM), SERVERLESS_GPU_HOME=str(other), SERVERLESS_GPU_TOKEN="")
+    value, toy, *_ = eval(out)[0]
+    assert value == "one" and toy.startswith(f"{home}/environments/"), err

@@ -36,17 +36,18 @@ class Authority:
         self.ca = directory / "ca.pem"
         self.ca.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
 
-    def sign(self, *names: str, days: float = 1, file: str = "server") -> tuple[Path, Path]:
+    def sign(self, *names: str, days: float = 1, file: str = "server", not_before: float = -30) -> tuple[Path, Path]:
         """Return files with a certificate and its key.
 
         Args:
             names: it is for.
             days: until it ends.
             file: what they are called.
+            not_before: days from now, when it begins to be good.
         """
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, names[0] if names else "nobody")])
-        made = self._begun(subject, key, days=days)
+        made = self._begun(subject, key, days=days, not_before=not_before)
         if names:
             made = made.add_extension(x509.SubjectAlternativeName([_named(name) for name in names]), critical=False)
         certificate = made.sign(self._key, hashes.SHA256())
@@ -60,7 +61,9 @@ class Authority:
         )
         return cert_path, key_path
 
-    def _begun(self, subject: x509.Name, key: ec.EllipticCurvePrivateKey, *, days: float) -> x509.CertificateBuilder:
+    def _begun(
+        self, subject: x509.Name, key: ec.EllipticCurvePrivateKey, *, days: float, not_before: float = -30
+    ) -> x509.CertificateBuilder:
         now = datetime.datetime.now(datetime.UTC)
         return (
             x509.CertificateBuilder()
@@ -68,7 +71,7 @@ class Authority:
             .issuer_name(self._name)
             .public_key(key.public_key())
             .serial_number(x509.random_serial_number())
-            .not_valid_before(now - 30 * _DAY)
+            .not_valid_before(now + not_before * _DAY)
             .not_valid_after(now + days * _DAY)
         )
 

@@ -194,7 +194,7 @@ def test_a_backup_that_was_altered_is_refused_by_the_name_of_its_file(tmp_path: 
         verify(made.path)
     with pytest.raises(InvalidValue, match=f"{name} is not what was backed up"):
         restore(Home(other), made.path, nothing_ran_since=False)
-    assert list(other.iterdir()) == []
+    assert [path.name for path in other.iterdir()] == ["server.lock"]
     (made.path / name).unlink()
     with pytest.raises(InvalidValue, match="cannot be read"):
         verify(made.path)
@@ -204,9 +204,13 @@ def test_what_is_no_backup_and_a_home_with_a_server_are_refused(tmp_path: Path) 
     with served(tmp_path / "home") as server:
         made = backup_of(server.home, tmp_path / "backups")
         before = (server.home / "server" / "key").read_bytes()
-        with pytest.raises(ServerProblem, match="has a server already"):
+        with pytest.raises(ServerProblem, match="runs already: process") as refused:
             restore(Home(server.home), made.path, nothing_ran_since=False)
-        assert (server.home / "server" / "key").read_bytes() == before
+        assert "stop it first" in refused.value.hint
+    with pytest.raises(ServerProblem, match="has a server already") as refused:
+        restore(Home(server.home), made.path, nothing_ran_since=False)
+    assert "stop the server first" in refused.value.hint
+    assert (server.home / "server" / "key").read_bytes() == before
     with pytest.raises(InvalidValue, match="is no backup"):
         restore(Home(tmp_path / "other"), tmp_path, nothing_ran_since=False)
     outside = msgspec.structs.replace(made.manifest, files={"../x": made.manifest.files["server/key"]})
@@ -233,6 +237,20 @@ def test_a_backup_is_not_made_of_itself_and_a_full_disk_is_said(
         with pytest.raises(StorageError, match="No space left on device"):
             backup_of(server.home, tmp_path / "backups")
     assert [path.name for path in (tmp_path / "backups").iterdir()] == [".lock"]
+
+
+def test_a_home_has_no_second_server_when_the_directory_of_a_living_one_was_moved(tmp_path: Path) -> None:
+    with served(tmp_path / "home") as server:
+        made = backup_of(server.home, tmp_path / "backups")
+        (server.home / "server").rename(server.home / "server.old")
+        with pytest.raises(ServerProblem, match="runs already: process"):
+            restore(Home(server.home), made.path, nothing_ran_since=False)
+        with pytest.raises(ServerProblem, match="runs already: process"), served(server.home):
+            pass
+        assert not (server.home / "server").exists()
+    restore(Home(server.home), made.path, nothing_ran_since=False)
+    with served(server.home):
+        pass
 
 
 @pytest.mark.parametrize("end", ["", "-wal", "-journal"])

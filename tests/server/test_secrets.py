@@ -179,6 +179,22 @@ def test_F70_a_run_whose_secret_was_deleted_fails_before_user_code(services: Ser
     assert agents.waiting(NODE, agents.hello(NODE, hello(takes=("secrets",))).node) == []
 
 
+def test_F70_a_run_whose_secret_cannot_be_opened_ends_at_once(services: Services, api: Api) -> None:
+    put(api, api.alice, "TOKEN", VALUE)
+    run_id = submit(services, "TOKEN")
+    foreign = Sealer(Keys(b"y" * 32).sealing).seal(VALUE, about="secret:user:alice:TOKEN:1")
+    api.database.write(lambda connection: connection.execute(tables.secrets.update().values(sealed=foreign)))
+    with pytest.raises(SecretMissing, match="another key"):
+        submit(services, "TOKEN")
+    tick(services)
+    run = find(services, run_id)
+    assert (run.state, run.reason, run.fence) == (State.FAILED, Reason.SECRET_MISSING, 1)
+    put(api, api.alice, "TOKEN", VALUE)
+    run_id = submit(services, "TOKEN")
+    tick(services)
+    assert [one.value for one in given(services, run_id)] == [VALUE]
+
+
 def test_F70_a_secret_that_is_deleted_while_the_order_is_on_its_way_comes_without_a_value(
     services: Services, api: Api
 ) -> None:

@@ -19,6 +19,7 @@ from serverless_gpu.server.logfile import Redacted
 from serverless_gpu.version import __version__
 from serverless_gpu.wire.principals import PrincipalView
 from serverless_gpu.wire.runs import RunView, StopRequest
+from serverless_gpu.wire.secrets import SecretList, SecretRequest, SecretView
 from serverless_gpu.wire.state import Health, Version
 from tests.server.served import Served, served
 from tests.server.test_runs_api import submit
@@ -58,6 +59,30 @@ def test_a_server_without_the_key_of_its_runs_does_not_start_unless_told(tmp_pat
         server.connection().ask("POST", f"/runs/{run.id}/stop", StopRequest(), answer=RunView)
     with served(tmp_path, database=database_url):  # nothing is left that the key would open
         pass
+
+
+def test_a_server_without_the_key_of_its_secrets_does_not_start_unless_told(tmp_path: Path, database_url: str) -> None:
+    with served(tmp_path, database=database_url) as server:
+        made = SecretRequest(value=b"kept")
+        for name in ("KEEP", "OTHER"):
+            server.connection().ask("PUT", f"/secrets/{name}", made, answer=SecretView)
+    key = tmp_path / "server" / "key"
+    right = key.read_bytes()
+    key.unlink()
+    wrong = pytest.raises(ServerProblem, match=r"secrets were sealed with another one \(KEEP, OTHER\)")
+    with wrong as refused, served(tmp_path, database=database_url):
+        pass
+    assert "put back" in refused.value.hint and "--key-lost" in refused.value.hint
+    another = key.read_bytes()
+    key.write_bytes(right)
+    with served(tmp_path, database=database_url) as server:  # nothing was taken away
+        assert len(server.connection().ask("GET", "/secrets", answer=SecretList).secrets) == 2
+    key.write_bytes(another)
+    with served(tmp_path, database=database_url, key_lost=True) as server:
+        assert server.connection().ask("GET", "/secrets", answer=SecretList).secrets == ()
+        assert server.connection().ask("PUT", "/secrets/KEEP", made, answer=SecretView).version == 2
+    with served(tmp_path, database=database_url) as server:
+        assert [one.name for one in server.connection().ask("GET", "/secrets", answer=SecretList).secrets] == ["KEEP"]
 
 
 def test_a_server_that_starts_again_has_the_same_port_and_token(tmp_path: Path) -> None:

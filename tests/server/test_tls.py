@@ -11,7 +11,8 @@ import msgspec
 import pytest
 
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.errors import InvalidValue, ServerUnavailable
+from serverless_gpu.environment.stores.opening import open_store
+from serverless_gpu.errors import InvalidValue, ServerUnavailable, StoreUnavailable
 from serverless_gpu.server.listening import bound
 from serverless_gpu.server.settings import read_settings
 from serverless_gpu.server.tls import FILE, Certificate, InUse
@@ -125,6 +126,38 @@ def test_a_renewed_certificate_is_for_new_connections_and_one_that_is_none_chang
             assert serial(connection) == second
 
 
+@pytest.mark.parametrize("days", [-1.0, 2.0])
+def test_a_certificate_that_has_ended_or_is_not_good_yet_does_not_replace_a_good_one(
+    tmp_path: Path, authority: Authority, caplog: pytest.LogCaptureFixture, days: float
+) -> None:
+    cert, key = authority.sign(*NAMES, file="good")
+    with served(tmp_path, tls_cert=str(cert), tls_key=str(key)) as server:
+        with peer_of(server, authority) as connection:
+            first = serial(connection)
+        authority.sign(*NAMES, days=days, file="good", not_before=1.0 if days > 0 else -30.0)
+        with caplog.at_level(logging.ERROR):
+            server.renew()
+        says = "is not good before 24 h" if days > 0 else "ended 24 h"
+        assert "was not renewed, the one in use stays" in caplog.text and says in caplog.text
+        with peer_of(server, authority) as connection:
+            assert serial(connection) == first
+        written = msgspec.json.decode((tmp_path / "server" / FILE).read_bytes(), type=InUse)
+        assert 0 < written.until_ns - SystemClock().wall_ns() < 86_400e9
+
+
+def test_environments_go_to_a_server_of_an_own_authority(tmp_path: Path, authority: Authority) -> None:
+    cert, key = authority.sign(*NAMES, file="store")
+    with served(tmp_path, tls_cert=str(cert), tls_key=str(key)) as server:
+        url, name = f"sgpu+{outside(server)}", f"units/{'0' * 64}"
+        trusting = open_store(url, {}, token=server.token, ca=str(authority.ca), bound_s=5)
+        assert trusting.present([name]) == frozenset()
+        trusting.close()
+        stranger = open_store(url, {}, token=server.token, bound_s=0)
+        with pytest.raises(StoreUnavailable, match="CERTIFICATE_VERIFY_FAILED"):
+            stranger.present([name])
+        stranger.close()
+
+
 @pytest.mark.parametrize("mode", [0o644, 0o660])
 def test_a_key_that_others_may_read_is_refused(tmp_path: Path, authority: Authority, mode: int) -> None:
     cert, key = authority.sign(*NAMES, file="readable")
@@ -148,7 +181,7 @@ def test_how_long_a_certificate_is_good_is_said_at_the_start(
     tmp_path: Path, authority: Authority, caplog: pytest.LogCaptureFixture
 ) -> None:
     cert, key = authority.sign(*NAMES, days=-1, file="ended")
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.ERROR):
         Certificate(str(cert), str(key), directory=tmp_path, clock=SystemClock())
     assert "ended.pem (localhost, 127.0.0.1) ended 24 h 00 min ago" in caplog.text
     written = msgspec.json.decode((tmp_path / FILE).read_bytes(), type=InUse)

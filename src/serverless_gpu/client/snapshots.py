@@ -9,32 +9,41 @@ The caller only describes itself (`interpreter.describe`). One service per proce
 needed first, or by a decorator. A forked child has none of its parent's: it starts its own.
 
 Failure cases: the service is killed (started again, once for each question); what it refuses is raised here, as the
-same class; Ctrl-C (the question is abandoned, a capture that nobody else wants ends).
+same class; it says nothing any more (said after 10 s; an error after 15 minutes); Ctrl-C (the question is abandoned, a
+capture that nobody else wants ends).
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import threading
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from pathlib import Path
 
+from serverless_gpu.ambient import SystemClock
 from serverless_gpu.client.display import Display, make_display
 from serverless_gpu.client.interrupts import interruptible
 from serverless_gpu.environment import questions
 from serverless_gpu.environment.progress import Progress
+from serverless_gpu.environment.questions import Where
 from serverless_gpu.environment.scan.interpreter import describe
 from serverless_gpu.errors import EnvironmentProblem, InvalidValue, error_class
 from serverless_gpu.node.home import Home
-from serverless_gpu.node.inside.channel import pair
+from serverless_gpu.node.inside.channel import Channel, pair
 from serverless_gpu.node.protocol import Mode, Wanted
 from serverless_gpu.node.spawning import clean_process, open_log
 from serverless_gpu.units import format_bytes, format_duration_ms
 
 RESTORE = "SERVERLESS_GPU_RESTORE"
 _TRIES_MAX = 2
+SILENT_S = 10.0
+"""After so long without a word of the service that is said."""
+SILENT_S_MAX = 900.0
+"""After so long nothing is waited for any more. A store that is away is given up after a third of it, with words."""
+_clock = SystemClock()
 _MODES: tuple[Mode, ...] = ("overlay", "links")
 
 
@@ -79,7 +88,7 @@ class _Service:
             if log >= 0:
                 os.close(log)
 
-    def ask(self, description: dict[str, object], store: str, token: str = "", *, capture: bool) -> int:
+    def ask(self, description: dict[str, object], store: Where, *, capture: bool) -> int:
         """Put a question and return its number.
 
         Raises:
@@ -92,30 +101,35 @@ class _Service:
         question = questions.Ask(
             number=number,
             description=description,
-            store=store,
+            store=store.url,
             environ=questions.store_variables(os.environ),
-            token=token,
+            token=store.token,
+            ca=store.ca,
             capture=capture,
         )
         self._send(question)
         return number
 
-    def answer(self, number: int) -> questions.Answer:
-        """Return the next answer to a question; one of the threads that wait reads for all.
+    def answer(self, number: int, *, within_s: float) -> questions.Answer | None:
+        """Return the next answer to a question, or None after a time; one of the threads that wait reads for all.
 
         Raises:
             _Gone: there will be none.
         """
+        until_ns = _clock.boottime_ns() + round(within_s * 1e9)
         with self._turn:
             while not self._inbox[number]:
                 if not self.alive:
                     raise _Gone
+                left_s = (until_ns - _clock.boottime_ns()) / 1e9
+                if left_s <= 0:
+                    return None
                 if self._reading:
-                    self._turn.wait()
+                    self._turn.wait(left_s)
                     continue
                 self._reading = True
                 try:
-                    self._read()
+                    self._read(left_s)
                 finally:
                     self._reading = False
                     self._turn.notify_all()
@@ -139,11 +153,13 @@ class _Service:
         self.alive = False
         self._channel.close()
 
-    def _read(self) -> None:
-        """Take one message while others may put questions, or find theirs answered."""
+    def _read(self, within_s: float) -> None:
+        """Take one message, if there is one in time, while others may put questions, or find theirs answered."""
         self._turn.release()
         received = None
         try:
+            if not _is_readable(self._channel, within_s):
+                return
             received = self._channel.receive()
         except OSError:
             pass
@@ -196,20 +212,19 @@ class Recognition:
     Args:
         home: whose store and questions.
         capture: whether to capture what is not known.
-        store: URL of the store; "" for the home's own.
-        token: for a store that a server keeps.
+        store: the store; None for the home's own.
 
     Raises:
         EnvironmentProblem: nobody can be asked.
         InvalidValue: `SERVERLESS_GPU_RESTORE` says something else than a way to restore.
     """
 
-    def __init__(self, home: Home, *, capture: bool = True, store: str = "", token: str = "") -> None:
+    def __init__(self, home: Home, *, capture: bool = True, store: Where | None = None) -> None:
         self._home = home
         self._mode = asked_mode(os.environ.get(RESTORE))
         self._capture = capture
-        self._store = store or str(home.environments / "store")
-        self._token = token
+        self._store = store or _own(home)
+        self._display: Display | None = None
         self._description = describe()
         self._tries = 0
         self._over = False
@@ -230,8 +245,9 @@ class Recognition:
             KeyboardInterrupt: Ctrl-C.
         """
         if not self.verified:
+            self._display = display
             self._snapshot = self._until_known(display)
-        return Wanted(snapshot=self._snapshot, store=self._store, mode=self._mode) if self._snapshot else None
+        return Wanted(snapshot=self._snapshot, store=self._store.url, mode=self._mode) if self._snapshot else None
 
     def changes(self) -> tuple[str, ...]:
         """Wait until every file was looked at and return what is not as the snapshot says, in words.
@@ -253,9 +269,9 @@ class Recognition:
                 return ("what is installed, or the project's code",)
         return ()
 
-    def is_about(self, home: Home, store: str) -> bool:
+    def is_about(self, home: Home, store: Where | None) -> bool:
         """Return whether this asks what `recognise` of such a home and store would ask."""
-        return self._home.root == home.root and self._store == (store or str(home.environments / "store"))
+        return self._home.root == home.root and self._store == (store or _own(home))
 
     def close(self) -> None:
         """Be done with it; a second call does nothing."""
@@ -268,7 +284,7 @@ class Recognition:
         while True:
             self._service = _service_of(self._home)
             try:
-                self._number = self._service.ask(self._description, self._store, self._token, capture=self._capture)
+                self._number = self._service.ask(self._description, self._store, capture=self._capture)
                 return
             except _Gone:
                 self._count_try()
@@ -283,8 +299,7 @@ class Recognition:
 
     def _next(self) -> questions.Answer:
         try:
-            with interruptible():
-                answer = self._service.answer(self._number)
+            answer = self._heard()
         except _Gone:
             self._put()
             return self._next()
@@ -293,6 +308,32 @@ class Recognition:
             self._service.forget(self._number, abandon=False)
             raise error_class(answer.code)(answer.message, hint=answer.hint)
         return answer
+
+    def _heard(self) -> questions.Answer:
+        """Return the next answer; silence is said, and has an end.
+
+        Raises:
+            EnvironmentProblem: nothing was heard for too long.
+        """
+        waited_s = 0.0
+        while True:
+            with interruptible():
+                answer = self._service.answer(self._number, within_s=SILENT_S)
+            if answer is not None:
+                return answer
+            waited_s += SILENT_S
+            where = f"the store {self._store.url} may not answer" if self._store.token else "a disk may not answer"
+            if waited_s >= SILENT_S_MAX:
+                self.close()
+                raise EnvironmentProblem(
+                    f"the process that looks at the environment has said nothing for {waited_s:.0f} s: {where}",
+                    hint=f"`sgpu doctor` looks at the server; see {self._home.agent_log}",
+                )
+            if self._display is not None and waited_s == SILENT_S:
+                self._display.say(
+                    f"looking at the environment has not gone on for {waited_s:.0f} s: {where}; "
+                    f"waiting up to {SILENT_S_MAX:.0f} s (`sgpu doctor` looks)"
+                )
 
     def _until_known(self, display: Display | None) -> str:
         said = _Said(display)
@@ -347,22 +388,32 @@ class _Said:
                 pass
 
 
-def recognise(home: Home, store: str = "", token: str = "") -> Recognition:
+def _is_readable(channel: Channel, within_s: float) -> bool:
+    """Return whether a message, or its end, comes over a channel in time."""
+    poller = select.poll()  # not `select`: a caller may have thousands of descriptors
+    poller.register(channel, select.POLLIN)
+    return bool(poller.poll(within_s * 1000))
+
+
+def _own(home: Home) -> Where:
+    return Where(str(home.environments / "store"))
+
+
+def recognise(home: Home, store: Where | None = None) -> Recognition:
     """Ask what environment this process has; inside of `shared` only the first call asks.
 
     Args:
         home: whose questions.
-        store: URL of the store; "" for the home's own.
-        token: for a store that a server keeps.
+        store: the store; None for the home's own.
 
     Raises:
         EnvironmentProblem: nobody can be asked.
     """
     kept: list[Recognition] | None = getattr(_shared, "kept", None)
     if kept is None:
-        return Recognition(home, store=store, token=token)
+        return Recognition(home, store=store)
     if not kept or not kept[0].verified or not kept[0].is_about(home, store):
-        kept[:] = [Recognition(home, store=store, token=token)]
+        kept[:] = [Recognition(home, store=store)]
     return kept[0]
 
 

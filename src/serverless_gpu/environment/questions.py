@@ -6,12 +6,27 @@ Kept apart from the service so that the user's process loads nothing of what the
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import msgspec
 
 from serverless_gpu.environment.progress import Progress
 
 _STORE_PREFIXES = ("AWS_", "GOOGLE_", "AZURE_", "SSL_CERT_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
+
+
+class Where(NamedTuple):
+    """A store of environments.
+
+    Attributes:
+        url: of it.
+        token: for one that a server keeps.
+        ca: for such a one: file with the certificates to trust; "" for the system's.
+    """
+
+    url: str
+    token: str = ""
+    ca: str = ""
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -21,8 +36,9 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         number: what answers carry.
         description: what `interpreter.describe` said.
         store: URL of the store.
-        environ: what the store needs to be opened; for a server's, `SSL_CERT_FILE` if its certificate is its own.
+        environ: what the store needs to be opened.
         token: for a server's store.
+        ca: for a server's store: file with the certificates to trust; "" for the system's.
         capture: whether to capture it.
     """
 
@@ -31,6 +47,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     store: str
     environ: dict[str, str] = {}
     token: str = ""
+    ca: str = ""
     capture: bool = True
 
 

@@ -57,6 +57,7 @@ from serverless_gpu.environment.questions import (
 from serverless_gpu.environment.remarks import remarks
 from serverless_gpu.environment.scan.description import Description, read_description
 from serverless_gpu.environment.scan.scanning import Recogniser, Scan
+from serverless_gpu.environment.stores.base import Store
 from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.environment.stores.opening import is_remote, is_served, open_store
 from serverless_gpu.errors import EnvironmentProblem, ServerlessGpuError, StorageError
@@ -310,7 +311,7 @@ def _take(index: Path, ask: Ask, tell: Callable[[Answer], None]) -> None:
             tell(Taking(number=ask.number, progress=progress))
 
     description: Description = read_description(ask.description)
-    blobs = Blobs(open_store(ask.store, ask.environ, token=ask.token))
+    blobs = Blobs(_store(ask))
     level = LEVEL_REMOTE if is_remote(ask.store) else LEVEL_LOCAL
     recogniser = Recogniser(index)
     last = recogniser.last(description)
@@ -364,7 +365,11 @@ def _is_stored(ask: Ask, snapshot: Snapshot) -> bool:
 
 def _has(ask: Ask, snapshot: Snapshot) -> bool:
     keys = [f"snapshots/{snapshot.address}", *(f"units/{address}" for address in snapshot.addresses())]
-    return len(open_store(ask.store, ask.environ, token=ask.token).present(keys)) == len(keys)
+    return len(_store(ask).present(keys)) == len(keys)
+
+
+def _store(ask: Ask) -> Store:
+    return open_store(ask.store, ask.environ, token=ask.token, ca=ask.ca)
 
 
 def _failed(number: int, error: ServerlessGpuError) -> Failed:

@@ -75,12 +75,14 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
         snapshot: its address.
         store: URL of the store.
         token: what the store of a server is asked with.
+        ca: file with the certificates that a server is trusted by; "" for the system's.
         mode: how it must be restored; "" leaves that to the node.
     """
 
     snapshot: str
     store: str
     token: str = ""
+    ca: str = ""
     mode: Mode = ""
 
 

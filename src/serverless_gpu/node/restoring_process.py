@@ -218,7 +218,8 @@ def restored(want: Want, environments: Path, report: Callable[[Progress], None])
         StorageError: the disk is full.
     """
     address = want.wanted.snapshot
-    blobs = Blobs(open_store(want.wanted.store, want.environ, token=want.wanted.token))
+    wanted = want.wanted
+    blobs = Blobs(open_store(wanted.store, want.environ, token=wanted.token, ca=wanted.ca))
     cache = Cache(environments)
     lock = cache.hold(address)  # from now on; whoever uses it gets copies
     made = restore(address, blobs, cache, way=way_for(want.wanted.mode, environments), report=report)

@@ -25,8 +25,9 @@ from serverless_gpu.engines.local import LocalEngine
 from serverless_gpu.errors import ServerProblem
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.uplink.profile import Profile
-from serverless_gpu.server import reserve, restoring, runs, tables
+from serverless_gpu.server import audit, reserve, restoring, runs, secret_store, tables
 from serverless_gpu.server.admission import Admission
+from serverless_gpu.server.audit import SERVER, Action
 from serverless_gpu.server.chaining import Chainer
 from serverless_gpu.server.claim import LOOK_S, Claim
 from serverless_gpu.server.collecting import Collector
@@ -53,6 +54,8 @@ LOOP_S = 10.0
 """How long the loops may take to finish their ticks when the server stops."""
 SLOW_S = 6 * 3600.0
 """How long a tick may take that goes through everything in a bucket, before it counts as stuck."""
+_NAMED_MAX = 5
+_PUT_BACK = "put back the file `key` that belongs to this database"
 _log = logging.getLogger(__name__)
 
 
@@ -90,7 +93,9 @@ def assembled(settings: Settings, *, url: str, clock: Clock) -> Iterator[Assembl
         tokens = first_tokens(database, settings.directory, login=_login(), now_ns=clock.wall_ns())
         keys = read_keys(settings.directory)
         sealer = Sealer(keys.sealing)
-        if not settings.key_lost:
+        if settings.key_lost:
+            _do_without_key(database, sealer, now_ns=clock.wall_ns())
+        else:
             _check_key(database, sealer)
         storage = open_storage(settings.directory, settings.store, os.environ, clock=clock, measures=measures)
         services = Services(
@@ -190,13 +195,44 @@ def _look_after_health(services: Services, database: Database) -> None:
 
 
 def _check_key(database: Database, sealer: Sealer) -> None:
-    """Refuse to be a server that takes no attempt's token and opens no variables, and would end runs for it."""
+    """Refuse to be a server that takes no attempt's token and opens no variables and secrets, and ends runs for it."""
     sealed = database.read(runs.sealed_unfinished)
     if sealed and not any(sealer.is_mine(context) for context in sealed):
         raise ServerProblem(
             "the server's key is not the one of its database: runs that have not ended were sealed with another one",
-            hint="put back the file `key` that belongs to this database, or start with --key-lost: those runs end then",
+            hint=f"{_PUT_BACK}, or start with --key-lost: those runs end then, and secrets are to be set again",
         )
+    if names := sorted({name for _whose, name, _version in _sealed_by_another(database, sealer)}):
+        raise ServerProblem(
+            f"the server's key is not the one of its database: secrets were sealed with another one ({_some(names)})",
+            hint=f"{_PUT_BACK}, or start with --key-lost: those secrets are taken away then, and are to be set again",
+        )
+
+
+def _do_without_key(database: Database, sealer: Sealer, *, now_ns: int) -> None:
+    """Take away the secrets that nobody can open any more; runs that need the key end when they are placed."""
+
+    def work(connection: sa.Connection) -> list[str]:
+        names = secret_store.take_away_sealed_by_another(connection, sealer)
+        if names:
+            detail: dict[str, object] = {"key_lost": True}
+            for name in names:
+                audit.record(
+                    connection, who=SERVER, action=Action.SECRET_DELETE, subject=name, now_ns=now_ns, detail=detail
+                )
+        return names
+
+    if names := database.write(work):
+        _log.warning("the key is lost, and with it the secrets %s: they are to be set again", _some(names))
+
+
+def _sealed_by_another(database: Database, sealer: Sealer) -> list[tuple[secret_store.Whose, str, int]]:
+    return database.read(lambda connection: secret_store.sealed_by_another(connection, sealer))
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _NAMED_MAX} more" if len(names) > _NAMED_MAX else ""
+    return ", ".join(names[:_NAMED_MAX]) + more
 
 
 def _login() -> str:

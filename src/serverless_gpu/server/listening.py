@@ -42,16 +42,41 @@ OTHER_FILES = 256
 """Descriptors that are not for connections: the database's, logs, bodies on their way."""
 _turns = itertools.count()
 
+_HINT = "`sgpu status` shows it; another SERVERLESS_GPU_HOME gets a server of its own"
+
 
 @contextlib.contextmanager
 def only_one(directory: Path) -> Iterator[None]:
-    """Hold the lock of a server's directory.
+    """Hold the locks of a server: of its home, and of its directory, which somebody may have moved or copied.
 
     Raises:
-        ServerProblem: another server has it.
+        ServerProblem: another server has one.
     """
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    with alone_in_home(directory):
+        directory.mkdir(mode=0o700, exist_ok=True)
+        with _held(directory / "lock"):
+            yield
+
+
+@contextlib.contextmanager
+def alone_in_home(directory: Path, *, hint: str = _HINT) -> Iterator[None]:
+    """Have no server run meanwhile whose directory this is, or was before it was moved away.
+
+    Args:
+        directory: the server's; it need not be there.
+        hint: what to do where one runs.
+
+    Raises:
+        ServerProblem: one does.
+    """
+    directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with _held(directory.with_name(f"{directory.name}.lock"), hint):
+        yield
+
+
+@contextlib.contextmanager
+def _held(path: Path, hint: str = _HINT) -> Iterator[None]:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -59,7 +84,7 @@ def only_one(directory: Path) -> Iterator[None]:
             said = os.pread(fd, 200, 0).decode("utf-8", "replace").strip()
             raise ServerProblem(
                 f"a server of this home runs already{': ' + said if said else ''}",
-                hint="`sgpu status` shows it; another SERVERLESS_GPU_HOME gets a server of its own",
+                hint=hint,
             ) from None
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"process {os.getpid()}".encode(), 0)

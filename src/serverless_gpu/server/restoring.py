@@ -15,7 +15,8 @@ User code runs once, also then. A fence that was given since the backup is never
 gets another. Who knows that nothing ran since (a server that was drained and stopped before the backup, to go to
 another machine) says so: then everything goes on as after any restart.
 
-Failure cases: files that are not what was backed up, and a home that has a server (refused, nothing is changed); killed
+Failure cases: files that are not what was backed up, a home that has a server, or one runs whose directory was moved
+away (refused, nothing is changed); killed
 on the way (the home has no server, or all of it; what was settled stays so, and the rest is at the next start).
 """
 
@@ -34,6 +35,7 @@ from serverless_gpu.node.home import Home
 from serverless_gpu.server import audit, orders, runs, transitions
 from serverless_gpu.server.audit import SERVER, Action
 from serverless_gpu.server.backing_up import DATABASE, Manifest, check, copy, file_of, name_of, read_manifest
+from serverless_gpu.server.listening import alone_in_home
 from serverless_gpu.server.measures import Measures
 from serverless_gpu.server.services import Transactions
 from serverless_gpu.server.settings import read_settings
@@ -66,26 +68,18 @@ def restore(home: Home, backup: Path, *, nothing_ran_since: bool) -> Manifest:
 
     Raises:
         InvalidValue: it is no backup, or not what it was.
-        ServerProblem: the home has a server.
+        ServerProblem: the home has a server, or one runs whose directory was moved away.
     """
     manifest = read_manifest(backup)
     directory = home.root / "server"
-    if directory.exists() and any(directory.iterdir()):
-        hint = f"another SERVERLESS_GPU_HOME; or, when what is there is not needed: mv {directory} {directory}.old"
-        raise ServerProblem(f"{home.root} has a server already", hint=hint)
-    home.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    partial = home.root / ".server-restoring"
-    shutil.rmtree(partial, ignore_errors=True)
-    (partial / "server").mkdir(mode=0o700, parents=True)
-    partial.chmod(0o700)
-    try:
-        for name, entry in manifest.files.items():
-            target = partial / name
-            copy(backup / name, target)
-            check(target, entry)
-        _place(home, partial, manifest, nothing_ran_since=nothing_ran_since)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    with alone_in_home(directory, hint="stop it first: Ctrl-C where `sgpu up` runs, or its service"):
+        if directory.exists() and any(directory.iterdir()):
+            hint = (
+                "another SERVERLESS_GPU_HOME; or, when what is there is not needed: "
+                f"stop the server first, then mv {directory} {directory}.old"
+            )
+            raise ServerProblem(f"{home.root} has a server already", hint=hint)
+        _bring(home, backup, manifest, nothing_ran_since=nothing_ran_since)
     return manifest
 
 
@@ -121,6 +115,22 @@ def settle(database: Transactions, directory: Path, *, measures: Measures, now_n
         )
     )
     path.unlink()
+
+
+def _bring(home: Home, backup: Path, manifest: Manifest, *, nothing_ran_since: bool) -> None:
+    """Copy everything beside, check it, and give it its names."""
+    partial = home.root / ".server-restoring"
+    shutil.rmtree(partial, ignore_errors=True)
+    (partial / "server").mkdir(mode=0o700, parents=True)
+    partial.chmod(0o700)
+    try:
+        for name, entry in manifest.files.items():
+            target = partial / name
+            copy(backup / name, target)
+            check(target, entry)
+        _place(home, partial, manifest, nothing_ran_since=nothing_ran_since)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _place(home: Home, partial: Path, manifest: Manifest, *, nothing_ran_since: bool) -> None:

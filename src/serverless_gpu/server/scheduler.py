@@ -49,6 +49,7 @@ from serverless_gpu.server.giving_back import give_back
 from serverless_gpu.server.hub import node_key, run_key
 from serverless_gpu.server.nodes import StoredNode, by_id
 from serverless_gpu.server.runs import StoredRun
+from serverless_gpu.server.sealing import Sealer
 from serverless_gpu.server.services import Services
 from serverless_gpu.server.transitions import Note, Told
 
@@ -189,7 +190,7 @@ class Scheduler:
         )
         reason, problem = None, ""
         try:
-            new = _with_secrets(connection, run, new)
+            new = _with_secrets(connection, self._services.sealer, run, new)
         except SecretMissing as error:
             reason, problem = Reason.SECRET_MISSING, error.message
         if run.spec.secrets and SECRETS not in node.hello.takes:
@@ -282,11 +283,11 @@ def _python(run: StoredRun) -> str:
     return ".".join(run.target.python.split(".")[:2]) if travels else ""
 
 
-def _with_secrets(connection: sa.Connection, run: StoredRun, new: NewAttempt) -> NewAttempt:
+def _with_secrets(connection: sa.Connection, sealer: Sealer, run: StoredRun, new: NewAttempt) -> NewAttempt:
     """Return an attempt with the versions of its secrets that there are now."""
     if not run.spec.secrets:
         return new
-    pinned = secret_store.pins(connection, run.owner, run.team, run.spec.secrets)
+    pinned = secret_store.pins(connection, sealer, run.owner, run.team, run.spec.secrets)
     return msgspec.structs.replace(new, secrets_json=msgspec.json.encode(pinned).decode())
 
 

@@ -9,20 +9,21 @@ A run has its owner's secrets; with `team=`, also that team's, as long as its ow
 
 Failure cases: rotated after the placement (the attempt keeps the version it has, whose value stays until the attempt
 has ended); deleted after it (every value is gone at once: an order that is not taken yet comes without it, the node
-refuses, and the next placement ends the run; an attempt that has its copy goes on); the key is another one (the order
-is given back with words, as for variables). A value is in no log, no audit and no answer; whoever has the database
-without the key's file has none.
+refuses, and the next placement ends the run; an attempt that has its copy goes on); the key is lost (the server does
+not start; with `--key-lost` what it cannot open is taken away, as by deletion), or a value is damaged (as if it were
+not there: no attempt is made of a run that cannot start). A value is in no log, no audit and no answer; whoever has the
+database without the key's file has none.
 """
 
 from __future__ import annotations
 
 import hmac
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
-from serverless_gpu.errors import NotFound, SecretMissing
+from serverless_gpu.errors import NotFound, SecretMissing, ServerProblem
 from serverless_gpu.model.secrets import Pinned
 from serverless_gpu.server import attempts
 from serverless_gpu.server.runs import StoredRun
@@ -117,17 +118,18 @@ def listed(connection: sa.Connection, name: str, teams: Sequence[str], *, everyb
     return [_view(row) for row in connection.execute(query)]
 
 
-def pins(connection: sa.Connection, owner: str, team: str, names: Sequence[str]) -> tuple[Pinned, ...]:
+def pins(connection: sa.Connection, sealer: Sealer, owner: str, team: str, names: Sequence[str]) -> tuple[Pinned, ...]:
     """Return the versions that an attempt gets now.
 
     Args:
         connection: reading is enough.
+        sealer: opens the values.
         owner: of the run.
         team: of the run, or "".
         names: of the secrets.
 
     Raises:
-        SecretMissing: one of them is not there, or not for this run.
+        SecretMissing: one of them is not there, not for this run, or cannot be opened.
     """
     mine = [Whose("user", owner)]
     if (
@@ -146,6 +148,7 @@ def pins(connection: sa.Connection, owner: str, team: str, names: Sequence[str])
                 f"there is no secret {name[:64]!r}: {whose}",
                 hint=f"`sgpu secret set {name[:64]}` makes one; one of a team is for runs with team=",
             )
+        _require_open(sealer, Whose(last.kind, last.owner), name, last)
         found.append(Pinned(name=name, version=last.version, team=last.owner if last.kind == "team" else ""))
     return tuple(found)
 
@@ -169,6 +172,30 @@ def values(
         variable = variables.get(one.name, "")
         found.append(SecretValue(name=one.name, text=one.text, value=value, variable=variable))
     return tuple(found)
+
+
+def sealed_by_another(connection: sa.Connection, sealer: Sealer) -> list[tuple[Whose, str, int]]:
+    """Return the secrets, version by version, whose values another key sealed."""
+    query = sa.select(secrets.c.kind, secrets.c.owner, secrets.c.name, secrets.c.version, secrets.c.sealed)
+    rows = connection.execute(query.where(secrets.c.sealed.is_not(None)).order_by(secrets.c.name, secrets.c.version))
+    return [(Whose(row.kind, row.owner), row.name, row.version) for row in rows if not sealer.is_mine(row.sealed)]
+
+
+def take_away_sealed_by_another(connection: sa.Connection, sealer: Sealer) -> list[str]:
+    """Take away every value that another key sealed, so that its secret is one that is to be set again.
+
+    Args:
+        connection: of the transaction.
+        sealer: has the key that there is now.
+
+    Returns:
+        Names of secrets, each once.
+    """
+    lost = sealed_by_another(connection, sealer)
+    for whose, name, version in lost:
+        one = sa.and_(_is(whose, name), secrets.c.version == version)
+        connection.execute(secrets.update().where(one).values(sealed=None))
+    return sorted({name for _whose, name, _version in lost})
 
 
 def tidy(connection: sa.Connection, whose: Whose, name: str) -> None:
@@ -222,6 +249,22 @@ def _same(newest: sa.Subquery) -> sa.ColumnElement[bool]:
 
 def _is(whose: Whose, name: str) -> sa.ColumnElement[bool]:
     return sa.and_(secrets.c.kind == whose.kind, secrets.c.owner == whose.owner, secrets.c.name == name)
+
+
+def _require_open(sealer: Sealer, whose: Whose, name: str, row: sa.Row[Any]) -> None:
+    """Return if a value can be opened.
+
+    Raises:
+        SecretMissing: it cannot.
+    """
+    try:
+        sealer.unseal(row.sealed, about=_about(whose, name, row.version))
+    except ServerProblem as error:
+        of = f" --team {whose.owner}" if whose.kind == "team" else ""
+        raise SecretMissing(
+            f"the secret {name[:64]!r} cannot be opened: {error.message}",
+            hint=f"set it again: sgpu secret set {name[:64]}{of}",
+        ) from None
 
 
 def _about(whose: Whose, name: str, version: int) -> str:

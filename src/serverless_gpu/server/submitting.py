@@ -41,6 +41,7 @@ from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.events import StoredEvent
 from serverless_gpu.server.hub import SCHEDULER, run_key
 from serverless_gpu.server.runs import NewRun, StoredRun
+from serverless_gpu.server.sealing import Sealer
 from serverless_gpu.server.services import Services
 from serverless_gpu.wire.base import INLINE_BYTES_MAX, LABEL_CHARACTERS_MAX, NAME_CHARACTERS_MAX
 from serverless_gpu.wire.runs import RunRequest, RunView
@@ -98,7 +99,7 @@ def submit(services: Services, who: Caller, request: RunRequest) -> RunView:
         client_version=request.version,
     )
     at_ns = services.clock.wall_ns()
-    run, is_new = services.database.write(lambda connection: _create(connection, new, who, at_ns))
+    run, is_new = services.database.write(lambda connection: _create(connection, services.sealer, new, who, at_ns))
     if not is_new:
         return _same(services, run, who, digest)
     services.measures.submitted.inc()
@@ -132,14 +133,14 @@ def _same(services: Services, run: StoredRun, who: Caller, digest: str) -> RunVi
     return views.run_view(run, waits_for=services.sentences.of(run.id), deduplicated=True)
 
 
-def _create(connection: sa.Connection, new: NewRun, who: Caller, at_ns: int) -> tuple[StoredRun, bool]:
+def _create(connection: sa.Connection, sealer: Sealer, new: NewRun, who: Caller, at_ns: int) -> tuple[StoredRun, bool]:
     before = runs.find(connection, new.id) if runs.exists(connection, new.id) else None
     if before is not None:
         return before, False
     if new.spec.pool is not None and pools.find(connection, new.spec.pool) is None:
         names = ", ".join(pool.name for pool in pools.every(connection)[:20])
         raise InvalidValue(f"there is no pool {new.spec.pool!r}", hint=f"pools: {names}")
-    secret_store.pins(connection, who.name, new.spec.team or "", new.spec.secrets)
+    secret_store.pins(connection, sealer, who.name, new.spec.team or "", new.spec.secrets)
     run = runs.insert(connection, new, at_ns=at_ns)
     events.add(connection, [StoredEvent(run_id=new.id, seq=1, fence=0, at_ns=at_ns, state=State.QUEUED)])
     audit.record(connection, who=who, action=Action.RUN_CREATE, subject=new.id, now_ns=at_ns)

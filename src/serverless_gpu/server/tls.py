@@ -8,8 +8,9 @@ Connections that are open keep what they began with, so nothing breaks when a ce
     server/certificate.json    which file is in use and until when, for `sgpu doctor`; not there without TLS
 
 Failure cases: a file is not there, or is none; the key is another one's, or others may read it (all refused at the
-start; later the certificate in use stays, and the log says why); the certificate has ended (said, and the server
-starts: this machine's own calls and runs go over loopback and need none).
+start; later the certificate in use stays, and the log says why); the certificate has ended, or is not good yet (at the
+start an ERROR and a line of `sgpu up`, and the server starts: this machine's own calls and runs go over loopback and
+need none, and without a server they would be over after the grace; later it is refused, and the one in use stays).
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class Certificate:
         self._directory = directory
         self._clock = clock
         self.context = _context()
-        self.in_use = self._take()
+        self.in_use = self._take(ended_too=True)
 
     def sentence(self) -> str:
         """Return until when it is good, for people."""
@@ -88,13 +89,24 @@ class Certificate:
     def renew(self) -> None:
         """Read the files again; what cannot be used is logged, and the certificate in use stays."""
         try:
-            self.in_use = self._take()
+            self.in_use = self._take(ended_too=False)
         except InvalidValue as error:
-            _log.error("the certificate was not renewed: %s", error.message)
+            _log.error("the certificate was not renewed, the one in use stays: %s", error.message)
 
-    def _take(self) -> InUse:
+    @property
+    def is_over(self) -> bool:
+        """Return whether the one in use has ended."""
+        return self.in_use.until_ns <= self._clock.wall_ns()
+
+    def _take(self, *, ended_too: bool) -> InUse:
         _check_private(self._key)
-        found = _read(self._cert)
+        found, from_ns = _read(self._cert)
+        now_ns = self._clock.wall_ns()
+        if not ended_too and found.until_ns <= now_ns:
+            raise InvalidValue(found.sentence(now_ns), hint="put one there that is good, then SIGHUP again")
+        if not ended_too and from_ns > now_ns:
+            begins = format_days_ms((from_ns - now_ns) // 1_000_000)
+            raise InvalidValue(f"the certificate {found.path} is not good before {begins} from now")
         try:
             # What fails must not leave half of it in use.
             _context().load_cert_chain(self._cert, self._key, self._no_passphrase)
@@ -102,9 +114,8 @@ class Certificate:
         except (OSError, ssl.SSLError) as error:
             hint = "is the key the certificate's?"
             raise InvalidValue(f"{self._cert} and {self._key} do not go together: {error}", hint=hint) from error
-        now_ns = self._clock.wall_ns()
-        level = logging.WARNING if found.until_ns - now_ns < SOON_NS else logging.INFO
-        _log.log(level, "%s", found.sentence(now_ns))
+        soon = logging.WARNING if found.until_ns - now_ns < SOON_NS else logging.INFO
+        _log.log(logging.ERROR if found.until_ns <= now_ns else soon, "%s", found.sentence(now_ns))
         self._write_down(found)
         return found
 
@@ -130,7 +141,8 @@ def _context() -> ssl.SSLContext:
     return made
 
 
-def _read(path: Path) -> InUse:
+def _read(path: Path) -> tuple[InUse, int]:
+    """Return what a certificate says, and from when it is good, nanoseconds since 1970."""
     try:
         first = x509.load_pem_x509_certificates(path.read_bytes())[0]
     except (OSError, ValueError) as error:
@@ -142,7 +154,10 @@ def _read(path: Path) -> InUse:
     else:
         addresses = (str(address) for address in alternatives.get_values_for_type(x509.IPAddress))
         names = (*alternatives.get_values_for_type(x509.DNSName), *addresses)
-    return InUse(path=str(path), until_ns=round(first.not_valid_after_utc.timestamp()) * 1_000_000_000, names=names)
+    until_ns, from_ns = (
+        round(when.timestamp()) * 1_000_000_000 for when in (first.not_valid_after_utc, first.not_valid_before_utc)
+    )
+    return InUse(path=str(path), until_ns=until_ns, names=names), from_ns
 
 
 def _check_private(key: Path) -> None:

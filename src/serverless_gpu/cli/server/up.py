@@ -53,7 +53,7 @@ _NEEDED = ("fastapi", "uvicorn", "sqlalchemy", "alembic", "cryptography", "httpt
     "--mlflow-store", metavar="URL", help="Where MLflow keeps them: postgresql://…; the home's own without it."
 )
 @click.option("--mlflow-url", metavar="URL", help="Where other machines find MLflow: a proxy in front of its port.")
-@click.option("--key-lost", is_flag=True, default=None, help="Start without the key of runs that have not ended.")
+@click.option("--key-lost", is_flag=True, default=None, help="Start without the key of unended runs and secrets.")
 def up(hosts: Sequence[str], behind_proxy: Sequence[str], **options: Any) -> None:
     """Start a server: a queue in front of this machine's GPUs, or a team's.
 
@@ -113,7 +113,9 @@ def _too_small(home: Home) -> list[str]:
 def _outside(settings: Settings, running: Running) -> list[str]:
     """Return how others reach it."""
     if running.certificate:
-        return [f"others: https://…:{running.port}; {running.certificate}"]
+        others = f"others: https://…:{running.port}; {running.certificate}"
+        ended = "warning: the certificate has ended, so no other machine reaches this server: renew it, then SIGHUP"
+        return [others, ended] if running.is_certificate_over else [others]
     if settings.behind_proxy:
         return [f"others: by the proxy at {', '.join(settings.behind_proxy)}, which asks port {running.port}"]
     return []

@@ -24,6 +24,7 @@ from typing import TypeVar
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.client.display import TerminalDisplay
 from serverless_gpu.client.remote.profile import SERVER, TOKEN, Profile, find_profile, moved, renewed
+from serverless_gpu.environment.questions import Where
 from serverless_gpu.errors import InvalidValue, NotAuthenticated
 from serverless_gpu.model.attempt import StopReason
 from serverless_gpu.wire.blobs import DigestList
@@ -141,9 +142,9 @@ class Server:
         """Return a connection for one stream, to be closed by whoever asked for it."""
         return Connection(self.profile.url, self.profile.token, ca=self.profile.ca)
 
-    def store_url(self) -> str:
+    def store(self) -> Where:
         """Return where environments are put for runs of this server."""
-        return f"sgpu+{self.profile.url.rstrip('/')}"
+        return Where(f"sgpu+{self.profile.url.rstrip('/')}", self.profile.token, self.profile.ca)
 
     def version(self, *, patiently: bool = True) -> Version:
         """Return what the server is; asked for once.

@@ -146,7 +146,7 @@ def _pack(root: Path, call: Call, spec: RunSpec) -> None:
 
 def _snapshot(home: Home, server: Server, spec: RunSpec, root: Path) -> str:
     """Return the address of this environment, which is in the server's store then and is what lies here now."""
-    recognition = snapshots.recognise(home, server.store_url(), server.profile.token)
+    recognition = snapshots.recognise(home, server.store())
     display = snapshots.capturing(quiet=spec.quiet, logs=root)
     try:
         while True:  # twice at most: what was captured just now needs no second look

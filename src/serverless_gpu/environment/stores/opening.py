@@ -39,15 +39,18 @@ def is_served(url: str) -> bool:
     return url.partition("://")[0] in _SERVED
 
 
-def open_store(url: str | Path, environ: Mapping[str, str], *, token: str = "", bound_s: float = BOUND_S) -> Store:
+def open_store(
+    url: str | Path, environ: Mapping[str, str], *, token: str = "", ca: str = "", bound_s: float = BOUND_S
+) -> Store:
     """Return a store; nothing is looked at or made yet.
 
     Args:
         url: a path, ``file:///a/path``, ``memory://name`` (the same one for the same name in this process),
             ``s3://bucket/prefix``, ``gs://bucket/prefix`` or ``az://container/prefix``; of a server,
             ``sgpu+http://host:port``.
-        environ: where credentials of object stores come from, and what a server is trusted by.
+        environ: where credentials of object stores come from, and what a server is trusted by without `ca`.
         token: what a server is asked with.
+        ca: file with the certificates that a server is trusted by, as its profile says; "" for the system's.
         bound_s: how long one call of an object store, or of a server, may take.
 
     Raises:
@@ -74,7 +77,9 @@ def open_store(url: str | Path, environ: Mapping[str, str], *, token: str = "", 
     if parts.scheme in _SERVED and parts.netloc and parts.path in ("", "/"):
         # Imported here: its client costs 50 ms, and most stores are a directory.
         served = load(f"{__package__}.served")
-        return cast("Store", served.ServedStore(text, token, ca=environ.get("SSL_CERT_FILE", ""), bound_s=bound_s))
+        return cast(
+            "Store", served.ServedStore(text, token, ca=ca or environ.get("SSL_CERT_FILE", ""), bound_s=bound_s)
+        )
     if parts.scheme in CLOUDS and (bucket := parts.netloc):
         prefix = parts.path.strip("/")
         if _PREFIX.fullmatch(prefix) and not {".", ".."} & set(prefix.split("/")):

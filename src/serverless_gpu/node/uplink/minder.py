@@ -27,6 +27,7 @@ import msgspec
 
 from serverless_gpu import faults
 from serverless_gpu.ambient import Clock
+from serverless_gpu.environment.questions import Where
 from serverless_gpu.errors import ServerlessGpuError
 from serverless_gpu.model.attempt import State, StopReason
 from serverless_gpu.node import protocol, secret_files
@@ -187,7 +188,7 @@ class Minder:
                 line.close()
             channel, greeting = connect(self._home)
             profile = self._server.profile
-            store = (f"sgpu+{profile.url}", profile.token)
+            store = Where(f"sgpu+{profile.url}", profile.token, profile.ca)
             try:
                 launch = starting.make_launch(
                     order, self.directory, greeting, clock=self._clock, waited_ns=self._waited_ns(order), store=store

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.ambient import Clock, created_wall_ns
+from serverless_gpu.environment.questions import Where
 from serverless_gpu.errors import HashMismatch, InvalidValue, SecretMissing, ServerProblem
 from serverless_gpu.model.placement import candidates, restrict
 from serverless_gpu.model.secrets import Delivered, check_name, check_variable
@@ -75,7 +76,7 @@ def take(home: Home, order: Start, profile: Path) -> tuple[Path, Remote] | None:
 
 
 def make_launch(
-    order: Start, directory: Path, greeting: protocol.Greeting, *, clock: Clock, waited_ns: int, store: tuple[str, str]
+    order: Start, directory: Path, greeting: protocol.Greeting, *, clock: Clock, waited_ns: int, store: Where
 ) -> protocol.Launch:
     """Return the launch for an order.
 
@@ -85,7 +86,7 @@ def make_launch(
         greeting: what the agent offers.
         clock: where time comes from.
         waited_ns: how long ago the client asked, by the server's clock.
-        store: address and token of the store in which environments lie.
+        store: in which environments lie.
 
     Raises:
         HardwareError: this node has not what the order needs.
@@ -182,9 +183,9 @@ def _context(order: Start) -> protocol.Context:
     return msgspec.structs.replace(context, environ=environ)
 
 
-def _wanted(order: Start, store: tuple[str, str]) -> protocol.Wanted | None:
+def _wanted(order: Start, store: Where) -> protocol.Wanted | None:
     if order.spec.environment != "snapshot":
         return None
     if not order.snapshot:
         raise ServerProblem("the run is to have a captured environment, and the order names none")
-    return protocol.Wanted(snapshot=order.snapshot, store=store[0], token=store[1])
+    return protocol.Wanted(snapshot=order.snapshot, store=store.url, token=store.token, ca=store.ca)
