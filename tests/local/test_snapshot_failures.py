@@ -188,7 +188,9 @@ def test_a_service_that_says_nothing_is_told_and_then_given_up(own: Path, warmed
     module = "sys.modules['serverless_gpu.client.snapshots']"
     warmed.ask(f"setattr({module}, 'SILENT_S', 0.2), setattr({module}, 'SILENT_S_MAX', 0.6)")
     service.send(signal.SIGSTOP)
-    assert warmed.ask("call(work.value)").startswith("EnvironmentProblem: the process that looks at the environment has")
+    assert warmed.ask("call(work.value)").startswith(
+        "EnvironmentProblem: the process that looks at the environment has"
+    )
     service.kill()
     assert "has not gone on for 0 s" in warmed.close()
 

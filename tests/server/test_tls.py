@@ -12,6 +12,7 @@ import pytest
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.environment.stores.opening import open_store
+from serverless_gpu.environment.stores.served import ServedStore
 from serverless_gpu.errors import InvalidValue, ServerUnavailable, StoreUnavailable
 from serverless_gpu.server.listening import bound
 from serverless_gpu.server.settings import read_settings
@@ -150,9 +151,10 @@ def test_environments_go_to_a_server_of_an_own_authority(tmp_path: Path, authori
     with served(tmp_path, tls_cert=str(cert), tls_key=str(key)) as server:
         url, name = f"sgpu+{outside(server)}", f"units/{'0' * 64}"
         trusting = open_store(url, {}, token=server.token, ca=str(authority.ca), bound_s=5)
+        stranger = open_store(url, {}, token=server.token, bound_s=0)
+        assert isinstance(trusting, ServedStore) and isinstance(stranger, ServedStore)
         assert trusting.present([name]) == frozenset()
         trusting.close()
-        stranger = open_store(url, {}, token=server.token, bound_s=0)
         with pytest.raises(StoreUnavailable, match="CERTIFICATE_VERIFY_FAILED"):
             stranger.present([name])
         stranger.close()

@@ -35,6 +35,7 @@ from serverless_gpu.server import (
 )
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.runs import NewRun, StoredRun
+from serverless_gpu.server.sealing import Sealer
 from serverless_gpu.server.services import Services
 from serverless_gpu.wire.runs import RunRequest, RunView
 from tests.simulation import node
@@ -55,12 +56,14 @@ def _repeated_submit_is_another_run() -> AbstractContextManager[Any]:
     """A request that comes again makes a run again."""
     create = submitting._create
 
-    def again(connection: sa.Connection, new: NewRun, who: Caller, at_ns: int) -> tuple[StoredRun, bool]:
+    def again(
+        connection: sa.Connection, sealer: Sealer, new: NewRun, who: Caller, at_ns: int
+    ) -> tuple[StoredRun, bool]:
         if runs.exists(connection, new.id):
             copy = msgspec.structs.replace(new, id=new.id[:-4] + "zzzz")
             if not runs.exists(connection, copy.id):
-                create(connection, copy, who, at_ns)
-        return create(connection, new, who, at_ns)
+                create(connection, sealer, copy, who, at_ns)
+        return create(connection, sealer, new, who, at_ns)
 
     return mock.patch.object(submitting, "_create", again)
 
