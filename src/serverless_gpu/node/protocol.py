@@ -8,8 +8,7 @@
     supervisor ──Borrow──▶ session ──Lent + lock descriptors──▶ supervisor ──Returned──▶ session
 
 The agent gives the client's connection away, so nothing it does or suffers later touches the run. The same words are
-spoken on the supervisor's own socket, by which `attach`, and a new agent after the old one died, find a running
-attempt.
+spoken on the supervisor's own socket, by which `attach`, and a new agent after the old one died, find an attempt.
 
 Messages are JSON objects with a `type`, one per packet (`inside/channel.py`). A peer of another `PROTOCOL` is refused
 by name, before anything starts; sockets carry the number too, so that two installs of one user do not meet.
@@ -73,9 +72,8 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         snapshot: its address.
-        store: URL of the store.
-        token: what the store of a server is asked with.
-        ca: file with the certificates that a server is trusted by; "" for the system's.
+        store: URL of the store; token: what one of a server is asked with.
+        ca: file with the certificates that such a one is trusted by; "" for the system's.
         mode: how it must be restored; "" leaves that to the node.
     """
 
