@@ -24,6 +24,8 @@ PLACES = (
     # its database
     "before_commit",  # a transaction's work is done, nothing of it is committed
     "after_commit_before_told",  # a transaction is durable, whoever waits for it does not know
+    "after_reserve_is_given_back",  # the disk is full, what was kept back is given, and not made again
+    "in_audit_chain",  # rows of the audit have their place in the chain, nothing of that is committed
     # runs, from being asked for to their end
     "after_submit_before_answer",  # the run is durable, its client does not know
     "after_commit_before_launch",  # the attempt and its order are durable, nobody has been told
@@ -40,10 +42,18 @@ PLACES = (
     "after_part_before_answer",  # a part is durable, its sender does not know
     "after_parts_are_deleted",  # the collector has deleted parts, and goes on to the next
     "after_rows_before_output",  # retention: the run's rows are gone, its output is not
+    # its operation
+    "before_backup_is_named",  # a backup has everything but its name
+    "before_restored_is_named",  # restore: the server has everything but its name
+    "after_restore_is_settled",  # restore: what becomes of the runs is durable, the mark that says to decide it is there
     # the node: uplink
     "after_directory_before_launch",  # the attempt's directory is there, nobody has been asked to run it
+    "before_secrets_are_complete",  # the first of an attempt's secrets is a file, the others are not
+    "after_secrets_before_launch",  # its secrets are files, nobody has been asked to run it
     "after_launch_before_ack",  # the attempt runs, the server does not know that the order was taken
     "after_answer_before_confirm",  # the server has answered the first report, the supervisor does not know
+    "before_token_is_written",  # the uplink has an attempt's next token, the attempt's directory has the one before
+    "after_token_is_written",  # the directory has the next token, too, nothing was said with it
     "after_parts_before_report",  # the parts of a result are on the server, no report names them
     "after_ending_before_settled",  # the server has everything, the attempt's directory does not say so
     # the node: supervisor

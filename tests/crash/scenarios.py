@@ -9,13 +9,15 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from enum import Enum
 from pathlib import Path
 from typing import NamedTuple
 
 import sqlalchemy as sa
 from blake3 import blake3
 
-from serverless_gpu import Run, distributed
+from serverless_gpu import Run, distributed, faults
+from serverless_gpu import runtime as rt
 from serverless_gpu.errors import RunCancelled, RunError
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.uplink import control
@@ -29,16 +31,26 @@ LARGE_BYTES = 100_000
 """Of a result that does not travel inside of a report."""
 
 
+class Needs(Enum):
+    """Which machine a scenario is played on."""
+
+    SHARED = "one whose server runs, with others"
+    OWN = "one of its own, whose server was never started"
+    SMALL_DISK = "one with its database on a small disk, which the scenario gets instead of a directory"
+
+
 class Scenario(NamedTuple):
     """How a place is passed.
 
     Attributes:
         play: does it, and asserts what came of it.
         of_node: whether it is a process of the node that dies; the server starts that again by itself.
+        needs: which machine.
     """
 
     play: Callable[[Machine, str, Path], None]
     of_node: bool = False
+    needs: Needs = Needs.SHARED
 
 
 @distributed(gpus=1, gpu_type="H100", remote=True, quiet=True)
@@ -173,6 +185,127 @@ def starts_first(machine: Machine, place: str, where: Path) -> None:
     assert not left, f"files that nobody asks for stay: {left}"
 
 
+def is_chained(machine: Machine, place: str, where: Path) -> None:
+    """Rows of the audit are in its chain once, and it is whole."""
+    with dying(machine, place, where, 1) as called:
+        pass
+    assert called.result(WAIT_S) == [b"x"]
+    assert executions(where) == 1
+    wait_for(lambda: not machine.read(lambda found: audit.pending(found, after_seq=0))[0], "it is chained", WAIT_S)
+    links = machine.read(lambda connection: audit.links(connection, audit.Wanted(limit=100_000)))
+    head, problem = follow(links, after=Head())
+    assert not problem and head.number == len(links)
+    told = [link.seq for link in links if link.seq]
+    assert len(told) == len(set(told))
+
+
+def is_backed_up(machine: Machine, place: str, where: Path) -> None:
+    """A backup that was killed is none; the next one is whole, and nothing of the first is left."""
+    run = submitted(machine, where, 1)
+    assert run.results() == [b"x"]
+    backups = where / "backups"
+    machine.arm(place)
+    assert machine.command("backup", str(backups)) == -signal.SIGKILL
+    machine.wait_hit(place)
+    assert not list(backups.glob("*Z"))
+    assert machine.command("backup", str(backups)) == 0
+    (made,) = [path for path in backups.iterdir() if path.name != ".lock"]
+    assert {"server/key", "server/token"} < verify(made).files.keys()
+    assert executions(where) == 1
+
+
+def is_restored(machine: Machine, place: str, where: Path) -> None:
+    """A run that waits in the backup and ran since runs once, wherever restoring was killed."""
+    machine.start()
+    with contextlib.closing(machine.connection()) as connection:
+        connection.ask("PUT", "/drain", DrainRequest(drained=True), answer=DrainView)
+        run = submitted(machine, where, 1)
+        assert machine.command("backup", str(where / "backups")) == 0
+    machine.stop()
+    of_then = machine.copied_database()  # of PostgreSQL: that is not in the backup
+    machine.start()
+    with contextlib.closing(machine.connection()) as connection:
+        connection.ask("PUT", "/drain", DrainRequest(drained=False), answer=DrainView)
+    assert run.results() == [b"x"] and executions(where) == 1
+    machine.stop()
+    server = machine.home / "server"
+    server.rename(machine.home / "lost")
+    machine.database = of_then
+    (backup,) = (where / "backups").glob("*Z")
+    machine.arm(place)
+    if place == "before_restored_is_named":
+        assert machine.command("restore", str(backup)) == -signal.SIGKILL
+        machine.wait_hit(place)
+        assert not server.exists()
+    assert machine.command("restore", str(backup)) == 0
+    if place == "after_restore_is_settled":
+        machine.spawn()
+        assert machine.line() == ""
+        machine.wait_hit(place)
+        machine.recover()
+    else:
+        machine.start()
+    with contextlib.closing(machine.connection()) as connection:
+        connection.ask("PUT", "/drain", DrainRequest(drained=False), answer=DrainView)
+        assert submitted(machine, where, 2).results() == [b"xx"]
+        assert connection.ask("GET", f"/runs/{run.id}", answer=RunView).reason == "server_restored"
+    assert executions(where) == 2
+    assert [path.name for path in machine.home.glob(".server-*")] == []
+
+
+def has_secrets(machine: Machine, place: str, where: Path) -> None:
+    """A run has its secrets, and no file of them is left, whoever was killed while they were written."""
+    values = {name: f"{name} {os.urandom(8).hex()}" for name in ("ONE", "TWO")}
+    with contextlib.closing(machine.connection()) as connection:
+        for name, value in values.items():
+            connection.ask("PUT", f"/secrets/{name}", SecretRequest(value=value.encode()), answer=SecretView)
+    machine.arm(place)
+    called = told.with_options(secrets=list(values))
+    run = called.submit(str(where))
+    machine.acknowledged.add(run.id)
+    machine.wait_hit(place)
+    assert run.results(WAIT_S) == [values]
+    assert executions(where) == 1
+    written = [value.encode() for value in values.values()]
+    wait_for(lambda: not secret_files_of(written), "its secrets are gone", limit_s=WAIT_S)
+
+
+def renews(machine: Machine, place: str, where: Path) -> None:
+    """A run goes on, and is told of, whichever token its directory had."""
+    machine.stop()
+    machine.start("Settings.partition_grace_s=12", "Settings.heartbeat_s=1", "Settings.partition_margin_s=4")
+    run = submitted(machine, where, -1)
+    wait_for(lambda: executions(where) == 1, "it has begun", limit_s=WAIT_S)
+    machine.arm(place)
+    machine.wait_hit(place)
+    (where / "go").touch()
+    assert run.results(WAIT_S) == [b"x"] and executions(where) == 1
+    wait_for(lambda: settled(machine, run), "it is settled", limit_s=WAIT_S)
+    machine.stop()
+    machine.start()
+
+
+def fills_the_disk(machine: Machine, place: str, disk: Path) -> None:
+    """A server killed as it gave back what it kept starts on the full disk, and keeps it again when there is room."""
+    where = machine.home / "ranks"
+    where.mkdir()
+    run = submitted(machine, where, -1)
+    wait_for(lambda: executions(where) == 1, "it has begun", limit_s=WAIT_S)
+    wait_for(lambda: reserved(machine, disk), "room is kept back", limit_s=WAIT_S)
+    machine.arm(place)
+    fill(disk)
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(ask_for_changes, machine, lambda: not machine.is_armed())
+        machine.wait_hit(place)
+        asking.result(WAIT_S)
+    machine.recover(SOON)
+    (where / "go").touch()
+    assert run.results(WAIT_S) == [b"x"] and executions(where) == 1
+    (disk / "filler").unlink()
+    wait_for(lambda: reserved(machine, disk), "room is kept back again", limit_s=WAIT_S)
+    wait_for(lambda: taken_again(machine, where), "new runs are taken", limit_s=WAIT_S)
+
+
 # --- what they are made of ---------------------------------------------------------------------------------------
 
 
@@ -212,11 +345,13 @@ def settled(machine: Machine, run: Run[bytes]) -> bool:
 
 
 SCENARIOS = {
-    "in_migration": Scenario(starts_first),
-    "before_file_is_named": Scenario(starts_first),
-    "after_token_file_before_row": Scenario(starts_first),
+    "in_migration": Scenario(starts_first, needs=Needs.OWN),
+    "before_file_is_named": Scenario(starts_first, needs=Needs.OWN),
+    "after_token_file_before_row": Scenario(starts_first, needs=Needs.OWN),
     "before_commit": Scenario(returns()),
     "after_commit_before_told": Scenario(returns()),
+    "after_reserve_is_given_back": Scenario(fills_the_disk, needs=Needs.SMALL_DISK),
+    "in_audit_chain": Scenario(is_chained),
     "after_submit_before_answer": Scenario(returns()),
     "after_commit_before_launch": Scenario(returns()),
     "after_order_left": Scenario(returns()),
@@ -231,9 +366,16 @@ SCENARIOS = {
     "after_part_before_answer": Scenario(returns(LARGE_BYTES)),
     "after_parts_are_deleted": Scenario(collects),
     "after_rows_before_output": Scenario(expires),
+    "before_backup_is_named": Scenario(is_backed_up),
+    "before_restored_is_named": Scenario(is_restored, needs=Needs.OWN),
+    "after_restore_is_settled": Scenario(is_restored, needs=Needs.OWN),
     "after_directory_before_launch": Scenario(returns(), of_node=True),
+    "before_secrets_are_complete": Scenario(has_secrets, of_node=True),
+    "after_secrets_before_launch": Scenario(has_secrets, of_node=True),
     "after_launch_before_ack": Scenario(returns(), of_node=True),
     "after_answer_before_confirm": Scenario(returns(), of_node=True),
+    "before_token_is_written": Scenario(renews, of_node=True),
+    "after_token_is_written": Scenario(renews, of_node=True),
     "after_parts_before_report": Scenario(returns(LARGE_BYTES), of_node=True),
     "after_ending_before_settled": Scenario(returns(), of_node=True),
     "after_exec_before_told": Scenario(loses_its_supervisor, of_node=True),

@@ -23,6 +23,7 @@ import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from serverless_gpu import faults
 from serverless_gpu.ambient import Clock
 from serverless_gpu.node.flocks import is_taken
 from serverless_gpu.node.home import storage_error
@@ -190,6 +191,7 @@ def _fill(place: Path, values: Mapping[str, bytes]) -> None:
         fd = os.open(place / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o400)
         with os.fdopen(fd, "wb") as file:
             file.write(value)
+        faults.reach("before_secrets_are_complete")
 
 
 def _remove_in_memory(place: Path) -> None:

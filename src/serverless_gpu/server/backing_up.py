@@ -32,6 +32,7 @@ import msgspec
 import sqlalchemy as sa
 from blake3 import blake3
 
+from serverless_gpu import faults
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue, ServerProblem, StorageError
 from serverless_gpu.server.settings import Settings
@@ -225,6 +226,7 @@ def _made(settings: Settings, directory: Path, *, made_ns: int) -> Made:
         )
         (partial / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
         os.sync()
+        faults.reach("before_backup_is_named")
         partial.rename(path)
         os.sync()
     except BaseException:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
+from serverless_gpu import faults
 from serverless_gpu.server import audit
 from serverless_gpu.server.services import Services
 
@@ -45,7 +46,7 @@ class Chainer:
         if not self._database.read(lambda connection: self._is_pending(connection, now_ns)):
             return now_ns + round(EVERY_S * 1e9)
         after_seq = self._after_seq
-        self._database.write(lambda connection: audit.chain(connection, after_seq=after_seq, limit=AT_ONCE))
+        self._database.write(lambda connection: _chain(connection, after_seq))
         return now_ns
 
     def _is_pending(self, connection: sa.Connection, now_ns: int) -> bool:
@@ -57,3 +58,8 @@ class Chainer:
         self._newest, self._back_ns = newest, now_ns + round(BACK_S * 1e9)
         self._after_seq = audit.chained_seq(connection)
         return False
+
+
+def _chain(connection: sa.Connection, after_seq: int) -> None:
+    audit.chain(connection, after_seq=after_seq, limit=AT_ONCE)
+    faults.reach("in_audit_chain")

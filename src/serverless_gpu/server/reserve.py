@@ -27,6 +27,7 @@ from pathlib import Path
 
 import sqlalchemy as sa
 
+from serverless_gpu import faults
 from serverless_gpu.server.space import free_bytes
 from serverless_gpu.units import format_bytes
 
@@ -60,7 +61,9 @@ class Reserve(abc.ABC):
             if not self._given:
                 _log.error("the database's disk is full: %s are given back, no new runs are taken", format_bytes(BYTES))
             self._given = True
-            return self._gone()
+            is_gone = self._gone()
+        faults.reach("after_reserve_is_given_back")
+        return is_gone
 
     def tend(self) -> None:
         """Keep room back, where it is not kept and there is some."""

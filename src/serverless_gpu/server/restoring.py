@@ -29,6 +29,7 @@ from pathlib import Path
 import msgspec
 import sqlalchemy as sa
 
+from serverless_gpu import faults
 from serverless_gpu.errors import ServerProblem
 from serverless_gpu.model.run_lifecycle import Restored
 from serverless_gpu.node.home import Home
@@ -114,6 +115,7 @@ def settle(database: Transactions, directory: Path, *, measures: Measures, now_n
             connection, who=SERVER, action=Action.SERVER_RESTORE, subject="server", now_ns=now_ns, detail=said
         )
     )
+    faults.reach("after_restore_is_settled")
     path.unlink()
 
 
@@ -153,6 +155,7 @@ def _place(home: Home, partial: Path, manifest: Manifest, *, nothing_ran_since: 
     mark = Mark(made_ns=manifest.made_ns, nothing_ran_since=nothing_ran_since)
     (made / FILE).write_bytes(msgspec.json.encode(mark))
     os.sync()
+    faults.reach("before_restored_is_named")
     made.rename(home.root / "server")
     os.sync()
 

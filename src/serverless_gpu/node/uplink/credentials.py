@@ -9,6 +9,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 
+from serverless_gpu import faults
+
 _AT_ONCE = 1_000
 
 
@@ -33,7 +35,9 @@ class Credential:
         """Use another one from now on; "" means that there is none."""
         if token and token != self._token:
             self._token = token
+            faults.reach("before_token_is_written")
             self._keep(token)
+            faults.reach("after_token_is_written")
 
     def refused(self) -> None:
         """Note that the server does not take it any more."""

@@ -194,6 +194,8 @@ class Minder:
                     order, self.directory, greeting, clock=self._clock, waited_ns=self._waited_ns(order), store=store
                 )
                 launch = starting.with_secrets(order, launch)
+                if order.secrets:
+                    faults.reach("after_secrets_before_launch")
                 starting.write_run(launch)
                 self._agent_pid = greeting.pid
                 self._launch = launch

@@ -15,7 +15,8 @@ Failure cases: the server is away or answers with errors (longer and longer paus
 run when the lease is over); the attempt is over for the server (stopped; its facts, what it printed and how it ended
 are still reported, for they are true, its results are not);
 the attempt's token has ended (the node's next heartbeat brings another);
-the database of the server is full (it has heard of the attempt all the same, so that goes on: no run ends for that);
+the database of the server is full (it has heard of the attempt all the same, so that goes on: no run ends for that;
+unless the server may have given it up meanwhile, for which nobody had room to say so);
 results cannot be sent for an hour in which the server does answer (the run ends as `result_upload`, its files stay).
 """
 
@@ -117,6 +118,7 @@ class Reporter:
         self._tracked = ""
         self._error = ""
         self._was_heard = False
+        self._until_ns = 0
         self._over = False
         self._refused = False
         self._left = _LEFT_MAX
@@ -140,7 +142,8 @@ class Reporter:
                 answer = self._ask(report, backoff)
                 if answer is None:
                     if self._was_heard:
-                        minder.heard(asked_ns + round(self._remote.partition_grace_s * 1e9))
+                        self._until_ns = asked_ns + round(self._remote.partition_grace_s * 1e9)
+                        minder.heard(self._until_ns)
                     continue
                 self._said_ns = asked_ns
                 self._note(report, answer)
@@ -152,7 +155,8 @@ class Reporter:
                     if is_settled or not self._has_more_to_say(report):
                         return
                     continue
-                minder.renew(asked_ns + round(answer.partition_grace_s * 1e9), answer.stop)
+                self._until_ns = asked_ns + round(answer.partition_grace_s * 1e9)
+                minder.renew(self._until_ns, answer.stop)
                 if is_settled:
                     minder.settled()
                     return
@@ -174,7 +178,7 @@ class Reporter:
             if text != self._error:  # the first of a row
                 self._say(text)
             self._error = text
-            self._was_heard = isinstance(error, ServerStorageFull)
+            self._was_heard = isinstance(error, ServerStorageFull) and self._is_held()
             self._delivery.refused(error, ended=report.ending is not None)
             self._server.look_again()
             if error.retryable:
@@ -187,6 +191,13 @@ class Reporter:
         self._server.answered()
         self._credential.take(answer.token)
         return answer
+
+    def _is_held(self) -> bool:
+        """Return whether the server cannot have given the attempt up by now: it heard of it within the lease.
+
+        One that was frozen, or cut off, for longer than its lease finds out by an answer that says so, or ends.
+        """
+        return not self._over and self._clock.boottime_ns() < self._until_ns
 
     # --- what ----------------------------------------------------------------------------------------------------
 
