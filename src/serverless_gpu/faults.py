@@ -45,7 +45,7 @@ PLACES = (
     # its operation
     "before_backup_is_named",  # a backup has everything but its name
     "before_restored_is_named",  # restore: the server has everything but its name
-    "after_restore_is_settled",  # restore: what becomes of the runs is durable, the mark that says to decide it is there
+    "after_restore_is_settled",  # restore: what becomes of runs is durable, the mark that has it decided is there
     # the node: uplink
     "after_directory_before_launch",  # the attempt's directory is there, nobody has been asked to run it
     "before_secrets_are_complete",  # the first of an attempt's secrets is a file, the others are not

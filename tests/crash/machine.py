@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -32,6 +36,7 @@ class Machine:
     Args:
         home: the home directory.
         database: url of the server's.
+        words: what the server is told at each start, as `tests.remote.server_process` takes it.
 
     Attributes:
         home: the home directory.
@@ -40,13 +45,13 @@ class Machine:
         acknowledged: runs whose submission was answered, and that are kept.
     """
 
-    def __init__(self, home: Path, database: str) -> None:
+    def __init__(self, home: Path, database: str, *words: str) -> None:
         self.home = home
         self.database = database
         self.url = ""
         self.acknowledged: set[str] = set()
         self._armed = home / "armed"
-        self._server = ServerProcess(home, f"database={database}", f"port={own_port()}")
+        self._server = ServerProcess(home, f"port={own_port()}", *words)
 
     # --- the server ----------------------------------------------------------------------------------------------
 
@@ -65,7 +70,8 @@ class Machine:
     def spawn(self, *words: str, fault: str = "") -> None:
         """Start the server and do not wait."""
         with (self.home / "server.stderr").open("ab") as errors:
-            self._server.spawn(*words, environ={faults.VARIABLE: fault or f"@{self._armed}"}, errors=errors)
+            told = (f"database={self.database}", *words)
+            self._server.spawn(*told, environ={faults.VARIABLE: fault or f"@{self._armed}"}, errors=errors)
 
     def line(self) -> str:
         """Return the next line the server prints; "" when it has ended."""
@@ -90,6 +96,26 @@ class Machine:
         cancel_all(self.home)
         self.stop()
         end_node(self.home)
+
+    def command(self, *words: str) -> int:
+        """Run `sgpu server …`, which may reach the place that is armed; return its exit status."""
+        named = {faults.VARIABLE: f"@{self._armed}", "SGPU_DATABASE": self.database}
+        with (self.home / "server.stderr").open("ab") as errors:
+            program = [sys.executable, "-m", "serverless_gpu.cli", "server", *words]
+            done = subprocess.run(
+                program, env={**os.environ, **named}, stdout=errors, stderr=errors, timeout=WAIT_S, check=False
+            )
+        return done.returncode
+
+    def copied_database(self) -> str:
+        """Return the url of a copy of a database of PostgreSQL that nobody uses."""
+        url = sa.make_url(self.database)
+        copied = url.set(database=f"{url.database}_copied")
+        engine = sa.create_engine(url.set(database="postgres"), isolation_level="AUTOCOMMIT")
+        with contextlib.closing(engine.connect()) as connection:
+            connection.execute(sa.text(f'CREATE DATABASE "{copied.database}" TEMPLATE "{url.database}"'))
+        engine.dispose()
+        return copied.render_as_string(hide_password=False)
 
     def connection(self, token: str = "token", *, patience_s: float = 0.0) -> Connection:
         """Return a connection with the token of one of the server's files."""
@@ -122,9 +148,13 @@ class Machine:
         beside.write_text(place, encoding="utf-8")
         beside.replace(self._armed)
 
+    def is_armed(self) -> bool:
+        """Return whether nobody has reached the place yet."""
+        return self._armed.exists()
+
     def wait_hit(self, place: str) -> None:
         """Wait until a process has died at the place."""
-        wait_for(lambda: not self._armed.exists(), f"somebody has reached {place}", limit_s=WAIT_S)
+        wait_for(lambda: not self.is_armed(), f"somebody has reached {place}", limit_s=WAIT_S)
 
     def recover(self, *words: str) -> None:
         """Start the server again where it is what died."""

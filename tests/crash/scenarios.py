@@ -7,36 +7,32 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from enum import Enum
 from pathlib import Path
 from typing import NamedTuple
 
 import sqlalchemy as sa
 from blake3 import blake3
 
-from serverless_gpu import Run, distributed, faults
+from serverless_gpu import Run, distributed
 from serverless_gpu import runtime as rt
 from serverless_gpu.errors import RunCancelled, RunError
+from serverless_gpu.model.audit_chain import Head, follow
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.uplink import control
-from serverless_gpu.server import tables
+from serverless_gpu.server import audit, tables
+from serverless_gpu.server.backing_up import verify
 from serverless_gpu.wire.blobs import DigestList
 from serverless_gpu.wire.runs import RunView
+from serverless_gpu.wire.secrets import SecretRequest, SecretView
+from serverless_gpu.wire.state import DrainRequest, DrainView
 from tests.crash.machine import WAIT_S, Machine
 from tests.local.observe import wait_for
 
 LARGE_BYTES = 100_000
 """Of a result that does not travel inside of a report."""
-
-
-class Needs(Enum):
-    """Which machine a scenario is played on."""
-
-    SHARED = "one whose server runs, with others"
-    OWN = "one of its own, whose server was never started"
-    SMALL_DISK = "one with its database on a small disk, which the scenario gets instead of a directory"
 
 
 class Scenario(NamedTuple):
@@ -45,12 +41,12 @@ class Scenario(NamedTuple):
     Attributes:
         play: does it, and asserts what came of it.
         of_node: whether it is a process of the node that dies; the server starts that again by itself.
-        needs: which machine.
+        alone: whether it needs a machine of its own, whose server was never started.
     """
 
     play: Callable[[Machine, str, Path], None]
     of_node: bool = False
-    needs: Needs = Needs.SHARED
+    alone: bool = False
 
 
 @distributed(gpus=1, gpu_type="H100", remote=True, quiet=True)
@@ -61,6 +57,13 @@ def work(directory: str, size: int) -> bytes:
     while size < 0 and not os.path.exists(f"{directory}/go"):
         os.sched_yield()
     return b"x" * abs(size)
+
+
+@distributed(gpus=1, gpu_type="H100", remote=True, quiet=True, secrets=["ONE", "TWO"])
+def confided(directory: str) -> dict[str, str]:
+    with open(f"{directory}/began", "a") as file:
+        file.write(f"{os.getpid()}\n")
+    return {name: rt.secret(name) for name in ("ONE", "TWO")}
 
 
 def returns(size: int = 1) -> Callable[[Machine, str, Path], None]:
@@ -191,12 +194,12 @@ def is_chained(machine: Machine, place: str, where: Path) -> None:
         pass
     assert called.result(WAIT_S) == [b"x"]
     assert executions(where) == 1
-    wait_for(lambda: not machine.read(lambda found: audit.pending(found, after_seq=0))[0], "it is chained", WAIT_S)
+    wait_for(
+        lambda: len(rows(machine, tables.audit_links)) == len(rows(machine, tables.audit)), "all is chained", WAIT_S
+    )
     links = machine.read(lambda connection: audit.links(connection, audit.Wanted(limit=100_000)))
-    head, problem = follow(links, after=Head())
-    assert not problem and head.number == len(links)
-    told = [link.seq for link in links if link.seq]
-    assert len(told) == len(set(told))
+    assert follow(links, after=Head())[1] == ""
+    assert {link.seq for link in links} == {row["seq"] for row in rows(machine, tables.audit)}
 
 
 def is_backed_up(machine: Machine, place: str, where: Path) -> None:
@@ -207,50 +210,58 @@ def is_backed_up(machine: Machine, place: str, where: Path) -> None:
     machine.arm(place)
     assert machine.command("backup", str(backups)) == -signal.SIGKILL
     machine.wait_hit(place)
-    assert not list(backups.glob("*Z"))
+    assert not list(backups.glob("[!.]*"))
     assert machine.command("backup", str(backups)) == 0
-    (made,) = [path for path in backups.iterdir() if path.name != ".lock"]
+    (made,) = [path for path in backups.iterdir() if path.name != ".lock"]  # and nothing of the other
     assert {"server/key", "server/token"} < verify(made).files.keys()
     assert executions(where) == 1
 
 
 def is_restored(machine: Machine, place: str, where: Path) -> None:
-    """A run that waits in the backup and ran since runs once, wherever restoring was killed."""
-    machine.start()
-    with contextlib.closing(machine.connection()) as connection:
-        connection.ask("PUT", "/drain", DrainRequest(drained=True), answer=DrainView)
-        run = submitted(machine, where, 1)
-        assert machine.command("backup", str(where / "backups")) == 0
-    machine.stop()
-    of_then = machine.copied_database()  # of PostgreSQL: that is not in the backup
-    machine.start()
-    with contextlib.closing(machine.connection()) as connection:
-        connection.ask("PUT", "/drain", DrainRequest(drained=False), answer=DrainView)
-    assert run.results() == [b"x"] and executions(where) == 1
+    """A home has all of its server, or none."""
+    machine.start("node=false")
+    backup = backed_up(machine, where)
     machine.stop()
     server = machine.home / "server"
     server.rename(machine.home / "lost")
-    machine.database = of_then
-    (backup,) = (where / "backups").glob("*Z")
     machine.arm(place)
-    if place == "before_restored_is_named":
-        assert machine.command("restore", str(backup)) == -signal.SIGKILL
-        machine.wait_hit(place)
-        assert not server.exists()
+    assert machine.command("restore", str(backup)) == -signal.SIGKILL
+    machine.wait_hit(place)
+    assert not server.exists()
     assert machine.command("restore", str(backup)) == 0
-    if place == "after_restore_is_settled":
-        machine.spawn()
-        assert machine.line() == ""
-        machine.wait_hit(place)
-        machine.recover()
-    else:
-        machine.start()
+    assert not list(machine.home.glob(".server-*"))
+    machine.start("node=false")
     with contextlib.closing(machine.connection()) as connection:
-        connection.ask("PUT", "/drain", DrainRequest(drained=False), answer=DrainView)
-        assert submitted(machine, where, 2).results() == [b"xx"]
+        assert connection.get("/whoami")
+
+
+def starts_restored(machine: Machine, place: str, where: Path) -> None:
+    """A run that waits in the backup, and ran since, runs once."""
+    machine.start()
+    drain(machine, on=True)
+    run = submitted(machine, where, 1)
+    backup = backed_up(machine, where)
+    of_then = machine.database
+    if not of_then.startswith("sqlite"):  # that is not in the backup
+        machine.stop()
+        of_then = machine.copied_database()
+        machine.start()
+    drain(machine, on=False)
+    assert run.results(WAIT_S) == [b"x"] and executions(where) == 1
+    machine.stop()
+    (machine.home / "server").rename(machine.home / "lost")
+    machine.database = of_then
+    assert machine.command("restore", str(backup)) == 0
+    machine.arm(place)
+    machine.spawn()
+    assert machine.line() == ""
+    machine.wait_hit(place)
+    machine.recover()
+    drain(machine, on=False)
+    assert submitted(machine, where, 2).results(WAIT_S) == [b"xx"]
+    with contextlib.closing(machine.connection()) as connection:
         assert connection.ask("GET", f"/runs/{run.id}", answer=RunView).reason == "server_restored"
     assert executions(where) == 2
-    assert [path.name for path in machine.home.glob(".server-*")] == []
 
 
 def has_secrets(machine: Machine, place: str, where: Path) -> None:
@@ -260,20 +271,16 @@ def has_secrets(machine: Machine, place: str, where: Path) -> None:
         for name, value in values.items():
             connection.ask("PUT", f"/secrets/{name}", SecretRequest(value=value.encode()), answer=SecretView)
     machine.arm(place)
-    called = told.with_options(secrets=list(values))
-    run = called.submit(str(where))
+    run = confided.submit(str(where))
     machine.acknowledged.add(run.id)
     machine.wait_hit(place)
     assert run.results(WAIT_S) == [values]
     assert executions(where) == 1
-    written = [value.encode() for value in values.values()]
-    wait_for(lambda: not secret_files_of(written), "its secrets are gone", limit_s=WAIT_S)
+    wait_for(lambda: not secret_files(machine, values), "its secrets are gone", limit_s=WAIT_S)
 
 
 def renews(machine: Machine, place: str, where: Path) -> None:
     """A run goes on, and is told of, whichever token its directory had."""
-    machine.stop()
-    machine.start("Settings.partition_grace_s=12", "Settings.heartbeat_s=1", "Settings.partition_margin_s=4")
     run = submitted(machine, where, -1)
     wait_for(lambda: executions(where) == 1, "it has begun", limit_s=WAIT_S)
     machine.arm(place)
@@ -281,29 +288,6 @@ def renews(machine: Machine, place: str, where: Path) -> None:
     (where / "go").touch()
     assert run.results(WAIT_S) == [b"x"] and executions(where) == 1
     wait_for(lambda: settled(machine, run), "it is settled", limit_s=WAIT_S)
-    machine.stop()
-    machine.start()
-
-
-def fills_the_disk(machine: Machine, place: str, disk: Path) -> None:
-    """A server killed as it gave back what it kept starts on the full disk, and keeps it again when there is room."""
-    where = machine.home / "ranks"
-    where.mkdir()
-    run = submitted(machine, where, -1)
-    wait_for(lambda: executions(where) == 1, "it has begun", limit_s=WAIT_S)
-    wait_for(lambda: reserved(machine, disk), "room is kept back", limit_s=WAIT_S)
-    machine.arm(place)
-    fill(disk)
-    with ThreadPoolExecutor(1) as pool:
-        asking = pool.submit(ask_for_changes, machine, lambda: not machine.is_armed())
-        machine.wait_hit(place)
-        asking.result(WAIT_S)
-    machine.recover(SOON)
-    (where / "go").touch()
-    assert run.results(WAIT_S) == [b"x"] and executions(where) == 1
-    (disk / "filler").unlink()
-    wait_for(lambda: reserved(machine, disk), "room is kept back again", limit_s=WAIT_S)
-    wait_for(lambda: taken_again(machine, where), "new runs are taken", limit_s=WAIT_S)
 
 
 # --- what they are made of ---------------------------------------------------------------------------------------
@@ -339,18 +323,42 @@ def rows(machine: Machine, table: sa.Table) -> list[sa.RowMapping]:
     return machine.read(lambda connection: list(connection.execute(sa.select(table)).mappings()))
 
 
+def drain(machine: Machine, *, on: bool) -> None:
+    """Have nothing new started, or have it started again."""
+    with contextlib.closing(machine.connection()) as connection:
+        connection.ask("PUT", "/drain", DrainRequest(on=on), answer=DrainView)
+
+
+def backed_up(machine: Machine, where: Path) -> Path:
+    """Return a backup of the server as it is."""
+    assert machine.command("backup", str(where / "backups")) == 0
+    (backup,) = (where / "backups").glob("*Z")
+    return backup
+
+
+def secret_files(machine: Machine, values: dict[str, str]) -> list[Path]:
+    """Return the files on this machine that have one of some values: in memory, or below the home."""
+    written = {value.encode() for value in values.values()}
+    found = []
+    for path in [*Path("/dev/shm").glob("sgpu-secrets-*/*"), *machine.home.glob("runs/*/*/secrets/*")]:
+        with contextlib.suppress(OSError):  # others' go meanwhile
+            found += [path] if path.read_bytes() in written else []
+    return found
+
+
 def settled(machine: Machine, run: Run[bytes]) -> bool:
     """Return whether nothing more comes of a run."""
     return any(row["id"] == run.id and row["settled_ns"] is not None for row in rows(machine, tables.runs))
 
 
+ELSEWHERE = {"after_reserve_is_given_back": "test_full_database.py"}
+"""Places that are passed on a disk that is full only."""
 SCENARIOS = {
-    "in_migration": Scenario(starts_first, needs=Needs.OWN),
-    "before_file_is_named": Scenario(starts_first, needs=Needs.OWN),
-    "after_token_file_before_row": Scenario(starts_first, needs=Needs.OWN),
+    "in_migration": Scenario(starts_first, alone=True),
+    "before_file_is_named": Scenario(starts_first, alone=True),
+    "after_token_file_before_row": Scenario(starts_first, alone=True),
     "before_commit": Scenario(returns()),
     "after_commit_before_told": Scenario(returns()),
-    "after_reserve_is_given_back": Scenario(fills_the_disk, needs=Needs.SMALL_DISK),
     "in_audit_chain": Scenario(is_chained),
     "after_submit_before_answer": Scenario(returns()),
     "after_commit_before_launch": Scenario(returns()),
@@ -367,8 +375,8 @@ SCENARIOS = {
     "after_parts_are_deleted": Scenario(collects),
     "after_rows_before_output": Scenario(expires),
     "before_backup_is_named": Scenario(is_backed_up),
-    "before_restored_is_named": Scenario(is_restored, needs=Needs.OWN),
-    "after_restore_is_settled": Scenario(is_restored, needs=Needs.OWN),
+    "before_restored_is_named": Scenario(is_restored, alone=True),
+    "after_restore_is_settled": Scenario(starts_restored, alone=True),
     "after_directory_before_launch": Scenario(returns(), of_node=True),
     "before_secrets_are_complete": Scenario(has_secrets, of_node=True),
     "after_secrets_before_launch": Scenario(has_secrets, of_node=True),

@@ -15,13 +15,15 @@ import pytest
 
 from serverless_gpu import faults
 from tests.crash.machine import FAKES, Machine
-from tests.crash.scenarios import SCENARIOS, starts_first
+from tests.crash.scenarios import ELSEWHERE, SCENARIOS
 from tests.homes import use_home
 from tests.server.postgres import Cluster, cluster
 
 pytestmark = pytest.mark.slow
-FIRST = [place for place, scenario in SCENARIOS.items() if scenario.play is starts_first]
-LATER = [place for place in SCENARIOS if place not in FIRST]
+OFTEN = ("attempt_tokens._RENEWED_AFTER=0", "Settings.heartbeat_s=1")
+"""Each sign of life of an attempt brings it another token, but for those of its first second."""
+ALONE = [place for place, scenario in SCENARIOS.items() if scenario.alone]
+TOGETHER = [place for place in SCENARIOS if place not in ALONE]
 
 
 @pytest.fixture(scope="module")
@@ -37,14 +39,14 @@ def empty(request: pytest.FixtureRequest, kind: str, monkeypatch: pytest.MonkeyP
     machine = _made(request, kind)
     use_home(monkeypatch, machine.home, FAKES)
     yield machine
-    machine.stop()
+    machine.close()
     shutil.rmtree(machine.home)
 
 
 @pytest.fixture(scope="module", params=["sqlite", "postgresql"])
 def shared(request: pytest.FixtureRequest) -> Iterator[Machine]:
     """Yield a machine whose server runs, for all tests of one kind of database."""
-    machine = _made(request, request.param)
+    machine = _made(request, request.param, *OFTEN)
     with pytest.MonkeyPatch.context() as patch:
         use_home(patch, machine.home, FAKES)
         machine.start()
@@ -60,25 +62,30 @@ def machine(shared: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machin
     yield shared
 
 
-def _made(request: pytest.FixtureRequest, kind: str) -> Machine:
+def _made(request: pytest.FixtureRequest, kind: str, *words: str) -> Machine:
     home = Path(tempfile.mkdtemp(prefix="sg-", dir="/tmp"))
     if kind == "sqlite":
-        return Machine(home, f"sqlite:///{home}/server/server.db")
+        return Machine(home, f"sqlite:///{home}/server/server.db", *words)
     running: Cluster = request.getfixturevalue("postgres")
-    return Machine(home, running.url(running.new_database()))
+    return Machine(home, running.url(running.new_database()), *words)
 
 
 def test_every_place_has_a_scenario() -> None:
-    assert list(SCENARIOS) == list(faults.PLACES)
+    assert list(SCENARIOS) == [place for place in faults.PLACES if place not in ELSEWHERE]
+    for place, file in ELSEWHERE.items():
+        assert place in faults.PLACES and f'"{place}"' in Path(__file__).with_name(file).read_text()
 
 
 @pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
-@pytest.mark.parametrize("place", FIRST)
-def test_a_server_killed_in_its_first_start_starts(empty: Machine, place: str, tmp_path: Path) -> None:
-    starts_first(empty, place, tmp_path)
+@pytest.mark.parametrize("place", ALONE)
+def test_a_server_killed_in_its_first_start_or_as_it_is_restored_starts(
+    empty: Machine, place: str, tmp_path: Path
+) -> None:
+    SCENARIOS[place].play(empty, place, tmp_path)
+    empty.check()
 
 
-@pytest.mark.parametrize("place", LATER)
+@pytest.mark.parametrize("place", TOGETHER)
 def test_F31_F32_F33_F34_nothing_acknowledged_is_lost_and_nothing_runs_twice(
     machine: Machine, place: str, tmp_path: Path
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import shutil
 import tempfile
@@ -113,6 +114,30 @@ def test_F36_on_a_full_disk_runs_are_stopped_and_end_and_no_new_ones_come(
     wait_for(lambda: taken_again(machine, tmp_path), "new runs are taken", limit_s=WAIT_S)
     wait_for(lambda: "there is room on the database's disk again" in machine.log(), "it is said")
     assert executions(tmp_path / "one") == executions(tmp_path / "two") == 1
+    machine.check()
+
+
+def test_F36_a_server_killed_as_it_gives_back_what_it_kept_goes_on_on_the_full_disk(
+    machine: Machine, disk: Path, tmp_path: Path
+) -> None:
+    place = "after_reserve_is_given_back"
+    ending = begun(machine, tmp_path / "one")
+    wait_for(lambda: reserved(machine, disk), "room is kept back", limit_s=WAIT_S)
+    machine.arm(place)
+    fill(disk)
+    names = itertools.count()
+    with contextlib.closing(machine.connection()) as connection:
+        while machine.is_armed():
+            with contextlib.suppress(ServerStorageFull, ServerUnavailable):
+                request = PrincipalRequest(name=f"user-{next(names)}")
+                connection.ask("POST", "/users", request, answer=TokenMade)
+    machine.recover(SOON)
+    (tmp_path / "one" / "go").touch()
+    assert ending.results(timeout=WAIT_S) == [b"x" * LARGE_BYTES]
+    (disk / "filler").unlink()
+    wait_for(lambda: reserved(machine, disk), "room is kept back again", limit_s=WAIT_S)
+    wait_for(lambda: taken_again(machine, tmp_path), "new runs are taken", limit_s=WAIT_S)
+    assert executions(tmp_path / "one") == 1
     machine.check()
 
 

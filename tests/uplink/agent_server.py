@@ -58,7 +58,10 @@ class SeenAttempt:
         self.endings = 0
         self.receipt: dict[str, Any] | None = None
         self.stale = False
-        self.disk_full = False
+        self.disk_full = False  # for what ranks print
+        self.no_room = False  # for anything
+        self.over = False  # what it did is taken, and it does not go on
+        self.asked = 0  # reports that came, whatever became of them
         self.stop: StopReason | None = None
         self.token = start.token
         self.next_token = ""  # what a report is answered with
@@ -113,6 +116,7 @@ class SeenAttempt:
             heartbeat_s=1.0,
             partition_grace_s=self.start.partition_grace_s,
             token=token,
+            stale=self.over,
         )
 
 
@@ -270,6 +274,9 @@ class AgentServer:
             return 200, self.parts[rest[0]]
         self.hold_reports.wait(30)
         report = msgspec.json.decode(body, type=Report)
+        attempt.asked += 1
+        if attempt.no_room:
+            return 503, msgspec.json.encode(Problem(code="storage_full", message="the database has no room"))
         if attempt.stale:
             return 409, msgspec.json.encode(Problem(code="stale_attempt", message="a newer attempt runs"))
         return _fine(attempt.take(report))
