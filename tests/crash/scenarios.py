@@ -258,10 +258,9 @@ def starts_restored(machine: Machine, place: str, where: Path) -> None:
     machine.wait_hit(place)
     machine.recover()
     drain(machine, on=False)
-    assert submitted(machine, where, 2).results(WAIT_S) == [b"xx"]
     with contextlib.closing(machine.connection()) as connection:
         assert connection.ask("GET", f"/runs/{run.id}", answer=RunView).reason == "server_restored"
-    assert executions(where) == 2
+    assert executions(where) == 1
 
 
 def has_secrets(machine: Machine, place: str, where: Path) -> None:
