@@ -14,7 +14,7 @@ from serverless_gpu.ambient import SystemClock
 from serverless_gpu.cli.program import sgpu
 from serverless_gpu.errors import ServerUnavailable
 from serverless_gpu.model.queueing import Wait
-from serverless_gpu.server import books, self_check, tables
+from serverless_gpu.server import books, runs, self_check, tables
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.self_check import SelfCheck
 from serverless_gpu.server.services import Services
@@ -73,8 +73,7 @@ def test_what_is_wrong_is_said_once_and_counted(
 def test_all_runs_are_looked_at_page_by_page(
     people: Database, services: Services, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for _ in range(5):
-        submitted(people)
+    services.sentences.replace({submitted(people): Wait(why="waits for a device", place=1) for _ in range(5)})
     load = books.load
 
     def pages_of_two(connection: sa.Connection, *, after: str) -> books.Books:
@@ -174,3 +173,26 @@ def test_the_command_says_what_is_wrong_and_exits_with_1(home: Path) -> None:
     done = runner.invoke(sgpu, ["server", "check"])
     said = f"I6 run {run_id}: has succeeded, and 1 of 2 results are there\n1 violations in 1 runs\n"
     assert (done.exit_code, done.output) == (1, said)
+
+
+def test_who_is_in_doubt_is_looked_at_more_often_than_at_the_ends_of_a_minute(
+    people: Database, services: Services, clock: FakeClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_id = submitted(people)
+    check = SelfCheck(services)
+    for _ in range(10):  # an unlucky look now and then
+        again_ns = check.tick(clock.boottime_ns())
+        assert again_ns == clock.boottime_ns() + 5 * 10**9
+        clock.advance(5)
+        services.sentences.replace({run_id: Wait(why="waits for a device", place=1)})
+        assert check.tick(clock.boottime_ns()) == clock.boottime_ns() + 60 * 10**9
+        services.sentences.replace({})
+        clock.advance(60)
+    assert errors(caplog) == []
+
+
+def test_of_a_long_queue_no_more_is_read_than_is_looked_at(people: Database) -> None:
+    for _ in range(5):
+        submitted(people)
+    assert len(people.read(lambda connection: runs.queue(connection, limit=3))) == 3
+    assert len(people.read(runs.queue)) == 5

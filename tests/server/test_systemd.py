@@ -14,6 +14,8 @@ import pytest
 from click.testing import CliRunner
 
 from serverless_gpu.cli.program import sgpu
+from serverless_gpu.server import serving
+from serverless_gpu.server.claim import TakenOver
 from serverless_gpu.server.systemd import Installation, notify, taken_from, unit
 from tests.docs.pages import ROOT
 
@@ -62,6 +64,16 @@ def test_systemd_understands_the_unit(tmp_path: Path, node: bool) -> None:
     )
     about_ours = [line for line in looked.stderr.splitlines() if "serverless-gpu.service" in line]
     assert about_ours == []
+
+
+def test_a_server_that_was_replaced_is_not_started_again(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def replaced(*_words: object, **_options: object) -> None:
+        raise TakenOver("another server has taken the database over")
+
+    monkeypatch.setattr(serving, "serve", replaced)
+    said = CliRunner().invoke(sgpu, ["up", "--no-node", "--port", "0"])
+    assert said.exit_code == 3 and "taken the database over" in said.output
+    assert "RestartPreventExitStatus=3" in unit(EXAMPLE).splitlines()
 
 
 def test_sgpu_server_unit_prints_it_with_this_machines_paths(home: Path) -> None:

@@ -54,6 +54,10 @@ _END = sa.text(
 _log = logging.getLogger(__name__)
 
 
+class TakenOver(ServerProblem):
+    """Another server has taken the database over while this one stood still."""
+
+
 class Claim:
     """Sole use of a database. All methods may be called from any thread.
 

@@ -304,10 +304,10 @@ def page(connection: sa.Connection, wished: Wished, *, limit: int, cursor: str =
     return [run for run in found[:limit] if wished.tags.items() <= run.spec.tags.items()], following
 
 
-def queue(connection: sa.Connection) -> list[tuple[str, int]]:
+def queue(connection: sa.Connection, *, limit: int | None = None) -> list[tuple[str, int]]:
     """Return what waits, in the order of priority class and age: identifiers, and the fence of the last attempt."""
     query = sa.select(runs.c.id, runs.c.fence).where(runs.c.state == State.QUEUED.value)
-    query = query.order_by(runs.c.priority, runs.c.queued_ns, runs.c.id)
+    query = query.order_by(runs.c.priority, runs.c.queued_ns, runs.c.id).limit(limit)
     return [(run_id, fence) for run_id, fence in connection.execute(query)]
 
 

@@ -2,7 +2,7 @@
 
     every 5 s    a page of runs, in one read ─▶ violations ─▶ log (ERROR, once for each), `/metrics`
                  and what the server thinks: who could be placed and is not, who waits and is told nothing, what grows
-    the end      a minute's pause, then from the first run on again
+    the end      a minute's pause, then from the first run on again; 5 s while somebody is where nobody may stay
 
     sgpu server check    everything at once, from the database alone: `check`
 
@@ -100,11 +100,12 @@ class SelfCheck:
         self._remember(page)
         self.seen += len(page.runs)
         self._after = page.following
-        return now_ns + round((EVERY_S if page.following else ROUND_S) * 1e9)
+        is_in_doubt = bool(self._untold or self._unplaced)  # so for a minute is looked at more often than at its ends
+        return now_ns + round((EVERY_S if page.following or is_in_doubt else ROUND_S) * 1e9)
 
     def _moment(self, now_ns: int) -> Moment:
         services = self._services
-        waiting = [run_id for run_id, _ in services.database.read(runs.queue)[: QUEUE_MAX + 1]]
+        waiting = [run_id for run_id, _ in services.database.read(partial(runs.queue, limit=QUEUE_MAX + 1))]
         untold = [run_id for run_id in waiting if not services.sentences.of(run_id)]
         placeable = self._scheduler.placeable(now_ns) if 0 < len(waiting) <= QUEUE_MAX else []
         self._untold = _since(self._untold, untold, now_ns)

@@ -30,11 +30,11 @@ import uvicorn
 
 from serverless_gpu import faults
 from serverless_gpu.ambient import Clock, SystemClock
-from serverless_gpu.errors import ServerProblem
 from serverless_gpu.server import logfile, systemd, tls
 from serverless_gpu.server.access import Accessed
 from serverless_gpu.server.app import guarded
 from serverless_gpu.server.assembly import assembled
+from serverless_gpu.server.claim import TakenOver
 from serverless_gpu.server.door import Door
 from serverless_gpu.server.gate import LOOPBACK
 from serverless_gpu.server.listening import BACKLOG, BoundedProtocol, Listening, bound, names, only_one, url_of
@@ -195,6 +195,7 @@ def serve(
     Raises:
         ServerProblem: another server of this home or of this database runs, the port is taken, the database is of a
             newer version.
+        TakenOver: another server has replaced this one.
         ServerUnavailable: the database does not answer.
     """
     clock = clock or SteadyClock(SystemClock())
@@ -223,7 +224,8 @@ def serve(
             assembly.claim.on_gone = running.stop
             running.serve_until_stopped()
             if assembly.claim.is_gone:
-                raise ServerProblem("another server has taken the database over", hint="a database has one server")
+                hint = "a database has one server; this one is not started again by itself"
+                raise TakenOver("another server has taken the database over", hint=hint)
         _logger.info("process %d has stopped", os.getpid())
 
 

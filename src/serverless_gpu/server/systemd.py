@@ -26,6 +26,8 @@ from pathlib import Path
 import msgspec
 
 VARIABLE = "NOTIFY_SOCKET"
+TAKEN_OVER = 3
+"""What a server exits with that another one has replaced: it is not started again."""
 STARTING_S = 600
 """How long a start may take: a large database is migrated in it."""
 ENDING_S = 30
@@ -90,6 +92,8 @@ def unit(there: Installation) -> str:
         "KillMode=process",
         "OOMPolicy=continue",
         "Restart=on-failure",
+        "# Another server has taken its database over: it does not take it back by itself.",
+        f"RestartPreventExitStatus={TAKEN_OVER}",
         "RestartSec=2",
         f"TimeoutStartSec={STARTING_S}",
         f"TimeoutStopSec={round(there.stopping_s) + ENDING_S}",

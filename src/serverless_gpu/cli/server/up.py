@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ import click
 from serverless_gpu import faults
 from serverless_gpu.ambient import machine
 from serverless_gpu.cli.choosing import this_home
-from serverless_gpu.cli.output import say
+from serverless_gpu.cli.output import say, say_lines
 from serverless_gpu.client.remote.profile import Profile, write_profile
 from serverless_gpu.errors import ServerProblem
 from serverless_gpu.loading import load
@@ -80,10 +81,14 @@ def up(hosts: Sequence[str], behind_proxy: Sequence[str], **options: Any) -> Non
         for line in (*_told(url, home, mlflow), *_outside(settings, running)):
             say(line)
 
-    with load("serverless_gpu.server.mlflow_beside").mlflow_beside(settings) as complete:
-        load("serverless_gpu.server.serving").serve(
-            complete, ready=lambda url, running: ready(url, running, complete.mlflow_url if complete.mlflow else "")
-        )
+    try:
+        with load("serverless_gpu.server.mlflow_beside").mlflow_beside(settings) as complete:
+            load("serverless_gpu.server.serving").serve(
+                complete, ready=lambda url, running: ready(url, running, complete.mlflow_url if complete.mlflow else "")
+            )
+    except load("serverless_gpu.server.claim").TakenOver as error:
+        say_lines(f"sgpu: {error}", err=True)
+        sys.exit(load("serverless_gpu.server.systemd").TAKEN_OVER)
     grace = format_duration_ms(round(settings.partition_grace_s * 1000))
     say(f"the server has stopped; runs go on for up to {grace}, until `sgpu up` starts it again")
 
