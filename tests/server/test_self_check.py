@@ -14,9 +14,12 @@ from serverless_gpu.ambient import SystemClock
 from serverless_gpu.cli.program import sgpu
 from serverless_gpu.errors import ServerUnavailable
 from serverless_gpu.model.queueing import Wait
-from serverless_gpu.server import books, runs, self_check, tables
+from serverless_gpu.server import audit, books, runs, self_check, tables
+from serverless_gpu.server.audit import SERVER, Action
+from serverless_gpu.server.chain_check import ChainCheck
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.self_check import SelfCheck
+from serverless_gpu.server.self_check import check as checked
 from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import AgentHello
@@ -83,6 +86,74 @@ def test_all_runs_are_looked_at_page_by_page(
     check = SelfCheck(services)
     pauses = [((check.tick(clock.boottime_ns()) or 0) - clock.boottime_ns()) // 10**9 for _ in range(4)]
     assert (pauses, check.seen) == ([5, 5, 60, 5], 7)
+
+
+def chained(database: Database, count: int) -> None:
+    """Have so many rows in the audit, and all of them in its chain."""
+    for number in range(count):
+        row = {"who": SERVER, "action": Action.POOL_PUT, "subject": f"pool-{number}", "now_ns": 1}
+        database.write(lambda connection, row=row: audit.record(connection, **row))
+    database.write(lambda connection: audit.chain(connection, after_seq=0, limit=1_000))
+
+
+def changed_row(database: Database, number: int) -> None:
+    seq = sa.select(tables.audit_links.c.seq).where(tables.audit_links.c.number == number).scalar_subquery()
+    change = tables.audit.update().where(tables.audit.c.seq == seq).values(principal="mallory")
+    database.write(lambda connection: connection.execute(change))
+
+
+def test_I8_a_changed_entry_of_the_audit_is_found_and_those_behind_it_too(
+    people: Database, services: Services, clock: FakeClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    chained(people, 9)
+    check = SelfCheck(services)
+    check.tick(clock.boottime_ns())
+    assert errors(caplog) == []
+    changed_row(people, 3)
+    changed_row(people, 7)
+    check.tick(clock.boottime_ns())
+    check.tick(clock.boottime_ns())
+    what = "what is never true is true: I8 audit entry {0}: entry {0} is not what was written down, or the one before it is not"
+    assert errors(caplog) == [what.format(3), what.format(7)] and check.found == 2
+    assert [one.subject for one in checked(people.read).violations] == ["audit entry 3", "audit entry 7"]
+
+
+def test_I8_the_chain_is_followed_in_pages_and_on_from_where_it_ended(people: Database) -> None:
+    chained(people, 5)
+    chain = ChainCheck()
+    assert [(chain.look(people.read, limit=2), chain.done) for _ in range(3)] == [([], False), ([], False), ([], True)]
+    chained(people, 1)
+    changed_row(people, 2)
+    assert chain.look(people.read, limit=2) == [] and chain.done
+    chain.begin_again()
+    assert chain.look(people.read, limit=2) == [
+        (2, "entry 2 is not what was written down, or the one before it is not")
+    ]
+
+
+def test_I8_a_chain_that_was_cut_off_or_written_anew_is_not_the_one_before(people: Database) -> None:
+    chained(people, 6)
+    chain = ChainCheck()
+    assert chain.look(people.read) == []
+    links = tables.audit_links
+    people.write(lambda connection: connection.execute(links.delete().where(links.c.number > 4)))
+    chain.begin_again()
+    assert chain.look(people.read) == [(6, "the audit went as far as this, and now ends with entry 4")]
+    people.write(lambda connection: connection.execute(links.delete()))
+    people.write(lambda connection: connection.execute(tables.audit.update().values(principal="mallory")))
+    people.write(lambda connection: audit.chain(connection, after_seq=0, limit=1_000))
+    chain.begin_again()
+    assert chain.look(people.read) == [(4, "it is another one than before, or one before it is")]
+
+
+def test_I8_an_entry_that_is_gone_or_no_json_is_said(people: Database) -> None:
+    chained(people, 4)
+    links = tables.audit_links
+    people.write(lambda connection: connection.execute(links.delete().where(links.c.number == 2)))
+    assert ChainCheck().look(people.read)[0] == (3, "entry 2 is missing: entry 3 follows entry 1")
+    people.write(lambda connection: connection.execute(tables.audit.update().values(detail_json="{")))
+    [(number, sentence)] = ChainCheck().look(people.read)
+    assert number == 1 and "cannot be read" in sentence
 
 
 def test_a_run_that_waits_untold_is_found_after_a_minute(

@@ -12,6 +12,7 @@ What runs is the server's own code (loops, verbs, database layer's SQL); what is
     node.py       a machine: its disk, its uplink, its supervisors; each dies by itself
     client.py     somebody who submits, waits, cancels and reads, and believes nothing that was not said
     plan.py       a seed → what is done to all of them, and when
+    steps.py      what each step of a plan does
     world.py      all of it put together, and what must be true of it
     planted.py    bugs that are put in on purpose: each has to be found
 """

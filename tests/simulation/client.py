@@ -46,7 +46,7 @@ class Wrong(AssertionError):
 
 
 class Client:
-    """One call of a function on the server.
+    """One call of a function on the server; a long one works for a while, on any node, and again if it has to.
 
     Attributes:
         acknowledged: whether the submit was answered.
@@ -55,7 +55,9 @@ class Client:
         cancelled: whether a stop was answered with success.
     """
 
-    def __init__(self, time: Timeline, network: Network, run_id: str, rng: random.Random, **spec: Any) -> None:
+    def __init__(
+        self, time: Timeline, network: Network, run_id: str, rng: random.Random, *, long: bool = False
+    ) -> None:
         self.time, self.network, self.run_id = time, network, run_id
         self.link = Link(f"client of {run_id}")
         self.acknowledged = self.settled = self.cancelled = self.expired = False
@@ -63,7 +65,7 @@ class Client:
         self._asks_to_stop = False
         self._seq = 0
         self._got: dict[Place, bytearray] = {}
-        gpus = rng.choice([1, 1, 1, 2, 2, 4, 8])
+        gpus = rng.choice([1, 1, 1, 2, 2, 4, 8]) if not long else 1
         self.request = RunRequest(
             id=run_id,
             spec=RunSpec(
@@ -71,8 +73,7 @@ class Client:
                 remote=True,
                 resources=Resources(gpus=gpus, gpu_type="H100"),
                 retries=rng.choice([0, 1, 2]),
-                resume=rng.random() < 0.4,
-                **spec,
+                resume=rng.random() < 0.4 or long,
             ),
             target=TARGET,
             context=msgspec.Raw(b'{"variables": {"PASSWORD": "' + SECRET.encode() + b'"}}'),

@@ -26,12 +26,13 @@ class Link:
         up: whether requests arrive.
         down: whether answers do.
         late_s: how late each message is at most.
+        answers_late_s: how late each answer is: the request was heard long before.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.up = self.down = True
-        self.late_s = 0.0
+        self.late_s = self.answers_late_s = 0.0
 
 
 class Network:
@@ -87,7 +88,8 @@ class Network:
 
     def _back(self, link: Link, deliver: Callable[[], None]) -> None:
         if link.down and self._time.rng.random() >= self.lost:
-            self._time.after(self._delay_s(link), lambda: deliver() if link.down else None)
+            late_s = self._delay_s(link) + link.answers_late_s
+            self._time.after(late_s, lambda: deliver() if link.down else None)
 
     def _delay_s(self, link: Link) -> float:
         rng = self._time.rng

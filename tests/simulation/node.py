@@ -42,6 +42,8 @@ WHO = Caller(name="node", kind="service", role="agent")
 _LOOK_S = 9.0
 _PAUSES_S = (0.3, 1.0, 3.0, 5.0)
 _PIECE_BYTES = 64
+MOMENTS = ("has taken an order", "may begin", "has told an end")
+"""Of an attempt on a node; at the last one its receipt is still to come."""
 
 
 class Node:
@@ -54,6 +56,9 @@ class Node:
         devices: what it has.
         ran: where user code is written down.
         work: what an attempt does.
+
+    Attributes:
+        reached: called at each of `MOMENTS`: what is done just then is hardly ever done by chance.
     """
 
     def __init__(
@@ -75,6 +80,7 @@ class Node:
         self.uplink: Uplink | None = None
         self.work = work
         self.destroyed = False
+        self.reached: Callable[[Node, str], None] = lambda _node, _moment: None
         self._boots = 1
         self.start_uplink()
 
@@ -235,12 +241,13 @@ class Uplink:
         if self._looking or not self.id:
             return
         self._looking, self._rung = True, False
-        node_id = self.id
+        node, node_id = self.node, self.id
 
         def heard(found: list[Order]) -> None:
             self._looking = False
             taken = [order.seq for order in found if self._obey(order)]
             if taken:
+                node.reached(node, MOMENTS[0])
                 take: Callable[[Services], None] = lambda services: Agents(services).take(WHO, node_id, taken)  # noqa: E731
                 self.ask(take, lambda _answer: None, lambda _error: None)
             self.later(0.01 if self._rung else _LOOK_S, self._look)
@@ -275,7 +282,7 @@ class Line:
 
     def __init__(self, uplink: Uplink, kept: Kept) -> None:
         self._uplink, self._node, self._kept, self.gang = uplink, uplink.node, kept, kept.gang
-        self._facts = self._logged = self._failures = 0
+        self._facts = self._logged = self._failures = self._answers = 0
         self._asking = self._again = self.over = self._ending_sent = self._blob_there = False
         self._planned = 0
         self.soon()
@@ -358,6 +365,7 @@ class Line:
         for piece in report.logs:
             self._logged = answer.offsets.get("0.stdout", piece.offset + len(piece.data))
         self._ending_sent |= report.ending is not None
+        self._answers += 1
         supervisor = self._node.supervisors.get(self.gang)
         if supervisor is not None and supervisor.lives:
             supervisor.renew(lease_end_ns(asked_ns, self._uplink.time.now_ns, answer.partition_grace_s))
@@ -368,8 +376,15 @@ class Line:
             self._uplink.lines.pop(self.gang, None)
             del self._node.kept[self.gang]
             return
+        self._reached(report)
         is_behind = self._logged < len(self._kept.log) or (self._kept.stopped is not None and not self._ending_sent)
         self._plan(0.02 if self._again or is_behind else answer.heartbeat_s)
+
+    def _reached(self, report: Report) -> None:
+        if self._answers == 1:
+            self._node.reached(self._node, MOMENTS[1])
+        if report.ending is not None:
+            self._node.reached(self._node, MOMENTS[2])
 
     def _next(self) -> Report:
         kept = self._kept

@@ -35,12 +35,47 @@ TROUBLES: dict[str, int] = {
 """What can go wrong, and how often beside the others."""
 
 
+STORIES: dict[str, tuple[tuple[float, str, int | None], ...]] = {
+    "the answers of a node come late, then none": (
+        (0.0, "start server with another grace", 2),
+        (6.0, "submit a long run", None),
+        (7.0, "answers come late, then none", None),
+        (60.0, "submit", None),
+    ),
+    "the grace becomes shorter while a node is cut off": (
+        (0.0, "start server with another grace", 2),
+        (6.0, "submit a long run", None),
+        (8.0, "cut off who works", None),
+        (1.0, "start server with another grace", 0),
+        (30.0, "submit", None),
+    ),
+    "a node is heard no more once it may begin": (
+        (0.0, "start server with another grace", 2),
+        (6.0, "cut off who may begin", None),
+        (0.1, "submit a long run", None),
+        (45.0, "submit", None),
+    ),
+    "a node takes an order, and nobody hears that": (
+        (0.0, "cut off who has taken an order", None),
+        (0.1, "submit a long run", None),
+        (30.0, "submit", None),
+    ),
+    "a node burns before its receipt": (
+        (0.0, "burn who has told an end", None),
+        (0.1, "submit", None),
+        (2.0, "submit", None),
+    ),
+}
+"""Histories that steps drawn one by one hardly ever make: (so long after the step before, what, which if it matters).
+Half of all plans have one of them somewhere in the middle of everything else."""
+
+
 class Step(msgspec.Struct, frozen=True, kw_only=True):
     """One thing that is done.
 
     Attributes:
         after_s: so long after the step before.
-        what: a trouble, or "submit", "cancel", "preempt", "drain".
+        what: a trouble, a step of a story, or "submit", "cancel", "preempt", "drain".
         which: number of the node, the run, the place …; taken modulo how many there are.
         amount: between 0 and 1: how long, how far, how much.
     """
@@ -86,12 +121,22 @@ def draw(seed: int, steps: int = STEPS) -> Plan:
         what = rng.choices(list(weights), list(weights.values()))[0]
         pause_s = rng.choice([0.05, 0.5, 2.0, 5.0])
         drawn.append(Step(after_s=pause_s, what=what, which=rng.randrange(1 << 16), amount=rng.random()))
+    if rng.random() < 0.5:
+        story = [_step(rng, *told) for told in STORIES[rng.choice(sorted(STORIES))]]
+        start = rng.randint(2, max(2, steps - len(story)))
+        drawn[start : start + len(story)] = story
     return Plan(
         seed=seed,
         grace_s=rng.choice([12.0, 30.0]),
         retention_s=rng.choice([40.0, 1e9, 1e9, 1e9]),
         mixes=rng.random() < 0.5,
         steps=tuple(drawn),
+    )
+
+
+def _step(rng: random.Random, after_s: float, what: str, which: int | None) -> Step:
+    return Step(
+        after_s=after_s, what=what, which=rng.randrange(1 << 16) if which is None else which, amount=rng.random()
     )
 
 

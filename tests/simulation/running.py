@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from tests.simulation.plan import Plan, Step
+from tests.simulation.steps import DO
 from tests.simulation.world import Failed, World
 
 SEEDS = Path(__file__).with_name("seeds.txt")
@@ -35,7 +36,7 @@ def outcome(plan: Plan) -> Outcome:
     """Return what comes of a plan."""
     place = _MEMORY if _MEMORY.is_dir() else None
     with tempfile.TemporaryDirectory(prefix="sgpu-sim-", dir=place) as directory:
-        world = World(plan, Path(directory))
+        world = World(plan, Path(directory), DO)
         try:
             world.run()
         except Failed as error:

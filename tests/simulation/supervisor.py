@@ -50,17 +50,17 @@ class Work:
     blob: bool = False
 
 
-def drawn(run_id: str, fence: int, *, calm: bool = False) -> Work:
-    """Return what an attempt does; the same whenever it is asked."""
+def drawn(run_id: str, fence: int, *, long: bool = False) -> Work:
+    """Return what an attempt does; the same whenever it is asked. One that is long works through any grace."""
     rng = random.Random(f"{run_id}:{fence}")
     reasons = [Reason.COMPLETED] * 7 + [Reason.RANK_RAISED, Reason.START_FAILED, Reason.NO_RESULT]
     return Work(
         start_s=rng.choice([0.05, 0.5, 3.0]),
-        run_s=rng.choice([0.2, 2.0, 8.0, 20.0, 60.0]),
+        run_s=90.0 if long else rng.choice([0.2, 2.0, 8.0, 20.0, 60.0]),
         stop_s=rng.choice([0.1, 1.0, 6.0]),
         gate_s=rng.choice([0.1, 0.5, 3.0]),
         lines=rng.choice([0, 1, 5, 20]),
-        reason=Reason.COMPLETED if calm else rng.choice(reasons),
+        reason=Reason.COMPLETED if long else rng.choice(reasons),
         blob=rng.random() < 0.05,
     )
 
@@ -168,6 +168,11 @@ class Supervisor:
         if self._ends or self._kept.stopped is not None:
             return State.STOPPING
         return State.RUNNING if self._kept.began else State.STARTING
+
+    @property
+    def begun(self) -> bool:
+        """Return whether user code is at work."""
+        return self._kept.began and self._kept.stopped is None
 
     def renew(self, until_ns: int) -> None:
         """Take that the server has answered: it may go on until then, and user code may begin."""

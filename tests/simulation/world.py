@@ -1,7 +1,7 @@
 """Everything put together: one server at a time, three nodes, clients; a plan is done to them, then all is mended, and
 then everything that was begun has to end, and everything that was said has to be true.
 
-    world = World(plan, directory);  world.run()          raises `Failed`, with what was wrong and all that happened
+    world = World(plan, directory, DO);  world.run()          raises `Failed`, with what was wrong and all that happened
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -17,13 +17,12 @@ from unittest import mock
 import sqlalchemy as sa
 
 from serverless_gpu import ambient, faults
-from serverless_gpu.engines.base import EngineNode, Impossible, Waiting
+from serverless_gpu.engines.base import EngineNode
 from serverless_gpu.engines.simulated import Reservations, SimulatedEngine
-from serverless_gpu.model.attempt import TERMINAL, StopReason
+from serverless_gpu.model.attempt import TERMINAL
 from serverless_gpu.model.hardware import parse_fake
-from serverless_gpu.server import chaining, operating, retention, tables
+from serverless_gpu.server import chaining, retention, tables
 from serverless_gpu.server.audit import Action
-from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.invariants import History, Stretch, Violation
 from serverless_gpu.server.self_check import check
 from serverless_gpu.wire.agents import Start
@@ -31,7 +30,7 @@ from tests.simulation import supervisor
 from tests.simulation.client import SECRET, Client, Wrong
 from tests.simulation.network import Network
 from tests.simulation.node import Node
-from tests.simulation.plan import PLACES, Plan, Step
+from tests.simulation.plan import Plan, Step
 from tests.simulation.server import Process
 from tests.simulation.storage import Disk, Killed
 from tests.simulation.supervisor import Work
@@ -39,7 +38,6 @@ from tests.simulation.timeline import S, Timeline, TooMuch, WrongClock
 
 NODES = {"n1": "H100:8", "n2": "H100:4", "n3": "H100:2"}
 OF_THE_ENGINE = ("n1", "n2")
-ROOT = Caller(name="root", role="admin")
 MARGIN_S = 3.0
 SETTLE_S = 1_500.0
 """How long after the last trouble everything has to have ended."""
@@ -71,10 +69,15 @@ class World:
     Args:
         plan: what is done.
         directory: for the server's files.
+        steps: what each step does (`steps.py`).
+
+    Attributes:
+        long: runs that work for a while.
+        traps: what is done to the node that is the next one at a moment; whether it was done.
     """
 
-    def __init__(self, plan: Plan, directory: Path) -> None:
-        self.plan, self._home = plan, directory
+    def __init__(self, plan: Plan, directory: Path, steps: Mapping[str, Callable[[World, Step], None]]) -> None:
+        self.plan, self._home, self._steps = plan, directory, steps
         rng = random.Random(f"world {plan.seed}")
         self.time = Timeline(rng)
         self.disk = Disk(self.time)
@@ -90,8 +93,10 @@ class World:
         self._reservations = Reservations()
         self._engine_nodes = [EngineNode(name=name, devices=parse_fake(NODES[name])) for name in OF_THE_ENGINE]
         self.engine = SimulatedEngine(self._engine_nodes, self._reservations)
-        self._grace_s = plan.grace_s
+        self.grace_s = plan.grace_s
         self.nodes: list[Node] = []
+        self.long: set[str] = set()
+        self.traps: dict[str, Callable[[Node], bool]] = {}
 
     def run(self) -> None:
         """Do it.
@@ -112,8 +117,8 @@ class World:
         self.start_server()
         for name, text in NODES.items():
             devices = parse_fake(text)
-            work: Callable[[Start], Work] = lambda start: supervisor.drawn(start.run_id, start.fence)  # noqa: E731
-            node = Node(self.time, self.network, name=name, devices=devices, ran=self.ran, work=work)
+            node = Node(self.time, self.network, name=name, devices=devices, ran=self.ran, work=self._work)
+            node.reached = self._reached
             self.nodes.append(node)
         at_s = 0.2
         for step in self.plan.steps:
@@ -135,16 +140,16 @@ class World:
         if self.process is not None and self.process.lives:
             return
         settings = {
-            "partition_grace_s": self._grace_s,
+            "partition_grace_s": self.grace_s,
             "partition_margin_s": MARGIN_S,
             "soft_expiry_s": 8.0,
             "heartbeat_s": 4.0,
             "retention_s": self.plan.retention_s,
         }
-        self.time.note(f"server starts, grace {self._grace_s:.0f} s")
+        self.time.note(f"server starts, grace {self.grace_s:.0f} s")
         self.engine = SimulatedEngine(self._engine_nodes, self._reservations)
         self.process = Process(self.disk, self._home, engine=self.engine, clock=self.clock, settings=settings)
-        self._fill_disk()
+        self.fill_disk()
 
     def kill_server(self, down_s: float) -> None:
         """Kill the server, and start it after a while."""
@@ -154,7 +159,7 @@ class World:
 
     def _do(self, step: Step) -> None:
         self.time.note(str(step))
-        DO[step.what](self, step)
+        self._steps[step.what](self, step)
 
     def mend(self) -> None:
         """Take everything back that was done to machines and network."""
@@ -162,11 +167,11 @@ class World:
         self.mended = True
         disk, network = self.disk, self.network
         disk.slow_s, disk.full, disk.away, disk.dies, disk.mixes = 0.0, False, False, None, False
-        self._fill_disk()
+        self.fill_disk()
         network.lost = network.doubled = network.late_s = 0.0
-        self._place = ""
+        self.place = ""
         for link in (*(node.link for node in self.nodes), *(client.link for client in self.clients)):
-            link.up, link.down, link.late_s = True, True, 0.0
+            link.up, link.down, link.late_s, link.answers_late_s = True, True, 0.0, 0.0
         for node in self.nodes:
             node.start_uplink()
         for name in OF_THE_ENGINE:
@@ -182,15 +187,24 @@ class World:
         value = (1_800_000_000_000 + self.time.now_ns // 1_000_000) << 80 | self._ids.getrandbits(80)
         return "".join(_ALPHABET[value >> shift & 31] for shift in range(125, -1, -5))
 
-    def _fill_disk(self) -> None:
+    def _work(self, start: Start) -> Work:
+        return supervisor.drawn(start.run_id, start.fence, long=start.run_id in self.long)
+
+    def _reached(self, node: Node, moment: str) -> None:
+        trap = self.traps.get(moment)
+        if trap is not None and not self.mended and trap(node):
+            self.time.note(f"{node.name} {moment}")
+            del self.traps[moment]
+
+    def fill_disk(self) -> None:
         if self.process is not None:
             self.process.services.logs._kept_free_bytes = 1 << 60 if self.disk.full else 0
 
-    _place = ""
+    place = ""
 
     def _reach(self, place: str) -> None:
-        if place == self._place and not self.mended:
-            self._place = ""
+        if place == self.place and not self.mended:
+            self.place = ""
             self.time.note(f"server dies at {place}")
             self.time.after(3.0, self.start_server)
             raise Killed
@@ -307,177 +321,3 @@ def _add_people(connection: sa.Connection) -> None:
 
 
 _PEOPLE = (("alice", "member"), ("node", "member"), ("root", "admin"))
-
-
-# --- the steps --------------------------------------------------------------------------------------------------------
-
-
-def _node(world: World, step: Step) -> Node:
-    return world.nodes[step.which % len(world.nodes)]
-
-
-def _submit(world: World, step: Step) -> None:
-    rng = random.Random(f"client {world.plan.seed} {step.which}")
-    world.clients.append(Client(world.time, world.network, world.new_run_id(), rng))
-
-
-def _stop(why: StopReason) -> Callable[[World, Step], None]:
-    def stop(world: World, step: Step) -> None:
-        if world.clients:
-            world.clients[step.which % len(world.clients)].stop(why)
-
-    return stop
-
-
-def _regrace(world: World, step: Step) -> None:
-    """An operator restarts the server with another `--partition-grace`."""
-    world._grace_s = (8.0, 12.0, 40.0)[step.which % 3]
-    world.kill_server(step.amount * 5)
-
-
-def _kill_in_a_write(world: World, step: Step) -> None:
-    hows = ("before", "after", "after", "unheard")
-    world.disk.dies = (step.which % 7, hows[step.which % 4])  # type: ignore[assignment] # one of these words
-    world.lasting(10.0, lambda: setattr(world.disk, "dies", None))
-    world.lasting(3.0 + step.amount * 10, world.start_server)
-
-
-def _kill_at_a_place(world: World, step: Step) -> None:
-    world._place = PLACES[step.which % len(PLACES)]
-
-
-def _cut_node(world: World, step: Step) -> None:
-    link = _node(world, step).link
-    link.up, link.down = step.which % 3 == 0, step.which % 3 == 1
-    world.lasting(step.amount * 70, lambda: _join(link))
-
-
-def _cut_client(world: World, step: Step) -> None:
-    if world.clients:
-        link = world.clients[step.which % len(world.clients)].link
-        link.up = link.down = False
-        world.lasting(step.amount * 60, lambda: _join(link))
-
-
-def _join(link: object) -> None:
-    link.up = link.down = True  # type: ignore[attr-defined] # a Link
-
-
-def _kill_uplink(world: World, step: Step) -> None:
-    node = _node(world, step)
-    node.kill_uplink()
-    world.time.after(step.amount**2 * 60, node.start_uplink)
-
-
-def _reboot(world: World, step: Step) -> None:
-    node = _node(world, step)
-    node.reboot()
-    world.time.after(step.amount**2 * 60, node.start_uplink)
-
-
-def _burn(world: World, step: Step) -> None:
-    """A machine is gone for ever, and an operator says so, as soon as the server answers; the largest one stays."""
-    node = world.nodes[1 + step.which % 2]
-    if node.destroyed:
-        return
-    node.destroy()
-
-    def forget() -> None:
-        if world.process is None:
-            return
-        try:
-            world.process.serve(lambda services: operating.forget(services, ROOT, node.name, known_dead=True))
-        except (Exception, Killed):  # noqa: BLE001 - the operator asks again, whatever it was
-            world.time.after(5.0, forget)
-
-    world.time.after(step.amount * 30, forget)
-
-
-def _set_clock(world: World, step: Step) -> None:
-    world.clock.ahead_s += (86_400.0, -3_600.0, 3_600.0, -10.0, 600.0)[step.which % 5]
-
-
-def _set_node_clock(world: World, step: Step) -> None:
-    _node(world, step).machine.clock.ahead_s += (3_600.0, -3_600.0, 600.0, -86_400.0)[step.which % 4]
-
-
-def _slow(world: World, step: Step) -> None:
-    world.disk.slow_s = (0.1, 1.0, 5.0)[step.which % 3]
-    world.lasting(5 + step.amount * 20, lambda: setattr(world.disk, "slow_s", 0.0))
-
-
-def _full(world: World, step: Step) -> None:
-    world.disk.full = True
-    world._fill_disk()
-
-    def room() -> None:
-        world.disk.full = False
-        world._fill_disk()
-
-    world.lasting(2 + step.amount * 30, room)
-
-
-def _away(world: World, step: Step) -> None:
-    world.disk.away = True
-    world.lasting(1 + step.amount * 25, lambda: setattr(world.disk, "away", False))
-
-
-def _bad_network(world: World, step: Step) -> None:
-    network = world.network
-    network.lost, network.doubled = (0.0, 0.3, 0.6)[step.which % 3], (0.0, 0.5)[step.which % 2]
-    network.late_s = (0.0, 1.0, 12.0)[step.which // 3 % 3]
-
-    def good() -> None:
-        network.lost = network.doubled = network.late_s = 0.0
-
-    world.lasting(5 + step.amount * 30, good)
-
-
-def _dying_line(world: World, step: Step) -> None:
-    """Everything of one machine comes later and later, and then nothing does."""
-    link = _node(world, step).link
-    link.late_s = 12.0
-
-    def die() -> None:
-        link.late_s, link.up, link.down = 0.0, False, False
-        world.lasting(15 + step.amount * 60, lambda: _join(link))
-
-    world.lasting(8 + step.amount * 20, die)
-
-
-def _lose(world: World, step: Step) -> None:
-    name = OF_THE_ENGINE[step.which % 2]
-    world.engine.lose(name, "lost power")
-    world.lasting(step.amount * 30, lambda: world.engine.bring_back(name))
-
-
-def _refuse(world: World, step: Step) -> None:
-    sentence = "the engine says so"
-    world.engine.answers.append(Impossible(sentence=sentence) if step.which % 2 else Waiting(sentence=sentence))
-
-
-DO: dict[str, Callable[[World, Step], None]] = {
-    "submit": _submit,
-    "cancel": _stop(StopReason.CANCEL),
-    "preempt": _stop(StopReason.PREEMPT),
-    "drain": _stop(StopReason.DRAIN),
-    "kill server": lambda world, step: world.kill_server(step.amount**2 * 60),
-    "start server with another grace": _regrace,
-    "kill server in a write": _kill_in_a_write,
-    "kill server at a place": _kill_at_a_place,
-    "cut a node off": _cut_node,
-    "cut a client off": _cut_client,
-    "kill an uplink": _kill_uplink,
-    "kill a supervisor": lambda world, step: _node(world, step).kill_supervisor(step.which),
-    "reboot a node": _reboot,
-    "burn a node": _burn,
-    "set the server's clock": _set_clock,
-    "set a node's clock": _set_node_clock,
-    "slow disk": _slow,
-    "full disk": _full,
-    "database away": _away,
-    "bad network": _bad_network,
-    "a line that dies": _dying_line,
-    "engine loses a node": _lose,
-    "engine refuses": _refuse,
-}

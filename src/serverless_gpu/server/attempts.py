@@ -164,10 +164,10 @@ def open_attempts(connection: sa.Connection, *, node_id: str | None = None) -> l
     return [attempt for row in connection.execute(query) if (attempt := from_row(row))]
 
 
-def unsettled(connection: sa.Connection, *, ended_before_ns: int) -> list[StoredAttempt]:
-    """Return the attempts that ended before a moment and whose receipt has not come."""
+def unsettled(connection: sa.Connection) -> list[StoredAttempt]:
+    """Return the attempts that have ended and whose receipt has not come."""
     query = sa.select(*COLUMNS).select_from(JOINED)
-    query = query.where(attempts.c.ended_ns < ended_before_ns, attempts.c.settled_ns.is_(None))
+    query = query.where(attempts.c.ended_ns.is_not(None), attempts.c.settled_ns.is_(None))
     return [attempt for row in connection.execute(query) if (attempt := from_row(row))]
 
 

@@ -17,7 +17,7 @@ I4  a device is never lent twice at the same time, from the reservation until it
 I5  states move only along the table; events are numbered without a gap
 I6  SUCCEEDED: the result of every rank is stored, whole
 I7  the ledger: facts in order, a receipt only at an end, and it charges what its facts say
-I8  the audit has one row for each request that changed something, and no secret
+I8  the audit has one row for each request that changed something, no secret, and its chain is whole
 I11 a run that could be placed is placed
 I14 a run that waits has a sentence that says for what
 I15 what grows has a bound, and keeps it
@@ -29,6 +29,7 @@ no schedules yet).
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
@@ -152,7 +153,11 @@ def violations(books: Books, history: History | None = None, moment: Moment | No
         found += _stored(booked, moment.missing_parts)
         found += _still_ended(booked, history)
     found += [*_readable(books, history), *_lent_once(books), *_audited(books, history)]
-    found += [*_one_after_another(history.stretches), *_on_devices_alone(history.stretches)]
+    found += [
+        *_ran_as_asked(books, history),
+        *_one_after_another(history.stretches),
+        *_on_devices_alone(history.stretches),
+    ]
     found += _of_the_moment(moment)
     return sorted(set(found))
 
@@ -275,6 +280,15 @@ def _one_after_another(stretches: Sequence[Stretch]) -> Iterator[Violation]:
             if one.ended_ns is None or following.began_ns < one.ended_ns:
                 sentence = f"attempts {one.fence} and {following.fence} ran at the same time"
                 yield Violation(invariant="I3", subject=f"run {run_id}", sentence=sentence)
+
+
+def _ran_as_asked(books: Books, history: History) -> Iterator[Violation]:
+    """What the node saw, and not what it could tell: an attempt that began although nobody heard so counts, too."""
+    ran = Counter(one.run_id for one in history.stretches)
+    for booked in books.runs:
+        run = booked.run
+        if not run.spec.resume and ran[run.id] > 1 + run.retries_used:
+            yield _bad(booked, "I3", f"ran user code {ran[run.id]} times, and {run.retries_used} retries were used")
 
 
 # --- I4 ---------------------------------------------------------------------------------------------------------------
@@ -426,6 +440,11 @@ def _created_once(booked: Booked) -> Iterator[Violation]:
         yield _bad(booked, "I8", f"was asked to stop ({booked.run.stop}), and the audit does not say by whom")
     if booked.actions.get(Action.RUN_EXPIRE, 0):
         yield _bad(booked, "I8", "the audit says that it was removed, and it is there")
+
+
+def broken_chain(number: int, sentence: str) -> Violation:
+    """Return what it means that the audit is not the chain that was written down (`chain_check.py`)."""
+    return Violation(invariant="I8", subject=f"audit entry {number}", sentence=sentence)
 
 
 def _audited(books: Books, history: History) -> Iterator[Violation]:

@@ -55,6 +55,7 @@ class Reconciler:
         self._soft_s = settings.soft_expiry_s
         self._grace_s, self._margin_s = settings.partition_grace_s, settings.partition_margin_s
         self._settled_ns: int | None = None
+        self._unsettled: dict[tuple[str, int], int] = {}
 
     def tick(self, now_ns: int) -> int | None:
         """Do everything that is due.
@@ -80,7 +81,7 @@ class Reconciler:
         self._release(reserved, gangs)
         if self._settled_ns is None or now_ns - self._settled_ns >= SELDOM_S * 1e9:
             self._settled_ns = now_ns
-            self._settle()
+            self._settle(now_ns)
         return now_ns + round(EVERY_S * 1e9)
 
     def _look(self, run: Active, now_ns: int) -> None:
@@ -118,16 +119,18 @@ class Reconciler:
         if told is not None:
             told.announce(services)
 
-    def _settle(self) -> None:
-        """Settle attempts whose receipt would have come long ago."""
-        services = self._services
-        now_ns = services.clock.wall_ns()
-        before_ns = now_ns - round((self._grace_s + self._margin_s) * 1e9)
-        late = services.database.read(lambda connection: attempts.unsettled(connection, ended_before_ns=before_ns))
-        for attempt in late:
-            self._settle_without(attempt, now_ns)
+    def _settle(self, now_ns: int) -> None:
+        """Settle attempts whose receipt would have come long ago, as this process saw them wait, by its boottime."""
+        waiting = self._services.database.read(attempts.unsettled)
+        ended = {(one.run_id, one.fence): one for one in waiting}
+        self._unsettled = {gang: self._unsettled.get(gang, now_ns) for gang in ended}
+        for gang, attempt in ended.items():
+            if now_ns - self._unsettled[gang] > (self._grace_s + self._margin_s) * 1e9:
+                self._settle_without(attempt)
 
-    def _settle_without(self, attempt: StoredAttempt, at_ns: int) -> None:
+    def _settle_without(self, attempt: StoredAttempt) -> None:
+        at_ns = self._services.clock.wall_ns()
+
         def work(connection: sa.Connection) -> bool:
             return transitions.settle(connection, attempt.run_id, attempt.fence, receipt=None, at_ns=at_ns)
 

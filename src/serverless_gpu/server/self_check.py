@@ -1,6 +1,7 @@
 """A server looks at its own books: the invariants that tests hold it to (`invariants.py`), asked while it works.
 
     every 5 s    a page of runs, in one read ─▶ violations ─▶ log (ERROR, once for each), `/metrics`
+                 the next entries of the audit's chain (`chain_check.py`)
                  and what the server thinks: who could be placed and is not, who waits and is told nothing, what grows
     the end      a minute's pause, then from the first run on again; 5 s while somebody is where nobody may stay
 
@@ -21,6 +22,7 @@ import logging
 import re
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from typing import Any
 
 import msgspec
 import sqlalchemy as sa
@@ -30,7 +32,8 @@ from serverless_gpu.model.attempt import TERMINAL, Reason, State
 from serverless_gpu.server import books as book_rows
 from serverless_gpu.server import runs
 from serverless_gpu.server.books import PAGE_RUNS, Books
-from serverless_gpu.server.invariants import History, Lendings, Moment, Violation, violations
+from serverless_gpu.server.chain_check import ChainCheck
+from serverless_gpu.server.invariants import History, Lendings, Moment, Violation, broken_chain, violations
 from serverless_gpu.server.scheduler import Scheduler
 from serverless_gpu.server.services import Services
 
@@ -44,7 +47,7 @@ ENDS_MAX = 50_000
 TOLD_MAX = 1_000
 OF_THE_MOMENT = frozenset({"I11", "I14", "I15"})
 """Looked at whole at each tick: what is not found any more has ended."""
-Read = Callable[[Callable[[sa.Connection], Books]], Books]
+Read = Callable[[Callable[[sa.Connection], Any]], Any]
 """`Database.read`."""
 _NUMBER = re.compile(r"\d+")
 _log = logging.getLogger(__name__)
@@ -79,6 +82,7 @@ class SelfCheck:
         self._services = services
         self._scheduler = Scheduler(services)  # to be asked what it would do; it never ticks
         self._after = ""
+        self._chain = ChainCheck()
         self._ends: dict[str, tuple[State, Reason]] = {}
         self._unplaced: dict[str, int] = {}
         self._untold: dict[str, int] = {}
@@ -96,12 +100,16 @@ class SelfCheck:
         page = self._services.database.read(partial(book_rows.load, after=self._after))
         moment = msgspec.structs.replace(self._moment(now_ns), missing_parts=self._missing(page))
         found = violations(page, History(ends=self._ends), moment)
-        self._tell(sorted({*found, *self._lendings.look(page)}))
+        chained = [broken_chain(*one) for one in self._chain.look(self._services.database.read)]
+        self._tell(sorted({*found, *self._lendings.look(page), *chained}))
         self._remember(page)
         self.seen += len(page.runs)
         self._after = page.following
         is_in_doubt = bool(self._untold or self._unplaced)  # so for a minute is looked at more often than at its ends
-        return now_ns + round((EVERY_S if page.following or is_in_doubt else ROUND_S) * 1e9)
+        goes_on = bool(page.following) or not self._chain.done
+        if not goes_on:
+            self._chain.begin_again()
+        return now_ns + round((EVERY_S if goes_on or is_in_doubt else ROUND_S) * 1e9)
 
     def _moment(self, now_ns: int) -> Moment:
         services = self._services
@@ -152,7 +160,7 @@ class SelfCheck:
 
 
 def check(read: Read, *, history: History | None = None, limit: int = PAGE_RUNS) -> Checked:
-    """Look at every run of a database, page by page.
+    """Look at every run of a database and at the chain of its audit, page by page.
 
     Args:
         read: reads one page.
@@ -171,6 +179,9 @@ def check(read: Read, *, history: History | None = None, limit: int = PAGE_RUNS)
     for gone in _portions(sorted((history or History()).acknowledged - seen), limit):
         absent = read(partial(book_rows.of_runs, run_ids=gone))
         found.update(violations(absent, history))
+    chain = ChainCheck()
+    while not chain.done:
+        found.update(broken_chain(*one) for one in chain.look(read))
     return Checked(runs=len(seen), violations=tuple(sorted(found)), skipped=tuple(skipped))
 
 
