@@ -74,6 +74,20 @@ def test_F39_no_run_ends_and_no_lease_expires_when_the_clock_of_the_server_jumps
 
 
 @pytest.mark.parametrize("jump_s", [86_400.0, -3_600.0])
+def test_F39_a_receipt_is_waited_for_as_long_as_ever_when_the_clock_of_the_server_jumps(
+    world: World, jump_s: float
+) -> None:
+    world.work = lambda start: Work(run_s=1, gate_s=1_000)
+    run_id = world.submit()
+    world.run_for(5)
+    world.clock.step_wall(jump_s)
+    world.run_for(65)
+    assert not world.run(run_id).finished
+    world.run_for(150)
+    assert world.run(run_id).finished
+
+
+@pytest.mark.parametrize("jump_s", [86_400.0, -3_600.0])
 def test_F39_tokens_are_judged_and_runs_kept_as_if_the_clock_had_not_jumped(world: World, jump_s: float) -> None:
     run_id = world.submit()
     world.run_for(10)

@@ -88,11 +88,17 @@ def test_all_runs_are_looked_at_page_by_page(
     assert (pauses, check.seen) == ([5, 5, 60, 5], 7)
 
 
+CHANGED = "entry {0} is not what was written down, or the one before it is not"
+
+
 def chained(database: Database, count: int) -> None:
     """Have so many rows in the audit, and all of them in its chain."""
-    for number in range(count):
-        row = {"who": SERVER, "action": Action.POOL_PUT, "subject": f"pool-{number}", "now_ns": 1}
-        database.write(lambda connection, row=row: audit.record(connection, **row))
+
+    def write(connection: sa.Connection) -> None:
+        for number in range(count):
+            audit.record(connection, who=SERVER, action=Action.POOL_PUT, subject=f"pool-{number}", now_ns=1)
+
+    database.write(write)
     database.write(lambda connection: audit.chain(connection, after_seq=0, limit=1_000))
 
 
@@ -113,7 +119,7 @@ def test_I8_a_changed_entry_of_the_audit_is_found_and_those_behind_it_too(
     changed_row(people, 7)
     check.tick(clock.boottime_ns())
     check.tick(clock.boottime_ns())
-    what = "what is never true is true: I8 audit entry {0}: entry {0} is not what was written down, or the one before it is not"
+    what = f"what is never true is true: I8 audit entry {{0}}: {CHANGED}"
     assert errors(caplog) == [what.format(3), what.format(7)] and check.found == 2
     assert [one.subject for one in checked(people.read).violations] == ["audit entry 3", "audit entry 7"]
 
@@ -126,9 +132,7 @@ def test_I8_the_chain_is_followed_in_pages_and_on_from_where_it_ended(people: Da
     changed_row(people, 2)
     assert chain.look(people.read, limit=2) == [] and chain.done
     chain.begin_again()
-    assert chain.look(people.read, limit=2) == [
-        (2, "entry 2 is not what was written down, or the one before it is not")
-    ]
+    assert chain.look(people.read, limit=2) == [(2, CHANGED.format(2))]
 
 
 def test_I8_a_chain_that_was_cut_off_or_written_anew_is_not_the_one_before(people: Database) -> None:
