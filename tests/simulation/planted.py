@@ -233,13 +233,8 @@ BUGS: dict[str, Planted] = {
     "removed without a word": _removed_without_a_word,
     "never settled": _never_settled,
     "reservations stay": _reservations_stay,
+    "hello proves nothing": _hello_proves_nothing,
 }
-HIDDEN: dict[str, Planted] = {"hello proves nothing": _hello_proves_nothing}
-"""Bugs that cannot show by themselves: what they leave out is there for when something else is broken, too.
-
-A node that is not told that an attempt was given up has ended it before, by its lease; what was taken back never left;
-what it still says of either is refused as late. Only together with one of the bugs above does it matter.
-"""
 FOUND_AS: dict[str, str] = {
     "late reports count": "I6",
     "a repeated submit is another run": "ends",
@@ -256,5 +251,6 @@ FOUND_AS: dict[str, str] = {
     "grace of today": "I3",
     "taken back though it left": "I3",
     "never settled": "ends",
+    "hello proves nothing": "I3",
 }
 """Bug → the invariant that finds it."""
