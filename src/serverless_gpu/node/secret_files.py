@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import secrets
 import shutil
 import stat
 from collections.abc import Iterable, Mapping
@@ -179,7 +178,7 @@ def _write_in_memory(directory: Path, values: Mapping[str, bytes]) -> Path:
 
 def _make() -> Path:
     for _ in range(_NAMES_TRIED):
-        place = _MEMORY / f"sgpu-secrets-{secrets.token_hex(4)}"
+        place = _MEMORY / f"sgpu-secrets-{os.urandom(4).hex()}"
         with contextlib.suppress(FileExistsError):
             place.mkdir(mode=0o700)
             return place
