@@ -111,7 +111,8 @@ def test_no_credentials_are_written_down(mlflow: FakeMlflow, own: Path, where: s
     mlflow.behave("refuses")
     went_on(mlflow, own, where)
     wait_for(lambda: undelivered(own), "it waits to be delivered")
-    written = [path for path in own.rglob("*") if path.is_file()]
+    # What an attempt holds back for a full disk is empty, and goes with its receipt, at any moment.
+    written = [path for path in own.rglob("*") if path.is_file() and path.parent.name != ".reserve"]
     assert any(path.name == "tracking.json" for path in written)
     assert [path for path in written if _SECRET.encode() in path.read_bytes()] == []
 
