@@ -1,0 +1,353 @@
+"""What a scheduler is told and what it answers. All times are nanoseconds of one clock that only goes forward.
+
+The server's clock for this is its wall clock as `server/steady.py` believes it; a replayed trace's begins at 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+
+import msgspec
+
+from serverless_gpu.model.hardware import GpuType
+
+CRITICAL, NORMAL, BEST_EFFORT = range(3)
+"""Priority classes as numbers, the first to be served first; `model.spec.Priority` has their names."""
+
+
+# --- what goes in -----------------------------------------------------------------------------------------------------
+
+
+class Policy(msgspec.Struct, frozen=True, kw_only=True):
+    """What an operator decides about the queue.
+
+    Attributes:
+        half_life_s: after so long, use counts half.
+        entry_penalty_s: seconds of its devices that a run is charged when it is placed, before it has used any: of two
+            who ask for a thousand runs at once, each gets its turn.
+        team_weights: shares of teams, by name; one that is not named has 1.
+        user_weights: shares of users within their team, by name; one that is not named has 1.
+        reservations: so many blocked gangs of the queue have devices reserved ahead.
+        nearly: part of a gang's devices that has to be free for the rest to be waited for when nobody knows how long.
+        guard_s: a run that has waited for so long is next of all, and devices are kept for it as they get free.
+        preempt_after_s: an attempt runs for so long before it may be preempted.
+        preemptions_max: a run is preempted no more often than that.
+    """
+
+    half_life_s: float = 7 * 86_400.0
+    entry_penalty_s: float = 60.0
+    team_weights: Mapping[str, float] = {}
+    user_weights: Mapping[str, float] = {}
+    reservations: int = 32
+    nearly: float = 0.9
+    guard_s: float = 7 * 86_400.0
+    preempt_after_s: float = 600.0
+    preemptions_max: int = 3
+
+
+class Pool(msgspec.Struct, frozen=True, kw_only=True):
+    """Nodes under one policy.
+
+    Attributes:
+        reserved: whether only runs that name it may use it.
+        lends: whether a reserved pool's idle devices are lent to runs of `BEST_EFFORT` that name no pool and can give
+            them back: they may be preempted, or end in time by themselves.
+        return_s: seconds within which devices that are lent are back when the pool's own runs want them.
+    """
+
+    name: str
+    reserved: bool = False
+    lends: bool = False
+    return_s: float = 300.0
+
+
+class Node(msgspec.Struct, frozen=True, kw_only=True):
+    """A node as it can be used now.
+
+    Attributes:
+        pythons: versions of Python that it has; none when that is not known.
+        total: devices by type.
+        outside: those of `total` that others than this server use, or that are in quarantine.
+        own: GPU types that the node declares itself.
+        away: why it cannot be used now, in words that follow its name, or "".
+        owner: whose node it is, or "": their runs come first here, those of others have to be able to leave.
+        shared: whether others than its owner may use it now.
+        turns_ns: when `shared` is the other way round by its calendar; None for never. Others start here only what
+            ends before that, or can be preempted.
+    """
+
+    id: str
+    name: str
+    pool: str = ""
+    machine: str = ""
+    platform: str = ""
+    pythons: tuple[str, ...] = ()
+    total: Mapping[str, int]
+    outside: Mapping[str, int] = {}
+    own: tuple[GpuType, ...] = ()
+    away: str = ""
+    owner: str = ""
+    shared: bool = True
+    turns_ns: int | None = None
+
+
+class Wanted(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A run that waits.
+
+    Attributes:
+        title: what others read: ``"alice/bert-ft"``.
+        owner: the principal that pays for it in the fair share; `team` likewise, "" for none.
+        priority: `CRITICAL`, `NORMAL` or `BEST_EFFORT`.
+        queued_ns: since when it waits.
+        gpus: how many devices; None for all of a node's.
+        gpu_type: canonical name, or None for the only GPU type there is.
+        several_nodes: whether it may have devices of several nodes: as many whole nodes as it takes, and one part.
+        pool: "" for any on-demand pool.
+        machine: the only machine that will do, or "".
+        platform: the only platform that will do, or "".
+        python: the version of Python that it needs, as ``"3.11"``, or "".
+        caller: the machine that has this version in any case, or "".
+        avoid: identifiers of nodes that failed to start it; used when no other is free.
+        not_before_ns: it is left alone until then; 0 for at once.
+        held: what it is told until then.
+        limit_s: the longest that it has devices once it has them, as declared; None for no limit.
+        expected_s: how long that is likely to be, as learned from earlier runs; None where nothing is known.
+        preemptible: whether it may be stopped to make room and goes on later: it asked for `resume`.
+        preemptions: how often that was done to it.
+    """
+
+    run_id: str
+    title: str
+    owner: str = ""
+    team: str = ""
+    priority: int = NORMAL
+    queued_ns: int
+    gpus: int | None = None
+    gpu_type: str | None = None
+    several_nodes: bool = False
+    pool: str = ""
+    machine: str = ""
+    platform: str = ""
+    python: str = ""
+    caller: str = ""
+    avoid: frozenset[str] = frozenset()
+    not_before_ns: int = 0
+    held: str = ""
+    limit_s: float | None = None
+    expected_s: float | None = None
+    preemptible: bool = False
+    preemptions: int = 0
+
+
+class Share(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Devices of one type on one node that a gang has, or is to have."""
+
+    node_id: str
+    gpu_type: str
+    count: int
+
+
+class Running(msgspec.Struct, frozen=True, kw_only=True):
+    """A run that has devices.
+
+    Attributes:
+        wanted: what it asked for; it waits with that again when it is given back.
+        shares: what it has.
+        since_ns: when it got them.
+        is_leaving: whether it was asked to stop already.
+    """
+
+    wanted: Wanted
+    shares: tuple[Share, ...]
+    since_ns: int
+    is_leaving: bool = False
+
+
+# --- changes ----------------------------------------------------------------------------------------------------------
+
+
+class Arrived(msgspec.Struct, frozen=True):
+    """A run waits, or wants something else than before; one that was placed and could not start waits again."""
+
+    wanted: Wanted
+
+
+class Started(msgspec.Struct, frozen=True):
+    """A run has devices: what is found at the start, or was placed by somebody else, or is leaving now."""
+
+    running: Running
+
+
+class Gone(msgspec.Struct, frozen=True):
+    """A run waits no more, or has given its devices back."""
+
+    run_id: str
+
+
+class NodeSeen(msgspec.Struct, frozen=True):
+    """A node is there, as it is now."""
+
+    node: Node
+
+
+class NodeGone(msgspec.Struct, frozen=True):
+    """A node is not there any more; what runs there keeps its devices until it is gone, too."""
+
+    node_id: str
+
+
+class PoolSeen(msgspec.Struct, frozen=True):
+    """A pool is there, as it is now; a pool that nobody spoke of is an on-demand one."""
+
+    pool: Pool
+
+
+class PolicySet(msgspec.Struct, frozen=True):
+    """The operator decided otherwise."""
+
+    policy: Policy
+
+
+class Used(msgspec.Struct, frozen=True):
+    """Use of the past, decayed until `at_ns`: GPU-seconds by team and by team and user."""
+
+    at_ns: int
+    teams: Mapping[str, float]
+    users: Mapping[tuple[str, str], float]
+
+
+Change = Arrived | Started | Gone | NodeSeen | NodeGone | PoolSeen | PolicySet | Used
+
+
+# --- what comes out ---------------------------------------------------------------------------------------------------
+
+
+class Placement(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A run that is to start with these devices, now."""
+
+    run_id: str
+    shares: tuple[Share, ...]
+
+
+class Preemption(msgspec.Struct, frozen=True, kw_only=True):
+    """A run that is to leave so that another one finds room: it is stopped in order and goes on later.
+
+    Attributes:
+        run_id: who leaves.
+        for_run: who gets the room.
+        sentence: what its owner is told.
+    """
+
+    run_id: str
+    for_run: str
+    sentence: str
+
+
+class Reservation(msgspec.Struct, frozen=True, kw_only=True):
+    """Devices that are kept for a run that is blocked.
+
+    Attributes:
+        shares: which, as far as it is known.
+        at_ns: when they are free; None where nobody can say.
+        is_bound: whether that is the latest time: everybody who has them has declared how long they run at most.
+    """
+
+    run_id: str
+    shares: tuple[Share, ...]
+    at_ns: int | None
+    is_bound: bool
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
+    """What is to be done now.
+
+    Attributes:
+        placements: in the order of the queue; the scheduler counts them as started until it is told otherwise.
+        preemptions: who is to leave; the scheduler counts them as leaving.
+        wake_ns: when to decide again though nothing has changed; None for never.
+    """
+
+    placements: tuple[Placement, ...]
+    preemptions: tuple[Preemption, ...]
+    wake_ns: int | None
+
+
+class WaitReason(StrEnum):
+    """What a run waits for."""
+
+    CAPACITY = "capacity"  # its devices are in use
+    RESERVED = "reserved"  # devices are free, and kept for others who are ahead
+    TURN = "turn"  # it was not looked at yet, or others are ahead of it in the queue
+    MAKING_ROOM = "making_room"  # others were asked to leave, for it
+    CALENDAR = "calendar"  # the node is its owner's now
+    AWAY = "away"  # nodes that would do are silent, drained or have a problem
+    HELD = "held"  # it may not start yet: it failed to start, its owner or the server starts nothing
+    UNSATISFIABLE = "unsatisfiable"  # nothing that has joined can ever serve it
+
+
+class Holder(msgspec.Struct, frozen=True, kw_only=True):
+    """Somebody who has devices that are waited for.
+
+    Attributes:
+        until_ns: when they give them back; None where nobody can say.
+        is_bound: whether that is the latest time, as declared.
+    """
+
+    title: str
+    count: int
+    until_ns: int | None = None
+    is_bound: bool = False
+
+
+class Wait(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a run is not placed, as it is now. `model/scheduling/telling.py` makes a sentence of it.
+
+    Attributes:
+        count: devices that it needs; 0 where that depends on the node.
+        gpu_type: their type; "" where that depends on the node.
+        one_node: whether they have to be on one node.
+        node: name of the node where it fits soonest, or "".
+        free: devices of its kind that are free there.
+        outside: those that others than this server use there, or that are in quarantine.
+        holders: who has the others, those who leave first first.
+        ahead: title of the run for which what is free is kept, or "".
+        place: its place among those that want the same kind of devices; 1 is the next, 0 is none: it is not in line.
+        at_ns: when it starts, where it has a reservation or everything is known; `is_bound`: at the latest.
+        words: what is to be said beyond that, or in place of it.
+    """
+
+    run_id: str
+    reason: WaitReason
+    count: int = 0
+    gpu_type: str = ""
+    one_node: bool = True
+    node: str = ""
+    free: int = 0
+    outside: int = 0
+    holders: tuple[Holder, ...] = ()
+    ahead: str = ""
+    place: int = 0
+    at_ns: int | None = None
+    is_bound: bool = False
+    words: str = ""
+
+
+class Estimate(msgspec.Struct, frozen=True, kw_only=True):
+    """When a run would start if it were submitted now.
+
+    Attributes:
+        at_ns: the expected time; None where it is unknown.
+        is_bound: whether that is the latest time.
+        node: where, by name, or "".
+        basis: what that rests on, or why it is unknown, in words.
+        place: how many runs are ahead of it for the same kind of devices, plus one; 0 when it starts at once.
+        impossible: whether nothing that has joined can ever serve it.
+    """
+
+    at_ns: int | None
+    is_bound: bool = False
+    node: str = ""
+    basis: str
+    place: int = 0
+    impossible: bool = False
