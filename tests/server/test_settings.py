@@ -9,6 +9,7 @@ import pytest
 
 from serverless_gpu.cli.server.up import up
 from serverless_gpu.errors import InvalidOption, InvalidValue
+from serverless_gpu.model.scheduling.values import Policy
 from serverless_gpu.server.settings import Said, effective, option_of, read_settings
 
 
@@ -40,6 +41,10 @@ def test_options_win_over_the_file(tmp_path: Path) -> None:
         ('retention = "59m"', InvalidValue, "retention"),
         ("logs_gib = 0", InvalidOption, "logs_gib"),
         ("port =", InvalidValue, "cannot be read"),
+        ("queue = 1", InvalidOption, "queue is a table"),
+        ("[queue]\nhalf_live = '7d'", InvalidOption, "'queue_half_live'"),
+        ("[queue]\nhalf_life = '7'", InvalidValue, "queue_half_life"),
+        ("[queue]\nnearly = 1.5", InvalidOption, "queue_nearly"),
     ],
 )
 def test_what_is_wrong_in_the_file_is_said(tmp_path: Path, line: str, kind: type[Exception], says: str) -> None:
@@ -70,6 +75,25 @@ def test_variables_win_over_the_file_and_options_over_both(tmp_path: Path) -> No
     assert settings.retention_s == 2 * 86_400
     assert (settings.hosts, settings.node, settings.port) == (("b", "c"), False, None)
     assert (settings.logs_bytes_max, settings.runs_waiting_max) == (1 << 29, 7)
+
+
+def test_what_was_decided_about_the_queue_is_a_table_of_the_file(tmp_path: Path) -> None:
+    assert read_settings(tmp_path).queue == Policy()
+    lines = "half_life = '1d'\nentry_penalty = '0s'\nreservations = 0\nnearly = 0.5\nguard = '2d'"
+    (tmp_path / "server.toml").write_text(f"port = 80\n[queue]\n{lines}\npreempt_after = '1h'\npreemptions = 1\n")
+    settings = read_settings(tmp_path, environ={"SGPU_QUEUE_PREEMPTIONS": "2", "SGPU_QUEUE_NEARLY": "0.75"})
+    assert settings.port == 80
+    assert settings.queue == Policy(
+        half_life_s=86_400,
+        entry_penalty_s=0,
+        reservations=0,
+        nearly=0.75,
+        guard_s=2 * 86_400,
+        preempt_after_s=3_600,
+        preemptions_max=2,
+    )
+    found = {each.name: each for each in effective(tmp_path)}
+    assert found["queue_half_life"] == Said(name="queue_half_life", value="1d", origin=str(tmp_path / "server.toml"))
 
 
 @pytest.mark.parametrize(
@@ -109,8 +133,8 @@ def test_every_setting_says_where_it_comes_from_and_shows_no_password(tmp_path: 
 def test_every_setting_is_an_option_of_sgpu_up(tmp_path: Path) -> None:
     options = {option for parameter in up.params for option in parameter.opts}
     settings = {option_of(each.name) for each in effective(tmp_path)}
-    # Nobody types this one: it is a matter of a team.
-    assert settings - options == {"--runs-waiting"}
+    # Nobody types these: they are a matter of a team.
+    assert {name for name in settings - options if not name.startswith("--queue-")} == {"--runs-waiting"}
     assert options - settings == set()
 
 

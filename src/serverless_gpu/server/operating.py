@@ -14,6 +14,7 @@ from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.floor import GONE, Floor
 from serverless_gpu.server.hub import SCHEDULER
 from serverless_gpu.server.nodes import StoredNode
+from serverless_gpu.server.pools import StoredPool
 from serverless_gpu.server.services import Services
 from serverless_gpu.server.transitions import Note, Told
 from serverless_gpu.wire.agents import NodeView, PoolRequest, PoolView
@@ -105,7 +106,7 @@ def put_pool(services: Services, who: Caller, name: str, asked: PoolRequest) -> 
     at_ns = services.clock.wall_ns()
 
     def work(connection: sa.Connection) -> None:
-        pools.put(connection, name, kind=asked.kind, at_ns=at_ns)
+        pools.put(connection, StoredPool(name=name, kind=asked.kind, created_ns=at_ns))
         for node_name in asked.nodes:
             pools.move(connection, name, node_id=_find(connection, node_name).id)
         detail = {"kind": asked.kind, "nodes": list(asked.nodes)}

@@ -1,23 +1,37 @@
 """Pools: the query room of nodes under one policy. An on-demand pool serves runs that name none; a reserved one does
-not."""
+not, but it may lend what is idle to those that can give it back in time."""
 
 from __future__ import annotations
 
 import msgspec
 import sqlalchemy as sa
 
-from serverless_gpu.server.tables import nodes, pools
+from serverless_gpu.model.scheduling.values import Pool
+from serverless_gpu.server.tables import RETURN_S, nodes, pools
 
 DEFAULT = "default"
 ON_DEMAND, RESERVED = "on-demand", "reserved"
 
 
 class StoredPool(msgspec.Struct, frozen=True, kw_only=True):
-    """A pool; its nodes say that they are in it."""
+    """A pool; its nodes say that they are in it.
+
+    Attributes:
+        lends: whether it is reserved and lends idle devices.
+        return_s: seconds within which they are back.
+    """
 
     name: str
     kind: str
     created_ns: int
+    lends: bool = False
+    return_s: float = RETURN_S
+
+    @property
+    def planned(self) -> Pool:
+        """Return the pool as decisions take it."""
+        is_reserved = self.kind == RESERVED
+        return Pool(name=self.name, reserved=is_reserved, lends=is_reserved and self.lends, return_s=self.return_s)
 
 
 def every(connection: sa.Connection) -> list[StoredPool]:
@@ -38,11 +52,12 @@ def ensure(connection: sa.Connection, name: str, *, at_ns: int) -> None:
         connection.execute(pools.insert(), {"name": name, "kind": ON_DEMAND, "created_ns": at_ns})
 
 
-def put(connection: sa.Connection, name: str, *, kind: str, at_ns: int) -> None:
-    """Make a pool, or change its kind."""
-    changed = connection.execute(pools.update().where(pools.c.name == name).values(kind=kind))
+def put(connection: sa.Connection, pool: StoredPool) -> None:
+    """Make a pool, or change what is said of it; when it was made stays as it is."""
+    said = {"kind": pool.kind, "lends": pool.lends, "return_s": pool.return_s}
+    changed = connection.execute(pools.update().where(pools.c.name == pool.name).values(**said))
     if changed.rowcount == 0:
-        connection.execute(pools.insert(), {"name": name, "kind": kind, "created_ns": at_ns})
+        connection.execute(pools.insert(), {"name": pool.name, "created_ns": pool.created_ns, **said})
 
 
 def move(connection: sa.Connection, name: str, *, node_id: str) -> None:

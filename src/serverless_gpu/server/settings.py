@@ -11,6 +11,8 @@
     hosts = ["gpu.internal"]
     partition_grace = "15m"
     retention = "30d"
+    [queue]  # the settings whose names begin with "queue_"
+    half_life = "7d"
 
 Files of the server lie in `$SERVERLESS_GPU_HOME/server/`:
 
@@ -34,6 +36,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from serverless_gpu.errors import InvalidOption, InvalidValue
+from serverless_gpu.model.scheduling.values import Policy
 from serverless_gpu.units import parse_duration_s
 from serverless_gpu.wire.principals import OnDisabled
 
@@ -53,10 +56,20 @@ _NO_SETTINGS = (
     f"{VARIABLES}BENCH_",
 )
 _FILE = "server.toml"
+_QUEUE = "queue"
+_USUAL = Policy()
 _DEFAULT = "default"
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 # What an address may carry that is nobody's business.
 _SECRET = re.compile(r"(?<=://)([^/@:]*):[^/@]*@|\b(\w*(?:password|secret|token|sig)\w*)=[^&\s]+", re.IGNORECASE)
+
+
+def _typed(seconds: float) -> str:
+    """Return a duration as people type it."""
+    size, unit = next(
+        (size, unit) for size, unit in ((86_400, "d"), (3_600, "h"), (60, "m"), (1, "s")) if not seconds % size
+    )
+    return f"{seconds / size:.0f}{unit}"
 
 
 class _Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -81,6 +94,13 @@ class _Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     mlflow: bool = False
     mlflow_store: str = ""
     mlflow_url: str = ""
+    queue_half_life: str = _typed(_USUAL.half_life_s)
+    queue_entry_penalty: str = _typed(_USUAL.entry_penalty_s)
+    queue_reservations: Annotated[int, msgspec.Meta(ge=0, le=1_000)] = _USUAL.reservations
+    queue_nearly: Annotated[float, msgspec.Meta(gt=0, le=1)] = _USUAL.nearly
+    queue_guard: str = _typed(_USUAL.guard_s)
+    queue_preempt_after: str = _typed(_USUAL.preempt_after_s)
+    queue_preemptions: Annotated[int, msgspec.Meta(ge=0, le=1_000)] = _USUAL.preemptions_max
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,6 +133,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         mlflow_store: url or path of its store; "" for the home's own.
         mlflow_url: where clients and nodes find it; "" for its address on loopback.
         stopping_s: how long requests may go on when the server is to stop; no others are taken meanwhile.
+        queue: what was decided about the queue, but for the shares, which are in the database (`shares.policy`).
     """
 
     home: Path
@@ -140,6 +161,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     mlflow_store: str = ""
     mlflow_url: str = ""
     stopping_s: float = 30.0
+    queue: Policy = _USUAL
 
     @property
     def directory(self) -> Path:
@@ -204,6 +226,7 @@ def read_settings(
         mlflow_store=_store(merged.mlflow_store),
         mlflow_url=checked.mlflow_url(merged),
         stopping_s=checked.stop_within_s(merged),
+        queue=checked.queue(merged),
     )
 
 
@@ -265,11 +288,17 @@ def _merged(
 def _read(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
-            return tomllib.load(file)
+            said = tomllib.load(file)
     except FileNotFoundError:
         return {}
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
         raise InvalidValue(f"{path} cannot be read: {error}") from error
+    queue = said.pop(_QUEUE, {})
+    if not isinstance(queue, dict):
+        raise InvalidOption(
+            f"{path}: {_QUEUE} is a table", hint=f"[{_QUEUE}], and below it lines like half_life = '7d'"
+        )
+    return {**said, **{f"{_QUEUE}_{name}": value for name, value in queue.items()}}
 
 
 def _converted(name: str, value: object, origin: str) -> object:
@@ -301,8 +330,8 @@ _KINDS: Mapping[str, Callable[[str], object]] = {
     **dict.fromkeys(_Options.__struct_fields__, str),
     **dict.fromkeys(("hosts", "behind_proxy"), tuple),
     **dict.fromkeys(("node", "key_lost", "mlflow"), bool),
-    **dict.fromkeys(("port", "runs_waiting"), int),
-    "logs_gib": float,
+    **dict.fromkeys(("port", "runs_waiting", "queue_reservations", "queue_preemptions"), int),
+    **dict.fromkeys(("logs_gib", "queue_nearly"), float),
 }
 
 
@@ -328,6 +357,17 @@ class _Checked:
 
     def stop_within_s(self, said: _Options) -> float:
         return self._duration("stop_within", said.stop_within, 0.0, STOP_WITHIN_MAX_S)
+
+    def queue(self, said: _Options) -> Policy:
+        return Policy(
+            half_life_s=self._duration("queue_half_life", said.queue_half_life, 60.0, RETENTION_MAX_S),
+            entry_penalty_s=self._duration("queue_entry_penalty", said.queue_entry_penalty, 0.0, DAY_S),
+            reservations=said.queue_reservations,
+            nearly=said.queue_nearly,
+            guard_s=self._duration("queue_guard", said.queue_guard, 60.0, RETENTION_MAX_S),
+            preempt_after_s=self._duration("queue_preempt_after", said.queue_preempt_after, 0.0, RETENTION_MAX_S),
+            preemptions_max=said.queue_preemptions,
+        )
 
     def tls(self, said: _Options) -> str:
         if bool(said.tls_cert) != bool(said.tls_key):

@@ -17,6 +17,8 @@ NAMES = {
     "pk": "pk_%(table_name)s",
 }
 metadata = sa.MetaData(naming_convention=NAMES)
+RETURN_S = 300.0
+"""Seconds within which a pool has back what it lends, where nothing else was said."""
 
 principals = sa.Table(
     "principals",
@@ -62,7 +64,26 @@ pools = sa.Table(
     metadata,
     sa.Column("name", sa.String(64), primary_key=True),
     sa.Column("kind", sa.String(16), nullable=False),  # on-demand, reserved
+    sa.Column("lends", sa.Boolean, nullable=False, default=False),  # a reserved one's idle devices, to BEST_EFFORT
+    sa.Column("return_s", sa.Float, nullable=False, default=RETURN_S),  # within which they are back
     sa.Column("created_ns", sa.BigInteger, nullable=False),
+)
+
+shares = sa.Table(  # of the fair share; whoever is not in it has 1
+    "shares",
+    metadata,
+    sa.Column("kind", sa.String(8), primary_key=True),  # team, user
+    sa.Column("name", sa.String(64), primary_key=True),
+    sa.Column("weight", sa.Float, nullable=False),
+    sa.Column("set_ns", sa.BigInteger, nullable=False),
+)
+
+policies = sa.Table(
+    "policies",
+    metadata,
+    sa.Column("name", sa.String(64), primary_key=True),
+    sa.Column("document_json", sa.Text, nullable=False),  # model.policy.UsagePolicy
+    sa.Column("set_ns", sa.BigInteger, nullable=False),
 )
 
 drains = sa.Table(  # a row: nothing new is started

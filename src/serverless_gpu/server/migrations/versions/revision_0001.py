@@ -19,6 +19,7 @@ def upgrade() -> None:
     _attempts()
     _outcomes()
     _secrets()
+    _queue()
 
 
 def _people() -> None:
@@ -77,6 +78,8 @@ def _nodes() -> None:
         "pools",
         sa.Column("name", sa.String(length=64), nullable=False),
         sa.Column("kind", sa.String(length=16), nullable=False),
+        sa.Column("lends", sa.Boolean(), nullable=False),
+        sa.Column("return_s", sa.Float(), nullable=False),
         sa.Column("created_ns", sa.BigInteger(), nullable=False),
         sa.PrimaryKeyConstraint("name", name=op.f("pk_pools")),
     )
@@ -258,4 +261,22 @@ def _secrets() -> None:
         sa.Column("created_ns", sa.BigInteger(), nullable=False),
         sa.Column("by", sa.String(length=64), nullable=False),
         sa.PrimaryKeyConstraint("kind", "owner", "name", "version", name=op.f("pk_secrets")),
+    )
+
+
+def _queue() -> None:
+    op.create_table(
+        "shares",
+        sa.Column("kind", sa.String(length=8), nullable=False),
+        sa.Column("name", sa.String(length=64), nullable=False),
+        sa.Column("weight", sa.Float(), nullable=False),
+        sa.Column("set_ns", sa.BigInteger(), nullable=False),
+        sa.PrimaryKeyConstraint("kind", "name", name=op.f("pk_shares")),
+    )
+    op.create_table(
+        "policies",
+        sa.Column("name", sa.String(length=64), nullable=False),
+        sa.Column("document_json", sa.Text(), nullable=False),
+        sa.Column("set_ns", sa.BigInteger(), nullable=False),
+        sa.PrimaryKeyConstraint("name", name=op.f("pk_policies")),
     )

@@ -1,0 +1,53 @@
+"""Shares of the queue and usage policies: what was set is what decisions are made by."""
+
+from __future__ import annotations
+
+import functools
+
+from serverless_gpu.model.policy import UsagePolicy
+from serverless_gpu.model.scheduling.values import Policy, Pool
+from serverless_gpu.server import policies, pools, shares
+from serverless_gpu.server.database import Database
+from serverless_gpu.server.policies import StoredPolicy
+from serverless_gpu.server.pools import StoredPool
+from serverless_gpu.server.shares import StoredShare
+
+
+def test_decisions_are_made_by_the_settings_and_the_shares_as_they_are(database: Database) -> None:
+    said = Policy(half_life_s=60.0)
+    assert database.read(lambda connection: shares.policy(connection, said)) == said
+    for share in (
+        StoredShare(kind="user", name="search", weight=3.0, set_ns=1),
+        StoredShare(kind="team", name="search", weight=1.0, set_ns=1),
+        StoredShare(kind="team", name="search", weight=70.0, set_ns=2),
+    ):
+        database.write(functools.partial(shares.put, share=share))
+    policy = database.read(lambda connection: shares.policy(connection, said))
+    assert policy == Policy(half_life_s=60.0, team_weights={"search": 70.0}, user_weights={"search": 3.0})
+    assert database.write(lambda connection: shares.remove(connection, "user", "search"))
+    assert not database.write(lambda connection: shares.remove(connection, "user", "search"))
+    (left,) = database.read(shares.every)
+    assert left == StoredShare(kind="team", name="search", weight=70.0, set_ns=2)
+
+
+def test_a_pool_lends_only_while_it_is_reserved(database: Database) -> None:
+    made = StoredPool(name="a", kind=pools.RESERVED, created_ns=1, lends=True, return_s=60.0)
+    database.write(lambda connection: pools.put(connection, made))
+    assert database.read(lambda connection: pools.find(connection, "a")) == made
+    assert made.planned == Pool(name="a", reserved=True, lends=True, return_s=60.0)
+    changed = StoredPool(name="a", kind=pools.ON_DEMAND, created_ns=9, lends=True, return_s=60.0)
+    database.write(lambda connection: pools.put(connection, changed))
+    found = database.read(lambda connection: pools.find(connection, "a"))
+    assert found is not None and found.created_ns == 1
+    assert found.planned == Pool(name="a", reserved=False, lends=False, return_s=60.0)
+
+
+def test_a_policy_is_what_was_put_last_under_its_name(database: Database) -> None:
+    for policy in (UsagePolicy(), UsagePolicy(pool="research")):
+        put = StoredPolicy(name="nightly", policy=policy, set_ns=7)
+        database.write(functools.partial(policies.put, policy=put))
+    assert database.read(policies.every) == [
+        StoredPolicy(name="nightly", policy=UsagePolicy(pool="research"), set_ns=7)
+    ]
+    assert database.write(lambda connection: policies.remove(connection, "nightly"))
+    assert database.read(lambda connection: policies.find(connection, "nightly")) is None
