@@ -292,12 +292,14 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         until_ns: when they give them back; None where nobody can say.
         is_bound: whether that is the latest time, as declared.
+        is_leaving: whether it was asked to stop.
     """
 
     title: str
     count: int
     until_ns: int | None = None
     is_bound: bool = False
+    is_leaving: bool = False
 
 
 class Wait(msgspec.Struct, frozen=True, kw_only=True):
@@ -305,6 +307,7 @@ class Wait(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         count: devices that it needs; 0 where that depends on the node.
+        whole: whether it asks for all devices of a node, however many these are.
         gpu_type: their type; "" where that depends on the node.
         one_node: whether they have to be on one node.
         node: name of the node where it fits soonest, or "".
@@ -314,12 +317,16 @@ class Wait(msgspec.Struct, frozen=True, kw_only=True):
         ahead: title of the run for which what is free is kept, or "".
         place: its place among those that want the same kind of devices; 1 is the next, 0 is none: it is not in line.
         at_ns: when it starts, where it has a reservation or everything is known; `is_bound`: at the latest.
+        owner: whose `node` it is, where a calendar is the reason.
+        turns_ns: when that node changes hands by its calendar: it is shared from then on where nothing counts as free
+            now, and its owner's from then on where something does.
         words: what is to be said beyond that, or in place of it.
     """
 
     run_id: str
     reason: WaitReason
     count: int = 0
+    whole: bool = False
     gpu_type: str = ""
     one_node: bool = True
     node: str = ""
@@ -330,6 +337,8 @@ class Wait(msgspec.Struct, frozen=True, kw_only=True):
     place: int = 0
     at_ns: int | None = None
     is_bound: bool = False
+    owner: str = ""
+    turns_ns: int | None = None
     words: str = ""
 
 

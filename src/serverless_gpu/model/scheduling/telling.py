@@ -1,0 +1,164 @@
+"""Why a run waits, and when it would start, in one sentence: for what, for whom, and until when at the latest.
+
+    needs 8 H100 on one node; 5 free on n3; alice/bert-ft holds 3 until 14:20 at the latest; you are 2nd
+    └─ what ───────────────┘  └─ where ──┘  └─ for whom ──────── until when ──────────────┘  └─ place ─┘
+
+"until 14:20 at the latest" is declared (`timeout`), "until about 14:20" is learned from earlier runs; where nobody can
+say, nothing is said. A sentence has a bound: no more than three are named of anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from serverless_gpu.model.scheduling.values import Estimate, Holder, Wait, WaitReason
+
+Clock = Callable[[int], str]
+"""How a time is written for whoever reads it: ``"14:20"``, ``"Mon 14:20"``."""
+
+NAMED_MAX = 3
+_UNSEEN = "it was not looked at yet"
+_INSTEAD = (WaitReason.HELD, WaitReason.UNSATISFIABLE)  # what is told in place of everything else
+
+
+def sentence(wait: Wait, clock: Clock) -> str:
+    """Return why a run waits, as people read it.
+
+    Args:
+        wait: why, as values.
+        clock: how times are written.
+    """
+    if wait.reason in _INSTEAD and wait.words:
+        return wait.words
+    there = [] if wait.reason is WaitReason.UNSATISFIABLE else [*_there(wait, clock), *_start(wait, clock)]
+    parts = [_needing(wait), *there, wait.words, _place(wait)]
+    return "; ".join(part for part in parts if part) or _UNSEEN
+
+
+def estimate_text(estimate: Estimate, clock: Clock) -> str:
+    """Return when a run would start and what that rests on, as people read it.
+
+    Args:
+        estimate: when, as a value.
+        clock: how times are written.
+    """
+    basis = f": {estimate.basis}" if estimate.basis else ""
+    if estimate.impossible:
+        return f"never{basis}"
+    place = f"; {ordinal(estimate.place)} in line" if estimate.place else ""
+    if estimate.at_ns is None:
+        return f"unknown{basis}{place}"
+    where = f" on {estimate.node}" if estimate.node else ""
+    if not estimate.place:
+        return f"at once{where}{basis}"
+    return f"{_at(estimate.at_ns, clock, is_bound=estimate.is_bound)}{where}{basis}{place}"
+
+
+def ordinal(number: int) -> str:
+    """Return ``"1st"``, ``"2nd"``, ``"3rd"``, ``"4th"`` …"""
+    teens = number % 100 in (11, 12, 13)
+    return f"{number}{'th' if teens else {1: 'st', 2: 'nd', 3: 'rd'}.get(number % 10, 'th')}"
+
+
+def some(texts: Sequence[str]) -> list[str]:
+    """Return the first few, and how many there are beyond them."""
+    more = len(texts) - NAMED_MAX
+    return [*texts[:NAMED_MAX], f"{more} more"] if more > 0 else list(texts)
+
+
+def _needing(wait: Wait) -> str:
+    name = wait.gpu_type or "GPU"
+    if wait.whole:
+        return f"needs every {name} of a node" + (f" ({wait.count})" if wait.count else "")
+    if not wait.count:
+        return ""
+    return f"needs {wait.count} {name}" + (" on one node" if wait.one_node and wait.count > 1 else "")
+
+
+def _there(wait: Wait, clock: Clock) -> list[str]:
+    """Return what is free where it fits soonest, and who has the rest."""
+    if wait.reason is WaitReason.CALENDAR:
+        return [_calendar(wait, clock), *_holding(wait.holders, clock)]
+    if wait.reason is WaitReason.AWAY and not wait.node:
+        return []
+    parts = [_free(wait), *_holding(wait.holders, clock)]
+    if wait.outside:
+        parts.append(f"{wait.outside} of it used by others than this server, or in quarantine")
+    return parts
+
+
+def _free(wait: Wait) -> str:
+    if not wait.node and not wait.free and wait.one_node:
+        return _UNSEEN if wait.reason is WaitReason.TURN else ""
+    free = f"{wait.free or 'none'} free" + (f" on {wait.node}" if wait.node else "")
+    if not wait.free:
+        return free
+    if wait.ahead:
+        return f"{free}, kept for {wait.ahead}, which is ahead"
+    if wait.reason is WaitReason.RESERVED:
+        return f"{free}, kept for others that are ahead"
+    return f"{free}, and others are ahead" if wait.reason is WaitReason.TURN else free
+
+
+def _calendar(wait: Wait, clock: Clock) -> str:
+    name = wait.node or "the node"
+    whose = f"{wait.owner}'s" if wait.owner else "its owner's"
+    if wait.free:
+        start = f" from {clock(wait.turns_ns)} on" if wait.turns_ns is not None else ""
+        return f"{wait.free} free on {name}, which is {whose}{start}: only what ends before that may start there"
+    return f"{name} is {whose} now" if wait.turns_ns is None else f"{name} is {whose} until {clock(wait.turns_ns)}"
+
+
+def _holding(holders: Sequence[Holder], clock: Clock) -> list[str]:
+    return some([_holder(holder, clock) for holder in _merged(holders)])
+
+
+def _holder(holder: Holder, clock: Clock) -> str:
+    if holder.is_leaving:
+        until = f" by {clock(holder.until_ns)}" if holder.until_ns is not None else ""
+        return f"{holder.title} was asked to give back its {holder.count}{until}"
+    until = f" until {_about(holder.until_ns, clock, is_bound=holder.is_bound)}" if holder.until_ns is not None else ""
+    return f"{holder.title} holds {holder.count}{until}"
+
+
+def _merged(holders: Sequence[Holder]) -> list[Holder]:
+    """Return one holder for each title: ten runs of one name are one line, until the last of them ends."""
+    merged: dict[tuple[str, bool], Holder] = {}
+    for holder in holders:
+        key = (holder.title, holder.is_leaving)
+        merged[key] = _together(merged[key], holder) if key in merged else holder
+    return list(merged.values())
+
+
+def _together(one: Holder, other: Holder) -> Holder:
+    known = one.until_ns is not None and other.until_ns is not None
+    return msgspec.structs.replace(
+        one,
+        count=one.count + other.count,
+        until_ns=max(one.until_ns or 0, other.until_ns or 0) if known else None,
+        is_bound=one.is_bound and other.is_bound,
+    )
+
+
+def _start(wait: Wait, clock: Clock) -> list[str]:
+    """Return when it starts, unless the holders that are named have said so already."""
+    if wait.at_ns is None:
+        return []
+    said = [(holder.until_ns, holder.is_bound) for holder in _merged(wait.holders)[:NAMED_MAX]]
+    if (wait.at_ns, wait.is_bound) in said and all(until is not None and until <= wait.at_ns for until, _ in said):
+        return []
+    return [f"it starts {_at(wait.at_ns, clock, is_bound=wait.is_bound)}"]
+
+
+def _at(at_ns: int, clock: Clock, *, is_bound: bool) -> str:
+    return f"at {_about(at_ns, clock, is_bound=is_bound)}"
+
+
+def _about(at_ns: int, clock: Clock, *, is_bound: bool) -> str:
+    return f"{clock(at_ns)} at the latest" if is_bound else f"about {clock(at_ns)}"
+
+
+def _place(wait: Wait) -> str:
+    return f"you are {ordinal(wait.place)}" if wait.place else ""
