@@ -281,6 +281,7 @@ def test_fakes_are_numbered_per_type_and_indexed_over_all() -> None:
             memory_bytes=80 * GIB,
             kind=DeviceKind.FAKE,
             product="fake H100",
+            pci="fa00:00:00",
         ),
         Device(
             uuid="FAKE-H100-1",
@@ -289,6 +290,7 @@ def test_fakes_are_numbered_per_type_and_indexed_over_all() -> None:
             memory_bytes=80 * GIB,
             kind=DeviceKind.FAKE,
             product="fake H100",
+            pci="fa00:01:00",
         ),
         Device(
             uuid="FAKE-A10-0",
@@ -297,13 +299,22 @@ def test_fakes_are_numbered_per_type_and_indexed_over_all() -> None:
             memory_bytes=24 * GIB,
             kind=DeviceKind.FAKE,
             product="fake A10",
+            pci="fa00:02:00",
         ),
     )
 
 
 def test_fake_cpu_slots_are_fakes() -> None:
     assert parse_fake("CPU:1") == (
-        Device(uuid="FAKE-CPU-0", index=0, type="CPU", memory_bytes=0, kind=DeviceKind.FAKE, product="fake CPU"),
+        Device(
+            uuid="FAKE-CPU-0",
+            index=0,
+            type="CPU",
+            memory_bytes=0,
+            kind=DeviceKind.FAKE,
+            product="fake CPU",
+            pci="fa00:00:00",
+        ),
     )
 
 

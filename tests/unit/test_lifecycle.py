@@ -16,6 +16,7 @@ from serverless_gpu.model.attempt import (
     Attempt,
     Event,
     Failure,
+    GpuFailed,
     HangConfirmed,
     LeaseExpired,
     Limits,
@@ -62,6 +63,7 @@ SAMPLES: tuple[Event, ...] = (
     StemLost(detail="gone"),
     StopRequested(StopReason.CANCEL),
     HangConfirmed("rank 1 is elsewhere"),
+    GpuFailed("GPU-1: Xid 79, the GPU has fallen off the bus"),
     Tick(),
     TreeEmpty(),
     LeaseExpired(),
@@ -137,6 +139,7 @@ LATE = (
     RankReturned,
     RankFailed,
     RankExited,
+    GpuFailed,
     StemLost,
     StopRequested,
     Tick,
@@ -196,6 +199,7 @@ def test_only_what_ran_nothing_of_the_user_may_be_retried_and_faults_of_the_plat
     }
     assert {reason for reason, m in MEANINGS.items() if m.may_retry} == never_started
     assert {reason for reason, m in MEANINGS.items() if not m.is_billed} == never_started | {
+        Reason.GPU_LOST,
         Reason.SECRET_MISSING,
         Reason.SESSION_ENDED,
         Reason.SUPERVISOR_LOST,

@@ -19,6 +19,7 @@ from serverless_gpu.model.attempt import (
     Attempt,
     Event,
     Failure,
+    GpuFailed,
     HangConfirmed,
     Limits,
     Phase,
@@ -36,7 +37,7 @@ from serverless_gpu.model.attempt import (
     Tick,
     TreeEmpty,
 )
-from serverless_gpu.model.lifecycle import IllegalTransition, Instruction, advance
+from serverless_gpu.model.lifecycle import FAULT_NS, IllegalTransition, Instruction, advance
 
 S = 1_000_000_000
 WAITING, EXECUTING, SPOKEN, GONE = "waiting", "executing", "spoken", "gone"
@@ -99,6 +100,8 @@ class GangMachine(RuleBasedStateMachine):
                 return State.SUCCEEDED
             case StopRequested(why):
                 return MEANINGS[STOPPED_BY[why]].state
+            case Tick() if before.fault_ns is not None and self.now_ns >= before.fault_ns + FAULT_NS:
+                return State.FAILED
             case Tick() if before.state is State.RUNNING and before.phase is Phase.NONE:
                 return State.TIMED_OUT
             case _:
@@ -179,6 +182,11 @@ class GangMachine(RuleBasedStateMachine):
     def hang(self) -> None:
         self.tell(HangConfirmed("rank 1 is elsewhere"))
 
+    @rule()
+    @precondition(lambda self: self.attempt.state in (State.STARTING, State.RUNNING, State.STOPPING))
+    def break_gpu(self) -> None:
+        self.tell(GpuFailed("GPU-1: Xid 79"))
+
     @rule(ns=st.sampled_from([0, 1, 200_000_000, 2 * S, 30 * S]))
     def tick(self, ns: int) -> None:
         self.now_ns += ns
@@ -231,7 +239,9 @@ class GangMachine(RuleBasedStateMachine):
             assert not self.out_of_time or given_ns == limits.stop_grace_ns()
         if attempt.phase is Phase.NONE and attempt.state is State.RUNNING and limits.timeout_ns is not None:
             assert attempt.exec_ns is not None and attempt.wake_ns is not None
-            assert attempt.wake_ns + limits.stop_grace_ns() == attempt.exec_ns + limits.timeout_ns
+            stop_ns = attempt.exec_ns + limits.timeout_ns - limits.stop_grace_ns()
+            due_ns = stop_ns if attempt.fault_ns is None else min(stop_ns, attempt.fault_ns + FAULT_NS)
+            assert attempt.wake_ns == due_ns
 
     @invariant()
     def each_instruction_comes_at_most_once_and_in_order(self) -> None:

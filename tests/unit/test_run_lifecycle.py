@@ -330,6 +330,7 @@ def test_the_reference_says_when_another_attempt_follows() -> None:
             return REQUEUE in advance(changed(RUNNING, began=began, **given), Ended(reason, began=began))[1]
 
         assert follows(retries_left=1) == ("for one of `retries`" in words), reason
+        assert follows(faults_left=1) == ("`retry_on_infra=True`" in words), reason
         assert follows(may_resume=True) == ("`resume=True`" in words), reason
         assert follows(began=False) == ("by itself" in words), reason
         assert follows(began=False, infra_left=0) == (reason in ("preempted", "drained")), reason

@@ -16,8 +16,8 @@ from serverless_gpu.model.spec import Options, Priority, Resources, RunSpec, han
 
 VALID = (
     "valid options: cpus, env, gpu_type, gpus, grace, hang_timeout, idle_timeout, ignore_busy, memory, num_gpus, "
-    "on_interrupt, policy, pool, priority, quiet, ranks_log, remote, resume, retries, same_node, secrets, tags, team, "
-    "timeout, tracking"
+    "on_interrupt, policy, pool, priority, quiet, ranks_log, remote, resume, retries, retry_on_infra, same_node, "
+    "secrets, tags, team, timeout, tracking"
 )
 FIRST = ("gpus", "gpu_type", "remote", "timeout")
 
@@ -63,6 +63,7 @@ GOOD: dict[str, tuple[Mapping[str, object], RunSpec]] = {
     "priority as the enumeration": ({"priority": Priority.BEST_EFFORT}, RunSpec(priority=Priority.BEST_EFFORT)),
     "retries": ({"retries": 3}, RunSpec(retries=3)),
     "resume": ({"resume": True}, RunSpec(resume=True)),
+    "retry_on_infra": ({"retry_on_infra": True}, RunSpec(retry_on_infra=True)),
     "env": ({"env": "live"}, RunSpec()),
     "env none": ({"env": None}, RunSpec()),
     "env snapshot": ({"env": "snapshot"}, RunSpec(environment="snapshot")),
@@ -174,6 +175,7 @@ WRONG_TYPE: dict[str, tuple[Mapping[str, object], str]] = {
     "team": ({"team": b"x"}, "team must be a non-empty string, not b'x'"),
     "retries": ({"retries": "3"}, "retries must be a whole number, not '3'"),
     "resume": ({"resume": "ask"}, "resume must be True or False, not 'ask'"),
+    "retry_on_infra": ({"retry_on_infra": 3}, "retry_on_infra must be True or False, not 3"),
     "secrets text": (
         {"secrets": "a"},
         "secrets must be a list of names, or a dictionary from names to variables, not 'a'",

@@ -121,6 +121,7 @@ VALUES: dict[str, tuple[Callable[[str], object], str] | None] = {
     "ignore_busy": None,
     "same_node": None,
     "resume": None,
+    "retry_on_infra": None,
     "remote": None,
 }
 

@@ -82,6 +82,7 @@ class Reason(StrEnum):
     ENGINE_HEAD_LOST = "engine_head_lost"
     SERVER_RESTORED = "server_restored"
     SECRET_MISSING = "secret_missing"
+    GPU_LOST = "gpu_lost"
 
 
 class StopReason(StrEnum):
@@ -193,6 +194,7 @@ MEANINGS: Mapping[Reason, Meaning] = {
         State.LOST, False, False, "the server was restored from a backup, and nobody knows whether the run ran since"
     ),
     Reason.SECRET_MISSING: Meaning(State.FAILED, False, False, "a secret that the run needs is not there any more"),
+    Reason.GPU_LOST: Meaning(State.FAILED, False, False, "a GPU of the run failed"),
 }
 
 
@@ -259,7 +261,11 @@ class Hang(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything the next decision depends on."""
+    """Everything the next decision depends on.
+
+    Attributes:
+        fault_ns: when the first of its GPUs failed, or None.
+    """
 
     run_id: str
     fence: int
@@ -275,6 +281,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     exited: frozenset[int] = frozenset()
     failures: tuple[Failure, ...] = ()
     killed: bool = False
+    fault_ns: int | None = None
 
     @property
     def gang(self) -> str:
@@ -354,6 +361,12 @@ class HangConfirmed(msgspec.Struct, frozen=True):
     detail: str
 
 
+class GpuFailed(msgspec.Struct, frozen=True):
+    """The driver says that a GPU of the attempt failed; its rank may not have noticed yet."""
+
+    detail: str
+
+
 class Tick(msgspec.Struct, frozen=True):
     """Time has passed; `wake_ns` says when this is next of interest."""
 
@@ -377,6 +390,7 @@ Event = (
     | StemLost
     | StopRequested
     | HangConfirmed
+    | GpuFailed
     | Tick
     | TreeEmpty
     | LeaseExpired
@@ -388,12 +402,13 @@ def root_cause(failures: tuple[Failure, ...], stop_ns: int | None) -> Failure | 
 
     A rank that only says its peer went away explains nothing while any other failure is known. After the stop began,
     only a crash counts (a rank that dies has closed its sockets before it can be reaped); exceptions from then on are
-    consequences.
+    consequences. A GPU that failed explains whatever its rank says of that, and may be heard of a moment later.
     """
 
-    def weight(failure: Failure) -> tuple[bool, int, int]:
-        return (failure.peer_lost, failure.at_ns, -1 if failure.rank is None else failure.rank)
+    def weight(failure: Failure) -> tuple[bool, bool, int, int]:
+        is_of_a_rank = failure.reason is not Reason.GPU_LOST
+        return (is_of_a_rank, failure.peer_lost, failure.at_ns, -1 if failure.rank is None else failure.rank)
 
-    crashes = (Reason.RANK_SIGNAL, Reason.HOST_OOM)
+    crashes = (Reason.RANK_SIGNAL, Reason.HOST_OOM, Reason.GPU_LOST)
     eligible = [f for f in failures if stop_ns is None or f.at_ns <= stop_ns or f.reason in crashes]
     return min(eligible or failures, key=weight, default=None)

@@ -75,6 +75,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
         memory_bytes: memory the driver reports; 0 when there is none or it is unknown.
         kind: what stands behind it.
         product: the product string the driver reports.
+        pci: address by which the kernel's log names it, as ``"0000:17:00"``; "" where it has none.
     """
 
     uuid: str
@@ -83,6 +84,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int
     kind: DeviceKind
     product: str = ""
+    pci: str = ""
 
 
 def find_type(name: str, own: Sequence[GpuType] = ()) -> GpuType:
@@ -185,6 +187,7 @@ def parse_fake(text: str, own: Sequence[GpuType] = ()) -> tuple[Device, ...]:
             memory_bytes=gpu_type.memory_bytes,
             kind=DeviceKind.FAKE,
             product=f"fake {gpu_type.name}",
+            pci=f"fa{index >> 8:02x}:{index & 0xFF:02x}:00",
         )
         for index, (gpu_type, number) in enumerate(types)
     )

@@ -32,6 +32,7 @@ from serverless_gpu.model.attempt import (
     Attempt,
     Event,
     Failure,
+    GpuFailed,
     HangConfirmed,
     LeaseExpired,
     Phase,
@@ -53,6 +54,8 @@ from serverless_gpu.model.attempt import (
 SETTLE_NS = 200_000_000
 FENCE_GRACE_NS = 30_000_000_000
 """At most this long ranks may take to end when the lease has expired; the server waits a minute before it goes on."""
+FAULT_NS = 60_000_000_000
+"""So long after one of its GPUs failed an attempt is ended whose ranks have not noticed."""
 
 _NOT_A_FAILURE = frozenset({Reason.COMPLETED, Reason.NODE_PARTITIONED, *STOPPED_BY.values()})
 
@@ -207,6 +210,23 @@ def _hang(attempt: Attempt, event: HangConfirmed, now_ns: int) -> Step:
     return _stop_for_failure(_with_failure(attempt, failure), now_ns)
 
 
+def _gpu_failed_at_start(attempt: Attempt, event: GpuFailed, now_ns: int) -> Step:
+    return _start_failed(attempt, StartFailed(Reason.START_FAILED, event.detail), now_ns)
+
+
+def _gpu_failed(attempt: Attempt, event: GpuFailed, now_ns: int) -> Step:
+    """The rank that has it dies soon, and says so; or hangs, which nobody would have to wait for."""
+    attempt = _gpu_failed_while_stopping(attempt, event, now_ns)[0]
+    fault_ns = now_ns if attempt.fault_ns is None else attempt.fault_ns
+    wake_ns = fault_ns + FAULT_NS if attempt.wake_ns is None else min(attempt.wake_ns, fault_ns + FAULT_NS)
+    return msgspec.structs.replace(attempt, fault_ns=fault_ns, wake_ns=wake_ns), ()
+
+
+def _gpu_failed_while_stopping(attempt: Attempt, event: GpuFailed, now_ns: int) -> Step:
+    failure = Failure(rank=None, reason=Reason.GPU_LOST, at_ns=now_ns, detail=event.detail)
+    return _with_failure(attempt, failure), ()
+
+
 def _stop(attempt: Attempt, now_ns: int, reason: Reason) -> Step:
     if attempt.exec_ns is None:
         return _kill(attempt, now_ns, reason)
@@ -217,7 +237,7 @@ def _stop(attempt: Attempt, now_ns: int, reason: Reason) -> Step:
 def _tick_running(attempt: Attempt, _: Tick, now_ns: int) -> Step:
     if attempt.wake_ns is None or now_ns < attempt.wake_ns:
         return attempt, ()
-    if attempt.phase is Phase.SETTLING:
+    if attempt.phase is Phase.SETTLING or (attempt.fault_ns is not None and now_ns >= attempt.fault_ns + FAULT_NS):
         return _stop_for_failure(attempt, now_ns)
     grace = attempt.limits.stop_grace_ns()
     return _terminating(attempt, now_ns, Reason.TIMEOUT, grace), (Instruction.TERMINATE_RANKS,)
@@ -308,6 +328,7 @@ TABLE: Mapping[State, Mapping[type, _Handler]] = {
         RankExecuting: _executing,
         RankFailed: _failed,
         RankExited: _exited,
+        GpuFailed: _gpu_failed_at_start,
         StemLost: _stem_lost,
         StopRequested: _asked_to_stop,
         LeaseExpired: _expired,
@@ -322,6 +343,7 @@ TABLE: Mapping[State, Mapping[type, _Handler]] = {
         StemLost: _stem_lost,
         StopRequested: _asked_to_stop,
         HangConfirmed: _hang,
+        GpuFailed: _gpu_failed,
         Tick: _tick_running,
         LeaseExpired: _expired,
     },
@@ -333,6 +355,7 @@ TABLE: Mapping[State, Mapping[type, _Handler]] = {
         RankReturned: _returned,
         RankFailed: _failed_while_stopping,
         RankExited: _exited_while_stopping,
+        GpuFailed: _gpu_failed_while_stopping,
         StemLost: _stem_lost_while_stopping,
         StopRequested: _asked_again,
         Tick: _tick_stopping,

@@ -14,8 +14,8 @@ Four promises, each a test:
   boot of its node or the hard fence passed (`GivenUp`), an operator's word (`Forgotten`). Silence is no proof; it
   shows.
 - A server that was restored from a backup starts nothing that it knew before: whether it ran since, nobody knows.
-- User code runs again only if the user asked for it (`retries`, `resume`). What failed before user code began is the
-  platform's fault and is tried again on its own, a few times.
+- User code runs again only if the user asked for it (`retries`, `resume`, `retry_on_infra`). What failed before user
+  code began is the platform's fault and is tried again on its own, a few times.
 
 A stop that is final (cancel, timeout, budget) replaces one after which the run may go on (preempt, drain), never the
 other way round. What is done is done: every rank returned before the stop arrived means SUCCEEDED.
@@ -39,6 +39,11 @@ LOST = frozenset({*(r for r, meaning in MEANINGS.items() if meaning.state is Sta
     Reason.SERVER_RESTORED
 }
 """Nobody could end the attempt in order: user code may have been anywhere."""
+
+FAULT_RETRIES_MAX = 3
+"""Attempts that are made again for whoever asked for `retry_on_infra`, when user code ran and was not what failed."""
+FAULTS = LOST | {Reason.GPU_LOST}
+"""What failed was the infrastructure, while user code ran."""
 
 _DISPLACED = frozenset({Reason.PREEMPTED, Reason.DRAINED})
 _FINAL_STOPS = frozenset({StopReason.CANCEL, StopReason.TIMEOUT, StopReason.BUDGET, StopReason.IDLE})
@@ -67,6 +72,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         retries_left: of those the user asked for.
         infra_left: attempts that may be made again because the platform failed.
         before: where an UNREACHABLE run was when it was last heard of, else None.
+        faults_left: attempts that may be made again because a GPU or a node failed; none unless the user asked for it.
     """
 
     run_id: str
@@ -79,6 +85,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     retries_left: int = 0
     infra_left: int = INFRA_RETRIES_MAX
     before: State | None = None
+    faults_left: int = 0
 
 
 class Placed(msgspec.Struct, frozen=True):
@@ -243,6 +250,8 @@ def _over(run: Run, event: Ended | GivenUp | Forgotten) -> Step:
     if reason in LOST and run.may_resume:
         # One that dies before it begins, time and again, would do so for ever.
         return _requeue(run) if run.began else _requeue_for_infra(run, reason)
+    if reason in FAULTS and run.faults_left > 0:
+        return _requeue(msgspec.structs.replace(run, faults_left=run.faults_left - 1))
     may_retry = reason in LOST or (MEANINGS[reason].state is State.FAILED and reason not in _POINTLESS)
     if may_retry and run.retries_left > 0:
         return _requeue(msgspec.structs.replace(run, retries_left=run.retries_left - 1))

@@ -57,6 +57,7 @@ class SessionOptions(TypedDict, total=False):
     team: str
     priority: str
     retries: int
+    retry_on_infra: bool
     resume: bool
     env: Environment
     secrets: Sequence[str] | Mapping[str, str | None]
@@ -155,6 +156,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
         idle_timeout_s: seconds of devices that do nothing until the run is stopped, or None for never.
         tracker: where the run is tracked, as its client resolved `tracking` at the call; None for nowhere.
         ray: the Ray cluster that the run makes of its nodes, with the function as its driver; None for none.
+        retry_on_infra: whether user code runs again when a GPU or a node failed, a few times, without `retries`.
     """
 
     spec_version: int = SPEC_VERSION
@@ -183,6 +185,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     idle_timeout_s: float | None = None
     tracker: Tracking | None = None
     ray: RayCluster | None = None
+    retry_on_infra: bool = False
 
     def processes(self, world_size: int) -> int:
         """Return how many processes of the user's a node starts for so many of its devices."""
@@ -257,6 +260,7 @@ def make_spec(
         team=_name("team", asked.get("team")),
         priority=_priority(asked.get("priority", Priority.NORMAL)),
         retries=_whole("retries", asked.get("retries", 0), 0, 100),
+        retry_on_infra=flag("retry_on_infra", asked.get("retry_on_infra", False)),
         resume=flag("resume", asked.get("resume", False)),
         secrets=names,
         secret_variables=variables,

@@ -38,7 +38,7 @@ import msgspec
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.attempt import MEANINGS, TERMINAL, Reason, State
 from serverless_gpu.model.ledger import Fact, FactKind, charge
-from serverless_gpu.model.run_lifecycle import INFRA_RETRIES_MAX
+from serverless_gpu.model.run_lifecycle import FAULT_RETRIES_MAX, INFRA_RETRIES_MAX
 from serverless_gpu.model.spec import Function
 from serverless_gpu.server.attempts import StoredAttempt
 from serverless_gpu.server.audit import Action
@@ -236,10 +236,17 @@ def _attempts_in_order(booked: Booked) -> Iterator[Violation]:
     for attempt in tries:
         yield from _attempt(booked, attempt)
     began = sum(attempt.began for attempt in tries)
-    if not run.spec.resume and began > 1 + run.retries_used:
-        yield _bad(booked, "I3", f"ran user code {began} times, and {run.retries_used} retries were used")
-    if run.retries_used > run.spec.retries or run.infra_retries_used > INFRA_RETRIES_MAX:
-        used = f"{run.retries_used} of {run.spec.retries}, {run.infra_retries_used} of {INFRA_RETRIES_MAX}"
+    again = run.retries_used + run.fault_retries_used
+    if not run.spec.resume and began > 1 + again:
+        yield _bad(booked, "I3", f"ran user code {began} times, and {again} retries were used")
+    faults_max = FAULT_RETRIES_MAX if run.spec.retry_on_infra else 0
+    uses = (
+        (run.retries_used, run.spec.retries),
+        (run.infra_retries_used, INFRA_RETRIES_MAX),
+        (run.fault_retries_used, faults_max),
+    )
+    if any(used > most for used, most in uses):
+        used = ", ".join(f"{used} of {most}" for used, most in uses)
         yield _bad(booked, "I3", f"used more retries than it has: {used}")
 
 
@@ -287,8 +294,9 @@ def _ran_as_asked(books: Books, history: History) -> Iterator[Violation]:
     ran = Counter(one.run_id for one in history.stretches)
     for booked in books.runs:
         run = booked.run
-        if not run.spec.resume and ran[run.id] > 1 + run.retries_used:
-            yield _bad(booked, "I3", f"ran user code {ran[run.id]} times, and {run.retries_used} retries were used")
+        again = run.retries_used + run.fault_retries_used
+        if not run.spec.resume and ran[run.id] > 1 + again:
+            yield _bad(booked, "I3", f"ran user code {ran[run.id]} times, and {again} retries were used")
 
 
 # --- I4 ---------------------------------------------------------------------------------------------------------------

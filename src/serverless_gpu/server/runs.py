@@ -15,7 +15,7 @@ import sqlalchemy as sa
 from serverless_gpu.errors import StaleAttempt
 from serverless_gpu.model import run_lifecycle
 from serverless_gpu.model.attempt import TERMINAL, Reason, State, StopReason
-from serverless_gpu.model.run_lifecycle import INFRA_RETRIES_MAX
+from serverless_gpu.model.run_lifecycle import FAULT_RETRIES_MAX, INFRA_RETRIES_MAX
 from serverless_gpu.model.spec import Function, Priority, RunSpec
 from serverless_gpu.server import attempts
 from serverless_gpu.server.attempts import StoredAttempt
@@ -79,6 +79,7 @@ class StoredRun(msgspec.Struct, frozen=True, kw_only=True):
     stop: StopReason | None
     retries_used: int
     infra_retries_used: int
+    fault_retries_used: int
     created_ns: int
     queued_ns: int
     started_ns: int | None
@@ -113,7 +114,14 @@ class StoredRun(msgspec.Struct, frozen=True, kw_only=True):
             retries_left=max(0, self.spec.retries - self.retries_used) if self.restored_ns is None else 0,
             infra_left=max(0, INFRA_RETRIES_MAX - self.infra_retries_used) if self.restored_ns is None else 0,
             before=attempt.before if attempt is not None else None,
+            faults_left=self._faults_left,
         )
+
+    @property
+    def _faults_left(self) -> int:
+        if not self.spec.retry_on_infra or self.restored_ns is not None:
+            return 0
+        return max(0, FAULT_RETRIES_MAX - self.fault_retries_used)
 
 
 class Active(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -234,6 +242,7 @@ def insert(connection: sa.Connection, new: NewRun, *, at_ns: int) -> StoredRun:
         stop=None,
         retries_used=0,
         infra_retries_used=0,
+        fault_retries_used=0,
         created_ns=at_ns,
         queued_ns=at_ns,
         started_ns=None,

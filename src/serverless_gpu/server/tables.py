@@ -126,6 +126,7 @@ runs = sa.Table(
     sa.Column("stop", sa.String(16)),  # why it is asked to stop
     sa.Column("retries_used", sa.Integer, nullable=False, default=0),
     sa.Column("infra_retries_used", sa.Integer, nullable=False, default=0),
+    sa.Column("fault_retries_used", sa.Integer, nullable=False, default=0),
     sa.Column("created_ns", sa.BigInteger, nullable=False),
     sa.Column("queued_ns", sa.BigInteger, nullable=False),  # its age in the queue; a requeued run keeps it
     sa.Column("started_ns", sa.BigInteger),

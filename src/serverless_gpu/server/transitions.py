@@ -202,6 +202,7 @@ def _write_run(connection: sa.Connection, told: Told, *, over: _Over | None, not
         values |= {
             "retries_used": run.spec.retries - life.retries_left,
             "infra_retries_used": INFRA_RETRIES_MAX - life.infra_left,
+            "fault_retries_used": run.fault_retries_used + run.life.faults_left - life.faults_left,
         }
     runs.change(connection, run, **values)
     events.add(connection, told.events)

@@ -35,6 +35,7 @@ _RANKS_ALL = "all"
 @click.option("--timeout", type=float, metavar="SECONDS", help="Time limit from the first line on.")
 @click.option("--grace", type=float, metavar="SECONDS", help="Between SIGTERM and SIGKILL when it is stopped.")
 @click.option("--retries", type=click.IntRange(min=0), help="New attempts after a failure.")
+@click.option("--retry-on-infra", is_flag=True, help="New attempts, up to 3, after a GPU or a node failed.")
 @click.option("--resume", is_flag=True, help="Continue as a new attempt after a preemption or the loss of a node.")
 @click.option("--cpus", type=click.IntRange(min=1), help="Cores of the gang.")
 @click.option("--memory", metavar="SIZE", help="Host memory limit of the gang, for example 64GiB.")
@@ -78,7 +79,8 @@ def _spec(program: str, arguments: Sequence[str], *, remote: bool, options: Mapp
     argv = (sys.executable, program, *arguments) if is_script else (program, *arguments)
     given = {name: options[name] for name in _OPTIONS if options.get(name) is not None}
     given |= _secrets(options["secrets"])
-    given |= {"resume": options["resume"], "tags": _tags(options["tags"]), "ranks_log": _ranks(options["ranks_log"])}
+    given |= {name: options[name] for name in ("resume", "retry_on_infra")}
+    given |= {"tags": _tags(options["tags"]), "ranks_log": _ranks(options["ranks_log"])}
     spec = parse_options(options["gpus"], options["gpu_type"], remote, options["timeout"], given)
     if isinstance(spec.ranks_log, tuple) and not any(rank < options["gpus"] for rank in spec.ranks_log):
         raise click.BadParameter(f"the run has ranks 0 to {options['gpus'] - 1}", param_hint="--ranks-log")

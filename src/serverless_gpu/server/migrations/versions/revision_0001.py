@@ -118,6 +118,7 @@ def _runs() -> None:
         sa.Column("stop", sa.String(length=16), nullable=True),
         sa.Column("retries_used", sa.Integer(), nullable=False),
         sa.Column("infra_retries_used", sa.Integer(), nullable=False),
+        sa.Column("fault_retries_used", sa.Integer(), nullable=False),
         sa.Column("created_ns", sa.BigInteger(), nullable=False),
         sa.Column("queued_ns", sa.BigInteger(), nullable=False),
         sa.Column("started_ns", sa.BigInteger(), nullable=True),

@@ -1,0 +1,162 @@
+"""What the NVIDIA driver says when a GPU fails: the Xid numbers of the kernel's log, and what follows from each.
+
+    NVRM: Xid (PCI:0000:17:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.
+          └─ which GPU ─┘        └─ what happened
+
+Numbers and what they mean are those of NVIDIA's public catalogue ("Analyzing Xid Errors with the Xid Catalog",
+docs.nvidia.com/deploy/xid-errors); what is done is ours, by the failure matrix (F23 to F25). A node may decide
+otherwise, number by number, in the table `xids` of its `config.toml`. A number that nobody knows changes nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from enum import StrEnum
+
+import msgspec
+
+SUSPECT_NS = 24 * 3600 * 1_000_000_000
+SUSPECT_PRINCIPALS = 3
+"""More principals than that whose own code failed on the same GPU within `SUSPECT_NS`: then it is not their code."""
+
+_TEXT_MAX = 200
+_LINE = re.compile(r"NVRM: Xid \(PCI:([0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2})[^)]*\): (\d{1,5})\b,?\s*(.*)")
+_ADDRESS = re.compile(r"([0-9a-fA-F]{4,8}):([0-9a-fA-F]{2}):([0-9a-fA-F]{2})(?:\.[0-7])?")
+
+
+class Kind(StrEnum):
+    """What follows from an Xid."""
+
+    LOST = "lost"  # the run ends, the GPU is not lent any more, the node takes nothing new
+    UNCORRECTABLE = "uncorrectable"  # the run ends, the GPU is not lent any more
+    CONTAINED = "contained"  # the run ends, the GPU is as good as before
+    PENDING = "pending"  # the run goes on, the GPU is not lent after it
+    USER = "user"  # nothing but a hint: it is the run's own code, most likely
+    OTHER = "other"  # nothing: it is written down
+
+
+ENDS_A_RUN = frozenset({Kind.LOST, Kind.UNCORRECTABLE, Kind.CONTAINED})
+QUARANTINES = frozenset({Kind.LOST, Kind.UNCORRECTABLE, Kind.PENDING})
+
+HINT = "illegal memory access in your kernel"
+
+TABLE: Mapping[int, tuple[Kind, str]] = {
+    11: (Kind.USER, "invalid or corrupted push buffer stream"),
+    13: (Kind.USER, "graphics engine exception"),
+    31: (Kind.USER, "GPU memory page fault"),
+    32: (Kind.USER, "invalid or corrupted push buffer stream"),
+    43: (Kind.USER, "the GPU stopped processing"),
+    45: (Kind.OTHER, "clean-up after an earlier error, or after a process that was killed"),
+    46: (Kind.UNCORRECTABLE, "the GPU stopped processing"),
+    48: (Kind.UNCORRECTABLE, "double-bit memory error"),
+    62: (Kind.UNCORRECTABLE, "the GPU's micro-controller halted"),
+    63: (Kind.PENDING, "broken memory is replaced at the next reset"),
+    64: (Kind.UNCORRECTABLE, "broken memory could not be noted for replacement"),
+    74: (Kind.UNCORRECTABLE, "NVLink error"),
+    79: (Kind.LOST, "the GPU has fallen off the bus"),
+    92: (Kind.OTHER, "high rate of corrected memory errors"),
+    94: (Kind.CONTAINED, "memory error, contained in one process"),
+    95: (Kind.UNCORRECTABLE, "memory error that was not contained"),
+    119: (Kind.UNCORRECTABLE, "the GPU's system processor does not answer"),
+    120: (Kind.UNCORRECTABLE, "error of the GPU's system processor"),
+    136: (Kind.UNCORRECTABLE, "NVLink could not be trained"),
+    140: (Kind.UNCORRECTABLE, "memory error that could not be recovered from"),
+    143: (Kind.UNCORRECTABLE, "the GPU could not be initialised"),
+    158: (Kind.UNCORRECTABLE, "fatal time-out in the GPU"),
+}
+
+
+class Said(msgspec.Struct, frozen=True, kw_only=True):
+    """One Xid of the kernel's log.
+
+    Attributes:
+        pci: address of the GPU, as in `model.hardware.Device`.
+        number: the Xid.
+        text: what the driver says of it.
+    """
+
+    pci: str
+    number: int
+    text: str = ""
+
+
+class Fault(msgspec.Struct, frozen=True, kw_only=True):
+    """What an Xid means for one GPU.
+
+    Attributes:
+        uuid: of the GPU.
+        sentence: what happened, naming both.
+    """
+
+    uuid: str
+    number: int
+    kind: Kind
+    sentence: str
+
+
+class Hit(msgspec.Struct, frozen=True, kw_only=True):
+    """A principal's own code failed on a GPU, nanoseconds since 1970."""
+
+    principal: str
+    number: int
+    at_ns: int
+
+
+def address(text: str) -> str:
+    """Return a PCI address as both the driver's log and NVML mean it: ``"0000:17:00"``; "" for what is none.
+
+    Args:
+        text: ``"00000000:17:00.0"``, for example.
+    """
+    found = _ADDRESS.fullmatch(text.strip())
+    return "" if found is None else f"{int(found[1], 16):04x}:{found[2].lower()}:{found[3].lower()}"
+
+
+def read(line: str) -> Said | None:
+    """Return the Xid that a line of the kernel's log tells of, or None."""
+    found = _LINE.search(line)
+    if found is None:
+        return None
+    text = "".join(letter for letter in found[3] if letter.isprintable())
+    return Said(pci=address(found[1]), number=int(found[2]), text=text[:_TEXT_MAX].rstrip(". "))
+
+
+def fault(said: Said, uuid: str, own: Mapping[int, Kind]) -> Fault:
+    """Return what an Xid means.
+
+    Args:
+        said: the Xid.
+        uuid: of the GPU at that address.
+        own: what this node decided otherwise.
+    """
+    kind, meaning = TABLE.get(said.number, (Kind.OTHER, said.text or "not in the table of this version"))
+    return Fault(
+        uuid=uuid,
+        number=said.number,
+        kind=own.get(said.number, kind),
+        sentence=f"{uuid}: Xid {said.number}, {meaning}",
+    )
+
+
+def principals(hits: Iterable[Hit], now_ns: int) -> frozenset[str]:
+    """Return whose own code failed on a GPU lately.
+
+    Args:
+        hits: of that GPU.
+        now_ns: nanoseconds since 1970.
+    """
+    return frozenset(hit.principal for hit in hits if 0 <= now_ns - hit.at_ns <= SUSPECT_NS)
+
+
+def suspicion(hits: Iterable[Hit], now_ns: int) -> str:
+    """Return why a GPU is suspected of being broken though nothing but user code failed on it, or "".
+
+    Args:
+        hits: of that GPU.
+        now_ns: nanoseconds since 1970.
+    """
+    who = principals(hits, now_ns)
+    if len(who) <= SUSPECT_PRINCIPALS:
+        return ""
+    return f"illegal memory accesses in runs of {len(who)} principals within 24 h: suspect hardware"
