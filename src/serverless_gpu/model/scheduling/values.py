@@ -75,6 +75,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
         shared: whether others than its owner may use it now.
         turns_ns: when `shared` is the other way round by its calendar; None for never. Others start here only what
             ends before that, or can be preempted.
+        owner_first: whether a waiting run of the owner's pushes out those of others, also while it is shared.
     """
 
     id: str
@@ -90,6 +91,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     owner: str = ""
     shared: bool = True
     turns_ns: int | None = None
+    owner_first: bool = False
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -115,6 +117,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         expected_s: how long that is likely to be, as learned from earlier runs; None where nothing is known.
         preemptible: whether it may be stopped to make room and goes on later: it asked for `resume`.
         preemptions: how often that was done to it.
+        grace_s: how long it may take to leave once it is asked to.
     """
 
     run_id: str
@@ -138,6 +141,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     expected_s: float | None = None
     preemptible: bool = False
     preemptions: int = 0
+    grace_s: float = 30.0
 
 
 class Share(msgspec.Struct, frozen=True, kw_only=True, gc=False):

@@ -1,0 +1,347 @@
+"""Who has to leave so that another one finds room, and who may be where only as long as nobody else wants it.
+
+    a run is blocked ─▶ where could it be (sites) ─▶ who there may be asked ─▶ the cheapest set that makes room
+                                                     │
+      by right      the own runs of a pool that lends, the owner of a node whose owner is first: at once
+      by class      CRITICAL > NORMAL > BEST_EFFORT: after a minimum time, and a few times in the life of a run
+
+Nobody is asked who cannot go on later (`preemptible`). What is lost is device-seconds since the start; the set with the
+least is taken, by right before by class and of the lowest class that will do, and nobody in it who could stay. So the
+youngest leave first.
+
+What makes loops impossible: on each node there is one order, standing there and then class, and only who is above in it
+pushes out who is below; what becomes free is kept for whom it was made free; and a guest is let in only while nobody
+waits who could push it out by right.
+
+Failure cases: those who could make room are too young, then it is said when they are not. Devices that a run which
+cannot leave has borrowed come back by themselves: it was let in because its limit is shorter than the pool's time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from serverless_gpu.model.scheduling.values import (
+    BEST_EFFORT,
+    Node,
+    Policy,
+    Pool,
+    Preemption,
+    Running,
+    Share,
+    Wanted,
+)
+
+CLASSES = ("CRITICAL", "NORMAL", "BEST_EFFORT")
+_NOBODY = BEST_EFFORT + 1  # as the highest class that is asked: nobody by class
+_NS = 1_000_000_000
+
+
+class Terms(msgspec.Struct, frozen=True, kw_only=True):
+    """What the operator decided; a pool that is not among them is an on-demand one."""
+
+    policy: Policy
+    pools: Mapping[str, Pool] = {}
+
+
+class Site(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A node where a gang, or a part of one, could be.
+
+    Attributes:
+        gpu_type: of the devices that it would have there.
+        need: how many; of a gang that needs several nodes all that the node has.
+        free: those that it could have at once.
+        coming: those of runs that are leaving already, promised to nobody else.
+        holders: who has devices there.
+    """
+
+    node: Node
+    gpu_type: str
+    need: int
+    free: int
+    coming: int = 0
+    holders: tuple[Running, ...] = ()
+
+
+class Room(msgspec.Struct, frozen=True, kw_only=True):
+    """What is to be done for a gang that is blocked.
+
+    Attributes:
+        preemptions: who is to be asked to leave; nobody when enough is coming already.
+        shares: what is then to be kept for the gang until it starts; empty when nothing can be done now.
+        wake_ns: when to ask again, because somebody will have run for long enough; None for never.
+    """
+
+    preemptions: tuple[Preemption, ...] = ()
+    shares: tuple[Share, ...] = ()
+    wake_ns: int | None = None
+
+
+class _Plan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What it takes to make room on a site."""
+
+    site: Site
+    victims: tuple[Running, ...] = ()
+    lost: int = 0
+
+
+# --- who may be where -------------------------------------------------------------------------------------------------
+
+
+def could_use(wanted: Wanted, node: Node, terms: Terms) -> bool:
+    """Return whether a run may ever use a node, as far as pools have a say.
+
+    Args:
+        wanted: the run.
+        node: where.
+        terms: what the operator decided.
+    """
+    if wanted.pool:
+        return wanted.pool == node.pool
+    pool = terms.pools.get(node.pool)
+    if pool is None or not pool.reserved:
+        return True
+    in_time = wanted.preemptible and wanted.grace_s <= pool.return_s
+    return pool.lends and wanted.priority >= BEST_EFFORT and (in_time or _ends_within(wanted, pool.return_s))
+
+
+def may_use(wanted: Wanted, node: Node, terms: Terms, now_ns: int) -> bool:
+    """Return whether a run may start on a node now, as far as pools, owners and calendars have a say.
+
+    Args:
+        wanted: the run.
+        node: where.
+        terms: what the operator decided.
+        now_ns: the time.
+    """
+    if not could_use(wanted, node, terms):
+        return False
+    if node.owner and wanted.owner == node.owner:
+        return True
+    if not node.shared or (node.owner and node.owner_first and not wanted.preemptible):
+        return False
+    left_s = None if node.turns_ns is None else (node.turns_ns - now_ns) / _NS
+    return left_s is None or (left_s > 0 and (wanted.preemptible or _ends_within(wanted, left_s)))
+
+
+def standing(wanted: Wanted, node: Node, terms: Terms) -> tuple[bool, bool]:
+    """Return how far a run is from having a right to be on a node: whoever has less pushes out whoever has more.
+
+    Args:
+        wanted: the run.
+        node: where.
+        terms: what the operator decided.
+
+    Returns:
+        Whether it is a guest of the node's owner, and whether it borrows from the node's pool.
+    """
+    pool = terms.pools.get(node.pool)
+    return (
+        bool(node.owner) and node.owner_first and wanted.owner != node.owner,
+        pool is not None and pool.reserved and wanted.pool != pool.name,
+    )
+
+
+def is_guest(wanted: Wanted, node: Node, terms: Terms) -> bool:
+    """Return whether a run may start on a node only while nobody waits who has more right to it.
+
+    Args:
+        wanted: the run.
+        node: where.
+        terms: what the operator decided.
+    """
+    return any(standing(wanted, node, terms))
+
+
+def _ends_within(wanted: Wanted, seconds: float) -> bool:
+    return wanted.limit_s is not None and wanted.limit_s <= seconds
+
+
+# --- who leaves -------------------------------------------------------------------------------------------------------
+
+
+def room(wanted: Wanted, sites: Sequence[Site], terms: Terms, now_ns: int) -> Room | None:
+    """Return who has to leave so that a gang that is blocked can start, or None when nobody may be asked.
+
+    Args:
+        wanted: the gang.
+        sites: where it could be; of one that may have several nodes, all of these.
+        terms: what the operator decided.
+        now_ns: the time.
+    """
+    for highest in range(_NOBODY, wanted.priority, -1):
+        found = _cheapest_sites(wanted, sites, terms, (highest, now_ns))
+        if found:
+            return _room(wanted, found, terms)
+    wakes = [wake for site in sites if (wake := _ripe_at(wanted, site, terms)) is not None and wake > now_ns]
+    return Room(wake_ns=min(wakes)) if wakes else None
+
+
+def may_ask(wanted: Wanted, running: Running, node: Node, terms: Terms) -> int | None:
+    """Return from when on a run may be asked to leave a node for another one, or None for never.
+
+    Args:
+        wanted: who wants the room.
+        running: who would leave.
+        node: where.
+        terms: what the operator decided.
+    """
+    held = running.wanted
+    if running.is_leaving or not held.preemptible or held.run_id == wanted.run_id:
+        return None
+    mine, other = standing(wanted, node, terms), standing(held, node, terms)
+    if mine < other:
+        return running.since_ns
+    policy = terms.policy
+    if mine > other or held.priority <= wanted.priority or held.preemptions >= policy.preemptions_max:
+        return None
+    return running.since_ns + round(policy.preempt_after_s * _NS)
+
+
+def _cheapest_sites(wanted: Wanted, sites: Sequence[Site], terms: Terms, asked: tuple[int, int]) -> list[_Plan]:
+    """Return where room is made with the least loss; `asked`: the highest class to ask, and the time."""
+    alone = [site for site in sites if not _is_part(wanted, site)]
+    plans = [plan for site in alone if (plan := _clear(wanted, site, terms, asked)) is not None]
+    if plans:
+        return [min(plans, key=_cost)]
+    parts = [site for site in sites if _is_part(wanted, site)]
+    for size in sorted({site.need for site in parts}, reverse=True):
+        found = _several(wanted, parts, size, terms, asked)
+        if found:
+            return found
+    return []
+
+
+def _several(wanted: Wanted, sites: Sequence[Site], size: int, terms: Terms, asked: tuple[int, int]) -> list[_Plan]:
+    """Return whole nodes of one size, and a part of another one, that are together what a gang needs."""
+    whole, part = divmod(wanted.gpus or 0, size)
+    plans = [plan for site in sites if site.need == size and (plan := _clear(wanted, site, terms, asked)) is not None]
+    chosen = sorted(plans, key=_cost)[:whole]
+    if len(chosen) < whole:
+        return []
+    if part:
+        taken = {plan.site.node.id for plan in chosen}
+        rest = [msgspec.structs.replace(site, need=part) for site in sites if site.node.id not in taken]
+        plans = [plan for site in rest if (plan := _clear(wanted, site, terms, asked)) is not None]
+        if not plans:
+            return []
+        chosen.append(min(plans, key=_cost))
+    return chosen
+
+
+def _is_part(wanted: Wanted, site: Site) -> bool:
+    return wanted.several_nodes and wanted.gpus is not None and site.need < wanted.gpus
+
+
+def _cost(plan: _Plan) -> tuple[int, int, int, str]:
+    site = plan.site
+    return (plan.lost, len(plan.victims), site.free + site.coming, site.node.name)
+
+
+def _clear(wanted: Wanted, site: Site, terms: Terms, asked: tuple[int, int]) -> _Plan | None:
+    """Return the cheapest way to make room on a site, or None when there is none."""
+    lacking = site.need - site.free - site.coming
+    if lacking <= 0:
+        return _Plan(site=site)
+    highest, now_ns = asked
+    candidates = []
+    for running in site.holders:
+        ripe_ns = may_ask(wanted, running, site.node, terms)
+        if ripe_ns is None or ripe_ns > now_ns:
+            continue
+        by_right = standing(wanted, site.node, terms) < standing(running.wanted, site.node, terms)
+        if by_right or running.wanted.priority >= highest:
+            lost = (now_ns - running.since_ns) * sum(share.count for share in running.shares)
+            candidates.append((lost, _count(running, site), running))
+    victims = _cheapest(candidates, lacking)
+    if victims is None:
+        return None
+    return _Plan(site=site, victims=tuple(victim for *_, victim in victims), lost=sum(lost for lost, *_ in victims))
+
+
+_Candidate = tuple[int, int, Running]
+"""What is lost when a run leaves, how many devices that frees on the site, and the run."""
+
+
+def _cheapest(candidates: Sequence[_Candidate], lacking: int) -> list[_Candidate] | None:
+    """Return a set that frees what is lacking and loses little, at most twice of what would be the least.
+
+    Those that lose the least for each device come first. Whoever would complete the set at some point is one way to do
+    it, and is passed over for the next way: so one large run is taken instead of many small ones where that is cheaper.
+    """
+    ordered = sorted(candidates, key=lambda found: (found[0] / found[1], found[2].wanted.run_id))
+    best: list[_Candidate] | None = None
+    chosen: list[_Candidate] = []
+    covered = 0
+    for candidate in ordered:
+        if covered + candidate[1] < lacking:
+            chosen.append(candidate)
+            covered += candidate[1]
+            continue
+        way = _needed([*chosen, candidate], lacking)
+        if best is None or _weight(way) < _weight(best):
+            best = way
+    return best
+
+
+def _needed(way: Sequence[_Candidate], lacking: int) -> list[_Candidate]:
+    """Return a set without those who could stay."""
+    spare = sum(count for _, count, _ in way) - lacking
+    kept: list[_Candidate] = []
+    for candidate in sorted(way, key=lambda found: (-found[0], found[2].wanted.run_id)):
+        if candidate[1] <= spare:
+            spare -= candidate[1]
+        else:
+            kept.append(candidate)
+    return kept
+
+
+def _weight(way: Sequence[_Candidate]) -> tuple[int, int]:
+    return sum(lost for lost, *_ in way), len(way)
+
+
+def _count(running: Running, site: Site) -> int:
+    return sum(
+        share.count for share in running.shares if share.node_id == site.node.id and share.gpu_type == site.gpu_type
+    )
+
+
+def _ripe_at(wanted: Wanted, site: Site, terms: Terms) -> int | None:
+    """Return from when on those on a site who may be asked make room together, or None when they never do."""
+    lacking = site.need - site.free - site.coming
+    ripening = [
+        (ripe_ns, _count(running, site))
+        for running in site.holders
+        if (ripe_ns := may_ask(wanted, running, site.node, terms)) is not None
+    ]
+    for ripe_ns, count in sorted(ripening):
+        lacking -= count
+        if lacking <= 0:
+            return ripe_ns
+    return None
+
+
+def _room(wanted: Wanted, plans: Sequence[_Plan], terms: Terms) -> Room:
+    preemptions = {
+        victim.wanted.run_id: Preemption(
+            run_id=victim.wanted.run_id,
+            for_run=wanted.run_id,
+            sentence=_told(wanted, victim.wanted, plan.site.node, terms),
+        )
+        for plan in plans
+        for victim in plan.victims
+    }
+    shares = [Share(node_id=plan.site.node.id, gpu_type=plan.site.gpu_type, count=plan.site.need) for plan in plans]
+    return Room(preemptions=tuple(preemptions.values()), shares=tuple(shares))
+
+
+def _told(wanted: Wanted, held: Wanted, node: Node, terms: Terms) -> str:
+    """Return why a run has to leave, as its owner reads it."""
+    is_visitor, borrows = standing(held, node, terms)
+    if is_visitor and wanted.owner == node.owner:
+        return f"{node.name} is {node.owner}'s, whose {wanted.title} comes first there; it goes on when there is room"
+    if borrows and wanted.pool == node.pool:
+        return f"pool {node.pool!r} had lent the devices, and its own {wanted.title} wants them; it goes on elsewhere"
+    return f"makes room for {wanted.title}, which is {CLASSES[wanted.priority]}; it goes on when there is room"
