@@ -14,7 +14,7 @@ from serverless_gpu.model.attempt import Reason, State, StopReason
 from serverless_gpu.model.hardware import parse_fake
 from serverless_gpu.model.run_lifecycle import Ended, GivenUp, StopAsked
 from serverless_gpu.model.spec import Resources
-from serverless_gpu.server import events, nodes, operating, runs, tables, transitions
+from serverless_gpu.server import dividing, events, nodes, operating, runs, tables, transitions
 from serverless_gpu.server.agents import Agents, stream
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.hub import node_key
@@ -110,17 +110,17 @@ def test_a_node_joins_once_however_often_it_says_hello(services: Services, agent
 
 
 def test_a_node_joins_the_pool_it_names_and_stays_where_an_operator_put_it(services: Services, agents: Agents) -> None:
-    operating.put_pool(services, ADMIN, "research", PoolRequest(kind="on-demand"))
+    dividing.put_pool(services, ADMIN, "research", PoolRequest(kind="on-demand"))
     welcome = agents.hello(NODE, hello(pool="research"))
     assert stored_node(services, welcome.node).pool == "research"
-    operating.put_pool(services, ADMIN, "fast", PoolRequest(kind="reserved", nodes=("n1",)))
+    dividing.put_pool(services, ADMIN, "fast", PoolRequest(kind="reserved", nodes=("n1",)))
     for asked in ("", "research"):
         agents.hello(NODE, hello(pool=asked))
         assert stored_node(services, welcome.node).pool == "fast"
 
 
 def test_a_node_makes_no_pool_and_enters_no_reserved_one(services: Services, agents: Agents) -> None:
-    operating.put_pool(services, ADMIN, "fast", PoolRequest(kind="reserved"))
+    dividing.put_pool(services, ADMIN, "fast", PoolRequest(kind="reserved"))
     with pytest.raises(NotAllowed, match="there is no pool 'mine'"):
         agents.hello(NODE, hello(pool="mine"))
     with pytest.raises(NotAllowed, match="reserved pool 'fast'"):
@@ -422,7 +422,7 @@ def test_what_was_decided_about_a_node_while_its_heartbeat_was_read_stays_decide
         agents.heartbeat(NODE, node_id, Heartbeat(devices=H100))
 
     root = Caller(name="root", role="admin")
-    meanwhile(lambda: operating.put_pool(services, root, "gold", PoolRequest(kind="reserved", nodes=("n1",))))
+    meanwhile(lambda: dividing.put_pool(services, root, "gold", PoolRequest(kind="reserved", nodes=("n1",))))
     assert stored_node(services, node_id).pool == "gold"
     meanwhile(lambda: agents.hello(NODE, hello(boot="b2")))
     assert stored_node(services, node_id).boot_id == "b2"

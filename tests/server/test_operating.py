@@ -7,7 +7,7 @@ import pytest
 from serverless_gpu.ambient import format_clock
 from serverless_gpu.errors import InvalidValue, NotFound
 from serverless_gpu.model.attempt import Reason, State
-from serverless_gpu.server import audit, operating
+from serverless_gpu.server import audit, dividing, operating
 from serverless_gpu.server.agents import Agents
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.scheduler import Scheduler
@@ -47,7 +47,7 @@ def test_a_node_is_up_then_silent_then_gone(services: Services, agents: Agents, 
 
 
 def test_a_pool_counts_what_there_is_and_what_is_free(services: Services, agents: Agents) -> None:
-    operating.put_pool(services, ADMIN, "research", PoolRequest(kind="on-demand"))
+    dividing.put_pool(services, ADMIN, "research", PoolRequest(kind="on-demand"))
     node_id = agents.hello(NODE, hello(pool="research")).node
     placed(services)
     agents.heartbeat(NODE, node_id, Heartbeat(devices=H100, unavailable=("FAKE-H100-7",)))
@@ -59,25 +59,27 @@ def test_a_pool_counts_what_there_is_and_what_is_free(services: Services, agents
 
 def test_a_run_that_names_no_pool_waits_for_every_on_demand_pool(services: Services, agents: Agents) -> None:
     agents.hello(NODE, hello())
-    operating.put_pool(services, ADMIN, "research", PoolRequest(kind="reserved"))
+    dividing.put_pool(services, ADMIN, "research", PoolRequest(kind="reserved"))
     submit(services, 64)
     assert [(pool.name, pool.queued) for pool in operating.view_pools(services)] == [("default", 1), ("research", 0)]
 
 
 def test_a_pool_is_made_changed_and_given_nodes_and_that_is_written_down(services: Services, agents: Agents) -> None:
     agents.hello(NODE, hello())
-    view = operating.put_pool(services, ADMIN, "research", PoolRequest(kind="reserved", nodes=("n1",)))
+    view = dividing.put_pool(services, ADMIN, "research", PoolRequest(kind="reserved", nodes=("n1",)))
     assert (view.kind, view.nodes) == ("reserved", ("n1",))
     run_id = submit(services)
     Scheduler(services).tick(services.clock.boottime_ns())
     assert services.sentences.of(run_id) == "every node is in a reserved pool, which has to be named: research"
-    view = operating.put_pool(services, ADMIN, "research", PoolRequest())
+    view = dividing.put_pool(services, ADMIN, "research", PoolRequest())
+    assert (view.kind, view.nodes) == ("reserved", ("n1",))  # what is not said stays as it is
+    view = dividing.put_pool(services, ADMIN, "research", PoolRequest(kind="on-demand"))
     assert view.kind == "on-demand"
     Scheduler(services).tick(services.clock.boottime_ns())
     assert find(services, run_id).state is State.STARTING
     _, *written = services.database.read(audit.entries)
     said = [(entry.action, entry.subject, entry.principal) for entry in written]
-    assert said == [("pool.put", "research", "root")] * 2
+    assert said == [("pool.put", "research", "root")] * 3
 
 
 @pytest.mark.parametrize(
@@ -93,7 +95,7 @@ def test_a_pool_that_cannot_be_is_refused_and_nothing_of_it_is_there(
     services: Services, agents: Agents, name: str, asked: PoolRequest, error: type[Exception]
 ) -> None:
     with pytest.raises(error):
-        operating.put_pool(services, ADMIN, name, asked)
+        dividing.put_pool(services, ADMIN, name, asked)
     assert operating.view_pools(services) == []
 
 

@@ -18,7 +18,7 @@ from serverless_gpu.errors import ServerUnavailable
 from serverless_gpu.model.attempt import Reason, State, StopReason
 from serverless_gpu.model.run_lifecycle import INFRA_PAUSES_S, Ended, StopAsked
 from serverless_gpu.model.spec import Command, Function, Priority, Resources
-from serverless_gpu.server import operating, orders, reporting, runs, tables, transitions
+from serverless_gpu.server import dividing, operating, orders, reporting, runs, tables, transitions
 from serverless_gpu.server.agents import Agents
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.database import Database
@@ -189,7 +189,7 @@ def test_nothing_is_placed_on_a_node_that_is_not_any_more_what_was_looked_at(
         elif what == "forgotten":
             operating.forget(services, ROOT, "n1", known_dead=True)
         else:
-            operating.put_pool(services, ROOT, "gold", PoolRequest(kind="reserved", nodes=("n1",)))
+            dividing.put_pool(services, ROOT, "gold", PoolRequest(kind="reserved", nodes=("n1",)))
 
     def place_late(*placement: Any) -> None:
         happen()

@@ -37,6 +37,8 @@ class Resource(StrEnum):
         RUNS: runs, their attempts, logs, files and receipts; write: ask for one, stop it.
         NODES: nodes as people see them; write: forget one.
         POOLS: pools.
+        SHARES: of the queue, and use of devices; team: those of one's teams, and one's own.
+        POLICIES: usage policies.
         ENVIRONMENTS: objects of captured environments; own: by their address; all: list and delete.
         BLOBS: parts of payloads and outputs, by their digest.
         AGENTS: a node's own side: join, heartbeat.
@@ -53,6 +55,8 @@ class Resource(StrEnum):
     RUNS = "runs"
     NODES = "nodes"
     POOLS = "pools"
+    SHARES = "shares"
+    POLICIES = "policies"
     ENVIRONMENTS = "environments"
     BLOBS = "blobs"
     AGENTS = "agents"
@@ -76,6 +80,8 @@ POLICY: Mapping[Role, Mapping[Resource, tuple[Reach, Reach]]] = {
         Resource.RUNS: (_ALL, _ALL),
         Resource.NODES: (_ALL, _ALL),
         Resource.POOLS: (_ALL, _ALL),
+        Resource.SHARES: (_ALL, _ALL),
+        Resource.POLICIES: (_ALL, _ALL),
         Resource.ENVIRONMENTS: (_ALL, _ALL),
         Resource.BLOBS: (_OWN, _OWN),
         Resource.USERS: (_OWN, _NONE),
@@ -88,6 +94,8 @@ POLICY: Mapping[Role, Mapping[Resource, tuple[Reach, Reach]]] = {
         Resource.RUNS: (_TEAM, _OWN),
         Resource.NODES: (_ALL, _NONE),
         Resource.POOLS: (_ALL, _NONE),
+        Resource.SHARES: (_TEAM, _NONE),
+        Resource.POLICIES: (_ALL, _NONE),
         Resource.ENVIRONMENTS: (_OWN, _OWN),
         Resource.BLOBS: (_OWN, _OWN),
         Resource.USERS: (_OWN, _NONE),
@@ -100,6 +108,8 @@ POLICY: Mapping[Role, Mapping[Resource, tuple[Reach, Reach]]] = {
         Resource.RUNS: (_TEAM, _NONE),
         Resource.NODES: (_ALL, _NONE),
         Resource.POOLS: (_ALL, _NONE),
+        Resource.SHARES: (_TEAM, _NONE),
+        Resource.POLICIES: (_ALL, _NONE),
         Resource.USERS: (_OWN, _NONE),
         Resource.TEAMS: (_TEAM, _NONE),
         Resource.TOKENS: (_OWN, _OWN),
@@ -126,7 +136,13 @@ SCOPES: Mapping[str, Mapping[Resource, bool]] = {
         Resource.ENVIRONMENTS: False,
         Resource.BLOBS: True,
     },
-    "submit": {Resource.RUNS: True, Resource.ENVIRONMENTS: True, Resource.BLOBS: True, Resource.NODES: False},
+    "submit": {
+        Resource.RUNS: True,
+        Resource.ENVIRONMENTS: True,
+        Resource.BLOBS: True,
+        Resource.NODES: False,
+        Resource.POOLS: False,
+    },
     **{resource.value: {resource: True} for resource in Resource},
     **{f"{resource.value}:read": {resource: False} for resource in Resource if resource is not Resource.ORDERS},
 }

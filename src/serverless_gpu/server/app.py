@@ -22,6 +22,7 @@ from serverless_gpu.server.api import (
     environments,
     nodes,
     principals,
+    queue,
     runs,
     secrets,
     state,
@@ -34,7 +35,7 @@ from serverless_gpu.server.services import Services
 from serverless_gpu.version import __version__
 from serverless_gpu.wire.base import API
 
-MODULES = (agents, attempts, audit, blobs, drains, environments, nodes, principals, runs, secrets, state)
+MODULES = (agents, attempts, audit, blobs, drains, environments, nodes, principals, queue, runs, secrets, state)
 """Modules of `api/` with `routes`; whoever adds one adds it here."""
 
 

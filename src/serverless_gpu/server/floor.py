@@ -192,4 +192,6 @@ def _view_pool(pool: StoredPool, offered: Sequence[Node], queued: int) -> PoolVi
         total=dict(total),
         free={name: free[name] for name in total},
         queued=queued,
+        lends=pool.planned.lends,
+        return_s=pool.return_s,
     )

@@ -8,19 +8,15 @@ import sqlalchemy as sa
 
 from serverless_gpu.errors import InvalidValue, NotFound
 from serverless_gpu.model.run_lifecycle import Forgotten
-from serverless_gpu.server import audit, floor, nodes, pools, runs, transitions
+from serverless_gpu.server import audit, floor, nodes, runs, transitions
 from serverless_gpu.server.audit import Action
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.floor import GONE, Floor
 from serverless_gpu.server.hub import SCHEDULER
 from serverless_gpu.server.nodes import StoredNode
-from serverless_gpu.server.pools import StoredPool
 from serverless_gpu.server.services import Services
 from serverless_gpu.server.transitions import Note, Told
-from serverless_gpu.wire.agents import NodeView, PoolRequest, PoolView
-from serverless_gpu.wire.base import NAME_CHARACTERS_MAX
-
-KINDS = (pools.ON_DEMAND, pools.RESERVED)
+from serverless_gpu.wire.agents import NodeView, PoolView
 
 
 def view_nodes(services: Services) -> list[NodeView]:
@@ -60,7 +56,7 @@ def forget(services: Services, who: Caller, name: str, *, known_dead: bool) -> N
     at_ns = services.clock.wall_ns()
 
     def work(connection: sa.Connection) -> tuple[StoredNode, list[Told]]:
-        node = _find(connection, name)
+        node = find_node(connection, name)
         note = Note(at_ns=at_ns, detail=f"{who.name} said that {node.name} is dead")
         told = [
             transitions.tell(connection, run, Forgotten(), note=note)
@@ -92,32 +88,12 @@ def forget(services: Services, who: Caller, name: str, *, known_dead: bool) -> N
     )
 
 
-def put_pool(services: Services, who: Caller, name: str, asked: PoolRequest) -> PoolView:
-    """Make or change a pool, and move nodes into it; what runs there goes on.
+def find_node(connection: sa.Connection, name: str) -> StoredNode:
+    """Return a node by its name or identifier.
 
     Raises:
-        InvalidValue: the name or the kind is not possible.
-        NotFound: there is no such node.
+        NotFound: there is none, or it was forgotten.
     """
-    if not 0 < len(name) <= NAME_CHARACTERS_MAX or not name.isprintable():
-        raise InvalidValue(f"a pool cannot be named {name[:64]!r}", hint="1 to 64 printable characters")
-    if asked.kind not in KINDS:
-        raise InvalidValue(f"there is no kind of pool {asked.kind[:64]!r}", hint=f"kinds: {', '.join(KINDS)}")
-    at_ns = services.clock.wall_ns()
-
-    def work(connection: sa.Connection) -> None:
-        pools.put(connection, StoredPool(name=name, kind=asked.kind, created_ns=at_ns))
-        for node_name in asked.nodes:
-            pools.move(connection, name, node_id=_find(connection, node_name).id)
-        detail = {"kind": asked.kind, "nodes": list(asked.nodes)}
-        audit.record(connection, who=who, action=Action.POOL_PUT, subject=name, now_ns=at_ns, detail=detail)
-
-    services.database.write(work)
-    services.hub.touch(SCHEDULER)
-    return next(pool for pool in view_pools(services) if pool.name == name)
-
-
-def _find(connection: sa.Connection, name: str) -> StoredNode:
     node = nodes.named(connection, name) or nodes.get(connection, name)
     if node is None or node.forgotten_ns is not None:
         raise NotFound(f"there is no node {name[:64]!r}", hint="sgpu nodes lists them")

@@ -36,6 +36,7 @@ class NewRun(msgspec.Struct, frozen=True, kw_only=True):
     """A run as it was accepted.
 
     Attributes:
+        pool: where it goes: what it or its policy names, or "" for any on-demand pool.
         request_sha256: `Keys.fingerprint` of the whole request: does the same identifier mean the same run?
         context_sealed: the caller's context, encrypted.
         call: the pickled call, when it came with the request.
@@ -50,6 +51,7 @@ class NewRun(msgspec.Struct, frozen=True, kw_only=True):
     call: bytes | None = None
     snapshot: str = ""
     client_version: str = ""
+    pool: str = ""
 
 
 class StoredRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -212,7 +214,7 @@ def insert(connection: sa.Connection, new: NewRun, *, at_ns: int) -> StoredRun:
             "owner": new.owner,
             "team": spec.team or "",
             "name": spec.name,
-            "pool": spec.pool or "",
+            "pool": new.pool,
             "priority": RANK_OF[spec.priority],
             "state": State.QUEUED.value,
             "created_ns": at_ns,
@@ -233,7 +235,7 @@ def insert(connection: sa.Connection, new: NewRun, *, at_ns: int) -> StoredRun:
         owner=new.owner,
         team=spec.team or "",
         name=spec.name,
-        pool=spec.pool or "",
+        pool=new.pool,
         priority=RANK_OF[spec.priority],
         state=State.QUEUED,
         reason=None,
@@ -318,6 +320,20 @@ def queue(connection: sa.Connection, *, limit: int | None = None) -> list[tuple[
     query = sa.select(runs.c.id, runs.c.fence).where(runs.c.state == State.QUEUED.value)
     query = query.order_by(runs.c.priority, runs.c.queued_ns, runs.c.id).limit(limit)
     return [(run_id, fence) for run_id, fence in connection.execute(query)]
+
+
+def waiting(connection: sa.Connection, *, limit: int, owner: str | None = None) -> list[str]:
+    """Return what waits, in the order of priority class and age: identifiers.
+
+    Args:
+        connection: of any transaction.
+        limit: how many at most.
+        owner: only theirs, or None.
+    """
+    query = sa.select(runs.c.id).where(runs.c.state == State.QUEUED.value)
+    if owner is not None:
+        query = query.where(runs.c.owner == owner)
+    return list(connection.scalars(query.order_by(runs.c.priority, runs.c.queued_ns, runs.c.id).limit(limit)))
 
 
 def find_many(connection: sa.Connection, run_ids: Sequence[str]) -> list[StoredRun]:

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Mapping
 
 from serverless_gpu.model.queueing import Wait
+from serverless_gpu.model.scheduling.values import Reservation, WaitReason
+from serverless_gpu.model.scheduling.values import Wait as PlannedWait
 
 
 class Sentences:
@@ -20,6 +22,27 @@ class Sentences:
         with self._lock:
             wait = self._waits.get(run_id)
         return "" if wait is None else wait.sentence
+
+    def wait(self, run_id: str) -> PlannedWait | None:
+        """Return why a run waits, part by part; None while nobody has looked, or when it does not wait."""
+        with self._lock:
+            wait = self._waits.get(run_id)
+        if wait is None:
+            return None
+        reason = WaitReason.UNSATISFIABLE if wait.impossible else WaitReason.CAPACITY
+        return PlannedWait(run_id=run_id, reason=reason, place=wait.place, words=wait.why)
+
+    def waits(self, limit: int) -> list[PlannedWait]:
+        """Return why those wait who are next, in the order of the queue."""
+        return []
+
+    def reservations(self) -> tuple[Reservation, ...]:
+        """Return what is kept for whom."""
+        return ()
+
+    def usage(self) -> dict[str, float]:
+        """Return the decayed use of each team, GPU-seconds; users without a team under ``"~name"``."""
+        return {}
 
     def replace(self, waits: Mapping[str, Wait]) -> list[str]:
         """Put the sentences of a tick in place of all before; return the runs that are told something else now."""

@@ -22,6 +22,7 @@ from serverless_gpu.ambient import created_wall_ns
 from serverless_gpu.errors import IdempotencyConflict, InvalidValue, NotFound, ServerStorageFull, TooLarge
 from serverless_gpu.model import secrets
 from serverless_gpu.model.attempt import State
+from serverless_gpu.model.policy import UsagePolicy
 from serverless_gpu.model.spec import (
     RANKS_MAX,
     SECONDS_MAX,
@@ -34,7 +35,7 @@ from serverless_gpu.model.spec import (
     RunSpec,
     check_command,
 )
-from serverless_gpu.server import audit, events, log_context, pools, runs, secret_store, views
+from serverless_gpu.server import audit, dividing, events, log_context, runs, secret_store, views
 from serverless_gpu.server.audit import Action
 from serverless_gpu.server.blobs import check_reference
 from serverless_gpu.server.callers import Caller
@@ -137,14 +138,19 @@ def _create(connection: sa.Connection, sealer: Sealer, new: NewRun, who: Caller,
     before = runs.find(connection, new.id) if runs.exists(connection, new.id) else None
     if before is not None:
         return before, False
-    if new.spec.pool is not None and pools.find(connection, new.spec.pool) is None:
-        names = ", ".join(pool.name for pool in pools.every(connection)[:20])
-        raise InvalidValue(f"there is no pool {new.spec.pool!r}", hint=f"pools: {names}")
+    new = msgspec.structs.replace(new, pool=_pool(connection, new.spec))
     secret_store.pins(connection, sealer, who.name, new.spec.team or "", new.spec.secrets)
     run = runs.insert(connection, new, at_ns=at_ns)
     events.add(connection, [StoredEvent(run_id=new.id, seq=1, fence=0, at_ns=at_ns, state=State.QUEUED)])
     audit.record(connection, who=who, action=Action.RUN_CREATE, subject=new.id, now_ns=at_ns)
     return run, True
+
+
+def _pool(connection: sa.Connection, spec: RunSpec) -> str:
+    """Return where a run goes: what it names, else what its policy says, or "" for any on-demand pool."""
+    policy = UsagePolicy() if spec.policy is None else dividing.find_policy(connection, spec.policy)
+    name = policy.pool if spec.pool is None else spec.pool
+    return dividing.find_pool(connection, name).name if name else ""
 
 
 def _names_bytes(request: RunRequest) -> bool:

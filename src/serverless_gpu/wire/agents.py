@@ -225,7 +225,12 @@ class ForgetRequest(Request, frozen=True, kw_only=True):
 
 
 class PoolView(Answer, frozen=True, kw_only=True):
-    """Nodes under one policy; `free` and `total` devices by type."""
+    """Nodes under one policy; `free` and `total` devices by type.
+
+    Attributes:
+        lends: whether it is reserved and lends idle devices to runs of `BEST_EFFORT` that name no pool.
+        return_s: seconds within which they are back.
+    """
 
     name: str
     kind: str
@@ -233,6 +238,8 @@ class PoolView(Answer, frozen=True, kw_only=True):
     total: dict[str, int]
     free: dict[str, int]
     queued: int
+    lends: bool = False
+    return_s: float = 300.0
 
 
 class PoolList(Answer, frozen=True, kw_only=True):
@@ -242,7 +249,16 @@ class PoolList(Answer, frozen=True, kw_only=True):
 
 
 class PoolRequest(Request, frozen=True, kw_only=True):
-    """`PUT /pools/{name}`: make or change a pool; `nodes` are moved into it."""
+    """`PUT /pools/{name}`: make or change a pool; None leaves a thing as it is, or is what is usual in a new one.
 
-    kind: str = "on-demand"
+    Attributes:
+        kind: "on-demand" or "reserved".
+        nodes: are moved into it.
+        lends: as in `PoolView`.
+        return_s: likewise.
+    """
+
+    kind: str | None = None
+    lends: bool | None = None
+    return_s: float | None = None
     nodes: tuple[str, ...] = ()

@@ -4,7 +4,8 @@ up.py          up                     the server itself
 operating.py   server                 its settings, its unit for systemd
 people.py      login · whoami · user · team
 tokens.py      token
-machines.py    nodes · node · pools
+machines.py    nodes · node
+dividing.py    queue · pools · pool · share · policy   who waits, who gets how much
 audit.py       audit                  who did what; audit_file.py a copy of it
 submitting.py  submit                 a script or a command as a run
 """

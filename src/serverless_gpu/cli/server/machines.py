@@ -1,4 +1,4 @@
-"""`sgpu nodes`, `sgpu node`, `sgpu pools`: the machines of a server."""
+"""`sgpu nodes`, `sgpu node`: the machines of a server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from serverless_gpu.cli.output import print_json, say
 from serverless_gpu.cli.server.reaching import server
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.units import format_duration_ms
-from serverless_gpu.wire.agents import ForgetRequest, NodeList, NodeView, PoolList, PoolRequest, PoolView, clock_text
+from serverless_gpu.wire.agents import ForgetRequest, NodeList, NodeView, clock_text
 
 
 @click.command()
@@ -58,38 +58,6 @@ def forget(name: str, certain: bool) -> None:
     say(f"{view.name} is {view.state}: {view.sentence}")
 
 
-@click.command()
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def pools(as_json: bool) -> None:
-    """List pools: their machines, what is free, and how many runs wait."""
-    with server() as connection:
-        found = connection.ask("GET", "/pools", answer=PoolList).pools
-    if as_json:
-        print_json(found)
-        return
-    rows = [
-        [each.name, each.kind, _free(each), f"{each.queued} waiting", " ".join(each.nodes) or "-"] for each in found
-    ]
-    for line in columns([["POOL", "KIND", "FREE", "QUEUE", "NODES"], *rows]):
-        say(line)
-
-
-@click.group()
-def pool() -> None:
-    """Make and change pools."""
-
-
-@pool.command("set")
-@click.argument("name")
-@click.option("--kind", type=click.Choice(["on-demand", "reserved"]), default="on-demand", show_default=True)
-@click.option("--node", "members", multiple=True, metavar="NAME", help="A machine that is moved into it. Repeatable.")
-def set_pool(name: str, kind: str, members: tuple[str, ...]) -> None:
-    """Make a pool, or change one."""
-    with server() as connection:
-        view = connection.ask("PUT", f"/pools/{name}", PoolRequest(kind=kind, nodes=members), answer=PoolView)
-    say(f"{view.name} ({view.kind}): {', '.join(view.nodes) or 'no nodes'}")
-
-
 def _find(found: Sequence[NodeView], name: str) -> NodeView:
     for each in found:
         if name in (each.name, each.id):
@@ -110,7 +78,3 @@ def _heard(view: NodeView) -> str:
 def _words(view: NodeView) -> str:
     """Return why it cannot be used, and that its clock is off: what it writes has other times then."""
     return "; ".join(filter(None, (view.sentence, clock_text(view.clock))))
-
-
-def _free(view: PoolView) -> str:
-    return ", ".join(f"{view.free.get(name, 0)} of {total} {name}" for name, total in view.total.items()) or "-"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from serverless_gpu.server import operating
+from serverless_gpu.server import dividing, operating
 from serverless_gpu.server.api.routing import Call, Routes, reading, writing
 from serverless_gpu.wire.agents import ForgetRequest, NodeList, NodeView, PoolList, PoolRequest, PoolView
 
@@ -30,4 +30,4 @@ def list_pools(call: Call) -> PoolList:
 @routes.put("/pools/{name}", needs=writing("pools"))
 def put_pool(call: Call, name: str, body: PoolRequest) -> PoolView:
     """Make or change a pool, and move nodes into it."""
-    return operating.put_pool(call.services, call.who, name, body)
+    return dividing.put_pool(call.services, call.who, name, body)

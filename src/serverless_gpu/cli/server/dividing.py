@@ -1,0 +1,239 @@
+"""`sgpu queue`, `sgpu pools`, `sgpu pool`, `sgpu share`, `sgpu policy`: who waits, and who gets how much of what."""
+
+from __future__ import annotations
+
+from urllib.parse import quote
+
+import click
+
+from serverless_gpu.ambient import SystemClock, format_clock
+from serverless_gpu.cli.amounts import duration_s
+from serverless_gpu.cli.columns import columns
+from serverless_gpu.cli.output import print_json, say
+from serverless_gpu.cli.server.reaching import server
+from serverless_gpu.units import format_days_ms, format_duration_ms, format_gpu_ms
+from serverless_gpu.wire.agents import PoolList, PoolRequest, PoolView
+from serverless_gpu.wire.queue import (
+    PolicyList,
+    PolicyRequest,
+    PolicyView,
+    QueueEntry,
+    QueueView,
+    ShareList,
+    ShareRequest,
+    ShareView,
+)
+
+_KIND = click.Choice(["team", "user"])
+
+
+@click.command()
+@click.option("--limit", type=click.IntRange(1, 200), default=50, show_default=True, help="Those that are next.")
+@click.option("--mine", is_flag=True, help="Only your own runs.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def queue(limit: int, mine: bool, as_json: bool) -> None:
+    """List runs that wait, in the order in which they are looked at: what for, for whom, until when."""
+    with server() as connection:
+        query = {"limit": f"{limit}", "mine": f"{mine}".lower()}
+        found = connection.ask("GET", "/queue", answer=QueueView, query=query)
+    if as_json:
+        print_json(found)
+        return
+    if not found.entries:
+        say("none of your runs waits" if mine else "nothing waits")
+        return
+    now_ns = SystemClock().wall_ns()
+    rows = [_waiting(number, each, now_ns) for number, each in enumerate(found.entries, 1)]
+    for line in columns([["", "RUN", "OWNER", "TEAM", "CLASS", "NEEDS", "WAITS", "RESERVED", "WHY"], *rows]):
+        say(line)
+    if not mine and found.waiting > len(found.entries):
+        say(f"{found.waiting - len(found.entries)} more")
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def pools(as_json: bool) -> None:
+    """List pools: their machines, what is free, and how many runs wait."""
+    _say_pools(as_json=as_json)
+
+
+@click.group()
+def pool() -> None:
+    """List, make and change pools."""
+
+
+@pool.command("list")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def list_pools(as_json: bool) -> None:
+    """List pools, as `sgpu pools` does."""
+    _say_pools(as_json=as_json)
+
+
+@pool.command("set")
+@click.argument("name")
+@click.option(
+    "--reserved/--on-demand", "reserved", default=None, help="Whether only runs that name it, with pool=, may use it."
+)
+@click.option(
+    "--lend/--no-lend",
+    "lends",
+    default=None,
+    help="Whether idle devices of a reserved pool are lent to runs of BEST_EFFORT that can give them back.",
+)
+@click.option("--return", "returned", metavar="DURATION", help="Within which the pool's own runs have them back; 5m.")
+@click.option("--node", "members", multiple=True, metavar="NAME", help="A machine that is moved into it. Repeatable.")
+def set_pool(
+    name: str, reserved: bool | None, lends: bool | None, returned: str | None, members: tuple[str, ...]
+) -> None:
+    """Make a pool, or change one; what is not said stays as it is. A new pool is on-demand: everybody uses it."""
+    asked = PoolRequest(
+        kind=None if reserved is None else "reserved" if reserved else "on-demand",
+        lends=lends,
+        return_s=None if returned is None else duration_s("--return", returned),
+        nodes=members,
+    )
+    with server() as connection:
+        view = connection.ask("PUT", f"/pools/{_part(name)}", asked, answer=PoolView)
+    say(f"{view.name} ({_kind(view)}): {', '.join(view.nodes) or 'no nodes'}")
+
+
+@click.group()
+def share() -> None:
+    """List and set who gets how much while others want devices, too."""
+
+
+@share.command("list")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def list_shares(as_json: bool) -> None:
+    """List teams, and users without one: their weight, what is theirs by it, and what they have used.
+
+    Use counts less as it gets older, so that everybody gets their share over time. A user in a team is there where
+    their weight among its users was set.
+    """
+    with server() as connection:
+        found = connection.ask("GET", "/shares", answer=ShareList)
+    if as_json:
+        print_json(found)
+        return
+    if not found.shares:
+        say("nobody has a share that was set, and nobody has used anything: all are equal")
+        return
+    rows = [
+        [each.kind, each.name, f"{each.weight:g}", _percent(each.due), _used(each), _percent(each.part)]
+        for each in found.shares
+    ]
+    for line in columns([["KIND", "NAME", "WEIGHT", "DUE", "USED", "OF ALL USE"], *rows]):
+        say(line)
+    say(f"use counts half after {format_days_ms(round(found.half_life_s * 1000))}")
+
+
+@share.command("set")
+@click.argument("kind", type=_KIND)
+@click.argument("name")
+@click.argument("weight", type=float)
+def set_share(kind: str, name: str, weight: float) -> None:
+    """Set the weight of a team among all, or of a user among those of their team; who was not named has 1."""
+    with server() as connection:
+        view = connection.ask("PUT", _share(kind, name), ShareRequest(weight=weight), answer=ShareView)
+    say(f"{view.kind} {view.name} has {view.weight:g}")
+
+
+@share.command("remove")
+@click.argument("kind", type=_KIND)
+@click.argument("name")
+def remove_share(kind: str, name: str) -> None:
+    """Take a weight away: it is 1 again."""
+    with server() as connection:
+        view = connection.ask("DELETE", _share(kind, name), answer=ShareView)
+    say(f"{view.kind} {view.name} has {view.weight:g} again")
+
+
+@click.group()
+def policy() -> None:
+    """List, make and delete usage policies, which runs name: policy="nightly"."""
+
+
+@policy.command("list")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def list_policies(as_json: bool) -> None:
+    """List usage policies and what runs get that name one."""
+    with server() as connection:
+        found = connection.ask("GET", "/policies", answer=PolicyList).policies
+    if as_json:
+        print_json(found)
+        return
+    for line in columns([["POLICY", "POOL"], *([each.name, each.pool or "any on-demand one"] for each in found)]):
+        say(line)
+
+
+@policy.command("set")
+@click.argument("name")
+@click.option("--pool", "pool_name", default="", metavar="NAME", help="Where runs go that name no pool themselves.")
+def set_policy(name: str, pool_name: str) -> None:
+    """Make a usage policy, or put another one in its place; runs that were submitted keep what they got."""
+    with server() as connection:
+        view = connection.ask("PUT", f"/policies/{_part(name)}", PolicyRequest(pool=pool_name), answer=PolicyView)
+    say(f"policy {view.name}: {f'pool {view.pool}' if view.pool else 'any on-demand pool'}")
+
+
+@policy.command("delete")
+@click.argument("name")
+def delete_policy(name: str) -> None:
+    """Delete a usage policy: runs that name it are refused from now on."""
+    with server() as connection:
+        view = connection.ask("DELETE", f"/policies/{_part(name)}", answer=PolicyView)
+    say(f"policy {view.name} is gone")
+
+
+def _say_pools(*, as_json: bool) -> None:
+    with server() as connection:
+        found = connection.ask("GET", "/pools", answer=PoolList).pools
+    if as_json:
+        print_json(found)
+        return
+    rows = [
+        [each.name, _kind(each), _free(each), f"{each.queued} waiting", " ".join(each.nodes) or "-"] for each in found
+    ]
+    for line in columns([["POOL", "KIND", "FREE", "QUEUE", "NODES"], *rows]):
+        say(line)
+
+
+def _waiting(number: int, entry: QueueEntry, now_ns: int) -> list[str]:
+    """Return a run as a row; of one that is not to be seen only whose it is, and what it needs."""
+    name = f"{entry.run} {entry.name}".rstrip() or "-"
+    needs = f"{entry.gpus or 'every'} {entry.gpu_type or 'GPU'}" + (f" of {entry.pool}" if entry.pool else "")
+    waits = format_duration_ms(max(0, now_ns - entry.since_ns) // 1_000_000)
+    row = [f"{number}", name, entry.owner, entry.team or "-", entry.priority.value, needs, waits]
+    return [*row, _reserved(entry), entry.sentence]
+
+
+def _reserved(entry: QueueEntry) -> str:
+    if entry.reserved_ns is None:
+        return "-"
+    return f"{'by' if entry.is_bound else 'about'} {format_clock(entry.reserved_ns)}"
+
+
+def _kind(view: PoolView) -> str:
+    if not view.lends:
+        return view.kind
+    return f"{view.kind}, lends for {format_duration_ms(round(view.return_s * 1000))}"
+
+
+def _free(view: PoolView) -> str:
+    return ", ".join(f"{view.free.get(name, 0)} of {total} {name}" for name, total in view.total.items()) or "-"
+
+
+def _share(kind: str, name: str) -> str:
+    return f"/shares/{kind}/{_part(name)}"
+
+
+def _part(name: str) -> str:
+    return quote(name, safe="")
+
+
+def _percent(part: float | None) -> str:
+    return "-" if part is None else f"{part:.1%}"
+
+
+def _used(view: ShareView) -> str:
+    return "-" if view.used_gpu_s is None else format_gpu_ms(round(view.used_gpu_s * 1000))

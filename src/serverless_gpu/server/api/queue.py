@@ -1,0 +1,70 @@
+"""Routes of `wire/queue.py`: who waits, shares of the queue, usage policies."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from serverless_gpu.server import dividing, queue_views
+from serverless_gpu.server.api.routing import Call, Query, Routes, reading, writing
+from serverless_gpu.wire.queue import (
+    PolicyList,
+    PolicyRequest,
+    PolicyView,
+    QueueView,
+    ShareList,
+    ShareRequest,
+    ShareView,
+)
+
+routes = Routes("queue")
+
+
+class QueueQuery(Query, frozen=True, kw_only=True):
+    """How much of the queue, and whether only one's own runs."""
+
+    limit: Annotated[int, msgspec.Meta(ge=1, le=queue_views.LIMIT_MAX)] = 50
+    mine: bool = False
+
+
+@routes.get("/queue", needs=reading("runs"))
+def view_queue(call: Call, query: QueueQuery) -> QueueView:
+    """Return those that wait, in the order in which they are looked at."""
+    return queue_views.view_queue(call.services, call.who, call.reach, limit=query.limit, mine=query.mine)
+
+
+@routes.get("/shares", needs=reading("shares"))
+def list_shares(call: Call) -> ShareList:
+    """List shares of the queue, and what was used."""
+    return queue_views.view_shares(call.services, call.who, call.reach)
+
+
+@routes.put("/shares/{kind}/{name}", needs=writing("shares"))
+def put_share(call: Call, kind: str, name: str, body: ShareRequest) -> ShareView:
+    """Set how much a team, or a user within their team, gets while others want devices, too."""
+    return dividing.put_share(call.services, call.who, kind, name, body.weight)
+
+
+@routes.delete("/shares/{kind}/{name}", needs=writing("shares"))
+def remove_share(call: Call, kind: str, name: str) -> ShareView:
+    """Take a share away: it is 1 again."""
+    return dividing.remove_share(call.services, call.who, kind, name)
+
+
+@routes.get("/policies", needs=reading("policies"))
+def list_policies(call: Call) -> PolicyList:
+    """List usage policies."""
+    return PolicyList(policies=dividing.view_policies(call.services))
+
+
+@routes.put("/policies/{name}", needs=writing("policies"))
+def put_policy(call: Call, name: str, body: PolicyRequest) -> PolicyView:
+    """Make a usage policy, or put another one in its place."""
+    return dividing.put_policy(call.services, call.who, name, body)
+
+
+@routes.delete("/policies/{name}", needs=writing("policies"))
+def delete_policy(call: Call, name: str) -> PolicyView:
+    """Delete a usage policy; runs that named it keep what they got."""
+    return dividing.delete_policy(call.services, call.who, name)

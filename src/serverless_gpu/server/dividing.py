@@ -1,0 +1,224 @@
+"""The verbs on what is divided: pools, shares of the queue, usage policies. Checked, written, audited; then rung."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import sqlalchemy as sa
+
+from serverless_gpu.errors import InvalidValue, NotFound
+from serverless_gpu.model.policy import UsagePolicy
+from serverless_gpu.server import audit, identity, operating, policies, pools, shares
+from serverless_gpu.server.audit import Action
+from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.hub import SCHEDULER
+from serverless_gpu.server.policies import StoredPolicy
+from serverless_gpu.server.pools import ON_DEMAND, RESERVED, StoredPool
+from serverless_gpu.server.services import Services
+from serverless_gpu.server.shares import KINDS, Kind, StoredShare
+from serverless_gpu.wire.agents import PoolRequest, PoolView
+from serverless_gpu.wire.base import NAME_CHARACTERS_MAX
+from serverless_gpu.wire.queue import PolicyRequest, PolicyView, ShareView
+
+WEIGHT_MIN, WEIGHT_MAX = 1e-3, 1e6
+RETURN_MAX_S = 7 * 86_400.0
+POLICIES_MAX = 1_000
+_POOL_KINDS = (ON_DEMAND, RESERVED)
+_NAMED_MAX = 20
+
+
+def put_pool(services: Services, who: Caller, name: str, asked: PoolRequest) -> PoolView:
+    """Make or change a pool, and move nodes into it; what runs there goes on.
+
+    Args:
+        services: the server's.
+        who: asks.
+        name: of the pool.
+        asked: what is said of it; None leaves a thing as it is.
+
+    Raises:
+        InvalidValue: the name, the kind or the time is not possible, or an on-demand pool is to lend.
+        NotFound: there is no such node.
+    """
+    _check_name("a pool", name)
+    if asked.kind is not None and asked.kind not in _POOL_KINDS:
+        raise InvalidValue(f"there is no kind of pool {asked.kind[:64]!r}", hint=f"kinds: {', '.join(_POOL_KINDS)}")
+    if asked.return_s is not None and not 0 < asked.return_s <= RETURN_MAX_S:  # NaN is neither
+        raise InvalidValue(f"what a pool lends cannot be back within {asked.return_s} s", hint="1 s to 7 days")
+    at_ns = services.clock.wall_ns()
+
+    def work(connection: sa.Connection) -> None:
+        before = pools.find(connection, name) or StoredPool(name=name, kind=ON_DEMAND, created_ns=at_ns)
+        pool = _changed(before, asked)
+        pools.put(connection, pool)
+        for node_name in asked.nodes:
+            pools.move(connection, name, node_id=operating.find_node(connection, node_name).id)
+        lent = {"lends": True, "return_s": pool.return_s} if pool.lends else {}
+        detail = {"kind": pool.kind, "nodes": list(asked.nodes), **lent}
+        audit.record(connection, who=who, action=Action.POOL_PUT, subject=name, now_ns=at_ns, detail=detail)
+
+    services.database.write(work)
+    services.hub.touch(SCHEDULER)
+    return next(pool for pool in operating.view_pools(services) if pool.name == name)
+
+
+def put_share(services: Services, who: Caller, kind: str, name: str, weight: float) -> ShareView:
+    """Set how much a team, or a user within their team, gets while others want devices, too.
+
+    Raises:
+        InvalidValue: the weight is not possible, or there is no such kind.
+        NotFound: there is nobody of that name.
+    """
+    if not WEIGHT_MIN <= weight <= WEIGHT_MAX:  # NaN is neither
+        raise InvalidValue(f"a share cannot be {weight}", hint=f"a number from {WEIGHT_MIN} to {WEIGHT_MAX:.0f}")
+    known = _kind(kind)
+    at_ns = services.clock.wall_ns()
+
+    def work(connection: sa.Connection) -> None:
+        _find_somebody(connection, known, name)
+        shares.put(connection, StoredShare(kind=known, name=name, weight=weight, set_ns=at_ns))
+        subject, detail = f"{known} {name}", {"weight": weight}
+        audit.record(connection, who=who, action=Action.SHARE_SET, subject=subject, now_ns=at_ns, detail=detail)
+
+    services.database.write(work)
+    services.hub.touch(SCHEDULER)
+    return ShareView(kind=known, name=name, weight=weight)
+
+
+def remove_share(services: Services, who: Caller, kind: str, name: str) -> ShareView:
+    """Take a share away: it is 1 again.
+
+    Raises:
+        InvalidValue: there is no such kind.
+        NotFound: nobody of that name has one.
+    """
+    known = _kind(kind)
+    at_ns = services.clock.wall_ns()
+
+    def work(connection: sa.Connection) -> None:
+        if not shares.remove(connection, known, name):
+            raise NotFound(f"no share was set for {known} {name[:64]!r}", hint="sgpu share list has those that were")
+        audit.record(connection, who=who, action=Action.SHARE_REMOVE, subject=f"{known} {name}", now_ns=at_ns)
+
+    services.database.write(work)
+    services.hub.touch(SCHEDULER)
+    return ShareView(kind=known, name=name, weight=1.0)
+
+
+def view_policies(services: Services) -> tuple[PolicyView, ...]:
+    """Return all usage policies."""
+    return tuple(_policy_view(policy) for policy in services.database.read(policies.every))
+
+
+def put_policy(services: Services, who: Caller, name: str, asked: PolicyRequest) -> PolicyView:
+    """Make a usage policy, or put another one in its place; runs that were submitted keep what they got.
+
+    Raises:
+        InvalidValue: the name is not possible, there is no such pool, or there are too many policies.
+    """
+    _check_name("a policy", name)
+    at_ns = services.clock.wall_ns()
+    policy = StoredPolicy(name=name, policy=UsagePolicy(pool=asked.pool), set_ns=at_ns)
+
+    def work(connection: sa.Connection) -> None:
+        if asked.pool:
+            find_pool(connection, asked.pool)
+        there = {other.name for other in policies.every(connection)}
+        if len(there | {name}) > POLICIES_MAX:
+            raise InvalidValue(f"there are {POLICIES_MAX} policies, and more are not taken", hint="delete some")
+        policies.put(connection, policy)
+        detail = {"pool": asked.pool}
+        audit.record(connection, who=who, action=Action.POLICY_SET, subject=name, now_ns=at_ns, detail=detail)
+
+    services.database.write(work)
+    return _policy_view(policy)
+
+
+def delete_policy(services: Services, who: Caller, name: str) -> PolicyView:
+    """Delete a usage policy; runs that name it from now on are refused, those that did keep what they got.
+
+    Raises:
+        NotFound: there is none of that name.
+    """
+    at_ns = services.clock.wall_ns()
+
+    def work(connection: sa.Connection) -> StoredPolicy:
+        before = policies.find(connection, name)
+        if before is None:
+            raise NotFound(f"there is no policy {name[:64]!r}", hint="sgpu policy list has those there are")
+        policies.remove(connection, name)
+        audit.record(connection, who=who, action=Action.POLICY_DELETE, subject=name, now_ns=at_ns)
+        return before
+
+    return _policy_view(services.database.write(work))
+
+
+def find_pool(connection: sa.Connection, name: str) -> StoredPool:
+    """Return a pool.
+
+    Raises:
+        InvalidValue: there is none of that name; the hint has those there are.
+    """
+    found = pools.find(connection, name)
+    if found is None:
+        raise _unknown("pool", name, [pool.name for pool in pools.every(connection)])
+    return found
+
+
+def find_policy(connection: sa.Connection, name: str) -> UsagePolicy:
+    """Return a usage policy.
+
+    Raises:
+        InvalidValue: there is none of that name; the hint has those there are.
+    """
+    found = policies.find(connection, name)
+    if found is None:
+        raise _unknown("policy", name, [policy.name for policy in policies.every(connection)])
+    return found.policy
+
+
+def _changed(before: StoredPool, asked: PoolRequest) -> StoredPool:
+    kind = before.kind if asked.kind is None else asked.kind
+    # What becomes on-demand serves everybody, and has nothing to lend any more.
+    lends = (before.lends and kind == RESERVED) if asked.lends is None else asked.lends
+    if lends and kind != RESERVED:
+        raise InvalidValue(
+            f"pool {before.name!r} is on-demand and cannot lend: everybody uses it as it is",
+            hint=f"sgpu pool set {before.name} --reserved --lend",
+        )
+    return StoredPool(
+        name=before.name,
+        kind=kind,
+        created_ns=before.created_ns,
+        lends=lends,
+        return_s=before.return_s if asked.return_s is None else asked.return_s,
+    )
+
+
+def _check_name(what: str, name: str) -> None:
+    if not 0 < len(name) <= NAME_CHARACTERS_MAX or not name.isprintable() or name != name.strip():
+        raise InvalidValue(f"{what} cannot be named {name[:64]!r}", hint="1 to 64 printable characters")
+
+
+def _kind(kind: str) -> Kind:
+    for known in KINDS:
+        if kind == known:
+            return known
+    raise InvalidValue(f"there are no shares of a {kind[:64]!r}", hint=f"there are shares of: {', '.join(KINDS)}")
+
+
+def _find_somebody(connection: sa.Connection, kind: Kind, name: str) -> None:
+    find: Callable[[sa.Connection, str], object] = identity.team if kind == "team" else identity.principal
+    find(connection, name)
+
+
+def _unknown(what: str, name: str, there: list[str]) -> InvalidValue:
+    more = f" and {len(there) - _NAMED_MAX} more" if len(there) > _NAMED_MAX else ""
+    plural = {"policy": "policies"}.get(what, f"{what}s")
+    return InvalidValue(
+        f"there is no {what} {name[:64]!r}", hint=f"{plural}: {', '.join(there[:_NAMED_MAX]) or 'none'}{more}"
+    )
+
+
+def _policy_view(policy: StoredPolicy) -> PolicyView:
+    return PolicyView(name=policy.name, pool=policy.policy.pool)

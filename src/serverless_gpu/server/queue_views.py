@@ -1,0 +1,128 @@
+"""The queue and its shares, as whoever asks may see them.
+
+Who waits ahead of whom is everybody's business: owner, team and need of each are shown. What a run is called, its
+identifier and its sentence are for those who may see the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import sqlalchemy as sa
+
+from serverless_gpu.model.access import Reach
+from serverless_gpu.model.attempt import State
+from serverless_gpu.model.scheduling.values import Reservation, Wait
+from serverless_gpu.model.spec import Priority
+from serverless_gpu.server import runs, shares, views
+from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.runs import StoredRun
+from serverless_gpu.server.services import Services
+from serverless_gpu.server.shares import Kind, StoredShare
+from serverless_gpu.wire.queue import QueueEntry, QueueView, ShareList, ShareView
+
+LIMIT_MAX = 200
+"""Entries of one answer: why somebody waits costs a look at the queue, and the scheduler waits meanwhile."""
+_CLASSES = tuple(Priority)
+
+
+def view_queue(services: Services, who: Caller, reach: str, *, limit: int, mine: bool) -> QueueView:
+    """Return those that wait, in the order in which they are looked at.
+
+    Args:
+        services: the server's.
+        who: asks.
+        reach: how far they may see.
+        limit: how many entries, at most.
+        mine: only their own.
+    """
+    waits = {} if mine else {wait.run_id: wait for wait in services.sentences.waits(limit)}
+    owner = who.name if mine else None
+
+    def work(connection: sa.Connection) -> tuple[list[str], dict[str, StoredRun], int]:
+        # Those that the scheduler has not looked at yet come last.
+        ids = list(dict.fromkeys([*waits, *runs.waiting(connection, limit=limit, owner=owner)]))[:limit]
+        found = {run.id: run for run in runs.find_many(connection, ids)}
+        return ids, found, sum(runs.queued_by_pool(connection).values())
+
+    ids, found, waiting = services.database.read(work)
+    reserved = {each.run_id: each for each in services.sentences.reservations()}
+    there = [found[run_id] for run_id in ids if run_id in found and found[run_id].state is State.QUEUED]
+    entries = [
+        _entry(
+            run,
+            waits.get(run.id) or services.sentences.wait(run.id),
+            reserved.get(run.id),
+            sentence=services.sentences.of(run.id) if views.in_reach(run, who=who, reach=reach) else None,
+        )
+        for run in there
+    ]
+    return QueueView(entries=tuple(entries), waiting=waiting)
+
+
+def view_shares(services: Services, who: Caller, reach: str) -> ShareList:
+    """Return shares and use: of everybody, or of one's teams and one's own.
+
+    Args:
+        services: the server's.
+        who: asks.
+        reach: how far they may see.
+    """
+    found = share_views(services.database.read(shares.every), services.sentences.usage())
+    mine = {("team", team) for team in who.teams} | {("user", who.name)}
+    seen = [each for each in found if reach == Reach.ALL or (each.kind, each.name) in mine]
+    return ShareList(shares=tuple(seen), half_life_s=services.settings.queue.half_life_s)
+
+
+def share_views(there: Sequence[StoredShare], usage: Mapping[str, float]) -> list[ShareView]:
+    """Return who has how much of all, and how much they have used, those with most to come by their share first.
+
+    Args:
+        there: what was set.
+        usage: GPU-seconds by team, and by ``"~name"`` of users without one.
+    """
+    weights = {(share.kind, share.name): share.weight for share in there}
+    used: dict[tuple[Kind, str], float] = {
+        ("user" if name.startswith("~") else "team", name.removeprefix("~")): amount for name, amount in usage.items()
+    }
+    among_all = {key for key in weights if key[0] == "team"} | set(used)
+    total_weight = sum(weights.get(key, 1.0) for key in among_all)
+    total_used = sum(used.values())
+    found = [
+        ShareView(
+            kind=kind,
+            name=name,
+            weight=weights.get((kind, name), 1.0),
+            due=weights.get((kind, name), 1.0) / total_weight,
+            used_gpu_s=used.get((kind, name), 0.0),
+            part=used.get((kind, name), 0.0) / total_used if total_used else 0.0,
+        )
+        for kind, name in sorted(among_all)
+    ]
+    found.sort(key=lambda each: -(each.due or 0.0))
+    within = sorted(share.name for share in there if (share.kind, share.name) not in among_all)
+    return found + [ShareView(kind="user", name=name, weight=weights["user", name]) for name in within]
+
+
+def _entry(run: StoredRun, wait: Wait | None, reserved: Reservation | None, *, sentence: str | None) -> QueueEntry:
+    """Return a run that waits; `sentence` is None for one that is not to be seen."""
+    resources = run.spec.resources
+    entry = QueueEntry(
+        run="",
+        name="",
+        owner=run.owner,
+        team=run.team,
+        priority=_CLASSES[run.priority],
+        place=wait.place if wait is not None else 0,
+        gpus=resources.gpus,
+        gpu_type=resources.gpu_type or "",
+        pool=run.pool,
+        since_ns=run.queued_ns,
+        sentence="",
+        reserved_ns=reserved.at_ns if reserved is not None else None,
+        is_bound=reserved is not None and reserved.is_bound,
+    )
+    if sentence is None:
+        return entry
+    return msgspec.structs.replace(entry, run=run.id, name=run.name, sentence=sentence)

@@ -1,0 +1,216 @@
+"""What operators decide: pools that lend, shares of the queue, usage policies; and what others see of it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from serverless_gpu.errors import InvalidValue, NotFound
+from serverless_gpu.model.scheduling.values import Reservation, Wait, WaitReason
+from serverless_gpu.model.spec import Priority, Resources
+from serverless_gpu.server import audit, dividing, granting, queue_views, submitting
+from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.database import Database
+from serverless_gpu.server.hub import SCHEDULER
+from serverless_gpu.server.services import Services
+from serverless_gpu.server.shares import StoredShare
+from serverless_gpu.testing import FakeClock
+from serverless_gpu.wire.agents import PoolRequest
+from serverless_gpu.wire.queue import PolicyRequest, PolicyView, ShareView
+from tests.server.made import made_services
+from tests.server.stored import add_people
+from tests.server.test_submitting import ALICE, BOB, request
+
+ROOT = Caller(name="root", role="admin", token_id="t")
+
+
+@pytest.fixture
+def services(database: Database, tmp_path: Path) -> Services:
+    add_people(database, "alice", "bob", "root")
+    made = made_services(database, tmp_path, clock=FakeClock())
+    granting.make_team(made, ROOT, "search")
+    return made
+
+
+def written(services: Services) -> list[tuple[str, str, dict[str, object]]]:
+    entries = services.database.read(audit.entries)
+    return [(entry.action, entry.subject, entry.detail) for entry in entries if entry.action != "team.create"]
+
+
+def test_a_reserved_pool_lends_and_what_is_not_said_stays(services: Services) -> None:
+    view = dividing.put_pool(services, ROOT, "research", PoolRequest(kind="reserved", lends=True, return_s=60.0))
+    assert (view.kind, view.lends, view.return_s) == ("reserved", True, 60.0)
+    view = dividing.put_pool(services, ROOT, "research", PoolRequest(return_s=90.0))
+    assert (view.kind, view.lends, view.return_s) == ("reserved", True, 90.0)
+    with pytest.raises(InvalidValue, match="on-demand and cannot lend") as caught:
+        dividing.put_pool(services, ROOT, "research", PoolRequest(kind="on-demand", lends=True))
+    assert "--reserved --lend" in caught.value.hint
+    view = dividing.put_pool(services, ROOT, "research", PoolRequest(kind="on-demand"))
+    assert (view.kind, view.lends) == ("on-demand", False)
+    view = dividing.put_pool(services, ROOT, "research", PoolRequest(kind="reserved"))
+    assert not view.lends  # it lent once, long ago
+    lent = {"kind": "reserved", "nodes": [], "lends": True}
+    assert [detail for *_, detail in written(services)] == [
+        lent | {"return_s": 60.0},
+        lent | {"return_s": 90.0},
+        {"kind": "on-demand", "nodes": []},
+        {"kind": "reserved", "nodes": []},
+    ]
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf, 8 * 86_400.0])
+def test_a_time_in_which_nothing_is_back_is_refused(services: Services, seconds: float) -> None:
+    with pytest.raises(InvalidValue, match="cannot be back"):
+        dividing.put_pool(services, ROOT, "research", PoolRequest(kind="reserved", return_s=seconds))
+
+
+def test_a_share_is_set_for_who_is_there_and_the_scheduler_is_woken(services: Services) -> None:
+    bell = services.hub.version(SCHEDULER)
+    assert dividing.put_share(services, ROOT, "team", "search", 70.0) == ShareView(
+        kind="team", name="search", weight=70.0
+    )
+    assert services.hub.version(SCHEDULER) != bell
+    dividing.put_share(services, ROOT, "user", "alice", 0.5)
+    assert dividing.remove_share(services, ROOT, "user", "alice").weight == 1.0
+    assert written(services) == [
+        ("share.set", "team search", {"weight": 70.0}),
+        ("share.set", "user alice", {"weight": 0.5}),
+        ("share.remove", "user alice", {}),
+    ]
+    with pytest.raises(NotFound, match="no share was set for user 'alice'"):
+        dividing.remove_share(services, ROOT, "user", "alice")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "weight", "error", "says"),
+    [
+        ("team", "serach", 1.0, NotFound, "no team 'serach'"),
+        ("user", "carol", 1.0, NotFound, "carol"),
+        ("pool", "search", 1.0, InvalidValue, "no shares of a 'pool'"),
+        ("team", "search", 0.0, InvalidValue, "cannot be 0.0"),
+        ("team", "search", math.nan, InvalidValue, "cannot be nan"),
+        ("team", "search", math.inf, InvalidValue, "cannot be inf"),
+    ],
+)
+def test_a_share_that_cannot_be_is_refused(
+    services: Services, kind: str, name: str, weight: float, error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error, match=says):
+        dividing.put_share(services, ROOT, kind, name, weight)
+    assert written(services) == []
+
+
+def test_shares_say_what_is_due_and_what_was_used() -> None:
+    there = [
+        StoredShare(kind="team", name="search", weight=70.0, set_ns=1),
+        StoredShare(kind="team", name="ads", weight=29.0, set_ns=1),
+        StoredShare(kind="user", name="bob", weight=3.0, set_ns=1),
+    ]
+    assert queue_views.share_views(there, {"search": 600.0, "~carol": 200.0}) == [
+        ShareView(kind="team", name="search", weight=70.0, due=0.7, used_gpu_s=600.0, part=0.75),
+        ShareView(kind="team", name="ads", weight=29.0, due=0.29, used_gpu_s=0.0, part=0.0),
+        ShareView(kind="user", name="carol", weight=1.0, due=0.01, used_gpu_s=200.0, part=0.25),
+        ShareView(kind="user", name="bob", weight=3.0),
+    ]
+    assert queue_views.share_views([], {}) == []
+
+
+def test_members_see_their_own_shares_and_those_of_their_teams(services: Services) -> None:
+    granting.make_team(services, ROOT, "ads")
+    for kind, name in (("team", "search"), ("team", "ads"), ("user", "alice"), ("user", "bob")):
+        dividing.put_share(services, ROOT, kind, name, 2.0)
+
+    def seen(who: Caller, reach: str) -> list[str]:
+        return [each.name for each in queue_views.view_shares(services, who, reach).shares]
+
+    assert seen(ROOT, "all") == ["ads", "search", "alice", "bob"]
+    assert seen(ALICE, "team") == ["search", "alice"]
+    assert seen(BOB, "team") == ["bob"]
+    assert queue_views.view_shares(services, BOB, "team").half_life_s == services.settings.queue.half_life_s
+
+
+def test_a_run_goes_where_its_policy_says_unless_it_names_a_pool(services: Services) -> None:
+    for name in ("slow", "fast"):
+        dividing.put_pool(services, ROOT, name, PoolRequest())
+    dividing.put_policy(services, ROOT, "nightly", PolicyRequest(pool="slow"))
+    dividing.put_policy(services, ROOT, "plain", PolicyRequest())
+    asked = request(policy="nightly")
+    view = submitting.submit(services, ALICE, asked)
+    assert (view.pool, view.spec.pool, view.spec.policy) == ("slow", None, "nightly")
+    assert submitting.submit(services, ALICE, request(policy="nightly", pool="fast")).pool == "fast"
+    assert submitting.submit(services, ALICE, request(policy="plain")).pool == ""
+    dividing.put_policy(services, ROOT, "nightly", PolicyRequest(pool="fast"))
+    again = submitting.submit(services, ALICE, asked)
+    assert again.deduplicated and again.pool == "slow"
+    assert submitting.submit(services, ALICE, request(policy="nightly")).pool == "fast"
+
+
+def test_a_policy_that_is_not_there_is_refused_with_those_there_are(services: Services) -> None:
+    with pytest.raises(InvalidValue, match="there is no policy 'nigthly'") as caught:
+        submitting.submit(services, ALICE, request(policy="nigthly"))
+    assert caught.value.hint == "policies: none"
+    dividing.put_policy(services, ROOT, "nightly", PolicyRequest())
+    with pytest.raises(InvalidValue) as caught:
+        submitting.submit(services, ALICE, request(policy="nigthly"))
+    assert caught.value.hint == "policies: nightly"
+    assert dividing.delete_policy(services, ROOT, "nightly") == PolicyView(name="nightly", pool="")
+    assert dividing.view_policies(services) == ()
+    with pytest.raises(NotFound, match="there is no policy"):
+        dividing.delete_policy(services, ROOT, "nightly")
+    assert [action for action, *_ in written(services)] == ["policy.set", "policy.delete"]
+
+
+@pytest.mark.parametrize(
+    ("name", "pool", "says"),
+    [
+        ("", "", "cannot be named"),
+        (" a", "", "cannot be named"),
+        ("a\nb", "", "named"),
+        ("a", "none", "no pool 'none'"),
+    ],
+)
+def test_a_policy_that_cannot_be_is_refused(services: Services, name: str, pool: str, says: str) -> None:
+    with pytest.raises(InvalidValue, match=says):
+        dividing.put_policy(services, ROOT, name, PolicyRequest(pool=pool))
+    assert dividing.view_policies(services) == () and written(services) == []
+
+
+def test_the_queue_names_what_somebody_may_see_and_whose_the_rest_is(
+    services: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, urgent, theirs = (
+        submitting.submit(services, who, asked).id
+        for who, asked in (
+            (ALICE, request(name="fit", team="search", resources=Resources(gpus=8, gpu_type="H100"))),
+            (ALICE, request(name="now", priority=Priority.CRITICAL)),
+            (BOB, request(name="other", resources=Resources(gpus=2))),
+        )
+    )
+
+    def look(who: Caller, reach: str, *, limit: int = 50, mine: bool = False) -> list[tuple[object, ...]]:
+        view = queue_views.view_queue(services, who, reach, limit=limit, mine=mine)
+        assert view.waiting == 3
+        return [(each.run, each.name, each.owner, each.gpus, each.sentence) for each in view.entries]
+
+    # Nobody has looked yet: by class and age, and nothing is said.
+    mine = [(urgent, "now", "alice", None, ""), (first, "fit", "alice", 8, "")]
+    assert look(ALICE, "team") == [*mine, ("", "", "bob", 2, "")]
+    assert look(ALICE, "team", mine=True) == mine
+    assert look(BOB, "team", mine=True) == [(theirs, "other", "bob", 2, "")]
+    assert [run for run, *_ in look(ROOT, "all", limit=2)] == [urgent, first]
+    # As the scheduler has it: the order of its shares, and what it keeps for whom.
+    wait = Wait(run_id=theirs, reason=WaitReason.CAPACITY, place=1)
+    kept = Reservation(run_id=theirs, shares=(), at_ns=7, is_bound=True)
+    monkeypatch.setattr(services.sentences, "waits", lambda limit: [wait])
+    monkeypatch.setattr(services.sentences, "of", lambda run_id: f"told {run_id}")
+    monkeypatch.setattr(services.sentences, "reservations", lambda: (kept,))
+    seen = queue_views.view_queue(services, BOB, "team", limit=50, mine=False).entries
+    assert [(each.owner, each.place, each.reserved_ns, each.is_bound) for each in seen] == [
+        ("bob", 1, 7, True),
+        ("alice", 0, None, False),
+        ("alice", 0, None, False),
+    ]
+    assert [each.sentence for each in seen] == [f"told {theirs}", "", ""]
+    assert seen[1].priority is Priority.CRITICAL and (seen[2].team, seen[2].gpu_type) == ("search", "H100")

@@ -1,0 +1,78 @@
+"""`sgpu queue`, `pool`, `share`, `policy` against a real server: what they print, and who may."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+from serverless_gpu.cli import program
+from serverless_gpu.errors import NotAllowed
+from serverless_gpu.wire.principals import PrincipalRequest, TeamRequest, TeamView, TokenMade
+from serverless_gpu.wire.runs import RunView
+from tests.server.served import Served
+from tests.server.test_submitting import request
+
+Said = Callable[..., str]
+
+
+@pytest.fixture
+def said(server: Served, monkeypatch: pytest.MonkeyPatch) -> Iterator[Said]:
+    """Yield what runs `sgpu` as the administrator, or with another token, and returns what it printed."""
+    monkeypatch.setenv("SERVERLESS_GPU_SERVER", server.url)
+
+    def run(*arguments: str, token: str = "") -> str:
+        monkeypatch.setenv("SERVERLESS_GPU_TOKEN", token or server.token)
+        done = CliRunner().invoke(program.sgpu, arguments, catch_exceptions=False, prog_name="sgpu")
+        assert done.exit_code == 0, done.output
+        return done.stdout
+
+    yield run
+
+
+def test_pools_shares_and_policies_are_set_and_listed_by_who_may(server: Served, said: Said) -> None:
+    admin = server.connection()
+    admin.ask("POST", "/teams", TeamRequest(name="search"), answer=TeamView)
+    bob = admin.ask("POST", "/users", PrincipalRequest(name="bob", teams=("search",)), answer=TokenMade).secret
+    assert said("pool", "set", "lab 1", "--reserved", "--lend", "--return", "2m") == (
+        "lab 1 (reserved, lends for 2 min 00 s): no nodes\n"
+    )
+    assert said("pool", "set", "lab 1", "--no-lend") == "lab 1 (reserved): no nodes\n"
+    assert said("pool", "list", token=bob) == said("pools", token=bob)
+    assert "lab 1" in said("pools", token=bob)
+    assert "all are equal" in said("share", "list")
+    assert said("share", "set", "team", "search", "70") == "team search has 70\n"
+    assert said("share", "set", "user", "bob", "0.5") == "user bob has 0.5\n"
+    for token in ("", bob):
+        assert said("share", "list", token=token).splitlines() == [
+            "KIND  NAME    WEIGHT  DUE     USED             OF ALL USE",
+            "team  search  70      100.0%  0.0 GPU-seconds  0.0%",
+            "user  bob     0.5     -       -                -",
+            "use counts half after 7 days",
+        ]
+    assert said("share", "remove", "user", "bob") == "user bob has 1 again\n"
+    assert said("policy", "set", "nightly", "--pool", "lab 1") == "policy nightly: pool lab 1\n"
+    assert said("policy", "list", token=bob) == "POLICY   POOL\nnightly  lab 1\n"
+    for arguments in (("share", "set", "team", "search", "99"), ("policy", "delete", "nightly")):
+        with pytest.raises(NotAllowed):
+            said(*arguments, token=bob)
+    assert said("policy", "delete", "nightly") == "policy nightly is gone\n"
+    assert said("policy", "list", "--json") == "[]\n"
+
+
+def test_the_queue_is_listed_as_far_as_one_may_see_it(server: Served, said: Said) -> None:
+    admin = server.connection()
+    bob = admin.ask("POST", "/users", PrincipalRequest(name="bob"), answer=TokenMade).secret
+    assert said("queue") == "nothing waits\n" and said("queue", "--mine", token=bob) == "none of your runs waits\n"
+    said("pool", "set", "lab", "--reserved")
+    asked = request(name="fit", pool="lab")
+    admin.ask("POST", "/runs", asked, answer=RunView)
+    told = said("queue", "--limit", "1").splitlines()
+    assert len(told) == 2
+    assert told[0].split() == ["RUN", "OWNER", "TEAM", "CLASS", "NEEDS", "WAITS", "RESERVED", "WHY"]
+    assert told[1].startswith(f"1  {asked.id} fit") and "every GPU of lab" in told[1]
+    assert asked.id not in said("queue", token=bob) and "every GPU of lab" in said("queue", token=bob)
+    assert said("queue", "--mine", token=bob) == "none of your runs waits\n"
+    assert msgspec.json.decode(said("queue", "--json"))["waiting"] == 1
