@@ -13,6 +13,7 @@ from typing import Protocol
 
 # Crockford's base 32: no letters that read like digits, and lower case sorts like its value.
 _ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
+_MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")  # in no other language
 _CLOCK_BOOTTIME = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # macOS has no boottime clock
 
 
@@ -106,3 +107,19 @@ def format_utc(wall_ns: int) -> str:
 def format_clock(wall_ns: int) -> str:
     """Return a moment as the local time of day, for example ``"14:03:22"``."""
     return time.strftime("%H:%M:%S", time.localtime(wall_ns / 1e9))
+
+
+def format_soon(wall_ns: int, now_ns: int | None = None) -> str:
+    """Return a moment to come as the local time of day, with its date on another day: ``"14:20"``, ``"24 Nov 14:20"``.
+
+    Args:
+        wall_ns: the moment.
+        now_ns: today; None for what the machine's clock says.
+    """
+    now_s = (SystemClock().wall_ns() if now_ns is None else now_ns) / 1e9
+    moment, today = time.localtime(wall_ns / 1e9), time.localtime(now_s)
+    clock = time.strftime("%H:%M", moment)
+    if moment[:3] == today[:3]:
+        return clock
+    date = f"{moment.tm_mday} {_MONTHS[moment.tm_mon - 1]}"
+    return f"{date} {clock}" if moment.tm_year == today.tm_year else f"{date} {moment.tm_year} {clock}"

@@ -37,6 +37,7 @@ from serverless_gpu.cli.server.audit import audit
 from serverless_gpu.cli.server.dividing import policy, pool, pools, queue, share
 from serverless_gpu.cli.server.logbook import server_logs
 from serverless_gpu.cli.server.machines import node, nodes
+from serverless_gpu.cli.server.node_rules import node_commands
 from serverless_gpu.cli.server.operating import server_group
 from serverless_gpu.cli.server.people import login, team, user, whoami
 from serverless_gpu.cli.server.secrets import secret
@@ -94,6 +95,8 @@ for _command in (
 ):
     sgpu.add_command(_command)
 server_group.add_command(server_logs)
+for _command in node_commands:
+    node.add_command(_command)
 
 
 def main() -> None:

@@ -36,6 +36,7 @@ class Resource(StrEnum):
     Attributes:
         RUNS: runs, their attempts, logs, files and receipts; write: ask for one, stop it.
         NODES: nodes as people see them; write: forget one.
+        RULES: what people decide about a node: drained, its calendar, GPUs left out; own: they are its owner.
         POOLS: pools.
         SHARES: of the queue, and use of devices; team: those of one's teams, and one's own.
         POLICIES: usage policies.
@@ -54,6 +55,7 @@ class Resource(StrEnum):
 
     RUNS = "runs"
     NODES = "nodes"
+    RULES = "rules"
     POOLS = "pools"
     SHARES = "shares"
     POLICIES = "policies"
@@ -79,6 +81,7 @@ POLICY: Mapping[Role, Mapping[Resource, tuple[Reach, Reach]]] = {
     "operator": {
         Resource.RUNS: (_ALL, _ALL),
         Resource.NODES: (_ALL, _ALL),
+        Resource.RULES: (_ALL, _ALL),
         Resource.POOLS: (_ALL, _ALL),
         Resource.SHARES: (_ALL, _ALL),
         Resource.POLICIES: (_ALL, _ALL),
@@ -93,6 +96,7 @@ POLICY: Mapping[Role, Mapping[Resource, tuple[Reach, Reach]]] = {
     "member": {
         Resource.RUNS: (_TEAM, _OWN),
         Resource.NODES: (_ALL, _NONE),
+        Resource.RULES: (_OWN, _OWN),
         Resource.POOLS: (_ALL, _NONE),
         Resource.SHARES: (_TEAM, _NONE),
         Resource.POLICIES: (_ALL, _NONE),

@@ -162,13 +162,13 @@ class Agents:
         broken: list[tuple[StoredOrder, str]] = []
 
         def work(connection: sa.Connection) -> list[Order]:
-            takes = _own(connection, who, node_id, instance).hello.takes
+            node = _own(connection, who, node_id, instance)
             found: list[Order] = []
             for stored in orders.waiting(connection, node_id):
                 if stored.seq in told:
                     continue
                 try:
-                    order = self._order(connection, stored, takes)
+                    order = self._order(connection, stored, node)
                 except ServerProblem as error:  # its variables cannot be opened; the others' can
                     broken.append((stored, error.message))
                 else:
@@ -227,7 +227,7 @@ class Agents:
         nodes.change(connection, node)
         return node, before
 
-    def _order(self, connection: sa.Connection, order: StoredOrder, takes: tuple[str, ...]) -> Order | None:
+    def _order(self, connection: sa.Connection, order: StoredOrder, node: StoredNode) -> Order | None:
         """Return an order with everything the node needs; None when its attempt has ended meanwhile."""
         if order.kind == "stop":
             if order.stop is None:
@@ -241,7 +241,7 @@ class Agents:
             seq=order.seq,
             run_id=run.id,
             fence=order.fence,
-            token=attempt_tokens.first_token(self._services, run.id, order.fence, takes=takes),
+            token=attempt_tokens.first_token(self._services, run.id, order.fence, takes=node.hello.takes),
             spec=run.spec,
             gpu_type=run.attempt.gpu_type,
             world_size=run.attempt.world_size,
@@ -254,6 +254,7 @@ class Agents:
             secrets=secret_store.values(
                 connection, self._services.sealer, run, run.attempt.secrets, run.spec.secret_variables
             ),
+            without=tuple(one.uuid for one in node.rules.quarantined),
         )
 
 

@@ -52,6 +52,7 @@ class StoredAttempt(msgspec.Struct, frozen=True, kw_only=True):
         lease_ns: its last sign of life that was written; up to 15 s behind.
         grace_s: the longest it was ever allowed to go on without an answer, whatever the server grants now; in seconds.
         started_ns: when its user code began.
+        leave_ns: when it has to leave its node, as its owner was told; nanoseconds since 1970.
     """
 
     run_id: str
@@ -74,6 +75,7 @@ class StoredAttempt(msgspec.Struct, frozen=True, kw_only=True):
     ended_ns: int | None
     settled_ns: int | None
     secrets_json: str = "[]"
+    leave_ns: int | None = None
 
     @property
     def secrets(self) -> tuple[Pinned, ...]:
@@ -204,6 +206,15 @@ def change(connection: sa.Connection, attempt: StoredAttempt, **values: object) 
 def note(connection: sa.Connection, run_id: str, fence: int, **values: object) -> None:
     """Write what does not depend on the attempt's state: its lease, its sentence, how many ranks it has."""
     connection.execute(attempts.update().where(_is(run_id, fence)).values(**values))
+
+
+def stay(connection: sa.Connection, node_id: str) -> list[str]:
+    """Take back that attempts on a node were told to leave it; return their runs."""
+    told = sa.and_(attempts.c.node_id == node_id, attempts.c.ended_ns.is_(None), attempts.c.leave_ns.is_not(None))
+    found = list(connection.scalars(sa.select(attempts.c.run_id).where(told)))
+    if found:
+        connection.execute(attempts.update().where(told).values(leave_ns=None))
+    return found
 
 
 def note_late(connection: sa.Connection, run_id: str, fence: int, *, reason: str) -> bool:

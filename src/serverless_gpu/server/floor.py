@@ -10,7 +10,7 @@ import sqlalchemy as sa
 
 from serverless_gpu import ambient
 from serverless_gpu.model.queueing import Holding, Node, census
-from serverless_gpu.server import nodes, pools, runs
+from serverless_gpu.server import node_rules, nodes, pools, runs
 from serverless_gpu.server.liveness import Leases, Presence
 from serverless_gpu.server.nodes import StoredNode
 from serverless_gpu.server.pools import RESERVED, StoredPool
@@ -79,7 +79,12 @@ def offers(floor: Floor, presence: Presence, times: Times) -> list[Node]:
     reserved = {pool.name for pool in floor.pools if pool.kind == RESERVED}
     held = floor.by_node()
     return [
-        _offer(node, held.get(node.id, ()), away=away(node, presence, times), reserved=node.pool in reserved)
+        _offer(
+            node,
+            held.get(node.id, ()),
+            away=away(node, presence, times) or node_rules.not_shared(node.rules, times.wall_ns),
+            reserved=node.pool in reserved,
+        )
         for node in floor.nodes
     ]
 
@@ -122,18 +127,19 @@ def away(node: StoredNode, presence: Presence, times: Times) -> str:
         return f"has not been heard of since {ambient.format_clock(last_seen_ns(node, presence, times))}"
     if node.hello.problem:
         return f"can run nothing now: {node.hello.problem}"
-    return f"takes nothing new: {node.hello.draining}" if node.hello.draining else ""
+    why = node.hello.draining or node_rules.drained(node.rules)
+    return f"takes nothing new: {why}" if why else ""
 
 
 def state_of(node: StoredNode, presence: Presence, times: Times) -> str:
     """Return the state of a node, one of `STATES`."""
     if presence.is_there(node.id, now_ns=times.boottime_ns):
-        return DRAINING if node.hello.draining else UP
+        return DRAINING if node.hello.draining or node.rules.drain is not None else UP
     return GONE if times.wall_ns - last_seen_ns(node, presence, times) > times.gone_ns else SILENT
 
 
 def _offer(node: StoredNode, held_by: Sequence[Active], *, away: str, reserved: bool) -> Node:
-    total, outside = census(node.hello.devices, node.hello.unavailable)
+    total, outside = census(node.hello.devices, node.unavailable)
     return Node(
         id=node.id,
         name=node.name,
@@ -157,6 +163,7 @@ def _holdings(held_by: Sequence[Active]) -> tuple[Holding, ...]:
 def _view(node: StoredNode, holders: Sequence[Active], presence: Presence, times: Times) -> NodeView:
     seen_ns = last_seen_ns(node, presence, times)
     sentence = away(node, presence, times)
+    found = node_rules.sharing(node.rules, times.wall_ns)
     return NodeView(
         id=node.id,
         name=node.name,
@@ -170,6 +177,9 @@ def _view(node: StoredNode, holders: Sequence[Active], presence: Presence, times
         version=node.hello.version,
         seen_ns=seen_ns,
         clock=presence.clock(node.id),
+        rules=node.rules,
+        shared=found.shared,
+        turns_ns=found.turns_ns,
     )
 
 

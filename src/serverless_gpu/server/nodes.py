@@ -14,8 +14,11 @@ import sqlalchemy as sa
 
 from serverless_gpu.server.tables import nodes
 from serverless_gpu.wire.agents import AgentHello
+from serverless_gpu.wire.nodes import NodeRules
 
 _decoder = msgspec.json.Decoder(AgentHello)
+_rules_decoder = msgspec.json.Decoder(NodeRules)
+_NO_RULES = "{}"
 
 
 class StoredNode(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,6 +30,7 @@ class StoredNode(msgspec.Struct, frozen=True, kw_only=True):
         seen_ns: its last sign of life that was written, nanoseconds since 1970; some seconds behind.
         forgotten_ns: since when an operator says that it is dead; None for a node.
         token_id: of the token with which it said hello last.
+        rules: what people decided about it; only `rule` writes that.
     """
 
     id: str
@@ -39,6 +43,21 @@ class StoredNode(msgspec.Struct, frozen=True, kw_only=True):
     seen_ns: int
     forgotten_ns: int | None
     token_id: str = ""
+    rules: NodeRules = NodeRules()
+
+    @property
+    def unavailable(self) -> tuple[str, ...]:
+        """Return the devices that cannot be counted on: what the node says, and what people left out."""
+        left_out = (one.uuid for one in self.rules.quarantined if one.uuid not in self.hello.unavailable)
+        return (*self.hello.unavailable, *left_out)
+
+
+class RuledNode(msgspec.Struct, frozen=True, kw_only=True):
+    """A node about which people decided something, without what it says of itself."""
+
+    id: str
+    name: str
+    rules: NodeRules
 
 
 def every(connection: sa.Connection) -> list[StoredNode]:
@@ -61,6 +80,19 @@ def of_token(connection: sa.Connection, token_id: str) -> list[StoredNode]:
     """Return the nodes that said hello with a token last, and are not forgotten."""
     same = sa.and_(nodes.c.token_id == token_id, nodes.c.forgotten_ns.is_(None))
     return [_from_row(row._mapping) for row in connection.execute(sa.select(nodes).where(same))]
+
+
+def ruled(connection: sa.Connection) -> list[RuledNode]:
+    """Return the nodes about which people decided something; seldom many, and what nodes say is not read for it."""
+    query = sa.select(nodes.c.id, nodes.c.name, nodes.c.rules_json).where(nodes.c.forgotten_ns.is_(None))
+    rows = connection.execute(query.where(nodes.c.rules_json != _NO_RULES).order_by(nodes.c.name))
+    return [RuledNode(id=row.id, name=row.name, rules=_rules_decoder.decode(row.rules_json)) for row in rows]
+
+
+def rule(connection: sa.Connection, node_id: str, rules: NodeRules) -> None:
+    """Write down what people decided about a node."""
+    text = _NO_RULES if rules == NodeRules() else msgspec.json.encode(rules).decode()
+    connection.execute(nodes.update().where(nodes.c.id == node_id).values(rules_json=text))
 
 
 def insert(connection: sa.Connection, node: StoredNode) -> None:
@@ -95,7 +127,8 @@ def drain(connection: sa.Connection, node_id: str, why: str) -> None:
 
 
 def is_still(connection: sa.Connection, node: StoredNode) -> bool:
-    """Return whether a node is where it was read: not forgotten, the same boot of the same machine, in the same pool.
+    """Return whether a node is as it was read: not forgotten, the same boot of the same machine, in the same pool, and
+    nobody has decided anything else about it.
 
     That is asked with a write that changes nothing, so that on PostgreSQL too a transaction that says otherwise at the
     same time does not see the node as it was before this one: one of the two is tried again.
@@ -107,7 +140,10 @@ def is_still(connection: sa.Connection, node: StoredNode) -> bool:
         nodes.c.pool == node.pool,
         nodes.c.forgotten_ns.is_(None),
     )
-    return connection.execute(nodes.update().where(same).values(boot_id=node.boot_id)).rowcount == 1
+    if connection.execute(nodes.update().where(same).values(boot_id=node.boot_id)).rowcount != 1:
+        return False
+    found = get(connection, node.id)
+    return found is not None and found.rules == node.rules
 
 
 def forget(connection: sa.Connection, node_id: str, *, at_ns: int) -> None:
@@ -138,8 +174,10 @@ def _first(connection: sa.Connection, which: sa.ColumnElement[bool]) -> StoredNo
 
 
 def _from_row(fields: sa.RowMapping) -> StoredNode:
-    own = {name: fields[name] for name in StoredNode.__struct_fields__ if name != "hello"}
-    return StoredNode(**own, hello=_decoder.decode(fields["hello_json"]))
+    own = {name: fields[name] for name in StoredNode.__struct_fields__ if name not in ("hello", "rules")}
+    text = fields["rules_json"]
+    rules = NodeRules() if text == _NO_RULES else _rules_decoder.decode(text)
+    return StoredNode(**own, hello=_decoder.decode(fields["hello_json"]), rules=rules)
 
 
 def by_id(found: Sequence[StoredNode]) -> dict[str, StoredNode]:

@@ -5,6 +5,7 @@
     an order that never left, its node away      taken back: the run is placed elsewhere
     a receipt that never comes                   the run is settled without one
     an owner who may start no runs any more      as was decided then: their runs end by themselves, or are stopped
+    a node that is drained or not shared         runs that have to leave it are told, and then stopped (`leaving.py`)
     an engine's events                           nodes to be counted on, or not
 
 Silence is judged by this process's boottime, and everything counts as heard of when it starts (`liveness.py`): a server
@@ -27,7 +28,7 @@ from serverless_gpu.engines.base import Engine, NodeLost
 from serverless_gpu.errors import StaleAttempt
 from serverless_gpu.model.attempt import Reason, State
 from serverless_gpu.model.run_lifecycle import Event, GivenUp, IllegalTransition, Silent
-from serverless_gpu.server import attempts, nodes, owners, runs, transitions
+from serverless_gpu.server import attempts, leaving, nodes, owners, runs, transitions
 from serverless_gpu.server.attempts import StoredAttempt
 from serverless_gpu.server.hub import SCHEDULER, run_key
 from serverless_gpu.server.runs import Active
@@ -78,6 +79,7 @@ class Reconciler:
         for run in active:
             self._look(run, now_ns)
         owners.stop_some(services)
+        leaving.look(services)
         self._release(reserved, gangs)
         if self._settled_ns is None or now_ns - self._settled_ns >= SELDOM_S * 1e9:
             self._settled_ns = now_ns

@@ -348,6 +348,12 @@ def active(connection: sa.Connection) -> list[StoredRun]:
     return [_from_row(row) for row in connection.execute(query)]
 
 
+def on_node(connection: sa.Connection, node_id: str) -> list[StoredRun]:
+    """Return the runs that have an attempt on a node which has not ended."""
+    here = sa.and_(runs.c.state.in_([state.value for state in ACTIVE]), attempts_table.c.node_id == node_id)
+    return [_from_row(row) for row in connection.execute(_SELECT.where(here).order_by(runs.c.id))]
+
+
 def active_briefly(connection: sa.Connection) -> list[Active]:
     """Return the runs that have an attempt which has not ended; a quarter of the work of `active`."""
     return [

@@ -177,7 +177,7 @@ def _devices(
         leased.setdefault(node_id, Counter())[gpu_type] += count
     counted: Counter[tuple[str, str]] = Counter()
     for node in found:
-        total, outside = census(node.hello.devices, node.hello.unavailable)
+        total, outside = census(node.hello.devices, node.unavailable)
         is_away = bool(floor.away(node, services.presence, times))
         for name, number in total.items():
             used = min(number, leased.get(node.id, Counter())[name])

@@ -108,6 +108,7 @@ nodes = sa.Table(
     sa.Column("hello_json", sa.Text, nullable=False),  # wire.agents.AgentHello without attempts, as last heard
     sa.Column("seen_ns", sa.BigInteger, nullable=False),  # coalesced
     sa.Column("forgotten_ns", sa.BigInteger),
+    sa.Column("rules_json", sa.Text, nullable=False, default="{}"),  # wire.nodes.NodeRules
 )
 
 runs = sa.Table(
@@ -172,6 +173,7 @@ attempts = sa.Table(
     sa.Column("stopped_json", sa.Text),  # node.protocol.Stopped
     sa.Column("receipt_json", sa.Text),
     sa.Column("secrets_json", sa.Text, nullable=False, default="[]"),  # model.secrets.Pinned, none of their values
+    sa.Column("leave_ns", sa.BigInteger),  # when it has to leave its node, as its owner was told
 )
 
 secrets = sa.Table(

@@ -16,7 +16,7 @@ import logging
 import msgspec
 import sqlalchemy as sa
 
-from serverless_gpu.model.attempt import MEANINGS, Reason, State
+from serverless_gpu.model.attempt import MEANINGS, STOPPED_BY, Reason, State
 from serverless_gpu.model.run_lifecycle import (
     INFRA_RETRIES_MAX,
     Ended,
@@ -190,11 +190,13 @@ def _write_run(connection: sa.Connection, told: Told, *, over: _Over | None, not
     }
     if note.exec_ns is not None and run.started_ns is None:
         values["started_ns"] = note.exec_ns
+    if Instruction.SEND_STOP in told.instructions:
+        values["detail"] = note.detail  # why it is to stop, for those who look meanwhile and at its end
     if Instruction.CONCLUDE in told.instructions:
         nothing_to_come = not isinstance(over, Ended)
         values |= {
             "reason": life.reason.value if life.reason else None,
-            "detail": note.detail,
+            "detail": note.detail or _asked_because(run, life),
             "ended_ns": note.at_ns,
             "settled_ns": note.at_ns if nothing_to_come else None,
         }
@@ -203,9 +205,15 @@ def _write_run(connection: sa.Connection, told: Told, *, over: _Over | None, not
             "retries_used": run.spec.retries - life.retries_left,
             "infra_retries_used": INFRA_RETRIES_MAX - life.infra_left,
             "fault_retries_used": run.fault_retries_used + run.life.faults_left - life.faults_left,
+            "detail": "",
         }
     runs.change(connection, run, **values)
     events.add(connection, told.events)
+
+
+def _asked_because(run: StoredRun, life: Run) -> str:
+    """Return why a run was asked to stop, where that is what ended it."""
+    return run.detail if run.stop is not None and STOPPED_BY[run.stop] is life.reason else ""
 
 
 def _write_attempt(
@@ -251,7 +259,7 @@ def _sentence(event: Event, life: Run, *, node: str, detail: str) -> str:
         case Heard():
             return f"{node} answers again"
         case StopAsked() if life.reason is None:
-            return f"asked to stop: {event.why}"
+            return f"asked to stop: {event.why}{f': {detail}' if detail else ''}"
         case Ended() | GivenUp() | Forgotten() if life.state is State.QUEUED:
             return f"attempt {life.fence} is over: {told_as(over_because(event), detail)}; it waits for another"
     return told_as(life.reason, detail) if life.reason else ""

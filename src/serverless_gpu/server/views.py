@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 import sqlalchemy as sa
 
-from serverless_gpu.ambient import format_utc
+from serverless_gpu.ambient import format_soon, format_utc
 from serverless_gpu.errors import NotFound
 from serverless_gpu.model import access
 from serverless_gpu.model.attempt import TERMINAL, Reason, State
@@ -109,8 +109,15 @@ def sentence(run: StoredRun, *, waits_for: str = "") -> str:
     if run.state is State.UNREACHABLE:
         return f"no word from {attempt.node} since {format_utc(attempt.lease_ns)}; it may well be going on"
     if run.state is State.STOPPING and run.stop is not None:
-        return attempt.sentence or f"asked to stop: {run.stop}"
-    return attempt.sentence
+        return attempt.sentence or f"asked to stop: {run.stop}{f': {run.detail}' if run.detail else ''}"
+    return "; ".join(filter(None, (_leaves(attempt), attempt.sentence)))
+
+
+def _leaves(attempt: StoredAttempt) -> str:
+    """Return that an attempt has to leave its node soon, or ""."""
+    if attempt.leave_ns is None:
+        return ""
+    return f"has to leave {attempt.node} at {format_soon(attempt.leave_ns)}: others than its owner may not use it then"
 
 
 def attempt_view(attempt: StoredAttempt) -> AttemptView:

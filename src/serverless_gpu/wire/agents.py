@@ -20,6 +20,7 @@ from serverless_gpu.model.hardware import Device, GpuType
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.units import format_duration_ms
 from serverless_gpu.wire.base import Answer, Request
+from serverless_gpu.wire.nodes import NodeRules
 from serverless_gpu.wire.secrets import SecretValue
 
 CLOCK_OFF_S = 0.5
@@ -45,7 +46,8 @@ class AgentHello(Request, frozen=True, kw_only=True):
         boot_id: another one than before proves that nothing of before still runs.
         draining: why it is to be given nothing new, though what runs there goes on, or "".
         problem: why it can run nothing now, or "".
-        takes: what it understands beyond its protocol: "renewal" of attempts' tokens, "secrets".
+        takes: what it understands beyond its protocol: "renewal" of attempts' tokens, "secrets", devices to do
+            "without".
         protocol: of `wire.base`; the server refuses what it does not speak by name.
     """
 
@@ -153,6 +155,7 @@ class Start(Answer, frozen=True, kw_only=True, tag="start"):
         call: as in `RunRequest`; None when it is a blob.
         submitted_ns: when the client asked, nanoseconds since 1970.
         secrets: the attempt's; none where the node does not take "secrets".
+        without: uuids of devices that it is not to get, whatever the node thinks of them.
     """
 
     seq: int
@@ -169,6 +172,7 @@ class Start(Answer, frozen=True, kw_only=True, tag="start"):
     submitted_ns: int = 0
     partition_grace_s: float = 900.0
     secrets: tuple[SecretValue, ...] = ()
+    without: tuple[str, ...] = ()
 
 
 class Stop(Answer, frozen=True, kw_only=True, tag="stop"):
@@ -196,6 +200,9 @@ class NodeView(Answer, frozen=True, kw_only=True):
         state: UP, or DRAINING (`sentence`: why nothing is placed there), or SILENT with `sentence` since when, or GONE.
         busy: devices that runs of the server have now.
         clock: how far its clock is from the server's, as it said last; None where it has not.
+        rules: what people decided about it.
+        shared: whether its calendar lets others than its owner use it now.
+        turns_ns: when that is the other way round, nanoseconds since 1970; None for never.
     """
 
     id: str
@@ -210,6 +217,9 @@ class NodeView(Answer, frozen=True, kw_only=True):
     version: str
     seen_ns: int
     clock: ClockReading | None = None
+    rules: NodeRules = NodeRules()
+    shared: bool = True
+    turns_ns: int | None = None
 
 
 class NodeList(Answer, frozen=True, kw_only=True):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import click
 
-from serverless_gpu.ambient import SystemClock
+from serverless_gpu.ambient import SystemClock, format_soon
 from serverless_gpu.cli.columns import columns
 from serverless_gpu.cli.output import print_json, say
 from serverless_gpu.cli.server.reaching import server
@@ -28,10 +28,19 @@ def nodes(as_json: bool) -> None:
         say("no node has joined")
         return
     rows = [
-        [each.name, each.pool, each.state, _devices(each), f"{each.busy} busy", _heard(each), _words(each)]
+        [
+            each.name,
+            each.pool,
+            each.state,
+            _devices(each),
+            f"{each.busy} busy",
+            _heard(each),
+            for_whom(each),
+            _words(each),
+        ]
         for each in found
     ]
-    for line in columns([["NODE", "POOL", "STATE", "DEVICES", "USE", "HEARD", ""], *rows]):
+    for line in columns([["NODE", "POOL", "STATE", "DEVICES", "USE", "HEARD", "FOR", ""], *rows]):
         say(line)
 
 
@@ -52,13 +61,18 @@ def forget(name: str, certain: bool) -> None:
     if not certain:
         raise click.UsageError("runs there may still go on: --i-know-it-is-dead says that they do not")
     with server() as connection:
-        found = _find(connection.ask("GET", "/nodes", answer=NodeList).nodes, name)
+        found = find_node(connection.ask("GET", "/nodes", answer=NodeList).nodes, name)
         body = ForgetRequest(i_know_it_is_dead=True)
         view = connection.ask("POST", f"/nodes/{found.id}/forget", body, answer=NodeView)
     say(f"{view.name} is {view.state}: {view.sentence}")
 
 
-def _find(found: Sequence[NodeView], name: str) -> NodeView:
+def find_node(found: Sequence[NodeView], name: str) -> NodeView:
+    """Return the node of a name or identifier.
+
+    Raises:
+        InvalidValue: there is none.
+    """
     for each in found:
         if name in (each.name, each.id):
             return each
@@ -75,6 +89,16 @@ def _heard(view: NodeView) -> str:
     return f"{format_duration_ms(max(0, SystemClock().wall_ns() - view.seen_ns) // 1_000_000)} ago"
 
 
+def for_whom(view: NodeView) -> str:
+    """Return whose runs are placed on a node now, and until when that is so."""
+    calendar = view.rules.calendar
+    who = "all" if view.shared else calendar.owner or "nobody"
+    until = f" until {format_soon(view.turns_ns)}" if view.turns_ns is not None else ""
+    first = f", {calendar.owner} first" if view.shared and calendar.owner_first else ""
+    return f"{who}{until}{first}"
+
+
 def _words(view: NodeView) -> str:
-    """Return why it cannot be used, and that its clock is off: what it writes has other times then."""
-    return "; ".join(filter(None, (view.sentence, clock_text(view.clock))))
+    """Return why it cannot be used, what is left out, and that its clock is off: it writes other times then."""
+    left_out = [f"{one.uuid} is left out{f' ({one.note})' if one.note else ''}" for one in view.rules.quarantined]
+    return "; ".join(filter(None, (view.sentence, *left_out, clock_text(view.clock))))

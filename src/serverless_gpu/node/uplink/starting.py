@@ -93,7 +93,8 @@ def make_launch(
         InvalidValue: the node's configuration, or the order, cannot be used.
     """
     devices = offered(greeting, os.environ)
-    visible = restrict(devices, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    there = restrict(devices, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    visible = [device for device in there if device.uuid not in order.without]
     chosen = candidates(gpus=order.world_size, gpu_type=order.gpu_type, devices=visible, own=greeting.own_types)
     now_ns = clock.boottime_ns()
     return protocol.Launch(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from serverless_gpu.server import dividing, operating
+from serverless_gpu.server import dividing, operating, ruling
 from serverless_gpu.server.api.routing import Call, Routes, reading, writing
+from serverless_gpu.server.ruling import Asked
 from serverless_gpu.wire.agents import ForgetRequest, NodeList, NodeView, PoolList, PoolRequest, PoolView
+from serverless_gpu.wire.nodes import CalendarRequest, NodeDrainRequest, QuarantineRequest
 
 routes = Routes("nodes")
 
@@ -21,6 +23,24 @@ def forget(call: Call, node: str, body: ForgetRequest) -> NodeView:
     return operating.forget(call.services, call.who, node, known_dead=body.i_know_it_is_dead)
 
 
+@routes.put("/nodes/{node}/drain", needs=writing("rules"))
+def drain(call: Call, node: str, body: NodeDrainRequest) -> NodeView:
+    """Give a node nothing new, and have what runs there leave where that is asked for; or end that."""
+    return ruling.drain(call.services, _asked(call, node), body)
+
+
+@routes.put("/nodes/{node}/calendar", needs=writing("rules"))
+def put_calendar(call: Call, node: str, body: CalendarRequest) -> NodeView:
+    """Say whose a node is, and when others may use it."""
+    return ruling.put_calendar(call.services, _asked(call, node), body)
+
+
+@routes.put("/nodes/{node}/quarantine", needs=writing("rules"))
+def quarantine(call: Call, node: str, body: QuarantineRequest) -> NodeView:
+    """Leave a device of a node out of what runs get, or take that back."""
+    return ruling.quarantine(call.services, _asked(call, node), body)
+
+
 @routes.get("/pools", needs=reading("pools"))
 def list_pools(call: Call) -> PoolList:
     """Return all pools."""
@@ -31,3 +51,7 @@ def list_pools(call: Call) -> PoolList:
 def put_pool(call: Call, name: str, body: PoolRequest) -> PoolView:
     """Make or change a pool, and move nodes into it."""
     return dividing.put_pool(call.services, call.who, name, body)
+
+
+def _asked(call: Call, node: str) -> Asked:
+    return Asked(who=call.who, reach=call.reach, node=node)

@@ -1,0 +1,78 @@
+"""Runs that have to leave their node: it is drained with `--stop`, or it ceases to be shared.
+
+    5 minutes before the turn   the run's owner is told, once; it is written down when the run has to be gone
+    then                        the run is asked to stop (DRAIN): grace, checkpoint; with `resume` it goes on elsewhere
+    a calendar that is changed  what was told is taken back (`ruling.py`); the next look says it anew
+    `drain --stop`              at once: who asks for that does not want to wait
+
+Nobody leaves without having been told five minutes before, also when the calendar was changed a moment ago or the
+server was away over the turn; a server that is killed in between knows from the attempt's row who was told.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import sqlalchemy as sa
+
+from serverless_gpu.ambient import format_soon
+from serverless_gpu.errors import AlreadyFinished, StaleAttempt
+from serverless_gpu.model.attempt import StopReason
+from serverless_gpu.server import attempts, audit, node_rules, nodes, runs, stopping
+from serverless_gpu.server.hub import run_key
+from serverless_gpu.server.nodes import RuledNode
+from serverless_gpu.server.runs import StoredRun
+from serverless_gpu.server.services import Services
+from serverless_gpu.server.transitions import Told
+
+_log = logging.getLogger(__name__)
+
+
+def look(services: Services) -> None:
+    """Tell runs that they have to leave their node soon, and ask those to stop whose time has come."""
+    at_ns = services.clock.wall_ns()
+    freed = services.leases.freed()
+    for node, run in services.database.read(lambda connection: _concerned(connection, at_ns)):
+        if run.stop is None and (run.id, run.fence) not in freed:
+            _look_at(services, node, run, at_ns)
+
+
+def _concerned(connection: sa.Connection, at_ns: int) -> list[tuple[RuledNode, StoredRun]]:
+    return [
+        (node, run)
+        for node in nodes.ruled(connection)
+        if node_rules.may_concern(node.rules, at_ns)
+        for run in runs.on_node(connection, node.id)
+    ]
+
+
+def _look_at(services: Services, node: RuledNode, run: StoredRun, at_ns: int) -> None:
+    leave = node_rules.leaves(node.rules, node=node.name, owner=run.owner, at_ns=at_ns)
+    if leave is None or run.attempt is None:
+        return
+    told_ns = run.attempt.leave_ns
+    if leave.at_ns is None or (told_ns is not None and told_ns <= at_ns):
+        _ask(services, node, run, because=leave.because)
+    elif told_ns is None:
+        leave_ns = max(leave.at_ns, at_ns + round(node_rules.WARNING_S * 1e9))
+        services.database.write(lambda connection: attempts.note(connection, run.id, run.fence, leave_ns=leave_ns))
+        _log.info("run %s has to leave %s at %s", run.id, node.name, format_soon(leave_ns, at_ns))
+        services.hub.touch(run_key(run.id))
+
+
+def _ask(services: Services, node: RuledNode, run: StoredRun, *, because: str) -> None:
+    """Ask a run to stop, if it is still where it was and nobody has decided otherwise meanwhile."""
+    at_ns = services.clock.wall_ns()
+
+    def work(connection: sa.Connection) -> Told | None:
+        there, now = nodes.get(connection, node.id), runs.find(connection, run.id)
+        if there is None or there.rules != node.rules or now is None or (now.fence, now.stop) != (run.fence, None):
+            return None
+        return stopping.ask(connection, run.id, who=audit.SERVER, why=StopReason.DRAIN, at_ns=at_ns, because=because)
+
+    try:
+        told = services.database.write(work)
+    except (AlreadyFinished, StaleAttempt):
+        return
+    if told is not None:
+        told.announce(services)

@@ -1,0 +1,50 @@
+"""From an order to a launch: which devices of the node an attempt may get."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from serverless_gpu.ambient import new_run_id
+from serverless_gpu.environment.questions import Where
+from serverless_gpu.errors import HardwareError
+from serverless_gpu.model.hardware import parse_fake
+from serverless_gpu.model.spec import RunSpec
+from serverless_gpu.node import protocol
+from serverless_gpu.node.uplink import starting
+from serverless_gpu.testing import FakeClock
+from serverless_gpu.wire.agents import Start
+
+GREETING = protocol.Greeting(protocol=protocol.PROTOCOL, version="1", pid=1, devices=parse_fake("H100:4"))
+ORDER = Start(
+    seq=1,
+    run_id=new_run_id(),
+    fence=1,
+    token="t",
+    spec=RunSpec(),
+    gpu_type="H100",
+    world_size=3,
+    context=msgspec.Raw(
+        msgspec.json.encode(
+            protocol.Context(python="python", flags=(), environ={}, cwd="/", umask=0, argv=(), sys_path=())
+        )
+    ),
+)
+
+
+def candidates_of(order: Start, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.delenv("SERVERLESS_GPU_FAKE", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    launch = starting.make_launch(order, Path("d"), GREETING, clock=FakeClock(), waited_ns=0, store=Where(""))
+    return [device.uuid for device in launch.candidates]
+
+
+def test_a_device_that_is_left_out_is_no_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
+    uuids = [device.uuid for device in GREETING.devices]
+    assert candidates_of(ORDER, monkeypatch) == uuids
+    order = msgspec.structs.replace(ORDER, without=(uuids[1],))
+    assert candidates_of(order, monkeypatch) == [uuids[0], uuids[2], uuids[3]]
+    with pytest.raises(HardwareError):
+        candidates_of(msgspec.structs.replace(ORDER, without=tuple(uuids[:2])), monkeypatch)
