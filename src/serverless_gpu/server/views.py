@@ -117,7 +117,7 @@ def _leaves(attempt: StoredAttempt) -> str:
     """Return that an attempt has to leave its node soon, or ""."""
     if attempt.leave_ns is None:
         return ""
-    return f"has to leave {attempt.node} at {format_soon(attempt.leave_ns)}: others than its owner may not use it then"
+    return f"has to leave {attempt.node} at {format_soon(attempt.leave_ns)}, when it ceases to be shared"
 
 
 def attempt_view(attempt: StoredAttempt) -> AttemptView:

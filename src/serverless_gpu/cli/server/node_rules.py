@@ -43,7 +43,7 @@ def drain(name: str, stop: bool, note: str, wait: str | None) -> None:
         view = _put(connection, _found(connection, name), "drain", NodeDrainRequest(on=True, stop=stop, note=note))
         say(f"{view.name} is given nothing new; {_going(view)}")
         if view.runs and view.rules.drain is not None and view.rules.drain.stop:
-            say("they are asked to stop: those with resume go on elsewhere, the others end as CANCELLED (drained)")
+            say("what runs there is asked to stop: with resume it goes on elsewhere, else it ends as drained")
         clock, said = SystemClock(), len(view.runs)
         deadline_ns = clock.boottime_ns() + round(limit_s * 1e9)
         while view.runs and clock.boottime_ns() < deadline_ns:
