@@ -1,18 +1,42 @@
-"""The state of the queue, kept from change to change, and the pass over it."""
+"""The state of the queue, kept from change to change, and what it is asked.
+
+    apply   changes ─▶ queue (who waits), floor (nodes, who has what), fairness (who had how much)
+    decide  one pass over the classes (`passing.py`): placements, preemptions, and what is kept for whom
+    why     from what the pass has left behind: what is free, promises, the order (`explaining.py`)
+
+Nothing is remembered from pass to pass but who runs, who waits and who had how much: a planner that is made anew from
+those decides the same.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
+from serverless_gpu.model.scheduling import explaining
+from serverless_gpu.model.scheduling.fairness import charged_all
+from serverless_gpu.model.scheduling.passing import Pass
+from serverless_gpu.model.scheduling.state import State
 from serverless_gpu.model.scheduling.values import (
+    Arrived,
     Change,
     Decision,
     Estimate,
+    Gone,
+    NodeGone,
+    NodeSeen,
     Policy,
+    PolicySet,
+    PoolSeen,
     Reservation,
+    Running,
+    Started,
+    Used,
     Wait,
     Wanted,
 )
+
+_S = 1e9
 
 
 class Planner:
@@ -25,11 +49,56 @@ class Planner:
     """
 
     def __init__(self, policy: Policy | None = None) -> None:
-        self._policy = policy or Policy()
+        self._state = State(policy or Policy())
+
+    # --- changes ---
 
     def apply(self, changes: Iterable[Change]) -> None:
-        """Take note of what has changed; nothing is decided."""
-        raise NotImplementedError
+        """Take note of what has changed; nothing is decided. What is known already changes nothing."""
+        state = self._state
+        for change in changes:
+            match change:
+                case Arrived(wanted):
+                    self._end(wanted.run_id, began=False)
+                    state.queue.put(wanted)
+                case Started(running):
+                    self._start(running)
+                case Gone(run_id):
+                    state.queue.remove(run_id)
+                    self._end(run_id, began=True)
+                case NodeSeen(node):
+                    state.floor.see(node)
+                case NodeGone(node_id):
+                    state.floor.forget(node_id)
+                case PoolSeen(pool):
+                    state.floor.see_pool(pool)
+                case PolicySet(policy):
+                    state.set_policy(policy)
+                case Used():
+                    state.fairness.tell(change)
+
+    def _start(self, running: Running) -> None:
+        """Take note that a run has devices, whoever gave them."""
+        state, run_id = self._state, running.wanted.run_id
+        state.queue.remove(run_id)
+        known = state.running.get(run_id)
+        if known == running:
+            return
+        if known is not None:
+            state.floor.give(known)
+        if known is None or known.shares != running.shares:
+            state.fairness.end(run_id)
+            state.fairness.begin(run_id, running.wanted, charged_all(running.shares), running.since_ns)
+        state.running[run_id] = running
+        state.floor.take(running)
+
+    def _end(self, run_id: str, *, began: bool) -> None:
+        running = self._state.running.pop(run_id, None)
+        if running is not None:
+            self._state.floor.give(running)
+            self._state.fairness.end(run_id, began=began)
+
+    # --- decisions ---
 
     def decide(self, now_ns: int) -> Decision:
         """Return who starts and who has to leave, and count it as done.
@@ -37,20 +106,46 @@ class Planner:
         Args:
             now_ns: the time; never less than before.
         """
-        raise NotImplementedError
+        state = self._state
+        state.begin(now_ns)
+        under_way = Pass(state)
+        for priority in sorted(state.queue.classes):
+            under_way.run(priority)
+        return Decision(placements=tuple(under_way.placements), preemptions=(), wake_ns=self._wake_ns(now_ns))
+
+    def _wake_ns(self, now_ns: int) -> int | None:
+        """Return when something changes by itself: somebody lines up, comes under the guard, or a calendar turns."""
+        state = self._state
+        times = [state.queue.next_ns(), state.floor.turns_ns(now_ns)]
+        if not math.isinf(state.policy.guard_s):
+            guard_ns = math.ceil(state.policy.guard_s * _S)
+            guarded = (line.rows[0][0] + guard_ns for line in state.queue.lines())
+            times.append(min((at for at in guarded if at > now_ns), default=None))
+        return min((at for at in times if at is not None), default=None)
+
+    # --- questions ---
 
     def why(self, run_id: str, now_ns: int) -> Wait | None:
         """Return why a run waits, as of the last decision; None for one that does not wait."""
-        raise NotImplementedError
+        return explaining.why(self._state, run_id, now_ns)
 
     def estimate(self, wanted: Wanted, now_ns: int) -> Estimate:
         """Return when a run would start if it came now; nothing is changed."""
-        raise NotImplementedError
+        return explaining.estimate(self._state, wanted, now_ns)
+
+    def queue(self, now_ns: int, limit: int) -> tuple[str, ...]:
+        """Return who waits, in the order in which they are served; those that are left alone until later come last.
+
+        Args:
+            now_ns: the time.
+            limit: so many at most.
+        """
+        return explaining.queue(self._state, now_ns, limit)
 
     def reservations(self) -> tuple[Reservation, ...]:
         """Return what is kept for whom, as of the last decision."""
-        raise NotImplementedError
+        return tuple(self._state.reservations.values())
 
     def usage(self, now_ns: int) -> dict[str, float]:
         """Return the decayed use of each team, GPU-seconds; users without a team under ``"~name"``."""
-        raise NotImplementedError
+        return self._state.fairness.usage(now_ns)

@@ -30,6 +30,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
         user_weights: shares of users within their team, by name; one that is not named has 1.
         reservations: so many blocked gangs of the queue have devices reserved ahead.
         nearly: part of a gang's devices that has to be free for the rest to be waited for when nobody knows how long.
+        gang_lead: waiting counts so many times for a gang that takes a whole node or more.
+        whole_node: how many devices make a whole node; 0 for those of the largest node that a gang could use.
         guard_s: a run that has waited for so long is next of all, and devices are kept for it as they get free.
         preempt_after_s: an attempt runs for so long before it may be preempted.
         preemptions_max: a run is preempted no more often than that.
@@ -41,7 +43,9 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     user_weights: Mapping[str, float] = {}
     reservations: int = 32
     nearly: float = 0.9
-    guard_s: float = 7 * 86_400.0
+    gang_lead: float = 10 / 3
+    whole_node: int = 0
+    guard_s: float = 14 * 86_400.0
     preempt_after_s: float = 600.0
     preemptions_max: int = 3
 
@@ -73,6 +77,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
         away: why it cannot be used now, in words that follow its name, or "".
         owner: whose node it is, or "": their runs come first here, those of others have to be able to leave.
         shared: whether others than its owner may use it now.
+        owner_first: whether a waiting run of the owner makes others leave also while the node is shared.
         turns_ns: when `shared` is the other way round by its calendar; None for never. Others start here only what
             ends before that, or can be preempted.
         owner_first: whether a waiting run of the owner's pushes out those of others, also while it is shared.
@@ -90,6 +95,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     away: str = ""
     owner: str = ""
     shared: bool = True
+    owner_first: bool = False
     turns_ns: int | None = None
     owner_first: bool = False
 
@@ -115,6 +121,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         held: what it is told until then.
         limit_s: the longest that it has devices once it has them, as declared; None for no limit.
         expected_s: how long that is likely to be, as learned from earlier runs; None where nothing is known.
+        grace_s: how long it may take to leave once it was asked to.
         preemptible: whether it may be stopped to make room and goes on later: it asked for `resume`.
         preemptions: how often that was done to it.
         grace_s: how long it may take to leave once it is asked to.
@@ -139,6 +146,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     held: str = ""
     limit_s: float | None = None
     expected_s: float | None = None
+    grace_s: float = 30.0
     preemptible: bool = False
     preemptions: int = 0
     grace_s: float = 30.0

@@ -1,0 +1,175 @@
+"""Who had how much: the decayed use of teams and users, and whose turn it is.
+
+    use(now) = what was used, counted half after each half-life     charged while devices are held, second by second
+             + an advance for each placement (`entry_penalty_s`)    settled at the end: a run costs at least that
+    turn     = the team with the least use / weight, then the user of that team with the least use / weight
+
+A user without a team is a team of their own, ``"~name"``. A CPU slot counts as a small part of a GPU: it has to count
+something, or who asks for a thousand of them has no end of turns.
+
+Changes of what somebody holds come without a time; they count from the next decision on (`settle`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TypeVar
+
+from serverless_gpu.model.hardware import CPU
+from serverless_gpu.model.scheduling.values import Policy, Share, Used, Wanted
+
+CPU_WEIGHT = 1 / 32
+"""GPUs that a CPU slot counts for."""
+_S = 1e9
+
+Key = tuple[str, str]
+_K = TypeVar("_K")
+
+
+def team_of(wanted: Wanted) -> str:
+    """Return the team that pays for a run; a user without one is a team of their own."""
+    return wanted.team or f"~{wanted.owner}"
+
+
+def charged(gpu_type: str, count: int) -> float:
+    """Return for how many GPUs devices count in the fair share."""
+    return count * CPU_WEIGHT if gpu_type == CPU else float(count)
+
+
+def charged_all(shares: tuple[Share, ...]) -> float:
+    """Return for how many GPUs a gang's devices count in the fair share."""
+    return sum(charged(share.gpu_type, share.count) for share in shares)
+
+
+class _Account:
+    """The use of one team, or of one user of a team."""
+
+    __slots__ = ("at_ns", "rate", "value")
+
+    def __init__(self, at_ns: int) -> None:
+        self.value, self.at_ns, self.rate = 0.0, at_ns, 0.0
+
+
+class Fairness:
+    """Accounts of teams and users.
+
+    Args:
+        policy: half-life, entry penalty and weights.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._teams: dict[str, _Account] = {}
+        self._users: dict[Key, _Account] = {}
+        self._now_ns = 0
+        self._told_ns = 0
+        self._held: dict[str, tuple[Key, float, int, float]] = {}  # whose, GPUs, since when, the advance
+        self._begun: dict[str, tuple[Key, float, int]] = {}
+        self._ended: list[tuple[str, bool]] = []
+        self.set_policy(policy)
+
+    def set_policy(self, policy: Policy) -> None:
+        """Use another half-life, other weights; what was used stays."""
+        self._policy = policy
+        half_life_s = policy.half_life_s
+        self._rate = 0.0 if math.isinf(half_life_s) else math.log(2) / max(half_life_s, 1e-9)
+
+    def tell(self, used: Used) -> None:
+        """Replace what is known of the past, of what runs now, too, until `used.at_ns`."""
+        for accounts, values in ((self._teams, used.teams), (self._users, used.users)):
+            self._replace(accounts, values, used.at_ns)
+        self._told_ns = used.at_ns
+        self._now_ns = max(self._now_ns, used.at_ns)
+
+    def _replace(self, accounts: dict[_K, _Account], values: Mapping[_K, float], at_ns: int) -> None:
+        for key in {*accounts, *values}:
+            account = accounts.setdefault(key, _Account(at_ns))
+            account.value, account.at_ns = values.get(key, 0.0), at_ns
+
+    def begin(self, run_id: str, wanted: Wanted, gpus: float, since_ns: int) -> None:
+        """Count devices that somebody has, from when they got them; `settle` does it."""
+        self._begun[run_id] = ((team_of(wanted), wanted.owner), gpus, since_ns)
+
+    def place(self, run_id: str, wanted: Wanted, gpus: float) -> None:
+        """Count devices that somebody gets now, and charge the advance."""
+        key = (team_of(wanted), wanted.owner)
+        advance = gpus * self._policy.entry_penalty_s
+        self._held[run_id] = (key, gpus, self._now_ns, advance)
+        for account in self._accounts(key):
+            account.value += advance
+            account.rate += gpus
+
+    def end(self, run_id: str, *, began: bool = True) -> None:
+        """Count devices no longer; `settle` does it.
+
+        Args:
+            run_id: who had them.
+            began: False where nothing came of it: then nothing is charged in advance, either.
+        """
+        if self._begun.pop(run_id, None) is None and run_id in self._held:
+            self._ended.append((run_id, began))
+
+    def settle(self, now_ns: int) -> None:
+        """Bring the accounts up to date: what ended, ends now; what began is counted."""
+        self._now_ns = now_ns = max(now_ns, self._now_ns)
+        for run_id, began in self._ended:
+            key, gpus, since_ns, advance = self._held.pop(run_id)
+            paid = min(advance, gpus * max(0, now_ns - since_ns) / _S) if began else advance
+            for account in self._accounts(key):
+                account.rate = max(0.0, account.rate - gpus)
+                account.value = max(0.0, account.value - paid)
+        self._ended.clear()
+        for run_id, (key, gpus, since_ns) in self._begun.items():
+            self._held[run_id] = (key, gpus, since_ns, 0.0)
+            past_s = max(0, now_ns - max(since_ns, self._told_ns)) / _S
+            for account in self._accounts(key):
+                account.value += gpus * self._grown(past_s)
+                account.rate += gpus
+        self._begun.clear()
+
+    def team(self, name: str) -> float:
+        """Return a team's use by its weight, as of the last `settle`."""
+        account = self._teams.get(name)
+        if account is None:
+            return 0.0
+        weights = self._policy.user_weights if name.startswith("~") else self._policy.team_weights
+        return _weighed(self._current(account), weights.get(name.removeprefix("~"), 1.0))
+
+    def user(self, team: str, owner: str) -> float:
+        """Return a user's use within a team by their weight, as of the last `settle`."""
+        account = self._users.get((team, owner))
+        if account is None:
+            return 0.0
+        return _weighed(self._current(account), self._policy.user_weights.get(owner, 1.0))
+
+    def usage(self, now_ns: int) -> dict[str, float]:
+        """Return the use of each team at a time, GPU-seconds."""
+        self.settle(now_ns)
+        return {name: self._current(account) for name, account in sorted(self._teams.items())}
+
+    def _accounts(self, key: Key) -> tuple[_Account, _Account]:
+        team, user = self._teams.get(key[0]), self._users.get(key)
+        if team is None:
+            team = self._teams[key[0]] = _Account(self._now_ns)
+        if user is None:
+            user = self._users[key] = _Account(self._now_ns)
+        self._current(team)
+        self._current(user)
+        return team, user
+
+    def _current(self, account: _Account) -> float:
+        """Return what an account says now, having brought it up to date."""
+        passed_ns = self._now_ns - account.at_ns
+        if passed_ns > 0:
+            passed_s = passed_ns / _S
+            account.value = account.value * math.exp(-self._rate * passed_s) + account.rate * self._grown(passed_s)
+            account.at_ns = self._now_ns
+        return account.value
+
+    def _grown(self, passed_s: float) -> float:
+        """Return what one GPU used until now adds up to, decayed on the way."""
+        return passed_s if not self._rate else -math.expm1(-self._rate * passed_s) / self._rate
+
+
+def _weighed(use: float, weight: float) -> float:
+    return use / weight if weight > 0 else math.inf

@@ -1,0 +1,466 @@
+"""What there is to give: nodes, what is free on them, and the node that a gang fits best.
+
+    group   nodes of one pool, platform, Python, owner and calendar: whoever may use one of them may use all
+      index   of one type: nodes by how many devices are free ─▶ best fit is one look, not a walk over nodes
+    reach   groups and types that a shape may use; found once, until nodes of another kind come
+
+The node that keeps the least free afterwards is taken, so that whole nodes stay whole for gangs. A node on which
+something is kept or promised leaves the index for the pass (`book`): what may start there still is asked of its book.
+
+Runs are remembered by node, also for nodes that are not there: devices are free when their run is gone, not before.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+from serverless_gpu.model.hardware import CPU, GpuType, matches
+from serverless_gpu.model.scheduling.reserving import Book, Profile
+from serverless_gpu.model.scheduling.shapes import Ask, Shape
+from serverless_gpu.model.scheduling.values import Node, Pool, Running, Share
+
+_S = 1_000_000_000
+_OVERDUE_NS = 60 * _S
+"""What is over its own limit is being stopped: it counts as gone after that."""
+
+
+class Held:
+    """Devices of one type that a run has on a node.
+
+    Attributes:
+        likely_ns: when it gives them back, likely; infinite where nobody can say.
+        bound_ns: when at the latest; likewise.
+    """
+
+    __slots__ = ("bound_ns", "count", "likely_ns", "running")
+
+    def __init__(self, running: Running, count: int) -> None:
+        self.running, self.count = running, count
+        self.likely_ns, self.bound_ns = ends(running)
+
+    def until(self, now_ns: int) -> tuple[float, float]:
+        """Return likely and latest end, as it looks now: who has run for longer than is likely may run for ever."""
+        bound = self.bound_ns if self.bound_ns > now_ns else now_ns + _OVERDUE_NS
+        return (self.likely_ns if self.likely_ns > now_ns else bound), bound
+
+
+def ends(running: Running) -> tuple[float, float]:
+    """Return when a run likely gives its devices back, and when at the latest; infinite where nobody can say."""
+    wanted = running.wanted
+    bound = math.inf if wanted.limit_s is None else running.since_ns + wanted.limit_s * _S
+    likely = math.inf if wanted.expected_s is None else running.since_ns + wanted.expected_s * _S
+    return min(likely, bound), bound
+
+
+class Index:
+    """Nodes of a group by what is free of one type."""
+
+    __slots__ = ("counts", "rows", "totals", "whole")
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+        self.rows: dict[int, list[tuple[str, str, Place]]] = {}
+        self.whole: dict[int, list[tuple[str, str, Place]]] = {}
+        self.totals = Counter[int]()
+
+    def add(self, place: Place, free: int, total: int) -> None:
+        """Enter a node."""
+        if free <= 0:
+            return
+        row = self.rows.get(free)
+        if row is None:
+            row = self.rows[free] = []
+            insort(self.counts, free)
+        insort(row, place.entry)
+        if free == total:
+            insort(self.whole.setdefault(total, []), place.entry)
+
+    def remove(self, place: Place, free: int, total: int) -> None:
+        """Take a node out."""
+        if free <= 0:
+            return
+        row = self.rows[free]
+        del row[bisect_left(row, place.entry)]
+        if not row:
+            del self.rows[free]
+            del self.counts[bisect_left(self.counts, free)]
+        if free == total:
+            whole = self.whole[total]
+            del whole[bisect_left(whole, place.entry)]
+
+    def best(self, count: int, avoid: frozenset[str]) -> tuple[int, Place] | None:
+        """Return the node with the least left over for so many devices, and how many that are."""
+        for free in self.counts[bisect_left(self.counts, count) :]:
+            for _, node_id, place in self.rows[free]:
+                if node_id not in avoid:
+                    return free - count, place
+        return None
+
+    def wholes(self, avoid: frozenset[str]) -> Iterator[tuple[int, Place]]:
+        """Return nodes nobody has anything of, and their size."""
+        for total, row in self.whole.items():
+            for _, node_id, place in row:
+                if node_id not in avoid:
+                    yield total, place
+
+
+class Group:
+    """Nodes that the same runs may use.
+
+    Attributes:
+        sample: one of its nodes: all of them are the same in what decides that.
+        is_plain: whether nobody's calendar has to be asked.
+    """
+
+    __slots__ = ("index", "is_plain", "members", "sample")
+
+    def __init__(self, sample: Node) -> None:
+        self.sample = sample
+        self.is_plain = not sample.owner and sample.shared and sample.turns_ns is None
+        self.members: dict[str, Place] = {}
+        self.index: dict[str, Index] = {}
+
+    def types(self) -> list[str]:
+        """Return the types of which there is something."""
+        return sorted(name for name, index in self.index.items() if index.totals)
+
+    def rank(self, ask: Ask, owner: str, pool: Pool | None, now_ns: int) -> int | None:
+        """Return whether a run may start here now: first the owner's own nodes, last what is lent; None for no.
+
+        Args:
+            ask: what the run asks for.
+            owner: whose it is.
+            pool: what the group's nodes are of, where they would be lent.
+            now_ns: the time.
+        """
+        if pool is not None and not may_borrow(ask, pool):
+            return None
+        node = self.sample
+        if not self.is_plain and (not node.owner or node.owner != owner):
+            if not node.shared:
+                return None
+            ends_by = math.inf if node.turns_ns is None else node.turns_ns
+            if not ask.can_leave and (math.isinf(ask.limit_ns) or now_ns + ask.limit_ns > ends_by):
+                return None
+        return 1 if pool is not None else -1 if node.owner and node.owner == owner else 0
+
+
+def may_borrow(ask: Ask, pool: Pool) -> bool:
+    """Return whether a reserved pool's idle devices are lent to such a run: it can give them back in time."""
+    in_time = (ask.can_leave and ask.grace_s <= pool.return_s) or ask.limit_ns <= pool.return_s * _S
+    return pool.lends and ask.is_lowest and in_time
+
+
+class Place:
+    """A node, and who has what of it."""
+
+    __slots__ = ("entry", "free", "group", "node", "readiness", "runs", "used")
+
+    def __init__(self, node: Node, runs: dict[str, dict[str, Held]]) -> None:
+        self.node, self.runs = node, runs
+        self.entry: tuple[str, str, Place] = (node.name, node.id, self)
+        self.free: dict[str, int] = {}
+        self.readiness: dict[tuple[str, int], tuple[float, float]] = {}
+
+    def count(self, gpu_type: str) -> int:
+        """Return how many devices are free now, as the node and its runs say."""
+        total = self.node.total.get(gpu_type, 0)
+        used = sum(held.count for held in self.runs.get(gpu_type, {}).values())
+        return max(0, total - self.node.outside.get(gpu_type, 0) - used)
+
+    def book(self, gpu_type: str, now_ns: int) -> Book:
+        """Return what is free when."""
+        until = [(held.until(now_ns), held.count) for held in self.runs.get(gpu_type, {}).values()]
+        free = self.free[gpu_type]
+        likely = Profile(now_ns, free, [(at[0], count) for at, count in until if not math.isinf(at[0])])
+        bound = Profile(now_ns, free, [(at[1], count) for at, count in until if not math.isinf(at[1])])
+        return Book(likely, bound)
+
+    def ready(self, gpu_type: str, count: int, now_ns: int) -> tuple[float, float]:
+        """Return when so many devices are free: likely, and at the latest; infinite where nobody can say."""
+        if self.free[gpu_type] >= count:
+            return now_ns, now_ns
+        cached = self.readiness.get((gpu_type, count))
+        if cached is None or cached[0] <= now_ns or cached[1] <= now_ns:
+            until = [(held.until(now_ns), held.count) for held in self.runs.get(gpu_type, {}).values()]
+            missing = count - self.free[gpu_type]
+            cached = self.readiness[gpu_type, count] = (
+                _enough(sorted((at[0], number) for at, number in until), missing),
+                _enough(sorted((at[1], number) for at, number in until), missing),
+            )
+        return cached
+
+
+def _enough(releases: list[tuple[float, int]], missing: int) -> float:
+    for at, number in releases:
+        missing -= number
+        if missing <= 0:
+            return at
+    return math.inf
+
+
+Entry = tuple[Group, tuple[str, ...], Pool | None]
+Single = tuple["Place", tuple[str, ...], Pool | None]
+
+
+class Reach:
+    """What a shape may use.
+
+    Attributes:
+        entries: groups, with the types that will do and the pool that would lend them.
+        singles: nodes apart from their groups, by identifier: the caller's own machine, or the only one that will do.
+        whole: devices that make a whole node.
+        most: the most that a gang can ever have.
+        weight: by what the waiting of a run is divided, once that was found out.
+        is_lent: whether some of it would be lent by a reserved pool.
+    """
+
+    __slots__ = ("entries", "is_lent", "most", "singles", "weight", "whole")
+
+    def __init__(self, entries: list[Entry], singles: dict[str, Single]) -> None:
+        self.entries, self.singles = entries, singles
+        self.whole = self.most = 0
+        self.weight: float | None = None
+        self.is_lent = any(pool is not None for *_, pool in (*entries, *singles.values()))
+
+    def of(self, place: Place) -> tuple[tuple[str, ...], Pool | None] | None:
+        """Return the types that will do on a node, and who would lend them; None when it is out of reach."""
+        single = self.singles.get(place.node.id)
+        if single is not None:
+            return single[1], single[2]
+        for group, types, pool in self.entries:
+            if place.group is group:
+                return types, pool
+        return None
+
+    def places(self) -> Iterator[tuple[Place, tuple[str, ...], Pool | None]]:
+        """Return every node in reach."""
+        for group, types, pool in self.entries:
+            for place in group.members.values():
+                yield place, types, pool
+        yield from self.singles.values()
+
+
+class Floor:
+    """Every node, and who has what of it."""
+
+    def __init__(self) -> None:
+        self.places: dict[str, Place] = {}
+        self.pools: dict[str, Pool] = {}
+        self.books: dict[tuple[str, str], Book] = {}
+        self.version = 0
+        self.is_plain = True
+        self._groups: dict[tuple[object, ...], Group] = {}
+        self._runs: dict[str, dict[str, dict[str, Held]]] = {}
+        self._machines: dict[str, dict[str, Place]] = {}
+
+    # --- changes ---
+
+    def see_pool(self, pool: Pool) -> None:
+        """Take note of a pool."""
+        if self.pools.get(pool.name) != pool:
+            self.pools[pool.name] = pool
+            self.change()
+
+    def see(self, node: Node) -> None:
+        """Take note of a node as it is now."""
+        place = self.places.get(node.id)
+        if place is not None and place.node == node:
+            return
+        if place is not None and _stays(place.node, node):
+            for name in node.total:
+                self._out(place, name)
+            place.node = node
+            for name in node.total:
+                self._in(place, name)
+            return
+        self.forget(node.id)
+        place = self.places[node.id] = Place(node, self._runs.setdefault(node.id, {}))
+        place.group = self._groups.setdefault(_group_key(node), Group(node))
+        place.group.members[node.id] = place
+        self._machines.setdefault(node.machine, {})[node.id] = place
+        for name, total in node.total.items():
+            index = place.group.index.setdefault(name, Index())
+            if total > 0:
+                index.totals[total] += 1
+            self._in(place, name)
+        self.change()
+
+    def forget(self, node_id: str) -> None:
+        """Take note that a node is not there any more."""
+        place = self.places.pop(node_id, None)
+        if place is None:
+            return
+        group = place.group
+        for name, total in place.node.total.items():
+            self._out(place, name)
+            self.books.pop((node_id, name), None)
+            totals = group.index[name].totals
+            totals[total] -= 1
+            if totals[total] <= 0:
+                del totals[total]
+        del group.members[node_id]
+        if not group.members:
+            del self._groups[_group_key(place.node)]
+        del self._machines[place.node.machine][node_id]
+        if not self._runs.get(node_id):
+            self._runs.pop(node_id, None)
+        self.change()
+
+    def take(self, running: Running) -> None:
+        """Take note that a run has devices."""
+        for share in running.shares:
+            runs = self._runs.setdefault(share.node_id, {}).setdefault(share.gpu_type, {})
+            runs[running.wanted.run_id] = Held(running, share.count)
+            self._refresh(share)
+
+    def give(self, running: Running) -> None:
+        """Take note that a run has its devices no longer."""
+        for share in running.shares:
+            self._runs.get(share.node_id, {}).get(share.gpu_type, {}).pop(running.wanted.run_id, None)
+            self._refresh(share)
+
+    def _refresh(self, share: Share) -> None:
+        place = self.places.get(share.node_id)
+        if place is not None and share.gpu_type in place.node.total:
+            self._out(place, share.gpu_type)
+            self._in(place, share.gpu_type)
+
+    def _in(self, place: Place, gpu_type: str) -> None:
+        free = place.free[gpu_type] = place.count(gpu_type)
+        place.readiness.clear()
+        if not place.node.away and (place.node.id, gpu_type) not in self.books:
+            place.group.index[gpu_type].add(place, free, place.node.total[gpu_type])
+
+    def _out(self, place: Place, gpu_type: str) -> None:
+        if not place.node.away and (place.node.id, gpu_type) not in self.books:
+            place.group.index[gpu_type].remove(place, place.free[gpu_type], place.node.total[gpu_type])
+
+    def change(self) -> None:
+        """Find out anew what is in reach of whom."""
+        self.version += 1
+        self.is_plain = all(group.is_plain for group in self._groups.values())
+
+    def turns_ns(self, now_ns: int) -> int | None:
+        """Return when the next calendar turns; None for never."""
+        turns = (group.sample.turns_ns for group in self._groups.values() if not group.is_plain)
+        return min((at for at in turns if at is not None and at > now_ns), default=None)
+
+    # --- what is kept during a pass ---
+
+    def book(self, place: Place, gpu_type: str, now_ns: int) -> Book:
+        """Return who is promised what of a node; it leaves the index until the next pass."""
+        key = (place.node.id, gpu_type)
+        book = self.books.get(key)
+        if book is None:
+            self._out(place, gpu_type)
+            book = self.books[key] = place.book(gpu_type, now_ns)
+        return book
+
+    def close_books(self) -> None:
+        """Forget what was kept: a pass begins."""
+        books, self.books = self.books, {}
+        for node_id, gpu_type in books:
+            place = self.places[node_id]
+            if not place.node.away:
+                place.group.index[gpu_type].add(place, place.free[gpu_type], place.node.total[gpu_type])
+
+    # --- what is in reach ---
+
+    def reach(self, shape: Shape) -> Reach:
+        """Return what a shape may use, whether it is free or not."""
+        if shape.reach is None or shape.version != self.version:
+            shape.reach, shape.version = self._reach(shape), self.version
+        return shape.reach
+
+    def _reach(self, shape: Shape) -> Reach:
+        groups: list[tuple[Group, Pool | None]] = []
+        singles: list[tuple[Place, Pool | None]] = []
+        for group in self._groups.values():
+            admitted, pool = admits(group.sample, shape, self.pools)
+            if admitted and not shape.machine and has_python(group.sample, shape.python):
+                groups.append((group, pool))
+            elif admitted:
+                machine = shape.machine or shape.caller
+                singles += [
+                    (place, pool)
+                    for place in self._machines.get(machine, {}).values()
+                    if place.group is group and (has_python(place.node, shape.python) or machine == shape.caller)
+                ]
+        only = self._only_type(groups, singles) if shape.gpu_type is None else None
+        entries: list[Entry] = []
+        for group, pool in groups:
+            types = _types(shape, group.types(), group.sample.own, only)
+            if types:
+                entries.append((group, types, pool))
+        found = {
+            place.node.id: (place, types, pool)
+            for place, pool in singles
+            if (types := _types(shape, sorted(place.node.total), place.node.own, only))
+        }
+        return _measured(Reach(entries, found))
+
+    def _only_type(
+        self, groups: list[tuple[Group, Pool | None]], singles: list[tuple[Place, Pool | None]]
+    ) -> str | None:
+        """Return the only GPU type there is; what would only be lent counts where there is nothing else."""
+        for lent in (False, True):
+            names = {name for group, pool in groups if (pool is not None) is lent for name in group.types()}
+            for place, pool in singles:
+                if (pool is not None) is lent:
+                    names |= {name for name, count in place.node.total.items() if count}
+            names.discard(CPU)
+            if names:
+                return next(iter(names)) if len(names) == 1 else None
+        return None
+
+
+def admits(node: Node, shape: Shape, pools: Mapping[str, Pool]) -> tuple[bool, Pool | None]:
+    """Return whether a shape may use a node, whatever it has, and the pool that would have to lend it."""
+    pool = pools.get(node.pool)
+    if shape.pool:
+        fits, lender = node.pool == shape.pool, None
+    else:
+        lender = pool if pool is not None and pool.reserved else None
+        fits = lender is None or lender.lends
+    return fits and (not shape.platform or not node.platform or shape.platform == node.platform), lender
+
+
+def has_python(node: Node, python: str) -> bool:
+    """Return whether a node has a version of Python, or does not say which it has."""
+    return not python or not node.pythons or python in node.pythons
+
+
+def _types(shape: Shape, there: list[str], own: tuple[GpuType, ...], only: str | None) -> tuple[str, ...]:
+    if shape.gpu_type is None:
+        return (only,) if only is not None and only in there else ()
+    return tuple(name for name in there if matches(shape.gpu_type, name, own))
+
+
+def _measured(reach: Reach) -> Reach:
+    """Note how large the largest node in reach is, and what a gang of several nodes can have at most."""
+    most = Counter[str]()
+    for group, types, _ in reach.entries:
+        for name in types:
+            for total, number in group.index[name].totals.items():
+                reach.whole = max(reach.whole, total)
+                most[name] += total * number
+    for place, types, _ in reach.singles.values():
+        for name in types:
+            reach.whole = max(reach.whole, place.node.total[name])
+            most[name] += place.node.total[name]
+    reach.most = max(most.values(), default=0)
+    return reach
+
+
+def _group_key(node: Node) -> tuple[object, ...]:
+    return (node.pool, node.platform, node.pythons, node.own, node.owner, node.shared, node.turns_ns)
+
+
+def _stays(old: Node, new: Node) -> bool:
+    """Return whether a node differs only in what is free of it."""
+    fixed = (old.name, old.machine, dict(old.total)) == (new.name, new.machine, dict(new.total))
+    return fixed and _group_key(old) == _group_key(new)

@@ -1,0 +1,210 @@
+"""One pass over one class of the queue.
+
+    who has waited beyond the guard, the oldest first
+    then the team with the least use, of it the user with the least use, of theirs the line whose head is furthest ahead
+      it fits        ─▶ placed and charged; team and user take their places anew
+      it does not    ─▶ the line is closed for this pass; if it is a gang, devices are promised to it where it is known
+                        when they get free (the first `reservations` gangs), or kept for it where it is nearly there
+
+What is free only shrinks during a pass, and what is promised only grows: what did not fit once does not fit later. So a
+pass looks at heads of lines, and at no line twice.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+from serverless_gpu.model.scheduling import placing
+from serverless_gpu.model.scheduling.fairness import charged_all
+from serverless_gpu.model.scheduling.queue import Line
+from serverless_gpu.model.scheduling.shapes import Ask
+from serverless_gpu.model.scheduling.state import State
+from serverless_gpu.model.scheduling.values import Placement, Reservation, Running, Share, Wanted
+
+_Head = tuple[float, int, str, Line]
+
+
+class Pass:
+    """One pass, class after class.
+
+    Args:
+        state: what it works on; what it places counts as started at once.
+    """
+
+    def __init__(self, state: State) -> None:
+        self._state, self._now_ns, self._number = state, state.now_ns, state.number
+        self.placements: list[Placement] = []
+        self._promised = 0
+        self._kinds: set[object] = set()  # for which something is kept that is nearly there
+
+    def run(self, priority: int) -> None:
+        """Place what can be placed of one class.
+
+        Args:
+            priority: the class; classes come in their order.
+        """
+        self._serve_guarded(priority)
+        fairness = self._state.fairness
+        teams = [(fairness.team(name), name) for name in self._state.queue.classes.get(priority, ())]
+        heapq.heapify(teams)
+        users: dict[str, _Team] = {}
+        while teams:
+            _, name = teams[0]
+            team = users.get(name)
+            if team is None:
+                team = users[name] = _Team(self._state, priority, name)
+            if self._serve_team(team):
+                heapq.heapreplace(teams, (fairness.team(name), name))
+            else:
+                heapq.heappop(teams)
+
+    def _serve_guarded(self, priority: int) -> None:
+        """Place those who have waited too long, in the order of their age; the first of a kind gets what gets free."""
+        state = self._state
+        since_ns = state.guarded_ns(self._now_ns)
+        due = [
+            (line.rows[0][0], line.rows[0][1], line)
+            for users in state.queue.classes.get(priority, {}).values()
+            for lines in users.values()
+            for line in lines
+            if line.rows[0][0] <= since_ns
+        ]
+        heapq.heapify(due)
+        kinds = set[object]()
+        while due:
+            _, _, line = due[0]
+            if line.ask.shape.kind in kinds:
+                heapq.heappop(due)
+            elif not self._place(line, line.rows[0][2]):
+                heapq.heappop(due)
+                if self._keep_guarded(line):
+                    kinds.add(line.ask.shape.kind)
+            elif line.rows and line.rows[0][0] <= since_ns:
+                heapq.heapreplace(due, (line.rows[0][0], line.rows[0][1], line))
+            else:
+                heapq.heappop(due)
+
+    def _keep_guarded(self, line: Line) -> bool:
+        wanted, floor = line.rows[0][2], self._state.floor
+        reservation = placing.promise(floor, wanted, line.ask, self._now_ns)
+        if reservation is None:
+            reservation = placing.keep(floor, wanted, line.ask, self._now_ns, nearly=0.0)
+        return self._note(reservation)
+
+    def _serve_team(self, team: _Team) -> bool:
+        """Place the next run of a team; return whether there was one that fits."""
+        while team.users:
+            _, owner = team.users[0]
+            if self._serve_user(team.heads(owner, self._now_ns)):
+                heapq.heapreplace(team.users, (self._state.fairness.user(team.name, owner), owner))
+                return True
+            heapq.heappop(team.users)
+        return False
+
+    def _serve_user(self, heads: list[_Head]) -> bool:
+        """Place the next run of a user; return whether there was one that fits."""
+        while heads:
+            line = heads[0][3]
+            wanted = line.rows[line.skipped][2] if line.skipped < len(line.rows) else None
+            if wanted is None:
+                heapq.heappop(heads)
+            elif not self._is_blocked(line) and self._place(line, wanted):
+                self._next(heads, line)
+                return True
+            elif self._reserve(line, wanted):
+                line.skipped += 1
+                self._next(heads, line)
+            else:
+                heapq.heappop(heads)
+        return False
+
+    def _next(self, heads: list[_Head], line: Line) -> None:
+        """Let the next of a line take its place among the user's."""
+        if line.skipped < len(line.rows):
+            queued_ns, run_id, _ = line.rows[line.skipped]
+            score = self._state.score(line.ask, queued_ns, self._now_ns)
+            heapq.heapreplace(heads, (-score, queued_ns, run_id, line))
+        else:
+            heapq.heappop(heads)
+
+    # --- what fits, and what does not ---
+
+    def _place(self, line: Line, wanted: Wanted) -> bool:
+        """Start a run if it fits; else its line is closed for this pass."""
+        state = self._state
+        shares = placing.place(state.floor, wanted, line.ask, self._now_ns)
+        if shares is None:
+            self._block(line)
+            return False
+        self._start(wanted, line.ask, shares)
+        return True
+
+    def _start(self, wanted: Wanted, ask: Ask, shares: tuple[Share, ...]) -> None:
+        state, run_id = self._state, wanted.run_id
+        running = Running(wanted=wanted, shares=shares, since_ns=self._now_ns)
+        state.queue.remove(run_id)
+        state.running[run_id] = running
+        placing.take(state.floor, shares, ask, self._now_ns)
+        state.floor.take(running)
+        state.fairness.place(run_id, wanted, charged_all(shares))
+        self.placements.append(Placement(run_id=run_id, shares=shares))
+
+    def _is_blocked(self, line: Line) -> bool:
+        number, ask = self._number, line.ask
+        return number in (line.blocked, ask.blocked, ask.shape.blocked)
+
+    def _block(self, line: Line) -> None:
+        """Note who else does not fit, either: all of the shape, unless it matters for how long, or whose it is."""
+        floor = self._state.floor
+        if not floor.is_plain:
+            line.blocked = self._number
+        elif floor.books or floor.reach(line.ask.shape).is_lent:
+            line.ask.blocked = self._number
+        else:
+            line.ask.shape.blocked = self._number
+
+    def _reserve(self, line: Line, wanted: Wanted) -> bool:
+        """Promise or keep devices for a blocked gang; return whether the next of its line is to be asked, too."""
+        state, ask = self._state, line.ask
+        if wanted.run_id in state.reservations:
+            return True
+        if ask.unreserved == self._number or ask.shape.gpus == 1:
+            return False
+        if self._promised < state.policy.reservations:
+            if self._note(placing.promise(state.floor, wanted, ask, self._now_ns)):
+                self._promised += 1
+                return True
+        if ask.shape.kind not in self._kinds and state.is_gang_of_nodes(ask):
+            nearly = state.policy.nearly
+            if self._note(placing.keep(state.floor, wanted, ask, self._now_ns, nearly=nearly)):
+                self._kinds.add(ask.shape.kind)
+        ask.unreserved = self._number
+        return False
+
+    def _note(self, reservation: Reservation | None) -> bool:
+        if reservation is not None:
+            self._state.reservations[reservation.run_id] = reservation
+        return reservation is not None
+
+
+class _Team:
+    """The users of a team that have somebody waiting, the one with the least use first, and the heads of their lines."""
+
+    def __init__(self, state: State, priority: int, name: str) -> None:
+        self._state, self.name = state, name
+        self._lines = state.queue.classes[priority][name]
+        self.users = [(state.fairness.user(name, owner), owner) for owner in self._lines]
+        heapq.heapify(self.users)
+        self._heads: dict[str, list[_Head]] = {}
+
+    def heads(self, owner: str, now_ns: int) -> list[_Head]:
+        """Return the heads of a user's lines as a heap, the one that is furthest ahead first."""
+        heads = self._heads.get(owner)
+        if heads is None:
+            heads = self._heads[owner] = []
+            for line in self._lines.get(owner, ()):
+                line.skipped = 0
+                queued_ns, run_id, _ = line.rows[0]
+                heads.append((-self._state.score(line.ask, queued_ns, now_ns), queued_ns, run_id, line))
+            heapq.heapify(heads)
+        return heads

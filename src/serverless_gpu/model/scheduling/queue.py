@@ -1,0 +1,145 @@
+"""Who waits: by class, then team, then user, then what they want.
+
+    class ─▶ team ─▶ user ─▶ line      a line: runs of one user that ask for the same, the oldest first
+
+A pass compares heads of lines, never all that wait. Runs that are left alone until later wait beside the lines.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from weakref import WeakValueDictionary
+
+from serverless_gpu.model.scheduling.fairness import team_of
+from serverless_gpu.model.scheduling.shapes import Ask, Shape
+from serverless_gpu.model.scheduling.values import Wanted
+
+LineKey = tuple[int, str, str, int]
+
+
+class Line:
+    """Runs of one user that ask for the same, the oldest first.
+
+    Attributes:
+        rows: since when each waits, its identifier, what it wants.
+        blocked: as that of its ask, for those who can be told apart by whose they are.
+        skipped: those at the head that the pass under way has looked at; they stay.
+    """
+
+    __slots__ = ("ask", "blocked", "key", "owner", "rows", "skipped", "team")
+
+    def __init__(self, key: LineKey, ask: Ask) -> None:
+        self.key, self.ask = key, ask
+        _, self.team, self.owner, _ = key
+        self.rows: list[tuple[int, str, Wanted]] = []
+        self.blocked = self.skipped = 0
+
+
+Users = dict[str, list[Line]]
+
+
+class Queue:
+    """Everything that waits.
+
+    Attributes:
+        classes: lines by class, team and user.
+    """
+
+    def __init__(self) -> None:
+        self.classes: dict[int, dict[str, Users]] = {}
+        self._waiting: dict[str, tuple[Wanted, Line]] = {}
+        self._lines: dict[LineKey, Line] = {}
+        self._shapes: WeakValueDictionary[tuple[object, ...], Shape] = WeakValueDictionary()
+        self._asks: WeakValueDictionary[tuple[object, ...], Ask] = WeakValueDictionary()
+        self._numbers = itertools.count(1)
+        self._held: dict[str, Wanted] = {}
+        self._later: list[tuple[int, str]] = []
+
+    def __len__(self) -> int:
+        return len(self._waiting) + len(self._held)
+
+    def find(self, run_id: str) -> Wanted | None:
+        """Return what a run wants that waits, in a line or beside it."""
+        entry = self._waiting.get(run_id)
+        return self._held.get(run_id) if entry is None else entry[0]
+
+    def is_held(self, run_id: str) -> bool:
+        """Return whether a run waits beside the lines."""
+        return run_id in self._held
+
+    def put(self, wanted: Wanted) -> None:
+        """Let a run wait, or wait for something else than before."""
+        if self.find(wanted.run_id) == wanted:
+            return
+        self.remove(wanted.run_id)
+        if wanted.not_before_ns > 0:
+            self._held[wanted.run_id] = wanted
+            heapq.heappush(self._later, (wanted.not_before_ns, wanted.run_id))
+        else:
+            self._line_up(wanted)
+
+    def remove(self, run_id: str) -> Wanted | None:
+        """Let a run wait no longer; return what it wanted."""
+        entry = self._waiting.pop(run_id, None)
+        if entry is None:
+            return self._held.pop(run_id, None)
+        wanted, line = entry
+        del line.rows[bisect_left(line.rows, (wanted.queued_ns, run_id))]  # type: ignore[arg-type]  # a prefix
+        if not line.rows:
+            self._close(line)
+        return wanted
+
+    def admit(self, now_ns: int) -> None:
+        """Let those line up whose time has come."""
+        while (at_ns := self.next_ns()) is not None and at_ns <= now_ns:
+            _, run_id = heapq.heappop(self._later)
+            self._line_up(self._held.pop(run_id))
+
+    def next_ns(self) -> int | None:
+        """Return when the next of those lines up who are left alone now."""
+        while self._later:
+            at_ns, run_id = self._later[0]
+            wanted = self._held.get(run_id)
+            if wanted is not None and wanted.not_before_ns == at_ns:
+                return at_ns
+            heapq.heappop(self._later)
+        return None
+
+    def lines(self) -> Iterator[Line]:
+        """Return every line; none is empty."""
+        return iter(self._lines.values())
+
+    def ask(self, wanted: Wanted) -> Ask:
+        """Return what a run asks for: one value for all that ask for the same."""
+        shape_key = Shape.key(wanted)
+        shape = self._shapes.get(shape_key)
+        if shape is None:
+            shape = self._shapes[shape_key] = Shape(wanted, next(self._numbers))
+        key = Ask.key(wanted, shape)
+        ask = self._asks.get(key)
+        if ask is None:
+            ask = self._asks[key] = Ask(wanted, shape, next(self._numbers))
+        return ask
+
+    def _line_up(self, wanted: Wanted) -> None:
+        ask, team = self.ask(wanted), team_of(wanted)
+        key = (wanted.priority, team, wanted.owner, ask.number)
+        line = self._lines.get(key)
+        if line is None:
+            line = self._lines[key] = Line(key, ask)
+            self.classes.setdefault(wanted.priority, {}).setdefault(team, {}).setdefault(wanted.owner, []).append(line)
+        self._waiting[wanted.run_id] = (wanted, line)
+        insort(line.rows, (wanted.queued_ns, wanted.run_id, wanted))
+
+    def _close(self, line: Line) -> None:
+        priority, team, owner, _ = line.key
+        del self._lines[line.key]
+        users = self.classes[priority][team]
+        users[owner].remove(line)
+        if not users[owner]:
+            del users[owner]
+        if not users:
+            del self.classes[priority][team]

@@ -1,0 +1,128 @@
+"""What will be free when: the devices of one type on one node from now on, and who is promised some of them.
+
+    free
+      8 ┤              ┌──────────            releases: those who have devices give them back, likely or at the latest
+      5 ┤      ┌───────┘                      bookings: a blocked gang starts as soon as there is enough for it
+      2 ┼──────┘                              backfill: a run fits now if it takes nothing away from a booking,
+        now   14:20  15:00                    because it is over before, or because enough is left beside it
+
+There are two such books of a node: by when runs likely end, and by when they end at the latest. A gang's reservation is
+entered into the second only where everybody has said how long they run at most; what is let in before it then has to
+end in time by both.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from collections.abc import Iterable
+
+
+class Profile:
+    """What is free of one type on one node, now and later.
+
+    Args:
+        now: the time.
+        free: devices that are free now.
+        releases: when how many more become free; those that nobody can say are not among them.
+    """
+
+    def __init__(self, now: int, free: int, releases: Iterable[tuple[float, int]]) -> None:
+        self._now, self._free = now, free
+        self._releases = sorted(releases)
+        self._bookings: list[tuple[float, float, int]] = []
+
+    def free(self) -> int:
+        """Return what is free now beside the bookings that hold from now on; less than 0 when more is waited for."""
+        return self._free - sum(count for start, _, count in self._bookings if start <= self._now)
+
+    def fits(self, count: int, end: float) -> bool:
+        """Return whether devices can be had now and until `end` without taking any from a booking."""
+        if count > self.free():
+            return False
+        starts = (start for start, _, _ in self._bookings if self._now < start < end)
+        return all(self._at(start) >= count for start in starts)
+
+    def take(self, count: int, end: float) -> None:
+        """Note that somebody has devices from now until `end`, infinite where nobody can say."""
+        self._free -= count
+        if not math.isinf(end):
+            insort(self._releases, (end, count))
+
+    def book(self, count: int, start: float, end: float) -> None:
+        """Promise devices for a time."""
+        self._bookings.append((start, end, count))
+
+    def earliest(self, count: int, length: float) -> float:
+        """Return when so many are free for so long for the first time; infinite where nobody can say."""
+        steps = [(at, number) for at, number in self._releases if at > self._now]
+        free = self._free + sum(number for at, number in self._releases if at <= self._now)
+        for start, end, number in self._bookings:
+            steps.append((max(start, self._now), -number))
+            if not math.isinf(end):
+                steps.append((end, number))
+        steps.sort()
+        begun: float | None = None
+        at: float = self._now
+        for index in range(len(steps) + 1):
+            after = steps[index][0] if index < len(steps) else math.inf
+            if after > at:  # all that changes at one time was added up
+                if free < count:
+                    begun = None
+                elif begun is None:
+                    begun = at
+                if begun is not None and after >= begun + length:
+                    return begun
+            if index < len(steps):
+                at, change = steps[index]
+                free += change
+        return math.inf if begun is None else begun
+
+    def _at(self, time: float) -> int:
+        free = self._free + sum(count for at, count in self._releases if at <= time)
+        return free - sum(count for start, end, count in self._bookings if start <= time < end)
+
+
+class Book:
+    """Who is promised what of one type on one node.
+
+    Attributes:
+        likely: by when runs likely end.
+        bound: by when they end at the latest.
+        names: identifiers of the runs that are promised something, in their order, and how much.
+    """
+
+    def __init__(self, likely: Profile, bound: Profile) -> None:
+        self.likely, self.bound = likely, bound
+        self.names: list[tuple[str, int]] = []
+
+    def fits(self, count: int, likely_end: float, bound_end: float) -> bool:
+        """Return whether a run can have devices now without making anybody wait who was promised some."""
+        return self.likely.fits(count, likely_end) and self.bound.fits(count, bound_end)
+
+    def take(self, count: int, likely_end: float, bound_end: float) -> None:
+        """Note that a run got devices now."""
+        self.likely.take(count, likely_end)
+        self.bound.take(count, bound_end)
+
+    def keep(self, run_id: str, count: int, now: int) -> None:
+        """Hold devices for a run from now on, whenever they get free."""
+        self.likely.book(count, now, math.inf)
+        self.bound.book(count, now, math.inf)
+        self.names.append((run_id, count))
+
+    def promise(
+        self, run_id: str, count: int, likely: tuple[float, float], bound: tuple[float, float] | None
+    ) -> None:
+        """Promise devices to a run.
+
+        Args:
+            run_id: who gets them.
+            count: how many.
+            likely: from when until when, likely.
+            bound: the same at the latest; None where nobody can say.
+        """
+        self.likely.book(count, *likely)
+        if bound is not None:
+            self.bound.book(count, *bound)
+        self.names.append((run_id, count))
