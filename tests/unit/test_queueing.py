@@ -9,14 +9,13 @@ import msgspec
 import pytest
 from hypothesis import given
 
-from serverless_gpu.model.hardware import cpu_slots, parse_fake
+from serverless_gpu.model.hardware import census, cpu_slots, parse_fake
 from serverless_gpu.model.queueing import (
     Decision,
     Holding,
     Node,
     Placement,
     Wanted,
-    census,
     decide,
     impossible,
     ordinal,

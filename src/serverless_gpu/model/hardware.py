@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections import Counter
 from collections.abc import Sequence
 from enum import StrEnum
 
@@ -126,6 +127,20 @@ def matches(wanted: str, device_type: str, own: Sequence[GpuType] = ()) -> bool:
     """
     asked, present = canonical(wanted, own), canonical(device_type, own)
     return _key(asked) == _key(present) or present in FAMILIES.get(asked, ())
+
+
+def census(devices: Sequence[Device], unavailable: Sequence[str] = ()) -> tuple[dict[str, int], dict[str, int]]:
+    """Return how many devices a node has by type, and how many of them cannot be used.
+
+    Args:
+        devices: all of them. Where there are fakes of a type, they are there instead of the real ones.
+        unavailable: uuids of those that cannot be used.
+    """
+    faked = {device.type for device in devices if device.kind is DeviceKind.FAKE}
+    counted = [device for device in devices if device.kind is DeviceKind.FAKE or device.type not in faked]
+    taken = set(unavailable)
+    total = Counter(device.type for device in counted)
+    return dict(total), dict(Counter(device.type for device in counted if device.uuid in taken))
 
 
 def recognise(product: str, memory_bytes: int, own: Sequence[GpuType] = ()) -> str:

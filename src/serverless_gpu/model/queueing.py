@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from serverless_gpu.model.hardware import CPU, Device, DeviceKind, GpuType, matches
+from serverless_gpu.model.hardware import CPU, GpuType, matches
 
 _NAMED_MAX = 3
 
@@ -141,20 +141,6 @@ class Need(msgspec.Struct, frozen=True, kw_only=True):
 _Where = tuple[str, str, str, str, str]
 _Shape = tuple[int | None, str | None, _Where]
 _Kind = tuple[str | None, str, str]
-
-
-def census(devices: Sequence[Device], unavailable: Sequence[str] = ()) -> tuple[dict[str, int], dict[str, int]]:
-    """Return how many devices a node has by type, and how many of them cannot be used.
-
-    Args:
-        devices: all of them. Where there are fakes of a type, they are there instead of the real ones.
-        unavailable: uuids of those that cannot be used.
-    """
-    faked = {device.type for device in devices if device.kind is DeviceKind.FAKE}
-    counted = [device for device in devices if device.kind is DeviceKind.FAKE or device.type not in faked]
-    taken = set(unavailable)
-    total = Counter(device.type for device in counted)
-    return dict(total), dict(Counter(device.type for device in counted if device.uuid in taken))
 
 
 def ordinal(number: int) -> str:

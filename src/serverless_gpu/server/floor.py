@@ -9,7 +9,8 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu import ambient
-from serverless_gpu.model.queueing import Holding, Node, census
+from serverless_gpu.model.hardware import census
+from serverless_gpu.model.queueing import Holding, Node
 from serverless_gpu.server import node_rules, nodes, pools, runs
 from serverless_gpu.server.liveness import Leases, Presence
 from serverless_gpu.server.nodes import StoredNode

@@ -17,7 +17,7 @@ import sqlalchemy as sa
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from serverless_gpu.model.attempt import State
-from serverless_gpu.model.queueing import census
+from serverless_gpu.model.hardware import census
 from serverless_gpu.server import audit, draining, floor, nodes
 from serverless_gpu.server.measures import LABEL_VALUES_MAX, OTHER, Source
 from serverless_gpu.server.nodes import StoredNode

@@ -76,8 +76,8 @@ class Fairness:
 
     def tell(self, used: Used) -> None:
         """Replace what is known of the past, of what runs now, too, until `used.at_ns`."""
-        for accounts, values in ((self._teams, used.teams), (self._users, used.users)):
-            self._replace(accounts, values, used.at_ns)
+        self._replace(self._teams, used.teams, used.at_ns)
+        self._replace(self._users, used.users, used.at_ns)
         self._told_ns = used.at_ns
         self._now_ns = max(self._now_ns, used.at_ns)
 

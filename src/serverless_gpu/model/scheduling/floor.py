@@ -12,17 +12,21 @@ Runs are remembered by node, also for nodes that are not there: devices are free
 
 from __future__ import annotations
 
+import copy
 import math
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from serverless_gpu.model.hardware import CPU, GpuType, matches
+from serverless_gpu.model.scheduling.learning import over_after_s
+from serverless_gpu.model.scheduling.preempting import Terms, may_use
 from serverless_gpu.model.scheduling.reserving import Book, Profile
-from serverless_gpu.model.scheduling.shapes import Ask, Shape
-from serverless_gpu.model.scheduling.values import Node, Pool, Running, Share
+from serverless_gpu.model.scheduling.shapes import Shape
+from serverless_gpu.model.scheduling.values import Node, Policy, Pool, Running, Share, Wanted
 
 _S = 1_000_000_000
+_REACHES_MAX = 10_000
 _OVERDUE_NS = 60 * _S
 """What is over its own limit is being stopped: it counts as gone after that."""
 
@@ -42,9 +46,14 @@ class Held:
         self.likely_ns, self.bound_ns = ends(running)
 
     def until(self, now_ns: int) -> tuple[float, float]:
-        """Return likely and latest end, as it looks now: who has run for longer than is likely may run for ever."""
+        """Return likely and latest end, as it looks now: who has run for longer than was likely may run much longer."""
         bound = self.bound_ns if self.bound_ns > now_ns else now_ns + _OVERDUE_NS
-        return (self.likely_ns if self.likely_ns > now_ns else bound), bound
+        if self.likely_ns > now_ns:
+            return min(self.likely_ns, bound), bound
+        since_ns, wanted = self.running.since_ns, self.running.wanted
+        after_s, _ = over_after_s((now_ns - since_ns) / _S, expected_s=wanted.expected_s, limit_s=wanted.limit_s)
+        likely = math.inf if after_s is None else since_ns + after_s * _S
+        return (min(likely, bound) if likely > now_ns else bound), bound
 
 
 def ends(running: Running) -> tuple[float, float]:
@@ -127,31 +136,20 @@ class Group:
         """Return the types of which there is something."""
         return sorted(name for name, index in self.index.items() if index.totals)
 
-    def rank(self, ask: Ask, owner: str, pool: Pool | None, now_ns: int) -> int | None:
+    def rank(self, terms: Terms, wanted: Wanted, pool: Pool | None, now_ns: int) -> int | None:
         """Return whether a run may start here now: first the owner's own nodes, last what is lent; None for no.
 
         Args:
-            ask: what the run asks for.
-            owner: whose it is.
+            terms: what the operator decided.
+            wanted: the run.
             pool: what the group's nodes are of, where they would be lent.
             now_ns: the time.
         """
-        if pool is not None and not may_borrow(ask, pool):
+        if pool is None and self.is_plain:
+            return 0
+        if not may_use(wanted, self.sample, terms, now_ns):
             return None
-        node = self.sample
-        if not self.is_plain and (not node.owner or node.owner != owner):
-            if not node.shared:
-                return None
-            ends_by = math.inf if node.turns_ns is None else node.turns_ns
-            if not ask.can_leave and (math.isinf(ask.limit_ns) or now_ns + ask.limit_ns > ends_by):
-                return None
-        return 1 if pool is not None else -1 if node.owner and node.owner == owner else 0
-
-
-def may_borrow(ask: Ask, pool: Pool) -> bool:
-    """Return whether a reserved pool's idle devices are lent to such a run: it can give them back in time."""
-    in_time = (ask.can_leave and ask.grace_s <= pool.return_s) or ask.limit_ns <= pool.return_s * _S
-    return pool.lends and ask.is_lowest and in_time
+        return 1 if pool is not None else -1 if self.sample.owner and self.sample.owner == wanted.owner else 0
 
 
 class Place:
@@ -159,8 +157,8 @@ class Place:
 
     __slots__ = ("entry", "free", "group", "node", "readiness", "runs", "used")
 
-    def __init__(self, node: Node, runs: dict[str, dict[str, Held]]) -> None:
-        self.node, self.runs = node, runs
+    def __init__(self, node: Node, group: Group, runs: dict[str, dict[str, Held]]) -> None:
+        self.node, self.group, self.runs = node, group, runs
         self.entry: tuple[str, str, Place] = (node.name, node.id, self)
         self.free: dict[str, int] = {}
         self.readiness: dict[tuple[str, int], tuple[float, float]] = {}
@@ -247,12 +245,13 @@ class Reach:
 class Floor:
     """Every node, and who has what of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, policy: Policy) -> None:
         self.places: dict[str, Place] = {}
-        self.pools: dict[str, Pool] = {}
+        self.terms = Terms(policy=policy)
         self.books: dict[tuple[str, str], Book] = {}
-        self.version = 0
+        self._reaches: dict[int, Reach] = {}
         self.is_plain = True
+        self._is_forecast = False
         self._groups: dict[tuple[object, ...], Group] = {}
         self._runs: dict[str, dict[str, dict[str, Held]]] = {}
         self._machines: dict[str, dict[str, Place]] = {}
@@ -261,9 +260,14 @@ class Floor:
 
     def see_pool(self, pool: Pool) -> None:
         """Take note of a pool."""
-        if self.pools.get(pool.name) != pool:
-            self.pools[pool.name] = pool
+        if self.terms.pools.get(pool.name) != pool:
+            self.terms = Terms(policy=self.terms.policy, pools={**self.terms.pools, pool.name: pool})
             self.change()
+
+    def set_policy(self, policy: Policy) -> None:
+        """Decide otherwise from now on."""
+        self.terms = Terms(policy=policy, pools=self.terms.pools)
+        self.change()
 
     def see(self, node: Node) -> None:
         """Take note of a node as it is now."""
@@ -278,12 +282,12 @@ class Floor:
                 self._in(place, name)
             return
         self.forget(node.id)
-        place = self.places[node.id] = Place(node, self._runs.setdefault(node.id, {}))
-        place.group = self._groups.setdefault(_group_key(node), Group(node))
-        place.group.members[node.id] = place
+        group = self._groups.setdefault(_group_key(node), Group(node))
+        place = self.places[node.id] = Place(node, group, self._runs.setdefault(node.id, {}))
+        group.members[node.id] = place
         self._machines.setdefault(node.machine, {})[node.id] = place
         for name, total in node.total.items():
-            index = place.group.index.setdefault(name, Index())
+            index = group.index.setdefault(name, Index())
             if total > 0:
                 index.totals[total] += 1
             self._in(place, name)
@@ -341,7 +345,7 @@ class Floor:
 
     def change(self) -> None:
         """Find out anew what is in reach of whom."""
-        self.version += 1
+        self._reaches.clear()
         self.is_plain = all(group.is_plain for group in self._groups.values())
 
     def turns_ns(self, now_ns: int) -> int | None:
@@ -356,7 +360,8 @@ class Floor:
         key = (place.node.id, gpu_type)
         book = self.books.get(key)
         if book is None:
-            self._out(place, gpu_type)
+            if not self._is_forecast:
+                self._out(place, gpu_type)
             book = self.books[key] = place.book(gpu_type, now_ns)
         return book
 
@@ -368,19 +373,33 @@ class Floor:
             if not place.node.away:
                 place.group.index[gpu_type].add(place, place.free[gpu_type], place.node.total[gpu_type])
 
+    def forecast(self) -> Floor:
+        """Return a floor on which promises are tried: they leave this one as it is."""
+        other = copy.copy(self)
+        other.books, other._is_forecast = {}, True
+        return other
+
     # --- what is in reach ---
+
+    def is_possible(self, shape: Shape) -> bool:
+        """Return whether there are devices enough for a shape, free or not."""
+        reach = self.reach(shape)
+        return (shape.gpus or 1) <= (reach.most if shape.several else reach.whole)
 
     def reach(self, shape: Shape) -> Reach:
         """Return what a shape may use, whether it is free or not."""
-        if shape.reach is None or shape.version != self.version:
-            shape.reach, shape.version = self._reach(shape), self.version
-        return shape.reach
+        reach = self._reaches.get(shape.number)
+        if reach is None:
+            if len(self._reaches) >= _REACHES_MAX:
+                self._reaches.clear()
+            reach = self._reaches[shape.number] = self._reach(shape)
+        return reach
 
     def _reach(self, shape: Shape) -> Reach:
         groups: list[tuple[Group, Pool | None]] = []
         singles: list[tuple[Place, Pool | None]] = []
         for group in self._groups.values():
-            admitted, pool = admits(group.sample, shape, self.pools)
+            admitted, pool = admits(group.sample, shape, self.terms.pools)
             if admitted and not shape.machine and has_python(group.sample, shape.python):
                 groups.append((group, pool))
             elif admitted:
@@ -457,7 +476,8 @@ def _measured(reach: Reach) -> Reach:
 
 
 def _group_key(node: Node) -> tuple[object, ...]:
-    return (node.pool, node.platform, node.pythons, node.own, node.owner, node.shared, node.turns_ns)
+    hours = (node.owner, node.owner_first, node.shared, node.turns_ns)
+    return (node.pool, node.platform, node.pythons, node.own, hours)
 
 
 def _stays(old: Node, new: Node) -> bool:

@@ -170,10 +170,10 @@ class Pass:
             return True
         if ask.unreserved == self._number or ask.shape.gpus == 1:
             return False
-        if self._promised < state.policy.reservations:
-            if self._note(placing.promise(state.floor, wanted, ask, self._now_ns)):
-                self._promised += 1
-                return True
+        is_early = self._promised < state.policy.reservations
+        if is_early and self._note(placing.promise(state.floor, wanted, ask, self._now_ns)):
+            self._promised += 1
+            return True
         if ask.shape.kind not in self._kinds and state.is_gang_of_nodes(ask):
             nearly = state.policy.nearly
             if self._note(placing.keep(state.floor, wanted, ask, self._now_ns, nearly=nearly)):
@@ -188,7 +188,7 @@ class Pass:
 
 
 class _Team:
-    """The users of a team that have somebody waiting, the one with the least use first, and the heads of their lines."""
+    """The users of a team, the one with the least use first, and the heads of their lines."""
 
     def __init__(self, state: State, priority: int, name: str) -> None:
         self._state, self.name = state, name

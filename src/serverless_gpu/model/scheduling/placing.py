@@ -1,8 +1,8 @@
 """Where a gang starts now, and where a blocked one will: whole or not at all, on devices of one type.
 
-    now     best fit: the node that keeps the least free; of those alike the first by name
-            several nodes: one, if one will do; else whole free nodes, the largest first, and one part
-    later   the node that likely has enough first (`promise`), or that lacks the fewest devices (`keep`)
+now     best fit: the node that keeps the least free; of those alike the first by name
+        several nodes: one, if one will do; else whole free nodes, the largest first, and one part
+later   the node that likely has enough first (`promise`), or that lacks the fewest devices (`keep`)
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _options(floor: Floor, wanted: Wanted, ask: Ask, now_ns: int, avoid: frozens
     reach = floor.reach(ask.shape)
     count = ask.shape.gpus
     for group, types, pool in reach.entries:
-        rank = group.rank(ask, wanted.owner, pool, now_ns)
+        rank = group.rank(floor.terms, wanted, pool, now_ns)
         if rank is None:
             continue
         for name in types:
@@ -67,7 +67,7 @@ def _options(floor: Floor, wanted: Wanted, ask: Ask, now_ns: int, avoid: frozens
                 left, where = best
                 yield (rank, left, *where.entry[:2]), where, name, count
     for where, types, pool in reach.singles.values():
-        rank = where.group.rank(ask, wanted.owner, pool, now_ns)
+        rank = where.group.rank(floor.terms, wanted, pool, now_ns)
         if rank is not None and where.node.id not in avoid and not where.node.away:
             for name in types:
                 needed = where.node.total[name] if count is None else count
@@ -90,7 +90,7 @@ def _beside(floor: Floor, wanted: Wanted, ask: Ask, now_ns: int, avoid: frozense
         found = reach.of(where)
         if found is None or name not in found[0]:
             continue
-        rank = where.group.rank(ask, wanted.owner, found[1], now_ns)
+        rank = where.group.rank(floor.terms, wanted, found[1], now_ns)
         if rank is not None and book.fits(needed, now_ns + ask.likely_ns, now_ns + ask.limit_ns):
             yield (rank, left, *where.entry[:2]), where, name, needed
 
@@ -102,7 +102,7 @@ def _spread(floor: Floor, wanted: Wanted, ask: Ask, now_ns: int) -> tuple[Share,
         return None
     wholes: dict[str, list[tuple[int, str, str]]] = {}
     parts: dict[str, list[tuple[int, str, str]]] = {}
-    for where, name in _usable(floor, wanted, ask, now_ns):
+    for where, name in usable(floor, wanted, ask, now_ns):
         free = where.free[name]
         if free > 0 and (where.node.id, name) not in floor.books:
             entry = (free, *where.entry[:2])
@@ -136,10 +136,10 @@ def _composed(
     return (*shares, Share(node_id=rest[2], gpu_type=gpu_type, count=count))
 
 
-def _usable(floor: Floor, wanted: Wanted, ask: Ask, now_ns: int) -> Iterator[tuple[Place, str]]:
+def usable(floor: Floor, wanted: Wanted, ask: Ask, now_ns: int) -> Iterator[tuple[Place, str]]:
     """Return nodes and types that a run may use now, free or not."""
     for where, types, pool in floor.reach(ask.shape).places():
-        if not where.node.away and where.group.rank(ask, wanted.owner, pool, now_ns) is not None:
+        if not where.node.away and where.group.rank(floor.terms, wanted, pool, now_ns) is not None:
             for name in types:
                 yield where, name
 
@@ -181,7 +181,7 @@ def keep(floor: Floor, wanted: Wanted, ask: Ask, now_ns: int, *, nearly: float) 
     """
     count = ask.shape.gpus
     rows: dict[str, list[tuple[int, str, str, Place]]] = {}
-    for where, name in _usable(floor, wanted, ask, now_ns):
+    for where, name in usable(floor, wanted, ask, now_ns):
         free = _unkept(floor, where, name)
         needed = where.node.total[name] if count is None else count
         if needed > 0 and (ask.shape.several or needed <= where.node.total[name]):
@@ -234,7 +234,7 @@ def _needs(floor: Floor, wanted: Wanted, ask: Ask, now_ns: int) -> list[Need]:
     count = ask.shape.gpus
     best: tuple[float, float, str, str] | None = None
     found: list[Need] = []
-    for where, name in _usable(floor, wanted, ask, now_ns):
+    for where, name in usable(floor, wanted, ask, now_ns):
         needed = where.node.total[name] if count is None else count
         if 0 < needed <= where.node.total[name]:
             likely, bound = when(floor, where, name, needed, ask, now_ns)
@@ -250,7 +250,7 @@ def _needs_several(floor: Floor, wanted: Wanted, ask: Ask, now_ns: int) -> list[
     """Return the whole nodes that a gang likely has first, and one part, of one type."""
     options: list[list[Need]] = []
     rows: dict[str, list[tuple[float, float, str, Place, int]]] = {}
-    for where, name in _usable(floor, wanted, ask, now_ns):
+    for where, name in usable(floor, wanted, ask, now_ns):
         total = where.node.total[name]
         likely, bound = when(floor, where, name, total, ask, now_ns)
         rows.setdefault(name, []).append((likely, bound, where.node.name, where, total))

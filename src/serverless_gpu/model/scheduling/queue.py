@@ -66,9 +66,14 @@ class Queue:
         entry = self._waiting.get(run_id)
         return self._held.get(run_id) if entry is None else entry[0]
 
-    def is_held(self, run_id: str) -> bool:
-        """Return whether a run waits beside the lines."""
-        return run_id in self._held
+    def where(self, run_id: str) -> tuple[Wanted, Line | None] | None:
+        """Return what a run wants that waits, and its line; None for the line when it waits beside them."""
+        held = self._held.get(run_id)
+        return self._waiting.get(run_id) if held is None else (held, None)
+
+    def held(self) -> Iterator[Wanted]:
+        """Return those that are left alone until later."""
+        return iter(self._held.values())
 
     def put(self, wanted: Wanted) -> None:
         """Let a run wait, or wait for something else than before."""
@@ -87,7 +92,7 @@ class Queue:
         if entry is None:
             return self._held.pop(run_id, None)
         wanted, line = entry
-        del line.rows[bisect_left(line.rows, (wanted.queued_ns, run_id))]  # type: ignore[arg-type]  # a prefix
+        del line.rows[bisect_left(line.rows, (wanted.queued_ns, run_id))]
         if not line.rows:
             self._close(line)
         return wanted

@@ -111,9 +111,7 @@ class Book:
         self.bound.book(count, now, math.inf)
         self.names.append((run_id, count))
 
-    def promise(
-        self, run_id: str, count: int, likely: tuple[float, float], bound: tuple[float, float] | None
-    ) -> None:
+    def promise(self, run_id: str, count: int, likely: tuple[float, float], bound: tuple[float, float] | None) -> None:
         """Promise devices to a run.
 
         Args:

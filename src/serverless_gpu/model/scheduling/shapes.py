@@ -1,14 +1,10 @@
-"""What can be wanted, whoever wants it: runs that want the same share one value, and with it what was found out for it."""
+"""What can be wanted, whoever wants it: runs that want the same share one value, and what was found out for it."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from serverless_gpu.model.scheduling.values import BEST_EFFORT, Wanted
-
-if TYPE_CHECKING:
-    from serverless_gpu.model.scheduling.floor import Reach
 
 _GRID = 1.5
 
@@ -17,9 +13,9 @@ class Shape:
     """What is wanted, apart from how long and by whom.
 
     Attributes:
+        number: its own; the floor remembers by it what is in reach.
         kind: those of one kind are in line for the same devices.
         blocked: number of the last pass in which it was found that nothing more of it fits, whoever asks.
-        reach: what the floor found that it may use, as of the floor's `version`.
     """
 
     __slots__ = (
@@ -34,9 +30,7 @@ class Shape:
         "platform",
         "pool",
         "python",
-        "reach",
         "several",
-        "version",
     )
 
     def __init__(self, wanted: Wanted, number: int = -1) -> None:
@@ -46,8 +40,6 @@ class Shape:
         self.python, self.caller = wanted.python, wanted.caller if wanted.python else ""
         self.kind = (wanted.gpu_type, wanted.pool, wanted.machine)
         self.blocked = 0
-        self.reach: Reach | None = None
-        self.version = -1
 
     @staticmethod
     def key(wanted: Wanted) -> tuple[object, ...]:

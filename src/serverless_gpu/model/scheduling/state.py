@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from serverless_gpu.model.scheduling.fairness import Fairness
+from serverless_gpu.model.scheduling.fairness import Fairness, team_of
 from serverless_gpu.model.scheduling.floor import Floor
-from serverless_gpu.model.scheduling.queue import Line, Queue
+from serverless_gpu.model.scheduling.queue import Queue
 from serverless_gpu.model.scheduling.shapes import Ask
 from serverless_gpu.model.scheduling.values import Policy, Reservation, Running, Wanted
 
@@ -27,7 +27,7 @@ class State:
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self.queue, self.floor, self.fairness = Queue(), Floor(), Fairness(policy)
+        self.queue, self.floor, self.fairness = Queue(), Floor(policy), Fairness(policy)
         self.running: dict[str, Running] = {}
         self.reservations: dict[str, Reservation] = {}
         self.number = 0
@@ -37,7 +37,7 @@ class State:
         """Decide otherwise from now on."""
         self.policy = policy
         self.fairness.set_policy(policy)
-        self.floor.change()  # what was found out for shapes rests on the policy, too
+        self.floor.set_policy(policy)
 
     def begin(self, now_ns: int) -> None:
         """Begin a pass: what the last one kept is free again."""
@@ -74,15 +74,15 @@ class State:
         reach = self.floor.reach(ask.shape)
         return ask.shape.gpus is None or ask.shape.gpus >= (self.policy.whole_node or reach.whole)
 
-    def rank(self, wanted: Wanted, line: Line, now_ns: int) -> tuple[int, bool, float, float, float, int, str]:
+    def rank(self, wanted: Wanted, ask: Ask, now_ns: int) -> tuple[int, bool, float, float, float, int, str]:
         """Return the place of a run in the order of the queue as a value to sort by: the smallest is next."""
-        fairness = self.fairness
+        team = team_of(wanted)
         return (
             wanted.priority,
             wanted.queued_ns > self.guarded_ns(now_ns),
-            fairness.team(line.team),
-            fairness.user(line.team, line.owner),
-            -self.score(line.ask, wanted.queued_ns, now_ns),
+            self.fairness.team(team),
+            self.fairness.user(team, wanted.owner),
+            -self.score(ask, wanted.queued_ns, now_ns),
             wanted.queued_ns,
             wanted.run_id,
         )

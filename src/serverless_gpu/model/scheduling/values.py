@@ -77,7 +77,6 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
         away: why it cannot be used now, in words that follow its name, or "".
         owner: whose node it is, or "": their runs come first here, those of others have to be able to leave.
         shared: whether others than its owner may use it now.
-        owner_first: whether a waiting run of the owner makes others leave also while the node is shared.
         turns_ns: when `shared` is the other way round by its calendar; None for never. Others start here only what
             ends before that, or can be preempted.
         owner_first: whether a waiting run of the owner's pushes out those of others, also while it is shared.
@@ -95,7 +94,6 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     away: str = ""
     owner: str = ""
     shared: bool = True
-    owner_first: bool = False
     turns_ns: int | None = None
     owner_first: bool = False
 
@@ -121,7 +119,6 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         held: what it is told until then.
         limit_s: the longest that it has devices once it has them, as declared; None for no limit.
         expected_s: how long that is likely to be, as learned from earlier runs; None where nothing is known.
-        grace_s: how long it may take to leave once it was asked to.
         preemptible: whether it may be stopped to make room and goes on later: it asked for `resume`.
         preemptions: how often that was done to it.
         grace_s: how long it may take to leave once it is asked to.
@@ -146,7 +143,6 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     held: str = ""
     limit_s: float | None = None
     expected_s: float | None = None
-    grace_s: float = 30.0
     preemptible: bool = False
     preemptions: int = 0
     grace_s: float = 30.0

@@ -1,0 +1,293 @@
+"""Why a run waits, when one would start, and in which order: computed when asked, from what the last pass left behind.
+
+Nothing here decides anything. An answer may cost as much as the queue is long; it is asked for one run at a time.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator
+
+from serverless_gpu.model.scheduling import placing
+from serverless_gpu.model.scheduling.floor import Place
+from serverless_gpu.model.scheduling.impossible import impossible
+from serverless_gpu.model.scheduling.queue import Line
+from serverless_gpu.model.scheduling.shapes import Ask
+from serverless_gpu.model.scheduling.state import State
+from serverless_gpu.model.scheduling.telling import some
+from serverless_gpu.model.scheduling.values import Estimate, Holder, Reservation, Wait, WaitReason, Wanted
+
+AHEAD_MAX = 64
+"""So many runs ahead of one are followed when it is estimated when it starts."""
+HOLDERS_MAX = 32
+"""So many who have devices are named in a wait."""
+
+
+def why(state: State, run_id: str, now_ns: int) -> Wait | None:
+    """Return why a run waits; None for one that does not wait.
+
+    Args:
+        state: of the planner.
+        run_id: the run.
+        now_ns: the time.
+    """
+    found = state.queue.where(run_id)
+    if found is None:
+        return None
+    wanted, line = found
+    if line is None:
+        return Wait(run_id=run_id, reason=WaitReason.HELD, words=wanted.held)
+    never = impossible(state.floor, wanted, line.ask)
+    if never:
+        return Wait(run_id=run_id, reason=WaitReason.UNSATISFIABLE, words=never)
+    place = 1 + sum(1 for _ in _ahead(state, wanted, line.ask, now_ns))
+    return _Explained(state, wanted, line.ask, now_ns).wait(place)
+
+
+def queue(state: State, now_ns: int, limit: int) -> tuple[str, ...]:
+    """Return who waits, in the order in which they are served; those that are left alone until later come last.
+
+    Args:
+        state: of the planner.
+        now_ns: the time.
+        limit: so many at most.
+    """
+    state.fairness.settle(now_ns)
+    rows = (
+        (state.rank(wanted, line.ask, now_ns), wanted.run_id)
+        for line in state.queue.lines()
+        for *_, wanted in line.rows
+    )
+    found = [run_id for _, run_id in heapq.nsmallest(limit, rows)]
+    held = sorted((wanted.not_before_ns, wanted.run_id) for wanted in state.queue.held())
+    return tuple(found + [run_id for _, run_id in held[: max(0, limit - len(found))]])
+
+
+def estimate(state: State, wanted: Wanted, now_ns: int) -> Estimate:
+    """Return when a run would start if it came now.
+
+    Args:
+        state: of the planner.
+        wanted: the run.
+        now_ns: the time.
+    """
+    ask = state.queue.ask(wanted)
+    never = impossible(state.floor, wanted, ask)
+    if never:
+        return Estimate(at_ns=None, basis=never, impossible=True)
+    state.fairness.settle(now_ns)
+    shares = placing.place(state.floor, wanted, ask, now_ns)
+    if shares is not None:
+        return Estimate(at_ns=now_ns, node=_node(state, [share.node_id for share in shares]), basis="enough is free")
+    ahead = sorted(_ahead(state, wanted, ask, now_ns), key=lambda entry: state.rank(entry[0], entry[1].ask, now_ns))
+    place = len(ahead) + 1
+    if place > AHEAD_MAX:
+        return Estimate(at_ns=None, basis="too many are ahead of it", place=place)
+    forecast = state.floor.forecast()
+    for other, line in ahead:
+        if placing.promise(forecast, other, line.ask, now_ns) is None:
+            return Estimate(at_ns=None, basis=f"nobody can say when {other.title} starts, which is ahead", place=place)
+    found = placing.promise(forecast, wanted, ask, now_ns)
+    if found is None or found.at_ns is None:
+        return Estimate(at_ns=None, basis=_unknown(state, ask, ahead), place=place)
+    known = "declared" if found.is_bound else "declared and learned"
+    return Estimate(
+        at_ns=found.at_ns,
+        is_bound=found.is_bound,
+        node=_node(state, [share.node_id for share in found.shares]),
+        basis=f"by the {known} ends of those who have the devices" + (f" and of {place - 1} ahead" if ahead else ""),
+        place=place,
+    )
+
+
+def _unknown(state: State, ask: Ask, ahead: list[tuple[Wanted, Line]]) -> str:
+    """Return why nobody can say when devices get free."""
+    open_ended = [
+        held.running.wanted.title
+        for where, types, _ in state.floor.reach(ask.shape).places()
+        for name in types
+        for held in where.runs.get(name, {}).values()
+        if math.isinf(held.likely_ns)
+    ]
+    open_ended += [other.title for other, line in ahead if math.isinf(line.ask.likely_ns)]
+    if not open_ended:
+        return "nobody can say when enough of one node is free"
+    named = ", ".join(some(sorted(set(open_ended))))
+    return f"no timeout was declared for {named}, and too few like them have ended to learn from"
+
+
+def _node(state: State, node_ids: list[str]) -> str:
+    place = state.floor.places.get(node_ids[0]) if len(node_ids) == 1 else None
+    return "" if place is None else place.node.name
+
+
+def _ahead(state: State, wanted: Wanted, ask: Ask, now_ns: int) -> Iterator[tuple[Wanted, Line]]:
+    """Return who is served before a run and wants the same kind of devices."""
+    state.fairness.settle(now_ns)
+    mine = state.rank(wanted, ask, now_ns)
+    for line in state.queue.lines():
+        if line.ask.shape.kind != ask.shape.kind or not state.floor.is_possible(line.ask.shape):
+            continue
+        for *_, other in line.rows:
+            if other.run_id != wanted.run_id and state.rank(other, line.ask, now_ns) < mine:
+                yield other, line
+
+
+class _Explained:
+    """What a run that could be served waits for."""
+
+    def __init__(self, state: State, wanted: Wanted, ask: Ask, now_ns: int) -> None:
+        self._state, self._floor = state, state.floor
+        self._wanted, self._ask, self._now_ns = wanted, ask, now_ns
+        self._reservation: Reservation | None = state.reservations.get(wanted.run_id)
+
+    def wait(self, place: int) -> Wait:
+        """Return it, with the run's place in the queue."""
+        shape = self._ask.shape
+        if shape.several and shape.gpus is not None and shape.gpus > self._floor.reach(shape).whole:
+            return self._anywhere(place)
+        nearest = self._nearest()
+        if nearest is None:
+            return self._closed(place)
+        where, name = nearest
+        needed = where.node.total[name] if self._ask.shape.gpus is None else self._ask.shape.gpus
+        free = where.free[name]
+        ahead = self._keeper(where, name) if free else ""
+        at_ns, is_bound = self._start(where, name, needed, place)
+        return Wait(
+            run_id=self._wanted.run_id,
+            reason=WaitReason.RESERVED if ahead else WaitReason.TURN if free >= needed else WaitReason.CAPACITY,
+            count=needed,
+            whole=self._ask.shape.gpus is None,
+            gpu_type=self._wanted.gpu_type or name,
+            node=where.node.name,
+            free=free,
+            outside=where.node.outside.get(name, 0),
+            holders=self._holders([(where, name)]),
+            ahead=ahead,
+            place=place,
+            at_ns=at_ns,
+            is_bound=is_bound,
+        )
+
+    def _nearest(self) -> tuple[Place, str] | None:
+        """Return where it fits soonest: what is promised to it, else where it lacks the fewest devices."""
+        if self._reservation is not None and self._reservation.shares:
+            share = self._reservation.shares[0]
+            where = self._floor.places.get(share.node_id)
+            if where is not None:
+                return where, share.gpu_type
+        options = []
+        for where, name in placing.usable(self._floor, self._wanted, self._ask, self._now_ns):
+            needed = where.node.total[name] if self._ask.shape.gpus is None else self._ask.shape.gpus
+            if 0 < needed <= where.node.total[name]:
+                lacking = needed - where.free[name]
+                options.append((bool(self._keeper(where, name)), lacking, *where.entry[:2], where, name))
+        if not options:
+            return None
+        *_, where, name = min(options, key=lambda option: option[:4])
+        return where, name
+
+    def _keeper(self, where: Place, gpu_type: str) -> str:
+        """Return the title of the first other run for which something of a node is kept."""
+        book = self._floor.books.get((where.node.id, gpu_type))
+        others = (run_id for run_id, _ in book.names if run_id != self._wanted.run_id) if book is not None else ()
+        for run_id in others:
+            other = self._state.queue.find(run_id)
+            if other is not None:
+                return other.title
+        return ""
+
+    def _start(self, where: Place, gpu_type: str, count: int, place: int) -> tuple[int | None, bool]:
+        """Return when it starts, and whether that is the latest; None where nobody can say."""
+        if self._reservation is not None:
+            return self._reservation.at_ns, self._reservation.is_bound
+        if place != 1 or where.free[gpu_type] >= count:
+            return None, False
+        likely, bound = placing.when(self._floor, where, gpu_type, count, self._ask, self._now_ns)
+        if math.isinf(likely):
+            return None, False
+        return (int(likely), False) if math.isinf(bound) else (int(bound), True)
+
+    def _holders(self, rows: list[tuple[Place, str]]) -> tuple[Holder, ...]:
+        """Return who has devices, those who leave first first."""
+        found = []
+        for where, name in rows:
+            for held in where.runs.get(name, {}).values():
+                likely, bound = held.until(self._now_ns)
+                is_bound = not math.isinf(bound)
+                until = bound if is_bound else likely
+                title = held.running.wanted.title
+                holder = Holder(
+                    title=title,
+                    count=held.count,
+                    until_ns=None if math.isinf(until) else int(until),
+                    is_bound=is_bound,
+                    is_leaving=held.running.is_leaving,
+                )
+                found.append(((until, -held.count, title), holder))
+        return tuple(holder for _, holder in sorted(found, key=lambda entry: entry[0])[:HOLDERS_MAX])
+
+    def _closed(self, place: int) -> Wait:
+        """Return what it is told when no node may be used now: its owner's time, or all are away."""
+        wanted, count = self._wanted, self._ask.shape.gpus
+        away, closed = [], []
+        for where, types, _ in self._floor.reach(self._ask.shape).places():
+            for name in types:
+                if not 0 < (count or 1) <= where.node.total[name]:
+                    continue
+                if where.node.away:
+                    away.append(f"{where.node.name} {where.node.away}")
+                else:
+                    closed.append((where.node.turns_ns or math.inf, *where.entry[:2], where, name))
+        whole = count is None
+        if not closed:
+            words = "; ".join(some(sorted(set(away))))
+            return Wait(
+                run_id=wanted.run_id,
+                reason=WaitReason.AWAY,
+                count=count or 0,
+                whole=whole,
+                gpu_type=wanted.gpu_type or "",
+                place=place,
+                words=words,
+            )
+        *_, where, name = min(closed, key=lambda entry: entry[:3])
+        return Wait(
+            run_id=wanted.run_id,
+            reason=WaitReason.CALENDAR,
+            count=count or where.node.total[name],
+            whole=whole,
+            gpu_type=wanted.gpu_type or name,
+            node=where.node.name,
+            free=where.free[name] if where.node.shared else 0,
+            owner=where.node.owner,
+            turns_ns=where.node.turns_ns,
+            place=place,
+        )
+
+    def _anywhere(self, place: int) -> Wait:
+        """Return what a gang of several nodes waits for."""
+        rows = list(placing.usable(self._floor, self._wanted, self._ask, self._now_ns))
+        free = sum(where.free[name] for where, name in rows)
+        keepers = sorted({title for where, name in rows if where.free[name] and (title := self._keeper(where, name))})
+        at_ns, is_bound = None, False
+        if self._reservation is not None:
+            at_ns, is_bound = self._reservation.at_ns, self._reservation.is_bound
+        enough = free >= (self._ask.shape.gpus or 0)
+        return Wait(
+            run_id=self._wanted.run_id,
+            reason=WaitReason.RESERVED if keepers else WaitReason.TURN if enough and not rows else WaitReason.CAPACITY,
+            count=self._ask.shape.gpus or 0,
+            gpu_type=self._wanted.gpu_type or next((name for _, name in rows), ""),
+            one_node=False,
+            free=free,
+            outside=sum(where.node.outside.get(name, 0) for where, name in rows),
+            holders=self._holders(rows),
+            ahead=keepers[0] if keepers else "",
+            place=place,
+            at_ns=at_ns,
+            is_bound=is_bound,
+            words="" if not enough else "whole nodes are needed, and too few are wholly free",
+        )

@@ -1,0 +1,116 @@
+"""What can never be, said at once: nothing that has joined can serve such a run (F82)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from serverless_gpu.model.hardware import CPU, matches
+from serverless_gpu.model.scheduling.floor import Floor, Place, has_python
+from serverless_gpu.model.scheduling.preempting import could_use
+from serverless_gpu.model.scheduling.shapes import Ask
+from serverless_gpu.model.scheduling.values import Node, Wanted
+
+
+def impossible(floor: Floor, wanted: Wanted, ask: Ask) -> str:
+    """Return why nothing that has joined can ever serve a run, or "" when something can."""
+    if not floor.places:
+        return "no node has joined this server yet"
+    eligible = [
+        (place.node, types)
+        for place, types, _ in floor.reach(ask.shape).places()
+        if could_use(wanted, place.node, floor.terms) and _is_open(wanted, place.node)
+    ]
+    totals = Counter[str]()
+    for node, types in eligible:
+        for name in types:
+            totals[name] += node.total[name]
+            if (wanted.gpus or 1) <= node.total[name]:
+                return ""
+    if ask.shape.several and wanted.gpus is not None and max(totals.values(), default=0) >= wanted.gpus:
+        return ""
+    return _sentence(floor, wanted)
+
+
+def _sentence(floor: Floor, wanted: Wanted) -> str:
+    nodes = [place.node for place in sorted(floor.places.values(), key=_by_name)]
+    admitted = [node for node in nodes if _admits(floor, node, wanted)]
+    open_to = [node for node in admitted if _is_open(wanted, node)]
+    if admitted and not open_to:
+        owners = sorted({node.owner for node in admitted if node.owner})
+        return f"every node that would do is its owner's alone: {', '.join(owners) or 'nobody else may use it'}"
+    return _lacking(wanted, open_to) if open_to else _nowhere(floor, wanted, nodes)
+
+
+def _by_name(place: Place) -> tuple[str, str]:
+    return place.node.name, place.node.id
+
+
+def _is_open(wanted: Wanted, node: Node) -> bool:
+    """Return whether a node is ever open to a run, as far as its owner has a say."""
+    return node.shared or node.turns_ns is not None or (node.owner != "" and node.owner == wanted.owner)
+
+
+def _admits(floor: Floor, node: Node, wanted: Wanted) -> bool:
+    is_here = wanted.machine in ("", node.machine)
+    on_platform = not wanted.platform or not node.platform or wanted.platform == node.platform
+    return could_use(wanted, node, floor.terms) and is_here and on_platform and _has_python(node, wanted)
+
+
+def _has_python(node: Node, wanted: Wanted) -> bool:
+    return has_python(node, wanted.python) or wanted.caller == node.machine
+
+
+def _nowhere(floor: Floor, wanted: Wanted, nodes: Sequence[Node]) -> str:
+    """Return why no node may be used at all."""
+    if wanted.pool and not any(node.pool == wanted.pool for node in nodes):
+        pools = sorted({node.pool for node in nodes})
+        return f"pool {wanted.pool!r} has no nodes; pools that have: {', '.join(pools)}"
+    if wanted.machine and not any(node.machine == wanted.machine for node in nodes):
+        return 'its files lie on a machine that is no node of this server; env="snapshot" takes them along'
+    here = [node for node in nodes if wanted.machine in ("", node.machine)]
+    platforms = sorted({node.platform for node in here if node.platform})
+    if wanted.platform and platforms and wanted.platform not in platforms:
+        return f"made on {wanted.platform}, and the nodes are {', '.join(platforms)}"
+    in_reach = [node for node in here if could_use(wanted, node, floor.terms)]
+    if in_reach and not any(_has_python(node, wanted) for node in in_reach):
+        pythons = sorted({python for node in in_reach for python in node.pythons}, key=_version)
+        return f"needs Python {wanted.python}, and the nodes have {', '.join(pythons)}; `uv python install` adds one"
+    if not wanted.pool and not in_reach:
+        pools = sorted({node.pool for node in here})
+        return f"every node is in a reserved pool, which has to be named: {', '.join(pools)}"
+    where = f" of pool {wanted.pool!r}" if wanted.pool else ""
+    return f"no node{where} is what it needs ({wanted.platform or 'its own machine'})"
+
+
+def _version(python: str) -> tuple[int, ...]:
+    return tuple(int(part) if part.isdigit() else 0 for part in python.split("."))
+
+
+def _lacking(wanted: Wanted, eligible: Sequence[Node]) -> str:
+    """Return why the devices of the nodes that may be used will never do."""
+    where = f" in pool {wanted.pool!r}" if wanted.pool else ""
+    if wanted.gpu_type is None:
+        types = sorted({name for node in eligible for name, count in node.total.items() if name != CPU and count})
+        if not types:
+            return f'no node{where} has a GPU; gpu_type="CPU" runs on CPU slots'
+        if len(types) > 1:
+            return f"there are several GPU types{where} ({', '.join(types)}), and gpu_type does not say which"
+    fitting = [
+        (count, name, node)
+        for node in eligible
+        for name, count in node.total.items()
+        if count and (matches(wanted.gpu_type, name, node.own) if wanted.gpu_type else name != CPU)
+    ]
+    if not fitting:
+        there = Counter[str]()
+        for node in eligible:
+            there.update({name: count for name, count in node.total.items() if name != CPU})
+        listed = ", ".join(f"{count} {name}" for name, count in sorted(there.items())) or "no GPU"
+        return f"no node{where} has {wanted.gpu_type}; there is {listed}"
+    count, name, node = max(fitting, key=lambda entry: entry[0])
+    asked = wanted.gpu_type or name
+    if wanted.several_nodes:
+        most = sum(count for count, other, _ in fitting if other == name)
+        return f"needs {wanted.gpus} {asked}, and all nodes{where} together have {most}"
+    return f"needs {wanted.gpus} {asked} on one node, and the largest{where} has {count} ({node.name})"
