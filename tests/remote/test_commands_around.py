@@ -109,11 +109,23 @@ def test_nodes_and_pools(joined: Path) -> None:
     name = json.loads(sgpu("nodes", "--json").stdout)[0]["name"]
     assert f"{name}  " in sgpu("nodes").stdout
     assert sgpu("pools").exit_code == 0
-    assert sgpu("pool", "set", "spare", "--kind", "reserved").stdout == "spare (reserved): no nodes\n"
+    assert sgpu("pool", "set", "spare", "--reserved").stdout == "spare (reserved): no nodes\n"
     assert "spare" in {each["name"] for each in json.loads(sgpu("pools", "--json").stdout)}
     assert sgpu("node", "forget", name).exit_code == 2
     with pytest.raises(InvalidValue, match="there is no node 'nowhere'"):
         sgpu("node", "forget", "nowhere", "--i-know-it-is-dead")
+
+
+def test_a_variable_names_the_pool_of_a_call(served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = distributed(gpus=1, gpu_type="H100", remote=True, quiet=True)(str.upper)
+    monkeypatch.setenv("SGPU_POOL", "nowhere")
+    with pytest.raises(InvalidValue, match="there is no pool 'nowhere', which SGPU_POOL names"):
+        work.submit("a")
+    monkeypatch.setenv("SGPU_POOL", "default")
+    run = work.submit("a")
+    assert run.results(60) == ["A"]
+    shown = json.loads(sgpu("show", run.id, "--json").stdout)
+    assert (shown["pool"], shown["spec"]["pool"]) == ("default", "default")
 
 
 def test_a_dry_run_says_what_would_be_asked_for_and_asks_nobody(served: Path, tmp_path: Path) -> None:
@@ -154,6 +166,11 @@ NEED_A_SERVER = (
     ("pools",),
     ("node", "forget", "n", "--i-know-it-is-dead"),
     ("pool", "set", "p"),
+    ("queue",),
+    ("share", "list"),
+    ("share", "set", "team", "t", "2"),
+    ("policy", "list"),
+    ("policy", "set", "p"),
     ("user", "list"),
     ("user", "add", "bob"),
     ("user", "change", "bob", "--disable"),

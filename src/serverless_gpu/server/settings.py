@@ -49,10 +49,11 @@ RETENTION_MAX_S = 3_650 * DAY_S
 STOP_WITHIN_MAX_S = 600.0
 VARIABLES = "SGPU_"
 """What names of variables begin with; the rest is the setting's name in capital letters."""
-# Said to ranks, and by tests and benchmarks.
+# Said to ranks, by callers, and by tests and benchmarks.
 _NO_SETTINGS = (
     *("SGPU_RUN_ID", "SGPU_FENCE", "SGPU_GPU_UUIDS", "SGPU_STOP_FILE", "SGPU_STOP_REASON"),
     *("SGPU_CHECKPOINT_DIR", "SGPU_RESUME_DIR", "SGPU_SECRETS_DIR", "SGPU_FAULT"),
+    "SGPU_POOL",
     f"{VARIABLES}BENCH_",
 )
 _FILE = "server.toml"

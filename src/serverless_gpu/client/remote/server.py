@@ -27,6 +27,7 @@ from serverless_gpu.client.remote.profile import SERVER, TOKEN, Profile, find_pr
 from serverless_gpu.environment.questions import Where
 from serverless_gpu.errors import InvalidValue, NotAuthenticated
 from serverless_gpu.model.attempt import StopReason
+from serverless_gpu.wire.agents import PoolList, PoolView
 from serverless_gpu.wire.blobs import DigestList
 from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.principals import PrincipalView
@@ -162,6 +163,10 @@ class Server:
         if not self._principal:
             self._principal = self._patient.ask("GET", "/whoami", answer=PrincipalView).name
         return self._principal
+
+    def pools(self) -> tuple[PoolView, ...]:
+        """Return the server's pools."""
+        return self._patient.ask("GET", "/pools", answer=PoolList).pools
 
     def submit(self, request: RunRequest) -> RunView:
         """Ask for a run; the same request again means the same run."""

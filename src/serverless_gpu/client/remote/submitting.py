@@ -34,13 +34,21 @@ from serverless_gpu.client.preflight import pack
 from serverless_gpu.client.ray_preflight import refusal
 from serverless_gpu.client.remote import variables
 from serverless_gpu.client.remote.copies import clean_now_and_then, write_whole
+from serverless_gpu.client.remote.pool_choice import choose
 from serverless_gpu.client.remote.server import Server, server_of
 from serverless_gpu.client.remote.stream import Away, EventStream
 from serverless_gpu.client.remote.uploading import upload
 from serverless_gpu.client.remote.watching import Watched
 from serverless_gpu.client.run import Run
 from serverless_gpu.client.tracking import Far, tracked
-from serverless_gpu.errors import AlreadyFinished, NotFound, ServerlessGpuError, ServerProblem, ServerUnavailable
+from serverless_gpu.errors import (
+    AlreadyFinished,
+    InvalidValue,
+    NotFound,
+    ServerlessGpuError,
+    ServerProblem,
+    ServerUnavailable,
+)
 from serverless_gpu.model.attempt import StopReason
 from serverless_gpu.model.spec import Environment, Function, RunSpec
 from serverless_gpu.node import protocol
@@ -84,7 +92,8 @@ def launch(call: Call | None, spec: RunSpec, *, watch: bool) -> Run[object]:
     """
     home = find_home(os.environ)
     server = server_of(home.root, os.environ)
-    spec = msgspec.structs.replace(spec, environment=_environment(spec, server))
+    choice = choose(spec, os.environ, server.pools)
+    spec = msgspec.structs.replace(spec, environment=_environment(spec, server), pool=choice.pool)
     far = Far(spec.environment != "live", _is_beside(server), lambda: server.version().mlflow)
     spec = tracked(spec, call.named if call is not None else None, far)
     run_id = new_run_id()
@@ -98,7 +107,10 @@ def launch(call: Call | None, spec: RunSpec, *, watch: bool) -> Run[object]:
     except BaseException:
         shutil.rmtree(root, ignore_errors=True)
         raise
-    source = _submit(server, request, root, watch=watch)
+    try:
+        source = _submit(server, request, root, watch=watch)
+    except InvalidValue as error:
+        raise choice.told(error) from error.__cause__
     with contextlib.suppress(OSError):
         (root / "call.pkl").unlink()
     clean_now_and_then(home)

@@ -1,0 +1,86 @@
+"""Which pool a remote run asks for: what its code says, else what variables say at the call.
+
+    pool=  >  policy= (the server knows its pool)  >  SGPU_POOL  >  DATABRICKS_REMOTE_GPU_POOL_ID
+                                                                 >  DATABRICKS_USE_RESERVED_GPU_POOL=true: the only one
+
+`DATABRICKS_USE_RESERVED_GPU_POOL=false` asks for on-demand devices, whatever pool the variable before it names. What
+was chosen stands in the run's spec.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+from serverless_gpu.errors import InvalidValue
+from serverless_gpu.model.spec import RunSpec
+from serverless_gpu.wire.agents import PoolView
+
+POOL = "SGPU_POOL"
+POOL_ID = "DATABRICKS_REMOTE_GPU_POOL_ID"
+USE_RESERVED = "DATABRICKS_USE_RESERVED_GPU_POOL"
+_RESERVED = "reserved"
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
+
+class Choice(NamedTuple):
+    """A pool, or None for any on-demand one.
+
+    Attributes:
+        variable: that said it, or "".
+    """
+
+    pool: str | None
+    variable: str = ""
+
+    def told(self, error: InvalidValue) -> InvalidValue:
+        """Return a refusal that says which variable named what was refused, if one did."""
+        if not self.variable or repr(self.pool) not in error.message:
+            return error
+        return InvalidValue(f"{error.message}, which {self.variable} names", hint=error.hint)
+
+
+def choose(spec: RunSpec, environ: Mapping[str, str], pools: Callable[[], Iterable[PoolView]]) -> Choice:
+    """Return which pool a run asks for.
+
+    Args:
+        spec: what was asked for in code.
+        environ: the caller's variables.
+        pools: asks the server which there are; only where a variable wants a reserved one and none is named.
+
+    Raises:
+        InvalidValue: a variable says what cannot be, or there is not exactly one reserved pool.
+    """
+    if spec.pool is not None or spec.policy is not None:
+        return Choice(spec.pool)
+    if environ.get(POOL):
+        return Choice(environ[POOL], POOL)
+    reserved = _switch(environ.get(USE_RESERVED, ""))
+    if reserved is False:
+        return Choice(None, USE_RESERVED)
+    if environ.get(POOL_ID):
+        return Choice(environ[POOL_ID], POOL_ID)
+    return Choice(_only_reserved(pools()), USE_RESERVED) if reserved else Choice(None)
+
+
+def _switch(text: str) -> bool | None:
+    if not text:
+        return None
+    if text.lower() not in (*_TRUE, *_FALSE):
+        raise InvalidValue(f"{USE_RESERVED}={text!r} is neither true nor false")
+    return text.lower() in _TRUE
+
+
+def _only_reserved(pools: Iterable[PoolView]) -> str:
+    names = [pool.name for pool in pools if pool.kind == _RESERVED]
+    if len(names) == 1:
+        return names[0]
+    if not names:
+        raise InvalidValue(
+            f"{USE_RESERVED} asks for a reserved pool, and the server has none",
+            hint="unset it for on-demand devices; an operator makes one with `sgpu pool set NAME --reserved`",
+        )
+    raise InvalidValue(
+        f"{USE_RESERVED} asks for a reserved pool, and the server has {len(names)}: {', '.join(names[:20])}",
+        hint=f"pool=, or {POOL_ID}, says which",
+    )

@@ -1,0 +1,67 @@
+"""Which pool a remote run asks for: code, then variables, in one order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from serverless_gpu.client.remote.pool_choice import POOL, POOL_ID, USE_RESERVED, Choice, choose
+from serverless_gpu.errors import InvalidValue
+from serverless_gpu.model.spec import RunSpec
+from serverless_gpu.wire.agents import PoolView
+
+ALL = {POOL: "mine", POOL_ID: "theirs", USE_RESERVED: "true"}
+
+
+def pool(name: str, kind: str = "reserved") -> PoolView:
+    return PoolView(name=name, kind=kind, nodes=(), total={}, free={}, queued=0)
+
+
+def unasked() -> list[PoolView]:
+    raise AssertionError("the server was asked")
+
+
+@pytest.mark.parametrize(
+    ("spec", "environ", "chosen"),
+    [
+        (RunSpec(pool="said"), ALL, Choice("said")),
+        (RunSpec(pool="said", policy="nightly"), ALL, Choice("said")),
+        (RunSpec(policy="nightly"), ALL, Choice(None)),
+        (RunSpec(), ALL, Choice("mine", POOL)),
+        (RunSpec(), {**ALL, POOL: ""}, Choice("theirs", POOL_ID)),
+        (RunSpec(), {POOL_ID: "theirs"}, Choice("theirs", POOL_ID)),
+        (RunSpec(), {POOL_ID: "theirs", USE_RESERVED: "False"}, Choice(None, USE_RESERVED)),
+        (RunSpec(), {USE_RESERVED: "0"}, Choice(None, USE_RESERVED)),
+        (RunSpec(), {USE_RESERVED: ""}, Choice(None)),
+        (RunSpec(), {}, Choice(None)),
+    ],
+)
+def test_code_wins_over_variables_and_those_have_an_order(
+    spec: RunSpec, environ: Mapping[str, str], chosen: Choice
+) -> None:
+    assert choose(spec, environ, unasked) == chosen
+
+
+def test_a_reserved_pool_is_the_only_one_there_is() -> None:
+    environ = {USE_RESERVED: "TRUE"}
+    there = [pool("default", "on-demand"), pool("gold")]
+    assert choose(RunSpec(), environ, lambda: there) == Choice("gold", USE_RESERVED)
+    with pytest.raises(InvalidValue, match="the server has none"):
+        choose(RunSpec(), environ, lambda: there[:1])
+    with pytest.raises(InvalidValue, match="has 2: gold, silver"):
+        choose(RunSpec(), environ, lambda: [*there, pool("silver")])
+
+
+def test_what_is_neither_true_nor_false_is_refused() -> None:
+    with pytest.raises(InvalidValue, match="DATABRICKS_USE_RESERVED_GPU_POOL='maybe'"):
+        choose(RunSpec(), {USE_RESERVED: "maybe"}, unasked)
+
+
+def test_a_refusal_names_the_variable_that_named_the_pool() -> None:
+    refused = InvalidValue("there is no pool 'mine'", hint="pools: default")
+    told = Choice("mine", POOL).told(refused)
+    assert (told.message, told.hint) == ("there is no pool 'mine', which SGPU_POOL names", "pools: default")
+    other = InvalidValue("tags are too many")
+    assert Choice("mine", POOL).told(other) is other
+    assert Choice("mine").told(refused) is refused
