@@ -81,6 +81,11 @@ class Decided:
         return sentence(self.wait(run_id), clock)
 
 
-def decide(queue: Sequence[Wanted], nodes: Sequence[Node | tuple[Node, Running]], now_ns: int = 1000) -> Decided:
+def decide(
+    queue: Sequence[Wanted],
+    nodes: Sequence[Node | tuple[Node, Running]],
+    now_ns: int = 1000,
+    policy: Policy | None = None,
+) -> Decided:
     """Return what a new planner decides."""
-    return Decided(planner(nodes, queue), now_ns)
+    return Decided(planner(nodes, queue, policy), now_ns)

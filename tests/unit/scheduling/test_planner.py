@@ -5,8 +5,20 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from serverless_gpu.model.scheduling.values import BEST_EFFORT, CRITICAL, Node, Placement, Share, WaitReason, Wanted
+from serverless_gpu.model.scheduling.values import (
+    BEST_EFFORT,
+    CRITICAL,
+    Node,
+    Placement,
+    Policy,
+    Share,
+    WaitReason,
+    Wanted,
+)
 from tests.unit.scheduling.asking import Decided, busy, decide, node, planner, wanted
+
+NEAR = Policy(nearly=0.8)
+"""A gang of a whole node is nearly there with one device missing."""
 
 
 def test_a_gang_is_placed_whole_on_one_node() -> None:
@@ -61,7 +73,7 @@ def test_who_waits_is_told_what_is_missing_where_and_who_has_it() -> None:
 
 
 def test_who_comes_later_is_told_for_whom_something_is_kept() -> None:
-    decided = decide([wanted("r1", 8), wanted("r2", 8)], [busy(node("n3", H100=8), 1)])
+    decided = decide([wanted("r1", 8), wanted("r2", 8)], [busy(node("n3", H100=8), 1)], policy=NEAR)
     assert decided.said("r2") == (
         "needs 8 H100 on one node; 7 free on n3, kept for alice/r1, which is ahead; alice/bert-ft holds 1; you are 2nd"
     )
@@ -92,7 +104,7 @@ def test_devices_that_others_use_are_not_given_and_are_named() -> None:
 
 def test_a_gang_that_is_nearly_there_keeps_one_node_and_the_rest_may_be_used() -> None:
     nodes = [busy(node("n1", H100=8), 1), busy(node("n2", H100=8), 7)]
-    decided = decide([wanted("r1", 8), wanted("r2", 1), wanted("r3", 1)], nodes)
+    decided = decide([wanted("r1", 8), wanted("r2", 1), wanted("r3", 1)], nodes, policy=NEAR)
     assert decided.placed() == {"r2": "n2"}
     assert "kept for" not in decided.said("r1")
     assert decided.said("r3").startswith("needs 1 H100; ")
@@ -100,18 +112,18 @@ def test_a_gang_that_is_nearly_there_keeps_one_node_and_the_rest_may_be_used() -
 
 
 def test_only_devices_of_the_type_that_is_waited_for_are_kept() -> None:
-    decided = decide([wanted("r1", 8), wanted("r2", 16, "CPU")], [busy(node("n1", H100=8, CPU=16), 1)])
+    decided = decide([wanted("r1", 8), wanted("r2", 16, "CPU")], [busy(node("n1", H100=8, CPU=16), 1)], policy=NEAR)
     assert decided.placed() == {"r2": "n1"}
 
 
 def test_one_gang_of_a_kind_keeps_a_node_not_every_gang() -> None:
     nodes = [busy(node("n1", H100=8), 1), busy(node("n2", H100=8), 1)]
-    decided = decide([wanted("r1", 8), wanted("r2", 8), wanted("r3", 4)], nodes)
+    decided = decide([wanted("r1", 8), wanted("r2", 8), wanted("r3", 4)], nodes, policy=NEAR)
     assert decided.placed() == {"r3": "n2"}
 
 
 def test_a_gang_that_can_never_be_placed_keeps_nothing_and_takes_no_place_in_the_row() -> None:
-    decided = decide([wanted("r1", 64), wanted("r2", 8), wanted("r3", 1)], [busy(node("n1", H100=8), 1)])
+    decided = decide([wanted("r1", 64), wanted("r2", 8), wanted("r3", 1)], [busy(node("n1", H100=8), 1)], policy=NEAR)
     assert decided.wait("r1").reason is WaitReason.UNSATISFIABLE
     assert decided.placed() == {}
     assert decided.said("r2").endswith("you are 1st")
@@ -120,7 +132,7 @@ def test_a_gang_that_can_never_be_placed_keeps_nothing_and_takes_no_place_in_the
 
 def test_a_gang_ahead_is_not_bound_by_what_one_behind_keeps() -> None:
     queue = [wanted("r1", 8), wanted("r2", 1, priority=CRITICAL)]
-    assert decide(queue, [busy(node("n1", H100=8), 1)]).placed() == {"r2": "n1"}
+    assert decide(queue, [busy(node("n1", H100=8), 1)], policy=NEAR).placed() == {"r2": "n1"}
 
 
 def test_a_node_that_failed_to_start_a_run_is_used_for_it_last() -> None:

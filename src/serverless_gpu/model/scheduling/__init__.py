@@ -5,8 +5,9 @@
     now ────────────────────────────────────────────────────┘   Planner.why(run)     ─▶ reason and sentence, when asked
                                                                  Planner.estimate(wanted) ─▶ expected start, its basis
 
-`values.py` what goes in and comes out · `planner.py` the state and what it is asked · `state.py` what is kept: `queue.py`
-who waits (`shapes.py` for what), `floor.py` what there is, `fairness.py` who had how much · `passing.py` one pass:
-`placing.py` where a gang starts, `reserving.py` what is free when, `preempting.py` who leaves for whom · `explaining.py`
-why others wait, `impossible.py` what can never be, `telling.py` a wait as a sentence · `learning.py` how long runs take.
+`values.py` what goes in and comes out · `planner.py` the state and what it is asked · `state.py` what is kept: who
+waits in `queue.py` (for what: `shapes.py`), what there is in `floor.py`, who had how much in `fairness.py` ·
+`passing.py` one pass: where a gang starts in `placing.py`, what is free when in `reserving.py`, who leaves for whom in
+`preempting.py` · `explaining.py` why others wait, `impossible.py` what can never be, `telling.py` a wait as a
+sentence · `learning.py` how long runs take.
 """

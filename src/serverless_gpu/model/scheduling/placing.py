@@ -191,7 +191,7 @@ def keep(floor: Floor, wanted: Wanted, ask: Ask, now_ns: int, *, nearly: float) 
         return None
     lacking, chosen = min(options, key=lambda option: option[0])
     whole = sum(number for _, _, number in chosen)
-    if whole - lacking < math.floor(nearly * whole):
+    if whole - lacking < nearly * whole:
         return None
     for where, name, number in chosen:
         floor.book(where, name, now_ns).keep(wanted.run_id, number, now_ns)
