@@ -13,6 +13,7 @@ from serverless_gpu.server import attempts, views
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.runs import StoredRun
+from serverless_gpu.server.sentences import Told
 from serverless_gpu.server.watching import Look
 from tests.server.stored import T0, S, add_node, add_people, add_run, place, stored, tell
 
@@ -60,7 +61,7 @@ def test_a_run_that_is_out_of_reach_is_not_there(
 
 def test_what_people_read_of_a_run_as_it_goes_on(database: Database, run_id: str) -> None:
     def seen() -> tuple[State, str, str]:
-        view = views.run_view(stored(database, run_id), waits_for="needs 8 H100; you are 2nd")
+        view = views.run_view(stored(database, run_id), told=Told(sentence="needs 8 H100; you are 2nd"))
         return view.state, view.node, view.sentence
 
     assert seen() == (State.QUEUED, "", "needs 8 H100; you are 2nd")
@@ -108,7 +109,7 @@ def test_a_reader_gets_what_it_has_not_and_the_end_once_there_is_one(database: D
     tell(database, run_id, Started())
 
     def look(after: int) -> Look:
-        return database.read(lambda connection: views.look(connection, run_id, after, waits_for="waits"))
+        return database.read(lambda connection: views.look(connection, run_id, after, told=Told(sentence="waits")))
 
     assert [message.state for message in look(0).events] == [State.STARTING, State.RUNNING]
     assert [message.seq for message in look(2).events] == [3]

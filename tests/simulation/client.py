@@ -133,9 +133,9 @@ class Client:
 
         def stream(services: Services) -> list[StreamMessage]:
             def look(after: int) -> Look:
-                waits_for = services.sentences.of(self.run_id)
+                told = services.sentences.told(self.run_id)
                 return services.database.read(
-                    lambda connection: views.look(connection, self.run_id, after, waits_for=waits_for)
+                    lambda connection: views.look(connection, self.run_id, after, told=told)
                 )
 
             watch = Watch(self.run_id, position, look=look, files=services.logs, clock=services.clock)

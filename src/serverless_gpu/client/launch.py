@@ -96,12 +96,7 @@ def launch(
         ServerlessGpuError: nothing was started; the message says why and what to do.
     """
     called_ns = SystemClock().boottime_ns()
-    check_function(function)
-    arguments = bind_arguments(function, args, kwargs)
-    if spec.ray is not None:
-        check_ray(spec.ray)
-    if str(getattr(function, "__module__", "")).startswith(_OWN):  # of a cell, which has its code as arguments
-        arguments = {}
+    arguments = check_call(function, args, kwargs, spec)
     spec = msgspec.structs.replace(spec, hang_warning_s=hang_warning_s(os.environ.get(HANG_WARNING)))
     if spec.remote:
         if lender is not None:
@@ -120,6 +115,22 @@ def launch(
             print(f"serverless-gpu: {packed.warning}", file=sys.stderr)
 
     return _place(Run, order, write_call)
+
+
+def check_call(
+    function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object], spec: RunSpec
+) -> dict[str, object]:
+    """Return the arguments by name, for whoever looks at the run; refuse a call that no rank could make.
+
+    Raises:
+        UsageError: the function cannot run on ranks, the arguments do not fit, or Ray is not what it has to be.
+    """
+    check_function(function)
+    arguments = bind_arguments(function, args, kwargs)
+    if spec.ray is not None:
+        check_ray(spec.ray)
+    is_cell = str(getattr(function, "__module__", "")).startswith(_OWN)  # it has its code as arguments
+    return {} if is_cell else arguments
 
 
 def launch_command(spec: RunSpec, *, watch: bool = False) -> Run[None]:
@@ -159,7 +170,7 @@ def hold(handle: Callable[..., Handle], spec: RunSpec, idle_timeout_s: float) ->
 
 def _place(handle: Callable[..., Handle], order: _Order, fill: Callable[[Path], None]) -> Handle:
     """Choose devices, write the run directory, send it to the agent."""
-    home = _home()
+    home = noted_home()
     recognition = snapshots.recognise(home) if order.spec.environment == "snapshot" else None
     try:
         while True:  # twice at most: what was captured just now needs no second look
@@ -323,7 +334,8 @@ def should_prewarm(module: str) -> bool:
     return module == "__main__" and "SGPU_RUN_ID" not in os.environ and "pytest" not in sys.modules
 
 
-def _home() -> Home:
+def noted_home() -> Home:
+    """Return this process's home; what is to be said about it is said once."""
     home = find_home(os.environ)
     if home.note and home.note not in _notes_said:
         _notes_said.add(home.note)
@@ -341,7 +353,7 @@ def _message(order: _Order, home: Home, greeting: protocol.Greeting) -> protocol
             f"a session holds at most {protocol.SESSION_DEVICES_MAX} devices, not {chosen.count}",
             hint="say how many with gpus=, or open several sessions",
         )
-    _check_shown(order.spec, chosen.count)
+    check_shown(order.spec, chosen.count)
     run_id = new_run_id()
     return protocol.Launch(
         run_id=run_id,
@@ -359,8 +371,12 @@ def _message(order: _Order, home: Home, greeting: protocol.Greeting) -> protocol
     )
 
 
-def _check_shown(spec: RunSpec, devices: int) -> None:
-    """Refuse to show ranks of which the run has none."""
+def check_shown(spec: RunSpec, devices: int) -> None:
+    """Refuse to show ranks of which the run has none.
+
+    Raises:
+        InvalidValue: it has none of them.
+    """
     shown, ranks = spec.ranks_log, spec.processes(devices)
     if shown and min(shown) >= ranks:
         raise InvalidValue(

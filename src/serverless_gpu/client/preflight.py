@@ -22,7 +22,7 @@ from serverless_gpu.errors import ArgumentMismatch, NotDistributable, NotPicklab
 from serverless_gpu.node.inside import call, payload
 from serverless_gpu.units import format_bytes
 
-__all__ = ["Packed", "bind_arguments", "check_function", "explain_unpicklable", "largest_captured", "pack"]
+__all__ = ["Packed", "bind_arguments", "check_function", "check_travels", "explain_unpicklable", "largest_captured", "pack"]
 
 _SIZE_WARNED = 10_000_000
 _SOURCES_SIZE_MAX = 2_000_000
@@ -129,12 +129,39 @@ def pack(
         message = f"the call cannot be written to {path}: {error.strerror}"
         raise StorageError(message, hint=_storage_hint(error)) from None
     except Exception as error:  # pickling runs user code, which may raise anything
-        culprit = explain_unpicklable(function, args, kwargs, error, reducer)
-        raise NotPicklable(
-            f"the call to {_name(function)} cannot be sent to its ranks, because of\n  {culprit}\n{_why(error)}",
-            hint="make it inside the function, or pass what is needed to make it",
-        ) from error
+        raise _not_picklable(function, args, kwargs, error, reducer) from error
     return Packed(size, _size_warning(size, function, args, kwargs) if size > _SIZE_WARNED else None)
+
+
+def check_travels(
+    function: Callable[..., object],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    reducer: payload.Reducer | None = None,
+) -> None:
+    """Refuse a call that `pack` could not write; nothing is written.
+
+    Raises:
+        NotPicklable: as `pack`.
+    """
+    try:
+        call.measure_call(function, args, kwargs, _sources(function), reducer)
+    except Exception as error:  # pickling runs user code, which may raise anything
+        raise _not_picklable(function, args, kwargs, error, reducer) from error
+
+
+def _not_picklable(
+    function: Callable[..., object],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    error: Exception,
+    reducer: payload.Reducer | None,
+) -> NotPicklable:
+    culprit = explain_unpicklable(function, args, kwargs, error, reducer)
+    return NotPicklable(
+        f"the call to {_name(function)} cannot be sent to its ranks, because of\n  {culprit}\n{_why(error)}",
+        hint="make it inside the function, or pass what is needed to make it",
+    )
 
 
 def _body(function: Callable[..., object]) -> object:

@@ -170,6 +170,34 @@ class DeviceLocks:
             _keep_cleaners_out(directory, held)
             return Locked(tuple(taken), tuple(taken.values()), held.pop_all())
 
+    def holders(self, uuids: Sequence[str]) -> tuple[Holder, ...]:
+        """Return who has which of these devices; those that nobody has, and those in quarantine, are not there.
+
+        Raises:
+            StorageError: the directory or a file in it cannot be used.
+        """
+        held: list[Holder] = []
+        # With the mutex, so that nobody finds a device busy because it is being asked about.
+        with opened_directory(self.directory) as directory, mutex(directory, _DEVICES):
+            for uuid in dict.fromkeys(uuids):
+                found = _take(directory, uuid)
+                if isinstance(found, int):
+                    os.close(found)
+                elif isinstance(found, Holder):
+                    held.append(found)
+        return tuple(held)
+
+    def waiting(self, queue: str) -> int:
+        """Return how many live processes wait in a queue.
+
+        Args:
+            queue: what is waited for, as for `Ticket`.
+
+        Raises:
+            StorageError: the directory cannot be used.
+        """
+        return Ticket(self.directory, queue).ahead()
+
     def quarantine(self, uuid: str, reason: str, left: tuple[Left, ...] = ()) -> None:
         """Keep a device from being lent until `lift`; do it before releasing its lock.
 
@@ -248,13 +276,13 @@ class Ticket:
         self._give_up()
 
     def ahead(self) -> int:
-        """Return how many living waiters came before.
+        """Return how many living waiters came before; all there are, for one that is not in the queue.
 
         Raises:
             StorageError: the directory cannot be used.
         """
         with opened_directory(self.directory) as directory:
-            numbers = [number for number in self._numbers(directory) if number < self._number]
+            numbers = [number for number in self._numbers(directory) if number < self._number or not self._number]
             return sum(_waits(directory, self._name(number)) for number in numbers)
 
     def is_head(self) -> bool:

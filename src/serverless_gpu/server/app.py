@@ -20,6 +20,7 @@ from serverless_gpu.server.api import (
     blobs,
     drains,
     environments,
+    estimates,
     nodes,
     principals,
     queue,
@@ -35,7 +36,7 @@ from serverless_gpu.server.services import Services
 from serverless_gpu.version import __version__
 from serverless_gpu.wire.base import API
 
-MODULES = (agents, attempts, audit, blobs, drains, environments, nodes, principals, queue, runs, secrets, state)
+MODULES = (agents, attempts, audit, blobs, drains, environments, estimates, nodes, principals, queue, runs, secrets, state)
 """Modules of `api/` with `routes`; whoever adds one adds it here."""
 
 

@@ -230,6 +230,12 @@ def insert(connection: sa.Connection, new: NewRun, *, at_ns: int) -> StoredRun:
             "client_version": new.client_version,
         },
     )
+    return described(new, at_ns=at_ns)
+
+
+def described(new: NewRun, *, at_ns: int) -> StoredRun:
+    """Return a run that waits as `find` will, once it is written down."""
+    spec = new.spec
     return StoredRun(
         id=new.id,
         owner=new.owner,

@@ -5,9 +5,26 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 
+import msgspec
+
 from serverless_gpu.model.queueing import Wait
-from serverless_gpu.model.scheduling.values import Reservation, WaitReason
+from serverless_gpu.model.scheduling.values import Estimate, Reservation, Wanted, WaitReason
 from serverless_gpu.model.scheduling.values import Wait as PlannedWait
+
+
+class Told(msgspec.Struct, frozen=True, kw_only=True):
+    """What a waiting run is told; nothing of it while nobody has looked, or when it does not wait.
+
+    Attributes:
+        sentence: in words.
+        wait: the same, part by part.
+    """
+
+    sentence: str = ""
+    wait: PlannedWait | None = None
+
+
+NOTHING = Told()
 
 
 class Sentences:
@@ -43,6 +60,14 @@ class Sentences:
     def usage(self) -> dict[str, float]:
         """Return the decayed use of each team, GPU-seconds; users without a team under ``"~name"``."""
         return {}
+
+    def told(self, run_id: str) -> Told:
+        """Return what a waiting run is told, in words and part by part."""
+        return Told(sentence=self.of(run_id), wait=self.wait(run_id))
+
+    def estimate(self, wanted: Wanted) -> Estimate:
+        """Return when a run would start if it came now."""
+        return Estimate(at_ns=None, basis="the scheduler has not looked yet")
 
     def replace(self, waits: Mapping[str, Wait]) -> list[str]:
         """Put the sentences of a tick in place of all before; return the runs that are told something else now."""

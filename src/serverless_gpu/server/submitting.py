@@ -45,7 +45,7 @@ from serverless_gpu.server.runs import NewRun, StoredRun
 from serverless_gpu.server.sealing import Sealer
 from serverless_gpu.server.services import Services
 from serverless_gpu.wire.base import INLINE_BYTES_MAX, LABEL_CHARACTERS_MAX, NAME_CHARACTERS_MAX
-from serverless_gpu.wire.runs import RunRequest, RunView
+from serverless_gpu.wire.runs import RunRequest, RunView, Target
 
 CONTEXT_BYTES_MAX = 2 << 20
 RETRIES_MAX = 100
@@ -120,7 +120,7 @@ def check(request: RunRequest, who: Caller) -> None:
     """
     if created_wall_ns(request.id) is None:
         raise InvalidValue(f"{request.id[:40]!r} is no identifier of a run", hint="26 characters, made by the client")
-    _check_spec(request.spec, who)
+    check_spec(request.spec, who)
     _check_payload(request)
     _check_origin(request)
 
@@ -131,23 +131,28 @@ def _same(services: Services, run: StoredRun, who: Caller, digest: str) -> RunVi
             f"there is a run {run.id} already, and it was asked for differently",
             hint="every run needs an identifier of its own",
         )
-    return views.run_view(run, waits_for=services.sentences.of(run.id), deduplicated=True)
+    return views.run_view(run, told=services.sentences.told(run.id), deduplicated=True)
 
 
 def _create(connection: sa.Connection, sealer: Sealer, new: NewRun, who: Caller, at_ns: int) -> tuple[StoredRun, bool]:
     before = runs.find(connection, new.id) if runs.exists(connection, new.id) else None
     if before is not None:
         return before, False
-    new = msgspec.structs.replace(new, pool=_pool(connection, new.spec))
-    secret_store.pins(connection, sealer, who.name, new.spec.team or "", new.spec.secrets)
+    new = msgspec.structs.replace(new, pool=placed(connection, sealer, new.spec, who))
     run = runs.insert(connection, new, at_ns=at_ns)
     events.add(connection, [StoredEvent(run_id=new.id, seq=1, fence=0, at_ns=at_ns, state=State.QUEUED)])
     audit.record(connection, who=who, action=Action.RUN_CREATE, subject=new.id, now_ns=at_ns)
     return run, True
 
 
-def _pool(connection: sa.Connection, spec: RunSpec) -> str:
-    """Return where a run goes: what it names, else what its policy says, or "" for any on-demand pool."""
+def placed(connection: sa.Connection, sealer: Sealer, spec: RunSpec, who: Caller) -> str:
+    """Return the pool a run goes to, "" for any on-demand one; refuse a run that names what is not there.
+
+    Raises:
+        InvalidValue: there is no such pool, or policy.
+        SecretMissing: there is no such secret.
+    """
+    secret_store.pins(connection, sealer, who.name, spec.team or "", spec.secrets)
     policy = UsagePolicy() if spec.policy is None else dividing.find_policy(connection, spec.policy)
     name = policy.pool if spec.pool is None else spec.pool
     return dividing.find_pool(connection, name).name if name else ""
@@ -183,7 +188,13 @@ def _find_room(services: Services, who: Caller) -> None:
     services.waiting_room.counted(who.name, most - waiting - 1)
 
 
-def _check_spec(spec: RunSpec, who: Caller) -> None:
+def check_spec(spec: RunSpec, who: Caller) -> None:
+    """Refuse a description of a run that cannot be, whatever it is to call.
+
+    Raises:
+        InvalidValue: something of it is not possible.
+        TooLarge: something of it is over a limit.
+    """
     if spec.spec_version != SPEC_VERSION:
         raise InvalidValue(
             f"the run is described in version {spec.spec_version}, and this server knows {SPEC_VERSION}",
@@ -242,13 +253,7 @@ def _check_payload(request: RunRequest) -> None:
 def _check_origin(request: RunRequest) -> None:
     """Refuse what cannot be of where the run comes from and what it imports."""
     target = request.target
-    for name, text in (
-        ("python", target.python),
-        ("platform", target.platform),
-        ("machine", target.machine),
-        ("caller", target.caller),
-    ):
-        _check_text(name, text, NAME_CHARACTERS_MAX)
+    check_target(target)
     _check_text("version", request.version, VERSION_CHARACTERS_MAX)
     if request.spec.environment == "snapshot":
         if len(request.snapshot) != 64 or not set(request.snapshot) <= _HEXADECIMAL:
@@ -266,6 +271,16 @@ def _check_origin(request: RunRequest) -> None:
         )
     if not context.lstrip().startswith(b"{"):
         raise InvalidValue("context is not an object")
+
+
+def check_target(target: Target) -> None:
+    """Refuse what no node can be like.
+
+    Raises:
+        InvalidValue: something of it is too long, or no text.
+    """
+    for name in ("python", "platform", "machine", "caller"):
+        _check_text(name, getattr(target, name), NAME_CHARACTERS_MAX)
 
 
 def _check_text(name: str, text: str, most: int) -> None:

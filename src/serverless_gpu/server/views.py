@@ -21,6 +21,7 @@ from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.events import StoredEvent
 from serverless_gpu.server.files import StoredFile
 from serverless_gpu.server.runs import StoredRun
+from serverless_gpu.server.sentences import NOTHING, Told
 from serverless_gpu.server.transitions import told_as
 from serverless_gpu.server.watching import Look
 from serverless_gpu.wire.base import Json
@@ -32,6 +33,7 @@ from serverless_gpu.wire.runs import (
     SettledMessage,
     StateMessage,
 )
+from serverless_gpu.wire.waiting import wait_view
 
 
 def visible(connection: sa.Connection, run_id: str, *, who: Caller, reach: str) -> StoredRun:
@@ -65,12 +67,12 @@ def in_reach(run: StoredRun, *, who: Caller, reach: str) -> bool:
     return access.covers(reach, name=who.name, teams=who.teams, owner=run.owner, team=run.team)
 
 
-def run_view(run: StoredRun, *, waits_for: str = "", deduplicated: bool = False) -> RunView:
+def run_view(run: StoredRun, *, told: Told = NOTHING, deduplicated: bool = False) -> RunView:
     """Return a run as everybody who may see it sees it.
 
     Args:
         run: as it is stored.
-        waits_for: what the scheduler says about it while it waits.
+        told: what the scheduler says about it while it waits.
         deduplicated: whether this answers a request that had come before.
     """
     attempt = run.attempt
@@ -79,7 +81,7 @@ def run_view(run: StoredRun, *, waits_for: str = "", deduplicated: bool = False)
         name=run.name,
         state=run.state,
         reason=run.reason,
-        sentence=sentence(run, waits_for=waits_for),
+        sentence=sentence(run, waits_for=told.sentence),
         fence=run.fence,
         owner=run.owner,
         team=run.team,
@@ -96,6 +98,7 @@ def run_view(run: StoredRun, *, waits_for: str = "", deduplicated: bool = False)
         deduplicated=deduplicated,
         finished=run.finished,
         tracked=run.tracked,
+        waiting=wait_view(told.wait) if told.wait is not None and run.state is State.QUEUED else None,
     )
 
 
@@ -170,13 +173,13 @@ def settled_message(outcome: Outcome) -> SettledMessage:
     return SettledMessage(receipt=_json(outcome.receipt))
 
 
-def look(connection: sa.Connection, run_id: str, after: int, *, waits_for: str = "") -> Look:
+def look(connection: sa.Connection, run_id: str, after: int, *, told: Told = NOTHING) -> Look:
     """Return what is new of a run for a reader of its stream.
 
     Args:
         run_id: the run.
         after: number of the last event the reader has.
-        waits_for: what the scheduler says about it while it waits.
+        told: what the scheduler says about it while it waits.
 
     Raises:
         NotFound: there is no such run any more.
@@ -184,14 +187,14 @@ def look(connection: sa.Connection, run_id: str, after: int, *, waits_for: str =
     run = runs.find(connection, run_id)
     if run is None:
         raise NotFound(f"there is no run {run_id[:40]!r}")
-    told = tuple(state_message(event) for event in events.after(connection, run_id, after))
+    messages = tuple(state_message(event) for event in events.after(connection, run_id, after))
     if run.state not in TERMINAL:
-        return Look(run=run_view(run, waits_for=waits_for), events=told)
+        return Look(run=run_view(run, told=told), events=messages)
     outcome = attempts.outcome(connection, run_id, run.fence)
     found = files.of_attempt(connection, run_id, run.fence) if run.events > after else []
     return Look(
         run=run_view(run),
-        events=tuple(message for message in told if message.seq < run.events),
+        events=tuple(message for message in messages if message.seq < run.events),
         ended=ended_message(run, outcome, found),
         settled=settled_message(outcome) if run.finished else None,
     )

@@ -178,6 +178,7 @@ class Watch:
         if over and self._output.more_to_read:
             return found
         found += self._endings(look)
+        # Parts of a wait that its sentence does not have may change without a word.
         is_new = look.run.sentence not in ("", self._sentence) or look.run.tracked != self._tracked
         if is_new and not over:
             self._sentence, self._tracked = look.run.sentence, look.run.tracked
@@ -326,6 +327,7 @@ def _aside(run: RunView) -> StateMessage:
         sentence=run.sentence,
         node=run.node,
         tracked=run.tracked,
+        waiting=run.waiting,
     )
 
 

@@ -1,5 +1,6 @@
 """Runs: how they are asked for, listed, watched and stopped.
 
+POST   /estimates                       EstimateRequest  → EstimateView, of `wire/estimates.py`
 POST   /runs                            RunRequest → RunView, or with `Accept: text/event-stream` its stream at once
 GET    /runs?state&owner&team&name&tag&limit&cursor      → RunPage
 GET    /runs/{run}                                       → RunView
@@ -23,6 +24,7 @@ import msgspec
 from serverless_gpu.model.attempt import Reason, State, StopReason
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.wire.base import Answer, Json, Request
+from serverless_gpu.wire.waiting import WaitView
 
 
 class Target(Request, frozen=True, kw_only=True):
@@ -76,6 +78,7 @@ class RunView(Answer, frozen=True, kw_only=True):
         deduplicated: whether this answers a request that had come before.
         finished: whether state, files and receipt are final.
         tracked: link to it in MLflow, once known.
+        waiting: what it waits for, part by part, while it does and somebody has looked; `sentence` says the same.
         Times are nanoseconds since 1970.
     """
 
@@ -100,6 +103,7 @@ class RunView(Answer, frozen=True, kw_only=True):
     deduplicated: bool = False
     finished: bool = False
     tracked: str = ""
+    waiting: WaitView | None = None
 
 
 class RunPage(Answer, frozen=True, kw_only=True):
@@ -172,6 +176,7 @@ class StateMessage(Answer, frozen=True, kw_only=True, tag="state"):
     Attributes:
         seq: number of the event; 0 where it is none: only the sentence, or the link, is news.
         tracked: link to the run in MLflow; "" where that is not known, or was said before.
+        waiting: the parts of a sentence about a wait.
     """
 
     seq: int
@@ -182,6 +187,7 @@ class StateMessage(Answer, frozen=True, kw_only=True, tag="state"):
     node: str = ""
     at_ns: int = 0
     tracked: str = ""
+    waiting: WaitView | None = None
 
 
 class LogMessage(Answer, frozen=True, kw_only=True, tag="log"):

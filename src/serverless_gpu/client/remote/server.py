@@ -30,6 +30,7 @@ from serverless_gpu.model.attempt import StopReason
 from serverless_gpu.wire.agents import PoolList, PoolView
 from serverless_gpu.wire.blobs import DigestList
 from serverless_gpu.wire.connection import Connection
+from serverless_gpu.wire.estimates import EstimateRequest, EstimateView
 from serverless_gpu.wire.principals import PrincipalView
 from serverless_gpu.wire.runs import AttemptList, AttemptView, RunRequest, RunView, StopRequest
 from serverless_gpu.wire.state import Version
@@ -171,6 +172,10 @@ class Server:
     def submit(self, request: RunRequest) -> RunView:
         """Ask for a run; the same request again means the same run."""
         return self._patient.ask("POST", "/runs", request, answer=RunView)
+
+    def estimate(self, request: EstimateRequest) -> EstimateView:
+        """Return when a run would start; a server that is away is not waited for."""
+        return self._prompt.ask("POST", "/estimates", request, answer=EstimateView)
 
     def run(self, run_id: str) -> RunView:
         """Return a run as it is now."""

@@ -93,7 +93,7 @@ def launch(call: Call | None, spec: RunSpec, *, watch: bool) -> Run[object]:
     home = find_home(os.environ)
     server = server_of(home.root, os.environ)
     choice = choose(spec, os.environ, server.pools)
-    spec = msgspec.structs.replace(spec, environment=_environment(spec, server), pool=choice.pool)
+    spec = msgspec.structs.replace(spec, environment=environment_of(spec, server), pool=choice.pool)
     far = Far(spec.environment != "live", _is_beside(server), lambda: server.version().mlflow)
     spec = tracked(spec, call.named if call is not None else None, far)
     run_id = new_run_id()
@@ -129,10 +129,10 @@ def is_of_this_machine(home: Home, spec: RunSpec) -> bool:
     """
     server = server_of(home.root, os.environ)
     server.version(patiently=False)
-    return server.profile.embedded and _environment(spec, server) == "live"
+    return server.profile.embedded and environment_of(spec, server) == "live"
 
 
-def _environment(spec: RunSpec, server: Server) -> Environment:
+def environment_of(spec: RunSpec, server: Server) -> Environment:
     """Return what ranks import: the caller's files where they lie, if the server is `sgpu up` of this machine."""
     if spec.environment != "auto":
         return spec.environment
@@ -184,16 +184,25 @@ def _request(server: Server, root: Path, run_id: str, spec: RunSpec, snapshot: s
     return RunRequest(
         id=run_id,
         spec=spec,
-        target=Target(
-            machine="" if snapshot else machine(),
-            caller=machine(),
-            python=f"{sys.version_info.major}.{sys.version_info.minor}",
-            platform=f"{sys.platform}-{platform.machine()}",
-        ),
+        target=target(travels=bool(snapshot)),
         context=msgspec.Raw(msgspec.json.encode(context)),
         call=call,
         snapshot=snapshot,
         version=__version__,
+    )
+
+
+def target(*, travels: bool) -> Target:
+    """Return what the node has to be like.
+
+    Args:
+        travels: whether ranks import a captured environment, so that any machine will do.
+    """
+    return Target(
+        machine="" if travels else machine(),
+        caller=machine(),
+        python=f"{sys.version_info.major}.{sys.version_info.minor}",
+        platform=f"{sys.platform}-{platform.machine()}",
     )
 
 

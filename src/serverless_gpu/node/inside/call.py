@@ -64,18 +64,34 @@ def dump_call(
     Returns:
         The size of the file in bytes.
     """
+    return payload.dump(_fields(function, args, kwargs, sources), path, reducer=reducer)
+
+
+def measure_call(
+    function: Callable[..., object],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    sources: Mapping[str, Sequence[str]],
+    reducer: payload.Reducer | None = None,
+) -> int:
+    """Return about how many bytes `dump_call` would write; what cannot be written raises the same."""
+    return payload.measure(_fields(function, args, kwargs, sources), reducer)
+
+
+def _fields(
+    function: Callable[..., object],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    sources: Mapping[str, Sequence[str]],
+) -> dict[str, object]:
     reference = _reference(function)
-    return payload.dump(
-        {
-            "reference": None if reference is None else tuple(reference),
-            "function": function if reference is None else None,
-            "args": tuple(args),
-            "kwargs": dict(kwargs),
-            "sources": {name: list(lines) for name, lines in sources.items()},
-        },
-        path,
-        reducer=reducer,
-    )
+    return {
+        "reference": None if reference is None else tuple(reference),
+        "function": function if reference is None else None,
+        "args": tuple(args),
+        "kwargs": dict(kwargs),
+        "sources": {name: list(lines) for name, lines in sources.items()},
+    }
 
 
 def load_call(path: str) -> Call:

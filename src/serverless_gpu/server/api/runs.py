@@ -16,6 +16,7 @@ from serverless_gpu.server import attempts, files, outputs, runs, stopping, subm
 from serverless_gpu.server.api.ranges import part_of
 from serverless_gpu.server.api.routing import EVENTS, Bytes, Call, Query, Routes, Stream, reading, writing
 from serverless_gpu.server.runs import StoredRun
+from serverless_gpu.server.sentences import NOTHING
 from serverless_gpu.server.watching import Look, Position, Watch, parse_offsets, parse_ranks
 from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX, PAGE_DEFAULT, PAGE_MAX
 from serverless_gpu.wire.runs import (
@@ -192,8 +193,8 @@ async def _messages(call: Call, view: RunView, position: Position) -> AsyncItera
     yield AcceptedMessage(run=view)
 
     def look(after: int) -> Look:
-        waits_for = services.sentences.of(run_id)
-        return services.database.read(lambda db: views.look(db, run_id, after, waits_for=waits_for))
+        told = services.sentences.told(run_id)
+        return services.database.read(lambda db: views.look(db, run_id, after, told=told))
 
     watch = Watch(run_id, position, look=look, files=services.logs, clock=services.clock)
     async for message in watch.messages(services.hub, call.in_thread):
@@ -215,7 +216,8 @@ def _visible(call: Call, db: sa.Connection, run: str) -> StoredRun:
 
 
 def _view(call: Call, run: StoredRun) -> RunView:
-    return views.run_view(run, waits_for=call.services.sentences.of(run.id))
+    waits = run.state is State.QUEUED
+    return views.run_view(run, told=call.services.sentences.told(run.id) if waits else NOTHING)
 
 
 def _read(call: Call, work: Callable[[sa.Connection], T]) -> T:

@@ -1,0 +1,135 @@
+"""When a run of this machine would get its devices: who has them now, and until when at the latest.
+
+    locks: who has which device ─┬─ of this home: its run directory ─▶ began, time limit ─▶ until when
+    tickets: who waits ──────────┤   of others, or without a limit ─▶ nobody can say
+    processes, quarantine ───────┘
+
+Read only; nothing is taken, and no place in the queue. A machine has no queue that is decided: whoever came first is
+served first, so with somebody in front nothing is known.
+
+Failure cases: a lock directory that cannot be used (`StorageError`); devices that do not answer count as in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from serverless_gpu.model.placement import Candidates
+from serverless_gpu.model.scheduling import telling
+from serverless_gpu.model.scheduling.values import Estimate, Wait, WaitReason
+from serverless_gpu.model.scheduling.values import Holder as Having
+from serverless_gpu.node.gate import foreign
+from serverless_gpu.node.gpus import Provider, unknown_usage
+from serverless_gpu.node.history import Record, read_run
+from serverless_gpu.node.home import Home
+from serverless_gpu.node.locks import DeviceLocks, Holder
+from serverless_gpu.node.reservation import retest_quarantined
+
+HERE = "this machine"
+
+
+def outlook(
+    home: Home,
+    wanted: Candidates,
+    *,
+    locks: DeviceLocks,
+    provider: Provider,
+    now_ns: int,
+    clock: Callable[[int], str],
+    ignore_busy: bool = False,
+) -> Estimate:
+    """Return when a run would get its devices if it were started now.
+
+    Args:
+        home: whose runs are known.
+        wanted: which devices it may take, and how many.
+        locks: of these devices.
+        provider: says what they are used for.
+        now_ns: nanoseconds since 1970.
+        clock: how times are written.
+        ignore_busy: whether it takes devices that other programs use, too.
+
+    Raises:
+        StorageError: the lock directory cannot be used.
+    """
+    uuids = [device.uuid for device in wanted.devices]
+    kind = wanted.devices[0].type
+    waiting = locks.waiting(kind)
+    holders = locks.holders(uuids)
+    held = {holder.uuid for holder in holders}
+    idle = [uuid for uuid in uuids if uuid not in held]
+    outside = _outside(locks, provider, idle, ignore_busy=ignore_busy)
+    free = len(idle) - outside
+    if free >= wanted.count and not waiting:
+        return Estimate(at_ns=now_ns, is_bound=False, node=HERE, basis=f"{free} of {len(uuids)} {kind} are free")
+    having = _having(home, holders, now_ns)
+    at_ns = None if waiting else _when(wanted.count - free, having)
+    wait = Wait(
+        run_id="",
+        reason=WaitReason.CAPACITY,
+        count=wanted.count,
+        gpu_type=kind,
+        node=HERE,
+        free=max(0, free),
+        outside=outside,
+        holders=tuple(having),
+        words=f"{waiting} {'run is' if waiting == 1 else 'runs are'} ahead in the queue" if waiting else "",
+    )
+    return Estimate(
+        at_ns=at_ns,
+        is_bound=at_ns is not None,
+        node=HERE if at_ns is not None else "",
+        basis=telling.sentence(wait, clock),
+        place=waiting + 1,
+    )
+
+
+def _outside(locks: DeviceLocks, provider: Provider, uuids: Sequence[str], *, ignore_busy: bool) -> int:
+    """Return how many devices that no run has cannot be used all the same."""
+    if not uuids:
+        return 0
+    quarantined = retest_quarantined(locks, provider, uuids)
+    usage = {} if ignore_busy else provider.usage(list(uuids))
+    used = [
+        uuid
+        for uuid in uuids
+        if not ignore_busy and foreign(usage.get(uuid, unknown_usage("it did not answer"))) is not None
+    ]
+    return len({*quarantined, *used})
+
+
+def _having(home: Home, holders: Sequence[Holder], now_ns: int) -> list[Having]:
+    """Return who has devices, by run, those who leave first first."""
+    counts: dict[str, list[Holder]] = {}
+    for holder in holders:
+        counts.setdefault(holder.run_id, []).append(holder)
+    having = [_one(home, run_id, held, now_ns) for run_id, held in counts.items()]
+    return sorted(having, key=lambda each: (each.until_ns is None, each.until_ns or 0, each.title))
+
+
+def _one(home: Home, run_id: str, held: Sequence[Holder], now_ns: int) -> Having:
+    record = read_run(home.runs, run_id) if run_id and (home.runs / run_id).is_dir() else None
+    name = (record.spec.name if record is not None and record.spec is not None else "") or run_id or "somebody"
+    until_ns = _until_ns(record, now_ns)
+    what = "session " if held[0].session else ""
+    title = f"{what}{held[0].user}/{name}" if held[0].user else name
+    return Having(title=title, count=len(held), until_ns=until_ns, is_bound=until_ns is not None)
+
+
+def _until_ns(record: Record | None, now_ns: int) -> int | None:
+    """Return when a run has given its devices back at the latest; None where nobody can say."""
+    if record is None or record.spec is None or record.spec.timeout_s is None:
+        return None
+    began_ns = record.began_ns or now_ns
+    return max(now_ns, began_ns + round((record.spec.timeout_s + record.spec.grace_s) * 1e9))
+
+
+def _when(lacking: int, having: Sequence[Having]) -> int | None:
+    """Return when so many devices more are free at the latest, by those who have declared it."""
+    for holder in having:
+        if holder.until_ns is None:
+            return None
+        lacking -= holder.count
+        if lacking <= 0:
+            return holder.until_ns
+    return None

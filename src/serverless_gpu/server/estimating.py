@@ -1,0 +1,101 @@
+"""When would a run start? Checked as one that is asked for, answered by whoever decides the queue, and forgotten.
+
+    spec, target ─▶ is it possible? ─▶ a run that is in no database ─▶ what it wants ─▶ `Planner.estimate`
+
+What would refuse the run refuses the question. What would keep it waiting whatever is free (the server starts nothing,
+its owner may start nothing) is the answer.
+"""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+
+from serverless_gpu.ambient import new_run_id
+from serverless_gpu.errors import InvalidValue
+from serverless_gpu.model.scheduling.values import Estimate, Wanted
+from serverless_gpu.model.spec import Command, Function, Kernel, check_command
+from serverless_gpu.server import draining, owners, runs, submitting
+from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.runs import NewRun, StoredRun
+from serverless_gpu.server.services import Services
+from serverless_gpu.wire.estimates import EstimateRequest, EstimateView, estimate_view
+
+
+def estimate(services: Services, who: Caller, request: EstimateRequest) -> EstimateView:
+    """Return when a run would start if it were asked for now; nothing of it is kept.
+
+    Args:
+        services: the server's.
+        who: asks, and would own it.
+        request: what would be run.
+
+    Raises:
+        InvalidValue: such a run is not possible.
+        SecretMissing: a secret that it names is not there.
+        TooLarge: it is over a limit.
+    """
+    submitting.check_spec(request.spec, who)
+    submitting.check_target(request.target)
+    match request.spec.payload:
+        case Kernel():
+            raise InvalidValue("notebook kernels cannot run on a server yet", hint="ask for a function or a command")
+        case Command() as command:
+            check_command(command)
+        case Function():
+            pass
+    now_ns = services.clock.wall_ns()
+
+    def work(connection: sa.Connection) -> str:
+        submitting.check_named(connection, services.sealer, request.spec, who)
+        return _held(connection, who)
+
+    held = services.database.read(work)
+    if held:
+        return estimate_view(Estimate(at_ns=None, basis=held), now_ns)
+    wanted = _wanted(_imagined(who, request, now_ns))
+    return estimate_view(services.sentences.estimate(wanted), now_ns)
+
+
+def _held(connection: sa.Connection, who: Caller) -> str:
+    """Return why no run of somebody's would start now, however much is free, or ""."""
+    drain = draining.find(connection)
+    if drain is not None:
+        return drain.sentence
+    return f"{who.name} may start no runs now" if who.name in owners.shut_out(connection, who.name) else ""
+
+
+def _imagined(who: Caller, request: EstimateRequest, now_ns: int) -> StoredRun:
+    """Return the run as it would be written down."""
+    new = NewRun(
+        id=new_run_id(),
+        owner=who.name,
+        spec=request.spec,
+        target=request.target,
+        request_sha256="",
+        context_sealed=b"",
+        snapshot="0" * 64 if request.snapshot else "",
+    )
+    return runs.described(new, at_ns=now_ns)
+
+
+def _wanted(run: StoredRun) -> Wanted:
+    """Return what a run wants, as decisions take it."""
+    resources = run.spec.resources
+    travels = run.snapshot or (isinstance(run.spec.payload, Function) and not run.target.machine)
+    return Wanted(
+        run_id=run.id,
+        title=f"{run.owner}/{run.name or run.id}",
+        owner=run.owner,
+        team=run.team,
+        priority=run.priority,
+        queued_ns=run.queued_ns,
+        gpus=resources.gpus,
+        gpu_type=resources.gpu_type,
+        pool=run.pool,
+        machine=run.target.machine,
+        platform=run.target.platform,
+        python=".".join(run.target.python.split(".")[:2]) if travels else "",
+        caller=run.target.caller,
+        limit_s=run.spec.timeout_s,
+        preemptible=run.spec.resume,
+    )

@@ -1,0 +1,56 @@
+"""When a run would start: asked, answered, and nothing is kept of it.
+
+POST   /estimates                       EstimateRequest  → EstimateView
+
+Times are nanoseconds since 1970 by the server's clock.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from serverless_gpu.model.scheduling.values import Estimate
+from serverless_gpu.model.spec import RunSpec
+from serverless_gpu.wire.base import Answer, Request
+from serverless_gpu.wire.runs import Target
+
+
+class EstimateRequest(Request, frozen=True, kw_only=True):
+    """A run that is not asked for: when would it start?
+
+    Attributes:
+        spec: what it would run, as for `RunRequest`, without what it would call.
+        target: what the node has to be like.
+        snapshot: whether its ranks would import a captured environment.
+    """
+
+    spec: RunSpec
+    target: Target
+    snapshot: bool = False
+
+
+class EstimateView(Answer, frozen=True, kw_only=True):
+    """When a run would start if it were asked for now.
+
+    Attributes:
+        at_ns: the expected time; None where it is unknown.
+        is_bound: whether that is the latest time.
+        node: where, by name, or "".
+        basis: what that rests on, or why it is unknown, in words.
+        place: how many runs are ahead of it for the same kind of devices, plus one; 0 when it starts at once.
+        impossible: whether nothing that has joined can ever serve it.
+        now_ns: the server's time.
+    """
+
+    at_ns: int | None
+    is_bound: bool = False
+    node: str = ""
+    basis: str
+    place: int = 0
+    impossible: bool = False
+    now_ns: int
+
+
+def estimate_view(estimate: Estimate, now_ns: int) -> EstimateView:
+    """Return when a run would start, as it travels."""
+    return EstimateView(now_ns=now_ns, **msgspec.structs.asdict(estimate))

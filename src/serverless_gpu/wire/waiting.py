@@ -1,0 +1,82 @@
+"""Why a run waits, part by part: `Wait` of `model/scheduling/values.py`, as it travels.
+
+Times are nanoseconds since 1970 by the server's clock. A sentence is made of the parts by whoever shows it, with the
+clock of the place where it is read.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from serverless_gpu.model.scheduling.values import Holder, Wait, WaitReason
+from serverless_gpu.wire.base import Answer
+
+HOLDERS_MAX = 16
+"""So many of those who have devices are named; `others` counts the devices of the rest."""
+_REASONS = frozenset(reason.value for reason in WaitReason)
+
+
+class HolderView(Answer, frozen=True, kw_only=True):
+    """Somebody who has devices that are waited for.
+
+    Attributes:
+        title: owner and name of their run.
+        until_ns: when they give them back; None where nobody can say.
+        is_bound: whether that is the latest time, as declared.
+    """
+
+    title: str
+    count: int
+    until_ns: int | None = None
+    is_bound: bool = False
+
+
+class WaitView(Answer, frozen=True, kw_only=True):
+    """Why a run is not placed.
+
+    Attributes:
+        reason: of `WaitReason`; a newer server may have others.
+        count: devices that it needs; 0 where that depends on the node.
+        gpu_type: their type; "" where that depends on the node.
+        one_node: whether they have to be on one node.
+        node: name of the node where it fits soonest, or "".
+        free: devices of its kind that are free there.
+        outside: those that others than this server use there, or that are in quarantine.
+        holders: who has the others, those who leave first first; `HOLDERS_MAX` of them.
+        others: devices of those who are not named.
+        ahead: title of the run for which what is free is kept, or "".
+        place: its place among those that want the same kind of devices; 1 is the next, 0 is none: it is not in line.
+        at_ns: when it starts, where that is known; `is_bound`: at the latest.
+        words: what is to be said beyond that, or in place of it.
+    """
+
+    reason: str
+    count: int = 0
+    gpu_type: str = ""
+    one_node: bool = True
+    node: str = ""
+    free: int = 0
+    outside: int = 0
+    holders: tuple[HolderView, ...] = ()
+    others: int = 0
+    ahead: str = ""
+    place: int = 0
+    at_ns: int | None = None
+    is_bound: bool = False
+    words: str = ""
+
+
+def wait_view(wait: Wait) -> WaitView:
+    """Return why a run waits, as it travels."""
+    view = msgspec.convert(wait, WaitView, from_attributes=True)
+    rest = wait.holders[HOLDERS_MAX:]
+    return msgspec.structs.replace(view, holders=view.holders[:HOLDERS_MAX], others=sum(each.count for each in rest))
+
+
+def wait_of(view: WaitView, run_id: str) -> Wait | None:
+    """Return what a view says of a run, as decisions have it; None for a reason that this version does not know."""
+    if view.reason not in _REASONS:
+        return None
+    wait = msgspec.convert(msgspec.to_builtins(view) | {"run_id": run_id}, Wait)
+    others = (Holder(title="others", count=view.others),) if view.others else ()
+    return msgspec.structs.replace(wait, run_id=run_id, holders=(*wait.holders, *others))
