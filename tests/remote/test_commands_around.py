@@ -116,6 +116,7 @@ def test_nodes_and_pools(joined: Path) -> None:
         sgpu("node", "forget", "nowhere", "--i-know-it-is-dead")
 
 
+<<<<<<< HEAD
 def test_a_variable_names_the_pool_of_a_call(served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     work = distributed(gpus=1, gpu_type="H100", remote=True, quiet=True)(str.upper)
     monkeypatch.setenv("SGPU_POOL", "nowhere")
@@ -146,6 +147,8 @@ def test_a_dry_run_says_what_would_be_asked_for_and_asks_nobody(served: Path, tm
     assert sgpu("runs", "--json").stdout == before
 
 
+=======
+>>>>>>> 1b02517 (A call says when it would start: fn.estimate, POST /estimates, and submit --dry-run)
 def test_clean_deletes_copies_too_and_the_server_still_has_what_they_are_copies_of(served: Path) -> None:
     run = distributed(gpus=1, gpu_type="H100", remote=True, quiet=True)(str.upper).submit("a")
     assert run.results(60) == ["A"]

@@ -134,9 +134,7 @@ class Client:
         def stream(services: Services) -> list[StreamMessage]:
             def look(after: int) -> Look:
                 told = services.sentences.told(self.run_id)
-                return services.database.read(
-                    lambda connection: views.look(connection, self.run_id, after, told=told)
-                )
+                return services.database.read(lambda connection: views.look(connection, self.run_id, after, told=told))
 
             watch = Watch(self.run_id, position, look=look, files=services.logs, clock=services.clock)
             return watch.next()

@@ -7,6 +7,7 @@ train(3e-4)                       the plain function, in this process
 train.distributed(lr=3e-4)        on 8 GPUs; blocks; one result per rank
 train.submit(lr=3e-4)             the same as a Run to wait for
 train.map([1e-4, 3e-4])           one Run per item
+train.estimate(lr=3e-4)           when it would start; nothing is started
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import functools
 import os
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Generic, ParamSpec, TypeVar, Unpack, cast, overload
+from typing import TYPE_CHECKING, Generic, ParamSpec, TypeVar, Unpack, cast, overload
 
 import msgspec
 
@@ -25,10 +26,16 @@ from serverless_gpu.client.preflight import check_function
 from serverless_gpu.client.run import Run
 from serverless_gpu.client.snapshots import shared
 from serverless_gpu.errors import InvalidOption, ServerlessGpuError, UnknownGpuType
+from serverless_gpu.loading import load
 from serverless_gpu.model.hardware import GpuType
 from serverless_gpu.model.spec import Options, RunSpec, make_spec
 from serverless_gpu.node.configuration import read_configuration
 from serverless_gpu.node.home import find_home
+
+if TYPE_CHECKING:
+    from serverless_gpu.client.estimating import Estimate
+
+_ESTIMATING = "serverless_gpu.client.estimating"  # loaded when it is asked for: a call has no use for it
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -94,6 +101,24 @@ class DistributedFunction(Generic[P, R]):
         __tracebackhide__ = True
         return self._start(args, kwargs)
 
+    def estimate(self, *args: P.args, **kwargs: P.kwargs) -> Estimate:
+        """Return when this call would start, and what that rests on; it is checked as the call is, and not made.
+
+        Returns:
+            `start` and `seconds` (None where nobody can say), `is_bound`, `basis`; `print` says it in words.
+
+        Raises:
+            UsageError: the arguments do not fit, or cannot be pickled.
+            HardwareError: this machine does not have the GPUs.
+            ServerlessGpuError: the call would be refused for another reason.
+        """
+        __tracebackhide__ = True
+        try:
+            found: Estimate = load(_ESTIMATING).estimate(self.__wrapped__, args, kwargs, self.spec)
+        except ServerlessGpuError as error:
+            raise without_own_frames(error) from error.__cause__
+        return found
+
     def map(self, items: Iterable[object], **kwargs: object) -> list[Run[R]]:
         """Start one run per item, the item as the first argument, and return their handles.
 
@@ -143,7 +168,7 @@ def distributed(
         options: see the reference of options.
 
     Returns:
-        A decorator; what it returns has `.distributed`, `.submit` and `.map`.
+        A decorator; what it returns has `.distributed`, `.submit`, `.map` and `.estimate`.
 
     Raises:
         InvalidOption: an option does not exist, or has the wrong type.

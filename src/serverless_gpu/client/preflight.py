@@ -22,7 +22,8 @@ from serverless_gpu.errors import ArgumentMismatch, NotDistributable, NotPicklab
 from serverless_gpu.node.inside import call, payload
 from serverless_gpu.units import format_bytes
 
-__all__ = ["Packed", "bind_arguments", "check_function", "check_travels", "explain_unpicklable", "largest_captured", "pack"]
+__all__ = ["Packed", "bind_arguments", "check_function", "check_travels", "explain_unpicklable"]
+__all__ += ["largest_captured", "pack"]
 
 _SIZE_WARNED = 10_000_000
 _SOURCES_SIZE_MAX = 2_000_000

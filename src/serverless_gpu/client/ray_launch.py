@@ -44,7 +44,7 @@ def ray_launch(
         options: those of `distributed`, except `hang_timeout`.
 
     Returns:
-        A decorator; what it returns has `.distributed`, `.submit` and `.map`.
+        A decorator; what it returns has `.distributed`, `.submit`, `.map` and `.estimate`.
 
     Raises:
         InvalidOption: an option does not exist, or has the wrong type.

@@ -12,8 +12,10 @@ Failure cases: a lock directory that cannot be used (`StorageError`); devices th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 
+from serverless_gpu.ambient import format_soon
 from serverless_gpu.model.placement import Candidates
 from serverless_gpu.model.scheduling import telling
 from serverless_gpu.model.scheduling.values import Estimate, Wait, WaitReason
@@ -35,7 +37,6 @@ def outlook(
     locks: DeviceLocks,
     provider: Provider,
     now_ns: int,
-    clock: Callable[[int], str],
     ignore_busy: bool = False,
 ) -> Estimate:
     """Return when a run would get its devices if it were started now.
@@ -46,7 +47,6 @@ def outlook(
         locks: of these devices.
         provider: says what they are used for.
         now_ns: nanoseconds since 1970.
-        clock: how times are written.
         ignore_busy: whether it takes devices that other programs use, too.
 
     Raises:
@@ -79,7 +79,7 @@ def outlook(
         at_ns=at_ns,
         is_bound=at_ns is not None,
         node=HERE if at_ns is not None else "",
-        basis=telling.sentence(wait, clock),
+        basis=telling.sentence(wait, functools.partial(format_soon, now_ns=now_ns)),
         place=waiting + 1,
     )
 

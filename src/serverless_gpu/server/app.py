@@ -36,7 +36,21 @@ from serverless_gpu.server.services import Services
 from serverless_gpu.version import __version__
 from serverless_gpu.wire.base import API
 
-MODULES = (agents, attempts, audit, blobs, drains, environments, estimates, nodes, principals, queue, runs, secrets, state)
+MODULES = (
+    agents,
+    attempts,
+    audit,
+    blobs,
+    drains,
+    environments,
+    estimates,
+    nodes,
+    principals,
+    queue,
+    runs,
+    secrets,
+    state,
+)
 """Modules of `api/` with `routes`; whoever adds one adds it here."""
 
 

@@ -45,14 +45,13 @@ def estimate(services: Services, who: Caller, request: EstimateRequest) -> Estim
             pass
     now_ns = services.clock.wall_ns()
 
-    def work(connection: sa.Connection) -> str:
-        submitting.check_named(connection, services.sealer, request.spec, who)
-        return _held(connection, who)
+    def work(connection: sa.Connection) -> tuple[str, str]:
+        return submitting.placed(connection, services.sealer, request.spec, who), _held(connection, who)
 
-    held = services.database.read(work)
+    pool, held = services.database.read(work)
     if held:
         return estimate_view(Estimate(at_ns=None, basis=held), now_ns)
-    wanted = _wanted(_imagined(who, request, now_ns))
+    wanted = _wanted(_imagined(who, request, pool, now_ns))
     return estimate_view(services.sentences.estimate(wanted), now_ns)
 
 
@@ -64,7 +63,7 @@ def _held(connection: sa.Connection, who: Caller) -> str:
     return f"{who.name} may start no runs now" if who.name in owners.shut_out(connection, who.name) else ""
 
 
-def _imagined(who: Caller, request: EstimateRequest, now_ns: int) -> StoredRun:
+def _imagined(who: Caller, request: EstimateRequest, pool: str, now_ns: int) -> StoredRun:
     """Return the run as it would be written down."""
     new = NewRun(
         id=new_run_id(),
@@ -73,6 +72,7 @@ def _imagined(who: Caller, request: EstimateRequest, now_ns: int) -> StoredRun:
         target=request.target,
         request_sha256="",
         context_sealed=b"",
+        pool=pool,
         snapshot="0" * 64 if request.snapshot else "",
     )
     return runs.described(new, at_ns=now_ns)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import msgspec
 
 from serverless_gpu.model.queueing import Wait
-from serverless_gpu.model.scheduling.values import Estimate, Reservation, Wanted, WaitReason
+from serverless_gpu.model.scheduling.values import Estimate, Reservation, WaitReason, Wanted
 from serverless_gpu.model.scheduling.values import Wait as PlannedWait
 
 

@@ -23,12 +23,14 @@ class HolderView(Answer, frozen=True, kw_only=True):
         title: owner and name of their run.
         until_ns: when they give them back; None where nobody can say.
         is_bound: whether that is the latest time, as declared.
+        is_leaving: whether it was asked to stop.
     """
 
     title: str
     count: int
     until_ns: int | None = None
     is_bound: bool = False
+    is_leaving: bool = False
 
 
 class WaitView(Answer, frozen=True, kw_only=True):
@@ -39,6 +41,7 @@ class WaitView(Answer, frozen=True, kw_only=True):
         count: devices that it needs; 0 where that depends on the node.
         gpu_type: their type; "" where that depends on the node.
         one_node: whether they have to be on one node.
+        whole: whether it asks for all devices of a node, however many these are.
         node: name of the node where it fits soonest, or "".
         free: devices of its kind that are free there.
         outside: those that others than this server use there, or that are in quarantine.
@@ -47,6 +50,8 @@ class WaitView(Answer, frozen=True, kw_only=True):
         ahead: title of the run for which what is free is kept, or "".
         place: its place among those that want the same kind of devices; 1 is the next, 0 is none: it is not in line.
         at_ns: when it starts, where that is known; `is_bound`: at the latest.
+        owner: whose `node` it is, where a calendar is the reason.
+        turns_ns: when that node changes hands by its calendar.
         words: what is to be said beyond that, or in place of it.
     """
 
@@ -54,6 +59,7 @@ class WaitView(Answer, frozen=True, kw_only=True):
     count: int = 0
     gpu_type: str = ""
     one_node: bool = True
+    whole: bool = False
     node: str = ""
     free: int = 0
     outside: int = 0
@@ -63,6 +69,8 @@ class WaitView(Answer, frozen=True, kw_only=True):
     place: int = 0
     at_ns: int | None = None
     is_bound: bool = False
+    owner: str = ""
+    turns_ns: int | None = None
     words: str = ""
 
 

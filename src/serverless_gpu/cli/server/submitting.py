@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 import msgspec
 
-from serverless_gpu.cli.choosing import this_home
 from serverless_gpu.cli.output import say, say_lines
 from serverless_gpu.cli.server.exit_codes import exit_code
+from serverless_gpu.cli.server.rehearsing import rehearse
 from serverless_gpu.client.decorator import parse_options
 from serverless_gpu.client.launch import launch_command
-from serverless_gpu.client.remote.profile import find_profile
-from serverless_gpu.model.spec import Command, Priority, RunSpec, check_command
+from serverless_gpu.model.spec import Command, Priority, RunSpec
 
 _OPTIONS = ("cpus", "memory", "pool", "team", "policy", "priority", "retries", "grace", "env")
 _RANKS_ALL = "all"
@@ -48,18 +45,21 @@ _RANKS_ALL = "all"
 @click.option("--ranks-log", default="0", show_default=True, metavar="N,…|all", help="Ranks whose output is shown.")
 @click.option("--local", is_flag=True, help="On this machine, without a server.")
 @click.option("--detach", is_flag=True, help="Print the run's identifier, alone on stdout, and leave it to itself.")
-@click.option("--dry-run", is_flag=True, help="Only say what would be asked for; nobody is asked.")
-def submit(program: str, arguments: Sequence[str], local: bool, detach: bool, dry_run: bool, **options: Any) -> None:
+@click.option("--dry-run", is_flag=True, help="Only say what would be asked for, and when it would start.")
+@click.option("--json", "as_json", is_flag=True, help="With --dry-run: print JSON.")
+def submit(program: str, arguments: Sequence[str], local: bool, detach: bool, **options: Any) -> None:
     """Run a Python script (PROGRAM ends in .py) or any program, and show what it writes until it ends.
 
     Everything after PROGRAM goes to it, a first -- aside. Exit codes: 0 it succeeded; the program's own where that
     ended the run; 124 its time was up, 130 it was cancelled, 137 a signal or memory ended a rank, 75 the run or its
     node was lost, 1 all else.
     """
+    dry_run, as_json = options.pop("dry_run"), options.pop("as_json")
+    if as_json and not dry_run:
+        raise click.UsageError("--json goes with --dry-run; `sgpu show --json` has a run's own")
     spec = _spec(program, arguments, remote=not local, options=options)
     if dry_run:
-        for line in _wished(spec):
-            say(line)
+        rehearse(spec, as_json=as_json)
         return
     if detach:
         say(launch_command(spec).id)
@@ -86,31 +86,6 @@ def _spec(program: str, arguments: Sequence[str], *, remote: bool, options: Mapp
         raise click.BadParameter(f"the run has ranks 0 to {options['gpus'] - 1}", param_hint="--ranks-log")
     command = Command(argv=argv, per="node" if options["per_node"] else "rank")
     return msgspec.structs.replace(spec, payload=command, name=options["name"] or Path(program).name)
-
-
-def _wished(spec: RunSpec) -> Iterator[str]:
-    """Yield what would be asked for; what was left out is said where it decides something."""
-    command = spec.payload
-    assert isinstance(command, Command)
-    check_command(command)
-    resources = spec.resources
-    per = "process per node" if command.per == "node" else "process per GPU"
-    yield f"would run: {shlex.join(command.argv)}"
-    yield f"called: {spec.name}"
-    yield f"on: {resources.gpus} {resources.gpu_type or 'GPUs of any type'}, one {per}"
-    if not spec.remote:
-        yield "where: this machine"
-    else:
-        profile = find_profile(this_home().root, os.environ)
-        yield f"where: {profile.url}, pool {spec.pool or 'any on-demand one'}"
-    environments = {"auto": "this machine's files if the server is its own, else a snapshot of them"}
-    yield f"imports: {environments.get(spec.environment, spec.environment)}"
-    usual = msgspec.to_builtins(RunSpec())
-    said = {"name", "resources", "payload", "remote", "environment", "pool", "spec_version"}
-    wished = {name: value for name, value in msgspec.to_builtins(spec).items() if name not in said}
-    parts = [f"{name}={value}" for name, value in wished.items() if value != usual[name]]
-    parts += [f"{name}={value}" for name in ("cpus", "memory_bytes") if (value := getattr(resources, name, None))]
-    yield f"further: {' · '.join(parts) or 'nothing'}"
 
 
 def _tags(pairs: Sequence[str]) -> dict[str, str]:

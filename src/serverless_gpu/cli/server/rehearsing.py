@@ -1,0 +1,139 @@
+"""`sgpu submit --dry-run`: what would be asked for, of whom, and when it would start. Nothing is sent but the question.
+
+What would refuse the run refuses the rehearsal, with the same words and exit code, after what could be said was said.
+A server that is away refuses nothing: when the run would start is unknown then, and the line says why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+from collections.abc import Iterator
+
+import msgspec
+
+from serverless_gpu.ambient import format_utc
+from serverless_gpu.cli.output import print_json, say
+from serverless_gpu.client import snapshots
+from serverless_gpu.client.estimating import Estimate, estimate_run
+from serverless_gpu.client.remote.profile import find_profile
+from serverless_gpu.errors import EnvironmentProblem, ServerUnavailable
+from serverless_gpu.loading import load
+from serverless_gpu.model.spec import Command, Priority, RunSpec, check_command
+from serverless_gpu.node.home import Home, find_home
+
+_SUBMITTING = "serverless_gpu.client.remote.submitting"
+_SERVER = "serverless_gpu.client.remote.server"
+_SHORT = 12
+_IMPORTS = {
+    "live": "this machine's files, where they lie",
+    "auto": "this machine's files if the server is its own, else a snapshot of them",
+}
+
+
+class _Imported(msgspec.Struct, frozen=True, kw_only=True):
+    """What ranks would import.
+
+    Attributes:
+        environment: ``"live"``, ``"snapshot"``, or ``"auto"`` where only the server could say.
+        snapshot: address of the one that is there already; "" where it is captured first.
+    """
+
+    environment: str
+    snapshot: str = ""
+
+    @property
+    def text(self) -> str:
+        """Return it in words."""
+        if self.environment in _IMPORTS:
+            return _IMPORTS[self.environment]
+        if self.snapshot:
+            return f"snapshot {self.snapshot[:_SHORT]} of this environment, which is there already"
+        return "a snapshot of this environment, which is captured first"
+
+
+def rehearse(spec: RunSpec, *, as_json: bool) -> None:
+    """Say what would be asked for, and when it would start.
+
+    Args:
+        spec: what would be run.
+        as_json: whether programs read it.
+
+    Raises:
+        ServerlessGpuError: the run would be refused.
+    """
+    command = spec.payload
+    assert isinstance(command, Command)
+    check_command(command)
+    home = find_home(os.environ)
+    url = find_profile(home.root, os.environ).url if spec.remote else ""
+    imported = _imported(home, spec)
+    if as_json:
+        print_json(_as_json(spec, url, imported, estimate_run(spec)))
+        return
+    for line in _wished(spec, command, url, imported):
+        say(line)
+    say(f"would start: {estimate_run(spec)}")
+
+
+def _imported(home: Home, spec: RunSpec) -> _Imported:
+    """Return what ranks would import; nothing is captured, and a server that is away is not waited for."""
+    environment, store = spec.environment, None
+    if spec.remote:
+        server = load(_SERVER).server_of(home.root, os.environ)
+        try:
+            server.version(patiently=False)
+            environment, store = load(_SUBMITTING).environment_of(spec, server), server.store()
+        except ServerUnavailable:
+            return _Imported(environment=environment)
+    if environment != "snapshot":
+        return _Imported(environment=environment)
+    with contextlib.suppress(EnvironmentProblem):  # the run itself would say it
+        recognition = snapshots.Recognition(home, capture=False, store=store)
+        try:
+            wanted = recognition.wanted()
+        finally:
+            recognition.close()
+        return _Imported(environment=environment, snapshot=wanted.snapshot if wanted is not None else "")
+    return _Imported(environment=environment)
+
+
+def _wished(spec: RunSpec, command: Command, url: str, imported: _Imported) -> Iterator[str]:
+    """Yield what would be asked for; what was left out is said where it decides something."""
+    resources = spec.resources
+    per = "process per node" if command.per == "node" else "process per GPU"
+    yield f"would run: {shlex.join(command.argv)}"
+    yield f"called: {spec.name}"
+    yield f"on: {resources.gpus} {resources.gpu_type or 'GPUs of any type'}, one {per}"
+    yield f"where: {url}, pool {spec.pool or 'any on-demand one'}" if spec.remote else "where: this machine"
+    if spec.remote:
+        policy = f", policy {spec.policy}" if spec.policy else ""
+        yield f"class: {Priority(spec.priority).value}{f', team {spec.team}' if spec.team else ''}{policy}"
+    yield f"imports: {imported.text}"
+    usual = msgspec.to_builtins(RunSpec())
+    said = {"name", "resources", "payload", "remote", "environment", "pool", "priority", "team", "policy"}
+    wished = {name: value for name, value in msgspec.to_builtins(spec).items() if name not in {*said, "spec_version"}}
+    parts = [f"{name}={value}" for name, value in wished.items() if value != usual[name]]
+    parts += [f"{name}={value}" for name in ("cpus", "memory_bytes") if (value := getattr(resources, name, None))]
+    yield f"further: {' · '.join(parts) or 'nothing'}"
+
+
+def _as_json(spec: RunSpec, url: str, imported: _Imported, estimate: Estimate) -> dict[str, object]:
+    start = estimate.start
+    return {
+        "submitted": False,
+        "server": url or None,
+        "imports": imported.environment,
+        "snapshot": imported.snapshot or None,
+        "spec": spec,
+        "estimate": {
+            "start": None if start is None else format_utc(round(start.timestamp() * 1e9)),
+            "seconds": estimate.seconds,
+            "is_bound": estimate.is_bound,
+            "basis": estimate.basis,
+            "node": estimate.node,
+            "place": estimate.place,
+            "impossible": estimate.impossible,
+        },
+    }

@@ -1,0 +1,147 @@
+"""When would this call start? `fn.estimate(*args)`: checked as the call itself, and nothing is started or sent.
+
+    arguments ─▶ the same checks ─▶ remote? ── no ──▶ who has this machine's devices (`node/outlook.py`) ─▶ Estimate
+                                       └────── yes ─▶ POST /estimates of the server (`remote/estimating.py`) ─▶
+
+Failure cases: what would refuse the call refuses the question. What cannot be known is an answer: no time, and why.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import cast
+
+import msgspec
+
+from serverless_gpu.ambient import SystemClock, format_soon
+from serverless_gpu.client.launch import check_call, check_shown, noted_home
+from serverless_gpu.client.preflight import check_travels
+from serverless_gpu.client.ray_preflight import refusal
+from serverless_gpu.model.placement import candidates, restrict
+from serverless_gpu.model.scheduling import telling, values
+from serverless_gpu.model.spec import Command, RunSpec, check_command
+from serverless_gpu.node.inventory import offered
+from serverless_gpu.node.locks import DeviceLocks, lock_directory
+from serverless_gpu.node.outlook import outlook
+from serverless_gpu.node.reaching import connect
+from serverless_gpu.node.reservation import find_provider
+
+_REMOTE = "serverless_gpu.client.remote.estimating"
+
+
+class Estimate(msgspec.Struct, frozen=True, kw_only=True):
+    """When a run would start if it were asked for now. `print` says it in words.
+
+    Attributes:
+        start: when, with its time zone; None where nobody can say.
+        seconds: from now until then; 0 for at once, None where nobody can say.
+        is_bound: whether that is the latest time: everybody who is waited for has declared how long they run at most.
+        basis: what that rests on, or why nobody can say.
+        node: where, by name, or "".
+        place: its place in the queue for such devices; 0 when it would start at once.
+        impossible: whether nothing that is there can ever serve it.
+    """
+
+    start: datetime | None
+    seconds: float | None
+    is_bound: bool = False
+    basis: str = ""
+    node: str = ""
+    place: int = 0
+    impossible: bool = False
+
+    def __str__(self) -> str:
+        """Return it in words, for example ``"at 14:20 at the latest on n3: …; 2nd in line"``."""
+        estimate = values.Estimate(
+            at_ns=None if self.start is None else round(self.start.timestamp() * 1e9),
+            is_bound=self.is_bound,
+            node=self.node,
+            basis=self.basis,
+            place=self.place,
+            impossible=self.impossible,
+        )
+        return telling.estimate_text(estimate, format_soon)
+
+
+def estimate(
+    function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object], spec: RunSpec
+) -> Estimate:
+    """Return when a call would start.
+
+    Args:
+        function: what every rank would call.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        spec: what would be asked for.
+
+    Raises:
+        ServerlessGpuError: such a call would be refused; the message says why and what to do.
+    """
+    check_call(function, args, kwargs, spec)
+    check_travels(function, args, kwargs, refusal(spec))
+    return estimate_run(spec)
+
+
+def estimate_run(spec: RunSpec) -> Estimate:
+    """Return when a run would start, whatever it calls.
+
+    Args:
+        spec: what would be asked for.
+
+    Raises:
+        ServerlessGpuError: it would be refused; the message says why and what to do.
+    """
+    if isinstance(spec.payload, Command):
+        check_command(spec.payload)
+    if spec.remote:
+        # By name: HTTP is loaded only for those who use a server.
+        return cast("Estimate", importlib.import_module(_REMOTE).estimate(spec))
+    return _here(spec)
+
+
+def made(estimate: values.Estimate, now_ns: int) -> Estimate:
+    """Return an estimate for people.
+
+    Args:
+        estimate: with a time in nanoseconds since 1970.
+        now_ns: now, by the same clock.
+    """
+    at_ns = estimate.at_ns
+    return Estimate(
+        start=None if at_ns is None else datetime.fromtimestamp(at_ns / 1e9, UTC).astimezone(),
+        seconds=None if at_ns is None else max(0.0, (at_ns - now_ns) / 1e9),
+        is_bound=estimate.is_bound,
+        basis=estimate.basis,
+        node=estimate.node,
+        place=estimate.place,
+        impossible=estimate.impossible,
+    )
+
+
+def unknown(why: str) -> Estimate:
+    """Return that nobody can say, and why."""
+    return Estimate(start=None, seconds=None, basis=why)
+
+
+def _here(spec: RunSpec) -> Estimate:
+    """Return when a run of this machine would start: its agent says what there is, locks who has it."""
+    home = noted_home()
+    channel, greeting = connect(home)
+    channel.close()
+    devices = restrict(offered(greeting, os.environ), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    wanted = spec.resources
+    chosen = candidates(gpus=wanted.gpus, gpu_type=wanted.gpu_type, devices=devices, own=greeting.own_types)
+    check_shown(spec, chosen.count)
+    kind, now_ns = chosen.devices[0].kind, SystemClock().wall_ns()
+    found = outlook(
+        home,
+        chosen,
+        locks=DeviceLocks(lock_directory(kind, home.root)),
+        provider=find_provider(kind, os.environ, home, None),
+        now_ns=now_ns,
+        ignore_busy=wanted.ignore_busy,
+    )
+    return made(found, now_ns)

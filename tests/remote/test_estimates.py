@@ -1,0 +1,116 @@
+"""When would this call start? Asked of a server: what is sent, what is made of the answer, and a server that has none."""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from serverless_gpu import distributed
+from serverless_gpu.errors import ArgumentMismatch, InvalidValue, NotAuthenticated
+from serverless_gpu.model.spec import Function
+from serverless_gpu.wire.estimates import EstimateView
+from tests.remote.fake_server import FakeServer
+from tests.remote.test_commands import sgpu
+
+NOW = 1_900_000_000_000_000_000
+ANSWER = EstimateView(
+    at_ns=NOW + 600_000_000_000, is_bound=True, node="n3", basis="bob/sweep holds 3", place=2, now_ns=NOW
+)
+
+
+@distributed(gpus=8, gpu_type="H100", remote=True, env="live", tags={"team": "search"})
+def train(lr: float) -> object:
+    """Return what it is given."""
+    return lr
+
+
+def test_a_server_is_asked_and_no_run_is_made(fake: FakeServer, home: Path) -> None:
+    fake.estimate = ANSWER
+    found = train.estimate(0.1)
+    assert (found.seconds, found.is_bound, found.node, found.place) == (600.0, True, "n3", 2)
+    assert found.start == datetime.fromtimestamp(NOW / 1e9 + 600, UTC)
+    assert str(found).endswith(" at the latest on n3: bob/sweep holds 3; 2nd in line")
+    (asked,) = fake.asked
+    assert (asked.spec.payload, asked.spec.resources.gpus, asked.snapshot) == (Function(), 8, False)
+    assert asked.target.machine and asked.spec.tracker is None
+    assert fake.runs == {} and fake.seen["POST runs"] == 0 and not list((home / "remote").glob("*"))
+
+
+def test_an_environment_that_would_travel_needs_no_machine_and_is_not_captured(fake: FakeServer, home: Path) -> None:
+    fake.estimate = ANSWER
+    distributed(gpus=1, remote=True, env="snapshot")(train.__wrapped__).estimate(0.1)
+    assert (fake.asked[0].snapshot, fake.asked[0].target.machine) == (True, "")
+    assert not (home / "environments").exists()
+
+
+def test_a_server_that_is_away_is_not_waited_for(fake: FakeServer) -> None:
+    fake.stop()
+    found = train.estimate(0.1)
+    assert found.seconds is None and f"the server at {fake.url} does not answer" in found.basis
+
+
+def test_a_server_of_an_earlier_version_cannot_say(fake: FakeServer) -> None:
+    found = train.estimate(0.1)
+    assert found.basis == f"the server at {fake.url} is of an earlier version, which cannot say"
+
+
+def test_what_would_refuse_the_call_refuses_the_question(fake: FakeServer) -> None:
+    fake.estimate = ANSWER
+    with pytest.raises(ArgumentMismatch):
+        train.estimate()  # type: ignore[call-arg]  # that is the point
+    fake.refuse_tokens = True
+    with pytest.raises(NotAuthenticated):
+        train.estimate(0.1)
+    assert fake.asked == []
+
+
+def test_a_dry_run_says_when_it_would_start_and_sends_no_run(fake: FakeServer, tmp_path: Path) -> None:
+    fake.estimate = ANSWER
+    script = tmp_path / "train.py"
+    script.write_text("raise SystemExit(9)\n")
+    wished = ("--gpus", "4", "--pool", "spare", "--team", "search", "--policy", "night", "--priority", "best_effort")
+    said = sgpu("submit", "--dry-run", *wished, str(script), "--lr", "1e-3")
+    assert said.exit_code == 0
+    assert said.stdout.splitlines()[:-1] == [
+        f"would run: {sys.executable} {script} --lr 1e-3",
+        "called: train.py",
+        "on: 4 GPUs of any type, one process per GPU",
+        f"where: {fake.url}, pool spare",
+        "class: BEST_EFFORT, team search, policy night",
+        "imports: this machine's files, where they lie",
+        "further: nothing",
+    ]
+    assert said.stdout.splitlines()[-1].startswith("would start: at ")
+    printed = json.loads(sgpu("submit", "--dry-run", "--json", str(script)).stdout)
+    assert (printed["submitted"], printed["server"], printed["imports"]) == (False, fake.url, "live")
+    assert printed["spec"]["payload"]["argv"] == [sys.executable, str(script)]
+    assert printed["estimate"] == {
+        "start": "2030-03-17T17:56:40Z",
+        "seconds": 600.0,
+        "is_bound": True,
+        "basis": "bob/sweep holds 3",
+        "node": "n3",
+        "place": 2,
+        "impossible": False,
+    }
+    assert fake.runs == {} and sgpu("submit", "--json", str(script)).exit_code == 2
+
+
+def test_a_dry_run_without_an_answer_still_says_what_would_be_asked_for(fake: FakeServer) -> None:
+    fake.stop()
+    lines = sgpu("submit", "--dry-run", "true").stdout.splitlines()
+    assert lines[5] == "imports: this machine's files if the server is its own, else a snapshot of them"
+    assert lines[-1].startswith(f"would start: unknown: the server at {fake.url} does not answer: ")
+
+
+def test_a_dry_run_of_what_a_real_server_would_refuse_is_refused(served: Path) -> None:
+    before = sgpu("runs", "--json").stdout
+    with pytest.raises(InvalidValue, match="there is no pool 'nowhere'"):
+        sgpu("submit", "--dry-run", "--pool", "nowhere", "true")
+    assert msgspec.json.decode(sgpu("submit", "--dry-run", "--json", "true").stdout)["estimate"]["basis"]
+    assert sgpu("runs", "--json").stdout == before

@@ -1,0 +1,70 @@
+"""Why a run waits, as it travels: nothing is lost on the way, and what is new there ends no older client."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from serverless_gpu.model.scheduling.values import Estimate, Holder, Wait, WaitReason
+from serverless_gpu.wire.estimates import EstimateView, estimate_view
+from serverless_gpu.wire.waiting import HOLDERS_MAX, HolderView, WaitView, wait_of, wait_view
+
+VALUES: dict[str, Any] = {
+    "reason": WaitReason.RESERVED,
+    "count": 8,
+    "gpu_type": "H100",
+    "one_node": False,
+    "whole": True,
+    "node": "n3",
+    "free": 5,
+    "outside": 1,
+    "holders": (Holder(title="alice/bert-ft", count=3, until_ns=14, is_bound=True, is_leaving=True),),
+    "ahead": "bob/sweep",
+    "place": 2,
+    "at_ns": 15,
+    "is_bound": True,
+    "owner": "carol",
+    "turns_ns": 16,
+    "words": "or so",
+}
+
+
+def travelled(wait: Wait) -> WaitView:
+    return msgspec.json.decode(msgspec.json.encode(wait_view(wait)), type=WaitView)
+
+
+def test_every_part_of_a_wait_arrives() -> None:
+    wait = Wait(run_id="r1", **VALUES)
+    assert set(VALUES) == set(Wait.__struct_fields__) - {"run_id"}
+    assert wait_of(travelled(wait), "r1") == wait
+
+
+def test_a_view_has_what_the_value_has() -> None:
+    assert set(WaitView.__struct_fields__) - {"others"} == set(Wait.__struct_fields__) - {"run_id"}
+    assert HolderView.__struct_fields__ == Holder.__struct_fields__
+    assert set(EstimateView.__struct_fields__) - {"now_ns"} == set(Estimate.__struct_fields__)
+
+
+@pytest.mark.parametrize("reason", WaitReason)
+def test_every_reason_arrives(reason: WaitReason) -> None:
+    assert wait_of(travelled(Wait(run_id="r1", reason=reason)), "r1") == Wait(run_id="r1", reason=reason)
+
+
+def test_a_reason_of_a_newer_server_is_none_that_is_known() -> None:
+    view = msgspec.json.decode(b'{"reason": "moonlight", "tide": 3}', type=WaitView)
+    assert wait_of(view, "r1") is None
+
+
+def test_of_many_holders_some_are_named_and_the_others_counted() -> None:
+    holders = tuple(Holder(title=f"u/{number}", count=2) for number in range(HOLDERS_MAX + 3))
+    view = travelled(Wait(run_id="r1", reason=WaitReason.CAPACITY, holders=holders))
+    assert (len(view.holders), view.others) == (HOLDERS_MAX, 6)
+    back = wait_of(view, "r1")
+    assert back is not None and back.holders == (*holders[:HOLDERS_MAX], Holder(title="others", count=6))
+
+
+def test_an_estimate_travels_with_the_time_it_was_made_at() -> None:
+    view = estimate_view(Estimate(at_ns=20, is_bound=True, node="n1", basis="why", place=2, impossible=False), 7)
+    assert view == EstimateView(at_ns=20, is_bound=True, node="n1", basis="why", place=2, impossible=False, now_ns=7)
