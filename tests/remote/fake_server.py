@@ -33,7 +33,7 @@ from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.protocol import Stopped
 from serverless_gpu.wire.base import API, Problem
 from serverless_gpu.wire.blobs import DigestList
-from serverless_gpu.wire.estimates import EstimateRequest, EstimateView
+from serverless_gpu.wire.estimates import EstimateView
 from serverless_gpu.wire.principals import PrincipalView
 from serverless_gpu.wire.runs import (
     AcceptedMessage,
@@ -191,7 +191,7 @@ class FakeServer:
         cut_after: bytes of a stream after which its connection breaks, or None.
         lose: how many answers to `POST /runs` get lost.
         refuse: raised instead of making a run.
-        estimate: when any run would start; None for a server that knows no such question. `asked`: of what.
+        estimate: when any run would start; None for a server that knows no such question.
         refuse_tokens: whether no token is valid any more.
         token: the one that is.
         pause_s: between the messages of a stream.
@@ -210,7 +210,6 @@ class FakeServer:
         self.refuse: ServerlessGpuError | None = None
         self.refuse_tokens = False
         self.estimate: EstimateView | None = None
-        self.asked: list[EstimateRequest] = []
         self.token = TOKEN
         self.pause_s = 0.0
         self.makes = threading.Event()
@@ -337,7 +336,6 @@ class _Handler(BaseHTTPRequestHandler):
             case "POST", ["runs"]:
                 self._make()
             case "POST", ["estimates"] if self.fake.estimate is not None:
-                self.fake.asked.append(msgspec.json.decode(self.body, type=EstimateRequest))
                 self._send_struct(self.fake.estimate)
             case "GET", ["runs", run_id]:
                 self._send_struct(self._run(run_id).view())
