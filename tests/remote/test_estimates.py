@@ -106,6 +106,14 @@ def test_a_dry_run_says_when_it_would_start_and_sends_no_run(fake: FakeServer, t
     assert fake.runs == {} and sgpu("submit", "--json", str(script)).exit_code == 2
 
 
+def test_the_pool_is_what_the_variables_of_the_caller_say(fake: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake.estimate = ANSWER
+    monkeypatch.setenv("SGPU_POOL", "research")
+    train.estimate(0.1)
+    assert question(fake).spec.pool == "research"
+    assert f"where: {fake.url}, pool research" in sgpu("submit", "--dry-run", "true").stdout
+
+
 def test_a_dry_run_without_an_answer_still_says_what_would_be_asked_for(fake: FakeServer) -> None:
     fake.stop()
     lines = sgpu("submit", "--dry-run", "true").stdout.splitlines()

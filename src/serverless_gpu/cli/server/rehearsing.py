@@ -7,6 +7,7 @@ A server that is away refuses nothing: when the run would start is unknown then,
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shlex
 from collections.abc import Iterator
@@ -18,12 +19,14 @@ from serverless_gpu.cli.output import print_json, say
 from serverless_gpu.client import snapshots
 from serverless_gpu.client.estimating import Estimate, estimate_run
 from serverless_gpu.client.remote.profile import find_profile
+from serverless_gpu.environment.questions import Where
 from serverless_gpu.errors import EnvironmentProblem, ServerUnavailable
 from serverless_gpu.loading import load
 from serverless_gpu.model.spec import Command, Priority, RunSpec, check_command
 from serverless_gpu.node.home import Home, find_home
 
 _SUBMITTING = "serverless_gpu.client.remote.submitting"
+_CHOICE = "serverless_gpu.client.remote.pool_choice"
 _SERVER = "serverless_gpu.client.remote.server"
 _SHORT = 12
 _IMPORTS = {
@@ -68,7 +71,7 @@ def rehearse(spec: RunSpec, *, as_json: bool) -> None:
     check_command(command)
     home = find_home(os.environ)
     url = find_profile(home.root, os.environ).url if spec.remote else ""
-    imported = _imported(home, spec)
+    spec, imported = _resolved(home, spec)
     if as_json:
         print_json(_as_json(spec, url, imported, estimate_run(spec)))
         return
@@ -77,16 +80,22 @@ def rehearse(spec: RunSpec, *, as_json: bool) -> None:
     say(f"would start: {estimate_run(spec)}")
 
 
-def _imported(home: Home, spec: RunSpec) -> _Imported:
-    """Return what ranks would import; nothing is captured, and a server that is away is not waited for."""
-    environment, store = spec.environment, None
-    if spec.remote:
-        server = load(_SERVER).server_of(home.root, os.environ)
-        try:
-            server.version(patiently=False)
-            environment, store = load(_SUBMITTING).environment_of(spec, server), server.store()
-        except ServerUnavailable:
-            return _Imported(environment=environment)
+def _resolved(home: Home, spec: RunSpec) -> tuple[RunSpec, _Imported]:
+    """Return what variables and the server make of what was asked for; one that is away is not waited for."""
+    if not spec.remote:
+        return spec, _imported(home, spec.environment, None)
+    server = load(_SERVER).server_of(home.root, os.environ)
+    try:
+        server.version(patiently=False)
+        choice = load(_CHOICE).choose(spec, os.environ, functools.partial(server.pools, patiently=False))
+        environment = load(_SUBMITTING).environment_of(spec, server)
+    except ServerUnavailable:
+        return spec, _Imported(environment=spec.environment)
+    return msgspec.structs.replace(spec, pool=choice.pool), _imported(home, environment, server.store())
+
+
+def _imported(home: Home, environment: str, store: Where | None) -> _Imported:
+    """Return what ranks would import; nothing is captured."""
     if environment != "snapshot":
         return _Imported(environment=environment)
     with contextlib.suppress(EnvironmentProblem):  # the run itself would say it

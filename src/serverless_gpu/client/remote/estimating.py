@@ -6,14 +6,16 @@ both are answers ("unknown", and why). What the server would refuse is raised.
 
 from __future__ import annotations
 
+import functools
 import os
 
 import msgspec
 
 from serverless_gpu.client.estimating import Estimate, made, unknown
+from serverless_gpu.client.remote.pool_choice import choose
 from serverless_gpu.client.remote.server import Server, server_of
 from serverless_gpu.client.remote.submitting import environment_of, target
-from serverless_gpu.errors import NotFound, ServerUnavailable
+from serverless_gpu.errors import InvalidValue, NotFound, ServerUnavailable
 from serverless_gpu.model.scheduling import values
 from serverless_gpu.model.spec import Command, Function, RunSpec
 from serverless_gpu.node.home import find_home
@@ -44,8 +46,12 @@ def _asked(server: Server, spec: RunSpec) -> Estimate:
     environment = environment_of(spec, server)
     travels = environment == "snapshot"
     payload = spec.payload if isinstance(spec.payload, Command) else Function()
-    spec = msgspec.structs.replace(spec, environment=environment, payload=payload, tracker=None)
-    answer = server.estimate(EstimateRequest(spec=spec, target=target(travels=travels), snapshot=travels))
+    choice = choose(spec, os.environ, functools.partial(server.pools, patiently=False))
+    spec = msgspec.structs.replace(spec, environment=environment, payload=payload, tracker=None, pool=choice.pool)
+    try:
+        answer = server.estimate(EstimateRequest(spec=spec, target=target(travels=travels), snapshot=travels))
+    except InvalidValue as error:
+        raise choice.told(error) from error.__cause__
     found = values.Estimate(
         at_ns=answer.at_ns,
         is_bound=answer.is_bound,

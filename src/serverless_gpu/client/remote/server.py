@@ -165,9 +165,13 @@ class Server:
             self._principal = self._patient.ask("GET", "/whoami", answer=PrincipalView).name
         return self._principal
 
-    def pools(self) -> tuple[PoolView, ...]:
-        """Return the server's pools."""
-        return self._patient.ask("GET", "/pools", answer=PoolList).pools
+    def pools(self, *, patiently: bool = True) -> tuple[PoolView, ...]:
+        """Return the server's pools.
+
+        Args:
+            patiently: whether to wait for a server that is away.
+        """
+        return (self._patient if patiently else self._prompt).ask("GET", "/pools", answer=PoolList).pools
 
     def submit(self, request: RunRequest) -> RunView:
         """Ask for a run; the same request again means the same run."""
