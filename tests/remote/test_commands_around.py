@@ -116,7 +116,6 @@ def test_nodes_and_pools(joined: Path) -> None:
         sgpu("node", "forget", "nowhere", "--i-know-it-is-dead")
 
 
-<<<<<<< HEAD
 def test_a_variable_names_the_pool_of_a_call(served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     work = distributed(gpus=1, gpu_type="H100", remote=True, quiet=True)(str.upper)
     monkeypatch.setenv("SGPU_POOL", "nowhere")
@@ -129,26 +128,6 @@ def test_a_variable_names_the_pool_of_a_call(served: Path, monkeypatch: pytest.M
     assert (shown["pool"], shown["spec"]["pool"]) == ("default", "default")
 
 
-def test_a_dry_run_says_what_would_be_asked_for_and_asks_nobody(served: Path, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text("raise SystemExit(9)\n")
-    before = sgpu("runs", "--json").stdout
-    said = sgpu("submit", "--dry-run", "--gpus", "4", "--resume", "--pool", "spare", str(script), "--lr", "1e-3")
-    assert said.exit_code == 0
-    assert said.stdout.splitlines() == [
-        f"would run: {sys.executable} {script} --lr 1e-3",
-        "called: train.py",
-        "on: 4 GPUs of any type, one process per GPU",
-        f"where: {find_profile(served, os.environ).url}, pool spare",
-        "imports: this machine's files if the server is its own, else a snapshot of them",
-        "further: resume=True",
-    ]
-    assert sgpu("submit", "--dry-run", "--local", "true").stdout.splitlines()[3] == "where: this machine"
-    assert sgpu("runs", "--json").stdout == before
-
-
-=======
->>>>>>> 1b02517 (A call says when it would start: fn.estimate, POST /estimates, and submit --dry-run)
 def test_clean_deletes_copies_too_and_the_server_still_has_what_they_are_copies_of(served: Path) -> None:
     run = distributed(gpus=1, gpu_type="H100", remote=True, quiet=True)(str.upper).submit("a")
     assert run.results(60) == ["A"]
