@@ -9,6 +9,7 @@
     results.py   result                           what ranks returned, as files
     metrics.py   metrics                          what was sampled of a run
     cleaning.py  clean                            deleting run directories
+    simulate.py  simulate                         schedulers, side by side, on a trace
     diagnosis.py doctor                           what is wrong here, and what mends it
     environments/ env                             what Python sees: captured, restored, compared
     server/      up · login · token · user · …    a server, who one is there, and its machines
@@ -44,6 +45,7 @@ from serverless_gpu.cli.server.secrets import secret
 from serverless_gpu.cli.server.submitting import submit
 from serverless_gpu.cli.server.tokens import token
 from serverless_gpu.cli.server.up import up
+from serverless_gpu.cli.simulate import simulate_command
 from serverless_gpu.cli.top.command import top
 from serverless_gpu.errors import ServerlessGpuError
 from serverless_gpu.version import __version__
@@ -69,6 +71,7 @@ for _command in (
     run_group,
     runs,
     show,
+    simulate_command,
     status,
     stop,
 ):

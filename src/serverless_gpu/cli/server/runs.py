@@ -62,6 +62,7 @@ def as_json(view: RunView) -> dict[str, object]:
         "ended": None if view.ended_ns is None else format_utc(view.ended_ns),
         "took_ms": None if view.started_ns is None else _took_ms(view),
         "ranks": view.spec.processes(view.world_size) if view.world_size else 0,
+        "gpus": view.world_size,
         "gpu_type": view.gpu_type or None,
         "owner": view.owner,
         "team": view.team,

@@ -477,7 +477,7 @@ def _measured(reach: Reach) -> Reach:
 
 def _group_key(node: Node) -> tuple[object, ...]:
     hours = (node.owner, node.owner_first, node.shared, node.turns_ns)
-    return (node.pool, node.platform, node.pythons, node.own, hours)
+    return (node.pool, node.platform, node.pythons, node.own, tuple(sorted(node.total)), hours)
 
 
 def _stays(old: Node, new: Node) -> bool:

@@ -1,0 +1,34 @@
+"""What a scheduler would have made of a trace: `simulate`, and what is needed for it.
+
+traces.py    a file → jobs          generating.py  a seed → jobs          clusters.py  "8x8", a file → nodes
+baselines.py schedulers to compare with            driving.py  the scheduler itself, driven by the jobs
+figures.py   when jobs ran → numbers               drawing.py  the same as a picture, which needs Matplotlib
+
+from serverless_gpu.replay import read_cluster, read_trace, simulate
+outcome = simulate(read_trace(Path("trace.parquet")), read_cluster("8x8"), "ours")
+print(outcome.figures.wait.p95)
+"""
+
+from __future__ import annotations
+
+from serverless_gpu.replay.clusters import read_cluster
+from serverless_gpu.replay.generating import generate
+from serverless_gpu.replay.simulating import POLICIES, Outcome, Settings, simulate
+from serverless_gpu.replay.traces import read_trace
+from serverless_gpu.replay.values import Cluster, Job, Machine, Trace, cluster_of, trace_of
+
+__all__ = [
+    "POLICIES",
+    "Cluster",
+    "Job",
+    "Machine",
+    "Outcome",
+    "Settings",
+    "Trace",
+    "cluster_of",
+    "generate",
+    "read_cluster",
+    "read_trace",
+    "simulate",
+    "trace_of",
+]

@@ -1,0 +1,229 @@
+"""Schedulers to compare with, as papers and other systems have them; each knows only what is said here.
+
+    fifo        in the order of arrival; the first that does not fit holds up all others          nobody is stopped
+    first-fit   in the order of arrival; what does not fit is skipped                             nobody is stopped
+    srtf        shortest remaining time first    ┐ at each arrival and each end all jobs are placed again, from an
+    srsf        least remaining GPU time first   ┘ empty cluster, in that order; what does not fit is skipped
+
+`srtf` and `srsf` know how long each job will take, and stop and go on with jobs at no cost: no scheduler of real jobs
+can do that. They show how far there is to go. A job of at most a node is placed on the first node with room; a larger
+one on whole free nodes and, for what is left over, on the first other node with room for it.
+
+Failure cases: a job that the empty cluster has no room for is not among the jobs here (`driving.possible`).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+from serverless_gpu.replay.values import Cluster, Job
+
+Spans = list[list[tuple[float, float]]]
+"""When each job had its GPUs: from, until; in the order of the jobs."""
+
+Parts = tuple[tuple[int, int], ...]
+"""Where a job is: node and GPUs there."""
+
+Key = Callable[[Job, float], float]
+"""What jobs are ordered by, given the seconds that are left of them."""
+
+KEYS: dict[str, Key] = {
+    "srtf": lambda _job, left_s: left_s,
+    "srsf": lambda job, left_s: left_s * job.gpus,
+}
+
+
+class Nodes:
+    """Free GPUs of each node."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._sizes = [machine.gpus for machine in cluster.machines]
+        self._free = list(self._sizes)
+        self._whole = max(self._sizes)
+        self.free = sum(self._sizes)
+
+    def empty(self) -> None:
+        """Take everything back."""
+        self._free[:] = self._sizes
+        self.free = sum(self._sizes)
+
+    def take(self, gpus: int) -> Parts | None:
+        """Return where so many GPUs are, which are taken then; None when there is no room."""
+        if gpus > self.free:
+            return None
+        parts = self._on_one(gpus) if gpus <= self._whole else self._on_several(gpus)
+        for node, count in parts or ():
+            self._free[node] -= count
+            self.free -= count
+        return parts
+
+    def give(self, parts: Parts) -> None:
+        """Take GPUs back."""
+        for node, count in parts:
+            self._free[node] += count
+            self.free += count
+
+    def _on_one(self, gpus: int) -> Parts | None:
+        for node, free in enumerate(self._free):
+            if free >= gpus:
+                return ((node, gpus),)
+        return None
+
+    def _on_several(self, gpus: int) -> Parts | None:
+        parts: list[tuple[int, int]] = []
+        taken: set[int] = set()
+        for node, free in enumerate(self._free):
+            if free == self._sizes[node] == self._whole and gpus >= self._whole:
+                parts.append((node, free))
+                taken.add(node)
+                gpus -= free
+        if gpus >= self._whole:
+            return None
+        if gpus:
+            rest = next((node for node, free in enumerate(self._free) if node not in taken and free >= gpus), None)
+            if rest is None:
+                return None
+            parts.append((rest, gpus))
+        return tuple(parts)
+
+
+# --- nobody is stopped ------------------------------------------------------------------------------------------------
+
+
+def in_order(jobs: Sequence[Job], cluster: Cluster, *, strict: bool) -> Spans:
+    """Return when jobs run that start in the order of arrival and keep their GPUs.
+
+    Args:
+        jobs: sorted by arrival.
+        cluster: where.
+        strict: whether the first that does not fit holds up all others.
+    """
+    nodes, spans = Nodes(cluster), _no_spans(jobs)
+    waiting: dict[int, deque[int]] = {}
+    ends: list[tuple[float, int, Parts]] = []
+    arrived = 0
+    while arrived < len(jobs) or ends:
+        now = min(jobs[arrived].submit_s if arrived < len(jobs) else math.inf, ends[0][0] if ends else math.inf)
+        while ends and ends[0][0] <= now:
+            nodes.give(heapq.heappop(ends)[2])
+        while arrived < len(jobs) and jobs[arrived].submit_s <= now:
+            waiting.setdefault(jobs[arrived].gpus, deque()).append(arrived)
+            arrived += 1
+        for place, parts in _that_fit(waiting, nodes, strict=strict):
+            end = now + jobs[place].duration_s
+            spans[place].append((now, end))
+            heapq.heappush(ends, (end, place, parts))
+    return spans
+
+
+def _that_fit(waiting: dict[int, deque[int]], nodes: Nodes, *, strict: bool) -> Iterator[tuple[int, Parts]]:
+    """Yield who starts now, and where; what does not fit does not fit for the rest of the pass."""
+    heads = [(queue[0], gpus) for gpus, queue in waiting.items() if queue]
+    heapq.heapify(heads)
+    while heads and nodes.free:
+        place, gpus = heads[0]
+        parts = nodes.take(gpus)
+        if parts is not None:
+            queue = waiting[gpus]
+            queue.popleft()
+            yield place, parts
+        elif strict:
+            return
+        if parts is None or not queue:
+            heapq.heappop(heads)
+        else:
+            heapq.heapreplace(heads, (queue[0], gpus))
+
+
+# --- placed again at each event ---------------------------------------------------------------------------------------
+
+
+def placed_again(jobs: Sequence[Job], cluster: Cluster, key: Key) -> Spans:
+    """Return when jobs run that are all placed again at each arrival and each end.
+
+    Args:
+        jobs: sorted by arrival.
+        cluster: where.
+        key: who comes first, the least first; of equals, who came first.
+    """
+    replay = _PlacedAgain(jobs, cluster, key)
+    return replay.run()
+
+
+class _PlacedAgain:
+    """Jobs that wait keep their key, so they are in a heap for each size; those that run are sorted at each event."""
+
+    def __init__(self, jobs: Sequence[Job], cluster: Cluster, key: Key) -> None:
+        self._jobs, self._key, self._nodes = jobs, key, Nodes(cluster)
+        self._left = [job.duration_s for job in jobs]
+        self._waiting: dict[int, list[tuple[float, int]]] = {}
+        self._began: dict[int, float] = {}
+        self._spans = _no_spans(jobs)
+
+    def run(self) -> Spans:
+        jobs, arrived = self._jobs, 0
+        while arrived < len(jobs) or self._began:
+            end = min((began + self._left[place] for place, began in self._began.items()), default=math.inf)
+            now = min(end, jobs[arrived].submit_s if arrived < len(jobs) else math.inf)
+            for place in [place for place, began in self._began.items() if began + self._left[place] <= now]:
+                self._stop(place, now)
+            while arrived < len(jobs) and jobs[arrived].submit_s <= now:
+                self._wait(arrived)
+                arrived += 1
+            self._place(now)
+        return self._spans
+
+    def _wait(self, place: int) -> None:
+        job = self._jobs[place]
+        heapq.heappush(self._waiting.setdefault(job.gpus, []), (self._key(job, self._left[place]), place))
+
+    def _stop(self, place: int, now: float) -> None:
+        began = self._began.pop(place)
+        self._left[place] -= now - began
+        self._spans[place].append((began, now))
+
+    def _place(self, now: float) -> None:
+        """Place all jobs again; those that were running and find no room wait."""
+        nodes, full = self._nodes, set[int]()
+        nodes.empty()
+        running = sorted(self._keyed(place, began, now) for place, began in self._began.items())
+        heads = [heap[0] for heap in self._waiting.values() if heap]
+        heapq.heapify(heads)
+        following = 0
+        while following < len(running) or heads:
+            if heads and (following == len(running) or heads[0] < running[following]):
+                self._place_head(heads, full, now)
+                continue
+            place = running[following][1]
+            following += 1
+            gpus = self._jobs[place].gpus
+            if gpus in full or nodes.take(gpus) is None:
+                full.add(gpus)
+                self._stop(place, now)
+                self._wait(place)
+
+    def _keyed(self, place: int, began: float, now: float) -> tuple[float, int]:
+        return self._key(self._jobs[place], self._left[place] - (now - began)), place
+
+    def _place_head(self, heads: list[tuple[float, int]], full: set[int], now: float) -> None:
+        """Place the first of those that wait, if there is room; those of its size are done with if there is none."""
+        place = heads[0][1]
+        gpus = self._jobs[place].gpus
+        if gpus in full or self._nodes.take(gpus) is None:
+            full.add(gpus)
+            heapq.heappop(heads)
+            return
+        heap = self._waiting[gpus]
+        heapq.heappop(heap)
+        self._began[place] = now
+        if heap:
+            heapq.heapreplace(heads, heap[0])
+        else:
+            heapq.heappop(heads)
+
+
+def _no_spans(jobs: Sequence[Job]) -> Spans:
+    return [[] for _ in jobs]

@@ -1,0 +1,106 @@
+"""The cluster of a replay, as it is typed: ``8x8``, or a file that says which nodes there are and who has which share.
+
+    [[nodes]]                       [[pools]]                        [teams]          [users]
+    count = 8                       name = "research"                search = 70      alice = 2
+    gpus = 8                        reserved = true                  vision = 30
+    type = "H100"                   lends = true
+    pool = "research"               return = "5m"
+
+Only ``gpus`` has to be there. Failure cases: what a file says that is not understood is an error that names it.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from serverless_gpu.errors import InvalidValue
+from serverless_gpu.model.scheduling.values import Pool
+from serverless_gpu.replay.values import GANG_GPUS, Cluster, Machine, cluster_of
+from serverless_gpu.units import parse_duration_s
+
+_SHAPE = re.compile(r"(\d{1,6})\s*[x×]\s*(\d{1,6})", re.ASCII)
+_BYTES_MAX = 1 << 20
+_COUNT_MAX = 100_000
+
+Count = Annotated[int, msgspec.Meta(ge=1, le=_COUNT_MAX)]
+Weight = Annotated[float, msgspec.Meta(gt=0)]
+
+
+class _Nodes(msgspec.Struct, forbid_unknown_fields=True):
+    gpus: Count
+    count: Count = 1
+    name: str = "n"
+    type: str = "GPU"
+    pool: str = ""
+
+
+class _Pool(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    reserved: bool = False
+    lends: bool = False
+    return_: str = msgspec.field(name="return", default="5m")
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    nodes: Annotated[list[_Nodes], msgspec.Meta(min_length=1)]
+    pools: list[_Pool] = []
+    teams: Mapping[str, Weight] = {}
+    users: Mapping[str, Weight] = {}
+
+
+def read_cluster(text: str) -> Cluster:
+    """Return a cluster.
+
+    Args:
+        text: nodes and GPUs of each, ``8x8``; or the path of a file.
+
+    Raises:
+        InvalidValue: it is neither.
+    """
+    shape = _SHAPE.fullmatch(text.strip())
+    if shape is not None:
+        return cluster_of(int(shape[1]), int(shape[2]))
+    path = Path(text)
+    try:
+        if path.stat().st_size > _BYTES_MAX:
+            raise InvalidValue(f"{path} is larger than 1 MiB: no file of a cluster is")
+        told = msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), _File)
+        return _cluster(told)
+    except OSError as error:
+        message = f"{text!r} is no cluster: no file of that name can be read ({error.strerror or error})"
+        raise InvalidValue(message, hint="nodes and GPUs of each: 8x8; or a TOML file with [[nodes]]") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.ValidationError, ValueError) as error:
+        if isinstance(error, InvalidValue):
+            raise
+        raise InvalidValue(f"{path} is no file of a cluster: {error}") from None
+
+
+def _cluster(told: _File) -> Cluster:
+    if sum(each.count for each in told.nodes) > _COUNT_MAX:
+        raise InvalidValue(f"more than {_COUNT_MAX} nodes cannot be replayed")
+    machines: list[Machine] = []
+    for each in told.nodes:
+        for _ in range(each.count):
+            name = f"{each.name}{len(machines) + 1}"
+            machines.append(Machine(name=name, gpus=each.gpus, gpu_type=each.type, pool=each.pool))
+    pools = tuple(
+        Pool(name=each.name, reserved=each.reserved, lends=each.lends, return_s=parse_duration_s(each.return_))
+        for each in told.pools
+    )
+    unknown = sorted({machine.pool for machine in machines} - {"", *(pool.name for pool in pools)})
+    if pools and unknown:
+        raise InvalidValue(f"nodes are in pool {unknown[0]}, which is not among the pools")
+    largest = max(machine.gpus for machine in machines)
+    return Cluster(
+        machines=tuple(machines),
+        pools=pools,
+        teams=told.teams,
+        users=told.users,
+        gang_gpus=largest if 1 < largest <= GANG_GPUS else GANG_GPUS,
+    )

@@ -1,0 +1,122 @@
+"""The picture of replays: GPUs in use, jobs that wait, and how many jobs waited for how long; a line per scheduler.
+
+    ┌ GPUs in use, over time ─────────────┐
+    ├ jobs that wait, over time ──────────┤
+    └ part of the jobs that had waited less than … ┘
+
+Matplotlib is imported here and nowhere else in this room; whoever wants a picture loads it by name. Only its objects
+are used, not `pyplot`, whose state is the caller's. All colours are set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from serverless_gpu.replay.figures import Moment, moments
+from serverless_gpu.replay.simulating import Outcome
+
+_COLUMNS = 400
+_PAPER, _INK, _FAINT, _GRID = "#ffffff", "#1f2328", "#6a737d", "#e4e7eb"
+_COLOURS = {"fifo": "#8b949e", "first-fit": "#b26a00", "srtf": "#7d4cc2", "srsf": "#0f7d6c", "ours": "#2166b0"}
+_TICKS = ((1, "1 s"), (60, "1 min"), (3600, "1 h"), (86_400, "1 day"), (604_800, "1 week"), (2_592_000, "30 days"))
+_UNITS = ((2 * 86_400.0, 86_400.0, "days"), (7200.0, 3600.0, "hours"), (120.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
+
+
+class _Line(NamedTuple):
+    """A quantity over time, as so many means."""
+
+    times: list[float]
+    values: list[float]
+
+
+def draw(outcomes: Sequence[Outcome], title: str, path: Path) -> None:
+    """Write the picture of replays of one trace.
+
+    Args:
+        outcomes: what came of each scheduler; one or more.
+        title: what is written above.
+        path: a file; its ending says which kind.
+
+    Raises:
+        OSError: the file cannot be written.
+        ValueError: Matplotlib knows no such kind of file.
+    """
+    figure = Figure(figsize=(9.0, 9.0), facecolor=_PAPER, layout="constrained")
+    used, queue, waits = figure.subplots(3, 1)
+    figure.suptitle(title, color=_INK, fontsize=11, x=0.012, ha="left", parse_math=False)
+    begin = min(outcome.jobs[0].submit_s for outcome in outcomes)
+    end = max(begin + outcome.figures.span_s for outcome in outcomes)
+    unit_s, unit = next((each, name) for least, each, name in _UNITS if end - begin >= least)
+    for outcome in outcomes:
+        shown = list(moments(outcome.jobs, outcome.spans))
+        _draw_line(used, _means(shown, lambda moment: moment.used, (begin, end)), outcome, unit_s)
+        _draw_line(queue, _means(shown, lambda moment: moment.waiting, (begin, end)), outcome, unit_s)
+        _draw_waits(waits, outcome)
+    used.axhline(outcomes[0].cluster.gpus, color=_FAINT, linewidth=0.8, linestyle=(0, (2, 2)))
+    _style(used, f"GPUs in use, of {outcomes[0].cluster.gpus}")
+    _style(queue, "jobs that wait")
+    for panel in (used, queue):
+        panel.set_xlim(0, (end - begin) / unit_s)
+        panel.set_ylim(bottom=0)
+        panel.set_xlabel(f"{unit} since the first job came", color=_FAINT, fontsize=9)
+        panel.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 3, 5, 6, 10]))
+    _style(waits, "jobs that waited no longer than, %")
+    waits.set_xscale("log")
+    most = max(1.0, *(outcome.figures.wait.most for outcome in outcomes))
+    waits.set_xlim(1, most)
+    waits.set_xticks([at_s for at_s, _ in _TICKS if at_s <= most], [name for at_s, name in _TICKS if at_s <= most])
+    waits.minorticks_off()
+    waits.set_ylim(0, 101)
+    used.legend(frameon=False, fontsize=9, labelcolor=_INK, ncols=5, loc="lower right", bbox_to_anchor=(1, 1))
+    figure.savefig(path, dpi=130, facecolor=_PAPER)
+
+
+def _draw_line(panel: Axes, line: _Line, outcome: Outcome, unit_s: float) -> None:
+    times = [(at_s - line.times[0]) / unit_s for at_s in line.times]
+    panel.plot(times, line.values, color=_colour(outcome), linewidth=1.1, label=outcome.policy)
+
+
+def _draw_waits(panel: Axes, outcome: Outcome) -> None:
+    held = (sum(ended - began for began, ended in had) for had in outcome.spans)
+    waits = sorted(
+        max(0.0, had[-1][1] - job.submit_s - taken)
+        for job, had, taken in zip(outcome.jobs, outcome.spans, held, strict=True)
+    )
+    parts = [100 * (place + 1) / len(waits) for place in range(len(waits))]
+    panel.step([max(1.0, wait) for wait in waits], parts, where="post", color=_colour(outcome), linewidth=1.3)
+
+
+def _colour(outcome: Outcome) -> str:
+    return _COLOURS.get(outcome.policy, _INK)
+
+
+def _style(panel: Axes, text: str) -> None:
+    panel.set_facecolor(_PAPER)
+    panel.set_title(text, loc="left", color=_INK, fontsize=10)
+    panel.tick_params(colors=_FAINT, labelsize=8, length=2, labelcolor=_FAINT)
+    for name, spine in panel.spines.items():
+        spine.set_visible(name in ("left", "bottom"))
+        spine.set_color(_GRID)
+    panel.grid(axis="y", color=_GRID, linewidth=0.6)
+    panel.set_axisbelow(True)
+
+
+def _means(shown: Sequence[Moment], value: Callable[[Moment], float], span: tuple[float, float]) -> _Line:
+    """Return the mean of a quantity within each column of the picture."""
+    begin, end = span
+    width = max((end - begin) / _COLUMNS, 1e-9)
+    sums = [0.0] * _COLUMNS
+    for moment, following in pairwise(shown):
+        first = min(_COLUMNS - 1, int((moment.at_s - begin) / width))
+        last = min(_COLUMNS - 1, int((following.at_s - begin) / width))
+        for column in range(first, last + 1):
+            low, high = begin + column * width, begin + (column + 1) * width
+            sums[column] += value(moment) * max(0.0, min(high, following.at_s) - max(low, moment.at_s))
+    return _Line([begin + (column + 0.5) * width for column in range(_COLUMNS)], [each / width for each in sums])

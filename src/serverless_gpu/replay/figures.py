@@ -1,0 +1,177 @@
+"""What came of a replay, in numbers: waiting, completion, use, what was left over, and who had how much.
+
+    arrival ──waits──▶ has GPUs ──(stopped: waits again)──▶ end        wait = all waiting; completion = end − arrival
+
+Use, what is left over, and shares of teams are counted from the first arrival until the last: afterwards every
+scheduler only empties its queue.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from serverless_gpu.replay.baselines import Spans
+from serverless_gpu.replay.values import Job
+
+
+class Spread(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds of many jobs: their mean, and percentiles with what lies between two jobs taken in proportion."""
+
+    mean: float
+    p50: float
+    p95: float
+    p99: float
+    most: float
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """A replay in numbers.
+
+    Attributes:
+        jobs: how many ran.
+        wait: of all jobs; `gang_wait`: of those with at least a whole node, None when there are none.
+        completion: from arrival to end.
+        utilisation: part of the GPU time that was used.
+        idle: part of the GPU time that was free while a job waited.
+        fragmented: part of the GPU time that was free, and enough for the smallest job that waited, had the GPUs been
+            on one node, or not been kept for another.
+        teams: part of the GPU time in use that each team had.
+        preemptions: how often a job was stopped to make room.
+        span_s: from the first arrival to the last end.
+    """
+
+    jobs: int
+    wait: Spread
+    gang_wait: Spread | None
+    completion: Spread
+    utilisation: float
+    idle: float
+    fragmented: float
+    teams: dict[str, float]
+    preemptions: int
+    span_s: float
+
+
+class Moment(NamedTuple):
+    """How it is from a moment on.
+
+    Attributes:
+        used: GPUs in use.
+        waiting: jobs that wait.
+        smallest: GPUs of the smallest of them, or infinity.
+    """
+
+    at_s: float
+    used: int
+    waiting: int
+    smallest: float
+
+
+def figures_of(jobs: Sequence[Job], spans: Spans, *, gpus: int, gang_gpus: int) -> Figures:
+    """Return the figures of a replay.
+
+    Args:
+        jobs: those that ran, in the order of their arrival.
+        spans: when each had its GPUs.
+        gpus: how many the cluster has.
+        gang_gpus: a job of so many is a gang.
+    """
+    completions = [had[-1][1] - job.submit_s for job, had in zip(jobs, spans, strict=True)]
+    waits = [max(0.0, took - _held(had)) for took, had in zip(completions, spans, strict=True)]
+    gangs = [wait for job, wait in zip(jobs, waits, strict=True) if job.gpus >= gang_gpus]
+    begin = jobs[0].submit_s
+    end = max(had[-1][1] for had in spans)
+    window = (begin, jobs[-1].submit_s if jobs[-1].submit_s > begin else end)
+    used, idle, fragmented = _areas(moments(jobs, spans), window, gpus)
+    whole = gpus * (window[1] - window[0])
+    return Figures(
+        jobs=len(jobs),
+        wait=spread(waits),
+        gang_wait=spread(gangs) if gangs else None,
+        completion=spread(completions),
+        utilisation=used / whole,
+        idle=idle / whole,
+        fragmented=fragmented / whole,
+        teams=_teams(jobs, spans, window),
+        preemptions=sum(len(had) - 1 for had in spans),
+        span_s=end - begin,
+    )
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Return mean and percentiles of values, of which there is at least one."""
+    ordered = sorted(values)
+    return Spread(
+        mean=math.fsum(ordered) / len(ordered),
+        p50=percentile(ordered, 0.5),
+        p95=percentile(ordered, 0.95),
+        p99=percentile(ordered, 0.99),
+        most=ordered[-1],
+    )
+
+
+def percentile(ordered: Sequence[float], part: float) -> float:
+    """Return the value that so large a part of sorted values lies below."""
+    place = part * (len(ordered) - 1)
+    below = math.floor(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+
+
+def moments(jobs: Sequence[Job], spans: Spans) -> Iterator[Moment]:
+    """Yield how it is after each moment at which something changed.
+
+    Args:
+        jobs: those that ran.
+        spans: when each had its GPUs.
+    """
+    changes: list[
+        tuple[float, int, int]
+    ] = []  # when, GPUs, +1 waits · -1 waits no more and has them · 0 has them no more
+    for job, had in zip(jobs, spans, strict=True):
+        since = job.submit_s
+        for began, ended in had:
+            changes += ((since, job.gpus, 1), (began, job.gpus, -1), (ended, job.gpus, 0))
+            since = ended
+    changes.sort(key=lambda change: change[0])
+    used = waiting = 0
+    sizes: dict[int, int] = {}
+    for place, (at_s, gpus, kind) in enumerate(changes):
+        waiting += kind
+        used += -gpus if kind == 0 else gpus if kind < 0 else 0
+        sizes[gpus] = sizes.get(gpus, 0) + kind
+        if place + 1 == len(changes) or changes[place + 1][0] > at_s:
+            smallest = min((size for size, count in sizes.items() if count), default=math.inf) if waiting else math.inf
+            yield Moment(at_s, used, waiting, smallest)
+
+
+def _held(had: Sequence[tuple[float, float]]) -> float:
+    return sum(ended - began for began, ended in had)
+
+
+def _areas(shown: Iterator[Moment], window: tuple[float, float], gpus: int) -> tuple[float, float, float]:
+    """Return GPU-seconds within a window: used, free while a job waited, free and enough for one that waited."""
+    used = idle = fragmented = 0.0
+    before = next(shown)
+    for moment in shown:
+        length = min(moment.at_s, window[1]) - max(before.at_s, window[0])
+        if length > 0:
+            free = gpus - before.used
+            used += length * before.used
+            idle += length * free if before.waiting else 0.0
+            fragmented += length * free if before.smallest <= free else 0.0
+        before = moment
+    return used, idle, fragmented
+
+
+def _teams(jobs: Sequence[Job], spans: Spans, window: tuple[float, float]) -> dict[str, float]:
+    teams: dict[str, float] = {}
+    for job, had in zip(jobs, spans, strict=True):
+        inside = sum(max(0.0, min(ended, window[1]) - max(began, window[0])) for began, ended in had)
+        teams[job.team] = teams.get(job.team, 0.0) + job.gpus * inside
+    total = math.fsum(teams.values()) or 1.0
+    return {team: use / total for team, use in sorted(teams.items())} if any(teams) else {}

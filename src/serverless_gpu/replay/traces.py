@@ -1,0 +1,241 @@
+"""Reading traces: what happened on a cluster, from files of several kinds.
+
+    .parquet  .csv   columns job_id, submit_time_s, duration_s, num_gpus; and cluster, vc, team, user … where there are
+    .json            Philly's `cluster_job_log`, or what `sgpu runs --json` prints
+
+Failure cases: a file that cannot be read, or is no trace, raises `InvalidValue` with its name and what a trace looks
+like. A row that is no job (it never ran, has no GPUs, no end) is left out, and counted by reason.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from serverless_gpu.errors import InvalidValue, ServerlessGpuError
+from serverless_gpu.model.scheduling.values import BEST_EFFORT, CRITICAL, NORMAL
+from serverless_gpu.replay.values import Job, Trace, trace_of
+
+NEEDED = ("submit_time_s", "duration_s", "num_gpus")
+_BYTES_MAX = 2 * 1024**3
+_CLASSES = {"critical": CRITICAL, "normal": NORMAL, "best_effort": BEST_EFFORT}
+_GROUPS = ("team", "vc")
+_TRUE = frozenset({"1", "true", "yes"})
+
+Row = Mapping[str, Any]
+
+
+class _NoJob(Exception):
+    """A row is no job; the words say why."""
+
+
+def read_trace(path: Path, only: Mapping[str, str] | None = None) -> Trace:
+    """Return the jobs of a file.
+
+    Args:
+        path: a file ``.parquet``, ``.csv`` or ``.json``.
+        only: rows are left out whose column is not so: ``{"cluster": "cluster04"}``.
+
+    Raises:
+        InvalidValue: the file is no trace, or has no job.
+        ServerlessGpuError: pyarrow is needed, and is not here.
+    """
+    readers: dict[str, Callable[[Path], Iterable[Row]]] = {".parquet": _parquet, ".csv": _csv, ".json": _json}
+    reader = readers.get(path.suffix.lower())
+    if reader is None:
+        raise InvalidValue(f"{path} cannot be read as a trace", hint="a trace is a file .parquet, .csv or .json")
+    try:
+        if path.stat().st_size > _BYTES_MAX:
+            raise InvalidValue(f"{path} is larger than 2 GiB", hint="replay a part of it")
+        rows = reader(path)
+        trace = jobs_of(rows, str(path.name), only or {})
+    except OSError as error:
+        raise InvalidValue(f"{path} cannot be read: {error.strerror or error}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, csv.Error) as error:
+        raise InvalidValue(f"{path} is no trace: {error}") from None
+    return trace
+
+
+def jobs_of(rows: Iterable[Row], source: str, only: Mapping[str, str]) -> Trace:
+    """Return the jobs among rows.
+
+    Args:
+        rows: with the columns of a trace.
+        source: where they are from, in words.
+        only: rows are left out whose column is not so.
+
+    Raises:
+        InvalidValue: a column is missing, or there is no job.
+    """
+    jobs: list[Job] = []
+    left_out: Counter[str] = Counter()
+    for place, row in enumerate(rows):
+        if place == 0:
+            _check_columns(row, source, only)
+        if any(str(row.get(column)) != value for column, value in only.items()):
+            continue
+        try:
+            jobs.append(_job(row, place))
+        except _NoJob as why:
+            left_out[str(why)] += 1
+    if not jobs:
+        wanted = ", ".join(f"{column}={value}" for column, value in only.items())
+        raise InvalidValue(
+            f"{source} has no jobs" + (f" with {wanted}" if wanted else ""), hint=_left_out_text(left_out)
+        )
+    return trace_of(jobs, source, dict(left_out))
+
+
+def _check_columns(row: Row, source: str, only: Mapping[str, str]) -> None:
+    missing = [name for name in (*NEEDED, *only) if name not in row]
+    if missing:
+        raise InvalidValue(
+            f"{source} has no column {missing[0]}; it has {', '.join(row)}",
+            hint=f"a trace has at least {', '.join(NEEDED)}",
+        )
+
+
+def _left_out_text(left_out: Mapping[str, int]) -> str:
+    return "; ".join(f"{count} {why}" for why, count in left_out.items())
+
+
+def _job(row: Row, place: int) -> Job:
+    gpus = int(_number(row, "num_gpus"))
+    duration_s = _number(row, "duration_s")
+    if gpus < 1:
+        raise _NoJob("without GPUs")
+    if duration_s <= 0:
+        raise _NoJob("that never ran")
+    return Job(
+        job_id=str(row.get("job_id", place)),
+        submit_s=_number(row, "submit_time_s"),
+        duration_s=duration_s,
+        gpus=gpus,
+        team=next((str(row[name]) for name in _GROUPS if row.get(name)), ""),
+        user=str(row.get("user") or ""),
+        name=str(row.get("name") or ""),
+        pool=str(row.get("pool") or ""),
+        gpu_type=str(row.get("gpu_type") or ""),
+        priority=_CLASSES.get(str(row.get("priority") or "").lower(), NORMAL),
+        preemptible=str(row.get("preemptible") or "").lower() in _TRUE,
+    )
+
+
+def _number(row: Row, column: str) -> float:
+    try:
+        value = float(row[column])
+    except (KeyError, TypeError, ValueError):
+        raise _NoJob(f"without a {column}") from None
+    if not abs(value) < 1e15:
+        raise _NoJob(f"without a {column}")
+    return value
+
+
+# --- kinds of files ---------------------------------------------------------------------------------------------------
+
+
+def _parquet(path: Path) -> Iterable[Row]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        message = "traces in parquet are read with pyarrow, which this Python does not have"
+        raise ServerlessGpuError(message, hint="pip install 'serverless-gpu[simulate]'") from None
+    try:
+        rows: list[Row] = pyarrow.parquet.read_table(path).to_pylist()
+    except pyarrow.ArrowException as error:
+        raise InvalidValue(f"{path} is no parquet file: {error}") from None
+    return rows
+
+
+def _csv(path: Path) -> Iterator[Row]:
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        yield from csv.DictReader(file)
+
+
+def _json(path: Path) -> Iterable[Row]:
+    rows = msgspec.json.decode(path.read_bytes())
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        hint = "Philly's cluster_job_log and `sgpu runs --json` are lists of jobs"
+        raise InvalidValue(f"{path} is no trace: no list of jobs", hint=hint)
+    return rows_of_json(rows)
+
+
+def rows_of_json(rows: Iterable[Row]) -> Iterator[Row]:
+    """Yield the columns of a trace from what Philly's log, or `sgpu runs --json`, says of a job; others as they are."""
+    for row in rows:
+        if "submitted_time" in row:
+            yield _philly(row)
+        elif "created" in row:
+            yield _own(row)
+        else:
+            yield row
+
+
+class _Place(msgspec.Struct):
+    gpus: list[str] | None = None
+
+
+class _Attempt(msgspec.Struct):
+    start_time: str | None = None
+    end_time: str | None = None
+    detail: list[_Place] | None = None
+
+
+class _Philly(msgspec.Struct):
+    """A job of Philly's log."""
+
+    jobid: str = ""
+    submitted_time: str | None = None
+    vc: str | None = None
+    user: str | None = None
+    status: str | None = None
+    attempts: list[_Attempt] | None = None
+
+
+def _philly(row: Row) -> Row:
+    """Return a job of Philly's log: it lasted as long as its attempts together, with the GPUs of the largest."""
+    job = msgspec.convert(row, _Philly)
+    duration_s, gpus = 0.0, 0
+    for attempt in job.attempts or ():
+        began, ended = _moment(attempt.start_time), _moment(attempt.end_time)
+        if began is not None and ended is not None:
+            duration_s += ended - began
+        gpus = max(gpus, sum(len(place.gpus or ()) for place in attempt.detail or ()))
+    return {
+        "job_id": job.jobid,
+        "submit_time_s": _moment(job.submitted_time),
+        "duration_s": duration_s,
+        "num_gpus": gpus,
+        "vc": job.vc,
+        "user": job.user,
+        "status": job.status,
+    }
+
+
+def _own(row: Row) -> Row:
+    """Return a run of ours: it had its devices from when it started until it ended."""
+    created, started, ended = (_moment(row.get(name)) for name in ("created", "started", "ended"))
+    return {
+        "job_id": row.get("id", ""),
+        "submit_time_s": created,
+        "duration_s": None if started is None or ended is None else ended - started,
+        "num_gpus": row.get("gpus") or len(row.get("devices") or ()) or row.get("ranks"),
+        **{name: row.get(name) for name in ("team", "name", "state", "pool", "node")},
+        "user": row.get("owner"),
+    }
+
+
+def _moment(text: object) -> float | None:
+    """Return seconds since 1970 of a moment as logs write it; one without a zone is UTC."""
+    try:
+        moment = datetime.fromisoformat(str(text))
+    except ValueError:
+        return None
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()

@@ -1,0 +1,110 @@
+"""Schedulers to compare with: tables by hand, and what holds for any jobs."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serverless_gpu.replay import POLICIES, Cluster, Job, cluster_of, trace_of
+from serverless_gpu.replay.baselines import KEYS, Nodes, Spans, in_order, placed_again
+from serverless_gpu.replay.figures import moments
+
+BASELINES = [policy for policy in POLICIES if policy != "ours"]
+
+
+def made(*rows: tuple[float, float, int]) -> list[Job]:
+    """Return jobs of (arrival, duration, GPUs)."""
+    jobs = (
+        Job(job_id=str(place), submit_s=submit, duration_s=duration, gpus=gpus)
+        for place, (submit, duration, gpus) in enumerate(rows)
+    )
+    return list(trace_of(jobs).jobs)
+
+
+def replayed(jobs: list[Job], cluster: Cluster, policy: str) -> Spans:
+    if policy in KEYS:
+        return placed_again(jobs, cluster, KEYS[policy])
+    return in_order(jobs, cluster, strict=policy == "fifo")
+
+
+# Eight GPUs: six are taken until 100; eight are wanted, then two for 200 s, then one for 5 s.
+BLOCKED = made((0, 100, 6), (1, 50, 8), (2, 200, 2), (3, 5, 1))
+
+
+@pytest.mark.parametrize(
+    ("policy", "spans"),
+    [
+        ("fifo", [[(0, 100)], [(100, 150)], [(150, 350)], [(150, 155)]]),
+        ("first-fit", [[(0, 100)], [(202, 252)], [(2, 202)], [(100, 105)]]),
+        # Seconds left at 1: 99 and 50; at 3: the one 5, the eight 48, the six 99; at 8: 48 and 94.
+        ("srtf", [[(0, 1), (3, 8), (56, 150)], [(1, 3), (8, 56)], [(56, 256)], [(3, 8)]]),
+        # GPU seconds left at 1: 594 and 400; at 3: 5, 384, 400, 594; at 8: the eight 384, the two 390.
+        ("srsf", [[(0, 1), (56, 155)], [(1, 3), (8, 56)], [(3, 8), (56, 251)], [(3, 8)]]),
+    ],
+)
+def test_four_jobs_on_eight_gpus(policy: str, spans: Spans) -> None:
+    assert replayed(BLOCKED, cluster_of(1, 8), policy) == spans
+
+
+def test_a_job_of_several_nodes_takes_whole_ones_and_a_part() -> None:
+    nodes = Nodes(cluster_of(4, 8))
+    assert nodes.take(3) == ((0, 3),)
+    assert nodes.take(19) == ((1, 8), (2, 8), (0, 3))
+    assert nodes.take(8) == ((3, 8),)
+    assert nodes.take(3) is None
+    assert nodes.take(2) == ((0, 2),)
+
+
+def test_a_job_of_several_nodes_needs_whole_ones() -> None:
+    nodes = Nodes(cluster_of(2, 8))
+    nodes.take(1)
+    assert nodes.take(10) == ((1, 8), (0, 2))
+    nodes.empty()
+    nodes.take(1)
+    assert nodes.take(15) == ((1, 8), (0, 7))
+    assert nodes.free == 0
+
+
+def test_what_is_given_back_is_free_again() -> None:
+    nodes = Nodes(cluster_of(2, 4))
+    taken = nodes.take(6)
+    assert taken is not None
+    assert nodes.take(3) is None
+    nodes.give(taken)
+    assert (nodes.free, nodes.take(8)) == (8, ((0, 4), (1, 4)))
+
+
+JOBS = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 30), st.integers(1, 16)), min_size=1, max_size=25).map(
+    lambda rows: made(*rows)
+)
+CLUSTERS = st.sampled_from([cluster_of(1, 16), cluster_of(4, 4), cluster_of(2, 8), cluster_of(2, 8).as_sum()])
+
+
+@settings(max_examples=60, deadline=None)
+@given(JOBS, CLUSTERS, st.sampled_from(BASELINES))
+def test_every_job_has_its_time_and_nobody_has_more_than_there_is(
+    jobs: list[Job], cluster: Cluster, policy: str
+) -> None:
+    spans = replayed(jobs, cluster, policy)
+    for job, had in zip(jobs, spans, strict=True):
+        assert sum(ended - began for began, ended in had) == pytest.approx(job.duration_s)
+        assert job.submit_s <= had[0][0]
+        assert all(first[1] < second[0] for first, second in pairwise(had))
+    assert all(0 <= moment.used <= cluster.gpus for moment in moments(jobs, spans))
+
+
+@settings(max_examples=60, deadline=None)
+@given(JOBS)
+def test_fifo_starts_jobs_in_the_order_of_their_arrival(jobs: list[Job]) -> None:
+    starts = [had[0][0] for had in replayed(jobs, cluster_of(2, 8), "fifo")]
+    assert starts == sorted(starts)
+
+
+@settings(max_examples=60, deadline=None)
+@given(JOBS)
+def test_first_fit_leaves_nothing_free_that_a_waiting_job_could_have(jobs: list[Job]) -> None:
+    spans = replayed(jobs, cluster_of(1, 16), "first-fit")
+    assert all(moment.smallest > 16 - moment.used for moment in moments(jobs, spans))

@@ -1,0 +1,120 @@
+"""The scheduler, driven by a trace: every job has its time, nobody has more than there is; gangs of real traces."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serverless_gpu.model.scheduling.values import BEST_EFFORT, CRITICAL, Policy, Pool
+from serverless_gpu.replay import Cluster, Job, Machine, Settings, Trace, cluster_of, generate, read_trace, simulate
+from serverless_gpu.replay import trace_of as in_order
+from serverless_gpu.replay.figures import moments
+from tests.replay.real import TRACES, needs_traces
+from tests.replay.test_baselines import CLUSTERS, JOBS, made
+
+
+def test_who_fits_starts_at_once_and_who_does_not_when_there_is_room() -> None:
+    outcome = simulate(in_order(made((5, 100, 6), (6, 50, 4), (7, 200, 2))), cluster_of(1, 8), "ours")
+    assert outcome.spans == [[(5, 105)], [(105, 155)], [(7, 207)]]
+
+
+def test_the_same_trace_gives_the_same_outcome() -> None:
+    trace, cluster = generate(300, gpus=32, load=1.1), cluster_of(4, 8)
+    assert simulate(trace, cluster, "ours").spans == simulate(trace, cluster, "ours").spans
+
+
+def test_a_gang_of_several_nodes_waits_for_whole_ones() -> None:
+    jobs = made((0, 10, 1), (1, 10, 16))
+    assert simulate(in_order(jobs), cluster_of(2, 8), "ours").spans == [[(0, 10)], [(10, 20)]]
+    assert simulate(in_order(jobs), cluster_of(3, 8), "ours").spans == [[(0, 10)], [(1, 11)]]
+
+
+def test_declared_durations_let_small_jobs_into_the_gap_before_a_gang() -> None:
+    # One GPU is free until 100, when eight are wanted at once; of two jobs that want it one is over by then.
+    jobs = made((0, 100, 7), (1, 50, 8), (2, 200, 1), (3, 90, 1))
+    known = Settings(durations_known=True)
+    assert simulate(in_order(jobs), cluster_of(1, 8), "ours", settings=known).spans == [
+        [(0, 100)], [(100, 150)], [(150, 350)], [(3, 93)],
+    ]  # fmt: skip
+
+
+def test_preemption_makes_room_for_who_has_more_right_and_the_job_goes_on_later() -> None:
+    low = Job(job_id="low", submit_s=0, duration_s=10_000, gpus=8, priority=BEST_EFFORT)
+    high = Job(job_id="high", submit_s=5_000, duration_s=100, gpus=8, priority=CRITICAL)
+    told = Settings(preemption=True)
+    outcome = simulate(in_order([low, high]), cluster_of(1, 8), "ours", settings=told)
+    if outcome.figures.preemptions:  # by the class alone, and after the minimum run time
+        assert outcome.spans == [[(0, 5_000), (5_100, 10_100)], [(5_000, 5_100)]]
+    assert simulate(in_order([low, high]), cluster_of(1, 8), "ours").figures.preemptions == 0
+
+
+def test_a_reserved_pool_is_for_those_who_name_it() -> None:
+    cluster = Cluster(
+        machines=(Machine(name="a", gpus=4, pool="research"), Machine(name="b", gpus=4)),
+        pools=(Pool(name="research", reserved=True),),
+    )
+    jobs = [Job(job_id=str(n), submit_s=n, duration_s=10, gpus=4, pool="research" * (n > 1)) for n in range(3)]
+    assert simulate(in_order(jobs), cluster, "ours").spans == [[(0, 10)], [(10, 20)], [(2, 12)]]
+
+
+def test_who_can_never_be_placed_is_counted() -> None:
+    cluster = Cluster(machines=(Machine(name="a", gpus=4, gpu_type="H100"), Machine(name="b", gpus=2, gpu_type="A10")))
+    jobs = [
+        Job(job_id="1", submit_s=0, duration_s=5, gpus=4, gpu_type="A10"),
+        Job(job_id="2", submit_s=0, duration_s=5, gpus=2, gpu_type="A10"),
+        Job(job_id="3", submit_s=0, duration_s=5, gpus=9, gpu_type="A10"),
+    ]
+    outcome = simulate(in_order(jobs), cluster, "ours")
+    assert (outcome.unserved, outcome.impossible, outcome.figures.jobs) == (1, 1, 1)
+
+
+def test_shares_of_teams_hold_under_overload() -> None:
+    jobs = [
+        Job(job_id=f"{n}{team}", submit_s=60 * n, duration_s=3_600, gpus=2, team=team, user=team)
+        for n in range(1_000)
+        for team in ("search", "vision")
+    ]
+    cluster = msgspec.structs.replace(cluster_of(4, 8), teams={"search": 70, "vision": 30})
+    teams = simulate(in_order(jobs), cluster, "ours").figures.teams
+    assert teams == pytest.approx({"search": 0.7, "vision": 0.3}, abs=0.02)
+    told = Settings(scheduling=Policy(team_weights={"search": 30, "vision": 70}))
+    assert simulate(in_order(jobs), cluster, "ours", settings=told).figures.teams["vision"] == pytest.approx(
+        0.7, abs=0.02
+    )
+
+
+def test_how_far_it_is_is_told() -> None:
+    told: list[tuple[int, int]] = []
+    simulate(
+        generate(1_200, gpus=64), cluster_of(8, 8), "ours", progress=lambda done, total: told.append((done, total))
+    )
+    assert told == [(500, 1_200), (1_000, 1_200)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(JOBS, CLUSTERS, st.booleans(), st.booleans())
+def test_every_job_has_its_time_and_nobody_has_more_than_there_is(
+    jobs: list[Job], cluster: Cluster, known: bool, preemption: bool
+) -> None:
+    told = Settings(durations_known=known, preemption=preemption)
+    outcome = simulate(Trace(jobs=tuple(jobs)), cluster, "ours", settings=told)
+    assert (outcome.unserved, len(outcome.jobs)) == (0, len(jobs))
+    for job, had in zip(outcome.jobs, outcome.spans, strict=True):
+        assert sum(ended - began for began, ended in had) == pytest.approx(job.duration_s)
+        assert job.submit_s <= had[0][0]
+    assert all(0 <= moment.used <= cluster.gpus for moment in moments(outcome.jobs, outcome.spans))
+
+
+@needs_traces
+@pytest.mark.parametrize(("name", "gpus"), [("cluster04", 600), ("cluster04", 512), ("cluster02", 128)])
+def test_on_real_traces_gangs_wait_no_longer_than_with_first_fit(name: str, gpus: int) -> None:
+    trace = read_trace(TRACES / "microsoft_itp_2021.parquet", {"cluster": name})
+    cluster = cluster_of(gpus // 8, 8).as_sum()
+    first_fit, ours = (simulate(trace, cluster, policy).figures for policy in ("first-fit", "ours"))
+    assert ours.wait.mean <= 1.25 * first_fit.wait.mean
+    assert first_fit.gang_wait is not None
+    assert ours.gang_wait is not None
+    assert ours.gang_wait.mean <= first_fit.gang_wait.mean
+    assert ours.gang_wait.p95 <= first_fit.gang_wait.p95
