@@ -215,6 +215,23 @@ def test_nobody_leaves_without_a_warning_also_when_the_calendar_is_new_or_the_se
     assert last_event(services, run_id) == "asked to stop: drain: n1 is not shared"
 
 
+def test_who_lived_through_a_turn_is_told_anew_before_the_next(
+    services: Services, node_id: str, clock: FakeClock
+) -> None:
+    run_id = placed(services)
+    gap = ("08:02-12:00", "13:00-24:00")  # it is not shared for two minutes, which is less than the warning
+    ruling.put_calendar(services, by(ROOT), CalendarRequest(shared=gap))
+    tick(services)
+    later(services, clock, 360)
+    assert find(services, run_id).stop is None
+    later(services, clock, 4 * HOUR_S - 360 - 300)
+    assert (find(services, run_id).stop, leave_ns(services, run_id)) == (None, clock.wall_ns() + 300 * 10**9)
+    later(services, clock, 299)
+    assert find(services, run_id).stop is None
+    later(services, clock, 1)
+    assert find(services, run_id).stop is StopReason.DRAIN
+
+
 def test_a_warning_is_taken_back_when_the_calendar_says_otherwise(
     services: Services, node_id: str, clock: FakeClock
 ) -> None:

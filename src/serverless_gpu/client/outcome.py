@@ -313,7 +313,9 @@ def _message(stopped: Stopped, rank: int | None, directory: Path, limit_s: float
     if stopped.reason is Reason.TIMEOUT and limit_s:
         return f"the run reached its time limit of {limit_s:g} s (ranks are asked to end one grace before it)"
     if stopped.state not in (State.FAILED, State.LOST):
-        return meaning  # what ranks said after the stop is not why the run stopped
+        # What ranks said after the stop is not why the run stopped; what a server says is.
+        is_why = stopped.cause is not None and stopped.cause.rank is None and detail.startswith(meaning)
+        return detail if is_why else meaning
     if stopped.reason is Reason.COLLECTIVE_HANG and detail:
         return detail
     if rank is None and stopped.reason is Reason.HOST_OOM:

@@ -51,13 +51,15 @@ def _look_at(services: Services, node: RuledNode, run: StoredRun, at_ns: int) ->
     if leave is None or run.attempt is None:
         return
     told_ns = run.attempt.leave_ns
-    if leave.at_ns is None or (told_ns is not None and told_ns <= at_ns):
+    if leave.at_ns is None:
         _ask(services, node, run, because=leave.because)
-    elif told_ns is None:
+    elif told_ns is None or told_ns < leave.at_ns > at_ns:  # never, or of a turn before that it has lived through
         leave_ns = max(leave.at_ns, at_ns + round(node_rules.WARNING_S * 1e9))
         services.database.write(lambda connection: attempts.note(connection, run.id, run.fence, leave_ns=leave_ns))
         _log.info("run %s has to leave %s at %s", run.id, node.name, format_soon(leave_ns, at_ns))
         services.hub.touch(run_key(run.id))
+    elif max(told_ns, leave.at_ns) <= at_ns:
+        _ask(services, node, run, because=leave.because)
 
 
 def _ask(services: Services, node: RuledNode, run: StoredRun, *, because: str) -> None:

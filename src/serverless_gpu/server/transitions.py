@@ -196,7 +196,7 @@ def _write_run(connection: sa.Connection, told: Told, *, over: _Over | None, not
         nothing_to_come = not isinstance(over, Ended)
         values |= {
             "reason": life.reason.value if life.reason else None,
-            "detail": note.detail or _asked_because(run, life),
+            "detail": _asked_because(run, life) or note.detail,
             "ended_ns": note.at_ns,
             "settled_ns": note.at_ns if nothing_to_come else None,
         }

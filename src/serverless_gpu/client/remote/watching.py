@@ -43,6 +43,7 @@ from serverless_gpu.wire.runs import (
 )
 
 _FIRST_S = 5.0
+_DISPLACED = (Reason.DRAINED, Reason.PREEMPTED)
 _SAID_IN = (State.QUEUED, State.RUNNING, State.UNREACHABLE)
 _RESULT = "results/"
 _TELEMETRY = "telemetry"
@@ -295,12 +296,18 @@ def _is_said(state: State, sentence: str) -> bool:
     return state in _SAID_IN or sentence.startswith(NOT_SENT)
 
 
+def _with_why(said: protocol.Stopped, message: EndedMessage) -> protocol.Stopped:
+    """Return what the supervisor says with what only the server knows: who the run had to leave for, and why."""
+    cause = Failure(rank=None, reason=message.reason, at_ns=0, detail=message.sentence)
+    return msgspec.structs.replace(said, cause=cause)
+
+
 def _stopped(message: EndedMessage) -> protocol.Stopped:
     """Return the supervisor's word, or the server's where there is none."""
     if message.ending is not msgspec.UNSET:
         said = msgspec.json.decode(message.ending, type=protocol.Stopped)
         if said.state is message.state and said.reason is message.reason:
-            return said
+            return _with_why(said, message) if message.reason in _DISPLACED else said
     cause = None
     if message.sentence and message.reason is not Reason.COMPLETED:
         cause = Failure(rank=None, reason=message.reason, at_ns=0, detail=message.sentence)

@@ -1,0 +1,68 @@
+"""What people decide about a node, against a real server and its node: through the command line, with real runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from serverless_gpu.errors import InvalidValue
+from serverless_gpu.model.attempt import Reason
+from tests.local.observe import wait_for
+from tests.remote.test_commands import sgpu, start
+
+pytestmark = pytest.mark.slow
+WORK = "echo attempt $SGPU_FENCE; echo $SGPU_GPU_UUIDS >> {seen}; [ $SGPU_FENCE = 2 ] || exec sleep 60"
+
+
+@pytest.fixture
+def node(served: Path) -> Iterator[str]:
+    """Yield the name of the node, which is afterwards as it was."""
+    wait_for(lambda: " UP " in sgpu("nodes").stdout, "the node has joined")
+    name = sgpu("nodes").stdout.splitlines()[1].split()[0]
+    yield name
+    sgpu("node", "calendar", name, "--clear")
+    sgpu("node", "resume", name)
+
+
+def test_a_run_leaves_a_node_that_is_drained_and_goes_on_without_the_gpu_that_is_left_out(
+    node: str, served: Path, tmp_path: Path
+) -> None:
+    seen = tmp_path / "seen"
+    run = start("sh", "-c", WORK.format(seen=seen), gpus=1, resume=True)
+    ends = start("sh", "-c", "exec sleep 60", gpus=1)
+    wait_for(seen.exists, "user code has begun")
+    wait_for(lambda: ends.status() == "RUNNING", "the other one, too")
+    sgpu("node", "drain", node, "--note", "new fan")
+    assert f"takes nothing new: {sgpu('whoami').stdout.split()[0]} drains it since " in sgpu("nodes").stdout
+    (uuid,) = seen.read_text().split()
+    said = sgpu("node", "quarantine", node, uuid.rpartition("-")[2], "--note", "hot").stdout
+    assert said == f"{uuid} of {node} is left out; 2 runs go on there, and whichever has it keeps it\n"
+    done = sgpu("node", "drain", node, "--stop", "--wait", "30s").stdout
+    assert done.startswith(f"{node} is given nothing new; 2 runs go on there\n") and "nothing runs there\n" in done
+    with pytest.raises(Exception, match=r"the run had to leave its node: .* drains .* \(new fan\)"):
+        ends.results()
+    wait_for(lambda: "drains it since" in (run.waiting_for() or ""), "the first one waits, and knows why")
+    assert f"{node} is UP" in sgpu("node", "resume", node).stdout
+    receipt = run.receipt(60)
+    assert receipt.reason is Reason.COMPLETED
+    assert len(seen.read_text().split()) == 2 and seen.read_text().split()[1] != uuid
+    assert sgpu("logs", run.id).stdout.endswith("attempt 2\n")
+    assert sgpu("node", "release", node, uuid).stdout == f"{uuid} of {node} is given to runs again\n"
+    assert "left out" not in sgpu("nodes").stdout
+
+
+def test_a_calendar_is_set_shown_changed_in_part_and_cleared(node: str, served: Path) -> None:
+    me = sgpu("whoami").stdout.split()[0]
+    assert (
+        sgpu("node", "calendar", node).stdout == f"{node} is nobody's in particular; everybody may use it at any time\n"
+    )
+    said = sgpu("node", "calendar", node, "--shared", "00:00-24:00", "--owner", me, "--zone", "Europe/Berlin").stdout
+    assert said.splitlines() == [f"{node} is {me}'s; others may use it 00:00-24:00 (Europe/Berlin)", "shared now"]
+    assert "runs of" in sgpu("node", "calendar", node, "--owner-first").stdout
+    assert f"all, {me} first" in sgpu("nodes").stdout
+    assert '"shared": [' in sgpu("node", "calendar", node, "--json").stdout
+    with pytest.raises(InvalidValue, match="is no window of a calendar"):
+        sgpu("node", "calendar", node, "--shared", "mo-fr")
+    assert sgpu("node", "calendar", node, "--clear").stdout.endswith("everybody may use it at any time\n")
