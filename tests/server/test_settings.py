@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import msgspec
@@ -136,6 +137,12 @@ def test_every_setting_is_an_option_of_sgpu_up(tmp_path: Path) -> None:
     # Nobody types these: they are a matter of a team.
     assert {name for name in settings - options if not name.startswith("--queue-")} == {"--runs-waiting"}
     assert options - settings == set()
+
+
+def test_the_reference_says_what_holds_of_the_queue_without_a_setting(tmp_path: Path) -> None:
+    reference = (Path(__file__).parents[2] / "docs" / "reference.md").read_text()
+    rows = dict(re.findall(r"^\| `(queue_\w+)` \| .* \| `?([^`|]+?)`? \|$", reference, re.MULTILINE))
+    assert rows == {each.name: f"{each.value}" for each in effective(tmp_path) if each.name.startswith("queue_")}
 
 
 def test_every_setting_is_in_the_reference(tmp_path: Path) -> None:
