@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator
+from bisect import bisect_left
 
 from serverless_gpu.model.scheduling import placing
+from serverless_gpu.model.scheduling.fairness import team_of
 from serverless_gpu.model.scheduling.floor import Place
 from serverless_gpu.model.scheduling.impossible import impossible
 from serverless_gpu.model.scheduling.queue import Line
@@ -22,6 +23,8 @@ AHEAD_MAX = 64
 """So many runs ahead of one are followed when it is estimated when it starts."""
 HOLDERS_MAX = 32
 """So many who have devices are named in a wait."""
+Rank = tuple[int, bool, float, float, float, int, str]
+"""As of `State.rank`."""
 
 
 def why(state: State, run_id: str, now_ns: int) -> Wait | None:
@@ -41,7 +44,7 @@ def why(state: State, run_id: str, now_ns: int) -> Wait | None:
     never = impossible(state.floor, wanted, line.ask)
     if never:
         return Wait(run_id=run_id, reason=WaitReason.UNSATISFIABLE, words=never)
-    place = 1 + sum(1 for _ in _ahead(state, wanted, line.ask, now_ns))
+    place = 1 + sum(count for _, count in _ahead(state, wanted, line.ask, now_ns))
     return _Explained(state, wanted, line.ask, now_ns).wait(place)
 
 
@@ -53,13 +56,18 @@ def queue(state: State, now_ns: int, limit: int) -> tuple[str, ...]:
         now_ns: the time.
         limit: so many at most.
     """
-    state.fairness.settle(now_ns)
-    rows = (
-        (state.rank(wanted, line.ask, now_ns), wanted.run_id)
-        for line in state.queue.lines()
-        for *_, wanted in line.rows
-    )
-    found = [run_id for _, run_id in heapq.nsmallest(limit, rows)]
+    order = _Order(state, now_ns)
+    lines = list(state.queue.lines())
+    heads = [(order.rank(line, 0), number, 0) for number, line in enumerate(lines)]
+    heapq.heapify(heads)
+    found: list[str] = []
+    while heads and len(found) < limit:
+        _, number, at = heads[0]
+        found.append(lines[number].rows[at][1])
+        if at + 1 < len(lines[number].rows):
+            heapq.heapreplace(heads, (order.rank(lines[number], at + 1), number, at + 1))
+        else:
+            heapq.heappop(heads)
     held = sorted((wanted.not_before_ns, wanted.run_id) for wanted in state.queue.held())
     return tuple(found + [run_id for _, run_id in held[: max(0, limit - len(found))]])
 
@@ -80,10 +88,12 @@ def estimate(state: State, wanted: Wanted, now_ns: int) -> Estimate:
     shares = placing.place(state.floor, wanted, ask, now_ns)
     if shares is not None:
         return Estimate(at_ns=now_ns, node=_node(state, [share.node_id for share in shares]), basis="enough is free")
-    ahead = sorted(_ahead(state, wanted, ask, now_ns), key=lambda entry: state.rank(entry[0], entry[1].ask, now_ns))
-    place = len(ahead) + 1
+    lines = _ahead(state, wanted, ask, now_ns)
+    place = 1 + sum(count for _, count in lines)
     if place > AHEAD_MAX:
         return Estimate(at_ns=None, basis="too many are ahead of it", place=place)
+    ahead = [(other, line) for line, count in lines for *_, other in line.rows[:count]]
+    ahead.sort(key=lambda entry: state.rank(entry[0], entry[1].ask, now_ns))
     forecast = state.floor.forecast()
     for other, line in ahead:
         if placing.promise(forecast, other, line.ask, now_ns) is None:
@@ -122,16 +132,47 @@ def _node(state: State, node_ids: list[str]) -> str:
     return "" if place is None else place.node.name
 
 
-def _ahead(state: State, wanted: Wanted, ask: Ask, now_ns: int) -> Iterator[tuple[Wanted, Line]]:
-    """Return who is served before a run and wants the same kind of devices."""
-    state.fairness.settle(now_ns)
-    mine = state.rank(wanted, ask, now_ns)
-    for line in state.queue.lines():
-        if line.ask.shape.kind != ask.shape.kind or not state.floor.is_possible(line.ask.shape):
-            continue
-        for *_, other in line.rows:
-            if other.run_id != wanted.run_id and state.rank(other, line.ask, now_ns) < mine:
-                yield other, line
+class _Order:
+    """The order of the queue at one time: what is the same for all runs of a user is worked out once.
+
+    Of one line the oldest is next, so the rows of a line are in order, and who is ahead of somebody are its first ones.
+    """
+
+    def __init__(self, state: State, now_ns: int) -> None:
+        state.fairness.settle(now_ns)
+        self._state, self._now_ns, self._guarded_ns = state, now_ns, state.guarded_ns(now_ns)
+        self._shares: dict[tuple[str, str], tuple[float, float]] = {}
+
+    def rank(self, line: Line, at: int) -> Rank:
+        """Return what `State.rank` does of one run of a line."""
+        return self.of(line.rows[at][2], line.ask)
+
+    def of(self, wanted: Wanted, ask: Ask) -> Rank:
+        """Return what `State.rank` does."""
+        state, queued_ns = self._state, wanted.queued_ns
+        key = (team_of(wanted), wanted.owner)
+        shares = self._shares.get(key)
+        if shares is None:
+            shares = self._shares[key] = (state.fairness.team(key[0]), state.fairness.user(*key))
+        score = -state.score(ask, queued_ns, self._now_ns)
+        return (wanted.priority, queued_ns > self._guarded_ns, *shares, score, queued_ns, wanted.run_id)
+
+    def count(self, line: Line, mine: Rank) -> int:
+        """Return how many of a line are before somebody."""
+        if self.rank(line, 0) >= mine:
+            return 0
+        if self.rank(line, -1) < mine:
+            return len(line.rows)
+        return bisect_left(range(len(line.rows)), mine, key=lambda at: self.rank(line, at))
+
+
+def _ahead(state: State, wanted: Wanted, ask: Ask, now_ns: int) -> list[tuple[Line, int]]:
+    """Return who is served before a run and wants the same kind of devices: so many of the first of each line."""
+    order = _Order(state, now_ns)
+    mine = order.of(wanted, ask)
+    same = (line for line in state.queue.lines() if line.ask.shape.kind == ask.shape.kind)
+    counts = [(line, order.count(line, mine)) for line in same if state.floor.is_possible(line.ask.shape)]
+    return [(line, count) for line, count in counts if count]
 
 
 class _Explained:
