@@ -198,7 +198,7 @@ class _Explained:
         at_ns, is_bound = self._start(where, name, needed, place)
         return Wait(
             run_id=self._wanted.run_id,
-            reason=WaitReason.RESERVED if ahead else WaitReason.TURN if free >= needed else WaitReason.CAPACITY,
+            reason=self._reason(ahead, enough=free >= needed),
             count=needed,
             whole=self._ask.shape.gpus is None,
             gpu_type=self._wanted.gpu_type or name,
@@ -211,6 +211,11 @@ class _Explained:
             at_ns=at_ns,
             is_bound=is_bound,
         )
+
+    def _reason(self, ahead: str, *, enough: bool) -> WaitReason:
+        if self._wanted.run_id in self._state.clearing:
+            return WaitReason.MAKING_ROOM
+        return WaitReason.RESERVED if ahead else WaitReason.TURN if enough else WaitReason.CAPACITY
 
     def _nearest(self) -> tuple[Place, str] | None:
         """Return where it fits soonest: what is promised to it, else where it lacks the fewest devices."""
@@ -319,7 +324,7 @@ class _Explained:
         enough = free >= (self._ask.shape.gpus or 0)
         return Wait(
             run_id=self._wanted.run_id,
-            reason=WaitReason.RESERVED if keepers else WaitReason.TURN if enough and not rows else WaitReason.CAPACITY,
+            reason=self._reason(keepers[0] if keepers else "", enough=enough and not rows),
             count=self._ask.shape.gpus or 0,
             gpu_type=self._wanted.gpu_type or next((name for _, name in rows), ""),
             one_node=False,

@@ -142,6 +142,21 @@ class Fairness:
             return 0.0
         return _weighed(self._current(account), self._policy.user_weights.get(owner, 1.0))
 
+    def is_behind(self, team: str, owner: str, due: float, most: list[tuple[float, str]]) -> bool:
+        """Return whether a team, or a user of it, would have to use so much more to have what another one has.
+
+        Args:
+            team: name.
+            owner: the user; "" for the team.
+            due: GPU-seconds.
+            most: use by weight and name of those that had the most.
+        """
+        name, mine = (owner, self.user(team, owner)) if owner else (team, self.team(team))
+        is_team = not owner and not team.startswith("~")
+        weights = self._policy.team_weights if is_team else self._policy.user_weights
+        ahead = max((use for use, other in most if other != name), default=0.0)
+        return (ahead - mine) * weights.get(name.removeprefix("~"), 1.0) >= due
+
     def usage(self, now_ns: int) -> dict[str, float]:
         """Return the use of each team at a time, GPU-seconds."""
         self.settle(now_ns)

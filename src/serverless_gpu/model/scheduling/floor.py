@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 
 from serverless_gpu.model.hardware import CPU, GpuType, matches
 from serverless_gpu.model.scheduling.learning import over_after_s
-from serverless_gpu.model.scheduling.preempting import Terms, may_use
+from serverless_gpu.model.scheduling.preempting import NO_CLAIM, Terms, may_use, standing
 from serverless_gpu.model.scheduling.reserving import Book, Profile
 from serverless_gpu.model.scheduling.shapes import Shape
 from serverless_gpu.model.scheduling.values import Node, Policy, Pool, Running, Share, Wanted
@@ -122,13 +122,15 @@ class Group:
     Attributes:
         sample: one of its nodes: all of them are the same in what decides that.
         is_plain: whether nobody's calendar has to be asked.
+        claim: the most right to these nodes that anybody has who waits for one: those with less have to wait, too.
     """
 
-    __slots__ = ("index", "is_plain", "members", "sample")
+    __slots__ = ("claim", "index", "is_plain", "members", "sample")
 
     def __init__(self, sample: Node) -> None:
         self.sample = sample
         self.is_plain = not sample.owner and sample.shared and sample.turns_ns is None
+        self.claim = NO_CLAIM
         self.members: dict[str, Place] = {}
         self.index: dict[str, Index] = {}
 
@@ -147,7 +149,7 @@ class Group:
         """
         if pool is None and self.is_plain:
             return 0
-        if not may_use(wanted, self.sample, terms, now_ns):
+        if standing(wanted, self.sample, terms) > self.claim or not may_use(wanted, self.sample, terms, now_ns):
             return None
         return 1 if pool is not None else -1 if self.sample.owner and self.sample.owner == wanted.owner else 0
 
@@ -243,16 +245,17 @@ class Reach:
 
 
 class Floor:
-    """Every node, and who has what of it."""
+    """Every node, and who has what of it; `leavers`: who may be asked to leave, by node."""
 
     def __init__(self, policy: Policy) -> None:
         self.places: dict[str, Place] = {}
         self.terms = Terms(policy=policy)
         self.books: dict[tuple[str, str], Book] = {}
+        self.leavers: dict[str, set[str]] = {}
         self._reaches: dict[int, Reach] = {}
         self.is_plain = True
         self._is_forecast = False
-        self._groups: dict[tuple[object, ...], Group] = {}
+        self.groups: dict[tuple[object, ...], Group] = {}
         self._runs: dict[str, dict[str, dict[str, Held]]] = {}
         self._machines: dict[str, dict[str, Place]] = {}
 
@@ -282,7 +285,7 @@ class Floor:
                 self._in(place, name)
             return
         self.forget(node.id)
-        group = self._groups.setdefault(_group_key(node), Group(node))
+        group = self.groups.setdefault(_group_key(node), Group(node))
         place = self.places[node.id] = Place(node, group, self._runs.setdefault(node.id, {}))
         group.members[node.id] = place
         self._machines.setdefault(node.machine, {})[node.id] = place
@@ -308,7 +311,7 @@ class Floor:
                 del totals[total]
         del group.members[node_id]
         if not group.members:
-            del self._groups[_group_key(place.node)]
+            del self.groups[_group_key(place.node)]
         del self._machines[place.node.machine][node_id]
         if not self._runs.get(node_id):
             self._runs.pop(node_id, None)
@@ -319,12 +322,15 @@ class Floor:
         for share in running.shares:
             runs = self._runs.setdefault(share.node_id, {}).setdefault(share.gpu_type, {})
             runs[running.wanted.run_id] = Held(running, share.count)
+            if running.wanted.preemptible and not running.is_leaving:
+                self.leavers.setdefault(share.node_id, set()).add(running.wanted.run_id)
             self._refresh(share)
 
     def give(self, running: Running) -> None:
         """Take note that a run has its devices no longer."""
         for share in running.shares:
             self._runs.get(share.node_id, {}).get(share.gpu_type, {}).pop(running.wanted.run_id, None)
+            self.leavers.get(share.node_id, set()).discard(running.wanted.run_id)
             self._refresh(share)
 
     def _refresh(self, share: Share) -> None:
@@ -346,11 +352,11 @@ class Floor:
     def change(self) -> None:
         """Find out anew what is in reach of whom."""
         self._reaches.clear()
-        self.is_plain = all(group.is_plain for group in self._groups.values())
+        self.is_plain = all(group.is_plain for group in self.groups.values())
 
     def turns_ns(self, now_ns: int) -> int | None:
         """Return when the next calendar turns; None for never."""
-        turns = (group.sample.turns_ns for group in self._groups.values() if not group.is_plain)
+        turns = (group.sample.turns_ns for group in self.groups.values() if not group.is_plain)
         return min((at for at in turns if at is not None and at > now_ns), default=None)
 
     # --- what is kept during a pass ---
@@ -398,7 +404,7 @@ class Floor:
     def _reach(self, shape: Shape) -> Reach:
         groups: list[tuple[Group, Pool | None]] = []
         singles: list[tuple[Place, Pool | None]] = []
-        for group in self._groups.values():
+        for group in self.groups.values():
             admitted, pool = admits(group.sample, shape, self.terms.pools)
             if admitted and not shape.machine and has_python(group.sample, shape.python):
                 groups.append((group, pool))

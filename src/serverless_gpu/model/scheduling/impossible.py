@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+import msgspec
+
 from serverless_gpu.model.hardware import CPU, matches
 from serverless_gpu.model.scheduling.floor import Floor, Place, has_python
 from serverless_gpu.model.scheduling.preempting import could_use
@@ -38,6 +40,9 @@ def _sentence(floor: Floor, wanted: Wanted) -> str:
     open_to = [node for node in admitted if _is_open(wanted, node)]
     if admitted and not open_to:
         owners = sorted({node.owner for node in admitted if node.owner})
+        if any(_is_open(msgspec.structs.replace(wanted, preemptible=True), node) for node in admitted):
+            first = f"its owner comes first on every node that would do ({', '.join(owners)})"
+            return f"{first}: others need resume=True there"
         return f"every node that would do is its owner's alone: {', '.join(owners) or 'nobody else may use it'}"
     return _lacking(wanted, open_to) if open_to else _nowhere(floor, wanted, nodes)
 
@@ -48,7 +53,10 @@ def _by_name(place: Place) -> tuple[str, str]:
 
 def _is_open(wanted: Wanted, node: Node) -> bool:
     """Return whether a node is ever open to a run, as far as its owner has a say."""
-    return node.shared or node.turns_ns is not None or (node.owner != "" and node.owner == wanted.owner)
+    if node.owner and node.owner == wanted.owner:
+        return True
+    can_leave = wanted.preemptible or not (node.owner and node.owner_first)
+    return can_leave and (node.shared or node.turns_ns is not None)
 
 
 def _admits(floor: Floor, node: Node, wanted: Wanted) -> bool:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import heapq
 
 from serverless_gpu.model.scheduling import placing
+from serverless_gpu.model.scheduling.clearing import Clearing, close_to_guests, open_to_guests
 from serverless_gpu.model.scheduling.fairness import charged_all
 from serverless_gpu.model.scheduling.queue import Line
 from serverless_gpu.model.scheduling.shapes import Ask
@@ -34,20 +35,34 @@ class Pass:
     def __init__(self, state: State) -> None:
         self._state, self._now_ns, self._number = state, state.now_ns, state.number
         self.placements: list[Placement] = []
+        self.clearing = Clearing(state, self._start)
         self._promised = 0
+        self._teams: dict[str, _Team] = {}
+        self._most: list[tuple[float, str]] = []  # the teams with the most use of those that wait
+        self._behind: set[object] = set()  # kinds and teams for which something is kept because they are behind
         self._kinds: set[object] = set()  # for which something is kept that is nearly there
 
-    def run(self, priority: int) -> None:
-        """Place what can be placed of one class.
+    def run(self) -> None:
+        """Place what can be placed: first those for whom room was made, guests after all others."""
+        hosts = close_to_guests(self._state)
+        self.clearing.serve()
+        for priority in sorted(self._state.queue.classes):
+            self._serve(priority)
+        if hosts:
+            open_to_guests(self._state, hosts)
+            self._number = self._state.number = self._number + 1
+            self.clearing.again()
+            for priority in sorted(self._state.queue.classes):
+                self._serve(priority)
 
-        Args:
-            priority: the class; classes come in their order.
-        """
+    def _serve(self, priority: int) -> None:
+        """Place what can be placed of one class."""
         self._serve_guarded(priority)
         fairness = self._state.fairness
         teams = [(fairness.team(name), name) for name in self._state.queue.classes.get(priority, ())]
+        self._most = heapq.nlargest(2, teams)
         heapq.heapify(teams)
-        users: dict[str, _Team] = {}
+        users = self._teams = {}
         while teams:
             _, name = teams[0]
             team = users.get(name)
@@ -86,6 +101,8 @@ class Pass:
 
     def _keep_guarded(self, line: Line) -> bool:
         wanted, floor = line.rows[0][2], self._state.floor
+        if wanted.run_id in self._state.reservations or self.clearing.clear(wanted, line.ask):
+            return True
         reservation = placing.promise(floor, wanted, line.ask, self._now_ns)
         if reservation is None:
             reservation = placing.keep(floor, wanted, line.ask, self._now_ns, nearly=0.0)
@@ -146,6 +163,7 @@ class Pass:
         state.running[run_id] = running
         placing.take(state.floor, shares, ask, self._now_ns)
         state.floor.take(running)
+        state.clearing.pop(run_id, None)
         state.fairness.place(run_id, wanted, charged_all(shares))
         self.placements.append(Placement(run_id=run_id, shares=shares))
 
@@ -166,20 +184,39 @@ class Pass:
     def _reserve(self, line: Line, wanted: Wanted) -> bool:
         """Promise or keep devices for a blocked gang; return whether the next of its line is to be asked, too."""
         state, ask = self._state, line.ask
-        if wanted.run_id in state.reservations:
+        if wanted.run_id in state.reservations or self.clearing.clear(wanted, ask):
             return True
-        if ask.unreserved == self._number or ask.shape.gpus == 1:
+        if ask.shape.gpus == 1:
             return False
-        is_early = self._promised < state.policy.reservations
+        is_new = ask.unreserved != self._number
+        is_early = is_new and self._promised < state.policy.reservations
         if is_early and self._note(placing.promise(state.floor, wanted, ask, self._now_ns)):
             self._promised += 1
             return True
+        whose = (ask.shape.kind, line.team)
+        is_behind = whose not in self._behind and self._is_behind(line)
+        if is_behind and self._note(placing.keep(state.floor, wanted, ask, self._now_ns, nearly=0.0)):
+            self._behind.add(whose)
+            return True
+        if not is_new:
+            return False
         if ask.shape.kind not in self._kinds and state.is_gang_of_nodes(ask):
             nearly = state.policy.nearly
             if self._note(placing.keep(state.floor, wanted, ask, self._now_ns, nearly=nearly)):
                 self._kinds.add(ask.shape.kind)
         ask.unreserved = self._number
         return False
+
+    def _is_behind(self, line: Line) -> bool:
+        """Return whether others that wait had so much more that a gang's devices are kept for it as they get free."""
+        state, team = self._state, self._teams.get(line.team)
+        gpus = line.ask.shape.gpus or state.floor.reach(line.ask.shape).whole
+        if team is None:
+            return False
+        due, fairness = gpus * state.policy.patience_s, state.fairness
+        return fairness.is_behind(line.team, "", due, self._most) or fairness.is_behind(
+            line.team, line.owner, due, team.most
+        )
 
     def _note(self, reservation: Reservation | None) -> bool:
         if reservation is not None:
@@ -188,12 +225,13 @@ class Pass:
 
 
 class _Team:
-    """The users of a team, the one with the least use first, and the heads of their lines."""
+    """The users of a team, the one with the least use first, and the heads of their lines; `most`: who had the most."""
 
     def __init__(self, state: State, priority: int, name: str) -> None:
         self._state, self.name = state, name
         self._lines = state.queue.classes[priority][name]
         self.users = [(state.fairness.user(name, owner), owner) for owner in self._lines]
+        self.most = heapq.nlargest(2, self.users)
         heapq.heapify(self.users)
         self._heads: dict[str, list[_Head]] = {}
 

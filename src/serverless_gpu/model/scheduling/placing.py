@@ -182,7 +182,7 @@ def keep(floor: Floor, wanted: Wanted, ask: Ask, now_ns: int, *, nearly: float) 
     count = ask.shape.gpus
     rows: dict[str, list[tuple[int, str, str, Place]]] = {}
     for where, name in usable(floor, wanted, ask, now_ns):
-        free = _unkept(floor, where, name)
+        free = unkept(floor, where, name)
         needed = where.node.total[name] if count is None else count
         if needed > 0 and (ask.shape.several or needed <= where.node.total[name]):
             rows.setdefault(name, []).append((max(0, needed - free), *where.entry))
@@ -220,7 +220,8 @@ def _nearest(
                 return
 
 
-def _unkept(floor: Floor, where: Place, gpu_type: str) -> int:
+def unkept(floor: Floor, where: Place, gpu_type: str) -> int:
+    """Return what is free of a node now beside what is kept; less than 0 where more is waited for."""
     book = floor.books.get((where.node.id, gpu_type))
     return where.free[gpu_type] if book is None else book.likely.free()
 

@@ -109,14 +109,17 @@ class Planner:
         state = self._state
         state.begin(now_ns)
         under_way = Pass(state)
-        for priority in sorted(state.queue.classes):
-            under_way.run(priority)
-        return Decision(placements=tuple(under_way.placements), preemptions=(), wake_ns=self._wake_ns(now_ns))
+        under_way.run()
+        return Decision(
+            placements=tuple(under_way.placements),
+            preemptions=tuple(under_way.clearing.preemptions),
+            wake_ns=self._wake_ns(now_ns, under_way.clearing.wake_ns),
+        )
 
-    def _wake_ns(self, now_ns: int) -> int | None:
+    def _wake_ns(self, now_ns: int, ripe_ns: int | None) -> int | None:
         """Return when something changes by itself: somebody lines up, comes under the guard, or a calendar turns."""
         state = self._state
-        times = [state.queue.next_ns(), state.floor.turns_ns(now_ns)]
+        times = [ripe_ns, state.queue.next_ns(), state.floor.turns_ns(now_ns)]
         if not math.isinf(state.policy.guard_s):
             guard_ns = math.ceil(state.policy.guard_s * _S)
             guarded = (line.rows[0][0] + guard_ns for line in state.queue.lines())

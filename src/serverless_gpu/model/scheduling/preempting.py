@@ -34,6 +34,9 @@ from serverless_gpu.model.scheduling.values import (
     Wanted,
 )
 
+NO_CLAIM = (True, True)
+"""The least right to a node that there is: a guest of its owner who borrows from its pool."""
+FULL_CLAIM = (False, False)
 CLASSES = ("CRITICAL", "NORMAL", "BEST_EFFORT")
 _NOBODY = BEST_EFFORT + 1  # as the highest class that is asked: nobody by class
 _NS = 1_000_000_000

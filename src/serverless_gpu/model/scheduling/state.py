@@ -6,7 +6,7 @@ from serverless_gpu.model.scheduling.fairness import Fairness, team_of
 from serverless_gpu.model.scheduling.floor import Floor
 from serverless_gpu.model.scheduling.queue import Queue
 from serverless_gpu.model.scheduling.shapes import Ask
-from serverless_gpu.model.scheduling.values import Policy, Reservation, Running, Wanted
+from serverless_gpu.model.scheduling.values import Policy, Reservation, Running, Share, Wanted
 
 _S = 1e9
 
@@ -21,6 +21,7 @@ class State:
         fairness: who had how much.
         running: who has devices.
         reservations: what the last pass kept or promised, by run, in the order of the queue.
+        clearing: for whom others were asked to leave, and what is kept for each of them until it starts.
         number: of the last pass.
         now_ns: the time of the last pass.
     """
@@ -30,6 +31,7 @@ class State:
         self.queue, self.floor, self.fairness = Queue(), Floor(policy), Fairness(policy)
         self.running: dict[str, Running] = {}
         self.reservations: dict[str, Reservation] = {}
+        self.clearing: dict[str, tuple[Share, ...]] = {}
         self.number = 0
         self.now_ns = 0
 

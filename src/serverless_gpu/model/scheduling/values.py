@@ -30,6 +30,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
         user_weights: shares of users within their team, by name; one that is not named has 1.
         reservations: so many blocked gangs of the queue have devices reserved ahead.
         nearly: part of a gang's devices that has to be free for the rest to be waited for when nobody knows how long.
+        patience_s: a blocked gang whose team, or user within their team, is behind another that waits, by so many
+            seconds of the gang's devices, has them kept as they get free: small runs of others do not starve it.
         gang_lead: waiting counts so many times for a gang that takes a whole node or more.
         whole_node: how many devices make a whole node; 0 for those of the largest node that a gang could use.
         guard_s: a run that has waited for so long is next of all, and devices are kept for it as they get free.
@@ -43,6 +45,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     user_weights: Mapping[str, float] = {}
     reservations: int = 32
     nearly: float = 0.9
+    patience_s: float = 3600.0
     gang_lead: float = 10 / 3
     whole_node: int = 0
     guard_s: float = 14 * 86_400.0

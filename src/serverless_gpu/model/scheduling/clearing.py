@@ -1,0 +1,196 @@
+"""Room that is made for a run: others were asked to leave, and what they give back is kept for it until it starts.
+
+    blocked ─▶ where could it be, who may be asked there (`preempting.py`) ─▶ asked; noted in `State.clearing`
+    at the start of each pass, in the order in which they were asked for
+      all of it is free   ─▶ it starts there
+      it is on its way    ─▶ kept, whoever is ahead
+      it is not any more  ─▶ forgotten: a node went, somebody did not leave; it asks again when its turn comes
+
+This is remembered from pass to pass. A planner that is made anew does not know it: who is leaving gives room to the
+first who may ask, which is who it was for, or somebody who is ahead of it by now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from serverless_gpu.model.scheduling import placing
+from serverless_gpu.model.scheduling.floor import Group, Place
+from serverless_gpu.model.scheduling.preempting import FULL_CLAIM, NO_CLAIM, Site, may_use, room, standing
+from serverless_gpu.model.scheduling.shapes import Ask
+from serverless_gpu.model.scheduling.state import State
+from serverless_gpu.model.scheduling.values import Preemption, Reservation, Share, Wanted
+
+SEARCHES_MAX = 32
+"""So many times a pass looks for who could leave; the next one goes on."""
+
+Start = Callable[[Wanted, Ask, tuple[Share, ...]], None]
+
+
+class Clearing:
+    """Making room during one pass.
+
+    Args:
+        state: what it works on; who is asked to leave counts as leaving at once.
+        start: what starts a run.
+
+    Attributes:
+        preemptions: who is asked to leave.
+        wake_ns: when it is worth asking again though nothing has changed; None for never.
+    """
+
+    def __init__(self, state: State, start: Start) -> None:
+        self._state, self._start = state, start
+        self._vain: set[object] = set()
+        self._searches = 0
+        self.preemptions: list[Preemption] = []
+        self.wake_ns: int | None = None
+
+    def serve(self) -> None:
+        """Start those for whom room was made, and keep for the others what is on its way."""
+        state = self._state
+        for run_id, shares in list(state.clearing.items()):
+            found = state.queue.where(run_id)
+            if found is None or found[1] is None:
+                del state.clearing[run_id]
+                continue
+            wanted, ask = found[0], found[1].ask
+            missing = [self._missing(wanted, ask, share) for share in shares]
+            if not _is_all(ask, shares) or any(lacks is None for lacks in missing):
+                del state.clearing[run_id]
+            elif any(missing):
+                self._keep(run_id, shares)
+            else:
+                self._start(wanted, ask, shares)
+
+    def again(self) -> None:
+        """Begin the second round of the pass: guests may ask guests."""
+        self._vain.clear()
+
+    def clear(self, wanted: Wanted, ask: Ask) -> bool:
+        """Ask others to leave for a run that is blocked; return whether room is made for it.
+
+        Args:
+            wanted: the run.
+            ask: what it asks for.
+        """
+        state = self._state
+        key = (ask.shape, wanted.priority, "" if state.floor.is_plain else wanted.owner)
+        if not state.floor.leavers or key in self._vain or self._searches >= SEARCHES_MAX:
+            return False
+        self._searches += 1
+        found = room(wanted, tuple(self._sites(wanted, ask)), state.floor.terms, state.now_ns)
+        if found is not None and found.wake_ns is not None:
+            self.wake_ns = found.wake_ns if self.wake_ns is None else min(self.wake_ns, found.wake_ns)
+        if found is None or not found.shares:
+            self._vain.add(key)
+            return False
+        for preemption in found.preemptions:
+            self._ask(preemption)
+        state.clearing[wanted.run_id] = found.shares
+        self._keep(wanted.run_id, found.shares)
+        return True
+
+    def _ask(self, preemption: Preemption) -> None:
+        state = self._state
+        held = state.running[preemption.run_id]
+        state.floor.give(held)
+        leaving = state.running[preemption.run_id] = msgspec.structs.replace(held, is_leaving=True)
+        state.floor.take(leaving)
+        self.preemptions.append(preemption)
+
+    def _keep(self, run_id: str, shares: tuple[Share, ...]) -> None:
+        state = self._state
+        for share in shares:
+            book = state.floor.book(state.floor.places[share.node_id], share.gpu_type, state.now_ns)
+            book.keep(run_id, share.count, state.now_ns)
+        state.reservations[run_id] = Reservation(run_id=run_id, shares=shares, at_ns=None, is_bound=False)
+
+    def _missing(self, wanted: Wanted, ask: Ask, share: Share) -> int | None:
+        """Return how many devices of a share have yet to be given back; None when it will not come."""
+        state = self._state
+        where = state.floor.places.get(share.node_id)
+        found = None if where is None else state.floor.reach(ask.shape).of(where)
+        if where is None or found is None or share.gpu_type not in found[0] or where.node.away:
+            return None
+        if not may_use(wanted, where.node, state.floor.terms, state.now_ns):
+            return None
+        missing = share.count - placing.unkept(state.floor, where, share.gpu_type)
+        return None if missing > _leaving(where, share.gpu_type) else max(0, missing)
+
+    def _types(self, wanted: Wanted, ask: Ask, where: Place) -> tuple[str, ...]:
+        """Return the types that a run may use on a node now."""
+        found = self._state.floor.reach(ask.shape).of(where)
+        if found is None or where.group.rank(self._state.floor.terms, wanted, found[1], self._state.now_ns) is None:
+            return ()
+        return found[0]
+
+    def _sites(self, wanted: Wanted, ask: Ask) -> Iterator[Site]:
+        """Yield nodes where there would be room, or some of it, if all who can leave did."""
+        floor = self._state.floor
+        nodes = floor.places if ask.shape.several else floor.leavers
+        for node_id in nodes:
+            where = floor.places.get(node_id)
+            if where is None or where.node.away or node_id in wanted.avoid:
+                continue
+            for name in self._types(wanted, ask, where):
+                total = where.node.total[name]
+                need = total if ask.shape.gpus is None else ask.shape.gpus
+                if ask.shape.several:
+                    need = min(need, total)
+                held = where.runs.get(name, {}).values()
+                free = placing.unkept(floor, where, name) + _leaving(where, name)
+                most = free + sum(one.count for one in held if one.running.wanted.preemptible)
+                if 0 < need <= most and self._is_mine_to_clear(node_id, name):
+                    holders = tuple(one.running for one in held)
+                    yield Site(node=where.node, gpu_type=name, need=need, free=free, holders=holders)
+
+    def _is_mine_to_clear(self, node_id: str, gpu_type: str) -> bool:
+        """Return whether nobody waits on a node for what gets free by itself."""
+        book = self._state.floor.books.get((node_id, gpu_type))
+        return book is None or all(run_id in self._state.clearing for run_id, _ in book.names)
+
+
+def close_to_guests(state: State) -> list[Group]:
+    """Let nobody in who has no right to be on a node; return groups of nodes that may have guests."""
+    hosts = [group for group in state.floor.groups.values() if _has_guests(group, state)]
+    for group in hosts:
+        group.claim = FULL_CLAIM
+    return hosts
+
+
+def open_to_guests(state: State, hosts: list[Group]) -> None:
+    """Let guests in where nobody waits who has more right to be there, and could be there.
+
+    Args:
+        state: after all others were placed.
+        hosts: groups that may have guests.
+    """
+    floor = state.floor
+    for group in hosts:
+        group.claim = NO_CLAIM
+    for line in state.queue.lines():
+        if not floor.is_possible(line.ask.shape):
+            continue
+        wanted, reach = line.rows[0][2], floor.reach(line.ask.shape)
+        within = {id(group) for group, *_ in reach.entries} | {id(one.group) for one, *_ in reach.singles.values()}
+        for group in hosts:
+            if id(group) in within:
+                group.claim = min(group.claim, standing(wanted, group.sample, floor.terms))
+
+
+def _has_guests(group: Group, state: State) -> bool:
+    pool = state.floor.terms.pools.get(group.sample.pool)
+    lends = pool is not None and pool.reserved and pool.lends
+    return lends or (group.sample.owner_first and bool(group.sample.owner))
+
+
+def _leaving(where: Place, gpu_type: str) -> int:
+    return sum(held.count for held in where.runs.get(gpu_type, {}).values() if held.running.is_leaving)
+
+
+def _is_all(ask: Ask, shares: tuple[Share, ...]) -> bool:
+    """Return whether shares are still what a run asks for."""
+    return ask.shape.gpus is None or ask.shape.gpus == sum(share.count for share in shares)
