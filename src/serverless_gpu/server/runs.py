@@ -132,6 +132,9 @@ class Active(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     Attributes:
         node: the name of the node its attempt is on.
         grace_s: the longest its attempt was ever allowed to go on without an answer, in seconds.
+        stop: why it is asked to stop, or None.
+        created_ns: when its attempt was placed.
+        started_ns: when user code of its attempt began; None as long as it has not.
     """
 
     id: str
@@ -144,6 +147,9 @@ class Active(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     gpu_type: str
     world_size: int
     grace_s: float
+    stop: StopReason | None
+    created_ns: int
+    started_ns: int | None
 
 
 class Payload(msgspec.Struct, frozen=True, kw_only=True):
@@ -196,6 +202,8 @@ _ACTIVE_BRIEFLY = (
         attempts_table.c.node_id,
         nodes.c.name,
         *(attempts_table.c[name] for name in ("gpu_type", "world_size", "grace_s")),
+        runs.c.stop,
+        *(attempts_table.c[name] for name in ("created_ns", "started_ns")),
     )
     .select_from(runs.join(attempts_table, _CURRENT).join(nodes, nodes.c.id == attempts_table.c.node_id))
     .where(runs.c.state.in_([state.value for state in ACTIVE]))
@@ -374,6 +382,9 @@ def active_briefly(connection: sa.Connection) -> list[Active]:
             gpu_type=row[7],
             world_size=row[8],
             grace_s=row[9],
+            stop=StopReason(row[10]) if row[10] else None,
+            created_ns=row[11],
+            started_ns=row[12],
         )
         for row in connection.execute(_ACTIVE_BRIEFLY)
     ]

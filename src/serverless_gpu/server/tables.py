@@ -146,6 +146,14 @@ runs = sa.Table(
     sa.Column("restored_ns", sa.BigInteger),  # when the server was restored from a backup in which it went on
     sa.Index("ix_runs_queue", "state", "priority", "queued_ns"),
     sa.Index("ix_runs_owner", "owner", "id"),
+    sa.Index(  # `past.durations_s`
+        "ix_runs_succeeded",
+        "owner",
+        "name",
+        "id",
+        sqlite_where=sa.text("state = 'SUCCEEDED'"),
+        postgresql_where=sa.text("state = 'SUCCEEDED'"),
+    ),
 )
 
 attempts = sa.Table(

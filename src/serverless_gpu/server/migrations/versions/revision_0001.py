@@ -140,6 +140,14 @@ def _runs() -> None:
         sa.PrimaryKeyConstraint("id", name=op.f("pk_runs")),
     )
     op.create_index("ix_runs_owner", "runs", ["owner", "id"], unique=False)
+    op.create_index(
+        "ix_runs_succeeded",
+        "runs",
+        ["owner", "name", "id"],
+        unique=False,
+        sqlite_where=sa.text("state = 'SUCCEEDED'"),
+        postgresql_where=sa.text("state = 'SUCCEEDED'"),
+    )
     op.create_index("ix_runs_queue", "runs", ["state", "priority", "queued_ns"], unique=False)
 
 

@@ -1,0 +1,75 @@
+"""What earlier attempts say about those to come: who used how much, how long it took, how often it made room.
+
+Everything here is asked for seldom (at the start, when a run is new, when one of its name has ended) and is bounded:
+sums are made by the database, and of one name the last few runs are looked at, by an index of those that succeeded.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import sqlalchemy as sa
+
+from serverless_gpu.model.attempt import Reason
+from serverless_gpu.model.scheduling.values import Used
+from serverless_gpu.server.tables import attempts, runs
+
+HALF_LIVES = 8
+"""Use that is older counts less than one part in 250, and is left out."""
+SAMPLES_MAX = 20
+_PARTS = 28  # of a half-life, which are summed up as one: what is in one part is off by 1.3 % at most
+_AT_ONCE = 500
+# As the index has it, word for word: with a parameter in its place SQLite does not use that.
+_SUCCEEDED = runs.c.state == sa.literal_column("'SUCCEEDED'")
+_CURRENT = sa.and_(attempts.c.run_id == runs.c.id, attempts.c.fence == runs.c.fence)
+
+
+def used(connection: sa.Connection, *, now_ns: int, half_life_s: float) -> Used:
+    """Return who has used how much, decayed until now, by attempts that have ended; what goes on is not in it.
+
+    Args:
+        connection: reading is enough.
+        now_ns: nanoseconds since 1970.
+        half_life_s: after which use counts half.
+    """
+    part_ns = max(1, round(half_life_s * 1e9 / _PARTS))
+    took_ns = attempts.c.ended_ns - attempts.c.created_ns
+    part = ((now_ns - attempts.c.created_ns - took_ns // 2) // part_ns).label("part")
+    device_ms = took_ns // 1_000_000 * attempts.c.world_size
+    since_ns = now_ns - round(HALF_LIVES * half_life_s * 1e9)
+    query = (
+        sa.select(runs.c.team, runs.c.owner, part, sa.func.sum(device_ms))
+        .select_from(attempts.join(runs, runs.c.id == attempts.c.run_id))
+        .where(attempts.c.ended_ns > since_ns)
+        .group_by(runs.c.team, runs.c.owner, sa.text("part"))
+    )
+    teams: dict[str, float] = defaultdict(float)
+    users: dict[tuple[str, str], float] = defaultdict(float)
+    for team, owner, number, sum_ms in connection.execute(query):
+        decayed = max(0.0, float(sum_ms) / 1e3) * 0.5 ** (max(0.0, float(number) + 0.5) / _PARTS)
+        teams[team or f"~{owner}"] += decayed
+        users[team or f"~{owner}", owner] += decayed
+    return Used(at_ns=now_ns, teams=dict(teams), users=dict(users))
+
+
+def durations_s(connection: sa.Connection, owner: str, name: str) -> list[float]:
+    """Return how long the last runs of an owner and a name had their devices that succeeded, the latest first."""
+    query = (
+        sa.select(attempts.c.ended_ns - attempts.c.created_ns)
+        .select_from(runs.join(attempts, _CURRENT))
+        .where(runs.c.owner == owner, runs.c.name == name, _SUCCEEDED, attempts.c.ended_ns.is_not(None))
+        .order_by(runs.c.id.desc())
+        .limit(SAMPLES_MAX)
+    )
+    return [max(0, took_ns) / 1e9 for took_ns in connection.scalars(query)]
+
+
+def preemptions(connection: sa.Connection, run_ids: Sequence[str]) -> dict[str, int]:
+    """Return how often runs had to make room for others; those that never had are not in it."""
+    counted: dict[str, int] = {}
+    query = sa.select(attempts.c.run_id, sa.func.count()).where(attempts.c.reason == Reason.PREEMPTED.value)
+    for first in range(0, len(run_ids), _AT_ONCE):
+        some = query.where(attempts.c.run_id.in_(run_ids[first : first + _AT_ONCE])).group_by(attempts.c.run_id)
+        counted |= {run_id: number for run_id, number in connection.execute(some)}
+    return counted

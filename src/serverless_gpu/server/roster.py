@@ -1,0 +1,209 @@
+"""Everybody who waits or runs, as decisions take them: read at each tick, and remembered as far as it does not change.
+
+    queue, what goes on ── identifiers, fences ─▶ known? ── yes ─▶ the same value as before
+                                                     └─── no ──▶ rows, past ─▶ wanting.wanted
+
+A queue of 10,000 costs one query of identifiers; the rows of a run are read when it is new, and when it waits again.
+How long runs of a name take is asked for when the name is new and when one of its runs has ended, for `LEARN_AT_ONCE`
+names of a tick: those that are not reached are told later. A figure that hardly changes is not told anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+
+import msgspec
+import sqlalchemy as sa
+
+from serverless_gpu.model.attempt import State
+from serverless_gpu.model.scheduling import learning
+from serverless_gpu.model.scheduling.values import Policy, Running, Share, Used, Wanted
+from serverless_gpu.server import attempts, draining, floor, owners, past, runs
+from serverless_gpu.server.floor import Floor
+from serverless_gpu.server.runs import Active, StoredRun
+from serverless_gpu.server.services import Services
+from serverless_gpu.server.wanting import Past, begun, wanted
+
+LEARN_AT_ONCE = 64
+FOREVER_NS = 1 << 62
+"""Until it is said otherwise."""
+_NAMES_MAX = 50_000
+_SAME = 0.25  # a learned duration that changes by less is as good as the one before
+
+_Name = tuple[str, str]
+
+
+class Reading(msgspec.Struct, frozen=True, kw_only=True):
+    """What the database says at one moment.
+
+    Attributes:
+        waiting: by identifier, in order of class and age.
+        running: those that have devices, by identifier.
+        policy: what operators decided.
+        used: use of the past, where that was asked for.
+    """
+
+    floor: Floor
+    waiting: Mapping[str, Wanted]
+    running: Mapping[str, Running]
+    policy: Policy
+    used: Used | None = None
+
+
+@dataclasses.dataclass(slots=True)
+class _Entry:
+    """A run that is known: as of which attempt, whether it waited then, and what it wants."""
+
+    fence: int
+    waits: bool
+    owner: str
+    name: _Name
+    wanted: Wanted
+    kept: Wanted | None = None
+    running: Running | None = None
+    running_key: tuple[object, ...] = ()
+
+
+class Roster:
+    """Who waits and who runs, from tick to tick. For one thread.
+
+    Args:
+        services: the server's.
+    """
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._known: dict[str, _Entry] = {}
+        self._expected: dict[_Name, float | None] = {}
+        self._to_learn: dict[_Name, None] = {}
+
+    def read(self, connection: sa.Connection, *, now_ns: int, afresh: bool) -> Reading:
+        """Return what there is now.
+
+        Args:
+            connection: reading is enough.
+            now_ns: nanoseconds since 1970.
+            afresh: whether the past is wanted, too.
+        """
+        there = floor.load(connection, self._services.leases)
+        queue = runs.queue(connection)
+        policy = self._services.settings.queue
+        self._get_to_know(connection, queue, there.active, now_ns)
+        self._learn(connection)
+        waiting = self._waiting(connection, queue)
+        return Reading(
+            floor=there,
+            waiting=waiting,
+            running=dict(self._running(there)),
+            policy=policy,
+            used=past.used(connection, now_ns=now_ns, half_life_s=policy.half_life_s) if afresh else None,
+        )
+
+    def move(self, by_ns: int) -> None:
+        """Note that the clock was set, by so much: who is left alone for a while is so for as long as before."""
+        for entry in self._known.values():
+            if 0 < entry.wanted.not_before_ns < FOREVER_NS:
+                until_ns = entry.wanted.not_before_ns + by_ns
+                entry.wanted = msgspec.structs.replace(entry.wanted, not_before_ns=until_ns)
+
+    def _get_to_know(
+        self, connection: sa.Connection, queue: list[tuple[str, int]], active: Iterable[Active], now_ns: int
+    ) -> None:
+        known = self._known
+        here = {run_id for run_id, _ in queue}
+        new = [run_id for run_id, fence in queue if not _is_as_known(known.get(run_id), fence)]
+        for run in active:
+            here.add(run.id)
+            entry = known.get(run.id)
+            if entry is None or entry.fence + entry.waits != run.fence:
+                new.append(run.id)
+            elif entry.waits:
+                entry.fence, entry.waits = run.fence, False
+        for run_id in [run_id for run_id in known if run_id not in here]:
+            gone = known.pop(run_id)
+            if not gone.waits:
+                self._to_learn[gone.name] = None
+        if not new:
+            return
+        failed, preempted = attempts.failed_nodes(connection, new), past.preemptions(connection, new)
+        for stored in runs.find_many(connection, new):
+            before = Past(failed=failed.get(stored.id, frozenset()), preemptions=preempted.get(stored.id, 0))
+            self._remember(stored, before, now_ns)
+
+    def _remember(self, run: StoredRun, before: Past, now_ns: int) -> None:
+        name = (run.owner, run.name)
+        if run.name and name not in self._expected:
+            self._to_learn[name] = None
+        before = msgspec.structs.replace(before, expected_s=self._expected.get(name))
+        waits = run.state is State.QUEUED
+        self._known[run.id] = _Entry(run.fence, waits, run.owner, name, wanted(run, before, now_ns=now_ns))
+
+    def _learn(self, connection: sa.Connection) -> None:
+        """Look at how long some of the names take of which that is not known, or was before one of them ended."""
+        changed: set[_Name] = set()
+        for name in list(self._to_learn)[:LEARN_AT_ONCE]:
+            del self._to_learn[name]
+            found = learning.expected_s(past.durations_s(connection, *name)) if name[1] else None
+            if name not in self._expected or not _is_same(self._expected[name], found):
+                self._expected[name] = found
+                changed.add(name)
+        for entry in self._known.values() if changed else ():
+            if entry.name in changed:
+                expected_s = self._expected[entry.name]
+                entry.wanted = msgspec.structs.replace(entry.wanted, expected_s=expected_s)
+        if len(self._expected) > _NAMES_MAX:
+            there = {entry.name for entry in self._known.values()}
+            self._expected = {name: value for name, value in self._expected.items() if name in there}
+
+    def _waiting(self, connection: sa.Connection, queue: list[tuple[str, int]]) -> dict[str, Wanted]:
+        """Return what those want who wait; who may not start now waits beside the line."""
+        if not queue:
+            return {}
+        shut_out, drain = owners.shut_out(connection), draining.find(connection)
+        found: dict[str, Wanted] = {}
+        for run_id, _ in queue:
+            entry = self._known.get(run_id)
+            if entry is None:
+                continue  # it was removed between two queries
+            if drain is not None:
+                found[run_id] = _kept_back(entry, drain.sentence)
+            elif entry.owner in shut_out:
+                found[run_id] = _kept_back(entry, f"{entry.owner} may start no runs now")
+            else:
+                found[run_id] = entry.wanted
+        return found
+
+    def _running(self, there: Floor) -> Iterable[tuple[str, Running]]:
+        for run in there.active:
+            entry = self._known.get(run.id)
+            if entry is None or (run.id, run.fence) in there.freed:
+                continue
+            is_leaving = run.stop is not None or run.state is State.STOPPING
+            key = (run.fence, run.started_ns, is_leaving, entry.wanted)
+            if entry.running is None or entry.running_key != key:
+                entry.running, entry.running_key = _as_running(run, entry.wanted, is_leaving), key
+            yield run.id, entry.running
+
+
+def _is_as_known(entry: _Entry | None, fence: int) -> bool:
+    return entry is not None and entry.waits and entry.fence == fence
+
+
+def _is_same(one: float | None, other: float | None) -> bool:
+    return one == other if one is None or other is None else math.isclose(one, other, rel_tol=_SAME)
+
+
+def _kept_back(entry: _Entry, why: str) -> Wanted:
+    """Return what waits beside the line because it may not start now: the same value for the same reason."""
+    if entry.kept is None or entry.kept.held != why:
+        entry.kept = msgspec.structs.replace(entry.wanted, not_before_ns=FOREVER_NS, held=why)
+    return entry.kept
+
+
+def _as_running(run: Active, asked: Wanted, is_leaving: bool) -> Running:
+    if run.started_ns is not None:
+        asked = begun(asked, (run.started_ns - run.created_ns) / 1e9)
+    share = Share(node_id=run.node_id, gpu_type=run.gpu_type, count=run.world_size)
+    return Running(wanted=asked, shares=(share,), since_ns=run.created_ns, is_leaving=is_leaving)

@@ -1,0 +1,96 @@
+"""What a run wants of the queue, made of its row: the one place where a `StoredRun` becomes a `Wanted`."""
+
+from __future__ import annotations
+
+import msgspec
+
+from serverless_gpu.ambient import format_clock
+from serverless_gpu.model.attempt import Limits
+from serverless_gpu.model.run_lifecycle import pause_s
+from serverless_gpu.model.scheduling.values import Wanted
+from serverless_gpu.model.spec import Function
+from serverless_gpu.server import floor
+from serverless_gpu.server.runs import StoredRun
+
+START_S = Limits().start_ns / 1e9
+"""From the placement to the first byte of user code; longer only while an environment is still being made ready."""
+LEAVING_S = 60.0
+"""Beyond its grace: until its processes are gone, and its devices proven free."""
+
+
+class Past(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a run beside its row.
+
+    Attributes:
+        failed: nodes on which an attempt of it was lost, or did not begin.
+        preemptions: how often it had to make room.
+        expected_s: how long it is likely to have devices, by earlier runs of its name.
+    """
+
+    failed: frozenset[str] = frozenset()
+    preemptions: int = 0
+    expected_s: float | None = None
+
+
+NOTHING = Past()
+
+
+def wanted(run: StoredRun, past: Past = NOTHING, *, now_ns: int) -> Wanted:
+    """Return what a run wants.
+
+    Args:
+        run: as it is stored, or as it would be.
+        past: what else is known.
+        now_ns: nanoseconds since 1970.
+    """
+    spec, resources = run.spec, run.spec.resources
+    not_before_ns, held = _held(run, now_ns)
+    return Wanted(
+        run_id=run.id,
+        title=floor.title(run),
+        owner=run.owner,
+        team=run.team,
+        priority=run.priority,
+        queued_ns=run.queued_ns,
+        gpus=resources.gpus,
+        gpu_type=resources.gpu_type,
+        pool=run.pool,
+        machine=run.target.machine,
+        platform=run.target.platform,
+        python=_python(run),
+        caller=run.target.caller,
+        avoid=past.failed,
+        not_before_ns=not_before_ns,
+        held=held,
+        limit_s=None if spec.timeout_s is None else START_S + spec.timeout_s + spec.grace_s + LEAVING_S,
+        expected_s=past.expected_s,
+        preemptible=run.life.may_resume,
+        preemptions=past.preemptions,
+        grace_s=spec.grace_s,
+    )
+
+
+def begun(asked: Wanted, after_s: float) -> Wanted:
+    """Return what a run wants whose user code began some time after it got devices: its limit counts from there."""
+    if asked.limit_s is None:
+        return asked
+    return msgspec.structs.replace(asked, limit_s=asked.limit_s - START_S + max(0.0, after_s))
+
+
+def _python(run: StoredRun) -> str:
+    """Return the version of Python a node has to have for a run, or "": the caller's files name their interpreter."""
+    travels = run.snapshot or (isinstance(run.spec.payload, Function) and not run.target.machine)
+    return ".".join(run.target.python.split(".")[:2]) if travels else ""
+
+
+def _held(run: StoredRun, now_ns: int) -> tuple[int, str]:
+    """Return until when a run is left alone after an attempt that failed to start, and what it is told."""
+    last = run.attempt
+    if last is None or last.ended_ns is None:
+        return 0, ""
+    pause_ns = round(pause_s(run.infra_retries_used, last.reason, began=last.began) * 1e9)
+    left_ns = min(pause_ns, last.ended_ns + pause_ns - now_ns)  # no longer than that, whatever was done to the clock
+    if left_ns <= 0:
+        return 0, ""
+    at = format_clock(now_ns + left_ns)
+    return now_ns + left_ns, f"attempt {last.fence} did not start on {last.node}; it is tried again at {at}"
