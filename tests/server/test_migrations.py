@@ -57,7 +57,11 @@ def shape(connection: sa.Connection) -> dict[str, object]:
     found: dict[str, object] = {}
     for table in sorted(inspector.get_table_names()):
         columns = [{**column, "type": str(column["type"])} for column in inspector.get_columns(table)]
-        indexes = sorted(inspector.get_indexes(table), key=lambda index: str(index["name"]))
+        found_indexes = sorted(inspector.get_indexes(table), key=lambda index: str(index["name"]))
+        indexes = [
+            {**index, "dialect_options": {key: str(value) for key, value in index.get("dialect_options", {}).items()}}
+            for index in found_indexes
+        ]
         uniques = sorted(inspector.get_unique_constraints(table), key=lambda unique: str(unique["name"]))
         foreign = sorted(inspector.get_foreign_keys(table), key=lambda key: str(key["name"]))
         found[table] = (columns, inspector.get_pk_constraint(table), indexes, uniques, foreign)

@@ -10,7 +10,7 @@ import pytest
 
 from serverless_gpu.errors import NotAuthenticated
 from serverless_gpu.model.attempt import Reason, State, StopReason
-from serverless_gpu.model.queueing import Placement
+from serverless_gpu.model.scheduling.values import Placement
 from serverless_gpu.server import audit, owners, self_check
 from serverless_gpu.server.agents import Agents
 from serverless_gpu.server.api import routing

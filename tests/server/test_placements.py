@@ -9,11 +9,12 @@ import pytest
 import sqlalchemy as sa
 
 from serverless_gpu.model.attempt import State, StopReason
-from serverless_gpu.model.queueing import decide
 from serverless_gpu.model.run_lifecycle import StopAsked
+from serverless_gpu.model.scheduling.values import Decision
 from serverless_gpu.server import reporting
 from serverless_gpu.server.agents import Agents
 from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.planning import Planning
 from serverless_gpu.server.scheduler import Scheduler
 from serverless_gpu.server.services import Services
 from serverless_gpu.wire.attempts import Report
@@ -33,10 +34,10 @@ def test_placements_share_transactions_and_one_that_is_cancelled_meanwhile_hinde
 ) -> None:
     waiting = [submit(services, 1) for _ in range(5)]
     writes: list[object] = []
-    scheduler, decided, write = Scheduler(services), decide, services.database.write
+    scheduler, decide, write = Scheduler(services), Planning.decide, services.database.write
 
-    def cancelled_first(*given: Any, **options: Any) -> Any:
-        decision = decided(*given, **options)
+    def cancelled_first(planning: Planning) -> Decision:
+        decision = decide(planning)
         tell(services, waiting[2], StopAsked(why=StopReason.CANCEL))
         monkeypatch.setattr(services.database, "write", counted)
         return decision
@@ -45,7 +46,7 @@ def test_placements_share_transactions_and_one_that_is_cancelled_meanwhile_hinde
         writes.append(work)
         return write(work)
 
-    monkeypatch.setattr("serverless_gpu.server.scheduler.decide", cancelled_first)
+    monkeypatch.setattr(Planning, "decide", cancelled_first)
     scheduler.tick(services.clock.boottime_ns())
     states = [find(services, run_id).state for run_id in waiting]
     assert states == [State.STARTING, State.STARTING, State.CANCELLED, State.STARTING, State.STARTING]

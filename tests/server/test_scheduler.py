@@ -23,10 +23,11 @@ from serverless_gpu.server.agents import Agents
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.hub import node_key, run_key
+from serverless_gpu.server.planning import Planning
 from serverless_gpu.server.reconciler import Reconciler
+from serverless_gpu.server.roster import Reading
 from serverless_gpu.server.scheduler import AT_ONCE, Scheduler
 from serverless_gpu.server.services import Services
-from serverless_gpu.server.transitions import Note
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import Heartbeat, PoolRequest
 from serverless_gpu.wire.attempts import Report
@@ -143,35 +144,15 @@ def test_a_run_that_was_cancelled_between_the_look_and_the_placement_is_not_plac
     services: Services, node_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_id = submit(services)
-    scheduler = Scheduler(services)
-    look = scheduler._load
+    read = Planning.read
 
-    def cancelled_after(connection: sa.Connection) -> object:
-        found = look(connection)
-        services.hub.listen("now", cancel)
+    def then_cancel(planning: Planning) -> Reading:
+        found = read(planning)
+        tell(services, run_id, StopAsked(why=StopReason.CANCEL))
         return found
 
-    def cancel() -> None:
-        note = Note(at_ns=T0)
-
-        def work(connection: sa.Connection) -> object:
-            run = runs.find(connection, run_id)
-            assert run is not None
-            return transitions.tell(connection, run, StopAsked(why=StopReason.CANCEL), note=note)
-
-        services.database.write(work)
-
-    monkeypatch.setattr(scheduler, "_load", cancelled_after)
-    read = services.database.read
-
-    def then_cancel(work: Callable[[sa.Connection], object]) -> object:
-        found = read(work)
-        services.hub.touch("now")
-        return found
-
-    monkeypatch.setattr(services.database, "read", then_cancel)
-    scheduler.tick(services.clock.boottime_ns())
-    monkeypatch.undo()
+    monkeypatch.setattr(Planning, "read", then_cancel)
+    tick(services)
     assert find(services, run_id).state is State.CANCELLED
 
 

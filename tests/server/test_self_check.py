@@ -13,11 +13,11 @@ from click.testing import CliRunner
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.cli.program import sgpu
 from serverless_gpu.errors import ServerUnavailable
-from serverless_gpu.model.queueing import Wait
 from serverless_gpu.server import audit, books, runs, self_check, tables
 from serverless_gpu.server.audit import SERVER, Action
 from serverless_gpu.server.chain_check import ChainCheck
 from serverless_gpu.server.database import Database
+from serverless_gpu.server.scheduler import Scheduler
 from serverless_gpu.server.self_check import SelfCheck
 from serverless_gpu.server.self_check import check as checked
 from serverless_gpu.server.services import Services
@@ -76,7 +76,9 @@ def test_what_is_wrong_is_said_once_and_counted(
 def test_all_runs_are_looked_at_page_by_page(
     people: Database, services: Services, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    services.sentences.replace({submitted(people): Wait(why="waits for a device", place=1) for _ in range(5)})
+    for _ in range(5):
+        submitted(people)
+    Scheduler(services).tick(clock.boottime_ns())
     load = books.load
 
     def pages_of_two(connection: sa.Connection, *, after: str) -> books.Books:
@@ -176,9 +178,9 @@ def test_a_run_that_waits_untold_is_found_after_a_minute(
         clock.advance(5)
         check.tick(clock.boottime_ns())
     assert (len(errors(caplog)), check.found) == (1, 1)
-    services.sentences.replace({run_id: Wait(why="waits for a device", place=1)})
+    Scheduler(services).tick(clock.boottime_ns())
     check.tick(clock.boottime_ns())
-    services.sentences.replace({})
+    services.sentences.close()
     check.tick(clock.boottime_ns())
     clock.advance(62)
     check.tick(clock.boottime_ns())
@@ -253,15 +255,15 @@ def test_the_command_says_what_is_wrong_and_exits_with_1(home: Path) -> None:
 def test_who_is_in_doubt_is_looked_at_more_often_than_at_the_ends_of_a_minute(
     people: Database, services: Services, clock: FakeClock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run_id = submitted(people)
+    submitted(people)
     check = SelfCheck(services)
     for _ in range(10):  # an unlucky look now and then
         again_ns = check.tick(clock.boottime_ns())
         assert again_ns == clock.boottime_ns() + 5 * 10**9
         clock.advance(5)
-        services.sentences.replace({run_id: Wait(why="waits for a device", place=1)})
+        Scheduler(services).tick(clock.boottime_ns())
         assert check.tick(clock.boottime_ns()) == clock.boottime_ns() + 60 * 10**9
-        services.sentences.replace({})
+        services.sentences.close()
         clock.advance(60)
     assert errors(caplog) == []
 

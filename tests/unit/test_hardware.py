@@ -16,6 +16,7 @@ from serverless_gpu.model.hardware import (
     DeviceKind,
     GpuType,
     canonical,
+    census,
     cpu_slots,
     find_type,
     is_listed,
@@ -392,3 +393,8 @@ def test_a_type_with_negative_memory_is_refused() -> None:
     with pytest.raises(InvalidValue) as refused:
         GpuType(name="X1", memory_bytes=-1)
     assert str(refused.value) == "GPU type X1 cannot have -1 bytes of memory"
+
+
+def test_fakes_are_there_instead_of_the_real_ones() -> None:
+    assert census((*parse_fake("CPU:4,H100:2"), *cpu_slots(16))) == ({"CPU": 4, "H100": 2}, {})
+    assert census(parse_fake("H100:2"), ["FAKE-H100-1", "gone"]) == ({"H100": 2}, {"H100": 1})

@@ -201,6 +201,7 @@ def test_only_what_ran_nothing_of_the_user_may_be_retried_and_faults_of_the_plat
     assert {reason for reason, m in MEANINGS.items() if not m.is_billed} == never_started | {
         Reason.GPU_LOST,
         Reason.SECRET_MISSING,
+        Reason.UNSATISFIABLE,
         Reason.SESSION_ENDED,
         Reason.SUPERVISOR_LOST,
         Reason.NODE_LOST,

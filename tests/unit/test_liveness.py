@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 
 from serverless_gpu import faults
-from serverless_gpu.model.queueing import Wait
 from serverless_gpu.server.liveness import PRESENT_S, Deliveries, Leases, Presence
-from serverless_gpu.server.sentences import Sentences
 
 S = 1_000_000_000
 
@@ -75,15 +73,6 @@ def test_an_order_made_while_the_database_was_read_is_not_forgotten() -> None:
 
 def test_an_order_that_an_earlier_process_wrote_may_have_left() -> None:
     assert not Deliveries().hold("a", 1)
-
-
-def test_only_those_who_are_told_something_else_are_named() -> None:
-    sentences = Sentences()
-    first = {"a": Wait(why="needs 1 H100", place=1), "b": Wait(why="needs 1 H100", place=2)}
-    assert sentences.replace(first) == ["a", "b"]
-    assert sentences.of("b") == "needs 1 H100; you are 2nd"
-    assert sentences.replace({"b": Wait(why="needs 1 H100", place=1)}) == ["b"]
-    assert (sentences.of("a"), sentences.of("b")) == ("", "needs 1 H100; you are 1st")
 
 
 def test_a_fault_point_does_nothing_unless_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

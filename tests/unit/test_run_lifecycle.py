@@ -29,6 +29,7 @@ from serverless_gpu.model.run_lifecycle import (
     Started,
     StopAsked,
     Stopping,
+    Unsatisfiable,
     advance,
     over_because,
     pause_s,
@@ -55,6 +56,7 @@ SAMPLES: tuple[Event, ...] = (
     GivenUp(Reason.NODE_REBOOTED),
     Forgotten(),
     Restored(),
+    Unsatisfiable(),
 )
 
 
@@ -209,11 +211,12 @@ def test_what_is_known_to_have_begun_counts_as_begun_whatever_the_last_report_sa
     assert advance(RUNNING, Ended(reason, began=False)) == concluded(RUNNING, reason)
 
 
+POINTLESS = (Reason.SECRET_MISSING, Reason.UNSATISFIABLE)
 RESULT_TROUBLES = (Reason.RESULT_UNSERIALISABLE, Reason.RESULT_TOO_LARGE, Reason.RESULT_UPLOAD)
 USER_FAILURES = sorted(
     reason
     for reason, meaning in MEANINGS.items()
-    if meaning.state is State.FAILED and reason not in (*LOST, *RESULT_TROUBLES, Reason.SECRET_MISSING)
+    if meaning.state is State.FAILED and reason not in (*LOST, *RESULT_TROUBLES, *POINTLESS)
 )
 
 
@@ -358,3 +361,17 @@ def test_a_run_that_waited_in_a_backup_is_lost_whatever_its_user_allows() -> Non
 def test_a_run_that_goes_on_in_a_backup_is_heard_of_or_not(run: Run) -> None:
     with pytest.raises(IllegalTransition):
         advance(run, Restored())
+
+
+# --- what nothing can ever serve --------------------------------------------------------------------------------------
+
+
+def test_F82_what_nothing_can_serve_ends_in_the_queue_whatever_its_user_allows() -> None:
+    run = changed(QUEUED, may_resume=True, retries_left=3)
+    assert advance(run, Unsatisfiable()) == concluded(run, Reason.UNSATISFIABLE)
+
+
+@pytest.mark.parametrize("run", ALIVE, ids=name)
+def test_F82_what_has_devices_was_served(run: Run) -> None:
+    with pytest.raises(IllegalTransition):
+        advance(run, Unsatisfiable())

@@ -83,6 +83,7 @@ class Reason(StrEnum):
     SERVER_RESTORED = "server_restored"
     SECRET_MISSING = "secret_missing"
     GPU_LOST = "gpu_lost"
+    UNSATISFIABLE = "unsatisfiable"
 
 
 class StopReason(StrEnum):
@@ -195,6 +196,9 @@ MEANINGS: Mapping[Reason, Meaning] = {
     ),
     Reason.SECRET_MISSING: Meaning(State.FAILED, False, False, "a secret that the run needs is not there any more"),
     Reason.GPU_LOST: Meaning(State.FAILED, False, False, "a GPU of the run failed"),
+    Reason.UNSATISFIABLE: Meaning(
+        State.FAILED, False, False, "nothing that has joined could ever serve the run, for as long as it may wait so"
+    ),
 }
 
 

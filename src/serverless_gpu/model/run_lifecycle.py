@@ -49,7 +49,7 @@ _DISPLACED = frozenset({Reason.PREEMPTED, Reason.DRAINED})
 _FINAL_STOPS = frozenset({StopReason.CANCEL, StopReason.TIMEOUT, StopReason.BUDGET, StopReason.IDLE})
 # User code ran to its end. Once more would cost the same and change nothing, or leave two results.
 _RAN_TO_ITS_END = frozenset({Reason.RESULT_UNSERIALISABLE, Reason.RESULT_TOO_LARGE, Reason.RESULT_UPLOAD})
-_POINTLESS = _RAN_TO_ITS_END | {Reason.SECRET_MISSING}  # somebody has to do something first
+_POINTLESS = _RAN_TO_ITS_END | {Reason.SECRET_MISSING, Reason.UNSATISFIABLE}  # somebody has to do something first
 _ORDER = (State.STARTING, State.RUNNING, State.STOPPING)
 
 
@@ -142,7 +142,13 @@ class Restored(msgspec.Struct, frozen=True):
     """The server goes on from a backup in which the run waits; since then it may have run."""
 
 
-Event = Placed | Started | Stopping | Silent | Heard | StopAsked | Ended | GivenUp | Forgotten | Restored
+class Unsatisfiable(msgspec.Struct, frozen=True):
+    """The run has waited for as long as it may for what nothing that has joined can ever serve."""
+
+
+Event = (
+    Placed | Started | Stopping | Silent | Heard | StopAsked | Ended | GivenUp | Forgotten | Restored | Unsatisfiable
+)
 Step = tuple[Run, tuple[Instruction, ...]]
 _Handler = Callable[..., Step]
 
@@ -221,6 +227,10 @@ def _restored(run: Run, _: Restored) -> Step:
     return _conclude(run, Reason.SERVER_RESTORED)
 
 
+def _unsatisfiable(run: Run, _: Unsatisfiable) -> Step:
+    return _conclude(run, Reason.UNSATISFIABLE)
+
+
 def _stop(run: Run, event: StopAsked) -> Step:
     is_stronger = run.stop not in _FINAL_STOPS and event.why in _FINAL_STOPS
     if run.stop is not None and not is_stronger:
@@ -293,7 +303,12 @@ _OVER: Mapping[type, _Handler] = {Ended: _over, GivenUp: _over, Forgotten: _over
 
 # Rows: state → event → handler. A terminal state has an empty row: nothing can happen to it any more.
 TABLE: Mapping[State, Mapping[type, _Handler]] = {
-    State.QUEUED: {Placed: _placed, StopAsked: _stop_in_queue, Restored: _restored},
+    State.QUEUED: {
+        Placed: _placed,
+        StopAsked: _stop_in_queue,
+        Restored: _restored,
+        Unsatisfiable: _unsatisfiable,
+    },
     State.STARTING: {
         Started: _started,
         Stopping: _stopping,

@@ -10,7 +10,7 @@ import sqlalchemy as sa
 
 from serverless_gpu import ambient
 from serverless_gpu.model.hardware import census
-from serverless_gpu.model.queueing import Holding, Node
+from serverless_gpu.model.scheduling.values import Node
 from serverless_gpu.server import node_rules, nodes, pools, runs
 from serverless_gpu.server.liveness import Leases, Presence
 from serverless_gpu.server.nodes import StoredNode
@@ -77,17 +77,7 @@ def title(run: Active | StoredRun) -> str:
 
 def offers(floor: Floor, presence: Presence, times: Times) -> list[Node]:
     """Return the nodes as decisions take them."""
-    reserved = {pool.name for pool in floor.pools if pool.kind == RESERVED}
-    held = floor.by_node()
-    return [
-        _offer(
-            node,
-            held.get(node.id, ()),
-            away=away(node, presence, times) or node_rules.not_shared(node.rules, times.wall_ns),
-            reserved=node.pool in reserved,
-        )
-        for node in floor.nodes
-    ]
+    return [_offer(node, away=away(node, presence, times), at_ns=times.wall_ns) for node in floor.nodes]
 
 
 def view_nodes(floor: Floor, presence: Presence, times: Times) -> list[NodeView]:
@@ -105,10 +95,10 @@ def view_pools(floor: Floor, presence: Presence, times: Times, *, queued: Mappin
         times: now.
         queued: how many runs wait, by the pool they name; those that name none wait for every on-demand pool.
     """
-    offered = offers(floor, presence, times)
+    offered, held = offers(floor, presence, times), floor.by_node()
     anywhere = queued.get("", 0)
     return [
-        _view_pool(pool, offered, queued.get(pool.name, 0) + (anywhere if pool.kind != RESERVED else 0))
+        _view_pool(pool, offered, held, queued=queued.get(pool.name, 0) + (anywhere if pool.kind != RESERVED else 0))
         for pool in floor.pools
     ]
 
@@ -139,26 +129,25 @@ def state_of(node: StoredNode, presence: Presence, times: Times) -> str:
     return GONE if times.wall_ns - last_seen_ns(node, presence, times) > times.gone_ns else SILENT
 
 
-def _offer(node: StoredNode, held_by: Sequence[Active], *, away: str, reserved: bool) -> Node:
+def _offer(node: StoredNode, *, away: str, at_ns: int) -> Node:
     total, outside = census(node.hello.devices, node.unavailable)
+    sharing, asked = node_rules.sharing(node.rules, at_ns), node.rules.calendar
     return Node(
         id=node.id,
         name=node.name,
         pool=node.pool,
-        reserved=reserved,
         machine=node.machine,
         platform=node.hello.platform,
         pythons=node.hello.pythons,
         total=total,
         outside=outside,
-        holdings=_holdings(held_by),
         own=node.hello.own_types,
         away=away,
+        owner=asked.owner,
+        owner_first=asked.owner_first,
+        shared=sharing.shared,
+        turns_ns=sharing.turns_ns,
     )
-
-
-def _holdings(held_by: Sequence[Active]) -> tuple[Holding, ...]:
-    return tuple(Holding(title=title(run), gpu_type=run.gpu_type, count=run.world_size) for run in held_by)
 
 
 def _view(node: StoredNode, holders: Sequence[Active], presence: Presence, times: Times) -> NodeView:
@@ -184,7 +173,9 @@ def _view(node: StoredNode, holders: Sequence[Active], presence: Presence, times
     )
 
 
-def _view_pool(pool: StoredPool, offered: Sequence[Node], queued: int) -> PoolView:
+def _view_pool(
+    pool: StoredPool, offered: Sequence[Node], held_by: Mapping[str, Sequence[Active]], *, queued: int
+) -> PoolView:
     members = [node for node in offered if node.pool == pool.name]
     total, free = Counter[str](), Counter[str]()
     for node in members:
@@ -192,8 +183,8 @@ def _view_pool(pool: StoredPool, offered: Sequence[Node], queued: int) -> PoolVi
         if node.away:
             continue
         held = Counter[str]()
-        for holding in node.holdings:
-            held[holding.gpu_type] += holding.count
+        for run in held_by.get(node.id, ()):
+            held[run.gpu_type] += run.world_size
         for name, count in node.total.items():
             free[name] += max(0, count - node.outside.get(name, 0) - held[name])
     return PoolView(

@@ -56,8 +56,8 @@ NOT_YET = {"I12": "there are no budgets yet", "I13": "there are no schedules yet
 _OPEN = frozenset({State.STARTING, State.RUNNING, State.STOPPING, State.UNREACHABLE})
 _STOPPED_IN_QUEUE = frozenset({State.CANCELLED, State.TIMED_OUT, State.BUDGET_STOPPED})
 MOVES: Mapping[State, frozenset[State]] = {
-    # LOST: the server was restored from a backup in which the run waited.
-    State.QUEUED: frozenset({State.STARTING, State.LOST}) | _STOPPED_IN_QUEUE,
+    # LOST: the server was restored from a backup in which the run waited. FAILED: nothing could ever serve it.
+    State.QUEUED: frozenset({State.STARTING, State.LOST, State.FAILED}) | _STOPPED_IN_QUEUE,
     State.STARTING: frozenset({State.RUNNING, State.STOPPING, State.UNREACHABLE, State.QUEUED}) | TERMINAL,
     State.RUNNING: frozenset({State.STOPPING, State.UNREACHABLE, State.QUEUED}) | TERMINAL,
     State.UNREACHABLE: _OPEN | {State.QUEUED} | TERMINAL,

@@ -61,6 +61,9 @@ class Measures:
         tick_success: when a loop's last good tick ended, seconds since 1970.
         submitted: runs that were accepted.
         placed: attempts that were placed on a node.
+        preempted: attempts that were asked to stop so that another run finds room.
+        reservations: runs that devices are kept for.
+        decisions: seconds of one decision about the queue, in memory; a tick has the database in it, too.
         ended: runs that ended, by reason.
         given_up: attempts that were given up without a word from their node, by reason.
         log_bytes: of output that were taken.
@@ -102,6 +105,9 @@ class Measures:
         self.tick_success = gauge("tick_success_time_seconds", "When a loop's last good tick ended.", "loop")
         self.submitted = counter("runs_submitted", "Runs that were accepted.")
         self.placed = counter("attempts_placed", "Attempts that were placed on a node.")
+        self.preempted = counter("attempts_preempted", "Attempts asked to stop so that another run finds room.")
+        self.reservations = gauge("reservations", "Runs that devices are kept for.")
+        self.decisions = histogram("decision_seconds", "Seconds of one decision about the queue, in memory.", _FAST_S)
         self.ended = counter("runs_ended", "Runs that ended, by reason.", "reason")
         self.given_up = counter("attempts_given_up", "Attempts given up without a word from their node.", "reason")
         self.log_bytes = counter("log_bytes", "Bytes of output that were taken.")

@@ -20,7 +20,7 @@ import sqlalchemy as sa
 from serverless_gpu.model.attempt import State
 from serverless_gpu.model.scheduling import learning
 from serverless_gpu.model.scheduling.values import Policy, Running, Share, Used, Wanted
-from serverless_gpu.server import attempts, draining, floor, owners, past, runs
+from serverless_gpu.server import attempts, draining, floor, owners, past, runs, shares
 from serverless_gpu.server.floor import Floor
 from serverless_gpu.server.runs import Active, StoredRun
 from serverless_gpu.server.services import Services
@@ -89,7 +89,7 @@ class Roster:
         """
         there = floor.load(connection, self._services.leases)
         queue = runs.queue(connection)
-        policy = self._services.settings.queue
+        policy = shares.policy(connection, self._services.settings.queue)
         self._get_to_know(connection, queue, there.active, now_ns)
         self._learn(connection)
         waiting = self._waiting(connection, queue)

@@ -1,18 +1,17 @@
 """The scheduler: load → decide → write the intents, a few placements in a transaction → tell.
 
     runs wait, a node came, devices are free ── ring ─▶ tick
-        load      nodes, who has what, who waits           one read
-        decide    model/queueing.py                        pure
+        load      nodes, who has what, who waits           one read                        `roster.py`
+        decide    the difference to what was known         `planning.py`, pure beyond: `model/scheduling/`
         place     attempt + order + event, if it still waits   some in a transaction  ← the intent is durable here
         submit    the engine gets an agent running there   outside of any transaction
-        tell      the node's stream, the run's stream, the sentences of those who wait
+        tell      the node's stream, the run's stream, those who are asked to make room
 
 Killed anywhere in between, the next server finds either a run that waits or an order that was not taken, and goes on
 from there: nothing is started by memory. What is to start and the engine does not have is asked for at each tick. What
 an engine refuses is given back to the queue, if its order has not left.
 
-Values that do not change (what a run wants) are remembered from tick to tick, so that a queue of 10,000 costs one
-query of identifiers.
+The planner is memory that is made again from the database: at the start, when a tick fails, when the clock is set.
 """
 
 from __future__ import annotations
@@ -24,17 +23,15 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu import faults
-from serverless_gpu.ambient import format_clock
 from serverless_gpu.engines.base import Engine, Gang, Impossible, Placed, Request, Share
 from serverless_gpu.errors import SecretMissing, StaleAttempt
 from serverless_gpu.model.attempt import Reason, State
-from serverless_gpu.model.queueing import Placement, Wanted, decide
-from serverless_gpu.model.run_lifecycle import Ended, pause_s
-from serverless_gpu.model.spec import Function
+from serverless_gpu.model.run_lifecycle import Ended
+from serverless_gpu.model.scheduling import values as scheduling
+from serverless_gpu.model.scheduling.values import Placement
 from serverless_gpu.server import (
     attempts,
     draining,
-    floor,
     keys,
     log_context,
     nodes,
@@ -42,12 +39,16 @@ from serverless_gpu.server import (
     runs,
     secret_store,
     transitions,
+    unsatisfiable,
 )
 from serverless_gpu.server.attempts import NewAttempt
 from serverless_gpu.server.floor import Floor
 from serverless_gpu.server.giving_back import give_back
 from serverless_gpu.server.hub import node_key, run_key
+from serverless_gpu.server.making_room import make_room
 from serverless_gpu.server.nodes import StoredNode, by_id
+from serverless_gpu.server.planning import Planning
+from serverless_gpu.server.roster import Reading
 from serverless_gpu.server.runs import StoredRun
 from serverless_gpu.server.sealing import Sealer
 from serverless_gpu.server.services import Services
@@ -74,11 +75,13 @@ class Scheduler:
 
     def __init__(self, services: Services, *, engine: Engine | None = None) -> None:
         self._services, self._engine = services, engine
-        self._wanted: dict[str, tuple[int, Wanted, str]] = {}  # fence, what it wants, its owner
+        self._planning = Planning(services)
+        self._impossible = unsatisfiable.Impossible(services)
+        self._underway: dict[str, Placement] = {}  # decided, and not written down yet
         self._asked: dict[str, Request] = {}
 
     def tick(self, now_ns: int) -> int | None:
-        """Place what can be placed, and say to everybody else what they wait for.
+        """Place what can be placed, and say to those who are asked about what they wait for.
 
         Args:
             now_ns: boottime, nanoseconds.
@@ -86,57 +89,50 @@ class Scheduler:
         Returns:
             When to look again at the latest.
         """
-        services = self._services
-        there, queue = services.database.read(self._load)
-        self._ask_again(there)
-        times = floor.now(services)
-        decision = decide(queue, floor.offers(there, services.presence, times), now_ns=now_ns)
-        stored = by_id(there.nodes)
-        for first in range(0, min(AT_ONCE, len(decision.placements)), TOGETHER):
-            self._place(decision.placements[first : first + TOGETHER], stored)
-        for run_id in services.sentences.replace(decision.waiting):
-            services.hub.touch(run_key(run_id))
-        if len(decision.placements) > AT_ONCE:
+        reading = self._planning.read()
+        self._ask_again(reading.floor)
+        is_done = False
+        try:
+            wake_ns = self._plan(reading, now_ns)
+            is_done = True
+        finally:
+            if not is_done:  # whatever was decided may not have come about
+                self._underway = {}
+                self._planning.forget()
+        more = self._impossible.look(reading.waiting, now_ns) > unsatisfiable.AT_ONCE
+        for run_id in self._services.sentences.news():
+            self._services.hub.touch(run_key(run_id))
+        if self._underway:
             return now_ns
-        after_s = ENGINE_AGAIN_S if self._asked else LOOK_AGAIN_S
-        held = (wanted.not_before_ns for wanted in queue if wanted.not_before_ns > now_ns)
-        return min((now_ns + round(after_s * 1e9), *held))
+        after_s = ENGINE_AGAIN_S if self._asked or more else LOOK_AGAIN_S
+        return min(now_ns + round(after_s * 1e9), wake_ns)
 
-    def placeable(self, now_ns: int) -> list[str]:
-        """Return the runs that a tick would place now; nothing is placed.
-
-        Args:
-            now_ns: boottime, nanoseconds.
-        """
-        services = self._services
-        there, queue = services.database.read(self._load)
-        decision = decide(queue, floor.offers(there, services.presence, floor.now(services)), now_ns=now_ns)
-        return [placement.run_id for placement in decision.placements]
-
-    def _load(self, connection: sa.Connection) -> tuple[Floor, list[Wanted]]:
-        waiting = runs.queue(connection)
-        known = self._wanted
-        unknown = [run_id for run_id, fence in waiting if run_id not in known or known[run_id][0] != fence]
-        failed = attempts.failed_nodes(connection, unknown) if unknown else {}
-        clock = self._services.clock
-        now = (clock.boottime_ns(), clock.wall_ns())
-        found = {
-            run.id: (run.fence, _wanted(run, failed, now=now), run.owner) for run in runs.find_many(connection, unknown)
+    def _plan(self, reading: Reading, now_ns: int) -> int:
+        """Decide, write down what fits into one tick, and return when there is something to decide again, boottime."""
+        services, planning = self._services, self._planning
+        stored = by_id(reading.floor.nodes)
+        self._underway = {
+            run_id: placement
+            for run_id, placement in self._underway.items()
+            if run_id in reading.waiting and _where(placement).node_id in stored
         }
-        self._wanted = {
-            run_id: entry for run_id, _ in waiting if (entry := found.get(run_id) or known.get(run_id)) is not None
-        }
-        shut_out = owners.shut_out(connection) if self._wanted else frozenset()
-        drain = draining.find(connection) if self._wanted else None
-        queue = [
-            _kept_back(wanted, drain.sentence, now[0])
-            if drain is not None
-            else wanted
-            if owner not in shut_out
-            else _kept_back(wanted, f"{owner} may start no runs now", now[0])
-            for _, wanted, owner in self._wanted.values()
-        ]
-        return floor.load(connection, self._services.leases), queue
+        planning.tell(reading, self._underway)
+        wake_ns = now_ns + round(LOOK_AGAIN_S * 1e9)
+        if len(self._underway) < AT_ONCE:
+            with services.measures.decisions.time():
+                decision = planning.decide()
+            self._underway |= {placement.run_id: placement for placement in decision.placements}
+            make_room(services, decision.preemptions)
+            services.measures.reservations.set(len(services.sentences.reservations()))
+            if decision.wake_ns is not None:
+                wake_ns = max(now_ns, services.clock.boottime_ns() + decision.wake_ns - planning.now())
+        some = list(self._underway.values())[:AT_ONCE]
+        for first in range(0, len(some), TOGETHER):
+            together = some[first : first + TOGETHER]
+            self._place(together, stored)
+            for placement in together:
+                del self._underway[placement.run_id]
+        return wake_ns
 
     def _place(self, placements: Sequence[Placement], stored: Mapping[str, StoredNode]) -> None:
         """Write the intents, then do what follows from each; one that cannot be any more does not hinder the others."""
@@ -144,7 +140,7 @@ class Scheduler:
         at_ns = services.clock.wall_ns()
 
         def intend(connection: sa.Connection) -> list[int | Told | None]:
-            return [self._intend(connection, one, stored[one.node_id], at_ns) for one in placements]
+            return [self._intend(connection, one, stored[_where(one).node_id], at_ns) for one in placements]
 
         written = zip(placements, services.database.write(intend), strict=True)
         placed: list[tuple[Placement, int]] = []
@@ -156,14 +152,14 @@ class Scheduler:
                 placed.append((placement, came))
         services.measures.placed.inc(len(placed))
         for placement, fence in placed:
-            with log_context.bound(run=placement.run_id, attempt=fence, node=stored[placement.node_id].name):
+            with log_context.bound(run=placement.run_id, attempt=fence, node=stored[_where(placement).node_id].name):
                 _log.info("placed")
             services.deliveries.made(placement.run_id, fence)
             services.leases.renew(placement.run_id, fence, now_ns=services.clock.boottime_ns())
         for placement, fence in placed:
             faults.reach("after_commit_before_launch")
-            self._submit(placement, fence, stored[placement.node_id])
-            services.hub.touch(node_key(placement.node_id))
+            self._submit(placement, fence, stored[_where(placement).node_id])
+            services.hub.touch(node_key(_where(placement).node_id))
             services.hub.touch(run_key(placement.run_id))
 
     def _intend(
@@ -182,8 +178,8 @@ class Scheduler:
         token = self._services.keys.attempt_token(run.id, run.fence + 1)
         new = NewAttempt(
             node_id=node.id,
-            gpu_type=placement.gpu_type,
-            world_size=placement.count,
+            gpu_type=_where(placement).gpu_type,
+            world_size=_where(placement).count,
             token_sha256=keys.sha256(token),
             boot_id=node.boot_id,
             grace_s=self._services.settings.partition_grace_s,
@@ -208,7 +204,8 @@ class Scheduler:
         engine = self._engine
         if engine is None or node.name not in {known.name for known in engine.nodes()}:
             return
-        share = Share(node=node.name, gpu_type=placement.gpu_type, count=placement.count)
+        where = _where(placement)
+        share = Share(node=node.name, gpu_type=where.gpu_type, count=where.count)
         gang = f"{placement.run_id}:{fence}"
         self._asked[gang] = engine.plan(Gang(id=gang, shares=(share,)))
         self._ask(gang)
@@ -255,32 +252,10 @@ class Scheduler:
         return give_back(self._services, run_id, fence, why)
 
 
-def _wanted(run: StoredRun, failed: dict[str, frozenset[str]], *, now: tuple[int, int]) -> Wanted:
-    """Return what a run wants, as decisions take it; `now` by boottime and by the wall clock, nanoseconds."""
-    resources = run.spec.resources
-    not_before_ns, held = _held(run, *now)
-    return Wanted(
-        run_id=run.id,
-        title=floor.title(run),
-        priority=run.priority,
-        queued_ns=run.queued_ns,
-        gpus=resources.gpus,
-        gpu_type=resources.gpu_type,
-        pool=run.pool,
-        machine=run.target.machine,
-        platform=run.target.platform,
-        python=_python(run),
-        caller=run.target.caller,
-        avoid=failed.get(run.id, frozenset()),
-        not_before_ns=not_before_ns,
-        held=held,
-    )
-
-
-def _python(run: StoredRun) -> str:
-    """Return the version of Python a node has to have for a run, or "": the caller's files name their interpreter."""
-    travels = run.snapshot or (isinstance(run.spec.payload, Function) and not run.target.machine)
-    return ".".join(run.target.python.split(".")[:2]) if travels else ""
+def _where(placement: Placement) -> scheduling.Share:
+    """Return what a gang is to have: on one node, as an attempt is of one."""
+    (share,) = placement.shares
+    return share
 
 
 def _with_secrets(connection: sa.Connection, sealer: Sealer, run: StoredRun, new: NewAttempt) -> NewAttempt:
@@ -298,22 +273,3 @@ def _end_at_once(connection: sa.Connection, run_id: str, reason: Reason, note: N
     told = transitions.tell(connection, run, Ended(reason=reason, began=False), note=note)
     transitions.settle(connection, run_id, run.fence, receipt=None, at_ns=note.at_ns)
     return told
-
-
-def _kept_back(wanted: Wanted, why: str, boottime_ns: int) -> Wanted:
-    """Return what waits beside the line because it may not start now."""
-    until_ns = boottime_ns + round(LOOK_AGAIN_S * 1e9)
-    return msgspec.structs.replace(wanted, not_before_ns=until_ns, held=why)
-
-
-def _held(run: StoredRun, boottime_ns: int, wall_ns: int) -> tuple[int, str]:
-    """Return until when a run is left alone after an attempt that failed to start, by boottime, and what it is told."""
-    last = run.attempt
-    if last is None or last.ended_ns is None:
-        return 0, ""
-    pause_ns = round(pause_s(run.infra_retries_used, last.reason, began=last.began) * 1e9)
-    left_ns = min(pause_ns, last.ended_ns + pause_ns - wall_ns)  # no longer than that, whatever was done to the clock
-    if left_ns <= 0:
-        return 0, ""
-    at = format_clock(wall_ns + left_ns)
-    return boottime_ns + left_ns, f"attempt {last.fence} did not start on {last.node}; it is tried again at {at}"

@@ -34,7 +34,7 @@ from serverless_gpu.server import runs
 from serverless_gpu.server.books import PAGE_RUNS, Books
 from serverless_gpu.server.chain_check import ChainCheck
 from serverless_gpu.server.invariants import History, Lendings, Moment, Violation, broken_chain, violations
-from serverless_gpu.server.scheduler import Scheduler
+from serverless_gpu.server.second_look import SecondLook
 from serverless_gpu.server.services import Services
 
 EVERY_S = 5.0
@@ -80,7 +80,7 @@ class SelfCheck:
 
     def __init__(self, services: Services) -> None:
         self._services = services
-        self._scheduler = Scheduler(services)  # to be asked what it would do; it never ticks
+        self._second_look = SecondLook(services)
         self._after = ""
         self._chain = ChainCheck()
         self._ends: dict[str, tuple[State, Reason]] = {}
@@ -114,8 +114,8 @@ class SelfCheck:
     def _moment(self, now_ns: int) -> Moment:
         services = self._services
         waiting = [run_id for run_id, _ in services.database.read(partial(runs.queue, limit=QUEUE_MAX + 1))]
-        untold = [run_id for run_id in waiting if not services.sentences.of(run_id)]
-        placeable = self._scheduler.placeable(now_ns) if 0 < len(waiting) <= QUEUE_MAX else []
+        untold = [run_id for run_id in waiting if services.sentences.wait(run_id) is None]
+        placeable = self._second_look.forgotten() if 0 < len(waiting) <= QUEUE_MAX else []
         self._untold = _since(self._untold, untold, now_ns)
         self._unplaced = _since(self._unplaced, placeable, now_ns)
         return Moment(

@@ -88,6 +88,7 @@ class _Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     stop_within: str = "30s"
     partition_grace: str = "15m"
     retention: str = "30d"
+    unsatisfiable_after: str = "24h"
     logs_gib: Annotated[float, msgspec.Meta(gt=0)] = 100.0
     runs_waiting: Annotated[int, msgspec.Meta(ge=1)] = 20_000
     on_owner_disabled: OnDisabled = "finish"
@@ -126,6 +127,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         lease_written_s: how often a lease that is renewed is written down, at most.
         upload_s: how long this machine's node tries to send the outputs of an ended attempt while the server answers.
         retention_s: runs that ended longer ago lose their rows, output and results.
+        unsatisfiable_after_s: a run that nothing that has joined can ever serve ends after so long; 0 is never.
         logs_bytes_max: what the output of all runs may take; beyond, that of the oldest goes.
         runs_waiting_max: runs of one principal that may wait at once.
         on_owner_disabled: what becomes of the runs of somebody who may start none any more: finish, or stop.
@@ -154,6 +156,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     lease_written_s: float = 15.0
     upload_s: float = 3600.0
     retention_s: float = 30 * DAY_S
+    unsatisfiable_after_s: float = DAY_S
     logs_bytes_max: int = 100 << 30
     runs_waiting_max: int = 20_000
     on_owner_disabled: OnDisabled = "finish"
@@ -219,6 +222,7 @@ def read_settings(
         node=merged.node,
         partition_grace_s=grace_s,
         retention_s=retention_s,
+        unsatisfiable_after_s=checked.unsatisfiable_after_s(merged),
         logs_bytes_max=round(merged.logs_gib * 2**30),
         runs_waiting_max=merged.runs_waiting,
         on_owner_disabled=merged.on_owner_disabled,
@@ -355,6 +359,9 @@ class _Checked:
 
     def retention_s(self, said: _Options) -> float:
         return self._duration("retention", said.retention, RETENTION_MIN_S, RETENTION_MAX_S)
+
+    def unsatisfiable_after_s(self, said: _Options) -> float:
+        return self._duration("unsatisfiable_after", said.unsatisfiable_after, 0.0, RETENTION_MAX_S)
 
     def stop_within_s(self, said: _Options) -> float:
         return self._duration("stop_within", said.stop_within, 0.0, STOP_WITHIN_MAX_S)

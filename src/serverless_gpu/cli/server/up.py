@@ -43,6 +43,9 @@ _NEEDED = ("fastapi", "uvicorn", "sqlalchemy", "alembic", "cryptography", "httpt
 @click.option("--node/--no-node", default=None, help="Whether this machine's devices can be used through it.")
 @click.option("--partition-grace", metavar="DURATION", help="How long a run goes on when its node hears nothing; 15m.")
 @click.option("--retention", metavar="DURATION", help="How long ended runs are kept, with output and results; 30d.")
+@click.option(
+    "--unsatisfiable-after", metavar="DURATION", help="How long a run waits for what nothing can ever serve; 24h."
+)
 @click.option("--logs-gib", type=float, metavar="GIB", help="What the output of all runs may take; 100.")
 @click.option(
     "--on-owner-disabled",

@@ -1,0 +1,62 @@
+"""Who has to leave so that another one finds room is asked to stop, in order, and goes on later.
+
+    decided ─▶ does the other one still wait? ─▶ StopReason.PREEMPT, by the server, with who for ─▶ its node
+            its ranks write a checkpoint ─▶ attempt over: PREEMPTED ─▶ it waits again, as old as before
+
+What was decided on something that is so no more is left out: the next decision finds it so.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import sqlalchemy as sa
+
+from serverless_gpu.errors import AlreadyFinished, StaleAttempt
+from serverless_gpu.model.attempt import State, StopReason
+from serverless_gpu.model.scheduling.values import Preemption
+from serverless_gpu.server import audit, runs, stopping
+from serverless_gpu.server.services import Services
+from serverless_gpu.server.transitions import Told
+
+_TOGETHER = 8
+_log = logging.getLogger(__name__)
+
+
+def make_room(services: Services, preemptions: Sequence[Preemption]) -> int:
+    """Ask runs to stop for others that wait; return how many were asked.
+
+    Args:
+        services: the server's.
+        preemptions: as they were decided.
+    """
+    asked = 0
+    for first in range(0, len(preemptions), _TOGETHER):
+        some = preemptions[first : first + _TOGETHER]
+        at_ns = services.clock.wall_ns()
+
+        def work(connection: sa.Connection, some: Sequence[Preemption] = some, at_ns: int = at_ns) -> list[Told | None]:
+            return [_ask(connection, one, at_ns) for one in some]
+
+        for one, told in zip(some, services.database.write(work), strict=True):
+            if told is not None and told.changed:
+                told.announce(services)
+                services.measures.preempted.inc()
+                _log.info("run %s makes room for run %s", one.run_id, one.for_run)
+                asked += 1
+    return asked
+
+
+def _ask(connection: sa.Connection, one: Preemption, at_ns: int) -> Told | None:
+    run, other = runs.find(connection, one.run_id), runs.find(connection, one.for_run)
+    if run is None or run.state not in runs.ACTIVE or run.stop is not None:
+        return None
+    if other is None or other.state is not State.QUEUED:
+        return None
+    try:
+        return stopping.ask(
+            connection, run.id, who=audit.SERVER, why=StopReason.PREEMPT, at_ns=at_ns, because=one.sentence
+        )
+    except (AlreadyFinished, StaleAttempt):
+        return None

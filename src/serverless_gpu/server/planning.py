@@ -1,0 +1,157 @@
+"""The scheduler's planner, and what it was told: at each tick it is told the difference to what there is.
+
+    database, presence ─▶ what there is ─┐
+                                         ├─ difference ─▶ Planner.apply ─▶ Planner.decide ─▶ placements, preemptions
+    what it was told before ─────────────┘
+
+What the planner counts as done (a placement, a preemption) is noted as told. If it does not come about (the run was
+cancelled, the node restarted, the database was away), the next look finds another thing in the database than was told,
+and that is a difference like any other: nothing has to be taken back by hand.
+
+Its clock is this process's boottime, put to the wall clock's time when it begins: it never goes back, and people can
+read it. A wall clock that is set (by more than `OFF_S`) makes a new planner, told everything.
+
+Failure cases: a tick that fails in the middle (`forget`: the next one begins from nothing, as after a start).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TypeVar
+
+import msgspec
+
+from serverless_gpu.model.scheduling.planner import Planner
+from serverless_gpu.model.scheduling.values import (
+    Arrived,
+    Change,
+    Decision,
+    Gone,
+    Node,
+    NodeGone,
+    NodeSeen,
+    Placement,
+    Policy,
+    PolicySet,
+    Pool,
+    PoolSeen,
+    Running,
+    Started,
+    Wanted,
+)
+from serverless_gpu.server import floor
+from serverless_gpu.server.roster import Reading, Roster
+from serverless_gpu.server.services import Services
+
+OFF_S = 1.0
+V = TypeVar("V")
+
+
+class Planning:
+    """A planner that knows what the server knows. For one thread; others ask `services.sentences`.
+
+    Args:
+        services: the server's.
+    """
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._roster = Roster(services)
+        self._base_ns = services.clock.wall_ns() - services.clock.boottime_ns()
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin from nothing at the next look."""
+        self._planner: Planner | None = None
+        self._policy: Policy | None = None
+        self._nodes: dict[str, Node] = {}
+        self._pools: dict[str, Pool] = {}
+        self._waiting: dict[str, Wanted] = {}
+        self._running: dict[str, Running] = {}
+        self._services.sentences.close()
+
+    def now(self) -> int:
+        """Return what time it is for the planner, nanoseconds since 1970 as far as it is known."""
+        return self._services.clock.boottime_ns() + self._base_ns
+
+    def read(self) -> Reading:
+        """Return what there is."""
+        self._set_clock()
+        now_ns, afresh = self.now(), self._planner is None
+        return self._services.database.read(
+            lambda connection: self._roster.read(connection, now_ns=now_ns, afresh=afresh)
+        )
+
+    def tell(self, reading: Reading, underway: Mapping[str, Placement]) -> None:
+        """Tell the planner what is different from what it was told.
+
+        Args:
+            reading: what there is.
+            underway: placements that it has decided and that are not written down yet: they count as done.
+        """
+        services = self._services
+        nodes = {node.id: node for node in floor.offers(reading.floor, services.presence, floor.now(services))}
+        pools = {pool.name: pool.planned for pool in reading.floor.pools}
+        changes: list[Change] = []
+        planner = self._planner
+        if planner is None:
+            planner = self._planner = Planner(reading.policy)
+            changes += [reading.used] if reading.used is not None else []
+        elif self._policy != reading.policy:
+            changes.append(PolicySet(reading.policy))
+        self._policy = reading.policy
+        changes += [PoolSeen(pool) for pool in _news(self._pools, pools)]
+        changes += [PoolSeen(Pool(name=name)) for name in self._pools.keys() - pools.keys()]
+        changes += [NodeSeen(node) for node in _news(self._nodes, nodes)]
+        changes += [NodeGone(node_id) for node_id in sorted(self._nodes.keys() - nodes.keys())]
+        self._nodes, self._pools = nodes, pools
+        changes += self._runs(reading, underway)
+        with services.sentences.changing(planner, self.now):
+            planner.apply(changes)
+
+    def decide(self) -> Decision:
+        """Return what is to be done now; it counts as done."""
+        planner = self._planner
+        assert planner is not None
+        now_ns = self.now()
+        with self._services.sentences.changing(planner, self.now):
+            decision = planner.decide(now_ns)
+        for placement in decision.placements:
+            wanted = self._waiting.pop(placement.run_id)
+            self._running[placement.run_id] = Running(wanted=wanted, shares=placement.shares, since_ns=now_ns)
+        for preemption in decision.preemptions:
+            running = self._running[preemption.run_id]
+            self._running[preemption.run_id] = msgspec.structs.replace(running, is_leaving=True)
+        return decision
+
+    def _runs(self, reading: Reading, underway: Mapping[str, Placement]) -> Iterator[Change]:
+        """Return what is different about runs; first who is gone: their devices are free for the others."""
+        waiting = {run_id: wanted for run_id, wanted in reading.waiting.items() if run_id not in underway}
+        running = dict(reading.running)
+        for run_id in underway:
+            if run_id in reading.waiting:
+                running[run_id] = self._running[run_id]
+        for run_id in (*self._waiting, *self._running):
+            if run_id not in waiting and run_id not in running:
+                yield Gone(run_id)
+        for run_id, now_running in running.items():
+            if self._running.get(run_id) != now_running:
+                yield Started(now_running)
+        for run_id, wanted in waiting.items():
+            if self._waiting.get(run_id) != wanted:
+                yield Arrived(wanted)
+        self._waiting, self._running = waiting, running
+
+    def _set_clock(self) -> None:
+        clock = self._services.clock
+        base_ns = clock.wall_ns() - clock.boottime_ns()
+        off_ns = base_ns - self._base_ns
+        if abs(off_ns) > OFF_S * 1e9:
+            self._base_ns = base_ns
+            self._roster.move(off_ns)
+            self.forget()
+
+
+def _news(before: Mapping[str, V], now: Mapping[str, V]) -> list[V]:
+    """Return what is there and was not, or is another one than it was."""
+    return [value for key, value in now.items() if before.get(key) != value]

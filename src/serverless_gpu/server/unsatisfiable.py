@@ -1,0 +1,92 @@
+"""What nothing that has joined can ever serve is told so at once, and ends when that has lasted for long enough.
+
+    a node leaves, a pool shrinks ─▶ "no node has H100 …" ─── as long as it is so ──▶ FAILED/unsatisfiable
+                                     └─ a node joins ─▶ it waits as any other, and counts from the beginning
+
+How long it has been so is counted by the server that is there, in its memory: one that is started again begins anew, so
+that a run does not end because of what nobody looked at meanwhile. A node that is silent or drained can still come
+back, and counts as there until it is forgotten.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+
+import msgspec
+import sqlalchemy as sa
+
+from serverless_gpu.errors import StaleAttempt
+from serverless_gpu.model.attempt import State
+from serverless_gpu.model.run_lifecycle import Unsatisfiable
+from serverless_gpu.model.scheduling.values import Wanted
+from serverless_gpu.server import runs, transitions
+from serverless_gpu.server.services import Services
+from serverless_gpu.server.transitions import Note, Told
+
+EVERY_S = 30.0
+AT_ONCE = 64
+_log = logging.getLogger(__name__)
+
+
+class Impossible:
+    """Since when runs wait for what can never be. For one thread.
+
+    Args:
+        services: the server's.
+    """
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._since: dict[str, int] = {}
+        self._looked_ns: int | None = None
+
+    def look(self, waiting: Mapping[str, Wanted], now_ns: int) -> int:
+        """End some of those that have waited long enough; return how many there were.
+
+        Args:
+            waiting: everybody who waits.
+            now_ns: boottime, nanoseconds.
+        """
+        after_s = self._services.settings.unsatisfiable_after_s
+        is_due = self._looked_ns is None or now_ns - self._looked_ns >= EVERY_S * 1e9
+        if not after_s or not is_due:
+            return 0
+        self._looked_ns = now_ns
+        why = self._never(waiting.values())
+        self._since = {run_id: self._since.get(run_id, now_ns) for run_id in why}
+        over = [run_id for run_id, since_ns in self._since.items() if now_ns - since_ns >= after_s * 1e9]
+        for run_id in over[:AT_ONCE]:
+            self._end(run_id, why[run_id])
+        return len(over)
+
+    def _never(self, waiting: Iterable[Wanted]) -> dict[str, str]:
+        """Return why those can never be served for whom that is so; the same for all that want the same."""
+        known: dict[Wanted, str] = {}
+        found: dict[str, str] = {}
+        for wanted in waiting:
+            alike = msgspec.structs.replace(wanted, run_id="", title="", queued_ns=0, not_before_ns=0, held="")
+            alike = msgspec.structs.replace(alike, avoid=frozenset(), expected_s=None, preemptions=0)
+            if alike not in known:
+                estimate = self._services.sentences.estimate(alike)
+                known[alike] = estimate.basis if estimate.impossible else ""
+            if known[alike]:
+                found[wanted.run_id] = known[alike]
+        return found
+
+    def _end(self, run_id: str, detail: str) -> None:
+        note = Note(at_ns=self._services.clock.wall_ns(), detail=detail)
+
+        def work(connection: sa.Connection) -> Told | None:
+            run = runs.find(connection, run_id)
+            if run is None or run.state is not State.QUEUED:
+                return None
+            try:
+                return transitions.tell(connection, run, Unsatisfiable(), note=note)
+            except StaleAttempt:
+                return None
+
+        told = self._services.database.write(work)
+        if told is not None:
+            told.announce(self._services)
+            _log.warning("run %s ended: nothing could ever serve it: %s", run_id, detail)
