@@ -68,10 +68,10 @@ def test_a_run_goes_through_its_states_and_gives_everything_back(world: World) -
 
 def test_large_gangs_are_served_between_small_ones(world: World) -> None:
     world.work = lambda start: Work(run_s=5)
-    first = [world.submit(1) for _ in range(6)]
+    first = [world.submit(1, timeout_s=60.0) for _ in range(6)]
     world.run_for(2)
     large = world.submit(8)
-    later = [world.submit(1) for _ in range(12)]
+    later = [world.submit(1, timeout_s=60.0) for _ in range(12)]
     world.run_for(60)
     assert {outcome(world, run_id)[0] for run_id in (*first, large, *later)} == {State.SUCCEEDED}
     order = [one.run_id for one in world.executions()]

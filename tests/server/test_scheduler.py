@@ -75,12 +75,12 @@ def test_who_waits_reads_why_and_is_woken_when_that_changes(services: Services, 
     first, second = submit(services, 6), submit(services, 4)
     scheduler = tick(services)
     assert services.sentences.of(second) == (
-        f"needs 4 H100 on one node; 2 free on n1; alice/{first} has 6 of it; you are 1st"
+        f"needs 4 H100 on one node; 2 free on n1; alice/{first} holds 6; you are 1st"
     )
     seen = services.hub.version(run_key(second))
     tick(services, scheduler)
     assert services.hub.version(run_key(second)) == seen
-    submit(services, 8)
+    submit(services, 5)
     tick(services, scheduler)
     assert services.hub.version(run_key(second)) == seen
     services.clock.advance(30)  # type: ignore[attr-defined] # a FakeClock

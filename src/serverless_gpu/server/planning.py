@@ -68,6 +68,7 @@ class Planning:
         self._pools: dict[str, Pool] = {}
         self._waiting: dict[str, Wanted] = {}
         self._running: dict[str, Running] = {}
+        self._unseen: set[str] = set()  # of those: placed by a decision, and not found in the database yet
         self._services.sentences.close()
 
     def now(self) -> int:
@@ -101,7 +102,7 @@ class Planning:
             changes.append(PolicySet(reading.policy))
         self._policy = reading.policy
         changes += [PoolSeen(pool) for pool in _news(self._pools, pools)]
-        changes += [PoolSeen(Pool(name=name)) for name in self._pools.keys() - pools.keys()]
+        changes += [PoolSeen(Pool(name=name)) for name in sorted(self._pools.keys() - pools.keys())]
         changes += [NodeSeen(node) for node in _news(self._nodes, nodes)]
         changes += [NodeGone(node_id) for node_id in sorted(self._nodes.keys() - nodes.keys())]
         self._nodes, self._pools = nodes, pools
@@ -119,6 +120,7 @@ class Planning:
         for placement in decision.placements:
             wanted = self._waiting.pop(placement.run_id)
             self._running[placement.run_id] = Running(wanted=wanted, shares=placement.shares, since_ns=now_ns)
+            self._unseen.add(placement.run_id)
         for preemption in decision.preemptions:
             running = self._running[preemption.run_id]
             self._running[preemption.run_id] = msgspec.structs.replace(running, is_leaving=True)
@@ -131,8 +133,11 @@ class Planning:
         for run_id in underway:
             if run_id in reading.waiting:
                 running[run_id] = self._running[run_id]
+        self._unseen.difference_update(reading.running)
         for run_id in (*self._waiting, *self._running):
-            if run_id not in waiting and run_id not in running:
+            is_here = run_id in waiting or run_id in running
+            had_devices = run_id in self._running and run_id not in running and run_id not in self._unseen
+            if not is_here or had_devices:  # what had devices and waits again has used them
                 yield Gone(run_id)
         for run_id, now_running in running.items():
             if self._running.get(run_id) != now_running:
@@ -141,6 +146,7 @@ class Planning:
             if self._waiting.get(run_id) != wanted:
                 yield Arrived(wanted)
         self._waiting, self._running = waiting, running
+        self._unseen.intersection_update(running)
 
     def _set_clock(self) -> None:
         clock = self._services.clock

@@ -111,11 +111,7 @@ class Scheduler:
         """Decide, write down what fits into one tick, and return when there is something to decide again, boottime."""
         services, planning = self._services, self._planning
         stored = by_id(reading.floor.nodes)
-        self._underway = {
-            run_id: placement
-            for run_id, placement in self._underway.items()
-            if run_id in reading.waiting and _where(placement).node_id in stored
-        }
+        self._underway = {key: one for key, one in self._underway.items() if key in reading.waiting}
         planning.tell(reading, self._underway)
         wake_ns = now_ns + round(LOOK_AGAIN_S * 1e9)
         if len(self._underway) < AT_ONCE:
@@ -129,7 +125,7 @@ class Scheduler:
         some = list(self._underway.values())[:AT_ONCE]
         for first in range(0, len(some), TOGETHER):
             together = some[first : first + TOGETHER]
-            self._place(together, stored)
+            self._place([one for one in together if _where(one).node_id in stored], stored)
             for placement in together:
                 del self._underway[placement.run_id]
         return wake_ns
