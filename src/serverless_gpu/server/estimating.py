@@ -12,12 +12,13 @@ import sqlalchemy as sa
 
 from serverless_gpu.ambient import new_run_id
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model.scheduling.values import Estimate, Wanted
+from serverless_gpu.model.scheduling.values import Estimate
 from serverless_gpu.model.spec import Command, Function, Kernel, check_command
-from serverless_gpu.server import draining, owners, runs, submitting
+from serverless_gpu.server import draining, owners, past, runs, submitting
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.runs import NewRun, StoredRun
 from serverless_gpu.server.services import Services
+from serverless_gpu.server.wanting import Past, wanted
 from serverless_gpu.wire.estimates import EstimateRequest, EstimateView, estimate_view
 
 
@@ -45,14 +46,15 @@ def estimate(services: Services, who: Caller, request: EstimateRequest) -> Estim
             pass
     now_ns = services.clock.wall_ns()
 
-    def work(connection: sa.Connection) -> tuple[str, str]:
-        return submitting.placed(connection, services.sealer, request.spec, who), _held(connection, who)
+    def work(connection: sa.Connection) -> tuple[str, str, float | None]:
+        pool = submitting.placed(connection, services.sealer, request.spec, who)
+        return pool, _held(connection, who), past.expected_s(connection, who.name, request.spec.name)
 
-    pool, held = services.database.read(work)
+    pool, held, expected_s = services.database.read(work)
     if held:
         return estimate_view(Estimate(at_ns=None, basis=held), now_ns)
-    wanted = _wanted(_imagined(who, request, pool, now_ns))
-    return estimate_view(services.sentences.estimate(wanted), now_ns)
+    asked = wanted(_imagined(who, request, pool, now_ns), Past(expected_s=expected_s), now_ns=now_ns)
+    return estimate_view(services.sentences.estimate(asked), now_ns)
 
 
 def _held(connection: sa.Connection, who: Caller) -> str:
@@ -76,26 +78,3 @@ def _imagined(who: Caller, request: EstimateRequest, pool: str, now_ns: int) -> 
         snapshot="0" * 64 if request.snapshot else "",
     )
     return runs.described(new, at_ns=now_ns)
-
-
-def _wanted(run: StoredRun) -> Wanted:
-    """Return what a run wants, as decisions take it."""
-    resources = run.spec.resources
-    travels = run.snapshot or (isinstance(run.spec.payload, Function) and not run.target.machine)
-    return Wanted(
-        run_id=run.id,
-        title=f"{run.owner}/{run.name or run.id}",
-        owner=run.owner,
-        team=run.team,
-        priority=run.priority,
-        queued_ns=run.queued_ns,
-        gpus=resources.gpus,
-        gpu_type=resources.gpu_type,
-        pool=run.pool,
-        machine=run.target.machine,
-        platform=run.target.platform,
-        python=".".join(run.target.python.split(".")[:2]) if travels else "",
-        caller=run.target.caller,
-        limit_s=run.spec.timeout_s,
-        preemptible=run.spec.resume,
-    )

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import sqlalchemy as sa
 
 from serverless_gpu.model.attempt import Reason
+from serverless_gpu.model.scheduling import learning
+from serverless_gpu.model.scheduling.fairness import charged
 from serverless_gpu.model.scheduling.values import Used
 from serverless_gpu.server.tables import attempts, runs
 
@@ -39,18 +41,23 @@ def used(connection: sa.Connection, *, now_ns: int, half_life_s: float) -> Used:
     device_ms = took_ns // 1_000_000 * attempts.c.world_size
     since_ns = now_ns - round(HALF_LIVES * half_life_s * 1e9)
     query = (
-        sa.select(runs.c.team, runs.c.owner, part, sa.func.sum(device_ms))
+        sa.select(runs.c.team, runs.c.owner, attempts.c.gpu_type, part, sa.func.sum(device_ms))
         .select_from(attempts.join(runs, runs.c.id == attempts.c.run_id))
         .where(attempts.c.ended_ns > since_ns)
-        .group_by(runs.c.team, runs.c.owner, sa.text("part"))
+        .group_by(runs.c.team, runs.c.owner, attempts.c.gpu_type, sa.text("part"))
     )
     teams: dict[str, float] = defaultdict(float)
     users: dict[tuple[str, str], float] = defaultdict(float)
-    for team, owner, number, sum_ms in connection.execute(query):
-        decayed = max(0.0, float(sum_ms) / 1e3) * 0.5 ** (max(0.0, float(number) + 0.5) / _PARTS)
+    for team, owner, gpu_type, number, sum_ms in connection.execute(query):
+        decayed = charged(gpu_type, 1) * max(0.0, float(sum_ms) / 1e3) * 0.5 ** (max(0.0, float(number) + 0.5) / _PARTS)
         teams[team or f"~{owner}"] += decayed
         users[team or f"~{owner}", owner] += decayed
     return Used(at_ns=now_ns, teams=dict(teams), users=dict(users))
+
+
+def expected_s(connection: sa.Connection, owner: str, name: str) -> float | None:
+    """Return how long a run of an owner and a name is likely to have devices; None where nothing is known of it."""
+    return learning.expected_s(durations_s(connection, owner, name)) if name else None
 
 
 def durations_s(connection: sa.Connection, owner: str, name: str) -> list[float]:

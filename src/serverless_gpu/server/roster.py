@@ -18,7 +18,6 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.model.attempt import State
-from serverless_gpu.model.scheduling import learning
 from serverless_gpu.model.scheduling.values import Policy, Running, Share, Used, Wanted
 from serverless_gpu.server import attempts, draining, floor, owners, past, runs, shares
 from serverless_gpu.server.floor import Floor
@@ -145,7 +144,7 @@ class Roster:
         changed: set[_Name] = set()
         for name in list(self._to_learn)[:LEARN_AT_ONCE]:
             del self._to_learn[name]
-            found = learning.expected_s(past.durations_s(connection, *name)) if name[1] else None
+            found = past.expected_s(connection, *name)
             if name not in self._expected or not _is_same(self._expected[name], found):
                 self._expected[name] = found
                 changed.add(name)

@@ -11,13 +11,14 @@ nothing until its scheduler has looked, which is its first act.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
 import msgspec
 
-from serverless_gpu.ambient import format_clock
+from serverless_gpu.ambient import format_soon
 from serverless_gpu.model.scheduling import telling
 from serverless_gpu.model.scheduling.planner import Planner
 from serverless_gpu.model.scheduling.values import Estimate, Reservation, Wait, Wanted
@@ -144,9 +145,9 @@ class Sentences:
             return NOTHING
         if run_id not in self._told:
             wait = self._planner.why(run_id, self._now())
-            self._told[run_id] = NOTHING if wait is None else Told(sentence=_sentence(wait), wait=wait)
+            self._told[run_id] = NOTHING if wait is None else Told(sentence=_sentence(wait, self._now()), wait=wait)
         return self._told[run_id]
 
 
-def _sentence(wait: Wait) -> str:
-    return telling.sentence(wait, format_clock)
+def _sentence(wait: Wait, now_ns: int) -> str:
+    return telling.sentence(wait, functools.partial(format_soon, now_ns=now_ns))
