@@ -180,14 +180,16 @@ def test_a_policy_that_cannot_be_is_refused(services: Services, name: str, pool:
 def test_the_queue_names_what_somebody_may_see_and_whose_the_rest_is(
     services: Services, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, urgent, theirs = (
-        submitting.submit(services, who, asked).id
-        for who, asked in (
-            (ALICE, request(name="fit", team="search", resources=Resources(gpus=8, gpu_type="H100"))),
-            (ALICE, request(name="now", priority=Priority.CRITICAL)),
-            (BOB, request(name="other", resources=Resources(gpus=2))),
-        )
+    asked = (
+        (ALICE, request(name="fit", team="search", resources=Resources(gpus=8, gpu_type="H100"))),
+        (ALICE, request(name="now", priority=Priority.CRITICAL)),
+        (BOB, request(name="other", resources=Resources(gpus=2))),
     )
+    made: list[str] = []
+    for who, one in asked:
+        made.append(submitting.submit(services, who, one).id)
+        services.clock.advance(1)  # type: ignore[attr-defined] # a FakeClock
+    first, urgent, theirs = made
 
     def look(who: Caller, reach: str, *, limit: int = 50, mine: bool = False) -> list[tuple[object, ...]]:
         view = queue_views.view_queue(services, who, reach, limit=limit, mine=mine)

@@ -25,6 +25,7 @@ from serverless_gpu.model.run_lifecycle import (
     Started,
     StopAsked,
     Stopping,
+    Unsatisfiable,
 )
 from serverless_gpu.server import audit, books, events, facts, files, runs, stopping, tables, transitions
 from serverless_gpu.server.audit import Action
@@ -293,6 +294,7 @@ HAPPENED: tuple[Event, ...] = (
     GivenUp(Reason.NODE_REBOOTED),
     Forgotten(),
     Restored(),
+    Unsatisfiable(),
 )
 
 

@@ -185,7 +185,7 @@ def test_when_a_node_ceases_to_be_shared_others_are_told_and_then_stopped_and_it
 ) -> None:
     view = ruling.put_calendar(services, by(ROOT), NIGHTS)
     assert (view.shared, view.turns_ns) == (True, clock.wall_ns() + HOUR_S * 10**9)
-    others, own = placed(services, owner="bob"), placed(services, owner="alice")
+    others, own = placed(services, owner="bob", resume=True), placed(services, owner="alice")
     later(services, clock, WARNED_S - 1)
     assert sentence(services, others) == ""
     later(services, clock, 1)
@@ -236,7 +236,7 @@ def test_a_warning_is_taken_back_when_the_calendar_says_otherwise(
     services: Services, node_id: str, clock: FakeClock
 ) -> None:
     ruling.put_calendar(services, by(ROOT), NIGHTS)
-    run_id = placed(services)
+    run_id = placed(services, resume=True)
     later(services, clock, WARNED_S)
     assert sentence(services, run_id)
     ruling.put_calendar(services, by(ALICE), msgspec.structs.replace(NIGHTS, shared=("18:00-10:00",)))
@@ -249,7 +249,7 @@ def test_nothing_of_others_is_placed_on_a_node_that_is_not_shared_and_they_are_t
     services: Services, node_id: str, clock: FakeClock
 ) -> None:
     ruling.put_calendar(services, by(ROOT), msgspec.structs.replace(NIGHTS, shared=("sat-sun",)))
-    run_id = submit(services)
+    run_id = submit(services, resume=True)
     tick(services)
     assert find(services, run_id).state is State.QUEUED
     assert "alice's until" in services.sentences.of(run_id)

@@ -142,7 +142,7 @@ def _offer(node: StoredNode, *, away: str, at_ns: int) -> Node:
         total=total,
         outside=outside,
         own=node.hello.own_types,
-        away=away,
+        away=away or sharing.problem,
         owner=asked.owner,
         owner_first=asked.owner_first,
         shared=sharing.shared,
