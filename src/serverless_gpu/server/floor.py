@@ -145,7 +145,7 @@ def _offer(node: StoredNode, *, away: str, at_ns: int) -> Node:
         away=away or sharing.problem,
         owner=asked.owner,
         owner_first=asked.owner_first,
-        shared=sharing.shared,
+        shared=sharing.shared or bool(sharing.problem),  # else it would count as what can never be
         turns_ns=sharing.turns_ns,
     )
 
