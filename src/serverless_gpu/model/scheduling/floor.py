@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from serverless_gpu.model.hardware import CPU, GpuType, matches
-from serverless_gpu.model.scheduling.learning import over_after_s
+from serverless_gpu.model.scheduling.holding import Held
 from serverless_gpu.model.scheduling.preempting import NO_CLAIM, Terms, may_use, standing
 from serverless_gpu.model.scheduling.reserving import Book, Profile
 from serverless_gpu.model.scheduling.shapes import Shape
@@ -27,78 +27,48 @@ from serverless_gpu.model.scheduling.values import Node, Policy, Pool, Running, 
 
 _S = 1_000_000_000
 _REACHES_MAX = 10_000
-_OVERDUE_NS = 60 * _S
-"""What is over its own limit is being stopped: it counts as gone after that."""
-
-
-class Held:
-    """Devices of one type that a run has on a node.
-
-    Attributes:
-        likely_ns: when it gives them back, likely; infinite where nobody can say.
-        bound_ns: when at the latest; likewise.
-    """
-
-    __slots__ = ("bound_ns", "count", "likely_ns", "running")
-
-    def __init__(self, running: Running, count: int) -> None:
-        self.running, self.count = running, count
-        self.likely_ns, self.bound_ns = ends(running)
-
-    def until(self, now_ns: int) -> tuple[float, float]:
-        """Return likely and latest end, as it looks now: who has run for longer than was likely may run much longer."""
-        bound = self.bound_ns if self.bound_ns > now_ns else now_ns + _OVERDUE_NS
-        if self.likely_ns > now_ns:
-            return min(self.likely_ns, bound), bound
-        since_ns, wanted = self.running.since_ns, self.running.wanted
-        after_s, _ = over_after_s((now_ns - since_ns) / _S, expected_s=wanted.expected_s, limit_s=wanted.limit_s)
-        likely = math.inf if after_s is None else since_ns + after_s * _S
-        return (min(likely, bound) if likely > now_ns else bound), bound
-
-
-def ends(running: Running) -> tuple[float, float]:
-    """Return when a run likely gives its devices back, and when at the latest; infinite where nobody can say."""
-    wanted = running.wanted
-    bound = math.inf if wanted.limit_s is None else running.since_ns + wanted.limit_s * _S
-    likely = math.inf if wanted.expected_s is None else running.since_ns + wanted.expected_s * _S
-    return min(likely, bound), bound
 
 
 class Index:
     """Nodes of a group by what is free of one type."""
 
-    __slots__ = ("counts", "rows", "totals", "whole")
+    __slots__ = ("counts", "free", "rows", "totals", "whole")
 
     def __init__(self) -> None:
         self.counts: list[int] = []
+        self.free = 0
         self.rows: dict[int, list[tuple[str, str, Place]]] = {}
         self.whole: dict[int, list[tuple[str, str, Place]]] = {}
         self.totals = Counter[int]()
 
-    def add(self, place: Place, free: int, total: int) -> None:
-        """Enter a node."""
+    def add(self, place: Place, free: int, usable: int) -> None:
+        """Enter a node of which so many devices are free, of those that there are to give."""
         if free <= 0:
             return
+        self.free += free
         row = self.rows.get(free)
         if row is None:
             row = self.rows[free] = []
             insort(self.counts, free)
         insort(row, place.entry)
-        if free == total:
-            insort(self.whole.setdefault(total, []), place.entry)
+        if free == usable:
+            insort(self.whole.setdefault(free, []), place.entry)
 
-    def remove(self, place: Place, free: int, total: int) -> None:
+    def remove(self, place: Place, free: int, usable: int) -> None:
         """Take a node out."""
         if free <= 0:
             return
+        self.free -= free
         row = self.rows[free]
         del row[bisect_left(row, place.entry)]
         if not row:
             del self.rows[free]
             del self.counts[bisect_left(self.counts, free)]
-        if free == total:
-            whole = self.whole[total]
+        if free == usable:
+            whole = self.whole[free]
             del whole[bisect_left(whole, place.entry)]
+            if not whole:
+                del self.whole[free]
 
     def best(self, count: int, avoid: frozenset[str]) -> tuple[int, Place] | None:
         """Return the node with the least left over for so many devices, and how many that are."""
@@ -108,12 +78,11 @@ class Index:
                     return free - count, place
         return None
 
-    def wholes(self, avoid: frozenset[str]) -> Iterator[tuple[int, Place]]:
-        """Return nodes nobody has anything of, and their size."""
-        for total, row in self.whole.items():
-            for _, node_id, place in row:
-                if node_id not in avoid:
-                    yield total, place
+    def most(self) -> Iterator[tuple[int, Place]]:
+        """Return nodes that have something free, and how much, the most first."""
+        for free in reversed(self.counts):
+            for *_, place in self.rows[free]:
+                yield free, place
 
 
 class Group:
@@ -159,17 +128,19 @@ class Place:
 
     __slots__ = ("entry", "free", "group", "node", "readiness", "runs", "used")
 
-    def __init__(self, node: Node, group: Group, runs: dict[str, dict[str, Held]]) -> None:
-        self.node, self.group, self.runs = node, group, runs
+    def __init__(self, node: Node, group: Group, runs: dict[str, dict[str, Held]], used: Counter[str]) -> None:
+        self.node, self.group, self.runs, self.used = node, group, runs, used
         self.entry: tuple[str, str, Place] = (node.name, node.id, self)
         self.free: dict[str, int] = {}
         self.readiness: dict[tuple[str, int], tuple[float, float]] = {}
 
     def count(self, gpu_type: str) -> int:
         """Return how many devices are free now, as the node and its runs say."""
-        total = self.node.total.get(gpu_type, 0)
-        used = sum(held.count for held in self.runs.get(gpu_type, {}).values())
-        return max(0, total - self.node.outside.get(gpu_type, 0) - used)
+        return max(0, self.usable(gpu_type) - self.used[gpu_type])
+
+    def usable(self, gpu_type: str) -> int:
+        """Return how many devices there are to give."""
+        return self.node.total.get(gpu_type, 0) - self.node.outside.get(gpu_type, 0)
 
     def book(self, gpu_type: str, now_ns: int) -> Book:
         """Return what is free when."""
@@ -202,8 +173,10 @@ def _enough(releases: list[tuple[float, int]], missing: int) -> float:
     return math.inf
 
 
+Ready = tuple[float, float, str, str, Place, str, int]
+"""When devices of a node are free, likely and at the latest; its name and identifier; the node, the type, how many."""
 Entry = tuple[Group, tuple[str, ...], Pool | None]
-Single = tuple["Place", tuple[str, ...], Pool | None]
+Single = tuple[Place, tuple[str, ...], Pool | None]
 
 
 class Reach:
@@ -257,6 +230,8 @@ class Floor:
         self._is_forecast = False
         self.groups: dict[tuple[object, ...], Group] = {}
         self._runs: dict[str, dict[str, dict[str, Held]]] = {}
+        self._used: dict[str, Counter[str]] = {}
+        self.ready: dict[int, list[Ready]] = {}
         self._machines: dict[str, dict[str, Place]] = {}
 
     # --- changes ---
@@ -286,7 +261,9 @@ class Floor:
             return
         self.forget(node.id)
         group = self.groups.setdefault(_group_key(node), Group(node))
-        place = self.places[node.id] = Place(node, group, self._runs.setdefault(node.id, {}))
+        place = self.places[node.id] = Place(
+            node, group, self._runs.setdefault(node.id, {}), self._used.setdefault(node.id, Counter())
+        )
         group.members[node.id] = place
         self._machines.setdefault(node.machine, {})[node.id] = place
         for name, total in node.total.items():
@@ -313,8 +290,8 @@ class Floor:
         if not group.members:
             del self.groups[_group_key(place.node)]
         del self._machines[place.node.machine][node_id]
-        if not self._runs.get(node_id):
-            self._runs.pop(node_id, None)
+        if not any(self._runs[node_id].values()):
+            del self._runs[node_id], self._used[node_id]
         self.change()
 
     def take(self, running: Running) -> None:
@@ -324,14 +301,18 @@ class Floor:
             runs[running.wanted.run_id] = Held(running, share.count)
             if running.wanted.preemptible and not running.is_leaving:
                 self.leavers.setdefault(share.node_id, set()).add(running.wanted.run_id)
+            self._used.setdefault(share.node_id, Counter())[share.gpu_type] += share.count
             self._refresh(share)
 
     def give(self, running: Running) -> None:
         """Take note that a run has its devices no longer."""
         for share in running.shares:
-            self._runs.get(share.node_id, {}).get(share.gpu_type, {}).pop(running.wanted.run_id, None)
+            del self._runs[share.node_id][share.gpu_type][running.wanted.run_id]
+            self._used[share.node_id][share.gpu_type] -= share.count
             self.leavers.get(share.node_id, set()).discard(running.wanted.run_id)
             self._refresh(share)
+            if share.node_id not in self.places and not any(self._runs[share.node_id].values()):
+                del self._runs[share.node_id], self._used[share.node_id]
 
     def _refresh(self, share: Share) -> None:
         place = self.places.get(share.node_id)
@@ -343,11 +324,11 @@ class Floor:
         free = place.free[gpu_type] = place.count(gpu_type)
         place.readiness.clear()
         if not place.node.away and (place.node.id, gpu_type) not in self.books:
-            place.group.index[gpu_type].add(place, free, place.node.total[gpu_type])
+            place.group.index[gpu_type].add(place, free, place.usable(gpu_type))
 
     def _out(self, place: Place, gpu_type: str) -> None:
         if not place.node.away and (place.node.id, gpu_type) not in self.books:
-            place.group.index[gpu_type].remove(place, place.free[gpu_type], place.node.total[gpu_type])
+            place.group.index[gpu_type].remove(place, place.free[gpu_type], place.usable(gpu_type))
 
     def change(self) -> None:
         """Find out anew what is in reach of whom."""
@@ -373,16 +354,17 @@ class Floor:
 
     def close_books(self) -> None:
         """Forget what was kept: a pass begins."""
+        self.ready.clear()
         books, self.books = self.books, {}
         for node_id, gpu_type in books:
             place = self.places[node_id]
             if not place.node.away:
-                place.group.index[gpu_type].add(place, place.free[gpu_type], place.node.total[gpu_type])
+                place.group.index[gpu_type].add(place, place.free[gpu_type], place.usable(gpu_type))
 
     def forecast(self) -> Floor:
         """Return a floor on which promises are tried: they leave this one as it is."""
         other = copy.copy(self)
-        other.books, other._is_forecast = {}, True
+        other.books, other.ready, other._is_forecast = {}, {}, True
         return other
 
     # --- what is in reach ---

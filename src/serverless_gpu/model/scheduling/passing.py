@@ -169,17 +169,28 @@ class Pass:
 
     def _is_blocked(self, line: Line) -> bool:
         number, ask = self._number, line.ask
-        return number in (line.blocked, ask.blocked, ask.shape.blocked)
+        shape = ask.shape
+        if shape.blocked == number or ask.blocked == number or line.blocked == number:
+            return True
+        if shape.walls_of != number:
+            return False
+        return any(ask.likely_ns >= likely and ask.limit_ns >= limit for likely, limit in shape.walls)
 
     def _block(self, line: Line) -> None:
         """Note who else does not fit, either: all of the shape, unless it matters for how long, or whose it is."""
-        floor = self._state.floor
+        floor, ask = self._state.floor, line.ask
+        shape = ask.shape
         if not floor.is_plain:
             line.blocked = self._number
-        elif floor.books or floor.reach(line.ask.shape).is_lent:
-            line.ask.blocked = self._number
+        elif floor.reach(shape).is_lent:
+            ask.blocked = self._number
+        elif floor.books:  # what takes longer does not fit, either
+            if shape.walls_of != self._number:
+                shape.walls_of = self._number
+                shape.walls.clear()
+            shape.walls.append((ask.likely_ns, ask.limit_ns))
         else:
-            line.ask.shape.blocked = self._number
+            shape.blocked = self._number
 
     def _reserve(self, line: Line, wanted: Wanted) -> bool:
         """Promise or keep devices for a blocked gang; return whether the next of its line is to be asked, too."""
@@ -188,7 +199,7 @@ class Pass:
             return True
         if ask.shape.gpus == 1:
             return False
-        is_new = ask.unreserved != self._number
+        is_new = ask.shape.unreserved != self._number
         is_early = is_new and self._promised < state.policy.reservations
         if is_early and self._note(placing.promise(state.floor, wanted, ask, self._now_ns)):
             self._promised += 1
@@ -204,7 +215,7 @@ class Pass:
             nearly = state.policy.nearly
             if self._note(placing.keep(state.floor, wanted, ask, self._now_ns, nearly=nearly)):
                 self._kinds.add(ask.shape.kind)
-        ask.unreserved = self._number
+        ask.shape.unreserved = self._number
         return False
 
     def _is_behind(self, line: Line) -> bool:

@@ -7,10 +7,11 @@ later   the node that likely has enough first (`promise`), or that lacks the few
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Iterator
 
-from serverless_gpu.model.scheduling.floor import Floor, Place
+from serverless_gpu.model.scheduling.floor import Floor, Index, Place, Ready
 from serverless_gpu.model.scheduling.shapes import Ask
 from serverless_gpu.model.scheduling.values import Reservation, Share, Wanted
 
@@ -59,8 +60,10 @@ def _options(floor: Floor, wanted: Wanted, ask: Ask, now_ns: int, avoid: frozens
         for name in types:
             index = group.index[name]
             if count is None:
-                for total, where in index.wholes(avoid):
-                    yield (rank, 0, *where.entry[:2]), where, name, total
+                for size, row in index.whole.items():
+                    for _, node_id, where in row:
+                        if node_id not in avoid and where.node.total[name] == size:
+                            yield (rank, 0, *where.entry[:2]), where, name, size
                 continue
             best = index.best(count, avoid)
             if best is not None:
@@ -100,40 +103,37 @@ def _spread(floor: Floor, wanted: Wanted, ask: Ask, now_ns: int) -> tuple[Share,
     count = ask.shape.gpus
     if count is None:
         return None
-    wholes: dict[str, list[tuple[int, str, str]]] = {}
-    parts: dict[str, list[tuple[int, str, str]]] = {}
-    for where, name in usable(floor, wanted, ask, now_ns):
-        free = where.free[name]
-        if free > 0 and (where.node.id, name) not in floor.books:
-            entry = (free, *where.entry[:2])
-            parts.setdefault(name, []).append(entry)
-            if free == where.node.total[name] - where.node.outside.get(name, 0):
-                wholes.setdefault(name, []).append(entry)
+    found: dict[str, list[Index]] = {}
+    for group, types, pool in floor.reach(ask.shape).entries:
+        if group.rank(floor.terms, wanted, pool, now_ns) is not None:
+            for name in types:
+                found.setdefault(name, []).append(group.index[name])
     options = [
         shares
-        for name in sorted(parts)
-        if (shares := _composed(name, count, wholes.get(name, []), parts[name])) is not None
+        for name, indexes in sorted(found.items())
+        if sum(index.free for index in indexes) >= count and (shares := _composed(name, count, indexes)) is not None
     ]
     return min(options, key=len, default=None)
 
 
-def _composed(
-    gpu_type: str, count: int, wholes: list[tuple[int, str, str]], parts: list[tuple[int, str, str]]
-) -> tuple[Share, ...] | None:
+def _composed(gpu_type: str, count: int, indexes: list[Index]) -> tuple[Share, ...] | None:
     """Return the largest whole nodes that it takes, and the part that leaves the least over."""
     shares: list[Share] = []
     used: set[str] = set()
-    for free, _, node_id in sorted(wholes, key=lambda entry: (-entry[0], *entry[1:])):
-        if free <= count:
-            shares.append(Share(node_id=node_id, gpu_type=gpu_type, count=free))
+    for size in sorted({size for index in indexes for size in index.whole}, reverse=True):
+        for _, node_id, _ in heapq.merge(*(index.whole.get(size, ()) for index in indexes)):
+            if size > count:
+                break
+            shares.append(Share(node_id=node_id, gpu_type=gpu_type, count=size))
             used.add(node_id)
-            count -= free
-        if not count:
-            return tuple(shares)
-    rest = min((entry for entry in parts if entry[0] >= count and entry[2] not in used), default=None)
-    if rest is None:
+            count -= size
+    if not count:
+        return tuple(shares)
+    avoid = frozenset(used)
+    rests = [(best[0], *best[1].entry[:2]) for index in indexes if (best := index.best(count, avoid)) is not None]
+    if not rests:
         return None
-    return (*shares, Share(node_id=rest[2], gpu_type=gpu_type, count=count))
+    return (*shares, Share(node_id=min(rests)[2], gpu_type=gpu_type, count=count))
 
 
 def usable(floor: Floor, wanted: Wanted, ask: Ask, now_ns: int) -> Iterator[tuple[Place, str]]:
@@ -180,6 +180,8 @@ def keep(floor: Floor, wanted: Wanted, ask: Ask, now_ns: int, *, nearly: float) 
         nearly: part of its devices that has to be free already.
     """
     count = ask.shape.gpus
+    if nearly > 0 and count is not None and not _is_near(floor, ask, nearly * count):
+        return None
     rows: dict[str, list[tuple[int, str, str, Place]]] = {}
     for where, name in usable(floor, wanted, ask, now_ns):
         free = unkept(floor, where, name)
@@ -197,6 +199,17 @@ def keep(floor: Floor, wanted: Wanted, ask: Ask, now_ns: int, *, nearly: float) 
         floor.book(where, name, now_ns).keep(wanted.run_id, number, now_ns)
     shares = tuple(Share(node_id=where.node.id, gpu_type=name, count=number) for where, name, number in chosen)
     return Reservation(run_id=wanted.run_id, shares=shares, at_ns=None, is_bound=False)
+
+
+def _is_near(floor: Floor, ask: Ask, count: float) -> bool:
+    """Return whether so many devices may be free where a gang could be; a quick look, before nodes are compared."""
+    reach = floor.reach(ask.shape)
+    indexes = [group.index[name] for group, types, _ in reach.entries for name in types]
+    most = [where.free[name] for where, types, _ in reach.singles.values() for name in types]
+    most += [floor.places[node_id].free[name] for node_id, name in floor.books]
+    if ask.shape.several:
+        return sum(most) + sum(index.free for index in indexes) >= count
+    return max(most + [index.counts[-1] for index in indexes if index.counts], default=0) >= count
 
 
 def _nearest(
@@ -232,33 +245,61 @@ Need = tuple[Place, str, int, float, float]
 
 def _needs(floor: Floor, wanted: Wanted, ask: Ask, now_ns: int) -> list[Need]:
     """Return where a gang likely starts first: one node, or as many as it takes."""
-    count = ask.shape.gpus
-    best: tuple[float, float, str, str] | None = None
-    found: list[Need] = []
-    for where, name in usable(floor, wanted, ask, now_ns):
-        needed = where.node.total[name] if count is None else count
-        if 0 < needed <= where.node.total[name]:
+    rows = _ready(floor, wanted, ask, now_ns)
+    while rows and (rows[0][3], rows[0][5]) in floor.books:
+        heapq.heappop(rows)
+    options = rows[:1]
+    for node_id, name in floor.books:
+        where = floor.places[node_id]
+        needed = where.node.total[name] if ask.shape.gpus is None else ask.shape.gpus
+        if _is_usable(floor, wanted, ask, (where, name), now_ns) and 0 < needed <= where.node.total[name]:
             likely, bound = when(floor, where, name, needed, ask, now_ns)
-            key = (likely, bound, *where.entry[:2])
-            if best is None or key < best:
-                best, found = key, [(where, name, needed, likely, bound)]
-    if found or not ask.shape.several or count is None:
-        return found
-    return _needs_several(floor, wanted, ask, now_ns)
+            options.append((likely, bound, *where.entry, name, needed))
+    if options and not math.isinf(min(options)[0]):
+        likely, bound, _, _, where, name, needed = min(options)
+        return [(where, name, needed, likely, bound)]
+    is_large = ask.shape.several and (ask.shape.gpus or 0) > floor.reach(ask.shape).whole
+    return _needs_several(floor, wanted, ask, now_ns) if is_large else []
+
+
+def _ready(floor: Floor, wanted: Wanted, ask: Ask, now_ns: int) -> list[Ready]:
+    """Return a heap of when a shape's devices are free on nodes of which nothing was promised when it was made."""
+    key = ask.shape.number
+    if floor.is_plain and not floor.reach(ask.shape).is_lent and key in floor.ready:
+        return floor.ready[key]
+    rows: list[Ready] = []
+    for where, name in usable(floor, wanted, ask, now_ns):
+        needed = where.node.total[name] if ask.shape.gpus is None else ask.shape.gpus
+        if 0 < needed <= where.node.total[name] and (where.node.id, name) not in floor.books:
+            likely, bound = where.ready(name, needed, now_ns)
+            if not math.isinf(likely):
+                rows.append((likely, bound, *where.entry, name, needed))
+    heapq.heapify(rows)
+    floor.ready[key] = rows
+    return rows
+
+
+def _is_usable(floor: Floor, wanted: Wanted, ask: Ask, at: tuple[Place, str], now_ns: int) -> bool:
+    """Return whether a run may use a type of a node now, free or not."""
+    where, name = at
+    found = floor.reach(ask.shape).of(where)
+    if found is None or name not in found[0] or where.node.away:
+        return False
+    return where.group.rank(floor.terms, wanted, found[1], now_ns) is not None
 
 
 def _needs_several(floor: Floor, wanted: Wanted, ask: Ask, now_ns: int) -> list[Need]:
     """Return the whole nodes that a gang likely has first, and one part, of one type."""
     options: list[list[Need]] = []
-    rows: dict[str, list[tuple[float, float, str, Place, int]]] = {}
+    rows: dict[str, list[tuple[float, float, str, str, Place]]] = {}
     for where, name in usable(floor, wanted, ask, now_ns):
-        total = where.node.total[name]
-        likely, bound = when(floor, where, name, total, ask, now_ns)
-        rows.setdefault(name, []).append((likely, bound, where.node.name, where, total))
+        likely, bound = when(floor, where, name, where.node.total[name], ask, now_ns)
+        if not math.isinf(likely):
+            rows.setdefault(name, []).append((likely, bound, *where.entry))
     for name, row in sorted(rows.items()):
         left, needs = ask.shape.gpus or 0, list[Need]()
-        for likely, bound, _, where, total in sorted(row, key=lambda entry: (*entry[:3], entry[3].node.id)):
-            number = min(left, total)
+        for likely, bound, _, _, where in sorted(row):
+            number = min(left, where.node.total[name])
             needs.append((where, name, number, likely, bound))
             left -= number
             if not left:

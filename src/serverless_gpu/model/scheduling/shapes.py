@@ -16,6 +16,8 @@ class Shape:
         number: its own; the floor remembers by it what is in reach.
         kind: those of one kind are in line for the same devices.
         blocked: number of the last pass in which it was found that nothing more of it fits, whoever asks.
+        walls: what was found not to fit in the pass `walls_of`: how long it would likely take, and at most.
+        unreserved: number of the last pass in which it was found that nothing more is reserved for it.
     """
 
     __slots__ = (
@@ -31,6 +33,9 @@ class Shape:
         "pool",
         "python",
         "several",
+        "unreserved",
+        "walls",
+        "walls_of",
     )
 
     def __init__(self, wanted: Wanted, number: int = -1) -> None:
@@ -39,7 +44,8 @@ class Shape:
         self.pool, self.machine, self.platform = wanted.pool, wanted.machine, wanted.platform
         self.python, self.caller = wanted.python, wanted.caller if wanted.python else ""
         self.kind = (wanted.gpu_type, wanted.pool, wanted.machine)
-        self.blocked = 0
+        self.blocked = self.unreserved = self.walls_of = 0
+        self.walls: list[tuple[float, float]] = []
 
     @staticmethod
     def key(wanted: Wanted) -> tuple[object, ...]:
@@ -57,7 +63,6 @@ class Ask:
         can_leave: whether it may be stopped and goes on later.
         is_lowest: whether it is of the class to which a reserved pool's idle devices are lent.
         blocked: as that of its shape, for those who can be told apart by how long they run.
-        unreserved: number of the last pass in which it was found that nothing more is reserved for it.
     """
 
     __slots__ = (
@@ -70,7 +75,6 @@ class Ask:
         "limit_ns",
         "number",
         "shape",
-        "unreserved",
     )
 
     def __init__(self, wanted: Wanted, shape: Shape, number: int = -1) -> None:
@@ -81,7 +85,7 @@ class Ask:
             self.likely_ns = min(self.limit_ns, rounded(wanted.expected_s) * 1e9)
         self.can_leave, self.grace_s = wanted.preemptible, wanted.grace_s
         self.is_lowest = wanted.priority == BEST_EFFORT
-        self.blocked = self.unreserved = 0
+        self.blocked = 0
 
     @staticmethod
     def key(wanted: Wanted, shape: Shape) -> tuple[object, ...]:
