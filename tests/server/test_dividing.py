@@ -11,9 +11,12 @@ from serverless_gpu.errors import InvalidValue, NotFound
 from serverless_gpu.model.scheduling.values import Reservation, Wait, WaitReason
 from serverless_gpu.model.spec import Priority, Resources
 from serverless_gpu.server import audit, dividing, granting, queue_views, submitting
+from serverless_gpu.server.agents import Agents
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.hub import SCHEDULER
+from serverless_gpu.server.scheduler import Scheduler
+from serverless_gpu.server.sentences import Told
 from serverless_gpu.server.services import Services
 from serverless_gpu.server.shares import StoredShare
 from serverless_gpu.testing import FakeClock
@@ -21,15 +24,16 @@ from serverless_gpu.wire.agents import PoolRequest
 from serverless_gpu.wire.queue import PolicyRequest, PolicyView, ShareView
 from tests.server.made import made_services
 from tests.server.stored import add_people
+from tests.server.test_agents import NODE, hello
 from tests.server.test_submitting import ALICE, BOB, request
 
 ROOT = Caller(name="root", role="admin", token_id="t")
 
 
 @pytest.fixture
-def services(database: Database, tmp_path: Path) -> Services:
+def services(database: Database, tmp_path: Path, clock: FakeClock) -> Services:
     add_people(database, "alice", "bob", "root")
-    made = made_services(database, tmp_path, clock=FakeClock())
+    made = made_services(database, tmp_path, clock=clock)
     granting.make_team(made, ROOT, "search")
     return made
 
@@ -205,8 +209,8 @@ def test_the_queue_names_what_somebody_may_see_and_whose_the_rest_is(
     # As the scheduler has it: the order of its shares, and what it keeps for whom.
     wait = Wait(run_id=theirs, reason=WaitReason.CAPACITY, place=1)
     kept = Reservation(run_id=theirs, shares=(), at_ns=7, is_bound=True)
-    monkeypatch.setattr(services.sentences, "waits", lambda limit: [wait])
-    monkeypatch.setattr(services.sentences, "of", lambda run_id: f"told {run_id}")
+    monkeypatch.setattr(services.sentences, "order", lambda limit: (theirs,))
+    monkeypatch.setattr(services.sentences, "glance", lambda run_id: Told(sentence=f"told {run_id}", wait=wait))
     monkeypatch.setattr(services.sentences, "reservations", lambda: (kept,))
     seen = queue_views.view_queue(services, BOB, "team", limit=50, mine=False).entries
     assert [(each.owner, each.place, each.reserved_ns, each.is_bound) for each in seen] == [
@@ -216,3 +220,26 @@ def test_the_queue_names_what_somebody_may_see_and_whose_the_rest_is(
     ]
     assert [each.sentence for each in seen] == [f"told {theirs}", "", ""]
     assert seen[1].priority is Priority.CRITICAL and (seen[2].team, seen[2].gpu_type) == ("search", "H100")
+
+
+def test_the_queue_is_in_the_order_of_the_shares_and_use_is_what_was_used(services: Services, clock: FakeClock) -> None:
+    agents, scheduler = Agents(services), Scheduler(services)
+    add_people(services.database, "node")  # type: ignore[arg-type] # the fixture's is a Database
+    agents.hello(NODE, hello())
+    dividing.put_share(services, ROOT, "team", "search", 70.0)
+    whole = Resources(gpus=8, gpu_type="H100")
+    asked = request(name="going", team="search", resources=whole)
+    submitting.submit(services, ALICE, asked)
+    scheduler.tick(services.clock.boottime_ns())
+    clock.advance(600)
+    agents.hello(NODE, hello())
+    more = [request(team="search", resources=whole), request(resources=whole)]
+    for who, one in zip((ALICE, BOB), more, strict=True):
+        submitting.submit(services, who, one)
+    scheduler.tick(services.clock.boottime_ns())
+    view = queue_views.view_queue(services, ROOT, "all", limit=50, mine=False)
+    assert [(each.owner, each.place) for each in view.entries] == [("bob", 1), ("alice", 2)]
+    assert "alice/going holds 8" in view.entries[0].sentence
+    (share,) = queue_views.view_shares(services, ROOT, "all").shares
+    assert (share.name, share.weight, share.part) == ("search", 70.0, 1.0)
+    assert share.used_gpu_s == pytest.approx(8 * 600, rel=0.2)

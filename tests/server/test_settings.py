@@ -80,7 +80,7 @@ def test_variables_win_over_the_file_and_options_over_both(tmp_path: Path) -> No
 
 def test_what_was_decided_about_the_queue_is_a_table_of_the_file(tmp_path: Path) -> None:
     assert read_settings(tmp_path).queue == Policy()
-    lines = "half_life = '1d'\nentry_penalty = '0s'\nreservations = 0\nnearly = 0.5\nguard = '2d'"
+    lines = "half_life = '1d'\nentry_penalty = '0s'\nreservations = 0\nnearly = 0.5\nguard = '2d'\npatience = '5m'"
     (tmp_path / "server.toml").write_text(f"port = 80\n[queue]\n{lines}\npreempt_after = '1h'\npreemptions = 1\n")
     settings = read_settings(tmp_path, environ={"SGPU_QUEUE_PREEMPTIONS": "2", "SGPU_QUEUE_NEARLY": "0.75"})
     assert settings.port == 80
@@ -89,6 +89,7 @@ def test_what_was_decided_about_the_queue_is_a_table_of_the_file(tmp_path: Path)
         entry_penalty_s=0,
         reservations=0,
         nearly=0.75,
+        patience_s=300,
         guard_s=2 * 86_400,
         preempt_after_s=3_600,
         preemptions_max=2,

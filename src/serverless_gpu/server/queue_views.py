@@ -13,17 +13,18 @@ import sqlalchemy as sa
 
 from serverless_gpu.model.access import Reach
 from serverless_gpu.model.attempt import State
-from serverless_gpu.model.scheduling.values import Reservation, Wait
+from serverless_gpu.model.scheduling.values import Reservation
 from serverless_gpu.model.spec import Priority
 from serverless_gpu.server import runs, shares, views
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.runs import StoredRun
+from serverless_gpu.server.sentences import Told
 from serverless_gpu.server.services import Services
 from serverless_gpu.server.shares import Kind, StoredShare
 from serverless_gpu.wire.queue import QueueEntry, QueueView, ShareList, ShareView
 
 LIMIT_MAX = 200
-"""Entries of one answer: why somebody waits costs a look at the queue, and the scheduler waits meanwhile."""
+"""Entries of one answer: why somebody waits costs a look at the queue."""
 _CLASSES = tuple(Priority)
 
 
@@ -37,12 +38,12 @@ def view_queue(services: Services, who: Caller, reach: str, *, limit: int, mine:
         limit: how many entries, at most.
         mine: only their own.
     """
-    waits = {} if mine else {wait.run_id: wait for wait in services.sentences.waits(limit)}
+    order = () if mine else services.sentences.order(limit)
     owner = who.name if mine else None
 
     def work(connection: sa.Connection) -> tuple[list[str], dict[str, StoredRun], int]:
         # Those that the scheduler has not looked at yet come last.
-        ids = list(dict.fromkeys([*waits, *runs.waiting(connection, limit=limit, owner=owner)]))[:limit]
+        ids = list(dict.fromkeys([*order, *runs.waiting(connection, limit=limit, owner=owner)]))[:limit]
         found = {run.id: run for run in runs.find_many(connection, ids)}
         return ids, found, sum(runs.queued_by_pool(connection).values())
 
@@ -52,9 +53,8 @@ def view_queue(services: Services, who: Caller, reach: str, *, limit: int, mine:
     entries = [
         _entry(
             run,
-            waits.get(run.id) or services.sentences.wait(run.id),
             reserved.get(run.id),
-            sentence=services.sentences.of(run.id) if views.in_reach(run, who=who, reach=reach) else None,
+            services.sentences.glance(run.id) if views.in_reach(run, who=who, reach=reach) else None,
         )
         for run in there
     ]
@@ -105,8 +105,8 @@ def share_views(there: Sequence[StoredShare], usage: Mapping[str, float]) -> lis
     return found + [ShareView(kind="user", name=name, weight=weights["user", name]) for name in within]
 
 
-def _entry(run: StoredRun, wait: Wait | None, reserved: Reservation | None, *, sentence: str | None) -> QueueEntry:
-    """Return a run that waits; `sentence` is None for one that is not to be seen."""
+def _entry(run: StoredRun, reserved: Reservation | None, told: Told | None) -> QueueEntry:
+    """Return a run that waits; `told` is None for one that is not to be seen."""
     resources = run.spec.resources
     entry = QueueEntry(
         run="",
@@ -114,7 +114,7 @@ def _entry(run: StoredRun, wait: Wait | None, reserved: Reservation | None, *, s
         owner=run.owner,
         team=run.team,
         priority=_CLASSES[run.priority],
-        place=wait.place if wait is not None else 0,
+        place=0,
         gpus=resources.gpus,
         gpu_type=resources.gpu_type or "",
         pool=run.pool,
@@ -123,6 +123,7 @@ def _entry(run: StoredRun, wait: Wait | None, reserved: Reservation | None, *, s
         reserved_ns=reserved.at_ns if reserved is not None else None,
         is_bound=reserved is not None and reserved.is_bound,
     )
-    if sentence is None:
+    if told is None:
         return entry
-    return msgspec.structs.replace(entry, run=run.id, name=run.name, sentence=sentence)
+    place = told.wait.place if told.wait is not None else 0
+    return msgspec.structs.replace(entry, run=run.id, name=run.name, place=place, sentence=told.sentence)

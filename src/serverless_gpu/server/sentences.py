@@ -96,13 +96,15 @@ class Sentences:
         with self._lock:
             return self._find(run_id).wait
 
-    def waits(self, limit: int) -> list[Wait]:
-        """Return why those wait who are next, in the order of the queue."""
+    def glance(self, run_id: str) -> Told:
+        """Return what a waiting run is told, to somebody who does not stay to hear of it again."""
         with self._lock:
-            if self._planner is None:
-                return []
-            found = (self._find(run_id).wait for run_id in self._planner.queue(self._now(), limit))
-            return [wait for wait in found if wait is not None]
+            return self._find(run_id)
+
+    def order(self, limit: int) -> tuple[str, ...]:
+        """Return those who are next, in the order of the queue; none while nobody has looked."""
+        with self._lock:
+            return () if self._planner is None else self._planner.queue(self._now(), limit)
 
     def estimate(self, wanted: Wanted) -> Estimate:
         """Return when a run would start if it came now."""

@@ -100,6 +100,7 @@ class _Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     queue_entry_penalty: str = _typed(_USUAL.entry_penalty_s)
     queue_reservations: Annotated[int, msgspec.Meta(ge=0, le=1_000)] = _USUAL.reservations
     queue_nearly: Annotated[float, msgspec.Meta(gt=0, le=1)] = _USUAL.nearly
+    queue_patience: str = _typed(_USUAL.patience_s)
     queue_guard: str = _typed(_USUAL.guard_s)
     queue_preempt_after: str = _typed(_USUAL.preempt_after_s)
     queue_preemptions: Annotated[int, msgspec.Meta(ge=0, le=1_000)] = _USUAL.preemptions_max
@@ -372,6 +373,7 @@ class _Checked:
             entry_penalty_s=self._duration("queue_entry_penalty", said.queue_entry_penalty, 0.0, DAY_S),
             reservations=said.queue_reservations,
             nearly=said.queue_nearly,
+            patience_s=self._duration("queue_patience", said.queue_patience, 0.0, RETENTION_MAX_S),
             guard_s=self._duration("queue_guard", said.queue_guard, 60.0, RETENTION_MAX_S),
             preempt_after_s=self._duration("queue_preempt_after", said.queue_preempt_after, 0.0, RETENTION_MAX_S),
             preemptions_max=said.queue_preemptions,

@@ -23,7 +23,7 @@ class QueueEntry(Answer, frozen=True, kw_only=True):
     """A run that waits.
 
     Attributes:
-        run: its identifier; "" for one that whoever asks may not see. So are `name` and `sentence`.
+        run: its identifier; "" for one that whoever asks may not see. So are `name` and `sentence`, and `place` is 0.
         place: its place among those that want the same kind of devices; 1 is the next, 0 is none: it is not in line.
         gpus: how many devices it wants; None for all of a node's.
         gpu_type: of what type; "" for whatever there is.
