@@ -137,8 +137,9 @@ def make_exception(
         error = _ended(stopped, directory, run_id, limit_s, origin)
     else:
         error = _raised(rank, _detail(stopped), directory, run_id, origin)
-    for consequence in _consequences(stopped):
-        error.add_note(consequence)
+    for text in (stopped.hint, *_consequences(stopped)):
+        if text:
+            error.add_note(text)
     return error
 
 
@@ -171,7 +172,7 @@ def ending_text(stopped: Stopped, directory: Path, run_id: str, limit_s: float |
     else:
         traceback = str(_record(directory, rank).get("traceback") or "").rstrip()
         parts = [f"rank {rank}: {_detail(stopped) or MEANINGS[stopped.reason].sentence}", traceback]
-    return "\n".join(part for part in (*parts, *_consequences(stopped)) if part)
+    return "\n".join(part for part in (*parts, stopped.hint, *_consequences(stopped)) if part)
 
 
 def _raised_by(stopped: Stopped) -> int | None:

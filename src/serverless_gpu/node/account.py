@@ -60,6 +60,7 @@ class Account:
         self._gang = f"{launch.run_id}:{launch.fence}"
         self._clock = clock
         self._boot_id = clock.boot_id()
+        self.mark("called", launch.called_ns)
 
     def prepare(self) -> None:
         """Have room for what is to be written, also on a disk that is full by then."""

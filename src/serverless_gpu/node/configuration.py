@@ -12,6 +12,9 @@ H100 = 2.99
 days = 30
 gib = 20
 
+[xids]                                    # what follows from an Xid of the driver, where not what model/xid.py says
+63 = "other"
+
 [checkpoints]                             # on several nodes: a directory that all of them see under this path
 directory = "/shared/checkpoints"
 """
@@ -29,6 +32,7 @@ from serverless_gpu.errors import InvalidValue, UsageError
 from serverless_gpu.model.hardware import GpuType
 from serverless_gpu.model.ledger import Price, parse_prices
 from serverless_gpu.model.retention import DAY_NS, DEFAULT_DAYS, DEFAULT_GIB, Policy
+from serverless_gpu.model.xid import Kind
 from serverless_gpu.node.home import Home
 
 
@@ -47,7 +51,7 @@ class _Checkpoints(msgspec.Struct, forbid_unknown_fields=True):
     directory: str = ""
 
 
-_TABLES = ("types", "prices", "retention", "checkpoints")
+_TABLES = ("types", "prices", "retention", "checkpoints", "xids")
 
 T = TypeVar("T")
 
@@ -60,12 +64,14 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True):
         prices: by type name.
         retention: how long ended runs are kept.
         checkpoints: directory of all runs' checkpoints; "" for the one in the home.
+        xids: what follows from an Xid, by number, where the node does not take it as `model.xid.TABLE` does.
     """
 
     types: tuple[GpuType, ...] = ()
     prices: dict[str, Price] = {}
     retention: Policy = Policy()
     checkpoints: str = ""
+    xids: dict[int, Kind] = {}
 
 
 def read_configuration(home: Home) -> Configuration:
@@ -93,6 +99,7 @@ def read_configuration(home: Home) -> Configuration:
             prices=_prices(tables),
             retention=_retention(tables),
             checkpoints=_checkpoints(tables),
+            xids=_xids(tables),
         )
     except UsageError as error:
         raise InvalidValue(f"{path}, {error.message}", hint=error.hint) from None
@@ -134,6 +141,16 @@ def _checkpoints(tables: Mapping[str, object]) -> str:
     if directory and not os.path.isabs(directory):
         raise InvalidValue(f"table checkpoints: directory must be an absolute path, not {own.directory!r}")
     return directory
+
+
+def _xids(tables: Mapping[str, object]) -> dict[int, Kind]:
+    kinds = _converted(tables, "xids", dict[str, str])
+    for number, kind in kinds.items():
+        if not number.isascii() or not number.isdigit():
+            raise InvalidValue(f"table xids: {number!r} is not the number of an Xid", hint='for example: 63 = "other"')
+        if kind not in tuple(Kind):
+            raise InvalidValue(f"table xids: {number} is {kind!r}", hint=f"one of {', '.join(Kind)}")
+    return {int(number): Kind(kind) for number, kind in kinds.items()}
 
 
 def _converted(tables: Mapping[str, object], name: str, kind: type[T]) -> T:

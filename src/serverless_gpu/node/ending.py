@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from serverless_gpu.model.attempt import MEANINGS, Attempt, Hang, Reason, State
+from serverless_gpu.model.hang_report import ranks_text
 from serverless_gpu.node.borrowed import Borrowed
 from serverless_gpu.node.gate import GatePolicy, Verdict, verify
 from serverless_gpu.node.logs import RankLog, hidden_tails
@@ -16,13 +17,16 @@ from serverless_gpu.node.reservation import Reservation
 _LEFT_NAMED = 3
 
 
-def make_stopped(attempt: Attempt, logs: Mapping[int, RankLog], hang: Hang | None, *, proven: bool = True) -> Stopped:
+def make_stopped(
+    attempt: Attempt, logs: Mapping[int, RankLog], hang: Hang | None, hint: str = "", *, proven: bool = True
+) -> Stopped:
     """Return what a client is told once no rank runs any more.
 
     Args:
         attempt: as it ended.
         logs: what its ranks wrote, by rank.
         hang: who waited for whom, as it was last found.
+        hint: what the driver said of user code that failed.
         proven: whether it is known that no process of the attempt is left.
     """
     assert attempt.reason is not None
@@ -37,6 +41,7 @@ def make_stopped(attempt: Attempt, logs: Mapping[int, RankLog], hang: Hang | Non
         tails=_hidden_tails(attempt, logs),
         hang=hang if attempt.reason is Reason.COLLECTIVE_HANG else None,
         proven=proven,
+        hint=hint if attempt.state is State.FAILED and attempt.reason is not Reason.GPU_LOST else "",
     )
 
 
@@ -49,11 +54,14 @@ def stopped_sentence(stopped: Stopped) -> str:
     return f"{meaning}: {detail}" if detail and stopped.state is State.FAILED else meaning
 
 
-def verdicts_of(reservation: Reservation | Borrowed, *, proven: bool, left: Sequence[Left] = ()) -> dict[str, Verdict]:
+def verdicts_of(
+    reservation: Reservation | Borrowed, known: Mapping[str, Verdict], *, proven: bool, left: Sequence[Left] = ()
+) -> dict[str, Verdict]:
     """Return whether each device is free, and by what evidence.
 
     Args:
         reservation: whose devices.
+        known: what needs no look: devices that failed.
         proven: whether it is known that no process of the attempt is left.
         left: those that are.
     """
@@ -61,7 +69,15 @@ def verdicts_of(reservation: Reservation | Borrowed, *, proven: bool, left: Sequ
     if not proven:
         why = f"{left_text(left)} could not be ended" if left else ""
         return dict.fromkeys(uuids, Verdict(False, why or "it is not certain that every process of the run has ended"))
-    return dict(verify(reservation.provider, uuids, reservation.before, GatePolicy(), time.sleep))
+    asked = [uuid for uuid in uuids if uuid not in known]
+    return {**known, **verify(reservation.provider, asked, reservation.before, GatePolicy(), time.sleep)}
+
+
+def killed_text(attempt: Attempt, kill_ns: int) -> str:
+    """Return which ranks did not stop in their grace."""
+    still = sorted(set(range(attempt.world_size)) - attempt.exited)
+    grace_s = (kill_ns - (attempt.stop_ns or 0)) / 1e9
+    return f"{ranks_text(still)} did not stop in {grace_s:.1f} s and {'was' if len(still) == 1 else 'were'} killed"
 
 
 def left_text(left: Sequence[Left]) -> str:

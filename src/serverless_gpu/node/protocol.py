@@ -7,11 +7,9 @@
     agent ──Preparing──▶ supervisor                       while the environment is being restored
     supervisor ──Borrow──▶ session ──Lent + lock descriptors──▶ supervisor ──Returned──▶ session
 
-The agent gives the client's connection away, so nothing it does or suffers later touches the run. The same words are
-spoken on the supervisor's own socket, by which `attach`, and a new agent after the old one died, find an attempt.
-
-Messages are JSON objects with a `type`, one per packet (`inside/channel.py`). A peer of another `PROTOCOL` is refused
-by name, before anything starts; sockets carry the number too, so that two installs of one user do not meet.
+The agent gives the client's connection away. The same words are spoken on the supervisor's own socket, by which
+`attach`, and a new agent after the old one died, find an attempt.
+Messages are JSON objects, one per packet (`inside/channel.py`). A peer of another `PROTOCOL` is refused by name.
 """
 
 from __future__ import annotations
@@ -363,6 +361,7 @@ class Stopped(Message, frozen=True, kw_only=True, tag="stopped"):
         tails: if the run failed, last lines of ranks that were not shown live, the cause first.
         hang: who waited for whom, of a run that was ended because it stood still.
         proven: whether the kernel says that no process of it is left; else one could not be ended.
+        hint: what a failure of user code is most likely about.
     """
 
     state: State
@@ -373,6 +372,7 @@ class Stopped(Message, frozen=True, kw_only=True, tag="stopped"):
     tails: dict[int, str] = {}
     hang: Hang | None = None
     proven: bool = True
+    hint: str = ""
 
 
 class Finished(Message, frozen=True, kw_only=True, tag="finished"):

@@ -36,6 +36,7 @@ class Remote(msgspec.Struct, frozen=True, kw_only=True):
         profile: path of the file that says how the server is reached; which server it is, too.
         token: the attempt's own.
         partition_grace_s: how long it may go on without an answer of the server.
+        owner: the principal whose run it is.
     """
 
     run_id: str
@@ -46,6 +47,7 @@ class Remote(msgspec.Struct, frozen=True, kw_only=True):
     world_size: int
     partition_grace_s: float
     standing: Standing = "open"
+    owner: str = ""
 
     @property
     def gang(self) -> str:

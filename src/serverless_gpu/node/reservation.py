@@ -159,6 +159,8 @@ def retest_quarantined(locks: DeviceLocks, provider: Provider, uuids: Collection
     usage = provider.usage(list(notes))
     for uuid, note in list(notes.items()):
         used = usage.get(uuid, unknown_usage("it did not answer"))
+        if locks.is_settled(note):
+            continue
         if not any(left.is_there() for left in note.left) and judge(None, used, kind=provider.kind).ok:
             locks.lift(uuid)
             del notes[uuid]
@@ -170,10 +172,16 @@ def quarantine(
 ) -> tuple[str, ...]:
     """Note which devices a run did not leave free, while their locks are held; return their uuids."""
     bad = tuple(uuid for uuid, verdict in verdicts.items() if not verdict.ok)
+    noted: Mapping[str, Quarantine] = {}
+    with contextlib.suppress(StorageError):
+        noted = locks.quarantined() if bad else {}
     for uuid in bad:
+        fault = noted[uuid].fault if uuid in noted and locks.is_settled(noted[uuid]) else ""
+        if fault and not left:
+            continue  # what the driver said is more than this look does
         # What cannot be noted is still refused by whoever looks at the device next, and named in this receipt.
         with contextlib.suppress(StorageError):
-            locks.quarantine(uuid, f"after run {run_id}: {verdicts[uuid].evidence}", left)
+            locks.quarantine(uuid, f"after run {run_id}: {verdicts[uuid].evidence}", left, fault=fault)
     return bad
 
 

@@ -83,7 +83,6 @@ class Keeper:
         self._clock: Clock = SystemClock()
         self._account = Account(self._launch, self._clock)
         self._account.runs = 0
-        self._account.mark("called", self._launch.called_ns)
         self._account.mark("asked", assign.asked_ns)
         self._selector = selectors.DefaultSelector()
         self._audience = Audience(sockets / f"{self._launch.run_id}.sock", self._selector, self._snapshot, self._obey)

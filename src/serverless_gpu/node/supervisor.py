@@ -4,22 +4,20 @@
                               │  ▲
     client ◀──what happens────┘  └── pipes: what ranks write
 
-A clean interpreter without anything of the user's, forked ahead of time (`nursery.py`) and standing by. One thread, one
-loop: it feeds events to `model/lifecycle.py`, carries out the instructions that come back, and sleeps until the next
-descriptor or deadline. It never unpickles.
+A clean interpreter without anything of the user's, forked ahead of time (`nursery.py`). One thread, one loop: it feeds
+events to `model/lifecycle.py`, carries out what comes back, and sleeps until the next descriptor. It never unpickles.
 
 Failure cases:
 - the agent or the client goes away: a new agent finds this process by its socket, and so does `attach`;
 - this process dies: the stem reads end of file and ends every rank at once; the stem's copies of the lock descriptors
   keep the devices taken until it has;
 - the stem dies: ranks die with it, the attempt fails as `runtime_lost`;
-- no stem comes (the zygote cannot start): the attempt fails as `start_failed` with what the zygote wrote; or the
-  environment cannot be restored: with a reason of its own;
+- no stem comes: the attempt fails as `start_failed` with what the zygote wrote, or as the environment's reason;
+- a device fails: the attempt ends with its rank, or a minute later, and the device is not lent any more;
 - the client goes away, or cancels, before it has confirmed the environment: the attempt ends without user code;
-- the server that gave the run to this node does not answer for longer than the lease says: the attempt is stopped, by
-  this process's own clock, for another one may run elsewhere soon;
-- the attempt comes a second time (whoever launched it could not know whether it had): one supervisor has the lock, and
-  what has ended does not begin again.
+- the server does not answer for longer than the lease says: the attempt is stopped, by this process's own clock, for
+  another one may run elsewhere soon;
+- the attempt comes a second time: one supervisor has the lock, and what has ended does not begin again.
 """
 
 from __future__ import annotations
@@ -37,7 +35,6 @@ from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.errors import AgentUnavailable, ServerlessGpuError, SessionEnded
 from serverless_gpu.model.attempt import (
     TERMINAL,
-    Attempt,
     Event,
     LeaseExpired,
     Placed,
@@ -53,19 +50,18 @@ from serverless_gpu.model.attempt import (
     TreeEmpty,
     stop_word,
 )
-from serverless_gpu.model.hang_report import ranks_text
+from serverless_gpu.model.hardware import Device
 from serverless_gpu.model.ledger import FactKind
 from serverless_gpu.model.lifecycle import IllegalTransition, Instruction, advance
 from serverless_gpu.node import protocol, secret_files
 from serverless_gpu.node.account import Account
 from serverless_gpu.node.borrowed import Borrowed
-from serverless_gpu.node.ending import left_text, make_stopped, stopped_sentence, verdicts_of
+from serverless_gpu.node.ending import killed_text, left_text, make_stopped, stopped_sentence, verdicts_of
+from serverless_gpu.node.eyes import Eyes
 from serverless_gpu.node.gang import Gang
 from serverless_gpu.node.gate import Verdict
 from serverless_gpu.node.gpus import Provider
-from serverless_gpu.node.hangs import HangWatch
 from serverless_gpu.node.home import Home
-from serverless_gpu.node.idleness import IdleWatch
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.logs import cut_output
 from serverless_gpu.node.observation import Observation
@@ -73,7 +69,7 @@ from serverless_gpu.node.processes import Left
 from serverless_gpu.node.raycluster import NoDirectory
 from serverless_gpu.node.rendezvous import NoPort, reserve_port
 from serverless_gpu.node.reservation import Reservation
-from serverless_gpu.node.taking import take_attempt
+from serverless_gpu.node.taking import first_of, take_attempt
 from serverless_gpu.node.watchers import Audience, Watcher
 
 _RETRY_S = 0.05  # between two looks at devices that were taken
@@ -106,21 +102,14 @@ class Supervisor:
         self._machine = machine
         self._checkpoints = assign.checkpoints
         self._clock: Clock = SystemClock()
-        self._attempt = Attempt(
-            run_id=launch.run_id,
-            fence=launch.fence,
-            world_size=launch.spec.processes(launch.world_size),
-            limits=launch.spec.limits(),
-        )
+        self._attempt = first_of(launch)
         self._account = Account(launch, self._clock)
-        self._account.mark("called", launch.called_ns)
         self._account.mark("asked", assign.asked_ns)
         self._selector = selectors.DefaultSelector()
         self._audience = Audience(sockets / f"{launch.run_id}.sock", self._selector, self._greet, self._obey)
-        self._hangs = HangWatch(self._directory, self._clock, self._say, self._account.notes)
-        self._idleness = IdleWatch(launch.spec, self._clock, self._say, self._account.notes)
+        self._eyes = Eyes(launch, home, self._clock, self._say, self._account.notes)
         self._observation = Observation(launch, sockets, self._clock, self._selector, self._audience.tell)
-        self._observation.on_seen = self._idleness.seen
+        self._observation.on_seen = self._eyes.idleness.seen
         self._reservation: Reservation | Borrowed | None = None
         self._gang: Gang | None = None
         self._port: socket.socket | None = None
@@ -152,6 +141,8 @@ class Supervisor:
         if problem:  # the run itself does not need it
             self._account.notes.append(problem)
         self._watch(self._agent.fileno(), self._hear_agent)
+        if self._eyes.gpus.fd is not None:
+            self._watch(self._eyes.gpus.fd, self._hear_gpus)
         self._client = self._audience.add(client)
         self._observation.begin()
         self._reserve()
@@ -279,8 +270,7 @@ class Supervisor:
                 self._account.mark("exec")
                 self._fact(FactKind.EXEC)
                 self._audience.tell(protocol.Started(at_ns=self._account.marks["exec"]))
-            self._hangs.heard(event)
-            self._idleness.heard()
+            self._eyes.heard(event)
             try:
                 self._apply(event)
             except IllegalTransition as error:
@@ -326,12 +316,15 @@ class Supervisor:
     def _kill(self) -> None:
         self._kill_ns = self._clock.boottime_ns()
         if self._attempt.killed:
-            grace_s = (self._kill_ns - (self._attempt.stop_ns or 0)) / 1e9
-            still = sorted(set(range(self._attempt.world_size)) - self._attempt.exited)
-            were = "was" if len(still) == 1 else "were"
-            self._account.notes.append(f"{ranks_text(still)} did not stop in {grace_s:.1f} s and {were} killed")
+            self._account.notes.append(killed_text(self._attempt, self._kill_ns))
         if self._gang is not None:
             self._gang.kill()
+
+    def _hear_gpus(self) -> None:
+        """Take what the driver says of the devices; before a rank's death is judged, for it may be what it died of."""
+        for event in self._eyes.faults(self._attempt, self._devices):
+            if self._attempt.state not in TERMINAL:
+                self._apply(event)
 
     def _look(self) -> None:
         """What has to be looked at because no descriptor announces it."""
@@ -344,16 +337,18 @@ class Supervisor:
         self._begin()
         if self._attempt.state is State.QUEUED:
             self._try_devices()
+        self._hear_gpus()
         if self._kill_ns is not None and self._attempt.state is State.STOPPING:
             self._look_for_empty()
         if self._lease_ns is not None and self._clock.boottime_ns() > self._lease_ns:
             self._expire()
         if self._attempt.state not in TERMINAL:
             self._apply(Tick())
-        for event in (self._hangs.look(self._attempt, self._gang), self._idleness.look(self._attempt)):
-            if event is not None and self._attempt.state not in TERMINAL:
+        for event in self._eyes.look(self._attempt, self._gang):
+            if self._attempt.state not in TERMINAL:
                 self._apply(event)
-        if self._attempt.state is State.RUNNING and self._clock.boottime_ns() - self._alive_ns > _ALIVE_S * 1e9:
+        is_billed = self._attempt.state is State.RUNNING and self._attempt.fault_ns is None
+        if is_billed and self._clock.boottime_ns() - self._alive_ns > _ALIVE_S * 1e9:
             self._fact(FactKind.ALIVE)
             self._alive_ns = self._clock.boottime_ns()
 
@@ -366,6 +361,7 @@ class Supervisor:
 
     def _look_for_empty(self) -> None:
         assert self._kill_ns is not None
+        self._hear_gpus()
         waited_s = (self._clock.boottime_ns() - self._kill_ns) / 1e9
         if self._gang is None or self._gang.empty() or waited_s > _EMPTYING_S_MAX:
             self._apply(TreeEmpty())
@@ -378,19 +374,21 @@ class Supervisor:
         self._account.mark("exited")
         gang = self._gang
         proven = gang is None or gang.proven or self._reservation is None or not self._reservation.devices
-        # What cannot be ended is not the user's to pay for: their time ends with the kill, and nothing is freed.
+        # What cannot be ended, or has failed, is not the user's to pay for: their time ends before, nothing is freed.
+        lost_ns = self._attempt.fault_ns if self._attempt.reason is Reason.GPU_LOST else None
         if "exec" in self._account.marks:
-            self._fact(FactKind.EXITED, None if proven else self._kill_ns)
+            self._fact(FactKind.EXITED, lost_ns or (None if proven else self._kill_ns))
         left = gang.left() if gang is not None and not proven else ()
         if left:
             self._account.notes.append(f"{left_text(left)} of this run cannot be ended; no device is lent before it is")
         if gang is not None:
             gang.close()
         secret_files.remove(self._directory)
-        self._note_cut_output()
+        logs = gang.logs if gang is not None else {}
+        self._account.notes += cut_output(list(logs.values()), self._audience.dropped_bytes)
         if self._port is not None:
             self._port.close()
-        stopped = make_stopped(self._attempt, gang.logs if gang else {}, self._hangs.hang, proven=proven)
+        stopped = make_stopped(self._attempt, logs, self._eyes.hangs.hang, self._eyes.gpus.hint, proven=proven)
         self._account.ended(stopped)
         self._audience.tell(stopped)
         self._observation.ending(stopped.state, stopped.reason, stopped_sentence(stopped))
@@ -405,13 +403,13 @@ class Supervisor:
 
     def _hand_back(self, *, proven: bool, left: tuple[Left, ...]) -> None:
         reservation = self._reservation
-        devices = reservation.devices if reservation is not None else ()
+        devices = self._devices
         verdicts: dict[str, Verdict] = {}
         quarantined: tuple[str, ...] = ()
         if reservation is not None and devices:
-            verdicts = verdicts_of(reservation, proven=proven, left=left)
+            verdicts = verdicts_of(reservation, self._eyes.gpus.verdicts(devices), proven=proven, left=left)
             self._account.mark("freed")
-            if proven:
+            if proven and self._attempt.reason is not Reason.GPU_LOST:
                 self._fact(FactKind.FREED)  # before they can be anyone else's: no device is ever in two accounts
             quarantined = reservation.give_back(verdicts, left)
         elif reservation is not None:
@@ -423,23 +421,17 @@ class Supervisor:
         self._audience.tell(protocol.Finished(receipt=receipt))
         self._observation.settled(self._home.tracking)
 
-    def _note_cut_output(self) -> None:
-        """Say what the outcome alone does not: output that was cut."""
-        logs = list(self._gang.logs.values()) if self._gang is not None else []
-        self._account.notes += cut_output(logs, self._audience.dropped_bytes)
-
     # --- watchers and output -------------------------------------------------------------------------------------
 
     def _greet(self) -> protocol.Snapshot:
-        self._idleness.heard()  # somebody looks at the run
+        self._eyes.idleness.heard()  # somebody looks at the run
         return protocol.Snapshot(
             run_id=self._launch.run_id,
             fence=self._launch.fence,
             state=self._attempt.state,
             pid=os.getpid(),
             waiting={State.QUEUED: self._waiting, State.STARTING: self._preparing}.get(self._attempt.state)
-            or self._hangs.said
-            or self._idleness.said,
+            or self._eyes.said,
             tracked=self._observation.told,
         )
 
@@ -469,14 +461,16 @@ class Supervisor:
         self._audience.tell(protocol.Waiting(sentence=sentence))
 
     def _drain(self, fd: int, drain: Callable[[], bool]) -> None:
-        self._hangs.heard()
-        self._idleness.heard()
+        self._eyes.heard()
         if not drain():
             self._unwatch(fd)
 
+    @property
+    def _devices(self) -> tuple[Device, ...]:
+        return self._reservation.devices if self._reservation is not None else ()
+
     def _fact(self, kind: FactKind, at_ns: int | None = None) -> None:
-        devices = self._reservation.devices if self._reservation is not None else ()
-        self._account.fact(kind, devices, at_ns)
+        self._account.fact(kind, self._devices, at_ns)
 
     def _pause_s(self) -> float:
         if self._attempt.state is State.QUEUED:
@@ -485,9 +479,15 @@ class Supervisor:
         if self._kill_ns is not None:
             return _EMPTYING_S
         behind = self._audience.waiting or (self._gang is not None and self._gang.behind)
-        pauses = [_RETRY_S if behind else _TURN_S]
+        pauses = [_RETRY_S if behind else min(_TURN_S, self._eyes.gpus.pause_s)]
         hold_ns = self._observation.hold_ns if self._begin_pending else None
-        for wake_ns in (self._attempt.wake_ns, self._hangs.wake_ns, self._lease_ns, self._observation.wake_ns, hold_ns):
+        for wake_ns in (
+            self._attempt.wake_ns,
+            self._eyes.hangs.wake_ns,
+            self._lease_ns,
+            self._observation.wake_ns,
+            hold_ns,
+        ):
             if wake_ns is not None:
                 pauses.append(max(0.0, (wake_ns - self._clock.boottime_ns()) / 1e9))
         return min(pauses)

@@ -19,14 +19,25 @@ import os
 import select
 from pathlib import Path
 
-from serverless_gpu.model.attempt import Reason
+from serverless_gpu.model.attempt import Attempt, Reason
 from serverless_gpu.model.ledger import Fact, FactKind
 from serverless_gpu.node.history import first_facts, read_ending
+from serverless_gpu.node.protocol import Launch
 from serverless_gpu.node.remote import FILE as REMOTE
 
 LOCK = "supervisor.lock"
 _TRIES = 100
 _PAUSE_S = 0.01  # whoever asks whether the lock is held holds it for a moment
+
+
+def first_of(launch: Launch) -> Attempt:
+    """Return an attempt as it is before anything has happened to it."""
+    return Attempt(
+        run_id=launch.run_id,
+        fence=launch.fence,
+        world_size=launch.spec.processes(launch.world_size),
+        limits=launch.spec.limits(),
+    )
 
 
 def take_attempt(directory: Path) -> str:

@@ -9,6 +9,7 @@ stop_agent(home)       end that agent, and everything it keeps warm
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,8 +17,10 @@ import msgspec
 
 from serverless_gpu.client.agent_control import agent_status, stop_agent
 from serverless_gpu.errors import InvalidOption
+from serverless_gpu.model.hardware import parse_fake
 from serverless_gpu.model.telemetry import GpuSample
 from serverless_gpu.node.home import find_home
+from serverless_gpu.node.kernel_log import FAKE_FILE
 
 __all__ = ["FakeClock", "FakeGpus", "agent_status", "stop_agent"]
 
@@ -64,6 +67,38 @@ class FakeGpus:
                 known = ", ".join(GpuSample.__struct_fields__)
                 raise InvalidOption(f"telemetry has no figure {name!r} of a GPU", hint=f"figures: {known}")
         self._add(uuid, {"sampled": figures})
+
+    def xid(self, uuid: str, number: int, text: str = "") -> None:
+        """Have the driver tell of a GPU what it does when one fails: a line in the kernel's log.
+
+        Args:
+            uuid: for example ``"FAKE-H100-0"``, one of those that `SERVERLESS_GPU_FAKE` declares.
+            number: the Xid; 79 for one that has fallen off the bus.
+            text: what the driver says beyond that.
+
+        Raises:
+            InvalidOption: no such GPU is declared.
+        """
+        declared = {device.uuid: device.pci for device in parse_fake(os.environ.get("SERVERLESS_GPU_FAKE", ""))}
+        if uuid not in declared:
+            raise InvalidOption(f"{uuid} is not declared", hint=f"declared: {', '.join(declared) or 'none'}")
+        microseconds = time.clock_gettime_ns(time.CLOCK_BOOTTIME) // 1000
+        said = f"4,1,{microseconds},-;NVRM: Xid (PCI:{declared[uuid]}): {number}, {text}\n"
+        fd = os.open(self._path.with_name(FAKE_FILE), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            os.write(fd, said.encode())
+        finally:
+            os.close(fd)
+
+    def hangs(self, hanging: bool = True) -> None:
+        """Have the driver hang: whoever asks it about a declared GPU gets no answer, until that is over.
+
+        Args:
+            hanging: whether it does from now on.
+        """
+        for device in parse_fake(os.environ.get("SERVERLESS_GPU_FAKE", "")):
+            self._state[device.uuid] = {**self._state.get(device.uuid, {}), "hangs": hanging}
+        self._write()
 
     def clear(self, uuid: str) -> None:
         """Let a GPU be idle again."""

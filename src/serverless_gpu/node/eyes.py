@@ -1,0 +1,58 @@
+"""The supervisor's eyes on a run that goes on: whether it stands still, uses its devices, and has GPUs that work.
+
+    output, events ──heard──▶ HangWatch, IdleWatch      no descriptor announces what they are about: `look`
+    kernel's log ──────────▶ AttemptFaults ──faults──▶ GpuFailed, at once
+
+Lives here: asking each of them in its turn. Must not: decide anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from serverless_gpu.ambient import Clock
+from serverless_gpu.model.attempt import Attempt, Event, GpuFailed
+from serverless_gpu.model.hardware import Device
+from serverless_gpu.node.gang import Gang
+from serverless_gpu.node.gpu_faults import AttemptFaults
+from serverless_gpu.node.hangs import HangWatch
+from serverless_gpu.node.home import Home
+from serverless_gpu.node.idleness import IdleWatch
+from serverless_gpu.node.protocol import Launch
+
+
+class Eyes:
+    """What is looked at while one attempt goes on.
+
+    Args:
+        launch: the attempt.
+        home: the home directory.
+        clock: where time comes from.
+        say: called with a sentence for whoever watches the run.
+        notes: sentences for the receipt; added to.
+    """
+
+    def __init__(self, launch: Launch, home: Home, clock: Clock, say: Callable[[str], None], notes: list[str]) -> None:
+        self.hangs = HangWatch(Path(launch.directory), clock, say, notes)
+        self.idleness = IdleWatch(launch.spec, clock, say, notes)
+        self.gpus = AttemptFaults(launch, home, clock, notes)
+
+    @property
+    def said(self) -> str:
+        """Return what stands of what was said, or ""."""
+        return self.hangs.said or self.idleness.said
+
+    def heard(self, event: Event | None = None) -> None:
+        """Take note that the run gets on, or that somebody needs it: an event, or output where there is none."""
+        self.hangs.heard(event)
+        self.idleness.heard()
+
+    def faults(self, attempt: Attempt, devices: Sequence[Device]) -> list[GpuFailed]:
+        """Return which of its devices failed since the last look."""
+        return self.gpus.hear(attempt, devices)
+
+    def look(self, attempt: Attempt, gang: Gang | None) -> list[Event]:
+        """Do what is due now; return what ends the run."""
+        found: tuple[Event | None, ...] = (self.hangs.look(attempt, gang), self.idleness.look(attempt))
+        return [event for event in found if event is not None]

@@ -1,0 +1,138 @@
+"""The kernel's log, where the NVIDIA driver says what becomes of its GPUs (`model/xid.py` reads the lines).
+
+    /dev/kmsg             one record for each read: "6,3020,34169732672,-;NVRM: Xid (PCI:0000:17:00): 79, …"
+    <home>/fake_kmsg      the same lines, of declared GPUs: a test writes them (`testing.FakeGpus.xid`)
+
+Lives here: lines that are new. Must not: know what they mean.
+
+Failure cases, none an exception: the log may not be read (`problem` says why; then nothing is known, and nobody may
+take that for good news); records were overwritten before they were read (the next ones are read); more lines than one
+look takes (the rest is read at the next).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from serverless_gpu.ambient import Clock
+from serverless_gpu.model.hardware import DeviceKind
+
+KERNEL = Path("/dev/kmsg")
+FAKE_FILE = "fake_kmsg"
+AGAIN_S = 0.25
+"""How often a file is looked at that cannot be waited for."""
+
+_LINES_MAX = 2000
+_RECORD_BYTES = 8192  # the kernel's own limit
+
+
+class Line(NamedTuple):
+    """One line, and when it was written: nanoseconds since 1970, as far as that can be told."""
+
+    at_ns: int
+    text: str
+
+
+class KernelLog:
+    """The log, from now on or from its beginning.
+
+    Args:
+        path: `/dev/kmsg`, or a file of the same lines.
+        clock: where time comes from.
+        past: whether to begin with what is there already.
+
+    Attributes:
+        problem: why it cannot be read, or "".
+    """
+
+    def __init__(self, path: Path, clock: Clock, *, past: bool = False) -> None:
+        self.problem = ""
+        self._path = path
+        self._clock = clock
+        self._past = past
+        self._rest = b""
+        self._fd: int | None = None
+        self._open()
+
+    @property
+    def fd(self) -> int | None:
+        """Return a descriptor that says when there is more; None where that has to be looked for."""
+        return self._fd if self._path == KERNEL else None
+
+    def lines(self) -> list[Line]:
+        """Return what is new, oldest first."""
+        if self._fd is None:
+            self._open()
+        if self._fd is None:
+            return []
+        records = self._records(self._fd) if self._path == KERNEL else self._of_file(self._fd)
+        return [line for record in records if (line := self._line(record)) is not None]
+
+    def close(self) -> None:
+        """Close it; a second call does nothing."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def _open(self) -> None:
+        try:
+            self._fd = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except FileNotFoundError as error:
+            self._past = self._past or self._path != KERNEL  # a file that is made later is new as a whole
+            self.problem = "" if self._path != KERNEL else f"{self._path}: {error.strerror}"
+            return
+        except OSError as error:
+            self.problem = f"{self._path} cannot be read: {error.strerror}"
+            return
+        self.problem = ""
+        with contextlib.suppress(OSError):
+            os.lseek(self._fd, 0, os.SEEK_SET if self._past else os.SEEK_END)
+
+    def _records(self, fd: int) -> list[bytes]:
+        found: list[bytes] = []
+        while len(found) < _LINES_MAX:
+            try:
+                record = os.read(fd, _RECORD_BYTES)
+            except BlockingIOError:
+                break
+            except BrokenPipeError:  # what was next is overwritten; the descriptor stands at the oldest that is left
+                continue
+            except OSError as error:
+                self.problem = f"{self._path} cannot be read: {error.strerror}"
+                break
+            if not record:
+                break
+            found.append(record)
+        return found
+
+    def _of_file(self, fd: int) -> list[bytes]:
+        try:
+            data = self._rest + os.read(fd, _LINES_MAX * 100)
+        except OSError as error:
+            self.problem = f"{self._path} cannot be read: {error.strerror}"
+            return []
+        *whole, self._rest = data.split(b"\n")
+        return whole
+
+    def _line(self, record: bytes) -> Line | None:
+        head, _, text = record.partition(b";")
+        fields = head.split(b",")
+        if len(fields) < 3 or not fields[2].isdigit():
+            return None
+        # Counted from the boot, without the time in which the machine slept: then it was a little later.
+        ago_ns = self._clock.boottime_ns() - int(fields[2]) * 1000
+        at_ns = self._clock.wall_ns() - max(0, ago_ns)
+        return Line(at_ns, text.partition(b"\n")[0].decode("utf-8", "replace"))
+
+
+def log_of(kind: DeviceKind, home: Path) -> Path:
+    """Return where is written what becomes of devices of a kind.
+
+    Args:
+        kind: real GPUs, or fakes.
+        home: the home directory.
+    """
+    return KERNEL if kind is DeviceKind.GPU else home / FAKE_FILE
