@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.model import run_lifecycle
-from serverless_gpu.node.gpus import MIB
+from serverless_gpu.node.usages import MIB
 from tests.local.small_environment import SmallEnvironment, with_requirements
 from tests.rows.machines import Machine
 from tests.small_disks import small_disk

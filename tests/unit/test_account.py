@@ -118,7 +118,7 @@ def test_a_mark_is_the_first_time(tmp_path: Path) -> None:
     account.mark("exec")
     clock.advance(1)
     account.mark("exec")
-    assert account.marks == {"exec": START_NS}
+    assert account.marks["exec"] == START_NS
 
 
 def test_the_receipt_of_a_run(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def test_unknown_tables_are_named(tmp_path: Path) -> None:
         read_configuration(home_with(tmp_path, "[price]\nH100 = 1\n[gpus]\n"))
     assert str(caught.value) == (
         f"{tmp_path / 'config.toml'} has unknown tables: gpus, price\n"
-        "hint: known: types, prices, retention, checkpoints"
+        "hint: known: types, prices, retention, checkpoints, xids"
     )
 
 

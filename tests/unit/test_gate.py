@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.node.gate import GatePolicy, Verdict, foreign, judge, verify
-from serverless_gpu.node.gpus import IDLE_MEMORY_BYTES, MIB, GpuProcess, Provider, Usage
+from serverless_gpu.node.gpus import Provider
+from serverless_gpu.node.usages import IDLE_MEMORY_BYTES, MIB, GpuProcess, Usage
 
 GIB = 1024 * MIB
 IDLE = Usage(processes=(), memory_used_bytes=3 * MIB, pids_visible=True)

@@ -14,17 +14,8 @@ import pytest
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.node.gate import Verdict, judge
-from serverless_gpu.node.gpus import (
-    IDLE_MEMORY_BYTES,
-    MIB,
-    CpuProvider,
-    FakeProvider,
-    GpuProcess,
-    NvmlProvider,
-    Unavailable,
-    Usage,
-    providers,
-)
+from serverless_gpu.node.gpus import CpuProvider, FakeProvider, NvmlProvider, providers
+from serverless_gpu.node.usages import IDLE_MEMORY_BYTES, MIB, GpuProcess, Unavailable, Usage
 
 GIB = 1024 * MIB
 HOST = "pid:[4026531836]"

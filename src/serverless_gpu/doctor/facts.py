@@ -10,8 +10,8 @@ from collections.abc import Mapping
 import msgspec
 
 from serverless_gpu.model.hardware import Device
-from serverless_gpu.node.gpus import Unavailable, Usage
 from serverless_gpu.node.protocol import ZygoteStatus
+from serverless_gpu.node.usages import Unavailable, Usage
 
 
 class Unknown(msgspec.Struct, frozen=True):

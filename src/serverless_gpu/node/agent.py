@@ -40,6 +40,7 @@ from serverless_gpu.node import protocol, secret_files
 from serverless_gpu.node.account import write_json
 from serverless_gpu.node.attempts import Attempts, Supervised
 from serverless_gpu.node.environments import Environments, Waiter
+from serverless_gpu.node.gpu_faults import NodeFaults
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.inside import linux
 from serverless_gpu.node.inside.channel import Channel, close_all
@@ -119,6 +120,7 @@ class Agent:
         self._retention = Schedule(self._clock, lambda fd: self._clean(fd, environ))
         self._rays = Sweeper(self._clock, lambda: self._sweep(environ))
         self._secrets = secret_files.Sweeper(self._clock)
+        self._faults = NodeFaults(home, self._clock)
         self._clients: dict[int, Channel] = {}
         self._queue: deque[tuple[protocol.Launch, Channel]] = deque()
         self._refill_ns: int | None = None
@@ -376,6 +378,7 @@ class Agent:
         self._environments.tend(idle=not self._attempts.count() and now_ns - self._used_ns > _IDLE_WORK_S * 1e9)
         self._retention.tend([launch.run_id for launch, _ in self._queue])
         self._rays.tend(ended=ended)
+        self._faults.look(self._inventory.devices)
         self._secrets.tend((Path(launch.directory) for launch, _ in self._queue), ended=ended)
         bound_log(self._log)
 

@@ -22,13 +22,14 @@ from serverless_gpu.errors import AgentUnavailable, SessionEnded
 from serverless_gpu.model.hardware import Device
 from serverless_gpu.node import protocol
 from serverless_gpu.node.gate import Verdict
-from serverless_gpu.node.gpus import Provider, Usage
+from serverless_gpu.node.gpus import Provider
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.locks import DeviceLocks, lock_directory
 from serverless_gpu.node.processes import Left
 from serverless_gpu.node.protocol import Launch
 from serverless_gpu.node.reservation import find_provider, quarantine
+from serverless_gpu.node.usages import Usage
 
 _ANSWER_S = 0.05  # usually a few hundred microseconds; then the supervisor has other things to do, and asks again
 

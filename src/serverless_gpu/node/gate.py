@@ -17,8 +17,9 @@ from msgspec import Struct
 
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.hardware import DeviceKind
+from serverless_gpu.node.usages import IDLE_MEMORY_BYTES, MIB, GpuProcess, Usage, unknown_usage
 
-from .gpus import IDLE_MEMORY_BYTES, MIB, GpuProcess, Provider, Usage, unknown_usage
+from .gpus import Provider
 
 BASELINE_TOLERANCE_BYTES = 64 * MIB
 """What may differ between two readings of an idle GPU: the driver's own pages come and go by some MiB, while a CUDA

@@ -9,68 +9,34 @@ Lives here: reading. Must not: decide whether a device is clean (`gate.py`), len
 Failure cases, all visible and none an exception:
 - no NVIDIA driver: no devices and nothing to report;
 - a GPU that fell off the bus, is closed to us, or is cut into MIG slices: listed by `unavailable()` with the reason;
-- NVML hangs (a wedged driver blocks in the kernel, where no signal reaches it): the call runs in a helper thread, and
-  after 5 s the answer is a `Usage` whose `problem` says so. While that thread is stuck no second one is started;
+- NVML hangs (a wedged driver blocks in the kernel, where no signal reaches it): another process asks it
+  (`nvml_process.py`), and after 5 s the answer is a `Usage` whose `problem` says so; from then on nobody waits for it;
 - other pid namespaces hide processes: `pids_visible` is False, and whoever judges has memory only.
 """
 
 from __future__ import annotations
 
-import importlib
+import functools
 import os
-import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, TypeVar, cast
+from typing import Protocol
 
 import msgspec
 from msgspec import Struct
 
 from serverless_gpu.model.hardware import Device, DeviceKind, GpuType, cpu_slots, parse_fake, recognise
-
-MIB = 1024 * 1024
-
-IDLE_MEMORY_BYTES = 256 * MIB
-"""Memory a GPU that nobody uses may show. NVML's version 2 figure leaves out the driver's own reserve (0.9 GB on an
-A100), so an idle card of any size shows some MiB (8 MB on that A100). This leaves room for resident services, and stays
-below the bare CUDA context of a data-centre card."""
+from serverless_gpu.node.nvml import NO_DRIVER, Answer, Asker, Bounded, Nvml, NvmlReader, Silent
+from serverless_gpu.node.nvml_process import NvmlProcess
+from serverless_gpu.node.usages import MIB, GpuProcess, Unavailable, Usage, unknown_usage
 
 NVML_LIMIT_S = 5.0
 FAKE_VARIABLE = "SERVERLESS_GPU_FAKE"
 FAKE_STATE_FILE = "fake_gpus.json"
 
 _FAKE_STATE_BYTES_MAX = MIB
-_PROCESS_NAME_MAX = 64
-# The kernel's fixed inode number of the first pid namespace; in any other one NVML may hide processes.
-_FIRST_PID_NAMESPACE = "pid:[4026531836]"
-
-T = TypeVar("T")
-
-
-class GpuProcess(Struct, frozen=True):
-    """A process that has a GPU open; `graphics` means it only draws (a display server, a browser)."""
-
-    pid: int
-    memory_bytes: int | None
-    name: str = ""
-    graphics: bool = False
-
-
-class Usage(Struct, frozen=True):
-    """What uses one device; `problem` says why it could not be found out, and then nothing else counts."""
-
-    processes: tuple[GpuProcess, ...]
-    memory_used_bytes: int | None
-    pids_visible: bool
-    problem: str = ""
-
-
-class Unavailable(Struct, frozen=True):
-    """A device that exists and cannot be lent."""
-
-    name: str
-    reason: str
+_DRIVER = ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg")
+"""Where a driver shows; without one nobody is asked."""
 
 
 class Provider(Protocol):
@@ -110,11 +76,6 @@ def providers(home: Path, environ: Mapping[str, str], own: Sequence[GpuType] = (
     return (first, CpuProvider())
 
 
-def unknown_usage(problem: str) -> Usage:
-    """Return the usage of a device that could not be asked."""
-    return Usage(processes=(), memory_used_bytes=None, pids_visible=False, problem=problem)
-
-
 class CpuProvider:
     """One slot per core this process may run on."""
 
@@ -138,6 +99,7 @@ class _FakeUsage(Struct, frozen=True):
     memory_used_bytes: int | None = 0
     pids_visible: bool = True
     problem: str = ""
+    hangs: bool = False
 
 
 class FakeProvider:
@@ -146,7 +108,7 @@ class FakeProvider:
     Args:
         text: devices, for example ``"H100:8"``.
         state_path: JSON ``{uuid: {"memory_used_bytes": n, "processes": [{"pid": n, "memory_bytes": n, "name": s}]}}``;
-            ``"pids_visible"`` and ``"problem"`` are understood too.
+            ``"pids_visible"``, ``"problem"`` and ``"hangs"`` are understood too.
         own: GPU types beyond the catalogue.
 
     Raises:
@@ -174,6 +136,11 @@ class FakeProvider:
         except (OSError, msgspec.MsgspecError) as error:
             problem = f"the state file of the fake GPUs, {self._state_path}, cannot be read: {error}"
             return {uuid: unknown_usage(problem) for uuid in uuids}
+        if any(fake.hangs for fake in state.values()):
+            try:
+                _hanging(self._state_path).ask(uuids)  # as a driver's: by a process that may get stuck
+            except Silent as silent:
+                return {uuid: unknown_usage(str(silent), silent=True) for uuid in uuids}
         known = {device.uuid for device in self._devices}
         return {uuid: _as_usage(state.get(uuid, _FakeUsage())) if uuid in known else _not_here(uuid) for uuid in uuids}
 
@@ -192,61 +159,13 @@ def _as_usage(fake: _FakeUsage) -> Usage:
     return Usage(fake.processes, fake.memory_used_bytes, fake.pids_visible)
 
 
+@functools.cache
+def _hanging(state_path: Path) -> NvmlProcess:
+    return NvmlProcess(str(state_path), NVML_LIMIT_S)
+
+
 def _not_here(uuid: str) -> Usage:
     return unknown_usage(f"{uuid} is not a device of this machine")
-
-
-# --- NVML ----------------------------------------------------------------------------------------------------
-
-
-class _PciInfo(Protocol):
-    domain: int
-    bus: int
-    device: int
-
-
-class _MemoryInfo(Protocol):
-    total: int
-    used: int
-
-
-class _ProcessInfo(Protocol):
-    pid: int
-    usedGpuMemory: int | None
-
-
-class Nvml(Protocol):
-    """The part of `pynvml` (nvidia-ml-py) that is used; a test brings its own."""
-
-    NVMLError: type[Exception]
-    NVMLLibraryMismatchError: type[Exception]
-    NVML_ERROR_LIBRARY_NOT_FOUND: int
-    NVML_ERROR_DRIVER_NOT_LOADED: int
-    nvmlMemory_v2: int
-
-    def nvmlInit(self) -> None: ...
-    def nvmlDeviceGetCount(self) -> int: ...
-    def nvmlDeviceGetHandleByIndex(self, index: int, /) -> object: ...
-    def nvmlDeviceGetHandleByUUID(self, uuid: str, /) -> object: ...
-    def nvmlDeviceGetUUID(self, handle: object, /) -> str: ...
-    def nvmlDeviceGetName(self, handle: object, /) -> str: ...
-    def nvmlDeviceGetPciInfo(self, handle: object, /) -> _PciInfo: ...
-    def nvmlDeviceGetMigMode(self, handle: object, /) -> Sequence[int]: ...
-    def nvmlDeviceGetMemoryInfo(self, handle: object, version: int, /) -> _MemoryInfo: ...
-    def nvmlDeviceGetComputeRunningProcesses(self, handle: object, /) -> Sequence[_ProcessInfo]: ...
-    def nvmlDeviceGetGraphicsRunningProcesses(self, handle: object, /) -> Sequence[_ProcessInfo]: ...
-    def nvmlSystemGetProcessName(self, pid: int, /) -> str: ...
-
-
-class _Silent(Exception):
-    """NVML did not answer in time."""
-
-
-class _Seen(Struct, frozen=True):
-    place: tuple[int, int, int]  # PCI domain, bus, device
-    uuid: str
-    product: str
-    memory_bytes: int
 
 
 class NvmlProvider:
@@ -256,10 +175,14 @@ class NvmlProvider:
     with `CUDA_DEVICE_ORDER=PCI_BUS_ID`: it leaves out what it cannot open.
 
     Args:
-        nvml: the binding to use instead of `pynvml`.
+        nvml: the binding to use, in this process, instead of `pynvml` in another one.
         limit_s: seconds to wait for NVML before the answer is "unknown".
         own: GPU types beyond the catalogue.
         pid_namespace: what `/proc/self/ns/pid` points at; None reads it.
+        forks: whether this process has one thread and may fork the one that asks, which takes less time.
+
+    Attributes:
+        silence: why there was no answer the last time, or "".
     """
 
     kind = DeviceKind.GPU
@@ -271,16 +194,17 @@ class NvmlProvider:
         limit_s: float = NVML_LIMIT_S,
         own: Sequence[GpuType] = (),
         pid_namespace: str | None = None,
+        forks: bool = False,
     ) -> None:
-        self._given = nvml
-        self._ready: Nvml | None = None
+        self.silence = ""
         self._own = tuple(own)
-        self._bounded = _Bounded(limit_s)
-        self._sees_all_pids = sees_all_pids(pid_namespace)
+        self._is_direct = nvml is not None
+        self._asker: Asker = NvmlProcess("", limit_s, forks=forks)
+        if nvml is not None:
+            self._asker = Bounded(NvmlReader(nvml, pid_namespace), limit_s)
 
     def devices(self) -> tuple[Device, ...]:
         """Return the GPUs that can be lent, in PCI bus order."""
-        seen, _ = self._scan()
         return tuple(
             Device(
                 uuid=gpu.uuid,
@@ -289,208 +213,41 @@ class NvmlProvider:
                 memory_bytes=gpu.memory_bytes,
                 kind=DeviceKind.GPU,
                 product=gpu.product,
+                pci="{:04x}:{:02x}:{:02x}".format(*gpu.place),
             )
-            for index, gpu in enumerate(sorted(seen, key=lambda gpu: gpu.place))
+            for index, gpu in enumerate(sorted(self._scan().seen, key=lambda gpu: gpu.place))
         )
 
     def unavailable(self) -> tuple[Unavailable, ...]:
         """Return the GPUs that are there and cannot be lent, or one entry for NVML itself when it does not work."""
-        return tuple(self._scan()[1])
+        return self._scan().unavailable
 
     def usage(self, uuids: Sequence[str]) -> dict[str, Usage]:
         """Return what uses each GPU; whatever NVML cannot say within the limit is unknown, with the reason."""
+        if not self._has_driver():
+            return {uuid: unknown_usage(NO_DRIVER) for uuid in uuids}
         try:
-            return self._bounded.call(lambda: self._usage_of_all(uuids))
-        except _Silent as silent:
-            return {uuid: unknown_usage(str(silent)) for uuid in uuids}
+            found = self._ask(uuids).usage
+        except Silent as silent:
+            return {uuid: unknown_usage(str(silent), silent=True) for uuid in uuids}
+        return {uuid: found.get(uuid) or unknown_usage("NVML said nothing about it") for uuid in uuids}
 
-    # Everything below runs in the helper thread, except what it returns.
-
-    def _scan(self) -> tuple[list[_Seen], list[Unavailable]]:
+    def _scan(self) -> Answer:
+        if not self._has_driver():
+            return Answer(0)
         try:
-            return self._bounded.call(self._scan_now)
-        except _Silent as silent:
-            return [], [Unavailable("NVML", str(silent))]
+            return self._ask(None)
+        except Silent as silent:
+            return Answer(0, unavailable=(Unavailable("NVML", str(silent)),))
 
-    def _scan_now(self) -> tuple[list[_Seen], list[Unavailable]]:
+    def _ask(self, uuids: Sequence[str] | None) -> Answer:
         try:
-            nvml = self._nvml()
-        except NvmlBroken as broken:
-            return [], [Unavailable("NVML", str(broken))]
-        if nvml is None:
-            return [], []
-        try:
-            count = nvml.nvmlDeviceGetCount()
-        except errors(nvml) as error:
-            return [], [Unavailable("NVML", f"NVML cannot count the GPUs: {error}")]
-        seen: list[_Seen] = []
-        unavailable: list[Unavailable] = []
-        for index in range(count):
-            found = _look(nvml, index)
-            if isinstance(found, _Seen):
-                seen.append(found)
-            else:
-                unavailable.append(found)
-        return seen, unavailable
+            answer = self._asker.ask(uuids)
+        except Silent as silent:
+            self.silence = str(silent)
+            raise
+        self.silence = ""
+        return answer
 
-    def _usage_of_all(self, uuids: Sequence[str]) -> dict[str, Usage]:
-        try:
-            nvml = self._nvml()
-        except NvmlBroken as broken:
-            return {uuid: unknown_usage(str(broken)) for uuid in uuids}
-        if nvml is None:
-            return {uuid: unknown_usage("there is no NVIDIA driver to ask") for uuid in uuids}
-        return {uuid: _usage_of(nvml, uuid, self._sees_all_pids) for uuid in uuids}
-
-    def _nvml(self) -> Nvml | None:
-        """Return NVML, initialised once for the life of the process; None where there is no driver."""
-        if self._ready is None:
-            self._ready = initialised(self._given)
-        return self._ready
-
-
-class NvmlBroken(Exception):
-    """There is a driver, and NVML does not work with it."""
-
-
-def initialised(given: Nvml | None) -> Nvml | None:
-    """Return NVML, ready to be asked; None where there is no driver.
-
-    Args:
-        given: the binding to use instead of `pynvml`.
-
-    Raises:
-        NvmlBroken: there is a driver, and NVML does not work with it.
-    """
-    try:
-        nvml = given if given is not None else cast(Nvml, importlib.import_module("pynvml"))
-    except ImportError as error:
-        raise NvmlBroken(f"GPUs cannot be looked for, nvidia-ml-py is not installed: {error}") from error
-    try:
-        nvml.nvmlInit()
-    except errors(nvml) as error:
-        absent = (nvml.NVML_ERROR_LIBRARY_NOT_FOUND, nvml.NVML_ERROR_DRIVER_NOT_LOADED)
-        if getattr(error, "value", None) in absent:
-            return None
-        # Most often: the driver's packages were updated and the old kernel module is still loaded.
-        raise NvmlBroken(f"NVML does not work with the loaded driver: {error}; reload the driver or reboot") from error
-    return nvml
-
-
-def errors(nvml: Nvml) -> tuple[type[Exception], ...]:
-    """Return what NVML's functions raise."""
-    return (nvml.NVMLError, nvml.NVMLLibraryMismatchError)
-
-
-def _look(nvml: Nvml, index: int) -> _Seen | Unavailable:
-    name = f"GPU {index} as the driver counts"
-    try:
-        handle = nvml.nvmlDeviceGetHandleByIndex(index)
-        name = uuid = nvml.nvmlDeviceGetUUID(handle)
-        if _is_sliced(nvml, handle):
-            return Unavailable(uuid, f"MIG mode is on, and only whole GPUs are lent (`nvidia-smi -i {uuid} -mig 0`)")
-        pci = nvml.nvmlDeviceGetPciInfo(handle)
-        memory = nvml.nvmlDeviceGetMemoryInfo(handle, nvml.nvmlMemory_v2)
-        place = (pci.domain, pci.bus, pci.device)
-        return _Seen(place, uuid, nvml.nvmlDeviceGetName(handle), memory.total)
-    except errors(nvml) as error:
-        return Unavailable(name, f"NVML: {error}")
-
-
-def _is_sliced(nvml: Nvml, handle: object) -> bool:
-    try:
-        return bool(nvml.nvmlDeviceGetMigMode(handle)[0])
-    except errors(nvml):  # most cards cannot do MIG and answer with an error
-        return False
-
-
-def _usage_of(nvml: Nvml, uuid: str, sees_all_pids: bool) -> Usage:
-    try:
-        handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
-        memory_used = nvml.nvmlDeviceGetMemoryInfo(handle, nvml.nvmlMemory_v2).used
-    except errors(nvml) as error:
-        return unknown_usage(f"NVML: {error}")
-    try:
-        compute = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
-        graphics = nvml.nvmlDeviceGetGraphicsRunningProcesses(handle)
-    except errors(nvml):
-        return Usage(processes=(), memory_used_bytes=memory_used, pids_visible=False)
-    processes = _merge(nvml, compute, graphics)
-    # Memory without a process has an owner all the same: one that we are not shown.
-    hidden = not processes and memory_used > IDLE_MEMORY_BYTES
-    return Usage(processes, memory_used, pids_visible=sees_all_pids and not hidden)
-
-
-def _merge(nvml: Nvml, compute: Iterable[_ProcessInfo], graphics: Iterable[_ProcessInfo]) -> tuple[GpuProcess, ...]:
-    """Return one entry per pid; a process that both computes and draws counts as one that computes."""
-    merged: dict[int, GpuProcess] = {}
-    for draws, infos in ((True, graphics), (False, compute)):
-        for info in infos:
-            merged[info.pid] = GpuProcess(info.pid, info.usedGpuMemory, _process_name(nvml, info.pid), draws)
-    return tuple(merged[pid] for pid in sorted(merged))
-
-
-def _process_name(nvml: Nvml, pid: int) -> str:
-    try:
-        command = nvml.nvmlSystemGetProcessName(pid)
-    except UnicodeDecodeError:
-        return ""
-    except errors(nvml):  # gone meanwhile, or not ours to see
-        return ""
-    program = command.partition(" ")[0].rpartition("/")[2]
-    # The name is the process's own choice and ends up on terminals.
-    return "".join(letter for letter in program if letter.isprintable())[:_PROCESS_NAME_MAX]
-
-
-def sees_all_pids(pid_namespace: str | None = None) -> bool:
-    """Return whether NVML's pids are all processes of ours to see, and the same numbers here.
-
-    Args:
-        pid_namespace: what `/proc/self/ns/pid` points at; None reads it.
-    """
-    if pid_namespace is None:
-        try:
-            pid_namespace = os.readlink("/proc/self/ns/pid")
-        except OSError:
-            return False
-    return pid_namespace == _FIRST_PID_NAMESPACE
-
-
-class _Bounded:
-    """Runs one blocking call at a time in a helper thread and stops waiting after a limit."""
-
-    def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
-        self._turn = threading.Lock()
-        self._thread: threading.Thread | None = None
-
-    def call(self, work: Callable[[], T]) -> T:
-        if not self._turn.acquire(timeout=self._limit_s):
-            raise self._silent()
-        try:
-            return self._call(work)
-        finally:
-            self._turn.release()
-
-    def _call(self, work: Callable[[], T]) -> T:
-        if self._thread is not None and self._thread.is_alive():  # a call from before is still stuck in the driver
-            raise self._silent()
-        answer: Future[T] = Future()
-        self._thread = threading.Thread(target=_settle, args=(answer, work), name="sgpu-nvml", daemon=True)
-        self._thread.start()
-        try:
-            value = answer.result(timeout=self._limit_s)
-        except TimeoutError:
-            raise self._silent() from None
-        self._thread.join(timeout=self._limit_s)  # it has only its own end left to do
-        return value
-
-    def _silent(self) -> _Silent:
-        return _Silent(f"NVML did not answer in {self._limit_s:g} s")
-
-
-def _settle(answer: Future[T], work: Callable[[], T]) -> None:
-    try:
-        answer.set_result(work())
-    except Exception as error:  # noqa: BLE001 - handed to the thread that waits, which raises it
-        answer.set_exception(error)
+    def _has_driver(self) -> bool:
+        return self._is_direct or any(map(os.path.exists, _DRIVER))

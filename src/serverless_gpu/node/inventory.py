@@ -57,6 +57,16 @@ class Inventory:
         )
 
     @property
+    def devices(self) -> tuple[Device, ...]:
+        """Return what this node has, as of the last look."""
+        return self._devices
+
+    @property
+    def silence(self) -> str:
+        """Return why the driver gave no answer at the last look, or ""."""
+        return self._machine.silence
+
+    @property
     def checkpoints(self) -> Path:
         """Return the directory of checkpoints."""
         return Path(self._checkpoints) if self._checkpoints else self._home.checkpoints
@@ -85,8 +95,11 @@ class Inventory:
         self._checkpoints = configuration.checkpoints
         if types != self._types:
             self._types, self._machine = types, NvmlProvider(own=types)
+        found = self._machine.devices()
+        if self._machine.silence:  # what there was is there still; it is only not lent while nobody can look at it
+            found = tuple(device for device in self._devices if device.kind is DeviceKind.GPU)
         self._unavailable = tuple(f"{gpu.name}: {gpu.reason}" for gpu in self._machine.unavailable())
-        self._devices = (*self._machine.devices(), *self._cpu.devices())
+        self._devices = (*found, *self._cpu.devices())
 
 
 def offered(greeting: protocol.Greeting, environ: Mapping[str, str]) -> tuple[Device, ...]:

@@ -2,8 +2,8 @@
 session's keeper, which is one that runs nothing).
 
 A supervisor that starts from nothing needs 60 ms, which every second call of a quick loop would wait for; a fork needs
-2 ms. The agent cannot fork itself: it talks to NVML in a thread. This process has one thread, opens nothing and decides
-nothing.
+2 ms. The agent does not fork itself: it has descriptors and state that are nobody else's. This process has one thread,
+opens nothing and decides nothing.
 
 Ends when the agent's end of the channel closes; supervisors it forked live on.
 """
@@ -62,7 +62,7 @@ def _supervise(channel_fd: int, home: str, sockets: str) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = Channel.adopt(channel_fd)
     channel.sock.set_inheritable(False)
-    machine = NvmlProvider()
+    machine = NvmlProvider(forks=True)
     machine.devices()  # NVML's start takes tens of milliseconds: now, not when somebody waits
     with contextlib.suppress(OSError):
         protocol.send(channel, protocol.Standby(pid=os.getpid()))

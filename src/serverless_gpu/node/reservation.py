@@ -20,11 +20,12 @@ from serverless_gpu.errors import StorageError
 from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.node.configuration import read_configuration
 from serverless_gpu.node.gate import Verdict, foreign, judge
-from serverless_gpu.node.gpus import FakeProvider, Provider, Usage, providers, unknown_usage
+from serverless_gpu.node.gpus import FakeProvider, Provider, providers
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.locks import Busy, DeviceLocks, Holder, Locked, Quarantine, Ticket, lock_directory
 from serverless_gpu.node.processes import Left
 from serverless_gpu.node.protocol import Launch
+from serverless_gpu.node.usages import Usage, unknown_usage
 
 _NAMED_MAX = 4
 

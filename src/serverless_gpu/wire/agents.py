@@ -45,6 +45,8 @@ class AgentHello(Request, frozen=True, kw_only=True):
         pythons: versions it can restore a captured environment for, as ``"3.11"``; none when it does not say.
         boot_id: another one than before proves that nothing of before still runs.
         draining: why it is to be given nothing new, though what runs there goes on, or "".
+        degraded: why nobody knows how its devices are, or ""; it is given nothing new until that is over.
+        findings: what else a person should know of its devices, a sentence each.
         problem: why it can run nothing now, or "".
         takes: what it understands beyond its protocol: "renewal" of attempts' tokens, "secrets", devices to do
             "without".
@@ -68,6 +70,8 @@ class AgentHello(Request, frozen=True, kw_only=True):
     draining: str = ""
     problem: str = ""
     takes: tuple[str, ...] = ()
+    degraded: str = ""
+    findings: tuple[str, ...] = ()
 
 
 class AgentWelcome(Answer, frozen=True, kw_only=True):
@@ -127,6 +131,8 @@ class Heartbeat(Request, frozen=True, kw_only=True):
     problem: str = ""
     renew: tuple[str, ...] = ()
     clock: ClockReading | None = None
+    degraded: str = ""
+    findings: tuple[str, ...] = ()
 
 
 class HeartbeatAnswer(Answer, frozen=True, kw_only=True):

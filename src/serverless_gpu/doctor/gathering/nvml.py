@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 import msgspec
 
@@ -15,6 +15,7 @@ from serverless_gpu.model.hardware import GpuType
 from serverless_gpu.node.configuration import read_configuration
 from serverless_gpu.node.gpus import NvmlProvider
 from serverless_gpu.node.home import Home
+from serverless_gpu.node.nvml import Nvml
 
 T = TypeVar("T")
 
@@ -36,7 +37,7 @@ def ask(home: str) -> GpuFacts:
         import pynvml
     except ImportError as error:
         return GpuFacts(binding_problem=f"nvidia-ml-py is not installed: {error}")
-    provider = NvmlProvider(own=_own_types(home))
+    provider = NvmlProvider(nvml=cast(Nvml, pynvml), own=_own_types(home))
     devices, unavailable = provider.devices(), provider.unavailable()
     facts = GpuFacts(
         devices=devices, unavailable=unavailable, usage=provider.usage([device.uuid for device in devices])

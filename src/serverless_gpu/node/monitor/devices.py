@@ -24,7 +24,8 @@ import msgspec
 from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.model.telemetry import SECOND_NS, GpuSample, RankSample
-from serverless_gpu.node.gpus import FAKE_STATE_FILE, NvmlBroken, errors, initialised, sees_all_pids
+from serverless_gpu.node.gpus import FAKE_STATE_FILE
+from serverless_gpu.node.nvml import NvmlBroken, errors, initialised, sees_all_pids
 
 _WAIT_S = 0.05
 _STALE_NS = 5 * SECOND_NS

@@ -17,10 +17,10 @@ from pathlib import Path
 
 from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.errors import ServerlessGpuError
-from serverless_gpu.model.hardware import Device, DeviceKind
+from serverless_gpu.model.hardware import Device, DeviceKind, GpuType
 from serverless_gpu.model.telemetry import SECOND_NS, GpuSample, RankSample
 from serverless_gpu.node.configuration import read_configuration
-from serverless_gpu.node.gpus import FAKE_VARIABLE, providers
+from serverless_gpu.node.gpus import FAKE_VARIABLE, Provider, providers
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.monitor.devices import FakeGpu, NvmlSampler, Reading, fake_state, from_rank
 from serverless_gpu.node.monitor.host import Host
@@ -46,6 +46,7 @@ class ThisMachine:
         self._clock = clock or SystemClock()
         self._nvml = nvml or NvmlSampler(clock=self._clock)
         self._listed: tuple[str, int, tuple[Device, ...], str] | None = None
+        self._sources: tuple[str, tuple[GpuType, ...], tuple[Provider, ...]] | None = None
 
     def look(self, wanted: Wanted, at_ns: int) -> Look:
         """Return what is seen now.
@@ -82,8 +83,9 @@ class ThisMachine:
             problem = ""
             try:
                 own = read_configuration(Home(self._home)).types
-                sources = providers(self._home, {FAKE_VARIABLE: fakes}, own)
-                devices = next(filter(None, (source.devices() for source in sources)), ())
+                if self._sources is None or self._sources[:2] != (fakes, own):
+                    self._sources = (fakes, own, providers(self._home, {FAKE_VARIABLE: fakes}, own))
+                devices = next(filter(None, (source.devices() for source in self._sources[2])), ())
             except ServerlessGpuError as error:
                 problem = str(error)
             self._listed = (fakes, now_ns, devices, problem)

@@ -22,16 +22,20 @@ import msgspec
 from serverless_gpu.ambient import SystemClock, machine, new_run_id
 from serverless_gpu.environment.restore.pythons import minors
 from serverless_gpu.errors import ServerlessGpuError, StorageError
+from serverless_gpu.model.attempt import Reason
 from serverless_gpu.model.hardware import Device, DeviceKind, GpuType
 from serverless_gpu.model.placement import restrict
+from serverless_gpu.model.xid import Kind
 from serverless_gpu.node.flocks import held_note
 from serverless_gpu.node.gate import foreign
-from serverless_gpu.node.gpus import NvmlProvider, unknown_usage
+from serverless_gpu.node.gpu_faults import NodeFaults
+from serverless_gpu.node.gpus import NvmlProvider
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.inventory import Inventory, offered
 from serverless_gpu.node.locks import DeviceLocks, Holder, Quarantine, lock_directory
 from serverless_gpu.node.reservation import find_provider, retest_quarantined
 from serverless_gpu.node.uplink.profile import Profile
+from serverless_gpu.node.usages import Usage, unknown_usage
 from serverless_gpu.version import __version__
 from serverless_gpu.wire.agents import AgentHello, AttemptSeen, ClockReading, Heartbeat
 from serverless_gpu.wire.base import PROTOCOL
@@ -48,6 +52,8 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         unavailable: uuids of devices that somebody else has, or that are in quarantine.
         draining: why it is to be given nothing new, or "".
+        degraded: why nobody knows how its devices are, or "".
+        findings: what else a person should know of its devices, a sentence each.
         problem: why it can run nothing, or "".
     """
 
@@ -55,6 +61,8 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     own_types: tuple[GpuType, ...] = ()
     unavailable: tuple[str, ...] = ()
     draining: str = ""
+    degraded: str = ""
+    findings: tuple[str, ...] = ()
     problem: str = ""
 
 
@@ -77,6 +85,7 @@ class Presence:
         self._inventory = Inventory(home)
         self._machine = NvmlProvider()
         self._clock = SystemClock()
+        self._faults = NodeFaults(home, self._clock)
         self._looked_ns: int | None = None
         self._found: tuple[str, ...] = ()
 
@@ -103,6 +112,8 @@ class Presence:
             own_types=offer.own_types,
             unavailable=offer.unavailable,
             draining=offer.draining,
+            degraded=offer.degraded,
+            findings=offer.findings,
             attempts=attempts,
             problem=offer.problem,
             takes=TAKES,
@@ -129,6 +140,8 @@ class Presence:
             pythons=self._pythons(),
             unavailable=offer.unavailable,
             draining=offer.draining,
+            degraded=offer.degraded,
+            findings=offer.findings,
             attempts=attempts,
             problem=offer.problem,
             renew=renew,
@@ -145,9 +158,12 @@ class Presence:
         greeting = self._inventory.greeting(__version__)
         try:
             devices = tuple(restrict(offered(greeting, os.environ), os.environ.get("CUDA_VISIBLE_DEVICES")))
-            own = {attempt.run_id for attempt in attempts}
-            taken, draining = self._taken(devices, own)
-            return Offer(devices=devices, own_types=greeting.own_types, unavailable=taken, draining=draining)
+            self._faults.look(devices)
+            found = self._taken(devices, {attempt.run_id for attempt in attempts})
+            silence = found.degraded or self._inventory.silence
+            findings = self._faults.findings()
+            changes = {"own_types": greeting.own_types, "degraded": silence, "findings": findings}
+            return msgspec.structs.replace(found, devices=devices, **changes)
         except ServerlessGpuError as error:
             return Offer(problem=str(error))
 
@@ -158,24 +174,25 @@ class Presence:
             self._looked_ns, self._found = now_ns, minors(os.environ)
         return self._found
 
-    def _taken(self, devices: Sequence[Device], own: Collection[str]) -> tuple[tuple[str, ...], str]:
-        """Return which devices cannot be counted on, and why the whole node cannot, or ""."""
+    def _taken(self, devices: Sequence[Device], own: Collection[str]) -> Offer:
+        """Return which devices cannot be counted on, and why the whole node cannot, if it cannot."""
         found: list[str] = []
-        draining = ""
+        draining, degraded = "", ""
         for kind in dict.fromkeys(device.kind for device in devices):
             uuids = [device.uuid for device in devices if device.kind is kind]
             locks = DeviceLocks(lock_directory(kind, self._home.root), clock=self._clock)
             holders = {uuid: held_note(locks.directory / f"{uuid}.lock") for uuid in uuids}
             quarantined = self._quarantined(kind, locks, uuids)
-            unkillable = (note.reason for note in quarantined.values() if note.left)
-            draining = draining or next((f"unkillable: {reason}" for reason in unkillable), "")
+            draining = draining or next(filter(None, map(_drains, quarantined.values())), "")
             free = [uuid for uuid in uuids if holders[uuid] is None and uuid not in quarantined]
-            busy = set() if kind is DeviceKind.CPU else self._foreign(kind, free)
+            usage = {} if kind is DeviceKind.CPU else self._usage(kind, uuids)
+            busy = {uuid for uuid in free if uuid in usage and foreign(usage[uuid]) is not None}
+            degraded = degraded or next((used.problem for used in usage.values() if used.silent), "")
             for uuid in uuids:
                 note = holders[uuid]
                 if uuid in quarantined or uuid in busy or (note is not None and _run_of(note) not in own):
                     found.append(uuid)
-        return tuple(found), draining
+        return Offer(unavailable=tuple(found), draining=draining, degraded=degraded)
 
     def _quarantined(self, kind: DeviceKind, locks: DeviceLocks, uuids: list[str]) -> dict[str, Quarantine]:
         """Return what is in quarantine; what is clean by now is lent again, for no run comes that would look."""
@@ -187,13 +204,10 @@ class Presence:
         except StorageError:
             return {}
 
-    def _foreign(self, kind: DeviceKind, uuids: list[str]) -> set[str]:
-        """Return which devices nobody has locked and processes use nevertheless."""
-        if not uuids:
-            return set()
+    def _usage(self, kind: DeviceKind, uuids: list[str]) -> dict[str, Usage]:
+        """Return what uses devices: also those that nobody has locked, processes may."""
         usage = find_provider(kind, os.environ, self._home, self._machine).usage(uuids)
-        unknown = unknown_usage("it did not answer")
-        return {uuid for uuid in uuids if foreign(usage.get(uuid, unknown)) is not None}
+        return {uuid: usage.get(uuid, unknown_usage("it did not answer")) for uuid in uuids}
 
 
 def instance_of(home: Home) -> str:
@@ -213,6 +227,13 @@ def instance_of(home: Home) -> str:
         return path.read_text(encoding="ascii").strip()
     except OSError as error:
         raise StorageError(f"{path} cannot be written: {error}") from error
+
+
+def _drains(note: Quarantine) -> str:
+    """Return why a node takes nothing new that has such a device, or ""."""
+    if note.left:
+        return f"unkillable: {note.reason}"
+    return f"{Reason.GPU_LOST.value}: {note.reason}" if note.fault == Kind.LOST else ""
 
 
 def _run_of(note: bytes) -> str:
