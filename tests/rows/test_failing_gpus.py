@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,12 +32,14 @@ def train(where: str, rank: int = -1) -> int:
 
 
 @pytest.fixture
-def gpus(home: Path, monkeypatch: pytest.MonkeyPatch) -> FakeGpus:
+def gpus(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpus]:
+    """Yield three GPUs of a home of its own."""
     monkeypatch.setenv("SERVERLESS_GPU_FAKE", "H100:3")
-    return FakeGpus(home)
+    yield FakeGpus(home)
+    cancel_all(home)
 
 
-def begun(count: int, where: Path) -> tuple[Run, tuple[str, ...]]:
+def begun(count: int, where: Path) -> tuple[Run[int], tuple[str, ...]]:
     """Return a run whose ranks run, and the GPUs that it has."""
     run = distributed(gpus=count, quiet=True)(train).submit(str(where))
     wait_for(lambda: all((where / f"runs{rank}").exists() for rank in range(count)), "every rank runs")
@@ -117,9 +120,3 @@ def test_F25_an_illegal_memory_access_is_the_users_own_failure(home: Path, gpus:
     assert quarantined(home) == {}
     hits = DeviceLocks(home / "locks").hits(used)
     assert [hit.number for hit in hits[used[0]]] == [31]
-
-
-@pytest.fixture(autouse=True)
-def nothing_goes_on(home: Path) -> None:
-    yield  # type: ignore[misc]
-    cancel_all(home)

@@ -6,11 +6,13 @@ import os
 
 import click
 
+from serverless_gpu.ambient import SystemClock
 from serverless_gpu.cli.mlflow_server import as_builtins, mlflow_lines, mlflow_servers, stop_mlflow
 from serverless_gpu.cli.output import print_json, say, say_lines
 from serverless_gpu.cli.server.state import server_status
 from serverless_gpu.client.agent_control import agent_status, stop_agent
 from serverless_gpu.model.hardware import DeviceKind, parse_fake
+from serverless_gpu.node.gpu_faults import suspects
 from serverless_gpu.node.home import find_home
 from serverless_gpu.node.locks import DeviceLocks, lock_directory
 from serverless_gpu.node.protocol import AttemptStatus, EnvironmentStatus, Status, ZygoteStatus
@@ -89,9 +91,12 @@ def gpus() -> None:
     devices = [device for device in greeting.devices if device.kind is not DeviceKind.GPU or not fakes]
     if fakes:
         devices = [*parse_fake(fakes, greeting.own_types), *devices]
+    clock = SystemClock()
     for device in devices:
-        notes = DeviceLocks(lock_directory(device.kind, home.root)).quarantined()
+        locks = DeviceLocks(lock_directory(device.kind, home.root))
+        notes = locks.quarantined()
         state = f"quarantined: {notes[device.uuid].reason}" if device.uuid in notes else ""
+        state = state or "".join(suspects(locks, [device.uuid], clock.wall_ns())).partition(": ")[2]
         memory = format_bytes(device.memory_bytes) if device.memory_bytes else ""
         say("  ".join(text for text in (device.uuid, device.type, memory, device.kind, state) if text))
 

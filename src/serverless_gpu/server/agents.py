@@ -363,6 +363,8 @@ def _beaten(hello: AgentHello, said: Heartbeat) -> AgentHello:
         unavailable=said.unavailable,
         draining=said.draining,
         problem=said.problem,
+        degraded=said.degraded,
+        findings=said.findings,
     )
 
 
@@ -414,6 +416,8 @@ def _check(said: AgentHello) -> None:
 def _check_devices(said: AgentHello | Heartbeat) -> None:
     if len(said.devices) > DEVICES_MAX or len(said.unavailable) > DEVICES_MAX:
         raise InvalidValue(f"a node has {DEVICES_MAX} devices at most")
+    if len(said.findings) > DEVICES_MAX:
+        raise InvalidValue(f"a node has {DEVICES_MAX} findings at most")
     if len(said.pythons) > PYTHONS_MAX or any(len(python) > PYTHON_CHARACTERS_MAX for python in said.pythons):
         raise InvalidValue(f"a node has {PYTHONS_MAX} versions of Python at most, each a few characters")
     if len(said.attempts) > ATTEMPTS_MAX:

@@ -19,7 +19,7 @@ from serverless_gpu.server.runs import Active, StoredRun
 from serverless_gpu.server.services import Services
 from serverless_gpu.wire.agents import NodeView, PoolView
 
-STATES = UP, DRAINING, SILENT, GONE = "UP", "DRAINING", "SILENT", "GONE"
+STATES = UP, DRAINING, DEGRADED, SILENT, GONE = "UP", "DRAINING", "DEGRADED", "SILENT", "GONE"
 
 
 class Floor(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,6 +118,8 @@ def away(node: StoredNode, presence: Presence, times: Times) -> str:
         return f"has not been heard of since {ambient.format_clock(last_seen_ns(node, presence, times))}"
     if node.hello.problem:
         return f"can run nothing now: {node.hello.problem}"
+    if node.hello.degraded:
+        return f"is degraded, nobody can look at its devices: {node.hello.degraded}"
     why = node.hello.draining or node_rules.drained(node.rules)
     return f"takes nothing new: {why}" if why else ""
 
@@ -125,7 +127,9 @@ def away(node: StoredNode, presence: Presence, times: Times) -> str:
 def state_of(node: StoredNode, presence: Presence, times: Times) -> str:
     """Return the state of a node, one of `STATES`."""
     if presence.is_there(node.id, now_ns=times.boottime_ns):
-        return DRAINING if node.hello.draining or node.rules.drain is not None else UP
+        if node.hello.draining or node.rules.drain is not None:
+            return DRAINING
+        return DEGRADED if node.hello.degraded else UP
     return GONE if times.wall_ns - last_seen_ns(node, presence, times) > times.gone_ns else SILENT
 
 
@@ -170,6 +174,7 @@ def _view(node: StoredNode, holders: Sequence[Active], presence: Presence, times
         rules=node.rules,
         shared=found.shared,
         turns_ns=found.turns_ns,
+        findings=node.hello.findings,
     )
 
 

@@ -355,6 +355,8 @@ def _tell(connection: sa.Connection, found: _Found, said: Report, *, at_ns: int)
         )
         if not said.ending.proven:  # the node says so, too, with its next sign of life; until then nothing is placed
             nodes.drain(connection, attempt.node_id, f"unkillable: a process of run {attempt.run_id}")
+        if said.ending.reason is Reason.GPU_LOST:  # another attempt must not meet that GPU
+            nodes.drain(connection, attempt.node_id, f"{Reason.GPU_LOST}: a GPU of run {attempt.run_id}")
     else:
         attempts.note(connection, attempt.run_id, attempt.fence, lease_ns=at_ns, sentence=_sentence(said))
     note = Note(

@@ -203,12 +203,14 @@ class NodeView(Answer, frozen=True, kw_only=True):
     """A node as people see it.
 
     Attributes:
-        state: UP, or DRAINING (`sentence`: why nothing is placed there), or SILENT with `sentence` since when, or GONE.
+        state: UP, or DRAINING or DEGRADED (`sentence`: why nothing is placed there), or SILENT with `sentence` since
+            when, or GONE.
         busy: devices that runs of the server have now.
         clock: how far its clock is from the server's, as it said last; None where it has not.
         rules: what people decided about it.
         shared: whether its calendar lets others than its owner use it now.
         turns_ns: when that is the other way round, nanoseconds since 1970; None for never.
+        findings: what else a person should know of its devices, a sentence each.
     """
 
     id: str
@@ -226,6 +228,7 @@ class NodeView(Answer, frozen=True, kw_only=True):
     rules: NodeRules = NodeRules()
     shared: bool = True
     turns_ns: int | None = None
+    findings: tuple[str, ...] = ()
 
 
 class NodeList(Answer, frozen=True, kw_only=True):

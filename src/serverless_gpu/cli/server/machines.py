@@ -101,4 +101,4 @@ def for_whom(view: NodeView) -> str:
 def _words(view: NodeView) -> str:
     """Return why it cannot be used, what is left out, and that its clock is off: it writes other times then."""
     left_out = [f"{one.uuid} is left out{f' ({one.note})' if one.note else ''}" for one in view.rules.quarantined]
-    return "; ".join(filter(None, (view.sentence, *left_out, clock_text(view.clock))))
+    return "; ".join(filter(None, (view.sentence, *left_out, *view.findings, clock_text(view.clock))))
