@@ -12,6 +12,7 @@ from serverless_gpu import Run, distributed
 from serverless_gpu.errors import RunError
 from serverless_gpu.model.ledger import FactKind
 from serverless_gpu.node.history import first_facts
+from serverless_gpu.node.hits import read_hits
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.locks import DeviceLocks
 from serverless_gpu.testing import FakeGpus, stop_agent
@@ -118,5 +119,5 @@ def test_F25_an_illegal_memory_access_is_the_users_own_failure(home: Path, gpus:
     assert (receipt.reason, receipt.quarantined) == ("rank_raised", ())
     assert FactKind.FREED in {fact.kind for fact in first_facts(run.directory)}, "it is billed"
     assert quarantined(home) == {}
-    hits = DeviceLocks(home / "locks").hits(used)
+    hits = read_hits(home / "locks", used)
     assert [hit.number for hit in hits[used[0]]] == [31]

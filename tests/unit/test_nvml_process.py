@@ -34,6 +34,12 @@ def _is_helper(pid: int) -> bool:
         return False
 
 
+def another(before: set[int]) -> set[int]:
+    """Return the one process that asks now, once those before are gone."""
+    wait_for(lambda: len(helpers() - before) == 1 and not helpers() & before, "another one asks, alone")
+    return helpers()
+
+
 @pytest.fixture
 def driver(tmp_path: Path) -> Iterator[Path]:
     """Yield the state file of a driver that hangs."""
@@ -66,13 +72,11 @@ def test_F26_nobody_waits_twice_and_what_recovers_is_believed(driver: Path, fork
 def test_F26_another_one_tries_and_never_more_than_a_few(driver: Path) -> None:
     clock = FakeClock()
     asker = NvmlProcess(str(driver), SHORT_S, forks=True, clock=clock)
-    first: set[int] = set()
+    before: set[int] = set()
     for _ in range(4):
         with pytest.raises(Silent):
             asker.ask(None)
-        wait_for(lambda: len(helpers() - first) == 1, "another one asks")
-        wait_for(lambda: not helpers() & first, "those before are gone")
-        first |= helpers()
+        before |= another(before)
         clock.advance(31)
 
 

@@ -96,7 +96,7 @@ def gpus() -> None:
         locks = DeviceLocks(lock_directory(device.kind, home.root))
         notes = locks.quarantined()
         state = f"quarantined: {notes[device.uuid].reason}" if device.uuid in notes else ""
-        state = state or "".join(suspects(locks, [device.uuid], clock.wall_ns())).partition(": ")[2]
+        state = state or "".join(suspects(locks.directory, [device.uuid], clock.wall_ns())).partition(": ")[2]
         memory = format_bytes(device.memory_bytes) if device.memory_bytes else ""
         say("  ".join(text for text in (device.uuid, device.type, memory, device.kind, state) if text))
 

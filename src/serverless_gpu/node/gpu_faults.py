@@ -30,6 +30,7 @@ from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.model.xid import ENDS_A_RUN, QUARANTINES, Fault, Hit, Kind
 from serverless_gpu.node.configuration import read_configuration
 from serverless_gpu.node.gate import Verdict
+from serverless_gpu.node.hits import note_hit, read_hits
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.kernel_log import AGAIN_S, KernelLog, Line, log_of
 from serverless_gpu.node.locks import DeviceLocks, lock_directory
@@ -121,7 +122,7 @@ class AttemptFaults:
         who = (remote.owner if remote is not None else "") or _user()
         with contextlib.suppress(StorageError):
             hit = Hit(principal=who, number=fault.number, at_ns=self._clock.wall_ns())
-            _locks(self._kind, self._home, self._clock).hit(fault.uuid, hit)
+            note_hit(lock_directory(self._kind, self._home.root), fault.uuid, hit)
 
 
 class NodeFaults:
@@ -157,22 +158,22 @@ class NodeFaults:
         found: list[str] = []
         for kind in {device.kind for device in self._known.values()}:
             with contextlib.suppress(StorageError):
-                found += suspects(_locks(kind, self._home, self._clock), self._known, self._clock.wall_ns())
+                found += suspects(lock_directory(kind, self._home.root), self._known, self._clock.wall_ns())
         return tuple(found)
 
 
-def suspects(locks: DeviceLocks, uuids: Iterable[str], now_ns: int) -> list[str]:
+def suspects(directory: Path, uuids: Iterable[str], now_ns: int) -> list[str]:
     """Return which GPUs are suspected of being broken though nothing but user code failed on them, a sentence each.
 
     Args:
-        locks: where that is noted.
+        directory: of the locks.
         uuids: the GPUs.
         now_ns: nanoseconds since 1970.
 
     Raises:
         StorageError: the lock directory cannot be used.
     """
-    hits = locks.hits(uuids)
+    hits = read_hits(directory, uuids)
     said = {uuid: xid.suspicion(of_one, now_ns) for uuid, of_one in hits.items()}
     return [f"{uuid}: {why}" for uuid, why in said.items() if why]
 

@@ -2,7 +2,6 @@
 
     <directory>/<uuid>.lock              flock held = device lent; the content only says by whom
     <directory>/<uuid>.quarantine        not empty = the device must not be lent; the content says why
-    <directory>/<uuid>.xids              whose own code failed on it, lately
     <directory>/<queue>.<number>.ticket  flock held = this waiter lives; the lower number goes first
     <directory>/*.mutex                  held for a few file operations, so that no two takers get half of a set each
 
@@ -29,7 +28,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -39,7 +38,6 @@ from msgspec import Struct
 from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.errors import InvalidValue, StorageError
 from serverless_gpu.model.hardware import DeviceKind
-from serverless_gpu.model.xid import Hit
 from serverless_gpu.node.flocks import (
     OPEN,
     PAUSE_S,
@@ -58,8 +56,6 @@ MACHINE_DIRECTORIES = (Path("/run/lock/serverless_gpu"), Path("/tmp/serverless_g
 """Where real GPUs are locked, best first: /run/lock is not writable for everybody on every distribution."""
 
 _TEXT_MAX = 1000
-_HITS_MAX = 16  # with the next, together no more than a note may have
-_PRINCIPAL_MAX = 100
 _UUID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _NOT_QUEUE = re.compile(r"[^A-Za-z0-9_-]")
 _DEVICES = "devices.mutex"
@@ -244,34 +240,6 @@ class DeviceLocks:
             return os.stat(self.directory / f"{_checked(uuid)}.quarantine", follow_symlinks=False).st_mtime_ns
         except OSError:
             return 0
-
-    def hit(self, uuid: str, hit: Hit) -> None:
-        """Note that a principal's own code failed on a device; the last of each is kept, and of so many.
-
-        Raises:
-            StorageError: the note cannot be written.
-        """
-        own = msgspec.structs.replace(hit, principal=hit.principal[:_PRINCIPAL_MAX])
-        with opened_directory(self.directory) as directory, opened(directory, f"{_checked(uuid)}.xids") as fd:
-            others = [other for other in _read_hits(fd) if other.principal != own.principal]
-            _write(fd, (*others[1 - _HITS_MAX :], own))
-
-    def hits(self, uuids: Iterable[str]) -> dict[str, tuple[Hit, ...]]:
-        """Return whose own code failed on devices lately; nothing of those on which none did.
-
-        Raises:
-            StorageError: the directory cannot be used.
-        """
-        found: dict[str, tuple[Hit, ...]] = {}
-        with opened_directory(self.directory) as directory:
-            for uuid in uuids:
-                with contextlib.suppress(OSError):
-                    fd = os.open(f"{_checked(uuid)}.xids", os.O_RDONLY | OPEN, dir_fd=directory)
-                    try:
-                        found[uuid] = _read_hits(fd)
-                    finally:
-                        os.close(fd)
-        return found
 
     def lift(self, uuid: str) -> None:
         """Let a device be lent again; nothing happens if it is not in quarantine.
@@ -466,7 +434,7 @@ def _checked(uuid: str) -> str:
     return uuid
 
 
-def _write(fd: int, content: Holder | Quarantine | tuple[Hit, ...] | int) -> None:
+def _write(fd: int, content: Holder | Quarantine | int) -> None:
     text = msgspec.json.encode(content)
     # Written first and cut after: at no moment is the file empty, which would read as "no quarantine".
     os.pwrite(fd, text, 0)
@@ -479,14 +447,6 @@ def _read_holder(fd: int, uuid: str) -> Holder:
     except msgspec.MsgspecError:  # taken this moment and not yet written, or not written by us
         return Holder(uuid=uuid, run_id="", user="", pid=0, since_wall_ns=0)
     return msgspec.structs.replace(holder, uuid=uuid, run_id=_plain(holder.run_id), user=_plain(holder.user))
-
-
-def _read_hits(fd: int) -> tuple[Hit, ...]:
-    try:
-        hits = msgspec.json.decode(read_note(fd), type=tuple[Hit, ...])
-    except msgspec.MsgspecError:  # nobody has failed yet, or not written by us
-        return ()
-    return tuple(msgspec.structs.replace(hit, principal=_plain(hit.principal)) for hit in hits)
 
 
 def _read_quarantine(directory: int, uuid: str) -> Quarantine | None:

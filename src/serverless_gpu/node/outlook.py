@@ -21,11 +21,12 @@ from serverless_gpu.model.scheduling import telling
 from serverless_gpu.model.scheduling.values import Estimate, Wait, WaitReason
 from serverless_gpu.model.scheduling.values import Holder as Having
 from serverless_gpu.node.gate import foreign
-from serverless_gpu.node.gpus import Provider, unknown_usage
+from serverless_gpu.node.gpus import Provider
 from serverless_gpu.node.history import Record, read_run
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.locks import DeviceLocks, Holder
 from serverless_gpu.node.reservation import retest_quarantined
+from serverless_gpu.node.usages import unknown_usage
 
 HERE = "this machine"
 
