@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from pathlib import Path
 from queue import Queue
 
@@ -12,12 +13,16 @@ import pytest
 
 import serverless_gpu
 from serverless_gpu import distributed
+from serverless_gpu.ambient import SystemClock
 from serverless_gpu.client.remote.profile import Profile, write_profile
 from serverless_gpu.errors import NotAuthenticated
 from serverless_gpu.model.attempt import State
+from serverless_gpu.model.scheduling.values import Holder, Wait, WaitReason
 from serverless_gpu.wire.attempts import NOT_SENT
+from serverless_gpu.wire.runs import StateMessage
+from serverless_gpu.wire.waiting import WaitView, wait_view
 from tests.local.observe import wait_for
-from tests.remote.fake_server import FakeServer
+from tests.remote.fake_server import FakeServer, Script
 from tests.remote.test_stream import pickled
 
 
@@ -39,6 +44,50 @@ def test_F43_results_that_do_not_get_on_are_said_to_who_waits_and_progress_is_no
     assert run.follow() is None and run.results() == [1]
     err = capsys.readouterr().err
     assert f"serverless-gpu: {NOT_SENT}the server has no room to store this" in err and "16.8 MB of" not in err
+
+
+def waits(script: Script, waiting: WaitView, sentence: str) -> None:
+    """Be told by the server that the run waits."""
+    with script.changed:
+        number = len(script.events) + 1
+        message = StateMessage(seq=number, fence=0, state=State.QUEUED, sentence=sentence, waiting=waiting)
+        script.events.append(message)
+        script.changed.notify_all()
+
+
+def test_a_wait_is_told_with_the_times_of_whoever_reads_it(
+    fake: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TZ", "Asia/Kolkata")
+    time.tzset()
+    at_ns = (SystemClock().wall_ns() // 86_400_000_000_000 + 3_653) * 86_400_000_000_000  # midnight at Greenwich
+    holder = Holder(title="alice/bert-ft", count=3, until_ns=at_ns, is_bound=True)
+    wait = Wait(
+        run_id="", reason=WaitReason.CAPACITY, count=8, gpu_type="H100", node="n3", free=5, holders=(holder,), place=2
+    )
+    script = fake.script()
+    waits(script, wait_view(wait), "alice/bert-ft holds 3 until 00:00 at the latest")
+    script.say(State.RUNNING)
+    script.end({"results/0.pkl": pickled(tmp_path, 1)})
+    try:
+        assert train.submit(0.1).follow() is None
+        line = capsys.readouterr().err.splitlines()[0]
+    finally:
+        monkeypatch.delenv("TZ")
+        time.tzset()
+    assert line.startswith("serverless-gpu: needs 8 H100 on one node; 5 free on n3; alice/bert-ft holds 3 until ")
+    assert line.endswith(" 05:30 at the latest; you are 2nd")
+
+
+def test_what_a_newer_server_says_of_a_wait_is_said_in_its_words(
+    fake: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = fake.script()
+    waits(script, WaitView(reason="moonlight", place=3), "waits for the moon")
+    script.say(State.RUNNING)
+    script.end({"results/0.pkl": pickled(tmp_path, 1)})
+    assert train.submit(0.1).follow() is None
+    assert capsys.readouterr().err.splitlines()[0] == "serverless-gpu: waits for the moon"
 
 
 def test_a_token_that_is_revoked_meanwhile_leaves_a_run_that_is_named(

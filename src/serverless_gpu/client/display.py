@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import TextIO, cast
 
 from serverless_gpu.ambient import Clock, SystemClock
-from serverless_gpu.client.live_block import LIVE_ROWS_MAX, Block, is_terminal, live_target, write
+from serverless_gpu.client.live_block import LIVE_ROWS_MAX, Block, columns_of, is_terminal, live_target, write
 from serverless_gpu.client.screen import HELD_S, Screens
 from serverless_gpu.client.terminal import safe
+from serverless_gpu.client.waiting_line import WaitingLine
 from serverless_gpu.model.ledger import Receipt
 from serverless_gpu.units import format_bytes
 
@@ -26,6 +27,8 @@ _NOTEBOOK = "serverless_gpu.client.notebook"
 _REDRAW_S = 0.05
 _GLIMPSE_TICK_S = 1.0
 _LIVE_CHARACTERS_MAX = 2_000
+_WAIT_TICK_S = 1.0
+_STARTED = ("STARTING", "RUNNING")
 _PASSING_S = 10.0  # between two such sentences where a line cannot be replaced
 
 
@@ -66,6 +69,14 @@ class Display:
     def state(self, state: str, sentence: str) -> None:
         """Take that the run's state, or what it waits for, is another one now."""
 
+    def waits(self, sentence: str, queued_ns: int | None) -> None:
+        """Show what the run waits for in the queue: a sentence that the next one replaces, until the state is another.
+
+        Args:
+            sentence: what for, and who has it.
+            queued_ns: since when, nanoseconds since 1970; None for from now on.
+        """
+
     def tick(self) -> None:
         """Do what is due; called about every `tick_s` while the run is waited for."""
 
@@ -100,6 +111,8 @@ class LineDisplay(Display):
         self._logs = logs if isinstance(logs, Path) else f"`{logs}`"
         self._clock = clock or SystemClock()
         self._screens = Screens()
+        self._wait = WaitingLine()
+        self._since_ns = 0
 
     def failure(self, tails: Mapping[int, str]) -> None:
         """Print last lines, tagged like any others."""
@@ -110,6 +123,14 @@ class LineDisplay(Display):
     def _print(self, rank: int, stream: str, lines: Sequence[str]) -> None:
         """Print final lines of a rank."""
         raise NotImplementedError
+
+    def _begin_to_wait(self, sentence: str, queued_ns: int | None) -> None:
+        now_ns = self._clock.boottime_ns()
+        ago_ns = 0 if queued_ns is None else max(0, self._clock.wall_ns() - queued_ns)
+        # By the sentence before where that began: two clocks of two machines are not compared again and again.
+        if not self._wait.sentence:
+            self._since_ns = now_ns - ago_ns
+        self._wait.tell(sentence, since_ns=self._since_ns)
 
     def _log_of(self, rank: int, stream: str) -> str:
         return str(self._logs / f"{rank}.{stream}") if isinstance(self._logs, Path) else self._logs
@@ -181,6 +202,28 @@ class TerminalDisplay(LineDisplay):
     def state(self, state: str, sentence: str) -> None:
         """Take that whatever was going on has come to its end."""
         self._passing = ""
+        waited = self._wait.over(self._clock.boottime_ns())
+        if waited and state in _STARTED:
+            self.say(f"it starts, after {waited} in the queue")
+        elif self._block.there:
+            self._refresh()
+
+    def waits(self, sentence: str, queued_ns: int | None) -> None:
+        """Show what is waited for: below all lines on a terminal, elsewhere as a line now and then."""
+        if self._quiet:
+            return
+        self._passing = ""
+        self._begin_to_wait(sentence, queued_ns)
+        self._say_wait()
+        self._changed = True
+        self._refresh()
+
+    def _say_wait(self) -> None:
+        """Print what is waited for where rows cannot be redrawn, if it is due."""
+        if live_target(_target("stdout"), _target("stderr")) is None:
+            line = self._wait.line(self._clock.boottime_ns())
+            if line:
+                self.say(line)
 
     def say(self, sentence: str) -> None:
         """Print a sentence of ours."""
@@ -196,6 +239,7 @@ class TerminalDisplay(LineDisplay):
         now_ns = self._clock.boottime_ns()
         for rank, stream, lines in self._screens.settle(now_ns):
             self._print(rank, stream, lines)
+        self._say_wait()
         for (rank, stream), screen in self._screens.by_stream.items():
             if not is_terminal(_target(stream)):
                 self._print(rank, stream, screen.glimpse(now_ns))
@@ -204,6 +248,7 @@ class TerminalDisplay(LineDisplay):
     def finish(self) -> None:
         """Print lines that never got their newline."""
         self._passing = ""
+        self._wait.over(self._clock.boottime_ns())
         for rank, stream, lines in self._screens.end_all():
             self._print(rank, stream, lines)
         self._block.erase()
@@ -240,16 +285,18 @@ class TerminalDisplay(LineDisplay):
         now_ns = self._clock.boottime_ns()
         target = live_target(_target("stdout"), _target("stderr"))
         if target is not None and (not self._block.there or now_ns - self._drawn_ns >= _REDRAW_S * 1e9):
-            self._block.draw(target, self._live_lines())
+            self._block.draw(target, self._live_lines(columns_of(target)))
             self._drawn_ns, self._changed = now_ns, False
         due_s = [_REDRAW_S] if target is not None and self._changed else []
+        waits_s = self._wait.due_s(now_ns) if target is None else _WAIT_TICK_S if self._wait.sentence else None
+        due_s += [] if waits_s is None else [waits_s]
         for (_, stream), screen in self._screens.by_stream.items():
             due_s += [HELD_S] if screen.held else []
             due_s += [_GLIMPSE_TICK_S] if screen.moving and not is_terminal(_target(stream)) else []
         self.tick_s = min(due_s, default=None)
 
-    def _live_lines(self) -> list[str]:
-        """Return the unfinished lines of whoever wrote last, in order of rank."""
+    def _live_lines(self, columns: int) -> list[str]:
+        """Return what is waited for, and the unfinished lines of whoever wrote last, in order of rank."""
         shown = {key: screen for key, screen in self._screens.by_stream.items() if is_terminal(_target(key[1]))}
         latest = sorted(shown, key=lambda key: shown[key].touched_ns, reverse=True)
         keys: list[tuple[int, str]] = []
@@ -261,7 +308,8 @@ class TerminalDisplay(LineDisplay):
             for rank, stream in sorted(keys)
             for row in shown[rank, stream].open_rows
         ]
-        return [*([safe(self._passing, tty=True)] if self._passing else []), *rows][:LIVE_ROWS_MAX]
+        own = self._wait.rows(self._clock.boottime_ns(), columns) or ([self._passing] if self._passing else [])
+        return [*(safe(line, tty=True) for line in own), *rows][:LIVE_ROWS_MAX]
 
 
 def make_display(*, quiet: bool, logs: Path | str) -> Display:

@@ -73,6 +73,11 @@ def live_target(stdout: TextIO | None, stderr: TextIO | None) -> TextIO | None:
     return next((target for target in (stderr, stdout) if is_terminal(target)), None)
 
 
+def columns_of(target: TextIO) -> int:
+    """Return how many columns a terminal has."""
+    return _size(target)[0]
+
+
 def write(target: TextIO | None, text: str) -> str:
     """Write and flush, whatever the stream can take; return why it took nothing if somebody would miss it, or ""."""
     if target is None:

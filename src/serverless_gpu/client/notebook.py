@@ -163,9 +163,16 @@ class NotebookDisplay(LineDisplay):
         if state in _ENDED and self._ran_ms is None:
             self._ran_ms = self._elapsed_ms()
         began = state != self._state
+        self._wait.over(self._clock.boottime_ns())
         self._state, self._sentence = state, sentence
         if began or sentence:  # the first state, without a word, is not worth a flicker
             self._show()
+
+    def waits(self, sentence: str, queued_ns: int | None) -> None:
+        """Show what is waited for, and for how long by now."""
+        self._begin_to_wait(sentence, queued_ns)
+        self._state, self._sentence = "QUEUED", sentence
+        self._show()
 
     def tick(self) -> None:
         """Print lines that have waited for long enough, and let time pass in the status."""
@@ -211,7 +218,8 @@ class NotebookDisplay(LineDisplay):
     def _told(self) -> str:
         """Return what there is to say about the state."""
         if self._state in _BEFORE:
-            return self._sentence
+            is_waiting = self._wait.sentence == self._sentence != ""
+            return f"for {self._wait.waited(self._clock.boottime_ns())}: " * is_waiting + self._sentence
         if self._ran_ms is not None:
             return f"after {format_duration_ms(self._ran_ms)}"
         elapsed_ms = self._elapsed_ms()

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Generic, SupportsIndex, TypeVar, cast
 
 import msgspec
 
-from serverless_gpu.ambient import SystemClock
+from serverless_gpu.ambient import SystemClock, created_wall_ns
 from serverless_gpu.client.display import Display, TerminalDisplay, again, make_display
 from serverless_gpu.client.interrupts import interruptible
 from serverless_gpu.client.outcome import load_result, make_exception, reached_s, untold_tails
@@ -70,6 +70,7 @@ class Run(Generic[R]):
         self._refused: protocol.Refused | None = None
         self._tracked: TrackedRun | None = None
         self._waiting = ""
+        self._queued_ns: int | None = None
         self._lock = threading.RLock()
         self._display: Display | None = None
         self._told: tuple[State, str] | None = None
@@ -415,14 +416,17 @@ class Run(Generic[R]):
         """Tell the display when the state, or what is waited for, is another one."""
         if self._display is not None and self._told != (self._state, self._waiting):
             self._told = (self._state, self._waiting)
-            self._display.state(self._state.value, self._waiting)
+            if self._state is State.QUEUED and self._waiting and self._queued_ns is not None:
+                self._display.waits(self._waiting, self._queued_ns)
+            else:
+                self._display.state(self._state.value, self._waiting)
 
     def _take(self, message: protocol.AnyMessage | Note) -> None:
         match message:
             case Note(sentence=sentence):  # also where nothing else is shown: somebody waits
                 (self._display or TerminalDisplay(quiet=self._spec.quiet)).say(sentence)
             case protocol.Snapshot(state=state, waiting=waiting, tracked=tracked):
-                self._state, self._waiting = state, waiting
+                self._state, self._waiting, self._queued_ns = state, waiting, created_wall_ns(self.id)
                 if tracked is not None:
                     self._take(tracked)
             case protocol.Tracked(run_id=run_id, url=url):
@@ -434,8 +438,10 @@ class Run(Generic[R]):
                 if self._display is not None:
                     self._display.passing(sentence)
                     self._told = (self._state, sentence)
+            case protocol.Waiting(sentence=sentence, queued_ns=int(queued_ns)) if self._state is State.QUEUED:
+                self._waiting, self._queued_ns = advised(sentence), queued_ns  # shown as the state is
             case protocol.Waiting(sentence=sentence):
-                self._waiting = advised(sentence)
+                self._waiting, self._queued_ns = advised(sentence), None
                 if self._display is not None and sentence:
                     self._display.say(self._waiting)
             case protocol.Started():

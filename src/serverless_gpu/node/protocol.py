@@ -277,11 +277,14 @@ class Waiting(Message, frozen=True, kw_only=True, tag="waiting"):
     Attributes:
         passing: it is how far something is, and soon another.
         lasting: it is no wait, but what the run says of itself, and stays true once user code begins.
+        queued_ns: since when it waits for devices, nanoseconds since 1970, if that is what it does: the next such
+            sentence replaces this one.
     """
 
     sentence: str
     passing: bool = False
     lasting: bool = False
+    queued_ns: int | None = None
 
 
 class Held(Message, frozen=True, kw_only=True, tag="held"):
@@ -340,12 +343,7 @@ class Output(Message, frozen=True, kw_only=True, tag="output"):
 
 
 class Skipped(Message, frozen=True, kw_only=True, tag="skipped"):
-    """Live output that was left out at this point.
-
-    Attributes:
-        bytes: how much.
-        lost: whether it is not in the rank's file either.
-    """
+    """Live output that was left out at this point, so many bytes; `lost`: it is not in the rank's file either."""
 
     rank: int
     stream: str

@@ -31,7 +31,7 @@ from pathlib import Path
 
 import msgspec
 
-from serverless_gpu.ambient import Clock, SystemClock
+from serverless_gpu.ambient import Clock, SystemClock, created_wall_ns
 from serverless_gpu.errors import AgentUnavailable, ServerlessGpuError, SessionEnded
 from serverless_gpu.model.attempt import (
     TERMINAL,
@@ -226,7 +226,7 @@ class Supervisor:
             self._apply(Placed())
         elif sentence != self._waiting:
             self._waiting = sentence
-            self._audience.tell(protocol.Waiting(sentence=sentence))
+            self._audience.tell(protocol.Waiting(sentence=sentence, queued_ns=created_wall_ns(self._launch.run_id)))
 
     def _begin(self) -> None:
         """Start the ranks once devices and stem are both there, and the environment is known to be the right one."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from serverless_gpu.ambient import SystemClock, format_moment, format_utc
+import msgspec
+
+from serverless_gpu.ambient import SystemClock, format_moment, format_soon, format_utc
 from serverless_gpu.cli.columns import columns
 from serverless_gpu.cli.server.reaching import server
 from serverless_gpu.cli.uses import use_lines
@@ -16,12 +18,14 @@ from serverless_gpu.loading import load
 from serverless_gpu.model.attempt import TERMINAL, State
 from serverless_gpu.model.hardware import CPU
 from serverless_gpu.model.ledger import Receipt
+from serverless_gpu.model.scheduling import telling
 from serverless_gpu.model.spec import Command
 from serverless_gpu.node.history import read_ending
 from serverless_gpu.units import format_bytes, format_duration_ms
 
 if TYPE_CHECKING:
     from serverless_gpu.wire.runs import AttemptList, FileList, RunView
+    from serverless_gpu.wire.waiting import WaitView
 
 _FILES_MAX = 200
 _ENDING_S = 10.0
@@ -69,7 +73,8 @@ def as_json(view: RunView) -> dict[str, object]:
         "pool": view.pool,
         "node": view.node,
         "attempt": view.fence,
-        "sentence": view.sentence,
+        "sentence": sentence_of(view),
+        "waiting": None if view.waiting is None else _waiting(view.waiting),
         "server": True,
     }
 
@@ -92,9 +97,11 @@ def story(view: RunView) -> Iterator[str]:
     reason = "" if view.reason is None else view.reason.value
     yield " · ".join(part for part in (f"run {view.id}", view.name, view.state.value, reason) if part)
     if view.sentence:
-        yield view.sentence
+        yield sentence_of(view)
     cluster = "" if view.spec.ray is None else f", {view.spec.ray.text()}"
     yield f"asked for: {devices_text(view)}{cluster}, by {view.owner}" + (f" for {view.team}" if view.team else "")
+    if view.waiting is not None and view.waiting.at_ns is not None:
+        yield f"starts: {moment_of(view.waiting)}"
     started = view.started_ns or view.created_ns
     took = "" if view.started_ns is None else f" · took {format_duration_ms(_took_ms(view))}"
     yield f"{'submitted' if view.started_ns is None else 'started'}: {format_moment(started)}{took}"
@@ -152,6 +159,44 @@ def _took_ms(view: RunView) -> int:
     return max(0, ended_ns - (view.started_ns or ended_ns)) // 1_000_000
 
 
+def sentence_of(view: RunView) -> str:
+    """Return what is said about a run; of a wait with the times of this place."""
+    if view.waiting is None:
+        return view.sentence
+    wait = load("serverless_gpu.wire.waiting").wait_of(view.waiting, view.id)
+    return view.sentence if wait is None else telling.sentence(wait, format_soon)
+
+
+def moment_of(waiting: WaitView) -> str:
+    """Return when a run that waits starts, as far as that is known."""
+    assert waiting.at_ns is not None
+    moment = format_moment(waiting.at_ns)
+    return f"{moment} at the latest" if waiting.is_bound else f"about {moment}"
+
+
+def _waiting(waiting: WaitView) -> dict[str, object]:
+    """Return a wait for machines, with moments as elsewhere."""
+
+    def utc(at_ns: int | None) -> str | None:
+        return None if at_ns is None else format_utc(at_ns)
+
+    parts: dict[str, object] = msgspec.structs.asdict(waiting)
+    del parts["at_ns"], parts["turns_ns"]
+    holders = [
+        {
+            "title": each.title,
+            "count": each.count,
+            "until": utc(each.until_ns),
+            "is_bound": each.is_bound,
+            "is_leaving": each.is_leaving,
+        }
+        for each in waiting.holders
+    ]
+    return parts | {"holders": holders, "start": utc(waiting.at_ns), "turns": utc(waiting.turns_ns)}
+
+
 def _where(view: RunView) -> str:
     place = view.node or ("waits" if view.state is State.QUEUED else "server")
+    if view.waiting is not None and view.waiting.place:
+        place = f"{place} {telling.ordinal(view.waiting.place)}"
     return f"{place}, {view.owner}"

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from serverless_gpu.ambient import SystemClock
+from serverless_gpu.ambient import SystemClock, format_soon
 from serverless_gpu.client.outcome import Origin
 from serverless_gpu.client.remote.copies import Copies, write_whole
 from serverless_gpu.client.remote.server import Server
@@ -29,6 +29,7 @@ from serverless_gpu.client.tries import Try
 from serverless_gpu.errors import AlreadyFinished, ServerProblem
 from serverless_gpu.model.attempt import TERMINAL, Failure, Reason, State, StopReason
 from serverless_gpu.model.ledger import Receipt
+from serverless_gpu.model.scheduling import telling
 from serverless_gpu.node import protocol
 from serverless_gpu.wire.attempts import NOT_SENT
 from serverless_gpu.wire.base import Json
@@ -41,6 +42,7 @@ from serverless_gpu.wire.runs import (
     SettledMessage,
     StateMessage,
 )
+from serverless_gpu.wire.waiting import wait_of
 
 _FIRST_S = 5.0
 _DISPLACED = (Reason.DRAINED, Reason.PREEMPTED)
@@ -78,13 +80,14 @@ class Watched(Source):
         self._stopped: protocol.Stopped | None = None
         self._receipt: Receipt | None = None
         self._fence = 0
+        self._queued_ns = view.created_ns
         self.world_size = _ranks(view)
         self._told = (State.QUEUED, "")
         self._turn_to(view.fence, view.node)
         self._tracked = ""
         self._tell_tracked(view.tracked)
         if view.state not in TERMINAL:
-            self._tell(view.state, view.sentence)
+            self._tell(view.state, _sentence(view, self.run_id))
 
     @property
     def is_open(self) -> bool:
@@ -129,7 +132,7 @@ class Watched(Source):
             return True
         self.world_size = _ranks(view) or self.world_size
         self._tell_tracked(view.tracked)
-        self._tell(view.state, view.sentence)
+        self._tell(view.state, _sentence(view, self.run_id))
         return False
 
     def stop(self, why: StopReason, *, patiently: bool = True) -> None:
@@ -222,8 +225,10 @@ class Watched(Source):
             self._pending.append(protocol.Waiting(sentence=f"attempt {message.fence} of run {self.run_id}"))
         self._turn_to(message.fence, message.node)
         self._tell_tracked(message.tracked)
+        if message.state is State.QUEUED and message.at_ns:
+            self._queued_ns = message.at_ns
         if message.state not in TERMINAL:
-            self._tell(message.state, message.sentence)
+            self._tell(message.state, _sentence(message, self.run_id))
 
     def _tell_tracked(self, url: str) -> None:
         """Say where the run is tracked, once; the identifier is in the link."""
@@ -236,11 +241,14 @@ class Watched(Source):
         if (state, sentence) == self._told:  # again after a look, or a reconnect
             return
         if state is not self._told[0] or not sentence:
+            waiting = sentence if state is not State.QUEUED else ""  # that is said next, and since when
             self._pending.append(
-                protocol.Snapshot(run_id=self.run_id, fence=self._fence, state=state, pid=0, waiting=sentence)
+                protocol.Snapshot(run_id=self.run_id, fence=self._fence, state=state, pid=0, waiting=waiting)
             )
         if sentence:
-            self._pending.append(protocol.Waiting(sentence=sentence, passing=not _is_said(state, sentence)))
+            queued_ns = self._queued_ns if state is State.QUEUED else None
+            passing = not _is_said(state, sentence)
+            self._pending.append(protocol.Waiting(sentence=sentence, passing=passing, queued_ns=queued_ns))
         self._told = (state, sentence)
 
     def _take_output(self, message: LogMessage) -> None:
@@ -289,6 +297,12 @@ def _ranks(view: RunView) -> int | None:
     """Return how many results the run has, None while that is not known."""
     known = view.world_size or view.spec.resources.gpus
     return None if known is None else view.spec.processes(known)
+
+
+def _sentence(said: RunView | StateMessage, run_id: str) -> str:
+    """Return what is said about a run; of a wait it is made here, so that its times are those of this place."""
+    wait = None if said.waiting is None else wait_of(said.waiting, run_id)
+    return said.sentence if wait is None else telling.sentence(wait, format_soon)
 
 
 def _is_said(state: State, sentence: str) -> bool:
