@@ -10,12 +10,14 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.cli.server.reaching import connect
+from serverless_gpu.cli.server.runs import sentence_of
 from serverless_gpu.client.remote.profile import find_profile
 from serverless_gpu.errors import NotAllowed, ServerlessGpuError, ServerNotConfigured
 from serverless_gpu.loading import load
 from serverless_gpu.model.attempt import TERMINAL, State
 
 _RUNS_MAX = 500
+_WAITS_MAX = 3
 
 
 class ServerState(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,6 +28,7 @@ class ServerState(msgspec.Struct, frozen=True, kw_only=True):
         principal: who one is there; "" where that was not said.
         waiting: runs in the queue; of those that one may see.
         going: runs that go on, likewise.
+        waits: what one's own runs in the queue wait for, those that came first first; a few of them.
         nodes: its machines, by state; None where one may not look at them.
         draining: who has it start nothing new, and why; "" where it does.
         unwell: what it says is wrong with it, although it answers.
@@ -39,6 +42,7 @@ class ServerState(msgspec.Struct, frozen=True, kw_only=True):
     version: str = ""
     waiting: int = 0
     going: int = 0
+    waits: tuple[str, ...] = ()
     nodes: dict[str, int] | None = None
     draining: str = ""
     unwell: tuple[str, ...] = ()
@@ -56,6 +60,7 @@ class ServerState(msgspec.Struct, frozen=True, kw_only=True):
         if looked := [f"{name} {ms:.0f} ms" for name, ms in self.checks.items() if ms]:
             yield f"health: {', '.join(looked)}"
         yield f"queue: {self.going} going on, {self.waiting} waiting"
+        yield from (f"  {wait}" for wait in self.waits)
         if self.nodes is not None:
             counts = ", ".join(f"{count} {state}" for state, count in sorted(self.nodes.items()))
             yield f"nodes: {counts or 'none has joined'}"
@@ -99,14 +104,19 @@ def server_status(home: Path) -> ServerState | None:
         return ServerState(url=url, ok=False, problem=error.message)
     finally:
         connection.close()
-    waiting = sum(run.state is State.QUEUED for run in found)
+    queued = [run for run in found if run.state is State.QUEUED]
+    own = [run for run in reversed(queued) if run.owner == me.name]
+    waits = [f"{run.name or run.id} waits: {sentence_of(run)}" for run in own[:_WAITS_MAX]]
+    if len(own) > _WAITS_MAX:
+        waits.append(f"and {len(own) - _WAITS_MAX} more of yours: `sgpu runs --state QUEUED`")
     return ServerState(
         url=url,
         ok=True,
         principal=f"{me.name} ({me.role})",
         version=version.version,
-        waiting=waiting,
-        going=len(found) - waiting,
+        waiting=len(queued),
+        going=len(found) - len(queued),
+        waits=tuple(waits),
         nodes=nodes,
         draining=draining,
         unwell=health.problems,
