@@ -64,6 +64,26 @@ def test_what_waits_for_a_time_limit_starts_then_at_the_latest(warm: Path, tmp_p
     assert run.wait(30) and other.wait(30)
 
 
+def test_what_earlier_runs_took_is_expected_of_the_next(own: Path, tmp_path: Path) -> None:
+    done = tmp_path / "done"
+    done.touch()
+    for _ in range(2):
+        assert endless.submit(str(done)).wait(30)
+    whole = distributed(gpus=8, gpu_type="H100")(wide.__wrapped__)
+
+    def while_one_runs() -> Estimate:
+        done.unlink()
+        run = running(endless.submit(str(done)))
+        found = whole.estimate(1)
+        done.touch()
+        assert run.wait(30)
+        return found
+
+    assert while_one_runs().seconds is None  # after two, nobody can say
+    found = while_one_runs()
+    assert found.seconds is not None and not found.is_bound and "/endless holds 1 until about " in found.basis
+
+
 def test_who_is_behind_others_is_told_that_nobody_can_say(warm: Path, tmp_path: Path) -> None:
     done = str(tmp_path / "done")
     run = running(limited.submit(done))

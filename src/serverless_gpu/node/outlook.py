@@ -1,8 +1,8 @@
-"""When a run of this machine would get its devices: who has them now, and until when at the latest.
+"""When a run of this machine would get its devices: who has them now, and until when.
 
-    locks: who has which device ─┬─ of this home: its run directory ─▶ began, time limit ─▶ until when
-    tickets: who waits ──────────┤   of others, or without a limit ─▶ nobody can say
-    processes, quarantine ───────┘
+    locks: who has which device ─┬─ of this home ─▶ time limit ──────────────────────────▶ until when at the latest
+    tickets: who waits ──────────┤              └─▶ how long earlier runs of its name had ▶ until about when
+    processes, quarantine ───────┘  of other users, sessions ────────────────────────────▶ nobody can say
 
 Read only; nothing is taken, and no place in the queue. A machine has no queue that is decided: whoever came first is
 served first, so with somebody in front nothing is known.
@@ -13,22 +13,25 @@ Failure cases: a lock directory that cannot be used (`StorageError`); devices th
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from serverless_gpu.ambient import format_soon
+from serverless_gpu.model.attempt import State
 from serverless_gpu.model.placement import Candidates
-from serverless_gpu.model.scheduling import telling
+from serverless_gpu.model.scheduling import learning, telling
 from serverless_gpu.model.scheduling.values import Estimate, Wait, WaitReason
 from serverless_gpu.model.scheduling.values import Holder as Having
 from serverless_gpu.node.gate import foreign
 from serverless_gpu.node.gpus import Provider
-from serverless_gpu.node.history import Record, read_run
+from serverless_gpu.node.history import FUNCTION, Record, read_run, run_ids
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.locks import DeviceLocks, Holder
 from serverless_gpu.node.reservation import retest_quarantined
 from serverless_gpu.node.usages import unknown_usage
 
 HERE = "this machine"
+_PAST_MAX = 200
+_BY_THEMSELVES = (State.SUCCEEDED.value, State.TIMED_OUT.value)
 
 
 def outlook(
@@ -64,7 +67,7 @@ def outlook(
     if free >= wanted.count and not waiting:
         return Estimate(at_ns=now_ns, is_bound=False, node=HERE, basis=f"{free} of {len(uuids)} {kind} are free")
     having = _having(home, holders, now_ns)
-    at_ns = None if waiting else _when(wanted.count - free, having)
+    at_ns, is_bound = (None, False) if waiting else _when(wanted.count - free, having)
     wait = Wait(
         run_id="",
         reason=WaitReason.CAPACITY,
@@ -78,7 +81,7 @@ def outlook(
     )
     return Estimate(
         at_ns=at_ns,
-        is_bound=at_ns is not None,
+        is_bound=is_bound,
         node=HERE if at_ns is not None else "",
         basis=telling.sentence(wait, functools.partial(format_soon, now_ns=now_ns)),
         place=waiting + 1,
@@ -110,27 +113,43 @@ def _having(home: Home, holders: Sequence[Holder], now_ns: int) -> list[Having]:
 
 def _one(home: Home, run_id: str, held: Sequence[Holder], now_ns: int) -> Having:
     record = read_run(home.runs, run_id) if run_id and (home.runs / run_id).is_dir() else None
-    name = (record.spec.name if record is not None and record.spec is not None else "") or run_id or "somebody"
-    until_ns = _until_ns(record, now_ns)
+    name = record.spec.name if record is not None and record.spec is not None else ""
+    until_ns, is_bound = (None, False) if record is None else _until(home, record, now_ns)
     what = "session " if held[0].session else ""
-    title = f"{what}{held[0].user}/{name}" if held[0].user else name
-    return Having(title=title, count=len(held), until_ns=until_ns, is_bound=until_ns is not None)
+    title = f"{held[0].user}/{name or run_id}" if held[0].user else run_id or "somebody"
+    return Having(title=what + title, count=len(held), until_ns=until_ns, is_bound=is_bound)
 
 
-def _until_ns(record: Record | None, now_ns: int) -> int | None:
-    """Return when a run has given its devices back at the latest; None where nobody can say."""
-    if record is None or record.spec is None or record.spec.timeout_s is None:
-        return None
+def _until(home: Home, record: Record, now_ns: int) -> tuple[int | None, bool]:
+    """Return when a run has given its devices back, and whether that is the latest time; None where nobody can say."""
+    spec = record.spec
+    if spec is None or record.kind != FUNCTION:
+        return None, False
     began_ns = record.began_ns or now_ns
-    return max(now_ns, began_ns + round((record.spec.timeout_s + record.spec.grace_s) * 1e9))
+    limit_s = None if spec.timeout_s is None else spec.timeout_s + spec.grace_s
+    expected_s = learning.expected_s(_past_s(home, spec.name))
+    after_s, is_bound = learning.over_after_s((now_ns - began_ns) / 1e9, expected_s=expected_s, limit_s=limit_s)
+    return (None if after_s is None else max(now_ns, began_ns + round(after_s * 1e9))), is_bound
 
 
-def _when(lacking: int, having: Sequence[Having]) -> int | None:
-    """Return when so many devices more are free at the latest, by those who have declared it."""
+def _past_s(home: Home, name: str) -> Iterator[float]:
+    """Yield how long runs of a name had their devices that ended by themselves, newest first; of the latest runs."""
+    for run_id in run_ids(home.runs)[:_PAST_MAX]:
+        record = read_run(home.runs, run_id)
+        if record.spec is None or record.spec.name != name or record.state not in _BY_THEMSELVES:
+            continue
+        if record.began_ns is not None and record.ended_ns is not None:
+            yield (record.ended_ns - record.began_ns) / 1e9
+
+
+def _when(lacking: int, having: Sequence[Having]) -> tuple[int | None, bool]:
+    """Return when so many devices more are free, and whether that is the latest time."""
+    is_bound = True
     for holder in having:
         if holder.until_ns is None:
-            return None
+            return None, False
+        is_bound = is_bound and holder.is_bound
         lacking -= holder.count
         if lacking <= 0:
-            return holder.until_ns
-    return None
+            return holder.until_ns, is_bound
+    return None, False
