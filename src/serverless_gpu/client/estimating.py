@@ -110,9 +110,10 @@ def made(estimate: values.Estimate, now_ns: int) -> Estimate:
         now_ns: now, by the same clock.
     """
     at_ns = estimate.at_ns
+    left_s = None if at_ns is None else max(0.0, (at_ns - now_ns) / 1e9)
     return Estimate(
         start=None if at_ns is None else datetime.fromtimestamp(at_ns / 1e9, UTC).astimezone(),
-        seconds=None if at_ns is None else max(0.0, (at_ns - now_ns) / 1e9),
+        seconds=0.0 if left_s is not None and not estimate.place else left_s,
         is_bound=estimate.is_bound,
         basis=estimate.basis,
         node=estimate.node,
