@@ -63,6 +63,7 @@ def wanted(run: StoredRun, past: Past = NOTHING, *, now_ns: int) -> Wanted:
         not_before_ns=not_before_ns,
         held=held,
         limit_s=None if spec.timeout_s is None else START_S + spec.timeout_s + spec.grace_s + LEAVING_S,
+        beyond_s=START_S + spec.grace_s + LEAVING_S,
         expected_s=past.expected_s,
         preemptible=run.life.may_resume,
         preemptions=past.preemptions,

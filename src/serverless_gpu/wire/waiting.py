@@ -48,6 +48,8 @@ class WaitView(Answer, frozen=True, kw_only=True):
         holders: who has the others, those who leave first first; `HOLDERS_MAX` of them.
         others: devices of those who are not named.
         ahead: title of the run for which what is free is kept, or "".
+        kept_ns: from when on that run has it; None for now.
+        spare_s: a run that declares no more than that would start now; 0 for none.
         place: its place among those that want the same kind of devices; 1 is the next, 0 is none: it is not in line.
         at_ns: when it starts, where that is known; `is_bound`: at the latest.
         owner: whose `node` it is, where a calendar is the reason.
@@ -66,6 +68,8 @@ class WaitView(Answer, frozen=True, kw_only=True):
     holders: tuple[HolderView, ...] = ()
     others: int = 0
     ahead: str = ""
+    kept_ns: int | None = None
+    spare_s: float = 0.0
     place: int = 0
     at_ns: int | None = None
     is_bound: bool = False

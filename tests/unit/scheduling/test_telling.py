@@ -54,7 +54,8 @@ _NEEDS = "needs 8 H100 on one node; "
         ),
         (
             wait(holders=(_BERT,), at_ns=at("14:20"), is_bound=True),
-            _NEEDS + "5 free on n3; alice/bert-ft holds 3 until 14:20 at the latest; you are 2nd",
+            _NEEDS + "5 free on n3; alice/bert-ft holds 3 until 14:20 at the latest; "
+            "it starts at 14:20 at the latest; you are 2nd",
         ),
         (
             wait(holders=(_BERT,), at_ns=at("16:00"), is_bound=True),
@@ -102,6 +103,11 @@ _NEEDS = "needs 8 H100 on one node; "
         (
             wait(WaitReason.RESERVED, ahead="alice/r1", holders=(holder("alice/bert-ft", 3),)),
             _NEEDS + "5 free on n3, kept for alice/r1, which is ahead; alice/bert-ft holds 3; you are 2nd",
+        ),
+        (
+            wait(WaitReason.RESERVED, count=2, free=5, ahead="dave/llm", kept_ns=at("14:20"), spare_s=8_400.0),
+            "needs 2 H100 on one node; 5 free on n3, kept for dave/llm, which is ahead, from 14:20 on; "
+            "with timeout= of at most 2 h 20 min it would start now; you are 2nd",
         ),
         (wait(WaitReason.RESERVED), _NEEDS + "5 free on n3, kept for others that are ahead; you are 2nd"),
         (wait(WaitReason.TURN), _NEEDS + "5 free on n3, and others are ahead; you are 2nd"),

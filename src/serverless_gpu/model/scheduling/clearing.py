@@ -177,7 +177,7 @@ def open_to_guests(state: State, hosts: list[Group]) -> None:
         wanted, reach = line.rows[0][2], floor.reach(line.ask.shape)
         within = {id(group) for group, *_ in reach.entries} | {id(one.group) for one, *_ in reach.singles.values()}
         for group in hosts:
-            if id(group) in within:
+            if id(group) in within and may_use(wanted, group.sample, floor.terms, state.now_ns):
                 group.claim = min(group.claim, standing(wanted, group.sample, floor.terms))
 
 

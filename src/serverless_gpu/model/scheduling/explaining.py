@@ -8,11 +8,13 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_left
+from collections.abc import Iterator
 
 from serverless_gpu.model.scheduling import placing
 from serverless_gpu.model.scheduling.fairness import team_of
-from serverless_gpu.model.scheduling.floor import Place
+from serverless_gpu.model.scheduling.floor import Floor, Place
 from serverless_gpu.model.scheduling.impossible import impossible
+from serverless_gpu.model.scheduling.preempting import standing
 from serverless_gpu.model.scheduling.queue import Line
 from serverless_gpu.model.scheduling.shapes import Ask
 from serverless_gpu.model.scheduling.state import State
@@ -196,6 +198,7 @@ class _Explained:
         free = where.free[name]
         ahead = self._keeper(where, name) if free else ""
         at_ns, is_bound = self._start(where, name, needed, place)
+        kept_ns, spare_s = self._spare(where, name, needed)
         return Wait(
             run_id=self._wanted.run_id,
             reason=self._reason(ahead, enough=free >= needed),
@@ -205,12 +208,25 @@ class _Explained:
             node=where.node.name,
             free=free,
             outside=where.node.outside.get(name, 0),
-            holders=self._holders([(where, name)]),
+            holders=self._holders([(where, name)]) if free < needed else (),
             ahead=ahead,
+            kept_ns=kept_ns,
+            spare_s=spare_s,
             place=place,
             at_ns=at_ns,
             is_bound=is_bound,
         )
+
+    def _spare(self, where: Place, gpu_type: str, count: int) -> tuple[int | None, float]:
+        """Return from when on what is free is kept for others, and how long a run may declare that fits in before."""
+        book = self._floor.books.get((where.node.id, gpu_type))
+        if book is None or where.free[gpu_type] < count:
+            return None, 0.0
+        until = min(book.likely.until(count), book.bound.until(count))
+        if until <= self._now_ns or math.isinf(until):
+            return None, 0.0
+        left_s = (until - self._now_ns) / 1e9 - self._wanted.beyond_s
+        return int(until), max(0.0, left_s // 60 * 60)
 
     def _reason(self, ahead: str, *, enough: bool) -> WaitReason:
         if self._wanted.run_id in self._state.clearing:
@@ -218,7 +234,10 @@ class _Explained:
         return WaitReason.RESERVED if ahead else WaitReason.TURN if enough else WaitReason.CAPACITY
 
     def _nearest(self) -> tuple[Place, str] | None:
-        """Return where it fits soonest: what is promised to it, else where it lacks the fewest devices."""
+        """Return where enough is free but kept, else what is promised to it, else where it lacks the fewest devices."""
+        kept = min(self._kept(), key=lambda option: option[:2], default=None)
+        if kept is not None and self._wanted.run_id not in self._state.clearing:
+            return kept[2], kept[3]
         if self._reservation is not None and self._reservation.shares:
             share = self._reservation.shares[0]
             where = self._floor.places.get(share.node_id)
@@ -234,6 +253,17 @@ class _Explained:
             return None
         *_, where, name = min(options, key=lambda option: option[:4])
         return where, name
+
+    def _kept(self) -> Iterator[tuple[str, str, Place, str]]:
+        """Yield nodes where enough is free for it: people see that, and ask why it does not start there."""
+        reach = self._floor.reach(self._ask.shape)
+        for node_id, name in self._floor.books:
+            where = self._floor.places[node_id]
+            found = reach.of(where)
+            needed = where.node.total.get(name, 0) if self._ask.shape.gpus is None else self._ask.shape.gpus
+            enough = found is not None and name in found[0] and 0 < needed <= where.free[name] and not where.node.away
+            if enough and self._keeper(where, name):
+                yield *where.entry[:2], where, name
 
     def _keeper(self, where: Place, gpu_type: str) -> str:
         """Return the title of the first other run for which something of a node is kept."""
@@ -300,6 +330,20 @@ class _Explained:
                 words=words,
             )
         *_, where, name = min(closed, key=lambda entry: entry[:3])
+        words = _claimed(where, wanted, self._floor)
+        if words:
+            return Wait(
+                run_id=wanted.run_id,
+                reason=WaitReason.RESERVED,
+                count=count or where.node.total[name],
+                whole=whole,
+                gpu_type=wanted.gpu_type or name,
+                node=where.node.name,
+                free=where.free[name],
+                holders=self._holders([(where, name)]),
+                place=place,
+                words=words,
+            )
         return Wait(
             run_id=wanted.run_id,
             reason=WaitReason.CALENDAR,
@@ -337,3 +381,13 @@ class _Explained:
             is_bound=is_bound,
             words="" if not enough else "whole nodes are needed, and too few are wholly free",
         )
+
+
+def _claimed(where: Place, wanted: Wanted, floor: Floor) -> str:
+    """Return whose right keeps a guest out of a node, or "" when that is not the reason."""
+    node = where.node
+    if standing(wanted, node, floor.terms) <= where.group.claim:
+        return ""
+    if node.owner_first and node.owner and wanted.owner != node.owner:
+        return f"{node.name} is {node.owner}'s, who is first there and waits, too"
+    return f"pool {node.pool!r} lends nothing while its own runs wait"

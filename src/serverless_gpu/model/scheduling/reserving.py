@@ -43,6 +43,13 @@ class Profile:
         starts = (start for start, _, _ in self._bookings if self._now < start < end)
         return all(self._at(start) >= count for start in starts)
 
+    def until(self, count: int) -> float:
+        """Return until when devices can be had from now on: the first booking that they would be missing from."""
+        if count > self.free():
+            return self._now
+        starts = sorted(start for start, _, _ in self._bookings if start > self._now)
+        return next((start for start in starts if self._at(start) < count), math.inf)
+
     def take(self, count: int, end: float) -> None:
         """Note that somebody has devices from now until `end`, infinite where nobody can say."""
         self._free -= count

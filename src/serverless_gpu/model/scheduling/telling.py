@@ -14,11 +14,13 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from serverless_gpu.model.scheduling.values import Estimate, Holder, Wait, WaitReason
+from serverless_gpu.units import format_duration_ms
 
 Clock = Callable[[int], str]
 """How a time is written for whoever reads it: ``"14:20"``, ``"Mon 14:20"``."""
 
 NAMED_MAX = 3
+_SPARE_MIN_S = 60.0
 _UNSEEN = "it was not looked at yet"
 _INSTEAD = (WaitReason.HELD, WaitReason.UNSATISFIABLE)  # what is told in place of everything else
 
@@ -83,20 +85,21 @@ def _there(wait: Wait, clock: Clock) -> list[str]:
         return [_calendar(wait, clock), *_holding(wait.holders, clock)]
     if wait.reason is WaitReason.AWAY and not wait.node:
         return []
-    parts = [_free(wait), *_holding(wait.holders, clock)]
+    parts = [_free(wait, clock), *_holding(wait.holders, clock)]
     if wait.outside:
         parts.append(f"{wait.outside} of it used by others than this server, or in quarantine")
     return parts
 
 
-def _free(wait: Wait) -> str:
+def _free(wait: Wait, clock: Clock) -> str:
     if not wait.node and not wait.free and wait.one_node:
         return _UNSEEN if wait.reason is WaitReason.TURN else ""
     free = f"{wait.free or 'none'} free" + (f" on {wait.node}" if wait.node else "")
     if not wait.free:
         return free
     if wait.ahead:
-        return f"{free}, kept for {wait.ahead}, which is ahead"
+        since = "" if wait.kept_ns is None else f", from {clock(wait.kept_ns)} on"
+        return f"{free}, kept for {wait.ahead}, which is ahead{since}"
     if wait.reason is WaitReason.RESERVED:
         return f"{free}, kept for others that are ahead"
     return f"{free}, and others are ahead" if wait.reason is WaitReason.TURN else free
@@ -143,13 +146,12 @@ def _together(one: Holder, other: Holder) -> Holder:
 
 
 def _start(wait: Wait, clock: Clock) -> list[str]:
-    """Return when it starts, unless the holders that are named have said so already."""
-    if wait.at_ns is None:
-        return []
-    said = [(holder.until_ns, holder.is_bound) for holder in _merged(wait.holders)[:NAMED_MAX]]
-    if (wait.at_ns, wait.is_bound) in said and all(until is not None and until <= wait.at_ns for until, _ in said):
-        return []
-    return [f"it starts {_at(wait.at_ns, clock, is_bound=wait.is_bound)}"]
+    """Return when it starts, and what would let it start now."""
+    parts = [] if wait.at_ns is None else [f"it starts {_at(wait.at_ns, clock, is_bound=wait.is_bound)}"]
+    if wait.spare_s >= _SPARE_MIN_S:
+        spare = format_duration_ms(round(wait.spare_s) * 1000)
+        parts.append(f"with timeout= of at most {spare} it would start now")
+    return parts
 
 
 def _at(at_ns: int, clock: Clock, *, is_bound: bool) -> str:

@@ -124,6 +124,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         expected_s: how long that is likely to be, as learned from earlier runs; None where nothing is known.
         preemptible: whether it may be stopped to make room and goes on later: it asked for `resume`.
         preemptions: how often that was done to it.
+        beyond_s: what `limit_s` has, or would have, beyond what its owner declares: to start, and to leave.
         grace_s: how long it may take to leave once it is asked to.
     """
 
@@ -149,6 +150,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     preemptible: bool = False
     preemptions: int = 0
     grace_s: float = 30.0
+    beyond_s: float = 0.0
 
 
 class Share(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -326,6 +328,8 @@ class Wait(msgspec.Struct, frozen=True, kw_only=True):
         outside: those that others than this server use there, or that are in quarantine.
         holders: who has the others, those who leave first first.
         ahead: title of the run for which what is free is kept, or "".
+        kept_ns: from when on that run has it, where what ends before may start; None for now.
+        spare_s: a run that declares no more than that would start now, in what is kept; 0 for none.
         place: its place among those that want the same kind of devices; 1 is the next, 0 is none: it is not in line.
         at_ns: when it starts, where it has a reservation or everything is known; `is_bound`: at the latest.
         owner: whose `node` it is, where a calendar is the reason.
@@ -345,6 +349,8 @@ class Wait(msgspec.Struct, frozen=True, kw_only=True):
     outside: int = 0
     holders: tuple[Holder, ...] = ()
     ahead: str = ""
+    kept_ns: int | None = None
+    spare_s: float = 0.0
     place: int = 0
     at_ns: int | None = None
     is_bound: bool = False
