@@ -67,6 +67,11 @@ def test_what_is_not_there_is_said_once(server: ServerFacts) -> None:
             (WARNING, "n2 is SILENT: not heard for 99 s"),
         ),
         (
+            "server-nodes",
+            replace(WELL, nodes=(replace(UP, state="DRAINING", sentence="takes nothing new: root …", drained=True),)),
+            (WARNING, "n1 is DRAINING: takes nothing new: root …"),
+        ),
+        (
             "server-protocol",
             replace(WELL, protocol=2, protocols=(1, 2)),
             (OK, "protocol 1, which the server takes; its own is 2: upgrade this package when it suits"),

@@ -97,6 +97,7 @@ class ServerNode(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         silent_s: how long ago it was heard of, in seconds of the server's clock; None where that is not known.
         clock: how far its clock is off, in words that follow its name; "" where it is not.
+        drained: whether somebody said that it is given nothing new.
     """
 
     name: str
@@ -104,6 +105,7 @@ class ServerNode(msgspec.Struct, frozen=True, kw_only=True):
     sentence: str = ""
     silent_s: float | None = None
     clock: str = ""
+    drained: bool = False
 
 
 class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -78,7 +78,9 @@ def _nodes(facts: Facts, server: ServerFacts) -> list[Finding]:
     for node in server.nodes:
         is_silent = node.state != "UP" or (node.silent_s is not None and node.silent_s > _SILENT_S)
         if is_silent or node.sentence:
-            found += warning(f"{node.name} is {node.state}: {node.sentence or f'not heard for {node.silent_s:.0f} s'}")
+            mend = f"sgpu node resume {node.name}   (once the work on it is done)" if node.drained else ""
+            words = node.sentence or f"not heard for {node.silent_s:.0f} s"
+            found += warning(f"{node.name} is {node.state}: {words}", mend)
         if node.clock:
             mend = "timedatectl set-ntp true, there   (limits, leases and charges do not depend on it)"
             found += warning(f"{node.name} {node.clock}: moments that its runs write down are off", mend)
@@ -165,6 +167,7 @@ CHECKS = (
             "a remote run stays QUEUED: no node has joined",
             "sgpu nodes shows SILENT or GONE",
             "sgpu nodes shows DRAINING: takes nothing new: unkillable: after run …: process … could not be ended",
+            "sgpu nodes shows DRAINING: takes nothing new: … drains it since …",
             "sgpu nodes says that a node has a clock that is ahead of, or behind, the server's",
         ),
         cause="A node joins by itself and says every few seconds that it is there; one that does not is off, cut off, "

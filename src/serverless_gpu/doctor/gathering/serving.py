@@ -148,6 +148,7 @@ def _node(view: object, ahead_s: int | None) -> ServerNode:
         sentence=sentence,
         silent_s=max(0.0, silent_s) if seen_ns else None,
         clock=load("serverless_gpu.wire.agents").clock_text(getattr(view, "clock", None)),
+        drained=getattr(getattr(view, "rules", None), "drain", None) is not None,
     )
 
 
