@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 import pytest
+import sqlalchemy as sa
 
 from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound
 from serverless_gpu.model.attempt import Reason, State, StopReason
-from serverless_gpu.model.run_lifecycle import Ended
+from serverless_gpu.model.run_lifecycle import Ended, StopAsked
 from serverless_gpu.model.spec import Resources
-from serverless_gpu.server import audit, events, operating, ruling, runs, views
+from serverless_gpu.server import audit, events, leaving, operating, ruling, runs, views
 from serverless_gpu.server.agents import Agents
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.reconciler import Reconciler
@@ -175,6 +178,52 @@ def test_a_placement_that_was_decided_before_the_drain_is_not_written_after(
     monkeypatch.setattr(scheduler, "_place", late)
     scheduler.tick(services.clock.boottime_ns())
     assert find(services, run_id).state is State.QUEUED
+
+
+def _resume(services: Services, run_id: str) -> None:
+    ruling.drain(services, by(ROOT), NodeDrainRequest(on=False))
+
+
+def _go_elsewhere(services: Services, run_id: str) -> None:
+    end(services, run_id, Reason.REFUSED, began=False)
+    join(services, "n2")
+    services.clock.advance(5)  # type: ignore[attr-defined] # the test's
+    services.presence.heard(operating.view_nodes(services)[1].id, now_ns=services.clock.boottime_ns())
+    Scheduler(services).tick(services.clock.boottime_ns())
+    attempt = find(services, run_id).attempt
+    assert attempt is not None and (attempt.node, attempt.fence) == ("n2", 2)
+
+
+@pytest.mark.parametrize("happens", [_resume, _go_elsewhere])
+def test_what_happens_between_the_look_and_the_stop_counts(
+    services: Services, node_id: str, monkeypatch: pytest.MonkeyPatch, happens: Callable[[Services, str], None]
+) -> None:
+    run_id = placed(services)
+    ruling.drain(services, by(ROOT), NodeDrainRequest(on=True, stop=True))
+    read = services.database.read
+
+    def read_then(work: Callable[[sa.Connection], object]) -> object:
+        found = read(work)
+        monkeypatch.setattr(services.database, "read", read)
+        happens(services, run_id)
+        return found
+
+    monkeypatch.setattr(services.database, "read", read_then)
+    leaving.look(services)
+    assert find(services, run_id).stop is None
+
+
+def test_who_has_given_its_devices_back_or_was_asked_already_is_left_alone(services: Services, node_id: str) -> None:
+    sends_results, asked = placed(services), placed(services)
+    services.leases.free(sends_results, 1)
+    ruling.drain(services, by(ROOT), NodeDrainRequest(on=True, stop=True))
+    tick(services)
+    before = find(services, asked)
+    tell(services, asked, StopAsked(StopReason.CANCEL))
+    tick(services)
+    assert (find(services, sends_results).stop, before.stop) == (None, StopReason.DRAIN)
+    assert find(services, asked).stop is StopReason.CANCEL
+    assert [name for name, _ in actions(services)] == ["node.drain", "run.stop"]
 
 
 # --- the calendar -----------------------------------------------------------------------------------------------------
@@ -349,10 +398,10 @@ def test_a_gpu_that_is_left_out_is_not_counted_and_the_node_is_told_so(services:
     Agents(services).heartbeat(NODE, node_id, Heartbeat(devices=H100, unavailable=(uuid,)))
     assert view_of(services).rules == view.rules  # what a node says changes nothing about it
     end(services, most_of_it, Reason.COMPLETED)
+    Agents(services).heartbeat(NODE, node_id, Heartbeat(devices=H100))  # for the node there is nothing wrong with it
     tick(services)
     assert find(services, all_of_it).state is State.QUEUED
     assert "1 of it used by others than this server, or in quarantine" in services.sentences.of(all_of_it)
-    Agents(services).heartbeat(NODE, node_id, Heartbeat(devices=H100))
     assert ruling.quarantine(services, by(ROOT), QuarantineRequest(uuid=uuid, on=False)).rules == NodeRules()
     tick(services)
     assert find(services, all_of_it).state is State.STARTING
