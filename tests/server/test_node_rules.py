@@ -48,8 +48,8 @@ def by(who: Caller, reach: str = "", node: str = "n1") -> Asked:
     return Asked(who=who, reach=reach or ("all" if who is ROOT else "own"), node=node)
 
 
-def submit(services: Services, *, owner: str = "bob", gpus: int = 2, resume: bool = False) -> str:
-    new = new_run(owner=owner, resources=Resources(gpus=gpus, gpu_type="H100"), resume=resume)
+def submit(services: Services, *, owner: str = "bob", gpus: int = 2, **spec: object) -> str:
+    new = new_run(owner=owner, resources=Resources(gpus=gpus, gpu_type="H100"), **spec)
     new = msgspec.structs.replace(new, context_sealed=services.sealer.seal(b'{"environ":{}}', about=new.id))
     services.database.write(lambda connection: runs.insert(connection, new, at_ns=services.clock.wall_ns()))
     return new.id
@@ -306,8 +306,48 @@ def test_nothing_of_others_is_placed_on_a_node_that_is_not_shared_and_they_are_t
     assert find(services, run_id).state is State.STARTING
 
 
+def test_others_start_only_what_can_be_gone_by_the_turn_and_the_owner_whatever_they_like(
+    services: Services, node_id: str, clock: FakeClock
+) -> None:
+    ruling.put_calendar(services, by(ROOT), NIGHTS)  # shared for an hour still
+    unknown, short, own = submit(services), submit(services, timeout_s=1800.0), submit(services, owner="alice")
+    tick(services)
+    assert [find(services, run_id).state for run_id in (unknown, short, own)] == [
+        State.QUEUED,
+        State.STARTING,
+        State.STARTING,
+    ]
+    assert "which is alice's from " in services.sentences.of(unknown)
+    later(services, clock, 2 * HOUR_S)
+    more = submit(services, owner="alice")
+    tick(services)
+    assert find(services, more).state is State.STARTING  # it is hers alone now
+    assert "alice's until" in services.sentences.of(unknown)
+
+
+def test_on_a_node_whose_owner_is_first_others_leave_for_them_and_come_back(
+    services: Services, node_id: str, clock: FakeClock
+) -> None:
+    ruling.put_calendar(services, by(ROOT), CalendarRequest(owner="alice", owner_first=True))
+    guest, stays = submit(services, gpus=8, resume=True), submit(services, gpus=1)
+    tick(services)
+    assert (find(services, guest).state, find(services, stays).state) == (State.STARTING, State.QUEUED)
+    own = submit(services, owner="alice", gpus=4)
+    tick(services)
+    assert find(services, guest).stop is StopReason.PREEMPT
+    assert "alice/" in last_event(services, guest)
+    tick(services)
+    end(services, guest, Reason.PREEMPTED)
+    tick(services)
+    assert (find(services, own).state, find(services, guest).state) == (State.STARTING, State.QUEUED)
+    end(services, own, Reason.COMPLETED)
+    tick(services)
+    assert (find(services, guest).state, find(services, guest).fence) == (State.STARTING, 2)
+    assert find(services, stays).state is State.QUEUED  # it could not leave if she came
+
+
 def test_a_calendar_that_cannot_be_read_any_more_lets_nobody_in_and_says_so(
-    services: Services, node_id: str, monkeypatch: pytest.MonkeyPatch
+    services: Services, node_id: str, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     going = placed(services)
     ruling.put_calendar(services, by(ROOT), msgspec.structs.replace(NIGHTS, zone="Europe/Berlin"))
@@ -316,14 +356,14 @@ def test_a_calendar_that_cannot_be_read_any_more_lets_nobody_in_and_says_so(
         raise KeyError(key)
 
     monkeypatch.setattr("serverless_gpu.server.node_rules.ZoneInfo", gone)
-    ruling.put_calendar.__globals__["node_rules"]._sharing.cache_clear()
+    clock.advance(60)  # what holds is remembered for its minute
     waiting = submit(services)
     tick(services)
     assert (find(services, going).stop, find(services, waiting).state) == (None, State.QUEUED)
     assert "a calendar that cannot be read: the server knows no time zone 'Europe/Berlin'" in (
         services.sentences.of(waiting)
     )
-    ruling.put_calendar.__globals__["node_rules"]._sharing.cache_clear()
+    assert view_of(services).sentence.startswith("has a calendar that cannot be read")
 
 
 @pytest.mark.parametrize(

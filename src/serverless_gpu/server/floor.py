@@ -156,8 +156,8 @@ def _offer(node: StoredNode, *, away: str, at_ns: int) -> Node:
 
 def _view(node: StoredNode, holders: Sequence[Active], presence: Presence, times: Times) -> NodeView:
     seen_ns = last_seen_ns(node, presence, times)
-    sentence = away(node, presence, times)
     found = node_rules.sharing(node.rules, times.wall_ns)
+    sentence = away(node, presence, times) or found.problem
     return NodeView(
         id=node.id,
         name=node.name,

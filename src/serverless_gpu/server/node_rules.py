@@ -7,7 +7,7 @@
 Values only; `ruling.py` changes rules, `leaving.py` has runs leave.
 
 Failure cases: a zone that this machine does not know any more, or a window of another version, makes a calendar that
-cannot be read. Then nobody but the owner is placed on the node, and it says so; what runs there stays.
+cannot be read. Then nothing is placed on the node, and it says so; what runs there stays.
 """
 
 from __future__ import annotations
