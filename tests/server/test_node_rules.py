@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -48,7 +49,7 @@ def by(who: Caller, reach: str = "", node: str = "n1") -> Asked:
     return Asked(who=who, reach=reach or ("all" if who is ROOT else "own"), node=node)
 
 
-def submit(services: Services, *, owner: str = "bob", gpus: int = 2, **spec: object) -> str:
+def submit(services: Services, *, owner: str = "bob", gpus: int = 2, **spec: Any) -> str:
     new = new_run(owner=owner, resources=Resources(gpus=gpus, gpu_type="H100"), **spec)
     new = msgspec.structs.replace(new, context_sealed=services.sealer.seal(b'{"environ":{}}', about=new.id))
     services.database.write(lambda connection: runs.insert(connection, new, at_ns=services.clock.wall_ns()))
