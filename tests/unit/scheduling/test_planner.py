@@ -11,6 +11,8 @@ from serverless_gpu.model.scheduling.values import (
     Node,
     Placement,
     Policy,
+    Pool,
+    PoolSeen,
     Share,
     WaitReason,
     Wanted,
@@ -218,3 +220,15 @@ def test_a_node_that_is_away_is_not_used_and_said_to_be_away() -> None:
 )
 def test_F82_what_can_never_be_is_said_at_once(run: Wanted, nodes: list[Node], sentence: str) -> None:
     assert decide([run], nodes).said("r1") == sentence
+
+
+def test_F82_who_is_not_let_into_a_reserved_pool_reads_who_is_and_who_is_lent_some() -> None:
+    nodes = [msgspec.structs.replace(node("n1", H100=2), pool="gold"), msgspec.structs.replace(node("n2"), pool="lab")]
+    made = planner(nodes, [wanted("r1"), wanted("r2", priority=BEST_EFFORT)])
+    made.apply([PoolSeen(Pool(name="gold", reserved=True)), PoolSeen(Pool(name="lab", reserved=True))])
+    decided = Decided(made)
+    closed = "every node is in a reserved pool, which has to be named: gold, lab"
+    assert [decided.said(run_id) for run_id in ("r1", "r2")] == [closed, closed]
+    made.apply([PoolSeen(Pool(name="gold", reserved=True, lends=True))])
+    lent = f"{closed}; runs of BEST_EFFORT with resume=True are lent devices of gold"
+    assert [Decided(made).said(run_id) for run_id in ("r1", "r2")] == [lent, lent]
