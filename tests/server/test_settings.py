@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
@@ -46,6 +47,7 @@ def test_options_win_over_the_file(tmp_path: Path) -> None:
         ("[queue]\nhalf_live = '7d'", InvalidOption, "'queue_half_live'"),
         ("[queue]\nhalf_life = '7'", InvalidValue, "queue_half_life"),
         ("[queue]\nnearly = 1.5", InvalidOption, "queue_nearly"),
+        ("[queue]\nhalf_life = 'never'", InvalidValue, "queue_half_life"),
     ],
 )
 def test_what_is_wrong_in_the_file_is_said(tmp_path: Path, line: str, kind: type[Exception], says: str) -> None:
@@ -94,6 +96,8 @@ def test_what_was_decided_about_the_queue_is_a_table_of_the_file(tmp_path: Path)
         preempt_after_s=3_600,
         preemptions_max=2,
     )
+    never = read_settings(tmp_path, environ={"SGPU_QUEUE_GUARD": "never", "SGPU_QUEUE_PATIENCE": "never"}).queue
+    assert never.guard_s == never.patience_s == math.inf
     found = {each.name: each for each in effective(tmp_path)}
     assert found["queue_half_life"] == Said(name="queue_half_life", value="1d", origin=str(tmp_path / "server.toml"))
 

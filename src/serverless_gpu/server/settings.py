@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import difflib
 import ipaddress
+import math
 import re
 import tomllib
 from collections.abc import Callable, Mapping
@@ -58,6 +59,7 @@ _NO_SETTINGS = (
 )
 _FILE = "server.toml"
 _QUEUE = "queue"
+_NEVER = "never"
 _USUAL = Policy()
 _DEFAULT = "default"
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
@@ -67,9 +69,10 @@ _SECRET = re.compile(r"(?<=://)([^/@:]*):[^/@]*@|\b(\w*(?:password|secret|token|
 
 def _typed(seconds: float) -> str:
     """Return a duration as people type it."""
-    size, unit = next(
-        (size, unit) for size, unit in ((86_400, "d"), (3_600, "h"), (60, "m"), (1, "s")) if not seconds % size
-    )
+    if math.isinf(seconds):
+        return _NEVER
+    sizes = ((DAY_S, "d"), (3_600, "h"), (60, "m"))
+    size, unit = next(((size, unit) for size, unit in sizes if seconds and not seconds % size), (1, "s"))
     return f"{seconds / size:.0f}{unit}"
 
 
@@ -373,8 +376,8 @@ class _Checked:
             entry_penalty_s=self._duration("queue_entry_penalty", said.queue_entry_penalty, 0.0, DAY_S),
             reservations=said.queue_reservations,
             nearly=said.queue_nearly,
-            patience_s=self._duration("queue_patience", said.queue_patience, 0.0, RETENTION_MAX_S),
-            guard_s=self._duration("queue_guard", said.queue_guard, 60.0, RETENTION_MAX_S),
+            patience_s=self._duration_or_never("queue_patience", said.queue_patience, 0.0),
+            guard_s=self._duration_or_never("queue_guard", said.queue_guard, 60.0),
             preempt_after_s=self._duration("queue_preempt_after", said.queue_preempt_after, 0.0, RETENTION_MAX_S),
             preemptions_max=said.queue_preemptions,
         )
@@ -416,6 +419,9 @@ class _Checked:
         if not least_s <= seconds <= most_s:
             raise self._impossible(name, f"{name} is {text}", hint=f"it can be {least_s:.0f} s to {most_s:.0f} s")
         return seconds
+
+    def _duration_or_never(self, name: str, text: str, least_s: float) -> float:
+        return math.inf if text == _NEVER else self._duration(name, text, least_s, RETENTION_MAX_S)
 
     def _impossible(self, name: str, message: str, *, hint: str = "") -> InvalidValue:
         return InvalidValue(f"{self._origins.get(name, _DEFAULT)}: {message}", hint=hint)
