@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from serverless_gpu.model.scheduling.values import BEST_EFFORT, CRITICAL, Policy, Pool
 from serverless_gpu.replay import Cluster, Job, Machine, Settings, Trace, cluster_of, generate, read_trace, simulate
 from serverless_gpu.replay import trace_of as in_order
+from serverless_gpu.replay.driving import Durations
 from serverless_gpu.replay.figures import moments
 from tests.replay.real import TRACES, needs_traces
 from tests.replay.test_baselines import CLUSTERS, JOBS, made
@@ -34,10 +35,33 @@ def test_a_gang_of_several_nodes_waits_for_whole_ones() -> None:
 def test_declared_durations_let_small_jobs_into_the_gap_before_a_gang() -> None:
     # One GPU is free until 100, when eight are wanted at once; of two jobs that want it one is over by then.
     jobs = made((0, 100, 7), (1, 50, 8), (2, 200, 1), (3, 90, 1))
-    known = Settings(durations_known=True)
+    known = Settings(durations="known")
     assert simulate(in_order(jobs), cluster_of(1, 8), "ours", settings=known).spans == [
         [(0, 100)], [(100, 150)], [(150, 350)], [(3, 93)],
     ]  # fmt: skip
+
+
+def test_what_earlier_jobs_of_a_name_took_lets_the_next_into_the_gap() -> None:
+    def job(name: str, submit: float, duration: float, gpus: int) -> Job:
+        return Job(job_id=name, name=name, user="alice", submit_s=submit, duration_s=duration, gpus=gpus)
+
+    short = [job("eval", at, 60, 1) for at in (0, 100, 200)]
+    long = [job("train", 1_000 * n, 900, 8) for n in range(1, 4)]
+    # At 5,000 eight are taken, likely until 5,900; sixteen are wanted. An eval is over by then; who knows of the last?
+    jobs = [
+        *short,
+        *long,
+        job("train", 5_000, 900, 8),
+        job("big", 5_001, 50, 16),
+        job("eval", 5_002, 60, 1),
+        job("", 5_003, 60, 7),
+    ]
+    spans = {
+        at: simulate(in_order(jobs), cluster_of(2, 8), "ours", settings=Settings(durations=at)).spans
+        for at in ("learned", "unknown")
+    }
+    assert spans["learned"][-3:] == [[(5_900, 5_950)], [(5_002, 5_062)], [(5_950, 6_010)]]
+    assert spans["unknown"][-2:] == [[(5_002, 5_062)], [(5_003, 5_063)]]
 
 
 def test_preemption_makes_room_for_who_has_more_right_and_the_job_goes_on_later() -> None:
@@ -94,11 +118,11 @@ def test_how_far_it_is_is_told() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(JOBS, CLUSTERS, st.booleans(), st.booleans())
+@given(JOBS, CLUSTERS, st.sampled_from(["unknown", "learned", "known"]), st.booleans())
 def test_every_job_has_its_time_and_nobody_has_more_than_there_is(
-    jobs: list[Job], cluster: Cluster, known: bool, preemption: bool
+    jobs: list[Job], cluster: Cluster, durations: Durations, preemption: bool
 ) -> None:
-    told = Settings(durations_known=known, preemption=preemption)
+    told = Settings(durations=durations, preemption=preemption)
     outcome = simulate(Trace(jobs=tuple(jobs)), cluster, "ours", settings=told)
     assert (outcome.unserved, len(outcome.jobs)) == (0, len(jobs))
     for job, had in zip(outcome.jobs, outcome.spans, strict=True):

@@ -69,10 +69,10 @@ class _Asked(NamedTuple):
 @click.option("--policy", "policies", multiple=True, type=click.Choice(POLICIES), help="Default: first-fit and ours.")
 @click.option(
     "--durations",
-    type=click.Choice(["unknown", "known"]),
+    type=click.Choice(["unknown", "learned", "known"]),
     default="unknown",
     show_default=True,
-    help="Whether jobs tell our scheduler how long they take.",
+    help="What our scheduler is told of how long jobs take.",
 )
 @click.option("--preemption", is_flag=True, help="Every job may be stopped by our scheduler, and goes on later.")
 @click.option("--half-life", metavar="AGE", help="After so long, use counts half: 7d.")
@@ -94,7 +94,7 @@ def simulate_command(**options: Any) -> None:
     trace = _trace(asked, cluster, options)
     shown = cluster.as_sum() if options["placement"] == "count" else cluster
     settings = Settings(
-        durations_known=options["durations"] == "known",
+        durations=options["durations"],
         preemption=options["preemption"],
         scheduling=_scheduling(options),
     )

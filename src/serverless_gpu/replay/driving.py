@@ -3,7 +3,8 @@
     jobs ─arrive─▶ Planner.apply · decide ─▶ placements: the job ends after its duration
                                          └─▶ preemptions: the job waits again with what is left of it
 
-Its clock begins at 0 with the first job. What is stopped leaves at once and goes on where it was.
+Its clock begins at 0 with the first job. What is stopped leaves at once and goes on where it was. Of durations the
+scheduler is told nothing, or what a server would have learned of the jobs that ended before, or the truth.
 
 Failure case: a job that the scheduler never places, though nothing runs any more, has no time in what is returned.
 """
@@ -12,10 +13,13 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import msgspec
 
+from serverless_gpu.model.scheduling import learning
 from serverless_gpu.model.scheduling.planner import Planner
 from serverless_gpu.model.scheduling.values import (
     Arrived,
@@ -34,6 +38,9 @@ from serverless_gpu.replay.values import Cluster, Job
 Progress = Callable[[int, int], None]
 """Is told, now and then, how many jobs have ended, and of how many."""
 
+Durations = Literal["unknown", "learned", "known"]
+"""What the scheduler is told of how long jobs take."""
+
 _NS = 1_000_000_000
 _ROUNDS_MAX = 100  # decisions at one moment, each of which stops somebody
 _TELL_EVERY = 500
@@ -46,7 +53,7 @@ class Drive:
         jobs: sorted by arrival; each fits into the empty cluster.
         cluster: where.
         scheduling: what the operator decides.
-        durations_known: whether jobs declare how long they will take.
+        durations: what it is told of how long jobs take.
         progress: is told how far it is.
     """
 
@@ -56,11 +63,12 @@ class Drive:
         cluster: Cluster,
         scheduling: Scheduling,
         *,
-        durations_known: bool,
+        durations: Durations,
         progress: Progress | None = None,
     ) -> None:
         self._jobs, self._progress = jobs, progress
-        self._known = durations_known
+        self._durations = durations
+        self._past: dict[tuple[str, str], deque[float]] = {}
         self._whole = max(machine.gpus for machine in cluster.machines)
         self._pools = {machine.pool for machine in cluster.machines}
         types = {machine.gpu_type for machine in cluster.machines}
@@ -88,12 +96,20 @@ class Drive:
             now_ns = int(min(arrival_ns, end_ns, wake_ns))
             changes: list[Change] = self._end(now_ns)
             while arrived < len(jobs) and self._ns(jobs[arrived].submit_s) <= now_ns:
-                changes.append(Arrived(self._wanted[arrived]))
+                changes.append(Arrived(self._arriving(arrived)))
                 arrived += 1
             decision = self._decide(changes, now_ns)
             idle = arrived == len(jobs) and not self._since
             # Nothing will change any more: what was not placed now never is.
             wake_ns = math.inf if decision.wake_ns is None or idle else max(decision.wake_ns, now_ns + 1)
+
+    def _arriving(self, place: int) -> Wanted:
+        """Return what a job wants, with what was learned until it came."""
+        job, wanted = self._jobs[place], self._wanted[place]
+        if self._durations == "learned" and (past := self._past.get((job.user, job.name))):
+            wanted = msgspec.structs.replace(wanted, expected_s=learning.expected_s(tuple(past)))
+            self._wanted[place] = wanted
+        return wanted
 
     def _decide(self, changes: list[Change], now_ns: int) -> Decision:
         """Let the scheduler decide, until nobody else has to leave at this moment."""
@@ -124,10 +140,17 @@ class Drive:
             if self._since.get(place) == since_ns:
                 self._had(place, now_ns)
                 gone.append(Gone(self._wanted[place].run_id))
+                self._learn(self._jobs[place])
                 self._ended += 1
                 if self._progress is not None and self._ended % _TELL_EVERY == 0:
                     self._progress(self._ended, len(self._jobs))
         return gone
+
+    def _learn(self, job: Job) -> None:
+        """Remember how long a job took, for the next of the same user and name; where there is neither, nothing."""
+        if self._durations == "learned" and (job.user or job.name):
+            past = self._past.setdefault((job.user, job.name), deque(maxlen=learning.SAMPLES_MAX))
+            past.appendleft(job.duration_s)
 
     def _had(self, place: int, now_ns: int) -> None:
         began_ns = self._since.pop(place)
@@ -152,8 +175,8 @@ class Drive:
             gpu_type=job.gpu_type or self._only_type,
             several_nodes=job.gpus > self._whole,
             pool=job.pool if job.pool in self._pools else "",
-            limit_s=job.duration_s if self._known else None,
-            expected_s=job.duration_s if self._known else None,
+            limit_s=job.duration_s if self._durations == "known" else None,
+            expected_s=job.duration_s if self._durations == "known" else None,
             preemptible=job.preemptible,
         )
 

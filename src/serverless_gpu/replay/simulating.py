@@ -7,7 +7,7 @@ import msgspec
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.scheduling.values import Policy as Scheduling
 from serverless_gpu.replay.baselines import KEYS, Nodes, Spans, in_order, placed_again
-from serverless_gpu.replay.driving import Drive, Progress
+from serverless_gpu.replay.driving import Drive, Durations, Progress
 from serverless_gpu.replay.figures import Figures, figures_of
 from serverless_gpu.replay.values import Cluster, Job, Trace
 
@@ -19,12 +19,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """What `ours` is told beyond the jobs.
 
     Attributes:
-        durations_known: whether jobs declare how long they will take.
+        durations: of how long jobs take it is told the truth (``"known"``), what earlier jobs of the same user and name
+            took (``"learned"``), or nothing (``"unknown"``).
         preemption: whether every job may be stopped and go on later; else those of which the trace says so.
         scheduling: what the operator decides.
     """
 
-    durations_known: bool = False
+    durations: Durations = "unknown"
     preemption: bool = False
     scheduling: Scheduling = Scheduling()
 
@@ -107,7 +108,7 @@ def _possible(trace: Trace, cluster: Cluster) -> list[Job]:
 
 def _spans(jobs: list[Job], cluster: Cluster, policy: str, told: Settings, progress: Progress | None) -> Spans:
     if policy == "ours":
-        drive = Drive(jobs, cluster, told.scheduling, durations_known=told.durations_known, progress=progress)
+        drive = Drive(jobs, cluster, told.scheduling, durations=told.durations, progress=progress)
         return drive.run()
     if policy in KEYS:
         return placed_again(jobs, cluster, KEYS[policy])
