@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from benchmarks import environments, ray_rows, remote_rows, tracking_rows
+from benchmarks import environments, ray_rows, remote_rows, replays, tracking_rows
 from benchmarks.contestants import ContestantFailed
 from benchmarks.databases import THREADS, WRITES
 from benchmarks.load import rows as load_rows
@@ -316,6 +316,7 @@ ROWS: dict[str, Callable[[bool], Row]] = {
     **environments.ROWS,
     **tracking_rows.ROWS,
     **ray_rows.ROWS,
+    **replays.ROWS,
     **load_rows.ROWS,
 }
 
