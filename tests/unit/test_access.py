@@ -76,6 +76,8 @@ def test_scopes_only_take_away() -> None:
         (("runs:read",), "runs", True, Reach.NONE),
         (("runs:read", "nodes"), "nodes", True, Reach.ALL),
         (("submit",), "tokens", True, Reach.NONE),
+        (("submit",), "pools", False, Reach.ALL),
+        (("submit",), "pools", True, Reach.NONE),
         (("agent",), "agents", True, Reach.ALL),
         (("agent",), "runs", False, Reach.NONE),
         (("unheard-of",), "runs", False, Reach.NONE),
