@@ -118,6 +118,10 @@ def test_a_sample_counts_what_is_alive(watched: Services, clock: FakeClock) -> N
     asyncio.run(services.measures.refresh())
     assert value(services.measures, "sgpu_nodes", state="DRAINING") == 1
     assert value(services.measures, "sgpu_nodes", state="UP") == 0
+    Agents(services).hello(NODE, hello(unavailable=(H100[7].uuid,), degraded="NVML did not answer in 5 s"))
+    clock.advance(10)
+    asyncio.run(services.measures.refresh())
+    assert value(services.measures, "sgpu_nodes", state="DEGRADED") == 1
     clock.advance(60)
     asyncio.run(services.measures.refresh())
     assert value(services.measures, "sgpu_nodes", state="SILENT") == 1

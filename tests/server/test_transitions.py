@@ -145,6 +145,23 @@ def test_a_run_that_is_cancelled_while_it_waits_is_finished(database: Database, 
     assert told_of(database, run_id) == [(2, 0, State.CANCELLED, Reason.CANCELLED, "the run was cancelled")]
 
 
+def test_F23_faults_of_the_infrastructure_have_a_count_of_their_own(database: Database) -> None:
+    add_people(database, "alice")
+    add_node(database)
+    asked = add_run(database, retry_on_infra=True, retries=1)
+    for used, (faults, retries) in enumerate([(1, 0), (2, 0), (3, 0), (3, 1)], start=1):
+        place(database, asked)
+        tell(database, asked, Started())
+        tell(database, asked, Ended(Reason.GPU_LOST, began=True), detail="GPU-1: Xid 79")
+        run = stored(database, asked)
+        assert (run.state, run.fence) == (State.QUEUED, used)
+        assert (run.fault_retries_used, run.retries_used) == (faults, retries)
+    place(database, asked)
+    tell(database, asked, Started())
+    tell(database, asked, Ended(Reason.GPU_LOST, began=True), detail="GPU-1: Xid 79")
+    assert (stored(database, asked).state, stored(database, asked).reason) == (State.FAILED, Reason.GPU_LOST)
+
+
 def test_a_new_attempt_begins_anew_and_the_old_one_keeps_its_end(database: Database, run_id: str) -> None:
     place(database, run_id)
     tell(database, run_id, Ended(Reason.REFUSED, began=False), detail="no disk")

@@ -200,6 +200,22 @@ def test_health(health: Health, expected: tuple[Outcome, str, str]) -> None:
     assert one("gpu-health", Facts(gpus=gpus)) == expected
 
 
+def test_F23_a_log_that_cannot_be_read_is_no_good_news() -> None:
+    assert one("kernel-log", Facts(gpus=GPUS))[0] is OK
+    closed = replace(GPUS, kernel_log="/dev/kmsg cannot be read: Operation not permitted")
+    outcome, sentence, _ = one("kernel-log", Facts(gpus=closed))
+    assert outcome is UNKNOWN and sentence.endswith("/dev/kmsg cannot be read: Operation not permitted")
+    assert found("kernel-log", Facts(gpus=GpuFacts())) == []
+
+
+def test_F25_a_gpu_on_which_everybodys_code_fails() -> None:
+    assert one("gpu-suspect", Facts(gpus=GPUS))[:2] == (OK, "none")
+    assert one("gpu-suspect", Facts(gpus=replace(GPUS, suspects=("GPU-0: suspect hardware",))))[:2] == (
+        WARNING,
+        "GPU-0: suspect hardware",
+    )
+
+
 def test_declared_gpus() -> None:
     fakes = {"SERVERLESS_GPU_FAKE": "H100:8"}
     assert one("fake-gpus", Facts(environ=fakes, gpus=GpuFacts()))[0] is OK

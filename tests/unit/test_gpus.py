@@ -156,6 +156,7 @@ def test_gpu_carries_type_memory_and_product() -> None:
 
     assert (device.type, device.kind, device.memory_bytes) == ("H100", DeviceKind.GPU, 80 * GIB)
     assert device.product == "NVIDIA H100 80GB HBM3"
+    assert device.pci == "0000:01:00", "as the kernel's log names it"
 
 
 @pytest.mark.parametrize("error", [LOST, FORBIDDEN])

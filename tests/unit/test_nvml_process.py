@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.node.nvml import Silent
+from serverless_gpu.node.nvml import NO_DRIVER, Silent
 from serverless_gpu.node.nvml_process import NvmlProcess
 from serverless_gpu.testing import FakeClock
 from tests.local.observe import wait_for
@@ -78,6 +78,16 @@ def test_F26_another_one_tries_and_never_more_than_a_few(driver: Path) -> None:
             asker.ask(None)
         before |= another(before)
         clock.advance(31)
+
+
+@pytest.mark.parametrize("forks", [False, True])
+def test_nvml_itself_is_asked_there(forks: bool) -> None:
+    asker = NvmlProcess("", LIMIT_S, forks=forks)
+    found = asker.ask(None)
+    assert asker.ask([]).usage == {}
+    used = asker.ask(["GPU-no-such"]).usage["GPU-no-such"]
+    assert used.problem and not used.silent
+    assert found.seen or found.unavailable or used.problem == NO_DRIVER
 
 
 def test_one_that_dies_is_made_up_for(driver: Path) -> None:

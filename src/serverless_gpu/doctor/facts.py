@@ -210,6 +210,8 @@ class GpuFacts(msgspec.Struct, frozen=True, kw_only=True):
         cuda: the newest CUDA the driver can run.
         held: who holds which device: run by uuid.
         quarantined: why, by uuid, and the note's file.
+        kernel_log: why the kernel's log cannot be read, where the driver tells of GPUs that fail; "" where it can.
+        suspects: GPUs that are suspected of being broken, a sentence each.
     """
 
     on_bus: int = 0
@@ -223,6 +225,8 @@ class GpuFacts(msgspec.Struct, frozen=True, kw_only=True):
     health: dict[str, Health] = {}
     held: dict[str, str] = {}
     quarantined: dict[str, tuple[str, str]] = {}
+    kernel_log: str = ""
+    suspects: tuple[str, ...] = ()
 
 
 class Shadow(msgspec.Struct, frozen=True, kw_only=True):

@@ -167,6 +167,22 @@ def _health(facts: Facts) -> list[Finding]:
     return found or (unknown("the cards do not say whether they had memory errors") if silent else ok("no errors"))
 
 
+def _kernel_log(facts: Facts) -> list[Finding]:
+    gpus = facts.gpus
+    if isinstance(gpus, Unknown) or not gpus.devices:
+        return []
+    if gpus.kernel_log:
+        return unknown(f"whether GPUs fail is not heard of: {gpus.kernel_log}")
+    return ok("the driver's word about GPUs that fail is heard")
+
+
+def _suspects(facts: Facts) -> list[Finding]:
+    gpus = facts.gpus
+    if isinstance(gpus, Unknown) or not gpus.devices:
+        return []
+    return [finding for said in gpus.suspects for finding in warning(said)] or ok("none")
+
+
 def _fakes(facts: Facts) -> list[Finding]:
     fakes, gpus = facts.environ.get(FAKE_VARIABLE), facts.gpus
     if not fakes:
@@ -297,9 +313,10 @@ CHECKS = (
         group=Group.GPUS,
         title="GPUs in quarantine",
         symptoms=("quarantined: … in a receipt or in `sgpu gpus`",),
-        cause="After a run the card could not be proven free. Whoever wants it next looks again, and lifts the "
-        "quarantine when it is clean.",
-        mend="end what still uses the card; the next run that wants it lifts the quarantine",
+        cause="After a run the card could not be proven free: whoever wants it next looks again, and lifts the "
+        "quarantine when it is clean. Or the driver said that it failed (Xid …): then it is not lent before the "
+        "machine was restarted, or somebody has said that it is well.",
+        mend="end what still uses the card; one that failed: reset it (`nvidia-smi --gpu-reset -i …`), empty the note",
         probe=_quarantine,
     ),
     Check(
@@ -307,9 +324,28 @@ CHECKS = (
         group=Group.GPUS,
         title="Memory errors of a card",
         symptoms=("CUDA error: uncorrectable ECC error encountered", "Xid 48, 63, 64 or 79 in `dmesg`"),
-        cause="The card's own memory is failing, or it fell off the bus. (Xid events are in the kernel's log only.)",
+        cause="The card's own memory is failing, or it fell off the bus.",
         mend="nvidia-smi -q -d ECC,ROW_REMAPPER; reset the idle card, have it replaced if they come back",
         probe=_health,
+    ),
+    Check(
+        code="kernel-log",
+        group=Group.GPUS,
+        title="The driver's word about GPUs that fail",
+        symptoms=("a run whose GPU failed ends as rank_raised or rank_signal, and not as gpu_lost",),
+        cause="The driver tells of failing GPUs (Xid) in the kernel's log, which not everybody may read.",
+        mend="as root: sysctl kernel.dmesg_restrict=0; or give the node's processes CAP_SYSLOG",
+        probe=_kernel_log,
+    ),
+    Check(
+        code="gpu-suspect",
+        group=Group.GPUS,
+        title="A GPU on which everybody's code fails",
+        symptoms=("illegal memory accesses in runs of 4 principals within 24 h: suspect hardware",),
+        cause="Illegal memory accesses (Xid 13, 31, 43) are mistakes of user code; of several people's on one card "
+        "they may be the card's own.",
+        mend="leave the card out (`sgpu node quarantine NODE GPU`) and test it: dcgmi diag -r 3",
+        probe=_suspects,
     ),
     Check(
         code="fake-gpus",

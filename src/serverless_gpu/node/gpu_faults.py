@@ -89,16 +89,19 @@ class AttemptFaults:
         """
         if self._log is None:
             return []
-        found = list(faults_of(self._log.lines(), devices, self._home))
-        news = [(line, fault) for line, fault in found if (fault.uuid, fault.number) not in self._told]
-        self._told |= {(fault.uuid, fault.number): fault for _, fault in news}
-        for line, fault in news:
+        events: list[GpuFailed] = []
+        for line, fault in faults_of(self._log.lines(), devices, self._home):
+            if (fault.uuid, fault.number) in self._told:
+                continue  # the driver likes to say it again
+            self._told[fault.uuid, fault.number] = fault
             if fault.kind is Kind.USER:
                 self._hit(attempt, fault)
             elif fault.kind is not Kind.OTHER:
                 self._notes.append(fault.sentence)
                 quarantine(self._kind, self._home, fault, line, self._clock)
-        return [GpuFailed(fault.sentence) for _, fault in news if fault.kind in ENDS_A_RUN]
+            if fault.kind in ENDS_A_RUN:
+                events.append(GpuFailed(fault.sentence))
+        return events
 
     def verdicts(self, devices: Iterable[Device]) -> dict[str, Verdict]:
         """Return the devices that need no look to be known as not fit to be lent."""

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
+from serverless_gpu.ambient import SystemClock
 from serverless_gpu.doctor.facts import GpuFacts, Unknown
 from serverless_gpu.doctor.gathering.children import look
 from serverless_gpu.errors import StorageError
 from serverless_gpu.node.flocks import held_note
+from serverless_gpu.node.gpu_faults import suspects
 from serverless_gpu.node.home import find_home
+from serverless_gpu.node.kernel_log import KERNEL, KernelLog
 from serverless_gpu.node.locks import MACHINE_DIRECTORIES, DeviceLocks, Holder
 from serverless_gpu.node.spawning import clean_process
 
@@ -42,8 +45,13 @@ def look_at_gpus(environ: Mapping[str, str], limit_s: float) -> GpuFacts | Unkno
         return Unknown(f"NVML said nothing: {ended.why}. {ended.written.strip()[-300:]}")
     directory = next((path for path in MACHINE_DIRECTORIES if path.is_dir()), None)
     if directory is not None:
-        facts = msgspec.structs.replace(facts, held=_held(directory), quarantined=_quarantined(directory))
-    return msgspec.structs.replace(facts, on_bus=_on_bus(), device_files=_device_files())
+        facts = msgspec.structs.replace(
+            facts,
+            held=_held(directory),
+            quarantined=_quarantined(directory),
+            suspects=_suspects(directory, [device.uuid for device in facts.devices]),
+        )
+    return msgspec.structs.replace(facts, on_bus=_on_bus(), device_files=_device_files(), kernel_log=_kernel_log())
 
 
 def _held(directory: Path) -> dict[str, str]:
@@ -68,6 +76,19 @@ def _quarantined(directory: Path) -> dict[str, tuple[str, str]]:
         notes = DeviceLocks(directory).quarantined()
         return {uuid: (note.reason, str(directory / f"{uuid}.quarantine")) for uuid, note in notes.items()}
     return {}
+
+
+def _suspects(directory: Path, uuids: Sequence[str]) -> tuple[str, ...]:
+    with contextlib.suppress(StorageError):
+        return tuple(suspects(directory, uuids, SystemClock().wall_ns()))
+    return ()
+
+
+def _kernel_log() -> str:
+    """Return why the kernel's log cannot be read, or ""."""
+    log = KernelLog(KERNEL, SystemClock())
+    log.close()
+    return log.problem
 
 
 def _on_bus() -> int:
