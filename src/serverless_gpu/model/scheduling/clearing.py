@@ -12,19 +12,30 @@ first who may ask, which is who it was for, or somebody who is ahead of it by no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import msgspec
 
 from serverless_gpu.model.scheduling import placing
 from serverless_gpu.model.scheduling.floor import Group, Place
-from serverless_gpu.model.scheduling.preempting import FULL_CLAIM, NO_CLAIM, Site, may_use, room, standing
+from serverless_gpu.model.scheduling.preempting import (
+    FULL_CLAIM,
+    NO_CLAIM,
+    Room,
+    Site,
+    may_ask,
+    may_use,
+    room,
+    standing,
+)
 from serverless_gpu.model.scheduling.shapes import Ask
 from serverless_gpu.model.scheduling.state import State
-from serverless_gpu.model.scheduling.values import Preemption, Reservation, Share, Wanted
+from serverless_gpu.model.scheduling.values import BEST_EFFORT, Preemption, Reservation, Share, Wanted
 
-SEARCHES_MAX = 32
-"""So many times a pass looks for who could leave; the next one goes on."""
+SITES_MAX = 32
+"""So many nodes that would do are compared for the least loss."""
+LOOKED_MAX = 512
+"""So many nodes a pass looks at for who could leave; the next one goes on."""
 
 Start = Callable[[Wanted, Ask, tuple[Share, ...]], None]
 
@@ -44,7 +55,8 @@ class Clearing:
     def __init__(self, state: State, start: Start) -> None:
         self._state, self._start = state, start
         self._vain: set[object] = set()
-        self._searches = 0
+        self._hosts = {id(group) for group in state.floor.groups.values() if _has_guests(group, state)}
+        self._looked = 0
         self.preemptions: list[Preemption] = []
         self.wake_ns: int | None = None
 
@@ -77,21 +89,94 @@ class Clearing:
             ask: what it asks for.
         """
         state = self._state
-        key = (ask.shape, wanted.priority, "" if state.floor.is_plain else wanted.owner)
-        if not state.floor.leavers or key in self._vain or self._searches >= SEARCHES_MAX:
+        key = (ask.shape, "" if state.floor.is_plain else wanted.owner)  # what a class may not, those after it may not
+        is_late = self._looked >= LOOKED_MAX or len(state.clearing) >= state.policy.reservations
+        if not state.floor.leavers or is_late or key in self._vain:
             return False
-        self._searches += 1
-        found = room(wanted, tuple(self._sites(wanted, ask)), state.floor.terms, state.now_ns)
-        if found is not None and found.wake_ns is not None:
-            self.wake_ns = found.wake_ns if self.wake_ns is None else min(self.wake_ns, found.wake_ns)
-        if found is None or not found.shares:
+        found = self._search(wanted, ask)
+        if not found.shares:
             self._vain.add(key)
+            if found.wake_ns is not None:
+                self.wake_ns = found.wake_ns if self.wake_ns is None else min(self.wake_ns, found.wake_ns)
             return False
         for preemption in found.preemptions:
             self._ask(preemption)
         state.clearing[wanted.run_id] = found.shares
         self._keep(wanted.run_id, found.shares)
         return True
+
+    def _search(self, wanted: Wanted, ask: Ask) -> Room:
+        """Return who has to leave for a run, of the first nodes that lack the fewest devices."""
+        state = self._state
+        reach = state.floor.reach(ask.shape)
+        if ask.shape.several and ask.shape.gpus is not None and ask.shape.gpus > reach.whole:
+            sites = [site for where, name in self._nodes(wanted, ask) if (site := self._site(where, name, ask))]
+            return room(wanted, sites, state.floor.terms, state.now_ns) or Room()
+        ripe: list[Site] = []
+        green: list[Site] = []
+        for where, name in self._nodes(wanted, ask):
+            site = self._site(where, name, ask)
+            if site is not None:
+                self._looked += 1
+                (ripe if self._is_ripe(wanted, site) else green).append(site)
+            if len(ripe) >= SITES_MAX or self._looked >= LOOKED_MAX:
+                break
+        return room(wanted, ripe or green[:SITES_MAX], state.floor.terms, state.now_ns) or Room()
+
+    def _nodes(self, wanted: Wanted, ask: Ask) -> list[tuple[Place, str]]:
+        """Return nodes that a run may use where enough could get free, those that lack the fewest devices first."""
+        floor, count = self._state.floor, ask.shape.gpus
+        is_spread = ask.shape.several and count is not None and count > floor.reach(ask.shape).whole
+        keys = (
+            [(key, name) for key in floor.places for name in floor.places[key].node.total]
+            if is_spread
+            else (list(floor.leavers.counts))
+        )
+        found = []
+        types: dict[int, tuple[str, ...]] = {}
+        for node_id, name in keys:
+            where = floor.places.get(node_id)
+            if where is None or where.node.away or node_id in wanted.avoid:
+                continue
+            above = -1 if id(where.group) in self._hosts else wanted.priority
+            free = where.free.get(name, 0)
+            need = where.node.total.get(name, 0) if count is None or is_spread else count
+            if need <= 0 or not (is_spread or free + floor.leavers.most(node_id, name, above) >= need):
+                continue
+            group = id(where.group) if not floor.reach(ask.shape).singles else id(where)
+            if group not in types:
+                types[group] = self._types(wanted, ask, where)
+            if name in types[group]:
+                found.append((need - free, *where.entry, name))
+        return [(where, name) for *_, where, name in sorted(found, key=lambda entry: entry[:3])]
+
+    def _site(self, where: Place, gpu_type: str, ask: Ask) -> Site | None:
+        """Return a node with those who are there; None where somebody waits for what gets free by itself."""
+        floor, count = self._state.floor, ask.shape.gpus
+        book = floor.books.get((where.node.id, gpu_type))
+        if book is not None and not all(run_id in self._state.clearing for run_id, _ in book.names):
+            return None
+        total = where.node.total[gpu_type]
+        return Site(
+            node=where.node,
+            gpu_type=gpu_type,
+            need=total if count is None else min(count, total),
+            free=placing.unkept(floor, where, gpu_type) + _leaving(where, gpu_type),
+            holders=tuple(held.running for held in where.runs.get(gpu_type, {}).values()),
+        )
+
+    def _is_ripe(self, wanted: Wanted, site: Site) -> bool:
+        """Return whether enough may be asked to leave a node now."""
+        terms, now_ns = self._state.floor.terms, self._state.now_ns
+        missing = site.need - site.free
+        for running in site.holders:
+            if missing <= 0:
+                break
+            ripe_ns = may_ask(wanted, running, site.node, terms)
+            if ripe_ns is not None and ripe_ns <= now_ns:
+                here = (share for share in running.shares if share.node_id == site.node.id)
+                missing -= sum(share.count for share in here if share.gpu_type == site.gpu_type)
+        return missing <= 0
 
     def _ask(self, preemption: Preemption) -> None:
         state = self._state
@@ -127,31 +212,6 @@ class Clearing:
             return ()
         return found[0]
 
-    def _sites(self, wanted: Wanted, ask: Ask) -> Iterator[Site]:
-        """Yield nodes where there would be room, or some of it, if all who can leave did."""
-        floor = self._state.floor
-        nodes = floor.places if ask.shape.several else floor.leavers
-        for node_id in nodes:
-            where = floor.places.get(node_id)
-            if where is None or where.node.away or node_id in wanted.avoid:
-                continue
-            for name in self._types(wanted, ask, where):
-                total = where.node.total[name]
-                need = total if ask.shape.gpus is None else ask.shape.gpus
-                if ask.shape.several:
-                    need = min(need, total)
-                held = where.runs.get(name, {}).values()
-                free = placing.unkept(floor, where, name) + _leaving(where, name)
-                most = free + sum(one.count for one in held if one.running.wanted.preemptible)
-                if 0 < need <= most and self._is_mine_to_clear(node_id, name):
-                    holders = tuple(one.running for one in held)
-                    yield Site(node=where.node, gpu_type=name, need=need, free=free, holders=holders)
-
-    def _is_mine_to_clear(self, node_id: str, gpu_type: str) -> bool:
-        """Return whether nobody waits on a node for what gets free by itself."""
-        book = self._state.floor.books.get((node_id, gpu_type))
-        return book is None or all(run_id in self._state.clearing for run_id, _ in book.names)
-
 
 def close_to_guests(state: State) -> list[Group]:
     """Let nobody in who has no right to be on a node; return groups of nodes that may have guests."""
@@ -161,24 +221,30 @@ def close_to_guests(state: State) -> list[Group]:
     return hosts
 
 
-def open_to_guests(state: State, hosts: list[Group]) -> None:
+def open_to_guests(state: State, hosts: list[Group]) -> bool:
     """Let guests in where nobody waits who has more right to be there, and could be there.
 
     Args:
         state: after all others were placed.
         hosts: groups that may have guests.
+
+    Returns:
+        Whether anybody waits who could be a guest.
     """
-    floor = state.floor
+    floor, is_awaited = state.floor, False
+    owners = {group.sample.owner for group in hosts if group.sample.owner_first}
     for group in hosts:
         group.claim = NO_CLAIM
     for line in state.queue.lines():
-        if not floor.is_possible(line.ask.shape):
-            continue
+        is_awaited = is_awaited or bool(owners) or (line.key[0] >= BEST_EFFORT and not line.ask.shape.pool)
+        if not (line.ask.shape.pool or line.owner in owners) or not floor.is_possible(line.ask.shape):
+            continue  # whoever names no pool and owns no node has no more right than any other guest
         wanted, reach = line.rows[0][2], floor.reach(line.ask.shape)
         within = {id(group) for group, *_ in reach.entries} | {id(one.group) for one, *_ in reach.singles.values()}
         for group in hosts:
             if id(group) in within and may_use(wanted, group.sample, floor.terms, state.now_ns):
                 group.claim = min(group.claim, standing(wanted, group.sample, floor.terms))
+    return is_awaited
 
 
 def _has_guests(group: Group, state: State) -> bool:

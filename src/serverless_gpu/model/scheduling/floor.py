@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping
 
 from serverless_gpu.model.hardware import CPU, GpuType, matches
 from serverless_gpu.model.scheduling.holding import Held
+from serverless_gpu.model.scheduling.leavers import Leavers
 from serverless_gpu.model.scheduling.preempting import NO_CLAIM, Terms, may_use, standing
 from serverless_gpu.model.scheduling.reserving import Book, Profile
 from serverless_gpu.model.scheduling.shapes import Shape
@@ -218,13 +219,13 @@ class Reach:
 
 
 class Floor:
-    """Every node, and who has what of it; `leavers`: who may be asked to leave, by node."""
+    """Every node, and who has what of it; `leavers`: who could be asked to leave."""
 
     def __init__(self, policy: Policy) -> None:
         self.places: dict[str, Place] = {}
         self.terms = Terms(policy=policy)
         self.books: dict[tuple[str, str], Book] = {}
-        self.leavers: dict[str, set[str]] = {}
+        self.leavers = Leavers()
         self._reaches: dict[int, Reach] = {}
         self.is_plain = True
         self._is_forecast = False
@@ -299,8 +300,7 @@ class Floor:
         for share in running.shares:
             runs = self._runs.setdefault(share.node_id, {}).setdefault(share.gpu_type, {})
             runs[running.wanted.run_id] = Held(running, share.count)
-            if running.wanted.preemptible and not running.is_leaving:
-                self.leavers.setdefault(share.node_id, set()).add(running.wanted.run_id)
+            self.leavers.count(running, share, share.count)
             self._used.setdefault(share.node_id, Counter())[share.gpu_type] += share.count
             self._refresh(share)
 
@@ -309,7 +309,7 @@ class Floor:
         for share in running.shares:
             del self._runs[share.node_id][share.gpu_type][running.wanted.run_id]
             self._used[share.node_id][share.gpu_type] -= share.count
-            self.leavers.get(share.node_id, set()).discard(running.wanted.run_id)
+            self.leavers.count(running, share, -share.count)
             self._refresh(share)
             if share.node_id not in self.places and not any(self._runs[share.node_id].values()):
                 del self._runs[share.node_id], self._used[share.node_id]

@@ -48,8 +48,7 @@ class Pass:
         self.clearing.serve()
         for priority in sorted(self._state.queue.classes):
             self._serve(priority)
-        if hosts:
-            open_to_guests(self._state, hosts)
+        if hosts and open_to_guests(self._state, hosts):
             self._number = self._state.number = self._number + 1
             self.clearing.again()
             for priority in sorted(self._state.queue.classes):
