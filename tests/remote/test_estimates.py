@@ -11,9 +11,11 @@ import msgspec
 import pytest
 
 from serverless_gpu import distributed
+from serverless_gpu.ambient import format_soon
 from serverless_gpu.errors import ArgumentMismatch, InvalidValue, NotAuthenticated
 from serverless_gpu.model.spec import Function
 from serverless_gpu.wire.estimates import EstimateRequest, EstimateView
+from serverless_gpu.wire.waiting import HolderView, WaitView
 from tests.remote.fake_server import FakeServer
 from tests.remote.test_commands import sgpu
 
@@ -104,6 +106,17 @@ def test_a_dry_run_says_when_it_would_start_and_sends_no_run(fake: FakeServer, t
         "impossible": False,
     }
     assert fake.runs == {} and sgpu("submit", "--json", str(script)).exit_code == 2
+
+
+def test_who_is_waited_for_is_told_with_the_times_of_this_place(fake: FakeServer) -> None:
+    holder = HolderView(title="bob/sweep", count=3, until_ns=ANSWER.at_ns, is_bound=True)
+    waiting = WaitView(reason="capacity", count=8, gpu_type="H100", node="n3", free=5, holders=(holder,), place=2)
+    fake.estimate = msgspec.structs.replace(ANSWER, basis="by the declared ends", waiting=waiting)
+    assert ANSWER.at_ns is not None
+    assert train.estimate(0.1).basis == (
+        "by the declared ends; needs 8 H100 on one node; 5 free on n3; bob/sweep holds 3 until "
+        f"{format_soon(ANSWER.at_ns)} at the latest"
+    )
 
 
 def test_the_pool_is_what_the_variables_of_the_caller_say(fake: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:

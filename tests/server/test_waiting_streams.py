@@ -77,5 +77,7 @@ def test_an_estimate_rests_on_what_goes_on_now(server: Served, gpus: int, words:
     found = connection.ask("POST", "/estimates", question, answer=EstimateView)
     assert words in found.basis
     assert (found.at_ns is None, found.impossible) == (gpus == 5, gpus == 5)
+    if gpus == 4:
+        assert found.waiting is not None and found.waiting.holders[0].title.endswith("/bert-ft")
     assert found.place == (1 if gpus == 4 else 0) and found.is_bound == (gpus == 4)
     assert connection.ask("GET", "/runs", answer=RunPage).runs[0].state is not State.QUEUED

@@ -92,7 +92,7 @@ def test_programs_get_all_parts() -> None:
             "is_leaving": False,
         }
     ]
-    assert set(told) == set(WaitView.__struct_fields__) - {"at_ns", "turns_ns"} | {"start", "turns"}
+    assert set(told) == set(WaitView.__struct_fields__) - {"at_ns", "turns_ns", "kept_ns"} | {"start", "turns", "kept"}
     assert as_json(msgspec.structs.replace(VIEW, waiting=None))["waiting"] is None
 
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from serverless_gpu.model.scheduling.values import Estimate, Holder, Wait, WaitReason
-from serverless_gpu.wire.estimates import EstimateView, estimate_view
+from serverless_gpu.wire.estimates import EstimateView, estimate_of, estimate_view
 from serverless_gpu.wire.waiting import HOLDERS_MAX, HolderView, WaitView, wait_of, wait_view
 
 VALUES: dict[str, Any] = {
@@ -22,6 +22,8 @@ VALUES: dict[str, Any] = {
     "outside": 1,
     "holders": (Holder(title="alice/bert-ft", count=3, until_ns=14, is_bound=True, is_leaving=True),),
     "ahead": "bob/sweep",
+    "kept_ns": 13,
+    "spare_s": 12.5,
     "place": 2,
     "at_ns": 15,
     "is_bound": True,
@@ -44,7 +46,7 @@ def test_every_part_of_a_wait_arrives() -> None:
 def test_a_view_has_what_the_value_has() -> None:
     assert set(WaitView.__struct_fields__) - {"others"} == set(Wait.__struct_fields__) - {"run_id"}
     assert HolderView.__struct_fields__ == Holder.__struct_fields__
-    assert set(EstimateView.__struct_fields__) - {"now_ns"} == set(Estimate.__struct_fields__)
+    assert set(EstimateView.__struct_fields__) - {"now_ns", "waiting"} == set(Estimate.__struct_fields__) - {"wait"}
 
 
 @pytest.mark.parametrize("reason", WaitReason)
@@ -63,6 +65,13 @@ def test_of_many_holders_some_are_named_and_the_others_counted() -> None:
     assert (len(view.holders), view.others) == (HOLDERS_MAX, 6)
     back = wait_of(view, "r1")
     assert back is not None and back.holders == (*holders[:HOLDERS_MAX], Holder(title="others", count=6))
+
+
+def test_an_estimate_arrives_with_what_would_be_waited_for() -> None:
+    wait = Wait(run_id="", **VALUES)
+    estimate = Estimate(at_ns=20, is_bound=True, node="n1", basis="why", place=2, impossible=True, wait=wait)
+    view = msgspec.json.decode(msgspec.json.encode(estimate_view(estimate, 7)), type=EstimateView)
+    assert estimate_of(view) == estimate
 
 
 def test_an_estimate_travels_with_the_time_it_was_made_at() -> None:

@@ -115,11 +115,19 @@ def made(estimate: values.Estimate, now_ns: int) -> Estimate:
         start=None if at_ns is None else datetime.fromtimestamp(at_ns / 1e9, UTC).astimezone(),
         seconds=0.0 if left_s is not None and not estimate.place else left_s,
         is_bound=estimate.is_bound,
-        basis=estimate.basis,
+        basis=_basis(estimate),
         node=estimate.node,
         place=estimate.place,
         impossible=estimate.impossible,
     )
+
+
+def _basis(estimate: values.Estimate) -> str:
+    """Return what an estimate rests on: who has the devices and until when, with the times of this place."""
+    if estimate.wait is None:
+        return estimate.basis
+    wait = msgspec.structs.replace(estimate.wait, place=0, at_ns=None)  # both are said beside it
+    return f"{estimate.basis}; {telling.sentence(wait, format_soon)}"
 
 
 def unknown(why: str) -> Estimate:

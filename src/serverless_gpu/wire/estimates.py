@@ -13,6 +13,7 @@ from serverless_gpu.model.scheduling.values import Estimate
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.wire.base import Answer, Request
 from serverless_gpu.wire.runs import Target
+from serverless_gpu.wire.waiting import WaitView, wait_of, wait_view
 
 
 class EstimateRequest(Request, frozen=True, kw_only=True):
@@ -40,6 +41,7 @@ class EstimateView(Answer, frozen=True, kw_only=True):
         place: how many runs are ahead of it for the same kind of devices, plus one; 0 when it starts at once.
         impossible: whether nothing that has joined can ever serve it.
         now_ns: the server's time.
+        waiting: what it would wait for, part by part, where it is known when it starts.
     """
 
     at_ns: int | None
@@ -49,8 +51,25 @@ class EstimateView(Answer, frozen=True, kw_only=True):
     place: int = 0
     impossible: bool = False
     now_ns: int
+    waiting: WaitView | None = None
 
 
 def estimate_view(estimate: Estimate, now_ns: int) -> EstimateView:
     """Return when a run would start, as it travels."""
-    return EstimateView(now_ns=now_ns, **msgspec.structs.asdict(estimate))
+    parts = msgspec.structs.asdict(estimate)
+    wait = parts.pop("wait")
+    return EstimateView(now_ns=now_ns, waiting=None if wait is None else wait_view(wait), **parts)
+
+
+def estimate_of(view: EstimateView) -> Estimate:
+    """Return what a view says, as decisions have it."""
+    wait = None if view.waiting is None else wait_of(view.waiting, "")
+    return Estimate(
+        at_ns=view.at_ns,
+        is_bound=view.is_bound,
+        node=view.node,
+        basis=view.basis,
+        place=view.place,
+        impossible=view.impossible,
+        wait=wait,
+    )

@@ -180,8 +180,8 @@ def _waiting(waiting: WaitView) -> dict[str, object]:
     def utc(at_ns: int | None) -> str | None:
         return None if at_ns is None else format_utc(at_ns)
 
-    parts: dict[str, object] = msgspec.structs.asdict(waiting)
-    del parts["at_ns"], parts["turns_ns"]
+    parts = msgspec.structs.asdict(waiting)
+    moments = {"start": parts.pop("at_ns"), "turns": parts.pop("turns_ns"), "kept": parts.pop("kept_ns")}
     holders = [
         {
             "title": each.title,
@@ -192,7 +192,7 @@ def _waiting(waiting: WaitView) -> dict[str, object]:
         }
         for each in waiting.holders
     ]
-    return parts | {"holders": holders, "start": utc(waiting.at_ns), "turns": utc(waiting.turns_ns)}
+    return parts | {"holders": holders} | {name: utc(at_ns) for name, at_ns in moments.items()}
 
 
 def _where(view: RunView) -> str:

@@ -16,10 +16,9 @@ from serverless_gpu.client.remote.pool_choice import choose
 from serverless_gpu.client.remote.server import Server, server_of
 from serverless_gpu.client.remote.submitting import environment_of, target
 from serverless_gpu.errors import InvalidValue, NotFound, ServerUnavailable
-from serverless_gpu.model.scheduling import values
 from serverless_gpu.model.spec import Command, Function, RunSpec
 from serverless_gpu.node.home import find_home
-from serverless_gpu.wire.estimates import EstimateRequest
+from serverless_gpu.wire.estimates import EstimateRequest, estimate_of
 
 
 def estimate(spec: RunSpec) -> Estimate:
@@ -52,12 +51,4 @@ def _asked(server: Server, spec: RunSpec) -> Estimate:
         answer = server.estimate(EstimateRequest(spec=spec, target=target(travels=travels), snapshot=travels))
     except InvalidValue as error:
         raise choice.told(error) from error.__cause__
-    found = values.Estimate(
-        at_ns=answer.at_ns,
-        is_bound=answer.is_bound,
-        node=answer.node,
-        basis=answer.basis,
-        place=answer.place,
-        impossible=answer.impossible,
-    )
-    return made(found, answer.now_ns)
+    return made(estimate_of(answer), answer.now_ns)

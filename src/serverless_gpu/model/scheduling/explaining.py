@@ -110,6 +110,7 @@ def estimate(state: State, wanted: Wanted, now_ns: int) -> Estimate:
         node=_node(state, [share.node_id for share in found.shares]),
         basis=f"by the {known} ends of those who have the devices" + (f" and of {place - 1} ahead" if ahead else ""),
         place=place,
+        wait=_Explained(state, wanted, ask, now_ns).wait(place),
     )
 
 

@@ -369,6 +369,7 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
         basis: what that rests on, or why it is unknown, in words.
         place: how many runs are ahead of it for the same kind of devices, plus one; 0 when it starts at once.
         impossible: whether nothing that has joined can ever serve it.
+        wait: what it would wait for, part by part; None where it would not.
     """
 
     at_ns: int | None
@@ -377,3 +378,4 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     basis: str
     place: int = 0
     impossible: bool = False
+    wait: Wait | None = None
