@@ -40,6 +40,7 @@ from serverless_gpu.model.scheduling.values import (
     Wanted,
 )
 from serverless_gpu.server import floor
+from serverless_gpu.server.hub import run_key
 from serverless_gpu.server.roster import Reading, Roster
 from serverless_gpu.server.services import Services
 
@@ -94,7 +95,7 @@ class Planning:
         nodes = {node.id: node for node in floor.offers(reading.floor, services.presence, floor.now(services))}
         pools = {pool.name: pool.planned for pool in reading.floor.pools}
         changes: list[Change] = []
-        planner = self._planner
+        planner, is_new = self._planner, self._planner is None
         if planner is None:
             planner = self._planner = Planner(reading.policy)
             changes += [reading.used] if reading.used is not None else []
@@ -106,9 +107,14 @@ class Planning:
         changes += [NodeSeen(node) for node in _news(self._nodes, nodes)]
         changes += [NodeGone(node_id) for node_id in sorted(self._nodes.keys() - nodes.keys())]
         self._nodes, self._pools = nodes, pools
-        changes += self._runs(reading, underway)
+        about_runs = list(self._runs(reading, underway))
+        changes += about_runs
+        services.sentences.forget(_about(change) for change in about_runs)
         with services.sentences.changing(planner, self.now):
             planner.apply(changes)
+        for change in about_runs if not is_new else ():
+            if isinstance(change, Arrived):
+                services.hub.touch(run_key(change.wanted.run_id))
 
     def decide(self) -> Decision:
         """Return what is to be done now; it counts as done."""
@@ -117,6 +123,7 @@ class Planning:
         now_ns = self.now()
         with self._services.sentences.changing(planner, self.now):
             decision = planner.decide(now_ns)
+        self._services.sentences.forget(placement.run_id for placement in decision.placements)
         for placement in decision.placements:
             wanted = self._waiting.pop(placement.run_id)
             self._running[placement.run_id] = Running(wanted=wanted, shares=placement.shares, since_ns=now_ns)
@@ -126,7 +133,7 @@ class Planning:
             self._running[preemption.run_id] = msgspec.structs.replace(running, is_leaving=True)
         return decision
 
-    def _runs(self, reading: Reading, underway: Mapping[str, Placement]) -> Iterator[Change]:
+    def _runs(self, reading: Reading, underway: Mapping[str, Placement]) -> Iterator[Gone | Started | Arrived]:
         """Return what is different about runs; first who is gone: their devices are free for the others."""
         waiting = {run_id: wanted for run_id, wanted in reading.waiting.items() if run_id not in underway}
         running = dict(reading.running)
@@ -156,6 +163,16 @@ class Planning:
             self._base_ns = base_ns
             self._roster.move(off_ns)
             self.forget()
+
+
+def _about(change: Gone | Started | Arrived) -> str:
+    match change:
+        case Gone(run_id):
+            return run_id
+        case Started(running):
+            return running.wanted.run_id
+        case Arrived(wanted):
+            return wanted.run_id
 
 
 def _news(before: Mapping[str, V], now: Mapping[str, V]) -> list[V]:

@@ -3,9 +3,11 @@
     scheduler ── changes, decide ─▶ planner ◀── why, estimate ── requests, streams         one at a time, by a lock
         └─ after the tick: who was asked about lately, and is told something else now ─▶ the hub wakes their streams
 
-Why a run waits costs a look at the queue, so it is worked out for those that somebody asks about and kept until the
-next decision; of a queue of 10,000 most are asked about by nobody. All of it is memory: a server that starts says
-nothing until its scheduler has looked, which is its first act.
+Why a run waits costs a look at the queue (milliseconds, of 10,000), so it is worked out for those that somebody asks
+about, and kept until the next decision; of a long queue most are asked about by nobody. Where very many are asked
+about, what was worked out is kept for longer, so that it takes a small part of a core however many ask: with a thousand
+streams a place in the queue is up to 20 s old. All of it is memory: a server that starts says nothing until its
+scheduler has looked, which is its first act.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import contextlib
 import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
@@ -26,8 +28,10 @@ from serverless_gpu.model.scheduling.values import Estimate, Reservation, Wait, 
 ASKED_S = 30.0
 """Who was asked about is watched for so long: a stream asks every nine seconds."""
 ASKED_MAX = 10_000
-NEWS_MAX = 64
+NEWS_MAX = 16
 """Watched runs that are looked at after a tick; the others when their turn comes, or their stream asks."""
+A_SECOND = 50
+"""So many are worked out a second where more than that are asked about."""
 _NOBODY = "the scheduler has not looked at the queue yet"
 
 
@@ -53,7 +57,8 @@ class Sentences:
         self._lock = threading.RLock()
         self._planner: Planner | None = None
         self._now: Callable[[], int] = lambda: 0
-        self._told: dict[str, Told] = {}
+        self._decision = 0
+        self._told: dict[str, tuple[Told, int, int]] = {}  # as of which time, and which decision
         self._asked: OrderedDict[str, tuple[Told, int]] = OrderedDict()
 
     @contextlib.contextmanager
@@ -69,7 +74,13 @@ class Sentences:
             try:
                 yield
             finally:
-                self._told.clear()
+                self._decision += 1
+
+    def forget(self, run_ids: Iterable[str]) -> None:
+        """Note that what was worked out about some runs does not hold any more."""
+        with self._lock:
+            for run_id in run_ids:
+                self._told.pop(run_id, None)
 
     def close(self) -> None:
         """Tell nobody anything until there is a planner again: what this one knows may be wrong."""
@@ -81,6 +92,8 @@ class Sentences:
         """Return what a waiting run is told, in words and part by part; it is watched for a while."""
         with self._lock:
             told = self._find(run_id)
+            if told is NOTHING:  # whoever waits for its first word is woken when the planner is told of the run
+                return told
             self._asked[run_id] = (told, self._now())
             self._asked.move_to_end(run_id)
             while len(self._asked) > ASKED_MAX:
@@ -113,6 +126,11 @@ class Sentences:
                 return Estimate(at_ns=None, basis=_NOBODY)
             return self._planner.estimate(wanted, self._now())
 
+    def impossible(self, wanted: Wanted) -> str:
+        """Return why nothing that has joined can ever serve a run, or "" when something can, or nobody has looked."""
+        with self._lock:
+            return "" if self._planner is None else self._planner.impossible(wanted)
+
     def reservations(self) -> tuple[Reservation, ...]:
         """Return what is kept for whom."""
         with self._lock:
@@ -125,12 +143,13 @@ class Sentences:
 
     def news(self) -> list[str]:
         """Return those asked about lately who are told something else now; of many, some at a time, all in turn."""
+        seen, changed = 0, []
         with self._lock:
-            now_ns, seen = self._now(), 0
-            changed: list[str] = []
-            for run_id in list(self._asked):
-                before, at_ns = self._asked.pop(run_id)
-                if not 0 <= now_ns - at_ns <= ASKED_S * 1e9:
+            turn = list(self._asked)
+        for run_id in turn:
+            with self._lock:  # for each anew: others want to know something, too
+                before, at_ns = self._asked.pop(run_id, (NOTHING, 0))
+                if not 0 <= self._now() - at_ns <= ASKED_S * 1e9:
                     continue
                 told = self._find(run_id)
                 if told != before:
@@ -138,17 +157,28 @@ class Sentences:
                 if told is not NOTHING:  # else it does not wait: what happens to it wakes its stream
                     self._asked[run_id] = (told, at_ns)
                     seen += 1
-                if seen == NEWS_MAX:
-                    break
-            return changed
+            if seen == NEWS_MAX:
+                break
+        return changed
 
     def _find(self, run_id: str) -> Told:
         if self._planner is None:
             return NOTHING
-        if run_id not in self._told:
-            wait = self._planner.why(run_id, self._now())
-            self._told[run_id] = NOTHING if wait is None else Told(sentence=_sentence(wait, self._now()), wait=wait)
-        return self._told[run_id]
+        now_ns = self._now()
+        kept = self._told.get(run_id)
+        if kept is not None and (kept[2] == self._decision or 0 <= now_ns - kept[1] < self._kept_ns()):
+            return kept[0]
+        wait = self._planner.why(run_id, now_ns)
+        if wait is None:
+            self._told.pop(run_id, None)
+            return NOTHING
+        told = Told(sentence=_sentence(wait, now_ns), wait=wait)
+        self._told[run_id] = (told, now_ns, self._decision)
+        return told
+
+    def _kept_ns(self) -> float:
+        """Return for how long what was worked out is good enough, though others were decided about since."""
+        return max(0, len(self._asked) - A_SECOND) / A_SECOND * 1e9
 
 
 def _sentence(wait: Wait, now_ns: int) -> str:

@@ -68,8 +68,7 @@ class Impossible:
             alike = msgspec.structs.replace(wanted, run_id="", title="", queued_ns=0, not_before_ns=0, held="")
             alike = msgspec.structs.replace(alike, avoid=frozenset(), expected_s=None, preemptions=0)
             if alike not in known:
-                estimate = self._services.sentences.estimate(alike)
-                known[alike] = estimate.basis if estimate.impossible else ""
+                known[alike] = self._services.sentences.impossible(alike)
             if known[alike]:
                 found[wanted.run_id] = known[alike]
         return found

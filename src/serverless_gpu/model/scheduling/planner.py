@@ -15,6 +15,7 @@ from collections.abc import Iterable
 
 from serverless_gpu.model.scheduling import explaining
 from serverless_gpu.model.scheduling.fairness import charged_all
+from serverless_gpu.model.scheduling.impossible import impossible
 from serverless_gpu.model.scheduling.passing import Pass
 from serverless_gpu.model.scheduling.state import State
 from serverless_gpu.model.scheduling.values import (
@@ -135,6 +136,10 @@ class Planner:
     def estimate(self, wanted: Wanted, now_ns: int) -> Estimate:
         """Return when a run would start if it came now; nothing is changed."""
         return explaining.estimate(self._state, wanted, now_ns)
+
+    def impossible(self, wanted: Wanted) -> str:
+        """Return why nothing that has joined can ever serve a run, or "" when something can."""
+        return impossible(self._state.floor, wanted, self._state.queue.ask(wanted))
 
     def queue(self, now_ns: int, limit: int) -> tuple[str, ...]:
         """Return who waits, in the order in which they are served; those that are left alone until later come last.
