@@ -123,3 +123,14 @@ def format_soon(wall_ns: int, now_ns: int | None = None) -> str:
         return clock
     date = f"{moment.tm_mday} {_MONTHS[moment.tm_mon - 1]}"
     return f"{date} {clock}" if moment.tm_year == today.tm_year else f"{date} {moment.tm_year} {clock}"
+
+
+def format_soon_zoned(wall_ns: int, now_ns: int | None = None) -> str:
+    """Return a moment to come with the zone of this machine, for who may read it in another: ``"14:20 CET"``.
+
+    Args:
+        wall_ns: the moment.
+        now_ns: today; None for what the machine's clock says.
+    """
+    zone = time.strftime("%Z", time.localtime(wall_ns / 1e9))
+    return f"{format_soon(wall_ns, now_ns)} {zone}".strip()

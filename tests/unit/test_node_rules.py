@@ -10,6 +10,7 @@ from zoneinfo import ZoneInfo
 
 import pytest
 
+from serverless_gpu.ambient import format_soon_zoned
 from serverless_gpu.cli.server.machines import for_whom
 from serverless_gpu.cli.server.node_rules import calendar_lines, find_device, local_zone
 from serverless_gpu.errors import InvalidValue
@@ -86,6 +87,12 @@ def test_who_may_not_use_a_node_reads_whose_it_is_and_until_when() -> None:
     nobodys = NodeRules(calendar=NodeCalendar(shared=("sat",)))
     assert not_shared(nobodys, now) == "is not shared until 28 Nov 00:00"
     assert not_shared(NodeRules(), now) == ""
+
+
+def test_a_moment_to_come_is_told_with_its_zone_where_others_may_be_in_another() -> None:
+    now = at("2026-11-24 12:00")
+    assert format_soon_zoned(at("2026-11-24 19:00"), now) == "18:00 UTC"
+    assert format_soon_zoned(at("2026-11-25 07:00"), now) == "25 Nov 06:00 UTC"
 
 
 def view(calendar: NodeCalendar, *, shared: bool = True, turns_ns: int | None = None) -> NodeView:

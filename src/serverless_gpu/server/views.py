@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 import sqlalchemy as sa
 
-from serverless_gpu.ambient import format_soon, format_utc
+from serverless_gpu.ambient import format_soon_zoned, format_utc
 from serverless_gpu.errors import NotFound
 from serverless_gpu.model import access
 from serverless_gpu.model.attempt import TERMINAL, Reason, State
@@ -120,7 +120,7 @@ def _leaves(attempt: StoredAttempt) -> str:
     """Return that an attempt has to leave its node soon, or ""."""
     if attempt.leave_ns is None:
         return ""
-    return f"has to leave {attempt.node} at {format_soon(attempt.leave_ns)}, when it ceases to be shared"
+    return f"has to leave {attempt.node} at {format_soon_zoned(attempt.leave_ns)}, when it ceases to be shared"
 
 
 def attempt_view(attempt: StoredAttempt) -> AttemptView:
