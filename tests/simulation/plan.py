@@ -75,7 +75,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         after_s: so long after the step before.
-        what: a trouble, a step of a story, or "submit", "cancel", "preempt", "drain".
+        what: a trouble, a step of a story, or "submit", "cancel", "preempt", "drain", "drain a node".
         which: number of the node, the run, the place …; taken modulo how many there are.
         amount: between 0 and 1: how long, how far, how much.
     """
@@ -125,6 +125,7 @@ def draw(seed: int, steps: int = STEPS) -> Plan:
         story = [_step(rng, *told) for told in STORIES[rng.choice(sorted(STORIES))]]
         start = rng.randint(2, max(2, steps - len(story)))
         drawn[start : start + len(story)] = story
+    drawn = _with_drains(random.Random(f"drains {seed}"), drawn)
     return Plan(
         seed=seed,
         grace_s=rng.choice([12.0, 30.0]),
@@ -132,6 +133,15 @@ def draw(seed: int, steps: int = STEPS) -> Plan:
         mixes=rng.random() < 0.5,
         steps=tuple(drawn),
     )
+
+
+def _with_drains(rng: random.Random, drawn: list[Step]) -> list[Step]:
+    """Return the steps with some in between that drain a node, in every third plan; the others stay what they were."""
+    if rng.random() < 2 / 3:
+        return drawn
+    for _ in range(rng.randint(1, 3)):
+        drawn.insert(rng.randint(2, len(drawn)), _step(rng, rng.choice([0.05, 2.0]), "drain a node", None))
+    return drawn
 
 
 def _step(rng: random.Random, after_s: float, what: str, which: int | None) -> Step:

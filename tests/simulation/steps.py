@@ -6,9 +6,12 @@ import random
 from collections.abc import Callable
 
 from serverless_gpu.engines.base import Impossible, Waiting
+from serverless_gpu.errors import NotFound
 from serverless_gpu.model.attempt import StopReason
-from serverless_gpu.server import operating
+from serverless_gpu.server import operating, ruling
 from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.ruling import Asked
+from serverless_gpu.wire.nodes import NodeDrainRequest
 from tests.simulation.client import Client
 from tests.simulation.network import Link
 from tests.simulation.node import MOMENTS, Node
@@ -222,6 +225,29 @@ def _refuse(world: World, step: Step) -> None:
     world.engine.answers.append(Impossible(sentence=sentence) if step.which % 2 else Waiting(sentence=sentence))
 
 
+def _drain_node(world: World, step: Step) -> None:
+    """An operator drains a machine, half of the time with what runs there, and takes that back after a while."""
+    name, stop = _node(world, step).name, step.which % 2 == 0
+
+    def say(on: bool) -> None:
+        if world.process is None:
+            return
+        asked = Asked(who=ROOT, reach="all", node=name)
+        try:
+            world.process.serve(
+                lambda services: ruling.drain(services, asked, NodeDrainRequest(on=on, stop=on and stop))
+            )
+        except NotFound:  # it was given up, or has not joined yet
+            return
+        except (Exception, Killed):  # noqa: BLE001 - the operator asks again, whatever it was
+            world.time.after(5.0, lambda: say(on))
+            return
+        if on:
+            world.time.after(2 + step.amount * 40, lambda: say(False))
+
+    say(True)
+
+
 DO: dict[str, Callable[[World, Step], None]] = {
     "submit": _submit,
     "submit a long run": _submit_long,
@@ -250,6 +276,7 @@ DO: dict[str, Callable[[World, Step], None]] = {
     "cut off who works": _cut_worker,
     "answers come late, then none": _late_answers,
     "burn who has told an end": _burn_at_the_end,
+    "drain a node": _drain_node,
     "engine loses a node": _lose,
     "engine refuses": _refuse,
 }
