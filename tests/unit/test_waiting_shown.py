@@ -60,7 +60,7 @@ def in_tokyo(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_the_sentence_has_the_times_of_this_place() -> None:
-    assert sentence_of(VIEW).endswith(" holds 3 until 18 Mar 2030 02:46 at the latest; you are 2nd")
+    assert sentence_of(VIEW).endswith(" it starts at 18 Mar 2030 02:46 at the latest; you are 2nd")
 
 
 def test_a_sentence_without_parts_is_the_server_s() -> None:
