@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu import Run, distributed
+from serverless_gpu import Run, distributed, session
 from serverless_gpu.errors import RunError
 from serverless_gpu.model.ledger import FactKind
+from serverless_gpu.model.xid import Kind
 from serverless_gpu.node.history import first_facts
 from serverless_gpu.node.hits import read_hits
 from serverless_gpu.node.home import Home
@@ -121,3 +122,13 @@ def test_F25_an_illegal_memory_access_is_the_users_own_failure(home: Path, gpus:
     assert quarantined(home) == {}
     hits = read_hits(home / "locks", used)
     assert [hit.number for hit in hits[used[0]]] == [31]
+
+
+def test_F23_a_session_lends_no_gpu_that_failed_while_nobody_had_it(home: Path, gpus: FakeGpus) -> None:
+    with session(gpus=2, gpu_type="H100", quiet=True) as held:
+        assert held.distributed(len, "abc") == [3, 3]
+        DeviceLocks(home / "locks").quarantine("FAKE-H100-0", "Xid 79", fault=Kind.LOST)
+        waiting = held.submit(len, "abc")
+        assert "FAKE-H100-0 in quarantine" in wait_for(waiting.waiting_for, "it says what it waits for")
+        waiting.cancel()
+        assert held.distributed(distributed(gpus=1, gpu_type="H100", quiet=True)(len), "abc") == [3]

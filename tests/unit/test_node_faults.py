@@ -110,7 +110,7 @@ def test_F23_a_fault_is_told_once_and_only_of_the_attempts_own(tmp_path: Path, g
     told = faults.hear(RUNNING, GPUS[:1])
     assert told == [GpuFailed(f"{FIRST}: Xid 79, the GPU has fallen off the bus")]
     assert notes == [told[0].detail]
-    assert faults.verdicts(GPUS) == {FIRST: Verdict(False, told[0].detail)}
+    assert faults.verdicts(GPUS) == {FIRST: Verdict(False, "Xid 79, the GPU has fallen off the bus")}
     assert faults.hear(RUNNING, GPUS[:1]) == []
     faults.close()
 

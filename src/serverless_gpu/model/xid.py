@@ -86,13 +86,18 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         uuid: of the GPU.
-        sentence: what happened, naming both.
+        what: what happened to it, naming the Xid.
     """
 
     uuid: str
     number: int
     kind: Kind
-    sentence: str
+    what: str
+
+    @property
+    def sentence(self) -> str:
+        """Return what happened, and to which GPU."""
+        return f"{self.uuid}: {self.what}"
 
 
 class Hit(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,7 +140,7 @@ def fault(said: Said, uuid: str, own: Mapping[int, Kind]) -> Fault:
         uuid=uuid,
         number=said.number,
         kind=own.get(said.number, kind),
-        sentence=f"{uuid}: Xid {said.number}, {meaning}",
+        what=f"Xid {said.number}, {meaning}",
     )
 
 

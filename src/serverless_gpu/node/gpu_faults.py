@@ -106,9 +106,7 @@ class AttemptFaults:
     def verdicts(self, devices: Iterable[Device]) -> dict[str, Verdict]:
         """Return the devices that need no look to be known as not fit to be lent."""
         broken = {fault.uuid: fault for fault in self._told.values() if fault.kind in QUARANTINES}
-        return {
-            device.uuid: Verdict(False, broken[device.uuid].sentence) for device in devices if device.uuid in broken
-        }
+        return {device.uuid: Verdict(False, broken[device.uuid].what) for device in devices if device.uuid in broken}
 
     def close(self) -> None:
         """Listen no more."""
@@ -209,7 +207,7 @@ def quarantine(kind: DeviceKind, home: Home, fault: Fault, line: Line, clock: Cl
     with contextlib.suppress(StorageError):
         locks = _locks(kind, home, clock)
         if locks.noted_ns(fault.uuid) < line.at_ns:
-            locks.quarantine(fault.uuid, fault.sentence, fault=fault.kind)
+            locks.quarantine(fault.uuid, fault.what, fault=fault.kind)
 
 
 def _locks(kind: DeviceKind, home: Home, clock: Clock) -> DeviceLocks:

@@ -31,7 +31,7 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.ambient import Clock, SystemClock
-from serverless_gpu.errors import ServerlessGpuError
+from serverless_gpu.errors import ServerlessGpuError, StorageError
 from serverless_gpu.model.attempt import MEANINGS, Attempt, Failure, Reason, State
 from serverless_gpu.model.hardware import Device
 from serverless_gpu.model.ledger import FactKind
@@ -196,7 +196,7 @@ class Keeper:
 
     def _lend(self, book: Book) -> None:
         """Serve those whose turn it is, tell the others what they wait for."""
-        self._book, served = settle(book)
+        self._book, served = settle(mark_unfit(book, book.unfit | self._failed(book)))
         self._bill()  # before they are in anyone else's account
         for run_id in served:
             self._hand_over(run_id, self._book.loans[run_id])
@@ -205,6 +205,17 @@ class Keeper:
             if self._said.get(asker.run_id) != sentence:
                 self._said[asker.run_id] = sentence
                 self._borrowers[asker.run_id].say(protocol.Waiting(sentence=sentence))
+
+    def _failed(self, book: Book) -> frozenset[str]:
+        """Return which idle devices the driver has said something of since they were taken."""
+        if self._reservation is None or not book.queue:
+            return frozenset()
+        try:
+            locks = DeviceLocks(lock_directory(self._launch.candidates[0].kind, self._home.root))
+            failed = {uuid for uuid, note in locks.quarantined().items() if locks.is_settled(note)}
+        except StorageError:
+            return frozenset()
+        return frozenset(device.uuid for device in book.idle if device.uuid in failed)
 
     def _hand_over(self, run_id: str, devices: tuple[Device, ...]) -> None:
         assert self._reservation is not None

@@ -11,6 +11,7 @@ not count on them; what this uplink's own attempts hold is the server's own know
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import platform
 import socket
@@ -183,7 +184,7 @@ class Presence:
             locks = DeviceLocks(lock_directory(kind, self._home.root), clock=self._clock)
             holders = {uuid: held_note(locks.directory / f"{uuid}.lock") for uuid in uuids}
             quarantined = self._quarantined(kind, locks, uuids)
-            draining = draining or next(filter(None, map(_drains, quarantined.values())), "")
+            draining = draining or next(filter(None, itertools.starmap(_drains, quarantined.items())), "")
             free = [uuid for uuid in uuids if holders[uuid] is None and uuid not in quarantined]
             usage = {} if kind is DeviceKind.CPU else self._usage(kind, uuids)
             busy = {uuid for uuid in free if uuid in usage and foreign(usage[uuid]) is not None}
@@ -229,11 +230,11 @@ def instance_of(home: Home) -> str:
         raise StorageError(f"{path} cannot be written: {error}") from error
 
 
-def _drains(note: Quarantine) -> str:
+def _drains(uuid: str, note: Quarantine) -> str:
     """Return why a node takes nothing new that has such a device, or ""."""
     if note.left:
         return f"unkillable: {note.reason}"
-    return f"{Reason.GPU_LOST.value}: {note.reason}" if note.fault == Kind.LOST else ""
+    return f"{Reason.GPU_LOST.value}: {uuid}: {note.reason}" if note.fault == Kind.LOST else ""
 
 
 def _run_of(note: bytes) -> str:
