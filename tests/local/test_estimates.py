@@ -48,6 +48,7 @@ def test_what_is_free_starts_at_once_and_nothing_was_started(warm: Path) -> None
     assert sorted(path.name for path in (warm / "runs").glob("*")) == before
 
 
+@pytest.mark.slow
 def test_what_waits_for_a_time_limit_starts_then_at_the_latest(warm: Path, tmp_path: Path) -> None:
     done = str(tmp_path / "done")
     run = running(limited.submit(done))
@@ -64,6 +65,7 @@ def test_what_waits_for_a_time_limit_starts_then_at_the_latest(warm: Path, tmp_p
     assert run.wait(30) and other.wait(30)
 
 
+@pytest.mark.slow
 def test_what_earlier_runs_took_is_expected_of_the_next(own: Path, tmp_path: Path) -> None:
     done = tmp_path / "done"
     done.touch()
@@ -84,6 +86,7 @@ def test_what_earlier_runs_took_is_expected_of_the_next(own: Path, tmp_path: Pat
     assert found.seconds is not None and not found.is_bound and "/endless holds 1 until about " in found.basis
 
 
+@pytest.mark.slow
 def test_who_is_behind_others_is_told_that_nobody_can_say(warm: Path, tmp_path: Path) -> None:
     done = str(tmp_path / "done")
     run = running(limited.submit(done))

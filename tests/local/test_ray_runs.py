@@ -112,6 +112,7 @@ def test_a_driver_is_alone_and_has_all_devices_and_its_cluster_goes_with_it(warm
     receipt = going.run.receipt(30)
     assert (receipt.state, receipt.world_size, len(receipt.gpus)) == ("SUCCEEDED", 1, 2)
     going.assert_kept()
+    assert ray_launch(gpus=2, gpu_type="H100")(stay).estimate(where).seconds == 0.0
 
 
 def test_what_ray_is_made_of_is_said_while_somebody_waits_but_not_when_quiet(
