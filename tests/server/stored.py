@@ -55,6 +55,7 @@ def new_run(run_id: str = "", *, owner: str = "alice", **spec: Any) -> NewRun:
         id=run_id or new_run_id(),
         owner=owner,
         spec=RunSpec(remote=True, **spec),
+        pool=spec.get("pool") or "",
         target=TARGET,
         request_sha256="0" * 64,
         context_sealed=b"sealed",
