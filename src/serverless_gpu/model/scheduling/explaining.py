@@ -15,6 +15,7 @@ from serverless_gpu.model.scheduling.fairness import team_of
 from serverless_gpu.model.scheduling.floor import Floor, Place
 from serverless_gpu.model.scheduling.impossible import impossible
 from serverless_gpu.model.scheduling.preempting import standing
+from serverless_gpu.model.scheduling.promising import Seeker
 from serverless_gpu.model.scheduling.queue import Line
 from serverless_gpu.model.scheduling.shapes import Ask
 from serverless_gpu.model.scheduling.state import State
@@ -98,9 +99,9 @@ def estimate(state: State, wanted: Wanted, now_ns: int) -> Estimate:
     ahead.sort(key=lambda entry: state.rank(entry[0], entry[1].ask, now_ns))
     forecast = state.floor.forecast()
     for other, line in ahead:
-        if placing.promise(forecast, other, line.ask, now_ns) is None:
+        if Seeker(forecast, other, line.ask, now_ns).promise() is None:
             return Estimate(at_ns=None, basis=f"nobody can say when {other.title} starts, which is ahead", place=place)
-    found = placing.promise(forecast, wanted, ask, now_ns)
+    found = Seeker(forecast, wanted, ask, now_ns).promise()
     if found is None or found.at_ns is None:
         return Estimate(at_ns=None, basis=_unknown(state, ask, ahead), place=place)
     known = "declared" if found.is_bound else "declared and learned"
@@ -282,7 +283,7 @@ class _Explained:
             return self._reservation.at_ns, self._reservation.is_bound
         if place != 1 or where.free[gpu_type] >= count:
             return None, False
-        likely, bound = placing.when(self._floor, where, gpu_type, count, self._ask, self._now_ns)
+        likely, bound = Seeker(self._floor, self._wanted, self._ask, self._now_ns).when(where, gpu_type, count)
         if math.isinf(likely):
             return None, False
         return (int(likely), False) if math.isinf(bound) else (int(bound), True)

@@ -20,10 +20,11 @@ from collections.abc import Iterator, Mapping
 
 from serverless_gpu.model.hardware import CPU, GpuType, matches
 from serverless_gpu.model.scheduling.holding import Held
+from serverless_gpu.model.scheduling.learning import Medians
 from serverless_gpu.model.scheduling.leavers import Leavers
 from serverless_gpu.model.scheduling.preempting import NO_CLAIM, Terms, may_use, standing
-from serverless_gpu.model.scheduling.reserving import Book, Profile
-from serverless_gpu.model.scheduling.shapes import Shape
+from serverless_gpu.model.scheduling.reserving import Book, Ends, Profile
+from serverless_gpu.model.scheduling.shapes import Ask, Shape
 from serverless_gpu.model.scheduling.values import Node, Policy, Pool, Running, Share, Wanted
 
 _S = 1_000_000_000
@@ -232,7 +233,8 @@ class Floor:
         self.groups: dict[tuple[object, ...], Group] = {}
         self._runs: dict[str, dict[str, dict[str, Held]]] = {}
         self._used: dict[str, Counter[str]] = {}
-        self.ready: dict[int, list[Ready]] = {}
+        self.ready: dict[tuple[int, bool], list[Ready]] = {}
+        self.medians = Medians()
         self._machines: dict[str, dict[str, Place]] = {}
 
     # --- changes ---
@@ -351,6 +353,25 @@ class Floor:
                 self._out(place, gpu_type)
             book = self.books[key] = place.book(gpu_type, now_ns)
         return book
+
+    def guess(self, place: Place, gpu_type: str, now_ns: int) -> Profile:
+        """Return what is free when by a guess; it is kept with the node's book, where there is one."""
+        book = self.books.get((place.node.id, gpu_type))
+        if book is not None and book.guess is not None:
+            return book.guess
+        held = place.runs.get(gpu_type, {}).values()
+        profile = Profile(now_ns, place.free[gpu_type], [(one.guess(now_ns, self.medians), one.count) for one in held])
+        if book is not None:
+            book.guess = profile.like(book.likely)
+        return profile
+
+    def ends(self, ask: Ask, now_ns: int) -> Ends:
+        """Return when a run that starts now is over: likely, at the latest, by a guess."""
+        guess = ask.likely_ns
+        if math.isinf(guess):
+            length_s = self.medians.length_s(ask.shape.gpus or self.reach(ask.shape).whole)
+            guess = math.inf if length_s is None else length_s * _S
+        return now_ns + ask.likely_ns, now_ns + ask.limit_ns, now_ns + guess
 
     def close_books(self) -> None:
         """Forget what was kept: a pass begins."""

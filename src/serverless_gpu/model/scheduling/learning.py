@@ -11,12 +11,18 @@ was expected is expected for twice as long, and so on: most that took longer tha
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Iterable
 from itertools import islice
 
 SAMPLES_MIN = 3
 SAMPLES_MAX = 20
 QUANTILE = 0.8
+SEEN_MAX = 200
+"""So many that ended are remembered of each size."""
+YOUNG_S = 3600.0
+"""Where nothing was seen, a run is thought to run for as long again as it has, and for this at least."""
 
 
 def expected_s(durations_s: Iterable[float]) -> float | None:
@@ -52,3 +58,36 @@ def over_after_s(elapsed_s: float, *, expected_s: float | None, limit_s: float |
     if limit_s is not None and limit_s <= likely_s:
         return limit_s, True
     return likely_s, False
+
+
+class Medians:
+    """How long runs had their devices, by how many they had: what is guessed of one that nobody knows anything about.
+
+    Good enough to order what can be had when; nothing that is told to anybody rests on it.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[int, deque[float]] = {}
+        self._sorted: dict[int, list[float]] = {}
+
+    def note(self, count: int, seconds: float) -> None:
+        """Take note of a run that has ended."""
+        last = self._last.setdefault(count, deque())
+        ordered = self._sorted.setdefault(count, [])
+        if len(last) >= SEEN_MAX:
+            del ordered[bisect_left(ordered, last.popleft())]
+        last.append(seconds)
+        insort(ordered, seconds)
+
+    def length_s(self, count: int) -> float | None:
+        """Return how long a run of this size is thought to take, or None while too few were seen."""
+        ordered = self._sorted.get(count, ())
+        return ordered[(len(ordered) - 1) // 2] if len(ordered) >= SAMPLES_MIN else None
+
+    def over_after_s(self, count: int, elapsed_s: float) -> float:
+        """Return after how many seconds from its start a run that has taken so long already is thought to be over."""
+        length_s = self.length_s(count)
+        if length_s is None:
+            return 2 * max(elapsed_s, YOUNG_S)
+        after_s, _ = over_after_s(elapsed_s, expected_s=max(length_s, 1.0), limit_s=None)
+        return elapsed_s if after_s is None else after_s

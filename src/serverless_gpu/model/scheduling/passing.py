@@ -14,9 +14,12 @@ from __future__ import annotations
 
 import heapq
 
+import msgspec
+
 from serverless_gpu.model.scheduling import placing
 from serverless_gpu.model.scheduling.clearing import Clearing, close_to_guests, open_to_guests
 from serverless_gpu.model.scheduling.fairness import charged_all
+from serverless_gpu.model.scheduling.promising import Seeker
 from serverless_gpu.model.scheduling.queue import Line
 from serverless_gpu.model.scheduling.shapes import Ask
 from serverless_gpu.model.scheduling.state import State
@@ -37,6 +40,7 @@ class Pass:
         self.placements: list[Placement] = []
         self.clearing = Clearing(state, self._start)
         self._promised = 0
+        self._firm: set[object] = set()  # users and kinds that have a promise that is kept over passes
         self._teams: dict[str, _Team] = {}
         self._most: list[tuple[float, str]] = []  # the teams with the most use of those that wait
         self._behind: set[object] = set()  # kinds and teams for which something is kept because they are behind
@@ -56,6 +60,7 @@ class Pass:
 
     def _serve(self, priority: int) -> None:
         """Place what can be placed of one class."""
+        self._redeem(priority)
         self._serve_guarded(priority)
         fairness = self._state.fairness
         teams = [(fairness.team(name), name) for name in self._state.queue.classes.get(priority, ())]
@@ -102,10 +107,10 @@ class Pass:
         wanted, floor = line.rows[0][2], self._state.floor
         if wanted.run_id in self._state.reservations or self.clearing.clear(wanted, line.ask):
             return True
-        reservation = placing.promise(floor, wanted, line.ask, self._now_ns)
-        if reservation is None:
-            reservation = placing.keep(floor, wanted, line.ask, self._now_ns, nearly=0.0)
-        return self._note(reservation)
+        seeker = Seeker(floor, wanted, line.ask, self._now_ns)
+        if wanted.queued_ns <= self._state.guarded_ns(self._now_ns, times=2):
+            return self._note(seeker.promise() or seeker.keep(0.0))
+        return self._note(seeker.promise() or Seeker(floor, wanted, line.ask, self._now_ns, by_guess=True).promise())
 
     def _serve_team(self, team: _Team) -> bool:
         """Place the next run of a team; return whether there was one that fits."""
@@ -163,6 +168,7 @@ class Pass:
         placing.take(state.floor, shares, ask, self._now_ns)
         state.floor.take(running)
         state.clearing.pop(run_id, None)
+        state.promises.pop(run_id, None)
         state.fairness.place(run_id, wanted, charged_all(shares))
         self.placements.append(Placement(run_id=run_id, shares=shares))
 
@@ -200,22 +206,59 @@ class Pass:
             return False
         is_new = ask.shape.unreserved != self._number
         is_early = is_new and self._promised < state.policy.reservations
-        if is_early and self._note(placing.promise(state.floor, wanted, ask, self._now_ns)):
-            self._promised += 1
+        seeker = Seeker(state.floor, wanted, ask, self._now_ns)
+        if is_early and self._promise(line, seeker.promise()):
             return True
         whose = (ask.shape.kind, line.team)
         is_behind = whose not in self._behind and self._is_behind(line)
-        if is_behind and self._note(placing.keep(state.floor, wanted, ask, self._now_ns, nearly=0.0)):
+        if is_behind and self._note(seeker.keep(0.0)):
             self._behind.add(whose)
             return True
         if not is_new:
             return False
-        if ask.shape.kind not in self._kinds and state.is_gang_of_nodes(ask):
-            nearly = state.policy.nearly
-            if self._note(placing.keep(state.floor, wanted, ask, self._now_ns, nearly=nearly)):
-                self._kinds.add(ask.shape.kind)
+        is_first = ask.shape.kind not in self._kinds and state.is_gang_of_nodes(ask)
+        if is_first and self._note(seeker.keep(state.policy.nearly)):
+            self._kinds.add(ask.shape.kind)
         ask.shape.unreserved = self._number
         return False
+
+    def _promise(self, line: Line, reservation: Reservation | None) -> bool:
+        """Note a promise. The latest time of a user's first gang of a kind is kept from then on; others may move."""
+        if reservation is None:
+            return False
+        whose = (line.team, line.owner, line.ask.shape.kind)
+        if reservation.is_bound and whose not in self._firm:
+            self._firm.add(whose)
+            self._state.promises[reservation.run_id] = reservation
+        elif reservation.is_bound:
+            reservation = msgspec.structs.replace(reservation, is_bound=False)
+        self._promised += 1
+        return self._note(reservation)
+
+    def _redeem(self, priority: int) -> None:
+        """Start those whose promised devices are free, and promise the others theirs again, before anybody else."""
+        state = self._state
+        for run_id, promised in sorted(state.promises.items(), key=lambda entry: (entry[1].at_ns or 0, entry[0])):
+            found = state.queue.where(run_id)
+            if found is None or found[1] is None:
+                del state.promises[run_id]
+            elif found[0].priority == priority and run_id not in state.reservations:
+                self._redeem_one(found[0], found[1], promised)
+
+    def _redeem_one(self, wanted: Wanted, line: Line, promised: Reservation) -> None:
+        state, ask = self._state, line.ask
+        seeker = Seeker(state.floor, wanted, ask, self._now_ns)
+        if seeker.may_have(promised.shares) and placing.fits(state.floor, promised.shares, ask, self._now_ns):
+            self._start(wanted, ask, promised.shares)
+            return
+        again = seeker.again(promised)
+        if again is None:
+            del state.promises[wanted.run_id]
+            return
+        state.promises[wanted.run_id] = again
+        self._firm.add((line.team, line.owner, ask.shape.kind))
+        self._promised += 1
+        self._note(again)
 
     def _is_behind(self, line: Line) -> bool:
         """Return whether others that wait had so much more that a gang's devices are kept for it as they get free."""

@@ -8,12 +8,11 @@ later   the node that likely has enough first (`promise`), or that lacks the few
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Iterator
 
-from serverless_gpu.model.scheduling.floor import Floor, Index, Place, Ready
+from serverless_gpu.model.scheduling.floor import Floor, Index, Place
 from serverless_gpu.model.scheduling.shapes import Ask
-from serverless_gpu.model.scheduling.values import Reservation, Share, Wanted
+from serverless_gpu.model.scheduling.values import Share, Wanted
 
 _NOBODY: frozenset[str] = frozenset()
 Option = tuple[tuple[int, int, str, str], Place, str, int]
@@ -38,12 +37,23 @@ def place(floor: Floor, wanted: Wanted, ask: Ask, now_ns: int) -> tuple[Share, .
     return _spread(floor, wanted, ask, now_ns) if ask.shape.several else None
 
 
+def fits(floor: Floor, shares: tuple[Share, ...], ask: Ask, now_ns: int) -> bool:
+    """Return whether a gang can have just these devices now, all of them, beside what is promised to others."""
+    for share in shares:
+        book = floor.books.get((share.node_id, share.gpu_type))
+        if floor.places[share.node_id].free[share.gpu_type] < share.count:
+            return False
+        if book is not None and not book.fits(share.count, floor.ends(ask, now_ns)):
+            return False
+    return True
+
+
 def take(floor: Floor, shares: tuple[Share, ...], ask: Ask, now_ns: int) -> None:
     """Enter devices that a run gets now into the books of their nodes."""
     for share in shares:
         book = floor.books.get((share.node_id, share.gpu_type))
         if book is not None:
-            book.take(share.count, now_ns + ask.likely_ns, now_ns + ask.limit_ns)
+            book.take(share.count, floor.ends(ask, now_ns))
 
 
 def _first(option: Option) -> tuple[int, int, str, str]:
@@ -83,7 +93,7 @@ def _options(floor: Floor, wanted: Wanted, ask: Ask, now_ns: int, avoid: frozens
 
 def _beside(floor: Floor, wanted: Wanted, ask: Ask, now_ns: int, avoid: frozenset[str]) -> Iterator[Option]:
     """Return what may be used of nodes on which something is kept."""
-    reach = floor.reach(ask.shape)
+    reach, ends = floor.reach(ask.shape), floor.ends(ask, now_ns)
     for (node_id, name), book in floor.books.items():
         where = floor.places[node_id]
         needed = where.node.total[name] if ask.shape.gpus is None else ask.shape.gpus
@@ -94,7 +104,7 @@ def _beside(floor: Floor, wanted: Wanted, ask: Ask, now_ns: int, avoid: frozense
         if found is None or name not in found[0]:
             continue
         rank = where.group.rank(floor.terms, wanted, found[1], now_ns)
-        if rank is not None and book.fits(needed, now_ns + ask.likely_ns, now_ns + ask.limit_ns):
+        if rank is not None and book.fits(needed, ends):
             yield (rank, left, *where.entry[:2]), where, name, needed
 
 
@@ -144,142 +154,7 @@ def usable(floor: Floor, wanted: Wanted, ask: Ask, now_ns: int) -> Iterator[tupl
                 yield where, name
 
 
-# --- later ------------------------------------------------------------------------------------------------------------
-
-
-def promise(floor: Floor, wanted: Wanted, ask: Ask, now_ns: int) -> Reservation | None:
-    """Promise a blocked gang the devices that it likely has first; None where nobody can say when that is."""
-    needs = _needs(floor, wanted, ask, now_ns)
-    if not needs:
-        return None
-    likely = max(at for *_, at, _ in needs)
-    bound = max(at for *_, at in needs)
-    if math.isinf(likely):
-        return None
-    for where, name, count, _, _ in needs:
-        book = floor.book(where, name, now_ns)
-        until = None if math.isinf(bound) else (bound, bound + ask.limit_ns)
-        book.promise(wanted.run_id, count, (likely, likely + ask.likely_ns), until)
-    is_bound = not math.isinf(bound)
-    return Reservation(
-        run_id=wanted.run_id,
-        shares=tuple(Share(node_id=where.node.id, gpu_type=name, count=count) for where, name, count, *_ in needs),
-        at_ns=int(bound if is_bound else likely),
-        is_bound=is_bound,
-    )
-
-
-def keep(floor: Floor, wanted: Wanted, ask: Ask, now_ns: int, *, nearly: float) -> Reservation | None:
-    """Keep devices for a blocked gang as they get free, where it lacks the fewest.
-
-    Args:
-        floor: what there is.
-        wanted: the run.
-        ask: what it asks for.
-        now_ns: the time.
-        nearly: part of its devices that has to be free already.
-    """
-    count = ask.shape.gpus
-    if nearly > 0 and count is not None and not _is_near(floor, ask, nearly * count):
-        return None
-    rows: dict[str, list[tuple[int, str, str, Place]]] = {}
-    for where, name in usable(floor, wanted, ask, now_ns):
-        free = unkept(floor, where, name)
-        needed = where.node.total[name] if count is None else count
-        if needed > 0 and (ask.shape.several or needed <= where.node.total[name]):
-            rows.setdefault(name, []).append((max(0, needed - free), *where.entry))
-    options = [option for name, row in sorted(rows.items()) for option in _nearest(ask, name, row)]
-    if not options:
-        return None
-    lacking, chosen = min(options, key=lambda option: option[0])
-    whole = sum(number for _, _, number in chosen)
-    if whole - lacking < nearly * whole:
-        return None
-    for where, name, number in chosen:
-        floor.book(where, name, now_ns).keep(wanted.run_id, number, now_ns)
-    shares = tuple(Share(node_id=where.node.id, gpu_type=name, count=number) for where, name, number in chosen)
-    return Reservation(run_id=wanted.run_id, shares=shares, at_ns=None, is_bound=False)
-
-
-def _is_near(floor: Floor, ask: Ask, count: float) -> bool:
-    """Return whether so many devices may be free where a gang could be; a quick look, before nodes are compared."""
-    reach = floor.reach(ask.shape)
-    indexes = [group.index[name] for group, types, _ in reach.entries for name in types]
-    most = [where.free[name] for where, types, _ in reach.singles.values() for name in types]
-    most += [floor.places[node_id].free[name] for node_id, name in floor.books]
-    if ask.shape.several:
-        return sum(most) + sum(index.free for index in indexes) >= count
-    return max(most + [index.counts[-1] for index in indexes if index.counts], default=0) >= count
-
-
-def _nearest(
-    ask: Ask, gpu_type: str, row: list[tuple[int, str, str, Place]]
-) -> Iterator[tuple[int, list[tuple[Place, str, int]]]]:
-    """Return what a gang would have on devices of one type, and how many of them it lacks."""
-    count = ask.shape.gpus
-    lacking, *_, where = min(row, key=lambda entry: entry[:3])
-    if count is None or count <= where.node.total[gpu_type]:
-        yield lacking, [(where, gpu_type, where.node.total[gpu_type] if count is None else count)]
-    elif ask.shape.several:
-        left, lacks = count, 0
-        chosen: list[tuple[Place, str, int]] = []
-        for missing, _, _, where in sorted(row, key=lambda entry: entry[:3]):
-            number = min(left, where.node.total[gpu_type])
-            chosen.append((where, gpu_type, number))
-            lacks += max(0, number - (count - missing))
-            left -= number
-            if not left:
-                yield lacks, chosen
-                return
-
-
-def unkept(floor: Floor, where: Place, gpu_type: str) -> int:
-    """Return what is free of a node now beside what is kept; less than 0 where more is waited for."""
-    book = floor.books.get((where.node.id, gpu_type))
-    return where.free[gpu_type] if book is None else book.likely.free()
-
-
-Need = tuple[Place, str, int, float, float]
-"""A node, a type, how many; when that many are free there: likely, and at the latest."""
-
-
-def _needs(floor: Floor, wanted: Wanted, ask: Ask, now_ns: int) -> list[Need]:
-    """Return where a gang likely starts first: one node, or as many as it takes."""
-    rows = _ready(floor, wanted, ask, now_ns)
-    while rows and (rows[0][3], rows[0][5]) in floor.books:
-        heapq.heappop(rows)
-    options = rows[:1]
-    for node_id, name in floor.books:
-        where = floor.places[node_id]
-        needed = where.node.total[name] if ask.shape.gpus is None else ask.shape.gpus
-        if _is_usable(floor, wanted, ask, (where, name), now_ns) and 0 < needed <= where.node.total[name]:
-            likely, bound = when(floor, where, name, needed, ask, now_ns)
-            options.append((likely, bound, *where.entry, name, needed))
-    if options and not math.isinf(min(options)[0]):
-        likely, bound, _, _, where, name, needed = min(options)
-        return [(where, name, needed, likely, bound)]
-    is_large = ask.shape.several and (ask.shape.gpus or 0) > floor.reach(ask.shape).whole
-    return _needs_several(floor, wanted, ask, now_ns) if is_large else []
-
-
-def _ready(floor: Floor, wanted: Wanted, ask: Ask, now_ns: int) -> list[Ready]:
-    """Return a heap of when a shape's devices are free on nodes of which nothing was promised when it was made."""
-    key = ask.shape.number
-    if floor.is_plain and not floor.reach(ask.shape).is_lent and key in floor.ready:
-        return floor.ready[key]
-    rows: list[Ready] = []
-    for where, name in usable(floor, wanted, ask, now_ns):
-        needed = where.node.total[name] if ask.shape.gpus is None else ask.shape.gpus
-        if 0 < needed <= where.node.total[name] and (where.node.id, name) not in floor.books:
-            likely, bound = where.ready(name, needed, now_ns)
-            if not math.isinf(likely):
-                rows.append((likely, bound, *where.entry, name, needed))
-    heapq.heapify(rows)
-    floor.ready[key] = rows
-    return rows
-
-
-def _is_usable(floor: Floor, wanted: Wanted, ask: Ask, at: tuple[Place, str], now_ns: int) -> bool:
+def is_usable(floor: Floor, wanted: Wanted, ask: Ask, at: tuple[Place, str], now_ns: int) -> bool:
     """Return whether a run may use a type of a node now, free or not."""
     where, name = at
     found = floor.reach(ask.shape).of(where)
@@ -288,29 +163,7 @@ def _is_usable(floor: Floor, wanted: Wanted, ask: Ask, at: tuple[Place, str], no
     return where.group.rank(floor.terms, wanted, found[1], now_ns) is not None
 
 
-def _needs_several(floor: Floor, wanted: Wanted, ask: Ask, now_ns: int) -> list[Need]:
-    """Return the whole nodes that a gang likely has first, and one part, of one type."""
-    options: list[list[Need]] = []
-    rows: dict[str, list[tuple[float, float, str, str, Place]]] = {}
-    for where, name in usable(floor, wanted, ask, now_ns):
-        likely, bound = when(floor, where, name, where.node.total[name], ask, now_ns)
-        if not math.isinf(likely):
-            rows.setdefault(name, []).append((likely, bound, *where.entry))
-    for name, row in sorted(rows.items()):
-        left, needs = ask.shape.gpus or 0, list[Need]()
-        for likely, bound, _, _, where in sorted(row):
-            number = min(left, where.node.total[name])
-            needs.append((where, name, number, likely, bound))
-            left -= number
-            if not left:
-                options.append(needs)
-                break
-    return min(options, key=lambda needs: (max(need[3] for need in needs), len(needs)), default=[])
-
-
-def when(floor: Floor, where: Place, gpu_type: str, count: int, ask: Ask, now_ns: int) -> tuple[float, float]:
-    """Return when so many devices of a node are free for a run beside what is promised: likely, and at the latest."""
+def unkept(floor: Floor, where: Place, gpu_type: str) -> int:
+    """Return what is free of a node now beside what is kept; less than 0 where more is waited for."""
     book = floor.books.get((where.node.id, gpu_type))
-    if book is None:
-        return where.ready(gpu_type, count, now_ns)
-    return book.likely.earliest(count, ask.likely_ns), book.bound.earliest(count, ask.limit_ns)
+    return where.free[gpu_type] if book is None else book.likely.free()

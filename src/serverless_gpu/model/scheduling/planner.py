@@ -98,6 +98,8 @@ class Planner:
         if running is not None:
             self._state.floor.give(running)
             self._state.fairness.end(run_id, began=began)
+            if began:
+                self._state.ended.append(running)
 
     # --- decisions ---
 

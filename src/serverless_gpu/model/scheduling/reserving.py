@@ -6,9 +6,10 @@
       2 ┼──────┘                              backfill: a run fits now if it takes nothing away from a booking,
         now   14:20  15:00                    because it is over before, or because enough is left beside it
 
-There are two such books of a node: by when runs likely end, and by when they end at the latest. A gang's reservation is
-entered into the second only where everybody has said how long they run at most; what is let in before it then has to
-end in time by both.
+There are three such profiles of a node: by when runs likely end, by when they end at the latest, and by a guess. A
+gang's reservation is entered into the second only where everybody has said how long they run at most; what is let in
+before it then has to end in time by both. The third is there only for those who are next whatever it takes (the guard,
+a share that is behind) where nobody can say anything: what is let in before them has to be over in time by a guess.
 """
 
 from __future__ import annotations
@@ -56,6 +57,11 @@ class Profile:
         if not math.isinf(end):
             insort(self._releases, (end, count))
 
+    def like(self, other: Profile) -> Profile:
+        """Return itself, with what is promised in another one."""
+        self._bookings = list(other._bookings)
+        return self
+
     def book(self, count: int, start: float, end: float) -> None:
         """Promise devices for a time."""
         self._bookings.append((start, end, count))
@@ -96,26 +102,31 @@ class Book:
     Attributes:
         likely: by when runs likely end.
         bound: by when they end at the latest.
+        guess: by when they end by a guess, where somebody is promised something by that.
         names: identifiers of the runs that are promised something, in their order, and how much.
     """
 
     def __init__(self, likely: Profile, bound: Profile) -> None:
         self.likely, self.bound = likely, bound
+        self.guess: Profile | None = None
         self.names: list[tuple[str, int]] = []
 
-    def fits(self, count: int, likely_end: float, bound_end: float) -> bool:
+    def fits(self, count: int, ends: Ends) -> bool:
         """Return whether a run can have devices now without making anybody wait who was promised some."""
-        return self.likely.fits(count, likely_end) and self.bound.fits(count, bound_end)
+        likely, bound, guess = ends
+        if not (self.likely.fits(count, likely) and self.bound.fits(count, bound)):
+            return False
+        return self.guess is None or self.guess.fits(count, guess)
 
-    def take(self, count: int, likely_end: float, bound_end: float) -> None:
+    def take(self, count: int, ends: Ends) -> None:
         """Note that a run got devices now."""
-        self.likely.take(count, likely_end)
-        self.bound.take(count, bound_end)
+        for profile, end in zip(self._profiles(), ends, strict=False):
+            profile.take(count, end)
 
     def keep(self, run_id: str, count: int, now: int) -> None:
         """Hold devices for a run from now on, whenever they get free."""
-        self.likely.book(count, now, math.inf)
-        self.bound.book(count, now, math.inf)
+        for profile in self._profiles():
+            profile.book(count, now, math.inf)
         self.names.append((run_id, count))
 
     def promise(self, run_id: str, count: int, likely: tuple[float, float], bound: tuple[float, float] | None) -> None:
@@ -128,6 +139,21 @@ class Book:
             bound: the same at the latest; None where nobody can say.
         """
         self.likely.book(count, *likely)
+        if self.guess is not None:
+            self.guess.book(count, *likely)
         if bound is not None:
             self.bound.book(count, *bound)
         self.names.append((run_id, count))
+
+    def suppose(self, run_id: str, count: int, guess: tuple[float, float]) -> None:
+        """Promise devices to a run by a guess: `guess` is there already."""
+        if self.guess is not None:
+            self.guess.book(count, *guess)
+        self.names.append((run_id, count))
+
+    def _profiles(self) -> tuple[Profile, ...]:
+        return (self.likely, self.bound) if self.guess is None else (self.likely, self.bound, self.guess)
+
+
+Ends = tuple[float, float, float]
+"""When a run is over: likely, at the latest, by a guess; infinite where nobody can say."""

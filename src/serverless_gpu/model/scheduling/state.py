@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from serverless_gpu.model.hardware import CPU
 from serverless_gpu.model.scheduling.fairness import Fairness, team_of
 from serverless_gpu.model.scheduling.floor import Floor
 from serverless_gpu.model.scheduling.queue import Queue
@@ -21,6 +22,8 @@ class State:
         fairness: who had how much.
         running: who has devices.
         reservations: what the last pass kept or promised, by run, in the order of the queue.
+        ended: who has given devices back since the last pass.
+        promises: latest times that were told, and the devices: they stay over passes.
         clearing: for whom others were asked to leave, and what is kept for each of them until it starts.
         number: of the last pass.
         now_ns: the time of the last pass.
@@ -31,6 +34,8 @@ class State:
         self.queue, self.floor, self.fairness = Queue(), Floor(policy), Fairness(policy)
         self.running: dict[str, Running] = {}
         self.reservations: dict[str, Reservation] = {}
+        self.ended: list[Running] = []
+        self.promises: dict[str, Reservation] = {}
         self.clearing: dict[str, tuple[Share, ...]] = {}
         self.number = 0
         self.now_ns = 0
@@ -46,13 +51,17 @@ class State:
         self.number += 1
         self.now_ns = now_ns
         self.fairness.settle(now_ns)
+        for running in self.ended:
+            size = sum(share.count for share in running.shares if share.gpu_type != CPU)
+            self.floor.medians.note(size, max(0, now_ns - running.since_ns) / _S)
+        self.ended.clear()
         self.queue.admit(now_ns)
         self.floor.close_books()
         self.reservations.clear()
 
-    def guarded_ns(self, now_ns: int) -> float:
-        """Return since when somebody has to have waited to be next of all."""
-        return now_ns - self.policy.guard_s * _S
+    def guarded_ns(self, now_ns: int, *, times: int = 1) -> float:
+        """Return since when somebody has to have waited to be next of all, or for several times as long."""
+        return now_ns - times * self.policy.guard_s * _S
 
     def score(self, ask: Ask, queued_ns: int, now_ns: int) -> float:
         """Return how far ahead a run is among those of its user: by how long it has waited, small ones sooner.

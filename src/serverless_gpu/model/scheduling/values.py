@@ -34,7 +34,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
             seconds of the gang's devices, has them kept as they get free: small runs of others do not starve it.
         gang_lead: waiting counts so many times for a gang that takes a whole node or more.
         whole_node: how many devices make a whole node; 0 for those of the largest node that a gang could use.
-        guard_s: a run that has waited for so long is next of all, and devices are kept for it as they get free.
+        guard_s: a run that has waited for so long is next of all: who comes later starts only what is over, by what is
+            known or guessed, before there is room for it. After twice as long devices are kept for it as they get free.
         preempt_after_s: an attempt runs for so long before it may be preempted.
         preemptions_max: a run is preempted no more often than that.
     """
