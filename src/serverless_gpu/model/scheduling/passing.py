@@ -211,7 +211,7 @@ class Pass:
             return True
         whose = (ask.shape.kind, line.team)
         is_behind = whose not in self._behind and self._is_behind(line)
-        if is_behind and self._note(seeker.keep(0.0)):
+        if is_behind and self._note(self._keep_share(seeker, wanted, ask)):
             self._behind.add(whose)
             return True
         if not is_new:
@@ -221,6 +221,16 @@ class Pass:
             self._kinds.add(ask.shape.kind)
         ask.shape.unreserved = self._number
         return False
+
+    def _keep_share(self, seeker: Seeker, wanted: Wanted, ask: Ask) -> Reservation | None:
+        """Keep devices for a gang whose team or user is behind.
+
+        Part of a node is kept as it gets free, which is soon. Whole nodes would stand idle for long: they are reserved
+        by a guess, and others go in before where they are thought to be over by then.
+        """
+        if not self._state.is_gang_of_nodes(ask):
+            return seeker.keep(0.0)
+        return Seeker(self._state.floor, wanted, ask, self._now_ns, by_guess=True).promise()
 
     def _promise(self, line: Line, reservation: Reservation | None) -> bool:
         """Note a promise. The latest time of a user's first gang of a kind is kept from then on; others may move."""
