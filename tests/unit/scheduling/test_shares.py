@@ -54,7 +54,7 @@ def test_two_teams_with_shares_of_70_and_30_get_them_in_a_week_of_overload(seed:
 
 
 def test_users_of_a_team_share_alike_whatever_each_asks_for() -> None:
-    world = World(nodes(2))
+    world = World(nodes(1, 16))
     overload(world, {"search": ["ann"]}, random.Random(3), ahead=60)
     chance = random.Random(4)
     for number in range(3000):
@@ -68,7 +68,7 @@ def late_behind_a_burst(seed: int, gpus: int) -> list[float]:
     """Return how late the first runs of twelve users start, in median runs of a burst of 1,000 that is under way."""
     chance = random.Random(seed)
     lengths = [chance.lognormvariate(7.0, 1.0) for _ in range(1000)]
-    world = World(nodes(8))
+    world = World(nodes(4, 16))
     for number, length_s in enumerate(lengths):
         world.submit(wanted(f"burst{number}", 1, "greedy"), length_s)
     others = {f"first{number}": chance.uniform(0.0, 6 * median(lengths)) for number in range(12)}
