@@ -93,7 +93,7 @@ class KernelLog:
 
     def _records(self, fd: int) -> list[bytes]:
         found: list[bytes] = []
-        while len(found) < _LINES_MAX:
+        for _ in range(_LINES_MAX):
             try:
                 record = os.read(fd, _RECORD_BYTES)
             except BlockingIOError:
