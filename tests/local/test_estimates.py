@@ -96,6 +96,8 @@ def test_who_is_behind_others_is_told_that_nobody_can_say(warm: Path, tmp_path: 
         found = wide.estimate(1)
         assert (found.seconds, found.place) == (None, 2)
         assert found.basis.endswith("1 run is ahead in the queue")
+        narrow = distributed(gpus=1, gpu_type="H100")(wide.__wrapped__).estimate(1)
+        assert (narrow.seconds, narrow.place) == (None, 2)  # five are free, and whoever came first is served first
         assert str(found).startswith("unknown: needs 6 H100 on one node; 5 free on this machine; ")
     finally:
         Path(done).touch()

@@ -150,9 +150,12 @@ def test_a_notebook_shows_for_how_long_and_for_what() -> None:
     cell.display.waits("needs 2 H100; you are 1st", cell.clock.wall_ns() - 121 * S)
     cell.pass_time(1)
     cell.display.state("RUNNING", "")
+    cell.clock.advance(60)
+    cell.display.waits("needs 2 H100; you are 1st", None)
     assert cell.screen.plain == [
         "QUEUED for 1 min: needs 2 H100; you are 2nd",
         "QUEUED for 2 min: needs 2 H100; you are 2nd",
         "QUEUED for 2 min: needs 2 H100; you are 1st",
         "RUNNING for 0 s",
+        "QUEUED for 0 s: needs 2 H100; you are 1st",
     ]
