@@ -33,11 +33,16 @@ class Pass:
 
     Args:
         state: what it works on; what it places counts as started at once.
+
+    Attributes:
+        placements: who starts, in the order in which that was decided.
+        is_stale: whether somebody started elsewhere than where devices were kept for them: others may have these.
     """
 
     def __init__(self, state: State) -> None:
         self._state, self._now_ns, self._number = state, state.now_ns, state.number
         self.placements: list[Placement] = []
+        self.is_stale = False
         self.clearing = Clearing(state, self._start)
         self._promised = 0
         self._firm: set[object] = set()  # users and kinds that have a promise that is kept over passes
@@ -169,6 +174,7 @@ class Pass:
         state.floor.take(running)
         state.clearing.pop(run_id, None)
         state.promises.pop(run_id, None)
+        self.is_stale |= state.reservations.pop(run_id, None) is not None
         state.fairness.place(run_id, wanted, charged_all(shares))
         self.placements.append(Placement(run_id=run_id, shares=shares))
 

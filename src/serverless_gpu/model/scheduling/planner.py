@@ -26,9 +26,11 @@ from serverless_gpu.model.scheduling.values import (
     Gone,
     NodeGone,
     NodeSeen,
+    Placement,
     Policy,
     PolicySet,
     PoolSeen,
+    Preemption,
     Reservation,
     Running,
     Started,
@@ -38,6 +40,8 @@ from serverless_gpu.model.scheduling.values import (
 )
 
 _S = 1e9
+_PASSES_MAX = 4
+"""So many passes of one decision: another one follows where what was kept for somebody is not needed any more."""
 
 
 class Planner:
@@ -109,15 +113,20 @@ class Planner:
         Args:
             now_ns: the time; never less than before.
         """
-        state = self._state
-        state.begin(now_ns)
-        under_way = Pass(state)
-        under_way.run()
-        return Decision(
-            placements=tuple(under_way.placements),
-            preemptions=tuple(under_way.clearing.preemptions),
-            wake_ns=self._wake_ns(now_ns, under_way.clearing.wake_ns),
-        )
+        placements: list[Placement] = []
+        preemptions: list[Preemption] = []
+        wakes: list[int | None] = []
+        for _ in range(_PASSES_MAX):
+            self._state.begin(now_ns)
+            under_way = Pass(self._state)
+            under_way.run()
+            placements += under_way.placements
+            preemptions += under_way.clearing.preemptions
+            wakes.append(under_way.clearing.wake_ns)
+            if not under_way.is_stale:
+                break
+        wake_ns = self._wake_ns(now_ns, min((at for at in wakes if at is not None), default=None))
+        return Decision(placements=tuple(placements), preemptions=tuple(preemptions), wake_ns=wake_ns)
 
     def _wake_ns(self, now_ns: int, ripe_ns: int | None) -> int | None:
         """Return when something changes by itself: somebody lines up, comes under the guard, or a calendar turns."""
