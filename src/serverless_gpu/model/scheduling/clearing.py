@@ -18,6 +18,7 @@ import msgspec
 
 from serverless_gpu.model.scheduling import placing
 from serverless_gpu.model.scheduling.floor import Group, Place
+from serverless_gpu.model.scheduling.impossible import could_be
 from serverless_gpu.model.scheduling.preempting import (
     FULL_CLAIM,
     NO_CLAIM,
@@ -37,6 +38,9 @@ SITES_MAX = 32
 LOOKED_MAX = 512
 """So many nodes a pass looks at for who could leave; the next one goes on."""
 
+Claim = tuple[bool, bool]
+"""How far who has the most right of those that wait is from it, as `preempting.standing` says."""
+
 Start = Callable[[Wanted, Ask, tuple[Share, ...]], None]
 
 
@@ -55,7 +59,10 @@ class Clearing:
     def __init__(self, state: State, start: Start) -> None:
         self._state, self._start = state, start
         self._vain: set[object] = set()
-        self._hosts = {id(group) for group in state.floor.groups.values() if _has_guests(group, state)}
+        self._hosts = [group for group in state.floor.groups.values() if _has_guests(group, state)]
+        self._host_ids = {id(group) for group in self._hosts}
+        self._claims: list[Claim] | None = None
+        self._is_last = not self._hosts
         self._looked = 0
         self.preemptions: list[Preemption] = []
         self.wake_ns: int | None = None
@@ -78,8 +85,9 @@ class Clearing:
                 self._start(wanted, ask, shares)
 
     def again(self) -> None:
-        """Begin the second round of the pass: guests may ask guests."""
+        """Begin the second round of the pass: guests are let in, and may ask guests."""
         self._vain.clear()
+        self._is_last = True
 
     def clear(self, wanted: Wanted, ask: Ask) -> bool:
         """Ask others to leave for a run that is blocked; return whether room is made for it.
@@ -91,7 +99,7 @@ class Clearing:
         state = self._state
         key = (ask.shape, "" if state.floor.is_plain else wanted.owner)  # what a class may not, those after it may not
         is_late = self._looked >= LOOKED_MAX or len(state.clearing) >= state.policy.reservations
-        if not state.floor.leavers or is_late or key in self._vain:
+        if not state.floor.leavers or is_late or key in self._vain or self._is_guest_soon(wanted, ask):
             return False
         found = self._search(wanted, ask)
         if not found.shares:
@@ -104,6 +112,21 @@ class Clearing:
         state.clearing[wanted.run_id] = found.shares
         self._keep(wanted.run_id, found.shares)
         return True
+
+    def _is_guest_soon(self, wanted: Wanted, ask: Ask) -> bool:
+        """Return whether there is room for it as a guest: it has that in the next round, and nobody has to leave."""
+        if self._is_last:
+            return False
+        if self._claims is None:
+            self._claims = _claims(self._state, self._hosts)
+        terms, now_ns = self._state.floor.terms, self._state.now_ns
+        for group, types, _ in self._state.floor.reach(ask.shape).entries:
+            if id(group) not in self._host_ids or not may_use(wanted, group.sample, terms, now_ns):
+                continue
+            claim = self._claims[self._hosts.index(group)]
+            if FULL_CLAIM < standing(wanted, group.sample, terms) <= claim and _has_room(group, types, wanted):
+                return True
+        return False
 
     def _search(self, wanted: Wanted, ask: Ask) -> Room:
         """Return who has to leave for a run, of the first nodes that lack the fewest devices."""
@@ -138,7 +161,7 @@ class Clearing:
             where = floor.places.get(node_id)
             if where is None or where.node.away or node_id in wanted.avoid:
                 continue
-            above = -1 if id(where.group) in self._hosts else wanted.priority
+            above = -1 if id(where.group) in self._host_ids else wanted.priority
             free = where.free.get(name, 0)
             need = where.node.total.get(name, 0) if count is None or is_spread else count
             if need <= 0 or not (is_spread or free + floor.leavers.most(node_id, name, above) >= need):
@@ -213,6 +236,13 @@ class Clearing:
         return found[0]
 
 
+def _has_room(group: Group, types: tuple[str, ...], wanted: Wanted) -> bool:
+    indexes = [group.index[name] for name in types]
+    if wanted.gpus is None:
+        return any(index.whole for index in indexes)
+    return any(index.best(wanted.gpus, wanted.avoid) is not None for index in indexes)
+
+
 def close_to_guests(state: State) -> list[Group]:
     """Let nobody in who has no right to be on a node; return groups of nodes that may have guests."""
     hosts = [group for group in state.floor.groups.values() if _has_guests(group, state)]
@@ -229,22 +259,34 @@ def open_to_guests(state: State, hosts: list[Group]) -> bool:
         hosts: groups that may have guests.
 
     Returns:
-        Whether anybody waits who could be a guest.
+        Whether more may be let in than before, and somebody waits who could be.
     """
-    floor, is_awaited = state.floor, False
+    before = [group.claim for group in hosts]
+    claims = _claims(state, hosts)
+    for group, claim in zip(hosts, claims, strict=True):
+        group.claim = claim
+    if claims == before:
+        return False
+    if any(group.sample.owner_first for group in hosts):
+        return True
+    return any(line.key[0] >= BEST_EFFORT and not line.ask.shape.pool for line in state.queue.lines())
+
+
+def _claims(state: State, hosts: list[Group]) -> list[Claim]:
+    """Return the most right to each group of nodes that anybody has who waits and could be there."""
+    floor, claims = state.floor, [NO_CLAIM] * len(hosts)
     owners = {group.sample.owner for group in hosts if group.sample.owner_first}
-    for group in hosts:
-        group.claim = NO_CLAIM
     for line in state.queue.lines():
-        is_awaited = is_awaited or bool(owners) or (line.key[0] >= BEST_EFFORT and not line.ask.shape.pool)
-        if not (line.ask.shape.pool or line.owner in owners) or not floor.is_possible(line.ask.shape):
+        if not (line.ask.shape.pool or line.owner in owners):
             continue  # whoever names no pool and owns no node has no more right than any other guest
         wanted, reach = line.rows[0][2], floor.reach(line.ask.shape)
+        if not could_be(floor, wanted, line.ask):
+            continue
         within = {id(group) for group, *_ in reach.entries} | {id(one.group) for one, *_ in reach.singles.values()}
-        for group in hosts:
+        for number, group in enumerate(hosts):
             if id(group) in within and may_use(wanted, group.sample, floor.terms, state.now_ns):
-                group.claim = min(group.claim, standing(wanted, group.sample, floor.terms))
-    return is_awaited
+                claims[number] = min(claims[number], standing(wanted, group.sample, floor.terms))
+    return claims
 
 
 def _has_guests(group: Group, state: State) -> bool:

@@ -18,20 +18,19 @@ def impossible(floor: Floor, wanted: Wanted, ask: Ask) -> str:
     """Return why nothing that has joined can ever serve a run, or "" when something can."""
     if not floor.places:
         return "no node has joined this server yet"
-    eligible = [
-        (place.node, types)
-        for place, types, _ in floor.reach(ask.shape).places()
-        if could_use(wanted, place.node, floor.terms) and _is_open(wanted, place.node)
-    ]
+    return "" if could_be(floor, wanted, ask) else _sentence(floor, wanted)
+
+
+def could_be(floor: Floor, wanted: Wanted, ask: Ask) -> bool:
+    """Return whether something that has joined can serve a run; what can is mostly found at once."""
     totals = Counter[str]()
-    for node, types in eligible:
-        for name in types:
-            totals[name] += node.total[name]
-            if (wanted.gpus or 1) <= node.total[name]:
-                return ""
-    if ask.shape.several and wanted.gpus is not None and max(totals.values(), default=0) >= wanted.gpus:
-        return ""
-    return _sentence(floor, wanted)
+    for place, types, _ in floor.reach(ask.shape).places():
+        if could_use(wanted, place.node, floor.terms) and _is_open(wanted, place.node):
+            for name in types:
+                totals[name] += place.node.total[name]
+                if (wanted.gpus or 1) <= place.node.total[name]:
+                    return True
+    return ask.shape.several and wanted.gpus is not None and max(totals.values(), default=0) >= wanted.gpus
 
 
 def _sentence(floor: Floor, wanted: Wanted) -> str:

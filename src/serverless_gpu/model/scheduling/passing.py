@@ -25,6 +25,7 @@ from serverless_gpu.model.scheduling.shapes import Ask
 from serverless_gpu.model.scheduling.state import State
 from serverless_gpu.model.scheduling.values import Placement, Reservation, Running, Share, Wanted
 
+_ROUNDS_MAX = 4
 _Head = tuple[float, int, str, Line]
 
 
@@ -57,7 +58,9 @@ class Pass:
         self.clearing.serve()
         for priority in sorted(self._state.queue.classes):
             self._serve(priority)
-        if hosts and open_to_guests(self._state, hosts):
+        for _ in range(_ROUNDS_MAX):  # a round may place whom others had to wait for
+            if not hosts or not open_to_guests(self._state, hosts):
+                break
             self._number = self._state.number = self._number + 1
             self.clearing.again()
             for priority in sorted(self._state.queue.classes):
