@@ -1,0 +1,101 @@
+"""The worked example of docs/concepts/scheduling.md: what its tables say follows from its tables."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from serverless_gpu.model.scheduling.planner import Planner
+from serverless_gpu.model.scheduling.telling import sentence
+from serverless_gpu.model.scheduling.values import (
+    Arrived,
+    Gone,
+    Node,
+    NodeSeen,
+    Policy,
+    Running,
+    Share,
+    Started,
+    Used,
+    Wanted,
+)
+from tests.docs.pages import ROOT
+
+_PAGE = (ROOT / "docs" / "concepts" / "scheduling.md").read_text(encoding="utf-8")
+_EXAMPLE = _PAGE.partition("## A worked example")[2].partition("\n## ")[0]
+_TYPE, _NODES, _DEVICES = "H100", ("n1", "n2", "n3"), 8
+_WEEK_NS = 7 * 86_400 * 10**9
+
+_Row = dict[str, str]
+
+
+def _tables(text: str) -> Iterator[list[_Row]]:
+    for block in re.findall(r"(?:^\|.*\|\n)+", text, re.MULTILINE):
+        head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines())
+        yield [dict(zip(head, row, strict=True)) for row in rows]
+
+
+_USED, _THERE, _WAITING, _STARTS, _TOLD = _tables(_EXAMPLE)
+
+
+def _at_ns(text: str) -> int:
+    hours, minutes = text.split(":")
+    return _WEEK_NS + (int(hours) * 60 + int(minutes)) * 60 * 10**9
+
+
+def _clock(at_ns: int) -> str:
+    minutes = (at_ns - _WEEK_NS) // 10**9 // 60
+    return f"{minutes // 60:02d}:{minutes % 60:02d}"
+
+
+def _wanted(row: _Row) -> Wanted:
+    amount, _, unit = row["timeout"].partition(" ")
+    return Wanted(
+        run_id=row["run"],
+        title=row["run"],
+        owner=row["run"].partition("/")[0],
+        team=row["team"],
+        queued_ns=_at_ns(row["since"]),
+        gpus=int(row["GPUs"]),
+        gpu_type=_TYPE,
+        limit_s=int(amount) * {"h": 3_600.0, "min": 60.0}[unit] if amount else None,
+    )
+
+
+@pytest.fixture
+def planner() -> Planner:
+    planner = Planner(Policy(team_weights={row["team"]: float(row["weight"]) for row in _USED}))
+    planner.apply(NodeSeen(Node(id=name, name=name, total={_TYPE: _DEVICES})) for name in _NODES)
+    used_s = {row["team"]: float(row["used a week ago, GPU-hours"]) * 3_600 for row in _USED}
+    planner.apply([Used(at_ns=_at_ns("12:00") - _WEEK_NS, teams=used_s, users={})])
+    for row in _THERE:
+        share = Share(node_id=row["node"], gpu_type=_TYPE, count=int(row["GPUs"]))
+        planner.apply([Started(Running(wanted=_wanted(row), shares=(share,), since_ns=_at_ns(row["since"])))])
+    planner.apply(Arrived(_wanted(row)) for row in _WAITING)
+    return planner
+
+
+@pytest.mark.parametrize("row", _USED, ids=lambda row: str(row["team"]))
+def test_what_teams_have_used_counts_half_after_a_week(planner: Planner, row: _Row) -> None:
+    counts = planner.usage(_at_ns("12:00"))[row["team"]] / 3_600
+    assert f"{counts:.1f}" == row["counts now, GPU-hours"]
+    assert f"{counts / float(row['weight']):.2f}" == row["per weight"]
+
+
+def test_who_starts_where_and_what_the_others_are_told(planner: Planner) -> None:
+    started, told = [], []
+    for at in dict.fromkeys(row["at"] for row in _STARTS):
+        happened = {row["what has happened"] for row in _STARTS if row["at"] == at} - {""}
+        planner.apply(Gone(text.removesuffix(" has ended")) for text in happened)
+        decision = planner.decide(_at_ns(at))
+        for placement in decision.placements:
+            started += [(at, placement.run_id, share.node_id) for share in placement.shares]
+        for row in _TOLD:
+            if row["at"] == at:
+                wait = planner.why(row["run"], _at_ns(at))
+                assert wait is not None
+                told.append({"at": at, "run": row["run"], "is told": sentence(wait, _clock)})
+    assert started == [(row["at"], row["starts"], row["on"]) for row in _STARTS if row["starts"]]
+    assert told == _TOLD
