@@ -416,6 +416,8 @@ def test_an_owner_decides_about_their_node_and_takes_nothing_back_that_others_de
     ruling.drain(services, by(ROOT), NodeDrainRequest(on=True))
     with pytest.raises(NotAllowed, match="root drains n1"):
         ruling.drain(services, by(ALICE), NodeDrainRequest(on=False))
+    with pytest.raises(NotAllowed, match="root drains n1"):
+        ruling.drain(services, by(ALICE), NodeDrainRequest(on=True, stop=True, note="root said so"))
     ruling.quarantine(services, by(ROOT), QuarantineRequest(uuid=H100[0].uuid, on=True))
     with pytest.raises(NotAllowed, match="root has put"):
         ruling.quarantine(services, by(ALICE), QuarantineRequest(uuid=H100[0].uuid, on=False))

@@ -1,7 +1,8 @@
 """People decide about a node: drained or not, whose it is and when others may use it, devices that are left out.
 
-Operators decide about every node; whoever is a node's owner by its calendar about theirs. What somebody else has
-decided about it, an owner does not take back. Each decision is a value in the node's row, and an entry of the audit.
+Operators decide about every node; whoever is a node's owner by its calendar about theirs, its calendar whoever set
+it. A drain or a quarantine of somebody else's an owner does not change. Each decision is a value in the node's row, and
+an entry of the audit.
 """
 
 from __future__ import annotations
@@ -74,6 +75,10 @@ def drain(services: Services, asked: Asked, said: NodeDrainRequest) -> NodeView:
             return _Change(rules=rules, action=Action.NODE_RESUME, detail={})
         drain = before or NodeDrain(by=asked.who.name, since_ns=at_ns)
         drain = msgspec.structs.replace(drain, note=said.note or drain.note, stop=said.stop or drain.stop)
+        if before is not None and drain != before:
+            _check_own(asked, before.by, f"drains {node.name}")
+            if drain.note != before.note:  # who waits reads it as the words of who drains
+                drain = msgspec.structs.replace(drain, by=asked.who.name)
         rules = msgspec.structs.replace(node.rules, drain=drain)
         return _Change(rules=rules, action=Action.NODE_DRAIN, detail={"note": drain.note, "stop": drain.stop})
 
