@@ -44,7 +44,7 @@ def test_policies_side_by_side(trace: str) -> None:
     assert result.exit_code == 0, result.output
     lines = result.output.splitlines()
     assert lines[0] == "4 jobs of four.csv on 1 × 8 GPUs"
-    assert lines[1] == "left out: 1 that need more than the cluster has"
+    assert lines[1] == "left out: 1 that need more than there is"
     rows = {line[:31].strip(): line[31:].split("  ") for line in lines[3:]}
     cells = {name: [cell.strip() for cell in row if cell.strip()] for name, row in rows.items()}
     assert cells[""] == ["fifo", "first-fit"]
@@ -55,7 +55,7 @@ def test_policies_side_by_side(trace: str) -> None:
 def test_the_same_as_json(trace: str) -> None:
     result = ran(trace, "--cluster", "1x8", "--policy", "srtf", "--json")
     told = json.loads(result.output)
-    assert (told["trace"], told["gpus"], told["impossible"]) == ("four.csv", 8, 1)
+    assert (told["trace"], told["gpus"], told["impossible"]) == ("four.csv", 8, {"that need more than there is": 1})
     figures = told["policies"]["srtf"]
     assert (figures["jobs"], figures["preemptions"], figures["unserved"]) == (4, 3, 0)
     assert set(figures["wait"]) == {"mean", "p50", "p95", "p99", "most"}
@@ -97,6 +97,22 @@ def test_pictures_that_cannot_be_written(trace: str, tmp_path: Path) -> None:
         ran(trace, "--policy", "fifo", "--png", str(tmp_path / "gone" / "waits.png"))
     with pytest.raises(InvalidValue, match="cannot be written"):
         ran(trace, "--policy", "fifo", "--png", str(tmp_path / "waits.docx"))
+
+
+def test_a_picture_of_jobs_that_never_wait(tmp_path: Path) -> None:
+    path = tmp_path / "waits.svg"
+    result = ran("--generate", "1", "--policy", "fifo", "--png", str(path))
+    assert (result.exit_code, path.exists()) == (0, True)
+
+
+def test_ctrl_c(trace: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(room, "simulate", interrupted)
+    result = ran(trace, "--policy", "fifo")
+    assert result.exit_code == 130
+    assert "stopped while fifo was replayed" in result.output
 
 
 def test_without_matplotlib_it_says_which_extra(trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,5 +183,5 @@ def test_what_was_typed_wrong(trace: str, arguments: tuple[str, ...], words: str
 
 
 def test_a_cluster_that_is_too_small_for_all(trace: str) -> None:
-    with pytest.raises(InvalidValue, match=r"no job of four.csv fits 1 × 4 GPUs; the largest has 64"):
+    with pytest.raises(InvalidValue, match=r"no job of four.csv can run on 1 × 4 GPUs: 1 that need more than there is"):
         ran(trace, "--only", "job_id=e", "--cluster", "1x4", "--policy", "fifo")

@@ -109,6 +109,17 @@ def test_classes_and_what_may_be_stopped(tmp_path: Path) -> None:
     assert (job.priority, job.preemptible) == (NORMAL, False)
 
 
+def test_what_is_not_understood_is_left_out_and_counted(tmp_path: Path) -> None:
+    row = {"submit_time_s": 0, "duration_s": 1, "num_gpus": 1, "priority": ""}
+    rows = [row, row | {"num_gpus": 1.9}, row | {"priority": "weird"}]
+    trace = read_trace(_written(tmp_path / "t.csv", rows))
+    assert len(trace.jobs) == 1
+    assert trace.left_out == {
+        "with a part of a GPU": 1,
+        "whose priority is neither critical, normal nor best_effort": 1,
+    }
+
+
 @pytest.mark.parametrize(
     ("name", "data", "words"),
     [

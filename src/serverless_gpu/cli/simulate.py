@@ -39,6 +39,8 @@ from serverless_gpu.units import format_duration_ms
 _PAGE = 500
 _HISTORY_MAX = 100_000
 _TEAMS_MAX = 10
+_INTERRUPTED = 130
+_PICTURES = (".png", ".svg", ".pdf")
 
 
 class _Asked(NamedTuple):
@@ -98,18 +100,22 @@ def simulate_command(**options: Any) -> None:
         preemption=options["preemption"],
         scheduling=_scheduling(options),
     )
-    drawing = None if options["png"] is None else _drawing()
+    drawing = None if options["png"] is None else _drawing(options["png"])
     outcomes = []
-    for policy in dict.fromkeys(options["policies"] or ("first-fit", "ours")):
-        with _Progress(policy) as progress:
-            outcomes.append(simulate(trace, shown, policy, settings=settings, progress=progress.tell))
-    if drawing is not None:
-        _draw(drawing, outcomes, trace, options["png"])
+    try:
+        for policy in dict.fromkeys(options["policies"] or ("first-fit", "ours")):
+            with _Progress(policy) as progress:
+                outcomes.append(simulate(trace, shown, policy, settings=settings, progress=progress.tell))
+    except KeyboardInterrupt:
+        say(f"stopped while {policy} was replayed; nothing was written", err=True)
+        sys.exit(_INTERRUPTED)
     if options["as_json"]:
         print_json(_as_json(outcomes, trace))
-        return
-    for line in _lines(outcomes, trace):
-        say(line)
+    else:
+        for line in _lines(outcomes, trace):
+            say(line)
+    if drawing is not None:
+        _draw(drawing, outcomes, trace, options["png"])
 
 
 # --- what is asked ----------------------------------------------------------------------------------------------------
@@ -218,8 +224,7 @@ def _lines(outcomes: Sequence[Outcome], trace: Trace) -> list[str]:
     rows.append(["stopped to make room", *(str(outcome.figures.preemptions) for outcome in outcomes)])
     lines = [f"{len(first.jobs):,} jobs of {trace.source} on {first.cluster.text()}"]
     lines += [f"left out: {count:,} {why}" for why, count in trace.left_out.items()]
-    if first.impossible:
-        lines.append(f"left out: {first.impossible:,} that need more than the cluster has")
+    lines += [f"left out: {count:,} {why}" for why, count in first.impossible.items()]
     lines += [f"{each.policy} never placed {each.unserved:,}" for each in outcomes if each.unserved]
     if len(teams) > _TEAMS_MAX:
         lines.append(f"shares of {len(teams) - _TEAMS_MAX} more teams: --json")
@@ -249,7 +254,7 @@ def _as_json(outcomes: Sequence[Outcome], trace: Trace) -> dict[str, object]:
         "cluster": outcomes[0].cluster.text(),
         "gpus": outcomes[0].cluster.gpus,
         "gang_gpus": outcomes[0].cluster.gang_gpus,
-        "impossible": outcomes[0].impossible,
+        "impossible": dict(outcomes[0].impossible),
         "policies": {
             outcome.policy: msgspec.to_builtins(outcome.figures) | {"unserved": outcome.unserved}
             for outcome in outcomes
@@ -257,12 +262,17 @@ def _as_json(outcomes: Sequence[Outcome], trace: Trace) -> dict[str, object]:
     }
 
 
-def _drawing() -> ModuleType:
-    """Return what draws.
+def _drawing(path: Path) -> ModuleType:
+    """Return what draws; whatever keeps the picture from being written is said before the replay.
 
     Raises:
-        ServerlessGpuError: there is no Matplotlib here.
+        ServerlessGpuError: there is no Matplotlib here, or no such directory, or no such kind of picture.
     """
+    if path.suffix.lower() not in _PICTURES:
+        raise InvalidValue(f"{path} cannot be written: a picture ends in {', '.join(_PICTURES)}")
+    if not path.parent.is_dir():
+        message = f"the picture cannot be written to {path}: there is no directory {path.parent}"
+        raise StorageError(message, hint="give the path of a file in a directory you can write to")
     try:
         return load("serverless_gpu.replay.drawing")
     except ModuleNotFoundError as error:
@@ -279,6 +289,4 @@ def _draw(drawing: ModuleType, outcomes: Sequence[Outcome], trace: Trace, path: 
     except OSError as error:
         message = f"the picture cannot be written to {path}: {error.strerror or error}"
         raise StorageError(message, hint="give the path of a file in a directory you can write to") from None
-    except ValueError as error:
-        raise InvalidValue(f"{path} cannot be written: {error}") from None
     say(f"{path} shows it", err=True)

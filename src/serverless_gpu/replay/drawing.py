@@ -69,7 +69,7 @@ def draw(outcomes: Sequence[Outcome], title: str, path: Path) -> None:
         panel.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 3, 5, 6, 10]))
     _style(waits, "jobs that waited no longer than, %")
     waits.set_xscale("log")
-    most = max(1.0, *(outcome.figures.wait.most for outcome in outcomes))
+    most = max(60.0, *(outcome.figures.wait.most for outcome in outcomes))
     waits.set_xlim(1, most)
     waits.set_xticks([at_s for at_s, _ in _TICKS if at_s <= most], [name for at_s, name in _TICKS if at_s <= most])
     waits.minorticks_off()

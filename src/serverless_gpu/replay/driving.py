@@ -4,7 +4,8 @@
                                          └─▶ preemptions: the job waits again with what is left of it
 
 Its clock begins at 0 with the first job. What is stopped leaves at once and goes on where it was. Of durations the
-scheduler is told nothing, or what a server would have learned of the jobs that ended before, or the truth.
+scheduler is told nothing, or what a server would have learned of the jobs that ended before, or the truth. A job that
+names no type wants the one of which there is most.
 
 Failure case: a job that the scheduler never places, though nothing runs any more, has no time in what is returned.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -71,8 +72,10 @@ class Drive:
         self._past: dict[tuple[str, str], deque[float]] = {}
         self._whole = max(machine.gpus for machine in cluster.machines)
         self._pools = {machine.pool for machine in cluster.machines}
-        types = {machine.gpu_type for machine in cluster.machines}
-        self._only_type = types.pop() if len(types) == 1 else None
+        types: Counter[str] = Counter()
+        for machine in cluster.machines:
+            types[machine.gpu_type] += machine.gpus
+        self._usual_type = types.most_common(1)[0][0]
         self._zero_s = jobs[0].submit_s if jobs else 0.0
         self._left_ns = [round(job.duration_s * _NS) for job in jobs]
         self._wanted = [self._wanted_of(place, job) for place, job in enumerate(jobs)]
@@ -130,6 +133,9 @@ class Drive:
         self._had(place, now_ns)
         wanted = self._wanted[place]
         again = msgspec.structs.replace(wanted, preemptions=wanted.preemptions + 1)
+        if self._durations == "known":
+            left_s = self._left_ns[place] / _NS
+            again = msgspec.structs.replace(again, limit_s=left_s, expected_s=left_s)
         self._wanted[place] = again
         return Gone(wanted.run_id), Arrived(again)
 
@@ -172,7 +178,7 @@ class Drive:
             priority=job.priority,
             queued_ns=self._ns(job.submit_s),
             gpus=job.gpus,
-            gpu_type=job.gpu_type or self._only_type,
+            gpu_type=job.gpu_type or self._usual_type,
             several_nodes=job.gpus > self._whole,
             pool=job.pool if job.pool in self._pools else "",
             limit_s=job.duration_s if self._durations == "known" else None,

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
+
 import msgspec
 
 from serverless_gpu.errors import InvalidValue
+from serverless_gpu.model.hardware import matches
+from serverless_gpu.model.scheduling.values import BEST_EFFORT, Pool
 from serverless_gpu.model.scheduling.values import Policy as Scheduling
 from serverless_gpu.replay.baselines import KEYS, Nodes, Spans, in_order, placed_again
 from serverless_gpu.replay.driving import Drive, Durations, Progress
@@ -38,7 +43,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         cluster: where.
         figures: the numbers.
         jobs: those that ran, in the order of their arrival; `spans` has when each had its GPUs.
-        impossible: jobs that the empty cluster has no room for; they are left out.
+        impossible: how many jobs the empty cluster has nothing for, by reason; they are left out.
         unserved: jobs that were never placed.
     """
 
@@ -47,7 +52,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     figures: Figures
     jobs: tuple[Job, ...]
     spans: Spans
-    impossible: int = 0
+    impossible: Mapping[str, int] = {}
     unserved: int = 0
 
 
@@ -72,10 +77,10 @@ def simulate(
         InvalidValue: there is no such policy, or no job fits the cluster.
     """
     told = settings or Settings()
-    jobs = _possible(trace, cluster)
+    jobs, impossible = _possible(trace, cluster)
     if not jobs:
-        biggest = max((job.gpus for job in trace.jobs), default=0)
-        raise InvalidValue(f"no job of {trace.source or 'the trace'} fits {cluster.text()}; the largest has {biggest}")
+        why = "; ".join(f"{count} {reason}" for reason, count in impossible.items())
+        raise InvalidValue(f"no job of {trace.source or 'the trace'} can run on {cluster.text()}: {why}")
     if told.preemption:
         jobs = [msgspec.structs.replace(job, preemptible=True) for job in jobs]
     spans = _spans(jobs, cluster, policy, told, progress)
@@ -90,20 +95,47 @@ def simulate(
         figures=figures_of(served, times, gpus=cluster.gpus, gang_gpus=cluster.gang_gpus),
         jobs=served,
         spans=times,
-        impossible=len(trace.jobs) - len(jobs),
+        impossible=impossible,
         unserved=len(jobs) - len(ran),
     )
 
 
-def _possible(trace: Trace, cluster: Cluster) -> list[Job]:
-    """Return the jobs that the empty cluster has room for."""
-    nodes = Nodes(cluster)
-    fits: dict[int, bool] = {}
+def _possible(trace: Trace, cluster: Cluster) -> tuple[list[Job], dict[str, int]]:
+    """Return the jobs that the empty cluster has something for, and how many it has nothing for, by reason."""
+    known: dict[tuple[int, str, str, bool], str] = {}
+    jobs: list[Job] = []
+    impossible: Counter[str] = Counter()
     for job in trace.jobs:
-        if job.gpus not in fits:
-            nodes.empty()
-            fits[job.gpus] = nodes.take(job.gpus) is not None
-    return [job for job in trace.jobs if fits[job.gpus]]
+        key = (job.gpus, job.gpu_type, job.pool, job.priority == BEST_EFFORT)
+        if key not in known:
+            known[key] = _why_not(job, cluster)
+        if known[key]:
+            impossible[known[key]] += 1
+        else:
+            jobs.append(job)
+    return jobs, dict(impossible)
+
+
+def _why_not(job: Job, cluster: Cluster) -> str:
+    """Return why a job can never run, in words that follow how many there are; "" when it can."""
+    pools = {pool.name: pool for pool in cluster.pools}
+    machines = [machine for machine in cluster.machines if job.pool and machine.pool == job.pool]
+    if not machines:  # a pool that this cluster does not have is as good as none
+        lowest = job.priority == BEST_EFFORT
+        machines = [machine for machine in cluster.machines if _is_open(pools.get(machine.pool), lowest=lowest)]
+    if not machines:
+        return "that name no reserved pool, and there is no other"
+    if job.gpu_type:
+        machines = [machine for machine in machines if matches(job.gpu_type, machine.gpu_type)]
+    if not machines:
+        return f"that need {job.gpu_type}, of which there is none"
+    room = Nodes(msgspec.structs.replace(cluster, machines=tuple(machines)))
+    return "" if room.take(job.gpus) is not None else "that need more than there is"
+
+
+def _is_open(pool: Pool | None, *, lowest: bool) -> bool:
+    """Return whether jobs that do not name a pool may use it: one that is not reserved, or lends."""
+    return pool is None or not pool.reserved or (pool.lends and lowest)
 
 
 def _spans(jobs: list[Job], cluster: Cluster, policy: str, told: Settings, progress: Progress | None) -> Spans:
@@ -119,4 +151,4 @@ def _spans(jobs: list[Job], cluster: Cluster, policy: str, told: Settings, progr
 
 def _is_whole(job: Job, had: list[tuple[float, float]]) -> bool:
     """Return whether a job came to its end; one that was stopped for good did not."""
-    return sum(ended - began for began, ended in had) > job.duration_s - 1e-3
+    return sum(ended - began for began, ended in had) >= job.duration_s * (1 - 1e-9) - 1e-3

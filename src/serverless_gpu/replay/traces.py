@@ -106,25 +106,33 @@ def _left_out_text(left_out: Mapping[str, int]) -> str:
 
 
 def _job(row: Row, place: int) -> Job:
-    gpus = int(_number(row, "num_gpus"))
-    duration_s = _number(row, "duration_s")
+    gpus, duration_s = _number(row, "num_gpus"), _number(row, "duration_s")
     if gpus < 1:
         raise _NoJob("without GPUs")
+    if gpus != int(gpus):
+        raise _NoJob("with a part of a GPU")
     if duration_s <= 0:
         raise _NoJob("that never ran")
     return Job(
         job_id=str(row.get("job_id", place)),
         submit_s=_number(row, "submit_time_s"),
         duration_s=duration_s,
-        gpus=gpus,
+        gpus=int(gpus),
         team=next((str(row[name]) for name in _GROUPS if row.get(name)), ""),
         user=str(row.get("user") or ""),
         name=str(row.get("name") or ""),
         pool=str(row.get("pool") or ""),
         gpu_type=str(row.get("gpu_type") or ""),
-        priority=_CLASSES.get(str(row.get("priority") or "").lower(), NORMAL),
+        priority=_class_of(str(row.get("priority") or "").lower()),
         preemptible=str(row.get("preemptible") or "").lower() in _TRUE,
     )
+
+
+def _class_of(text: str) -> int:
+    """Return a class; numbers are those of another scheduler, and say nothing here."""
+    if text and text not in _CLASSES and not text.lstrip("-").isdecimal():
+        raise _NoJob("whose priority is neither critical, normal nor best_effort")
+    return _CLASSES.get(text, NORMAL)
 
 
 def _number(row: Row, column: str) -> float:
