@@ -144,14 +144,14 @@ def test_times_that_are_very_long_are_no_reason_to_lose_a_job() -> None:
 
 
 def test_after_a_stop_only_the_rest_is_declared() -> None:
-    # 6,000 s of the first are left when it goes on at 4,100; so the eight are promised 10,100, and 5,900 s fit before.
+    # 6,000 s of the first are left when it goes on at 4,100: the eight are promised 10,100, and only one fits before.
     low = Job(job_id="low", submit_s=0, duration_s=10_000, gpus=6, priority=BEST_EFFORT)
     high = Job(job_id="high", submit_s=4_000, duration_s=100, gpus=8, priority=CRITICAL)
-    jobs = [low, high, *made((4_200, 10, 8), (4_201, 5_890, 2), (4_202, 5_910, 2))]
+    jobs = [low, high, *made((4_200, 10, 8), (4_201, 5_890, 1), (4_202, 5_910, 1))]
     outcome = simulate(in_order(jobs), cluster_of(1, 8), "ours", settings=Settings(durations="known", preemption=True))
     assert outcome.spans[0] == [(0, 4_000), (4_100, 10_100)]
     assert outcome.spans[2] == [(10_100, 10_110)]
-    assert outcome.spans[3] == [(4_201, 10_091)]
+    assert outcome.spans[3:] == [[(4_201, 10_091)], [(10_110, 16_020)]]
 
 
 def test_shares_of_teams_hold_under_overload() -> None:
