@@ -86,7 +86,7 @@ def test_a_dry_run_says_when_it_would_start_and_sends_no_run(fake: FakeServer, t
     assert said.stdout.splitlines()[:-1] == [
         f"would run: {sys.executable} {script} --lr 1e-3",
         "called: train.py",
-        "on: 4 GPUs of any type, one process per GPU",
+        "on: 4 GPUs of the only type there is, one process per GPU",
         f"where: {fake.url}, pool spare",
         "class: BEST_EFFORT, team search, policy night",
         "imports: this machine's files, where they lie",
@@ -106,6 +106,13 @@ def test_a_dry_run_says_when_it_would_start_and_sends_no_run(fake: FakeServer, t
         "impossible": False,
     }
     assert fake.runs == {} and sgpu("submit", "--json", str(script)).exit_code == 2
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_F82_a_dry_run_of_what_can_never_be_ends_as_the_run_would(fake: FakeServer, options: tuple[str, ...]) -> None:
+    fake.estimate = msgspec.structs.replace(ANSWER, at_ns=None, basis="no node has A10", place=0, impossible=True)
+    ended = sgpu("submit", "--dry-run", *options, "--gpus", "1", "true")
+    assert ended.exit_code == 1 and "no node has A10" in ended.stdout
 
 
 def test_who_is_waited_for_is_told_with_the_times_of_this_place(fake: FakeServer) -> None:

@@ -50,6 +50,7 @@ def test_a_run_leaves_a_node_that_is_drained_and_goes_on_without_the_gpu_that_is
     assert sgpu("logs", run.id).stdout.endswith("attempt 2\n")
     assert sgpu("node", "release", node, uuid).stdout == f"{uuid} of {node} is given to runs again\n"
     assert "left out" not in sgpu("nodes").stdout
+    assert sgpu("node", "release", node, uuid).stdout == f"{uuid} of {node} was not left out\n"
 
 
 def test_a_calendar_is_set_shown_changed_in_part_and_cleared(node: str, served: Path) -> None:

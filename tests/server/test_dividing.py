@@ -219,7 +219,22 @@ def test_the_queue_names_what_somebody_may_see_and_whose_the_rest_is(
         ("alice", 0, None, False),
     ]
     assert [each.sentence for each in seen] == [f"told {theirs}", "", ""]
+    assert [each.waiting is not None and each.waiting.place for each in seen] == [1, False, False]
     assert seen[1].priority is Priority.CRITICAL and (seen[2].team, seen[2].gpu_type) == ("search", "H100")
+
+
+def test_F82_what_is_found_to_be_never_possible_is_listed_last(
+    services: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    never, next_one = (submitting.submit(services, ALICE, request(name=name)).id for name in ("never", "next"))
+    waits = {
+        never: Wait(run_id=never, reason=WaitReason.UNSATISFIABLE, words="no node has A10"),
+        next_one: Wait(run_id=next_one, reason=WaitReason.CAPACITY, place=1),
+    }
+    monkeypatch.setattr(services.sentences, "order", lambda limit: (never, next_one))
+    monkeypatch.setattr(services.sentences, "glance", lambda run_id: Told(sentence="told", wait=waits[run_id]))
+    seen = queue_views.view_queue(services, ROOT, "all", limit=50, mine=False).entries
+    assert [(each.run, each.place) for each in seen] == [(next_one, 1), (never, 0)]
 
 
 def test_the_queue_is_in_the_order_of_the_shares_and_use_is_what_was_used(services: Services, clock: FakeClock) -> None:

@@ -8,14 +8,21 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
+from serverless_gpu.ambient import format_soon
 from serverless_gpu.cli import program
-from serverless_gpu.errors import NotAllowed
+from serverless_gpu.cli.server import dividing
+from serverless_gpu.errors import InvalidValue, NotAllowed
+from serverless_gpu.model.scheduling.values import Wait, WaitReason
+from serverless_gpu.model.spec import Priority
 from serverless_gpu.wire.principals import PrincipalRequest, TeamRequest, TeamView, TokenMade
+from serverless_gpu.wire.queue import QueueEntry
 from serverless_gpu.wire.runs import RunView
+from serverless_gpu.wire.waiting import wait_view
 from tests.server.served import Served
 from tests.server.test_submitting import request
 
 Said = Callable[..., str]
+NOW = 1_900_000_000_000_000_000
 
 
 @pytest.fixture
@@ -71,8 +78,36 @@ def test_the_queue_is_listed_as_far_as_one_may_see_it(server: Served, said: Said
     admin.ask("POST", "/runs", asked, answer=RunView)
     told = said("queue", "--limit", "1").splitlines()
     assert len(told) == 2
-    assert told[0].split() == ["RUN", "OWNER", "TEAM", "CLASS", "NEEDS", "WAITS", "RESERVED", "WHY"]
-    assert told[1].startswith(f"1  {asked.id} fit") and "every GPU of lab" in told[1]
+    assert told[0].split() == ["PLACE", "RUN", "OWNER", "TEAM", "CLASS", "NEEDS", "WAITS", "RESERVED", "WHY"]
+    assert told[1].startswith(f"-      {asked.id} fit") and "every GPU of lab" in told[1]
     assert asked.id not in said("queue", token=bob) and "every GPU of lab" in said("queue", token=bob)
     assert said("queue", "--mine", token=bob) == "none of your runs waits\n"
     assert msgspec.json.decode(said("queue", "--json"))["waiting"] == 1
+
+
+def test_a_place_in_the_queue_stands_beside_a_run_and_nobody_is_told_that_it_is_theirs() -> None:
+    wait = Wait(run_id="r1", reason=WaitReason.CAPACITY, count=8, gpu_type="H100", node="n3", at_ns=NOW, place=2)
+    entry = QueueEntry(
+        run="r1",
+        name="fit",
+        owner="bob",
+        team="",
+        priority=Priority.NORMAL,
+        place=2,
+        gpus=8,
+        gpu_type="H100",
+        pool="",
+        since_ns=NOW,
+        sentence="in words of the server's place; you are 2nd",
+        reserved_ns=NOW,
+        waiting=wait_view(wait),
+    )
+    place, *_, reserved, why = dividing._waiting(entry, NOW)
+    assert (place, reserved) == ("2", f"about {format_soon(NOW)}")
+    assert why == f"needs 8 H100 on one node; none free on n3; it starts at about {format_soon(NOW)}"
+
+
+@pytest.mark.parametrize(("weight", "told"), [("nan", "nan"), ("inf", "inf"), ("-1", "-1.0"), ("0", "0.0")])
+def test_a_share_that_is_none_is_told_as_one(said: Said, weight: str, told: str) -> None:
+    with pytest.raises(InvalidValue, match=f"a share cannot be {told}"):
+        said("share", "set", "team", "search", weight)

@@ -13,7 +13,7 @@ import sqlalchemy as sa
 
 from serverless_gpu.model.access import Reach
 from serverless_gpu.model.attempt import State
-from serverless_gpu.model.scheduling.values import Reservation
+from serverless_gpu.model.scheduling.values import Reservation, WaitReason
 from serverless_gpu.model.spec import Priority
 from serverless_gpu.server import runs, shares, views
 from serverless_gpu.server.callers import Caller
@@ -22,6 +22,7 @@ from serverless_gpu.server.sentences import Told
 from serverless_gpu.server.services import Services
 from serverless_gpu.server.shares import Kind, StoredShare
 from serverless_gpu.wire.queue import QueueEntry, QueueView, ShareList, ShareView
+from serverless_gpu.wire.waiting import wait_view
 
 LIMIT_MAX = 200
 """Entries of one answer: why somebody waits costs a look at the queue."""
@@ -58,6 +59,8 @@ def view_queue(services: Services, who: Caller, reach: str, *, limit: int, mine:
         )
         for run in there
     ]
+    # Some are found to be never possible only by the look at each: they are in nobody's way.
+    entries.sort(key=lambda entry: entry.waiting is not None and entry.waiting.reason == WaitReason.UNSATISFIABLE)
     return QueueView(entries=tuple(entries), waiting=waiting)
 
 
@@ -125,5 +128,7 @@ def _entry(run: StoredRun, reserved: Reservation | None, told: Told | None) -> Q
     )
     if told is None:
         return entry
-    place = told.wait.place if told.wait is not None else 0
-    return msgspec.structs.replace(entry, run=run.id, name=run.name, place=place, sentence=told.sentence)
+    entry = msgspec.structs.replace(entry, run=run.id, name=run.name, sentence=told.sentence)
+    if told.wait is None:
+        return entry
+    return msgspec.structs.replace(entry, place=told.wait.place, waiting=wait_view(told.wait))

@@ -15,6 +15,7 @@ from typing import Literal
 
 from serverless_gpu.model.spec import Priority
 from serverless_gpu.wire.base import Answer, Request
+from serverless_gpu.wire.waiting import WaitView
 
 ShareKind = Literal["team", "user"]
 
@@ -24,6 +25,7 @@ class QueueEntry(Answer, frozen=True, kw_only=True):
 
     Attributes:
         run: its identifier; "" for one that whoever asks may not see. So are `name` and `sentence`, and `place` is 0.
+        waiting: `sentence`, part by part; None while nobody has looked, and for one that is not to be seen.
         place: its place among those that want the same kind of devices; 1 is the next, 0 is none: it is not in line.
         gpus: how many devices it wants; None for all of a node's.
         gpu_type: of what type; "" for whatever there is.
@@ -47,10 +49,11 @@ class QueueEntry(Answer, frozen=True, kw_only=True):
     sentence: str
     reserved_ns: int | None = None
     is_bound: bool = False
+    waiting: WaitView | None = None
 
 
 class QueueView(Answer, frozen=True, kw_only=True):
-    """Those that wait, in the order in which they are looked at.
+    """Those that wait, in the order in which they are looked at; those that nothing can ever serve come last.
 
     Attributes:
         waiting: how many there are altogether.

@@ -40,3 +40,14 @@ def test_who_is_ahead_is_who_ranks_before(runs: list[Wanted], used: dict[str, fl
     for place, run_id in enumerate(order, 1):
         wait = explaining.why(state, run_id, NOW_NS)
         assert wait is not None and wait.place == place
+
+
+def test_F82_what_can_never_be_is_listed_after_all_that_wait() -> None:
+    state = State(Policy())
+    state.floor.see(Node(id="n", name="n", total={"H100": 8}))
+    for number, (gpus, gpu_type) in enumerate([(1, "A10"), (16, "H100"), (8, "H100"), (1, "H100")]):
+        state.queue.put(Wanted(run_id=f"r{number}", title="t", gpus=gpus, gpu_type=gpu_type, queued_ns=number))
+    late = Wanted(run_id="r4", title="t", gpus=1, gpu_type="H100", queued_ns=0, not_before_ns=2 * NOW_NS, held="later")
+    state.queue.put(late)
+    found = explaining.queue(state, NOW_NS, 9)
+    assert found[:2] in (("r2", "r3"), ("r3", "r2")) and set(found[2:4]) == {"r0", "r1"} and found[4:] == ("r4",)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from urllib.parse import quote
 
 import click
+import msgspec
 
-from serverless_gpu.ambient import SystemClock, format_clock
+from serverless_gpu.ambient import SystemClock, format_soon
 from serverless_gpu.cli.amounts import duration_s
 from serverless_gpu.cli.columns import columns
 from serverless_gpu.cli.output import print_json, say
 from serverless_gpu.cli.server.reaching import server
+from serverless_gpu.errors import InvalidValue
+from serverless_gpu.model.scheduling import telling
 from serverless_gpu.units import format_days_ms, format_duration_ms, format_gpu_ms
 from serverless_gpu.wire.agents import PoolList, PoolRequest, PoolView
 from serverless_gpu.wire.queue import (
@@ -23,6 +27,7 @@ from serverless_gpu.wire.queue import (
     ShareRequest,
     ShareView,
 )
+from serverless_gpu.wire.waiting import wait_of
 
 _KIND = click.Choice(["team", "user"])
 
@@ -32,7 +37,11 @@ _KIND = click.Choice(["team", "user"])
 @click.option("--mine", is_flag=True, help="Only your own runs.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def queue(limit: int, mine: bool, as_json: bool) -> None:
-    """List runs that wait, in the order in which they are looked at: what for, for whom, until when."""
+    """List runs that wait, in the order in which they are looked at: what for, for whom, until when.
+
+    PLACE is that among those that want the same kind of devices, of runs that you may see; a run without one is not in
+    line.
+    """
     with server() as connection:
         query = {"limit": f"{limit}", "mine": f"{mine}".lower()}
         found = connection.ask("GET", "/queue", answer=QueueView, query=query)
@@ -43,8 +52,8 @@ def queue(limit: int, mine: bool, as_json: bool) -> None:
         say("none of your runs waits" if mine else "nothing waits")
         return
     now_ns = SystemClock().wall_ns()
-    rows = [_waiting(number, each, now_ns) for number, each in enumerate(found.entries, 1)]
-    for line in columns([["", "RUN", "OWNER", "TEAM", "CLASS", "NEEDS", "WAITS", "RESERVED", "WHY"], *rows]):
+    rows = [_waiting(each, now_ns) for each in found.entries]
+    for line in columns([["PLACE", "RUN", "OWNER", "TEAM", "CLASS", "NEEDS", "WAITS", "RESERVED", "WHY"], *rows]):
         say(line)
     if not mine and found.waiting > len(found.entries):
         say(f"{found.waiting - len(found.entries)} more")
@@ -127,12 +136,15 @@ def list_shares(as_json: bool) -> None:
     say(f"use counts half after {format_days_ms(round(found.half_life_s * 1000))}")
 
 
-@share.command("set")
+# A weight that is below zero is an argument, and told what a weight is, instead of an option that there is not.
+@share.command("set", context_settings={"ignore_unknown_options": True})
 @click.argument("kind", type=_KIND)
 @click.argument("name")
 @click.argument("weight", type=float)
 def set_share(kind: str, name: str, weight: float) -> None:
     """Set the weight of a team among all, or of a user among those of their team; who was not named has 1."""
+    if not math.isfinite(weight):  # JSON has no such number
+        raise InvalidValue(f"a share cannot be {weight}", hint="a number above 0")
     with server() as connection:
         view = connection.ask("PUT", _share(kind, name), ShareRequest(weight=weight), answer=ShareView)
     say(f"{view.kind} {view.name} has {view.weight:g}")
@@ -198,19 +210,25 @@ def _say_pools(*, as_json: bool) -> None:
         say(line)
 
 
-def _waiting(number: int, entry: QueueEntry, now_ns: int) -> list[str]:
+def _waiting(entry: QueueEntry, now_ns: int) -> list[str]:
     """Return a run as a row; of one that is not to be seen only whose it is, and what it needs."""
     name = f"{entry.run} {entry.name}".rstrip() or "-"
     needs = f"{entry.gpus or 'every'} {entry.gpu_type or 'GPU'}" + (f" of {entry.pool}" if entry.pool else "")
     waits = format_duration_ms(max(0, now_ns - entry.since_ns) // 1_000_000)
-    row = [f"{number}", name, entry.owner, entry.team or "-", entry.priority.value, needs, waits]
-    return [*row, _reserved(entry), entry.sentence]
+    row = [f"{entry.place or '-'}", name, entry.owner, entry.team or "-", entry.priority.value, needs, waits]
+    return [*row, _reserved(entry), _why(entry)]
+
+
+def _why(entry: QueueEntry) -> str:
+    """Return what a run waits for, with the times of this place; whoever reads it may be another than its owner."""
+    wait = None if entry.waiting is None else wait_of(entry.waiting, entry.run)
+    return entry.sentence if wait is None else telling.sentence(msgspec.structs.replace(wait, place=0), format_soon)
 
 
 def _reserved(entry: QueueEntry) -> str:
     if entry.reserved_ns is None:
         return "-"
-    return f"{'by' if entry.is_bound else 'about'} {format_clock(entry.reserved_ns)}"
+    return f"{'by' if entry.is_bound else 'about'} {format_soon(entry.reserved_ns)}"
 
 
 def _kind(view: PoolView) -> str:

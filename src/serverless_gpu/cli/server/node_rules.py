@@ -187,8 +187,10 @@ def _leave_out(name: str, gpu: str, *, on: bool, note: str) -> None:
     if on:
         has = f"; {_going(view)}, and whichever has it keeps it" if view.runs else ""
         say(f"{uuid} of {view.name} is left out{has}")
-    else:
-        say(f"{uuid} of {view.name} is given to runs again")
+        return
+    kept = uuid in view.unavailable
+    told = "was not left out" if uuid not in marked else "is left out no more" if kept else "is given to runs again"
+    say(f"{uuid} of {view.name} {told}{f'; {view.name} itself does not offer it now' if kept else ''}")
 
 
 def _found(connection: Connection, name: str) -> NodeView:

@@ -1,6 +1,7 @@
 """`sgpu submit --dry-run`: what would be asked for, of whom, and when it would start. Nothing is sent but the question.
 
-What would refuse the run refuses the rehearsal, with the same words and exit code, after what could be said was said.
+What would refuse the run refuses the rehearsal, with the same words and exit code, after what could be said was said. A
+run that nothing there can ever serve is said to start never, with the exit code that it would end with.
 A server that is away refuses nothing: when the run would start is unknown then, and the line says why.
 """
 
@@ -10,6 +11,7 @@ import contextlib
 import functools
 import os
 import shlex
+import sys
 from collections.abc import Iterator
 
 import msgspec
@@ -29,6 +31,7 @@ _SUBMITTING = "serverless_gpu.client.remote.submitting"
 _CHOICE = "serverless_gpu.client.remote.pool_choice"
 _SERVER = "serverless_gpu.client.remote.server"
 _SHORT = 12
+_NEVER = 1  # as of a run that ends because nothing can serve it
 _IMPORTS = {
     "live": "this machine's files, where they lie",
     "auto": "this machine's files if the server is its own, else a snapshot of them",
@@ -73,11 +76,15 @@ def rehearse(spec: RunSpec, *, as_json: bool) -> None:
     url = find_profile(home.root, os.environ).url if spec.remote else ""
     spec, imported = _resolved(home, spec)
     if as_json:
-        print_json(_as_json(spec, url, imported, estimate_run(spec)))
-        return
-    for line in _wished(spec, command, url, imported):
-        say(line)
-    say(f"would start: {estimate_run(spec)}")
+        estimate = estimate_run(spec)
+        print_json(_as_json(spec, url, imported, estimate))
+    else:
+        for line in _wished(spec, command, url, imported):
+            say(line)
+        estimate = estimate_run(spec)
+        say(f"would start: {estimate}")
+    if estimate.impossible:
+        sys.exit(_NEVER)
 
 
 def _resolved(home: Home, spec: RunSpec) -> tuple[RunSpec, _Imported]:
@@ -114,7 +121,8 @@ def _wished(spec: RunSpec, command: Command, url: str, imported: _Imported) -> I
     per = "process per node" if command.per == "node" else "process per GPU"
     yield f"would run: {shlex.join(command.argv)}"
     yield f"called: {spec.name}"
-    yield f"on: {resources.gpus} {resources.gpu_type or 'GPUs of any type'}, one {per}"
+    some = "GPU" if resources.gpus == 1 else "GPUs"
+    yield f"on: {resources.gpus} {resources.gpu_type or f'{some} of the only type there is'}, one {per}"
     yield f"where: {url}, pool {spec.pool or 'any on-demand one'}" if spec.remote else "where: this machine"
     if spec.remote:
         policy = f", policy {spec.policy}" if spec.policy else ""

@@ -52,7 +52,9 @@ def why(state: State, run_id: str, now_ns: int) -> Wait | None:
 
 
 def queue(state: State, now_ns: int, limit: int) -> tuple[str, ...]:
-    """Return who waits, in the order in which they are served; those that are left alone until later come last.
+    """Return who waits, in the order in which they are served.
+
+    Those that no device will ever do for come after all others, and last those that are left alone until later.
 
     Args:
         state: of the planner.
@@ -61,14 +63,15 @@ def queue(state: State, now_ns: int, limit: int) -> tuple[str, ...]:
     """
     order = _Order(state, now_ns)
     lines = list(state.queue.lines())
-    heads = [(order.rank(line, 0), number, 0) for number, line in enumerate(lines)]
+    never = [not state.floor.is_possible(line.ask.shape) for line in lines]
+    heads = [(never[number], order.rank(line, 0), number, 0) for number, line in enumerate(lines)]
     heapq.heapify(heads)
     found: list[str] = []
     while heads and len(found) < limit:
-        _, number, at = heads[0]
+        *_, number, at = heads[0]
         found.append(lines[number].rows[at][1])
         if at + 1 < len(lines[number].rows):
-            heapq.heapreplace(heads, (order.rank(lines[number], at + 1), number, at + 1))
+            heapq.heapreplace(heads, (never[number], order.rank(lines[number], at + 1), number, at + 1))
         else:
             heapq.heappop(heads)
     held = sorted((wanted.not_before_ns, wanted.run_id) for wanted in state.queue.held())
@@ -98,9 +101,10 @@ def estimate(state: State, wanted: Wanted, now_ns: int) -> Estimate:
     ahead = [(other, line) for line, count in lines for *_, other in line.rows[:count]]
     ahead.sort(key=lambda entry: state.rank(entry[0], entry[1].ask, now_ns))
     forecast = state.floor.forecast()
-    for other, line in ahead:
+    for number, (other, line) in enumerate(ahead):
         if Seeker(forecast, other, line.ask, now_ns).promise() is None:
-            return Estimate(at_ns=None, basis=f"nobody can say when {other.title} starts, which is ahead", place=place)
+            before = f"nobody can say when {other.title} starts, which is ahead"
+            return Estimate(at_ns=None, basis=f"{before}: {_unknown(state, line.ask, ahead[:number])}", place=place)
     found = Seeker(forecast, wanted, ask, now_ns).promise()
     if found is None or found.at_ns is None:
         return Estimate(at_ns=None, basis=_unknown(state, ask, ahead), place=place)
