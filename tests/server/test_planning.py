@@ -26,7 +26,7 @@ from serverless_gpu.model.scheduling.values import (
     Wanted,
 )
 from serverless_gpu.model.spec import Resources
-from serverless_gpu.server import audit, draining, events, operating, runs, shares
+from serverless_gpu.server import audit, draining, events, operating, runs, sentences, shares
 from serverless_gpu.server.agents import Agents
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.hub import run_key
@@ -38,7 +38,7 @@ from serverless_gpu.server.shares import StoredShare
 from serverless_gpu.server.wanting import LEAVING_S, START_S
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.state import DrainRequest
-from tests.server.planned import Planners, decision, placement, waiting
+from tests.server.planned import Planners, Scripted, decision, placement, waiting
 from tests.server.stored import add_people, new_run
 from tests.server.test_agents import NODE, find, hello, submit, tell
 from tests.server.test_measures import value
@@ -161,6 +161,22 @@ def test_many_placements_are_written_in_portions_and_decided_once(
     assert tick(services, scheduler) > 0
     assert planners.last.told[-1] == [Gone(left[0])]
     assert [find(services, run_id).state for run_id in left] == [State.CANCELLED, State.STARTING]
+
+
+def test_a_clock_that_is_set_while_placements_are_under_way_has_them_decided_anew(
+    services: Services, node_id: str, planners: Planners, clock: FakeClock
+) -> None:
+    waiting_ids = [submit(services, 1) for _ in range(AT_ONCE + 2)]
+    scheduler = Scheduler(services)
+    tick(services, scheduler)
+    planners.last.decisions.append(decision(placement(run_id, node_id, 1) for run_id in waiting_ids))
+    assert tick(services, scheduler) == 0
+    clock.step_wall(-3_600)
+    assert tick(services, scheduler) > 0
+    told = planners.last.told[0]
+    left = {run_id for run_id in waiting_ids if find(services, run_id).state is State.QUEUED}
+    assert len(planners.made) == 2 and {wanted.run_id for wanted in wanted_of(told)} == left and len(left) == 2
+    assert kinds(told).count("Started") == AT_ONCE
 
 
 def test_a_tick_that_fails_begins_from_nothing(
@@ -352,3 +368,28 @@ def test_who_is_asked_about_is_woken_when_they_are_told_something_else_and_nobod
     clock.advance(ASKED_S + 1)
     planners.last.waits[watched] = waiting(watched, "something else")
     assert woken_by_a_tick() == [False, False]
+
+
+def test_who_asks_while_the_planner_is_told_something_is_answered_by_what_holds_afterwards(
+    services: Services, node_id: str, planners: Planners, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sentences, "A_SECOND", 0.001)  # as if so many asked that answers are kept for long
+    run_id, other = submit(services), submit(services)
+    scheduler = Scheduler(services)
+    tick(services, scheduler)
+    for one in (run_id, other):
+        planners.last.waits[one] = waiting(one, "before")
+        assert services.sentences.of(one) == "before"
+    planners.last.waits[run_id] = waiting(run_id, "later")
+    assert services.sentences.of(run_id) == "before"
+    apply = Scripted.apply
+
+    def asked_meanwhile(planner: Scripted, changes: list[Change]) -> None:
+        services.sentences.of(run_id)
+        apply(planner, changes)
+        del planner.waits[run_id]
+
+    monkeypatch.setattr(Scripted, "apply", asked_meanwhile)
+    tell(services, run_id, StopAsked(why=StopReason.CANCEL))
+    tick(services, scheduler)
+    assert services.sentences.of(run_id) == ""

@@ -16,7 +16,7 @@ Failure cases: a tick that fails in the middle (`forget`: the next one begins fr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeVar
 
 import msgspec
@@ -70,11 +70,21 @@ class Planning:
         self._waiting: dict[str, Wanted] = {}
         self._running: dict[str, Running] = {}
         self._unseen: set[str] = set()  # of those: placed by a decision, and not found in the database yet
+        self._underway: dict[str, Placement] = {}  # of those: nobody has tried to write it down
         self._services.sentences.close()
 
     def now(self) -> int:
         """Return what time it is for the planner, nanoseconds since 1970 as far as it is known."""
         return self._services.clock.boottime_ns() + self._base_ns
+
+    def underway(self) -> list[Placement]:
+        """Return the placements that were decided and are to be written down, in the order of the queue."""
+        return list(self._underway.values())
+
+    def tried(self, placements: Iterable[Placement]) -> None:
+        """Note that placements were written down, or could not be: the next look finds out which."""
+        for placement in placements:
+            del self._underway[placement.run_id]
 
     def read(self) -> Reading:
         """Return what there is."""
@@ -84,14 +94,14 @@ class Planning:
             lambda connection: self._roster.read(connection, now_ns=now_ns, afresh=afresh)
         )
 
-    def tell(self, reading: Reading, underway: Mapping[str, Placement]) -> None:
-        """Tell the planner what is different from what it was told.
+    def tell(self, reading: Reading) -> None:
+        """Tell the planner what is different from what it was told; what is under way counts as done.
 
         Args:
             reading: what there is.
-            underway: placements that it has decided and that are not written down yet: they count as done.
         """
         services = self._services
+        self._underway = {run_id: one for run_id, one in self._underway.items() if run_id in reading.waiting}
         nodes = {node.id: node for node in floor.offers(reading.floor, services.presence, floor.now(services))}
         pools = {pool.name: pool.planned for pool in reading.floor.pools}
         changes: list[Change] = []
@@ -107,11 +117,11 @@ class Planning:
         changes += [NodeSeen(node) for node in _news(self._nodes, nodes)]
         changes += [NodeGone(node_id) for node_id in sorted(self._nodes.keys() - nodes.keys())]
         self._nodes, self._pools = nodes, pools
-        about_runs = list(self._runs(reading, underway))
+        about_runs = list(self._runs(reading))
         changes += about_runs
-        services.sentences.forget(_about(change) for change in about_runs)
         with services.sentences.changing(planner, self.now):
             planner.apply(changes)
+            services.sentences.forget(_about(change) for change in about_runs)
         for change in about_runs if not is_new else ():
             if isinstance(change, Arrived):
                 services.hub.touch(run_key(change.wanted.run_id))
@@ -123,23 +133,21 @@ class Planning:
         now_ns = self.now()
         with self._services.sentences.changing(planner, self.now):
             decision = planner.decide(now_ns)
-        self._services.sentences.forget(placement.run_id for placement in decision.placements)
+            self._services.sentences.forget(placement.run_id for placement in decision.placements)
         for placement in decision.placements:
             wanted = self._waiting.pop(placement.run_id)
             self._running[placement.run_id] = Running(wanted=wanted, shares=placement.shares, since_ns=now_ns)
             self._unseen.add(placement.run_id)
+            self._underway[placement.run_id] = placement
         for preemption in decision.preemptions:
             running = self._running[preemption.run_id]
             self._running[preemption.run_id] = msgspec.structs.replace(running, is_leaving=True)
         return decision
 
-    def _runs(self, reading: Reading, underway: Mapping[str, Placement]) -> Iterator[Gone | Started | Arrived]:
+    def _runs(self, reading: Reading) -> Iterator[Gone | Started | Arrived]:
         """Return what is different about runs; first who is gone: their devices are free for the others."""
-        waiting = {run_id: wanted for run_id, wanted in reading.waiting.items() if run_id not in underway}
-        running = dict(reading.running)
-        for run_id in underway:
-            if run_id in reading.waiting:
-                running[run_id] = self._running[run_id]
+        waiting = {run_id: wanted for run_id, wanted in reading.waiting.items() if run_id not in self._underway}
+        running = {**reading.running, **{run_id: self._running[run_id] for run_id in self._underway}}
         self._unseen.difference_update(reading.running)
         for run_id in (*self._waiting, *self._running):
             is_here = run_id in waiting or run_id in running

@@ -77,7 +77,6 @@ class Scheduler:
         self._services, self._engine = services, engine
         self._planning = Planning(services)
         self._impossible = unsatisfiable.Impossible(services)
-        self._underway: dict[str, Placement] = {}  # decided, and not written down yet
         self._asked: dict[str, Request] = {}
 
     def tick(self, now_ns: int) -> int | None:
@@ -97,12 +96,11 @@ class Scheduler:
             is_done = True
         finally:
             if not is_done:  # whatever was decided may not have come about
-                self._underway = {}
                 self._planning.forget()
         more = self._impossible.look(reading.waiting, now_ns) > unsatisfiable.AT_ONCE
         for run_id in self._services.sentences.news():
             self._services.hub.touch(run_key(run_id))
-        if self._underway:
+        if self._planning.underway():
             return now_ns
         after_s = ENGINE_AGAIN_S if self._asked or more else LOOK_AGAIN_S
         return min(now_ns + round(after_s * 1e9), wake_ns)
@@ -111,23 +109,20 @@ class Scheduler:
         """Decide, write down what fits into one tick, and return when there is something to decide again, boottime."""
         services, planning = self._services, self._planning
         stored = by_id(reading.floor.nodes)
-        self._underway = {key: one for key, one in self._underway.items() if key in reading.waiting}
-        planning.tell(reading, self._underway)
+        planning.tell(reading)
         wake_ns = now_ns + round(LOOK_AGAIN_S * 1e9)
-        if len(self._underway) < AT_ONCE:
+        if len(planning.underway()) < AT_ONCE:
             with services.measures.decisions.time():
                 decision = planning.decide()
-            self._underway |= {placement.run_id: placement for placement in decision.placements}
             make_room(services, decision.preemptions)
             services.measures.reservations.set(len(services.sentences.reservations()))
             if decision.wake_ns is not None:
                 wake_ns = max(now_ns, services.clock.boottime_ns() + decision.wake_ns - planning.now())
-        some = list(self._underway.values())[:AT_ONCE]
+        some = planning.underway()[:AT_ONCE]
         for first in range(0, len(some), TOGETHER):
             together = some[first : first + TOGETHER]
             self._place([one for one in together if _where(one).node_id in stored], stored)
-            for placement in together:
-                del self._underway[placement.run_id]
+            planning.tried(together)
         return wake_ns
 
     def _place(self, placements: Sequence[Placement], stored: Mapping[str, StoredNode]) -> None:
