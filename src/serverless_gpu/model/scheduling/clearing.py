@@ -17,8 +17,8 @@ from collections.abc import Callable
 import msgspec
 
 from serverless_gpu.model.scheduling import placing
-from serverless_gpu.model.scheduling.floor import Group, Place
 from serverless_gpu.model.scheduling.impossible import could_be
+from serverless_gpu.model.scheduling.places import Group, Place
 from serverless_gpu.model.scheduling.preempting import (
     FULL_CLAIM,
     NO_CLAIM,

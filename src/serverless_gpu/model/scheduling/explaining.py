@@ -12,8 +12,9 @@ from collections.abc import Iterator
 
 from serverless_gpu.model.scheduling import placing
 from serverless_gpu.model.scheduling.fairness import team_of
-from serverless_gpu.model.scheduling.floor import Floor, Place
+from serverless_gpu.model.scheduling.floor import Floor
 from serverless_gpu.model.scheduling.impossible import impossible
+from serverless_gpu.model.scheduling.places import Place
 from serverless_gpu.model.scheduling.preempting import standing
 from serverless_gpu.model.scheduling.promising import Seeker
 from serverless_gpu.model.scheduling.queue import Line
@@ -111,7 +112,6 @@ def estimate(state: State, wanted: Wanted, now_ns: int) -> Estimate:
     known = "declared" if found.is_bound else "declared and learned"
     return Estimate(
         at_ns=found.at_ns,
-        is_bound=found.is_bound,
         node=_node(state, [share.node_id for share in found.shares]),
         basis=f"by the {known} ends of those who have the devices" + (f" and of {place - 1} ahead" if ahead else ""),
         place=place,
@@ -128,7 +128,7 @@ def _unknown(state: State, ask: Ask, ahead: list[tuple[Wanted, Line]]) -> str:
         for held in where.runs.get(name, {}).values()
         if math.isinf(held.likely_ns)
     ]
-    open_ended += [other.title for other, line in ahead if math.isinf(line.ask.likely_ns)]
+    open_ended += [other.title for other, line in ahead if math.isinf(line.ask.spans(other)[0])]
     if not open_ended:
         return "nobody can say when enough of one node is free"
     named = ", ".join(some(sorted(set(open_ended))))
@@ -158,12 +158,14 @@ class _Order:
     def of(self, wanted: Wanted, ask: Ask) -> Rank:
         """Return what `State.rank` does."""
         state, queued_ns = self._state, wanted.queued_ns
+        if queued_ns <= self._guarded_ns:
+            return state.rank(wanted, ask, self._now_ns)
         key = (team_of(wanted), wanted.owner)
         shares = self._shares.get(key)
         if shares is None:
             shares = self._shares[key] = (state.fairness.team(key[0]), state.fairness.user(*key))
         score = -state.score(ask, queued_ns, self._now_ns)
-        return (wanted.priority, queued_ns > self._guarded_ns, *shares, score, queued_ns, wanted.run_id)
+        return (wanted.priority, True, *shares, score, queued_ns, wanted.run_id)
 
     def count(self, line: Line, mine: Rank) -> int:
         """Return how many of a line are before somebody."""
@@ -178,8 +180,9 @@ def _ahead(state: State, wanted: Wanted, ask: Ask, now_ns: int) -> list[tuple[Li
     """Return who is served before a run and wants the same kind of devices: so many of the first of each line."""
     order = _Order(state, now_ns)
     mine = order.of(wanted, ask)
-    same = (line for line in state.queue.lines() if line.ask.shape.kind == ask.shape.kind)
-    counts = [(line, order.count(line, mine)) for line in same if state.floor.is_possible(line.ask.shape)]
+    floor, kind = state.floor, state.floor.reach(ask.shape).kind
+    same = (line for line in state.queue.lines() if not kind.isdisjoint(floor.reach(line.ask.shape).kind))
+    counts = [(line, order.count(line, mine)) for line in same if floor.is_possible(line.ask.shape)]
     return [(line, count) for line, count in counts if count]
 
 
@@ -290,7 +293,7 @@ class _Explained:
         likely, bound = Seeker(self._floor, self._wanted, self._ask, self._now_ns).when(where, gpu_type, count)
         if math.isinf(likely):
             return None, False
-        return (int(likely), False) if math.isinf(bound) else (int(bound), True)
+        return int(likely if math.isinf(bound) else bound), False  # nothing is kept for it: it may be later
 
     def _holders(self, rows: list[tuple[Place, str]]) -> tuple[Holder, ...]:
         """Return who has devices, those who leave first first."""

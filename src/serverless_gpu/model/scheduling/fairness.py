@@ -62,7 +62,6 @@ class Fairness:
         self._teams: dict[str, _Account] = {}
         self._users: dict[Key, _Account] = {}
         self._now_ns = 0
-        self._told_ns = 0
         self._held: dict[str, tuple[Key, float, int, float]] = {}  # whose, GPUs, since when, the advance
         self._begun: dict[str, tuple[Key, float, int]] = {}
         self._ended: list[tuple[str, bool]] = []
@@ -75,10 +74,13 @@ class Fairness:
         self._rate = 0.0 if math.isinf(half_life_s) else math.log(2) / max(half_life_s, 1e-9)
 
     def tell(self, used: Used) -> None:
-        """Replace what is known of the past, of what runs now, too, until `used.at_ns`."""
+        """Replace what is known of those that have ended; what runs counts from when it got its devices."""
         self._replace(self._teams, used.teams, used.at_ns)
         self._replace(self._users, used.users, used.at_ns)
-        self._told_ns = used.at_ns
+        for key, gpus, since_ns, advance in self._held.values():
+            had = gpus * self._grown(max(0, used.at_ns - since_ns) / _S) + advance
+            for account in (self._teams[key[0]], self._users[key]):
+                account.value += had
         self._now_ns = max(self._now_ns, used.at_ns)
 
     def _replace(self, accounts: dict[_K, _Account], values: Mapping[_K, float], at_ns: int) -> None:
@@ -121,7 +123,7 @@ class Fairness:
         self._ended.clear()
         for run_id, (key, gpus, since_ns) in self._begun.items():
             self._held[run_id] = (key, gpus, since_ns, 0.0)
-            past_s = max(0, now_ns - max(since_ns, self._told_ns)) / _S
+            past_s = max(0, now_ns - since_ns) / _S
             for account in self._accounts(key):
                 account.value += gpus * self._grown(past_s)
                 account.rate += gpus

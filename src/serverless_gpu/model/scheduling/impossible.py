@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import msgspec
 
 from serverless_gpu.model.hardware import CPU, matches
-from serverless_gpu.model.scheduling.floor import Floor, Place, has_python
+from serverless_gpu.model.scheduling.floor import Floor, has_python
+from serverless_gpu.model.scheduling.places import Place
 from serverless_gpu.model.scheduling.preempting import could_use
 from serverless_gpu.model.scheduling.shapes import Ask
 from serverless_gpu.model.scheduling.values import Node, Wanted

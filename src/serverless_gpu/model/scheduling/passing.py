@@ -100,12 +100,12 @@ class Pass:
         kinds = set[object]()
         while due:
             _, _, line = due[0]
-            if line.ask.shape.kind in kinds:
+            if self._kind(line.ask) in kinds:
                 heapq.heappop(due)
             elif not self._place(line, line.rows[0][2]):
                 heapq.heappop(due)
                 if self._keep_guarded(line):
-                    kinds.add(line.ask.shape.kind)
+                    kinds.add(self._kind(line.ask))
             elif line.rows and line.rows[0][0] <= since_ns:
                 heapq.heapreplace(due, (line.rows[0][0], line.rows[0][1], line))
             else:
@@ -137,7 +137,7 @@ class Pass:
             wanted = line.rows[line.skipped][2] if line.skipped < len(line.rows) else None
             if wanted is None:
                 heapq.heappop(heads)
-            elif not self._is_blocked(line) and self._place(line, wanted):
+            elif not self._is_blocked(line, wanted) and self._place(line, wanted):
                 self._next(heads, line)
                 return True
             elif self._reserve(line, wanted):
@@ -163,7 +163,7 @@ class Pass:
         state = self._state
         shares = placing.place(state.floor, wanted, line.ask, self._now_ns)
         if shares is None:
-            self._block(line)
+            self._block(line, wanted)
             return False
         self._start(wanted, line.ask, shares)
         return True
@@ -173,7 +173,7 @@ class Pass:
         running = Running(wanted=wanted, shares=shares, since_ns=self._now_ns)
         state.queue.remove(run_id)
         state.running[run_id] = running
-        placing.take(state.floor, shares, ask, self._now_ns)
+        placing.take(state.floor, shares, wanted, ask, self._now_ns)
         state.floor.take(running)
         state.clearing.pop(run_id, None)
         state.promises.pop(run_id, None)
@@ -181,16 +181,13 @@ class Pass:
         state.fairness.place(run_id, wanted, charged_all(shares))
         self.placements.append(Placement(run_id=run_id, shares=shares))
 
-    def _is_blocked(self, line: Line) -> bool:
+    def _is_blocked(self, line: Line, wanted: Wanted) -> bool:
         number, ask = self._number, line.ask
-        shape = ask.shape
-        if shape.blocked == number or ask.blocked == number or line.blocked == number:
+        if ask.shape.blocked == number or ask.blocked == number or line.blocked == number:
             return True
-        if shape.walls_of != number:
-            return False
-        return any(ask.likely_ns >= likely and ask.limit_ns >= limit for likely, limit in shape.walls)
+        return ask.shape.is_walled(number, ask.spans(wanted))
 
-    def _block(self, line: Line) -> None:
+    def _block(self, line: Line, wanted: Wanted) -> None:
         """Note who else does not fit, either: all of the shape, unless it matters for how long, or whose it is."""
         floor, ask = self._state.floor, line.ask
         shape = ask.shape
@@ -199,10 +196,7 @@ class Pass:
         elif floor.reach(shape).is_lent:
             ask.blocked = self._number
         elif floor.books:  # what takes longer does not fit, either
-            if shape.walls_of != self._number:
-                shape.walls_of = self._number
-                shape.walls.clear()
-            shape.walls.append((ask.likely_ns, ask.limit_ns))
+            shape.wall(self._number, ask.spans(wanted))
         else:
             shape.blocked = self._number
 
@@ -218,16 +212,16 @@ class Pass:
         seeker = Seeker(state.floor, wanted, ask, self._now_ns)
         if is_early and self._promise(line, seeker.promise()):
             return True
-        whose = (ask.shape.kind, line.team)
+        whose = (self._kind(ask), line.team)
         is_behind = whose not in self._behind and self._is_behind(line)
         if is_behind and self._note(self._keep_share(seeker, wanted, ask)):
             self._behind.add(whose)
             return True
         if not is_new:
             return False
-        is_first = ask.shape.kind not in self._kinds and state.is_gang_of_nodes(ask)
+        is_first = self._kind(ask) not in self._kinds and state.is_gang_of_nodes(ask)
         if is_first and self._note(seeker.keep(state.policy.nearly)):
-            self._kinds.add(ask.shape.kind)
+            self._kinds.add(self._kind(ask))
         ask.shape.unreserved = self._number
         return False
 
@@ -245,7 +239,7 @@ class Pass:
         """Note a promise. The latest time of a user's first gang of a kind is kept from then on; others may move."""
         if reservation is None:
             return False
-        whose = (line.team, line.owner, line.ask.shape.kind)
+        whose = (line.team, line.owner, self._kind(line.ask))
         if reservation.is_bound and whose not in self._firm:
             self._firm.add(whose)
             self._state.promises[reservation.run_id] = reservation
@@ -267,7 +261,7 @@ class Pass:
     def _redeem_one(self, wanted: Wanted, line: Line, promised: Reservation) -> None:
         state, ask = self._state, line.ask
         seeker = Seeker(state.floor, wanted, ask, self._now_ns)
-        if seeker.may_have(promised.shares) and placing.fits(state.floor, promised.shares, ask, self._now_ns):
+        if seeker.may_have(promised.shares) and placing.fits(state.floor, promised.shares, wanted, ask, self._now_ns):
             self._start(wanted, ask, promised.shares)
             return
         again = seeker.again(promised)
@@ -275,9 +269,13 @@ class Pass:
             del state.promises[wanted.run_id]
             return
         state.promises[wanted.run_id] = again
-        self._firm.add((line.team, line.owner, ask.shape.kind))
+        self._firm.add((line.team, line.owner, self._kind(ask)))
         self._promised += 1
         self._note(again)
+
+    def _kind(self, ask: Ask) -> frozenset[tuple[int, str]]:
+        """Return what a run is in line for: groups of nodes, and types."""
+        return self._state.floor.reach(ask.shape).kind
 
     def _is_behind(self, line: Line) -> bool:
         """Return whether others that wait had so much more that a gang's devices are kept for it as they get free."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 
-from serverless_gpu.model.scheduling.floor import Floor, Index, Place
+from serverless_gpu.model.scheduling.floor import Floor
+from serverless_gpu.model.scheduling.places import Index, Place
 from serverless_gpu.model.scheduling.shapes import Ask
 from serverless_gpu.model.scheduling.values import Share, Wanted
 
@@ -34,26 +35,31 @@ def place(floor: Floor, wanted: Wanted, ask: Ask, now_ns: int) -> tuple[Share, .
         if found is not None:
             _, where, gpu_type, count = found
             return (Share(node_id=where.node.id, gpu_type=gpu_type, count=count),)
-    return _spread(floor, wanted, ask, now_ns) if ask.shape.several else None
+    if ask.shape.several and ask.shape.gpus is not None:
+        for avoid in avoids:
+            shares = _spread(floor, wanted, ask, now_ns, avoid)
+            if shares is not None:
+                return shares
+    return None
 
 
-def fits(floor: Floor, shares: tuple[Share, ...], ask: Ask, now_ns: int) -> bool:
+def fits(floor: Floor, shares: tuple[Share, ...], wanted: Wanted, ask: Ask, now_ns: int) -> bool:
     """Return whether a gang can have just these devices now, all of them, beside what is promised to others."""
     for share in shares:
         book = floor.books.get((share.node_id, share.gpu_type))
         if floor.places[share.node_id].free[share.gpu_type] < share.count:
             return False
-        if book is not None and not book.fits(share.count, floor.ends(ask, now_ns)):
+        if book is not None and not book.fits(share.count, floor.ends(wanted, ask, now_ns)):
             return False
     return True
 
 
-def take(floor: Floor, shares: tuple[Share, ...], ask: Ask, now_ns: int) -> None:
+def take(floor: Floor, shares: tuple[Share, ...], wanted: Wanted, ask: Ask, now_ns: int) -> None:
     """Enter devices that a run gets now into the books of their nodes."""
     for share in shares:
         book = floor.books.get((share.node_id, share.gpu_type))
         if book is not None:
-            book.take(share.count, floor.ends(ask, now_ns))
+            book.take(share.count, floor.ends(wanted, ask, now_ns))
 
 
 def _first(option: Option) -> tuple[int, int, str, str]:
@@ -71,9 +77,10 @@ def _options(floor: Floor, wanted: Wanted, ask: Ask, now_ns: int, avoid: frozens
             index = group.index[name]
             if count is None:
                 for size, row in index.whole.items():
-                    for _, node_id, where in row:
+                    for _, node_id, where in row:  # alike but for their names, and in the order of these
                         if node_id not in avoid and where.node.total[name] == size:
                             yield (rank, 0, *where.entry[:2]), where, name, size
+                            break
                 continue
             best = index.best(count, avoid)
             if best is not None:
@@ -93,7 +100,7 @@ def _options(floor: Floor, wanted: Wanted, ask: Ask, now_ns: int, avoid: frozens
 
 def _beside(floor: Floor, wanted: Wanted, ask: Ask, now_ns: int, avoid: frozenset[str]) -> Iterator[Option]:
     """Return what may be used of nodes on which something is kept."""
-    reach, ends = floor.reach(ask.shape), floor.ends(ask, now_ns)
+    reach, ends = floor.reach(ask.shape), floor.ends(wanted, ask, now_ns)
     for (node_id, name), book in floor.books.items():
         where = floor.places[node_id]
         needed = where.node.total[name] if ask.shape.gpus is None else ask.shape.gpus
@@ -108,39 +115,42 @@ def _beside(floor: Floor, wanted: Wanted, ask: Ask, now_ns: int, avoid: frozense
             yield (rank, left, *where.entry[:2]), where, name, needed
 
 
-def _spread(floor: Floor, wanted: Wanted, ask: Ask, now_ns: int) -> tuple[Share, ...] | None:
-    """Return whole free nodes and one part that make a gang together, as few nodes as possible."""
-    count = ask.shape.gpus
-    if count is None:
-        return None
-    found: dict[str, list[Index]] = {}
+def _spread(floor: Floor, wanted: Wanted, ask: Ask, now_ns: int, avoid: frozenset[str]) -> tuple[Share, ...] | None:
+    """Return whole free nodes and one part that make a gang together, as few nodes as possible, lent ones last."""
+    count = ask.shape.gpus or 0
+    found: list[tuple[int, str, Index]] = []
     for group, types, pool in floor.reach(ask.shape).entries:
-        if group.rank(floor.terms, wanted, pool, now_ns) is not None:
-            for name in types:
-                found.setdefault(name, []).append(group.index[name])
-    options = [
-        shares
-        for name, indexes in sorted(found.items())
-        if sum(index.free for index in indexes) >= count and (shares := _composed(name, count, indexes)) is not None
-    ]
-    return min(options, key=len, default=None)
+        rank = group.rank(floor.terms, wanted, pool, now_ns)
+        if rank is not None:
+            found += [(rank, name, group.index[name]) for name in types]
+    for last in sorted({rank for rank, *_ in found}):
+        options: list[tuple[Share, ...]] = []
+        for gpu_type in sorted({name for _, name, _ in found}):
+            indexes = [index for rank, name, index in found if rank <= last and name == gpu_type]
+            if sum(index.free for index in indexes) >= count:
+                shares = _composed(gpu_type, count, indexes, avoid)
+                options += [shares] if shares is not None else []
+        if options:
+            return min(options, key=len)
+    return None
 
 
-def _composed(gpu_type: str, count: int, indexes: list[Index]) -> tuple[Share, ...] | None:
+def _composed(gpu_type: str, count: int, indexes: list[Index], avoid: frozenset[str]) -> tuple[Share, ...] | None:
     """Return the largest whole nodes that it takes, and the part that leaves the least over."""
     shares: list[Share] = []
-    used: set[str] = set()
+    used = set(avoid)
     for size in sorted({size for index in indexes for size in index.whole}, reverse=True):
         for _, node_id, _ in heapq.merge(*(index.whole.get(size, ()) for index in indexes)):
             if size > count:
                 break
-            shares.append(Share(node_id=node_id, gpu_type=gpu_type, count=size))
-            used.add(node_id)
-            count -= size
+            if node_id not in avoid:
+                shares.append(Share(node_id=node_id, gpu_type=gpu_type, count=size))
+                used.add(node_id)
+                count -= size
     if not count:
         return tuple(shares)
-    avoid = frozenset(used)
-    rests = [(best[0], *best[1].entry[:2]) for index in indexes if (best := index.best(count, avoid)) is not None]
+    taken = frozenset(used)
+    rests = [(best[0], *best[1].entry[:2]) for index in indexes if (best := index.best(count, taken)) is not None]
     if not rests:
         return None
     return (*shares, Share(node_id=min(rests)[2], gpu_type=gpu_type, count=count))

@@ -17,8 +17,9 @@ from collections.abc import Iterator
 
 import msgspec
 
-from serverless_gpu.model.scheduling.floor import Floor, Place, Ready
+from serverless_gpu.model.scheduling.floor import Floor
 from serverless_gpu.model.scheduling.holding import OVERDUE_NS
+from serverless_gpu.model.scheduling.places import Place, Ready
 from serverless_gpu.model.scheduling.placing import is_usable, unkept, usable
 from serverless_gpu.model.scheduling.shapes import Ask
 from serverless_gpu.model.scheduling.values import Reservation, Share, Wanted
@@ -43,6 +44,7 @@ class Seeker:
         self._floor, self._wanted, self._ask, self._now_ns = floor, wanted, ask, now_ns
         self._by_guess = by_guess
         self._count = ask.shape.gpus
+        self._likely_ns, self._limit_ns = ask.spans(wanted)
 
     # --- promises ---
 
@@ -89,8 +91,8 @@ class Seeker:
                 self._floor.guess(where, name, self._now_ns)
                 book.suppose(run_id, count, (likely, math.inf))
                 continue
-            until = None if math.isinf(bound) else (bound, bound + self._ask.limit_ns)
-            book.promise(run_id, count, (likely, likely + self._ask.likely_ns), until)
+            until = None if math.isinf(bound) else (bound, bound + self._limit_ns)
+            book.promise(run_id, count, (likely, likely + self._likely_ns), until)
 
     def when(self, where: Place, gpu_type: str, count: int) -> tuple[float, float]:
         """Return when so many devices of a node are free beside what is promised: likely, and at the latest."""
@@ -100,7 +102,7 @@ class Seeker:
             return at, math.inf
         if book is None:
             return where.ready(gpu_type, count, self._now_ns)
-        return book.likely.earliest(count, self._ask.likely_ns), book.bound.earliest(count, self._ask.limit_ns)
+        return book.likely.earliest(count, self._likely_ns), book.bound.earliest(count, self._limit_ns)
 
     # --- where ---
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 
 from serverless_gpu.model.scheduling.values import BEST_EFFORT, Wanted
 
-_GRID = 1.5
+_LEARNED, _DECLARED = 1.5, 1.1
+"""Runs share a line whose durations differ by less: a line has the exact ones of whoever is at its head."""
+_WALLS_MAX = 128
 
 
 class Shape:
@@ -14,9 +17,9 @@ class Shape:
 
     Attributes:
         number: its own; the floor remembers by it what is in reach.
-        kind: those of one kind are in line for the same devices.
         blocked: number of the last pass in which it was found that nothing more of it fits, whoever asks.
-        walls: what was found not to fit in the pass `walls_of`: how long it would likely take, and at most.
+        walls: what was found not to fit in the pass `walls_of`: how long it would likely take, and at most; of two of
+            which one takes longer by both only the other is there, so one rises while the other falls.
         unreserved: number of the last pass in which it was found that nothing more is reserved for it.
     """
 
@@ -26,13 +29,13 @@ class Shape:
         "caller",
         "gpu_type",
         "gpus",
-        "kind",
         "machine",
         "number",
         "platform",
         "pool",
         "python",
         "several",
+        "tries",
         "unreserved",
         "walls",
         "walls_of",
@@ -43,9 +46,29 @@ class Shape:
         self.gpus, self.gpu_type, self.several = wanted.gpus, wanted.gpu_type, wanted.several_nodes
         self.pool, self.machine, self.platform = wanted.pool, wanted.machine, wanted.platform
         self.python, self.caller = wanted.python, wanted.caller if wanted.python else ""
-        self.kind = (wanted.gpu_type, wanted.pool, wanted.machine)
-        self.blocked = self.unreserved = self.walls_of = 0
+        self.blocked = self.unreserved = self.walls_of = self.tries = 0
         self.walls: list[tuple[float, float]] = []
+
+    def is_walled(self, number: int, spans: tuple[float, float]) -> bool:
+        """Return whether something that takes no longer was found not to fit in a pass."""
+        if self.walls_of != number:
+            return False
+        at = bisect_right(self.walls, (spans[0], math.inf))
+        return at > 0 and self.walls[at - 1][1] <= spans[1]
+
+    def wall(self, number: int, spans: tuple[float, float]) -> None:
+        """Note that something does not fit in a pass; when there are very many such, nothing more of the shape does."""
+        if self.walls_of != number:
+            self.walls_of, self.tries = number, 0
+            self.walls.clear()
+        at = bisect_right(self.walls, (spans[0], math.inf))
+        last = at
+        while last < len(self.walls) and self.walls[last][1] >= spans[1]:
+            last += 1
+        self.walls[at:last] = [spans]
+        self.tries += 1
+        if self.tries > _WALLS_MAX:
+            self.blocked = number
 
     @staticmethod
     def key(wanted: Wanted) -> tuple[object, ...]:
@@ -58,8 +81,7 @@ class Ask:
     """A shape, and how long it is wanted: all that decides where a run may start, but for its owner.
 
     Attributes:
-        likely_ns: how long its devices are needed, likely; infinite where nobody can say.
-        limit_ns: the longest; infinite where there is none.
+        expected_ns: how long its devices are needed, as learned; infinite where nothing is known.
         can_leave: whether it may be stopped and goes on later.
         is_lowest: whether it is of the class to which a reserved pool's idle devices are lent.
         blocked: as that of its shape, for those who can be told apart by how long they run.
@@ -69,20 +91,16 @@ class Ask:
         "__weakref__",
         "blocked",
         "can_leave",
+        "expected_ns",
         "grace_s",
         "is_lowest",
-        "likely_ns",
-        "limit_ns",
         "number",
         "shape",
     )
 
     def __init__(self, wanted: Wanted, shape: Shape, number: int = -1) -> None:
         self.number, self.shape = number, shape
-        self.limit_ns = math.inf if wanted.limit_s is None else wanted.limit_s * 1e9
-        self.likely_ns = self.limit_ns
-        if wanted.expected_s is not None:
-            self.likely_ns = min(self.limit_ns, rounded(wanted.expected_s) * 1e9)
+        self.expected_ns = math.inf if wanted.expected_s is None else rounded(wanted.expected_s, _LEARNED) * 1e9
         self.can_leave, self.grace_s = wanted.preemptible, wanted.grace_s
         self.is_lowest = wanted.priority == BEST_EFFORT
         self.blocked = 0
@@ -90,13 +108,19 @@ class Ask:
     @staticmethod
     def key(wanted: Wanted, shape: Shape) -> tuple[object, ...]:
         """Return what two runs of one ask have in common."""
-        expected_s = None if wanted.expected_s is None else rounded(wanted.expected_s)
+        expected_s = None if wanted.expected_s is None else rounded(wanted.expected_s, _LEARNED)
+        limit_s = None if wanted.limit_s is None else rounded(wanted.limit_s, _DECLARED)
         is_lowest = wanted.priority == BEST_EFFORT
-        return (shape.number, wanted.limit_s, expected_s, wanted.preemptible, wanted.grace_s, is_lowest)
+        return (shape.number, limit_s, expected_s, wanted.preemptible, wanted.grace_s, is_lowest)
+
+    def spans(self, wanted: Wanted) -> tuple[float, float]:
+        """Return how long one of its runs needs devices: likely, and at most; infinite where nobody can say."""
+        limit_ns = math.inf if wanted.limit_s is None else wanted.limit_s * 1e9
+        return min(self.expected_ns, limit_ns), limit_ns
 
 
-def rounded(seconds: float) -> float:
-    """Return a learned duration rounded up to one of few, so that runs of about the same length share a line."""
+def rounded(seconds: float, step: float) -> float:
+    """Return a duration rounded up to one of few, so that runs of about the same length share a line."""
     if seconds <= 1:
         return 1.0
-    return float(_GRID ** math.ceil(math.log(seconds, _GRID) - 1e-9))
+    return float(step ** math.ceil(math.log(seconds, step) - 1e-9))

@@ -88,9 +88,11 @@ class State:
     def rank(self, wanted: Wanted, ask: Ask, now_ns: int) -> tuple[int, bool, float, float, float, int, str]:
         """Return the place of a run in the order of the queue as a value to sort by: the smallest is next."""
         team = team_of(wanted)
+        if wanted.queued_ns <= self.guarded_ns(now_ns):  # by age alone
+            return (wanted.priority, False, 0.0, 0.0, 0.0, wanted.queued_ns, wanted.run_id)
         return (
             wanted.priority,
-            wanted.queued_ns > self.guarded_ns(now_ns),
+            True,
             self.fairness.team(team),
             self.fairness.user(team, wanted.owner),
             -self.score(ask, wanted.queued_ns, now_ns),

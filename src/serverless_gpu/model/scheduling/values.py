@@ -224,7 +224,10 @@ class PolicySet(msgspec.Struct, frozen=True):
 
 
 class Used(msgspec.Struct, frozen=True):
-    """Use of the past, decayed until `at_ns`: GPU-seconds by team and by team and user."""
+    """Use of those that have ended, decayed until `at_ns`: GPU-seconds by team and by team and user.
+
+    What runs at that time is not in it: it counts from when it got its devices (`Running.since_ns`).
+    """
 
     at_ns: int
     teams: Mapping[str, float]

@@ -1,0 +1,206 @@
+"""Nodes, what is free on them, and which of them the same runs may use: what a floor is made of."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Iterator
+
+from serverless_gpu.model.scheduling.holding import Held
+from serverless_gpu.model.scheduling.preempting import NO_CLAIM, Terms, may_use, standing
+from serverless_gpu.model.scheduling.reserving import Book, Profile
+from serverless_gpu.model.scheduling.values import Node, Pool, Wanted
+
+
+class Index:
+    """Nodes of a group by what is free of one type."""
+
+    __slots__ = ("counts", "free", "rows", "totals", "whole")
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+        self.free = 0
+        self.rows: dict[int, list[tuple[str, str, Place]]] = {}
+        self.whole: dict[int, list[tuple[str, str, Place]]] = {}
+        self.totals = Counter[int]()
+
+    def add(self, place: Place, free: int, usable: int) -> None:
+        """Enter a node of which so many devices are free, of those that there are to give."""
+        if free <= 0:
+            return
+        self.free += free
+        row = self.rows.get(free)
+        if row is None:
+            row = self.rows[free] = []
+            insort(self.counts, free)
+        insort(row, place.entry)
+        if free == usable:
+            insort(self.whole.setdefault(free, []), place.entry)
+
+    def remove(self, place: Place, free: int, usable: int) -> None:
+        """Take a node out."""
+        if free <= 0:
+            return
+        self.free -= free
+        row = self.rows[free]
+        del row[bisect_left(row, place.entry)]
+        if not row:
+            del self.rows[free]
+            del self.counts[bisect_left(self.counts, free)]
+        if free == usable:
+            whole = self.whole[free]
+            del whole[bisect_left(whole, place.entry)]
+            if not whole:
+                del self.whole[free]
+
+    def best(self, count: int, avoid: frozenset[str]) -> tuple[int, Place] | None:
+        """Return the node with the least left over for so many devices, and how many that are."""
+        for free in self.counts[bisect_left(self.counts, count) :]:
+            for _, node_id, place in self.rows[free]:
+                if node_id not in avoid:
+                    return free - count, place
+        return None
+
+    def most(self) -> Iterator[tuple[int, Place]]:
+        """Return nodes that have something free, and how much, the most first."""
+        for free in reversed(self.counts):
+            for *_, place in self.rows[free]:
+                yield free, place
+
+
+class Group:
+    """Nodes that the same runs may use.
+
+    Attributes:
+        sample: one of its nodes: all of them are the same in what decides that.
+        is_plain: whether nobody's calendar has to be asked.
+        claim: the most right to these nodes that anybody has who waits for one: those with less have to wait, too.
+    """
+
+    __slots__ = ("claim", "index", "is_plain", "members", "number", "sample")
+
+    def __init__(self, sample: Node, number: int) -> None:
+        self.sample, self.number = sample, number
+        self.is_plain = not sample.owner and sample.shared and sample.turns_ns is None
+        self.claim = NO_CLAIM
+        self.members: dict[str, Place] = {}
+        self.index: dict[str, Index] = {}
+
+    def types(self) -> list[str]:
+        """Return the types of which there is something."""
+        return sorted(name for name, index in self.index.items() if index.totals)
+
+    def rank(self, terms: Terms, wanted: Wanted, pool: Pool | None, now_ns: int) -> int | None:
+        """Return whether a run may start here now: first the owner's own nodes, last what is lent; None for no.
+
+        Args:
+            terms: what the operator decided.
+            wanted: the run.
+            pool: what the group's nodes are of, where they would be lent.
+            now_ns: the time.
+        """
+        if pool is None and self.is_plain:
+            return 0
+        if standing(wanted, self.sample, terms) > self.claim or not may_use(wanted, self.sample, terms, now_ns):
+            return None
+        return 1 if pool is not None else -1 if self.sample.owner and self.sample.owner == wanted.owner else 0
+
+
+class Place:
+    """A node, and who has what of it."""
+
+    __slots__ = ("entry", "free", "group", "node", "readiness", "runs", "used")
+
+    def __init__(self, node: Node, group: Group, runs: dict[str, dict[str, Held]], used: Counter[str]) -> None:
+        self.node, self.group, self.runs, self.used = node, group, runs, used
+        self.entry: tuple[str, str, Place] = (node.name, node.id, self)
+        self.free: dict[str, int] = {}
+        self.readiness: dict[tuple[str, int], tuple[float, float, float]] = {}
+
+    def count(self, gpu_type: str) -> int:
+        """Return how many devices are free now, as the node and its runs say."""
+        return max(0, self.usable(gpu_type) - self.used[gpu_type])
+
+    def usable(self, gpu_type: str) -> int:
+        """Return how many devices there are to give."""
+        return self.node.total.get(gpu_type, 0) - self.node.outside.get(gpu_type, 0)
+
+    def book(self, gpu_type: str, now_ns: int) -> Book:
+        """Return what is free when."""
+        until = [(held.until(now_ns), held.count) for held in self.runs.get(gpu_type, {}).values()]
+        free = self.free[gpu_type]
+        likely = Profile(now_ns, free, [(at[0], count) for at, count in until if not math.isinf(at[0])])
+        bound = Profile(now_ns, free, [(at[1], count) for at, count in until if not math.isinf(at[1])])
+        return Book(likely, bound)
+
+    def ready(self, gpu_type: str, count: int, now_ns: int) -> tuple[float, float]:
+        """Return when so many devices are free: likely, and at the latest; infinite where nobody can say."""
+        if self.free[gpu_type] >= count:
+            return now_ns, now_ns
+        cached = self.readiness.get((gpu_type, count))
+        if cached is None or cached[2] <= now_ns:  # one that was counted should be over: it takes longer
+            until = [(held.until(now_ns), held.count) for held in self.runs.get(gpu_type, {}).values()]
+            missing = count - self.free[gpu_type]
+            cached = self.readiness[gpu_type, count] = (
+                _enough(sorted((at[0], number) for at, number in until), missing),
+                _enough(sorted((at[1], number) for at, number in until), missing),
+                min((at[0] for at, _ in until), default=math.inf),
+            )
+        return cached[0], cached[1]
+
+
+def _enough(releases: list[tuple[float, int]], missing: int) -> float:
+    for at, number in releases:
+        missing -= number
+        if missing <= 0:
+            return at
+    return math.inf
+
+
+Ready = tuple[float, float, str, str, Place, str, int]
+"""When devices of a node are free, likely and at the latest; its name and identifier; the node, the type, how many."""
+Entry = tuple[Group, tuple[str, ...], Pool | None]
+Single = tuple[Place, tuple[str, ...], Pool | None]
+
+
+class Reach:
+    """What a shape may use.
+
+    Attributes:
+        entries: groups, with the types that will do and the pool that would lend them.
+        singles: nodes apart from their groups, by identifier: the caller's own machine, or the only one that will do.
+        whole: devices that make a whole node.
+        most: the most that a gang can ever have.
+        kind: groups and types, by their numbers: who is in line for the same.
+        weight: by what the waiting of a run is divided, once that was found out.
+        is_lent: whether some of it would be lent by a reserved pool.
+    """
+
+    __slots__ = ("entries", "is_lent", "kind", "most", "singles", "weight", "whole")
+
+    def __init__(self, entries: list[Entry], singles: dict[str, Single]) -> None:
+        self.entries, self.singles = entries, singles
+        self.whole = self.most = 0
+        self.weight: float | None = None
+        groups = [(group.number, name) for group, types, _ in entries for name in types]
+        alone = [(place.group.number, name) for place, types, _ in singles.values() for name in types]
+        self.kind = frozenset((*groups, *alone))
+        self.is_lent = any(pool is not None for *_, pool in (*entries, *singles.values()))
+
+    def of(self, place: Place) -> tuple[tuple[str, ...], Pool | None] | None:
+        """Return the types that will do on a node, and who would lend them; None when it is out of reach."""
+        single = self.singles.get(place.node.id)
+        if single is not None:
+            return single[1], single[2]
+        for group, types, pool in self.entries:
+            if place.group is group:
+                return types, pool
+        return None
+
+    def places(self) -> Iterator[tuple[Place, tuple[str, ...], Pool | None]]:
+        """Return every node in reach."""
+        for group, types, pool in self.entries:
+            for place in group.members.values():
+                yield place, types, pool
+        yield from self.singles.values()
