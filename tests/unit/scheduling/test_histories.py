@@ -6,6 +6,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import msgspec
+import pytest
 from hypothesis import given, settings
 
 from serverless_gpu.model.scheduling.planner import Planner
@@ -31,7 +32,7 @@ _RUN = st.tuples(
     st.sampled_from([CRITICAL, NORMAL, NORMAL, BEST_EFFORT]),
     st.sampled_from([1, 1, 2, 4, 8, 12, None]),
     st.sampled_from(["ann", "bob", "cat"]),
-    st.sampled_from([None, 60.0, 600.0, 3600.0]),  # limit
+    st.sampled_from([None, 60.0, 600.0, 3600.0, 1234.567890123]),  # limit
     st.sampled_from([None, None, 30.0, 900.0]),  # expected
 )
 _STEP = st.tuples(st.lists(_RUN, max_size=4), st.integers(0, 3), st.integers(0, 900))
@@ -49,7 +50,7 @@ class History:
         self.policy, self.planner = policy, Planner(policy)
         self.waiting: dict[str, Wanted] = {}
         self.running: dict[str, Running] = {}
-        self.now_ns, self._numbers = 0, 0
+        self.now_ns, self._numbers = 1_790_000_000_123_456_789, 0  # a clock as servers have it
         self.planner.apply(NodeSeen(node) for node in self.nodes)
 
     def come(self, asked: tuple[Any, ...]) -> None:
@@ -76,7 +77,7 @@ class History:
         over = [
             run_id
             for number, (run_id, held) in enumerate(sorted(self.running.items()))
-            if number < count or (held.wanted.limit_s and held.since_ns + held.wanted.limit_s * S <= self.now_ns)
+            if number < count or (held.wanted.limit_s and held.since_ns + int(held.wanted.limit_s * S) <= self.now_ns)
         ]
         changes: list[Change] = [Gone(run_id) for run_id in over]
         self.planner.apply(changes)
@@ -93,7 +94,7 @@ class History:
             at_ns = min(ends, default=until_ns)
             if at_ns >= until_ns:
                 break
-            self.now_ns = max(self.now_ns, at_ns)
+            self.now_ns = max(self.now_ns, at_ns + 1)
             self.end(0)
             self.decide()
         self.now_ns = until_ns
@@ -167,17 +168,19 @@ def test_what_fits_and_is_kept_for_nobody_is_started(nodes: list[int], steps: li
 
 @settings(deadline=None, max_examples=40)
 @given(_NODES, _HISTORY)
-def test_a_planner_made_anew_has_the_same_floor_and_the_same_line(nodes: list[int], steps: list[Any]) -> None:
+def test_a_planner_made_anew_decides_the_same_where_nothing_was_promised(nodes: list[int], steps: list[Any]) -> None:
     policy = msgspec.structs.replace(_POLICY, entry_penalty_s=0.0, half_life_s=float("inf"))
     history = History(nodes, policy)
-    history.play([(runs, 0, seconds) for runs, _, seconds in steps])
-    again = history.again()
-    again.decide(history.now_ns)
-    history.decide()
-    left = {run_id for run_id in history.waiting if again.why(run_id, history.now_ns) is None}
-    assert not left, "what was made anew starts what the other one does not"
-    usage = history.planner.usage(history.now_ns)
-    assert {name: round(use, 3) for name, use in usage.items() if use} != {"": 0.0}
+    endless = [([(*asked[:3], None, None) for asked in runs], 0, seconds) for runs, _, seconds in steps]
+    history.play(endless)
+    again, now_ns = history.again(), history.now_ns
+    assert (again.decide(now_ns), history.decide()) == (history.planner.decide(now_ns), ())
+    assert again.queue(now_ns, 100) == history.planner.queue(now_ns, 100)
+    assert again.reservations() == history.planner.reservations()
+    for run_id in history.waiting:
+        assert again.why(run_id, now_ns) == history.planner.why(run_id, now_ns)
+    used, counted = again.usage(now_ns), history.planner.usage(now_ns)
+    assert used == pytest.approx({name: use for name, use in counted.items() if name in used})
 
 
 @settings(deadline=None, max_examples=60)

@@ -117,8 +117,9 @@ class Pass:
             return True
         seeker = Seeker(floor, wanted, line.ask, self._now_ns)
         if wanted.queued_ns <= self._state.guarded_ns(self._now_ns, times=2):
-            return self._note(seeker.promise() or seeker.keep(0.0))
-        return self._note(seeker.promise() or Seeker(floor, wanted, line.ask, self._now_ns, by_guess=True).promise())
+            return self._promise(line, seeker.promise() or seeker.keep(0.0))
+        by_guess = Seeker(floor, wanted, line.ask, self._now_ns, by_guess=True)
+        return self._promise(line, seeker.promise() or by_guess.promise())
 
     def _serve_team(self, team: _Team) -> bool:
         """Place the next run of a team; return whether there was one that fits."""

@@ -26,6 +26,7 @@ from serverless_gpu.model.scheduling.values import Reservation, Share, Wanted
 
 Need = tuple[Place, str, int, float, float]
 """A node, a type, how many; when that many are free there: likely, and at the latest."""
+_BLUR_NS = 1e6  # times of these days in nanoseconds are not exact as floats
 _Row = tuple[int, str, str, Place]
 
 
@@ -57,7 +58,7 @@ class Seeker:
         bound = max(at for *_, at in needs)
         self._enter(needs, likely, bound)
         is_bound = not self._by_guess and not math.isinf(bound)
-        at_ns = None if self._by_guess else int(bound if is_bound else likely)
+        at_ns = None if self._by_guess else math.ceil(bound if is_bound else likely)
         return Reservation(run_id=self._wanted.run_id, shares=_shares(needs), at_ns=at_ns, is_bound=is_bound)
 
     def may_have(self, shares: tuple[Share, ...]) -> bool:
@@ -78,10 +79,10 @@ class Seeker:
         needs = [(*row, *self.when(*row)) for row in rows]
         likely, bound = max(need[3] for need in needs), max(need[4] for need in needs)
         told = math.inf if promised.at_ns is None else promised.at_ns
-        if bound > max(told, self._now_ns + OVERDUE_NS):
+        if bound > max(told, self._now_ns + OVERDUE_NS) + _BLUR_NS:
             return None  # somebody of a higher class took some of it
         self._enter(needs, min(likely, bound), bound)
-        return msgspec.structs.replace(promised, at_ns=int(min(told, bound)))
+        return msgspec.structs.replace(promised, at_ns=math.ceil(min(told, bound)))
 
     def _enter(self, needs: list[Need], likely: float, bound: float) -> None:
         run_id = self._wanted.run_id
