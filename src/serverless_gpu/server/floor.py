@@ -75,9 +75,28 @@ def title(run: Active | StoredRun) -> str:
     return f"{run.owner}/{run.name or run.id}"
 
 
+class Offers:
+    """Nodes as decisions take them, remembered as far as they do not change. For one thread."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[tuple[object, ...], Node]] = {}
+
+    def of(self, floor: Floor, presence: Presence, times: Times) -> list[Node]:
+        """Return the nodes."""
+        known, self._known = self._known, {}
+        for node in floor.nodes:
+            why, sharing = away(node, presence, times), node_rules.sharing(node.rules, times.wall_ns)
+            key = (node.hello, node.rules, node.name, node.pool, node.machine, why, sharing)
+            before = known.get(node.id)
+            if before is None or before[0] != key:
+                before = key, _offer(node, away=why, sharing=sharing)
+            self._known[node.id] = before
+        return [offered for _, offered in self._known.values()]
+
+
 def offers(floor: Floor, presence: Presence, times: Times) -> list[Node]:
     """Return the nodes as decisions take them."""
-    return [_offer(node, away=away(node, presence, times), at_ns=times.wall_ns) for node in floor.nodes]
+    return Offers().of(floor, presence, times)
 
 
 def view_nodes(floor: Floor, presence: Presence, times: Times) -> list[NodeView]:
@@ -133,9 +152,9 @@ def state_of(node: StoredNode, presence: Presence, times: Times) -> str:
     return GONE if times.wall_ns - last_seen_ns(node, presence, times) > times.gone_ns else SILENT
 
 
-def _offer(node: StoredNode, *, away: str, at_ns: int) -> Node:
+def _offer(node: StoredNode, *, away: str, sharing: node_rules.Sharing) -> Node:
     total, outside = census(node.hello.devices, node.unavailable)
-    sharing, asked = node_rules.sharing(node.rules, at_ns), node.rules.calendar
+    asked = node.rules.calendar
     return Node(
         id=node.id,
         name=node.name,

@@ -7,6 +7,7 @@ column would be as old as its last write. `liveness.py` knows.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import msgspec
@@ -16,6 +17,7 @@ from serverless_gpu.server.tables import nodes
 from serverless_gpu.wire.agents import AgentHello
 from serverless_gpu.wire.nodes import NodeRules
 
+_HELLOS_MAX = 4_096
 _decoder = msgspec.json.Decoder(AgentHello)
 _rules_decoder = msgspec.json.Decoder(NodeRules)
 _NO_RULES = "{}"
@@ -177,7 +179,13 @@ def _from_row(fields: sa.RowMapping) -> StoredNode:
     own = {name: fields[name] for name in StoredNode.__struct_fields__ if name not in ("hello", "rules")}
     text = fields["rules_json"]
     rules = NodeRules() if text == _NO_RULES else _rules_decoder.decode(text)
-    return StoredNode(**own, hello=_decoder.decode(fields["hello_json"]), rules=rules)
+    return StoredNode(**own, hello=_hello(fields["hello_json"]), rules=rules)
+
+
+@functools.lru_cache(maxsize=_HELLOS_MAX)
+def _hello(text: str) -> AgentHello:
+    """Return what a node said: the same value for the same text, as nodes are read many times before they say more."""
+    return _decoder.decode(text)
 
 
 def by_id(found: Sequence[StoredNode]) -> dict[str, StoredNode]:

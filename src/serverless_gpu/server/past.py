@@ -19,7 +19,6 @@ from serverless_gpu.server.tables import attempts, runs
 
 HALF_LIVES = 8
 """Use that is older counts less than one part in 250, and is left out."""
-SAMPLES_MAX = 20
 _PARTS = 28  # of a half-life, which are summed up as one: what is in one part is off by 1.3 % at most
 _AT_ONCE = 500
 # As the index has it, word for word: with a parameter in its place SQLite does not use that.
@@ -67,7 +66,7 @@ def durations_s(connection: sa.Connection, owner: str, name: str) -> list[float]
         .select_from(runs.join(attempts, _CURRENT))
         .where(runs.c.owner == owner, runs.c.name == name, _SUCCEEDED, attempts.c.ended_ns.is_not(None))
         .order_by(runs.c.id.desc())
-        .limit(SAMPLES_MAX)
+        .limit(learning.SAMPLES_MAX)
     )
     return [max(0, took_ns) / 1e9 for took_ns in connection.scalars(query)]
 

@@ -57,7 +57,7 @@ class Planning:
 
     def __init__(self, services: Services) -> None:
         self._services = services
-        self._roster = Roster(services)
+        self._roster, self._offers = Roster(services), floor.Offers()
         self._base_ns = services.clock.wall_ns() - services.clock.boottime_ns()
         self.forget()
 
@@ -102,7 +102,8 @@ class Planning:
         """
         services = self._services
         self._underway = {run_id: one for run_id, one in self._underway.items() if run_id in reading.waiting}
-        nodes = {node.id: node for node in floor.offers(reading.floor, services.presence, floor.now(services))}
+        offered = self._offers.of(reading.floor, services.presence, floor.now(services))
+        nodes = {node.id: node for node in offered}
         pools = {pool.name: pool.planned for pool in reading.floor.pools}
         changes: list[Change] = []
         planner, is_new = self._planner, self._planner is None

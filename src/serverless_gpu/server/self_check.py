@@ -42,6 +42,8 @@ ROUND_S = 60.0
 """Between two pages, and between the last page and the first again."""
 QUEUE_MAX = 1_000
 """Of a longer queue nobody asks here who could be placed: that is a scheduler's whole work once more."""
+TELL_MAX = 20
+"""Waiting runs whose sentence is asked for, which costs a look at the queue; of the others, whether they are known."""
 PARTS_MAX = 50
 ENDS_MAX = 50_000
 TOLD_MAX = 1_000
@@ -85,6 +87,7 @@ class SelfCheck:
         self._chain = ChainCheck()
         self._ends: dict[str, tuple[State, Reason]] = {}
         self._unplaced: dict[str, int] = {}
+        self._looked_ns: int | None = None
         self._untold: dict[str, int] = {}
         self._lendings = Lendings()
         self._told: set[tuple[str, str, str]] = set()
@@ -114,10 +117,14 @@ class SelfCheck:
     def _moment(self, now_ns: int) -> Moment:
         services = self._services
         waiting = [run_id for run_id, _ in services.database.read(partial(runs.queue, limit=QUEUE_MAX + 1))]
-        untold = [run_id for run_id in waiting if services.sentences.wait(run_id) is None]
-        placeable = self._second_look.forgotten() if 0 < len(waiting) <= QUEUE_MAX else []
+        told = services.sentences
+        untold = [run_id for run_id in waiting[:TELL_MAX] if told.wait(run_id) is None]
+        untold += [run_id for run_id in waiting[TELL_MAX:] if not told.is_waiting(run_id)]
         self._untold = _since(self._untold, untold, now_ns)
-        self._unplaced = _since(self._unplaced, placeable, now_ns)
+        is_due = self._unplaced or self._looked_ns is None or now_ns - self._looked_ns >= ROUND_S * 1e9
+        if is_due or not waiting:  # it costs as much as a scheduler that starts
+            placeable = self._second_look.forgotten() if 0 < len(waiting) <= QUEUE_MAX else []
+            self._unplaced, self._looked_ns = _since(self._unplaced, placeable, now_ns), now_ns
         return Moment(
             untold_s={run_id: (now_ns - since_ns) / 1e9 for run_id, since_ns in self._untold.items()},
             unplaced_s={run_id: (now_ns - since_ns) / 1e9 for run_id, since_ns in self._unplaced.items()},

@@ -126,6 +126,11 @@ class Sentences:
                 return Estimate(at_ns=None, basis=_NOBODY)
             return self._planner.estimate(wanted, self._now())
 
+    def is_waiting(self, run_id: str) -> bool:
+        """Return whether it is known that a run waits, so that it can be told why: far cheaper than to tell it."""
+        with self._lock:
+            return self._planner is not None and self._planner.is_waiting(run_id)
+
     def impossible(self, wanted: Wanted) -> str:
         """Return why nothing that has joined can ever serve a run, or "" when something can, or nobody has looked."""
         with self._lock:

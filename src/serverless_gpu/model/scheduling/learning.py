@@ -30,7 +30,7 @@ def expected_s(durations_s: Iterable[float]) -> float | None:
 
     Args:
         durations_s: how long earlier ones of the same owner and name had theirs, newest first. Only those count that
-            succeeded or ran into their limit: one that failed or was stopped says little about how long it takes.
+            succeeded: one that failed, was stopped or ran into its limit says little about how long it takes.
     """
     samples = sorted(islice(durations_s, SAMPLES_MAX))
     if len(samples) < SAMPLES_MIN:

@@ -148,6 +148,10 @@ class Planner:
         """Return when a run would start if it came now; nothing is changed."""
         return explaining.estimate(self._state, wanted, now_ns)
 
+    def is_waiting(self, run_id: str) -> bool:
+        """Return whether a run waits, as far as this was told; `why` says why, and costs a look at the queue."""
+        return self._state.queue.find(run_id) is not None
+
     def impossible(self, wanted: Wanted) -> str:
         """Return why nothing that has joined can ever serve a run, or "" when something can."""
         return impossible(self._state.floor, wanted, self._state.queue.ask(wanted))
