@@ -393,3 +393,19 @@ def test_who_asks_while_the_planner_is_told_something_is_answered_by_what_holds_
     tell(services, run_id, StopAsked(why=StopReason.CANCEL))
     tick(services, scheduler)
     assert services.sentences.of(run_id) == ""
+
+
+def test_who_used_how_much_is_the_same_after_a_start(services: Services, node_id: str, clock: FakeClock) -> None:
+    ended, running = submit(services, 4), submit(services, 2)
+    scheduler = Scheduler(services)
+    tick(services, scheduler)
+    clock.advance(100_000)
+    tell(services, ended, Ended(reason=Reason.COMPLETED, began=True))
+    tick(services, scheduler)
+    clock.advance(100_000)
+    tick(services, scheduler)
+    before = services.sentences.usage()
+    assert before["~alice"] == pytest.approx(800_000, rel=0.2)  # some of it counts less by now
+    assert find(services, running).state is State.STARTING
+    tick(services, Scheduler(services))
+    assert services.sentences.usage() == {"~alice": pytest.approx(before["~alice"], rel=0.02)}
