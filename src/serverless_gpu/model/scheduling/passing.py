@@ -230,9 +230,12 @@ class Pass:
         """Keep devices for a gang whose team or user is behind.
 
         Part of a node is kept as it gets free, which is soon. Whole nodes would stand idle for long: they are reserved
-        by a guess, and others go in before where they are thought to be over by then.
+        by a guess, and others go in before where they are thought to be over by then. Under lasting overload somebody
+        always is thought to be, so after some days one node is kept after all: else a team of gangs never gets its
+        share.
         """
-        if not self._state.is_gang_of_nodes(ask):
+        has_waited = self._now_ns - wanted.queued_ns >= self._state.policy.node_patience_s * 1e9
+        if not self._state.is_gang_of_nodes(ask) or (has_waited and not wanted.several_nodes):
             return seeker.keep(0.0)
         return Seeker(self._state.floor, wanted, ask, self._now_ns, by_guess=True).promise()
 

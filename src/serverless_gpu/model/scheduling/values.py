@@ -34,6 +34,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
             seconds of the gang's devices, has them kept as they get free: small runs of others do not starve it.
         gang_lead: waiting counts so many times for a gang that takes a whole node or more.
         whole_node: how many devices make a whole node; 0 for those of the largest node that a gang could use.
+        node_patience_s: a gang of a whole node for which devices would be kept by `patience_s` waits for so long before
+            they are; until then its node is reserved by a guess.
         guard_s: a run that has waited for so long is next of all: who comes later starts only what is over, by what is
             known or guessed, before there is room for it. After twice as long devices are kept for it as they get free.
         preempt_after_s: an attempt runs for so long before it may be preempted.
@@ -47,6 +49,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     reservations: int = 32
     nearly: float = 0.9
     patience_s: float = 3600.0
+    node_patience_s: float = 3 * 86_400.0
     gang_lead: float = 10 / 3
     whole_node: int = 0
     guard_s: float = 14 * 86_400.0
