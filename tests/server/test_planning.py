@@ -12,6 +12,7 @@ from serverless_gpu.ambient import format_clock
 from serverless_gpu.errors import ServerUnavailable
 from serverless_gpu.model.attempt import Reason, State, StopReason
 from serverless_gpu.model.run_lifecycle import Ended, StopAsked
+from serverless_gpu.model.scheduling.learning import LEAVING_S, START_S
 from serverless_gpu.model.scheduling.values import (
     Arrived,
     Change,
@@ -35,7 +36,6 @@ from serverless_gpu.server.scheduler import AT_ONCE, Scheduler
 from serverless_gpu.server.sentences import ASKED_S
 from serverless_gpu.server.services import Services
 from serverless_gpu.server.shares import StoredShare
-from serverless_gpu.server.wanting import LEAVING_S, START_S
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.state import DrainRequest
 from tests.server.planned import Planners, Scripted, decision, placement, waiting

@@ -13,7 +13,7 @@ Failure cases: a lock directory that cannot be used (`StorageError`); devices th
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from serverless_gpu.ambient import format_soon
 from serverless_gpu.model.attempt import State
@@ -31,6 +31,7 @@ from serverless_gpu.node.usages import unknown_usage
 
 HERE = "this machine"
 _PAST_MAX = 200
+_Past = Mapping[str, Sequence[float]]
 _BY_THEMSELVES = (State.SUCCEEDED.value, State.TIMED_OUT.value)
 
 
@@ -107,39 +108,49 @@ def _having(home: Home, holders: Sequence[Holder], now_ns: int) -> list[Having]:
     counts: dict[str, list[Holder]] = {}
     for holder in holders:
         counts.setdefault(holder.run_id, []).append(holder)
-    having = [_one(home, run_id, held, now_ns) for run_id, held in counts.items()]
+    records = {run_id: _record(home, run_id) for run_id in counts}
+    past = _past(home, {record.spec.name for record in records.values() if record is not None and record.spec})
+    having = [_one(run_id, held, records[run_id], past, now_ns) for run_id, held in counts.items()]
     return sorted(having, key=lambda each: (each.until_ns is None, each.until_ns or 0, each.title))
 
 
-def _one(home: Home, run_id: str, held: Sequence[Holder], now_ns: int) -> Having:
-    record = read_run(home.runs, run_id) if run_id and (home.runs / run_id).is_dir() else None
+def _record(home: Home, run_id: str) -> Record | None:
+    return read_run(home.runs, run_id) if run_id and (home.runs / run_id).is_dir() else None
+
+
+def _one(run_id: str, held: Sequence[Holder], record: Record | None, past: _Past, now_ns: int) -> Having:
     name = record.spec.name if record is not None and record.spec is not None else ""
-    until_ns, is_bound = (None, False) if record is None else _until(home, record, now_ns)
+    until_ns, is_bound = (None, False) if record is None else _until(record, held[0].since_wall_ns, past, now_ns)
     what = "session " if held[0].session else ""
     title = f"{held[0].user}/{name or run_id}" if held[0].user else run_id or "somebody"
     return Having(title=what + title, count=len(held), until_ns=until_ns, is_bound=is_bound)
 
 
-def _until(home: Home, record: Record, now_ns: int) -> tuple[int | None, bool]:
+def _until(record: Record, since_ns: int, past: _Past, now_ns: int) -> tuple[int | None, bool]:
     """Return when a run has given its devices back, and whether that is the latest time; None where nobody can say."""
     spec = record.spec
     if spec is None or record.kind != FUNCTION:
         return None, False
-    began_ns = record.began_ns or now_ns
-    limit_s = None if spec.timeout_s is None else spec.timeout_s + spec.grace_s
-    expected_s = learning.expected_s(_past_s(home, spec.name))
+    has_begun = record.began_ns is not None
+    began_ns = min(record.began_ns or since_ns, now_ns)
+    limit_s = learning.limit_s(spec.timeout_s, spec.grace_s, start_s=0.0 if has_begun else learning.START_S)
+    expected_s = learning.expected_s(past.get(spec.name, ()))
     after_s, is_bound = learning.over_after_s((now_ns - began_ns) / 1e9, expected_s=expected_s, limit_s=limit_s)
     return (None if after_s is None else max(now_ns, began_ns + round(after_s * 1e9))), is_bound
 
 
-def _past_s(home: Home, name: str) -> Iterator[float]:
-    """Yield how long runs of a name had their devices that ended by themselves, newest first; of the latest runs."""
-    for run_id in run_ids(home.runs)[:_PAST_MAX]:
+def _past(home: Home, names: Collection[str]) -> dict[str, list[float]]:
+    """Return for how long runs of some names had their devices that ended by themselves, newest first, of the latest
+    runs: those are read once, however many have devices.
+    """
+    past: dict[str, list[float]] = {name: [] for name in names}
+    for run_id in run_ids(home.runs)[:_PAST_MAX] if names else ():
         record = read_run(home.runs, run_id)
-        if record.spec is None or record.spec.name != name or record.state not in _BY_THEMSELVES:
+        if record.spec is None or record.spec.name not in past or record.state not in _BY_THEMSELVES:
             continue
         if record.began_ns is not None and record.ended_ns is not None:
-            yield (record.ended_ns - record.began_ns) / 1e9
+            past[record.spec.name].append((record.ended_ns - record.began_ns) / 1e9)
+    return past
 
 
 def _when(lacking: int, having: Sequence[Having]) -> tuple[int | None, bool]:

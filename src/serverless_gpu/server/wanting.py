@@ -5,17 +5,12 @@ from __future__ import annotations
 import msgspec
 
 from serverless_gpu.ambient import format_clock
-from serverless_gpu.model.attempt import Limits
 from serverless_gpu.model.run_lifecycle import pause_s
+from serverless_gpu.model.scheduling.learning import LEAVING_S, START_S, limit_s
 from serverless_gpu.model.scheduling.values import Wanted
 from serverless_gpu.model.spec import Function
 from serverless_gpu.server import floor
 from serverless_gpu.server.runs import StoredRun
-
-START_S = Limits().start_ns / 1e9
-"""From the placement to the first byte of user code; longer only while an environment is still being made ready."""
-LEAVING_S = 60.0
-"""Beyond its grace: until its processes are gone, and its devices proven free."""
 
 
 class Past(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,7 +57,7 @@ def wanted(run: StoredRun, past: Past = NOTHING, *, now_ns: int) -> Wanted:
         avoid=past.failed,
         not_before_ns=not_before_ns,
         held=held,
-        limit_s=None if spec.timeout_s is None else START_S + spec.timeout_s + spec.grace_s + LEAVING_S,
+        limit_s=limit_s(spec.timeout_s, spec.grace_s),
         beyond_s=START_S + spec.grace_s + LEAVING_S,
         expected_s=past.expected_s,
         preemptible=run.life.may_resume,

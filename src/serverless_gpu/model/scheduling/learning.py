@@ -16,6 +16,12 @@ from collections import deque
 from collections.abc import Iterable
 from itertools import islice
 
+from serverless_gpu.model.attempt import Limits
+
+START_S = Limits().start_ns / 1e9
+"""From the placement to the first byte of user code; longer only while an environment is still being made ready."""
+LEAVING_S = 60.0
+"""Beyond its grace: until its processes are gone, and its devices proven free."""
 SAMPLES_MIN = 3
 SAMPLES_MAX = 20
 QUANTILE = 0.8
@@ -23,6 +29,17 @@ SEEN_MAX = 200
 """So many that ended are remembered of each size."""
 YOUNG_S = 3600.0
 """Where nothing was seen, a run is thought to run for as long again as it has, and for this at least."""
+
+
+def limit_s(timeout_s: float | None, grace_s: float, *, start_s: float = START_S) -> float | None:
+    """Return for how long a run has its devices at most, from when it gets them, or None without a time limit.
+
+    Args:
+        timeout_s: its time limit, from the first byte of user code on.
+        grace_s: how long it may take to leave once it is asked to.
+        start_s: how long it takes until user code begins: at most, or as it was.
+    """
+    return None if timeout_s is None else start_s + timeout_s + grace_s + LEAVING_S
 
 
 def expected_s(durations_s: Iterable[float]) -> float | None:
