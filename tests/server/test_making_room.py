@@ -11,7 +11,7 @@ from serverless_gpu.engines.simulated_agents import Work
 from serverless_gpu.model.attempt import Reason, State
 from serverless_gpu.model.scheduling.values import Policy, WaitReason
 from serverless_gpu.model.spec import Priority
-from serverless_gpu.server import attempts, audit, dividing
+from serverless_gpu.server import attempts, audit, dividing, events, views
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.invariants import History
@@ -59,12 +59,17 @@ def test_a_critical_run_has_one_of_best_effort_leave_which_goes_on_when_there_is
     urgent = world.submit(4, name="llama", priority=Priority.CRITICAL)
     world.run_for(30)
     assert world.run(urgent).state is State.QUEUED  # nobody leaves who has just begun
+    assert "alice/cheap holds 4 and is asked to make room at " in sentence(world, urgent)
     world.run_for(60)
     assert world.run(urgent).state is State.RUNNING
     (left,) = [run_id for run_id in cheap if world.run(run_id).state is not State.RUNNING]
     run = world.run(left)
     assert (run.state, reasons(world, left)) == (State.QUEUED, [Reason.PREEMPTED])
     assert run.queued_ns == run.created_ns
+    (attempt,) = world._database.read(lambda connection: attempts.of_run(connection, left))
+    assert "alice/llama" in views.attempt_view(attempt).sentence  # who it was for is still known when it waits again
+    told = world._database.read(lambda connection: events.after(connection, left, 0))
+    assert any("is over" in event.sentence and "alice/llama" in event.sentence for event in told)
     (stop,) = [
         entry
         for entry in world._database.read(audit.entries)

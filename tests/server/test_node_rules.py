@@ -444,7 +444,11 @@ def test_a_gpu_that_is_left_out_is_not_counted_and_the_node_is_told_so(services:
     Agents(services).heartbeat(NODE, node_id, Heartbeat(devices=H100))  # for the node there is nothing wrong with it
     tick(services)
     assert find(services, all_of_it).state is State.QUEUED
-    assert "1 of it used by others than this server, or in quarantine" in services.sentences.of(all_of_it)
+    told = services.sentences.of(all_of_it)
+    assert "1 of it used by others than this server, or in quarantine" in told
+    assert f"root left out: {uuid} (ECC)" in told
+    again = ruling.quarantine(services, by(ROOT), QuarantineRequest(uuid=uuid, on=True))
+    assert again.rules == view.rules  # the note stays where no other one comes
     assert ruling.quarantine(services, by(ROOT), QuarantineRequest(uuid=uuid, on=False)).rules == NodeRules()
     tick(services)
     assert find(services, all_of_it).state is State.STARTING

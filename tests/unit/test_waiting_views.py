@@ -20,7 +20,7 @@ VALUES: dict[str, Any] = {
     "node": "n3",
     "free": 5,
     "outside": 1,
-    "holders": (Holder(title="alice/bert-ft", count=3, until_ns=14, is_bound=True, is_leaving=True),),
+    "holders": (Holder(title="alice/bert-ft", count=3, until_ns=14, is_bound=True, is_leaving=True, asked_ns=12),),
     "ahead": "bob/sweep",
     "kept_ns": 13,
     "spare_s": 12.5,

@@ -164,6 +164,7 @@ def _offer(node: StoredNode, *, away: str, sharing: node_rules.Sharing) -> Node:
         pythons=node.hello.pythons,
         total=total,
         outside=outside,
+        left_out=node_rules.left_out(node.rules),
         own=node.hello.own_types,
         away=away or sharing.problem,
         owner=asked.owner,

@@ -20,10 +20,12 @@ import msgspec
 from serverless_gpu.ambient import format_clock, format_soon
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model import calendar
+from serverless_gpu.model.scheduling import telling
 from serverless_gpu.wire.nodes import NodeCalendar, NodeDrain, NodeRules
 
 WARNING_S = 300.0
 """A run that has to leave because its node ceases to be shared is told so long before."""
+_SHOWN = 40  # characters of a uuid
 _MINUTE_NS = 60_000_000_000
 
 
@@ -93,6 +95,16 @@ def drained(rules: NodeRules) -> str:
     """Return who drains a node, since when and why, or ""."""
     drain = rules.drain
     return "" if drain is None else f"{drain.by} drains it since {format_clock(drain.since_ns)}{_noted(drain)}"
+
+
+def left_out(rules: NodeRules) -> str:
+    """Return which devices people have left out of a node, and why; a few of them, and "" for none."""
+    named = [f"{one.uuid[:_SHOWN]}{f' ({one.note})' if one.note else ''}" for one in rules.quarantined]
+    return f"{by} left out: {', '.join(telling.some(named))}" if (by := _by(rules)) else ""
+
+
+def _by(rules: NodeRules) -> str:
+    return ", ".join(sorted({one.by for one in rules.quarantined}))
 
 
 def not_shared(rules: NodeRules, at_ns: int) -> str:

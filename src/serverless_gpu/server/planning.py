@@ -142,7 +142,7 @@ class Planning:
             self._underway[placement.run_id] = placement
         for preemption in decision.preemptions:
             running = self._running[preemption.run_id]
-            self._running[preemption.run_id] = msgspec.structs.replace(running, is_leaving=True)
+            self._running[preemption.run_id] = msgspec.structs.replace(running, is_leaving=True, leaving_ns=now_ns)
         return decision
 
     def _runs(self, reading: Reading) -> Iterator[Gone | Started | Arrived]:

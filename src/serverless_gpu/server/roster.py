@@ -63,6 +63,7 @@ class _Entry:
     kept: Wanted | None = None
     running: Running | None = None
     running_key: tuple[object, ...] = ()
+    leaving: tuple[int, int] | None = None  # of which attempt, and when it was first seen that it is to leave
 
 
 class Roster:
@@ -95,7 +96,7 @@ class Roster:
         return Reading(
             floor=there,
             waiting=waiting,
-            running=dict(self._running(there)),
+            running=dict(self._running(there, now_ns)),
             policy=policy,
             used=past.used(connection, now_ns=now_ns, half_life_s=policy.half_life_s) if afresh else None,
         )
@@ -174,15 +175,18 @@ class Roster:
                 found[run_id] = entry.wanted
         return found
 
-    def _running(self, there: Floor) -> Iterable[tuple[str, Running]]:
+    def _running(self, there: Floor, now_ns: int) -> Iterable[tuple[str, Running]]:
         for run in there.active:
             entry = self._known.get(run.id)
             if entry is None or (run.id, run.fence) in there.freed:
                 continue
             is_leaving = run.stop is not None or run.state is State.STOPPING
-            key = (run.fence, run.started_ns, is_leaving, entry.wanted)
+            if is_leaving and (entry.leaving is None or entry.leaving[0] != run.fence):
+                entry.leaving = (run.fence, now_ns)
+            leaving_ns = entry.leaving[1] if is_leaving and entry.leaving is not None else None
+            key = (run.fence, run.started_ns, leaving_ns, entry.wanted)
             if entry.running is None or entry.running_key != key:
-                entry.running, entry.running_key = _as_running(run, entry.wanted, is_leaving), key
+                entry.running, entry.running_key = _as_running(run, entry.wanted, leaving_ns), key
             yield run.id, entry.running
 
 
@@ -201,8 +205,9 @@ def _kept_back(entry: _Entry, why: str) -> Wanted:
     return entry.kept
 
 
-def _as_running(run: Active, asked: Wanted, is_leaving: bool) -> Running:
+def _as_running(run: Active, asked: Wanted, leaving_ns: int | None) -> Running:
     if run.started_ns is not None:
         asked = begun(asked, (run.started_ns - run.created_ns) / 1e9)
     share = Share(node_id=run.node_id, gpu_type=run.gpu_type, count=run.world_size)
-    return Running(wanted=asked, shares=(share,), since_ns=run.created_ns, is_leaving=is_leaving)
+    is_leaving = leaving_ns is not None
+    return Running(wanted=asked, shares=(share,), since_ns=run.created_ns, is_leaving=is_leaving, leaving_ns=leaving_ns)

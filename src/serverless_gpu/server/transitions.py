@@ -196,7 +196,7 @@ def _write_run(connection: sa.Connection, told: Told, *, over: _Over | None, not
         nothing_to_come = not isinstance(over, Ended)
         values |= {
             "reason": life.reason.value if life.reason else None,
-            "detail": _asked_because(run, life) or note.detail,
+            "detail": _asked_because(run, life.reason) or note.detail,
             "ended_ns": note.at_ns,
             "settled_ns": note.at_ns if nothing_to_come else None,
         }
@@ -211,9 +211,9 @@ def _write_run(connection: sa.Connection, told: Told, *, over: _Over | None, not
     events.add(connection, told.events)
 
 
-def _asked_because(run: StoredRun, life: Run) -> str:
-    """Return why a run was asked to stop, where that is what ended it."""
-    return run.detail if run.stop is not None and STOPPED_BY[run.stop] is life.reason else ""
+def _asked_because(run: StoredRun, reason: Reason | None) -> str:
+    """Return why a run was asked to stop, where that is what ended it, or its attempt."""
+    return run.detail if run.stop is not None and STOPPED_BY[run.stop] is reason else ""
 
 
 def _write_attempt(
@@ -228,6 +228,7 @@ def _write_attempt(
         reason = over_because(over)
         values |= {"state": MEANINGS[reason].state.value, "before": None, "reason": reason.value}
         values |= {"began": attempt.began or (isinstance(over, Ended) and over.began), "ended_ns": note.at_ns}
+        values["sentence"] = _asked_because(told.before, reason)  # what is said of it from now on
         if not isinstance(over, Ended):
             values["settled_ns"] = note.at_ns
     attempts.change(connection, attempt, **values)
@@ -246,7 +247,7 @@ def _event(run: StoredRun, life: Run, event: Event, *, note: Note, seq: int) -> 
         at_ns=note.at_ns,
         state=life.state,
         reason=life.reason or over,
-        sentence=_sentence(event, life, node=node, detail=note.detail),
+        sentence=_sentence(event, life, node=node, detail=_asked_because(run, over) or note.detail),
         node=node,
     )
 

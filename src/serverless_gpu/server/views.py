@@ -134,6 +134,7 @@ def attempt_view(attempt: StoredAttempt) -> AttemptView:
         started_ns=attempt.started_ns,
         ended_ns=attempt.ended_ns,
         secrets=tuple(one.text for one in attempt.secrets),
+        sentence=attempt.sentence if attempt.reason is not None else "",
     )
 
 

@@ -41,7 +41,7 @@ class EstimateView(Answer, frozen=True, kw_only=True):
         place: how many runs are ahead of it for the same kind of devices, plus one; 0 when it starts at once.
         impossible: whether nothing that has joined can ever serve it.
         now_ns: the server's time.
-        waiting: what it would wait for, part by part, where it is known when it starts.
+        waiting: what it would wait for, part by part; None where it would not.
     """
 
     at_ns: int | None

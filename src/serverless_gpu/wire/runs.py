@@ -144,6 +144,7 @@ class AttemptView(Answer, frozen=True, kw_only=True):
 
     Attributes:
         secrets: which versions it has, as ``HF_TOKEN@3``.
+        sentence: why it was asked to stop, where that is what ended it.
     """
 
     fence: int
@@ -154,6 +155,7 @@ class AttemptView(Answer, frozen=True, kw_only=True):
     started_ns: int | None
     ended_ns: int | None
     secrets: tuple[str, ...] = ()
+    sentence: str = ""
 
 
 class AttemptList(Answer, frozen=True, kw_only=True):

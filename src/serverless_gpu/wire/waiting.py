@@ -24,6 +24,7 @@ class HolderView(Answer, frozen=True, kw_only=True):
         until_ns: when they give them back; None where nobody can say.
         is_bound: whether that is the latest time, as declared.
         is_leaving: whether it was asked to stop.
+        asked_ns: when it is asked to make room, if it is still there; None for never, and where it is asked already.
     """
 
     title: str
@@ -31,6 +32,7 @@ class HolderView(Answer, frozen=True, kw_only=True):
     until_ns: int | None = None
     is_bound: bool = False
     is_leaving: bool = False
+    asked_ns: int | None = None
 
 
 class WaitView(Answer, frozen=True, kw_only=True):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from serverless_gpu.model.scheduling.values import Estimate, Wanted
-from tests.unit.scheduling.asking import busy, decide, node, wanted
+from typing import Any
+
+import msgspec
+
+from serverless_gpu.model.scheduling.values import BEST_EFFORT, Estimate, Policy, Wanted
+from tests.unit.scheduling.asking import S, busy, decide, node, wanted
 
 N1 = node("n1", H100=8)
 
@@ -26,3 +30,47 @@ def test_who_is_behind_somebody_who_is_behind_another_reads_the_first_cause() ->
     queue = [wanted("r1", 8, title="root/a"), wanted("r2", 8, title="root/b", limit_s=60.0)]
     found = estimate(wanted("r3", 8), queue, ("root/one", 4, 60.0))
     assert "nobody can say when root/b starts, which is ahead: no timeout was declared for root/a," in found.basis
+
+
+def test_who_is_behind_somebody_who_waits_for_a_drained_node_reads_that() -> None:
+    drained = msgspec.structs.replace(N1, away="takes nothing new: root drains it")
+    found = decide([wanted("r1", 8, title="root/a")], [drained]).planner.estimate(wanted("r2", 8), 1000)
+    assert found.at_ns is None and found.basis == (
+        "nobody can say when root/a starts, which is ahead: n1 takes nothing new: root drains it"
+    )
+
+
+def test_who_is_to_be_preempted_is_named_with_the_time_before_and_after_it_is_asked() -> None:
+    policy = Policy(preempt_after_s=20.0)
+    lower: dict[str, Any] = {"priority": BEST_EFFORT, "preemptible": True, "grace_s": 30.0}
+    run = wanted("r1", 8, title="root/hi")
+    decided = decide([run], [busy(N1, 8, "root/be", **lower)], policy=policy)
+    assert decided.said("r1") == (
+        "needs 8 H100 on one node; none free on n1; root/be holds 8 and is asked to make room at second 20; you are 1st"
+    )
+    found = decided.planner.estimate(msgspec.structs.replace(run, run_id="r2", owner="bob"), 1000)
+    assert found.wait is not None and found.wait.holders[0].asked_ns == 20 * S
+    decided.now_ns = 25 * S
+    assert decided.planner.decide(25 * S).preemptions
+    assert "root/be was asked to give back its 8 by about second 55" in decided.said("r1")
+    assert (
+        not decide([run], [busy(N1, 8, "root/be", priority=BEST_EFFORT)], policy=policy).wait("r1").holders[0].asked_ns
+    )
+
+
+def test_who_cannot_be_over_before_a_node_changes_hands_reads_what_would_be() -> None:
+    theirs = msgspec.structs.replace(N1, owner="alice", turns_ns=3600 * S)
+    run = wanted("r1", 1, owner="bob", limit_s=7200.0, beyond_s=391.0)
+    told = decide([run], [theirs]).said("r1")
+    assert "with timeout= of at most 53 min 00 s it would start now" in told
+    soon = msgspec.structs.replace(theirs, turns_ns=400 * S)
+    told = decide([run], [soon]).said("r1")
+    assert "would start now" not in told
+    assert "beside its time limit a run counts with 6 min 31 s to begin and to be gone" in told
+
+
+def test_what_people_have_left_out_of_a_node_is_said_with_their_note() -> None:
+    less = msgspec.structs.replace(N1, outside={"H100": 1}, left_out="root left out: FAKE-H100-2 (ECC)")
+    told = decide([wanted("r1", 8)], [less]).said("r1")
+    assert "7 free on n1" in told and "root left out: FAKE-H100-2 (ECC)" in told
+    assert "left out" not in decide([wanted("r1", 8), wanted("r2", 1)], [N1]).said("r2")

@@ -24,7 +24,7 @@ def at(text: str) -> int:
     return int(hours) * _HOUR + int(minutes) * _MINUTE
 
 
-def holder(title: str, count: int, until: str = "", **others: bool) -> Holder:
+def holder(title: str, count: int, until: str = "", **others: object) -> Holder:
     """Return somebody who has devices."""
     base = Holder(title=title, count=count, until_ns=at(until) if until else None)
     return msgspec.structs.replace(base, **others)
@@ -114,11 +114,24 @@ _NEEDS = "needs 8 H100 on one node; "
         (wait(WaitReason.TURN, node="", free=0), _NEEDS + "it was not looked at yet; you are 2nd"),
         (
             wait(WaitReason.MAKING_ROOM, holders=(holder("bob/sweep", 3, "14:20", is_leaving=True),), place=1),
-            _NEEDS + "5 free on n3; bob/sweep was asked to give back its 3 by 14:20; you are 1st",
+            _NEEDS + "5 free on n3; bob/sweep was asked to give back its 3 by about 14:20; you are 1st",
         ),
         (
             wait(WaitReason.MAKING_ROOM, holders=(holder("bob/sweep", 3, is_leaving=True),), place=1),
             _NEEDS + "5 free on n3; bob/sweep was asked to give back its 3; you are 1st",
+        ),
+        (
+            wait(holders=(holder("bob/be", 3, asked_ns=at("14:20")),), place=1),
+            _NEEDS + "5 free on n3; bob/be holds 3 and is asked to make room at 14:20; you are 1st",
+        ),
+        (
+            wait(holders=(holder("bob/be", 3, "14:50", is_bound=True, asked_ns=at("14:20")),), place=1),
+            _NEEDS + "5 free on n3; bob/be holds 3 until 14:50 at the latest, and is asked to make room at 14:20; "
+            "you are 1st",
+        ),
+        (
+            wait(holders=(holder("bob/be", 3, "14:10", asked_ns=at("14:20")),), place=1),
+            _NEEDS + "5 free on n3; bob/be holds 3 until about 14:10; you are 1st",
         ),
         (
             wait(WaitReason.CALENDAR, free=0, owner="alice", turns_ns=at("19:00")),

@@ -105,11 +105,12 @@ def story(view: RunView) -> Iterator[str]:
     started = view.started_ns or view.created_ns
     took = "" if view.started_ns is None else f" · took {format_duration_ms(_took_ms(view))}"
     yield f"{'submitted' if view.started_ns is None else 'started'}: {format_moment(started)}{took}"
-    if len(attempts.attempts) > 1:
+    if len(attempts.attempts) > 1 or any(each.sentence for each in attempts.attempts):
         for each in attempts.attempts:
             why = "" if each.reason is None else f" · {each.reason.value}"
             had = f" · secrets: {', '.join(each.secrets)}" if each.secrets else ""
-            yield f"attempt {each.fence}: {each.state.value}{why} on {each.node}{had}"
+            told = f": {each.sentence}" if each.sentence else ""
+            yield f"attempt {each.fence}: {each.state.value}{why} on {each.node}{told}{had}"
     failure = failure_text(view)
     if failure:
         yield from ("", *failure.splitlines())

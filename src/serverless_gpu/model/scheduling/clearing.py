@@ -205,7 +205,9 @@ class Clearing:
         state = self._state
         held = state.running[preemption.run_id]
         state.floor.give(held)
-        leaving = state.running[preemption.run_id] = msgspec.structs.replace(held, is_leaving=True)
+        leaving = state.running[preemption.run_id] = msgspec.structs.replace(
+            held, is_leaving=True, leaving_ns=state.now_ns
+        )
         state.floor.take(leaving)
         self.preemptions.append(preemption)
 

@@ -15,13 +15,14 @@ from serverless_gpu.model.scheduling.fairness import team_of
 from serverless_gpu.model.scheduling.floor import Floor
 from serverless_gpu.model.scheduling.impossible import impossible
 from serverless_gpu.model.scheduling.places import Place
-from serverless_gpu.model.scheduling.preempting import standing
+from serverless_gpu.model.scheduling.preempting import may_ask, standing
 from serverless_gpu.model.scheduling.promising import Seeker
 from serverless_gpu.model.scheduling.queue import Line
 from serverless_gpu.model.scheduling.shapes import Ask
 from serverless_gpu.model.scheduling.state import State
 from serverless_gpu.model.scheduling.telling import some
 from serverless_gpu.model.scheduling.values import Estimate, Holder, Reservation, Wait, WaitReason, Wanted
+from serverless_gpu.units import format_duration_ms
 
 AHEAD_MAX = 64
 """So many runs ahead of one are followed when it is estimated when it starts."""
@@ -105,10 +106,14 @@ def estimate(state: State, wanted: Wanted, now_ns: int) -> Estimate:
     for number, (other, line) in enumerate(ahead):
         if Seeker(forecast, other, line.ask, now_ns).promise() is None:
             before = f"nobody can say when {other.title} starts, which is ahead"
-            return Estimate(at_ns=None, basis=f"{before}: {_unknown(state, line.ask, ahead[:number])}", place=place)
+            basis = f"{before}: {_unknown(state, other, line.ask, ahead[:number])}"
+            return Estimate(
+                at_ns=None, basis=basis, place=place, wait=_Explained(state, wanted, ask, now_ns).wait(place)
+            )
     found = Seeker(forecast, wanted, ask, now_ns).promise()
     if found is None or found.at_ns is None:
-        return Estimate(at_ns=None, basis=_unknown(state, ask, ahead), place=place)
+        wait = _Explained(state, wanted, ask, now_ns).wait(place)
+        return Estimate(at_ns=None, basis=_unknown(state, wanted, ask, ahead), place=place, wait=wait)
     known = "declared" if found.is_bound else "declared and learned"
     return Estimate(
         at_ns=found.at_ns,
@@ -119,8 +124,11 @@ def estimate(state: State, wanted: Wanted, now_ns: int) -> Estimate:
     )
 
 
-def _unknown(state: State, ask: Ask, ahead: list[tuple[Wanted, Line]]) -> str:
+def _unknown(state: State, wanted: Wanted, ask: Ask, ahead: list[tuple[Wanted, Line]]) -> str:
     """Return why nobody can say when devices get free."""
+    if next(iter(placing.usable(state.floor, wanted, ask, state.now_ns)), None) is None:
+        closed = _Explained(state, wanted, ask, state.now_ns).wait(0)
+        return closed.words or "no node that would do may be used now"
     open_ended = [
         held.running.wanted.title
         for where, types, _ in state.floor.reach(ask.shape).places()
@@ -217,13 +225,14 @@ class _Explained:
             node=where.node.name,
             free=free,
             outside=where.node.outside.get(name, 0),
-            holders=self._holders([(where, name)]) if free < needed else (),
+            holders=self._holders([(where, name)], lacking=needed - free) if free < needed else (),
             ahead=ahead,
             kept_ns=kept_ns,
             spare_s=spare_s,
             place=place,
             at_ns=at_ns,
             is_bound=is_bound,
+            words=where.node.left_out if free < needed else "",
         )
 
     def _spare(self, where: Place, gpu_type: str, count: int) -> tuple[int | None, float]:
@@ -295,24 +304,46 @@ class _Explained:
             return None, False
         return int(likely if math.isinf(bound) else bound), False  # nothing is kept for it: it may be later
 
-    def _holders(self, rows: list[tuple[Place, str]]) -> tuple[Holder, ...]:
-        """Return who has devices, those who leave first first."""
+    def _holders(self, rows: list[tuple[Place, str]], *, lacking: int = 0) -> tuple[Holder, ...]:
+        """Return who has devices, those who leave first first.
+
+        Args:
+            rows: where, and of which type.
+            lacking: how many have to be asked to make room for that to be enough; 0 where nobody is.
+        """
         found = []
+        asked = self._asked(rows[0], lacking) if lacking and len(rows) == 1 else {}
         for where, name in rows:
             for held in where.runs.get(name, {}).values():
+                running = held.running
                 likely, bound = held.until(self._now_ns)
                 is_bound = not math.isinf(bound)
                 until = bound if is_bound else likely
+                if running.is_leaving and running.leaving_ns is not None:
+                    gone = running.leaving_ns + running.wanted.grace_s * 1e9
+                    until, is_bound = (gone, False) if self._now_ns < gone < until else (until, is_bound)
                 title = held.running.wanted.title
                 holder = Holder(
                     title=title,
                     count=held.count,
                     until_ns=None if math.isinf(until) else int(until),
                     is_bound=is_bound,
-                    is_leaving=held.running.is_leaving,
+                    is_leaving=running.is_leaving,
+                    asked_ns=asked.get(running.wanted.run_id),
                 )
                 found.append(((until, -held.count, title), holder))
         return tuple(holder for _, holder in sorted(found, key=lambda entry: entry[0])[:HOLDERS_MAX])
+
+    def _asked(self, row: tuple[Place, str], lacking: int) -> dict[str, int]:
+        """Return who is asked to make room there in a while, and when; nobody where all of them are not enough."""
+        where, name = row
+        asked: dict[str, int] = {}
+        for held in sorted(where.runs.get(name, {}).values(), key=lambda held: held.running.since_ns):
+            at_ns = may_ask(self._wanted, held.running, where.node, self._floor.terms)
+            if at_ns is not None and at_ns > self._now_ns and lacking > 0:
+                asked[held.running.wanted.run_id] = at_ns
+                lacking -= held.count
+        return asked if lacking <= 0 else {}
 
     def _closed(self, place: int) -> Wait:
         """Return what it is told when no node may be used now: its owner's time, or all are away."""
@@ -353,6 +384,7 @@ class _Explained:
                 place=place,
                 words=words,
             )
+        spare_s, words = self._before_turn(where, name) if where.node.shared else (0.0, "")
         return Wait(
             run_id=wanted.run_id,
             reason=WaitReason.CALENDAR,
@@ -363,8 +395,22 @@ class _Explained:
             free=where.free[name] if where.node.shared else 0,
             owner=where.node.owner,
             turns_ns=where.node.turns_ns,
+            spare_s=spare_s,
             place=place,
+            words=words,
         )
+
+    def _before_turn(self, where: Place, gpu_type: str) -> tuple[float, str]:
+        """Return how long a run may declare that is over before a node changes hands, or why none is."""
+        turns_ns = where.node.turns_ns
+        if turns_ns is None:
+            return 0.0, ""
+        left_s = ((turns_ns - self._now_ns) / 1e9 - self._wanted.beyond_s) // 60 * 60
+        if left_s < 60:
+            beyond = format_duration_ms(round(self._wanted.beyond_s * 1000))
+            return 0.0, f"beside its time limit a run counts with {beyond} to begin and to be gone"
+        needed = where.node.total[gpu_type] if self._ask.shape.gpus is None else self._ask.shape.gpus
+        return (left_s, "") if where.free[gpu_type] >= needed else (0.0, "")
 
     def _anywhere(self, place: int) -> Wait:
         """Return what a gang of several nodes waits for."""

@@ -120,17 +120,20 @@ def _holding(holders: Sequence[Holder], clock: Clock) -> list[str]:
 
 def _holder(holder: Holder, clock: Clock) -> str:
     if holder.is_leaving:
-        until = f" by {clock(holder.until_ns)}" if holder.until_ns is not None else ""
+        by = "by" if holder.is_bound else "by about"
+        until = f" {by} {clock(holder.until_ns)}" if holder.until_ns is not None else ""
         return f"{holder.title} was asked to give back its {holder.count}{until}"
     until = f" until {_about(holder.until_ns, clock, is_bound=holder.is_bound)}" if holder.until_ns is not None else ""
+    if holder.asked_ns is not None and (holder.until_ns is None or holder.asked_ns < holder.until_ns):
+        until = f"{until}{', and' if until else ' and'} is asked to make room at {clock(holder.asked_ns)}"
     return f"{holder.title} holds {holder.count}{until}"
 
 
 def _merged(holders: Sequence[Holder]) -> list[Holder]:
     """Return one holder for each title: ten runs of one name are one line, until the last of them ends."""
-    merged: dict[tuple[str, bool], Holder] = {}
+    merged: dict[tuple[str, bool, bool], Holder] = {}
     for holder in holders:
-        key = (holder.title, holder.is_leaving)
+        key = (holder.title, holder.is_leaving, holder.asked_ns is not None)
         merged[key] = _together(merged[key], holder) if key in merged else holder
     return list(merged.values())
 
@@ -141,6 +144,7 @@ def _together(one: Holder, other: Holder) -> Holder:
         one,
         count=one.count + other.count,
         until_ns=max(one.until_ns or 0, other.until_ns or 0) if known else None,
+        asked_ns=None if one.asked_ns is None or other.asked_ns is None else max(one.asked_ns, other.asked_ns),
         is_bound=one.is_bound and other.is_bound,
     )
 

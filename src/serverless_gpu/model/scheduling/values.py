@@ -80,6 +80,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
         pythons: versions of Python that it has; none when that is not known.
         total: devices by type.
         outside: those of `total` that others than this server use, or that are in quarantine.
+        left_out: which of those people have left out, and why, in words; "" for none.
         own: GPU types that the node declares itself.
         away: why it cannot be used now, in words that follow its name, or "".
         owner: whose node it is, or "": their runs come first here, those of others have to be able to leave.
@@ -97,6 +98,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     pythons: tuple[str, ...] = ()
     total: Mapping[str, int]
     outside: Mapping[str, int] = {}
+    left_out: str = ""
     own: tuple[GpuType, ...] = ()
     away: str = ""
     owner: str = ""
@@ -173,12 +175,14 @@ class Running(msgspec.Struct, frozen=True, kw_only=True):
         shares: what it has.
         since_ns: when it got them.
         is_leaving: whether it was asked to stop already.
+        leaving_ns: when it was; None where that is not known.
     """
 
     wanted: Wanted
     shares: tuple[Share, ...]
     since_ns: int
     is_leaving: bool = False
+    leaving_ns: int | None = None
 
 
 # --- changes ----------------------------------------------------------------------------------------------------------
@@ -313,6 +317,7 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
         until_ns: when they give them back; None where nobody can say.
         is_bound: whether that is the latest time, as declared.
         is_leaving: whether it was asked to stop.
+        asked_ns: when it is asked to make room, if it is still there; None for never, and where it is asked already.
     """
 
     title: str
@@ -320,6 +325,7 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
     until_ns: int | None = None
     is_bound: bool = False
     is_leaving: bool = False
+    asked_ns: int | None = None
 
 
 class Wait(msgspec.Struct, frozen=True, kw_only=True):
@@ -376,7 +382,7 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
         basis: what that rests on, or why it is unknown, in words.
         place: how many runs are ahead of it for the same kind of devices, plus one; 0 when it starts at once.
         impossible: whether nothing that has joined can ever serve it.
-        wait: what it would wait for, part by part; None where it would not.
+        wait: what it would wait for, part by part; None where it would not, or is never looked at.
     """
 
     at_ns: int | None
