@@ -247,6 +247,7 @@ class Pass:
         if reservation.is_bound and whose not in self._firm:
             self._firm.add(whose)
             self._state.promises[reservation.run_id] = reservation
+            self.is_stale = True  # it comes first from now on: what is promised after it may lie elsewhere
         elif reservation.is_bound:
             reservation = msgspec.structs.replace(reservation, is_bound=False)
         self._promised += 1

@@ -26,6 +26,7 @@ from serverless_gpu.model.scheduling.values import Reservation, Share, Wanted
 
 Need = tuple[Place, str, int, float, float]
 """A node, a type, how many; when that many are free there: likely, and at the latest."""
+_ROUNDS_MAX = 16
 _BLUR_NS = 1e6  # times of these days in nanoseconds are not exact as floats
 _Row = tuple[int, str, str, Place]
 
@@ -52,10 +53,11 @@ class Seeker:
     def promise(self) -> Reservation | None:
         """Promise it the devices that it likely has first; None where nobody can say when that is."""
         needs = self._needs()
-        likely = max((at for *_, at, _ in needs), default=math.inf)
+        if not needs or math.isinf(max(need[3] for need in needs)):
+            return None
+        likely, bound = self._together(needs)
         if math.isinf(likely):
             return None
-        bound = max(at for *_, at in needs)
         self._enter(needs, likely, bound)
         is_bound = not self._by_guess and not math.isinf(bound)
         at_ns = None if self._by_guess else math.ceil(bound if is_bound else likely)
@@ -77,7 +79,7 @@ class Seeker:
             return None
         rows = [(self._floor.places[share.node_id], share.gpu_type, share.count) for share in promised.shares]
         needs = [(*row, *self.when(*row)) for row in rows]
-        likely, bound = max(need[3] for need in needs), max(need[4] for need in needs)
+        likely, bound = self._together(needs)
         told = math.inf if promised.at_ns is None else promised.at_ns
         if bound > max(told, self._now_ns + OVERDUE_NS) + _BLUR_NS:
             return None  # somebody of a higher class took some of it
@@ -95,15 +97,37 @@ class Seeker:
             until = None if math.isinf(bound) else (bound, bound + self._limit_ns)
             book.promise(run_id, count, (likely, likely + self._likely_ns), until)
 
-    def when(self, where: Place, gpu_type: str, count: int) -> tuple[float, float]:
-        """Return when so many devices of a node are free beside what is promised: likely, and at the latest."""
+    def _together(self, needs: list[Need]) -> tuple[float, float]:
+        """Return when all nodes of a gang have enough at once: what one of them has before may be promised after."""
+        likely, bound = max(need[3] for need in needs), max(need[4] for need in needs)
+        for _ in range(_ROUNDS_MAX if len(needs) > 1 else 0):
+            found = [self.when(*need[:3], (likely, bound)) for need in needs]
+            last = (likely, bound)
+            likely, bound = max(at for at, _ in found), max(at for _, at in found)
+            if (likely, bound) == last:
+                return last
+        return (likely, bound) if len(needs) == 1 else (math.inf, math.inf)
+
+    def when(
+        self, where: Place, gpu_type: str, count: int, after: tuple[float, float] = (0.0, 0.0)
+    ) -> tuple[float, float]:
+        """Return when so many devices of a node are free beside what is promised: likely, and at the latest.
+
+        Args:
+            where: the node.
+            gpu_type: the type.
+            count: how many.
+            after: not before that, likely and at the latest.
+        """
         book = self._floor.books.get((where.node.id, gpu_type))
         if self._by_guess:
-            at = self._floor.guess(where, gpu_type, self._now_ns).earliest(count, math.inf)
+            at = self._floor.guess(where, gpu_type, self._now_ns).earliest(count, math.inf, after[0])
             return at, math.inf
         if book is None:
-            return where.ready(gpu_type, count, self._now_ns)
-        return book.likely.earliest(count, self._likely_ns), book.bound.earliest(count, self._limit_ns)
+            likely, bound = where.ready(gpu_type, count, self._now_ns)
+            return max(likely, after[0]), max(bound, after[1])
+        likely = book.likely.earliest(count, self._likely_ns, after[0])
+        return likely, book.bound.earliest(count, self._limit_ns, after[1])
 
     # --- where ---
 

@@ -66,8 +66,8 @@ class Profile:
         """Promise devices for a time."""
         self._bookings.append((start, end, count))
 
-    def earliest(self, count: int, length: float) -> float:
-        """Return when so many are free for so long for the first time; infinite where nobody can say."""
+    def earliest(self, count: int, length: float, after: float = 0.0) -> float:
+        """Return when so many are free for so long for the first time after a time; infinite where nobody can say."""
         steps = [(at, number) for at, number in self._releases if at > self._now]
         free = self._free + sum(number for at, number in self._releases if at <= self._now)
         for start, end, number in self._bookings:
@@ -78,13 +78,13 @@ class Profile:
         begun: float | None = None
         at: float = self._now
         for index in range(len(steps) + 1):
-            after = steps[index][0] if index < len(steps) else math.inf
-            if after > at:  # all that changes at one time was added up
+            until = steps[index][0] if index < len(steps) else math.inf
+            if until > at:  # all that changes at one time was added up
                 if free < count:
                     begun = None
                 elif begun is None:
-                    begun = at
-                if begun is not None and after >= begun + length:
+                    begun = max(at, after)
+                if begun is not None and until >= begun + length:
                     return begun
             if index < len(steps):
                 at, change = steps[index]
