@@ -208,13 +208,15 @@ def test_the_queue_names_what_somebody_may_see_and_whose_the_rest_is(
     assert [run for run, *_ in look(ROOT, "all", limit=2)] == [urgent, first]
     # As the scheduler has it: the order of its shares, and what it keeps for whom.
     wait = Wait(run_id=theirs, reason=WaitReason.CAPACITY, place=1)
-    kept = Reservation(run_id=theirs, shares=(), at_ns=7, is_bound=True)
+    soon_ns = services.clock.wall_ns() + 7
+    kept = Reservation(run_id=theirs, shares=(), at_ns=soon_ns, is_bound=True)
+    late = Reservation(run_id=first, shares=(), at_ns=soon_ns - 8, is_bound=True)
     monkeypatch.setattr(services.sentences, "order", lambda limit: (theirs,))
     monkeypatch.setattr(services.sentences, "glance", lambda run_id: Told(sentence=f"told {run_id}", wait=wait))
-    monkeypatch.setattr(services.sentences, "reservations", lambda: (kept,))
+    monkeypatch.setattr(services.sentences, "reservations", lambda: (kept, late))
     seen = queue_views.view_queue(services, BOB, "team", limit=50, mine=False).entries
     assert [(each.owner, each.place, each.reserved_ns, each.is_bound) for each in seen] == [
-        ("bob", 1, 7, True),
+        ("bob", 1, soon_ns, True),
         ("alice", 0, None, False),
         ("alice", 0, None, False),
     ]

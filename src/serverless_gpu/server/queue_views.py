@@ -49,7 +49,11 @@ def view_queue(services: Services, who: Caller, reach: str, *, limit: int, mine:
         return ids, found, sum(runs.queued_by_pool(connection).values())
 
     ids, found, waiting = services.database.read(work)
-    reserved = {each.run_id: each for each in services.sentences.reservations()}
+    now_ns = services.clock.wall_ns()
+    # A time that has come and gone is not when it starts: as in sentences.
+    reserved = {
+        each.run_id: each for each in services.sentences.reservations() if each.at_ns is None or each.at_ns > now_ns
+    }
     there = [found[run_id] for run_id in ids if run_id in found and found[run_id].state is State.QUEUED]
     entries = [
         _entry(

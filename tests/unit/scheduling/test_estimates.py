@@ -74,3 +74,10 @@ def test_what_people_have_left_out_of_a_node_is_said_with_their_note() -> None:
     told = decide([wanted("r1", 8)], [less]).said("r1")
     assert "7 free on n1" in told and "root left out: FAKE-H100-2 (ECC)" in told
     assert "left out" not in decide([wanted("r1", 8), wanted("r2", 1)], [N1]).said("r2")
+
+
+def test_a_latest_time_that_is_past_is_not_told_again() -> None:
+    decided = decide([wanted("r1", 8)], [busy(N1, 8, "root/one", limit_s=60.0)])
+    assert "it starts at second 60 at the latest" in decided.said("r1")
+    decided.now_ns = 61 * S  # nobody has decided since, and it still waits
+    assert decided.wait("r1").at_ns is None and "it starts" not in decided.said("r1")

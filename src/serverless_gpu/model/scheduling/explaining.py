@@ -296,13 +296,23 @@ class _Explained:
     def _start(self, where: Place, gpu_type: str, count: int, place: int) -> tuple[int | None, bool]:
         """Return when it starts, and whether that is the latest; None where nobody can say."""
         if self._reservation is not None:
-            return self._reservation.at_ns, self._reservation.is_bound
+            return self._promised()
         if place != 1 or where.free[gpu_type] >= count:
             return None, False
         likely, bound = Seeker(self._floor, self._wanted, self._ask, self._now_ns).when(where, gpu_type, count)
         if math.isinf(likely):
             return None, False
         return int(likely if math.isinf(bound) else bound), False  # nothing is kept for it: it may be later
+
+    def _promised(self) -> tuple[int | None, bool]:
+        """Return the time of its reservation, and whether that is the latest.
+
+        One that has come and gone says nothing: somebody is late, or the devices were lost.
+        """
+        kept = self._reservation
+        if kept is None or kept.at_ns is None or kept.at_ns <= self._now_ns:
+            return None, False
+        return kept.at_ns, kept.is_bound
 
     def _holders(self, rows: list[tuple[Place, str]], *, lacking: int = 0) -> tuple[Holder, ...]:
         """Return who has devices, those who leave first first.
@@ -417,9 +427,7 @@ class _Explained:
         rows = list(placing.usable(self._floor, self._wanted, self._ask, self._now_ns))
         free = sum(where.free[name] for where, name in rows)
         keepers = sorted({title for where, name in rows if where.free[name] and (title := self._keeper(where, name))})
-        at_ns, is_bound = None, False
-        if self._reservation is not None:
-            at_ns, is_bound = self._reservation.at_ns, self._reservation.is_bound
+        at_ns, is_bound = self._promised()
         enough = free >= (self._ask.shape.gpus or 0)
         return Wait(
             run_id=self._wanted.run_id,
