@@ -15,7 +15,7 @@ from serverless_gpu.cli.server.machines import for_whom
 from serverless_gpu.cli.server.node_rules import calendar_lines, find_device, local_zone
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.hardware import Device, DeviceKind
-from serverless_gpu.server.node_rules import Leave, Sharing, leaves, may_concern, not_shared, sharing
+from serverless_gpu.server.node_rules import Leave, Sharing, leaves, may_concern, sharing
 from serverless_gpu.wire.agents import NodeView
 from serverless_gpu.wire.nodes import NodeCalendar, NodeDrain, NodeRules
 
@@ -79,14 +79,6 @@ def test_a_drain_with_stop_is_for_everybody_and_at_once() -> None:
     rules = NodeRules(calendar=BERLIN, drain=NodeDrain(by="root", since_ns=0, note="new fan", stop=True))
     expected = Leave(at_ns=None, because="root drains n3 (new fan)")
     assert [leaves(rules, node="n3", owner=owner, at_ns=0) for owner in ("alice", "bob")] == [expected] * 2
-
-
-def test_who_may_not_use_a_node_reads_whose_it_is_and_until_when() -> None:
-    now = at("2026-11-24 12:00")
-    assert not_shared(NodeRules(calendar=BERLIN), now) == "is alice's until 18:00"  # of this process's zone
-    nobodys = NodeRules(calendar=NodeCalendar(shared=("sat",)))
-    assert not_shared(nobodys, now) == "is not shared until 28 Nov 00:00"
-    assert not_shared(NodeRules(), now) == ""
 
 
 def test_a_moment_to_come_is_told_with_its_zone_where_others_may_be_in_another() -> None:

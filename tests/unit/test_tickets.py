@@ -20,7 +20,6 @@ def test_tickets_are_first_come_first_served_per_queue(tmp_path: Path) -> None:
     with Ticket(tmp_path, "H100") as first, Ticket(tmp_path, "H100") as second, Ticket(tmp_path, "A10") as elsewhere:
         with Ticket(tmp_path, "H100") as third:
             assert [ticket.ahead() for ticket in (first, second, third, elsewhere)] == [0, 1, 2, 0]
-            assert [ticket.is_head() for ticket in (first, second, third)] == [True, False, False]
         with Ticket(tmp_path, "H100") as fourth:
             assert fourth.ahead() == 2
         assert second.ahead() == 1
@@ -37,7 +36,7 @@ def test_dead_waiter_is_skipped_and_its_ticket_cleared_away(tmp_path: Path) -> N
             dead.kill()
             assert mine.ahead() == ahead - 1
             living.end()
-            assert mine.is_head()
+            assert mine.ahead() == 0
             assert len([name for name in os.listdir(tmp_path) if name.endswith(".ticket")]) == 1
 
 

@@ -302,14 +302,6 @@ class Ticket:
             numbers = [number for number in self._numbers(directory) if number < self._number or not self._number]
             return sum(_waits(directory, self._name(number)) for number in numbers)
 
-    def is_head(self) -> bool:
-        """Return whether it is this waiter's turn.
-
-        Raises:
-            StorageError: the directory cannot be used.
-        """
-        return self.ahead() == 0
-
     def _give_up(self) -> None:
         if self._fd >= 0:
             # The ticket is dead once it is closed; deleting it only keeps the directory small.

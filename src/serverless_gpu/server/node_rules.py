@@ -17,7 +17,7 @@ from zoneinfo import ZoneInfo
 
 import msgspec
 
-from serverless_gpu.ambient import format_clock, format_soon
+from serverless_gpu.ambient import format_clock
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model import calendar
 from serverless_gpu.model.scheduling import telling
@@ -105,15 +105,6 @@ def left_out(rules: NodeRules) -> str:
 
 def _by(rules: NodeRules) -> str:
     return ", ".join(sorted({one.by for one in rules.quarantined}))
-
-
-def not_shared(rules: NodeRules, at_ns: int) -> str:
-    """Return that others than its owner may not use a node now, and until when, in words after its name, or ""."""
-    found = sharing(rules, at_ns)
-    if found.shared:
-        return ""
-    until = f" until {format_soon(found.turns_ns, at_ns)}" if found.turns_ns is not None else ""
-    return found.problem or f"is {_whose(rules.calendar)}{until}"
 
 
 def check_calendar(asked: NodeCalendar) -> None:

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from hypothesis import given
 
-from serverless_gpu.model.scheduling.preempting import Room, Site, Terms, could_use, is_guest, may_ask, may_use, room
+from serverless_gpu.model.scheduling.preempting import Room, Site, Terms, could_use, may_ask, may_use, room, standing
 from serverless_gpu.model.scheduling.values import (
     BEST_EFFORT,
     CRITICAL,
@@ -110,8 +110,8 @@ def test_who_is_too_young_is_asked_once_enough_are_not() -> None:
     assert leaving(room(wanted("r1"), [site(holders)], _TERMS, _NOW + 500 * _S)) == ["b", "a"]
 
 
-def test_where_enough_is_coming_nobody_else_leaves() -> None:
-    there = msgspec.structs.replace(site([running("a", 4, 9000)]), coming=4, free=4)
+def test_where_enough_is_free_or_coming_nobody_else_leaves() -> None:
+    there = msgspec.structs.replace(site([running("a", 4, 9000)]), free=8)
     found = room(wanted("r1"), [there], _TERMS, _NOW)
     assert found == Room(shares=(Share(node_id="n1", gpu_type="H100", count=8),))
 
@@ -178,13 +178,12 @@ def test_a_reserved_pool_lends_to_who_can_give_back_in_time(others: dict[str, An
     run = wanted("r1", **others)
     assert could_use(run, node, _TERMS) is may
     assert may_use(run, node, _TERMS, _NOW) is may
-    if may:
-        assert is_guest(run, node, _TERMS) is (not run.pool)
+    assert standing(run, node, _TERMS) == (False, run.pool != "search")
     closed = Terms(policy=Policy(), pools={"search": Pool(name="search", reserved=True)})
     assert could_use(run, node, closed) is (run.pool == "search")
     on_demand = Terms(policy=Policy())
     assert could_use(run, node, on_demand) is (run.pool in ("", "search"))
-    assert not is_guest(run, node, on_demand)
+    assert standing(run, node, on_demand) == (False, False)
 
 
 @pytest.mark.parametrize(

@@ -55,8 +55,7 @@ class Site(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     Attributes:
         gpu_type: of the devices that it would have there.
         need: how many; of a gang that needs several nodes all that the node has.
-        free: those that it could have at once.
-        coming: those of runs that are leaving already, promised to nobody else.
+        free: those that it could have at once, and those of runs that are leaving already, promised to nobody else.
         holders: who has devices there.
     """
 
@@ -64,7 +63,6 @@ class Site(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     gpu_type: str
     need: int
     free: int
-    coming: int = 0
     holders: tuple[Running, ...] = ()
 
 
@@ -145,17 +143,6 @@ def standing(wanted: Wanted, node: Node, terms: Terms) -> tuple[bool, bool]:
         bool(node.owner) and node.owner_first and wanted.owner != node.owner,
         pool is not None and pool.reserved and wanted.pool != pool.name,
     )
-
-
-def is_guest(wanted: Wanted, node: Node, terms: Terms) -> bool:
-    """Return whether a run may start on a node only while nobody waits who has more right to it.
-
-    Args:
-        wanted: the run.
-        node: where.
-        terms: what the operator decided.
-    """
-    return any(standing(wanted, node, terms))
 
 
 def _ends_within(wanted: Wanted, seconds: float) -> bool:
@@ -240,12 +227,12 @@ def _is_part(wanted: Wanted, site: Site) -> bool:
 
 def _cost(plan: _Plan) -> tuple[int, int, int, str]:
     site = plan.site
-    return (plan.lost, len(plan.victims), site.free + site.coming, site.node.name)
+    return (plan.lost, len(plan.victims), site.free, site.node.name)
 
 
 def _clear(wanted: Wanted, site: Site, terms: Terms, asked: tuple[int, int]) -> _Plan | None:
     """Return the cheapest way to make room on a site, or None when there is none."""
-    lacking = site.need - site.free - site.coming
+    lacking = site.need - site.free
     if lacking <= 0:
         return _Plan(site=site)
     highest, now_ns = asked
@@ -313,7 +300,7 @@ def _count(running: Running, site: Site) -> int:
 
 def _ripe_at(wanted: Wanted, site: Site, terms: Terms) -> int | None:
     """Return from when on those on a site who may be asked make room together, or None when they never do."""
-    lacking = site.need - site.free - site.coming
+    lacking = site.need - site.free
     ripening = [
         (ripe_ns, _count(running, site))
         for running in site.holders

@@ -82,27 +82,14 @@ class Ask:
 
     Attributes:
         expected_ns: how long its devices are needed, as learned; infinite where nothing is known.
-        can_leave: whether it may be stopped and goes on later.
-        is_lowest: whether it is of the class to which a reserved pool's idle devices are lent.
         blocked: as that of its shape, for those who can be told apart by how long they run.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "blocked",
-        "can_leave",
-        "expected_ns",
-        "grace_s",
-        "is_lowest",
-        "number",
-        "shape",
-    )
+    __slots__ = ("__weakref__", "blocked", "expected_ns", "number", "shape")
 
     def __init__(self, wanted: Wanted, shape: Shape, number: int = -1) -> None:
         self.number, self.shape = number, shape
         self.expected_ns = math.inf if wanted.expected_s is None else rounded(wanted.expected_s, _LEARNED) * 1e9
-        self.can_leave, self.grace_s = wanted.preemptible, wanted.grace_s
-        self.is_lowest = wanted.priority == BEST_EFFORT
         self.blocked = 0
 
     @staticmethod
