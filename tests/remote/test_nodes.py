@@ -43,6 +43,10 @@ def test_a_run_leaves_a_node_that_is_drained_and_goes_on_without_the_gpu_that_is
     with pytest.raises(Exception, match=r"the run had to leave its node: .* drains .* \(new fan\)"):
         ends.results()
     wait_for(lambda: "drains it since" in (run.waiting_for() or ""), "the first one waits, and knows why")
+    shown = sgpu("show", run.id).stdout
+    assert "\nreceipt of attempt 1:\n" in shown
+    (told,) = [line for line in shown.splitlines() if line.startswith("attempt 1: ")]
+    assert told.endswith(" (new fan)") and f" on {node}: " in told
     assert f"{node} is UP" in sgpu("node", "resume", node).stdout
     receipt = run.receipt(60)
     assert receipt.state == "SUCCEEDED"

@@ -8,17 +8,19 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
 from click.testing import CliRunner, Result
 
-from serverless_gpu import attach
+from serverless_gpu import Run, attach
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.cli import program
 from serverless_gpu.cli.choosing import choose
 from serverless_gpu.cli.columns import columns
 from serverless_gpu.cli.outputs import tail_start
+from serverless_gpu.cli.runs import _gate
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError
 from serverless_gpu.node.home import Home
 from serverless_gpu.units import parse_duration_s
@@ -432,3 +434,26 @@ main()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
 
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "sgpu: interrupted\n")
+
+
+@pytest.mark.parametrize(
+    ("ended", "told"),
+    [
+        ("CANCELLED", "1 GPU free: no process of the run is left"),
+        (
+            "FAILED",
+            "it had no devices any more; attempt 1 gave them back, 1 GPU free: no process of the run is left",
+        ),
+    ],
+)
+def test_who_cancels_what_waits_again_is_not_told_of_an_earlier_attempt_as_of_this(ended: str, told: str) -> None:
+    class Handle:
+        """A run of which only an earlier attempt, or this one, has a receipt."""
+
+        def receipt(self) -> object:
+            return SimpleNamespace(state=ended, fence=1, gate="1 GPU free: no process of the run is left")
+
+        def status(self) -> str:
+            return "CANCELLED"
+
+    assert _gate(cast("Run[object]", Handle())) == told

@@ -138,9 +138,12 @@ def _refuse_unnamed(home: Home) -> NoReturn:
 def _gate(handle: Run[object]) -> str:
     """Return what is known of the devices; a run that never had any has no receipt."""
     try:
-        return handle.receipt().gate
+        receipt = handle.receipt()
     except ServerlessGpuError:
         return "it had no devices"
+    if receipt.state != handle.status():  # it waited again: the last receipt is of what it had before
+        return f"it had no devices any more; attempt {receipt.fence} gave them back, {receipt.gate}"
+    return receipt.gate
 
 
 def _runs_of(home: Home, session: str) -> list[str]:

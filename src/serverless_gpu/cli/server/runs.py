@@ -116,7 +116,12 @@ def story(view: RunView) -> Iterator[str]:
         yield from ("", *failure.splitlines())
     receipt = _receipt(view)
     if receipt is not None:
-        yield from ("", "receipt:", *(f"  {line}" for line in receipt.text().splitlines()[1:]))
+        whose = (
+            "receipt"
+            if view.state in TERMINAL and len(attempts.attempts) == 1
+            else f"receipt of attempt {receipt.fence}"
+        )
+        yield from ("", f"{whose}:", *(f"  {line}" for line in receipt.text().splitlines()[1:]))
         if uses := use_lines(receipt.uses):
             yield from ("", "devices:", *(f"  {line}" for line in uses))
     yield from ("", f"files on the server: {format_bytes(sum(file.size for file in files.files))}")
