@@ -156,7 +156,8 @@ def test_nobody_has_more_than_there_is_gangs_are_whole_and_the_same_is_decided_a
 def test_what_fits_and_is_kept_for_nobody_is_started(nodes: list[int], steps: list[Any]) -> None:
     history = History(nodes)
     history.play(steps)
-    history.decide()
+    for _ in range(3):
+        history.decide()
     assert history.decide() == ()
     kept = {share.node_id for reservation in history.planner.reservations() for share in reservation.shares}
     sizes = {node.id: node.total["H100"] for node in history.nodes}

@@ -48,6 +48,7 @@ class Floor:
         self._runs: dict[str, dict[str, dict[str, Held]]] = {}
         self._used: dict[str, Counter[str]] = {}
         self.ready: dict[tuple[int, bool], list[Ready]] = {}
+        self.wholes: dict[tuple[int, bool], dict[str, list[tuple[float, float, str, str, Place]]]] = {}
         self.medians = Medians()
         self._machines: dict[str, dict[str, Place]] = {}
 
@@ -83,7 +84,7 @@ class Floor:
         place = self.places[node.id] = Place(
             node, group, self._runs.setdefault(node.id, {}), self._used.setdefault(node.id, Counter())
         )
-        group.members[node.id] = place
+        group.add(place)
         self._machines.setdefault(node.machine, {})[node.id] = place
         for name, total in node.total.items():
             index = group.index.setdefault(name, Index())
@@ -105,7 +106,7 @@ class Floor:
             totals[total] -= 1
             if totals[total] <= 0:
                 del totals[total]
-        del group.members[node_id]
+        group.remove(place)
         if not group.members:
             del self.groups[_group_key(place.node)]
         del self._machines[place.node.machine][node_id]
@@ -193,6 +194,7 @@ class Floor:
     def close_books(self) -> None:
         """Forget what was kept: a pass begins."""
         self.ready.clear()
+        self.wholes.clear()
         books, self.books = self.books, {}
         for node_id, gpu_type in books:
             place = self.places[node_id]
@@ -202,7 +204,7 @@ class Floor:
     def forecast(self) -> Floor:
         """Return a floor on which promises are tried: they leave this one as it is."""
         other = copy.copy(self)
-        other.books, other.ready, other._is_forecast = {}, {}, True
+        other.books, other.ready, other.wholes, other._is_forecast = {}, {}, {}, True
         return other
 
     # --- what is in reach ---

@@ -37,13 +37,15 @@ class Pass:
 
     Attributes:
         placements: who starts, in the order in which that was decided.
+        is_new: whether somebody was told a latest time: it comes first from now on, so that what is promised after it
+            may lie elsewhere, and leave room.
         is_stale: whether somebody started elsewhere than where devices were kept for them: others may have these.
     """
 
     def __init__(self, state: State) -> None:
         self._state, self._now_ns, self._number = state, state.now_ns, state.number
         self.placements: list[Placement] = []
-        self.is_stale = False
+        self.is_stale = self.is_new = False
         self.clearing = Clearing(state, self._start)
         self._promised = 0
         self._firm: set[object] = set()  # users and kinds that have a promise that is kept over passes
@@ -89,6 +91,9 @@ class Pass:
         """Place those who have waited too long, in the order of their age; the first of a kind gets what gets free."""
         state = self._state
         since_ns = state.guarded_ns(self._now_ns)
+        oldest_ns = state.queue.oldest_ns()
+        if oldest_ns is None or oldest_ns > since_ns:
+            return
         due = [
             (line.rows[0][0], line.rows[0][1], line)
             for users in state.queue.classes.get(priority, {}).values()
@@ -247,7 +252,7 @@ class Pass:
         if reservation.is_bound and whose not in self._firm:
             self._firm.add(whose)
             self._state.promises[reservation.run_id] = reservation
-            self.is_stale = True  # it comes first from now on: what is promised after it may lie elsewhere
+            self.is_new = True
         elif reservation.is_bound:
             reservation = msgspec.structs.replace(reservation, is_bound=False)
         self._promised += 1

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 from serverless_gpu.model.scheduling.holding import Held
+from serverless_gpu.model.scheduling.learning import Medians
 from serverless_gpu.model.scheduling.preempting import NO_CLAIM, Terms, may_use, standing
 from serverless_gpu.model.scheduling.reserving import Book, Profile
 from serverless_gpu.model.scheduling.values import Node, Pool, Wanted
@@ -78,14 +79,32 @@ class Group:
         claim: the most right to these nodes that anybody has who waits for one: those with less have to wait, too.
     """
 
-    __slots__ = ("claim", "index", "is_plain", "members", "number", "sample")
+    __slots__ = ("claim", "index", "is_plain", "members", "number", "order", "sample")
 
     def __init__(self, sample: Node, number: int) -> None:
         self.sample, self.number = sample, number
         self.is_plain = not sample.owner and sample.shared and sample.turns_ns is None
         self.claim = NO_CLAIM
         self.members: dict[str, Place] = {}
+        self.order: list[tuple[str, str, Place]] = []
         self.index: dict[str, Index] = {}
+
+    def add(self, place: Place) -> None:
+        """Take a node in."""
+        self.members[place.node.id] = place
+        insort(self.order, place.entry)
+
+    def remove(self, place: Place) -> None:
+        """Let a node go."""
+        del self.members[place.node.id]
+        del self.order[bisect_left(self.order, place.entry)]
+
+    def first(self, gpu_type: str, count: int, books: Container[tuple[str, str]]) -> Place | None:
+        """Return the first node by name that is large enough, is there, and of which nothing is promised."""
+        for _, node_id, place in self.order:
+            if place.node.total[gpu_type] >= count and not place.node.away and (node_id, gpu_type) not in books:
+                return place
+        return None
 
     def types(self) -> list[str]:
         """Return the types of which there is something."""
@@ -148,6 +167,14 @@ class Place:
                 min((at[0] for at, _ in until), default=math.inf),
             )
         return cached[0], cached[1]
+
+    def guessed(self, gpu_type: str, count: int, now_ns: int, medians: Medians) -> float:
+        """Return when so many devices are free by a guess."""
+        missing = count - self.free[gpu_type]
+        if missing <= 0:
+            return now_ns
+        held = self.runs.get(gpu_type, {}).values()
+        return _enough(sorted((one.guess(now_ns, medians), one.count) for one in held), missing)
 
 
 def _enough(releases: list[tuple[float, int]], missing: int) -> float:

@@ -40,6 +40,7 @@ from serverless_gpu.model.scheduling.values import (
 )
 
 _S = 1e9
+_SOON_NS = 1_000_000_000
 _PASSES_MAX = 4
 """So many passes of one decision: another one follows where what was kept for somebody is not needed any more."""
 
@@ -122,7 +123,7 @@ class Planner:
             under_way.run()
             placements += under_way.placements
             preemptions += under_way.clearing.preemptions
-            wakes.append(under_way.clearing.wake_ns)
+            wakes += [under_way.clearing.wake_ns, now_ns + _SOON_NS if under_way.is_new else None]
             if not under_way.is_stale:
                 break
         wake_ns = self._wake_ns(now_ns, min((at for at in wakes if at is not None), default=None))
@@ -132,10 +133,13 @@ class Planner:
         """Return when something changes by itself: somebody lines up, comes under the guard, or a calendar turns."""
         state = self._state
         times = [ripe_ns, state.queue.next_ns(), state.floor.turns_ns(now_ns)]
-        if not math.isinf(state.policy.guard_s):
+        oldest_ns = state.queue.oldest_ns()
+        if oldest_ns is not None and not math.isinf(state.policy.guard_s):
             guard_ns = math.ceil(state.policy.guard_s * _S)
-            guarded = (line.rows[0][0] + guard_ns for line in state.queue.lines())
-            times.append(min((at for at in guarded if at > now_ns), default=None))
+            ages = [oldest_ns]
+            if oldest_ns + guard_ns <= now_ns:
+                ages = [line.rows[0][0] for line in state.queue.lines()]
+            times.append(min((at + guard_ns for at in ages if at + guard_ns > now_ns), default=None))
         return min((at for at in times if at is not None), default=None)
 
     # --- questions ---

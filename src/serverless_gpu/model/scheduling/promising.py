@@ -28,6 +28,7 @@ Need = tuple[Place, str, int, float, float]
 """A node, a type, how many; when that many are free there: likely, and at the latest."""
 _ROUNDS_MAX = 16
 _BLUR_NS = 1e6  # times of these days in nanoseconds are not exact as floats
+_Whole = tuple[float, float, str, str, Place]
 _Row = tuple[int, str, str, Place]
 
 
@@ -120,6 +121,8 @@ class Seeker:
             after: not before that, likely and at the latest.
         """
         book = self._floor.books.get((where.node.id, gpu_type))
+        if self._by_guess and book is None:
+            return max(after[0], where.guessed(gpu_type, count, self._now_ns, self._floor.medians)), math.inf
         if self._by_guess:
             at = self._floor.guess(where, gpu_type, self._now_ns).earliest(count, math.inf, after[0])
             return at, math.inf
@@ -167,14 +170,9 @@ class Seeker:
     def _needs_several(self) -> list[Need]:
         """Return the whole nodes that it likely has first, and one part, of one type."""
         options: list[list[Need]] = []
-        rows: dict[str, list[tuple[float, float, str, str, Place]]] = {}
-        for where, name in self._usable():
-            likely, bound = self.when(where, name, where.node.total[name])
-            if not math.isinf(likely):
-                rows.setdefault(name, []).append((likely, bound, *where.entry))
-        for name, row in sorted(rows.items()):
+        for name, row in sorted(self._ready_whole().items()):
             left, needs = self._count or 0, list[Need]()
-            for likely, bound, _, _, where in sorted(row):
+            for likely, bound, _, _, where in self._with_books(row, name):
                 number = min(left, where.node.total[name])
                 needs.append((where, name, number, likely, bound))
                 left -= number
@@ -182,6 +180,34 @@ class Seeker:
                     options.append(needs)
                     break
         return min(options, key=lambda needs: (max(need[3] for need in needs), len(needs)), default=[])
+
+    def _ready_whole(self) -> dict[str, list[_Whole]]:
+        """Return, by type, when whole nodes are free of which nothing was promised when that was worked out."""
+        floor, key = self._floor, (self._ask.shape.number, self._by_guess)
+        if floor.is_plain and not floor.reach(self._ask.shape).is_lent and key in floor.wholes:
+            return floor.wholes[key]
+        rows: dict[str, list[_Whole]] = {}
+        for where, name in self._usable():
+            if (where.node.id, name) not in floor.books:
+                likely, bound = self.when(where, name, where.node.total[name])
+                if not math.isinf(likely):
+                    rows.setdefault(name, []).append((likely, bound, *where.entry))
+        for row in rows.values():
+            row.sort()
+        floor.wholes[key] = rows
+        return rows
+
+    def _with_books(self, row: list[_Whole], gpu_type: str) -> Iterator[_Whole]:
+        """Yield whole nodes in the order in which they are free: those of which something was promised, too."""
+        floor, booked = self._floor, list[_Whole]()
+        for node_id, name in floor.books:
+            where = floor.places[node_id]
+            if name == gpu_type and self._is_usable(where, name):
+                likely, bound = self.when(where, name, where.node.total[name])
+                if not math.isinf(likely):
+                    booked.append((likely, bound, *where.entry))
+        free = (entry for entry in row if (entry[3], gpu_type) not in floor.books)
+        return heapq.merge(free, sorted(booked))
 
     # --- what gets free ---
 
@@ -194,7 +220,7 @@ class Seeker:
         if nearly > 0 and self._count is not None and not self._is_near(nearly * self._count):
             return None
         rows: dict[str, list[_Row]] = {}
-        for where, name in self._usable():
+        for where, name in self._candidates():
             needed = self._needed(where, name)
             if needed > 0 and (self._ask.shape.several or needed <= where.node.total[name]):
                 rows.setdefault(name, []).append((max(0, needed - unkept(self._floor, where, name)), *where.entry))
@@ -209,6 +235,23 @@ class Seeker:
             self._floor.book(where, name, self._now_ns).keep(self._wanted.run_id, number, self._now_ns)
         shares = tuple(Share(node_id=where.node.id, gpu_type=name, count=number) for where, name, number in chosen)
         return Reservation(run_id=self._wanted.run_id, shares=shares, at_ns=None, is_bound=False)
+
+    def _candidates(self) -> Iterator[tuple[Place, str]]:
+        """Yield nodes among which is the one that lacks the fewest devices: of a group the one with the most free."""
+        floor, shape = self._floor, self._ask.shape
+        reach = floor.reach(shape)
+        if self._count is None or shape.several or reach.is_lent or reach.singles or not floor.is_plain:
+            yield from self._usable()
+            return
+        for group, types, _ in reach.entries:
+            for name in types:
+                fits = (place for _, place in group.index[name].most() if place.node.total[name] >= self._count)
+                found = next(fits, None) or group.first(name, self._count, floor.books)
+                if found is not None:
+                    yield found, name
+        for node_id, name in floor.books:
+            if self._is_usable(floor.places[node_id], name):
+                yield floor.places[node_id], name
 
     def _is_near(self, count: float) -> bool:
         """Return whether so many devices may be free where it could be; a quick look, before nodes are compared."""

@@ -17,6 +17,7 @@ from serverless_gpu.model.scheduling.fairness import team_of
 from serverless_gpu.model.scheduling.shapes import Ask, Shape
 from serverless_gpu.model.scheduling.values import Wanted
 
+_AGES_SPARE = 1000
 LineKey = tuple[int, str, str, int]
 
 
@@ -57,6 +58,7 @@ class Queue:
         self._numbers = itertools.count(1)
         self._held: dict[str, Wanted] = {}
         self._later: list[tuple[int, str]] = []
+        self._ages: list[tuple[int, str]] = []
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._held)
@@ -113,6 +115,16 @@ class Queue:
             heapq.heappop(self._later)
         return None
 
+    def oldest_ns(self) -> int | None:
+        """Return since when the one waits in a line that has waited longest."""
+        while self._ages:
+            queued_ns, run_id = self._ages[0]
+            entry = self._waiting.get(run_id)
+            if entry is not None and entry[0].queued_ns == queued_ns:
+                return queued_ns
+            heapq.heappop(self._ages)
+        return None
+
     def lines(self) -> Iterator[Line]:
         """Return every line; none is empty."""
         return iter(self._lines.values())
@@ -137,6 +149,11 @@ class Queue:
             line = self._lines[key] = Line(key, ask)
             self.classes.setdefault(wanted.priority, {}).setdefault(team, {}).setdefault(wanted.owner, []).append(line)
         self._waiting[wanted.run_id] = (wanted, line)
+        if len(self._ages) > 2 * len(self._waiting) + _AGES_SPARE:
+            self._ages = [(entry[0].queued_ns, run_id) for run_id, entry in self._waiting.items()]
+            heapq.heapify(self._ages)
+        else:
+            heapq.heappush(self._ages, (wanted.queued_ns, wanted.run_id))
         insort(line.rows, (wanted.queued_ns, wanted.run_id, wanted))
 
     def _close(self, line: Line) -> None:
