@@ -103,6 +103,22 @@ def test_what_a_pool_has_lent_is_back_in_time_and_only_those_borrow_who_can_give
     assert {world.run(run_id).state for run_id in (full, stays, slow, guest, own)} == {State.SUCCEEDED}
 
 
+def test_a_timeout_that_is_no_longer_than_the_pool_s_time_is_enough_to_borrow(world: World) -> None:
+    reserve(world, lends=True, return_s=60.0)
+    full = world.submit(4, name="full")
+    world.run_for(5)
+    world.work = lambda start: Work(run_s=40)
+    long = world.submit(4, name="long", priority=Priority.BEST_EFFORT, timeout_s=61.0)
+    short = world.submit(4, name="short", priority=Priority.BEST_EFFORT, timeout_s=60.0)
+    world.run_for(10)
+    assert [world.run(run_id).state for run_id in (full, long)] == [State.RUNNING, State.QUEUED]
+    assert world.run(short).state is State.RUNNING
+    own = world.submit(4, name="own", pool="gold")
+    world.run_for(60)
+    assert (world.run(short).state, reasons(world, short)) == (State.SUCCEEDED, [Reason.COMPLETED])
+    assert world.run(own).state is State.RUNNING
+
+
 def test_a_server_that_is_started_while_room_is_made_goes_on_with_it(world: World) -> None:
     world.work = lambda start: Work(run_s=400, stop_s=20)
     cheap = [world.submit(4, priority=Priority.BEST_EFFORT, resume=True) for _ in range(2)]

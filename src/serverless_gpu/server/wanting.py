@@ -70,7 +70,8 @@ def begun(asked: Wanted, after_s: float) -> Wanted:
     """Return what a run wants whose user code began some time after it got devices: its limit counts from there."""
     if asked.limit_s is None:
         return asked
-    return msgspec.structs.replace(asked, limit_s=asked.limit_s - START_S + max(0.0, after_s))
+    less_s = START_S - max(0.0, after_s)
+    return msgspec.structs.replace(asked, limit_s=asked.limit_s - less_s, beyond_s=asked.beyond_s - less_s)
 
 
 def _python(run: StoredRun) -> str:

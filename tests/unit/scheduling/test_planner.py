@@ -230,5 +230,5 @@ def test_F82_who_is_not_let_into_a_reserved_pool_reads_who_is_and_who_is_lent_so
     closed = "every node is in a reserved pool, which has to be named: gold, lab"
     assert [decided.said(run_id) for run_id in ("r1", "r2")] == [closed, closed]
     made.apply([PoolSeen(Pool(name="gold", reserved=True, lends=True))])
-    lent = f"{closed}; runs of BEST_EFFORT with resume=True are lent devices of gold"
+    lent = f"{closed}; runs of BEST_EFFORT with resume=True or a short timeout= are lent devices of gold"
     assert [Decided(made).said(run_id) for run_id in ("r1", "r2")] == [lent, lent]

@@ -167,6 +167,8 @@ def test_an_owner_who_is_first_gets_the_node_at_once_and_gives_way_to_no_guest()
         ({"priority": BEST_EFFORT, "preemptible": True, "grace_s": 301.0, "limit_s": 300.0}, True),
         ({"priority": BEST_EFFORT, "limit_s": 300.0}, True),
         ({"priority": BEST_EFFORT, "limit_s": 301.0}, False),
+        ({"priority": BEST_EFFORT, "limit_s": 690.0, "beyond_s": 390.0}, True),
+        ({"priority": BEST_EFFORT, "limit_s": 691.0, "beyond_s": 390.0}, False),
         ({"priority": BEST_EFFORT}, False),
         ({"preemptible": True}, False),
         ({"pool": "search"}, True),

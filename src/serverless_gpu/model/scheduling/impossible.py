@@ -87,7 +87,11 @@ def _nowhere(floor: Floor, wanted: Wanted, nodes: Sequence[Node]) -> str:
     if not wanted.pool and not in_reach:
         pools = sorted({node.pool for node in here})
         lend = [name for name in pools if name in floor.terms.pools and floor.terms.pools[name].lends]
-        or_lent = f"; runs of BEST_EFFORT with resume=True are lent devices of {', '.join(lend)}" if lend else ""
+        or_lent = (
+            f"; runs of BEST_EFFORT with resume=True or a short timeout= are lent devices of {', '.join(lend)}"
+            if lend
+            else ""
+        )
         return f"every node is in a reserved pool, which has to be named: {', '.join(pools)}{or_lent}"
     where = f" of pool {wanted.pool!r}" if wanted.pool else ""
     return f"no node{where} is what it needs ({wanted.platform or 'its own machine'})"

@@ -14,7 +14,8 @@ pushes out who is below; what becomes free is kept for whom it was made free; an
 waits who could push it out by right.
 
 Failure cases: those who could make room are too young, then it is said when they are not. Devices that a run which
-cannot leave has borrowed come back by themselves: it was let in because its limit is shorter than the pool's time.
+cannot leave has borrowed come back by themselves: it was let in because the time limit that it declared is no longer
+than the pool's time; what it takes to start, and to be gone at the end, comes on top of that.
 """
 
 from __future__ import annotations
@@ -105,7 +106,9 @@ def could_use(wanted: Wanted, node: Node, terms: Terms) -> bool:
     if pool is None or not pool.reserved:
         return True
     in_time = wanted.preemptible and wanted.grace_s <= pool.return_s
-    return pool.lends and wanted.priority >= BEST_EFFORT and (in_time or _ends_within(wanted, pool.return_s))
+    # What its owner declares counts, without what may come on top: to start alone may take longer than most pools give.
+    is_short = wanted.limit_s is not None and wanted.limit_s - wanted.beyond_s <= pool.return_s
+    return pool.lends and wanted.priority >= BEST_EFFORT and (in_time or is_short)
 
 
 def may_use(wanted: Wanted, node: Node, terms: Terms, now_ns: int) -> bool:

@@ -8,6 +8,7 @@ from bisect import bisect_right
 from serverless_gpu.model.scheduling.values import BEST_EFFORT, Wanted
 
 _LEARNED, _DECLARED = 1.5, 1.1
+_MINUTES_MAX = 60
 """Runs share a line whose durations differ by less: a line has the exact ones of whoever is at its head."""
 _WALLS_MAX = 128
 
@@ -98,12 +99,20 @@ class Ask:
         expected_s = None if wanted.expected_s is None else rounded(wanted.expected_s, _LEARNED)
         limit_s = None if wanted.limit_s is None else rounded(wanted.limit_s, _DECLARED)
         is_lowest = wanted.priority == BEST_EFFORT
-        return (shape.number, limit_s, expected_s, wanted.preemptible, wanted.grace_s, is_lowest)
+        minutes = _minutes(wanted) if is_lowest and not wanted.preemptible else 0
+        return (shape.number, limit_s, expected_s, wanted.preemptible, wanted.grace_s, is_lowest, minutes)
 
     def spans(self, wanted: Wanted) -> tuple[float, float]:
         """Return how long one of its runs needs devices: likely, and at most; infinite where nobody can say."""
         limit_ns = math.inf if wanted.limit_s is None else wanted.limit_s * 1e9
         return min(self.expected_ns, limit_ns), limit_ns
+
+
+def _minutes(wanted: Wanted) -> int:
+    """Return what decides whether a run may borrow, told apart as finely as pools' times of return usually are."""
+    if wanted.limit_s is None:
+        return 0
+    return min(_MINUTES_MAX, math.ceil((wanted.limit_s - wanted.beyond_s) / 60))
 
 
 def rounded(seconds: float, step: float) -> float:

@@ -63,8 +63,8 @@ class Pool(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         reserved: whether only runs that name it may use it.
         lends: whether a reserved pool's idle devices are lent to runs of `BEST_EFFORT` that name no pool and can give
-            them back: they may be preempted, or end in time by themselves.
-        return_s: seconds within which devices that are lent are back when the pool's own runs want them.
+            them back: they may be preempted, or declared a time limit that is no longer than that.
+        return_s: seconds within which who can be preempted has left when the pool's own runs want the devices.
     """
 
     name: str
