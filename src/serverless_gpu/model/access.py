@@ -55,7 +55,7 @@ class Resource(StrEnum):
 
     RUNS = "runs"
     NODES = "nodes"
-    RULES = "rules"
+    RULES = "node-rules"
     POOLS = "pools"
     SHARES = "shares"
     POLICIES = "policies"

@@ -23,19 +23,19 @@ def forget(call: Call, node: str, body: ForgetRequest) -> NodeView:
     return operating.forget(call.services, call.who, node, known_dead=body.i_know_it_is_dead)
 
 
-@routes.put("/nodes/{node}/drain", needs=writing("rules"))
+@routes.put("/nodes/{node}/drain", needs=writing("node-rules"))
 def drain(call: Call, node: str, body: NodeDrainRequest) -> NodeView:
     """Give a node nothing new, and have what runs there leave where that is asked for; or end that."""
     return ruling.drain(call.services, _asked(call, node), body)
 
 
-@routes.put("/nodes/{node}/calendar", needs=writing("rules"))
+@routes.put("/nodes/{node}/calendar", needs=writing("node-rules"))
 def put_calendar(call: Call, node: str, body: CalendarRequest) -> NodeView:
     """Say whose a node is, and when others may use it."""
     return ruling.put_calendar(call.services, _asked(call, node), body)
 
 
-@routes.put("/nodes/{node}/quarantine", needs=writing("rules"))
+@routes.put("/nodes/{node}/quarantine", needs=writing("node-rules"))
 def quarantine(call: Call, node: str, body: QuarantineRequest) -> NodeView:
     """Leave a device of a node out of what runs get, or take that back."""
     return ruling.quarantine(call.services, _asked(call, node), body)
