@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from serverless_gpu.errors import InvalidValue, NotFound
@@ -12,6 +13,7 @@ from serverless_gpu.model.scheduling.values import Reservation, Wait, WaitReason
 from serverless_gpu.model.spec import Priority, Resources
 from serverless_gpu.server import audit, dividing, granting, queue_views, submitting
 from serverless_gpu.server.agents import Agents
+from serverless_gpu.server.api.queue import QueueQuery
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.hub import SCHEDULER
@@ -260,3 +262,9 @@ def test_the_queue_is_in_the_order_of_the_shares_and_use_is_what_was_used(servic
     (share,) = queue_views.view_shares(services, ROOT, "all").shares
     assert (share.name, share.weight, share.part) == ("search", 70.0, 1.0)
     assert share.used_gpu_s == pytest.approx(8 * 600, rel=0.2)
+
+
+def test_one_look_at_the_queue_is_bounded_because_each_entry_costs_one() -> None:
+    assert msgspec.convert({"limit": "50"}, QueueQuery, strict=False) == QueueQuery()
+    with pytest.raises(msgspec.ValidationError, match="<= 50"):
+        msgspec.convert({"limit": "51"}, QueueQuery, strict=False)

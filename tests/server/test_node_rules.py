@@ -227,6 +227,24 @@ def test_who_has_given_its_devices_back_or_was_asked_already_is_left_alone(servi
     assert [name for name, _ in actions(services)] == ["node.drain", "run.stop"]
 
 
+def test_those_who_leave_are_asked_a_few_at_a_time(
+    services: Services, node_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave = [placed(services) for _ in range(3)]
+    ruling.drain(services, by(ROOT), NodeDrainRequest(on=True, stop=True))
+    monkeypatch.setattr(leaving, "TOGETHER", 2)
+    write, writes = services.database.write, list[int]()
+
+    def counted(work: Callable[[sa.Connection], object]) -> object:
+        writes.append(1)
+        return write(work)
+
+    monkeypatch.setattr(services.database, "write", counted)
+    leaving.look(services)
+    assert [find(services, run_id).stop for run_id in leave] == [StopReason.DRAIN] * 3
+    assert len(writes) == 2
+
+
 # --- the calendar -----------------------------------------------------------------------------------------------------
 
 

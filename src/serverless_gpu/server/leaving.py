@@ -12,6 +12,7 @@ server was away over the turn; a server that is killed in between knows from the
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import sqlalchemy as sa
 
@@ -25,6 +26,9 @@ from serverless_gpu.server.runs import StoredRun
 from serverless_gpu.server.services import Services
 from serverless_gpu.server.transitions import Told
 
+TOGETHER = 8
+"""Runs that are asked to stop in one transaction: others write, too."""
+_Due = tuple[RuledNode, StoredRun, str]
 _log = logging.getLogger(__name__)
 
 
@@ -32,9 +36,15 @@ def look(services: Services) -> None:
     """Tell runs that they have to leave their node soon, and ask those to stop whose time has come."""
     at_ns = services.clock.wall_ns()
     freed = services.leases.freed()
+    due: list[_Due] = []
     for node, run in services.database.read(lambda connection: _concerned(connection, at_ns)):
-        if run.stop is None and (run.id, run.fence) not in freed:
-            _look_at(services, node, run, at_ns)
+        if run.stop is not None or (run.id, run.fence) in freed:
+            continue
+        because = _look_at(services, node, run, at_ns)
+        if because is not None:
+            due.append((node, run, because))
+    for first in range(0, len(due), TOGETHER):
+        _ask_together(services, due[first : first + TOGETHER])
 
 
 def _concerned(connection: sa.Connection, at_ns: int) -> list[tuple[RuledNode, StoredRun]]:
@@ -46,35 +56,37 @@ def _concerned(connection: sa.Connection, at_ns: int) -> list[tuple[RuledNode, S
     ]
 
 
-def _look_at(services: Services, node: RuledNode, run: StoredRun, at_ns: int) -> None:
+def _look_at(services: Services, node: RuledNode, run: StoredRun, at_ns: int) -> str | None:
+    """Tell a run's owner that it has to leave, or return why it is to stop now."""
     leave = node_rules.leaves(node.rules, node=node.name, owner=run.owner, at_ns=at_ns)
     if leave is None or run.attempt is None:
-        return
-    told_ns = run.attempt.leave_ns
+        return None
     if leave.at_ns is None:
-        _ask(services, node, run, because=leave.because)
-    elif told_ns is None or told_ns < leave.at_ns > at_ns:  # never, or of a turn before that it has lived through
+        return leave.because
+    told_ns = run.attempt.leave_ns
+    if told_ns is None or told_ns < leave.at_ns > at_ns:  # never, or of a turn before that it has lived through
         leave_ns = max(leave.at_ns, at_ns + round(node_rules.WARNING_S * 1e9))
         services.database.write(lambda connection: attempts.note(connection, run.id, run.fence, leave_ns=leave_ns))
         _log.info("run %s has to leave %s at %s", run.id, node.name, format_soon(leave_ns, at_ns))
         services.hub.touch(run_key(run.id))
-    elif max(told_ns, leave.at_ns) <= at_ns:
-        _ask(services, node, run, because=leave.because)
+        return None
+    return leave.because if max(told_ns, leave.at_ns) <= at_ns else None
 
 
-def _ask(services: Services, node: RuledNode, run: StoredRun, *, because: str) -> None:
-    """Ask a run to stop, if it is still where it was and nobody has decided otherwise meanwhile."""
+def _ask_together(services: Services, due: Sequence[_Due]) -> None:
+    """Ask runs to stop that are still where they were, and about which nobody has decided otherwise meanwhile."""
     at_ns = services.clock.wall_ns()
+    for told in services.database.write(lambda connection: [_ask(connection, one, at_ns) for one in due]):
+        if told is not None:
+            told.announce(services)
 
-    def work(connection: sa.Connection) -> Told | None:
-        there, now = nodes.get(connection, node.id), runs.find(connection, run.id)
-        if there is None or there.rules != node.rules or now is None or (now.fence, now.stop) != (run.fence, None):
-            return None
-        return stopping.ask(connection, run.id, who=audit.SERVER, why=StopReason.DRAIN, at_ns=at_ns, because=because)
 
+def _ask(connection: sa.Connection, due: _Due, at_ns: int) -> Told | None:
+    node, run, because = due
+    there, now = nodes.get(connection, node.id), runs.find(connection, run.id)
+    if there is None or there.rules != node.rules or now is None or (now.fence, now.stop) != (run.fence, None):
+        return None
     try:
-        told = services.database.write(work)
+        return stopping.ask(connection, run.id, who=audit.SERVER, why=StopReason.DRAIN, at_ns=at_ns, because=because)
     except (AlreadyFinished, StaleAttempt):
-        return
-    if told is not None:
-        told.announce(services)
+        return None

@@ -1,7 +1,8 @@
 """The queue and its shares, as whoever asks may see them.
 
-Who waits ahead of whom is everybody's business: owner, team and need of each are shown. What a run is called, its
-identifier and its sentence are for those who may see the run.
+Who waits ahead of whom is everybody's business: owner, team and need of each are shown. The identifier of a run and its
+sentence are for those who may see the run. What it is called is told to those, too, and to nobody who only looks; but
+who waits reads it in their own sentence where it has devices that they need, or is ahead: they know then whom to ask.
 """
 
 from __future__ import annotations
@@ -24,8 +25,6 @@ from serverless_gpu.server.shares import Kind, StoredShare
 from serverless_gpu.wire.queue import QueueEntry, QueueView, ShareList, ShareView
 from serverless_gpu.wire.waiting import wait_view
 
-LIMIT_MAX = 200
-"""Entries of one answer: why somebody waits costs a look at the queue."""
 _CLASSES = tuple(Priority)
 
 

@@ -17,6 +17,8 @@ from serverless_gpu.model.spec import Priority
 from serverless_gpu.wire.base import Answer, Request
 from serverless_gpu.wire.waiting import WaitView
 
+LIMIT_MAX = 50
+"""Entries of one answer: why somebody waits costs a look at the queue, for anybody who may ask."""
 ShareKind = Literal["team", "user"]
 
 

@@ -18,6 +18,7 @@ from serverless_gpu.model.scheduling import telling
 from serverless_gpu.units import format_days_ms, format_duration_ms, format_gpu_ms
 from serverless_gpu.wire.agents import PoolList, PoolRequest, PoolView
 from serverless_gpu.wire.queue import (
+    LIMIT_MAX,
     PolicyList,
     PolicyRequest,
     PolicyView,
@@ -33,7 +34,9 @@ _KIND = click.Choice(["team", "user"])
 
 
 @click.command()
-@click.option("--limit", type=click.IntRange(1, 200), default=50, show_default=True, help="Those that are next.")
+@click.option(
+    "--limit", type=click.IntRange(1, LIMIT_MAX), default=LIMIT_MAX, show_default=True, help="Those that are next."
+)
 @click.option("--mine", is_flag=True, help="Only your own runs.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def queue(limit: int, mine: bool, as_json: bool) -> None:

@@ -9,6 +9,7 @@ import msgspec
 from serverless_gpu.server import dividing, queue_views
 from serverless_gpu.server.api.routing import Call, Query, Routes, reading, writing
 from serverless_gpu.wire.queue import (
+    LIMIT_MAX,
     PolicyList,
     PolicyRequest,
     PolicyView,
@@ -24,7 +25,7 @@ routes = Routes("queue")
 class QueueQuery(Query, frozen=True, kw_only=True):
     """How much of the queue, and whether only one's own runs."""
 
-    limit: Annotated[int, msgspec.Meta(ge=1, le=queue_views.LIMIT_MAX)] = 50
+    limit: Annotated[int, msgspec.Meta(ge=1, le=LIMIT_MAX)] = LIMIT_MAX
     mine: bool = False
 
 
