@@ -11,6 +11,7 @@
     environments  the rows about environments: environment_ours, environment_neighbours, on environment_sets
     tracking_rows the row about tracking: `tracked`, in an interpreter that has MLflow
     ray_rows      the row about Ray: `ray_clusters`, in an interpreter that has Ray, with `ray_driver`
+    decisions     the row about how long the scheduler takes to decide
     load          the rows about load on a server: `load-runs` and so on
     ranges        what the medians were five times, and whether they still are
     report        numbers, table, machine

@@ -183,7 +183,11 @@ class Pass:
         state.floor.take(running)
         state.clearing.pop(run_id, None)
         state.promises.pop(run_id, None)
-        self.is_stale |= state.reservations.pop(run_id, None) is not None
+        kept = state.reservations.pop(run_id, None)
+        places = state.floor.places
+        self.is_stale |= kept is not None and any(
+            share.node_id in places and places[share.node_id].free.get(share.gpu_type) for share in kept.shares
+        )
         state.fairness.place(run_id, wanted, charged_all(shares))
         self.placements.append(Placement(run_id=run_id, shares=shares))
 
