@@ -22,6 +22,9 @@ from serverless_gpu.model.scheduling.values import Policy, Share, Used, Wanted
 CPU_WEIGHT = 1 / 32
 """GPUs that a CPU slot counts for."""
 _S = 1e9
+_FORGOTTEN = 1e-3
+"""GPU-seconds; of whom so little is left, and who has nothing, nothing is remembered."""
+_SWEEP_NS = 86_400 * 1_000_000_000
 
 Key = tuple[str, str]
 _K = TypeVar("_K")
@@ -61,7 +64,7 @@ class Fairness:
     def __init__(self, policy: Policy) -> None:
         self._teams: dict[str, _Account] = {}
         self._users: dict[Key, _Account] = {}
-        self._now_ns = 0
+        self._now_ns = self._swept_ns = 0
         self._held: dict[str, tuple[Key, float, int, float]] = {}  # whose, GPUs, since when, the advance
         self._begun: dict[str, tuple[Key, float, int]] = {}
         self._ended: list[tuple[str, bool]] = []
@@ -128,6 +131,19 @@ class Fairness:
                 account.value += gpus * self._grown(past_s)
                 account.rate += gpus
         self._begun.clear()
+        if now_ns - self._swept_ns >= _SWEEP_NS:
+            self._swept_ns = now_ns
+            self._sweep()
+
+    def _sweep(self) -> None:
+        """Forget whose use has decayed to nothing: else there is an account of everybody who ever was."""
+        keys = {key for key, *_ in self._held.values()}
+        teams = {team for team, _ in keys}
+        self._users = {key: each for key, each in self._users.items() if key in keys or self._is_left(each)}
+        self._teams = {name: each for name, each in self._teams.items() if name in teams or self._is_left(each)}
+
+    def _is_left(self, account: _Account) -> bool:
+        return account.rate > 0 or self._current(account) >= _FORGOTTEN
 
     def team(self, name: str) -> float:
         """Return a team's use by its weight, as of the last `settle`."""

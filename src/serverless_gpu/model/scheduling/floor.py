@@ -109,7 +109,10 @@ class Floor:
         group.remove(place)
         if not group.members:
             del self.groups[_group_key(place.node)]
-        del self._machines[place.node.machine][node_id]
+        there = self._machines[place.node.machine]
+        del there[node_id]
+        if not there:
+            del self._machines[place.node.machine]
         if not any(self._runs[node_id].values()):
             del self._runs[node_id], self._used[node_id]
         self.change()
