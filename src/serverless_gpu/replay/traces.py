@@ -19,12 +19,12 @@ from typing import Any
 import msgspec
 
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError
-from serverless_gpu.model.scheduling.values import BEST_EFFORT, CRITICAL, NORMAL
+from serverless_gpu.model.scheduling.values import CLASSES, NORMAL
 from serverless_gpu.replay.values import Job, Trace, trace_of
 
 NEEDED = ("submit_time_s", "duration_s", "num_gpus")
 _BYTES_MAX = 2 * 1024**3
-_CLASSES = {"critical": CRITICAL, "normal": NORMAL, "best_effort": BEST_EFFORT}
+_CLASSES = {name.lower(): number for number, name in enumerate(CLASSES)}
 _GROUPS = ("team", "vc")
 _TRUE = frozenset({"1", "true", "yes"})
 

@@ -14,8 +14,7 @@ import sqlalchemy as sa
 
 from serverless_gpu.model.access import Reach
 from serverless_gpu.model.attempt import State
-from serverless_gpu.model.scheduling.values import Reservation, WaitReason
-from serverless_gpu.model.spec import Priority
+from serverless_gpu.model.scheduling.values import CLASSES, Reservation, WaitReason
 from serverless_gpu.server import runs, shares, views
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.runs import StoredRun
@@ -24,8 +23,6 @@ from serverless_gpu.server.services import Services
 from serverless_gpu.server.shares import Kind, StoredShare
 from serverless_gpu.wire.queue import QueueEntry, QueueView, ShareList, ShareView
 from serverless_gpu.wire.waiting import wait_view
-
-_CLASSES = tuple(Priority)
 
 
 def view_queue(services: Services, who: Caller, reach: str, *, limit: int, mine: bool) -> QueueView:
@@ -119,7 +116,7 @@ def _entry(run: StoredRun, reserved: Reservation | None, told: Told | None) -> Q
         name="",
         owner=run.owner,
         team=run.team,
-        priority=_CLASSES[run.priority],
+        priority=CLASSES[run.priority],
         place=0,
         gpus=resources.gpus,
         gpu_type=resources.gpu_type or "",

@@ -16,15 +16,14 @@ from serverless_gpu.errors import StaleAttempt
 from serverless_gpu.model import run_lifecycle
 from serverless_gpu.model.attempt import TERMINAL, Reason, State, StopReason
 from serverless_gpu.model.run_lifecycle import FAULT_RETRIES_MAX, INFRA_RETRIES_MAX
-from serverless_gpu.model.spec import Function, Priority, RunSpec
+from serverless_gpu.model.scheduling.values import CLASSES
+from serverless_gpu.model.spec import Function, RunSpec
 from serverless_gpu.server import attempts
 from serverless_gpu.server.attempts import StoredAttempt
 from serverless_gpu.server.tables import attempts as attempts_table
 from serverless_gpu.server.tables import nodes, runs
 from serverless_gpu.wire.runs import Target
 
-RANK_OF = {priority: number for number, priority in enumerate(Priority)}
-"""Priority classes as numbers; 0 is the first to be served."""
 ACTIVE = tuple(state for state in State if state is not State.QUEUED and state not in TERMINAL)
 _AT_ONCE = 500
 _decode_spec = msgspec.json.Decoder(RunSpec).decode
@@ -223,7 +222,7 @@ def insert(connection: sa.Connection, new: NewRun, *, at_ns: int) -> StoredRun:
             "team": spec.team or "",
             "name": spec.name,
             "pool": new.pool,
-            "priority": RANK_OF[spec.priority],
+            "priority": CLASSES.index(spec.priority),
             "state": State.QUEUED.value,
             "created_ns": at_ns,
             "queued_ns": at_ns,
@@ -250,7 +249,7 @@ def described(new: NewRun, *, at_ns: int) -> StoredRun:
         team=spec.team or "",
         name=spec.name,
         pool=new.pool,
-        priority=RANK_OF[spec.priority],
+        priority=CLASSES.index(spec.priority),
         state=State.QUEUED,
         reason=None,
         detail="",

@@ -1,4 +1,4 @@
-"""The order of the queue as it is told: the same as ranking everybody who waits, one by one."""
+"""The order of the queue as it is told: the one in which those who wait are served."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serverless_gpu.model.scheduling import explaining
+from serverless_gpu.model.scheduling.planner import Planner
 from serverless_gpu.model.scheduling.state import State
-from serverless_gpu.model.scheduling.values import Node, Policy, Used, Wanted
+from serverless_gpu.model.scheduling.values import Arrived, Change, Gone, Node, NodeSeen, Policy, Used, Wanted
 
 HOUR_S = 3_600
 NOW_NS = 30 * 24 * HOUR_S * 10**9
@@ -23,23 +24,49 @@ RUN = st.builds(
     queued_ns=st.integers(0, 20).map(lambda days: NOW_NS - days * 24 * HOUR_S * 10**9),
     limit_s=st.sampled_from([None, 60.0]),
 )
+TEAMS = ["x", "y", "~a", "~b", "~c"]
 RUNS = st.lists(RUN, max_size=24, unique_by=lambda run: run.run_id)
 
 
 @settings(max_examples=60, deadline=None)
-@given(RUNS, st.dictionaries(st.sampled_from(["x", "y", "~a", "~b"]), st.floats(0, 1e6)), st.integers(0, 30))
-def test_who_is_ahead_is_who_ranks_before(runs: list[Wanted], used: dict[str, float], limit: int) -> None:
-    state = State(Policy(guard_s=7 * 24 * HOUR_S))
-    state.floor.see(Node(id="n", name="n", total={"H100": 8}))
-    state.fairness.tell(Used(at_ns=NOW_NS, teams=used, users={("x", "a"): 9.0}))
-    for run in runs:
-        state.queue.put(run)
-    lines = {run: line for line in state.queue.lines() for *_, run in line.rows}
-    order = [run.run_id for run in sorted(runs, key=lambda run: state.rank(run, lines[run].ask, NOW_NS))]
-    assert explaining.queue(state, NOW_NS, limit) == tuple(order[:limit])
+@given(RUNS, st.permutations(TEAMS), st.permutations("abc"), st.integers(0, 30))
+def test_who_is_ahead_is_who_is_served_before(
+    runs: list[Wanted], teams: list[str], users: list[str], limit: int
+) -> None:
+    policy = Policy(guard_s=7 * 24 * HOUR_S, entry_penalty_s=0)  # who starts has no less right to the next turn
+    used = Used(  # of nobody the same: those that are level take turns by name, one run each
+        at_ns=NOW_NS,
+        teams={team: 100.0 * place for place, team in enumerate(teams)},
+        users={(team, user): 9.0 * place for place, user in enumerate(users) for team in "xy"},
+    )
+    told: list[Change] = [used, *map(Arrived, runs)]
+    planner, rich = Planner(policy), Planner(policy)
+    planner.apply([NodeSeen(Node(id="n", name="n", total={"H100": 8})), *told])
+    rich.apply(NodeSeen(Node(id=f"n{place}", name=f"n{place}", total={"H100": 8})) for place in range(24))
+    rich.apply(told)
+    order = [placement.run_id for placement in rich.decide(NOW_NS).placements]
+    assert len(order) == len(runs)
+    assert planner.queue(NOW_NS, limit) == tuple(order[:limit])
     for place, run_id in enumerate(order, 1):
-        wait = explaining.why(state, run_id, NOW_NS)
+        wait = planner.why(run_id, NOW_NS)
         assert wait is not None and wait.place == place
+
+
+def test_asking_changes_nothing() -> None:
+    asked, silent = Planner(Policy(half_life_s=977.0)), Planner(Policy(half_life_s=977.0))
+    run = Wanted(run_id="r0", title="t", owner="a", gpus=3, gpu_type="H100", queued_ns=0)
+    later = Wanted(run_id="r1", title="t", owner="b", gpus=8, gpu_type="H100", queued_ns=1)
+    for planner in (asked, silent):
+        planner.apply([NodeSeen(Node(id="n", name="n", total={"H100": 8})), Arrived(run), Arrived(later)])
+        planner.decide(2)
+        planner.apply([Gone("r0")])
+    for second in range(1, 50):
+        at_ns = second * 1_234_567_891
+        assert asked.usage(at_ns)["~a"] > 0
+        assert asked.why("r1", at_ns) is not None and asked.queue(at_ns, 9) == ("r1",)
+        asked.estimate(later, at_ns)
+    assert asked.decide(100 * 10**9) == silent.decide(100 * 10**9)
+    assert asked.usage(200 * 10**9) == silent.usage(200 * 10**9)
 
 
 def test_F82_what_can_never_be_is_listed_after_all_that_wait() -> None:

@@ -29,7 +29,7 @@ AHEAD_MAX = 64
 HOLDERS_MAX = 32
 """So many who have devices are named in a wait."""
 Rank = tuple[int, bool, float, float, float, int, str]
-"""As of `State.rank`."""
+"""The place of a run in the order of the queue as a value to sort by: the smallest is next."""
 
 
 def why(state: State, run_id: str, now_ns: int) -> Wait | None:
@@ -92,7 +92,6 @@ def estimate(state: State, wanted: Wanted, now_ns: int) -> Estimate:
     never = impossible(state.floor, wanted, ask)
     if never:
         return Estimate(at_ns=None, basis=never, impossible=True)
-    state.fairness.settle(now_ns)
     shares = placing.place(state.floor, wanted, ask, now_ns)
     if shares is not None:
         return Estimate(at_ns=now_ns, node=_node(state, [share.node_id for share in shares]), basis="enough is free")
@@ -101,7 +100,8 @@ def estimate(state: State, wanted: Wanted, now_ns: int) -> Estimate:
     if place > AHEAD_MAX:
         return Estimate(at_ns=None, basis="too many are ahead of it", place=place)
     ahead = [(other, line) for line, count in lines for *_, other in line.rows[:count]]
-    ahead.sort(key=lambda entry: state.rank(entry[0], entry[1].ask, now_ns))
+    order = _Order(state, now_ns)
+    ahead.sort(key=lambda entry: order.of(entry[0], entry[1].ask))
     forecast = state.floor.forecast()
     for number, (other, line) in enumerate(ahead):
         if Seeker(forecast, other, line.ask, now_ns).promise() is None:
@@ -155,23 +155,23 @@ class _Order:
     """
 
     def __init__(self, state: State, now_ns: int) -> None:
-        state.fairness.settle(now_ns)
         self._state, self._now_ns, self._guarded_ns = state, now_ns, state.guarded_ns(now_ns)
+        self._fairness = state.fairness.at(now_ns)
         self._shares: dict[tuple[str, str], tuple[float, float]] = {}
 
     def rank(self, line: Line, at: int) -> Rank:
-        """Return what `State.rank` does of one run of a line."""
+        """Return the place of one run of a line."""
         return self.of(line.rows[at][2], line.ask)
 
     def of(self, wanted: Wanted, ask: Ask) -> Rank:
-        """Return what `State.rank` does."""
+        """Return the place of a run: by class, the guard, its team, its user, then by how long it has waited."""
         state, queued_ns = self._state, wanted.queued_ns
         if queued_ns <= self._guarded_ns:
-            return state.rank(wanted, ask, self._now_ns)
+            return (wanted.priority, False, 0.0, 0.0, 0.0, queued_ns, wanted.run_id)  # by age alone
         key = (team_of(wanted), wanted.owner)
         shares = self._shares.get(key)
         if shares is None:
-            shares = self._shares[key] = (state.fairness.team(key[0]), state.fairness.user(*key))
+            shares = self._shares[key] = (self._fairness.team(key[0]), self._fairness.user(*key))
         score = -state.score(ask, queued_ns, self._now_ns)
         return (wanted.priority, True, *shares, score, queued_ns, wanted.run_id)
 

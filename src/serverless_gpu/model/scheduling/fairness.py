@@ -12,6 +12,7 @@ Changes of what somebody holds come without a time; they count from the next dec
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from typing import TypeVar
@@ -68,6 +69,7 @@ class Fairness:
         self._held: dict[str, tuple[Key, float, int, float]] = {}  # whose, GPUs, since when, the advance
         self._begun: dict[str, tuple[Key, float, int]] = {}
         self._ended: list[tuple[str, bool]] = []
+        self._is_look = False
         self.set_policy(policy)
 
     def set_policy(self, policy: Policy) -> None:
@@ -145,6 +147,18 @@ class Fairness:
     def _is_left(self, account: _Account) -> bool:
         return account.rate > 0 or self._current(account) >= _FORGOTTEN
 
+    def at(self, now_ns: int) -> Fairness:
+        """Return the accounts as they are at a time; these stay as they are, so that asking changes no decision."""
+        other = copy.copy(self)
+        changed = {self._held[run_id][0] for run_id, _ in self._ended} | {key for key, *_ in self._begun.values()}
+        teams = {team: copy.copy(self._teams[team]) for team, _ in changed if team in self._teams}
+        users = {key: copy.copy(self._users[key]) for key in changed if key in self._users}
+        other._teams, other._users = self._teams | teams, self._users | users
+        other._held, other._begun, other._ended = dict(self._held), dict(self._begun), list(self._ended)
+        other.settle(now_ns)
+        other._is_look = True
+        return other
+
     def team(self, name: str) -> float:
         """Return a team's use by its weight, as of the last `settle`."""
         account = self._teams.get(name)
@@ -177,8 +191,8 @@ class Fairness:
 
     def usage(self, now_ns: int) -> dict[str, float]:
         """Return the use of each team at a time, GPU-seconds."""
-        self.settle(now_ns)
-        return {name: self._current(account) for name, account in sorted(self._teams.items())}
+        look = self.at(now_ns)
+        return {name: look._current(account) for name, account in sorted(look._teams.items())}
 
     def _accounts(self, key: Key) -> tuple[_Account, _Account]:
         team, user = self._teams.get(key[0]), self._users.get(key)
@@ -191,13 +205,15 @@ class Fairness:
         return team, user
 
     def _current(self, account: _Account) -> float:
-        """Return what an account says now, having brought it up to date."""
+        """Return what an account says now, having brought it up to date; a look leaves it as it is."""
         passed_ns = self._now_ns - account.at_ns
-        if passed_ns > 0:
-            passed_s = passed_ns / _S
-            account.value = account.value * math.exp(-self._rate * passed_s) + account.rate * self._grown(passed_s)
-            account.at_ns = self._now_ns
-        return account.value
+        if passed_ns <= 0:
+            return account.value
+        passed_s = passed_ns / _S
+        value = account.value * math.exp(-self._rate * passed_s) + account.rate * self._grown(passed_s)
+        if not self._is_look:
+            account.value, account.at_ns = value, self._now_ns
+        return value
 
     def _grown(self, passed_s: float) -> float:
         """Return what one GPU used until now adds up to, decayed on the way."""

@@ -4,8 +4,10 @@
     decide  one pass over the classes (`passing.py`): placements, preemptions, and what is kept for whom
     why     from what the pass has left behind: what is free, promises, the order (`explaining.py`)
 
-Nothing is remembered from pass to pass but who runs, who waits and who had how much: a planner that is made anew from
-those decides the same.
+Remembered from pass to pass: who runs, who waits, who had how much; the latest times that were told, and the devices
+(`promising.py`); for whom others were asked to leave (`clearing.py`); and how long those took that have ended
+(`learning.py`). A planner that is made anew is told the first three only: it may promise other devices, and who is
+leaving gives room to the first who may ask. Asking changes nothing.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ import msgspec
 
 from serverless_gpu.model.scheduling.values import (
     BEST_EFFORT,
+    CLASSES,
     Node,
     Policy,
     Pool,
@@ -38,7 +39,6 @@ from serverless_gpu.model.scheduling.values import (
 NO_CLAIM = (True, True)
 """The least right to a node that there is: a guest of its owner who borrows from its pool."""
 FULL_CLAIM = (False, False)
-CLASSES = ("CRITICAL", "NORMAL", "BEST_EFFORT")
 _NOBODY = BEST_EFFORT + 1  # as the highest class that is asked: nobody by class
 _NS = 1_000_000_000
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from serverless_gpu.model.hardware import CPU
-from serverless_gpu.model.scheduling.fairness import Fairness, team_of
+from serverless_gpu.model.scheduling.fairness import Fairness
 from serverless_gpu.model.scheduling.floor import Floor
 from serverless_gpu.model.scheduling.queue import Queue
 from serverless_gpu.model.scheduling.shapes import Ask
-from serverless_gpu.model.scheduling.values import Policy, Reservation, Running, Share, Wanted
+from serverless_gpu.model.scheduling.values import Policy, Reservation, Running, Share
 
 _S = 1e9
 
@@ -84,18 +84,3 @@ class State:
         """Return whether a run takes a whole node or more."""
         reach = self.floor.reach(ask.shape)
         return ask.shape.gpus is None or ask.shape.gpus >= (self.policy.whole_node or reach.whole)
-
-    def rank(self, wanted: Wanted, ask: Ask, now_ns: int) -> tuple[int, bool, float, float, float, int, str]:
-        """Return the place of a run in the order of the queue as a value to sort by: the smallest is next."""
-        team = team_of(wanted)
-        if wanted.queued_ns <= self.guarded_ns(now_ns):  # by age alone
-            return (wanted.priority, False, 0.0, 0.0, 0.0, wanted.queued_ns, wanted.run_id)
-        return (
-            wanted.priority,
-            True,
-            self.fairness.team(team),
-            self.fairness.user(team, wanted.owner),
-            -self.score(ask, wanted.queued_ns, now_ns),
-            wanted.queued_ns,
-            wanted.run_id,
-        )

@@ -11,9 +11,12 @@ from enum import StrEnum
 import msgspec
 
 from serverless_gpu.model.hardware import GpuType
+from serverless_gpu.model.spec import Priority
 
+CLASSES = tuple(Priority)
+"""Priority classes, the first to be served first; a run has the place of its own among them."""
 CRITICAL, NORMAL, BEST_EFFORT = range(3)
-"""Priority classes as numbers, the first to be served first; `model.spec.Priority` has their names."""
+"""Priority classes as numbers: their places in `CLASSES`."""
 
 
 # --- what goes in -----------------------------------------------------------------------------------------------------
