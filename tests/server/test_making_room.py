@@ -11,7 +11,7 @@ from serverless_gpu.engines.simulated_agents import Work
 from serverless_gpu.model.attempt import Reason, State
 from serverless_gpu.model.scheduling.values import Policy, WaitReason
 from serverless_gpu.model.spec import Priority
-from serverless_gpu.server import attempts, audit, dividing, events, views
+from serverless_gpu.server import attempts, audit, dividing, events, runs, views
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.invariants import History
@@ -151,3 +151,24 @@ def test_F81_a_large_gang_among_small_ones_starts_by_the_time_that_it_was_told(w
     assert world.run(large).state is not State.QUEUED
     world.run_for(900)
     assert {world.run(run_id).state for run_id in (*first, large, *later)} == {State.SUCCEEDED}
+
+
+def test_F81_a_latest_time_that_was_told_holds_over_a_restart(world: World) -> None:
+    world.work = lambda start: Work(run_s=100)
+    first = [world.submit(1, timeout_s=120.0, grace_s=5.0) for _ in range(8)]
+    world.run_for(20)
+    large = world.submit(4, timeout_s=120.0, grace_s=5.0)
+    world.run_for(2)
+    assert world.services is not None
+    told = world.services.sentences.wait(large)
+    assert told is not None and told.at_ns is not None and told.is_bound
+    world.kill_server()
+    world.start_server()
+    later = [world.submit(1, timeout_s=900.0, grace_s=5.0) for _ in range(8)]
+    world.run_for(2)
+    again = world.services.sentences.wait(large)
+    assert again is not None and again.at_ns is not None and again.is_bound
+    assert again.at_ns <= told.at_ns
+    world.run_for(2_000)
+    assert {world.run(run_id).state for run_id in (*first, large, *later)} == {State.SUCCEEDED}
+    assert world.services.database.read(runs.promised) == []

@@ -11,7 +11,10 @@ and that is a difference like any other: nothing has to be taken back by hand.
 Its clock is this process's boottime, put to the wall clock's time when it begins: it never goes back, and people can
 read it. A wall clock that is set (by more than `OFF_S`) makes a new planner, told everything.
 
-Failure cases: a tick that fails in the middle (`forget`: the next one begins from nothing, as after a start).
+A latest time that a run was told is written down, and told to a planner that is made anew.
+
+Failure cases: a tick that fails in the middle (`forget`: the next one begins from nothing, as after a start); a server
+that is killed between telling a latest time and writing it down may break it.
 """
 
 from __future__ import annotations
@@ -35,11 +38,13 @@ from serverless_gpu.model.scheduling.values import (
     PolicySet,
     Pool,
     PoolSeen,
+    Promised,
+    Reservation,
     Running,
     Started,
     Wanted,
 )
-from serverless_gpu.server import floor
+from serverless_gpu.server import floor, runs
 from serverless_gpu.server.hub import run_key
 from serverless_gpu.server.roster import Reading, Roster
 from serverless_gpu.server.services import Services
@@ -71,6 +76,7 @@ class Planning:
         self._running: dict[str, Running] = {}
         self._unseen: set[str] = set()  # of those: placed by a decision, and not found in the database yet
         self._underway: dict[str, Placement] = {}  # of those: nobody has tried to write it down
+        self._promised: dict[str, Reservation] = {}  # as the database has them
         self._services.sentences.close()
 
     def now(self) -> int:
@@ -120,6 +126,8 @@ class Planning:
         self._nodes, self._pools = nodes, pools
         about_runs = list(self._runs(reading))
         changes += about_runs
+        changes += [Promised(one) for one in reading.promised]
+        self._promised |= {one.run_id: one for one in reading.promised}
         with services.sentences.changing(planner, self.now):
             planner.apply(changes)
             services.sentences.forget(_about(change) for change in about_runs)
@@ -144,6 +152,17 @@ class Planning:
             running = self._running[preemption.run_id]
             self._running[preemption.run_id] = msgspec.structs.replace(running, is_leaving=True, leaving_ns=now_ns)
         return decision
+
+    def promise(self) -> None:
+        """Write down what was told as a latest time, so that it holds after a restart."""
+        planner = self._planner
+        assert planner is not None
+        promises = planner.promises()
+        gone = {run_id: None for run_id in self._promised.keys() - promises.keys()}
+        news = gone | {run_id: one for run_id, one in promises.items() if self._promised.get(run_id) != one}
+        if news:
+            self._services.database.write(lambda connection: runs.promise(connection, news))
+        self._promised = promises
 
     def _runs(self, reading: Reading) -> Iterator[Gone | Started | Arrived]:
         """Return what is different about runs; first who is gone: their devices are free for the others."""

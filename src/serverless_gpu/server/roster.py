@@ -18,7 +18,7 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.model.attempt import State
-from serverless_gpu.model.scheduling.values import Policy, Running, Share, Used, Wanted
+from serverless_gpu.model.scheduling.values import Policy, Reservation, Running, Share, Used, Wanted
 from serverless_gpu.server import attempts, draining, floor, owners, past, runs, shares
 from serverless_gpu.server.floor import Floor
 from serverless_gpu.server.runs import Active, StoredRun
@@ -41,7 +41,7 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
         waiting: by identifier, in order of class and age.
         running: those that have devices, by identifier.
         policy: what operators decided.
-        used: use of the past, where that was asked for.
+        used: use of the past, where that was asked for; `promised`: latest times that were told, likewise.
     """
 
     floor: Floor
@@ -49,6 +49,7 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
     running: Mapping[str, Running]
     policy: Policy
     used: Used | None = None
+    promised: tuple[Reservation, ...] = ()
 
 
 @dataclasses.dataclass(slots=True)
@@ -99,6 +100,7 @@ class Roster:
             running=dict(self._running(there, now_ns)),
             policy=policy,
             used=past.used(connection, now_ns=now_ns, half_life_s=policy.half_life_s) if afresh else None,
+            promised=tuple(runs.promised(connection)) if afresh else (),
         )
 
     def move(self, by_ns: int) -> None:

@@ -7,7 +7,7 @@ A run is read together with its current attempt and the name of that attempt's n
 from __future__ import annotations
 
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 import sqlalchemy as sa
@@ -16,7 +16,7 @@ from serverless_gpu.errors import StaleAttempt
 from serverless_gpu.model import run_lifecycle
 from serverless_gpu.model.attempt import TERMINAL, Reason, State, StopReason
 from serverless_gpu.model.run_lifecycle import FAULT_RETRIES_MAX, INFRA_RETRIES_MAX
-from serverless_gpu.model.scheduling.values import CLASSES
+from serverless_gpu.model.scheduling.values import CLASSES, Reservation
 from serverless_gpu.model.spec import Function, RunSpec
 from serverless_gpu.server import attempts
 from serverless_gpu.server.attempts import StoredAttempt
@@ -27,6 +27,7 @@ from serverless_gpu.wire.runs import Target
 ACTIVE = tuple(state for state in State if state is not State.QUEUED and state not in TERMINAL)
 _AT_ONCE = 500
 _decode_spec = msgspec.json.Decoder(RunSpec).decode
+_decode_promise = msgspec.json.Decoder(Reservation).decode
 _decode_target = msgspec.json.Decoder(Target).decode
 _encode_sorted = msgspec.json.Encoder(order="sorted").encode
 
@@ -333,6 +334,19 @@ def queue(connection: sa.Connection, *, limit: int | None = None) -> list[tuple[
     query = sa.select(runs.c.id, runs.c.fence).where(runs.c.state == State.QUEUED.value)
     query = query.order_by(runs.c.priority, runs.c.queued_ns, runs.c.id).limit(limit)
     return [(run_id, fence) for run_id, fence in connection.execute(query)]
+
+
+def promise(connection: sa.Connection, promises: Mapping[str, Reservation | None]) -> None:
+    """Write down the latest times that waiting runs were told, or that one holds no more."""
+    change = runs.update().where(runs.c.id == sa.bindparam("run")).values(promised_json=sa.bindparam("json"))
+    rows = [{"run": run_id, "json": one and msgspec.json.encode(one).decode()} for run_id, one in promises.items()]
+    connection.execute(change, rows)
+
+
+def promised(connection: sa.Connection) -> list[Reservation]:
+    """Return the latest times that runs were told which still wait."""
+    query = sa.select(runs.c.promised_json).where(runs.c.state == State.QUEUED.value, runs.c.promised_json.is_not(None))
+    return [_decode_promise(text) for text in connection.scalars(query)]
 
 
 def waiting(connection: sa.Connection, *, limit: int, owner: str | None = None) -> list[str]:

@@ -114,6 +114,7 @@ class Scheduler:
         if len(planning.underway()) < AT_ONCE:
             with services.measures.decisions.time():
                 decision = planning.decide()
+            planning.promise()
             make_room(services, decision.preemptions)
             services.measures.reservations.set(len(services.sentences.reservations()))
             if decision.wake_ns is not None:

@@ -143,6 +143,7 @@ runs = sa.Table(
     sa.Column("call", sa.LargeBinary),
     sa.Column("client_version", sa.String(32), nullable=False, default=""),
     sa.Column("tracked", sa.Text, nullable=False, default=""),  # link to it in MLflow
+    sa.Column("promised_json", sa.Text),  # model.scheduling.values.Reservation: the latest time it was told to start
     sa.Column("restored_ns", sa.BigInteger),  # when the server was restored from a backup in which it went on
     sa.Index("ix_runs_queue", "state", "priority", "queued_ns"),
     sa.Index("ix_runs_owner", "owner", "id"),

@@ -280,7 +280,8 @@ class Pass:
             return
         again = seeker.again(promised)
         if again is None:
-            del state.promises[wanted.run_id]
+            if not seeker.is_away(promised.shares):  # of one that comes back in time it holds
+                del state.promises[wanted.run_id]
             return
         state.promises[wanted.run_id] = again
         self._firm.add((line.team, line.owner, self._kind(ask)))

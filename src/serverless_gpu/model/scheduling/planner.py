@@ -33,6 +33,7 @@ from serverless_gpu.model.scheduling.values import (
     PolicySet,
     PoolSeen,
     Preemption,
+    Promised,
     Reservation,
     Running,
     Started,
@@ -84,6 +85,8 @@ class Planner:
                     state.set_policy(policy)
                 case Used():
                     state.fairness.tell(change)
+                case Promised(reservation):
+                    state.promises[reservation.run_id] = reservation
 
     def _start(self, running: Running) -> None:
         """Take note that a run has devices, whoever gave them."""
@@ -170,6 +173,10 @@ class Planner:
             limit: so many at most.
         """
         return explaining.queue(self._state, now_ns, limit)
+
+    def promises(self) -> dict[str, Reservation]:
+        """Return the latest times that were told and are kept from decision to decision, by run."""
+        return dict(self._state.promises)
 
     def reservations(self) -> tuple[Reservation, ...]:
         """Return what is kept for whom, as of the last decision."""

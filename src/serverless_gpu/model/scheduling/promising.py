@@ -74,6 +74,11 @@ class Seeker:
                 return False
         return self._count is None or sum(share.count for share in shares) == self._count
 
+    def is_away(self, shares: tuple[Share, ...]) -> bool:
+        """Return whether a node is away that devices were promised on."""
+        places = self._floor.places
+        return any(share.node_id in places and places[share.node_id].node.away for share in shares)
+
     def again(self, promised: Reservation) -> Reservation | None:
         """Promise it again what it was promised in an earlier pass, for no later; None where that cannot be."""
         if not self.may_have(promised.shares):

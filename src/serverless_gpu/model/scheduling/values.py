@@ -188,6 +188,21 @@ class Running(msgspec.Struct, frozen=True, kw_only=True):
     leaving_ns: int | None = None
 
 
+class Reservation(msgspec.Struct, frozen=True, kw_only=True):
+    """Devices that are kept for a run that is blocked.
+
+    Attributes:
+        shares: which, as far as it is known.
+        at_ns: when they are free; None where nobody can say.
+        is_bound: whether that is the latest time: everybody who has them has declared how long they run at most.
+    """
+
+    run_id: str
+    shares: tuple[Share, ...]
+    at_ns: int | None
+    is_bound: bool
+
+
 # --- changes ----------------------------------------------------------------------------------------------------------
 
 
@@ -244,7 +259,13 @@ class Used(msgspec.Struct, frozen=True):
     users: Mapping[tuple[str, str], float]
 
 
-Change = Arrived | Started | Gone | NodeSeen | NodeGone | PoolSeen | PolicySet | Used
+class Promised(msgspec.Struct, frozen=True):
+    """A latest time that was told by another planner, before this one was made: it holds here, too."""
+
+    reservation: Reservation
+
+
+Change = Arrived | Started | Gone | NodeSeen | NodeGone | PoolSeen | PolicySet | Used | Promised
 
 
 # --- what comes out ---------------------------------------------------------------------------------------------------
@@ -269,21 +290,6 @@ class Preemption(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str
     for_run: str
     sentence: str
-
-
-class Reservation(msgspec.Struct, frozen=True, kw_only=True):
-    """Devices that are kept for a run that is blocked.
-
-    Attributes:
-        shares: which, as far as it is known.
-        at_ns: when they are free; None where nobody can say.
-        is_bound: whether that is the latest time: everybody who has them has declared how long they run at most.
-    """
-
-    run_id: str
-    shares: tuple[Share, ...]
-    at_ns: int | None
-    is_bound: bool
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):

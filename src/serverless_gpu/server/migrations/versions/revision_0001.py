@@ -135,6 +135,7 @@ def _runs() -> None:
         sa.Column("call", sa.LargeBinary(), nullable=True),
         sa.Column("client_version", sa.String(length=32), nullable=False),
         sa.Column("tracked", sa.Text(), nullable=False),
+        sa.Column("promised_json", sa.Text(), nullable=True),
         sa.Column("restored_ns", sa.BigInteger(), nullable=True),
         sa.ForeignKeyConstraint(["owner"], ["principals.name"], name=op.f("fk_runs_owner_principals")),
         sa.PrimaryKeyConstraint("id", name=op.f("pk_runs")),
