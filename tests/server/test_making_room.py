@@ -164,8 +164,9 @@ def test_F81_a_latest_time_that_was_told_holds_over_a_restart(world: World) -> N
     assert told is not None and told.at_ns is not None and told.is_bound
     world.kill_server()
     world.start_server()
-    later = [world.submit(1, timeout_s=900.0, grace_s=5.0) for _ in range(8)]
-    world.run_for(2)
+    # These have more right to be next; what the large one was told was told before they came.
+    later = [world.submit(4, timeout_s=900.0, grace_s=5.0, team=f"fresh{number}") for number in range(3)]
+    world.run_for(15)  # until nodes were heard of
     again = world.services.sentences.wait(large)
     assert again is not None and again.at_ns is not None and again.is_bound
     assert again.at_ns <= told.at_ns

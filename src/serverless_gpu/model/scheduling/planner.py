@@ -6,8 +6,8 @@
 
 Remembered from pass to pass: who runs, who waits, who had how much; the latest times that were told, and the devices
 (`promising.py`); for whom others were asked to leave (`clearing.py`); and how long those took that have ended
-(`learning.py`). A planner that is made anew is told the first three only: it may promise other devices, and who is
-leaving gives room to the first who may ask. Asking changes nothing.
+(`learning.py`). A planner that is made anew is told all but the last two: who is leaving then gives room to the first
+who may ask. Asking changes nothing.
 """
 
 from __future__ import annotations
