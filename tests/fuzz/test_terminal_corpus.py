@@ -36,6 +36,7 @@ MAY_ECHO = {
     "output.py",  # the door itself, and JSON, which escapes
     "logs.py",  # what ranks print: `safe`, by the screen that it goes through
     "server/operating.py",  # a unit file, of paths of this machine
+    "simulate.py",  # a line of progress that is replaced: our own words and numbers
 }
 
 

@@ -51,6 +51,7 @@ def supervisor(killed_s: float) -> tuple[Any, list[object]]:
     made = cast(Any, Supervisor.__new__(Supervisor))
     made._clock, made._kill_ns = clock, clock.boottime_ns()
     made._gang = Full()
+    made._eyes, made._attempt, made._reservation = SimpleNamespace(faults=lambda *_: ()), None, None
     made._told_full = False
     made._audience = SimpleNamespace(tell=happened.append)
     made._account = SimpleNamespace(notes=[])

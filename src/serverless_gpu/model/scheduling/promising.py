@@ -27,7 +27,8 @@ from serverless_gpu.model.scheduling.values import Reservation, Share, Wanted
 Need = tuple[Place, str, int, float, float]
 """A node, a type, how many; when that many are free there: likely, and at the latest."""
 _ROUNDS_MAX = 16
-_BLUR_NS = 1e6  # times of these days in nanoseconds are not exact as floats
+_SLACK_NS = 60e9
+"""A promise that slips by less holds: who starts before it does so when somebody looks, a little after they could."""
 _Whole = tuple[float, float, str, str, Place]
 _Row = tuple[int, str, str, Place]
 
@@ -87,7 +88,7 @@ class Seeker:
         needs = [(*row, *self.when(*row)) for row in rows]
         likely, bound = self._together(needs)
         told = math.inf if promised.at_ns is None else promised.at_ns
-        if bound > max(told, self._now_ns + OVERDUE_NS) + _BLUR_NS:
+        if bound > max(told, self._now_ns + OVERDUE_NS) + _SLACK_NS:
             return None  # somebody of a higher class took some of it
         self._enter(needs, min(likely, bound), bound)
         return msgspec.structs.replace(promised, at_ns=math.ceil(min(told, bound)))
