@@ -10,6 +10,8 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator
 
+import msgspec
+
 from serverless_gpu.model.scheduling import placing
 from serverless_gpu.model.scheduling.fairness import team_of
 from serverless_gpu.model.scheduling.floor import Floor
@@ -211,19 +213,13 @@ class _Explained:
         if nearest is None:
             return self._closed(place)
         where, name = nearest
-        needed = where.node.total[name] if self._ask.shape.gpus is None else self._ask.shape.gpus
+        needed = self._ask.shape.needs(where.node, name)
         free = where.free[name]
         ahead = self._keeper(where, name) if free else ""
         at_ns, is_bound = self._start(where, name, needed, place)
         kept_ns, spare_s = self._spare(where, name, needed)
-        return Wait(
-            run_id=self._wanted.run_id,
-            reason=self._reason(ahead, enough=free >= needed),
-            count=needed,
-            whole=self._ask.shape.gpus is None,
-            gpu_type=self._wanted.gpu_type or name,
-            node=where.node.name,
-            free=free,
+        return msgspec.structs.replace(
+            self._there(where, name, self._reason(ahead, enough=free >= needed), free),
             outside=where.node.outside.get(name, 0),
             holders=self._holders([(where, name)], lacking=needed - free) if free < needed else (),
             ahead=ahead,
@@ -233,6 +229,19 @@ class _Explained:
             at_ns=at_ns,
             is_bound=is_bound,
             words=where.node.left_out if free < needed else "",
+        )
+
+    def _there(self, where: Place, gpu_type: str, reason: WaitReason, free: int) -> Wait:
+        """Return what is to be said of any wait for devices of a node."""
+        shape = self._ask.shape
+        return Wait(
+            run_id=self._wanted.run_id,
+            count=shape.needs(where.node, gpu_type),
+            whole=shape.gpus is None,
+            gpu_type=self._wanted.gpu_type or gpu_type,
+            reason=reason,
+            node=where.node.name,
+            free=free,
         )
 
     def _spare(self, where: Place, gpu_type: str, count: int) -> tuple[int | None, float]:
@@ -263,7 +272,7 @@ class _Explained:
                 return where, share.gpu_type
         options = []
         for where, name in placing.usable(self._floor, self._wanted, self._ask, self._now_ns):
-            needed = where.node.total[name] if self._ask.shape.gpus is None else self._ask.shape.gpus
+            needed = self._ask.shape.needs(where.node, name)
             if 0 < needed <= where.node.total[name]:
                 lacking = needed - where.free[name]
                 options.append((bool(self._keeper(where, name)), lacking, *where.entry[:2], where, name))
@@ -278,7 +287,7 @@ class _Explained:
         for node_id, name in self._floor.books:
             where = self._floor.places[node_id]
             found = reach.of(where)
-            needed = where.node.total.get(name, 0) if self._ask.shape.gpus is None else self._ask.shape.gpus
+            needed = self._ask.shape.needs(where.node, name)
             enough = found is not None and name in found[0] and 0 < needed <= where.free[name] and not where.node.away
             if enough and self._keeper(where, name):
                 yield *where.entry[:2], where, name
@@ -367,14 +376,13 @@ class _Explained:
                     away.append(f"{where.node.name} {where.node.away}")
                 else:
                     closed.append((where.node.turns_ns or math.inf, *where.entry[:2], where, name))
-        whole = count is None
         if not closed:
             words = "; ".join(some(sorted(set(away))))
             return Wait(
                 run_id=wanted.run_id,
                 reason=WaitReason.AWAY,
                 count=count or 0,
-                whole=whole,
+                whole=count is None,
                 gpu_type=wanted.gpu_type or "",
                 place=place,
                 words=words,
@@ -382,27 +390,15 @@ class _Explained:
         *_, where, name = min(closed, key=lambda entry: entry[:3])
         words = _claimed(where, wanted, self._floor)
         if words:
-            return Wait(
-                run_id=wanted.run_id,
-                reason=WaitReason.RESERVED,
-                count=count or where.node.total[name],
-                whole=whole,
-                gpu_type=wanted.gpu_type or name,
-                node=where.node.name,
-                free=where.free[name],
+            return msgspec.structs.replace(
+                self._there(where, name, WaitReason.RESERVED, where.free[name]),
                 holders=self._holders([(where, name)]),
                 place=place,
                 words=words,
             )
         spare_s, words = self._before_turn(where, name) if where.node.shared else (0.0, "")
-        return Wait(
-            run_id=wanted.run_id,
-            reason=WaitReason.CALENDAR,
-            count=count or where.node.total[name],
-            whole=whole,
-            gpu_type=wanted.gpu_type or name,
-            node=where.node.name,
-            free=where.free[name] if where.node.shared else 0,
+        return msgspec.structs.replace(
+            self._there(where, name, WaitReason.CALENDAR, where.free[name] if where.node.shared else 0),
             owner=where.node.owner,
             turns_ns=where.node.turns_ns,
             spare_s=spare_s,
@@ -419,7 +415,7 @@ class _Explained:
         if left_s < 60:
             beyond = format_duration_ms(round(self._wanted.beyond_s * 1000))
             return 0.0, f"beside its time limit a run counts with {beyond} to begin and to be gone"
-        needed = where.node.total[gpu_type] if self._ask.shape.gpus is None else self._ask.shape.gpus
+        needed = self._ask.shape.needs(where.node, gpu_type)
         return (left_s, "") if where.free[gpu_type] >= needed else (0.0, "")
 
     def _anywhere(self, place: int) -> Wait:

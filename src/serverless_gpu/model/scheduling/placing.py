@@ -103,7 +103,7 @@ def _beside(floor: Floor, wanted: Wanted, ask: Ask, now_ns: int, avoid: frozense
     reach, ends = floor.reach(ask.shape), floor.ends(wanted, ask, now_ns)
     for (node_id, name), book in floor.books.items():
         where = floor.places[node_id]
-        needed = where.node.total[name] if ask.shape.gpus is None else ask.shape.gpus
+        needed = ask.shape.needs(where.node, name)
         left = where.free[name] - needed
         if left < 0 or needed <= 0 or where.node.away or node_id in avoid:
             continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 
-from serverless_gpu.model.scheduling.values import BEST_EFFORT, Wanted
+from serverless_gpu.model.scheduling.values import BEST_EFFORT, Node, Wanted
 
 _LEARNED, _DECLARED = 1.5, 1.1
 _MINUTES_MAX = 60
@@ -49,6 +49,10 @@ class Shape:
         self.python, self.caller = wanted.python, wanted.caller if wanted.python else ""
         self.blocked = self.unreserved = self.walls_of = self.tries = 0
         self.walls: list[tuple[float, float]] = []
+
+    def needs(self, node: Node, gpu_type: str) -> int:
+        """Return how many devices of a type it would take of a node: those it asks for, or all."""
+        return node.total.get(gpu_type, 0) if self.gpus is None else self.gpus
 
     def is_walled(self, number: int, spans: tuple[float, float]) -> bool:
         """Return whether something that takes no longer was found not to fit in a pass."""
