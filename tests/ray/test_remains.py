@@ -115,7 +115,6 @@ def test_F45_a_head_that_dies_is_the_reason_and_names_its_node(
     call.nothing_left()
 
 
-@pytest.mark.spot
 def test_nothing_is_left_when_the_supervisor_is_killed(launched: list[Launched], home: Path, tmp_path: Path) -> None:
     call = start(launched, home, tmp_path, "get")
     supervisor_of(home, call.run_id).kill()
@@ -163,7 +162,6 @@ def outer() -> Iterator[PlainRay]:
         yield ray
 
 
-@pytest.mark.spot
 def test_two_runs_and_a_ray_outside_do_not_meet(
     launched: list[Launched], home: Path, tmp_path: Path, outer: PlainRay
 ) -> None:

@@ -206,7 +206,6 @@ def test_a_run_below_the_drivers_active_one(driver: Driver) -> None:
     assert driver.server.run(parent).status == "FINISHED"
 
 
-@pytest.mark.spot
 def test_a_failure_is_one_in_mlflow_with_its_last_point(driver: Driver) -> None:
     done = driver.run(
         """
