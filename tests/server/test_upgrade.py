@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,11 @@ def replay_of(protocol: int, server: Served) -> Replay:
 
 def outcome(events: list[dict[str, Any]]) -> dict[str, Any]:
     """Return what a client learns from a stream, however it was cut into messages."""
-    output: dict[str, str] = {}
+    output: dict[str, bytes] = {}
     for event in events:
         if event["type"] == "log":
             name = f"{event['rank']}.{event['stream']}"
-            output[name] = output.get(name, "") + event["data"]
+            output[name] = output.get(name, b"") + base64.b64decode(event["data"])  # in whatever pieces
     ended = [event for event in events if event["type"] == "ended"]
     return {
         "output": output,
