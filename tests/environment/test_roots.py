@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+import tempfile
 import zipfile
 from pathlib import Path
 
@@ -187,5 +188,14 @@ def test_a_script_in_the_home_directory_does_not_walk_it(venv: Venv, tmp_path: P
     found = Recogniser(tmp_path / "index").scan(venv.describe(cwd=home, HOME=str(home)), nobody)
 
     assert list(rows(found, 1, "code", "home")) == ["site/package/__init__.py", "site/train.py"]
-    root = Recogniser(tmp_path / "index").scan(venv.describe(cwd=Path("/")), nobody)
-    assert sum(member.files for one in root.snapshot.roots[1:] for member in one.members) < 1000
+
+
+def test_what_somebody_left_in_a_temporary_directory_makes_it_no_package_of_the_root(
+    venv: Venv, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = write(tmp_path / "home", {"train.py": "", "scratch/__init__.py": "", "scratch/pytest-0/data.bin": "x" * 99})
+    monkeypatch.setattr(tempfile, "tempdir", str(home / "scratch"))
+
+    found = Recogniser(tmp_path / "index").scan(venv.describe(cwd=home, HOME=str(home)), nobody)
+
+    assert list(rows(found, 1, "code", "home")) == ["site/train.py"]

@@ -162,8 +162,7 @@ class _Search:
     def _code(self, directory: str, *, before: bool) -> Spot:
         real = os.path.realpath(directory)
         home = os.path.realpath(self._description.home or "/")
-        temporary = {os.path.realpath(path) for path in ("/tmp", "/var/tmp", "/dev/shm", tempfile.gettempdir())}
-        shallow = is_inside(home, real) or real in temporary
+        shallow = is_inside(home, real) or real in temporary_directories()
         return Spot(kind="code", directory=directory, real=real, before=before, shallow=shallow)
 
     def _is_library(self, directory: str) -> bool:
@@ -176,6 +175,11 @@ class _Search:
         except OSError:  # said when it is looked at
             return False
         return any(name.endswith(".dist-info") for name in names) and not any(name in names for name in _PROJECT_FILES)
+
+
+def temporary_directories() -> frozenset[str]:
+    """Return the directories that everybody writes to: nobody's project, and no package of one."""
+    return frozenset(os.path.realpath(path) for path in ("/tmp", "/var/tmp", "/dev/shm", tempfile.gettempdir()))
 
 
 def _library(kind: SpotKind, directory: str) -> Spot:

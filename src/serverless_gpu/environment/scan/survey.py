@@ -32,7 +32,7 @@ from serverless_gpu.environment.scan.listing import (
     walk,
 )
 from serverless_gpu.environment.scan.project import CodePlace, list_code, wanted_files
-from serverless_gpu.environment.scan.roots import Spot, Spots, find_spots
+from serverless_gpu.environment.scan.roots import Spot, Spots, find_spots, temporary_directories
 from serverless_gpu.errors import EnvironmentUnsupported
 
 _PREFIX_DIRECTORIES = frozenset({"bin", "etc", "include", "lib", "libexec", "man", "sbin", "share"})
@@ -240,6 +240,7 @@ def _look_at_code(spot: Spot, spots: Spots, description: Description) -> Part:
     others += [directory for one in libraries for directory in (one.directory, one.real)]
     if spot.shallow:
         others += [one.directory for one in spots.spots if one.kind == "code"]
+        others += temporary_directories()  # below `/`, an `__init__.py` that somebody left there makes them no package
     out = tuple(sorted({path for path in others if path and path != spot.directory}))
     wanted = wanted_files(spot.directory, description.loaded, out)
     place = CodePlace(directory=spot.directory, shallow=spot.shallow, out=out, wanted=wanted)
