@@ -14,7 +14,7 @@ from serverless_gpu.model.scheduling.values import (
     Gone,
     Node,
     NodeSeen,
-    Policy,
+    QueuePolicy,
     Running,
     Share,
     Started,
@@ -66,7 +66,7 @@ def _wanted(row: _Row) -> Wanted:
 
 @pytest.fixture
 def planner() -> Planner:
-    planner = Planner(Policy(team_weights={row["team"]: float(row["weight"]) for row in _USED}))
+    planner = Planner(QueuePolicy(team_weights={row["team"]: float(row["weight"]) for row in _USED}))
     planner.apply(NodeSeen(Node(id=name, name=name, total={_TYPE: _DEVICES})) for name in _NODES)
     used_s = {row["team"]: float(row["used a week ago, GPU-hours"]) * 3_600 for row in _USED}
     planner.apply([Used(at_ns=_at_ns("12:00") - _WEEK_NS, teams=used_s, users={})])

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model.scheduling.values import BEST_EFFORT, CRITICAL, NORMAL, Policy, Pool
+from serverless_gpu.model.scheduling.values import BEST_EFFORT, CRITICAL, NORMAL, Pool, QueuePolicy
 from serverless_gpu.replay import (
     POLICIES,
     Cluster,
@@ -163,7 +163,7 @@ def test_shares_of_teams_hold_under_overload() -> None:
     cluster = msgspec.structs.replace(cluster_of(4, 8), teams={"search": 70, "vision": 30})
     teams = simulate(in_order(jobs), cluster, "ours").figures.teams
     assert teams == pytest.approx({"search": 0.7, "vision": 0.3}, abs=0.02)
-    told = Settings(scheduling=Policy(team_weights={"search": 30, "vision": 70}))
+    told = Settings(scheduling=QueuePolicy(team_weights={"search": 30, "vision": 70}))
     assert simulate(in_order(jobs), cluster, "ours", settings=told).figures.teams["vision"] == pytest.approx(
         0.7, abs=0.02
     )
@@ -185,14 +185,14 @@ CLASSES = st.lists(st.sampled_from([CRITICAL, NORMAL, BEST_EFFORT]), min_size=25
 def test_every_job_has_its_time_and_nobody_has_more_than_there_is(
     jobs: list[Job], classes: list[int], cluster: Cluster, durations: Durations, preemption: bool
 ) -> None:
-    told = Settings(durations=durations, preemption=preemption, scheduling=Policy(preempt_after_s=3))
+    told = Settings(durations=durations, preemption=preemption, scheduling=QueuePolicy(preempt_after_s=3))
     placed = (msgspec.structs.replace(job, priority=each) for job, each in zip(jobs, classes, strict=False))
     outcome = simulate(Trace(jobs=tuple(placed)), cluster, "ours", settings=told)
     assert (outcome.unserved, len(outcome.jobs)) == (0, len(jobs))
     for job, had in zip(outcome.jobs, outcome.spans, strict=True):
         assert sum(ended - began for began, ended in had) == pytest.approx(job.duration_s)
         assert job.submit_s <= had[0][0]
-        assert len(had) <= 1 + Policy().preemptions_max
+        assert len(had) <= 1 + QueuePolicy().preemptions_max
     assert all(0 <= moment.used <= cluster.gpus for moment in moments(outcome.jobs, outcome.spans))
 
 

@@ -11,8 +11,8 @@ from serverless_gpu.model.scheduling.values import (
     Change,
     Decision,
     Placement,
-    Policy,
     Preemption,
+    QueuePolicy,
     Reservation,
     Share,
     Wait,
@@ -29,7 +29,7 @@ class Scripted(Planner):
         waits: why runs wait, by run.
     """
 
-    def __init__(self, policy: Policy | None = None) -> None:
+    def __init__(self, policy: QueuePolicy | None = None) -> None:
         super().__init__(policy)
         self.policy = policy
         self.told: list[list[Change]] = []
@@ -65,7 +65,7 @@ class Planners:
         """Return the one that is asked now."""
         return self.made[-1]
 
-    def _make(self, policy: Policy) -> Scripted:
+    def _make(self, policy: QueuePolicy) -> Scripted:
         self.made.append(Scripted(policy))
         return self.made[-1]
 

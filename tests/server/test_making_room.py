@@ -9,7 +9,7 @@ import pytest
 
 from serverless_gpu.engines.simulated_agents import Work
 from serverless_gpu.model.attempt import Reason, State
-from serverless_gpu.model.scheduling.values import Policy, WaitReason
+from serverless_gpu.model.scheduling.values import QueuePolicy, WaitReason
 from serverless_gpu.model.spec import Priority
 from serverless_gpu.server import attempts, audit, dividing, events, runs, views
 from serverless_gpu.server.callers import Caller
@@ -20,7 +20,7 @@ from serverless_gpu.wire.agents import PoolRequest
 from tests.server.simulation import World
 
 ROOT = Caller(name="root", role="admin")
-SOON = Policy(preempt_after_s=60.0)
+SOON = QueuePolicy(preempt_after_s=60.0)
 
 
 @pytest.fixture

@@ -19,9 +19,9 @@ from serverless_gpu.model.scheduling.values import (
     Gone,
     NodeGone,
     NodeSeen,
-    PolicySet,
     PoolSeen,
     Preemption,
+    QueuePolicySet,
     Started,
     Used,
     Wanted,
@@ -271,7 +271,7 @@ def test_nodes_pools_and_shares_that_change_are_told(services: Services, node_id
     )
     tick(services, scheduler)
     policy, node = planners.last.told[-1]
-    assert isinstance(policy, PolicySet) and policy.policy.team_weights == {"search": 70}
+    assert isinstance(policy, QueuePolicySet) and policy.policy.team_weights == {"search": 70}
     assert isinstance(node, NodeSeen) and "its disk is full" in node.node.away
     operating.forget(services, ROOT, "n1", known_dead=True)
     tick(services, scheduler)

@@ -11,7 +11,7 @@ import pytest
 
 from serverless_gpu.cli.server.up import up
 from serverless_gpu.errors import InvalidOption, InvalidValue
-from serverless_gpu.model.scheduling.values import Policy
+from serverless_gpu.model.scheduling.values import QueuePolicy
 from serverless_gpu.server.settings import Said, effective, option_of, read_settings
 
 
@@ -81,12 +81,12 @@ def test_variables_win_over_the_file_and_options_over_both(tmp_path: Path) -> No
 
 
 def test_what_was_decided_about_the_queue_is_a_table_of_the_file(tmp_path: Path) -> None:
-    assert read_settings(tmp_path).queue == Policy()
+    assert read_settings(tmp_path).queue == QueuePolicy()
     lines = "half_life = '1d'\nentry_penalty = '0s'\nreservations = 0\nnearly = 0.5\nguard = '2d'\npatience = '5m'"
     (tmp_path / "server.toml").write_text(f"port = 80\n[queue]\n{lines}\npreempt_after = '1h'\npreemptions = 1\n")
     settings = read_settings(tmp_path, environ={"SGPU_QUEUE_PREEMPTIONS": "2", "SGPU_QUEUE_NEARLY": "0.75"})
     assert settings.port == 80
-    assert settings.queue == Policy(
+    assert settings.queue == QueuePolicy(
         half_life_s=86_400,
         entry_penalty_s=0,
         reservations=0,

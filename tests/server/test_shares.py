@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from serverless_gpu.model.policy import UsagePolicy
-from serverless_gpu.model.scheduling.values import Policy, Pool
+from serverless_gpu.model.scheduling.values import Pool, QueuePolicy
 from serverless_gpu.server import policies, pools, shares
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.policies import StoredPolicy
@@ -14,7 +14,7 @@ from serverless_gpu.server.shares import StoredShare
 
 
 def test_decisions_are_made_by_the_settings_and_the_shares_as_they_are(database: Database) -> None:
-    said = Policy(half_life_s=60.0)
+    said = QueuePolicy(half_life_s=60.0)
     assert database.read(lambda connection: shares.policy(connection, said)) == said
     for share in (
         StoredShare(kind="user", name="search", weight=3.0, set_ns=1),
@@ -23,7 +23,7 @@ def test_decisions_are_made_by_the_settings_and_the_shares_as_they_are(database:
     ):
         database.write(functools.partial(shares.put, share=share))
     policy = database.read(lambda connection: shares.policy(connection, said))
-    assert policy == Policy(half_life_s=60.0, team_weights={"search": 70.0}, user_weights={"search": 3.0})
+    assert policy == QueuePolicy(half_life_s=60.0, team_weights={"search": 70.0}, user_weights={"search": 3.0})
     assert database.write(lambda connection: shares.remove(connection, "user", "search"))
     assert not database.write(lambda connection: shares.remove(connection, "user", "search"))
     (left,) = database.read(shares.every)

@@ -20,7 +20,7 @@ from serverless_gpu.cli.server.reaching import connect
 from serverless_gpu.client.remote.profile import find_profile
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError, StorageError
 from serverless_gpu.loading import load
-from serverless_gpu.model.scheduling.values import Policy as Scheduling
+from serverless_gpu.model.scheduling.values import QueuePolicy as Scheduling
 from serverless_gpu.replay import (
     POLICIES,
     Cluster,

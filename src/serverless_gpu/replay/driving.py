@@ -32,7 +32,7 @@ from serverless_gpu.model.scheduling.values import (
     PoolSeen,
     Wanted,
 )
-from serverless_gpu.model.scheduling.values import Policy as Scheduling
+from serverless_gpu.model.scheduling.values import QueuePolicy as Scheduling
 from serverless_gpu.replay.baselines import Spans
 from serverless_gpu.replay.values import Cluster, Job
 

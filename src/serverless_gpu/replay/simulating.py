@@ -10,7 +10,7 @@ import msgspec
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.hardware import matches
 from serverless_gpu.model.scheduling.values import BEST_EFFORT, Pool
-from serverless_gpu.model.scheduling.values import Policy as Scheduling
+from serverless_gpu.model.scheduling.values import QueuePolicy as Scheduling
 from serverless_gpu.replay.baselines import KEYS, Nodes, Spans, in_order, placed_again
 from serverless_gpu.replay.driving import Drive, Durations, Progress
 from serverless_gpu.replay.figures import Figures, figures_of

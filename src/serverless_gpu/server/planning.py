@@ -34,11 +34,11 @@ from serverless_gpu.model.scheduling.values import (
     NodeGone,
     NodeSeen,
     Placement,
-    Policy,
-    PolicySet,
     Pool,
     PoolSeen,
     Promised,
+    QueuePolicy,
+    QueuePolicySet,
     Reservation,
     Running,
     Started,
@@ -69,7 +69,7 @@ class Planning:
     def forget(self) -> None:
         """Begin from nothing at the next look."""
         self._planner: Planner | None = None
-        self._policy: Policy | None = None
+        self._policy: QueuePolicy | None = None
         self._nodes: dict[str, Node] = {}
         self._pools: dict[str, Pool] = {}
         self._waiting: dict[str, Wanted] = {}
@@ -117,7 +117,7 @@ class Planning:
             planner = self._planner = Planner(reading.policy)
             changes += [reading.used] if reading.used is not None else []
         elif self._policy != reading.policy:
-            changes.append(PolicySet(reading.policy))
+            changes.append(QueuePolicySet(reading.policy))
         self._policy = reading.policy
         changes += [PoolSeen(pool) for pool in _news(self._pools, pools)]
         changes += [PoolSeen(Pool(name=name)) for name in sorted(self._pools.keys() - pools.keys())]

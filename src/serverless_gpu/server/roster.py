@@ -18,7 +18,7 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.model.attempt import State
-from serverless_gpu.model.scheduling.values import Policy, Reservation, Running, Share, Used, Wanted
+from serverless_gpu.model.scheduling.values import QueuePolicy, Reservation, Running, Share, Used, Wanted
 from serverless_gpu.server import attempts, draining, floor, owners, past, runs, shares
 from serverless_gpu.server.floor import Floor
 from serverless_gpu.server.runs import Active, StoredRun
@@ -47,7 +47,7 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
     floor: Floor
     waiting: Mapping[str, Wanted]
     running: Mapping[str, Running]
-    policy: Policy
+    policy: QueuePolicy
     used: Used | None = None
     promised: tuple[Reservation, ...] = ()
 

@@ -37,7 +37,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from serverless_gpu.errors import InvalidOption, InvalidValue
-from serverless_gpu.model.scheduling.values import Policy
+from serverless_gpu.model.scheduling.values import QueuePolicy
 from serverless_gpu.units import parse_duration_s
 from serverless_gpu.wire.principals import OnDisabled
 
@@ -60,7 +60,7 @@ _NO_SETTINGS = (
 _FILE = "server.toml"
 _QUEUE = "queue"
 _NEVER = "never"
-_USUAL = Policy()
+_USUAL = QueuePolicy()
 _DEFAULT = "default"
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 # What an address may carry that is nobody's business.
@@ -169,7 +169,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     mlflow_store: str = ""
     mlflow_url: str = ""
     stopping_s: float = 30.0
-    queue: Policy = _USUAL
+    queue: QueuePolicy = _USUAL
 
     @property
     def directory(self) -> Path:
@@ -370,8 +370,8 @@ class _Checked:
     def stop_within_s(self, said: _Options) -> float:
         return self._duration("stop_within", said.stop_within, 0.0, STOP_WITHIN_MAX_S)
 
-    def queue(self, said: _Options) -> Policy:
-        return Policy(
+    def queue(self, said: _Options) -> QueuePolicy:
+        return QueuePolicy(
             half_life_s=self._duration("queue_half_life", said.queue_half_life, 60.0, RETENTION_MAX_S),
             entry_penalty_s=self._duration("queue_entry_penalty", said.queue_entry_penalty, 0.0, DAY_S),
             reservations=said.queue_reservations,

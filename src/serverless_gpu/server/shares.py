@@ -7,7 +7,7 @@ from typing import Literal, get_args
 import msgspec
 import sqlalchemy as sa
 
-from serverless_gpu.model.scheduling.values import Policy
+from serverless_gpu.model.scheduling.values import QueuePolicy
 from serverless_gpu.server.tables import shares
 
 Kind = Literal["team", "user"]
@@ -43,7 +43,7 @@ def remove(connection: sa.Connection, kind: Kind, name: str) -> bool:
     return connection.execute(shares.delete().where(this)).rowcount == 1
 
 
-def policy(connection: sa.Connection, said: Policy) -> Policy:
+def policy(connection: sa.Connection, said: QueuePolicy) -> QueuePolicy:
     """Return what decisions are made by: what the server was told, and the shares as they are now.
 
     Args:

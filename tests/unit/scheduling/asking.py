@@ -13,7 +13,7 @@ from serverless_gpu.model.scheduling.values import (
     Decision,
     Node,
     NodeSeen,
-    Policy,
+    QueuePolicy,
     Running,
     Share,
     Started,
@@ -45,7 +45,7 @@ def busy(
 
 
 def planner(
-    nodes: Iterable[Node | tuple[Node, Running]], queue: Iterable[Wanted] = (), policy: Policy | None = None
+    nodes: Iterable[Node | tuple[Node, Running]], queue: Iterable[Wanted] = (), policy: QueuePolicy | None = None
 ) -> Planner:
     """Return a planner that knows of these."""
     made = Planner(policy)
@@ -85,7 +85,7 @@ def decide(
     queue: Sequence[Wanted],
     nodes: Sequence[Node | tuple[Node, Running]],
     now_ns: int = 1000,
-    policy: Policy | None = None,
+    policy: QueuePolicy | None = None,
 ) -> Decided:
     """Return what a new planner decides."""
     return Decided(planner(nodes, queue, policy), now_ns)

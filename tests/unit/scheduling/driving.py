@@ -16,8 +16,8 @@ from serverless_gpu.model.scheduling.values import (
     Gone,
     Node,
     NodeSeen,
-    Policy,
     Preemption,
+    QueuePolicy,
     Running,
     Share,
     Started,
@@ -46,7 +46,7 @@ class World:
         on_decision: called after each decision.
     """
 
-    def __init__(self, nodes: Iterable[Node], policy: Policy | None = None, *, leave_s: float = 10.0) -> None:
+    def __init__(self, nodes: Iterable[Node], policy: QueuePolicy | None = None, *, leave_s: float = 10.0) -> None:
         self.nodes = {node.id: node for node in nodes}
         self.planner = Planner(policy)
         self.now_ns = 0

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from serverless_gpu.model.scheduling.values import BEST_EFFORT, Estimate, Policy, Wanted
+from serverless_gpu.model.scheduling.values import BEST_EFFORT, Estimate, QueuePolicy, Wanted
 from tests.unit.scheduling.asking import S, busy, decide, node, wanted
 
 N1 = node("n1", H100=8)
@@ -41,7 +41,7 @@ def test_who_is_behind_somebody_who_waits_for_a_drained_node_reads_that() -> Non
 
 
 def test_who_is_to_be_preempted_is_named_with_the_time_before_and_after_it_is_asked() -> None:
-    policy = Policy(preempt_after_s=20.0)
+    policy = QueuePolicy(preempt_after_s=20.0)
     lower: dict[str, Any] = {"priority": BEST_EFFORT, "preemptible": True, "grace_s": 30.0}
     run = wanted("r1", 8, title="root/hi")
     decided = decide([run], [busy(N1, 8, "root/be", **lower)], policy=policy)

@@ -20,8 +20,8 @@ from serverless_gpu.model.scheduling.values import (
     Node,
     NodeSeen,
     Placement,
-    Policy,
     Promised,
+    QueuePolicy,
     Running,
     Started,
     Wanted,
@@ -38,14 +38,14 @@ _RUN = st.tuples(
 )
 _STEP = st.tuples(st.lists(_RUN, max_size=4), st.integers(0, 3), st.integers(0, 900))
 _HISTORY = st.lists(_STEP, min_size=1, max_size=10)
-_POLICY = Policy(guard_s=7200.0, whole_node=0)
+_POLICY = QueuePolicy(guard_s=7200.0, whole_node=0)
 _LOOKS_NS = 60 * S  # who starts before somebody does so when the planner is asked, which is not at once
 
 
 class History:
     """A planner, and what has come of what it was told: the floor as an innkeeper would have it."""
 
-    def __init__(self, nodes: list[int], policy: Policy = _POLICY) -> None:
+    def __init__(self, nodes: list[int], policy: QueuePolicy = _POLICY) -> None:
         self.nodes = [
             Node(id=f"n{number}", name=f"n{number}", total={"H100": count}) for number, count in enumerate(nodes)
         ]

@@ -14,9 +14,9 @@ from serverless_gpu.model.scheduling.values import (
     CRITICAL,
     NORMAL,
     Node,
-    Policy,
     Pool,
     PoolSeen,
+    QueuePolicy,
     Reservation,
     Share,
     WaitReason,
@@ -80,7 +80,7 @@ def test_who_has_run_for_too_short_a_time_is_asked_as_soon_as_it_has_not() -> No
 
 
 def test_nobody_is_asked_more_often_than_that_by_class() -> None:
-    world = World([node("n1")], Policy(preempt_after_s=0.0))
+    world = World([node("n1")], QueuePolicy(preempt_after_s=0.0))
     world.submit(spare("b1"), 5_000)
     for number in range(6):
         world.submit(wanted(f"r{number}"), 100, at_s=200.0 + 400 * number)
@@ -176,7 +176,7 @@ def world_of(nodes: list[tuple[str, str, bool, int]], runs: list[tuple[Any, ...]
         node(f"n{number}", devices, pool=pool, owner=owner, owner_first=first)
         for number, (pool, owner, first, devices) in enumerate(nodes)
     ]
-    world = World(named, Policy(preempt_after_s=60.0, preemptions_max=2))
+    world = World(named, QueuePolicy(preempt_after_s=60.0, preemptions_max=2))
     world.tell(PoolSeen(_SEARCH))
     for number, (priority, gpus, owner, pool, preemptible, limit_s, length_s, at_s) in enumerate(runs):
         run = wanted(
@@ -237,7 +237,13 @@ def test_guests_are_let_in_only_where_nobody_with_more_right_waits_who_could_be_
             assert held.wanted.priority == BEST_EFFORT
             assert held.wanted.preemptible or held.wanted.limit_s == 100.0
             there = [world.nodes[share.node_id] for share in held.shares]
-            most = max(place.total["H100"] for place in world.nodes.values() if place.pool == "search")
+            # Nodes are judged by owner: what only another owner's node is large enough for waits for that one.
+            lenders = {(place.owner, place.owner_first) for place in there if place.pool == "search"}
+            most = max(
+                place.total["H100"]
+                for place in world.nodes.values()
+                if place.pool == "search" and (place.owner, place.owner_first) in lenders
+            )
             fitting = [run for run in own if (run.gpus or 0) <= most]
             first = [place for place in there if place.owner_first and place.owner]
             assert not fitting or first, (held, fitting)

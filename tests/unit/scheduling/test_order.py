@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from serverless_gpu.model.scheduling import explaining
 from serverless_gpu.model.scheduling.planner import Planner
 from serverless_gpu.model.scheduling.state import State
-from serverless_gpu.model.scheduling.values import Arrived, Change, Gone, Node, NodeSeen, Policy, Used, Wanted
+from serverless_gpu.model.scheduling.values import Arrived, Change, Gone, Node, NodeSeen, QueuePolicy, Used, Wanted
 
 HOUR_S = 3_600
 NOW_NS = 30 * 24 * HOUR_S * 10**9
@@ -33,7 +33,7 @@ RUNS = st.lists(RUN, max_size=24, unique_by=lambda run: run.run_id)
 def test_who_is_ahead_is_who_is_served_before(
     runs: list[Wanted], teams: list[str], users: list[str], limit: int
 ) -> None:
-    policy = Policy(guard_s=7 * 24 * HOUR_S, entry_penalty_s=0)  # who starts has no less right to the next turn
+    policy = QueuePolicy(guard_s=7 * 24 * HOUR_S, entry_penalty_s=0)  # who starts has no less right to the next turn
     used = Used(  # of nobody the same: those that are level take turns by name, one run each
         at_ns=NOW_NS,
         teams={team: 100.0 * place for place, team in enumerate(teams)},
@@ -53,7 +53,7 @@ def test_who_is_ahead_is_who_is_served_before(
 
 
 def test_asking_changes_nothing() -> None:
-    asked, silent = Planner(Policy(half_life_s=977.0)), Planner(Policy(half_life_s=977.0))
+    asked, silent = Planner(QueuePolicy(half_life_s=977.0)), Planner(QueuePolicy(half_life_s=977.0))
     run = Wanted(run_id="r0", title="t", owner="a", gpus=3, gpu_type="H100", queued_ns=0)
     later = Wanted(run_id="r1", title="t", owner="b", gpus=8, gpu_type="H100", queued_ns=1)
     for planner in (asked, silent):
@@ -70,7 +70,7 @@ def test_asking_changes_nothing() -> None:
 
 
 def test_F82_what_can_never_be_is_listed_after_all_that_wait() -> None:
-    state = State(Policy())
+    state = State(QueuePolicy())
     state.floor.see(Node(id="n", name="n", total={"H100": 8}))
     for number, (gpus, gpu_type) in enumerate([(1, "A10"), (16, "H100"), (8, "H100"), (1, "H100")]):
         state.queue.put(Wanted(run_id=f"r{number}", title="t", gpus=gpus, gpu_type=gpu_type, queued_ns=number))

@@ -10,16 +10,16 @@ from serverless_gpu.model.scheduling.values import (
     CRITICAL,
     Node,
     Placement,
-    Policy,
     Pool,
     PoolSeen,
+    QueuePolicy,
     Share,
     WaitReason,
     Wanted,
 )
 from tests.unit.scheduling.asking import Decided, busy, decide, node, planner, wanted
 
-NEAR = Policy(nearly=0.8)
+NEAR = QueuePolicy(nearly=0.8)
 """A gang of a whole node is nearly there with one device missing."""
 
 

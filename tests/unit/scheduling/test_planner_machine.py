@@ -22,17 +22,17 @@ from serverless_gpu.model.scheduling.values import (
     Node,
     NodeGone,
     NodeSeen,
-    Policy,
-    PolicySet,
     Pool,
     PoolSeen,
+    QueuePolicy,
+    QueuePolicySet,
     Running,
     Started,
     Wanted,
 )
 
 S = 1_000_000_000
-_POLICY = Policy(preempt_after_s=30.0, preemptions_max=2, reservations=3, patience_s=100.0, guard_s=3_000.0)
+_POLICY = QueuePolicy(preempt_after_s=30.0, preemptions_max=2, reservations=3, patience_s=100.0, guard_s=3_000.0)
 
 
 class Scheduled(RuleBasedStateMachine):
@@ -167,7 +167,7 @@ class Scheduled(RuleBasedStateMachine):
     def decide_otherwise(self, lends: bool, patience_s: float) -> None:
         """The operator changes a pool and the policy."""
         self.changes.append(PoolSeen(Pool(name="search", reserved=True, lends=lends, return_s=60.0)))
-        self.changes.append(PolicySet(msgspec.structs.replace(_POLICY, patience_s=patience_s)))
+        self.changes.append(QueuePolicySet(msgspec.structs.replace(_POLICY, patience_s=patience_s)))
 
     @rule(passed_s=st.sampled_from([0, 1, 40, 4_000]))
     def decide(self, passed_s: int) -> None:

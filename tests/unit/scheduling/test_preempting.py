@@ -17,8 +17,8 @@ from serverless_gpu.model.scheduling.values import (
     CRITICAL,
     NORMAL,
     Node,
-    Policy,
     Pool,
+    QueuePolicy,
     Running,
     Share,
     Wanted,
@@ -26,7 +26,7 @@ from serverless_gpu.model.scheduling.values import (
 
 _S = 1_000_000_000
 _NOW = 10_000 * _S
-_TERMS = Terms(policy=Policy(), pools={"search": Pool(name="search", reserved=True, lends=True, return_s=300.0)})
+_TERMS = Terms(policy=QueuePolicy(), pools={"search": Pool(name="search", reserved=True, lends=True, return_s=300.0)})
 
 
 def wanted(run_id: str, gpus: int = 8, **others: object) -> Wanted:
@@ -181,9 +181,9 @@ def test_a_reserved_pool_lends_to_who_can_give_back_in_time(others: dict[str, An
     assert could_use(run, node, _TERMS) is may
     assert may_use(run, node, _TERMS, _NOW) is may
     assert standing(run, node, _TERMS) == (False, run.pool != "search")
-    closed = Terms(policy=Policy(), pools={"search": Pool(name="search", reserved=True)})
+    closed = Terms(policy=QueuePolicy(), pools={"search": Pool(name="search", reserved=True)})
     assert could_use(run, node, closed) is (run.pool == "search")
-    on_demand = Terms(policy=Policy())
+    on_demand = Terms(policy=QueuePolicy())
     assert could_use(run, node, on_demand) is (run.pool in ("", "search"))
     assert standing(run, node, on_demand) == (False, False)
 

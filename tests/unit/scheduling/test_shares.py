@@ -7,7 +7,7 @@ from statistics import median
 
 import pytest
 
-from serverless_gpu.model.scheduling.values import Node, Policy, Wanted
+from serverless_gpu.model.scheduling.values import Node, QueuePolicy, Wanted
 from tests.unit.scheduling.driving import S, World
 
 _HOUR = 3600.0
@@ -43,7 +43,7 @@ def overload(world: World, weights: dict[str, list[str]], chance: random.Random,
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_two_teams_with_shares_of_70_and_30_get_them_in_a_week_of_overload(seed: int) -> None:
-    world = World(nodes(4), Policy(team_weights={"search": 70.0, "speech": 30.0}))
+    world = World(nodes(4), QueuePolicy(team_weights={"search": 70.0, "speech": 30.0}))
     # The smaller share has more users, who ask for as much each: it is the team that counts.
     overload(world, {"search": ["ann", "bob"], "speech": ["cat", "dan", "eve"]}, random.Random(seed))
     world.run(_WEEK_S)

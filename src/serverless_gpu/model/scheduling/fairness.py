@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 from serverless_gpu.model.hardware import CPU
-from serverless_gpu.model.scheduling.values import Policy, Share, Used, Wanted
+from serverless_gpu.model.scheduling.values import QueuePolicy, Share, Used, Wanted
 
 CPU_WEIGHT = 1 / 32
 """GPUs that a CPU slot counts for."""
@@ -62,7 +62,7 @@ class Fairness:
         policy: half-life, entry penalty and weights.
     """
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: QueuePolicy) -> None:
         self._teams: dict[str, _Account] = {}
         self._users: dict[Key, _Account] = {}
         self._now_ns = self._swept_ns = 0
@@ -72,7 +72,7 @@ class Fairness:
         self._is_look = False
         self.set_policy(policy)
 
-    def set_policy(self, policy: Policy) -> None:
+    def set_policy(self, policy: QueuePolicy) -> None:
         """Use another half-life, other weights; what was used stays."""
         self._policy = policy
         half_life_s = policy.half_life_s

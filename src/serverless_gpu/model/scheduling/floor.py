@@ -26,7 +26,7 @@ from serverless_gpu.model.scheduling.places import Entry, Group, Index, Place, R
 from serverless_gpu.model.scheduling.preempting import Terms
 from serverless_gpu.model.scheduling.reserving import Book, Ends, Profile
 from serverless_gpu.model.scheduling.shapes import Ask, Shape
-from serverless_gpu.model.scheduling.values import Node, Policy, Pool, Running, Share, Wanted
+from serverless_gpu.model.scheduling.values import Node, Pool, QueuePolicy, Running, Share, Wanted
 
 _S = 1_000_000_000
 _REACHES_MAX = 10_000
@@ -35,7 +35,7 @@ _REACHES_MAX = 10_000
 class Floor:
     """Every node, and who has what of it; `leavers`: who could be asked to leave."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: QueuePolicy) -> None:
         self.places: dict[str, Place] = {}
         self.terms = Terms(policy=policy)
         self.books: dict[tuple[str, str], Book] = {}
@@ -60,7 +60,7 @@ class Floor:
             self.terms = Terms(policy=self.terms.policy, pools={**self.terms.pools, pool.name: pool})
             self.change()
 
-    def set_policy(self, policy: Policy) -> None:
+    def set_policy(self, policy: QueuePolicy) -> None:
         """Decide otherwise from now on."""
         self.terms = Terms(policy=policy, pools=self.terms.pools)
         self.change()

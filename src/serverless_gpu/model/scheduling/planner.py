@@ -29,11 +29,11 @@ from serverless_gpu.model.scheduling.values import (
     NodeGone,
     NodeSeen,
     Placement,
-    Policy,
-    PolicySet,
     PoolSeen,
     Preemption,
     Promised,
+    QueuePolicy,
+    QueuePolicySet,
     Reservation,
     Running,
     Started,
@@ -57,8 +57,8 @@ class Planner:
         policy: what the operator decides.
     """
 
-    def __init__(self, policy: Policy | None = None) -> None:
-        self._state = State(policy or Policy())
+    def __init__(self, policy: QueuePolicy | None = None) -> None:
+        self._state = State(policy or QueuePolicy())
 
     # --- changes ---
 
@@ -81,7 +81,7 @@ class Planner:
                     state.floor.forget(node_id)
                 case PoolSeen(pool):
                     state.floor.see_pool(pool)
-                case PolicySet(policy):
+                case QueuePolicySet(policy):
                     state.set_policy(policy)
                 case Used():
                     state.fairness.tell(change)

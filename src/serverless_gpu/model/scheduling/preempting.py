@@ -28,9 +28,9 @@ from serverless_gpu.model.scheduling.values import (
     BEST_EFFORT,
     CLASSES,
     Node,
-    Policy,
     Pool,
     Preemption,
+    QueuePolicy,
     Running,
     Share,
     Wanted,
@@ -46,7 +46,7 @@ _NS = 1_000_000_000
 class Terms(msgspec.Struct, frozen=True, kw_only=True):
     """What the operator decided; a pool that is not among them is an on-demand one."""
 
-    policy: Policy
+    policy: QueuePolicy
     pools: Mapping[str, Pool] = {}
 
 

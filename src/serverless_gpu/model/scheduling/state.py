@@ -7,7 +7,7 @@ from serverless_gpu.model.scheduling.fairness import Fairness
 from serverless_gpu.model.scheduling.floor import Floor
 from serverless_gpu.model.scheduling.queue import Queue
 from serverless_gpu.model.scheduling.shapes import Ask
-from serverless_gpu.model.scheduling.values import Policy, Reservation, Running, Share
+from serverless_gpu.model.scheduling.values import QueuePolicy, Reservation, Running, Share
 
 _S = 1e9
 
@@ -29,7 +29,7 @@ class State:
         now_ns: the time of the last pass.
     """
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: QueuePolicy) -> None:
         self.policy = policy
         self.queue, self.floor, self.fairness = Queue(), Floor(policy), Fairness(policy)
         self.running: dict[str, Running] = {}
@@ -40,7 +40,7 @@ class State:
         self.number = 0
         self.now_ns = 0
 
-    def set_policy(self, policy: Policy) -> None:
+    def set_policy(self, policy: QueuePolicy) -> None:
         """Decide otherwise from now on."""
         self.policy = policy
         self.fairness.set_policy(policy)

@@ -22,7 +22,7 @@ CRITICAL, NORMAL, BEST_EFFORT = range(3)
 # --- what goes in -----------------------------------------------------------------------------------------------------
 
 
-class Policy(msgspec.Struct, frozen=True, kw_only=True):
+class QueuePolicy(msgspec.Struct, frozen=True, kw_only=True):
     """What an operator decides about the queue.
 
     Attributes:
@@ -242,10 +242,10 @@ class PoolSeen(msgspec.Struct, frozen=True):
     pool: Pool
 
 
-class PolicySet(msgspec.Struct, frozen=True):
+class QueuePolicySet(msgspec.Struct, frozen=True):
     """The operator decided otherwise."""
 
-    policy: Policy
+    policy: QueuePolicy
 
 
 class Used(msgspec.Struct, frozen=True):
@@ -265,7 +265,7 @@ class Promised(msgspec.Struct, frozen=True):
     reservation: Reservation
 
 
-Change = Arrived | Started | Gone | NodeSeen | NodeGone | PoolSeen | PolicySet | Used | Promised
+Change = Arrived | Started | Gone | NodeSeen | NodeGone | PoolSeen | QueuePolicySet | Used | Promised
 
 
 # --- what comes out ---------------------------------------------------------------------------------------------------
