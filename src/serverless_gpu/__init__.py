@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from serverless_gpu.client.session import Session as Session
     from serverless_gpu.client.session import session as session
     from serverless_gpu.compute import GPUType as GPUType
-    from serverless_gpu.model.ledger import Receipt as Receipt
+    from serverless_gpu.model.receipt import Receipt as Receipt
 
 __all__ = ["DistributedFunction", "GPUType", "Receipt", "Run", "Session", "as_completed", "attach", "distributed"]
 __all__ += ["errors", "session"]

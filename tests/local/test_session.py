@@ -131,7 +131,7 @@ def test_the_account_of_a_session_is_the_time_no_run_had_its_devices(warm: Path,
         (FactKind.HELD, 2),
         (FactKind.FREED, 2),
     ]
-    charged = charge(facts, gpu_type="H100", price=None)
+    charged = charge(facts, gpu_type="H100")
     assert charged.gpu_ms == receipt["gpu_ms"] > 0
     assert run.receipt().gpu_ms > 0
     submission = json.loads((directory / "spec.json").read_text())

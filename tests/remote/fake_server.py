@@ -28,7 +28,7 @@ from serverless_gpu.ambient import machine
 from serverless_gpu.errors import AlreadyFinished, IdempotencyConflict, NotAuthenticated, NotFound, ServerlessGpuError
 from serverless_gpu.model.attempt import TERMINAL, Reason, State
 from serverless_gpu.model.hardware import DeviceKind
-from serverless_gpu.model.ledger import Receipt, Segments
+from serverless_gpu.model.receipt import Receipt, Segments
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.protocol import Stopped
 from serverless_gpu.wire.base import API, Problem

@@ -15,7 +15,8 @@ import msgspec
 
 from serverless_gpu.model.attempt import MEANINGS, STOPPED_BY, Failure, Reason, State, StopReason
 from serverless_gpu.model.hardware import DeviceKind
-from serverless_gpu.model.ledger import Fact, FactKind, Receipt, Segments, charge
+from serverless_gpu.model.ledger import Fact, FactKind, charge
+from serverless_gpu.model.receipt import Receipt, Segments
 from serverless_gpu.node.protocol import Stopped
 from serverless_gpu.wire.agents import Start
 from tests.simulation.timeline import S, Timeline, WrongClock
@@ -115,7 +116,7 @@ class Kept:
             gpus=gpus,
             kind=DeviceKind.FAKE,
             segments=Segments(),
-            gpu_ms=charge(self.facts, gpu_type=order.gpu_type, price=None).gpu_ms,
+            gpu_ms=charge(self.facts, gpu_type=order.gpu_type).gpu_ms,
             micros=None,
             currency="USD",
             peak_memory_bytes=None,

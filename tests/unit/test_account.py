@@ -10,7 +10,9 @@ import pytest
 
 from serverless_gpu.model.attempt import Attempt, Limits, Reason, State
 from serverless_gpu.model.hardware import Device, DeviceKind
-from serverless_gpu.model.ledger import Fact, FactKind, Price, Receipt, Segments
+from serverless_gpu.model.ledger import Fact, FactKind
+from serverless_gpu.model.pricing import UNPRICED, Tariff
+from serverless_gpu.model.receipt import Receipt, Segments
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.account import Account, gate_text, write_json
 from serverless_gpu.node.gate import Verdict
@@ -28,7 +30,7 @@ START_NS, WALL_NS = 1_000_000_000_000, 1_800_000_000_000_000_000
 FREE = {device.uuid: Verdict(ok=True, evidence="no process, 0 MiB used (baseline 0 MiB)") for device in DEVICES}
 
 
-def launch(directory: Path, price: Price | None = None) -> Launch:
+def launch(directory: Path, tariff: Tariff = UNPRICED) -> Launch:
     return Launch(
         run_id="r",
         fence=2,
@@ -38,7 +40,7 @@ def launch(directory: Path, price: Price | None = None) -> Launch:
         world_size=2,
         context=CONTEXT,
         called_ns=START_NS,
-        price=price,
+        tariff=tariff,
     )
 
 
@@ -60,9 +62,9 @@ def fact(seq: int, kind: FactKind, after_s: float) -> Fact:
     )
 
 
-def whole_life(directory: Path, price: Price | None = None) -> Account:
+def whole_life(directory: Path, tariff: Tariff = UNPRICED) -> Account:
     clock = FakeClock()
-    account = Account(launch(directory, price), clock)
+    account = Account(launch(directory, tariff), clock)
     account.mark("called", START_NS)
     account.mark("asked")
     for seconds, mark, kind in (
@@ -122,7 +124,7 @@ def test_a_mark_is_the_first_time(tmp_path: Path) -> None:
 
 
 def test_the_receipt_of_a_run(tmp_path: Path) -> None:
-    account = whole_life(tmp_path, Price(gpu_type="H100", micros_per_gpu_hour=3_600_000))
+    account = whole_life(tmp_path, Tariff(gpu_micros_per_hour=3_600_000))
     account.peaks = {0: 100, 1: 50}
     account.warm = (True, "")
     account.notes.append("a note")

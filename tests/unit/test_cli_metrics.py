@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 
 from serverless_gpu.cli import program
 from serverless_gpu.cli.uses import use_lines
-from serverless_gpu.model.ledger import DeviceUse
+from serverless_gpu.model.receipt import DeviceUse
 from tests.unit.plotted import ORIGIN_NS, attempt, telemetry
 from tests.unit.test_cli import FIRST, RECEIPT, SPEC
 

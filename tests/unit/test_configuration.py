@@ -8,7 +8,7 @@ import pytest
 
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.hardware import GpuType, recognise
-from serverless_gpu.model.ledger import Price
+from serverless_gpu.model.pricing import Tariff
 from serverless_gpu.node.configuration import Configuration, read_configuration
 from serverless_gpu.node.home import Home
 
@@ -39,7 +39,7 @@ def test_types_and_prices(tmp_path: Path) -> None:
     own = read_configuration(home_with(tmp_path, GOOD))
     mine = GpuType(name="MYCARD", memory_bytes=48 * 2**30, products=("ACME Accelerator 48G",))
     assert own.types == (mine, GpuType(name="SMALL", memory_bytes=2**29, aliases=("TINY",)))
-    assert own.prices == {"H100": Price(gpu_type="H100", micros_per_gpu_hour=2_990_000)}
+    assert own.prices == {"H100": Tariff(gpu_micros_per_hour=2_990_000)}
     assert recognise("ACME Accelerator 48G", 48 * 2**30, (mine,)) == "MYCARD"
 
 

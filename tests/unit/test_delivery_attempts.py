@@ -8,7 +8,7 @@ import msgspec
 
 from serverless_gpu.model.attempt import Reason, State
 from serverless_gpu.model.hardware import DeviceKind
-from serverless_gpu.model.ledger import Receipt, Segments
+from serverless_gpu.model.receipt import Receipt, Segments
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.testing.mlflow import FakeMlflow
 from serverless_gpu.tracking.delivery import Delivery

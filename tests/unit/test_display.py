@@ -14,7 +14,7 @@ from serverless_gpu.client import display
 from serverless_gpu.client.display import TerminalDisplay, make_display
 from serverless_gpu.client.live_block import LIVE_ROWS_MAX
 from serverless_gpu.model.hardware import DeviceKind
-from serverless_gpu.model.ledger import Receipt, Segments
+from serverless_gpu.model.receipt import Receipt, Segments
 from serverless_gpu.testing import FakeClock
 from tests.tiny_terminal import screen
 from tests.unit.test_screen import NESTED

@@ -14,19 +14,11 @@ from hypothesis import strategies as st
 
 from serverless_gpu.errors import InvalidOption, InvalidValue, UsageError
 from serverless_gpu.model.hardware import DeviceKind
-from serverless_gpu.model.ledger import (
-    Charge,
-    DeviceUse,
-    Fact,
-    FactKind,
-    Price,
-    Receipt,
-    Segments,
-    charge,
-    parse_prices,
-)
+from serverless_gpu.model.ledger import Charge, Fact, FactKind, charge
+from serverless_gpu.model.pricing import UNPRICED, Tariff, parse_prices
+from serverless_gpu.model.receipt import DeviceUse, Receipt, Segments
 
-PRICE = Price(gpu_type="H100", micros_per_gpu_hour=3_000_000)
+PRICE = Tariff(gpu_micros_per_hour=3_000_000)
 GPUS = ("GPU-a", "GPU-b")
 PRICE_HINT = 'hint: write the price of one GPU for one hour in USD, for example {"H100": 2.99}'
 
@@ -101,7 +93,7 @@ WHOLE = (
     ],
 )
 def test_billable_time_goes_from_exec_to_freed(facts: Sequence[Fact], expected: Charge) -> None:
-    assert charge(facts, gpu_type="H100", price=PRICE) == expected
+    assert charge(facts, gpu_type="H100", tariff=PRICE) == expected
 
 
 def test_a_session_is_billed_for_devices_while_no_run_has_them() -> None:
@@ -116,10 +108,10 @@ def test_a_session_is_billed_for_devices_while_no_run_has_them() -> None:
         fact(6, "held", 9_000),  # a run had both meanwhile
         fact(7, "freed", 10_000),
     )
-    assert charge(facts, gpu_type="H100", price=PRICE) == charged(4_000 + 2_000 + 2_000, 6_667)
-    assert charge(reversed(facts), gpu_type="H100", price=PRICE) == charged(8_000, 6_667)
+    assert charge(facts, gpu_type="H100", tariff=PRICE) == charged(4_000 + 2_000 + 2_000, 6_667)
+    assert charge(reversed(facts), gpu_type="H100", tariff=PRICE) == charged(8_000, 6_667)
     # Killed: the open interval ends with its last sign of life.
-    assert charge(facts[:5], gpu_type="H100", price=PRICE) == charged(4_000 + 1_000, 4_167)
+    assert charge(facts[:5], gpu_type="H100", tariff=PRICE) == charged(4_000 + 1_000, 4_167)
 
 
 @pytest.mark.parametrize(
@@ -134,27 +126,27 @@ def test_a_session_is_billed_for_devices_while_no_run_has_them() -> None:
     ],
 )
 def test_F21_a_reboot_ends_the_time_at_the_last_sign_of_life(later: tuple[Fact, ...], expected: Charge) -> None:
-    assert charge((*WHOLE[:4], *later), gpu_type="H100", price=PRICE) == expected
+    assert charge((*WHOLE[:4], *later), gpu_type="H100", tariff=PRICE) == expected
 
 
 def test_F17_late_facts_make_a_provisional_charge_final() -> None:
-    provisional = charge(WHOLE[:4], gpu_type="H100", price=PRICE)
-    final = charge((*WHOLE[4:], *WHOLE[:4]), gpu_type="H100", price=PRICE)
+    provisional = charge(WHOLE[:4], gpu_type="H100", tariff=PRICE)
+    final = charge((*WHOLE[4:], *WHOLE[:4]), gpu_type="H100", tariff=PRICE)
     assert (provisional, final) == (charged(10_000, 8_334), charged(22_000, 18_334))
 
 
 def test_F14_a_gang_that_never_started_costs_nothing() -> None:
     facts = (fact(0, "reserved", 0), fact(1, "hydrating", 10), fact(2, "alive", 300_000), fact(3, "freed", 300_100))
-    assert charge(facts, gpu_type="H100", price=PRICE) == charged(0, 0, gpus=0)
+    assert charge(facts, gpu_type="H100", tariff=PRICE) == charged(0, 0, gpus=0)
 
 
 def test_without_a_price_time_is_counted_and_money_is_not_known() -> None:
-    assert charge(WHOLE, gpu_type="H100", price=None) == charged(22_000, None)
+    assert charge(WHOLE, gpu_type="H100", tariff=UNPRICED) == charged(22_000, None)
 
 
 def test_facts_of_several_attempts_are_refused() -> None:
     with pytest.raises(InvalidValue) as refused:
-        charge([*WHOLE, fact(2, "freed", 9, attempt="run1:2")], gpu_type="H100", price=PRICE)
+        charge([*WHOLE, fact(2, "freed", 9, attempt="run1:2")], gpu_type="H100", tariff=PRICE)
     assert str(refused.value) == "a charge is for one attempt, these facts are of run1:1, run1:2"
 
 
@@ -162,7 +154,7 @@ def test_two_different_facts_under_one_number_are_refused_in_any_order() -> None
     facts = [*WHOLE, fact(6, "freed", 13_001)]
     for order in (facts, facts[::-1]):
         with pytest.raises(InvalidValue) as refused:
-            charge(order, gpu_type="H100", price=PRICE)
+            charge(order, gpu_type="H100", tariff=PRICE)
         assert str(refused.value) == "two different facts of attempt run1:1 carry the number 6"
 
 
@@ -183,24 +175,24 @@ def histories(draw: st.DrawFn) -> list[Fact]:
 
 
 PRICES = st.one_of(
-    st.none(),
-    st.integers(0, 10**9).map(lambda micros: Price(gpu_type="H100", micros_per_gpu_hour=micros)),
+    st.just(UNPRICED),
+    st.integers(0, 10**9).map(lambda micros: Tariff(gpu_micros_per_hour=micros)),
 )
 
 
 @given(histories(), PRICES, st.data())
 def test_F34_any_order_and_any_repetition_give_the_same_charge(
-    facts: list[Fact], price: Price | None, data: st.DataObject
+    facts: list[Fact], price: Tariff, data: st.DataObject
 ) -> None:
     repeated = data.draw(st.lists(st.sampled_from(facts), max_size=10))
     shuffled = data.draw(st.permutations([*facts, *repeated]))
-    expected = charge(facts, gpu_type="H100", price=price)
-    assert charge(iter(shuffled), gpu_type="H100", price=price) == expected
+    expected = charge(facts, gpu_type="H100", tariff=price)
+    assert charge(iter(shuffled), gpu_type="H100", tariff=price) == expected
 
 
 @given(histories(), PRICES)
-def test_a_charge_is_at_most_the_time_held_and_money_is_rounded_up_once(facts: list[Fact], price: Price | None) -> None:
-    cost = charge(facts, gpu_type="H100", price=price)
+def test_a_charge_is_at_most_the_time_held_and_money_is_rounded_up_once(facts: list[Fact], price: Tariff) -> None:
+    cost = charge(facts, gpu_type="H100", tariff=price)
     held_ns = sum(
         max(each.boottime_ns for each in boot) - min(each.boottime_ns for each in boot)
         for boot_id in {each.boot_id for each in facts}
@@ -208,18 +200,18 @@ def test_a_charge_is_at_most_the_time_held_and_money_is_rounded_up_once(facts: l
     )
     assert 0 <= cost.gpu_ms * 1_000_000 <= held_ns * len(facts[0].gpus)
     assert type(cost.gpu_ms) is int
-    if price is None:
+    if price.gpu_micros_per_hour is None:
         assert cost.micros is None
     else:
         assert type(cost.micros) is int
-        assert cost.micros == math.ceil(Fraction(cost.gpu_ms * price.micros_per_gpu_hour, 3_600_000))
+        assert cost.micros == math.ceil(Fraction(cost.gpu_ms * price.gpu_micros_per_hour, 3_600_000))
 
 
 @given(histories(), st.data())
 def test_more_facts_of_one_boot_never_lower_a_charge_until_it_is_final(facts: list[Fact], data: st.DataObject) -> None:
     known = facts[: data.draw(st.integers(0, len(facts)))]
-    earlier = charge(known, gpu_type="H100", price=PRICE)
-    later = charge(facts, gpu_type="H100", price=PRICE)
+    earlier = charge(known, gpu_type="H100", tariff=PRICE)
+    later = charge(facts, gpu_type="H100", tariff=PRICE)
     assert earlier.gpu_ms <= later.gpu_ms
 
 
@@ -227,18 +219,12 @@ def test_a_fact_round_trips_through_json() -> None:
     assert [msgspec.json.decode(msgspec.json.encode(each), type=Fact) for each in WHOLE] == list(WHOLE)
 
 
-def test_a_negative_price_is_refused() -> None:
-    with pytest.raises(InvalidValue) as refused:
-        Price(gpu_type="H100", micros_per_gpu_hour=-1)
-    assert str(refused.value) == "the price of H100 cannot be -1 micros per GPU-hour"
-
-
 def test_prices_are_read_by_any_spelling_and_kept_as_integers() -> None:
     assert parse_prices({"h100": 2.99, "Tesla K80": 0, "CPU": 0.0125, "L4": 4.1}) == {
-        "H100": Price(gpu_type="H100", micros_per_gpu_hour=2_990_000),
-        "Tesla K80": Price(gpu_type="Tesla K80", micros_per_gpu_hour=0),
-        "CPU": Price(gpu_type="CPU", micros_per_gpu_hour=12_500),
-        "L4": Price(gpu_type="L4", micros_per_gpu_hour=4_100_000),
+        "H100": Tariff(gpu_micros_per_hour=2_990_000),
+        "Tesla K80": Tariff(gpu_micros_per_hour=0),
+        "CPU": Tariff(gpu_micros_per_hour=12_500),
+        "L4": Tariff(gpu_micros_per_hour=4_100_000),
     }
     assert parse_prices({}) == {}
 
@@ -246,9 +232,9 @@ def test_prices_are_read_by_any_spelling_and_kept_as_integers() -> None:
 @pytest.mark.parametrize("table", [{"A100": 1.5, "A100-80": 2}, {"A100-80": 2, "A100": 1.5}])
 def test_a_familys_price_holds_for_members_without_one(table: dict[str, float]) -> None:
     assert parse_prices(table) == {
-        "A100": Price(gpu_type="A100", micros_per_gpu_hour=1_500_000),
-        "A100-40": Price(gpu_type="A100-40", micros_per_gpu_hour=1_500_000),
-        "A100-80": Price(gpu_type="A100-80", micros_per_gpu_hour=2_000_000),
+        "A100": Tariff(gpu_micros_per_hour=1_500_000),
+        "A100-40": Tariff(gpu_micros_per_hour=1_500_000),
+        "A100-80": Tariff(gpu_micros_per_hour=2_000_000),
     }
 
 

@@ -16,8 +16,8 @@ import pytest
 
 from serverless_gpu.model.attempt import Reason, State
 from serverless_gpu.model.hardware import Device, DeviceKind
-from serverless_gpu.model.ledger import DeviceUse
 from serverless_gpu.model.raycluster import RayCluster
+from serverless_gpu.model.receipt import DeviceUse
 from serverless_gpu.model.spec import Command, RunSpec
 from serverless_gpu.model.tracking import Tracking
 from serverless_gpu.node import protocol

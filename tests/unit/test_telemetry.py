@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from serverless_gpu.model.hardware import DeviceKind
-from serverless_gpu.model.ledger import DeviceUse
+from serverless_gpu.model.receipt import DeviceUse
 from serverless_gpu.model.telemetry import (
     SECOND_NS,
     GpuSample,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from serverless_gpu.model.attempt import TERMINAL, Reason, State
 from serverless_gpu.model.hardware import DeviceKind
-from serverless_gpu.model.ledger import Receipt, Segments
+from serverless_gpu.model.receipt import Receipt, Segments
 from serverless_gpu.model.spec import Command, Resources, RunSpec
 from serverless_gpu.model.tracking import Tracking
 from serverless_gpu.model.tracking_rules import (

@@ -20,7 +20,7 @@ from serverless_gpu.client.live_block import LIVE_ROWS_MAX, Block, columns_of, i
 from serverless_gpu.client.screen import HELD_S, Screens
 from serverless_gpu.client.terminal import safe
 from serverless_gpu.client.waiting_line import WaitingLine
-from serverless_gpu.model.ledger import Receipt
+from serverless_gpu.model.receipt import Receipt
 from serverless_gpu.units import format_bytes
 
 _NOTEBOOK = "serverless_gpu.client.notebook"

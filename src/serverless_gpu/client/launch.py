@@ -39,6 +39,7 @@ from serverless_gpu.client.tracking import resolve, tracked
 from serverless_gpu.errors import AgentUnavailable, HardwareError, InvalidValue, UsageError
 from serverless_gpu.model.hardware import Device
 from serverless_gpu.model.placement import Candidates, candidates, restrict
+from serverless_gpu.model.pricing import UNPRICED
 from serverless_gpu.model.spec import HANG_WARNING, Command, Function, RunSpec, check_command, hang_warning_s
 from serverless_gpu.node import protocol, secret_files
 from serverless_gpu.node.home import Home, find_home
@@ -365,7 +366,7 @@ def _message(order: _Order, home: Home, greeting: protocol.Greeting) -> protocol
         of_type=sum(device.type == chosen.devices[0].type for device in devices),
         context=context,
         called_ns=order.called_ns,
-        price=greeting.prices.get(chosen.devices[0].type),
+        tariff=greeting.prices.get(chosen.devices[0].type, UNPRICED),
         session=order.lender.session if order.lender else "",
         idle_timeout_s=order.idle_timeout_s,
     )

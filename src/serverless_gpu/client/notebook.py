@@ -24,7 +24,7 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.client.display import LineDisplay
 from serverless_gpu.client.terminal import safe
 from serverless_gpu.model import markup
-from serverless_gpu.model.ledger import Receipt
+from serverless_gpu.model.receipt import Receipt
 from serverless_gpu.units import format_duration_ms
 
 _TICK_S = 0.25

@@ -32,7 +32,7 @@ from serverless_gpu.client.tracked import TrackedRun, from_directory, from_link
 from serverless_gpu.errors import InvalidOption, InvalidValue, ServerlessGpuError, ServerProblem, error_class
 from serverless_gpu.loading import load
 from serverless_gpu.model.attempt import Reason, State, StopReason
-from serverless_gpu.model.ledger import Receipt
+from serverless_gpu.model.receipt import Receipt
 from serverless_gpu.model.spec import Command, RunSpec, patience
 from serverless_gpu.node import protocol
 from serverless_gpu.units import format_duration_ms

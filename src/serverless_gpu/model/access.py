@@ -39,7 +39,10 @@ class Resource(StrEnum):
         RULES: what people decide about a node: drained, its calendar, GPUs left out; own: they are its owner.
         POOLS: pools.
         SHARES: of the queue, and use of devices; team: those of one's teams, and one's own.
-        POLICIES: usage policies.
+        POLICIES: usage policies, and whom they are attached to.
+        PRICES: the price book.
+        BUDGETS: team: those of one's teams, and one's own.
+        USAGE: what was used and what it cost; team: by one's teams, and by oneself.
         ENVIRONMENTS: objects of captured environments; own: by their address; all: list and delete.
         BLOBS: parts of payloads and outputs, by their digest.
         AGENTS: a node's own side: join, heartbeat.
@@ -59,6 +62,9 @@ class Resource(StrEnum):
     POOLS = "pools"
     SHARES = "shares"
     POLICIES = "policies"
+    PRICES = "prices"
+    BUDGETS = "budgets"
+    USAGE = "usage"
     ENVIRONMENTS = "environments"
     BLOBS = "blobs"
     AGENTS = "agents"
@@ -77,7 +83,7 @@ _NONE, _OWN, _TEAM, _ALL = Reach.NONE, Reach.OWN, Reach.TEAM, Reach.ALL
 POLICY: Mapping[Role, Mapping[Resource, tuple[Reach, Reach]]] = {
     "admin": dict.fromkeys(Resource, (_ALL, _ALL))
     | {Resource.AUDIT: (_ALL, _NONE), Resource.ORDERS: (_NONE, _NONE)}
-    | {Resource.METRICS: (_ALL, _NONE)},
+    | {Resource.METRICS: (_ALL, _NONE), Resource.USAGE: (_ALL, _NONE)},
     "operator": {
         Resource.RUNS: (_ALL, _ALL),
         Resource.NODES: (_ALL, _ALL),
@@ -85,6 +91,9 @@ POLICY: Mapping[Role, Mapping[Resource, tuple[Reach, Reach]]] = {
         Resource.POOLS: (_ALL, _ALL),
         Resource.SHARES: (_ALL, _ALL),
         Resource.POLICIES: (_ALL, _ALL),
+        Resource.PRICES: (_ALL, _ALL),
+        Resource.BUDGETS: (_ALL, _ALL),
+        Resource.USAGE: (_ALL, _NONE),
         Resource.ENVIRONMENTS: (_ALL, _ALL),
         Resource.BLOBS: (_OWN, _OWN),
         Resource.USERS: (_OWN, _NONE),
@@ -100,6 +109,9 @@ POLICY: Mapping[Role, Mapping[Resource, tuple[Reach, Reach]]] = {
         Resource.POOLS: (_ALL, _NONE),
         Resource.SHARES: (_TEAM, _NONE),
         Resource.POLICIES: (_ALL, _NONE),
+        Resource.PRICES: (_ALL, _NONE),
+        Resource.BUDGETS: (_TEAM, _NONE),
+        Resource.USAGE: (_TEAM, _NONE),
         Resource.ENVIRONMENTS: (_OWN, _OWN),
         Resource.BLOBS: (_OWN, _OWN),
         Resource.USERS: (_OWN, _NONE),
@@ -114,6 +126,9 @@ POLICY: Mapping[Role, Mapping[Resource, tuple[Reach, Reach]]] = {
         Resource.POOLS: (_ALL, _NONE),
         Resource.SHARES: (_TEAM, _NONE),
         Resource.POLICIES: (_ALL, _NONE),
+        Resource.PRICES: (_ALL, _NONE),
+        Resource.BUDGETS: (_TEAM, _NONE),
+        Resource.USAGE: (_TEAM, _NONE),
         Resource.USERS: (_OWN, _NONE),
         Resource.TEAMS: (_TEAM, _NONE),
         Resource.TOKENS: (_OWN, _OWN),

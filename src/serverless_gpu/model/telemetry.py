@@ -16,8 +16,8 @@ from typing import TypeVar
 import msgspec
 
 from serverless_gpu.model.hardware import DeviceKind
-from serverless_gpu.model.ledger import DeviceUse
 from serverless_gpu.model.ray_telemetry import RaySample, ray_series
+from serverless_gpu.model.receipt import DeviceUse
 
 
 class GpuSample(msgspec.Struct, frozen=True, array_like=True):

@@ -15,7 +15,7 @@ from typing import Literal
 
 from serverless_gpu.model.arguments import command_text
 from serverless_gpu.model.attempt import Reason, State
-from serverless_gpu.model.ledger import Receipt
+from serverless_gpu.model.receipt import Receipt
 from serverless_gpu.model.spec import Command, RunSpec
 from serverless_gpu.model.tracking import Tracking
 

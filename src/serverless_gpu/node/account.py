@@ -17,7 +17,8 @@ from serverless_gpu import faults
 from serverless_gpu.ambient import Clock
 from serverless_gpu.model.attempt import Attempt, Reason
 from serverless_gpu.model.hardware import Device, DeviceKind
-from serverless_gpu.model.ledger import Charge, DeviceUse, Fact, FactKind, Receipt, Segments, charge
+from serverless_gpu.model.ledger import Charge, Fact, FactKind, charge
+from serverless_gpu.model.receipt import DeviceUse, Receipt, Segments
 from serverless_gpu.node import reserve
 from serverless_gpu.node.gate import Verdict
 from serverless_gpu.node.protocol import Launch, Stopped
@@ -142,7 +143,7 @@ class Account:
         """
         secrets = self._launch.secrets
         kind, gpu_type = self._launch.candidates[0].kind, self._launch.candidates[0].type
-        price = self._launch.price
+        tariff = self._launch.tariff
         gpu_ms = self._before_ms + self._charged(self.facts).gpu_ms
         receipt = Receipt(
             run_id=attempt.run_id,
@@ -154,8 +155,8 @@ class Account:
             kind=kind,
             segments=self._segments(),
             gpu_ms=gpu_ms,
-            micros=None if price is None else micros_for(gpu_ms, price.micros_per_gpu_hour),
-            currency=price.currency if price else "USD",
+            micros=None if tariff.gpu_micros_per_hour is None else micros_for(gpu_ms, tariff.gpu_micros_per_hour),
+            currency=tariff.currency,
             peak_memory_bytes=self.peak_bytes if self.peak_bytes is not None else sum(self.peaks.values()) or None,
             warm=self.warm[0],
             warm_reason=self.warm[1],
@@ -177,7 +178,7 @@ class Account:
         return receipt
 
     def _charged(self, facts: Sequence[Fact]) -> Charge:
-        return charge(facts, gpu_type=self._launch.candidates[0].type, price=None)
+        return charge(facts, gpu_type=self._launch.candidates[0].type)
 
     def _segments(self) -> Segments:
         return Segments(

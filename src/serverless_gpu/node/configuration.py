@@ -30,7 +30,7 @@ import msgspec
 
 from serverless_gpu.errors import InvalidValue, UsageError
 from serverless_gpu.model.hardware import GpuType
-from serverless_gpu.model.ledger import Price, parse_prices
+from serverless_gpu.model.pricing import Tariff, parse_prices
 from serverless_gpu.model.retention import DAY_NS, DEFAULT_DAYS, DEFAULT_GIB, Policy
 from serverless_gpu.model.xid import Kind
 from serverless_gpu.node.home import Home
@@ -68,7 +68,7 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     types: tuple[GpuType, ...] = ()
-    prices: dict[str, Price] = {}
+    prices: dict[str, Tariff] = {}
     retention: Policy = Policy()
     checkpoints: str = ""
     xids: dict[int, Kind] = {}
@@ -116,7 +116,7 @@ def _types(tables: Mapping[str, object]) -> tuple[GpuType, ...]:
     )
 
 
-def _prices(tables: Mapping[str, object]) -> dict[str, Price]:
+def _prices(tables: Mapping[str, object]) -> dict[str, Tariff]:
     amounts = _converted(tables, "prices", dict[str, float])
     try:
         return parse_prices(amounts)

@@ -22,7 +22,8 @@ import msgspec
 
 from serverless_gpu.ambient import created_wall_ns
 from serverless_gpu.model.attempt import State
-from serverless_gpu.model.ledger import Fact, FactKind, Receipt
+from serverless_gpu.model.ledger import Fact, FactKind
+from serverless_gpu.model.receipt import Receipt
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.flocks import is_held
 from serverless_gpu.node.protocol import Stopped

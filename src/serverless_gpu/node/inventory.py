@@ -13,7 +13,7 @@ from pathlib import Path
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.hardware import Device, DeviceKind, GpuType, parse_fake
-from serverless_gpu.model.ledger import Price
+from serverless_gpu.model.pricing import Tariff
 from serverless_gpu.node import protocol
 from serverless_gpu.node.configuration import Configuration, read_configuration
 from serverless_gpu.node.gpus import CpuProvider, NvmlProvider
@@ -38,7 +38,7 @@ class Inventory:
         self._seen_written = 0
         self._devices: tuple[Device, ...] = ()
         self._types: tuple[GpuType, ...] = ()
-        self._prices: dict[str, Price] = {}
+        self._prices: dict[str, Tariff] = {}
         self._problem = ""
         self._unavailable: tuple[str, ...] = ()
         self._checkpoints = ""

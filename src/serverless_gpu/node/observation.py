@@ -30,7 +30,7 @@ import msgspec
 from serverless_gpu.ambient import Clock
 from serverless_gpu.model.attempt import Reason, State
 from serverless_gpu.model.hardware import Device
-from serverless_gpu.model.ledger import DeviceUse
+from serverless_gpu.model.receipt import DeviceUse
 from serverless_gpu.model.spec import Command
 from serverless_gpu.node import protocol
 from serverless_gpu.node.inside import mlflow_job

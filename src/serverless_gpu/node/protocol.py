@@ -22,7 +22,8 @@ import msgspec
 
 from serverless_gpu.model.attempt import Failure, Hang, Reason, State, StopReason
 from serverless_gpu.model.hardware import Device, GpuType
-from serverless_gpu.model.ledger import Price, Receipt
+from serverless_gpu.model.pricing import UNPRICED, Tariff
+from serverless_gpu.model.receipt import Receipt
 from serverless_gpu.model.secrets import Delivered
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.model.tracking import Tracking
@@ -90,7 +91,7 @@ class Greeting(Message, frozen=True, kw_only=True, tag="greeting"):
     pid: int
     devices: tuple[Device, ...]
     own_types: tuple[GpuType, ...] = ()
-    prices: dict[str, Price] = {}
+    prices: dict[str, Tariff] = {}
     problem: str = ""
     unavailable: tuple[str, ...] = ()
 
@@ -128,7 +129,7 @@ class Launch(Message, frozen=True, kw_only=True, tag="launch"):
     of_type: int = 0
     context: Context
     called_ns: int
-    price: Price | None = None
+    tariff: Tariff = UNPRICED
     session: str = ""
     idle_timeout_s: float | None = None
     environment: Wanted | None = None

@@ -102,7 +102,7 @@ class StoredAttempt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What an attempt ended with, as JSON: `node.protocol.Stopped` and `model.ledger.Receipt`, or None."""
+    """What an attempt ended with, as JSON: `node.protocol.Stopped` and `model.receipt.Receipt`, or None."""
 
     stopped: str | None
     receipt: str | None

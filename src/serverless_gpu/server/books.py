@@ -36,7 +36,7 @@ _decode_parts = msgspec.json.Decoder(tuple[str, ...]).decode
 
 
 class Charged(msgspec.Struct, frozen=True):
-    """What is read here of a receipt (`model.ledger.Receipt`)."""
+    """What is read here of a receipt (`model.receipt.Receipt`)."""
 
     gpu_ms: int | None = None
     facts: int | None = None

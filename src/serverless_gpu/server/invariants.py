@@ -432,7 +432,7 @@ def _ledger(booked: Booked) -> Iterator[Violation]:
 
 def _charge_ms(own: Iterable[Fact], gpu_type: str) -> int | str:
     try:
-        return charge(own, gpu_type=gpu_type, price=None).gpu_ms
+        return charge(own, gpu_type=gpu_type).gpu_ms
     except InvalidValue as error:
         return error.message
 

@@ -86,6 +86,56 @@ policies = sa.Table(
     sa.Column("set_ns", sa.BigInteger, nullable=False),
 )
 
+policy_holders = sa.Table(  # whom usage policies are attached to
+    "policy_holders",
+    metadata,
+    sa.Column("policy", sa.ForeignKey("policies.name"), primary_key=True),
+    sa.Column("kind", sa.String(8), primary_key=True),  # user, service, team
+    sa.Column("name", sa.String(64), primary_key=True),
+    sa.Index("ix_policy_holders_name", "kind", "name"),
+)
+
+prices = sa.Table(  # the price book; rows are ended, never changed
+    "prices",
+    metadata,
+    sa.Column("resource", sa.String(256), primary_key=True),  # a GPU type, "core", "memory"
+    sa.Column("pool", sa.String(64), primary_key=True, default=""),  # "" for every pool
+    sa.Column("from_ns", sa.BigInteger, primary_key=True),
+    sa.Column("until_ns", sa.BigInteger),
+    sa.Column("micros_per_hour", sa.BigInteger, nullable=False),
+    sa.Column("dbu_micros_per_hour", sa.BigInteger, nullable=False, default=0),
+    sa.Column("set_ns", sa.BigInteger, nullable=False),
+)
+
+budgets = sa.Table(
+    "budgets",
+    metadata,
+    sa.Column("name", sa.String(64), primary_key=True),
+    sa.Column("document_json", sa.Text, nullable=False),  # model.budget.Budget
+    sa.Column("set_ns", sa.BigInteger, nullable=False),
+)
+
+budget_warnings = sa.Table(  # what was said of a budget in a period, each once
+    "budget_warnings",
+    metadata,
+    sa.Column("budget", sa.String(64), primary_key=True),
+    sa.Column("start_ns", sa.BigInteger, primary_key=True),  # of the period
+    sa.Column("percent", sa.Integer, primary_key=True),
+    sa.Column("at_ns", sa.BigInteger, nullable=False),
+)
+
+notices = sa.Table(  # what is to be told to the webhook: an outbox
+    "notices",
+    metadata,
+    sa.Column("seq", sa.BigInteger().with_variant(sa.Integer, "sqlite"), primary_key=True, autoincrement=True),
+    sa.Column("at_ns", sa.BigInteger, nullable=False),
+    sa.Column("kind", sa.String(32), nullable=False),  # budget.warning, budget.reached, spend.alarm
+    sa.Column("document_json", sa.Text, nullable=False),
+    sa.Column("tries", sa.Integer, nullable=False, default=0),
+    sa.Column("sent_ns", sa.BigInteger),
+    sa.Index("ix_notices_open", "sent_ns", "seq"),
+)
+
 drains = sa.Table(  # a row: nothing new is started
     "drains",
     metadata,
@@ -183,6 +233,14 @@ attempts = sa.Table(
     sa.Column("receipt_json", sa.Text),
     sa.Column("secrets_json", sa.Text, nullable=False, default="[]"),  # model.secrets.Pinned, none of their values
     sa.Column("leave_ns", sa.BigInteger),  # when it has to leave its node, as its owner was told
+    sa.Column("tariff_json", sa.Text, nullable=False, default="{}"),  # model.pricing.Tariff, as it was placed
+    sa.Column("uncharged", sa.Boolean, nullable=False, default=False),  # whether facts came that no charge has yet
+    sa.Index(  # `charging.py` looks for them
+        "ix_attempts_uncharged",
+        "uncharged",
+        sqlite_where=sa.text("uncharged"),
+        postgresql_where=sa.text("uncharged"),
+    ),
 )
 
 secrets = sa.Table(
@@ -245,6 +303,70 @@ facts = sa.Table(
     sa.Column("seq", sa.Integer, primary_key=True),
     sa.Column("fact_json", sa.Text, nullable=False),
     sa.ForeignKeyConstraint(["run_id", "fence"], ["attempts.run_id", "attempts.fence"]),
+)
+
+accounts = sa.Table(  # who used something, and as what: charges that are alike in all of it share a row
+    "accounts",
+    metadata,
+    sa.Column("id", sa.BigInteger().with_variant(sa.Integer, "sqlite"), primary_key=True, autoincrement=True),
+    sa.Column("sha256", sa.String(64), nullable=False, unique=True),  # of all that follows
+    sa.Column("owner", sa.String(64), nullable=False),
+    sa.Column("team", sa.String(64), nullable=False),
+    sa.Column("pool", sa.String(64), nullable=False),
+    sa.Column("reserved", sa.Boolean, nullable=False),  # whether that pool was
+    sa.Column("policy", sa.String(64), nullable=False),
+    sa.Column("gpu_type", sa.String(256), nullable=False),
+    sa.Column("name", sa.String(256), nullable=False),  # of the run
+    sa.Column("workload", sa.String(16), nullable=False),  # function, command, kernel
+    sa.Column("environment", sa.String(64), nullable=False),  # the snapshot, or ""
+    sa.Column("currency", sa.String(8), nullable=False),
+    sa.Column("tags_json", sa.Text, nullable=False),
+)
+
+charges = sa.Table(  # the ledger: model.ledger.Entry; only ever added to, and kept when its run is removed
+    "charges",
+    metadata,
+    sa.Column("seq", sa.BigInteger().with_variant(sa.Integer, "sqlite"), primary_key=True, autoincrement=True),
+    sa.Column("run_id", sa.String(26), nullable=False),
+    sa.Column("fence", sa.Integer, nullable=False),
+    sa.Column("number", sa.Integer, nullable=False),
+    sa.Column("kind", sa.String(16), nullable=False),  # original, reversal, restated
+    sa.Column("provisional", sa.Boolean, nullable=False),
+    sa.Column("account_id", sa.ForeignKey("accounts.id"), nullable=False),
+    sa.Column("posted_ns", sa.BigInteger, nullable=False),
+    sa.Column("day", sa.Integer, nullable=False),
+    sa.Column("start_ns", sa.BigInteger, nullable=False),
+    sa.Column("end_ns", sa.BigInteger, nullable=False),
+    sa.Column("gpus", sa.Integer, nullable=False),
+    sa.Column("queued_ms", sa.BigInteger, nullable=False),  # wall time, of the first entry of an attempt
+    sa.Column("environment_ms", sa.BigInteger, nullable=False),
+    sa.Column("start_ms", sa.BigInteger, nullable=False),
+    sa.Column("run_ms", sa.BigInteger, nullable=False),
+    sa.Column("stop_ms", sa.BigInteger, nullable=False),
+    sa.Column("gate_ms", sa.BigInteger, nullable=False),
+    sa.Column("idle_ms", sa.BigInteger, nullable=False),
+    sa.Column("gpu_ms", sa.BigInteger, nullable=False),
+    sa.Column("billed_ms", sa.BigInteger, nullable=False),
+    sa.Column("core_ms", sa.BigInteger, nullable=False),
+    sa.Column("memory_mib_ms", sa.BigInteger, nullable=False),
+    sa.Column("micros", sa.BigInteger),
+    sa.Column("dbu_micros", sa.BigInteger, nullable=False),
+    sa.UniqueConstraint("run_id", "fence", "number"),
+    sa.Index("ix_charges_day", "day", "account_id"),
+)
+
+utilisations = sa.Table(  # what telemetry saw of an attempt's devices, by its receipt; kept as charges are
+    "utilisations",
+    metadata,
+    sa.Column("run_id", sa.String(26), primary_key=True),
+    sa.Column("fence", sa.Integer, primary_key=True),
+    sa.Column("account_id", sa.ForeignKey("accounts.id"), nullable=False),
+    sa.Column("day", sa.Integer, nullable=False, index=True),  # on which it ended
+    sa.Column("gpus", sa.Integer, nullable=False),
+    sa.Column("gpu_ms", sa.BigInteger, nullable=False),
+    sa.Column("observed_ms", sa.BigInteger, nullable=False),  # GPU-milliseconds that telemetry saw
+    sa.Column("busy_ms", sa.BigInteger, nullable=False),  # and those in which a device worked
+    sa.Column("peak_memory_bytes", sa.BigInteger),  # the most of one device
 )
 
 audit = sa.Table(  # who did what; only ever added to

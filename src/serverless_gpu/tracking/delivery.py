@@ -29,7 +29,7 @@ import msgspec
 
 from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.model.attempt import Reason, State
-from serverless_gpu.model.ledger import Receipt
+from serverless_gpu.model.receipt import Receipt
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.model.tracking import Tracking
 from serverless_gpu.model.tracking_rules import (

@@ -71,7 +71,7 @@ class Report(Request, frozen=True, kw_only=True):
         exec_ns: when user code began, nanoseconds since 1970 in the server's time, as far as the node knows that; None
             while it has not.
         ending: set once no rank runs any more.
-        receipt: `model.ledger.Receipt` as JSON, once devices are given back; with it the attempt is settled.
+        receipt: `model.receipt.Receipt` as JSON, once devices are given back; with it the attempt is settled.
         freed: no process of it is left, and its devices are given back; outputs may still be on their way.
         tracked: link to the run in MLflow, once known.
     """

@@ -233,7 +233,7 @@ class SettledMessage(Answer, frozen=True, kw_only=True, tag="settled"):
     """Devices were checked and given back; the last message of a stream.
 
     Attributes:
-        receipt: `model.ledger.Receipt` as JSON; unset when there is none.
+        receipt: `model.receipt.Receipt` as JSON; unset when there is none.
     """
 
     receipt: Json = msgspec.UNSET

@@ -17,7 +17,7 @@ from serverless_gpu.errors import NotFound
 from serverless_gpu.loading import load
 from serverless_gpu.model.attempt import TERMINAL, State
 from serverless_gpu.model.hardware import CPU
-from serverless_gpu.model.ledger import Receipt
+from serverless_gpu.model.receipt import Receipt
 from serverless_gpu.model.scheduling import telling
 from serverless_gpu.model.spec import Command
 from serverless_gpu.node.history import read_ending

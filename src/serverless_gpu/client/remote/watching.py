@@ -28,7 +28,7 @@ from serverless_gpu.client.source import Note, Source
 from serverless_gpu.client.tries import Try
 from serverless_gpu.errors import AlreadyFinished, ServerProblem
 from serverless_gpu.model.attempt import TERMINAL, Failure, Reason, State, StopReason
-from serverless_gpu.model.ledger import Receipt
+from serverless_gpu.model.receipt import Receipt
 from serverless_gpu.model.scheduling import telling
 from serverless_gpu.node import protocol
 from serverless_gpu.wire.attempts import NOT_SENT

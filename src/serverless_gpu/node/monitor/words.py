@@ -19,7 +19,7 @@ import msgspec
 
 from serverless_gpu.model.attempt import Reason, State
 from serverless_gpu.model.hardware import Device
-from serverless_gpu.model.ledger import DeviceUse
+from serverless_gpu.model.receipt import DeviceUse
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.model.telemetry import Sample
 from serverless_gpu.model.tracking import Tracking

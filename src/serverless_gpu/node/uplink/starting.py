@@ -18,6 +18,7 @@ from serverless_gpu.ambient import Clock, created_wall_ns
 from serverless_gpu.environment.questions import Where
 from serverless_gpu.errors import HashMismatch, InvalidValue, SecretMissing, ServerProblem
 from serverless_gpu.model.placement import candidates, restrict
+from serverless_gpu.model.pricing import UNPRICED
 from serverless_gpu.model.secrets import Delivered, check_name, check_variable
 from serverless_gpu.model.spec import BlobReference, Function
 from serverless_gpu.node import protocol, secret_files
@@ -108,7 +109,7 @@ def make_launch(
         of_type=sum(device.type == chosen.devices[0].type for device in devices),
         context=_context(order),
         called_ns=max(0, now_ns - max(0, waited_ns)),
-        price=greeting.prices.get(chosen.devices[0].type),
+        tariff=greeting.prices.get(chosen.devices[0].type, UNPRICED),
         environment=_wanted(order, store),
         confirmed=False,
         lease_ns=now_ns + round(order.partition_grace_s * 1e9),

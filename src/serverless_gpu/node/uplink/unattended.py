@@ -17,7 +17,8 @@ import msgspec
 from serverless_gpu.ambient import Clock
 from serverless_gpu.model.attempt import MEANINGS, Failure, Reason
 from serverless_gpu.model.hardware import DeviceKind
-from serverless_gpu.model.ledger import Fact, FactKind, Receipt, Segments, charge
+from serverless_gpu.model.ledger import Fact, FactKind, charge
+from serverless_gpu.model.receipt import Receipt, Segments
 from serverless_gpu.node import protocol
 from serverless_gpu.node.account import write_json
 from serverless_gpu.node.flocks import held_note
@@ -100,7 +101,7 @@ def _receipt(remote: Remote, stopped: protocol.Stopped, facts: list[Fact]) -> Re
         gpus=gpus,
         kind=_kind(gpus),
         segments=Segments(),
-        gpu_ms=charge(facts, gpu_type=remote.gpu_type, price=None).gpu_ms,
+        gpu_ms=charge(facts, gpu_type=remote.gpu_type).gpu_ms,
         micros=None,
         currency="USD",
         peak_memory_bytes=None,

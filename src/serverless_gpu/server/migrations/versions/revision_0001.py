@@ -20,6 +20,8 @@ def upgrade() -> None:
     _outcomes()
     _secrets()
     _queue()
+    _ledger()
+    _spending()
 
 
 def _people() -> None:
@@ -178,12 +180,22 @@ def _attempts() -> None:
         sa.Column("receipt_json", sa.Text(), nullable=True),
         sa.Column("secrets_json", sa.Text(), nullable=False),
         sa.Column("leave_ns", sa.BigInteger(), nullable=True),
+        sa.Column("tariff_json", sa.Text(), nullable=False),
+        sa.Column("uncharged", sa.Boolean(), nullable=False),
         sa.ForeignKeyConstraint(["node_id"], ["nodes.id"], name=op.f("fk_attempts_node_id_nodes")),
         sa.ForeignKeyConstraint(["run_id"], ["runs.id"], name=op.f("fk_attempts_run_id_runs")),
         sa.PrimaryKeyConstraint("run_id", "fence", name=op.f("pk_attempts")),
         sa.UniqueConstraint("token_sha256", name=op.f("uq_attempts_token_sha256")),
     )
     op.create_index(op.f("ix_attempts_node_id"), "attempts", ["node_id"], unique=False)
+    op.create_index(
+        "ix_attempts_uncharged",
+        "attempts",
+        ["uncharged"],
+        unique=False,
+        sqlite_where=sa.text("uncharged"),
+        postgresql_where=sa.text("uncharged"),
+    )
     op.create_table(
         "orders",
         sa.Column("seq", sa.BigInteger().with_variant(sa.Integer(), "sqlite"), autoincrement=True, nullable=False),
@@ -292,3 +304,120 @@ def _queue() -> None:
         sa.Column("set_ns", sa.BigInteger(), nullable=False),
         sa.PrimaryKeyConstraint("name", name=op.f("pk_policies")),
     )
+
+
+def _ledger() -> None:
+    op.create_table(
+        "accounts",
+        sa.Column("id", sa.BigInteger().with_variant(sa.Integer(), "sqlite"), autoincrement=True, nullable=False),
+        sa.Column("sha256", sa.String(length=64), nullable=False),
+        sa.Column("owner", sa.String(length=64), nullable=False),
+        sa.Column("team", sa.String(length=64), nullable=False),
+        sa.Column("pool", sa.String(length=64), nullable=False),
+        sa.Column("reserved", sa.Boolean(), nullable=False),
+        sa.Column("policy", sa.String(length=64), nullable=False),
+        sa.Column("gpu_type", sa.String(length=256), nullable=False),
+        sa.Column("name", sa.String(length=256), nullable=False),
+        sa.Column("workload", sa.String(length=16), nullable=False),
+        sa.Column("environment", sa.String(length=64), nullable=False),
+        sa.Column("currency", sa.String(length=8), nullable=False),
+        sa.Column("tags_json", sa.Text(), nullable=False),
+        sa.PrimaryKeyConstraint("id", name=op.f("pk_accounts")),
+        sa.UniqueConstraint("sha256", name=op.f("uq_accounts_sha256")),
+    )
+    op.create_table(
+        "charges",
+        sa.Column("seq", sa.BigInteger().with_variant(sa.Integer(), "sqlite"), autoincrement=True, nullable=False),
+        sa.Column("run_id", sa.String(length=26), nullable=False),
+        sa.Column("fence", sa.Integer(), nullable=False),
+        sa.Column("number", sa.Integer(), nullable=False),
+        sa.Column("kind", sa.String(length=16), nullable=False),
+        sa.Column("provisional", sa.Boolean(), nullable=False),
+        sa.Column("account_id", sa.BigInteger().with_variant(sa.Integer(), "sqlite"), nullable=False),
+        sa.Column("posted_ns", sa.BigInteger(), nullable=False),
+        sa.Column("day", sa.Integer(), nullable=False),
+        sa.Column("start_ns", sa.BigInteger(), nullable=False),
+        sa.Column("end_ns", sa.BigInteger(), nullable=False),
+        sa.Column("gpus", sa.Integer(), nullable=False),
+        sa.Column("queued_ms", sa.BigInteger(), nullable=False),
+        sa.Column("environment_ms", sa.BigInteger(), nullable=False),
+        sa.Column("start_ms", sa.BigInteger(), nullable=False),
+        sa.Column("run_ms", sa.BigInteger(), nullable=False),
+        sa.Column("stop_ms", sa.BigInteger(), nullable=False),
+        sa.Column("gate_ms", sa.BigInteger(), nullable=False),
+        sa.Column("idle_ms", sa.BigInteger(), nullable=False),
+        sa.Column("gpu_ms", sa.BigInteger(), nullable=False),
+        sa.Column("billed_ms", sa.BigInteger(), nullable=False),
+        sa.Column("core_ms", sa.BigInteger(), nullable=False),
+        sa.Column("memory_mib_ms", sa.BigInteger(), nullable=False),
+        sa.Column("micros", sa.BigInteger(), nullable=True),
+        sa.Column("dbu_micros", sa.BigInteger(), nullable=False),
+        sa.ForeignKeyConstraint(["account_id"], ["accounts.id"], name=op.f("fk_charges_account_id_accounts")),
+        sa.PrimaryKeyConstraint("seq", name=op.f("pk_charges")),
+        sa.UniqueConstraint("run_id", "fence", "number", name=op.f("uq_charges_run_id")),
+    )
+    op.create_index("ix_charges_day", "charges", ["day", "account_id"], unique=False)
+    op.create_table(
+        "utilisations",
+        sa.Column("run_id", sa.String(length=26), nullable=False),
+        sa.Column("fence", sa.Integer(), nullable=False),
+        sa.Column("account_id", sa.BigInteger().with_variant(sa.Integer(), "sqlite"), nullable=False),
+        sa.Column("day", sa.Integer(), nullable=False),
+        sa.Column("gpus", sa.Integer(), nullable=False),
+        sa.Column("gpu_ms", sa.BigInteger(), nullable=False),
+        sa.Column("observed_ms", sa.BigInteger(), nullable=False),
+        sa.Column("busy_ms", sa.BigInteger(), nullable=False),
+        sa.Column("peak_memory_bytes", sa.BigInteger(), nullable=True),
+        sa.ForeignKeyConstraint(["account_id"], ["accounts.id"], name=op.f("fk_utilisations_account_id_accounts")),
+        sa.PrimaryKeyConstraint("run_id", "fence", name=op.f("pk_utilisations")),
+    )
+    op.create_index(op.f("ix_utilisations_day"), "utilisations", ["day"], unique=False)
+
+
+def _spending() -> None:
+    op.create_table(
+        "budget_warnings",
+        sa.Column("budget", sa.String(length=64), nullable=False),
+        sa.Column("start_ns", sa.BigInteger(), nullable=False),
+        sa.Column("percent", sa.Integer(), nullable=False),
+        sa.Column("at_ns", sa.BigInteger(), nullable=False),
+        sa.PrimaryKeyConstraint("budget", "start_ns", "percent", name=op.f("pk_budget_warnings")),
+    )
+    op.create_table(
+        "budgets",
+        sa.Column("name", sa.String(length=64), nullable=False),
+        sa.Column("document_json", sa.Text(), nullable=False),
+        sa.Column("set_ns", sa.BigInteger(), nullable=False),
+        sa.PrimaryKeyConstraint("name", name=op.f("pk_budgets")),
+    )
+    op.create_table(
+        "notices",
+        sa.Column("seq", sa.BigInteger().with_variant(sa.Integer(), "sqlite"), autoincrement=True, nullable=False),
+        sa.Column("at_ns", sa.BigInteger(), nullable=False),
+        sa.Column("kind", sa.String(length=32), nullable=False),
+        sa.Column("document_json", sa.Text(), nullable=False),
+        sa.Column("tries", sa.Integer(), nullable=False),
+        sa.Column("sent_ns", sa.BigInteger(), nullable=True),
+        sa.PrimaryKeyConstraint("seq", name=op.f("pk_notices")),
+    )
+    op.create_index("ix_notices_open", "notices", ["sent_ns", "seq"], unique=False)
+    op.create_table(
+        "prices",
+        sa.Column("resource", sa.String(length=256), nullable=False),
+        sa.Column("pool", sa.String(length=64), nullable=False),
+        sa.Column("from_ns", sa.BigInteger(), nullable=False),
+        sa.Column("until_ns", sa.BigInteger(), nullable=True),
+        sa.Column("micros_per_hour", sa.BigInteger(), nullable=False),
+        sa.Column("dbu_micros_per_hour", sa.BigInteger(), nullable=False),
+        sa.Column("set_ns", sa.BigInteger(), nullable=False),
+        sa.PrimaryKeyConstraint("resource", "pool", "from_ns", name=op.f("pk_prices")),
+    )
+    op.create_table(
+        "policy_holders",
+        sa.Column("policy", sa.String(length=64), nullable=False),
+        sa.Column("kind", sa.String(length=8), nullable=False),
+        sa.Column("name", sa.String(length=64), nullable=False),
+        sa.ForeignKeyConstraint(["policy"], ["policies.name"], name=op.f("fk_policy_holders_policy_policies")),
+        sa.PrimaryKeyConstraint("policy", "kind", "name", name=op.f("pk_policy_holders")),
+    )
+    op.create_index("ix_policy_holders_name", "policy_holders", ["kind", "name"], unique=False)

@@ -1,0 +1,258 @@
+"""The account of one run, as its owner reads it: where the time went, what it cost, what its devices did.
+
+Made by the node that ran it (`node/account.py`); what it costs is `ledger.py`'s and `pricing.py`'s to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from serverless_gpu import units
+from serverless_gpu.model import markup
+from serverless_gpu.model.hardware import DeviceKind
+
+# A terminal's two lines: a receipt is read, not scrolled.
+_TEXT_LINE_MAX = 200
+
+# A device below this, over so long, was asked for and not used.
+_IDLE_PERCENT = 0.5
+_IDLE_SAMPLES_MIN = 30
+
+
+class Segments(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the time of a run went, in milliseconds; None is "not known", which is not 0.
+
+    Attributes:
+        queued_ms: waiting for devices.
+        environment_ms: making the environment ready.
+        start_ms: starting the ranks.
+        first_line_ms: from the call to the first line of user code.
+        run_ms: user code.
+        stop_ms: ending the ranks.
+        gate_ms: proving the devices free.
+    """
+
+    environment_ms: int | None = None
+    start_ms: int | None = None
+    first_line_ms: int | None = None
+    run_ms: int | None = None
+    stop_ms: int | None = None
+    gate_ms: int | None = None
+    queued_ms: int | None = None
+
+
+class DeviceUse(msgspec.Struct, frozen=True, kw_only=True):
+    """What telemetry saw of one device of an attempt; None is "not known".
+
+    Attributes:
+        uuid: of the device.
+        samples: how many there were, about one a second.
+        busy_percent: mean share of time in which it worked.
+        peak_memory_bytes: most device memory used.
+        energy_joules: drawn between the first and the last sample.
+        throttled_s: seconds in which it ran slower than asked for, because of heat or power.
+    """
+
+    uuid: str
+    samples: int
+    busy_percent: float | None = None
+    peak_memory_bytes: int | None = None
+    energy_joules: float | None = None
+    throttled_s: float | None = None
+
+
+class TextPrinter(Protocol):
+    """What IPython gives `_repr_pretty_` to write to."""
+
+    def text(self, text: str) -> None: ...
+
+
+class Receipt(msgspec.Struct, frozen=True, kw_only=True):
+    """The account of one run.
+
+    Attributes:
+        run_id: the run.
+        fence: the number of its last attempt.
+        state: the final state.
+        reason: why it ended so; None when nothing needs saying.
+        gpu_type: type of the devices.
+        gpus: identifiers of the devices.
+        kind: what the devices were.
+        segments: where the time went.
+        gpu_ms: billable GPU-milliseconds.
+        micros: cost in millionths of the currency unit; None when there is no price.
+        currency: the currency's name.
+        peak_memory_bytes: most host memory used; None when not known.
+        warm: whether the ranks came from a warm interpreter.
+        warm_reason: why not, or which one.
+        gate: the evidence that the devices were handed back.
+        quarantined: identifiers of devices that could not be proven free.
+        tags: the run's tags.
+        facts: how many facts stand behind this.
+        world_size: ranks of the run.
+        notes: anything else the user should know.
+        runs: for a session, how many runs used it; its time is what no run used.
+        environment: what the ranks imported: ``"live"``, or which snapshot and how it was restored.
+        uses: what its devices did, as far as telemetry saw it.
+        tracked: link to its run in MLflow, or "".
+        secrets: names and versions of the secrets it had.
+    """
+
+    run_id: str
+    fence: int
+    state: str
+    reason: str | None
+    gpu_type: str
+    gpus: tuple[str, ...]
+    kind: DeviceKind
+    segments: Segments
+    gpu_ms: int
+    micros: int | None
+    currency: str
+    peak_memory_bytes: int | None
+    warm: bool
+    warm_reason: str
+    gate: str
+    quarantined: tuple[str, ...]
+    tags: dict[str, str]
+    facts: int
+    world_size: int
+    notes: tuple[str, ...] = ()
+    runs: int | None = None
+    environment: str = ""
+    uses: tuple[DeviceUse, ...] = ()
+    tracked: str = ""
+    secrets: tuple[str, ...] = ()
+
+    def rows(self) -> dict[str, str]:
+        """Return what there is to say, by label; what is not known, or nothing worth saying, is left out."""
+        is_run = self.runs is None
+        unpriced = ", unpriced" if self.micros is None else ""
+        peak = "" if self.peak_memory_bytes is None else units.format_bytes(self.peak_memory_bytes)
+        rows = {
+            "devices": _joined(self.devices_text(), _size_text(self)),
+            "cost": f"{self.used_text()}{unpriced}",
+            "use": _use_text(self.uses, self.kind),
+            "time": _segments_text(self.segments),
+            "start": _start_text(self) if is_run else "",
+            "environment": self.environment if is_run else "",
+            "secrets": ", ".join(self.secrets),
+            "peak memory": peak if is_run else "",
+            "gate": self.gate,
+            "quarantined": ", ".join(self.quarantined),
+            "tracked": self.tracked,
+            "tags": ", ".join(f"{key}={value}" for key, value in sorted(self.tags.items())),
+            "notes": "; ".join(self.notes),
+        }
+        return {label: value for label, value in rows.items() if value}
+
+    def devices_text(self) -> str:
+        """Return how many devices of what kind: ``8 H100``, ``1 CPU slot``."""
+        count = len(self.gpus)
+        if self.kind is DeviceKind.CPU:
+            return f"{count} CPU slot{'' if count == 1 else 's'}"
+        return f"{count} {self.gpu_type}" + (" (fake)" if self.kind is DeviceKind.FAKE else "")
+
+    def used_text(self) -> str:
+        """Return the time the devices were held, and what it costs where there is a price."""
+        unit = "slot" if self.kind is DeviceKind.CPU else "GPU"
+        idle = "" if self.runs is None else " idle"
+        cost = "" if self.micros is None else f", {units.format_micros(self.micros, self.currency)}"
+        return f"{units.format_gpu_ms(self.gpu_ms, unit=unit)}{idle}{cost}"
+
+    def text(self) -> str:
+        """Return the receipt for a terminal: at most 8 lines, none of them empty."""
+        rows = self.rows()
+        peak = rows.get("peak memory")
+        copied = self.environment not in ("", "live")
+        lines = (
+            _joined(*_names(self), self.state, self.reason or ""),
+            _joined(rows["devices"], rows["cost"], rows.get("use", "")),
+            rows.get("time", ""),
+            _joined(
+                rows.get("start", ""),
+                f"environment: {rows['environment']}" if copied and "environment" in rows else "",
+                f"peak memory {peak}" if peak else "",
+            ),
+            *(f"{label}: {rows[label]}" for label in ("gate", "quarantined") if label in rows),
+            # The link first: it must stay whole, and 8 lines have room for one of the two.
+            _joined(*(f"{label}: {rows[label]}" for label in ("tracked", "secrets", "tags") if label in rows)),
+            f"notes: {rows['notes']}" if "notes" in rows else "",
+        )
+        return "\n".join(_printable(line) for line in lines if line)
+
+    __str__ = text
+
+    def html(self) -> str:
+        """Return the receipt for a notebook: the same as a table, everything in it escaped."""
+        shown = [(label, _printable(value)) for label, value in self.rows().items()]
+        return markup.table(self.state, _printable(_joined(self.reason or "", *_names(self))), shown)
+
+    # What IPython shows for a receipt that a cell ends with.
+    _repr_html_ = html
+
+    def _repr_pretty_(self, printer: TextPrinter, cycle: bool) -> None:
+        printer.text(self.text())
+
+
+def _names(receipt: Receipt) -> tuple[str, ...]:
+    if receipt.runs is not None:
+        return (f"session {receipt.run_id}",)
+    return (f"run {receipt.run_id}", f"attempt {receipt.fence}")
+
+
+def _size_text(receipt: Receipt) -> str:
+    if receipt.runs is not None:
+        return f"{receipt.runs} run{'' if receipt.runs == 1 else 's'}"
+    return f"{receipt.world_size} rank{'' if receipt.world_size == 1 else 's'}"
+
+
+def _segments_text(segments: Segments) -> str:
+    # In the order a run goes through them; what is not known is left out.
+    named = (
+        ("queued", segments.queued_ms),
+        ("environment", segments.environment_ms),
+        ("start", segments.start_ms),
+        ("first line", segments.first_line_ms),
+        ("run", segments.run_ms),
+        ("stop", segments.stop_ms),
+        ("gate", segments.gate_ms),
+    )
+    return _joined(*(f"{name} {units.format_duration_ms(ms)}" for name, ms in named if ms is not None))
+
+
+def _use_text(uses: Sequence[DeviceUse], kind: DeviceKind) -> str:
+    """Return what devices did: how busy, how full, how much it drew; and what a person should wonder about."""
+    busy = [(use.busy_percent, max(1, use.samples)) for use in uses if use.busy_percent is not None]
+    peaks = [use.peak_memory_bytes for use in uses if use.peak_memory_bytes is not None]
+    joules = sum(use.energy_joules or 0 for use in uses)
+    throttled_s = max((use.throttled_s or 0 for use in uses), default=0)
+    mean = sum(percent * count for percent, count in busy) / max(1, sum(count for _, count in busy))
+    idle = sum(percent < _IDLE_PERCENT for percent, count in busy if count >= _IDLE_SAMPLES_MIN)
+    is_cpu = kind is DeviceKind.CPU
+    form = units.format_bytes if is_cpu else units.format_gpu_memory
+    return _joined(
+        f"{'CPU' if is_cpu else 'GPU'} {mean:.0f} % busy" if busy else "",
+        f"{idle} of {len(uses)} did nothing" if 0 < idle < len(uses) else "",
+        f"{'' if is_cpu else 'GPU '}memory peak {form(max(peaks))}" if max(peaks, default=0) else "",
+        units.format_joules(joules) if joules else "",
+        f"throttled for {units.format_duration_ms(round(throttled_s * 1000))}" if throttled_s >= 1 else "",
+    )
+
+
+def _start_text(receipt: Receipt) -> str:
+    start = "warm start" if receipt.warm else "cold start"
+    return f"{start} ({receipt.warm_reason})" if receipt.warm_reason else start
+
+
+def _joined(*parts: str) -> str:
+    return " · ".join(part for part in parts if part)
+
+
+def _printable(line: str) -> str:
+    """Return the line without control characters (tags and notes may hold any) and not over the limit."""
+    clean = "".join(char if char.isprintable() else " " for char in line)
+    return clean if len(clean) <= _TEXT_LINE_MAX else clean[: _TEXT_LINE_MAX - 1] + "…"
