@@ -106,6 +106,20 @@ def test_who_is_behind_others_is_told_that_nobody_can_say(warm: Path, tmp_path: 
     assert run.wait(30) and waiting.result() == 1
 
 
+@pytest.mark.slow
+def test_what_a_call_would_cost_rests_on_the_prices_of_this_home_and_on_its_time_limit(own: Path) -> None:
+    unpriced = wide.estimate(1).cost
+    assert unpriced is not None and unpriced.micros_per_hour is None and "[prices] of config.toml" in unpriced.basis
+    (own / "config.toml").write_text("[prices]\nH100 = 2.99\n")
+    found = distributed(gpus=6, gpu_type="H100", timeout=600)(wide.__wrapped__).estimate(1)
+    assert found.cost is not None and found.cost.at_timeout_micros == 2_990_000
+    assert str(found).splitlines() == [
+        "at once on this machine: 8 of 8 H100 are free",
+        "at most 2.99 USD: 6 H100 × 2.99 USD = 17.94 USD an hour; timeout 10 min 00 s; "
+        "of its name too few runs have ended well to say how long it takes",
+    ]
+
+
 class Stubborn:
     """Something that cannot travel."""
 

@@ -13,6 +13,7 @@ import pytest
 from serverless_gpu import distributed
 from serverless_gpu.ambient import format_soon
 from serverless_gpu.errors import ArgumentMismatch, InvalidValue, NotAuthenticated
+from serverless_gpu.model.cost import CostEstimate
 from serverless_gpu.model.spec import Function
 from serverless_gpu.wire.estimates import EstimateRequest, EstimateView
 from serverless_gpu.wire.waiting import HolderView, WaitView
@@ -23,6 +24,9 @@ NOW = 1_900_000_000_000_000_000
 ANSWER = EstimateView(
     at_ns=NOW + 600_000_000_000, is_bound=True, node="n3", basis="bob/sweep holds 3", place=2, now_ns=NOW
 )
+
+
+COST = CostEstimate(currency="USD", micros_per_hour=23_920_000, at_timeout_micros=23_920_000, basis="8 H100 × 2.99 USD")
 
 
 @distributed(gpus=8, gpu_type="H100", remote=True, env="live", tags={"team": "search"})
@@ -45,6 +49,22 @@ def test_a_server_is_asked_and_no_run_is_made(fake: FakeServer, home: Path) -> N
     assert (asked.spec.payload, asked.spec.resources.gpus, asked.snapshot) == (Function(), 8, False)
     assert asked.target.machine and asked.spec.tracker is None
     assert fake.runs == {} and fake.seen["POST runs"] == 0 and not list((home / "remote").glob("*"))
+
+
+def test_what_it_would_cost_is_said_beside_when_it_would_start(fake: FakeServer) -> None:
+    left = "llm: 76.08 of 100.00 USD left this month"
+    fake.estimate = msgspec.structs.replace(ANSWER, cost=COST, policy="research", budgets=(left,))
+    found = train.estimate(0.1)
+    assert found.cost == COST
+    assert str(found).splitlines()[1] == "at most 23.92 USD: 8 H100 × 2.99 USD"
+    said = sgpu("submit", "--dry-run", "true").stdout.splitlines()
+    assert said[-4].startswith("would start: at ") and said[-3:] == [
+        "under policy: research",
+        "would cost: at most 23.92 USD: 8 H100 × 2.99 USD",
+        f"from budget: {left}",
+    ]
+    printed = json.loads(sgpu("submit", "--dry-run", "--json", "true").stdout)
+    assert printed["estimate"]["cost"]["at_timeout_micros"] == 23_920_000
 
 
 def test_an_environment_that_would_travel_needs_no_machine_and_is_not_captured(fake: FakeServer, home: Path) -> None:
@@ -104,6 +124,9 @@ def test_a_dry_run_says_when_it_would_start_and_sends_no_run(fake: FakeServer, t
         "node": "n3",
         "place": 2,
         "impossible": False,
+        "cost": None,
+        "policy": "",
+        "budgets": [],
     }
     assert fake.runs == {} and sgpu("submit", "--json", str(script)).exit_code == 2
 

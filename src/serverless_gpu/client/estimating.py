@@ -1,7 +1,8 @@
-"""When would this call start? `fn.estimate(*args)`: checked as the call itself, and nothing is started or sent.
+"""When would this call start, and what would it cost? `fn.estimate(*args)`: checked as the call, nothing is started.
 
     arguments ─▶ the same checks ─▶ remote? ── no ──▶ who has this machine's devices (`node/outlook.py`) ─▶ Estimate
                                        └────── yes ─▶ POST /estimates of the server (`remote/estimating.py`) ─▶
+                                                      with the price of the devices (`model/cost.py`)
 
 Failure cases: what would refuse the call refuses the question. What cannot be known is an answer: no time, and why.
 """
@@ -20,12 +21,15 @@ from serverless_gpu.ambient import SystemClock, format_soon
 from serverless_gpu.client.launch import check_call, check_shown, noted_home
 from serverless_gpu.client.preflight import check_travels
 from serverless_gpu.client.ray_preflight import refusal
-from serverless_gpu.model.placement import candidates, restrict
+from serverless_gpu.model.cost import CostEstimate, Devices, Lasting, estimated
+from serverless_gpu.model.placement import Candidates, candidates, restrict
+from serverless_gpu.model.pricing import UNPRICED, Tariff
 from serverless_gpu.model.scheduling import telling, values
 from serverless_gpu.model.spec import Command, RunSpec, check_command
+from serverless_gpu.node.home import Home
 from serverless_gpu.node.inventory import offered
 from serverless_gpu.node.locks import DeviceLocks, lock_directory
-from serverless_gpu.node.outlook import outlook
+from serverless_gpu.node.outlook import expected_s, outlook
 from serverless_gpu.node.reaching import connect
 from serverless_gpu.node.reservation import find_provider
 
@@ -33,7 +37,7 @@ _REMOTE = "serverless_gpu.client.remote.estimating"
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):
-    """When a run would start if it were asked for now. `print` says it in words.
+    """When a run would start if it were asked for now, and what it would cost. `print` says it in words.
 
     Attributes:
         start: when, with its time zone; None where nobody can say.
@@ -43,6 +47,9 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
         node: where, by name, or "".
         place: its place in the queue for such devices; 0 when it would start at once.
         impossible: whether nothing that is there can ever serve it.
+        cost: what it would cost, at most and about; None where a server does not say.
+        policy: the server's usage policy that it would be under, or "".
+        budgets: in words, what is left of the budgets that it would count for.
     """
 
     start: datetime | None
@@ -52,9 +59,17 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     node: str = ""
     place: int = 0
     impossible: bool = False
+    cost: CostEstimate | None = None
+    policy: str = ""
+    budgets: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """Return it in words, for example ``"at 14:20 at the latest on n3: …; 2nd in line"``."""
+        """Return it in words: when, and in a second line what it costs where there is a price."""
+        is_priced = self.cost is not None and self.cost.micros_per_hour is not None
+        return f"{self.start_text()}\n{self.cost}" if is_priced else self.start_text()
+
+    def start_text(self) -> str:
+        """Return when in words, for example ``"at 14:20 at the latest on n3: …; 2nd in line"``."""
         estimate = values.Estimate(
             at_ns=None if self.start is None else round(self.start.timestamp() * 1e9),
             is_bound=self.is_bound,
@@ -102,12 +117,13 @@ def estimate_run(spec: RunSpec) -> Estimate:
     return _here(spec)
 
 
-def made(estimate: values.Estimate, now_ns: int) -> Estimate:
+def made(estimate: values.Estimate, now_ns: int, cost: CostEstimate | None = None) -> Estimate:
     """Return an estimate for people.
 
     Args:
         estimate: with a time in nanoseconds since 1970.
         now_ns: now, by the same clock.
+        cost: what it would cost.
     """
     at_ns = estimate.at_ns
     left_s = None if at_ns is None else max(0.0, (at_ns - now_ns) / 1e9)
@@ -119,6 +135,7 @@ def made(estimate: values.Estimate, now_ns: int) -> Estimate:
         node=estimate.node,
         place=estimate.place,
         impossible=estimate.impossible,
+        cost=cost,
     )
 
 
@@ -153,4 +170,19 @@ def _here(spec: RunSpec) -> Estimate:
         now_ns=now_ns,
         ignore_busy=wanted.ignore_busy,
     )
-    return made(found, now_ns)
+    price = greeting.prices.get(chosen.devices[0].type, UNPRICED)
+    return made(found, now_ns, _cost_here(home, spec, chosen, price))
+
+
+def _cost_here(home: Home, spec: RunSpec, chosen: Candidates, tariff: Tariff) -> CostEstimate:
+    """Return what a run of this machine would cost, by the prices of its configuration."""
+    devices = Devices(
+        gpu_type=chosen.devices[0].type,
+        count=chosen.count,
+        cpus=spec.resources.cpus or 0,
+        memory_bytes=spec.resources.memory_bytes or 0,
+        tariff=tariff,
+    )
+    # Here nobody tries again: `retries` and `resume` are a server's.
+    lasting = Lasting(limit_s=spec.timeout_s, expected_s=expected_s(home, spec.name))
+    return estimated(devices, lasting, advice="[prices] of config.toml sets one")

@@ -1,8 +1,33 @@
-"""What a run has cost, or would: values that clients show. How they come about is `ledger.py` and `pricing.py`."""
+"""What a run has cost, or would: values that clients show, and how each is made of lines of the ledger and a tariff.
+
+    lines of each attempt ─▶ added up ─────────────────────────────▶ `Cost`            what it used, and what that costs
+    devices, tariff ─┬─ × its time limit ──────────────────────────┐
+                     └─ × how long earlier runs of its name took ──┴▶ `CostEstimate`   at most, and about
+
+Each cost is rounded up to a whole micro once, as a charge is. Without a price there is no cost, and the time is said.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Protocol
+
 import msgspec
+
+from serverless_gpu import units
+from serverless_gpu.model import markup
+from serverless_gpu.model.hardware import CPU
+from serverless_gpu.model.ledger import Line
+from serverless_gpu.model.pricing import UNPRICED, Tariff
+
+_MIB = 1 << 20
+_UNIT = {CPU: ("CPU slot", "slot")}
+
+
+class TextPrinter(Protocol):
+    """What IPython gives `_repr_pretty_` to write to."""
+
+    def text(self, text: str) -> None: ...
 
 
 class Cost(msgspec.Struct, frozen=True, kw_only=True):
@@ -17,6 +42,7 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
         queued_ms: milliseconds for which the run waited; the segments after it are GPU-milliseconds.
         attempts: how many there were.
         is_final: whether nothing more will come.
+        gpu_type: of the devices of the last attempt, or "".
     """
 
     micros: int | None
@@ -34,6 +60,158 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
     idle_ms: int = 0
     attempts: int = 1
     is_final: bool = True
+    gpu_type: str = ""
+
+    def text(self) -> str:
+        """Return it in one line, for example ``"23.92 USD · 8.0 GPU-hours · 2 attempts · so far"``."""
+        parts = [self.amount(), self._used(self.gpu_ms) if self.gpu_ms else "", *self._remarks()]
+        return " · ".join(part for part in parts if part)
+
+    __str__ = text
+
+    def amount(self) -> str:
+        """Return the money, or that there is none to say: ``"23.92 USD"``, ``"unpriced"``, ``"nothing used"``."""
+        if self.micros is not None:
+            return units.format_micros(self.micros, self.currency)
+        return "unpriced" if self.billed_ms else "nothing to pay" if self.gpu_ms else "nothing used"
+
+    def rows(self) -> dict[str, str]:
+        """Return what there is to say, by label; what is nothing is left out."""
+        not_billed_ms = self.gpu_ms - self.billed_ms
+        parts = ("environment", "start", "run", "stop", "gate", "idle")
+        spent = [(part, getattr(self, f"{part}_ms")) for part in parts]
+        rows = {
+            "cost": self.amount(),
+            "used": self._used(self.gpu_ms),
+            "not billed": f"{self._used(not_billed_ms)}, the platform failed" if not_billed_ms else "",
+            "unpriced": self._used(self.unpriced_ms) if self.unpriced_ms else "",
+            "DBU": f"{self.dbu_micros / units.MICROS_PER_UNIT:,.6f}".rstrip("0").rstrip(".") if self.dbu_micros else "",
+            "waited": units.format_duration_ms(self.queued_ms) if self.queued_ms else "",
+            "time": " · ".join(f"{part} {self._used(ms)}" for part, ms in spent if ms),
+            "attempts": str(self.attempts) if self.attempts > 1 else "",
+        }
+        return {label: value for label, value in rows.items() if value}
+
+    def html(self) -> str:
+        """Return it for a notebook: the same as a table."""
+        said = "the run has ended" if self.is_final else "so far: the run goes on, or its last word has not come"
+        rows = {label: value for label, value in self.rows().items() if label != "cost"}
+        return markup.table(self.amount(), said, list(rows.items()))
+
+    # What IPython shows for a cost that a cell ends with.
+    _repr_html_ = html
+
+    def _repr_pretty_(self, printer: TextPrinter, cycle: bool) -> None:
+        printer.text(self.text())
+
+    def _remarks(self) -> list[str]:
+        partly = self.unpriced_ms if self.micros is not None else 0
+        not_billed_ms = self.gpu_ms - self.billed_ms
+        return [
+            f"{self._used(partly)} of it unpriced" if partly else "",
+            f"{self._used(not_billed_ms)} of it not billed" if not_billed_ms else "",
+            f"{self.attempts} attempts" if self.attempts > 1 else "",
+            "" if self.is_final else "so far",
+        ]
+
+    def _used(self, gpu_ms: int) -> str:
+        return units.format_gpu_ms(gpu_ms, unit=_UNIT.get(self.gpu_type, ("", "GPU"))[1])
+
+
+class Used(msgspec.Struct, frozen=True, kw_only=True):
+    """What one attempt used.
+
+    Attributes:
+        lines: of its days.
+        tariff: what it pays.
+        gpu_type: of its devices.
+        queued_ms: for how long the run waited for it.
+        is_final: whether nothing more of it will come.
+    """
+
+    lines: tuple[Line, ...]
+    tariff: Tariff = UNPRICED
+    gpu_type: str = ""
+    queued_ms: int = 0
+    is_final: bool = True
+
+
+def together(attempts: Iterable[Used], *, waits_ms: int = 0, is_final: bool = True) -> Cost:
+    """Return what a run used over all of its attempts.
+
+    Args:
+        attempts: what each used, in order.
+        waits_ms: for how long it has waited by now for the next one.
+        is_final: whether there will be no other attempt.
+    """
+    found = list(attempts)
+    lines = [line for each in found for line in each.lines]
+    priced = [line.micros for line in lines if line.micros is not None]
+    unpriced = [line for each in found if each.tariff.gpu_micros_per_hour is None for line in each.lines]
+    last = found[-1] if found else Used(lines=())
+    return Cost(
+        micros=sum(priced) if priced else None,
+        currency=last.tariff.currency,
+        gpu_ms=sum(line.gpu_ms for line in lines),
+        billed_ms=sum(line.billed_ms for line in lines),
+        unpriced_ms=sum(line.billed_ms for line in unpriced),
+        dbu_micros=sum(line.dbu_micros for line in lines),
+        queued_ms=sum(each.queued_ms for each in found) + waits_ms,
+        environment_ms=sum(line.environment_ms for line in lines),
+        start_ms=sum(line.start_ms for line in lines),
+        run_ms=sum(line.run_ms for line in lines),
+        stop_ms=sum(line.stop_ms for line in lines),
+        gate_ms=sum(line.gate_ms for line in lines),
+        idle_ms=sum(line.idle_ms for line in lines),
+        attempts=len(found),
+        is_final=is_final and all(each.is_final for each in found),
+        gpu_type=last.gpu_type,
+    )
+
+
+# --- before it runs ---------------------------------------------------------------------------------------------------
+
+
+class Devices(msgspec.Struct, frozen=True, kw_only=True):
+    """What an attempt would have, and what that costs.
+
+    Attributes:
+        gpu_type: of all its devices.
+        count: how many.
+        cpus: cores that it asks for, 0 where it asks for no number of them.
+        memory_bytes: host memory that it asks for, 0 where it asks for no amount.
+        tariff: as it is in force now.
+    """
+
+    gpu_type: str
+    count: int
+    cpus: int = 0
+    memory_bytes: int = 0
+    tariff: Tariff = UNPRICED
+
+    def text(self) -> str:
+        """Return how many of what: ``"8 H100"``, ``"1 CPU slot"``."""
+        if self.gpu_type == CPU:
+            return f"{self.count} CPU slot{'' if self.count == 1 else 's'}"
+        return f"{self.count} {self.gpu_type or 'GPUs'}"
+
+
+class Lasting(msgspec.Struct, frozen=True, kw_only=True):
+    """How long an attempt would take, in seconds; None where that is not known.
+
+    Attributes:
+        limit_s: at most, from its first line on: it is stopped before, so that its grace is over by then.
+        limit: what limits it: ``"timeout"``, ``"the policy's longest time"``.
+        expected_s: how long 4 of 5 earlier runs of its name had their devices, or less.
+        tries: how many attempts it asks for at most, where something of its own fails.
+        resumes: whether it goes on as another attempt, as often as it has to make room.
+    """
+
+    limit_s: float | None = None
+    limit: str = "timeout"
+    expected_s: float | None = None
+    tries: int = 1
+    resumes: bool = False
 
 
 class CostEstimate(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,6 +224,8 @@ class CostEstimate(msgspec.Struct, frozen=True, kw_only=True):
         expected_micros: at the duration that earlier runs of its name had; None where there were none, or no price.
         expected_s: that duration, in seconds.
         basis: what that rests on, or why it is unknown, in words.
+        at_timeout_gpu_ms: GPU-milliseconds at its time limit; None where it has none.
+        expected_gpu_ms: those at the expected duration; None where that is not known.
     """
 
     currency: str
@@ -54,3 +234,98 @@ class CostEstimate(msgspec.Struct, frozen=True, kw_only=True):
     expected_micros: int | None = None
     expected_s: float | None = None
     basis: str = ""
+    at_timeout_gpu_ms: int | None = None
+    expected_gpu_ms: int | None = None
+
+    def text(self) -> str:
+        """Return it in words, for example ``"about 7.97 USD, at most 23.92 USD: 8 H100 × 2.99 USD = …"``."""
+        about = self._amount(self.expected_micros, self.expected_gpu_ms)
+        most = self._amount(self.at_timeout_micros, self.at_timeout_gpu_ms)
+        rate = (
+            ""
+            if self.micros_per_hour is None
+            else f"{units.format_micros(self.micros_per_hour, self.currency)} an hour"
+        )
+        amounts = [f"about {about}" if about else "", f"at most {most}" if most else ""]
+        said = ", ".join(amount for amount in amounts if amount) or rate or "unknown"
+        return f"{said}: {self.basis}" if self.basis else said
+
+    __str__ = text
+
+    def _amount(self, micros: int | None, gpu_ms: int | None) -> str:
+        if micros is not None:
+            return units.format_micros(micros, self.currency)
+        return "" if gpu_ms is None else units.format_gpu_ms(gpu_ms)
+
+
+def estimated(devices: Devices, lasting: Lasting, *, advice: str = "") -> CostEstimate:
+    """Return what a run would cost.
+
+        rate     = devices × price of one + cores × price of one + GiB × price of one      an hour, each if it is priced
+        at most  = rate × time limit × attempts                                            about = rate × expected time
+
+    Args:
+        devices: what it would have.
+        lasting: how long.
+        advice: what sets a price, for those who find none.
+    """
+    tariff = devices.tariff
+    is_priced = tariff.gpu_micros_per_hour is not None
+    most_ms = None if lasting.limit_s is None else round(lasting.limit_s * 1000) * lasting.tries
+    about_ms = None if lasting.expected_s is None else round(lasting.expected_s * 1000)
+    return CostEstimate(
+        currency=tariff.currency,
+        micros_per_hour=_micros(devices, units.MS_PER_HOUR) if is_priced else None,
+        at_timeout_micros=None if most_ms is None or not is_priced else _micros(devices, most_ms),
+        expected_micros=None if about_ms is None or not is_priced else _micros(devices, about_ms),
+        expected_s=lasting.expected_s,
+        basis="; ".join(filter(None, (_rate_text(devices, advice), _length_text(lasting), _past_text(lasting)))),
+        at_timeout_gpu_ms=None if most_ms is None else devices.count * most_ms,
+        expected_gpu_ms=None if about_ms is None else devices.count * about_ms,
+    )
+
+
+def _micros(devices: Devices, ms: int) -> int:
+    """Return what the devices cost for a while, rounded up once."""
+    tariff = devices.tariff
+    nano = ms * devices.count * (tariff.gpu_micros_per_hour or 0)
+    if devices.gpu_type != CPU:  # a slot is a core
+        nano += ms * devices.cpus * (tariff.core_micros_per_hour or 0)
+    mib = -(-devices.memory_bytes // _MIB)
+    return -(-(1024 * nano + ms * mib * (tariff.memory_micros_per_hour or 0)) // (1024 * units.MS_PER_HOUR))
+
+
+def _rate_text(devices: Devices, advice: str) -> str:
+    """Return what an hour costs, as the sum that it is."""
+    tariff = devices.tariff
+    if tariff.gpu_micros_per_hour is None:
+        hint = f" ({advice})" if advice else ""
+        return f"{devices.text()}, unpriced{hint}"
+
+    def price(micros: int) -> str:
+        return units.format_micros(micros, tariff.currency)
+
+    parts = [f"{devices.text()} × {price(tariff.gpu_micros_per_hour)}"]
+    if devices.cpus and tariff.core_micros_per_hour and devices.gpu_type != CPU:
+        parts.append(f"{devices.cpus} cores × {price(tariff.core_micros_per_hour)}")
+    if devices.memory_bytes and tariff.memory_micros_per_hour:
+        parts.append(f"{devices.memory_bytes / (1 << 30):g} GiB × {price(tariff.memory_micros_per_hour)}")
+    return f"{' + '.join(parts)} = {price(_micros(devices, units.MS_PER_HOUR))} an hour"
+
+
+def _length_text(lasting: Lasting) -> str:
+    if lasting.limit_s is None:
+        return "it has no time limit"
+    times = "" if lasting.tries == 1 else f" in each of up to {lasting.tries} attempts"
+    more = ", and as long again each time it goes on (resume)" if lasting.resumes else ""
+    return f"{lasting.limit} {_duration(lasting.limit_s)}{times}{more}"
+
+
+def _past_text(lasting: Lasting) -> str:
+    if lasting.expected_s is None:
+        return "of its name too few runs have ended well to say how long it takes"
+    return f"4 of 5 earlier runs of its name took {_duration(lasting.expected_s)} or less"
+
+
+def _duration(seconds: float) -> str:
+    return units.format_duration_ms(round(seconds * 1000))

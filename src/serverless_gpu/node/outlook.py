@@ -89,6 +89,11 @@ def outlook(
     )
 
 
+def expected_s(home: Home, name: str) -> float | None:
+    """Return how long a run of a name is likely to have its devices, or None while too few of its like are known."""
+    return learning.expected_s(_past(home, {name})[name]) if name else None
+
+
 def _outside(locks: DeviceLocks, provider: Provider, uuids: Sequence[str], *, ignore_busy: bool) -> int:
     """Return how many devices that no run has cannot be used all the same."""
     if not uuids:

@@ -1,4 +1,4 @@
-"""When a run would start: asked, answered, and nothing is kept of it.
+"""When a run would start, and what it would cost: asked, answered, and nothing is kept of it.
 
 POST   /estimates                       EstimateRequest  → EstimateView
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
+from serverless_gpu.model.cost import CostEstimate
 from serverless_gpu.model.scheduling.values import Estimate
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.wire.base import Answer, Request
@@ -42,6 +43,9 @@ class EstimateView(Answer, frozen=True, kw_only=True):
         impossible: whether nothing that has joined can ever serve it.
         now_ns: the server's time.
         waiting: what it would wait for, part by part; None where it would not.
+        cost: what it would cost.
+        policy: the usage policy that it would be under, or "".
+        budgets: in words, what is left of the budgets that it would count for.
     """
 
     at_ns: int | None
@@ -52,6 +56,9 @@ class EstimateView(Answer, frozen=True, kw_only=True):
     impossible: bool = False
     now_ns: int
     waiting: WaitView | None = None
+    cost: CostEstimate | None = None
+    policy: str = ""
+    budgets: tuple[str, ...] = ()
 
 
 def estimate_view(estimate: Estimate, now_ns: int) -> EstimateView:

@@ -1,4 +1,5 @@
-"""`sgpu submit --dry-run`: what would be asked for, of whom, and when it would start. Nothing is sent but the question.
+"""`sgpu submit --dry-run`: what would be asked for, of whom, when it would start, and for how much. Nothing is sent but
+the question.
 
 What would refuse the run refuses the rehearsal, with the same words and exit code, after what could be said was said. A
 run that nothing there can ever serve is said to start never, with the exit code that it would end with.
@@ -82,7 +83,8 @@ def rehearse(spec: RunSpec, *, as_json: bool) -> None:
         for line in _wished(spec, command, url, imported):
             say(line)
         estimate = estimate_run(spec)
-        say(f"would start: {estimate}")
+        for line in _foreseen(estimate):
+            say(line)
     if estimate.impossible:
         sys.exit(_NEVER)
 
@@ -136,6 +138,16 @@ def _wished(spec: RunSpec, command: Command, url: str, imported: _Imported) -> I
     yield f"further: {' · '.join(parts) or 'nothing'}"
 
 
+def _foreseen(estimate: Estimate) -> Iterator[str]:
+    """Yield what a server, or this machine, says would become of it."""
+    yield f"would start: {estimate.start_text()}"
+    if estimate.policy:
+        yield f"under policy: {estimate.policy}"
+    if estimate.cost is not None:
+        yield f"would cost: {estimate.cost}"
+    yield from (f"from budget: {budget}" for budget in estimate.budgets)
+
+
 def _as_json(spec: RunSpec, url: str, imported: _Imported, estimate: Estimate) -> dict[str, object]:
     start = estimate.start
     return {
@@ -152,5 +164,8 @@ def _as_json(spec: RunSpec, url: str, imported: _Imported, estimate: Estimate) -
             "node": estimate.node,
             "place": estimate.place,
             "impossible": estimate.impossible,
+            "cost": estimate.cost,
+            "policy": estimate.policy,
+            "budgets": estimate.budgets,
         },
     }

@@ -51,4 +51,5 @@ def _asked(server: Server, spec: RunSpec) -> Estimate:
         answer = server.estimate(EstimateRequest(spec=spec, target=target(travels=travels), snapshot=travels))
     except InvalidValue as error:
         raise choice.told(error) from error.__cause__
-    return made(estimate_of(answer), answer.now_ns)
+    found = made(estimate_of(answer), answer.now_ns, answer.cost)
+    return msgspec.structs.replace(found, policy=answer.policy, budgets=answer.budgets)

@@ -1,0 +1,172 @@
+"""What a run costs, or would: sums of lines, and a tariff times a duration, each rounded up once."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serverless_gpu.model.cost import Cost, CostEstimate, Devices, Lasting, Used, estimated, together
+from serverless_gpu.model.ledger import Line
+from serverless_gpu.model.pricing import Tariff
+
+H100 = Tariff(gpu_micros_per_hour=2_990_000)
+HOUR_MS = 3_600_000
+
+
+def line(day: int = 20_000, **fields: int | None) -> Line:
+    return Line(day=day, start_ns=0, end_ns=1, gpus=8, **fields)  # type: ignore[arg-type]  # numbers all of them
+
+
+# --- after: what it used ----------------------------------------------------------------------------------------------
+
+
+def test_days_and_attempts_add_up() -> None:
+    first = Used(
+        lines=(line(run_ms=HOUR_MS, gpu_ms=HOUR_MS, billed_ms=HOUR_MS, micros=2_990_000), line(20_001, micros=7)),
+        tariff=H100,
+        gpu_type="H100",
+        queued_ms=1_000,
+    )
+    failed = Used(lines=(line(run_ms=500, gpu_ms=500, micros=0),), tariff=H100, gpu_type="H100", queued_ms=2_000)
+    cost = together([first, failed], waits_ms=30)
+    assert cost == Cost(
+        micros=2_990_007,
+        currency="USD",
+        gpu_ms=HOUR_MS + 500,
+        billed_ms=HOUR_MS,
+        queued_ms=3_030,
+        run_ms=HOUR_MS + 500,
+        attempts=2,
+        gpu_type="H100",
+    )
+    assert str(cost) == "2.99 USD · 1.0 GPU-hours · 0.5 GPU-seconds of it not billed · 2 attempts"
+
+
+def test_time_without_a_price_is_counted_and_said() -> None:
+    used = Used(lines=(line(run_ms=HOUR_MS, gpu_ms=HOUR_MS, billed_ms=HOUR_MS),), gpu_type="H100")
+    cost = together([used])
+    assert (cost.micros, cost.unpriced_ms) == (None, HOUR_MS)
+    assert str(cost) == "unpriced · 1.0 GPU-hours"
+    assert cost.rows() == {
+        "cost": "unpriced",
+        "used": "1.0 GPU-hours",
+        "unpriced": "1.0 GPU-hours",
+        "time": "run 1.0 GPU-hours",
+    }
+
+
+def test_cores_that_have_a_price_do_not_hide_that_gpus_have_none() -> None:
+    tariff = Tariff(core_micros_per_hour=40_000)
+    cost = together([Used(lines=(line(gpu_ms=600, billed_ms=600, micros=40),), tariff=tariff, gpu_type="H100")])
+    assert (cost.micros, cost.unpriced_ms) == (40, 600)
+    assert str(cost) == "0.00004 USD · 0.6 GPU-seconds · 0.6 GPU-seconds of it unpriced"
+
+
+def test_what_goes_on_is_so_far_and_what_never_began_used_nothing() -> None:
+    assert together([], waits_ms=5_000, is_final=False).text() == "nothing used · so far"
+    assert together([]).rows() == {"cost": "nothing used", "used": "0.0 GPU-seconds"}
+    going_on = Used(lines=(line(gpu_ms=1_000, billed_ms=1_000, micros=9),), gpu_type="CPU", is_final=False)
+    assert together([going_on]).text() == "0.000009 USD · 1.0 slot-seconds · 1.0 slot-seconds of it unpriced · so far"
+
+
+def test_what_the_platform_lost_is_nothing_to_pay() -> None:
+    assert together([Used(lines=(line(gpu_ms=500),), gpu_type="H100")]).amount() == "nothing to pay"
+
+
+def test_a_notebook_shows_the_same_rows_and_escapes_them() -> None:
+    cost = Cost(micros=1, currency="<USD>", gpu_ms=1, billed_ms=1, dbu_micros=8_884_000, queued_ms=120_000)
+    page = cost.html()
+    assert "0.000001 &lt;USD&gt;" in page and "<USD>" not in page
+    assert "8.884" in page and "2 min 00 s" in page
+
+
+# --- before: what it would --------------------------------------------------------------------------------------------
+
+
+def test_an_estimate_is_the_rate_times_the_limit_and_times_what_earlier_runs_took() -> None:
+    found = estimated(Devices(gpu_type="H100", count=8, tariff=H100), Lasting(limit_s=3_600, expected_s=1_200))
+    assert found == CostEstimate(
+        currency="USD",
+        micros_per_hour=23_920_000,
+        at_timeout_micros=23_920_000,
+        expected_micros=7_973_334,
+        expected_s=1_200,
+        basis="8 H100 × 2.99 USD = 23.92 USD an hour; timeout 1 h 00 min; "
+        "4 of 5 earlier runs of its name took 20 min 00 s or less",
+        at_timeout_gpu_ms=8 * HOUR_MS,
+        expected_gpu_ms=8 * 1_200_000,
+    )
+    assert found.text() == f"about 7.97 USD, at most 23.92 USD: {found.basis}"
+
+
+def test_cores_and_memory_count_where_they_are_asked_for_and_have_a_price() -> None:
+    tariff = Tariff(gpu_micros_per_hour=1_000_000, core_micros_per_hour=40_000, memory_micros_per_hour=5_000)
+    asked = Devices(gpu_type="H100", count=2, cpus=16, memory_bytes=64 << 30, tariff=tariff)
+    found = estimated(asked, Lasting())
+    assert found.micros_per_hour == 2_000_000 + 16 * 40_000 + 64 * 5_000
+    assert found.basis.startswith("2 H100 × 1.00 USD + 16 cores × 0.04 USD + 64 GiB × 0.005 USD = 2.96 USD an hour; ")
+    slots = Devices(gpu_type="CPU", count=4, cpus=4, tariff=tariff)
+    assert estimated(slots, Lasting()).micros_per_hour == 4_000_000  # a slot is a core, which is not charged again
+
+
+def test_without_a_price_the_time_is_said_and_how_to_set_one() -> None:
+    found = estimated(
+        Devices(gpu_type="H100", count=8), Lasting(limit_s=3_600), advice="`sgpu price set H100 2.99` sets one"
+    )
+    assert (found.micros_per_hour, found.at_timeout_micros, found.at_timeout_gpu_ms) == (None, None, 8 * HOUR_MS)
+    assert found.text().startswith("at most 8.0 GPU-hours: 8 H100, unpriced (`sgpu price set H100 2.99` sets one); ")
+
+
+def test_nothing_bounds_a_run_without_a_limit() -> None:
+    found = estimated(Devices(gpu_type="H100", count=1, tariff=H100), Lasting())
+    assert (found.at_timeout_micros, found.at_timeout_gpu_ms, found.expected_micros) == (None, None, None)
+    assert found.text().startswith("2.99 USD an hour: 1 H100 × 2.99 USD = 2.99 USD an hour; it has no time limit; ")
+
+
+@pytest.mark.parametrize(
+    ("lasting", "words", "times"),
+    [
+        (Lasting(limit_s=60, tries=3), "timeout 1 min 00 s in each of up to 3 attempts", 3),
+        (
+            Lasting(limit_s=60, resumes=True),
+            "timeout 1 min 00 s, and as long again each time it goes on (resume)",
+            1,
+        ),
+        (Lasting(limit_s=60, limit="max_run"), "max_run 1 min 00 s", 1),
+    ],
+)
+def test_attempts_that_may_follow_are_in_the_most_it_costs(lasting: Lasting, words: str, times: int) -> None:
+    found = estimated(Devices(gpu_type="H100", count=1, tariff=H100), lasting)
+    assert f"; {words}; " in found.basis
+    assert found.at_timeout_micros == math.ceil(Fraction(2_990_000 * times, 60))
+
+
+_AMOUNTS = st.none() | st.integers(0, 10**7)
+_TARIFFS = st.builds(
+    Tariff,
+    gpu_micros_per_hour=st.integers(0, 10**9),
+    core_micros_per_hour=_AMOUNTS,
+    memory_micros_per_hour=_AMOUNTS,
+)
+_DEVICES = st.builds(
+    Devices,
+    gpu_type=st.just("H100"),
+    count=st.integers(1, 1_000),
+    cpus=st.integers(0, 1_000),
+    memory_bytes=st.integers(0, 1 << 44),
+    tariff=_TARIFFS,
+)
+
+
+@given(devices=_DEVICES, limit_ms=st.integers(1, 10**10))
+def test_an_estimate_is_rounded_up_once_whatever_it_is_made_of(devices: Devices, limit_ms: int) -> None:
+    tariff = devices.tariff
+    found = estimated(devices, Lasting(limit_s=limit_ms / 1000))
+    mib = math.ceil(Fraction(devices.memory_bytes, 1 << 20))
+    rate = devices.count * (tariff.gpu_micros_per_hour or 0) + devices.cpus * (tariff.core_micros_per_hour or 0)
+    whole = rate + Fraction(mib * (tariff.memory_micros_per_hour or 0), 1024)
+    assert found.at_timeout_micros == math.ceil(whole * limit_ms / HOUR_MS)
