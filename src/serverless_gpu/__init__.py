@@ -41,7 +41,7 @@ _HOMES = {
     "Session": "serverless_gpu.client.session",
     "session": "serverless_gpu.client.session",
     "GPUType": "serverless_gpu.compute",
-    "Receipt": "serverless_gpu.model.ledger",
+    "Receipt": "serverless_gpu.model.receipt",
     "load_ipython_extension": "serverless_gpu.client.magic",  # %load_ext serverless_gpu
 }
 _ROOMS = ("compute", "errors", "launcher", "ray", "runtime", "testing")
