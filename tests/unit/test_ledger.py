@@ -46,7 +46,7 @@ def fact(
 
 
 def charged(gpu_ms: int, micros: int | None, gpus: int = 2) -> Charge:
-    return Charge(attempt="run1:1", gpu_type="H100", gpus=gpus, gpu_ms=gpu_ms, micros=micros)
+    return Charge(attempt="run1:1", gpu_type="H100", gpus=gpus, gpu_ms=gpu_ms, billed_ms=gpu_ms, micros=micros)
 
 
 WHOLE = (
@@ -70,8 +70,8 @@ WHOLE = (
         (WHOLE[:4], charged(10_000, 8_334)),
         (WHOLE[:3], charged(0, 0)),
         # No user code ran.
-        (WHOLE[:2], charged(0, 0, gpus=0)),
-        ((*WHOLE[:2], fact(2, "freed", 9_000)), charged(0, 0, gpus=0)),
+        (WHOLE[:2], charged(0, 0)),
+        ((*WHOLE[:2], fact(2, "freed", 9_000)), charged(0, 0)),
         # Signs of life after the hand-back are not billed; the first hand-back counts.
         ((*WHOLE, fact(7, "alive", 90_000), fact(8, "freed", 99_000)), charged(22_000, 18_334)),
         # A fact went missing on the way: the rest still adds up.
@@ -89,7 +89,7 @@ WHOLE = (
         ),
         # A clock that ran backwards never gives money back.
         ((fact(0, "exec", 5_000), fact(1, "freed", 4_000)), charged(0, 0)),
-        ((), Charge(attempt="", gpu_type="H100", gpus=0, gpu_ms=0, micros=0)),
+        ((), Charge(attempt="", gpu_type="H100", gpus=0, gpu_ms=0, billed_ms=0, micros=0)),
     ],
 )
 def test_billable_time_goes_from_exec_to_freed(facts: Sequence[Fact], expected: Charge) -> None:
@@ -137,7 +137,7 @@ def test_F17_late_facts_make_a_provisional_charge_final() -> None:
 
 def test_F14_a_gang_that_never_started_costs_nothing() -> None:
     facts = (fact(0, "reserved", 0), fact(1, "hydrating", 10), fact(2, "alive", 300_000), fact(3, "freed", 300_100))
-    assert charge(facts, gpu_type="H100", tariff=PRICE) == charged(0, 0, gpus=0)
+    assert charge(facts, gpu_type="H100", tariff=PRICE) == charged(0, 0)
 
 
 def test_without_a_price_time_is_counted_and_money_is_not_known() -> None:

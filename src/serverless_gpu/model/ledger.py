@@ -1,85 +1,41 @@
-"""Facts, charges and receipts: what happened on GPUs, what follows in time and money, and the account of a run.
+"""The ledger: what follows from facts in money, and the rows in which that is kept.
 
-A fact is never changed; a charge is a pure function of facts and a price, so that facts may arrive late, twice and in
-any order. Writing facts down and sending them is the node's work and must not be here.
+A charge is a pure function of facts and a tariff, so that facts may arrive late, twice and in any order.
 
-                 reserved   hydrating   exec   alive ... alive   exited   freed
-    billable                              ├──────────────────────────────────┤
-    no freed yet (provisional end)        ├──────────────┤ (or exited, if that came)
+    facts ─ metering.py ─▶ use of each day ─ tariff ─▶ lines ─ post ─▶ entries, against what is there already
 
-A session holds devices between runs: `held` starts what `freed` ends, once for each set of devices that stood idle, so
-that no device is ever counted twice.
+    day 1   day 2        costs are differences of one total, which is rounded up once for the attempt:
+    0.34    0.33         the lines add up to the charge
 
-                 reserved   held    freed ─ a run has them, and its own facts ─ held    freed
-    billable                ├─────────┤                                          ├────────┤
+What a ledger has of a day is never changed: it is taken back, number by number, and said anew.
 
-Failure cases: a silent node or a reboot ends the billable time at the last sign of life, in the user's favour;
-boottimes of two boots are never compared. Facts of several attempts, or two different facts under one number, are a
-fault of the caller and raise `InvalidValue`: any sum of them would depend on the order they came in.
+Failure cases: a silent node's last day is provisional, and is taken back when more is known. Facts of several attempts,
+or two different facts under one number, are a fault of the caller and raise `InvalidValue`: any sum of them would
+depend on the order they came in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
-from itertools import pairwise
 
 import msgspec
 
-from serverless_gpu import units
-from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model.pricing import UNPRICED, Tariff
-
-
-class FactKind(StrEnum):
-    """What a fact says happened."""
-
-    RESERVED = "reserved"
-    HYDRATING = "hydrating"
-    EXEC = "exec"
-    HELD = "held"
-    ALIVE = "alive"
-    EXITED = "exited"
-    FREED = "freed"
-
-
-_STARTS = frozenset({FactKind.EXEC, FactKind.HELD})
-
-
-class Fact(msgspec.Struct, frozen=True, kw_only=True):
-    """One record of what happened to an attempt on a node.
-
-    Attributes:
-        attempt: the attempt, as ``run:fence``.
-        seq: number within the attempt; ``(attempt, seq)`` names the fact.
-        kind: what happened.
-        boot_id: the boot in which `boottime_ns` counts.
-        boottime_ns: nanoseconds since boot; all durations come from it.
-        wall_ns: nanoseconds since 1970; only places the fact on a calendar.
-        gpus: identifiers of the devices held.
-        cpus: cores held; 0 when they were not limited.
-        memory_bytes: host memory held; 0 when it was not limited.
-    """
-
-    attempt: str
-    seq: int
-    kind: FactKind
-    boot_id: str
-    boottime_ns: int
-    wall_ns: int
-    gpus: tuple[str, ...]
-    cpus: int
-    memory_bytes: int
+from serverless_gpu.model.facts import Fact as Fact
+from serverless_gpu.model.facts import FactKind as FactKind
+from serverless_gpu.model.facts import distinct
+from serverless_gpu.model.metering import Meter, Used
+from serverless_gpu.model.pricing import UNPRICED, Tariff, cost, dbu_cost
 
 
 class Charge(msgspec.Struct, frozen=True, kw_only=True):
-    """What one attempt used and costs.
+    """What one attempt used and costs: the sum of its lines.
 
     Attributes:
         attempt: the attempt, as ``run:fence``.
         gpu_type: type of its devices.
         gpus: the most devices it held at once.
-        gpu_ms: billable GPU-milliseconds.
+        gpu_ms: GPU-milliseconds that were used; `billed_ms` those that are billed.
         micros: cost in millionths of the currency unit; None when there is no price.
     """
 
@@ -87,65 +43,35 @@ class Charge(msgspec.Struct, frozen=True, kw_only=True):
     gpu_type: str
     gpus: int
     gpu_ms: int
+    billed_ms: int
     micros: int | None
 
 
-def charge(facts: Iterable[Fact], *, gpu_type: str, tariff: Tariff = UNPRICED) -> Charge:
+def charge(facts: Iterable[Fact], *, gpu_type: str, tariff: Tariff = UNPRICED, is_billed: bool = True) -> Charge:
     """Return what an attempt used and costs.
 
-    Billable time goes from the start of user code, or of holding idle devices, until the devices are free. While they
-    are not, it ends provisionally at the last sign of life; the same call with the later facts gives the final charge.
+    Use goes from the start of user code, or of holding idle devices, until the devices are free. While they are not, it
+    ends provisionally at the last sign of life; the same call with the later facts gives the final charge.
 
     Args:
         facts: facts of one attempt, in any order, with any repetition.
         gpu_type: type of its devices.
         tariff: as it was in force when the devices were reserved.
+        is_billed: whether the time counts (`model.attempt.MEANINGS`).
 
     Raises:
         InvalidValue: the facts are of several attempts, or two different ones carry the same number.
     """
-    ordered = _distinct(facts)
-    gpus, gpu_ms, place = 0, 0, 0
-    while place < len(ordered):
-        if ordered[place].kind not in _STARTS:
-            place += 1
-            continue
-        held = len(set(ordered[place].gpus))
-        billable_ms, place = _billable_ms(ordered, place)
-        gpus, gpu_ms = max(gpus, held), gpu_ms + units.gpu_milliseconds(held, billable_ms)
+    ordered = distinct(facts)
+    days = lines(ordered, tariff, is_billed=is_billed)
     return Charge(
         attempt=ordered[0].attempt if ordered else "",
         gpu_type=gpu_type,
-        gpus=gpus,
-        gpu_ms=gpu_ms,
-        micros=None if tariff.gpu_micros_per_hour is None else units.micros_for(gpu_ms, tariff.gpu_micros_per_hour),
+        gpus=max((line.gpus for line in days), default=0),
+        gpu_ms=sum(line.gpu_ms for line in days),
+        billed_ms=sum(line.billed_ms for line in days),
+        micros=None if tariff.gpu_micros_per_hour is None else sum(line.micros or 0 for line in days),
     )
-
-
-def _distinct(facts: Iterable[Fact]) -> list[Fact]:
-    """Return each fact once, by number."""
-    ordered = sorted(set(facts), key=lambda fact: fact.seq)
-    attempts = sorted({fact.attempt for fact in ordered})
-    if len(attempts) > 1:
-        raise InvalidValue(f"a charge is for one attempt, these facts are of {', '.join(attempts)}")
-    for fact, following in pairwise(ordered):
-        if fact.seq == following.seq:
-            raise InvalidValue(f"two different facts of attempt {fact.attempt} carry the number {fact.seq}")
-    return ordered
-
-
-def _billable_ms(ordered: list[Fact], at: int) -> tuple[int, int]:
-    """Return the billable time of the interval that starts at a place of the list, and the place after its end."""
-    start, end = ordered[at], ordered[at].boottime_ns
-    for place in range(at + 1, len(ordered)):
-        fact = ordered[place]
-        if fact.boot_id != start.boot_id:
-            continue  # a later boot proves the attempt dead, but its boottime says nothing about when
-        if fact.kind is FactKind.FREED:
-            return max(0, fact.boottime_ns - start.boottime_ns) // 1_000_000, place + 1
-        if fact.kind in (FactKind.ALIVE, FactKind.EXITED):
-            end = max(end, fact.boottime_ns)
-    return (end - start.boottime_ns) // 1_000_000, len(ordered)
 
 
 # --- lines: what an attempt used on each day --------------------------------------------------------------------------
@@ -155,8 +81,8 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     """What one attempt used on one day (UTC), and what that costs.
 
     The segments are GPU-milliseconds: how long each lasted, times the devices held. `gpu_ms` is what counts as use
-    (user code until the devices were free, and idle devices of a session); `billed_ms` is that, or 0 where the platform
-    failed.
+    (user code until the devices were free, and idle devices of a session); `billed_ms` is that, less what came after
+    the grace of a stop that we asked for, or 0 where the platform failed.
 
     Attributes:
         day: days since 1970-01-01.
@@ -168,9 +94,9 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
         stop_ms: while the ranks were ended.
         gate_ms: while the devices were proven free.
         idle_ms: while a session held them and no run used them.
-        core_ms: core-milliseconds that are billed, where cores were limited.
+        core_ms: core-milliseconds that are billed, where cores were limited; beyond those that are CPU slots.
         memory_mib_ms: MiB-milliseconds that are billed, where memory was limited.
-        micros: millionths of the currency unit; None where nothing that was used has a price.
+        micros: millionths of the currency unit; None where the devices have no price.
         dbu_micros: millionths of a DBU.
     """
 
@@ -190,6 +116,68 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     memory_mib_ms: int = 0
     micros: int | None = None
     dbu_micros: int = 0
+
+
+def lines(facts: Iterable[Fact], tariff: Tariff, *, is_billed: bool = True) -> tuple[Line, ...]:
+    """Return what an attempt used on each day, in order; their costs add up to one that is rounded up once.
+
+    Args:
+        facts: facts of one attempt, in any order, with any repetition.
+        tariff: as it was in force when the devices were reserved.
+        is_billed: whether the time counts (`model.attempt.MEANINGS`); else it is metered and costs nothing.
+
+    Raises:
+        InvalidValue: the facts are of several attempts, or two different ones carry the same number.
+    """
+    meter = Meter()
+    for fact in distinct(facts):
+        meter.add(fact)
+    return priced(meter.used(), tariff, is_billed=is_billed)
+
+
+def priced(days: Mapping[int, Used], tariff: Tariff, *, is_billed: bool = True) -> tuple[Line, ...]:
+    """Return the lines of what an attempt used.
+
+    Args:
+        days: by day, in order.
+        tariff: as it was in force when the devices were reserved.
+        is_billed: whether the time counts.
+    """
+    found: list[Line] = []
+    billed_ms = core_ms = memory_mib_ms = micros = dbu_micros = 0
+    for number, day in days.items():
+        if is_billed:
+            billed_ms += day.billed_ms
+            core_ms += day.core_ms
+            memory_mib_ms += day.memory_mib_ms
+        total = cost(tariff, billed_ms, core_ms, memory_mib_ms)
+        total_dbu = dbu_cost(tariff, billed_ms)
+        environment, start, run, stop, gate, idle = day.segments
+        found.append(
+            Line(
+                day=number,
+                start_ns=day.start_ns,
+                end_ns=day.end_ns,
+                gpus=day.gpus,
+                environment_ms=environment,
+                start_ms=start,
+                run_ms=run,
+                stop_ms=stop,
+                gate_ms=gate,
+                idle_ms=idle,
+                gpu_ms=run + stop + gate + idle,
+                billed_ms=day.billed_ms if is_billed else 0,
+                core_ms=day.core_ms if is_billed else 0,
+                memory_mib_ms=day.memory_mib_ms if is_billed else 0,
+                micros=None if total is None else total - micros,
+                dbu_micros=total_dbu - dbu_micros,
+            )
+        )
+        micros, dbu_micros = total or 0, total_dbu
+    return tuple(found)
+
+
+# --- entries: what a ledger has of that -------------------------------------------------------------------------------
 
 
 class EntryKind(StrEnum):
@@ -213,3 +201,58 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     kind: EntryKind
     provisional: bool
     line: Line
+
+
+def post(posted: Sequence[Entry], target: Sequence[Line], *, final: bool) -> tuple[Entry, ...]:
+    """Return the entries that make a ledger say what it has to; none for what is there and right.
+
+    A row that is wrong is taken back and said anew. So is a provisional one once what it says is final: provisional
+    rows and their reversals add up to nothing then.
+
+    Args:
+        posted: what the ledger has of an attempt, in any order.
+        target: the attempt's lines.
+        final: whether no fact of these days will come any more; else the last of them may still change.
+    """
+    number = max((entry.number for entry in posted), default=0)
+    standing, known = _standing(posted)
+    wanted = {line.day: line for line in target}
+    last = max(wanted, default=0)
+    new: list[Entry] = []
+    for day in sorted(wanted.keys() | standing.keys()):
+        line, entry = wanted.get(day), standing.get(day)
+        provisional = not final and day == last
+        if entry is not None:
+            if entry.line == line and not (final and entry.provisional):
+                continue
+            number += 1
+            taken = reversed_line(entry.line)
+            new.append(Entry(number=number, kind=EntryKind.REVERSAL, provisional=entry.provisional, line=taken))
+        if line is not None:
+            number += 1
+            kind = EntryKind.RESTATED if day in known else EntryKind.ORIGINAL
+            new.append(Entry(number=number, kind=kind, provisional=provisional, line=line))
+    return tuple(new)
+
+
+def _standing(posted: Sequence[Entry]) -> tuple[dict[int, Entry], set[int]]:
+    """Return what holds of each day, and of which days there was a word."""
+    standing: dict[int, Entry] = {}
+    known: set[int] = set()
+    for entry in sorted(posted, key=lambda entry: entry.number):
+        known.add(entry.line.day)
+        if entry.kind is EntryKind.REVERSAL:
+            standing.pop(entry.line.day, None)
+        else:
+            standing[entry.line.day] = entry
+    return standing, known
+
+
+def reversed_line(line: Line) -> Line:
+    """Return what takes a line back: its amounts negative, its place and devices as they are."""
+    amounts = {name: -value for name in _AMOUNTS if (value := getattr(line, name)) is not None}
+    return msgspec.structs.replace(line, **amounts)
+
+
+_PLACE = ("day", "start_ns", "end_ns", "gpus")
+_AMOUNTS = tuple(name for name in Line.__struct_fields__ if name not in _PLACE)

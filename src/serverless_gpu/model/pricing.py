@@ -5,6 +5,8 @@
 A price that is not there is not invented: the time counts, and is unpriced. An attempt keeps the tariff it began with,
 so a price that changes later changes no charge. Money is integers; a cost is rounded up once for an attempt as a whole.
 
+A type without a price is unpriced as a whole, also where its cores have one: what looks like a cost is all of it.
+
 A GPU type's price is that of one device. A CPU slot is a device of the type ``CPU``, and its core is not charged again.
 Cores and memory are charged where an attempt was given a limit of them (`cpus=`, `memory=`).
 """
@@ -12,7 +14,8 @@ Cores and memory are charged where an attempt was given a limit of them (`cpus=`
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
 
 import msgspec
 
@@ -24,6 +27,7 @@ CORE = "core"
 MEMORY = "memory"
 """What has a price beside GPU types: one core, and one GiB (2^30 bytes) of host memory."""
 _PRICE_MAX_PER_GPU_HOUR = 1_000_000
+_MIB_PER_GIB = 1024
 
 _PRICE_HINT = 'write the price of one GPU for one hour in USD, for example {"H100": 2.99}'
 
@@ -67,30 +71,154 @@ class Tariff(msgspec.Struct, frozen=True, kw_only=True):
 UNPRICED = Tariff()
 
 
+def cost(tariff: Tariff, gpu_ms: int, core_ms: int = 0, memory_mib_ms: int = 0) -> int | None:
+    """Return what an attempt costs, rounded up to a whole micro; None where its devices have no price.
+
+    Call it once per attempt with the attempt's totals: rounding parts would add up to more than the whole.
+
+    Args:
+        tariff: what the attempt pays.
+        gpu_ms: billed GPU-milliseconds.
+        core_ms: billed core-milliseconds.
+        memory_mib_ms: billed MiB-milliseconds.
+
+    Raises:
+        ValueError: a time is negative.
+    """
+    if tariff.gpu_micros_per_hour is None:
+        return None
+    if gpu_ms < 0 or core_ms < 0 or memory_mib_ms < 0:
+        raise ValueError(f"a cost cannot be negative: {gpu_ms} GPU-ms, {core_ms} core-ms, {memory_mib_ms} MiB-ms")
+    whole = gpu_ms * tariff.gpu_micros_per_hour + core_ms * (tariff.core_micros_per_hour or 0)
+    memory = memory_mib_ms * (tariff.memory_micros_per_hour or 0)
+    return -(-(whole * _MIB_PER_GIB + memory) // (units.MS_PER_HOUR * _MIB_PER_GIB))
+
+
+def dbu_cost(tariff: Tariff, gpu_ms: int) -> int:
+    """Return millionths of a DBU of an attempt, rounded up as a cost is; 0 where the price is not made of DBUs.
+
+    Args:
+        tariff: what the attempt pays.
+        gpu_ms: billed GPU-milliseconds.
+    """
+    return -(-gpu_ms * tariff.dbu_micros_per_hour // units.MS_PER_HOUR)
+
+
+def tariff(rows: Iterable[Price], *, gpu_type: str, pool: str, at_ns: int, currency: str) -> Tariff:
+    """Return what an attempt pays whose devices are reserved at a moment.
+
+    A price of the pool itself goes before one of every pool, then the type's own before its family's, then what began
+    later.
+
+    Args:
+        rows: the price book, in any order.
+        gpu_type: of its devices, as the catalogue spells it.
+        pool: in which they are.
+        at_ns: the moment, nanoseconds since 1970.
+        currency: of the book.
+    """
+    names = [gpu_type, *(family for family, members in FAMILIES.items() if gpu_type in members)]
+    found: dict[str, tuple[tuple[bool, int, int], Price]] = {}
+    for row in rows:
+        if row.pool not in ("", pool) or not is_in_force(row, at_ns):
+            continue
+        if row.resource in names:
+            what, rank = "gpu", (row.pool != "", -names.index(row.resource), row.from_ns)
+        elif row.resource in (CORE, MEMORY):
+            what, rank = row.resource, (row.pool != "", 0, row.from_ns)
+        else:
+            continue
+        if what not in found or found[what][0] < rank:
+            found[what] = (rank, row)
+    price = {what: row for what, (_, row) in found.items()}
+    return Tariff(
+        gpu_micros_per_hour=price["gpu"].micros_per_hour if "gpu" in price else None,
+        core_micros_per_hour=price[CORE].micros_per_hour if CORE in price else None,
+        memory_micros_per_hour=price[MEMORY].micros_per_hour if MEMORY in price else None,
+        dbu_micros_per_hour=price["gpu"].dbu_micros_per_hour if "gpu" in price else 0,
+        currency=currency,
+    )
+
+
+def is_in_force(price: Price, at_ns: int) -> bool:
+    """Return whether a price holds at a moment, where none that began later does."""
+    return price.from_ns <= at_ns and (price.until_ns is None or at_ns < price.until_ns)
+
+
+def check_book(rows: Iterable[Price]) -> None:
+    """Refuse a price book in which two prices of one thing in one pool hold at the same time.
+
+    A price without an end ends where the next one of the same begins; one with an end must have ended by then.
+
+    Raises:
+        InvalidValue: two of them overlap, or one ends before it begins.
+    """
+    ordered = sorted(rows, key=lambda row: (row.resource, row.pool, row.from_ns))
+    for row in ordered:
+        if row.until_ns is not None and row.until_ns <= row.from_ns:
+            raise InvalidValue(f"the price of {_place(row)} ends before it begins", hint="say an end after its start")
+    for row, following in pairwise(ordered):
+        if (row.resource, row.pool) != (following.resource, following.pool):
+            continue
+        if row.from_ns == following.from_ns or (row.until_ns is not None and row.until_ns > following.from_ns):
+            raise InvalidValue(
+                f"two prices of {_place(row)} hold at the same time", hint="end the one before where the other begins"
+            )
+
+
+def dbu_price(dbu_per_gpu_hour: float, usd_per_dbu: float) -> tuple[int, int]:
+    """Return the price of one device for one hour that is made of DBUs: micros, and millionths of a DBU.
+
+    Args:
+        dbu_per_gpu_hour: how many DBUs one device takes in one hour.
+        usd_per_dbu: what one DBU costs, in the book's currency.
+
+    Raises:
+        InvalidOption: one of them is not a number.
+        InvalidValue: one of them, or what they make, is negative, not finite or absurd.
+    """
+    dbu_micros = _price_micros("dbu_per_gpu_hour", dbu_per_gpu_hour)
+    micros = -(-dbu_micros * _price_micros("usd_per_dbu", usd_per_dbu) // units.MICROS_PER_UNIT)
+    if micros > _PRICE_MAX_PER_GPU_HOUR * units.MICROS_PER_UNIT:
+        raise InvalidValue(
+            f"{dbu_per_gpu_hour!r} DBU per hour at {usd_per_dbu!r} is over {_PRICE_MAX_PER_GPU_HOUR} per hour",
+            hint=_PRICE_HINT,
+        )
+    return micros, dbu_micros
+
+
+def _place(price: Price) -> str:
+    return f"{price.resource} in pool {price.pool}" if price.pool else price.resource
+
+
 def parse_prices(table: Mapping[str, float]) -> dict[str, Tariff]:
-    """Return prices by type name.
+    """Return what an attempt pays, by type name, where prices are a table of a file.
 
     A price for a family holds for each member that has none of its own. Names that no catalogue knows are kept: cards
     with own or product names have prices too.
 
     Args:
-        table: USD per GPU-hour by type name, in any spelling.
+        table: USD per GPU-hour by type name, in any spelling; of one core under `core`, of one GiB under `memory`.
 
     Raises:
         InvalidOption: a price is not a number.
         InvalidValue: a price is negative, not finite or absurd, or a type is priced twice.
     """
-    prices: dict[str, Tariff] = {}
+    micros: dict[str, int] = {}
     for written, amount in table.items():
-        name = canonical(written)
-        if name in prices:
+        name = written.casefold() if written.casefold() in (CORE, MEMORY) else canonical(written)
+        if name in micros:
             raise InvalidValue(f"the price of {name} is given twice", hint=_PRICE_HINT)
-        prices[name] = Tariff(gpu_micros_per_hour=_price_micros(name, amount))
+        micros[name] = _price_micros(name, amount)
+    core, memory = micros.pop(CORE, None), micros.pop(MEMORY, None)
     for family, members in FAMILIES.items():
-        if family in prices:
+        if family in micros:
             for member in members:
-                prices.setdefault(member, prices[family])
-    return prices
+                micros.setdefault(member, micros[family])
+    return {
+        name: Tariff(gpu_micros_per_hour=price, core_micros_per_hour=core, memory_micros_per_hour=memory)
+        for name, price in micros.items()
+    }
 
 
 def _price_micros(name: str, amount: float) -> int:
