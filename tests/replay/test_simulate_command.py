@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from serverless_gpu.cli import pictures
 from serverless_gpu.cli import simulate as room
 from serverless_gpu.cli.program import sgpu
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError, StorageError
@@ -119,7 +120,7 @@ def test_without_matplotlib_it_says_which_extra(trace: str, tmp_path: Path, monk
     def missing(_room: str) -> None:
         raise ModuleNotFoundError("No module named 'matplotlib'", name="matplotlib.axes")
 
-    monkeypatch.setattr(room, "load", missing)
+    monkeypatch.setattr(pictures, "load", missing)
     with pytest.raises(ServerlessGpuError, match="Matplotlib") as raised:
         ran(trace, "--policy", "fifo", "--png", str(tmp_path / "waits.png"))
     assert "serverless-gpu[simulate]" in raised.value.hint

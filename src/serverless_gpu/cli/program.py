@@ -10,6 +10,7 @@
     metrics.py   metrics                          what was sampled of a run
     cleaning.py  clean                            deleting run directories
     simulate.py  simulate                         schedulers, side by side, on a trace
+    advise.py    advise                           how many GPUs to reserve, and who had too many
     diagnosis.py doctor                           what is wrong here, and what mends it
     environments/ env                             what Python sees: captured, restored, compared
     server/      up · login · token · user · …    a server, who one is there, and its machines
@@ -23,6 +24,7 @@ import sys
 
 import click
 
+from serverless_gpu.cli.advise import advise_command
 from serverless_gpu.cli.attending import attach, run_group
 from serverless_gpu.cli.cleaning import clean
 from serverless_gpu.cli.diagnosis import doctor
@@ -58,6 +60,7 @@ def sgpu() -> None:
 
 
 for _command in (
+    advise_command,
     attach,
     cancel,
     clean,

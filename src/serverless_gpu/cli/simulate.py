@@ -16,9 +16,9 @@ from serverless_gpu.cli.amounts import duration_s
 from serverless_gpu.cli.choosing import this_home
 from serverless_gpu.cli.columns import columns
 from serverless_gpu.cli.output import print_json, say
+from serverless_gpu.cli.pictures import drawing_room, written
 from serverless_gpu.cli.server.reaching import connect
 from serverless_gpu.client.remote.profile import find_profile
-from serverless_gpu.errors import InvalidValue, ServerlessGpuError, StorageError
 from serverless_gpu.loading import load
 from serverless_gpu.model.scheduling.values import QueuePolicy as Scheduling
 from serverless_gpu.replay import (
@@ -40,7 +40,7 @@ _PAGE = 500
 _HISTORY_MAX = 100_000
 _TEAMS_MAX = 10
 _INTERRUPTED = 130
-_PICTURES = (".png", ".svg", ".pdf")
+_DRAWING = "serverless_gpu.replay.drawing"
 
 
 class _Asked(NamedTuple):
@@ -100,7 +100,7 @@ def simulate_command(**options: Any) -> None:
         preemption=options["preemption"],
         scheduling=_scheduling(options),
     )
-    drawing = None if options["png"] is None else _drawing(options["png"])
+    drawing = None if options["png"] is None else drawing_room(options["png"], _DRAWING)
     outcomes = []
     try:
         for policy in dict.fromkeys(options["policies"] or ("first-fit", "ours")):
@@ -262,31 +262,6 @@ def _as_json(outcomes: Sequence[Outcome], trace: Trace) -> dict[str, object]:
     }
 
 
-def _drawing(path: Path) -> ModuleType:
-    """Return what draws; whatever keeps the picture from being written is said before the replay.
-
-    Raises:
-        ServerlessGpuError: there is no Matplotlib here, or no such directory, or no such kind of picture.
-    """
-    if path.suffix.lower() not in _PICTURES:
-        raise InvalidValue(f"{path} cannot be written: a picture ends in {', '.join(_PICTURES)}")
-    if not path.parent.is_dir():
-        message = f"the picture cannot be written to {path}: there is no directory {path.parent}"
-        raise StorageError(message, hint="give the path of a file in a directory you can write to")
-    try:
-        return load("serverless_gpu.replay.drawing")
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "matplotlib":
-            raise
-        message = "--png draws with Matplotlib, which this Python does not have"
-        raise ServerlessGpuError(message, hint="pip install 'serverless-gpu[simulate]'") from None
-
-
 def _draw(drawing: ModuleType, outcomes: Sequence[Outcome], trace: Trace, path: Path) -> None:
     title = f"{len(outcomes[0].jobs):,} jobs of {trace.source} on {outcomes[0].cluster.text()}"
-    try:
-        drawing.draw(outcomes, title, path)
-    except OSError as error:
-        message = f"the picture cannot be written to {path}: {error.strerror or error}"
-        raise StorageError(message, hint="give the path of a file in a directory you can write to") from None
-    say(f"{path} shows it", err=True)
+    written(lambda: drawing.draw(outcomes, title, path), path)

@@ -1,0 +1,318 @@
+"""Where `sgpu advise` gets its uses from: a server's ledger, this machine's run directories, a trace, or a seed.
+
+    ledger    GET /usage/demand, page by page      a row for each attempt and day; telemetry of the whole attempt
+    history   receipts of this home                runs that have ended, and have one
+    trace     what `sgpu simulate` reads           only when jobs came, how long they took, how many GPUs they had
+
+A run counts from the moment it was asked for, and for as long as it had its GPUs: as if it had not waited. A session
+counts for as long as no run had its devices: those runs count themselves.
+
+Failure cases: more rows than are looked at are left out, the oldest first to stay, and that is said; so is what a
+receipt does not tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from serverless_gpu.cli.locating import own_runs
+from serverless_gpu.errors import InvalidValue
+from serverless_gpu.loading import load
+from serverless_gpu.model.advice import Use
+from serverless_gpu.model.hardware import FAMILIES, canonical, matches
+from serverless_gpu.model.unneeded import Ran
+from serverless_gpu.node.configuration import Configuration
+from serverless_gpu.node.history import Record, read_run
+from serverless_gpu.node.home import Home
+from serverless_gpu.replay import Trace
+
+if TYPE_CHECKING:
+    from serverless_gpu.wire.connection import Connection
+    from serverless_gpu.wire.demand import DemandRow
+
+ROWS_MAX = 200_000
+_PAGE = 1000
+_RUNS_MAX = 20_000
+_MS_NS = 1_000_000
+_SECOND_NS = 1_000_000_000
+
+
+class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+    """Which uses are looked at; "" for all.
+
+    Attributes:
+        start_ns: since when; `end_ns` until when.
+    """
+
+    start_ns: int
+    end_ns: int
+    team: str = ""
+    pool: str = ""
+    gpu_type: str = ""
+
+
+class Kind(msgspec.Struct, kw_only=True):
+    """All uses of one GPU type.
+
+    Attributes:
+        uses: as if nobody had waited.
+        waited_ns: GPU-nanoseconds for which runs did wait.
+        gpu_ms: GPU-milliseconds that count as use; `unpriced_ms` those without a price.
+        micros: what the ledger has charged.
+    """
+
+    uses: list[Use] = []
+    waited_ns: int = 0
+    gpu_ms: int = 0
+    unpriced_ms: int = 0
+    micros: int = 0
+
+
+class Past(msgspec.Struct, kw_only=True):
+    """What was used.
+
+    Attributes:
+        source: where that is known from, in words.
+        start_ns: since when; `end_ns` until when.
+        kinds: by GPU type.
+        ran: what telemetry saw.
+        attempts: how many uses there are.
+        remarks: what was left out.
+    """
+
+    source: str
+    start_ns: int
+    end_ns: int
+    kinds: dict[str, Kind] = {}
+    ran: list[Ran] = []
+    attempts: int = 0
+    remarks: list[str] = []
+
+    def kind(self, gpu_type: str) -> Kind:
+        """Return the uses of a type, to which some may be added."""
+        return self.kinds.setdefault(gpu_type or "GPU", Kind())
+
+
+class Book(msgspec.Struct, frozen=True, kw_only=True):
+    """Prices of today: micros of one device for one hour, by type and pool; "" for any pool."""
+
+    prices: Mapping[tuple[str, str], int] = {}
+    currency: str = "USD"
+
+    def price(self, gpu_type: str, pool: str = "") -> int | None:
+        """Return what one device costs for one hour; a price of its family holds where it has none of its own."""
+        names = (canonical(gpu_type), *(name for name, members in FAMILIES.items() if canonical(gpu_type) in members))
+        return next((self.prices[name, pool] for name in names if (name, pool) in self.prices), None)
+
+    def any_pool(self) -> dict[str, int]:
+        """Return the prices that hold wherever a pool has none of its own, by type."""
+        found = {name: micros for (name, pool), micros in self.prices.items() if not pool}
+        for family, members in FAMILIES.items():
+            for member in members if family in found else ():
+                found.setdefault(member, found[family])
+        return found
+
+
+# --- a server's ledger ------------------------------------------------------------------------------------------------
+
+
+def of_server(connection: Connection, wanted: Wanted) -> Past:
+    """Return what a server's ledger has, as far as one may see it.
+
+    Raises:
+        ServerProblem: it cannot be asked.
+    """
+    rows, is_cut = _rows(connection, wanted)
+    past = of_rows(rows, wanted)
+    if is_cut:
+        past.remarks.append(f"more than {ROWS_MAX:,} rows; what came later is left out: look at less time with --last")
+    return past
+
+
+def of_rows(rows: Iterable[DemandRow], wanted: Wanted) -> Past:
+    """Return what rows of a ledger say; those of one attempt belong together."""
+    attempts: dict[tuple[str, int], list[DemandRow]] = {}
+    for row in rows:
+        attempts.setdefault((row.run_id, row.fence), []).append(row)
+    past = Past(source="the server's ledger", start_ns=wanted.start_ns, end_ns=wanted.end_ns, attempts=len(attempts))
+    for days in attempts.values():
+        first = days[0]
+        kind = past.kind(first.gpu_type)
+        waited_ns = sum(row.queued_ms for row in days) * _MS_NS
+        kind.waited_ns += waited_ns * first.gpus
+        for row in days:
+            kind.uses.append(_use(row.start_ns, row.end_ns, row.gpus, row.held_ms, waited_ns))
+            kind.gpu_ms += row.gpu_ms
+            kind.micros += row.micros or 0
+            kind.unpriced_ms += row.gpu_ms if row.micros is None else 0
+        past.ran.append(
+            Ran(
+                owner=first.owner,
+                name=first.name,
+                gpu_type=first.gpu_type,
+                gpu_ms=first.used_ms,
+                observed_ms=first.observed_ms,
+                busy_ms=first.busy_ms,
+                peak_memory_bytes=first.peak_memory_bytes,
+            )
+        )
+    return _begun(past)
+
+
+def _rows(connection: Connection, wanted: Wanted) -> tuple[list[DemandRow], bool]:
+    wire = load("serverless_gpu.wire.demand")
+    query = {"from_ns": str(wanted.start_ns), "to_ns": str(wanted.end_ns), "limit": str(_PAGE)}
+    query |= {name: value for name in ("team", "pool", "gpu_type") if (value := getattr(wanted, name))}
+    rows: list[DemandRow] = []
+    cursor = ""
+    while len(rows) < ROWS_MAX:
+        asked = query | ({"cursor": cursor} if cursor else {})
+        page = connection.ask("GET", "/usage/demand", answer=wire.DemandPage, query=asked)
+        rows += page.rows
+        cursor = page.cursor
+        if not cursor:
+            return rows, False
+    return rows, True
+
+
+# --- this machine -----------------------------------------------------------------------------------------------------
+
+
+def of_home(home: Home, wanted: Wanted) -> Past:
+    """Return what the run directories of this home say."""
+    ids = own_runs(home)
+    past = Past(source="the runs of this machine", start_ns=wanted.start_ns, end_ns=wanted.end_ns)
+    untold = 0
+    for run_id in ids[:_RUNS_MAX]:
+        record = read_run(home.runs, run_id)
+        if record.ended_ns is not None and record.ended_ns <= wanted.start_ns:
+            continue
+        if not _is_wanted(record, wanted):
+            continue
+        if record.receipt is None or record.began_ns is None or record.ended_ns is None:
+            untold += 1
+        else:
+            _add(past, record, record.began_ns, record.ended_ns)
+    if untold:
+        past.remarks.append(f"{untold:,} runs that go on, or have no receipt")
+    if len(ids) > _RUNS_MAX:
+        past.remarks.append(f"{len(ids) - _RUNS_MAX:,} older runs")
+    return _begun(past)
+
+
+def book_of_home(configuration: Configuration) -> Book:
+    """Return the prices that are configured on this machine."""
+    priced = {name: tariff.gpu_micros_per_hour for name, tariff in configuration.prices.items()}
+    return Book(prices={(canonical(name), ""): micros for name, micros in priced.items() if micros is not None})
+
+
+def _is_wanted(record: Record, wanted: Wanted) -> bool:
+    team, pool = (record.spec.team, record.spec.pool) if record.spec is not None else ("", "")
+    return (not wanted.team or team == wanted.team) and (not wanted.pool or pool == wanted.pool)
+
+
+def _add(past: Past, record: Record, began_ns: int, ended_ns: int) -> None:
+    receipt = record.receipt
+    assert receipt is not None
+    past.attempts += 1
+    waited_ns = (receipt.segments.queued_ms or 0) * _MS_NS
+    kind, gpus = past.kind(receipt.gpu_type), len(receipt.gpus)
+    kind.waited_ns += waited_ns * gpus
+    held_ms = (ended_ns - began_ns) // _MS_NS * gpus if receipt.runs is None else receipt.gpu_ms
+    kind.uses.append(_use(began_ns, ended_ns, gpus, held_ms, waited_ns))
+    kind.gpu_ms += receipt.gpu_ms
+    kind.micros += receipt.micros or 0
+    kind.unpriced_ms += receipt.gpu_ms if receipt.micros is None else 0
+    seen = [use for use in receipt.uses if use.busy_percent is not None]
+    peaks = [use.peak_memory_bytes for use in receipt.uses if use.peak_memory_bytes is not None]
+    past.ran.append(
+        Ran(
+            owner="",
+            name=record.spec.name if record.spec is not None else "",
+            gpu_type=receipt.gpu_type,
+            gpu_ms=receipt.gpu_ms,
+            observed_ms=sum(1000 * use.samples for use in seen),  # about one a second
+            busy_ms=sum(round(10 * use.samples * (use.busy_percent or 0)) for use in seen),
+            peak_memory_bytes=max(peaks, default=None),
+        )
+    )
+
+
+# --- traces -----------------------------------------------------------------------------------------------------------
+
+
+def of_trace(trace: Trace, wanted: Wanted) -> Past:
+    """Return what a trace says: from its first job until its last one came, as replays count.
+
+    Args:
+        trace: the jobs.
+        wanted: whose; its times are not looked at.
+
+    Raises:
+        InvalidValue: no job is of that team or pool.
+    """
+    jobs = [
+        job
+        for job in trace.jobs
+        if (not wanted.team or job.team == wanted.team) and (not wanted.pool or job.pool == wanted.pool)
+    ]
+    if not jobs:
+        raise InvalidValue(f"{trace.source} has no such jobs", hint="see --team and --pool")
+    ends = [job.submit_s + job.duration_s for job in jobs]
+    start_s, last_s = jobs[0].submit_s, jobs[-1].submit_s
+    end_s = last_s if last_s > start_s else max(ends)
+    past = Past(source=trace.source, start_ns=_ns(start_s), end_ns=_ns(end_s), attempts=len(jobs))
+    for job, job_end_s in zip(jobs, ends, strict=True):
+        kind = past.kind(job.gpu_type)
+        kind.uses.append(Use(start_ns=_ns(job.submit_s), end_ns=_ns(job_end_s), gpus=job.gpus))
+        kind.gpu_ms += round(1000 * job.duration_s) * job.gpus
+        kind.unpriced_ms += round(1000 * job.duration_s) * job.gpus
+    past.remarks = [f"{count:,} {why}" for why, count in trace.left_out.items()]
+    return past
+
+
+def chosen(past: Past, gpu_type: str) -> tuple[str, Kind]:
+    """Return the GPU type that is looked at, and its uses: the one that was asked for, else the one most used.
+
+    Raises:
+        InvalidValue: nothing was used, or nothing of that type.
+    """
+    found = {name: kind for name, kind in past.kinds.items() if not gpu_type or matches(gpu_type, name)}
+    if not found:
+        there = f"there is {', '.join(sorted(past.kinds))}" if past.kinds else "look at more time: --last 90d"
+        raise InvalidValue(f"{past.source}: nothing was used" + (f" of {gpu_type}" if gpu_type else ""), hint=there)
+    if gpu_type:  # a family is all of its members
+        together = Kind()
+        for kind in found.values():
+            together.uses += kind.uses
+            for name in ("waited_ns", "gpu_ms", "unpriced_ms", "micros"):
+                setattr(together, name, getattr(together, name) + getattr(kind, name))
+        return canonical(gpu_type), together
+    name = max(found, key=lambda name: (found[name].gpu_ms, name))
+    return name, found[name]
+
+
+def _begun(past: Past) -> Past:
+    """Return what was used, since it began: before the first use there is nothing to learn from."""
+    starts = [use.start_ns for kind in past.kinds.values() for use in kind.uses]
+    past.start_ns = min(past.end_ns - 1, max(past.start_ns, min(starts, default=past.start_ns)))
+    return past
+
+
+def _use(start_ns: int, end_ns: int, gpus: int, held_ms: int, waited_ns: int) -> Use:
+    """Return a use as if it had not waited, and as long as its devices were held."""
+    held_ns = held_ms * _MS_NS // gpus if gpus else 0
+    start_ns, end_ns = start_ns - waited_ns, min(end_ns, start_ns + held_ns) - waited_ns
+    return Use(start_ns=start_ns, end_ns=max(start_ns, end_ns), gpus=gpus)
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * _SECOND_NS)
+
+
+def remarks(past: Past) -> Iterator[str]:
+    """Yield what was left out, in words."""
+    yield from (f"left out: {remark}" for remark in past.remarks)

@@ -1,0 +1,51 @@
+"""Pictures that commands write: what keeps one from being written is said before the work, not after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+from serverless_gpu.cli.output import say
+from serverless_gpu.errors import InvalidValue, ServerlessGpuError, StorageError
+from serverless_gpu.loading import load
+
+_KINDS = (".png", ".svg", ".pdf")
+
+
+def drawing_room(path: Path, room: str) -> ModuleType:
+    """Return what draws; whatever keeps the picture from being written is said before there is one.
+
+    Args:
+        path: where it is to be.
+        room: the module that draws, which needs Matplotlib.
+
+    Raises:
+        ServerlessGpuError: there is no Matplotlib here, or no such directory, or no such kind of picture.
+    """
+    if path.suffix.lower() not in _KINDS:
+        raise InvalidValue(f"{path} cannot be written: a picture ends in {', '.join(_KINDS)}")
+    if not path.parent.is_dir():
+        message = f"the picture cannot be written to {path}: there is no directory {path.parent}"
+        raise StorageError(message, hint="give the path of a file in a directory you can write to")
+    try:
+        return load(room)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "matplotlib":
+            raise
+        message = "--png draws with Matplotlib, which this Python does not have"
+        raise ServerlessGpuError(message, hint="pip install 'serverless-gpu[simulate]'") from None
+
+
+def written(draw: Callable[[], None], path: Path) -> None:
+    """Draw a picture, and say where it is.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    try:
+        draw()
+    except OSError as error:
+        message = f"the picture cannot be written to {path}: {error.strerror or error}"
+        raise StorageError(message, hint="give the path of a file in a directory you can write to") from None
+    say(f"{path} shows it", err=True)

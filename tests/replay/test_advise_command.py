@@ -1,0 +1,161 @@
+"""`sgpu advise`: what it prints, where it looks, and what is wrong with what was typed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from serverless_gpu.cli import advice_tables
+from serverless_gpu.cli.program import sgpu
+from serverless_gpu.errors import InvalidValue, ServerlessGpuError, StorageError
+
+# 10 hours: 2 GPUs for all of it, 4 more for 6 hours, 2 more for 1, as in tests/unit/test_advice.py.
+CSV = """job_id,submit_time_s,duration_s,num_gpus,vc,gpu_type
+a,0,36000,2,search,H100
+b,3600,21600,4,search,H100
+c,10800,3600,2,vision,H100
+d,36000,60,1,vision,A10
+"""
+PRICES = ("--reserved", "1", "--on-demand", "2")
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SERVERLESS_GPU_HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir(mode=0o700)
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    path = tmp_path / "four.csv"
+    path.write_text(CSV, encoding="utf-8")
+    return str(path)
+
+
+def ran(*arguments: str) -> Result:
+    result = CliRunner().invoke(sgpu, ["advise", *arguments], catch_exceptions=True)
+    if isinstance(result.exception, ServerlessGpuError):
+        raise result.exception
+    return result
+
+
+def test_a_table(trace: str) -> None:
+    result = ran(trace, *PRICES, "--have", "8", "--waiting", "0.5")
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
+    assert lines[:6] == [
+        "H100: four.csv, 10 h 00 min",
+        "also used, and not in this: A10 60.0 GPU-seconds; --gpu-type says which",
+        "used: 46.0 GPU-hours",
+        "wanted at once: 4.6 GPUs on average, 8 at most",
+        "reserved 1.00, on demand 2.00 USD per GPU-hour: a reserved GPU pays from 50.0 % of the time on",
+        "reserve 6: 16.00 USD less than today",
+    ]
+    rows = [line.split("  ") for line in lines]
+    cells = [[cell.strip() for cell in row if cell.strip()] for row in rows]
+    assert ["advised", "6", "60.00 USD", "16.00 USD", "4.00 USD", "64.00 USD", "73.3 %"] in cells
+    assert ["today, enough for the peak", "8", "80.00 USD", "34.00 USD", "0.00 USD", "80.00 USD", "57.5 %"] in cells
+    assert ["3–6", "60.0 %", "yes"] in cells
+    assert ["reserved price +20 %", "2", "76.00 USD", "76.00 USD"] in cells
+    # On 6 GPUs the third run waits for the second until 7:00, 4 hours with its 2 GPUs.
+    assert ["6", "1 h 20 min", "3 h 36 min", "8.0", "4.00 USD", "4.00 USD", "0.50 per GPU-hour"] in cells
+    assert lines[-1] == "runs: nothing is known of what their GPUs did"
+
+
+def test_every_number_has_its_formula(trace: str) -> None:
+    lines = ran(trace, *PRICES, "--explain").output.splitlines()
+    told = {line.strip().split(":")[0] for line in lines[lines.index("formulas:") + 1 :]}
+    shown = {"break-even duty", "wanted", "pays", "reserved", "of that idle", "on demand", "together", "duty", "if"}
+    assert shown | {"GPU-hours waited", "waiting costs", "on demand instead", "worth it below", "saves"} <= told
+
+
+def test_the_same_as_json(trace: str) -> None:
+    told = json.loads(ran(trace, *PRICES, "--json").output)
+    advice = told["advice"]
+    assert (told["gpu_type"], advice["reserve"], advice["peak"], advice["used_gpu_ms"]) == (
+        "H100",
+        6,
+        8,
+        46 * 3_600_000,
+    )
+    assert (advice["best"]["micros"], advice["best"]["idle_micros"]) == (64_000_000, 16_000_000)
+    assert [slot["pays"] for slot in advice["slots"]] == [True, True, False]
+    assert told["formulas"]["break-even duty"].endswith("= 50.0 %")
+
+
+def test_one_team_and_one_type(trace: str) -> None:
+    told = json.loads(ran(trace, *PRICES, "--json", "--team", "vision", "--gpu-type", "a10").output)
+    assert (told["gpu_type"], told["attempts"], told["gpu_ms"]) == ("A10", 2, 60_000)
+    with pytest.raises(InvalidValue, match="has no such jobs"):
+        ran(trace, *PRICES, "--team", "speech")
+    with pytest.raises(InvalidValue, match="nothing was used of L4"):
+        ran(trace, *PRICES, "--gpu-type", "L4")
+
+
+def test_prices_of_the_configuration(trace: str, home: Path) -> None:
+    (home / "config.toml").write_text("[prices]\nH100 = 2.0\n", encoding="utf-8")
+    assert "reserve 6: 28.00 USD less than today" in ran(trace, "--reserved", "1").output.splitlines()
+    # 8,766 for a GPU over 2 years of 8,766 hours is 0.50 an hour.
+    bought = ran(trace, "--buy", "8766", "--years", "2", "--running", "0.5").output.splitlines()
+    assert "reserve 6: 28.00 USD less than today" in bought
+
+
+def test_no_price_is_made_up(trace: str) -> None:
+    assert "H100 has no price on demand" in ran(trace).output
+    assert "what a reserved GPU costs is not known" in ran(trace, "--on-demand", "2").output
+    assert "H100 costs nothing on demand: reserve none" in ran(trace, "--on-demand", "0", "--reserved", "1").output
+    assert json.loads(ran(trace, "--json").output)["advice"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("--generate", "5"), "what is to be looked at?"),
+        (("--reserved", "-1"), "no price from 0"),
+        (("--reserved", "1x"), "no price from 0"),
+        (("--reserved", "2e6"), "no price from 0"),
+        (("--reserved", "nowhere"), "no price of its own in pool 'nowhere'"),
+        (("--reserved", "1", "--buy", "5"), "--buy is in place of --reserved"),
+        (("--buy", "nan"), "--years is 0.1 to 100"),
+        (("--buy", "5", "--years", "0"), "--years is 0.1 to 100"),
+        (("--waiting", "soon", *PRICES), "no price from 0"),
+        (("--last", "soon"), "is not a duration"),
+        (("--have", "-1"), "-1 is not in the range"),
+    ],
+)
+def test_what_is_wrong_is_said(trace: str, arguments: tuple[str, ...], why: str) -> None:
+    result = ran(trace, *arguments)
+    assert result.exit_code == 2
+    assert why in " ".join(result.output.replace("│", " ").split())
+
+
+def test_a_picture(trace: str, tmp_path: Path) -> None:
+    path = tmp_path / "sizes.png"
+    assert ran(trace, *PRICES, "--have", "9", "--png", str(path)).exit_code == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(StorageError, match="the picture cannot be written to"):
+        ran(trace, *PRICES, "--png", str(tmp_path / "gone" / "sizes.png"))
+
+
+def test_a_picture_of_no_advice_is_not_written(trace: str, tmp_path: Path) -> None:
+    result = ran(trace, "--png", str(tmp_path / "sizes.svg"))
+    assert "was not written: H100 has no price" in result.output
+    assert not (tmp_path / "sizes.svg").exists()
+
+
+def test_made_up_jobs_and_many_slots() -> None:
+    lines = ran("--generate", "300", "--seed", "2", "--reserved", "1.9", "--on-demand", "2.99").output.splitlines()
+    assert lines[0].startswith("GPU: made up: 300 jobs, seed 2, ")
+    head = next(place for place, line in enumerate(lines) if line.startswith("SLOT"))
+    slots = lines[head + 1 : lines.index("", head)]
+    assert len(slots) == advice_tables._SLOTS_MAX
+    assert [line.split()[-1] for line in slots] == sorted((line.split()[-1] for line in slots), reverse=True)
+
+
+def test_a_machine_without_runs(home: Path) -> None:
+    with pytest.raises(InvalidValue, match="the runs of this machine: nothing was used"):
+        ran()
