@@ -4,7 +4,8 @@
     ├── UsageError                 the call itself is wrong; refused before anything starts
     │   ├── InvalidOption          (TypeError)   unknown option, or an option of the wrong type
     │   ├── InvalidValue           (ValueError)  right type, impossible value
-    │   │   └── UnknownGpuType
+    │   │   ├── UnknownGpuType
+    │   │   └── PolicyViolation      the run is not within its usage policy, or does not say which
     │   ├── ArgumentMismatch       (TypeError)   arguments do not bind to the function's signature
     │   ├── NotDistributable       (TypeError)   not a plain callable
     │   ├── NotPicklable           (TypeError)   something the function captured cannot travel
@@ -105,6 +106,12 @@ class UnknownGpuType(InvalidValue):
     """The GPU type is not in the catalogue."""
 
     code = "unknown_gpu_type"
+
+
+class PolicyViolation(InvalidValue):
+    """The run is not within the usage policy that it is under, or does not say which of several it is."""
+
+    code = "policy_violation"
 
 
 class ArgumentMismatch(UsageError, TypeError):

@@ -73,6 +73,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         infra_left: attempts that may be made again because the platform failed.
         before: where an UNREACHABLE run was when it was last heard of, else None.
         faults_left: attempts that may be made again because a GPU or a node failed; none unless the user asked for it.
+        goes_on_at_limit: whether an attempt that reaches its time limit is followed by another: the limit is not the
+            user's own but what an attempt may take here (`max_run_s`), and they asked for `resume`.
     """
 
     run_id: str
@@ -86,6 +88,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     infra_left: int = INFRA_RETRIES_MAX
     before: State | None = None
     faults_left: int = 0
+    goes_on_at_limit: bool = False
 
 
 class Placed(msgspec.Struct, frozen=True):
@@ -247,14 +250,17 @@ def _over(run: Run, event: Ended | GivenUp | Forgotten) -> Step:
     if MEANINGS[reason].state is State.SUCCEEDED:
         return _conclude(run, reason)
     untouched = not run.began and (MEANINGS[reason].may_retry or reason in _DISPLACED)
+    at_limit = reason is Reason.TIMEOUT and run.goes_on_at_limit
     if run.stop in _FINAL_STOPS:
         # Had nobody asked, it would go on with another attempt: then the stop is what ended it, else what is reported.
-        goes_on = untouched or reason in _DISPLACED
+        goes_on = untouched or at_limit or reason in _DISPLACED
         return _conclude(run, STOPPED_BY[run.stop] if goes_on and run.stop else reason)
     if isinstance(event, Ended) and not event.proven:
         return _conclude(run, reason)  # what is left of it might run beside the next one
     if untouched:
         return _again_untouched(run, reason)
+    if at_limit:
+        return _requeue(run)
     if reason in _DISPLACED:
         return _requeue(run) if run.may_resume else _conclude(run, reason)
     if reason in LOST and run.may_resume:

@@ -157,6 +157,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
         tracker: where the run is tracked, as its client resolved `tracking` at the call; None for nowhere.
         ray: the Ray cluster that the run makes of its nodes, with the function as its driver; None for none.
         retry_on_infra: whether user code runs again when a GPU or a node failed, a few times, without `retries`.
+        max_run_s: the longest an attempt runs, as its usage policy or its server has it; None on a machine's own.
     """
 
     spec_version: int = SPEC_VERSION
@@ -186,6 +187,18 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     tracker: Tracking | None = None
     ray: RayCluster | None = None
     retry_on_infra: bool = False
+    max_run_s: float | None = None
+
+    @property
+    def limit_s(self) -> float | None:
+        """Return for how long user code of an attempt runs at most, in seconds, or None for as long as it likes."""
+        limits = [limit for limit in (self.timeout_s, self.max_run_s) if limit is not None]
+        return min(limits, default=None)
+
+    @property
+    def is_capped(self) -> bool:
+        """Return whether an attempt that reaches its limit reaches `max_run_s`, and not the user's own `timeout`."""
+        return self.max_run_s is not None and self.limit_s != self.timeout_s
 
     def processes(self, world_size: int) -> int:
         """Return how many processes of the user's a node starts for so many of its devices."""
@@ -197,7 +210,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
         # A driver of Ray waits for its tasks for hours, in one place: that says nothing about them.
         warning_s, hang_s = (self.hang_warning_s, self.hang_timeout_s) if self.ray is None else (0, None)
         return Limits(
-            timeout_ns=None if self.timeout_s is None else round(self.timeout_s * 1e9),
+            timeout_ns=None if self.limit_s is None else round(self.limit_s * 1e9),
             grace_ns=round(self.grace_s * 1e9),
             hang_warning_ns=round(warning_s * 1e9) or None,
             hang_timeout_ns=None if hang_s is None else round(hang_s * 1e9),

@@ -14,7 +14,8 @@ from serverless_gpu.ambient import new_run_id
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.scheduling.values import Estimate
 from serverless_gpu.model.spec import Command, Function, Kernel, check_command
-from serverless_gpu.server import draining, owners, past, runs, submitting
+from serverless_gpu.server import allowing, draining, owners, past, runs, submitting
+from serverless_gpu.server.allowing import Allowed
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.runs import NewRun, StoredRun
 from serverless_gpu.server.services import Services
@@ -32,6 +33,7 @@ def estimate(services: Services, who: Caller, request: EstimateRequest) -> Estim
 
     Raises:
         InvalidValue: such a run is not possible.
+        PolicyViolation: it is not within its usage policy.
         SecretMissing: a secret that it names is not there.
         TooLarge: it is over a limit.
     """
@@ -46,14 +48,14 @@ def estimate(services: Services, who: Caller, request: EstimateRequest) -> Estim
             pass
     now_ns = services.clock.wall_ns()
 
-    def work(connection: sa.Connection) -> tuple[str, str, float | None]:
-        pool = submitting.placed(connection, services.sealer, request.spec, who)
-        return pool, _held(connection, who), past.expected_s(connection, who.name, request.spec.name)
+    def work(connection: sa.Connection) -> tuple[Allowed, str, float | None]:
+        allowed = allowing.allow(connection, services, request.spec, who)
+        return allowed, _held(connection, who), past.expected_s(connection, who.name, request.spec.name)
 
-    pool, held, expected_s = services.database.read(work)
+    allowed, held, expected_s = services.database.read(work)
     if held:
         return estimate_view(Estimate(at_ns=None, basis=held), now_ns)
-    asked = wanted(_imagined(who, request, pool, now_ns), Past(expected_s=expected_s), now_ns=now_ns)
+    asked = wanted(_imagined(who, request, allowed, now_ns), Past(expected_s=expected_s), now_ns=now_ns)
     return estimate_view(services.sentences.estimate(asked), now_ns)
 
 
@@ -65,16 +67,16 @@ def _held(connection: sa.Connection, who: Caller) -> str:
     return f"{who.name} may start no runs now" if who.name in owners.shut_out(connection, who.name) else ""
 
 
-def _imagined(who: Caller, request: EstimateRequest, pool: str, now_ns: int) -> StoredRun:
+def _imagined(who: Caller, request: EstimateRequest, allowed: Allowed, now_ns: int) -> StoredRun:
     """Return the run as it would be written down."""
     new = NewRun(
         id=new_run_id(),
         owner=who.name,
-        spec=request.spec,
+        spec=allowed.spec,
         target=request.target,
         request_sha256="",
         context_sealed=b"",
-        pool=pool,
+        pool=allowed.pool,
         snapshot="0" * 64 if request.snapshot else "",
     )
     return runs.described(new, at_ns=now_ns)

@@ -96,8 +96,9 @@ class Planning:
         """Return what there is."""
         self._set_clock()
         now_ns, afresh = self.now(), self._planner is None
+        underway = {run_id: sum(share.count for share in one.shares) for run_id, one in self._underway.items()}
         return self._services.database.read(
-            lambda connection: self._roster.read(connection, now_ns=now_ns, afresh=afresh)
+            lambda connection: self._roster.read(connection, now_ns=now_ns, afresh=afresh, underway=underway)
         )
 
     def tell(self, reading: Reading) -> None:

@@ -1,14 +1,25 @@
-"""Usage policies: the query room of `model/policy.py`."""
+"""Usage policies, and whom they are attached to: the query room of `model/policy.py`."""
 
 from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection
+from functools import lru_cache
 
 import msgspec
 import sqlalchemy as sa
 
-from serverless_gpu.model.policy import UsagePolicy
-from serverless_gpu.server.tables import policies
+from serverless_gpu.model.policy import Attached, Holder, UsagePolicy
+from serverless_gpu.server.tables import policies, policy_holders
 
-_decode = msgspec.json.Decoder(UsagePolicy).decode
+POLICIES_MAX = 1_000
+_decoder = msgspec.json.Decoder(UsagePolicy)
+
+
+@lru_cache(maxsize=POLICIES_MAX)
+def _decode(text: str) -> UsagePolicy:
+    """Return a policy; each tick of the scheduler reads all of them."""
+    return _decoder.decode(text)
 
 
 class StoredPolicy(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,8 +49,69 @@ def put(connection: sa.Connection, policy: StoredPolicy) -> None:
 
 
 def remove(connection: sa.Connection, name: str) -> bool:
-    """Take a policy away; runs that named it keep their pool. Return whether there was one."""
+    """Take a policy away that is attached to nobody; its runs keep what they got. Return whether it was there."""
     return connection.execute(policies.delete().where(policies.c.name == name)).rowcount == 1
+
+
+def caps(connection: sa.Connection) -> dict[str, int]:
+    """Return the most devices that a user has at once, by policy; those that do not say are not in it."""
+    found = {name: _decode(text).gpus_at_once for name, text in connection.execute(_DOCUMENTS)}
+    return {name: most for name, most in found.items() if most is not None}
+
+
+def attached(connection: sa.Connection, principal: str, teams: Collection[str]) -> Attached:
+    """Return the policies that are attached to somebody, and to the teams they are in."""
+    own = sa.and_(policy_holders.c.kind.in_(("user", "service")), policy_holders.c.name == principal)
+    theirs = sa.and_(policy_holders.c.kind == "team", policy_holders.c.name.in_(teams))
+    query = sa.select(policy_holders).where(sa.or_(own, theirs) if teams else own).order_by(policy_holders.c.policy)
+    mine: list[str] = []
+    of_teams: dict[str, list[str]] = defaultdict(list)
+    for row in connection.execute(query):
+        (of_teams[row.name] if row.kind == "team" else mine).append(row.policy)
+    return Attached(own=tuple(mine), teams={team: tuple(names) for team, names in sorted(of_teams.items())})
+
+
+def holders(connection: sa.Connection, name: str | None = None) -> dict[str, tuple[Holder, ...]]:
+    """Return whom policies are attached to, by policy; those that are attached to nobody are not in it.
+
+    Args:
+        connection: of any transaction.
+        name: only of this policy, or None for all.
+    """
+    query = sa.select(policy_holders).order_by(policy_holders.c.kind, policy_holders.c.name)
+    if name is not None:
+        query = query.where(policy_holders.c.policy == name)
+    found: dict[str, list[Holder]] = defaultdict(list)
+    for row in connection.execute(query):
+        found[row.policy].append(Holder(kind=row.kind, name=row.name))
+    return {policy: tuple(who) for policy, who in found.items()}
+
+
+def attach(connection: sa.Connection, name: str, holder: Holder) -> bool:
+    """Attach a policy to somebody; return whether it was not before."""
+    this = {"policy": name, "kind": holder.kind, "name": holder.name}
+    if connection.execute(sa.select(policy_holders.c.name).where(_is(name, holder))).first() is not None:
+        return False
+    connection.execute(policy_holders.insert(), this)
+    return True
+
+
+def detach(connection: sa.Connection, name: str, holder: Holder) -> bool:
+    """Detach a policy from somebody; return whether it was attached."""
+    return connection.execute(policy_holders.delete().where(_is(name, holder))).rowcount == 1
+
+
+def count_holders(connection: sa.Connection) -> int:
+    """Return to how many, altogether, policies are attached."""
+    return connection.execute(sa.select(sa.func.count()).select_from(policy_holders)).scalar_one()
+
+
+_DOCUMENTS = sa.select(policies.c.name, policies.c.document_json)
+
+
+def _is(name: str, holder: Holder) -> sa.ColumnElement[bool]:
+    columns = policy_holders.c
+    return sa.and_(columns.policy == name, columns.kind == holder.kind, columns.name == holder.name)
 
 
 def _from_row(row: sa.Row[tuple[str, str, int]]) -> StoredPolicy:

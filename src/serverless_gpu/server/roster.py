@@ -13,13 +13,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 import msgspec
 import sqlalchemy as sa
 
+from serverless_gpu.model.admitting import Candidate
 from serverless_gpu.model.attempt import State
 from serverless_gpu.model.scheduling.values import QueuePolicy, Reservation, Running, Share, Used, Wanted
-from serverless_gpu.server import attempts, draining, floor, owners, past, runs, shares
+from serverless_gpu.server import attempts, draining, floor, holding_back, owners, past, runs, shares
 from serverless_gpu.server.floor import Floor
 from serverless_gpu.server.runs import Active, StoredRun
 from serverless_gpu.server.services import Services
@@ -29,6 +31,7 @@ LEARN_AT_ONCE = 64
 FOREVER_NS = 1 << 62
 """Until it is said otherwise."""
 _NAMES_MAX = 50_000
+_NOTHING: Mapping[str, int] = MappingProxyType({})
 _SAME = 0.25  # a learned duration that changes by less is as good as the one before
 
 _Name = tuple[str, str]
@@ -61,6 +64,7 @@ class _Entry:
     owner: str
     name: _Name
     wanted: Wanted
+    candidate: Candidate
     kept: Wanted | None = None
     running: Running | None = None
     running_key: tuple[object, ...] = ()
@@ -80,20 +84,28 @@ class Roster:
         self._expected: dict[_Name, float | None] = {}
         self._to_learn: dict[_Name, None] = {}
 
-    def read(self, connection: sa.Connection, *, now_ns: int, afresh: bool) -> Reading:
+    def read(
+        self,
+        connection: sa.Connection,
+        *,
+        now_ns: int,
+        afresh: bool,
+        underway: Mapping[str, int] = MappingProxyType({}),
+    ) -> Reading:
         """Return what there is now.
 
         Args:
             connection: reading is enough.
             now_ns: nanoseconds since 1970.
             afresh: whether the past is wanted, too.
+            underway: devices of runs that are about to be placed, by identifier: they still wait here.
         """
         there = floor.load(connection, self._services.leases)
         queue = runs.queue(connection)
         policy = shares.policy(connection, self._services.settings.queue)
         self._get_to_know(connection, queue, there.active, now_ns)
         self._learn(connection)
-        waiting = self._waiting(connection, queue)
+        waiting = self._waiting(connection, queue, there, underway)
         return Reading(
             floor=there,
             waiting=waiting,
@@ -140,7 +152,8 @@ class Roster:
             self._to_learn[name] = None
         before = msgspec.structs.replace(before, expected_s=self._expected.get(name))
         waits = run.state is State.QUEUED
-        self._known[run.id] = _Entry(run.fence, waits, run.owner, name, wanted(run, before, now_ns=now_ns))
+        asked, candidate = wanted(run, before, now_ns=now_ns), holding_back.candidate(run)
+        self._known[run.id] = _Entry(run.fence, waits, run.owner, name, asked, candidate)
 
     def _learn(self, connection: sa.Connection) -> None:
         """Look at how long some of the names take of which that is not known, or was before one of them ended."""
@@ -159,23 +172,34 @@ class Roster:
             there = {entry.name for entry in self._known.values()}
             self._expected = {name: value for name, value in self._expected.items() if name in there}
 
-    def _waiting(self, connection: sa.Connection, queue: list[tuple[str, int]]) -> dict[str, Wanted]:
+    def _waiting(
+        self, connection: sa.Connection, queue: list[tuple[str, int]], there: Floor, underway: Mapping[str, int]
+    ) -> dict[str, Wanted]:
         """Return what those want who wait; who may not start now waits beside the line."""
         if not queue:
             return {}
         shut_out, drain = owners.shut_out(connection), draining.find(connection)
-        found: dict[str, Wanted] = {}
-        for run_id, _ in queue:
-            entry = self._known.get(run_id)
-            if entry is None:
-                continue  # it was removed between two queries
-            if drain is not None:
-                found[run_id] = _kept_back(entry, drain.sentence)
-            elif entry.owner in shut_out:
-                found[run_id] = _kept_back(entry, f"{entry.owner} may start no runs now")
-            else:
-                found[run_id] = entry.wanted
-        return found
+        entries = {run_id: self._known[run_id] for run_id, _ in queue if run_id in self._known}  # else removed just now
+        if drain is not None:
+            return {run_id: _kept_back(entry, drain.sentence) for run_id, entry in entries.items()}
+        out = {run_id for run_id, entry in entries.items() if entry.owner in shut_out}
+        line = (entry.candidate for run_id, entry in entries.items() if run_id not in out and run_id not in underway)
+        held = holding_back.held(connection, line, self._having(there, underway))
+        held |= {run_id: f"{entries[run_id].owner} may start no runs now" for run_id in out}
+        return {
+            run_id: _kept_back(entry, held[run_id]) if run_id in held else entry.wanted
+            for run_id, entry in entries.items()
+        }
+
+    def _having(self, there: Floor, underway: Mapping[str, int]) -> Iterable[tuple[Candidate, int]]:
+        """Return who has devices, or is about to be given some, and how many."""
+        for run in there.active:
+            entry = self._known.get(run.id)
+            if entry is not None and (run.id, run.fence) not in there.freed:
+                yield entry.candidate, run.world_size
+        for run_id, count in underway.items():
+            if run_id in self._known and self._known[run_id].waits:
+                yield self._known[run_id].candidate, count
 
     def _running(self, there: Floor, now_ns: int) -> Iterable[tuple[str, Running]]:
         for run in there.active:

@@ -117,6 +117,7 @@ class StoredRun(msgspec.Struct, frozen=True, kw_only=True):
             infra_left=max(0, INFRA_RETRIES_MAX - self.infra_retries_used) if self.restored_ns is None else 0,
             before=attempt.before if attempt is not None else None,
             faults_left=self._faults_left,
+            goes_on_at_limit=self.spec.is_capped and self.spec.resume and self.restored_ns is None,
         )
 
     @property
@@ -379,6 +380,12 @@ def on_node(connection: sa.Connection, node_id: str) -> list[StoredRun]:
     """Return the runs that have an attempt on a node which has not ended."""
     here = sa.and_(runs.c.state.in_([state.value for state in ACTIVE]), attempts_table.c.node_id == node_id)
     return [_from_row(row) for row in connection.execute(_SELECT.where(here).order_by(runs.c.id))]
+
+
+def active_of(connection: sa.Connection, owner: str) -> list[StoredRun]:
+    """Return an owner's runs that have an attempt which has not ended."""
+    theirs = sa.and_(runs.c.owner == owner, runs.c.state.in_([state.value for state in ACTIVE]))
+    return [_from_row(row) for row in connection.execute(_SELECT.where(theirs))]
 
 
 def active_briefly(connection: sa.Connection) -> list[Active]:

@@ -32,6 +32,7 @@ from serverless_gpu.model.scheduling.values import Placement
 from serverless_gpu.server import (
     attempts,
     draining,
+    holding_back,
     keys,
     log_context,
     nodes,
@@ -167,6 +168,8 @@ class Scheduler:
             return None
         if not nodes.is_still(connection, node):
             return None  # it restarted, or was forgotten; its next hello rings
+        if holding_back.is_full(connection, run, _where(placement).count, self._services.leases.freed()):
+            return None  # others of its owner were placed before it
         token = self._services.keys.attempt_token(run.id, run.fence + 1)
         new = NewAttempt(
             node_id=node.id,

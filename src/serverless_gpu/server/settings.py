@@ -37,6 +37,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from serverless_gpu.errors import InvalidOption, InvalidValue
+from serverless_gpu.model.policy import MAX_RUN_S
 from serverless_gpu.model.scheduling.values import QueuePolicy
 from serverless_gpu.units import parse_duration_s
 from serverless_gpu.wire.principals import OnDisabled
@@ -55,6 +56,7 @@ _NO_SETTINGS = (
     *("SGPU_RUN_ID", "SGPU_FENCE", "SGPU_GPU_UUIDS", "SGPU_STOP_FILE", "SGPU_STOP_REASON"),
     *("SGPU_CHECKPOINT_DIR", "SGPU_RESUME_DIR", "SGPU_SECRETS_DIR", "SGPU_FAULT"),
     "SGPU_POOL",
+    "SGPU_POLICY",
     f"{VARIABLES}BENCH_",
 )
 _FILE = "server.toml"
@@ -92,6 +94,7 @@ class _Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     partition_grace: str = "15m"
     retention: str = "30d"
     unsatisfiable_after: str = "24h"
+    max_run: str = "7d"
     logs_gib: Annotated[float, msgspec.Meta(gt=0)] = 100.0
     runs_waiting: Annotated[int, msgspec.Meta(ge=1)] = 20_000
     on_owner_disabled: OnDisabled = "finish"
@@ -132,6 +135,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         upload_s: how long this machine's node tries to send the outputs of an ended attempt while the server answers.
         retention_s: runs that ended longer ago lose their rows, output and results.
         unsatisfiable_after_s: a run that nothing that has joined can ever serve ends after so long; 0 is never.
+        max_run_s: the longest an attempt runs where its usage policy does not say; None for as long as it likes.
         logs_bytes_max: what the output of all runs may take; beyond, that of the oldest goes.
         runs_waiting_max: runs of one principal that may wait at once.
         on_owner_disabled: what becomes of the runs of somebody who may start none any more: finish, or stop.
@@ -161,6 +165,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     upload_s: float = 3600.0
     retention_s: float = 30 * DAY_S
     unsatisfiable_after_s: float = DAY_S
+    max_run_s: float | None = MAX_RUN_S
     logs_bytes_max: int = 100 << 30
     runs_waiting_max: int = 20_000
     on_owner_disabled: OnDisabled = "finish"
@@ -227,6 +232,7 @@ def read_settings(
         partition_grace_s=grace_s,
         retention_s=retention_s,
         unsatisfiable_after_s=checked.unsatisfiable_after_s(merged),
+        max_run_s=checked.max_run_s(merged),
         logs_bytes_max=round(merged.logs_gib * 2**30),
         runs_waiting_max=merged.runs_waiting,
         on_owner_disabled=merged.on_owner_disabled,
@@ -366,6 +372,10 @@ class _Checked:
 
     def unsatisfiable_after_s(self, said: _Options) -> float:
         return self._duration("unsatisfiable_after", said.unsatisfiable_after, 0.0, RETENTION_MAX_S)
+
+    def max_run_s(self, said: _Options) -> float | None:
+        limit_s = self._duration_or_never("max_run", said.max_run, 1.0)
+        return None if math.isinf(limit_s) else limit_s
 
     def stop_within_s(self, said: _Options) -> float:
         return self._duration("stop_within", said.stop_within, 0.0, STOP_WITHIN_MAX_S)

@@ -22,7 +22,6 @@ from serverless_gpu.ambient import created_wall_ns
 from serverless_gpu.errors import IdempotencyConflict, InvalidValue, NotFound, ServerStorageFull, TooLarge
 from serverless_gpu.model import secrets
 from serverless_gpu.model.attempt import State
-from serverless_gpu.model.policy import UsagePolicy
 from serverless_gpu.model.spec import (
     RANKS_MAX,
     SECONDS_MAX,
@@ -35,14 +34,13 @@ from serverless_gpu.model.spec import (
     RunSpec,
     check_command,
 )
-from serverless_gpu.server import audit, dividing, events, log_context, runs, secret_store, views
+from serverless_gpu.server import allowing, audit, events, log_context, runs, views
 from serverless_gpu.server.audit import Action
 from serverless_gpu.server.blobs import check_reference
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.events import StoredEvent
 from serverless_gpu.server.hub import SCHEDULER, run_key
 from serverless_gpu.server.runs import NewRun, StoredRun
-from serverless_gpu.server.sealing import Sealer
 from serverless_gpu.server.services import Services
 from serverless_gpu.wire.base import INLINE_BYTES_MAX, LABEL_CHARACTERS_MAX, NAME_CHARACTERS_MAX
 from serverless_gpu.wire.runs import RunRequest, RunView, Target
@@ -68,6 +66,7 @@ def submit(services: Services, who: Caller, request: RunRequest) -> RunView:
 
     Raises:
         InvalidValue: it is not possible.
+        PolicyViolation: it is not within its usage policy.
         NotFound: parts of its call were not sent.
         EnvironmentMissing: its environment was not sent.
         SecretMissing: a secret that it names is not there.
@@ -100,7 +99,7 @@ def submit(services: Services, who: Caller, request: RunRequest) -> RunView:
         client_version=request.version,
     )
     at_ns = services.clock.wall_ns()
-    run, is_new = services.database.write(lambda connection: _create(connection, services.sealer, new, who, at_ns))
+    run, is_new = services.database.write(lambda connection: _create(connection, services, new, who, at_ns))
     if not is_new:
         return _same(services, run, who, digest)
     services.measures.submitted.inc()
@@ -134,28 +133,18 @@ def _same(services: Services, run: StoredRun, who: Caller, digest: str) -> RunVi
     return views.run_view(run, told=services.sentences.told(run.id), deduplicated=True)
 
 
-def _create(connection: sa.Connection, sealer: Sealer, new: NewRun, who: Caller, at_ns: int) -> tuple[StoredRun, bool]:
+def _create(
+    connection: sa.Connection, services: Services, new: NewRun, who: Caller, at_ns: int
+) -> tuple[StoredRun, bool]:
     before = runs.find(connection, new.id) if runs.exists(connection, new.id) else None
     if before is not None:
         return before, False
-    new = msgspec.structs.replace(new, pool=placed(connection, sealer, new.spec, who))
+    allowed = allowing.allow(connection, services, new.spec, who)
+    new = msgspec.structs.replace(new, spec=allowed.spec, pool=allowed.pool)
     run = runs.insert(connection, new, at_ns=at_ns)
     events.add(connection, [StoredEvent(run_id=new.id, seq=1, fence=0, at_ns=at_ns, state=State.QUEUED)])
     audit.record(connection, who=who, action=Action.RUN_CREATE, subject=new.id, now_ns=at_ns)
     return run, True
-
-
-def placed(connection: sa.Connection, sealer: Sealer, spec: RunSpec, who: Caller) -> str:
-    """Return the pool a run goes to, "" for any on-demand one; refuse a run that names what is not there.
-
-    Raises:
-        InvalidValue: there is no such pool, or policy.
-        SecretMissing: there is no such secret.
-    """
-    secret_store.pins(connection, sealer, who.name, spec.team or "", spec.secrets)
-    policy = UsagePolicy() if spec.policy is None else dividing.find_policy(connection, spec.policy)
-    name = policy.pool if spec.pool is None else spec.pool
-    return dividing.find_pool(connection, name).name if name else ""
 
 
 def _names_bytes(request: RunRequest) -> bool:
@@ -226,6 +215,8 @@ def _check_numbers(spec: RunSpec) -> None:
     _check_range("retries", spec.retries, 0, RETRIES_MAX)
     _check_range("grace", spec.grace_s, 0, SECONDS_MAX)
     _check_range("timeout", spec.timeout_s, 0, SECONDS_MAX)
+    _check_range("max_run", spec.max_run_s, 0, SECONDS_MAX)
+    _check_range("idle_timeout", spec.idle_timeout_s, 0, SECONDS_MAX)
     _check_range("hang_timeout", spec.hang_timeout_s, 0, SECONDS_MAX)
     _check_range("hang_warning", spec.hang_warning_s, 0, SECONDS_MAX)
     for rank in spec.ranks_log or ():

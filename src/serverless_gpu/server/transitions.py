@@ -17,6 +17,7 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.model.attempt import MEANINGS, STOPPED_BY, Reason, State
+from serverless_gpu.model.policy import format_span
 from serverless_gpu.model.run_lifecycle import (
     INFRA_RETRIES_MAX,
     Ended,
@@ -154,6 +155,7 @@ def tell(connection: sa.Connection, run: StoredRun, *happened: Event, note: Note
         life, issued = advance(told.life, event)
         if isinstance(event, Ended | GivenUp | Forgotten):
             over = event
+            note = _with_limit(run, over, note)
         written = told.events
         if life.state is not told.life.state or issued:
             written += (_event(run, life, event, note=note, seq=run.events + len(written) + 1),)
@@ -207,8 +209,20 @@ def _write_run(connection: sa.Connection, told: Told, *, over: _Over | None, not
             "fault_retries_used": run.fault_retries_used + run.life.faults_left - life.faults_left,
             "detail": "",
         }
+        if over is not None and over_because(over) is Reason.TIMEOUT:
+            values["queued_ns"] = note.at_ns  # it had its time, and others come first
     runs.change(connection, run, **values)
     events.add(connection, told.events)
+
+
+def _with_limit(run: StoredRun, over: _Over, note: Note) -> Note:
+    """Return a note that says which limit an attempt has reached, where that is not the one that its user set."""
+    spec = run.spec
+    if over_because(over) is not Reason.TIMEOUT or not spec.is_capped or spec.max_run_s is None or note.detail:
+        return note
+    by = f"usage policy {spec.policy!r}" if spec.policy else "this server"
+    detail = f"{by} lets an attempt run for {format_span(spec.max_run_s)}"
+    return msgspec.structs.replace(note, detail=detail)
 
 
 def _asked_because(run: StoredRun, reason: Reason | None) -> str:

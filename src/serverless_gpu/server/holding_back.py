@@ -1,0 +1,79 @@
+"""Who of those that wait may not start in this tick, though devices may be free: caps of policies, rooms of budgets.
+
+    roster: queue, what runs ─▶ caps from `policies`, rooms of budgets ─▶ model/admitting.py ─▶ sentences by run
+
+    scheduler, in the transaction that places a run ─▶ `is_full`: what the user has by now, this run among it
+
+A run that is held waits beside the line, and its sentence says for what. It is looked at again in each tick.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+import sqlalchemy as sa
+
+from serverless_gpu.model import admitting
+from serverless_gpu.model.admitting import Candidate, Key, Rooms
+from serverless_gpu.model.budget import Subject
+from serverless_gpu.server import policies, runs
+from serverless_gpu.server.runs import StoredRun
+
+
+def candidate(run: StoredRun) -> Candidate:
+    """Return what decides whether a run is let through."""
+    resources = run.spec.resources
+    return Candidate(
+        run_id=run.id,
+        subject=Subject(
+            owner=run.owner, team=run.team, pool=run.pool, policy=run.spec.policy or "", tags=run.spec.tags
+        ),
+        gpus=resources.gpus,
+        gpu_type=resources.gpu_type,
+        grace_s=run.spec.grace_s,
+    )
+
+
+def held(
+    connection: sa.Connection,
+    waiting: Iterable[Candidate],
+    running: Iterable[tuple[Candidate, int]],
+    rooms: Rooms | None = None,
+) -> dict[str, str]:
+    """Return who may not start in this tick, and why: sentences by run.
+
+    Args:
+        connection: reading is enough.
+        waiting: in the order of the queue.
+        running: those that have devices, or are about to be given some, and how many.
+        rooms: what budgets have left; None where there are none.
+    """
+    caps = policies.caps(connection)
+    if not caps and rooms is None:
+        return {}
+    using: Counter[Key] = Counter()
+    for one, count in running:
+        using[one.subject.policy, one.subject.owner] += count
+    return admitting.held(waiting, using, caps, rooms)
+
+
+def is_full(connection: sa.Connection, run: StoredRun, count: int, freed: frozenset[tuple[str, int]]) -> bool:
+    """Return whether a run that is about to be placed would be over its policy's cap: others were placed before it.
+
+    Args:
+        connection: of the transaction that places it.
+        run: it.
+        count: devices that it is to have.
+        freed: attempts that have given their devices back.
+    """
+    policy = run.spec.policy
+    cap = None if policy is None else policies.caps(connection).get(policy)
+    if cap is None:
+        return False
+    used = sum(
+        other.attempt.world_size
+        for other in runs.active_of(connection, run.owner)
+        if other.spec.policy == policy and other.attempt is not None and (other.id, other.fence) not in freed
+    )
+    return admitting.is_full(cap, used, count)
