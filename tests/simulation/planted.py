@@ -35,7 +35,6 @@ from serverless_gpu.server import (
 )
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.runs import NewRun, StoredRun
-from serverless_gpu.server.sealing import Sealer
 from serverless_gpu.server.services import Services
 from serverless_gpu.wire.runs import RunRequest, RunView
 from tests.simulation import node
@@ -57,13 +56,13 @@ def _repeated_submit_is_another_run() -> AbstractContextManager[Any]:
     create = submitting._create
 
     def again(
-        connection: sa.Connection, sealer: Sealer, new: NewRun, who: Caller, at_ns: int
+        connection: sa.Connection, services: Services, new: NewRun, who: Caller, at_ns: int
     ) -> tuple[StoredRun, bool]:
         if runs.exists(connection, new.id):
             copy = msgspec.structs.replace(new, id=new.id[:-4] + "zzzz")
             if not runs.exists(connection, copy.id):
-                create(connection, sealer, copy, who, at_ns)
-        return create(connection, sealer, new, who, at_ns)
+                create(connection, services, copy, who, at_ns)
+        return create(connection, services, new, who, at_ns)
 
     return mock.patch.object(submitting, "_create", again)
 

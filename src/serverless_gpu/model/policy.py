@@ -1,8 +1,8 @@
 """Usage policies: what an organisation has decided for the runs of somebody, and which of them a run is under.
 
-    attached to the user, service or their teams ─▶ one: it applies by itself
-                                                    several: `policy=` (or SGPU_POLICY) says which; else refused
-                                                    none: any policy that is attached to nobody may be named
+    attached to the user, the service, the run's team ─▶ one: it applies by itself
+    (a run for no team: all teams they are in)           several: `policy=` (or SGPU_POLICY) says which; else refused
+                                                         none: any policy that is attached to nobody may be named
     the policy ─▶ is the run within it?  ── no ──▶ refused: the policy, what is not accepted, what would be
               └─▶ what it adds: default tags, pool, limits ─▶ the spec that is written down
 
@@ -89,13 +89,10 @@ class Attached(msgspec.Struct, frozen=True, kw_only=True):
     own: tuple[str, ...] = ()
     teams: dict[str, tuple[str, ...]] = {}
 
-    def all(self) -> list[str]:
-        """Return all of them, by name, each once."""
-        return sorted({*self.own, *(name for names in self.teams.values() for name in names)})
-
     def of(self, team: str) -> list[str]:
-        """Return those that apply to runs for a team: one's own, and the team's."""
-        return sorted({*self.own, *self.teams.get(team, ())})
+        """Return those that are for a run, by name, each once: one's own, and its team's; without a team all teams'."""
+        others = self.teams.get(team, ()) if team else (name for names in self.teams.values() for name in names)
+        return sorted({*self.own, *others})
 
 
 def choose(attached: Attached, *, who: str, named: str | None, team: str = "", is_free: bool = False) -> str:
@@ -105,26 +102,23 @@ def choose(attached: Attached, *, who: str, named: str | None, team: str = "", i
         attached: to whoever asks for the run, and to their teams.
         who: they are.
         named: the policy that the run names; it is there.
-        team: the run is for; it decides where several are attached and one of them comes with the team.
+        team: the run is for; then the policies of other teams are not for it.
         is_free: whether the named policy is attached to nobody.
 
     Raises:
-        PolicyViolation: the run names a policy that is not for them, or does not say which of several.
+        PolicyViolation: the run names a policy that is not for it, or does not say which of several.
     """
-    there = attached.all()
+    there = attached.of(team)
     if named is not None:
         if named in there or (is_free and not there):
             return named
-        hint = f"{_choices(there)}" if there else f"sgpu policy attach {named} --user {who}"
-        raise PolicyViolation(f"usage policy {named!r} is not for {who}", hint=hint)
+        told = f"{who}'s runs for team {team!r}" if team else f"runs of {who}"
+        hint = _choices(there) if there else f"an operator can attach it: sgpu policy attach {named} --user {who}"
+        raise PolicyViolation(f"usage policy {named!r} is not for {told}", hint=hint)
     if len(there) <= 1:
         return there[0] if there else ""
-    nearer = attached.of(team) if team else there
-    if len(nearer) == 1:
-        return nearer[0]
     raise PolicyViolation(
-        f"{len(there)} usage policies are attached to {who} and their teams, and the run does not say which",
-        hint=_choices(there),
+        f"{len(there)} usage policies are for this run of {who}, and it does not say which", hint=_choices(there)
     )
 
 

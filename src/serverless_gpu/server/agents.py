@@ -28,6 +28,7 @@ from serverless_gpu import ambient, faults
 from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound, ServerProblem, ServerStorageFull
 from serverless_gpu.model.attempt import Reason
 from serverless_gpu.model.run_lifecycle import GivenUp
+from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.server import attempt_tokens, attempts, audit, nodes, orders, pools, runs, secret_store, transitions
 from serverless_gpu.server.audit import Action
 from serverless_gpu.server.callers import Caller
@@ -54,6 +55,8 @@ DEVICES_MAX = 1024
 ATTEMPTS_MAX = 10_000
 PYTHONS_MAX = 64
 TAKES_MAX = 64
+MAX_RUN = "max_run"
+"""What a node says that it takes, or it is told `RunSpec.max_run_s` as a run's timeout."""
 PYTHON_CHARACTERS_MAX = 16
 SEEN_EVERY_S = 15.0
 """A node's last sign of life is written at most this often, unless something else about it is new."""
@@ -242,7 +245,7 @@ class Agents:
             run_id=run.id,
             fence=order.fence,
             token=attempt_tokens.first_token(self._services, run.id, order.fence, takes=node.hello.takes),
-            spec=run.spec,
+            spec=_understood(run.spec, node),
             gpu_type=run.attempt.gpu_type,
             world_size=run.attempt.world_size,
             context=msgspec.Raw(self._services.sealer.unseal(payload.context_sealed, about=run.id)),
@@ -256,6 +259,11 @@ class Agents:
             ),
             without=tuple(one.uuid for one in node.rules.quarantined),
         )
+
+
+def _understood(spec: RunSpec, node: StoredNode) -> RunSpec:
+    """Return a run as its node understands it: one of an earlier version knows no limit but `timeout`."""
+    return spec if MAX_RUN in node.hello.takes else msgspec.structs.replace(spec, timeout_s=spec.limit_s)
 
 
 async def stream(services: Services, who: Caller, node_id: str, instance: str = "") -> AsyncIterator[Order | None]:

@@ -58,9 +58,9 @@ def allow(connection: sa.Connection, services: Services, spec: RunSpec, who: Cal
 
 
 def _choose(connection: sa.Connection, spec: RunSpec, who: Caller) -> str:
-    attached = policies.attached(connection, who.name, who.teams)
+    attached, team = policies.attached(connection, who.name, who.teams), spec.team or ""
     if spec.policy is None:
-        return decisions.choose(attached, who=who.name, named=None, team=spec.team or "")
+        return decisions.choose(attached, who=who.name, named=None, team=team)
     dividing.find_policy(connection, spec.policy)
-    is_free = not attached.all() and not policies.holders(connection, spec.policy)
-    return decisions.choose(attached, who=who.name, named=spec.policy, team=spec.team or "", is_free=is_free)
+    is_free = not attached.of(team) and not policies.holders(connection, spec.policy)
+    return decisions.choose(attached, who=who.name, named=spec.policy, team=team, is_free=is_free)

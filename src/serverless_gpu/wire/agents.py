@@ -49,7 +49,7 @@ class AgentHello(Request, frozen=True, kw_only=True):
         findings: what else a person should know of its devices, a sentence each.
         problem: why it can run nothing now, or "".
         takes: what it understands beyond its protocol: "renewal" of attempts' tokens, "secrets", devices to do
-            "without".
+            "without", a spec's "max_run".
         protocol: of `wire.base`; the server refuses what it does not speak by name.
     """
 

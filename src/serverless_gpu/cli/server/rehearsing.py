@@ -100,7 +100,7 @@ def _resolved(home: Home, spec: RunSpec) -> tuple[RunSpec, _Imported]:
         environment = load(_SUBMITTING).environment_of(spec, server)
     except ServerUnavailable:
         return spec, _Imported(environment=spec.environment)
-    return msgspec.structs.replace(spec, pool=choice.pool), _imported(home, environment, server.store())
+    return choice.applied(spec), _imported(home, environment, server.store())
 
 
 def _imported(home: Home, environment: str, store: Where | None) -> _Imported:

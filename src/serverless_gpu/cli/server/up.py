@@ -46,6 +46,7 @@ _NEEDED = ("fastapi", "uvicorn", "sqlalchemy", "alembic", "cryptography", "httpt
 @click.option(
     "--unsatisfiable-after", metavar="DURATION", help="How long a run waits for what nothing can ever serve; 24h."
 )
+@click.option("--max-run", metavar="DURATION", help="The longest an attempt runs where no usage policy says it; 7d.")
 @click.option("--logs-gib", type=float, metavar="GIB", help="What the output of all runs may take; 100.")
 @click.option(
     "--on-owner-disabled",

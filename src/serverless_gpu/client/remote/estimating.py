@@ -46,7 +46,7 @@ def _asked(server: Server, spec: RunSpec) -> Estimate:
     travels = environment == "snapshot"
     payload = spec.payload if isinstance(spec.payload, Command) else Function()
     choice = choose(spec, os.environ, functools.partial(server.pools, patiently=False))
-    spec = msgspec.structs.replace(spec, environment=environment, payload=payload, tracker=None, pool=choice.pool)
+    spec = msgspec.structs.replace(choice.applied(spec), environment=environment, payload=payload, tracker=None)
     try:
         answer = server.estimate(EstimateRequest(spec=spec, target=target(travels=travels), snapshot=travels))
     except InvalidValue as error:

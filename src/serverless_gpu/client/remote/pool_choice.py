@@ -1,7 +1,8 @@
-"""Which pool a remote run asks for: what its code says, else what variables say at the call.
+"""Which pool and usage policy a remote run asks for: what its code says, else what variables say at the call.
 
     pool=  >  policy= (the server knows its pool)  >  SGPU_POOL  >  DATABRICKS_REMOTE_GPU_POOL_ID
                                                                  >  DATABRICKS_USE_RESERVED_GPU_POOL=true: the only one
+    policy=  >  SGPU_POLICY  >  the one that is attached (the server knows it)
 
 `DATABRICKS_USE_RESERVED_GPU_POOL=false` asks for on-demand devices, whatever pool the variable before it names. What
 was chosen stands in the run's spec.
@@ -12,11 +13,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
+import msgspec
+
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.wire.agents import PoolView
 
 POOL = "SGPU_POOL"
+POLICY = "SGPU_POLICY"
 POOL_ID = "DATABRICKS_REMOTE_GPU_POOL_ID"
 USE_RESERVED = "DATABRICKS_USE_RESERVED_GPU_POOL"
 _RESERVED = "reserved"
@@ -24,24 +28,31 @@ _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
 class Choice(NamedTuple):
-    """A pool, or None for any on-demand one.
+    """A pool, or None for any on-demand one, and a policy.
 
     Attributes:
-        variable: that said it, or "".
+        variable: that said which pool, or "".
+        policy: what `SGPU_POLICY` says where the code says nothing, or None.
     """
 
     pool: str | None
     variable: str = ""
+    policy: str | None = None
+
+    def applied(self, spec: RunSpec) -> RunSpec:
+        """Return a run with what was chosen."""
+        return msgspec.structs.replace(spec, pool=self.pool, policy=spec.policy or self.policy)
 
     def told(self, error: InvalidValue) -> InvalidValue:
         """Return a refusal that says which variable named what was refused, if one did."""
-        if not self.variable or repr(self.pool) not in error.message:
-            return error
-        return InvalidValue(f"{error.message}, which {self.variable} names", hint=error.hint)
+        for variable, name in ((self.variable, self.pool), (POLICY, self.policy)):
+            if variable and name is not None and repr(name) in error.message:
+                return type(error)(f"{error.message}, which {variable} names", hint=error.hint)
+        return error
 
 
 def choose(spec: RunSpec, environ: Mapping[str, str], pools: Callable[[], Iterable[PoolView]]) -> Choice:
-    """Return which pool a run asks for.
+    """Return which pool and policy a run asks for.
 
     Args:
         spec: what was asked for in code.
@@ -51,7 +62,13 @@ def choose(spec: RunSpec, environ: Mapping[str, str], pools: Callable[[], Iterab
     Raises:
         InvalidValue: a variable says what cannot be, or there is not exactly one reserved pool.
     """
-    if spec.pool is not None or spec.policy is not None:
+    if spec.policy is not None:
+        return Choice(spec.pool)
+    return _pool(spec, environ, pools)._replace(policy=environ.get(POLICY) or None)
+
+
+def _pool(spec: RunSpec, environ: Mapping[str, str], pools: Callable[[], Iterable[PoolView]]) -> Choice:
+    if spec.pool is not None:
         return Choice(spec.pool)
     if environ.get(POOL):
         return Choice(environ[POOL], POOL)

@@ -93,7 +93,7 @@ def launch(call: Call | None, spec: RunSpec, *, watch: bool) -> Run[object]:
     home = find_home(os.environ)
     server = server_of(home.root, os.environ)
     choice = choose(spec, os.environ, server.pools)
-    spec = msgspec.structs.replace(spec, environment=environment_of(spec, server), pool=choice.pool)
+    spec = msgspec.structs.replace(choice.applied(spec), environment=environment_of(spec, server))
     far = Far(spec.environment != "live", _is_beside(server), lambda: server.version().mlflow)
     spec = tracked(spec, call.named if call is not None else None, far)
     run_id = new_run_id()
