@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
+from serverless_gpu.ambient import SystemClock, new_run_id
 from serverless_gpu.cli import advice_tables
 from serverless_gpu.cli.program import sgpu
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError, StorageError
+from serverless_gpu.model.facts import Fact, FactKind
+from serverless_gpu.model.hardware import GIB, DeviceKind
+from serverless_gpu.model.receipt import DeviceUse, Receipt, Segments
 
 # 10 hours: 2 GPUs for all of it, 4 more for 6 hours, 2 more for 1, as in tests/unit/test_advice.py.
 CSV = """job_id,submit_time_s,duration_s,num_gpus,vc,gpu_type
@@ -62,7 +67,7 @@ def test_a_table(trace: str) -> None:
     assert ["3–6", "60.0 %", "yes"] in cells
     assert ["reserved price +20 %", "2", "76.00 USD", "76.00 USD"] in cells
     # On 6 GPUs the third run waits for the second until 7:00, 4 hours with its 2 GPUs.
-    assert ["6", "1 h 20 min", "3 h 36 min", "8.0", "4.00 USD", "4.00 USD", "0.50 per GPU-hour"] in cells
+    assert ["6", "1 h 20 min", "3 h 36 min", "8.0 GPU-hours", "4.00 USD", "4.00 USD", "0.50 per GPU-hour"] in cells
     assert lines[-1] == "runs: nothing is known of what their GPUs did"
 
 
@@ -70,7 +75,7 @@ def test_every_number_has_its_formula(trace: str) -> None:
     lines = ran(trace, *PRICES, "--explain").output.splitlines()
     told = {line.strip().split(":")[0] for line in lines[lines.index("formulas:") + 1 :]}
     shown = {"break-even duty", "wanted", "pays", "reserved", "of that idle", "on demand", "together", "duty", "if"}
-    assert shown | {"GPU-hours waited", "waiting costs", "on demand instead", "worth it below", "saves"} <= told
+    assert shown | {"GPU time waited", "waiting costs", "on demand instead", "worth it below", "saves"} <= told
 
 
 def test_the_same_as_json(trace: str) -> None:
@@ -154,6 +159,92 @@ def test_made_up_jobs_and_many_slots() -> None:
     slots = lines[head + 1 : lines.index("", head)]
     assert len(slots) == advice_tables._SLOTS_MAX
     assert [line.split()[-1] for line in slots] == sorted((line.split()[-1] for line in slots), reverse=True)
+
+
+# --- this machine's runs ----------------------------------------------------------------------------------------------
+
+
+def an_ended_run(home: Path, name: str, *, hours: float, busy: float, runs: int | None = None) -> None:
+    """Write the directory of a run that has just ended, after so many hours on two H100."""
+    now_ns, held_ms = SystemClock().wall_ns(), round(hours * 3_600_000)
+    run_id = new_run_id()
+    directory = home / "runs" / run_id / "1"
+    directory.mkdir(parents=True)
+    uses = [
+        DeviceUse(uuid=f"G{at}", samples=held_ms // 1000, busy_percent=busy, peak_memory_bytes=GIB) for at in (0, 1)
+    ]
+    receipt = Receipt(
+        run_id=run_id,
+        fence=1,
+        state="SUCCEEDED",
+        reason=None,
+        gpu_type="H100",
+        gpus=("G0", "G1"),
+        kind=DeviceKind.GPU,
+        segments=Segments(queued_ms=held_ms),
+        gpu_ms=2 * held_ms,
+        micros=None,
+        currency="USD",
+        peak_memory_bytes=None,
+        warm=True,
+        warm_reason="",
+        gate="",
+        quarantined=(),
+        tags={},
+        facts=1,
+        world_size=2,
+        uses=tuple(uses),
+        runs=runs,
+    )
+    fact = Fact(
+        attempt=f"{run_id}:1",
+        seq=1,
+        kind=FactKind.HELD if runs else FactKind.EXEC,
+        boot_id="b",
+        boottime_ns=1,
+        wall_ns=now_ns - held_ms * 1_000_000,
+        gpus=("G0", "G1"),
+        cpus=0,
+        memory_bytes=0,
+    )
+    spec = {"world_size": 2, "kind": "session" if runs else "function", "spec": {"name": name, "team": "search"}}
+    (directory / "spec.json").write_bytes(msgspec.json.encode(spec))
+    (directory / "facts.jsonl").write_bytes(msgspec.json.encode(fact) + b"\n")
+    (directory / "receipt.json").write_bytes(msgspec.json.encode(receipt))
+
+
+def test_runs_of_this_machine(home: Path) -> None:
+    (home / "config.toml").write_text("[prices]\nH100 = 3.0\nL4 = 1.0\n", encoding="utf-8")
+    an_ended_run(home, "train", hours=4, busy=80)
+    an_ended_run(home, "clean", hours=1, busy=1)
+    (home / "runs" / new_run_id() / "1").mkdir(parents=True)  # of a client that was killed
+    told = json.loads(ran("--json", "--reserved", "1", "--team", "search").output)
+    assert (told["attempts"], told["gpu_ms"], told["waited_gpu_ms"]) == (2, 10 * 3_600_000, 10 * 3_600_000)
+    assert told["left_out"] == []
+    # Both were asked for twice as early as they began, so nothing is wanted for the last hour: 8 hours, 4 and 1 of use.
+    assert told["advice"]["span_ms"] == pytest.approx(8 * 3_600_000, abs=5_000)
+    assert told["advice"]["used_gpu_ms"] == pytest.approx(10 * 3_600_000, abs=5_000)
+    assert [(run["name"], run["verdict"], run["types"], run["saves_micros"]) for run in told["runs"]] == [
+        ("train", "smaller", ["L4"], 16_000_000),
+        ("clean", "cpu", ["CPU"], None),
+    ]
+    lines = ran("--reserved", "1").output.splitlines()
+    assert lines[0].startswith("H100: the runs of this machine, ")
+    assert "left out: 1 of the runs, which go on or have no receipt" in lines
+    assert lines[-1].endswith("this is CPU work: GPUs worked 1.0 % of the time")
+
+
+def test_a_session_counts_for_as_long_as_it_was_idle(home: Path) -> None:
+    an_ended_run(home, "session", hours=0.5, busy=0, runs=3)
+    told = json.loads(ran("--json", "--reserved", "1", "--on-demand", "2").output)
+    assert told["gpu_ms"] == 3_600_000
+    assert told["left_out"] == []
+
+
+def test_runs_of_before_are_left_out(home: Path) -> None:
+    an_ended_run(home, "train", hours=4, busy=80)
+    with pytest.raises(InvalidValue, match="nothing was used"):
+        ran("--last", "1s", "--team", "vision")
 
 
 def test_a_machine_without_runs(home: Path) -> None:

@@ -23,6 +23,7 @@ from serverless_gpu.errors import InvalidValue
 from serverless_gpu.loading import load
 from serverless_gpu.model.advice import Use
 from serverless_gpu.model.hardware import FAMILIES, canonical, matches
+from serverless_gpu.model.receipt import Receipt
 from serverless_gpu.model.unneeded import Ran
 from serverless_gpu.node.configuration import Configuration
 from serverless_gpu.node.history import Record, read_run
@@ -192,12 +193,10 @@ def of_home(home: Home, wanted: Wanted) -> Past:
             continue
         if not _is_wanted(record, wanted):
             continue
-        if record.receipt is None or record.began_ns is None or record.ended_ns is None:
+        if not _add(past, record):
             untold += 1
-        else:
-            _add(past, record, record.began_ns, record.ended_ns)
     if untold:
-        past.remarks.append(f"{untold:,} runs that go on, or have no receipt")
+        past.remarks.append(f"{untold:,} of the runs, which go on or have no receipt")
     if len(ids) > _RUNS_MAX:
         past.remarks.append(f"{len(ids) - _RUNS_MAX:,} older runs")
     return _begun(past)
@@ -214,30 +213,39 @@ def _is_wanted(record: Record, wanted: Wanted) -> bool:
     return (not wanted.team or team == wanted.team) and (not wanted.pool or pool == wanted.pool)
 
 
-def _add(past: Past, record: Record, began_ns: int, ended_ns: int) -> None:
-    receipt = record.receipt
-    assert receipt is not None
-    past.attempts += 1
+def _add(past: Past, record: Record) -> bool:
+    """Add a run; return whether its receipt tells enough."""
+    receipt, ended_ns = record.receipt, record.ended_ns
+    if receipt is None or ended_ns is None:
+        return False
+    is_session = receipt.runs is not None
     waited_ns = (receipt.segments.queued_ms or 0) * _MS_NS
+    began_ns = record.created_ns + waited_ns if is_session else record.began_ns
+    if began_ns is None:
+        return False
+    past.attempts += 1
     kind, gpus = past.kind(receipt.gpu_type), len(receipt.gpus)
     kind.waited_ns += waited_ns * gpus
-    held_ms = (ended_ns - began_ns) // _MS_NS * gpus if receipt.runs is None else receipt.gpu_ms
+    held_ms = receipt.gpu_ms if is_session else (ended_ns - began_ns) // _MS_NS * gpus
     kind.uses.append(_use(began_ns, ended_ns, gpus, held_ms, waited_ns))
     kind.gpu_ms += receipt.gpu_ms
     kind.micros += receipt.micros or 0
     kind.unpriced_ms += receipt.gpu_ms if receipt.micros is None else 0
+    past.ran.append(_ran(record, receipt))
+    return True
+
+
+def _ran(record: Record, receipt: Receipt) -> Ran:
     seen = [use for use in receipt.uses if use.busy_percent is not None]
     peaks = [use.peak_memory_bytes for use in receipt.uses if use.peak_memory_bytes is not None]
-    past.ran.append(
-        Ran(
-            owner="",
-            name=record.spec.name if record.spec is not None else "",
-            gpu_type=receipt.gpu_type,
-            gpu_ms=receipt.gpu_ms,
-            observed_ms=sum(1000 * use.samples for use in seen),  # about one a second
-            busy_ms=sum(round(10 * use.samples * (use.busy_percent or 0)) for use in seen),
-            peak_memory_bytes=max(peaks, default=None),
-        )
+    return Ran(
+        owner="",
+        name=record.spec.name if record.spec is not None else "",
+        gpu_type=receipt.gpu_type,
+        gpu_ms=receipt.gpu_ms,
+        observed_ms=sum(1000 * use.samples for use in seen),  # about one a second
+        busy_ms=sum(round(10 * use.samples * (use.busy_percent or 0)) for use in seen),
+        peak_memory_bytes=max(peaks, default=None),
     )
 
 

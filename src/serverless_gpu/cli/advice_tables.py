@@ -10,7 +10,7 @@ from serverless_gpu.ambient import format_utc
 from serverless_gpu.cli.advice_sources import Kind, Past, remarks
 from serverless_gpu.cli.columns import columns
 from serverless_gpu.model.advice import Advice, Mix, Slot
-from serverless_gpu.model.advice_formulas import formulas, formulas_of_queues, formulas_of_runs, hours, price
+from serverless_gpu.model.advice_formulas import formulas, formulas_of_queues, formulas_of_runs, price
 from serverless_gpu.model.unneeded import Unneeded
 from serverless_gpu.replay.queueing import Queue
 from serverless_gpu.units import format_duration_ms, format_gpu_ms, format_micros
@@ -192,7 +192,7 @@ def _queues(report: Report) -> list[str]:
             "GPUS",
             "MEAN WAIT",
             "95 % WAITED LESS",
-            "GPU-HOURS WAITED",
+            "GPU TIME WAITED",
             "WAITING COSTS",
             "ON DEMAND INSTEAD",
             "WORTH IT BELOW",
@@ -203,7 +203,7 @@ def _queues(report: Report) -> list[str]:
         costs = "unpriced" if queue.waiting_micros is None else format_micros(queue.waiting_micros, report.currency)
         worth = "-" if queue.worth_micros is None else f"{price(queue.worth_micros)} per GPU-hour"
         instead = format_micros(queue.avoided_micros, report.currency)
-        rows.append([str(queue.slots), *waits, hours(queue.waited_ns), costs, instead, worth])
+        rows.append([str(queue.slots), *waits, format_gpu_ms(queue.waited_ns // 1_000_000), costs, instead, worth])
     replayed = max(queue.runs + queue.too_large for queue in report.queues)
     shown = columns(rows)
     if any(queue.too_large for queue in report.queues):

@@ -17,11 +17,11 @@ def formulas(advice: Advice) -> dict[str, str]:
 def formulas_of_queues() -> dict[str, str]:
     """Return the formulas of pools that send nobody on demand."""
     return {
-        "GPU-hours waited": "the sum over all runs of hours waited × GPUs, in a replay of them on so many GPUs: "
+        "GPU time waited": "the sum over all runs of hours waited × GPUs, in a replay of them on so many GPUs: "
         "in the order in which they were asked for, what does not fit is skipped, nobody is stopped",
-        "waiting costs": "GPU-hours waited × --waiting, the price of waiting one hour for one GPU",
+        "waiting costs": "GPU time waited × --waiting, the price of waiting one hour for one GPU",
         "on demand instead": "what the GPUs that were missing would have cost, as without a queue",
-        "worth it below": "on demand instead ÷ GPU-hours waited: while a GPU-hour of waiting costs less, it is cheaper "
+        "worth it below": "on demand instead ÷ GPU time waited: while a GPU-hour of waiting costs less, it is cheaper "
         "to wait",
     }
 

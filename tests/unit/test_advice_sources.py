@@ -1,0 +1,102 @@
+"""What rows of a ledger say of demand; prices of families and pools; which GPU type is looked at."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from serverless_gpu.cli.advice_sources import Book, Kind, Past, Wanted, chosen, of_rows
+from serverless_gpu.errors import InvalidValue
+from serverless_gpu.model.advice import HOUR_NS, Use
+from serverless_gpu.model.unneeded import Ran
+from serverless_gpu.wire.demand import DemandRow
+
+HOUR_MS = 3_600_000
+ALL = Wanted(start_ns=0, end_ns=100 * HOUR_NS)
+
+
+def row(start: int, end: int, **changes: Any) -> DemandRow:
+    usual: dict[str, Any] = {
+        "run_id": "r",
+        "fence": 1,
+        "day": start // 24,
+        "name": "train",
+        "owner": "ada",
+        "team": "search",
+        "pool": "",
+        "reserved": False,
+        "gpu_type": "H100",
+        "start_ns": start * HOUR_NS,
+        "end_ns": end * HOUR_NS,
+        "gpus": 4,
+        "queued_ms": 0,
+        "gpu_ms": 4 * (end - start) * HOUR_MS,
+        "billed_ms": 4 * (end - start) * HOUR_MS,
+        "held_ms": 4 * (end - start) * HOUR_MS,
+        "currency": "USD",
+        "micros": 1_000_000,
+    }
+    return DemandRow(**(usual | changes))
+
+
+def use(start: float, end: float, gpus: int) -> Use:
+    return Use(start_ns=round(start * HOUR_NS), end_ns=round(end * HOUR_NS), gpus=gpus)
+
+
+def test_a_run_over_midnight_is_one_attempt_that_was_asked_for_earlier() -> None:
+    seen = {"used_ms": 40 * HOUR_MS, "observed_ms": 36 * HOUR_MS, "busy_ms": 18 * HOUR_MS, "peak_memory_bytes": 7}
+    past = of_rows([row(20, 24, queued_ms=2 * HOUR_MS, **seen), row(24, 30, micros=None, **seen)], ALL)
+    kind = past.kinds["H100"]
+    assert kind.uses == [use(18, 22, 4), use(22, 28, 4)]
+    assert (past.attempts, kind.waited_ns, kind.gpu_ms) == (1, 8 * HOUR_NS, 40 * HOUR_MS)
+    assert (kind.micros, kind.unpriced_ms) == (1_000_000, 24 * HOUR_MS)
+    assert (past.start_ns, past.end_ns) == (18 * HOUR_NS, 100 * HOUR_NS)
+    assert past.ran == [
+        Ran(
+            owner="ada",
+            name="train",
+            gpu_type="H100",
+            gpu_ms=40 * HOUR_MS,
+            observed_ms=36 * HOUR_MS,
+            busy_ms=18 * HOUR_MS,
+            peak_memory_bytes=7,
+        )
+    ]
+
+
+def test_a_session_counts_for_as_long_as_no_run_had_its_devices() -> None:
+    past = of_rows([row(10, 20, held_ms=4 * 3 * HOUR_MS), row(12, 19, run_id="in it", gpus=2)], ALL)
+    assert past.kinds["H100"].uses == [use(10, 13, 4), use(12, 19, 2)]
+    assert past.attempts == 2
+
+
+def test_time_before_the_window_is_not_looked_at() -> None:
+    past = of_rows([row(10, 90)], Wanted(start_ns=50 * HOUR_NS, end_ns=100 * HOUR_NS))
+    assert past.start_ns == 50 * HOUR_NS
+
+
+def test_nothing_used_is_nothing_to_advise() -> None:
+    past = of_rows([], ALL)
+    assert past.start_ns < past.end_ns
+    with pytest.raises(InvalidValue, match="the server's ledger: nothing was used") as raised:
+        chosen(past, "")
+    assert "--last 90d" in str(raised.value)
+
+
+def test_the_type_most_used_or_all_of_a_family() -> None:
+    kinds = {name: Kind(uses=[use(0, 1, 1)], gpu_ms=ms) for name, ms in (("A100-40", 3), ("A100-80", 5), ("L4", 7))}
+    past = Past(source="a test", start_ns=0, end_ns=1, kinds=kinds)
+    assert chosen(past, "")[0] == "L4"
+    assert chosen(past, "a100-80") == ("A100-80", Kind(uses=[use(0, 1, 1)], gpu_ms=5))
+    assert chosen(past, "A100") == ("A100", Kind(uses=[use(0, 1, 1)] * 2, gpu_ms=8))
+    with pytest.raises(InvalidValue, match="nothing was used of H100") as raised:
+        chosen(past, "H100")
+    assert "there is A100-40, A100-80, L4" in str(raised.value)
+
+
+def test_a_price_of_a_family_holds_where_there_is_no_other() -> None:
+    book = Book(prices={("A100", ""): 5, ("A100-80", ""): 7, ("A100", "night"): 2})
+    assert [book.price(name) for name in ("A100-40", "a100_80", "A100", "H100")] == [5, 7, 5, None]
+    assert [book.price("A100-40", pool) for pool in ("night", "day")] == [2, None]
+    assert book.any_pool() == {"A100": 5, "A100-80": 7, "A100-40": 5}
