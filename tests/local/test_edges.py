@@ -204,4 +204,5 @@ def test_the_facts_say_when_devices_waited_for_the_environment(own: Path) -> Non
         return [str(json.loads(line)["kind"]) for line in lines if '"alive"' not in line]
 
     count = distributed(gpus=1, quiet=True)(len)
-    assert kinds(count.submit("ab")) == ["reserved", "hydrating", "exec", "exited", "freed"]
+    whole = ["reserved", "hydrating", "starting", "exec", "stopping", "exited", "freed"]
+    assert kinds(count.submit("ab")) == whole

@@ -8,12 +8,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from serverless_gpu.model.attempt import Attempt, Limits, Reason, State
+from serverless_gpu.model.attempt import Attempt, Limits, Phase, Reason, State
+from serverless_gpu.model.facts import Fact, FactKind
 from serverless_gpu.model.hardware import Device, DeviceKind
-from serverless_gpu.model.ledger import Fact, FactKind
+from serverless_gpu.model.ledger import charge, lines
 from serverless_gpu.model.pricing import UNPRICED, Tariff
-from serverless_gpu.model.receipt import Receipt, Segments
-from serverless_gpu.model.spec import RunSpec
+from serverless_gpu.model.receipt import Bill, Receipt, Segments
+from serverless_gpu.model.spec import Resources, RunSpec
 from serverless_gpu.node.account import Account, gate_text, write_json
 from serverless_gpu.node.gate import Verdict
 from serverless_gpu.node.protocol import Context, Launch
@@ -77,41 +78,106 @@ def whole_life(directory: Path, tariff: Tariff = UNPRICED) -> Account:
         (0.25, "freed", FactKind.FREED),
     ):
         clock.advance(seconds)
+        if mark == "stopping":
+            account.stopping(RETURNED, DEVICES)
         account.mark(mark)
+        if mark == "exec":
+            account.starting(DEVICES)
         if kind is not None:
             account.fact(kind, DEVICES)
     return account
 
 
 ENDED = Attempt(run_id="r", fence=2, world_size=2, limits=Limits(), state=State.SUCCEEDED, reason=Reason.COMPLETED)
+RETURNED = msgspec.structs.replace(ENDED, state=State.STOPPING, phase=Phase.TERMINATING, stop_ns=0, wake_ns=3 * 10**10)
 
 
 def test_facts_are_on_disk_when_they_happen(tmp_path: Path) -> None:
     clock = FakeClock()
     account = Account(launch(tmp_path), clock)
     account.fact(FactKind.RESERVED, DEVICES)
-    assert facts(tmp_path) == [fact(0, FactKind.RESERVED, 0)] == account.facts
+    assert facts(tmp_path) == [fact(0, FactKind.RESERVED, 0)]
     clock.advance(3)
     account.fact(FactKind.EXEC, DEVICES)
     assert facts(tmp_path) == [fact(0, FactKind.RESERVED, 0), fact(1, FactKind.EXEC, 3)]
 
 
-def test_of_the_signs_of_life_the_last_is_kept_in_memory_and_all_on_disk(tmp_path: Path) -> None:
+def test_a_sign_of_life_is_written_where_nothing_else_was_for_a_minute(tmp_path: Path) -> None:
     clock = FakeClock()
     account = Account(launch(tmp_path), clock)
     account.fact(FactKind.EXEC, DEVICES)
-    for _ in range(3):
-        clock.advance(60)
-        account.fact(FactKind.ALIVE, DEVICES)
-    signs = [fact(number, FactKind.ALIVE, 60 * number) for number in (1, 2, 3)]
-    assert account.facts == [fact(0, FactKind.EXEC, 0), signs[-1]]
-    assert facts(tmp_path) == [fact(0, FactKind.EXEC, 0), *signs]
+    for _ in range(5):
+        clock.advance(30.5)
+        account.alive(DEVICES)
+    assert facts(tmp_path) == [
+        fact(0, FactKind.EXEC, 0),
+        fact(1, FactKind.ALIVE, 61),
+        fact(2, FactKind.ALIVE, 122),
+    ]
 
 
 def test_F28_a_full_disk_costs_the_file_and_not_the_account(tmp_path: Path) -> None:
-    account = Account(launch(tmp_path / "gone"), FakeClock())
+    clock = FakeClock()
+    account = Account(launch(tmp_path / "gone"), clock)
     account.fact(FactKind.EXEC, DEVICES)
-    assert account.facts == [fact(0, FactKind.EXEC, 0)]
+    clock.advance(2)
+    account.fact(FactKind.FREED, DEVICES)
+    assert account.receipt(ENDED, DEVICES, FREE, ()).gpu_ms == 4_000
+
+
+def test_facts_say_each_segment_as_the_receipt_does(tmp_path: Path) -> None:
+    receipt = whole_life(tmp_path).receipt(ENDED, DEVICES, FREE, ())
+    (line,) = lines(facts(tmp_path), UNPRICED)
+    told = receipt.segments
+    assert (told.environment_ms, told.start_ms, told.run_ms, told.stop_ms, told.gate_ms) == (
+        line.environment_ms // 2,
+        line.start_ms // 2,
+        line.run_ms // 2,
+        line.stop_ms // 2,
+        line.gate_ms // 2,
+    )
+    assert receipt.gpu_ms == line.gpu_ms
+
+
+def test_of_the_environment_that_was_there_before_the_devices_nothing_is_counted(tmp_path: Path) -> None:
+    clock = FakeClock()
+    account = Account(launch(tmp_path), clock)
+    account.mark("stem")
+    clock.advance(5)
+    account.fact(FactKind.RESERVED, DEVICES)
+    account.mark("reserved")
+    clock.advance(1)
+    account.starting(DEVICES)
+    assert facts(tmp_path)[-1] == fact(1, FactKind.STARTING, 5)
+
+
+@pytest.mark.parametrize(
+    ("reason", "phase", "grace_ms"),
+    [
+        (Reason.CANCELLED, Phase.TERMINATING, 30_000),
+        (Reason.BUDGET, Phase.TERMINATING, 30_000),
+        (Reason.NODE_PARTITIONED, Phase.TERMINATING, 30_000),
+        (Reason.COMPLETED, Phase.TERMINATING, None),  # they ended by themselves, or failed: nobody asked them
+        (Reason.RANK_RAISED, Phase.TERMINATING, None),
+        (Reason.RUNTIME_LOST, Phase.KILLING, None),
+    ],
+)
+def test_how_long_ranks_may_take_is_said_where_they_were_asked_to_end(
+    tmp_path: Path, reason: Reason, phase: Phase, grace_ms: int | None
+) -> None:
+    account = Account(launch(tmp_path), FakeClock())
+    account.mark("exec")
+    account.fact(FactKind.EXEC, DEVICES)
+    for _ in range(2):  # it is said once
+        account.stopping(msgspec.structs.replace(RETURNED, reason=reason, phase=phase), DEVICES)
+    assert facts(tmp_path)[1:] == [msgspec.structs.replace(fact(1, FactKind.STOPPING, 0), grace_ms=grace_ms)]
+
+
+def test_a_run_that_ends_before_its_ranks_ran_has_nothing_to_stop(tmp_path: Path) -> None:
+    account = Account(launch(tmp_path), FakeClock())
+    account.fact(FactKind.RESERVED, DEVICES)
+    account.stopping(msgspec.structs.replace(RETURNED, reason=Reason.CANCELLED), DEVICES)
+    assert [each.kind for each in facts(tmp_path)] == [FactKind.RESERVED]
 
 
 def test_a_mark_is_the_first_time(tmp_path: Path) -> None:
@@ -155,9 +221,10 @@ def test_the_receipt_of_a_run(tmp_path: Path) -> None:
         gate="2 GPUs verified free: no process, 0 MiB used (baseline 0 MiB)",
         quarantined=(),
         tags={"team": "search"},
-        facts=4,
+        facts=6,
         world_size=2,
         notes=("a note",),
+        bill=Bill(billed_ms=2 * 2875),
     )
     assert msgspec.json.decode((tmp_path / "receipt.json").read_bytes(), type=Receipt) == receipt
 
@@ -189,6 +256,61 @@ def test_what_the_memory_controller_knows_is_better_than_a_sum(tmp_path: Path) -
     account.peaks, account.peak_bytes = {0: 100}, 7
     receipt = account.receipt(ENDED, DEVICES, FREE, ("FAKE-H100-1",))
     assert (receipt.peak_memory_bytes, receipt.micros, receipt.quarantined) == (7, None, ("FAKE-H100-1",))
+
+
+TARIFF = Tariff(
+    gpu_micros_per_hour=3_600_000_000,
+    core_micros_per_hour=36_000_000,
+    memory_micros_per_hour=7_200_000,
+    dbu_micros_per_hour=7_200_000_000,
+    currency="EUR",
+)
+
+
+def test_a_receipt_and_the_ledger_say_the_same_to_the_millionth(tmp_path: Path) -> None:
+    account = whole_life(tmp_path, TARIFF)
+    receipt = account.receipt(ENDED, DEVICES, FREE, ())
+    whole = charge(facts(tmp_path), gpu_type="H100", tariff=TARIFF)
+    assert (receipt.gpu_ms, receipt.micros, receipt.currency) == (whole.gpu_ms, whole.micros, "EUR")
+    assert receipt.bill == Bill(billed_ms=5_750, dbu_micros=whole.dbu_micros)
+    assert "5.8 GPU-seconds, 5.75 EUR (11.50 DBU)" in receipt.text()
+
+
+def test_a_receipt_says_what_of_the_cost_is_for_cores_and_memory(tmp_path: Path) -> None:
+    limited = RunSpec(resources=Resources(cpus=8, memory_bytes=3 << 30), policy="research")
+    account = Account(msgspec.structs.replace(launch(tmp_path, TARIFF), spec=limited), clock := FakeClock())
+    account.fact(FactKind.EXEC, DEVICES)
+    clock.advance(10)
+    account.fact(FactKind.FREED, DEVICES)
+    receipt = account.receipt(ENDED, DEVICES, FREE, ())
+    assert receipt.bill is not None
+    assert (receipt.bill.core_ms, receipt.bill.core_micros) == (80_000, 800_000)
+    assert (receipt.bill.memory_mib_ms, receipt.bill.memory_micros) == (3_072 * 10_000, 60_000)
+    assert receipt.micros == 20_000_000 + 800_000 + 60_000
+    text = receipt.text()
+    assert "20.86 EUR (cores 0.80 EUR, memory 0.06 EUR, 40.00 DBU)" in text and "policy: research" in text
+
+
+def test_a_fault_of_the_platform_is_metered_and_its_receipt_says_that_it_costs_nothing(tmp_path: Path) -> None:
+    lost = msgspec.structs.replace(ENDED, state=State.FAILED, reason=Reason.GPU_LOST)
+    receipt = whole_life(tmp_path, TARIFF).receipt(lost, DEVICES, FREE, ())
+    assert (receipt.gpu_ms, receipt.micros) == (5_750, 0)
+    assert receipt.bill == Bill(billed_ms=0, unbilled="a GPU of the run failed")
+    assert "not billed: 5.8 GPU-seconds: a GPU of the run failed" in receipt.text()
+
+
+def test_what_came_after_the_grace_is_not_billed_and_the_receipt_says_so(tmp_path: Path) -> None:
+    account = Account(launch(tmp_path, TARIFF), clock := FakeClock())
+    account.mark("exec")
+    account.fact(FactKind.EXEC, DEVICES)
+    clock.advance(10)
+    account.stopping(msgspec.structs.replace(RETURNED, reason=Reason.CANCELLED, wake_ns=2 * 10**9), DEVICES)
+    clock.advance(7)  # the kernel took so long to end them
+    account.fact(FactKind.FREED, DEVICES)
+    cancelled = msgspec.structs.replace(ENDED, state=State.CANCELLED, reason=Reason.CANCELLED)
+    receipt = account.receipt(cancelled, DEVICES, FREE, ())
+    assert (receipt.gpu_ms, receipt.micros) == (34_000, 24_000_000)
+    assert "not billed: 10.0 GPU-seconds: what came after the time that its ranks had to end in" in receipt.text()
 
 
 # --- the gate in words -----------------------------------------------------------------------------------------------

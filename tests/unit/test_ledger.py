@@ -40,8 +40,8 @@ def fact(
         boottime_ns=round(at_ms * 1_000_000),
         wall_ns=1_760_000_000_000_000_000 - seq,
         gpus=gpus,
-        cpus=8,
-        memory_bytes=2**30,
+        cpus=0,
+        memory_bytes=0,
     )
 
 

@@ -25,7 +25,7 @@ from serverless_gpu.model.facts import Fact as Fact
 from serverless_gpu.model.facts import FactKind as FactKind
 from serverless_gpu.model.facts import distinct
 from serverless_gpu.model.metering import Meter, Used
-from serverless_gpu.model.pricing import UNPRICED, Tariff, cost, dbu_cost
+from serverless_gpu.model.pricing import UNPRICED, Tariff, cost, cost_parts, dbu_cost
 
 
 class Charge(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,15 +36,23 @@ class Charge(msgspec.Struct, frozen=True, kw_only=True):
         gpu_type: type of its devices.
         gpus: the most devices it held at once.
         gpu_ms: GPU-milliseconds that were used; `billed_ms` those that are billed.
+        core_ms: core-milliseconds that are billed; `memory_mib_ms` likewise, for MiB.
         micros: cost in millionths of the currency unit; None when there is no price.
+        core_micros: what of it is for cores; `memory_micros` for memory.
+        dbu_micros: millionths of a DBU.
     """
 
-    attempt: str
-    gpu_type: str
-    gpus: int
-    gpu_ms: int
-    billed_ms: int
-    micros: int | None
+    attempt: str = ""
+    gpu_type: str = ""
+    gpus: int = 0
+    gpu_ms: int = 0
+    billed_ms: int = 0
+    core_ms: int = 0
+    memory_mib_ms: int = 0
+    micros: int | None = None
+    core_micros: int = 0
+    memory_micros: int = 0
+    dbu_micros: int = 0
 
 
 def charge(facts: Iterable[Fact], *, gpu_type: str, tariff: Tariff = UNPRICED, is_billed: bool = True) -> Charge:
@@ -63,14 +71,30 @@ def charge(facts: Iterable[Fact], *, gpu_type: str, tariff: Tariff = UNPRICED, i
         InvalidValue: the facts are of several attempts, or two different ones carry the same number.
     """
     ordered = distinct(facts)
-    days = lines(ordered, tariff, is_billed=is_billed)
+    whole = charged(lines(ordered, tariff, is_billed=is_billed), tariff)
+    return msgspec.structs.replace(whole, attempt=ordered[0].attempt if ordered else "", gpu_type=gpu_type)
+
+
+def charged(days: Sequence[Line], tariff: Tariff) -> Charge:
+    """Return the sum of the lines of one attempt.
+
+    Args:
+        days: all of them.
+        tariff: what it pays, as the lines were made with it.
+    """
+    billed_ms = sum(line.billed_ms for line in days)
+    core_ms, memory_mib_ms = sum(line.core_ms for line in days), sum(line.memory_mib_ms for line in days)
+    _, core_micros, memory_micros = cost_parts(tariff, billed_ms, core_ms, memory_mib_ms)
     return Charge(
-        attempt=ordered[0].attempt if ordered else "",
-        gpu_type=gpu_type,
         gpus=max((line.gpus for line in days), default=0),
         gpu_ms=sum(line.gpu_ms for line in days),
-        billed_ms=sum(line.billed_ms for line in days),
+        billed_ms=billed_ms,
+        core_ms=core_ms,
+        memory_mib_ms=memory_mib_ms,
         micros=None if tariff.gpu_micros_per_hour is None else sum(line.micros or 0 for line in days),
+        core_micros=core_micros,
+        memory_micros=memory_micros,
+        dbu_micros=sum(line.dbu_micros for line in days),
     )
 
 

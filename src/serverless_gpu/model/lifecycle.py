@@ -57,7 +57,9 @@ FENCE_GRACE_NS = 30_000_000_000
 FAULT_NS = 60_000_000_000
 """So long after one of its GPUs failed an attempt is ended whose ranks have not noticed."""
 
-_NOT_A_FAILURE = frozenset({Reason.COMPLETED, Reason.NODE_PARTITIONED, *STOPPED_BY.values()})
+ASKED = frozenset({Reason.NODE_PARTITIONED, *STOPPED_BY.values()})
+"""Why an attempt ends whose ranks were asked to end before they would have."""
+_NOT_A_FAILURE = ASKED | {Reason.COMPLETED}
 
 
 class Instruction(StrEnum):

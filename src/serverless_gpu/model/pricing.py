@@ -94,6 +94,20 @@ def cost(tariff: Tariff, gpu_ms: int, core_ms: int = 0, memory_mib_ms: int = 0) 
     return -(-(whole * _MIB_PER_GIB + memory) // (units.MS_PER_HOUR * _MIB_PER_GIB))
 
 
+def cost_parts(tariff: Tariff, gpu_ms: int, core_ms: int, memory_mib_ms: int) -> tuple[int, int, int]:
+    """Return what of a cost is for devices, for cores and for memory; they add up to it. 0 where there is no price.
+
+    Args:
+        tariff: what the attempt pays.
+        gpu_ms: billed GPU-milliseconds.
+        core_ms: billed core-milliseconds.
+        memory_mib_ms: billed MiB-milliseconds.
+    """
+    devices = cost(tariff, gpu_ms) or 0
+    cores = cost(tariff, gpu_ms, core_ms) or 0
+    return devices, cores - devices, (cost(tariff, gpu_ms, core_ms, memory_mib_ms) or 0) - cores
+
+
 def dbu_cost(tariff: Tariff, gpu_ms: int) -> int:
     """Return millionths of a DBU of an attempt, rounded up as a cost is; 0 where the price is not made of DBUs.
 

@@ -64,6 +64,27 @@ class DeviceUse(msgspec.Struct, frozen=True, kw_only=True):
     throttled_s: float | None = None
 
 
+class Bill(msgspec.Struct, frozen=True, kw_only=True):
+    """How the cost of a run's attempt comes about.
+
+    Attributes:
+        billed_ms: GPU-milliseconds that are billed.
+        unbilled: why not all of those that were used are, in words; "" where they are.
+        core_ms: core-milliseconds that are billed, where cores were limited; beyond those that are CPU slots.
+        memory_mib_ms: MiB-milliseconds that are billed, where memory was limited.
+        core_micros: what of the cost is for cores; `memory_micros` for memory.
+        dbu_micros: millionths of a DBU.
+    """
+
+    billed_ms: int
+    unbilled: str = ""
+    core_ms: int = 0
+    memory_mib_ms: int = 0
+    core_micros: int = 0
+    memory_micros: int = 0
+    dbu_micros: int = 0
+
+
 class TextPrinter(Protocol):
     """What IPython gives `_repr_pretty_` to write to."""
 
@@ -82,7 +103,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
         gpus: identifiers of the devices.
         kind: what the devices were.
         segments: where the time went.
-        gpu_ms: billable GPU-milliseconds.
+        gpu_ms: GPU-milliseconds that were used, from the start of user code until the devices were free.
         micros: cost in millionths of the currency unit; None when there is no price.
         currency: the currency's name.
         peak_memory_bytes: most host memory used; None when not known.
@@ -99,6 +120,8 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
         uses: what its devices did, as far as telemetry saw it.
         tracked: link to its run in MLflow, or "".
         secrets: names and versions of the secrets it had.
+        policy: the usage policy that it was under, or "".
+        bill: how its cost comes about; None where its node did not say.
     """
 
     run_id: str
@@ -126,15 +149,17 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     uses: tuple[DeviceUse, ...] = ()
     tracked: str = ""
     secrets: tuple[str, ...] = ()
+    policy: str = ""
+    bill: Bill | None = None
 
     def rows(self) -> dict[str, str]:
         """Return what there is to say, by label; what is not known, or nothing worth saying, is left out."""
         is_run = self.runs is None
-        unpriced = ", unpriced" if self.micros is None else ""
         peak = "" if self.peak_memory_bytes is None else units.format_bytes(self.peak_memory_bytes)
         rows = {
             "devices": _joined(self.devices_text(), _size_text(self)),
-            "cost": f"{self.used_text()}{unpriced}",
+            "cost": self.used_text() + ("" if self.micros is not None else ", unpriced"),
+            "not billed": self.unbilled_text(),
             "use": _use_text(self.uses, self.kind),
             "time": _segments_text(self.segments),
             "start": _start_text(self) if is_run else "",
@@ -144,6 +169,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
             "gate": self.gate,
             "quarantined": ", ".join(self.quarantined),
             "tracked": self.tracked,
+            "policy": self.policy,
             "tags": ", ".join(f"{key}={value}" for key, value in sorted(self.tags.items())),
             "notes": "; ".join(self.notes),
         }
@@ -160,8 +186,14 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
         """Return the time the devices were held, and what it costs where there is a price."""
         unit = "slot" if self.kind is DeviceKind.CPU else "GPU"
         idle = "" if self.runs is None else " idle"
-        cost = "" if self.micros is None else f", {units.format_micros(self.micros, self.currency)}"
-        return f"{units.format_gpu_ms(self.gpu_ms, unit=unit)}{idle}{cost}"
+        return f"{units.format_gpu_ms(self.gpu_ms, unit=unit)}{idle}{_money_text(self)}"
+
+    def unbilled_text(self) -> str:
+        """Return how much of the time is not billed, and why; "" where all of it is."""
+        if self.bill is None or not self.bill.unbilled:
+            return ""
+        unit = "slot" if self.kind is DeviceKind.CPU else "GPU"
+        return f"{units.format_gpu_ms(self.gpu_ms - self.bill.billed_ms, unit=unit)}: {self.bill.unbilled}"
 
     def text(self) -> str:
         """Return the receipt for a terminal: at most 8 lines, none of them empty."""
@@ -177,9 +209,12 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
                 f"environment: {rows['environment']}" if copied and "environment" in rows else "",
                 f"peak memory {peak}" if peak else "",
             ),
-            *(f"{label}: {rows[label]}" for label in ("gate", "quarantined") if label in rows),
+            _joined(*(f"{label}: {rows[label]}" for label in ("not billed", "gate") if label in rows)),
+            f"quarantined: {rows['quarantined']}" if "quarantined" in rows else "",
             # The link first: it must stay whole, and 8 lines have room for one of the two.
-            _joined(*(f"{label}: {rows[label]}" for label in ("tracked", "secrets", "tags") if label in rows)),
+            _joined(
+                *(f"{label}: {rows[label]}" for label in ("tracked", "secrets", "policy", "tags") if label in rows)
+            ),
             f"notes: {rows['notes']}" if "notes" in rows else "",
         )
         return "\n".join(_printable(line) for line in lines if line)
@@ -196,6 +231,21 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
 
     def _repr_pretty_(self, printer: TextPrinter, cycle: bool) -> None:
         printer.text(self.text())
+
+
+def _money_text(receipt: Receipt) -> str:
+    """Return what it costs, and what of that is for cores and memory; "" where there is no price."""
+    if receipt.micros is None:
+        return ""
+    parts = []
+    bill = receipt.bill or Bill(billed_ms=receipt.gpu_ms)
+    for name, micros in (("cores", bill.core_micros), ("memory", bill.memory_micros)):
+        if micros:
+            parts.append(f"{name} {units.format_micros(micros, receipt.currency)}")
+    if bill.dbu_micros:
+        parts.append(units.format_micros(bill.dbu_micros, "DBU"))
+    detail = f" ({', '.join(parts)})" if parts else ""
+    return f", {units.format_micros(receipt.micros, receipt.currency)}{detail}"
 
 
 def _names(receipt: Receipt) -> tuple[str, ...]:

@@ -1,8 +1,8 @@
 """The account of one attempt: facts on disk as they happen, and the receipt they add up to.
 
 Facts go to `facts.jsonl` in the run directory, one line each, append-only; they are what charges are made of and what a
-server gets replayed. The segments of the receipt (environment, start, first line …) are finer than the facts and are
-this process's own measurement.
+server gets replayed: what the receipt says was used and costs is reckoned from the same facts in the same way, so that
+both agree to the millionth. The receipt's segments (queued, first line …) are finer, this process's own measurement.
 """
 
 from __future__ import annotations
@@ -15,14 +15,21 @@ import msgspec
 
 from serverless_gpu import faults
 from serverless_gpu.ambient import Clock
-from serverless_gpu.model.attempt import Attempt, Reason
+from serverless_gpu.model.attempt import MEANINGS, Attempt, Phase, Reason
+from serverless_gpu.model.facts import Fact, FactKind
 from serverless_gpu.model.hardware import Device, DeviceKind
-from serverless_gpu.model.ledger import Charge, Fact, FactKind, charge
-from serverless_gpu.model.receipt import DeviceUse, Receipt, Segments
+from serverless_gpu.model.ledger import charged, priced
+from serverless_gpu.model.lifecycle import ASKED
+from serverless_gpu.model.metering import Meter
+from serverless_gpu.model.pricing import Tariff
+from serverless_gpu.model.receipt import Bill, DeviceUse, Receipt, Segments
 from serverless_gpu.node import reserve
 from serverless_gpu.node.gate import Verdict
 from serverless_gpu.node.protocol import Launch, Stopped
-from serverless_gpu.units import micros_for
+
+ALIVE_S = 60.0
+"""Between two signs of life among the facts, where nothing else happens."""
+_AFTER_GRACE = "what came after the time that its ranks had to end in"
 
 
 class Account:
@@ -43,10 +50,10 @@ class Account:
     """
 
     def __init__(self, launch: Launch, clock: Clock) -> None:
-        self.facts: list[Fact] = []
         self.runs: int | None = None
-        self._before_ms = 0  # what is billable of intervals that are over, whose facts are not kept in memory
+        self._meter = Meter()
         self._written = 0
+        self._fact_ns = 0
         self._allocated = 0  # of the file of facts
         self.marks: dict[str, int] = {}
         self.peaks: dict[int, int] = {}
@@ -71,15 +78,18 @@ class Account:
         """Remember when something happened for the first time."""
         self.marks.setdefault(name, self._clock.boottime_ns() if at_ns is None else at_ns)
 
-    def fact(self, kind: FactKind, devices: Sequence[Device], at_ns: int | None = None) -> None:
-        """Write one fact down; of the signs of life only the last is kept in memory.
+    def fact(
+        self, kind: FactKind, devices: Sequence[Device], at_ns: int | None = None, *, grace_ms: int | None = None
+    ) -> None:
+        """Write one fact down; what it adds up to is kept in memory, and not the fact.
 
         Args:
             kind: what happened.
             devices: that are held.
             at_ns: when, in boottime nanoseconds; None for now.
+            grace_ms: how long ranks may take that were asked to end.
         """
-        now_ns = self._clock.boottime_ns()
+        now_ns = self._fact_ns = self._clock.boottime_ns()
         ago_ns = 0 if at_ns is None else now_ns - at_ns
         resources = self._launch.spec.resources
         slots = len(devices) if self._launch.candidates[0].kind is DeviceKind.CPU else 0
@@ -93,20 +103,40 @@ class Account:
             gpus=tuple(device.uuid for device in devices),
             cpus=resources.cpus or slots,
             memory_bytes=resources.memory_bytes or 0,
+            grace_ms=grace_ms,
         )
         self._written += 1
-        if self.facts and kind is FactKind.ALIVE and self.facts[-1].kind is FactKind.ALIVE:
-            self.facts.pop()
-        if kind is FactKind.HELD:  # a session has as many intervals as runs
-            self._before_ms += self._charged(self.facts).gpu_ms
-            self.facts.clear()
-        self.facts.append(fact)
+        self._meter.add(fact)
         # A full disk must not end a run; the receipt is computed from memory and says how many facts it stands on.
         with contextlib.suppress(OSError):
             line = msgspec.json.encode(fact) + b"\n"
             self._allocated = reserve.append_fact(self._directory, line, self._allocated)
         if kind is FactKind.EXEC:
             faults.reach("after_exec_before_told")
+
+    def alive(self, devices: Sequence[Device]) -> None:
+        """Write a sign of life down where there was no fact for a while."""
+        if self._clock.boottime_ns() - self._fact_ns > ALIVE_S * 1e9:
+            self.fact(FactKind.ALIVE, devices)
+
+    def starting(self, devices: Sequence[Device]) -> None:
+        """Write down since when the environment is there; it may have been before the devices were."""
+        ready_ns = max(self.marks.get(self._ready(), 0), self.marks.get("reserved", 0))
+        self.fact(FactKind.STARTING, devices, ready_ns or None)
+
+    def stopping(self, attempt: Attempt, devices: Sequence[Device]) -> None:
+        """Write down that the ranks are to end, the first time, and how long they may take where we asked them to.
+
+        Args:
+            attempt: as it stops.
+            devices: that are held.
+        """
+        if "stopping" in self.marks:
+            return
+        self.mark("stopping")
+        if "exec" in self.marks:
+            asked = attempt.phase is Phase.TERMINATING and attempt.reason in ASKED
+            self.fact(FactKind.STOPPING, devices, grace_ms=_grace_ms(attempt) if asked else None)
 
     def ended(self, stopped: Stopped) -> None:
         """Write how the attempt ended to `stopped.json`."""
@@ -144,7 +174,7 @@ class Account:
         secrets = self._launch.secrets
         kind, gpu_type = self._launch.candidates[0].kind, self._launch.candidates[0].type
         tariff = self._launch.tariff
-        gpu_ms = self._before_ms + self._charged(self.facts).gpu_ms
+        gpu_ms, micros, bill = reckon(self._meter, tariff, attempt.reason)
         receipt = Receipt(
             run_id=attempt.run_id,
             fence=attempt.fence,
@@ -155,7 +185,7 @@ class Account:
             kind=kind,
             segments=self._segments(),
             gpu_ms=gpu_ms,
-            micros=None if tariff.gpu_micros_per_hour is None else micros_for(gpu_ms, tariff.gpu_micros_per_hour),
+            micros=micros,
             currency=tariff.currency,
             peak_memory_bytes=self.peak_bytes if self.peak_bytes is not None else sum(self.peaks.values()) or None,
             warm=self.warm[0],
@@ -171,14 +201,13 @@ class Account:
             uses=self._uses,
             tracked=self._tracked,
             secrets=secrets.texts if secrets is not None else (),
+            policy=self._launch.spec.policy or "",
+            bill=bill,
         )
         faults.reach("after_freed_before_receipt")
         write_json(self._directory / "receipt.json", receipt)
         reserve.give_back(self._directory)  # it is the last word
         return receipt
-
-    def _charged(self, facts: Sequence[Fact]) -> Charge:
-        return charge(facts, gpu_type=self._launch.candidates[0].type)
 
     def _segments(self) -> Segments:
         return Segments(
@@ -201,6 +230,39 @@ class Account:
             return None
         start_ns = max(self.marks[start], self.marks.get(not_before, 0))
         return max(0, self.marks[end] - start_ns) // 1_000_000
+
+
+def reckon(meter: Meter, tariff: Tariff, reason: Reason | None) -> tuple[int, int | None, Bill]:
+    """Return what an attempt used and costs as its receipt says it: GPU-milliseconds, micros, and how they come about.
+
+    Args:
+        meter: that took its facts.
+        tariff: what it pays.
+        reason: why it ended.
+    """
+    is_billed = reason is None or MEANINGS[reason].is_billed
+    whole = charged(priced(meter.used(), tariff, is_billed=is_billed), tariff)
+    unbilled = ""
+    if whole.gpu_ms and not is_billed and reason is not None:
+        unbilled = MEANINGS[reason].sentence
+    elif whole.billed_ms < whole.gpu_ms:
+        unbilled = _AFTER_GRACE
+    bill = Bill(
+        billed_ms=whole.billed_ms,
+        unbilled=unbilled,
+        core_ms=whole.core_ms,
+        memory_mib_ms=whole.memory_mib_ms,
+        core_micros=whole.core_micros,
+        memory_micros=whole.memory_micros,
+        dbu_micros=whole.dbu_micros,
+    )
+    return whole.gpu_ms, whole.micros, bill
+
+
+def _grace_ms(attempt: Attempt) -> int:
+    if attempt.wake_ns is None or attempt.stop_ns is None:
+        return 0
+    return max(0, attempt.wake_ns - attempt.stop_ns) // 1_000_000
 
 
 def gate_text(devices: Sequence[Device], verdicts: Mapping[str, Verdict], kind: DeviceKind) -> str:

@@ -15,6 +15,7 @@ import contextlib
 import os
 import stat
 from collections.abc import Collection, Iterator
+from io import BufferedReader
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,7 +23,8 @@ import msgspec
 
 from serverless_gpu.ambient import created_wall_ns
 from serverless_gpu.model.attempt import State
-from serverless_gpu.model.ledger import Fact, FactKind
+from serverless_gpu.model.facts import Fact, FactKind
+from serverless_gpu.model.metering import Meter
 from serverless_gpu.model.receipt import Receipt
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.flocks import is_held
@@ -157,6 +159,25 @@ def first_facts(directory: Path) -> list[Fact]:
     return facts
 
 
+def meter_of(directory: Path) -> tuple[Meter, int]:
+    """Return what all facts of an attempt add up to, and how many there are; not a last line that is half written.
+
+    Args:
+        directory: of the attempt.
+    """
+    meter, count = Meter(), 0
+    with contextlib.suppress(OSError, msgspec.MsgspecError), _opened(directory / "facts.jsonl") as file:
+        for line in file:
+            meter.add(msgspec.json.decode(line, type=Fact))
+            count += 1
+    return meter, count
+
+
+def spec_of(directory: Path) -> RunSpec | None:
+    """Return what was asked for, as an attempt's directory has it."""
+    return _read_spec(directory)[1]
+
+
 def is_live(directory: Path) -> bool:
     """Return whether a process holds a lock of this attempt."""
     return any(is_held(path) for path in _locks(directory))
@@ -256,8 +277,14 @@ def _read(path: Path, limit: int = _FILE_BYTES_MAX) -> bytes:
     Raises:
         OSError: it cannot be read, or is no plain file (a pipe would never end).
     """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    with os.fdopen(fd, "rb") as file:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(f"{path} is not a plain file")
+    with _opened(path) as file:
         return file.read(limit)
+
+
+def _opened(path: Path) -> BufferedReader:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    file = os.fdopen(fd, "rb")
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        file.close()
+        raise OSError(f"{path} is not a plain file")
+    return file

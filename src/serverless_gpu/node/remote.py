@@ -18,6 +18,7 @@ from typing import Literal
 
 import msgspec
 
+from serverless_gpu.model.pricing import UNPRICED, Tariff
 from serverless_gpu.model.retention import DAY_NS
 from serverless_gpu.node.account import write_text
 from serverless_gpu.node.history import touched_ns
@@ -37,6 +38,7 @@ class Remote(msgspec.Struct, frozen=True, kw_only=True):
         token: the attempt's own.
         partition_grace_s: how long it may go on without an answer of the server.
         owner: the principal whose run it is.
+        tariff: what it pays, where the server said so.
     """
 
     run_id: str
@@ -48,6 +50,7 @@ class Remote(msgspec.Struct, frozen=True, kw_only=True):
     partition_grace_s: float
     standing: Standing = "open"
     owner: str = ""
+    tariff: Tariff = UNPRICED
 
     @property
     def gang(self) -> str:

@@ -59,7 +59,6 @@ from serverless_gpu.node.watchers import Audience, Watcher
 _RETRY_S = 0.05  # between two looks at devices that were taken
 _RETEST_S = 1.0  # between two looks at devices in quarantine that a run waits for
 _TURN_S = 5.0
-_ALIVE_S = 60.0
 _LEAVING_S = 1.0  # for the stem of a run that has given its devices back
 
 
@@ -97,7 +96,6 @@ class Keeper:
         self._owner: Watcher | None = None
         self._waiting = ""
         self._look_again_ns = 0
-        self._alive_ns = 0
         self._ending: str | None = None  # why the session ends
         self._leave_by_ns = 0
         self._done = False
@@ -157,8 +155,7 @@ class Keeper:
             self._account.mark("reserved")
             self._account.mark("exec")
             self._account.fact(FactKind.RESERVED, reservation.devices)
-            self._alive_ns = self._clock.boottime_ns()
-            self._book = Book(devices=reservation.devices, idle_ns=self._alive_ns)
+            self._book = Book(devices=reservation.devices, idle_ns=self._clock.boottime_ns())
             self._bill()
             self._waiting = ""
             self._audience.tell(protocol.Held(devices=reservation.devices))
@@ -300,9 +297,8 @@ class Keeper:
             self._end(sentence)
         elif sentence:
             self._audience.tell(protocol.Waiting(sentence=sentence))
-        elif self._billed and now_ns - self._alive_ns > _ALIVE_S * 1e9:
-            self._account.fact(FactKind.ALIVE, self._billed)
-            self._alive_ns = now_ns
+        elif self._billed:
+            self._account.alive(self._billed)
 
     def _pause_s(self) -> float:
         if self._returning or self._done:

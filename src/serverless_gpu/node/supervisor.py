@@ -77,7 +77,6 @@ _EMPTYING_S = 0.002  # between two looks at a tree that is being ended
 _EMPTYING_S_MAX = 60.0
 _EMPTYING_S_TOLD = 10.0
 _TURN_S = 5.0
-_ALIVE_S = 60.0  # between two signs of life among the facts
 
 Callback = Callable[[], None]
 
@@ -119,7 +118,6 @@ class Supervisor:
         self._confirmed = launch.confirmed
         self._client: Watcher | None = None
         self._kill_ns: int | None = None
-        self._alive_ns = 0
         self._lease_ns = launch.lease_ns
         self._told_full = False
         self._done = False
@@ -235,6 +233,7 @@ class Supervisor:
         if not self._confirmed or self._observation.hold_ns is not None:
             return
         self._begin_pending = False
+        self._account.starting(self._devices)
         try:
             self._port = reserve_port()
             self._gang.tracked = self._observation.environ
@@ -296,7 +295,7 @@ class Supervisor:
                 return  # a late word of a rank; the outcome stands
             raise
         if self._attempt.state is State.STOPPING:
-            self._account.mark("stopping")
+            self._account.stopping(self._attempt, self._devices)
         for instruction in instructions:
             match instruction:
                 case Instruction.START_RANKS:
@@ -347,10 +346,8 @@ class Supervisor:
         for event in self._eyes.look(self._attempt, self._gang):
             if self._attempt.state not in TERMINAL:
                 self._apply(event)
-        is_billed = self._attempt.state is State.RUNNING and self._attempt.fault_ns is None
-        if is_billed and self._clock.boottime_ns() - self._alive_ns > _ALIVE_S * 1e9:
-            self._fact(FactKind.ALIVE)
-            self._alive_ns = self._clock.boottime_ns()
+        if self._attempt.state is State.RUNNING and self._attempt.fault_ns is None:  # from then on it is not the user's
+            self._account.alive(self._devices)
 
     def _expire(self) -> None:
         """Stop the run because the server is silent; an answer that comes later changes nothing any more."""

@@ -16,13 +16,13 @@ import msgspec
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.model.attempt import MEANINGS, Failure, Reason
+from serverless_gpu.model.facts import Fact, FactKind
 from serverless_gpu.model.hardware import DeviceKind
-from serverless_gpu.model.ledger import Fact, FactKind, charge
 from serverless_gpu.model.receipt import Receipt, Segments
 from serverless_gpu.node import protocol
-from serverless_gpu.node.account import write_json
+from serverless_gpu.node.account import reckon, write_json
 from serverless_gpu.node.flocks import held_note
-from serverless_gpu.node.history import first_facts, read_ending, read_receipt
+from serverless_gpu.node.history import first_facts, meter_of, read_ending, read_receipt, spec_of
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.locks import MACHINE_DIRECTORIES, Holder
 from serverless_gpu.node.remote import Remote
@@ -80,7 +80,7 @@ def settle(directory: Path, remote: Remote, detail: str, clock: Clock) -> protoc
         stopped = _stopped(Reason.SUPERVISOR_LOST, "", clock) if facts else refusal(detail, clock)
         write_json(directory / "stopped.json", stopped)
     if read_receipt(directory) is None:
-        write_json(directory / "receipt.json", _receipt(remote, stopped, facts))
+        write_json(directory / "receipt.json", _receipt(directory, remote, stopped, facts))
     return stopped
 
 
@@ -89,9 +89,12 @@ def _stopped(reason: Reason, detail: str, clock: Clock) -> protocol.Stopped:
     return protocol.Stopped(state=MEANINGS[reason].state, reason=reason, cause=cause, consequences=())
 
 
-def _receipt(remote: Remote, stopped: protocol.Stopped, facts: list[Fact]) -> Receipt:
+def _receipt(directory: Path, remote: Remote, stopped: protocol.Stopped, facts: list[Fact]) -> Receipt:
     gpus = tuple(dict.fromkeys(uuid for fact in facts for uuid in fact.gpus))
     unknown = "not known: the run's supervisor ended before it could look"
+    meter, count = meter_of(directory)
+    gpu_ms, micros, bill = reckon(meter, remote.tariff, stopped.reason)
+    spec = spec_of(directory)
     return Receipt(
         run_id=remote.run_id,
         fence=remote.fence,
@@ -101,18 +104,20 @@ def _receipt(remote: Remote, stopped: protocol.Stopped, facts: list[Fact]) -> Re
         gpus=gpus,
         kind=_kind(gpus),
         segments=Segments(),
-        gpu_ms=charge(facts, gpu_type=remote.gpu_type).gpu_ms,
-        micros=None,
-        currency="USD",
+        gpu_ms=gpu_ms,
+        micros=micros,
+        currency=remote.tariff.currency,
         peak_memory_bytes=None,
         warm=False,
         warm_reason="not known",
         gate=unknown if gpus else "nothing was taken",
         quarantined=(),
-        tags={},
-        facts=len(facts),
+        tags=spec.tags if spec is not None else {},
+        facts=count,
         world_size=remote.world_size,
         notes=(_COUNTED,) if any(fact.kind is FactKind.EXEC for fact in facts) else (),
+        policy=(spec.policy or "") if spec is not None else "",
+        bill=bill,
     )
 
 
