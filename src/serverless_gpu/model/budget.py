@@ -9,15 +9,32 @@ A run holds what its next minute costs, or its grace when that is longer. What c
 stop, so that the checkpoint is written with money that is there. That bounds what is used beyond a hard limit: nothing
 while server and node talk, and `partition_grace` of its devices for each run while they do not.
 
+    used                       held
+    ├──────────────────────────┼───────────────────────────────┤
+    user code begins           last sign of life    now        now + ahead, or the stop + ahead once it is asked
+
+At the end of a period a run holds what is left of the period: what comes after it is paid by the next.
+
+What holds was let in one after the other: those that were placed last are stopped first, and the others go on as long
+as what is left holds for them. One that has been asked to stop keeps what it holds: nobody else gets that.
+
+Failure cases: a node that is silent may be using devices, so what it may use until now is held as well, up to its
+`partition_grace`; what it used is counted once it is heard of. Time without a price is no money: a budget of money says
+how much of it there was, and stops nothing that costs nothing.
+
 Periods are of UTC; a week begins on Monday. Values only: no clock, no database.
 """
 
 from __future__ import annotations
 
+import datetime
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
+
+from serverless_gpu import units
 
 AHEAD_S = 60.0
 """How much of its time a run holds ahead, in seconds, where its grace is not longer."""
@@ -25,7 +42,11 @@ STOPPING_S = 15.0
 """What is held beyond a long grace: the next look and the way to the node take that."""
 WARN_AT = (80, 95)
 """Per cent of a limit at which that is said, once in a period."""
+FULL = 100
+DAY_NS = 86_400_000_000_000
 ScopeKind = Literal["everything", "user", "team", "pool", "policy", "tag"]
+SCOPES: tuple[ScopeKind, ...] = get_args(ScopeKind)
+_MONDAY = 4  # days after 1970-01-01, which was a Thursday
 
 
 class Period(StrEnum):
@@ -65,6 +86,15 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
     limit_gpu_ms: int | None = None
     hard: bool = False
 
+    @property
+    def limit(self) -> int:
+        """Return the limit that is set."""
+        return self.limit_micros if self.limit_micros is not None else self.limit_gpu_ms or 0
+
+    def counts(self, use: Use) -> int:
+        """Return how much of its limit a use is."""
+        return use.micros if self.limit_micros is not None else use.gpu_ms
+
 
 class Subject(msgspec.Struct, frozen=True, kw_only=True):
     """What of a run decides which budgets it counts for."""
@@ -74,3 +104,327 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
     pool: str = ""
     policy: str = ""
     tags: dict[str, str] = {}
+
+
+class Use(msgspec.Struct, frozen=True, kw_only=True):
+    """What was used, as far as it counts: not where the platform failed.
+
+    Attributes:
+        micros: millionths of the currency unit.
+        gpu_ms: GPU-milliseconds.
+        unpriced_ms: those among them that have no price.
+    """
+
+    micros: int = 0
+    gpu_ms: int = 0
+    unpriced_ms: int = 0
+
+    def __add__(self, other: Use) -> Use:
+        """Return both together."""
+        return Use(
+            micros=self.micros + other.micros,
+            gpu_ms=self.gpu_ms + other.gpu_ms,
+            unpriced_ms=self.unpriced_ms + other.unpriced_ms,
+        )
+
+    def __sub__(self, other: Use) -> Use:
+        """Return this without the other."""
+        return Use(
+            micros=self.micros - other.micros,
+            gpu_ms=self.gpu_ms - other.gpu_ms,
+            unpriced_ms=self.unpriced_ms - other.unpriced_ms,
+        )
+
+
+NOTHING = Use()
+
+
+class Spender(msgspec.Struct, frozen=True, kw_only=True):
+    """An attempt that uses something, or may still.
+
+    Attributes:
+        gpus: devices that it has.
+        micros_per_hour: of all it has together; None where it has no price.
+        placed_ns: when it got them, nanoseconds since 1970, as all times here.
+        started_ns: when user code began; None before.
+        seen_ns: its last sign of life, or its end.
+        grace_s: how long its ranks have once they are asked to stop.
+        alone_s: the longest it goes on without an answer of the server.
+        stop_ns: since when it is asked to stop; None while it is not.
+        is_over: whether it has ended, so that it holds nothing.
+    """
+
+    run_id: str
+    fence: int
+    gpus: int
+    micros_per_hour: int | None
+    placed_ns: int
+    started_ns: int | None
+    seen_ns: int
+    grace_s: float
+    alone_s: float
+    stop_ns: int | None = None
+    is_over: bool = False
+
+
+class Window(msgspec.Struct, frozen=True, kw_only=True):
+    """One day, week or month: from `start_ns` until before `end_ns`, nanoseconds since 1970."""
+
+    start_ns: int
+    end_ns: int
+
+    @property
+    def days(self) -> range:
+        """Return its days since 1970-01-01."""
+        return range(self.start_ns // DAY_NS, self.end_ns // DAY_NS)
+
+
+class Standing(msgspec.Struct, frozen=True, kw_only=True):
+    """How much of a budget is used in a period, and what follows.
+
+    Attributes:
+        used: until the last signs of life.
+        held: for what goes on, until a minute from now, and not beyond the period.
+        ahead: the same without an end of the period: what the next one begins with.
+        stop: runs that can hold nothing any more, of a hard budget: they are to stop.
+    """
+
+    budget: Budget
+    window: Window
+    used: Use
+    held: Use
+    ahead: Use = NOTHING
+    stop: tuple[str, ...] = ()
+
+    @property
+    def left(self) -> int:
+        """Return what of the limit is neither used nor held; negative when there is less than nothing."""
+        return self.budget.limit - self.budget.counts(self.used) - self.budget.counts(self.held)
+
+    @property
+    def is_used_up(self) -> bool:
+        """Return whether nothing new starts, whatever is given back."""
+        return self.budget.counts(self.used) >= self.budget.limit
+
+    @property
+    def percent(self) -> float:
+        """Return how much of the limit is used, in per cent."""
+        return 100.0 * self.budget.counts(self.used) / self.budget.limit if self.budget.limit else 100.0
+
+    @property
+    def reached(self) -> tuple[int, ...]:
+        """Return the marks of `WARN_AT` that are reached, and 100."""
+        used, limit = self.budget.counts(self.used), self.budget.limit
+        marks = tuple(mark for mark in WARN_AT if used * FULL >= limit * mark)
+        return (*marks, FULL) if self.is_used_up or self.stop else marks
+
+
+def window(period: Period, at_ns: int) -> Window:
+    """Return the day, week or month that a moment is in.
+
+    Args:
+        period: which.
+        at_ns: nanoseconds since 1970.
+    """
+    day = at_ns // DAY_NS
+    if period is Period.DAY:
+        first, following = day, day + 1
+    elif period is Period.WEEK:
+        first = day - (day - _MONDAY) % 7
+        following = first + 7
+    else:
+        start = _date(day).replace(day=1)
+        first, following = _day(start), _day((start + datetime.timedelta(days=31)).replace(day=1))
+    return Window(start_ns=first * DAY_NS, end_ns=following * DAY_NS)
+
+
+def format_day(day: int) -> str:
+    """Return a day for people: ``2026-11-30``.
+
+    Args:
+        day: days since 1970-01-01.
+    """
+    return _date(day).isoformat()
+
+
+def keys(subject: Subject) -> list[tuple[ScopeKind, str]]:
+    """Return the scopes that a run is in, as kind and name: a budget of any of them counts it."""
+    found: list[tuple[ScopeKind, str]] = [("everything", ""), ("user", subject.owner)]
+    named: tuple[tuple[ScopeKind, str], ...] = (
+        ("team", subject.team),
+        ("pool", subject.pool),
+        ("policy", subject.policy),
+    )
+    found += [(kind, name) for kind, name in named if name]
+    for key, value in subject.tags.items():
+        found += [("tag", key), ("tag", f"{key}={value}")]
+    return found
+
+
+def matches(scope: Scope, subject: Subject) -> bool:
+    """Return whether a run counts for a budget of a scope."""
+    return (scope.kind, scope.name) in keys(subject)
+
+
+# --- what one attempt uses, and holds ---------------------------------------------------------------------------------
+
+
+def ahead_ns(grace_s: float) -> int:
+    """Return how far ahead an attempt holds, nanoseconds: until it can have stopped, and a minute at least."""
+    return round(max(AHEAD_S, grace_s + STOPPING_S) * 1e9)
+
+
+def costs(ns: int, *, gpus: int, micros_per_hour: int | None) -> Use:
+    """Return what some time of devices is.
+
+    Args:
+        ns: nanoseconds, not negative.
+        gpus: devices.
+        micros_per_hour: of all of them together; None where they have no price.
+    """
+    ms = ns // 1_000_000
+    gpu_ms = units.gpu_milliseconds(gpus, ms)
+    if micros_per_hour is None:
+        return Use(gpu_ms=gpu_ms, unpriced_ms=gpu_ms)
+    return Use(micros=units.micros_for(ms, micros_per_hour), gpu_ms=gpu_ms)
+
+
+def used(one: Spender, within: Window) -> Use:
+    """Return what an attempt used of a period, until its last sign of life."""
+    if one.started_ns is None:
+        return NOTHING
+    ns = min(one.seen_ns, within.end_ns) - max(one.started_ns, within.start_ns)
+    return costs(max(0, ns), gpus=one.gpus, micros_per_hour=one.micros_per_hour)
+
+
+def held(one: Spender, now_ns: int, within: Window | None = None) -> Use:
+    """Return what an attempt holds, from its last sign of life on.
+
+    Args:
+        one: the attempt.
+        now_ns: nanoseconds since 1970.
+        within: only what of it is in this period; None for all.
+    """
+    if one.is_over:
+        return NOTHING
+    ahead = ahead_ns(one.grace_s)
+    until_ns = now_ns + ahead if one.stop_ns is None else max(now_ns, one.stop_ns + ahead)
+    from_ns = now_ns
+    if one.started_ns is not None:
+        # Beyond that its node has ended it, whether it is heard of or not.
+        until_ns = min(until_ns, one.seen_ns + round(one.alone_s * 1e9) + ahead)
+        from_ns = one.seen_ns
+    if within is not None:
+        from_ns, until_ns = max(from_ns, within.start_ns), min(until_ns, within.end_ns)
+    return costs(max(0, until_ns - from_ns), gpus=one.gpus, micros_per_hour=one.micros_per_hour)
+
+
+def first_hold(grace_s: float, *, gpus: int, micros_per_hour: int | None) -> Use:
+    """Return what a run has to be able to hold so that it may start."""
+    return costs(ahead_ns(grace_s), gpus=gpus, micros_per_hour=micros_per_hour)
+
+
+# --- what follows -----------------------------------------------------------------------------------------------------
+
+
+class Weighed(msgspec.Struct, frozen=True, kw_only=True):
+    """An attempt at one moment, for one period: what it used of that, what it holds of it, and beyond its end."""
+
+    spender: Spender
+    used: Use
+    held: Use
+    ahead: Use
+
+
+def weigh(one: Spender, within: Window, now_ns: int) -> Weighed:
+    """Return what an attempt used of a period, and what it holds."""
+    ahead = held(one, now_ns)
+    is_whole = within.start_ns <= one.seen_ns and now_ns + ahead_ns(one.grace_s) <= within.end_ns
+    return Weighed(
+        spender=one, used=used(one, within), held=ahead if is_whole else held(one, now_ns, within), ahead=ahead
+    )
+
+
+def judge(budget: Budget, posted: Use, going_on: Sequence[Spender], now_ns: int) -> Standing:
+    """Return how a budget stands, and whom it stops.
+
+    Args:
+        budget: whose limit it is.
+        posted: what the ledger has of the period, without the attempts that go on.
+        going_on: attempts that count for it and have not ended, or whose charges have not been written.
+        now_ns: nanoseconds since 1970.
+    """
+    within = window(budget.period, now_ns)
+    return judge_weighed(budget, posted, [weigh(one, within, now_ns) for one in going_on], within)
+
+
+def judge_weighed(budget: Budget, posted: Use, going_on: Sequence[Weighed], within: Window) -> Standing:
+    """Return the same, of attempts that were weighed: many budgets count the same ones."""
+    spent = _sum(posted, (one.used for one in going_on))
+    together = _sum(NOTHING, (one.held for one in going_on))
+    left = budget.limit - budget.counts(spent)
+    stop: list[str] = []
+    if budget.hard and left < budget.counts(together):
+        # First what is on its way out, which nobody can take back; then in the order in which they came.
+        for one in sorted(going_on, key=_in_order):
+            hold = budget.counts(one.held)
+            left -= hold
+            if left < 0 and hold and one.spender.stop_ns is None:
+                stop.append(one.spender.run_id)
+    return Standing(
+        budget=budget,
+        window=within,
+        used=spent,
+        held=together,
+        ahead=_sum(NOTHING, (one.ahead for one in going_on)),
+        stop=tuple(stop),
+    )
+
+
+def _in_order(one: Weighed) -> tuple[bool, int, str]:
+    return one.spender.stop_ns is None, one.spender.placed_ns, one.spender.run_id
+
+
+def _sum(first: Use, others: Iterable[Use]) -> Use:
+    micros, gpu_ms, unpriced_ms = first.micros, first.gpu_ms, first.unpriced_ms
+    for one in others:
+        micros += one.micros
+        gpu_ms += one.gpu_ms
+        unpriced_ms += one.unpriced_ms
+    return Use(micros=micros, gpu_ms=gpu_ms, unpriced_ms=unpriced_ms)
+
+
+def may_start(standing: Standing, hold: Use) -> bool:
+    """Return whether a run may start, as far as one budget goes.
+
+    Args:
+        standing: of the budget, with what others that start now hold.
+        hold: what the run would hold; nothing where that is not known.
+    """
+    if standing.is_used_up:
+        return False
+    wants = standing.budget.counts(hold)
+    if not standing.budget.hard:
+        return standing.left > 0 or not wants
+    # What goes on at the turn of a period has to fit into the next one, too.
+    return wants <= min(standing.left, standing.budget.limit - standing.budget.counts(standing.ahead))
+
+
+def is_refused(standing: Standing, hold: Use) -> bool:
+    """Return whether a run cannot start in this period, whatever the others give back.
+
+    Args:
+        standing: of the budget.
+        hold: what the run would hold; nothing where that is not known.
+    """
+    if standing.is_used_up:
+        return True
+    return standing.budget.hard and standing.budget.counts(standing.used + hold) > standing.budget.limit
+
+
+def _date(day: int) -> datetime.date:
+    return datetime.date(1970, 1, 1) + datetime.timedelta(days=day)
+
+
+def _day(date: datetime.date) -> int:
+    return (date - datetime.date(1970, 1, 1)).days

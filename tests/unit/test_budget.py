@@ -1,0 +1,226 @@
+"""Windows, matching, what goes on and what it holds; whom a hard budget stops, and what may start."""
+
+from __future__ import annotations
+
+import datetime
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serverless_gpu.model.budget import (
+    DAY_NS,
+    NOTHING,
+    Budget,
+    Period,
+    Scope,
+    ScopeKind,
+    Spender,
+    Standing,
+    Subject,
+    Use,
+    first_hold,
+    format_day,
+    held,
+    is_refused,
+    judge,
+    matches,
+    may_start,
+    used,
+    window,
+)
+
+NOW = 1_795_000_000_000_000_000  # 2026-11-18 15:06:40 UTC
+SECOND = 1_000_000_000
+HOUR_OF_ONE = 3_600_000_000  # micros: one unit a second
+EVERYTHING = Scope(kind="everything")
+
+
+def at(text: str) -> int:
+    return round(datetime.datetime.fromisoformat(f"{text}+00:00").timestamp()) * SECOND
+
+
+def money(limit: int, *, hard: bool = True, period: Period = Period.MONTH) -> Budget:
+    return Budget(scope=EVERYTHING, period=period, limit_micros=limit * 1_000_000, hard=hard)
+
+
+def spender(run_id: str = "a", *, used_s: float | None = 0.0, seen_s: float = 0.0, **changed: object) -> Spender:
+    """Return an attempt that has run for so long, and was heard of so long ago."""
+    started_ns = None if used_s is None else NOW - round((used_s + seen_s) * SECOND)
+    usual = Spender(
+        run_id=run_id,
+        fence=1,
+        gpus=2,
+        micros_per_hour=HOUR_OF_ONE,
+        placed_ns=NOW - round(((used_s or 0.0) + seen_s) * SECOND) - 1,
+        started_ns=started_ns,
+        seen_ns=NOW - round(seen_s * SECOND),
+        grace_s=30.0,
+        alone_s=900.0,
+    )
+    return msgspec.structs.replace(usual, **changed)
+
+
+def standing_at(limit: int, use: int, hold: int = 0, *, hard: bool = True) -> Standing:
+    budget = money(limit, hard=hard)
+    within = window(budget.period, NOW)
+    return Standing(budget=budget, window=within, used=Use(micros=use * 1_000_000), held=Use(micros=hold * 1_000_000))
+
+
+@pytest.mark.parametrize(
+    ("period", "moment", "start", "end"),
+    [
+        (Period.DAY, "2026-11-18T15:06:40", "2026-11-18", "2026-11-19"),
+        (Period.DAY, "2026-11-18T00:00:00", "2026-11-18", "2026-11-19"),
+        (Period.WEEK, "2026-11-22T23:59:59", "2026-11-16", "2026-11-23"),  # a Sunday
+        (Period.WEEK, "2026-11-23T00:00:00", "2026-11-23", "2026-11-30"),  # a Monday
+        (Period.MONTH, "2026-12-31T23:59:59", "2026-12-01", "2027-01-01"),
+        (Period.MONTH, "2028-02-29T12:00:00", "2028-02-01", "2028-03-01"),
+        (Period.MONTH, "2027-01-31T12:00:00", "2027-01-01", "2027-02-01"),
+    ],
+)
+def test_periods_are_of_utc(period: Period, moment: str, start: str, end: str) -> None:
+    found = window(period, at(moment))
+    assert (found.start_ns, found.end_ns) == (at(start), at(end))
+    assert format_day(found.days[0]) == start and format_day(found.days[-1] + 1) == end
+
+
+@given(st.sampled_from(Period), st.integers(0, 60 * 366 * DAY_NS))
+def test_windows_follow_each_other_without_a_gap(period: Period, moment: int) -> None:
+    found = window(period, moment)
+    assert found.start_ns <= moment < found.end_ns
+    assert window(period, found.start_ns) == window(period, found.end_ns - 1) == found
+    assert window(period, found.end_ns).start_ns == found.end_ns
+
+
+WHOSE = Subject(owner="alice", team="search", pool="fast", policy="night", tags={"project": "llm", "a=b": "c"})
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "counts"),
+    [
+        ("everything", "", True),
+        ("user", "alice", True),
+        ("user", "bob", False),
+        ("user", "search", False),
+        ("team", "search", True),
+        ("team", "", False),
+        ("pool", "fast", True),
+        ("policy", "night", True),
+        ("tag", "project=llm", True),
+        ("tag", "project", True),
+        ("tag", "project=", False),
+        ("tag", "project=ll", False),
+        ("tag", "llm", False),
+        ("tag", "a=b=c", True),
+    ],
+)
+def test_whose_use_counts(kind: ScopeKind, name: str, counts: bool) -> None:
+    assert matches(Scope(kind=kind, name=name), WHOSE) is counts
+    if kind in ("team", "pool", "policy", "tag"):
+        assert not matches(Scope(kind=kind, name=name), Subject(owner="alice"))
+
+
+def test_an_attempt_holds_a_minute_from_now_or_its_grace() -> None:
+    within = window(Period.MONTH, NOW)
+    assert used(spender(used_s=10), within) == Use(micros=10_000_000, gpu_ms=20_000)
+    assert held(spender(used_s=10), NOW) == Use(micros=60_000_000, gpu_ms=120_000)
+    assert held(spender(used_s=10, grace_s=100.0), NOW).micros == 115_000_000
+    # What is placed and has not begun uses nothing, and holds the same.
+    assert used(spender(used_s=None), within) == NOTHING
+    assert held(spender(used_s=None), NOW).micros == 60_000_000
+    # What was used since the last sign of life is held until it is known.
+    assert held(spender(used_s=10, seen_s=7), NOW).micros == 67_000_000
+    # A stop that was asked 20 s ago: the rest of the minute; one that was asked long ago: until now.
+    assert held(spender(used_s=10, stop_ns=NOW - 20 * SECOND), NOW).micros == 40_000_000
+    assert held(spender(used_s=10, seen_s=100, stop_ns=NOW - 90 * SECOND), NOW).micros == 100_000_000
+    # Nobody goes on for longer than that without an answer.
+    assert held(spender(used_s=10, seen_s=5_000, alone_s=900.0), NOW).micros == 960_000_000
+    assert held(spender(used_s=10, is_over=True), NOW) == NOTHING
+    assert held(spender(used_s=10, micros_per_hour=None), NOW) == Use(gpu_ms=120_000, unpriced_ms=120_000)
+    assert first_hold(100.0, gpus=2, micros_per_hour=HOUR_OF_ONE) == Use(micros=115_000_000, gpu_ms=230_000)
+
+
+def test_only_what_was_used_in_the_period_counts() -> None:
+    today = window(Period.DAY, NOW)
+    since_s = (NOW - today.start_ns) / SECOND
+    one = spender(used_s=since_s + 1_000)
+    assert used(one, today).micros == (NOW - today.start_ns) // 1_000_000 * 1_000
+    assert used(one, window(Period.DAY, today.start_ns - 1)).micros == 1_000_000_000
+    assert used(one, window(Period.DAY, NOW + DAY_NS)) == NOTHING
+
+
+def test_what_came_last_is_stopped_first() -> None:
+    """Three that hold a minute each; there is enough for two."""
+    three = [spender("a", used_s=30), spender("b", used_s=20), spender("c", used_s=10)]
+    assert judge(money(60 + 180), NOTHING, three, NOW).stop == ()
+    standing = judge(money(60 + 179), NOTHING, three, NOW)
+    assert standing.stop == ("c",) and standing.reached == (100,) and standing.left == -1_000_000
+    assert judge(money(60 + 120), NOTHING, three, NOW).stop == ("c",)
+    assert judge(money(60 + 119), NOTHING, three, NOW).stop == ("b", "c")
+    assert judge(money(60 + 59), NOTHING, three, NOW).stop == ("a", "b", "c")
+    assert judge(money(60 + 119, hard=False), NOTHING, three, NOW).stop == ()
+    assert judge(money(60 + 179), Use(micros=-5_000_000), three, NOW).stop == ()
+    assert judge(money(100 + 179), Use(micros=45_000_000), three, NOW).stop == ("c",)
+
+
+def test_who_is_on_the_way_out_keeps_what_it_holds_and_is_not_asked_again() -> None:
+    leaving = spender("c", used_s=10, stop_ns=NOW)
+    two = [spender("a", used_s=30), leaving]
+    assert judge(money(40 + 119), NOTHING, two, NOW).stop == ("a",)
+    assert judge(money(40 + 120), NOTHING, two, NOW).stop == ()
+
+
+def test_what_costs_nothing_is_not_stopped_by_a_budget_of_money() -> None:
+    free = spender("free", used_s=100, micros_per_hour=0)
+    unpriced = spender("unpriced", used_s=100, micros_per_hour=None)
+    standing = judge(money(1), Use(micros=5_000_000), [free, unpriced], NOW)
+    assert standing.stop == () and standing.used.unpriced_ms == 200_000 and standing.reached == (80, 95, 100)
+    hours = Budget(scope=EVERYTHING, period=Period.DAY, limit_gpu_ms=1, hard=True)
+    assert judge(hours, NOTHING, [free, unpriced], NOW).stop == ("free", "unpriced")
+
+
+def test_the_end_of_a_period_stops_nobody_for_money_of_the_next_one() -> None:
+    end_ns = window(Period.DAY, NOW).end_ns
+    late = end_ns - 10 * SECOND
+    one = spender(used_s=30, seen_ns=late, started_ns=late - 30 * SECOND)
+    day = money(40, period=Period.DAY)
+    standing = judge(day, NOTHING, [one], late)
+    assert standing.stop == () and standing.held.micros == 10_000_000 and standing.ahead.micros == 60_000_000
+    assert not may_start(standing, NOTHING)  # the next day begins with what goes on, and has no room even for that
+    assert judge(day, NOTHING, [one], end_ns + 1).stop == ("a",)
+    on = msgspec.structs.replace(one, seen_ns=end_ns + 5 * SECOND)
+    standing = judge(money(100, period=Period.DAY), Use(), [on], end_ns + 5 * SECOND)
+    assert standing.used.micros == 5_000_000 and standing.stop == ()
+
+
+@pytest.mark.parametrize(
+    ("limit", "use", "hold", "wants", "hard", "starts", "refused"),
+    [
+        (100, 30, 10, 60, True, True, False),
+        (100, 30, 11, 60, True, False, False),  # once something is given back, it fits
+        (100, 41, 0, 60, True, False, True),
+        (100, 100, 0, 0, True, False, True),
+        (100, 99, 0, 60, False, True, False),
+        (100, 99, 1, 60, False, False, False),
+        (100, 100, 0, 60, False, False, True),
+        (0, 0, 0, 0, False, False, True),
+        (100, 90, 20, 0, False, True, False),  # what costs nothing needs nothing
+    ],
+)
+def test_what_may_start(
+    limit: int, use: int, hold: int, wants: int, hard: bool, starts: bool, refused: bool
+) -> None:
+    standing = standing_at(limit, use, hold, hard=hard)
+    asked = Use(micros=wants * 1_000_000)
+    assert (may_start(standing, asked), is_refused(standing, asked)) == (starts, refused)
+
+
+@pytest.mark.parametrize(
+    ("use", "reached"), [(0, ()), (79, ()), (80, (80,)), (94, (80,)), (95, (80, 95)), (100, (80, 95, 100))]
+)
+def test_marks_are_reached_at_80_95_and_100_per_cent(use: int, reached: tuple[int, ...]) -> None:
+    assert standing_at(100, use).reached == reached
+    assert standing_at(100, use).percent == use
+    assert standing_at(0, use).reached == (80, 95, 100)

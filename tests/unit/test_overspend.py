@@ -1,0 +1,234 @@
+"""A hard budget is not overspent while server and nodes talk, and by partition_grace of a run's devices while they do not.
+
+A small world in virtual time: runs come, begin, end, are stopped and heed it at once or with the last second of their
+grace; nodes are cut off and end their ranks by themselves; charges are written late. The budget is looked at every five
+seconds at most, as the server does, and decides by what the server can know. What was really used is reckoned apart.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from collections.abc import Iterator
+
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from serverless_gpu.model.budget import (
+    NOTHING,
+    Budget,
+    Period,
+    Scope,
+    Spender,
+    Standing,
+    Use,
+    ahead_ns,
+    costs,
+    first_hold,
+    judge,
+    may_start,
+    window,
+)
+
+SECOND = 1_000_000_000
+LOOK_S, WAY_S, HEARTBEAT_S = 5.0, 9.0, 5.0
+DAY_S = 86_400
+BEGIN_NS = 20_000 * DAY_S * SECOND
+
+
+@dataclasses.dataclass
+class Job:
+    """A run that has devices, as it really is."""
+
+    name: str
+    gpus: int
+    rate: int
+    grace_s: float
+    lasts_s: float
+    heeds_s: float
+    placed_ns: int
+    exec_ns: int
+    alone_s: float
+    cut: tuple[int, int]
+    seen_ns: int
+    is_known: bool = False
+    stop_ns: int | None = None
+    told_ns: int | None = None
+    ended_ns: int | None = None
+    heard_ns: int | None = None
+    charged_ns: int | None = None
+
+    def is_cut(self, at_ns: int) -> bool:
+        return self.cut[0] <= at_ns < self.cut[1]
+
+    def spender(self) -> Spender:
+        return Spender(
+            run_id=self.name,
+            fence=1,
+            gpus=self.gpus,
+            micros_per_hour=self.rate,
+            placed_ns=self.placed_ns,
+            started_ns=self.exec_ns if self.is_known else None,
+            seen_ns=self.seen_ns if self.heard_ns is None else self.heard_ns,
+            grace_s=self.grace_s,
+            alone_s=self.alone_s,
+            stop_ns=self.stop_ns,
+            is_over=self.heard_ns is not None,
+        )
+
+    def really_used(self, start_ns: int, end_ns: int) -> int:
+        until = self.ended_ns if self.ended_ns is not None else end_ns
+        ns = max(0, min(until, end_ns) - max(self.exec_ns, start_ns))
+        return costs(ns, gpus=self.gpus, micros_per_hour=self.rate).micros
+
+    def live(self, at_ns: int) -> None:
+        """Let happen what has happened by a moment."""
+        ends = [self.exec_ns + round(self.lasts_s * SECOND)]
+        if self.told_ns is not None and self.told_ns <= at_ns and not self.is_cut(self.told_ns):
+            ends.append(max(self.exec_ns, self.told_ns + round(self.heeds_s * SECOND)))
+        if self.cut[0] + round(self.alone_s * SECOND) < self.cut[1]:  # the node ends it by itself
+            ends.append(self.cut[0] + round((self.alone_s + self.heeds_s) * SECOND))
+        end = min(ends)
+        if self.ended_ns is None and end <= at_ns:
+            self.ended_ns = end
+        if not self.is_cut(at_ns):
+            if self.told_ns is not None and self.is_cut(self.told_ns):
+                self.told_ns = at_ns  # it hears that it is to stop as soon as it hears anything
+            self.is_known = self.is_known or self.exec_ns <= at_ns
+            self.seen_ns = at_ns - at_ns % round(HEARTBEAT_S * SECOND)
+            if self.ended_ns is not None and self.heard_ns is None:
+                self.heard_ns = at_ns
+
+
+class World:
+    """One history."""
+
+    def __init__(self, seed: int, *, cuts: bool, period: Period = Period.MONTH) -> None:
+        self.rng = random.Random(seed)
+        self.cuts = cuts
+        self.now_ns = BEGIN_NS + self.rng.randrange(DAY_S) * SECOND
+        self.jobs: list[Job] = []
+        self.waiting: list[Job] = []
+        limit = self.rng.randrange(10, 3_000) * 1_000_000
+        self.budget = Budget(scope=Scope(kind="everything"), period=period, limit_micros=limit, hard=True)
+        self.standing = judge(self.budget, NOTHING, [], self.now_ns)
+
+    def submit(self) -> None:
+        rng = self.rng
+        grace_s = rng.choice([0.0, 5.0, 30.0, 45.0, 120.0])
+        self.waiting.append(
+            Job(
+                name=f"run{len(self.jobs) + len(self.waiting)}",
+                gpus=rng.randint(1, 8),
+                rate=rng.choice([0, 36, 360, 3_600, 36_000]) * 1_000_000,
+                grace_s=grace_s,
+                lasts_s=rng.choice([3.0, 60.0, 600.0, 1e6]),
+                heeds_s=rng.choice([0.0, grace_s / 2, grace_s]),
+                placed_ns=0,
+                exec_ns=0,
+                alone_s=rng.choice([60.0, 300.0]),
+                cut=(0, 0),
+                seen_ns=0,
+            )
+        )
+
+    def place(self) -> None:
+        for job in list(self.waiting):
+            standing = self.look()
+            hold = first_hold(job.grace_s, gpus=job.gpus, micros_per_hour=job.rate)
+            if not may_start(standing, hold):
+                continue
+            self.waiting.remove(job)
+            job.placed_ns = job.seen_ns = self.now_ns
+            job.exec_ns = self.now_ns + round(self.rng.choice([0.2, 5.0, 40.0]) * SECOND)
+            if self.cuts and self.rng.random() < 0.4:
+                begin = self.now_ns + round(self.rng.choice([0.0, 10.0, 100.0]) * SECOND)
+                job.cut = (begin, begin + round(self.rng.choice([20.0, 200.0, 2_000.0]) * SECOND))
+            self.jobs.append(job)
+
+    def look(self) -> Standing:
+        within = window(self.budget.period, self.now_ns)
+        posted = NOTHING
+        for job in self.jobs:
+            if job.charged_ns is not None and job.charged_ns <= self.now_ns:
+                posted += Use(micros=job.really_used(within.start_ns, within.end_ns))
+        going = [job.spender() for job in self.jobs if job.charged_ns is None or job.charged_ns > self.now_ns]
+        return judge(self.budget, posted, going, self.now_ns)
+
+    def tick(self) -> None:
+        self.now_ns += round(self.rng.uniform(0.1, LOOK_S) * SECOND)
+        for job in self.jobs:
+            job.live(self.now_ns)
+            if job.heard_ns is not None and job.charged_ns is None:
+                job.charged_ns = self.now_ns + round(self.rng.choice([0.0, 30.0]) * SECOND)
+        if self.rng.random() < 0.2:
+            self.submit()
+        stop = self.look().stop
+        for job in self.jobs:
+            if job.name in stop:
+                assert job.stop_ns is None
+                job.stop_ns = self.now_ns
+                job.told_ns = self.now_ns + round(self.rng.uniform(0.0, WAY_S) * SECOND)
+        self.place()
+
+    def windows(self) -> Iterator[tuple[int, int]]:
+        """Yield what was really used in each period, and what the runs that were cut off may have used beyond."""
+        at_ns = BEGIN_NS
+        while at_ns <= self.now_ns:
+            within = window(self.budget.period, at_ns)
+            used = sum(job.really_used(within.start_ns, min(within.end_ns, self.now_ns)) for job in self.jobs)
+            alone = sum(
+                costs(
+                    round(job.alone_s * SECOND) + ahead_ns(job.grace_s), gpus=job.gpus, micros_per_hour=job.rate
+                ).micros
+                for job in self.jobs
+                if job.cut != (0, 0)
+            )
+            yield used, alone
+            at_ns = within.end_ns
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(0, 2**32))
+def test_nothing_is_overspent_while_server_and_nodes_talk(seed: int) -> None:
+    world = World(seed, cuts=False)
+    for _ in range(250):
+        world.tick()
+        for used, _ in world.windows():
+            assert used <= world.budget.limit, f"SEED={seed}: {used} of {world.budget.limit}"
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(0, 2**32))
+def test_F71_whoever_is_cut_off_overspends_by_the_time_it_is_alone_at_most(seed: int) -> None:
+    world = World(seed, cuts=True)
+    for _ in range(250):
+        world.tick()
+    for used, alone in world.windows():
+        assert used <= world.budget.limit + alone, f"SEED={seed}: {used} of {world.budget.limit} and {alone}"
+
+
+@settings(deadline=None, max_examples=15)
+@given(st.integers(0, 2**32))
+@example(0)
+def test_the_turn_of_a_day_lets_nobody_overspend(seed: int) -> None:
+    world = World(seed, cuts=False, period=Period.DAY)
+    world.now_ns = BEGIN_NS + (DAY_S - world.rng.randrange(600)) * SECOND
+    for _ in range(300):
+        world.tick()
+        for used, _ in world.windows():
+            assert used <= world.budget.limit, f"SEED={seed}: {used} of {world.budget.limit}"
+
+
+def test_the_world_stops_runs_and_uses_most_of_its_budgets() -> None:
+    """A property of a world in which nothing happens would hold as well."""
+    stopped, shares = 0, []
+    for seed in range(12):
+        world = World(seed, cuts=False)
+        for _ in range(250):
+            world.tick()
+        stopped += sum(job.stop_ns is not None for job in world.jobs)
+        ((used, _),) = world.windows()
+        shares.append(used / world.budget.limit)
+    assert stopped > 6 and math.fsum(share > 0.5 for share in shares) > 3, (stopped, shares)
