@@ -113,7 +113,8 @@ WHOSE = Subject(owner="alice", team="search", pool="fast", policy="night", tags=
         ("tag", "project=", False),
         ("tag", "project=ll", False),
         ("tag", "llm", False),
-        ("tag", "a=b=c", True),
+        ("tag", "a=b=c", False),
+        ("tag", "a=b", False),
     ],
 )
 def test_whose_use_counts(kind: ScopeKind, name: str, counts: bool) -> None:
@@ -181,6 +182,11 @@ def test_what_costs_nothing_is_not_stopped_by_a_budget_of_money() -> None:
     assert judge(hours, NOTHING, [free, unpriced], NOW).stop == ("free", "unpriced")
 
 
+def test_what_has_stopped_somebody_lets_nobody_in_until_it_is_another_one() -> None:
+    closed = msgspec.structs.replace(standing_at(100, 10), is_closed=True)
+    assert not may_start(closed, NOTHING) and is_refused(closed, NOTHING) and closed.reached == (100,)
+
+
 def test_the_end_of_a_period_stops_nobody_for_money_of_the_next_one() -> None:
     end_ns = window(Period.DAY, NOW).end_ns
     late = end_ns - 10 * SECOND
@@ -196,22 +202,22 @@ def test_the_end_of_a_period_stops_nobody_for_money_of_the_next_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "use", "hold", "wants", "hard", "starts", "refused"),
+    ("amounts", "hard", "starts", "refused"),
     [
-        (100, 30, 10, 60, True, True, False),
-        (100, 30, 11, 60, True, False, False),  # once something is given back, it fits
-        (100, 41, 0, 60, True, False, True),
-        (100, 100, 0, 0, True, False, True),
-        (100, 99, 0, 60, False, True, False),
-        (100, 99, 1, 60, False, False, False),
-        (100, 100, 0, 60, False, False, True),
-        (0, 0, 0, 0, False, False, True),
-        (100, 90, 20, 0, False, True, False),  # what costs nothing needs nothing
+        ((100, 30, 10, 60), True, True, False),
+        ((100, 30, 11, 60), True, False, False),  # once something is given back, it fits
+        ((100, 41, 0, 60), True, False, True),
+        ((100, 100, 0, 0), True, False, True),
+        ((100, 99, 0, 60), False, True, False),
+        ((100, 99, 1, 60), False, False, False),
+        ((100, 100, 0, 60), False, False, True),
+        ((0, 0, 0, 0), False, False, True),
+        ((100, 90, 20, 0), False, True, False),  # what costs nothing needs nothing
     ],
 )
-def test_what_may_start(
-    limit: int, use: int, hold: int, wants: int, hard: bool, starts: bool, refused: bool
-) -> None:
+def test_what_may_start(amounts: tuple[int, int, int, int], hard: bool, starts: bool, refused: bool) -> None:
+    """The limit, what is used and held, and what one more would hold."""
+    limit, use, hold, wants = amounts
     standing = standing_at(limit, use, hold, hard=hard)
     asked = Use(micros=wants * 1_000_000)
     assert (may_start(standing, asked), is_refused(standing, asked)) == (starts, refused)

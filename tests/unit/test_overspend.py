@@ -1,4 +1,4 @@
-"""A hard budget is not overspent while server and nodes talk, and by partition_grace of a run's devices while they do not.
+"""A hard budget is not overspent while server and nodes talk, else by partition_grace of the devices of a run at most.
 
 A small world in virtual time: runs come, begin, end, are stopped and heed it at once or with the last second of their
 grace; nodes are cut off and end their ranks by themselves; charges are written late. The budget is looked at every five

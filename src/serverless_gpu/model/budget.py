@@ -187,6 +187,8 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
         held: for what goes on, until a minute from now, and not beyond the period.
         ahead: the same without an end of the period: what the next one begins with.
         stop: runs that can hold nothing any more, of a hard budget: they are to stop.
+        is_closed: whether it has stopped somebody in this period, or was used up. What those gave back lets nobody in,
+            who would be stopped in turn: nothing new starts until the limit is another one, or the period ends.
     """
 
     budget: Budget
@@ -195,6 +197,7 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     held: Use
     ahead: Use = NOTHING
     stop: tuple[str, ...] = ()
+    is_closed: bool = False
 
     @property
     def left(self) -> int:
@@ -204,7 +207,7 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_used_up(self) -> bool:
         """Return whether nothing new starts, whatever is given back."""
-        return self.budget.counts(self.used) >= self.budget.limit
+        return self.is_closed or self.budget.counts(self.used) >= self.budget.limit
 
     @property
     def percent(self) -> float:
@@ -257,6 +260,8 @@ def keys(subject: Subject) -> list[tuple[ScopeKind, str]]:
     )
     found += [(kind, name) for kind, name in named if name]
     for key, value in subject.tags.items():
+        if "=" in key:
+            continue  # "a=b=c" is the tag "a", and nobody slips out of its budget, or into another, by a key like that
         found += [("tag", key), ("tag", f"{key}={value}")]
     return found
 

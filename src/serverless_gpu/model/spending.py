@@ -99,7 +99,7 @@ def unusual(rate: int, earlier: Sequence[int], *, least: int) -> Alarm | None:
         least: how many it takes.
     """
     past = [one for one in earlier if one > 0]
-    if len(past) < least:
+    if len(past) < max(1, least):
         return None
     usual = statistics.median_low(past)
     return Alarm(rate=rate, usual=usual, count=len(past)) if rate > FACTOR * usual else None
@@ -177,10 +177,10 @@ def stopped(name: str, standing: Standing, currency: str, *, is_open: bool) -> s
 def warning(name: str, standing: Standing, currency: str, *, is_open: bool) -> str:
     """Return how much of a budget is used, and what follows; as `refused`."""
     then = "its runs are stopped, with their grace for a checkpoint" if standing.budget.hard else "nothing new starts"
-    said = f"{used_words(standing, currency)}" if is_open else PERIOD_WORDS[standing.budget.period]
-    if standing.is_used_up:
-        return f"budget {name!r} is used up: {said}; {then}"
-    return f"budget {name!r} is at {int(standing.percent)} %: {said}; at 100 % {then}"
+    said = f": {used_words(standing, currency)}" if is_open else f" {PERIOD_WORDS[standing.budget.period]}"
+    if standing.is_used_up or standing.stop:
+        return f"budget {name!r} is used up{said}; {then}"
+    return f"budget {name!r} is at {int(standing.percent)} %{said}; at 100 % {then}"
 
 
 def no_room(name: str, standing: Standing) -> str:
