@@ -27,11 +27,10 @@ def line(day: int = 20_000, **fields: int | None) -> Line:
 def test_days_and_attempts_add_up() -> None:
     first = Used(
         lines=(line(run_ms=HOUR_MS, gpu_ms=HOUR_MS, billed_ms=HOUR_MS, micros=2_990_000), line(20_001, micros=7)),
-        tariff=H100,
         gpu_type="H100",
         queued_ms=1_000,
     )
-    failed = Used(lines=(line(run_ms=500, gpu_ms=500, micros=0),), tariff=H100, gpu_type="H100", queued_ms=2_000)
+    failed = Used(lines=(line(run_ms=500, gpu_ms=500, micros=0),), gpu_type="H100", queued_ms=2_000)
     cost = together([first, failed], waits_ms=30)
     assert cost == Cost(
         micros=2_990_007,
@@ -59,18 +58,24 @@ def test_time_without_a_price_is_counted_and_said() -> None:
     }
 
 
-def test_cores_that_have_a_price_do_not_hide_that_gpus_have_none() -> None:
-    tariff = Tariff(core_micros_per_hour=40_000)
-    cost = together([Used(lines=(line(gpu_ms=600, billed_ms=600, micros=40),), tariff=tariff, gpu_type="H100")])
-    assert (cost.micros, cost.unpriced_ms) == (40, 600)
-    assert str(cost) == "0.00004 USD · 0.6 GPU-seconds · 0.6 GPU-seconds of it unpriced"
+def test_where_one_attempt_has_a_price_the_time_of_the_other_is_said_beside_it() -> None:
+    unpriced = Used(lines=(line(gpu_ms=600, billed_ms=600),), gpu_type="A10")
+    cost = together([unpriced, Used(lines=(line(gpu_ms=100, billed_ms=100, micros=84),), gpu_type="H100")])
+    assert (cost.micros, cost.unpriced_ms) == (84, 600)
+    assert str(cost) == "0.000084 USD · 0.7 GPU-seconds · 0.6 GPU-seconds of it unpriced · 2 attempts"
+
+
+def test_two_currencies_are_never_added() -> None:
+    before = Used(lines=(line(gpu_ms=600, billed_ms=600, micros=50),), currency="EUR", gpu_type="H100")
+    cost = together([before, Used(lines=(line(gpu_ms=100, billed_ms=100, micros=84),), gpu_type="H100")])
+    assert (cost.micros, cost.currency, cost.billed_ms, cost.unpriced_ms) == (84, "USD", 700, 600)
 
 
 def test_what_goes_on_is_so_far_and_what_never_began_used_nothing() -> None:
     assert together([], waits_ms=5_000, is_final=False).text() == "nothing used · so far"
     assert together([]).rows() == {"cost": "nothing used", "used": "0.0 GPU-seconds"}
     going_on = Used(lines=(line(gpu_ms=1_000, billed_ms=1_000, micros=9),), gpu_type="CPU", is_final=False)
-    assert together([going_on]).text() == "0.000009 USD · 1.0 slot-seconds · 1.0 slot-seconds of it unpriced · so far"
+    assert together([going_on]).text() == "0.000009 USD · 1.0 slot-seconds · so far"
 
 
 def test_what_the_platform_lost_is_nothing_to_pay() -> None:
@@ -109,8 +114,8 @@ def test_cores_and_memory_count_where_they_are_asked_for_and_have_a_price() -> N
     found = estimated(asked, Lasting())
     assert found.micros_per_hour == 2_000_000 + 16 * 40_000 + 64 * 5_000
     assert found.basis.startswith("2 H100 × 1.00 USD + 16 cores × 0.04 USD + 64 GiB × 0.005 USD = 2.96 USD an hour; ")
-    slots = Devices(gpu_type="CPU", count=4, cpus=4, tariff=tariff)
-    assert estimated(slots, Lasting()).micros_per_hour == 4_000_000  # a slot is a core, which is not charged again
+    slots = Devices(gpu_type="CPU", count=4, cpus=6, tariff=tariff)
+    assert estimated(slots, Lasting()).micros_per_hour == 4_000_000 + 2 * 40_000  # a slot is a core, paid as a device
 
 
 def test_without_a_price_the_time_is_said_and_how_to_set_one() -> None:
@@ -166,7 +171,7 @@ _DEVICES = st.builds(
 def test_an_estimate_is_rounded_up_once_whatever_it_is_made_of(devices: Devices, limit_ms: int) -> None:
     tariff = devices.tariff
     found = estimated(devices, Lasting(limit_s=limit_ms / 1000))
-    mib = math.ceil(Fraction(devices.memory_bytes, 1 << 20))
+    mib = devices.memory_bytes >> 20
     rate = devices.count * (tariff.gpu_micros_per_hour or 0) + devices.cpus * (tariff.core_micros_per_hour or 0)
     whole = rate + Fraction(mib * (tariff.memory_micros_per_hour or 0), 1024)
     assert found.at_timeout_micros == math.ceil(whole * limit_ms / HOUR_MS)

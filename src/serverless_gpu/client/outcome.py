@@ -7,9 +7,10 @@ user that attached.
 from __future__ import annotations
 
 import json
+import operator
 import socket
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, SupportsIndex
 
 from serverless_gpu.client.failures import rebuild
 from serverless_gpu.client.terminal import safe
@@ -18,6 +19,8 @@ from serverless_gpu.errors import (
     CollectiveHang,
     CommandFailed,
     EngineHeadLost,
+    InvalidOption,
+    InvalidValue,
     NodeLost,
     OutOfMemory,
     RankCrashed,
@@ -84,6 +87,27 @@ class Origin(NamedTuple):
 
 
 HERE = Origin()
+
+
+def checked_rank(rank: object, count: int | None, run_id: str) -> int:
+    """Return the number of a rank that somebody named.
+
+    Args:
+        rank: what they wrote.
+        count: how many the run has, or None while that is not known.
+        run_id: the run.
+
+    Raises:
+        InvalidOption: it is not a number.
+        InvalidValue: there is no such rank.
+    """
+    if not isinstance(rank, SupportsIndex):
+        raise InvalidOption(f"rank must be a number, not {rank!r}")
+    number = operator.index(rank)
+    if number < 0 or (count is not None and number >= count):
+        has = "only rank 0" if count == 1 else f"ranks 0 to {count - 1}" if count else "ranks from 0 on"
+        raise InvalidValue(f"run {run_id} has {has}, not {number}")
+    return number
 
 
 def load_result(directory: Path, rank: int, run_id: str, origin: Origin = HERE) -> object:

@@ -12,24 +12,23 @@ Failure cases are those of the source; what it cannot find out it says as an end
 
 from __future__ import annotations
 
-import operator
 import os
 import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, SupportsIndex, TypeVar, cast
+from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
 import msgspec
 
 from serverless_gpu.ambient import SystemClock, created_wall_ns
 from serverless_gpu.client.display import Display, TerminalDisplay, again, make_display
 from serverless_gpu.client.interrupts import interruptible
-from serverless_gpu.client.outcome import load_result, make_exception, reached_s, untold_tails
+from serverless_gpu.client.outcome import checked_rank, load_result, make_exception, reached_s, untold_tails
 from serverless_gpu.client.own_sessions import advised
 from serverless_gpu.client.source import Note, Source
 from serverless_gpu.client.tracked import TrackedRun, from_directory, from_link
-from serverless_gpu.errors import InvalidOption, InvalidValue, ServerlessGpuError, ServerProblem, error_class
+from serverless_gpu.errors import InvalidValue, ServerlessGpuError, ServerProblem, error_class
 from serverless_gpu.loading import load
 from serverless_gpu.model.attempt import Reason, State, StopReason
 from serverless_gpu.model.receipt import Receipt
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from serverless_gpu.client.metrics import Series
+    from serverless_gpu.model.cost import Cost
 
 R = TypeVar("R")
 
@@ -174,13 +174,7 @@ class Run(Generic[R]):
 
     def _rank(self, rank: object) -> int:
         self._refuse_session()
-        if not isinstance(rank, SupportsIndex):
-            raise InvalidOption(f"rank must be a number, not {rank!r}")
-        number, count = operator.index(rank), self._source.world_size
-        if number < 0 or (count is not None and number >= count):
-            has = "only rank 0" if count == 1 else f"ranks 0 to {count - 1}" if count else "ranks from 0 on"
-            raise InvalidValue(f"run {self.id} has {has}, not {number}")
-        return number
+        return checked_rank(rank, self._source.world_size, self.id)
 
     def _refuse_session(self) -> None:
         if self._source.world_size == 0:
@@ -225,6 +219,14 @@ class Run(Generic[R]):
                 raise TimeoutError(f"run {self.id} has no receipt yet")
             raise ServerlessGpuError(f"run {self.id} has no receipt", hint=f"what there is: {self.directory}")
         return self._receipt
+
+    def cost(self) -> Cost:
+        """Return what the run used so far, over all of its attempts, and what that costs; `print` says it in words.
+
+        Raises:
+            ServerProblem: the run is a server's that does not answer, or is of an earlier version.
+        """
+        return self._source.cost()
 
     def tracked(self) -> TrackedRun | None:
         """Return its run in MLflow, which may come to be a moment after its first line; None without one."""

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from serverless_gpu.ambient import SystemClock
 from serverless_gpu.client.outcome import Origin
 from serverless_gpu.loading import load
 from serverless_gpu.model.attempt import MEANINGS, Reason, StopReason
@@ -31,9 +32,11 @@ from serverless_gpu.node.inside.channel import Channel
 
 if TYPE_CHECKING:
     from serverless_gpu.client.tries import Try
+    from serverless_gpu.model.cost import Cost
 
 _LAUNCH_TRIES = 3
 _TRIES = "serverless_gpu.client.tries"  # loaded when it is asked for: a call has no use for it
+_COSTS = "serverless_gpu.client.costs"
 
 Reconnect = Callable[[], Channel]
 
@@ -122,6 +125,10 @@ class Source(abc.ABC):
     @abc.abstractmethod
     def read_telemetry(self) -> list[bytes]:
         """Return what was sampled so far: a file for each node of each attempt."""
+
+    @abc.abstractmethod
+    def cost(self) -> Cost:
+        """Return what the run used so far, over all of its attempts, and what that costs."""
 
     @abc.abstractmethod
     def tries(self) -> list[Try]:
@@ -219,6 +226,11 @@ class Supervised(Source):
         directories = load(_TRIES).attempts_here(self.directory.parent)
         paths = [path for directory in directories for path in sorted((directory / "logs").glob("*.telemetry"))]
         return [path.read_bytes() for path in paths]
+
+    def cost(self) -> Cost:
+        """Return what the attempts' directories say."""
+        found: Cost = load(_COSTS).cost_here(self.directory.parent, SystemClock())
+        return found
 
     def tries(self) -> list[Try]:
         """Return what the attempts' directories say."""

@@ -15,7 +15,7 @@ from typing import Protocol
 import msgspec
 
 from serverless_gpu import units
-from serverless_gpu.model import markup
+from serverless_gpu.model import markup, pricing
 from serverless_gpu.model.hardware import CPU
 from serverless_gpu.model.ledger import Line
 from serverless_gpu.model.pricing import UNPRICED, Tariff
@@ -123,14 +123,14 @@ class Used(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         lines: of its days.
-        tariff: what it pays.
+        currency: of their costs.
         gpu_type: of its devices.
         queued_ms: for how long the run waited for it.
         is_final: whether nothing more of it will come.
     """
 
     lines: tuple[Line, ...]
-    tariff: Tariff = UNPRICED
+    currency: str = "USD"
     gpu_type: str = ""
     queued_ms: int = 0
     is_final: bool = True
@@ -146,15 +146,17 @@ def together(attempts: Iterable[Used], *, waits_ms: int = 0, is_final: bool = Tr
     """
     found = list(attempts)
     lines = [line for each in found for line in each.lines]
-    priced = [line.micros for line in lines if line.micros is not None]
-    unpriced = [line for each in found if each.tariff.gpu_micros_per_hour is None for line in each.lines]
     last = found[-1] if found else Used(lines=())
+    # What was paid in another currency, before the server's was changed, is no money here.
+    ours = [line for each in found if each.currency == last.currency for line in each.lines]
+    priced = [line.micros for line in ours if line.micros is not None]
+    priced_ms = sum(line.billed_ms for line in ours if line.micros is not None)
     return Cost(
         micros=sum(priced) if priced else None,
-        currency=last.tariff.currency,
+        currency=last.currency,
         gpu_ms=sum(line.gpu_ms for line in lines),
         billed_ms=sum(line.billed_ms for line in lines),
-        unpriced_ms=sum(line.billed_ms for line in unpriced),
+        unpriced_ms=sum(line.billed_ms for line in lines) - priced_ms,
         dbu_micros=sum(line.dbu_micros for line in lines),
         queued_ms=sum(each.queued_ms for each in found) + waits_ms,
         environment_ms=sum(line.environment_ms for line in lines),
@@ -270,14 +272,13 @@ def estimated(devices: Devices, lasting: Lasting, *, advice: str = "") -> CostEs
         advice: what sets a price, for those who find none.
     """
     tariff = devices.tariff
-    is_priced = tariff.gpu_micros_per_hour is not None
     most_ms = None if lasting.limit_s is None else round(lasting.limit_s * 1000) * lasting.tries
     about_ms = None if lasting.expected_s is None else round(lasting.expected_s * 1000)
     return CostEstimate(
         currency=tariff.currency,
-        micros_per_hour=_micros(devices, units.MS_PER_HOUR) if is_priced else None,
-        at_timeout_micros=None if most_ms is None or not is_priced else _micros(devices, most_ms),
-        expected_micros=None if about_ms is None or not is_priced else _micros(devices, about_ms),
+        micros_per_hour=_micros(devices, units.MS_PER_HOUR),
+        at_timeout_micros=None if most_ms is None else _micros(devices, most_ms),
+        expected_micros=None if about_ms is None else _micros(devices, about_ms),
         expected_s=lasting.expected_s,
         basis="; ".join(filter(None, (_rate_text(devices, advice), _length_text(lasting), _past_text(lasting)))),
         at_timeout_gpu_ms=None if most_ms is None else devices.count * most_ms,
@@ -285,20 +286,26 @@ def estimated(devices: Devices, lasting: Lasting, *, advice: str = "") -> CostEs
     )
 
 
-def _micros(devices: Devices, ms: int) -> int:
-    """Return what the devices cost for a while, rounded up once."""
-    tariff = devices.tariff
-    nano = ms * devices.count * (tariff.gpu_micros_per_hour or 0)
-    if devices.gpu_type != CPU:  # a slot is a core
-        nano += ms * devices.cpus * (tariff.core_micros_per_hour or 0)
-    mib = -(-devices.memory_bytes // _MIB)
-    return -(-(1024 * nano + ms * mib * (tariff.memory_micros_per_hour or 0)) // (1024 * units.MS_PER_HOUR))
+def _micros(devices: Devices, ms: int) -> int | None:
+    """Return what the devices cost for a while, rounded up once; None without a price."""
+    return pricing.cost(
+        devices.tariff,
+        gpu_ms=devices.count * ms,
+        core_ms=_cores(devices) * ms,
+        memory_mib_ms=devices.memory_bytes // _MIB * ms,
+    )
+
+
+def _cores(devices: Devices) -> int:
+    """Return the cores that are paid beside the devices: a CPU slot is one, and is paid as a device."""
+    return max(0, devices.cpus - devices.count) if devices.gpu_type == CPU else devices.cpus
 
 
 def _rate_text(devices: Devices, advice: str) -> str:
     """Return what an hour costs, as the sum that it is."""
     tariff = devices.tariff
-    if tariff.gpu_micros_per_hour is None:
+    rate = _micros(devices, units.MS_PER_HOUR)
+    if rate is None or tariff.gpu_micros_per_hour is None:
         hint = f" ({advice})" if advice else ""
         return f"{devices.text()}, unpriced{hint}"
 
@@ -306,11 +313,11 @@ def _rate_text(devices: Devices, advice: str) -> str:
         return units.format_micros(micros, tariff.currency)
 
     parts = [f"{devices.text()} × {price(tariff.gpu_micros_per_hour)}"]
-    if devices.cpus and tariff.core_micros_per_hour and devices.gpu_type != CPU:
-        parts.append(f"{devices.cpus} cores × {price(tariff.core_micros_per_hour)}")
+    if _cores(devices) and tariff.core_micros_per_hour:
+        parts.append(f"{_cores(devices)} cores × {price(tariff.core_micros_per_hour)}")
     if devices.memory_bytes and tariff.memory_micros_per_hour:
         parts.append(f"{devices.memory_bytes / (1 << 30):g} GiB × {price(tariff.memory_micros_per_hour)}")
-    return f"{' + '.join(parts)} = {price(_micros(devices, units.MS_PER_HOUR))} an hour"
+    return f"{' + '.join(parts)} = {price(rate)} an hour"
 
 
 def _length_text(lasting: Lasting) -> str:

@@ -25,6 +25,7 @@ from serverless_gpu.ambient import created_wall_ns
 from serverless_gpu.model.attempt import State
 from serverless_gpu.model.facts import Fact, FactKind
 from serverless_gpu.model.metering import Meter
+from serverless_gpu.model.pricing import Tariff
 from serverless_gpu.model.receipt import Receipt
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.flocks import is_held
@@ -82,6 +83,8 @@ class _Written(msgspec.Struct):
     kind: str = FUNCTION
     session: str = ""
     spec: msgspec.Raw = msgspec.Raw(b"")
+    gpu_type: str = ""
+    tariff: Tariff | None = None
 
 
 def run_ids(runs: Path) -> list[str]:
@@ -157,6 +160,12 @@ def first_facts(directory: Path) -> list[Fact]:
         for line in _read(directory / "facts.jsonl", _FACTS_BYTES).splitlines():
             facts.append(msgspec.json.decode(line, type=Fact))
     return facts
+
+
+def read_price(directory: Path) -> tuple[str, Tariff | None]:
+    """Return the type of an attempt's devices and what it pays; "" and None where its directory does not say."""
+    written = _decoded(directory / "spec.json", _Written)
+    return ("", None) if written is None else (written.gpu_type, written.tariff)
 
 
 def meter_of(directory: Path) -> tuple[Meter, int]:

@@ -408,24 +408,6 @@ class Snapshot(Message, frozen=True, kw_only=True, tag="snapshot"):
     tracked: Tracked | None = None
 
 
-class Submission(msgspec.Struct, frozen=True, kw_only=True):
-    """What `spec.json` in an attempt's directory holds: the run as it was asked for.
-
-    Attributes:
-        world_size: ranks of the run; 0 for a session, which has none.
-        kind: what the directory is of.
-        session: the session whose devices the run uses, or "".
-    """
-
-    run_id: str
-    fence: int
-    world_size: int
-    spec: RunSpec
-    version: str
-    kind: Kind = "function"
-    session: str = ""
-
-
 # By who says it: the client to the agent, the agent, the client to a supervisor, about sessions, a supervisor.
 AnyMessage = (
     Prewarm

@@ -6,10 +6,33 @@ from pathlib import Path
 
 import msgspec
 
-from serverless_gpu.model.spec import Function
+from serverless_gpu.model.pricing import Tariff
+from serverless_gpu.model.spec import Function, RunSpec
 from serverless_gpu.node import protocol
 from serverless_gpu.node.entrypoint import air_program
 from serverless_gpu.node.home import storage_error
+
+
+class Submission(msgspec.Struct, frozen=True, kw_only=True):
+    """What `spec.json` in an attempt's directory holds: the run as it was asked for.
+
+    Attributes:
+        world_size: ranks of the run; 0 for a session, which has none.
+        kind: what the directory is of.
+        session: the session whose devices the run uses, or "".
+        gpu_type: of its devices; "" where only a server knows.
+        tariff: what it pays; None where only a server knows.
+    """
+
+    run_id: str
+    fence: int
+    world_size: int
+    spec: RunSpec
+    version: str
+    kind: protocol.Kind = "function"
+    session: str = ""
+    gpu_type: str = ""
+    tariff: Tariff | None = None
 
 
 def write_submission(message: protocol.Launch, version: str) -> None:
@@ -23,7 +46,7 @@ def write_submission(message: protocol.Launch, version: str) -> None:
         StorageError: the disk is full, or the directory is gone.
     """
     directory, context = Path(message.directory), message.context
-    submission = protocol.Submission(
+    submission = Submission(
         run_id=message.run_id,
         fence=message.fence,
         world_size=ranks_of(message),
@@ -31,6 +54,8 @@ def write_submission(message: protocol.Launch, version: str) -> None:
         version=version,
         kind="function" if message.idle_timeout_s is None else "session",
         session=message.session,
+        gpu_type=message.candidates[0].type,
+        tariff=message.tariff,
     )
     environment = {"python": context.python, "flags": context.flags, "variables": sorted(context.environ)}
     try:

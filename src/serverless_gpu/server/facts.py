@@ -16,6 +16,7 @@ from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.ledger import Fact
 from serverless_gpu.server.tables import facts
 
+_ENDS = 50  # of an attempt on a server: what is not a sign of life is less, at either end
 _decode = msgspec.json.Decoder(Fact).decode
 
 
@@ -56,6 +57,15 @@ def of_attempt(connection: sa.Connection, run_id: str, fence: int) -> list[Fact]
     """Return the facts of an attempt, in order."""
     query = sa.select(facts.c.fact_json).where(_of(run_id, fence)).order_by(facts.c.seq)
     return [_decode(text) for text in connection.execute(query).scalars()]
+
+
+def ends_of_attempt(connection: sa.Connection, run_id: str, fence: int) -> list[Fact]:
+    """Return the first and the last facts of an attempt, in order: between them are signs of life, one a minute."""
+    query = sa.select(facts.c.seq, facts.c.fact_json).where(_of(run_id, fence))
+    found: dict[int, str] = {}
+    for ordered in (facts.c.seq, facts.c.seq.desc()):
+        found |= {seq: text for seq, text in connection.execute(query.order_by(ordered).limit(_ENDS))}
+    return [_decode(text) for _, text in sorted(found.items())]
 
 
 def remove(connection: sa.Connection, run_id: str) -> None:

@@ -2,7 +2,7 @@
 
 POST   /estimates                       EstimateRequest  → EstimateView, of `wire/estimates.py`
 POST   /runs                            RunRequest → RunView, or with `Accept: text/event-stream` its stream at once
-GET    /runs?state&owner&team&name&tag&limit&cursor      → RunPage
+GET    /runs?state&owner&team&name&tag&limit&cursor&costs → RunPage
 GET    /runs/{run}                                       → RunView
 GET    /runs/{run}/events?after&offsets&ranks            → stream of `StreamMessage`
 POST   /runs/{run}/stop                 StopRequest      → RunView
@@ -13,6 +13,7 @@ GET    /runs/{run}/files?fence                           → FileList
 GET    /runs/{run}/files/{name}?fence                    → bytes, with Range
 GET    /runs/{run}/receipt                               → the receipt as the node wrote it
 GET    /runs/{run}/attempts                              → AttemptList
+GET    /runs/{run}/cost                                  → CostView, of `wire/costs.py`
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import msgspec
 from serverless_gpu.model.attempt import Reason, State, StopReason
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.wire.base import Answer, Json, Request
+from serverless_gpu.wire.costs import CostView
 from serverless_gpu.wire.waiting import WaitView
 
 
@@ -107,10 +109,16 @@ class RunView(Answer, frozen=True, kw_only=True):
 
 
 class RunPage(Answer, frozen=True, kw_only=True):
-    """Runs, newest first; `cursor` asks for the next page, "" when there is none."""
+    """Runs, newest first.
+
+    Attributes:
+        cursor: asks for the next page, "" when there is none.
+        costs: what each used so far, where that was asked for.
+    """
 
     runs: tuple[RunView, ...]
     cursor: str = ""
+    costs: tuple[CostView, ...] = ()
 
 
 class StopRequest(Request, frozen=True, kw_only=True):

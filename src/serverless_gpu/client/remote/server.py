@@ -27,9 +27,11 @@ from serverless_gpu.client.remote.profile import SERVER, TOKEN, Profile, find_pr
 from serverless_gpu.environment.questions import Where
 from serverless_gpu.errors import InvalidValue, NotAuthenticated
 from serverless_gpu.model.attempt import StopReason
+from serverless_gpu.model.cost import Cost
 from serverless_gpu.wire.agents import PoolList, PoolView
 from serverless_gpu.wire.blobs import DigestList
 from serverless_gpu.wire.connection import Connection
+from serverless_gpu.wire.costs import CostView
 from serverless_gpu.wire.estimates import EstimateRequest, EstimateView
 from serverless_gpu.wire.principals import PrincipalView
 from serverless_gpu.wire.runs import AttemptList, AttemptView, RunRequest, RunView, StopRequest
@@ -188,6 +190,10 @@ class Server:
     def attempts(self, run_id: str) -> tuple[AttemptView, ...]:
         """Return all tries at a run, in order."""
         return self._patient.ask("GET", f"/runs/{run_id}/attempts", answer=AttemptList).attempts
+
+    def cost(self, run_id: str) -> Cost:
+        """Return what a run used so far, and what that costs; a server that is away is not waited for."""
+        return self._prompt.ask("GET", f"/runs/{run_id}/cost", answer=CostView).cost
 
     def stop(self, run_id: str, why: StopReason, *, patiently: bool) -> RunView:
         """Ask for a run to be stopped.

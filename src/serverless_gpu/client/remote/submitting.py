@@ -51,8 +51,8 @@ from serverless_gpu.errors import (
 )
 from serverless_gpu.model.attempt import StopReason
 from serverless_gpu.model.spec import Environment, Function, RunSpec
-from serverless_gpu.node import protocol
 from serverless_gpu.node.home import Home, find_home
+from serverless_gpu.node.submission import Submission
 from serverless_gpu.version import __version__
 from serverless_gpu.wire.base import INLINE_BYTES_MAX
 from serverless_gpu.wire.runs import AcceptedMessage, RunRequest, RunView, Target
@@ -144,9 +144,7 @@ def _is_beside(server: Server) -> bool:
 
 
 def _write_down(root: Path, run_id: str, spec: RunSpec) -> None:
-    submission = protocol.Submission(
-        run_id=run_id, fence=1, world_size=spec.resources.gpus or 0, spec=spec, version=__version__
-    )
+    submission = Submission(run_id=run_id, fence=1, world_size=spec.resources.gpus or 0, spec=spec, version=__version__)
     write_whole(root / "1" / "spec.json", msgspec.json.encode(submission))
 
 

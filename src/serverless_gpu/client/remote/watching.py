@@ -28,6 +28,7 @@ from serverless_gpu.client.source import Note, Source
 from serverless_gpu.client.tries import Try
 from serverless_gpu.errors import AlreadyFinished, ServerProblem
 from serverless_gpu.model.attempt import TERMINAL, Failure, Reason, State, StopReason
+from serverless_gpu.model.cost import Cost
 from serverless_gpu.model.receipt import Receipt
 from serverless_gpu.model.scheduling import telling
 from serverless_gpu.node import protocol
@@ -180,6 +181,10 @@ class Watched(Source):
                     break
                 files.append(data)
         return files
+
+    def cost(self) -> Cost:
+        """Return what the server says."""
+        return self._server.cost(self.run_id)
 
     def tries(self) -> list[Try]:
         """Return what the server says of each attempt."""

@@ -1,0 +1,37 @@
+"""What a run costs: while it goes on, and when it has ended, as its receipt says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import serverless_gpu
+from serverless_gpu import distributed
+from serverless_gpu.units import micros_for
+from tests.local.observe import wait_for
+
+
+@distributed(gpus=2, gpu_type="H100", quiet=True)
+def endless(done: str) -> None:
+    """Wait until it may end."""
+    wait_for(Path(done).exists, "the test is over", limit_s=60)
+
+
+@pytest.mark.slow
+def test_a_run_says_what_it_costs_by_now_and_in_the_end_what_its_receipt_says(own: Path, tmp_path: Path) -> None:
+    (own / "config.toml").write_text("[prices]\nH100 = 2.99\n")
+    done = tmp_path / "done"
+    run = endless.submit(str(done))
+    wait_for(lambda: run.status() == "RUNNING", "it runs", limit_s=30)
+    first = run.cost()
+    wait_for(lambda: run.cost().gpu_ms > first.gpu_ms, "time passes")
+    elsewhere = serverless_gpu.attach(run.id).cost()
+    assert not elsewhere.is_final and elsewhere.gpu_ms > first.gpu_ms and elsewhere.currency == "USD"
+    # The price was fixed when the devices were taken.
+    (own / "config.toml").write_text("[prices]\nH100 = 5000\n")
+    done.touch()
+    receipt, cost = run.receipt(30), run.cost()
+    assert (cost.gpu_ms, cost.micros, cost.is_final) == (receipt.gpu_ms, receipt.micros, True)
+    assert cost.micros == micros_for(cost.billed_ms, 2_990_000) and cost.billed_ms == cost.gpu_ms
+    assert str(cost).startswith("0.0") and cost.attempts == 1 and cost.gpu_type == "H100"
