@@ -5,8 +5,10 @@ are kept, and where checkpoints lie.
 memory_gib = 48
 products = ["ACME Accelerator 48G"]      # what the driver calls it
 
-[prices]                                  # USD per GPU-hour
+[prices]                                  # USD per GPU-hour; of one core, of one GiB of memory
 H100 = 2.99
+core = 0.04
+memory = 0.005
 
 [retention]                               # 0: no such limit; left out: the default
 days = 30
