@@ -47,6 +47,7 @@ from serverless_gpu.cli.server.secrets import secret
 from serverless_gpu.cli.server.submitting import submit
 from serverless_gpu.cli.server.tokens import token
 from serverless_gpu.cli.server.up import up
+from serverless_gpu.cli.server.usage import usage
 from serverless_gpu.cli.simulate import simulate_command
 from serverless_gpu.cli.top.command import top
 from serverless_gpu.errors import ServerlessGpuError
@@ -96,6 +97,7 @@ for _command in (
     token,
     top,
     up,
+    usage,
     user,
     whoami,
 ):

@@ -27,6 +27,7 @@ from serverless_gpu.server.api import (
     runs,
     secrets,
     state,
+    usage,
 )
 from serverless_gpu.server.api.description import SECURITY, describe
 from serverless_gpu.server.api.routing import Route
@@ -50,6 +51,7 @@ MODULES = (
     runs,
     secrets,
     state,
+    usage,
 )
 """Modules of `api/` with `routes`; whoever adds one adds it here."""
 

@@ -7,5 +7,6 @@ tokens.py      token
 machines.py    nodes · node
 dividing.py    queue · pools · pool · share · policy   who waits, who gets how much
 audit.py       audit                  who did what; audit_file.py a copy of it
+usage.py       usage                  what was used and what it cost; usage_files.py the same as files
 submitting.py  submit                 a script or a command as a run
 """

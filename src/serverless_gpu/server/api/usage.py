@@ -1,0 +1,54 @@
+"""Routes of `wire/usage.py`: what was used, and what it cost."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from serverless_gpu.model.usage import parse_by
+from serverless_gpu.server import usage
+from serverless_gpu.server.api.routing import Call, Query, Routes, reading
+from serverless_gpu.server.usage_sums import Wanted
+from serverless_gpu.wire.usage import GROUPS_DEFAULT, GROUPS_MAX, RECORDS_MAX, RecordPage, UsageView
+
+routes = Routes("usage")
+Day = Annotated[int, msgspec.Meta(ge=0, le=1_000_000)]
+
+
+class UsageQuery(Query, frozen=True, kw_only=True):
+    """By what (fields with commas), over which days, and of whom (`where`: a JSON object); how many groups."""
+
+    by: Annotated[str, msgspec.Meta(max_length=4096)] = ""
+    from_day: Day | None = None
+    until_day: Day | None = None
+    where: Annotated[str, msgspec.Meta(max_length=4096)] = ""
+    limit: Annotated[int, msgspec.Meta(ge=1, le=GROUPS_MAX)] = GROUPS_DEFAULT
+
+
+class RecordsQuery(Query, frozen=True, kw_only=True):
+    """From where on, over which days, and how many at most."""
+
+    after: Annotated[int, msgspec.Meta(ge=0, le=1 << 60)] = 0
+    from_day: Day | None = None
+    until_day: Day | None = None
+    limit: Annotated[int, msgspec.Meta(ge=3, le=RECORDS_MAX)] = RECORDS_MAX
+
+
+@routes.get("/usage", needs=reading("usage"))
+def view_usage(call: Call, query: UsageQuery) -> UsageView:
+    """Return what was used and what it cost, by whatever it is grouped by."""
+    wanted = Wanted(
+        by=parse_by(query.by),
+        window=usage.window_of(call.services, query.from_day, query.until_day),
+        where=usage.where_of(query.where),
+        limit=query.limit,
+    )
+    return usage.view_usage(call.services, call.who, call.reach, wanted)
+
+
+@routes.get("/usage/records", needs=reading("usage"))
+def view_records(call: Call, query: RecordsQuery) -> RecordPage:
+    """Return rows of the ledger as billing tables have them."""
+    window = usage.window_of(call.services, query.from_day, query.until_day)
+    return usage.view_records(call.services, call.who, call.reach, window, after=query.after, limit=query.limit)

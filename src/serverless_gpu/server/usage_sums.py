@@ -1,0 +1,243 @@
+"""Sums of the ledger by whatever a report is grouped by: SQL that takes a second for a million charges.
+
+    charges ── days, who may see it ─▶ by account and day ── join accounts ─▶ by user, team, tag, month …
+
+The first step makes few rows of many while accounts are few; where there is one for nearly every run (a tag of its own
+for each), it makes none fewer, and is left out. Runs are counted where their first entry lies, so that each is in one
+group of any report. What telemetry saw is a table of its own, with the same groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import sqlalchemy as sa
+
+from serverless_gpu.model import usage
+from serverless_gpu.model.usage import ACCOUNT_FIELDS, TAG, Amounts, Group, Window
+from serverless_gpu.server.tables import accounts, charges, utilisations
+from serverless_gpu.server.usage_rows import visible
+
+ACCOUNTS_FEW = 10_000
+_PLAIN = (
+    "queued_ms",
+    "environment_ms",
+    "start_ms",
+    "run_ms",
+    "stop_ms",
+    "gate_ms",
+    "idle_ms",
+    "gpu_ms",
+    "billed_ms",
+    "core_ms",
+    "memory_mib_ms",
+    "micros",
+    "dbu_micros",
+)
+_SUMS = (*_PLAIN, "runs", "unpriced_ms", "provisional_ms")
+_SEEN = ("observed_ms", "busy_ms")
+Column = sa.ColumnElement[Any]
+
+
+class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+    """What a report is to be.
+
+    Attributes:
+        by: what it is grouped by.
+        window: over which days.
+        where: only what has these values of these fields.
+        seen_by: only what this principal used, or one of `teams`; None for everything.
+        limit: how many groups, at most.
+    """
+
+    by: tuple[str, ...]
+    window: Window
+    where: Mapping[str, str] = {}
+    seen_by: str | None = None
+    teams: tuple[str, ...] = ()
+    limit: int
+
+
+class Found(msgspec.Struct, frozen=True, kw_only=True):
+    """What there is.
+
+    Attributes:
+        groups: those that cost most.
+        totals: of all groups, one for each currency.
+        is_cut: whether there are more groups.
+    """
+
+    groups: list[Group]
+    totals: list[Group]
+    is_cut: bool
+
+
+def find(connection: sa.Connection, wanted: Wanted) -> Found:
+    """Return what was used and charged."""
+    report = _Report(connection, wanted)
+    rows = report.charged(wanted.by, limit=wanted.limit + 1)
+    groups, is_cut = rows[: wanted.limit], len(rows) > wanted.limit
+    if not is_cut:
+        groups = report.seen(wanted.by, groups)
+        return Found(groups=groups, totals=usage.totals(groups), is_cut=False)
+    totals = report.seen((), report.charged((), limit=None))
+    return Found(groups=report.seen(wanted.by, groups, only=True), totals=totals, is_cut=True)
+
+
+class _Report:
+    """One report, as it becomes SQL: keys are labelled `k0`, `k1` …, sums `s_` and their name."""
+
+    def __init__(self, connection: sa.Connection, wanted: Wanted) -> None:
+        self._connection = connection
+        self._wanted = wanted
+        self._is_sqlite = connection.dialect.name == "sqlite"
+        few = sa.select(accounts.c.id).limit(ACCOUNTS_FEW + 1).subquery()
+        self._is_few = (connection.scalar(sa.select(sa.func.count()).select_from(few)) or 0) <= ACCOUNTS_FEW
+        self._currencies = list(connection.scalars(sa.select(accounts.c.currency).distinct()))
+
+    def charged(self, by: tuple[str, ...], *, limit: int | None) -> list[Group]:
+        """Return groups of charges, those that cost most; all of them without a limit."""
+        only_runs = self._dearest_runs(limit) if "run" in by and limit is not None else None
+        if "run" in by or not self._is_few:
+            source: sa.FromClause = charges
+            conditions, sums = self._conditions(charges), _sums_of_rows()
+            if only_runs is not None:
+                conditions.append(charges.c.run_id.in_(only_runs))
+        else:
+            source = (
+                sa.select(charges.c.day, charges.c.account_id, *_sums_of_rows())
+                .where(*self._conditions(charges))
+                .group_by(charges.c.day, charges.c.account_id)
+                .subquery("daily")
+            )
+            conditions, sums = [], [sa.func.sum(source.c[f"s_{name}"]).label(f"s_{name}") for name in _SUMS]
+        query = self._grouped(by, source, sums).where(*conditions)
+        if limit is not None:
+            cost, used = (sums[_SUMS.index(name)] for name in ("micros", "gpu_ms"))
+            keys = [sa.text(f"k{place}") for place in range(len(by) + self._has_currencies)]
+            query = query.order_by(sa.desc(cost).nulls_last(), sa.desc(used), *keys).limit(limit)
+        return [self._group(by, row, _SUMS) for row in self._rows(query)]
+
+    def seen(self, by: tuple[str, ...], groups: list[Group], *, only: bool = False) -> list[Group]:
+        """Return groups with what telemetry saw; `only`: what it saw of others is not even read."""
+        sums = [sa.func.sum(utilisations.c[name]).label(f"s_{name}") for name in _SEEN]
+        query = self._grouped(by, utilisations, sums).where(*self._conditions(utilisations))
+        if only and by and by[0] not in usage.PERIODS:
+            values = list(dict.fromkeys(group.key[0] for group in groups))
+            query = query.where(self._key(by[0], utilisations).in_(values))
+        found = {
+            (each.key, each.currency): each.amounts for each in (self._group(by, r, _SEEN) for r in self._rows(query))
+        }
+        shown = [
+            msgspec.structs.replace(
+                group,
+                amounts=usage.added(group.amounts, found.pop((group.key, group.currency), Amounts())),
+            )
+            for group in groups
+        ]
+        # Devices that were seen on another day than they were charged for have a line of their own.
+        rest = (
+            [] if only else [Group(key=key, currency=currency, amounts=each) for (key, currency), each in found.items()]
+        )
+        return shown + rest
+
+    def _dearest_runs(self, limit: int) -> list[str]:
+        """Return runs, those that cost most: two narrow sums, and the others are made of those alone."""
+        cost, used = sa.func.sum(charges.c.micros).label("cost"), sa.func.sum(charges.c.gpu_ms).label("used")
+        query = (
+            sa.select(charges.c.run_id, cost, used)
+            .where(*self._conditions(charges))
+            .group_by(charges.c.run_id)
+            .order_by(sa.desc(cost).nulls_last(), sa.desc(used), charges.c.run_id)
+            .limit(limit)
+        )
+        return [row.run_id for row in self._connection.execute(query)]
+
+    def _grouped(self, by: tuple[str, ...], source: sa.FromClause, sums: Sequence[sa.Label[Any]]) -> sa.Select[Any]:
+        keys = [self._key(field, source) for field in by]
+        if self._has_currencies:
+            keys.append(accounts.c.currency)
+        joined = source
+        if self._has_currencies or any(field not in (*usage.PERIODS, "run") for field in by):
+            joined = source.join(accounts, accounts.c.id == source.c.account_id)
+        labelled = [key.label(f"k{place}") for place, key in enumerate(keys)]
+        query = sa.select(*labelled, *sums).select_from(joined)
+        # By label: PostgreSQL does not see that two expressions are one when they have parameters.
+        return query.group_by(*(sa.text(f"k{place}") for place in range(len(keys)))) if keys else query
+
+    def _conditions(self, table: sa.Table) -> list[Column]:
+        wanted = self._wanted
+        found: list[Column] = [table.c.day >= wanted.window.from_day, table.c.day < wanted.window.until_day]
+        of_account = visible(wanted.seen_by, wanted.teams)
+        for field, value in wanted.where.items():
+            if field == "run":
+                found.append(table.c.run_id == value)
+            else:
+                of_account.append(self._key(field, table) == value)
+        if of_account:
+            found.append(table.c.account_id.in_(sa.select(accounts.c.id).where(*of_account)))
+        return found
+
+    def _key(self, field: str, source: sa.FromClause) -> Column:
+        if field in ACCOUNT_FIELDS:
+            return accounts.c[ACCOUNT_FIELDS[field]]
+        if field == "run":
+            return source.c.run_id
+        if field == "day":
+            return source.c.day
+        if field == "week":
+            return (source.c.day + usage.MONDAY) // 7
+        if field == "month":
+            months = usage.months(self._wanted.window)
+            return sa.case(*((source.c.day < until_day, name) for until_day, name in months), else_="")
+        return self._tag(field.removeprefix(TAG))
+
+    def _tag(self, key: str) -> Column:
+        if self._is_sqlite:
+            each = sa.func.json_each(accounts.c.tags_json).table_valued("key", "value")
+            value: Column = sa.select(each.c.value).where(each.c.key == key).correlate(accounts).scalar_subquery()
+        else:
+            # What PostgreSQL's text cannot hold must not break everybody's report.
+            odd = accounts.c.tags_json.contains(r"\u0000", autoescape=True)
+            value = sa.case((odd, None), else_=accounts.c.tags_json.cast(sa.JSON).op("->>")(key))
+        return sa.func.coalesce(value, "")
+
+    @property
+    def _has_currencies(self) -> bool:
+        return len(self._currencies) > 1
+
+    def _rows(self, query: sa.Select[Any]) -> list[sa.Row[Any]]:
+        # Without keys there is one row, and nothing in it when there is nothing to add up.
+        return [row for row in self._connection.execute(query) if any(value is not None for value in row)]
+
+    def _group(self, by: tuple[str, ...], row: sa.Row[Any], names: Sequence[str]) -> Group:
+        # A sum is a Decimal on PostgreSQL, and None of nothing but NULLs: of money, that is "unpriced".
+        sums = {name: int(value or 0) for name, value in zip(names, row[-len(names) :], strict=True)}
+        micros = row[-len(names) + names.index("micros")] if "micros" in names else None
+        sums.pop("micros", None)
+        return Group(
+            key=tuple(usage.label(field, value) for field, value in zip(by, row, strict=False)),
+            currency=row[len(by)] if self._has_currencies else next(iter(self._currencies), ""),
+            amounts=Amounts(**sums, micros=None if micros is None else int(micros)),
+        )
+
+
+def _sums_of_rows() -> list[sa.Label[Any]]:
+    """Return the sums of charges; numbers only, so that they may be added up again."""
+    earlier = charges.alias("earlier")
+    is_first = sa.and_(
+        charges.c.number == 1,
+        sa.or_(
+            charges.c.fence == 1,
+            ~sa.exists(
+                sa.select(sa.literal(1)).where(earlier.c.run_id == charges.c.run_id, earlier.c.fence < charges.c.fence)
+            ),
+        ),
+    )
+    columns: dict[str, Column] = {name: charges.c[name] for name in _PLAIN}
+    columns["runs"] = sa.case((is_first, 1), else_=0)
+    columns["unpriced_ms"] = sa.case((charges.c.micros.is_(None), charges.c.billed_ms), else_=0)
+    columns["provisional_ms"] = sa.case((charges.c.provisional, charges.c.gpu_ms), else_=0)
+    return [sa.func.sum(columns[name]).label(f"s_{name}") for name in _SUMS]
