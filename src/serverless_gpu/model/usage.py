@@ -193,7 +193,7 @@ def refuse_unknown(field: str) -> None:
         InvalidValue: so it is.
     """
     is_tag = field.startswith(TAG) and len(TAG) < len(field) <= len(TAG) + TAG_CHARACTERS_MAX
-    if is_tag or field in ACCOUNT_FIELDS or field in PERIODS or field == "run":
+    if (is_tag and "\0" not in field) or field in ACCOUNT_FIELDS or field in PERIODS or field == "run":
         return
     raise InvalidValue(f"use cannot be grouped by {field[:40]!r}", hint=f"one of {_KNOWN}")
 

@@ -103,8 +103,10 @@ def where_of(text: str) -> Mapping[str, str]:
         where = _decode(text) if text else {}
     except msgspec.DecodeError as error:
         raise InvalidValue(f"where= is not understood: {error}", hint='for example {"team":"search"}') from error
-    for field in where:
+    for field, value in where.items():
         usage.refuse_unknown(field)
+        if "\0" in value:
+            raise InvalidValue(f"where= asks for a {field} that nothing can have")
         if field in PERIODS:
             raise InvalidValue(f"where= cannot be about a {field}", hint="from_day and until_day say which days")
     if len(where) > usage.WHERE_MAX:

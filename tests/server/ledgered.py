@@ -1,0 +1,81 @@
+"""Ledgers that tests of reports start from: rows as the server writes them, of accounts that are made up."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import msgspec
+import sqlalchemy as sa
+
+from serverless_gpu.server import tables
+from serverless_gpu.server.database import Database
+
+DAY_NS = 86_400_000_000_000
+HOUR_MS = 3_600_000
+NOTHING = {
+    name: 0
+    for name in (
+        "queued_ms",
+        "environment_ms",
+        "start_ms",
+        "run_ms",
+        "stop_ms",
+        "gate_ms",
+        "idle_ms",
+        "gpu_ms",
+        "billed_ms",
+        "core_ms",
+        "memory_mib_ms",
+        "micros",
+        "dbu_micros",
+    )
+}
+_encode = msgspec.json.Encoder(order="sorted").encode
+
+
+def account(connection: sa.Connection, **fields: Any) -> int:
+    """Return the number of an account, which is made when it is not there."""
+    row = {
+        "owner": "alice",
+        "team": "",
+        "pool": "default",
+        "reserved": False,
+        "policy": "",
+        "gpu_type": "H100",
+        "name": "train",
+        "workload": "function",
+        "environment": "",
+        "currency": "USD",
+    } | fields
+    row["tags_json"] = _encode(row.pop("tags", {})).decode()
+    row["sha256"] = hashlib.sha256(_encode(row)).hexdigest()
+    found = connection.scalar(sa.select(tables.accounts.c.id).where(tables.accounts.c.sha256 == row["sha256"]))
+    if found is not None:
+        return int(found)
+    return int(connection.execute(tables.accounts.insert(), row).inserted_primary_key[0])
+
+
+def charge(
+    connection: sa.Connection, run_id: str, account_id: int, *, day: int, fence: int = 1, number: int = 1, **fields: Any
+) -> None:
+    """Write an entry: an hour of one device for 3 USD unless said."""
+    used = {"gpu_ms": HOUR_MS, "billed_ms": HOUR_MS, "run_ms": HOUR_MS, "micros": 3_000_000}
+    row = NOTHING | used | {"kind": "original", "provisional": False, "gpus": 1} | fields
+    row |= {"run_id": run_id, "fence": fence, "number": number, "account_id": account_id, "day": day}
+    row.setdefault("start_ns", day * DAY_NS)
+    row.setdefault("end_ns", row["start_ns"] + row["gpu_ms"] * 1_000_000)
+    row.setdefault("posted_ns", row["end_ns"])
+    connection.execute(tables.charges.insert(), row)
+
+
+def seen(connection: sa.Connection, run_id: str, account_id: int, *, day: int, observed_ms: int, busy_ms: int) -> None:
+    """Write what telemetry saw of an attempt."""
+    row = {"run_id": run_id, "fence": 1, "account_id": account_id, "day": day, "gpus": 1, "gpu_ms": observed_ms}
+    row |= {"observed_ms": observed_ms, "busy_ms": busy_ms, "peak_memory_bytes": None}
+    connection.execute(tables.utilisations.insert(), row)
+
+
+def write(database: Database, work: Any) -> None:
+    """Do something in a transaction."""
+    database.write(work)
