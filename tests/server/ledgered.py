@@ -9,7 +9,6 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.server import tables
-from serverless_gpu.server.database import Database
 
 DAY_NS = 86_400_000_000_000
 HOUR_MS = 3_600_000
@@ -36,7 +35,7 @@ _encode = msgspec.json.Encoder(order="sorted").encode
 
 def account(connection: sa.Connection, **fields: Any) -> int:
     """Return the number of an account, which is made when it is not there."""
-    row = {
+    row: dict[str, Any] = {
         "owner": "alice",
         "team": "",
         "pool": "default",
@@ -53,7 +52,9 @@ def account(connection: sa.Connection, **fields: Any) -> int:
     found = connection.scalar(sa.select(tables.accounts.c.id).where(tables.accounts.c.sha256 == row["sha256"]))
     if found is not None:
         return int(found)
-    return int(connection.execute(tables.accounts.insert(), row).inserted_primary_key[0])
+    made = connection.execute(tables.accounts.insert(), row).inserted_primary_key
+    assert made is not None
+    return int(made[0])
 
 
 def charge(
@@ -61,7 +62,7 @@ def charge(
 ) -> None:
     """Write an entry: an hour of one device for 3 USD unless said."""
     used = {"gpu_ms": HOUR_MS, "billed_ms": HOUR_MS, "run_ms": HOUR_MS, "micros": 3_000_000}
-    row = NOTHING | used | {"kind": "original", "provisional": False, "gpus": 1} | fields
+    row: dict[str, Any] = NOTHING | used | {"kind": "original", "provisional": False, "gpus": 1} | fields
     row |= {"run_id": run_id, "fence": fence, "number": number, "account_id": account_id, "day": day}
     row.setdefault("start_ns", day * DAY_NS)
     row.setdefault("end_ns", row["start_ns"] + row["gpu_ms"] * 1_000_000)
@@ -74,8 +75,3 @@ def seen(connection: sa.Connection, run_id: str, account_id: int, *, day: int, o
     row = {"run_id": run_id, "fence": 1, "account_id": account_id, "day": day, "gpus": 1, "gpu_ms": observed_ms}
     row |= {"observed_ms": observed_ms, "busy_ms": busy_ms, "peak_memory_bytes": None}
     connection.execute(tables.utilisations.insert(), row)
-
-
-def write(database: Database, work: Any) -> None:
-    """Do something in a transaction."""
-    database.write(work)

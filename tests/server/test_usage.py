@@ -48,7 +48,8 @@ BY: tuple[tuple[str, ...], ...] = (
 
 
 def wanted(*by: str, **fields: Any) -> Wanted:
-    return Wanted(**({"by": by, "window": Window(DAY - 60, DAY + 60), "limit": 1000} | fields))
+    asked: dict[str, Any] = {"by": by, "window": Window(DAY - 60, DAY + 60), "limit": 1000} | fields
+    return Wanted(**asked)
 
 
 def report(services: Services, *by: str, who: Caller = ROOT, reach: str = Reach.ALL, **fields: Any) -> UsageView:

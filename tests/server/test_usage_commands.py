@@ -9,6 +9,7 @@ import sqlite3
 from collections.abc import Callable, Iterator
 from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 import click
 import pyarrow.compute
@@ -56,7 +57,13 @@ def fill(connection: sa.Connection) -> None:
     ledgered.charge(
         connection, "r1", search, day=DAY, number=2, kind="reversal", queued_ms=waited_back, micros=-3_000_000, **BACK
     )
-    again = {"kind": "restated", "queued_ms": waited, "micros": 2_000_000, "core_ms": HOUR_MS, "stop_ms": HOUR_MS // 4}
+    again: dict[str, Any] = {
+        "kind": "restated",
+        "queued_ms": waited,
+        "micros": 2_000_000,
+        "core_ms": HOUR_MS,
+        "stop_ms": HOUR_MS // 4,
+    }
     ledgered.charge(connection, "r1", search, day=DAY, number=3, **again)
     ledgered.charge(connection, "r2", teamless, day=DAY + 1, micros=None)
     ledgered.charge(connection, "r3", search, day=DAY + 2, micros=1_000_000, dbu_micros=8_884_000)
