@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from serverless_gpu.model.facts import Fact, FactKind
 from serverless_gpu.model.ledger import Entry, EntryKind, Line, charge, lines, post, reversed_line
-from serverless_gpu.model.metering import DAY_NS
+from serverless_gpu.model.metering import DAY_NS, Held, held, overlaps
 from serverless_gpu.model.pricing import UNPRICED, Tariff, cost
 
 DAY = 20_000
@@ -286,3 +286,100 @@ def test_any_sequence_of_posts_ends_in_the_same_sums(facts: list[Fact], tariff: 
     assert net(posted) == net(as_posted(target))
     assert net(posted, provisional=True) == {}
     assert [entry.number for entry in posted] == list(range(1, len(posted) + 1))
+
+
+# --- sums, and who had what -------------------------------------------------------------------------------------------
+
+WHO = {
+    "tag": ("team=search", "team=vision", ""),
+    "user": ("alice", "bob"),
+    "team": ("search", "vision", "speech"),
+    "pool": ("batch", ""),
+}
+
+
+@given(st.lists(st.tuples(histories(), TARIFFS, st.tuples(*(st.sampled_from(names) for names in WHO.values())))))
+def test_sums_by_tag_user_team_pool_and_run_agree_to_the_millionth(
+    attempts: list[tuple[list[Fact], Tariff, tuple[str, ...]]],
+) -> None:
+    by: dict[tuple[str, str], int] = {}
+    total = 0
+    for number, (facts, tariff, names) in enumerate(attempts):
+        for line in lines(facts, tariff):
+            total += line.micros or 0
+            for key in (*zip(WHO, names, strict=True), ("run", str(number)), ("day", str(line.day))):
+                by[key] = by.get(key, 0) + (line.micros or 0)
+        whole = charge(facts, gpu_type="H100", tariff=tariff)
+        assert by.get(("run", str(number)), 0) == (whole.micros or 0)
+    for kind in (*WHO, "run", "day"):
+        assert sum(micros for (dimension, _), micros in by.items() if dimension == kind) == total
+
+
+def gang(attempt: str, facts: Iterable[Fact]) -> list[Fact]:
+    return [msgspec.structs.replace(each, attempt=attempt) for each in facts]
+
+
+def test_a_device_in_two_accounts_at_once_is_found() -> None:
+    first = gang("run1:1", WHOLE)
+    later = gang("run2:1", [msgspec.structs.replace(each, boottime_ns=each.boottime_ns + 93 * 10**9) for each in WHOLE])
+    found = [*held(first), *held(later)]
+    assert [(one.start_ns, one.end_ns) for one in held(first)] == [(1_010 * 10**9, 1_102_250_000_000)]
+    assert list(overlaps(found)) == []
+    sooner = gang(
+        "run3:1", [msgspec.structs.replace(each, boottime_ns=each.boottime_ns + 92 * 10**9) for each in WHOLE]
+    )
+    told = [(uuid, one.attempt, other.attempt) for uuid, one, other in overlaps([*held(first), *held(sooner)])]
+    assert told == [("GPU-a", "run1:1", "run3:1"), ("GPU-b", "run1:1", "run3:1")]
+    elsewhere = [msgspec.structs.replace(each, boot_id="boot-2") for each in sooner]
+    assert list(overlaps([*held(first), *held(elsewhere)])) == []
+
+
+def test_a_long_one_is_compared_with_all_that_follow() -> None:
+    def one(attempt: str, start_ns: int, end_ns: int) -> Held:
+        return Held(attempt=attempt, boot_id="b", gpus=frozenset({"GPU-a"}), start_ns=start_ns, end_ns=end_ns)
+
+    found = [one("long", 0, 100), one("within", 10, 20), one("too", 30, 40), one("after", 100, 110)]
+    assert [other.attempt for _, _, other in overlaps(found)] == ["within", "too"]
+
+
+def test_a_session_and_its_runs_never_have_a_device_at_once() -> None:
+    session = gang(
+        "s:1",
+        [
+            fact(0, "reserved", 0),
+            fact(1, "held", 0),
+            fact(2, "freed", 10),
+            fact(3, "held", 30),
+            fact(4, "freed", 40),
+        ],
+    )
+    run = gang("r:1", [fact(0, "reserved", 10), fact(1, "exec", 11), fact(2, "exited", 29), fact(3, "freed", 30)])
+    assert list(overlaps([*held(session), *held(run)])) == []
+    # The run's last word is missing: its account ends before, not after.
+    assert list(overlaps([*held(session), *held(run[:3])])) == []
+
+
+def test_a_clock_that_is_wrong_by_centuries_makes_no_lines_without_end() -> None:
+    facts = (WHOLE[3], msgspec.structs.replace(WHOLE[7], boottime_ns=2**62))
+    found = lines(facts, TARIFF)
+    assert len(found) == 401 and found[-1].end_ns - found[0].start_ns == 400 * DAY_NS
+
+
+def test_facts_that_come_one_by_one_and_late_make_few_rows() -> None:
+    """Each day is restated when its own facts come, and a later one only when the costs before it change."""
+    days = [
+        msgspec.structs.replace(
+            each, boottime_ns=each.boottime_ns + number * DAY_NS, wall_ns=each.wall_ns + number * DAY_NS, seq=seq
+        )
+        for seq, (number, each) in enumerate(
+            (number, each) for number in range(30) for each in (fact(0, "held", 1), fact(1, "freed", 2.0001))
+        )
+    ]
+    posted: list[Entry] = []
+    known: list[Fact] = []
+    for each in days:
+        known.append(each)
+        posted += post(posted, lines(known, TARIFF), final=False)
+    posted += post(posted, lines(known, TARIFF), final=True)
+    assert len(posted) <= 5 * 30
+    assert net(posted) == net(as_posted(lines(days, TARIFF)))

@@ -21,11 +21,15 @@ boots are never compared. A fact that is missing makes a segment part of the one
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+
+import msgspec
 
 from serverless_gpu.model.facts import Fact, FactKind
 
 DAY_NS = 86_400_000_000_000
+STRETCH_NS_MAX = 400 * DAY_NS
+"""Devices that are held for longer without a break are held by a clock that is wrong."""
 SEGMENTS = ("environment", "start", "run", "stop", "gate", "idle")
 _ENVIRONMENT, _START, _RUN, _STOP, _GATE, _IDLE = range(6)
 _FIRST_USED = _RUN
@@ -49,6 +53,7 @@ class _Stretch:
         "stopping_ns",
         "until_ns",
         "used_ns",
+        "uuids",
         "wall_ns",
         "was_idle",
     )
@@ -68,9 +73,9 @@ class _Stretch:
 
     def hold(self, fact: Fact) -> None:
         """Take note of what is held."""
-        gpus = set(fact.gpus)
-        self.gpus = len(gpus)
-        self.cores = max(0, fact.cpus - sum(uuid.startswith(_CPU_SLOT) for uuid in gpus))
+        self.uuids = frozenset(fact.gpus)
+        self.gpus = len(self.uuids)
+        self.cores = max(0, fact.cpus - sum(uuid.startswith(_CPU_SLOT) for uuid in self.uuids))
         self.memory_mib = max(0, fact.memory_bytes) >> 20
 
     def see(self, fact: Fact) -> None:
@@ -98,7 +103,7 @@ class _Stretch:
 
     def parts(self, end_ns: int) -> Iterator[tuple[int, int, int, int]]:
         """Yield its segments that took time: which, from when, until when, and from where its milliseconds count."""
-        used_ns = end_ns if self.used_ns is None else self.used_ns
+        used_ns = end_ns if self.used_ns is None else min(self.used_ns, end_ns)
         if self.began_ns < used_ns:
             starting_ns = used_ns if self.starting_ns is None else _within(self.began_ns, self.starting_ns, used_ns)
             yield _ENVIRONMENT, self.began_ns, starting_ns, self.began_ns
@@ -151,18 +156,9 @@ class Meter:
 
     def add(self, fact: Fact) -> None:
         """Take the next fact."""
-        stretch = self._open
-        if stretch is None or fact.kind is FactKind.HELD:
-            if stretch is not None:
-                _book(self._days, stretch, stretch.end_ns())
-            self._open = _Stretch(fact) if fact.kind in _OPENING else None
-        elif fact.boot_id != stretch.boot_id:
-            return  # a later boot proves the attempt dead, but its boottime says nothing about when
-        elif fact.kind is FactKind.FREED:
-            _book(self._days, stretch, fact.boottime_ns)
-            self._open = None
-        else:
-            stretch.see(fact)
+        ended, self._open = _follow(self._open, fact)
+        if ended is not None:
+            _book(self._days, *ended)
 
     def used(self) -> dict[int, Used]:
         """Return what was used on each day (days since 1970-01-01), up to the last sign of life, in order."""
@@ -173,13 +169,92 @@ class Meter:
         return dict(sorted(days.items()))
 
 
+class Held(msgspec.Struct, frozen=True, kw_only=True):
+    """Devices that one attempt held without a break.
+
+    Attributes:
+        attempt: which, as ``run:fence``.
+        boot_id: the boot in which its moments count.
+        gpus: identifiers of the devices.
+        start_ns: boottime at which it had them first; `end_ns` at which they were free, or the last sign of life.
+    """
+
+    attempt: str
+    boot_id: str
+    gpus: frozenset[str]
+    start_ns: int
+    end_ns: int
+
+
+def held(facts: Iterable[Fact]) -> Iterator[Held]:
+    """Yield when an attempt held what.
+
+    Args:
+        facts: of one attempt, in their order (`facts.distinct`).
+    """
+    stretch: _Stretch | None = None
+    attempt = ""
+    for fact in facts:
+        attempt = fact.attempt
+        ended, stretch = _follow(stretch, fact)
+        if ended is not None:
+            yield _held(attempt, *ended)
+    if stretch is not None:
+        yield _held(attempt, stretch, stretch.end_ns())
+
+
+def _held(attempt: str, stretch: _Stretch, end_ns: int) -> Held:
+    begun_ns = stretch.began_ns
+    return Held(
+        attempt=attempt,
+        boot_id=stretch.boot_id,
+        gpus=stretch.uuids,
+        start_ns=begun_ns,
+        end_ns=max(begun_ns, end_ns),
+    )
+
+
+def overlaps(found: Iterable[Held]) -> Iterator[tuple[str, Held, Held]]:
+    """Yield each device that was in two accounts at the same time, and in which: it may never be.
+
+    Args:
+        found: what attempts of one node held. Declared devices and CPU slots belong to a home; two homes of a machine
+            have them under the same names, so ask for one at a time.
+    """
+    by_device: dict[tuple[str, str], list[Held]] = {}
+    for one in found:
+        for uuid in one.gpus:
+            by_device.setdefault((one.boot_id, uuid), []).append(one)
+    for (_, uuid), own in sorted(by_device.items()):
+        own.sort(key=lambda one: (one.start_ns, one.end_ns))
+        latest = own[0]
+        for one in own[1:]:
+            if one.start_ns < latest.end_ns:
+                yield uuid, latest, one
+            if one.end_ns > latest.end_ns:
+                latest = one
+
+
+def _follow(stretch: _Stretch | None, fact: Fact) -> tuple[tuple[_Stretch, int] | None, _Stretch | None]:
+    """Return what a fact has ended, with when, and what is held after it."""
+    if stretch is None or fact.kind is FactKind.HELD:
+        ended = None if stretch is None else (stretch, stretch.end_ns())
+        return ended, _Stretch(fact) if fact.kind in _OPENING else None
+    if fact.boot_id != stretch.boot_id:
+        return None, stretch  # a later boot proves the attempt dead, but its boottime says nothing about when
+    if fact.kind is FactKind.FREED:
+        return (stretch, fact.boottime_ns), None
+    stretch.see(fact)
+    return None, stretch
+
+
 def _book(days: dict[int, Used], stretch: _Stretch, end_ns: int) -> None:
     """Add a stretch to the days that it touches; a day is what the calendar said at its first fact, and time from then.
 
     Milliseconds of a part are the difference of two positions, each of them a whole one: the parts add up to the whole.
     """
     began_ns, offset_ns = stretch.began_ns, stretch.wall_ns - stretch.began_ns
-    end_ns = max(end_ns, began_ns if stretch.used_ns is None else stretch.used_ns)
+    end_ns = min(max(end_ns, began_ns if stretch.used_ns is None else stretch.used_ns), began_ns + STRETCH_NS_MAX)
     until_ns = end_ns if stretch.until_ns is None else min(end_ns, stretch.until_ns)
     _touch(days, stretch, stretch.wall_ns, stretch.wall_ns)
     for segment, from_ns, to_ns, origin_ns in stretch.parts(end_ns):
