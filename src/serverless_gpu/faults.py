@@ -42,6 +42,9 @@ PLACES = (
     "after_part_before_answer",  # a part is durable, its sender does not know
     "after_parts_are_deleted",  # the collector has deleted parts, and goes on to the next
     "after_rows_before_output",  # retention: the run's rows are gone, its output is not
+    # the ledger
+    "in_charging",  # entries of attempts are written inside of a transaction that is not committed
+    "after_charges_before_more",  # some attempts are charged, others wait for the next transaction
     # its operation
     "before_backup_is_named",  # a backup has everything but its name
     "before_restored_is_named",  # restore: the server has everything but its name

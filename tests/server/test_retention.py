@@ -15,6 +15,7 @@ from serverless_gpu.server.files import StoredFile
 from serverless_gpu.server.retention import EVERY_S, FIRST_S, Retention
 from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
+from tests.server.charged import charge_all
 from tests.server.made import made_services
 from tests.server.stored import T0, S, add_node, add_people, add_run, place, rows, stored, tell
 
@@ -70,6 +71,7 @@ def add_ended(
     tell(database, run_id, Started(), Ended(Reason.COMPLETED, began=True), at_ns=at_ns)
     if settled:
         database.write(lambda connection: transitions.settle(connection, run_id, fence, receipt="{}", at_ns=at_ns))
+        charge_all(services)
     return run_id
 
 

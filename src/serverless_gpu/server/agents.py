@@ -258,6 +258,7 @@ class Agents:
                 connection, self._services.sealer, run, run.attempt.secrets, run.spec.secret_variables
             ),
             without=tuple(one.uuid for one in node.rules.quarantined),
+            tariff=run.attempt.tariff,
         )
 
 

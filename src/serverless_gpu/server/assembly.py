@@ -29,12 +29,13 @@ from serverless_gpu.server import audit, reserve, restoring, runs, secret_store,
 from serverless_gpu.server.admission import Admission
 from serverless_gpu.server.audit import SERVER, Action
 from serverless_gpu.server.chaining import Chainer
+from serverless_gpu.server.charging import Charging
 from serverless_gpu.server.claim import LOOK_S, Claim
 from serverless_gpu.server.collecting import Collector
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.first_start import FirstTokens, first_tokens
 from serverless_gpu.server.health import STORE_BOUND_S, STORE_FRESH_S, Health
-from serverless_gpu.server.hub import AUDIT, COLLECTOR, RECONCILER, RETENTION, SCHEDULER, SELF_CHECK, Hub
+from serverless_gpu.server.hub import AUDIT, COLLECTOR, LEDGER, RECONCILER, RETENTION, SCHEDULER, SELF_CHECK, Hub
 from serverless_gpu.server.keys import read_keys, remove_unnamed
 from serverless_gpu.server.loops import LATE_S, Loop, Tick
 from serverless_gpu.server.measures import Measures
@@ -163,6 +164,7 @@ def _looking_after(services: Services, engine: Engine | None, database: Database
         COLLECTOR: loop("collector", alone(Collector(services).tick), late_s=SLOW_S),
         RETENTION: loop("retention", alone(Retention(services).tick), late_s=SLOW_S),
         AUDIT: loop("audit", alone(Chainer(services).tick)),
+        LEDGER: loop("ledger", alone(Charging(services).tick)),
         SELF_CHECK: loop("self-check", SelfCheck(services).tick, late_s=SLOW_S),
     }
     for key, each in loops.items():

@@ -7,15 +7,19 @@ long as it is the current one, and its end is its own: the run may go on with an
 from __future__ import annotations
 
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.errors import StaleAttempt
 from serverless_gpu.model.attempt import Reason, State
+from serverless_gpu.model.pricing import Tariff
 from serverless_gpu.model.secrets import Pinned
-from serverless_gpu.server.tables import attempts, nodes
+from serverless_gpu.server.tables import attempts, nodes, runs
+
+Gang = tuple[str, int]
+"""Run and fence."""
 
 WITHOUT_REPORT = frozenset({Reason.NODE_GONE, Reason.NODE_REBOOTED})
 """An attempt of such an end was given up: whatever still comes of it is too late."""
@@ -31,6 +35,8 @@ class NewAttempt(msgspec.Struct, frozen=True, kw_only=True):
         boot_id: of the node now. When the node has another one, the attempt is over.
         grace_s: how long it may go on without an answer of the server, in seconds.
         secrets_json: which versions of secrets it gets.
+        tariff_json: what it pays.
+        account_id: as what it is counted.
     """
 
     node_id: str
@@ -40,6 +46,8 @@ class NewAttempt(msgspec.Struct, frozen=True, kw_only=True):
     boot_id: str
     grace_s: float
     secrets_json: str = "[]"
+    tariff_json: str = "{}"
+    account_id: int | None = None
 
 
 class StoredAttempt(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,6 +61,9 @@ class StoredAttempt(msgspec.Struct, frozen=True, kw_only=True):
         grace_s: the longest it was ever allowed to go on without an answer, whatever the server grants now; in seconds.
         started_ns: when its user code began.
         leave_ns: when it has to leave its node, as its owner was told; nanoseconds since 1970.
+        tariff_json: what it pays, as was in force when it was placed.
+        account_id: of `accounts.py`, as what it is counted; None for one that was made by an older server.
+        uncharged: whether it has ended, and the ledger does not say all of it.
     """
 
     run_id: str
@@ -76,6 +87,14 @@ class StoredAttempt(msgspec.Struct, frozen=True, kw_only=True):
     settled_ns: int | None
     secrets_json: str = "[]"
     leave_ns: int | None = None
+    tariff_json: str = "{}"
+    account_id: int | None = None
+    uncharged: bool = False
+
+    @property
+    def tariff(self) -> Tariff:
+        """Return what it pays."""
+        return _decode_tariff(self.tariff_json)
 
     @property
     def secrets(self) -> tuple[Pinned, ...]:
@@ -108,6 +127,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     receipt: str | None
 
 
+_decode_tariff = msgspec.json.Decoder(Tariff).decode
 _NAMES = [name for name in StoredAttempt.__struct_fields__ if name != "node"]
 COLUMNS: Sequence[sa.ColumnElement[typing.Any]] = [*(attempts.c[name] for name in _NAMES), nodes.c.name]
 """What a query selects of an attempt and its node for `from_row`."""
@@ -157,6 +177,17 @@ def of_run(connection: sa.Connection, run_id: str) -> list[StoredAttempt]:
     return [attempt for row in connection.execute(query) if (attempt := from_row(row))]
 
 
+def of_runs(connection: sa.Connection, run_ids: Sequence[str]) -> dict[Gang, StoredAttempt]:
+    """Return all attempts of some runs."""
+    found: dict[Gang, StoredAttempt] = {}
+    query = sa.select(*COLUMNS).select_from(JOINED)
+    for some in _portions(list(run_ids)):
+        for row in connection.execute(query.where(attempts.c.run_id.in_(some))):
+            if attempt := from_row(row):
+                found[attempt.run_id, attempt.fence] = attempt
+    return found
+
+
 def open_attempts(connection: sa.Connection, *, node_id: str | None = None) -> list[StoredAttempt]:
     """Return the attempts that have not ended, of one node or of all."""
     query = sa.select(*COLUMNS).select_from(JOINED).where(attempts.c.ended_ns.is_(None))
@@ -171,6 +202,51 @@ def unsettled(connection: sa.Connection) -> list[StoredAttempt]:
     query = sa.select(*COLUMNS).select_from(JOINED)
     query = query.where(attempts.c.ended_ns.is_not(None), attempts.c.settled_ns.is_(None))
     return [attempt for row in connection.execute(query) if (attempt := from_row(row))]
+
+
+def due(connection: sa.Connection, *, limit: int) -> list[Gang]:
+    """Return attempts of which nothing more is awaited, and that the ledger does not say all of."""
+    query = sa.select(attempts.c.run_id, attempts.c.fence).where(
+        attempts.c.uncharged, attempts.c.settled_ns.is_not(None)
+    )
+    rows = connection.execute(query.order_by(attempts.c.run_id, attempts.c.fence).limit(limit))
+    return [(run_id, fence) for run_id, fence in rows]
+
+
+def going_on(connection: sa.Connection, *, before_ns: int) -> list[Gang]:
+    """Return attempts that were placed before a moment and of which more is awaited."""
+    query = sa.select(attempts.c.run_id, attempts.c.fence).select_from(attempts.join(runs))
+    query = query.where(runs.c.settled_ns.is_(None), attempts.c.settled_ns.is_(None), attempts.c.created_ns < before_ns)
+    return [(run_id, fence) for run_id, fence in connection.execute(query)]
+
+
+def charged(connection: sa.Connection, gangs: Sequence[Gang]) -> None:
+    """Write that the ledger says all of some attempts, as far as is known in this transaction."""
+    for run_id, fence in gangs:
+        note(connection, run_id, fence, uncharged=False)
+
+
+def charge_again(connection: sa.Connection, run_id: str) -> None:
+    """Have the attempts of a run looked at once more by whoever charges."""
+    connection.execute(attempts.update().where(attempts.c.run_id == run_id).values(uncharged=True))
+
+
+def asked_ns(connection: sa.Connection, run_ids: Sequence[str]) -> dict[str, int]:
+    """Return since when runs wait, or waited for their first attempt."""
+    query = sa.select(runs.c.id, runs.c.queued_ns)
+    portions = (connection.execute(query.where(runs.c.id.in_(some))) for some in _portions(list(run_ids)))
+    return {run_id: queued_ns for rows in portions for run_id, queued_ns in rows}
+
+
+def receipts(connection: sa.Connection, gangs: Collection[Gang]) -> dict[Gang, str]:
+    """Return the receipts of attempts that have one."""
+    found: dict[Gang, str] = {}
+    query = sa.select(attempts.c.run_id, attempts.c.fence, attempts.c.receipt_json)
+    for some in _portions(sorted({run_id for run_id, _ in gangs})):
+        for run_id, fence, receipt in connection.execute(query.where(attempts.c.run_id.in_(some))):
+            if receipt is not None and (run_id, fence) in gangs:
+                found[run_id, fence] = receipt
+    return found
 
 
 def failed_nodes(connection: sa.Connection, run_ids: Iterable[str]) -> dict[str, frozenset[str]]:
@@ -229,7 +305,7 @@ def settle(connection: sa.Connection, run_id: str, fence: int, *, receipt: str |
     A receipt that comes although none was awaited any more is kept, too.
     """
     first = attempts.c.settled_ns.is_(None) if receipt is None else attempts.c.receipt_json.is_(None)
-    values: dict[str, object] = {"settled_ns": sa.func.coalesce(attempts.c.settled_ns, at_ns)}
+    values: dict[str, object] = {"settled_ns": sa.func.coalesce(attempts.c.settled_ns, at_ns), "uncharged": True}
     if receipt is not None:
         values["receipt_json"] = receipt
     ended = sa.and_(_is(run_id, fence), attempts.c.ended_ns.is_not(None), first)

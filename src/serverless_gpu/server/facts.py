@@ -6,7 +6,7 @@ that is there and says something else is a contradiction, and the first one stay
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import msgspec
 import sqlalchemy as sa
@@ -17,6 +17,8 @@ from serverless_gpu.model.ledger import Fact
 from serverless_gpu.server.tables import facts
 
 _ENDS = 50  # of an attempt on a server: what is not a sign of life is less, at either end
+Gang = tuple[str, int]
+_AT_ONCE = 400
 _decode = msgspec.json.Decoder(Fact).decode
 
 
@@ -68,6 +70,24 @@ def ends_of_attempt(connection: sa.Connection, run_id: str, fence: int) -> list[
     return [_decode(text) for _, text in sorted(found.items())]
 
 
+def of_attempts(connection: sa.Connection, gangs: Collection[Gang]) -> dict[Gang, list[Fact]]:
+    """Return the facts of attempts, each in order; those without any are there, too."""
+    found: dict[Gang, list[Fact]] = {gang: [] for gang in gangs}
+    query = sa.select(facts.c.run_id, facts.c.fence, facts.c.fact_json)
+    for some in _portions(gangs):
+        rows = connection.execute(query.where(some).order_by(facts.c.run_id, facts.c.fence, facts.c.seq))
+        for run_id, fence, text in rows:
+            found[run_id, fence].append(_decode(text))
+    return found
+
+
+def counts(connection: sa.Connection, gangs: Collection[Gang]) -> dict[Gang, int]:
+    """Return how many facts there are of attempts; those without any are left out."""
+    query = sa.select(facts.c.run_id, facts.c.fence, sa.func.count()).group_by(facts.c.run_id, facts.c.fence)
+    rows = (row for some in _portions(gangs) for row in connection.execute(query.where(some)))
+    return {(run_id, fence): number for run_id, fence, number in rows}
+
+
 def remove(connection: sa.Connection, run_id: str) -> None:
     """Remove the facts of all attempts of a run."""
     connection.execute(facts.delete().where(facts.c.run_id == run_id))
@@ -75,3 +95,9 @@ def remove(connection: sa.Connection, run_id: str) -> None:
 
 def _of(run_id: str, fence: int) -> sa.ColumnElement[bool]:
     return sa.and_(facts.c.run_id == run_id, facts.c.fence == fence)
+
+
+def _portions(gangs: Collection[Gang]) -> Iterator[sa.ColumnElement[bool]]:
+    ordered = sorted(gangs)
+    for start in range(0, len(ordered), _AT_ONCE):
+        yield sa.tuple_(facts.c.run_id, facts.c.fence).in_(ordered[start : start + _AT_ONCE])

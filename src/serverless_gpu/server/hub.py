@@ -23,6 +23,10 @@ RECONCILER = "reconciler"
 COLLECTOR = "collector"
 RETENTION = "retention"
 AUDIT = "audit"
+LEDGER = "ledger"
+"""Touch it when an attempt has ended, or was settled: what it used is charged."""
+CHARGED = "charged"
+"""Touched when entries of the ledger were written."""
 SELF_CHECK = "self-check"
 _KEYS_MAX = 20_000
 

@@ -68,6 +68,8 @@ class Measures:
         given_up: attempts that were given up without a word from their node, by reason.
         log_bytes: of output that were taken.
         log_bytes_dropped: of output that were not, for want of room, when their attempt ended.
+        charges: entries of the ledger that were written.
+        charge_failures: times that an attempt could not be charged.
         upload_bytes: that were put into a store, by store.
         store: seconds of a call to a store, by store ("blobs", "environments") and operation.
         store_errors: calls to a store that failed, likewise.
@@ -112,6 +114,8 @@ class Measures:
         self.given_up = counter("attempts_given_up", "Attempts given up without a word from their node.", "reason")
         self.log_bytes = counter("log_bytes", "Bytes of output that were taken.")
         self.log_bytes_dropped = counter("log_bytes_dropped", "Bytes of output that the server had no room for.")
+        self.charges = counter("charges_posted", "Entries of the ledger that were written.")
+        self.charge_failures = counter("charge_failures", "Times that an attempt could not be charged.")
         self.upload_bytes = counter("upload_bytes", "Bytes that were put into a store.", "store")
         self.store = histogram("store_seconds", "Seconds of one call to a store.", _SLOW_S, "store", "operation")
         self.store_errors = counter("store_errors", "Calls to a store that failed.", "store", "operation")

@@ -73,6 +73,11 @@ def get(connection: sa.Connection, node_id: str) -> StoredNode | None:
     return _first(connection, nodes.c.id == node_id)
 
 
+def pool_of(connection: sa.Connection, node_id: str) -> str:
+    """Return the pool that a node is in now, or "" where there is no such node."""
+    return connection.scalar(sa.select(nodes.c.pool).where(nodes.c.id == node_id)) or ""
+
+
 def named(connection: sa.Connection, name: str) -> StoredNode | None:
     """Return a node by its name, also a forgotten one."""
     return _first(connection, nodes.c.name == name)

@@ -39,6 +39,7 @@ import sqlalchemy as sa
 from serverless_gpu import faults
 from serverless_gpu.errors import InvalidValue, NotFound, ServerStorageFull, ServerUnavailable, TooLarge
 from serverless_gpu.model.attempt import Reason, State
+from serverless_gpu.model.ledger import Fact
 from serverless_gpu.model.run_lifecycle import Ended, Event, Heard, Started, Stopping
 from serverless_gpu.model.spec import Function
 from serverless_gpu.server import attempt_tokens, attempts, audit, facts, files, nodes, runs, transitions
@@ -47,7 +48,7 @@ from serverless_gpu.server.audit import Action
 from serverless_gpu.server.blobs import check_reference
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.files import StoredFile
-from serverless_gpu.server.hub import SCHEDULER, run_key
+from serverless_gpu.server.hub import LEDGER, SCHEDULER, run_key
 from serverless_gpu.server.logs import STREAMS
 from serverless_gpu.server.runs import StoredRun
 from serverless_gpu.server.services import Services
@@ -210,12 +211,25 @@ def _check(services: Services, found: _Found, said: Report) -> None:
         rank, _, stream = name.partition(".")
         if not rank.isdecimal() or int(rank) >= ranks or stream not in STREAMS:
             raise InvalidValue(f"attempt {found.attempt.gang} has no output {name[:40]!r}")
-    if any(fact.attempt != found.attempt.gang for fact in said.facts):
-        raise InvalidValue(f"a fact came with the report of {found.attempt.gang} that is about another attempt")
+    for fact in said.facts:
+        _check_fact(found.attempt, fact)
     if said.exec_ns is not None and not 0 < said.exec_ns < 1 << 63:
         raise InvalidValue(f"user code of {found.attempt.gang} is said to have begun at {said.exec_ns}")
     if _text(said.receipt) is not None and said.ending is None and found.attempt.ended_ns is None:
         raise InvalidValue(f"a receipt of attempt {found.attempt.gang} came, and it has not ended")
+
+
+def _check_fact(attempt: StoredAttempt, fact: Fact) -> None:
+    """Refuse what no attempt can have used: everything else is counted, and paid for."""
+    if fact.attempt != attempt.gang:
+        raise InvalidValue(f"a fact came with the report of {attempt.gang} that is about another attempt")
+    times = (fact.boottime_ns, fact.wall_ns)
+    amounts = (fact.cpus, fact.memory_bytes, fact.grace_ms or 0)
+    if not all(0 <= value < 1 << 62 for value in (*times, *amounts)) or not 0 <= fact.seq < 1 << 31:
+        raise InvalidValue(f"fact {fact.seq} of attempt {attempt.gang} has a number that cannot be")
+    if len(fact.gpus) > attempt.world_size:
+        held = len(fact.gpus)
+        raise InvalidValue(f"attempt {attempt.gang} is said to hold {held} devices, and has {attempt.world_size}")
 
 
 def _check_file(file: File) -> None:
@@ -392,6 +406,9 @@ def _keep_facts(connection: sa.Connection, attempt: StoredAttempt, said: Report)
     if said.facts:
         for seq in facts.add(connection, attempt.run_id, attempt.fence, said.facts):
             _log.error("fact %d of attempt %s came again and says something else; the first stays", seq, attempt.gang)
+        if attempt.ended_ns is not None:
+            # Always written: on PostgreSQL a charge that is made at this moment without these facts is made again.
+            attempts.note(connection, attempt.run_id, attempt.fence, uncharged=True)
 
 
 def _settle(connection: sa.Connection, attempt: StoredAttempt, said: Report, *, at_ns: int) -> bool:
@@ -410,6 +427,8 @@ def _announce(services: Services, found: _Found, said: Report, applied: _Applied
         services.hub.touch(run_key(found.run.id))
     if applied.settled:
         services.hub.touch(SCHEDULER)  # its devices were looked at, and are free or known not to be
+    if applied.settled or (said.facts and found.attempt.ended_ns is not None):
+        services.hub.touch(LEDGER)
 
 
 def _text(json: Json) -> str | None:

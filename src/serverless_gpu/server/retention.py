@@ -6,7 +6,8 @@
         output of runs that are not there  ─▶ removed
         secrets that were replaced, and that no attempt has any more  ─▶ removed
 
-A run goes whole, and only when nothing more will come of it: it is final, and all of its attempts are settled. The
+A run goes whole, and only when nothing more will come of it: it is final, and all of its attempts are settled and
+charged. What the ledger has of it only provisionally is made final first (`charging.py`); the ledger keeps it. The
 parts of its results are nobody's then, and are collected (`collecting.py`). A tick does so much and goes on in the
 next one, so that the database has time for others. What ended within the last hour keeps its output however large it
 is: somebody reads it. What runs counts for nothing, so that one that floods does not cost the others theirs.
@@ -25,7 +26,7 @@ import sqlalchemy as sa
 
 from serverless_gpu import faults
 from serverless_gpu.model.retention import HOUR_NS, Entry, Policy, to_delete
-from serverless_gpu.server import attempts, audit, events, facts, files, orders, runs
+from serverless_gpu.server import attempts, audit, charges, events, facts, files, orders, runs
 from serverless_gpu.server.audit import Action
 from serverless_gpu.server.secret_keeping import remove_replaced
 from serverless_gpu.server.services import Services
@@ -131,6 +132,9 @@ class Retention:
 def _remove_rows(connection: sa.Connection, run_id: str, *, at_ns: int) -> None:
     run = runs.find(connection, run_id)
     if run is None:
+        return
+    if charges.is_provisional(connection, run_id):
+        attempts.charge_again(connection, run_id)
         return
     for room in (events, files, facts, orders, attempts):
         room.remove(connection, run_id)

@@ -184,7 +184,10 @@ _NAMES = [name for name in StoredRun.__struct_fields__ if name != "attempt"]
 _COLUMNS: Sequence[sa.ColumnElement[typing.Any]] = [
     runs.c[f"{name}_json" if name in _JSON else name] for name in _NAMES
 ]
-_UNSETTLED = sa.exists().where(attempts_table.c.run_id == runs.c.id, attempts_table.c.settled_ns.is_(None))
+_UNSETTLED = sa.exists().where(  # or not charged yet
+    attempts_table.c.run_id == runs.c.id,
+    sa.or_(attempts_table.c.settled_ns.is_(None), attempts_table.c.uncharged),
+)
 _OVER = sa.and_(
     runs.c.state.in_([state.value for state in TERMINAL]),
     runs.c.ended_ns.is_not(None),

@@ -49,6 +49,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
         free: bytes on the disk of the server's files; None where that is not known.
         drained: whether the server starts nothing new.
         unchained: rows of the audit that are not in its chain yet.
+        uncharged: attempts that have ended, and of which the ledger does not say all.
         clock_off_s: how far the clock is off of the node whose clock is off most.
     """
 
@@ -62,6 +63,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     free: int | None
     drained: bool
     unchained: int
+    uncharged: int
     clock_off_s: float
 
 
@@ -73,6 +75,7 @@ class _Rows(msgspec.Struct, frozen=True, kw_only=True):
     orders: tuple[int, int | None]
     drained: bool
     unchained: int
+    uncharged: int
 
 
 class Sampling(Source):
@@ -136,6 +139,7 @@ def look(services: Services) -> Sample:
         free=free_bytes(services.settings.directory),
         drained=rows.drained,
         unchained=rows.unchained,
+        uncharged=rows.uncharged,
         clock_off_s=_clock_off_s(rows.nodes, services),
     )
 
@@ -161,6 +165,7 @@ def _load(connection: sa.Connection) -> _Rows:
         orders=(count, oldest_order),
         drained=draining.find(connection) is not None,
         unchained=audit.pending(connection, after_seq=audit.chained_seq(connection))[0],
+        uncharged=connection.scalar(sa.select(sa.func.count()).where(attempts.c.uncharged)) or 0,
     )
 
 
@@ -218,6 +223,7 @@ def _families(sample: Sample) -> Iterator[Metric]:
     yield _single("orders_oldest_seconds", "Age of the oldest order that was not acknowledged.", oldest_s)
     yield _single("drained", "Whether the server starts nothing new, as an operator asked.", sample.drained)
     yield _single("audit_unchained", "Rows of the audit that are not in its chain yet.", sample.unchained)
+    yield _single("uncharged_attempts", "Attempts that have ended and are not in the ledger yet.", sample.uncharged)
     yield _single("node_clock_off_seconds", "Of the node whose clock is off most.", sample.clock_off_s)
     if sample.free is not None:
         yield _single("disk_free_bytes", "Room on the disk of the server's files.", sample.free)

@@ -30,6 +30,7 @@ from serverless_gpu.model.run_lifecycle import Ended
 from serverless_gpu.model.scheduling import values as scheduling
 from serverless_gpu.model.scheduling.values import Placement
 from serverless_gpu.server import (
+    accounts,
     attempts,
     draining,
     holding_back,
@@ -37,6 +38,7 @@ from serverless_gpu.server import (
     log_context,
     nodes,
     owners,
+    prices,
     runs,
     secret_store,
     transitions,
@@ -179,6 +181,9 @@ class Scheduler:
             boot_id=node.boot_id,
             grace_s=self._services.settings.partition_grace_s,
         )
+        new = _at_its_price(
+            connection, run, new, pool=node.pool, currency=self._services.settings.currency, at_ns=at_ns
+        )
         reason, problem = None, ""
         try:
             new = _with_secrets(connection, self._services.sealer, run, new)
@@ -251,6 +256,16 @@ def _where(placement: Placement) -> scheduling.Share:
     """Return what a gang is to have: on one node, as an attempt is of one."""
     (share,) = placement.shares
     return share
+
+
+def _at_its_price(
+    connection: sa.Connection, run: StoredRun, new: NewAttempt, *, pool: str, currency: str, at_ns: int
+) -> NewAttempt:
+    """Return an attempt with what it pays, and as what it is counted: both as they are now, whatever changes later."""
+    tariff = prices.tariff(connection, new.gpu_type, pool, at_ns, currency)
+    account = accounts.of_run(connection, run, gpu_type=new.gpu_type, pool=pool, currency=currency)
+    said = {"tariff_json": msgspec.json.encode(tariff).decode(), "account_id": accounts.ensure(connection, account)}
+    return msgspec.structs.replace(new, **said)
 
 
 def _with_secrets(connection: sa.Connection, sealer: Sealer, run: StoredRun, new: NewAttempt) -> NewAttempt:

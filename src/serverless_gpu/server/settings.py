@@ -59,6 +59,7 @@ _NO_SETTINGS = (
     "SGPU_POLICY",
     f"{VARIABLES}BENCH_",
 )
+CURRENCY = "USD"
 _FILE = "server.toml"
 _QUEUE = "queue"
 _NEVER = "never"
@@ -98,6 +99,7 @@ class _Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     logs_gib: Annotated[float, msgspec.Meta(gt=0)] = 100.0
     runs_waiting: Annotated[int, msgspec.Meta(ge=1)] = 20_000
     on_owner_disabled: OnDisabled = "finish"
+    currency: Annotated[str, msgspec.Meta(pattern="^[A-Z]{3,8}$")] = CURRENCY
     key_lost: bool = False
     mlflow: bool = False
     mlflow_store: str = ""
@@ -139,6 +141,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         logs_bytes_max: what the output of all runs may take; beyond, that of the oldest goes.
         runs_waiting_max: runs of one principal that may wait at once.
         on_owner_disabled: what becomes of the runs of somebody who may start none any more: finish, or stop.
+        currency: of prices, and of what is charged.
         key_lost: whether to start although the key of secrets, or of runs that have not ended, is another one.
         mlflow: whether an MLflow server runs beside this one.
         mlflow_store: url or path of its store; "" for the home's own.
@@ -169,6 +172,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     logs_bytes_max: int = 100 << 30
     runs_waiting_max: int = 20_000
     on_owner_disabled: OnDisabled = "finish"
+    currency: str = CURRENCY
     key_lost: bool = False
     mlflow: bool = False
     mlflow_store: str = ""
@@ -236,6 +240,7 @@ def read_settings(
         logs_bytes_max=round(merged.logs_gib * 2**30),
         runs_waiting_max=merged.runs_waiting,
         on_owner_disabled=merged.on_owner_disabled,
+        currency=merged.currency,
         key_lost=merged.key_lost,
         mlflow=merged.mlflow,
         mlflow_store=_store(merged.mlflow_store),

@@ -234,7 +234,8 @@ attempts = sa.Table(
     sa.Column("secrets_json", sa.Text, nullable=False, default="[]"),  # model.secrets.Pinned, none of their values
     sa.Column("leave_ns", sa.BigInteger),  # when it has to leave its node, as its owner was told
     sa.Column("tariff_json", sa.Text, nullable=False, default="{}"),  # model.pricing.Tariff, as it was placed
-    sa.Column("uncharged", sa.Boolean, nullable=False, default=False),  # whether facts came that no charge has yet
+    sa.Column("account_id", sa.ForeignKey("accounts.id")),  # of all its charges, as it was placed
+    sa.Column("uncharged", sa.Boolean, nullable=False, default=False),  # it has ended, and charges do not say all of it
     sa.Index(  # `charging.py` looks for them
         "ix_attempts_uncharged",
         "uncharged",

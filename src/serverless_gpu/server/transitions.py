@@ -36,7 +36,7 @@ from serverless_gpu.model.run_lifecycle import (
 from serverless_gpu.server import attempts, events, log_context, orders, runs
 from serverless_gpu.server.attempts import NewAttempt, StoredAttempt
 from serverless_gpu.server.events import StoredEvent
-from serverless_gpu.server.hub import SCHEDULER, node_key, run_key
+from serverless_gpu.server.hub import LEDGER, SCHEDULER, node_key, run_key
 from serverless_gpu.server.measures import Measures
 from serverless_gpu.server.runs import StoredRun
 from serverless_gpu.server.services import Services
@@ -79,6 +79,7 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
             hub.touch(node_key(attempt.node_id))
         if Instruction.REQUEUE in self.instructions or Instruction.CONCLUDE in self.instructions:
             hub.touch(SCHEDULER)
+            hub.touch(LEDGER)
 
     def count(self, measures: Measures) -> None:
         """Count it, and wake nobody: there are no services yet."""
@@ -240,7 +241,7 @@ def _write_attempt(
         values |= {"state": life.state.value, "before": before, "began": life.began}
     else:
         reason = over_because(over)
-        values |= {"state": MEANINGS[reason].state.value, "before": None, "reason": reason.value}
+        values |= {"state": MEANINGS[reason].state.value, "before": None, "reason": reason.value, "uncharged": True}
         values |= {"began": attempt.began or (isinstance(over, Ended) and over.began), "ended_ns": note.at_ns}
         values["sentence"] = _asked_because(told.before, reason)  # what is said of it from now on
         if not isinstance(over, Ended):

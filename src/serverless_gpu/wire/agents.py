@@ -17,6 +17,7 @@ import msgspec
 
 from serverless_gpu.model.attempt import State, StopReason
 from serverless_gpu.model.hardware import Device, GpuType
+from serverless_gpu.model.pricing import Tariff
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.units import format_duration_ms
 from serverless_gpu.wire.base import Answer, Request
@@ -162,6 +163,7 @@ class Start(Answer, frozen=True, kw_only=True, tag="start"):
         submitted_ns: when the client asked, nanoseconds since 1970.
         secrets: the attempt's; none where the node does not take "secrets".
         without: uuids of devices that it is not to get, whatever the node thinks of them.
+        tariff: what it pays; None from a server that does not say: the node has prices of its own.
     """
 
     seq: int
@@ -179,6 +181,7 @@ class Start(Answer, frozen=True, kw_only=True, tag="start"):
     partition_grace_s: float = 900.0
     secrets: tuple[SecretValue, ...] = ()
     without: tuple[str, ...] = ()
+    tariff: Tariff | None = None
 
 
 class Stop(Answer, frozen=True, kw_only=True, tag="stop"):

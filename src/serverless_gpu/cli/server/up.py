@@ -53,6 +53,7 @@ _NEEDED = ("fastapi", "uvicorn", "sqlalchemy", "alembic", "cryptography", "httpt
     type=click.Choice(["finish", "stop"]),
     help="Runs of somebody who may start none any more; finish.",
 )
+@click.option("--currency", metavar="CODE", help="Of prices, and of what is charged; USD.")
 @click.option("--mlflow/--no-mlflow", default=None, help="Start an MLflow server, too; remote runs are tracked there.")
 @click.option(
     "--mlflow-store", metavar="URL", help="Where MLflow keeps them: postgresql://…; the home's own without it."

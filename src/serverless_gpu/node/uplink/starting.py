@@ -109,7 +109,7 @@ def make_launch(
         of_type=sum(device.type == chosen.devices[0].type for device in devices),
         context=_context(order),
         called_ns=max(0, now_ns - max(0, waited_ns)),
-        tariff=greeting.prices.get(chosen.devices[0].type, UNPRICED),
+        tariff=order.tariff or greeting.prices.get(chosen.devices[0].type, UNPRICED),
         environment=_wanted(order, store),
         confirmed=False,
         lease_ns=now_ns + round(order.partition_grace_s * 1e9),

@@ -16,6 +16,7 @@ def upgrade() -> None:
     _people()
     _nodes()
     _runs()
+    _accounts()
     _attempts()
     _outcomes()
     _secrets()
@@ -154,6 +155,27 @@ def _runs() -> None:
     op.create_index("ix_runs_queue", "runs", ["state", "priority", "queued_ns"], unique=False)
 
 
+def _accounts() -> None:
+    op.create_table(
+        "accounts",
+        sa.Column("id", sa.BigInteger().with_variant(sa.Integer(), "sqlite"), autoincrement=True, nullable=False),
+        sa.Column("sha256", sa.String(length=64), nullable=False),
+        sa.Column("owner", sa.String(length=64), nullable=False),
+        sa.Column("team", sa.String(length=64), nullable=False),
+        sa.Column("pool", sa.String(length=64), nullable=False),
+        sa.Column("reserved", sa.Boolean(), nullable=False),
+        sa.Column("policy", sa.String(length=64), nullable=False),
+        sa.Column("gpu_type", sa.String(length=256), nullable=False),
+        sa.Column("name", sa.String(length=256), nullable=False),
+        sa.Column("workload", sa.String(length=16), nullable=False),
+        sa.Column("environment", sa.String(length=64), nullable=False),
+        sa.Column("currency", sa.String(length=8), nullable=False),
+        sa.Column("tags_json", sa.Text(), nullable=False),
+        sa.PrimaryKeyConstraint("id", name=op.f("pk_accounts")),
+        sa.UniqueConstraint("sha256", name=op.f("uq_accounts_sha256")),
+    )
+
+
 def _attempts() -> None:
     op.create_table(
         "attempts",
@@ -181,7 +203,9 @@ def _attempts() -> None:
         sa.Column("secrets_json", sa.Text(), nullable=False),
         sa.Column("leave_ns", sa.BigInteger(), nullable=True),
         sa.Column("tariff_json", sa.Text(), nullable=False),
+        sa.Column("account_id", sa.BigInteger().with_variant(sa.Integer(), "sqlite"), nullable=True),
         sa.Column("uncharged", sa.Boolean(), nullable=False),
+        sa.ForeignKeyConstraint(["account_id"], ["accounts.id"], name=op.f("fk_attempts_account_id_accounts")),
         sa.ForeignKeyConstraint(["node_id"], ["nodes.id"], name=op.f("fk_attempts_node_id_nodes")),
         sa.ForeignKeyConstraint(["run_id"], ["runs.id"], name=op.f("fk_attempts_run_id_runs")),
         sa.PrimaryKeyConstraint("run_id", "fence", name=op.f("pk_attempts")),
@@ -307,24 +331,6 @@ def _queue() -> None:
 
 
 def _ledger() -> None:
-    op.create_table(
-        "accounts",
-        sa.Column("id", sa.BigInteger().with_variant(sa.Integer(), "sqlite"), autoincrement=True, nullable=False),
-        sa.Column("sha256", sa.String(length=64), nullable=False),
-        sa.Column("owner", sa.String(length=64), nullable=False),
-        sa.Column("team", sa.String(length=64), nullable=False),
-        sa.Column("pool", sa.String(length=64), nullable=False),
-        sa.Column("reserved", sa.Boolean(), nullable=False),
-        sa.Column("policy", sa.String(length=64), nullable=False),
-        sa.Column("gpu_type", sa.String(length=256), nullable=False),
-        sa.Column("name", sa.String(length=256), nullable=False),
-        sa.Column("workload", sa.String(length=16), nullable=False),
-        sa.Column("environment", sa.String(length=64), nullable=False),
-        sa.Column("currency", sa.String(length=8), nullable=False),
-        sa.Column("tags_json", sa.Text(), nullable=False),
-        sa.PrimaryKeyConstraint("id", name=op.f("pk_accounts")),
-        sa.UniqueConstraint("sha256", name=op.f("uq_accounts_sha256")),
-    )
     op.create_table(
         "charges",
         sa.Column("seq", sa.BigInteger().with_variant(sa.Integer(), "sqlite"), autoincrement=True, nullable=False),

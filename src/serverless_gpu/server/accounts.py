@@ -1,0 +1,108 @@
+"""Accounts: the query room of who used something, and as what. Charges that are alike in all of it share a row.
+
+An attempt's account is written with the attempt, when it is placed: what is said later of its node's pool, or of the
+pool's kind, changes nothing about where its use is counted, and what is taken back is taken back where it was counted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import msgspec
+import sqlalchemy as sa
+
+from serverless_gpu.model.budget import Subject
+from serverless_gpu.server import pools
+from serverless_gpu.server.runs import StoredRun
+from serverless_gpu.server.tables import accounts
+
+_AT_ONCE = 500
+_encode_sorted = msgspec.json.Encoder(order="sorted").encode
+_decode_tags = msgspec.json.Decoder(dict[str, str]).decode
+
+
+class Account(msgspec.Struct, frozen=True, kw_only=True):
+    """Who used something, and as what.
+
+    Attributes:
+        owner: the user or service.
+        team: of the run, or "".
+        pool: of the node that it was placed on.
+        reserved: whether that pool was reserved then.
+        policy: usage policy of the run, or "".
+        gpu_type: of its devices.
+        name: of the run.
+        workload: what it does: "function", "command" or "kernel".
+        environment: address of the captured environment, or "".
+        currency: of its money.
+        tags: of the run.
+    """
+
+    owner: str
+    gpu_type: str
+    team: str = ""
+    pool: str = ""
+    reserved: bool = False
+    policy: str = ""
+    name: str = ""
+    workload: str = "function"
+    environment: str = ""
+    currency: str = "USD"
+    tags: dict[str, str] = {}
+
+    @property
+    def subject(self) -> Subject:
+        """Return what decides which budgets count it."""
+        return Subject(owner=self.owner, team=self.team, pool=self.pool, policy=self.policy, tags=self.tags)
+
+
+def of_run(connection: sa.Connection, run: StoredRun, *, gpu_type: str, pool: str, currency: str) -> Account:
+    """Return as what a run is counted that is placed on devices of a type in a pool."""
+    found = pools.find(connection, pool)
+    return Account(
+        owner=run.owner,
+        team=run.team,
+        pool=pool,
+        reserved=found is not None and found.kind == pools.RESERVED,
+        policy=run.spec.policy or "",
+        gpu_type=gpu_type,
+        name=run.name,
+        workload=str(run.spec.payload.__struct_config__.tag),
+        environment=run.snapshot,
+        currency=currency,
+        tags=run.spec.tags,
+    )
+
+
+def ensure(connection: sa.Connection, account: Account) -> int:
+    """Return the number of an account, which is made when it is not there."""
+    said = _encode_sorted(account)
+    digest = hashlib.sha256(said).hexdigest()
+    found: int | None = connection.scalar(sa.select(accounts.c.id).where(accounts.c.sha256 == digest))
+    if found is not None:
+        return found
+    row = msgspec.structs.asdict(account)
+    row |= {"sha256": digest, "tags_json": _encode_sorted(row.pop("tags")).decode()}
+    made = connection.execute(accounts.insert().returning(accounts.c.id), row).scalar_one()
+    return int(made)
+
+
+def find_many(connection: sa.Connection, numbers: Collection[int]) -> dict[int, Account]:
+    """Return accounts by their numbers."""
+    found: dict[int, Account] = {}
+    for some in _portions(sorted(set(numbers))):
+        for row in connection.execute(sa.select(accounts).where(accounts.c.id.in_(some))):
+            found[row.id] = from_row(row)
+    return found
+
+
+def from_row(row: sa.Row[Any]) -> Account:
+    """Return the account of a row that has all columns of the table."""
+    names = [name for name in Account.__struct_fields__ if name != "tags"]
+    return Account(**{name: row._mapping[name] for name in names}, tags=_decode_tags(row.tags_json))
+
+
+def _portions(numbers: list[int]) -> Iterable[list[int]]:
+    return (numbers[start : start + _AT_ONCE] for start in range(0, len(numbers), _AT_ONCE))

@@ -1,0 +1,228 @@
+"""Charges: the query room of the ledger's entries, and of what devices did. Rows are only ever added.
+
+Only the loop that charges (`charging.py`) adds, one transaction after the other: rows become visible in the order of
+their numbers (`seq`), on PostgreSQL too, so whoever has read up to one of them misses nothing before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import msgspec
+import sqlalchemy as sa
+
+from serverless_gpu.model.ledger import Entry, EntryKind, Line
+from serverless_gpu.server.tables import charges, utilisations
+
+Gang = tuple[str, int]
+_AT_ONCE = 400
+_OF_LINE = Line.__struct_fields__
+_SUMMED = ("gpu_ms", "billed_ms", "queued_ms", "micros", "dbu_micros")
+
+
+class Posted(msgspec.Struct, frozen=True, kw_only=True):
+    """An entry that was written.
+
+    Attributes:
+        seq: grows over all of them.
+        account_id: of `accounts.py`; the same for all entries of an attempt.
+        posted_ns: when it was written, nanoseconds since 1970.
+        queued_ms: how long the run waited for this attempt, wall time; on one row of an attempt, and negative where that
+            is taken back.
+    """
+
+    seq: int
+    run_id: str
+    fence: int
+    account_id: int
+    posted_ns: int
+    queued_ms: int
+    entry: Entry
+
+
+class Utilisation(msgspec.Struct, frozen=True, kw_only=True):
+    """What telemetry saw of an attempt's devices, by its receipt.
+
+    Attributes:
+        day: on which it ended.
+        gpu_ms: GPU-milliseconds that it used.
+        observed_ms: GPU-milliseconds that were looked at; `busy_ms` those in which a device worked.
+        peak_memory_bytes: the most of one device; None where that is not known.
+    """
+
+    day: int
+    gpus: int
+    gpu_ms: int
+    observed_ms: int
+    busy_ms: int
+    peak_memory_bytes: int | None
+
+
+class Sum(msgspec.Struct, frozen=True, kw_only=True):
+    """What entries of one account and day add up to.
+
+    Attributes:
+        unpriced_ms: GPU-milliseconds that are billed and have no price.
+        micros: of those that have one.
+    """
+
+    account_id: int
+    day: int
+    gpu_ms: int
+    billed_ms: int
+    unpriced_ms: int
+    queued_ms: int
+    micros: int
+    dbu_micros: int
+
+
+class New(msgspec.Struct, frozen=True, kw_only=True):
+    """Entries that are to be written of one attempt.
+
+    Attributes:
+        posted: what is there of it.
+        queued_ms: how long the run waited for the attempt.
+        entries: the next ones.
+    """
+
+    run_id: str
+    fence: int
+    account_id: int
+    posted: Sequence[Posted]
+    queued_ms: int
+    entries: Sequence[Entry]
+
+
+def insert(connection: sa.Connection, new: Sequence[New], *, at_ns: int) -> int:
+    """Write entries; return how many."""
+    rows = [row for one in new for row in _rows(one, at_ns)]
+    if rows:
+        connection.execute(charges.insert(), rows)
+    return len(rows)
+
+
+def _rows(new: New, at_ns: int) -> Iterable[dict[str, Any]]:
+    # What a row has of the wait, its reversal takes back, and the next row that holds has it then.
+    waits = {one.entry.line.day: one.queued_ms for one in new.posted if one.entry.kind is not EntryKind.REVERSAL}
+    total_ms = sum(one.queued_ms for one in new.posted)
+    for entry in new.entries:
+        is_reversal = entry.kind is EntryKind.REVERSAL
+        queued_ms = -waits.pop(entry.line.day, 0) if is_reversal else new.queued_ms - total_ms
+        if not is_reversal:
+            waits[entry.line.day] = queued_ms
+        total_ms += queued_ms
+        yield {
+            "run_id": new.run_id,
+            "fence": new.fence,
+            "number": entry.number,
+            "kind": entry.kind.value,
+            "provisional": entry.provisional,
+            "account_id": new.account_id,
+            "posted_ns": at_ns,
+            "queued_ms": queued_ms,
+            **msgspec.structs.asdict(entry.line),
+        }
+
+
+def of_attempts(connection: sa.Connection, gangs: Collection[Gang]) -> dict[Gang, list[Posted]]:
+    """Return the entries of attempts, each in its order; those without any are there, too."""
+    found: dict[Gang, list[Posted]] = {gang: [] for gang in gangs}
+    run_ids = sorted({run_id for run_id, _ in gangs})
+    for start in range(0, len(run_ids), _AT_ONCE):
+        query = sa.select(charges).where(charges.c.run_id.in_(run_ids[start : start + _AT_ONCE]))
+        for row in connection.execute(query.order_by(charges.c.run_id, charges.c.fence, charges.c.number)):
+            if (row.run_id, row.fence) in found:
+                found[row.run_id, row.fence].append(_from_row(row))
+    return found
+
+
+def of_run(connection: sa.Connection, run_id: str) -> dict[int, list[Posted]]:
+    """Return the entries of a run by the fence of the attempt."""
+    query = sa.select(charges).where(charges.c.run_id == run_id)
+    found: dict[int, list[Posted]] = {}
+    for row in connection.execute(query.order_by(charges.c.fence, charges.c.number)):
+        found.setdefault(row.fence, []).append(_from_row(row))
+    return found
+
+
+def after(connection: sa.Connection, seq: int, *, limit: int) -> list[Posted]:
+    """Return entries in the order in which they were written, from the one after `seq` on."""
+    query = sa.select(charges).where(charges.c.seq > seq).order_by(charges.c.seq).limit(limit)
+    return [_from_row(row) for row in connection.execute(query)]
+
+
+def newest_seq(connection: sa.Connection) -> int:
+    """Return the number of the last entry, 0 where there is none."""
+    return connection.scalar(sa.select(sa.func.max(charges.c.seq))) or 0
+
+
+def sums(
+    connection: sa.Connection, *, from_day: int = 0, until_day: int | None = None, after_seq: int = 0
+) -> list[Sum]:
+    """Return what entries add up to, by account and day.
+
+    Args:
+        connection: of any transaction; what is open is to be read in the same one, or an attempt counts twice.
+        from_day: days before it are left out.
+        until_day: this day, and those after it, are left out.
+        after_seq: entries up to this one are left out.
+    """
+    unpriced = sa.case((charges.c.micros.is_(None), charges.c.billed_ms), else_=0)
+    totals = [*(sa.func.sum(charges.c[name]) for name in _SUMMED), sa.func.sum(unpriced)]
+    query = sa.select(charges.c.account_id, charges.c.day, *totals).where(charges.c.day >= from_day)
+    if until_day is not None:
+        query = query.where(charges.c.day < until_day)
+    if after_seq:
+        query = query.where(charges.c.seq > after_seq)
+    # A sum of BIGINTs is a Decimal on PostgreSQL; of nothing but NULLs it is None.
+    rows = connection.execute(query.group_by(charges.c.account_id, charges.c.day))
+    return [
+        Sum(
+            account_id=row[0],
+            day=row[1],
+            **{name: int(value or 0) for name, value in zip((*_SUMMED, "unpriced_ms"), row[2:], strict=True)},
+        )
+        for row in rows
+    ]
+
+
+def is_provisional(connection: sa.Connection, run_id: str) -> bool:
+    """Return whether an entry of a run stands that says it may change."""
+    return any(standing(own) for own in of_run(connection, run_id).values())
+
+
+def standing(posted: Sequence[Posted]) -> bool:
+    """Return whether one of an attempt's entries stands that is provisional."""
+    open_days: dict[int, int] = {}
+    for one in posted:
+        if one.entry.provisional:
+            sign = -1 if one.entry.kind is EntryKind.REVERSAL else 1
+            open_days[one.entry.line.day] = open_days.get(one.entry.line.day, 0) + sign
+    return any(open_days.values())
+
+
+def put_utilisation(connection: sa.Connection, gang: Gang, *, account_id: int, seen: Utilisation) -> None:
+    """Write what telemetry saw of an attempt, in the place of what was written before."""
+    own = sa.and_(utilisations.c.run_id == gang[0], utilisations.c.fence == gang[1])
+    connection.execute(utilisations.delete().where(own))
+    row = {"run_id": gang[0], "fence": gang[1], "account_id": account_id, **msgspec.structs.asdict(seen)}
+    connection.execute(utilisations.insert(), row)
+
+
+def _from_row(row: sa.Row[Any]) -> Posted:
+    values = row._mapping
+    return Posted(
+        seq=row.seq,
+        run_id=row.run_id,
+        fence=row.fence,
+        account_id=row.account_id,
+        posted_ns=row.posted_ns,
+        queued_ms=row.queued_ms,
+        entry=Entry(
+            number=row.number,
+            kind=EntryKind(row.kind),
+            provisional=row.provisional,
+            line=Line(**{name: values[name] for name in _OF_LINE}),
+        ),
+    )

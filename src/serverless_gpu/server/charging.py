@@ -1,0 +1,330 @@
+"""The loop that charges: facts of attempts become entries of the ledger, which are only ever added to.
+
+    report, end, settlement ─▶ `attempts.uncharged`, in the same transaction ─▶ rings
+    settled and uncharged   ─▶ facts ─▶ lines (`counting.py`) ─▶ what is missing (`ledger.post`) ─▶ charges
+                                                                some attempts in each transaction ─┘
+    a day (UTC) is over     ─▶ the same for attempts that go on, but for their last day
+
+An attempt is charged when nothing more of it is awaited: one entry for each of its days. What goes on meanwhile is
+computed from its facts by whoever shows it. An attempt whose node fell silent is charged up to its last sign of life,
+provisionally; facts that come later are charged then, and what was provisional is taken back. When its run is about to
+be removed (`retention.py`), what is known is final.
+
+Charges are a function of facts, tariff and how the attempt ended, so nothing is lost with this process: what it has not
+written is `uncharged`, what it has written is not written again. Each report that brings facts of an attempt that has
+ended sets `attempts.uncharged`, also where it is set: on PostgreSQL one of the two is done again when they cross.
+
+Failure cases: killed anywhere (a transaction is whole or not there); the database is away (tried again); an attempt
+that cannot be charged, since a number of it is beyond all bounds (said in the log, left aside for a while, counted; the
+others are charged, and its run is kept).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import sqlalchemy as sa
+
+from serverless_gpu import faults
+from serverless_gpu.errors import InvalidValue
+from serverless_gpu.model.ledger import Entry, Fact, FactKind, Line, post
+from serverless_gpu.model.receipt import DeviceUse
+from serverless_gpu.server import accounts, attempts, charges, counting, facts, nodes, runs
+from serverless_gpu.server.attempts import Gang, StoredAttempt
+from serverless_gpu.server.charges import New, Posted, Utilisation
+from serverless_gpu.server.hub import CHARGED
+from serverless_gpu.server.services import Services
+
+EVERY_S = 5.0
+TURN_S = 60.0
+"""How often attempts are looked at again that went on at a turn of the day, and were not heard of since."""
+AT_ONCE = 64
+FACTS_AT_ONCE = 5_000
+"""Attempts, and facts of all of them together (or those of one), of one transaction: others write, too."""
+ASIDE_S = 600.0
+ASIDE_MAX = 1_000
+DAYS_MAX = 400
+"""An attempt that says that it used more days is left aside: nothing runs for so long, and a clock may be broken."""
+DAY_NS = 86_400_000_000_000
+_LIMIT = 1 << 62
+_log = logging.getLogger(__name__)
+
+
+class _Seen(msgspec.Struct, frozen=True):
+    """What is read here of a receipt (`model.receipt.Receipt`)."""
+
+    facts: int | None = None
+    uses: tuple[DeviceUse, ...] = ()
+
+
+class Charged(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of a transaction.
+
+    Attributes:
+        entries: how many were written.
+        failed: attempts that could not be charged, and why.
+    """
+
+    entries: int = 0
+    failed: Mapping[Gang, str] = {}
+
+
+class Charging:
+    """Charges what was used.
+
+    Args:
+        services: the server's.
+    """
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._aside: dict[Gang, int] = {}
+        self._day: int | None = None
+        self._turning: dict[Gang, int] = {}
+        self._turn_ns = 0
+
+    def tick(self, now_ns: int) -> int | None:
+        """Charge some of what is due; return when to look again.
+
+        Args:
+            now_ns: boottime, nanoseconds.
+        """
+        self._aside = {gang: until_ns for gang, until_ns in self._aside.items() if until_ns > now_ns}
+        due = self._due()
+        if due:
+            self._charge(due, now_ns)
+            faults.reach("after_charges_before_more")
+            return now_ns
+        if self._turn(now_ns):
+            return now_ns
+        return now_ns + round(EVERY_S * 1e9)
+
+    def _due(self) -> list[Gang]:
+        """Return attempts that are to be charged now, with not too many facts."""
+        limit = AT_ONCE + len(self._aside)
+
+        def work(connection: sa.Connection) -> tuple[list[Gang], Mapping[Gang, int]]:
+            due = [gang for gang in attempts.due(connection, limit=limit) if gang not in self._aside][:AT_ONCE]
+            return due, facts.counts(connection, due) if due else {}
+
+        due, counts = self._services.database.read(work)
+        return _some(due, counts)
+
+    def _turn(self, now_ns: int) -> bool:
+        """Charge days that are over of attempts that go on; return whether there are more."""
+        services = self._services
+        day = services.clock.wall_ns() // DAY_NS
+        if day != self._day:
+            going_on = services.database.read(lambda connection: attempts.going_on(connection, before_ns=day * DAY_NS))
+            self._day, self._turning, self._turn_ns = day, dict.fromkeys(going_on, -1), 0
+        if not self._turning or now_ns < self._turn_ns:
+            return False
+        counts = services.database.read(lambda connection: facts.counts(connection, list(self._turning)))
+        news = [gang for gang, seen in self._turning.items() if counts.get(gang, 0) != seen and gang not in self._aside]
+        some = _some(news[:AT_ONCE], counts)
+        if not some:
+            self._turn_ns = now_ns + round(TURN_S * 1e9)
+            return False
+        done = self._charge(some, now_ns)
+        for gang in some:
+            if gang in done:
+                self._turning.pop(gang, None)
+            else:
+                self._turning[gang] = counts.get(gang, 0)
+        return True
+
+    def _charge(self, gangs: Sequence[Gang], now_ns: int) -> frozenset[Gang]:
+        """Charge attempts; return those that need not be looked at for a day that is over."""
+        services = self._services
+        at_ns = services.clock.wall_ns()
+        final_before_ns = at_ns - round(services.settings.retention_s * 1e9)
+
+        def work(connection: sa.Connection) -> tuple[Charged, frozenset[Gang]]:
+            found = _load(connection, gangs, currency=services.settings.currency)
+            charged = charge(connection, found, at_ns=at_ns, final_before_ns=final_before_ns)
+            return charged, frozenset(gang for gang in gangs if gang not in found or found[gang].is_past(at_ns))
+
+        charged, past = services.database.write(work)
+        for (run_id, fence), why in charged.failed.items():
+            _log.error("attempt %s:%d cannot be charged: %s", run_id, fence, why)
+            services.measures.charge_failures.inc()
+            if len(self._aside) < ASIDE_MAX:
+                self._aside[run_id, fence] = now_ns + round(ASIDE_S * 1e9)
+        if charged.entries:
+            services.measures.charges.inc(charged.entries)
+            services.hub.touch(CHARGED)
+        return past
+
+
+class Due(msgspec.Struct, frozen=True, kw_only=True):
+    """An attempt, and all that its charges depend on.
+
+    Attributes:
+        queued_ms: how long the run waited for it.
+        seen: of its receipt; None where there is none.
+    """
+
+    attempt: StoredAttempt
+    account_id: int
+    queued_ms: int
+    facts: Sequence[Fact]
+    posted: Sequence[Posted]
+    seen: _Seen | None
+
+    @property
+    def gang(self) -> Gang:
+        """Return run and fence."""
+        return self.attempt.run_id, self.attempt.fence
+
+    def is_past(self, at_ns: int) -> bool:
+        """Return whether it was heard of on this day, or nothing more is to be heard: earlier days are charged."""
+        if self.attempt.settled_ns is not None:
+            return True
+        last = counting.on_our_calendar(self.attempt, self.facts)[-1:]
+        return bool(last) and last[0].wall_ns // DAY_NS >= at_ns // DAY_NS
+
+    def is_final(self, before_ns: int) -> bool:
+        """Return whether nothing more is awaited: it said that it is free, or all it had to say, or it is long ago."""
+        if not self.facts or self.facts[-1].kind is FactKind.FREED:
+            return True
+        told = self.seen.facts if self.seen is not None else None
+        is_whole = told is not None and len(self.facts) >= told
+        return is_whole or (self.attempt.ended_ns is not None and self.attempt.ended_ns < before_ns)
+
+
+def charge(connection: sa.Connection, due: Mapping[Gang, Due], *, at_ns: int, final_before_ns: int) -> Charged:
+    """Write what the ledger does not say yet of attempts.
+
+    Args:
+        connection: of a transaction that may write.
+        due: as it was read in this transaction.
+        at_ns: now, nanoseconds since 1970.
+        final_before_ns: what ended before this says no more.
+    """
+    new: list[New] = []
+    failed: dict[Gang, str] = {}
+    done: list[Gang] = []
+    for gang, one in due.items():
+        try:
+            lines = counting.used(one.attempt, one.facts)
+            entries = _missing(one, lines, final_before_ns=final_before_ns)
+            _check(lines, entries)
+        except (InvalidValue, ValueError, OverflowError) as error:
+            failed[gang] = str(error)
+            continue
+        if entries:
+            new.append(
+                New(
+                    run_id=gang[0],
+                    fence=gang[1],
+                    account_id=one.account_id,
+                    posted=one.posted,
+                    queued_ms=one.queued_ms,
+                    entries=entries,
+                )
+            )
+        if one.attempt.settled_ns is not None:
+            done.append(gang)
+            if one.seen is not None and lines:
+                seen = _utilisation(lines, one.seen.uses)
+                charges.put_utilisation(connection, gang, account_id=one.account_id, seen=seen)
+    written = charges.insert(connection, new, at_ns=at_ns)
+    attempts.charged(connection, done)
+    faults.reach("in_charging")
+    return Charged(entries=written, failed=failed)
+
+
+def _missing(one: Due, lines: Sequence[Line], *, final_before_ns: int) -> tuple[Entry, ...]:
+    posted = [each.entry for each in one.posted]
+    if one.attempt.settled_ns is None:  # its last day goes on
+        return post(posted, lines[:-1], final=True)
+    return post(posted, lines, final=one.is_final(final_before_ns))
+
+
+def _check(lines: Sequence[Line], entries: Sequence[Entry]) -> None:
+    """Refuse what no database takes.
+
+    Raises:
+        InvalidValue: a number is too large.
+    """
+    if len(lines) > DAYS_MAX:
+        raise InvalidValue(f"it is said to have used devices on {len(lines)} days")
+    for entry in entries:
+        for name, value in msgspec.structs.asdict(entry.line).items():
+            if value is not None and abs(value) >= _LIMIT:
+                raise InvalidValue(f"{name} of day {entry.line.day} would be {value}")
+
+
+def _utilisation(lines: Sequence[Line], uses: Sequence[DeviceUse]) -> Utilisation:
+    """Return what telemetry saw; a sample is about one second of one device."""
+    observed_ms = sum(max(0, use.samples) for use in uses if use.busy_percent is not None) * 1000
+    busy_ms = sum(round(max(0, use.samples) * 10 * use.busy_percent) for use in uses if use.busy_percent is not None)
+    peaks = [use.peak_memory_bytes for use in uses if use.peak_memory_bytes is not None]
+    return Utilisation(
+        day=lines[-1].day,
+        gpus=max(line.gpus for line in lines),
+        gpu_ms=sum(line.gpu_ms for line in lines),
+        observed_ms=min(observed_ms, _LIMIT),
+        busy_ms=min(busy_ms, observed_ms, _LIMIT),
+        peak_memory_bytes=min(max(peaks), _LIMIT) if peaks else None,
+    )
+
+
+def _load(connection: sa.Connection, gangs: Sequence[Gang], *, currency: str) -> dict[Gang, Due]:
+    """Return attempts with all that their charges depend on."""
+    run_ids = sorted({run_id for run_id, _ in gangs})
+    tries = attempts.of_runs(connection, run_ids)
+    asked = attempts.asked_ns(connection, run_ids)
+    known, posted = facts.of_attempts(connection, gangs), charges.of_attempts(connection, gangs)
+    receipts = attempts.receipts(connection, gangs)
+    found: dict[Gang, Due] = {}
+    for gang in gangs:
+        attempt = tries.get(gang)
+        if attempt is None:
+            continue
+        before = tries.get((gang[0], gang[1] - 1))
+        since_ns = asked[gang[0]] if before is None or before.ended_ns is None else before.ended_ns
+        found[gang] = Due(
+            attempt=attempt,
+            account_id=_account_id(connection, attempt, currency=currency),
+            queued_ms=max(0, attempt.created_ns - since_ns) // 1_000_000,
+            facts=known[gang],
+            posted=posted[gang],
+            seen=_seen(receipts.get(gang)),
+        )
+    return found
+
+
+def _account_id(connection: sa.Connection, attempt: StoredAttempt, *, currency: str) -> int:
+    """Return the account that was written when it was placed; one that has none, from a backup, gets it now."""
+    if attempt.account_id is not None:
+        return attempt.account_id
+    run, pool = runs.find(connection, attempt.run_id), nodes.pool_of(connection, attempt.node_id)
+    assert run is not None
+    account = accounts.of_run(connection, run, gpu_type=attempt.gpu_type, pool=pool, currency=currency)
+    number = accounts.ensure(connection, account)
+    attempts.note(connection, attempt.run_id, attempt.fence, account_id=number)
+    return number
+
+
+def _seen(receipt: str | None) -> _Seen | None:
+    if receipt is None:
+        return None
+    try:
+        return msgspec.json.decode(receipt, type=_Seen)
+    except msgspec.DecodeError:  # of another version: its facts say all the same
+        return _Seen()
+
+
+def _some(gangs: Sequence[Gang], counts: Mapping[Gang, int]) -> list[Gang]:
+    """Return the first of these attempts, so many that their facts are not too many; at least one."""
+    some: list[Gang] = []
+    left = FACTS_AT_ONCE
+    for gang in gangs:
+        left -= counts.get(gang, 0)
+        if some and left < 0:
+            break
+        some.append(gang)
+    return some

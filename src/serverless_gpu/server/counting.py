@@ -1,0 +1,53 @@
+"""What an attempt has used, as the server counts it: its facts, put on the server's calendar, at its own tariff.
+
+How long something took is the node's to say (boottime). On which day it was is not: a node whose clock has lost its
+battery would move what it used out of every report and budget. So an attempt's facts are moved as a whole, until user
+code begins when the server has written that it began (`attempts.started_ns`, which it has checked); without that,
+until the first fact is not older than the attempt, nor newer than its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from serverless_gpu.model.attempt import MEANINGS
+from serverless_gpu.model.ledger import Fact, FactKind, Line, lines
+from serverless_gpu.server.attempts import StoredAttempt
+
+OFF_NS = 1_000_000_000
+"""A clock that is off by less is as right as anybody needs to know on which day something was."""
+
+
+def used(attempt: StoredAttempt, facts: Sequence[Fact]) -> tuple[Line, ...]:
+    """Return what an attempt has used on each day, up to its last sign of life, and what that costs.
+
+    Args:
+        attempt: whose facts they are; how it ended decides whether they are billed.
+        facts: in the order of their numbers.
+
+    Raises:
+        InvalidValue: they are of several attempts, or contradict each other.
+    """
+    is_billed = attempt.reason is None or MEANINGS[attempt.reason].is_billed
+    return lines(on_our_calendar(attempt, facts), attempt.tariff, is_billed=is_billed)
+
+
+def on_our_calendar(attempt: StoredAttempt, facts: Sequence[Fact]) -> Sequence[Fact]:
+    """Return the facts with times of the server's calendar; as they are where their clock was right."""
+    if not facts:
+        return facts
+    by_ns = _off_ns(attempt, facts)
+    if abs(by_ns) < OFF_NS:
+        return facts
+    return [msgspec.structs.replace(fact, wall_ns=fact.wall_ns + by_ns) for fact in facts]
+
+
+def _off_ns(attempt: StoredAttempt, facts: Sequence[Fact]) -> int:
+    began = next((fact for fact in facts if fact.kind is FactKind.EXEC), None)
+    if began is not None and attempt.started_ns is not None:
+        return attempt.started_ns - began.wall_ns
+    first_ns = facts[0].wall_ns
+    latest_ns = first_ns if attempt.ended_ns is None else attempt.ended_ns
+    return max(attempt.created_ns, min(first_ns, latest_ns)) - first_ns

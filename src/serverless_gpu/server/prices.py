@@ -1,0 +1,89 @@
+"""Prices: the query room of the price book (`model/pricing.py`). What was in force is ended and never changed."""
+
+from __future__ import annotations
+
+import msgspec
+import sqlalchemy as sa
+
+from serverless_gpu.model import pricing
+from serverless_gpu.model.hardware import FAMILIES
+from serverless_gpu.model.pricing import CORE, MEMORY, Price, Tariff
+from serverless_gpu.server.tables import prices
+
+_OF_PRICE = Price.__struct_fields__
+
+
+class StoredPrice(msgspec.Struct, frozen=True, kw_only=True):
+    """A row of the book, and when it was written."""
+
+    price: Price
+    set_ns: int
+
+
+def every(connection: sa.Connection, *, from_ns: int = 0, limit: int | None = None) -> list[StoredPrice]:
+    """Return the rows that are in force at a moment or later, by resource, pool and time.
+
+    Args:
+        connection: of any transaction.
+        from_ns: rows that ended before it are left out.
+        limit: how many, at most.
+    """
+    lasting = sa.or_(prices.c.until_ns.is_(None), prices.c.until_ns > from_ns)
+    query = sa.select(prices).where(lasting).order_by(prices.c.resource, prices.c.pool, prices.c.from_ns)
+    rows = connection.execute(query if limit is None else query.limit(limit)).mappings()
+    return [StoredPrice(price=Price(**{name: row[name] for name in _OF_PRICE}), set_ns=row["set_ns"]) for row in rows]
+
+
+def of(connection: sa.Connection, resource: str, pool: str) -> list[Price]:
+    """Return all rows of one thing in one pool, by time."""
+    own = sa.and_(prices.c.resource == resource, prices.c.pool == pool)
+    return _read(connection, sa.select(prices).where(own).order_by(prices.c.from_ns))
+
+
+def count(connection: sa.Connection) -> int:
+    """Return how many rows there are."""
+    return connection.scalar(sa.select(sa.func.count()).select_from(prices)) or 0
+
+
+def tariff(connection: sa.Connection, gpu_type: str, pool: str, at_ns: int, currency: str) -> Tariff:
+    """Return what an attempt pays that is placed now.
+
+    Args:
+        connection: of the transaction that places it.
+        gpu_type: of its devices.
+        pool: of its node.
+        at_ns: when, nanoseconds since 1970.
+        currency: of the server.
+    """
+    families = [family for family, members in FAMILIES.items() if gpu_type in members]
+    wanted = sa.and_(
+        prices.c.resource.in_([gpu_type, *families, CORE, MEMORY]),
+        prices.c.pool.in_(["", pool]),
+        prices.c.from_ns <= at_ns,
+        sa.or_(prices.c.until_ns.is_(None), prices.c.until_ns > at_ns),
+    )
+    rows = _read(connection, sa.select(prices).where(wanted))
+    return pricing.tariff(rows, gpu_type=gpu_type, pool=pool, at_ns=at_ns, currency=currency)
+
+
+def insert(connection: sa.Connection, price: Price, *, at_ns: int) -> None:
+    """Write a row."""
+    connection.execute(prices.insert(), msgspec.structs.asdict(price) | {"set_ns": at_ns})
+
+
+def end(connection: sa.Connection, price: Price, *, until_ns: int) -> None:
+    """Say until when a row is in force."""
+    connection.execute(prices.update().where(_is(price)).values(until_ns=until_ns))
+
+
+def remove(connection: sa.Connection, price: Price) -> None:
+    """Take back a row that was never in force."""
+    connection.execute(prices.delete().where(_is(price)))
+
+
+def _read(connection: sa.Connection, query: sa.Select[tuple[object, ...]]) -> list[Price]:
+    return [Price(**{name: row[name] for name in _OF_PRICE}) for row in connection.execute(query).mappings()]
+
+
+def _is(price: Price) -> sa.ColumnElement[bool]:
+    return sa.and_(prices.c.resource == price.resource, prices.c.pool == price.pool, prices.c.from_ns == price.from_ns)
