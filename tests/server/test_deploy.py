@@ -29,6 +29,7 @@ EMPTY = Sample(
     free=1,
     drained=False,
     unchained=0,
+    uncharged=0,
     clock_off_s=0,
 )
 

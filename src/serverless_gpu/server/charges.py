@@ -28,8 +28,8 @@ class Posted(msgspec.Struct, frozen=True, kw_only=True):
         seq: grows over all of them.
         account_id: of `accounts.py`; the same for all entries of an attempt.
         posted_ns: when it was written, nanoseconds since 1970.
-        queued_ms: how long the run waited for this attempt, wall time; on one row of an attempt, and negative where that
-            is taken back.
+        queued_ms: how long the run waited for this attempt, wall time; on one row of an attempt, and negative where
+            that is taken back.
     """
 
     seq: int
