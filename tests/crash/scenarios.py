@@ -188,6 +188,18 @@ def starts_first(machine: Machine, place: str, where: Path) -> None:
     assert not left, f"files that nobody asks for stay: {left}"
 
 
+def is_charged(machine: Machine, place: str, where: Path) -> None:
+    """What was used is in the ledger once, whoever was killed while it was written."""
+    machine.arm(place)
+    run = submitted(machine, where, 1)
+    machine.wait_hit(place)
+    machine.recover()
+    assert run.results(WAIT_S) == [b"x"] and executions(where) == 1
+    wait_for(lambda: settled(machine, run) and not uncharged(machine), "it is charged", limit_s=WAIT_S)
+    own = [row for row in rows(machine, tables.charges) if row["run_id"] == run.id]
+    assert [(row["kind"], row["provisional"]) for row in own] == [("original", False)]
+
+
 def is_chained(machine: Machine, place: str, where: Path) -> None:
     """Rows of the audit are in its chain once, and it is whole."""
     with dying(machine, place, where, 1) as called:
@@ -350,6 +362,11 @@ def settled(machine: Machine, run: Run[bytes]) -> bool:
     return any(row["id"] == run.id and row["settled_ns"] is not None for row in rows(machine, tables.runs))
 
 
+def uncharged(machine: Machine) -> bool:
+    """Return whether an attempt is to be charged."""
+    return any(row["uncharged"] for row in rows(machine, tables.attempts))
+
+
 ELSEWHERE = {"after_reserve_is_given_back": "test_full_database.py"}
 """Places that are passed on a disk that is full only."""
 SCENARIOS = {
@@ -373,6 +390,8 @@ SCENARIOS = {
     "after_part_before_answer": Scenario(returns(LARGE_BYTES)),
     "after_parts_are_deleted": Scenario(collects),
     "after_rows_before_output": Scenario(expires),
+    "in_charging": Scenario(is_charged),
+    "after_charges_before_more": Scenario(is_charged),
     "before_backup_is_named": Scenario(is_backed_up),
     "before_restored_is_named": Scenario(is_restored, alone=True),
     "after_restore_is_settled": Scenario(starts_restored, alone=True),

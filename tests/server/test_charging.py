@@ -20,6 +20,7 @@ from serverless_gpu.server.accounts import Account
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.charging import DAY_NS, Charging
 from serverless_gpu.server.database import Database
+from serverless_gpu.server.retention import EVERY_S, Retention
 from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.attempts import Report
@@ -146,6 +147,25 @@ def test_an_attempt_whose_node_fell_silent_is_charged_provisionally_and_then_as_
     assert sum(provisional) == 0
     assert net(database, run_id, "gpu_ms") == 1_600_000
     assert net(database, run_id, "queued_ms") == 2_000
+
+
+def test_what_is_provisional_is_made_final_before_its_run_is_removed(
+    services: Services, database: Database, clock: FakeClock
+) -> None:
+    run_id = begun(database)
+    write_facts(database, run_id, used(run_id, seconds=600, until=FactKind.ALIVE))
+    tell(database, run_id, GivenUp(reason=Reason.NODE_GONE), at_ns=T0 + HOUR_S * S)
+    charge_all(services)
+    looking = Retention(services)
+    clock.advance(services.settings.retention_s + 2 * HOUR_S)
+    looking.tick(clock.boottime_ns())
+    assert len(rows(database, tables.runs)) == 1
+    charge_all(services)
+    assert [entry.provisional for entry in entries(database, run_id)] == [True, True, False]
+    clock.advance(EVERY_S)
+    looking.tick(clock.boottime_ns())
+    assert rows(database, tables.runs) == rows(database, tables.attempts) == []
+    assert net(database, run_id, "gpu_ms") == 1_200_000
 
 
 def test_days_that_are_over_are_charged_while_the_attempt_goes_on(

@@ -53,7 +53,7 @@ def add_ended(
     fact = Fact(
         attempt=f"{run_id}:{fence}",
         seq=1,
-        kind=FactKind.HELD,
+        kind=FactKind.FREED,
         boot_id="boot-1",
         boottime_ns=1,
         wall_ns=at_ns,
@@ -122,6 +122,7 @@ def test_a_run_with_an_earlier_attempt_that_is_not_settled_stays(
     looking.tick(clock.boottime_ns())
     assert left(database) == {run_id}
     database.write(lambda connection: transitions.settle(connection, run_id, 1, receipt="{}", at_ns=T0))
+    charge_all(services)
     clock.advance(EVERY_S)
     looking.tick(clock.boottime_ns())
     assert left(database) == set()
