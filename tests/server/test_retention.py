@@ -9,7 +9,7 @@ import pytest
 from serverless_gpu.model.attempt import Reason
 from serverless_gpu.model.ledger import Fact, FactKind
 from serverless_gpu.model.run_lifecycle import Ended, Started
-from serverless_gpu.server import audit, facts, files, retention, runs, tables, transitions
+from serverless_gpu.server import audit, facts, files, past_runs, retention, tables, transitions
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.files import StoredFile
 from serverless_gpu.server.retention import EVERY_S, FIRST_S, Retention
@@ -103,7 +103,7 @@ def test_what_waits_runs_or_is_not_settled_stays_however_old_it_is(
     unsettled = add_ended(services, database, days_ago=900, settled=False)
     looking.tick(clock.boottime_ns())
     assert left(database) == {waits, runs_on, unsettled}
-    assert database.read(lambda connection: runs.endings(connection, [waits, runs_on, unsettled, "none"])) == {
+    assert database.read(lambda connection: past_runs.endings(connection, [waits, runs_on, unsettled, "none"])) == {
         waits: None,
         runs_on: None,
         unsettled: None,

@@ -26,6 +26,7 @@ from serverless_gpu.server import (
     liveness,
     logs,
     orders,
+    past_runs,
     reconciler,
     reporting,
     retention,
@@ -176,7 +177,7 @@ def _removed_without_a_word() -> AbstractContextManager[Any]:
     def silent(connection: sa.Connection, run_id: str, *, at_ns: int) -> None:
         for room in (events, files, facts, orders, attempts):
             room.remove(connection, run_id)
-        runs.remove(connection, run_id)
+        past_runs.remove(connection, run_id)
 
     return mock.patch.object(retention, "_remove_rows", silent)
 

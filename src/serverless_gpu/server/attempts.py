@@ -232,10 +232,10 @@ def charge_again(connection: sa.Connection, run_id: str) -> None:
 
 
 def asked_ns(connection: sa.Connection, run_ids: Sequence[str]) -> dict[str, int]:
-    """Return since when runs wait, or waited for their first attempt."""
-    query = sa.select(runs.c.id, runs.c.queued_ns)
+    """Return when runs were asked for: since then they waited for their first attempt."""
+    query = sa.select(runs.c.id, runs.c.created_ns)
     portions = (connection.execute(query.where(runs.c.id.in_(some))) for some in _portions(list(run_ids)))
-    return {run_id: queued_ns for rows in portions for run_id, queued_ns in rows}
+    return {run_id: asked_ns for rows in portions for run_id, asked_ns in rows}
 
 
 def receipts(connection: sa.Connection, gangs: Collection[Gang]) -> dict[Gang, str]:

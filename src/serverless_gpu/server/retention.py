@@ -26,7 +26,7 @@ import sqlalchemy as sa
 
 from serverless_gpu import faults
 from serverless_gpu.model.retention import HOUR_NS, Entry, Policy, to_delete
-from serverless_gpu.server import attempts, audit, charges, events, facts, files, orders, runs
+from serverless_gpu.server import attempts, audit, charges, events, facts, files, orders, past_runs, runs
 from serverless_gpu.server.audit import Action
 from serverless_gpu.server.secret_keeping import remove_replaced
 from serverless_gpu.server.services import Services
@@ -83,7 +83,9 @@ class Retention:
         """Remove runs that ended longer ago than they are kept; return how many there were."""
         services = self._services
         before_ns = services.clock.wall_ns() - round(services.settings.retention_s * 1e9)
-        old = services.database.read(lambda connection: runs.over(connection, ended_before_ns=before_ns, limit=AT_ONCE))
+        old = services.database.read(
+            lambda connection: past_runs.over(connection, ended_before_ns=before_ns, limit=AT_ONCE)
+        )
         for run_id in old:
             self._remove(run_id)
         if old:
@@ -101,7 +103,7 @@ class Retention:
         """Remove output without a run, and the oldest until the rest fits."""
         services = self._services
         sizes = services.logs.run_sizes()  # before the database is asked: a run is there before its output
-        ended = services.database.read(lambda connection: runs.endings(connection, list(sizes)))
+        ended = services.database.read(lambda connection: past_runs.endings(connection, list(sizes)))
         for run_id in sizes.keys() - ended.keys():
             services.logs.remove(run_id)
         entries = [Entry(run_id=run_id, ended_ns=ended[run_id], size_bytes=sizes[run_id]) for run_id in ended]
@@ -138,7 +140,7 @@ def _remove_rows(connection: sa.Connection, run_id: str, *, at_ns: int) -> None:
         return
     for room in (events, files, facts, orders, attempts):
         room.remove(connection, run_id)
-    if runs.remove(connection, run_id):
+    if past_runs.remove(connection, run_id):
         detail = {"owner": run.owner, "name": run.name, "state": run.state, "ended_ns": run.ended_ns}
         audit.record(
             connection, who=audit.SERVER, action=Action.RUN_EXPIRE, subject=run_id, now_ns=at_ns, detail=detail

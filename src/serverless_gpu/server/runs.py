@@ -184,16 +184,6 @@ _NAMES = [name for name in StoredRun.__struct_fields__ if name != "attempt"]
 _COLUMNS: Sequence[sa.ColumnElement[typing.Any]] = [
     runs.c[f"{name}_json" if name in _JSON else name] for name in _NAMES
 ]
-_UNSETTLED = sa.exists().where(  # or not charged yet
-    attempts_table.c.run_id == runs.c.id,
-    sa.or_(attempts_table.c.settled_ns.is_(None), attempts_table.c.uncharged),
-)
-_OVER = sa.and_(
-    runs.c.state.in_([state.value for state in TERMINAL]),
-    runs.c.ended_ns.is_not(None),
-    runs.c.settled_ns.is_not(None),
-    sa.not_(_UNSETTLED),
-)
 _CURRENT = sa.and_(attempts_table.c.run_id == runs.c.id, attempts_table.c.fence == runs.c.fence)
 _SELECT = sa.select(*_COLUMNS, *attempts.COLUMNS).select_from(
     runs.outerjoin(attempts_table, _CURRENT).outerjoin(nodes, nodes.c.id == attempts_table.c.node_id)
@@ -460,30 +450,6 @@ def settle(connection: sa.Connection, run_id: str, fence: int, *, at_ns: int) ->
     last = sa.and_(runs.c.id == run_id, runs.c.fence == fence, runs.c.settled_ns.is_(None))
     ended = runs.c.state.in_([state.value for state in TERMINAL])
     return connection.execute(runs.update().where(last, ended).values(settled_ns=at_ns)).rowcount == 1
-
-
-def over(connection: sa.Connection, *, ended_before_ns: int, limit: int) -> list[str]:
-    """Return runs that ended before a moment and of which nothing more will come, those that ended first first.
-
-    Args:
-        ended_before_ns: nanoseconds since 1970.
-        limit: how many at most.
-    """
-    query = sa.select(runs.c.id).where(_OVER, runs.c.ended_ns < ended_before_ns)
-    return list(connection.execute(query.order_by(runs.c.ended_ns, runs.c.id).limit(limit)).scalars())
-
-
-def endings(connection: sa.Connection, run_ids: Sequence[str]) -> dict[str, int | None]:
-    """Return, of those runs that exist, when they ended; None where something may still come."""
-    query = sa.select(runs.c.id, runs.c.ended_ns, _OVER)
-    portions = (run_ids[start : start + _AT_ONCE] for start in range(0, len(run_ids), _AT_ONCE))
-    rows = (row for some in portions for row in connection.execute(query.where(runs.c.id.in_(some))))
-    return {run_id: ended_ns if over else None for run_id, ended_ns, over in rows}
-
-
-def remove(connection: sa.Connection, run_id: str) -> bool:
-    """Remove a run of which nothing more will come and nothing else is left; return whether it was there."""
-    return connection.execute(runs.delete().where(runs.c.id == run_id, _OVER)).rowcount == 1
 
 
 def _from_row(row: Sequence[typing.Any]) -> StoredRun:

@@ -1,0 +1,49 @@
+"""Runs of which nothing more comes: ended, all their attempts settled, and all that those used in the ledger.
+
+Part of the query room of runs (`runs.py`), for whoever removes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import sqlalchemy as sa
+
+from serverless_gpu.model.attempt import TERMINAL
+from serverless_gpu.server.tables import attempts, runs
+
+_AT_ONCE = 500
+_UNSETTLED = sa.exists().where(
+    attempts.c.run_id == runs.c.id,
+    sa.or_(attempts.c.settled_ns.is_(None), attempts.c.uncharged),
+)
+_OVER = sa.and_(
+    runs.c.state.in_([state.value for state in TERMINAL]),
+    runs.c.ended_ns.is_not(None),
+    runs.c.settled_ns.is_not(None),
+    sa.not_(_UNSETTLED),
+)
+
+
+def over(connection: sa.Connection, *, ended_before_ns: int, limit: int) -> list[str]:
+    """Return runs that ended before a moment and of which nothing more will come, those that ended first first.
+
+    Args:
+        ended_before_ns: nanoseconds since 1970.
+        limit: how many at most.
+    """
+    query = sa.select(runs.c.id).where(_OVER, runs.c.ended_ns < ended_before_ns)
+    return list(connection.execute(query.order_by(runs.c.ended_ns, runs.c.id).limit(limit)).scalars())
+
+
+def endings(connection: sa.Connection, run_ids: Sequence[str]) -> dict[str, int | None]:
+    """Return, of those runs that exist, when they ended; None where something may still come."""
+    query = sa.select(runs.c.id, runs.c.ended_ns, _OVER)
+    portions = (run_ids[start : start + _AT_ONCE] for start in range(0, len(run_ids), _AT_ONCE))
+    rows = (row for some in portions for row in connection.execute(query.where(runs.c.id.in_(some))))
+    return {run_id: ended_ns if over else None for run_id, ended_ns, over in rows}
+
+
+def remove(connection: sa.Connection, run_id: str) -> bool:
+    """Remove a run of which nothing more will come and nothing else is left; return whether it was there."""
+    return connection.execute(runs.delete().where(runs.c.id == run_id, _OVER)).rowcount == 1
