@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from benchmarks import decisions, environments, ray_rows, remote_rows, replays, shares, tracking_rows
+from benchmarks import charges, decisions, environments, ray_rows, remote_rows, replays, shares, tracking_rows
 from benchmarks.contestants import ContestantFailed
 from benchmarks.databases import THREADS, WRITES
 from benchmarks.load import rows as load_rows
@@ -318,6 +318,7 @@ ROWS: dict[str, Callable[[bool], Row]] = {
     **ray_rows.ROWS,
     **replays.ROWS,
     **shares.ROWS,
+    **charges.ROWS,
     **decisions.ROWS,
     **load_rows.ROWS,
 }
