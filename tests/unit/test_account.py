@@ -310,7 +310,7 @@ def test_what_came_after_the_grace_is_not_billed_and_the_receipt_says_so(tmp_pat
     cancelled = msgspec.structs.replace(ENDED, state=State.CANCELLED, reason=Reason.CANCELLED)
     receipt = account.receipt(cancelled, DEVICES, FREE, ())
     assert (receipt.gpu_ms, receipt.micros) == (34_000, 24_000_000)
-    assert "not billed: 10.0 GPU-seconds: what came after the time that its ranks had to end in" in receipt.text()
+    assert "not billed: 10.0 GPU-seconds: after the grace that its ranks had" in receipt.text()
 
 
 # --- the gate in words -----------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from serverless_gpu.node.protocol import Launch, Stopped
 
 ALIVE_S = 60.0
 """Between two signs of life among the facts, where nothing else happens."""
-_AFTER_GRACE = "what came after the time that its ranks had to end in"
+_AFTER_GRACE = "after the grace that its ranks had"
 
 
 class Account:
