@@ -67,6 +67,7 @@ def take(home: Home, order: Start, profile: Path) -> tuple[Path, Remote] | None:
         world_size=order.world_size,
         partition_grace_s=order.partition_grace_s,
         owner=order.owner,
+        tariff=order.tariff or UNPRICED,
     )
     shutil.rmtree(home.attempt(order.run_id, order.fence), ignore_errors=True)
     directory = home.make_attempt(order.run_id, order.fence)
