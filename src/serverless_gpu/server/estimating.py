@@ -1,6 +1,7 @@
-"""When would a run start? Checked as one that is asked for, answered by whoever decides the queue, and forgotten.
+"""When would a run start, and what would it cost? Checked as one that is asked for, answered, and forgotten.
 
-    spec, target ─▶ is it possible? ─▶ a run that is in no database ─▶ what it wants ─▶ `Planner.estimate`
+    spec, target ─▶ is it possible? ─▶ its policy ─▶ a run that is in no database ─▶ what it wants ─▶ `Planner.estimate`
+                                                                                  └▶ prices of what it may get ─▶ cost
 
 What would refuse the run refuses the question. What would keep it waiting whatever is free (the server starts nothing,
 its owner may start nothing) is the answer.
@@ -8,15 +9,17 @@ its owner may start nothing) is the answer.
 
 from __future__ import annotations
 
+import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.ambient import new_run_id
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.scheduling.values import Estimate
 from serverless_gpu.model.spec import Command, Function, Kernel, check_command
-from serverless_gpu.server import allowing, draining, owners, past, runs, submitting
+from serverless_gpu.server import allowing, costing, draining, owners, past, runs, submitting
 from serverless_gpu.server.allowing import Allowed
 from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.costing import Wish
 from serverless_gpu.server.runs import NewRun, StoredRun
 from serverless_gpu.server.services import Services
 from serverless_gpu.server.wanting import Past, wanted
@@ -24,7 +27,7 @@ from serverless_gpu.wire.estimates import EstimateRequest, EstimateView, estimat
 
 
 def estimate(services: Services, who: Caller, request: EstimateRequest) -> EstimateView:
-    """Return when a run would start if it were asked for now; nothing of it is kept.
+    """Return when a run would start if it were asked for now, and what it would cost; nothing of it is kept.
 
     Args:
         services: the server's.
@@ -53,10 +56,21 @@ def estimate(services: Services, who: Caller, request: EstimateRequest) -> Estim
         return allowed, _held(connection, who), past.expected_s(connection, who.name, request.spec.name)
 
     allowed, held, expected_s = services.database.read(work)
-    if held:
-        return estimate_view(Estimate(at_ns=None, basis=held), now_ns)
     asked = wanted(_imagined(who, request, allowed, now_ns), Past(expected_s=expected_s), now_ns=now_ns)
-    return estimate_view(services.sentences.estimate(asked), now_ns)
+    found = Estimate(at_ns=None, basis=held) if held else services.sentences.estimate(asked)
+    wish = Wish(spec=allowed.spec, pool=allowed.pool, node=found.node, expected_s=expected_s, limit=_limit(allowed))
+    currency = services.settings.currency
+    cost = services.database.read(
+        lambda connection: costing.estimate(connection, wish, now_ns=now_ns, currency=currency)
+    )
+    return msgspec.structs.replace(estimate_view(found, now_ns), cost=cost, policy=allowed.spec.policy or "")
+
+
+def _limit(allowed: Allowed) -> str:
+    """Return what it is that limits how long the run takes at a time."""
+    if not allowed.spec.is_capped:
+        return "timeout"
+    return f"the longest time of policy {allowed.spec.policy!r}" if allowed.policy.max_run_s is not None else "max_run"
 
 
 def _held(connection: sa.Connection, who: Caller) -> str:

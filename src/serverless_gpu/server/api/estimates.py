@@ -1,4 +1,4 @@
-"""The route of `wire/estimates.py`: when would a run start?"""
+"""The route of `wire/estimates.py`: when would a run start, and what would it cost?"""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ SPEC_BYTES_MAX = 1 << 20
 # Whoever may ask for a run may ask when it would start; who else has what is said in the answer.
 @routes.post("/estimates", needs=writing("runs"), limit=SPEC_BYTES_MAX)
 def make_estimate(call: Call, body: EstimateRequest) -> EstimateView:
-    """Say when a run would start if it were asked for now; nothing of it is kept."""
+    """Say when a run would start if it were asked for now, and what it would cost; nothing of it is kept."""
     return estimating.estimate(call.services, call.who, body)

@@ -12,13 +12,15 @@ from starlette.responses import Response
 from serverless_gpu.errors import InvalidValue, NotFound
 from serverless_gpu.model import access
 from serverless_gpu.model.attempt import TERMINAL, State
-from serverless_gpu.server import attempts, files, outputs, runs, stopping, submitting, views
+from serverless_gpu.model.cost import Cost
+from serverless_gpu.server import attempts, costing, files, outputs, runs, stopping, submitting, views
 from serverless_gpu.server.api.ranges import part_of
 from serverless_gpu.server.api.routing import EVENTS, Bytes, Call, Query, Routes, Stream, reading, writing
 from serverless_gpu.server.runs import StoredRun
 from serverless_gpu.server.sentences import NOTHING
 from serverless_gpu.server.watching import Look, Position, Watch, parse_offsets, parse_ranks
 from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX, PAGE_DEFAULT, PAGE_MAX
+from serverless_gpu.wire.costs import CostView
 from serverless_gpu.wire.runs import (
     AcceptedMessage,
     AttemptList,
@@ -39,7 +41,7 @@ Fence = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
 class RunsQuery(Query, frozen=True, kw_only=True):
-    """Which runs; `state` and `tag` (``key=value``) may name several, with commas."""
+    """Which runs; `state` and `tag` (``key=value``) may name several, with commas; `costs`: with what they cost."""
 
     state: Label = ""
     owner: Label = ""
@@ -48,6 +50,7 @@ class RunsQuery(Query, frozen=True, kw_only=True):
     tag: Annotated[str, msgspec.Meta(max_length=1024)] = ""
     limit: Annotated[int, msgspec.Meta(ge=1, le=PAGE_MAX)] = PAGE_DEFAULT
     cursor: Label = ""
+    costs: bool = False
 
 
 class WatchQuery(Query, frozen=True, kw_only=True):
@@ -93,8 +96,15 @@ def list_runs(call: Call, query: RunsQuery) -> RunPage:
         seen_by=None if call.reach == access.Reach.ALL else call.who.name,
         teams=call.who.teams if call.reach == access.Reach.TEAM else (),
     )
-    found, cursor = _read(call, lambda db: runs.page(db, wished, limit=query.limit, cursor=query.cursor))
-    return RunPage(runs=tuple(_view(call, run) for run in found), cursor=cursor)
+    now_ns = call.services.clock.wall_ns()
+
+    def work(db: sa.Connection) -> tuple[list[StoredRun], str, dict[str, Cost]]:
+        found, cursor = runs.page(db, wished, limit=query.limit, cursor=query.cursor)
+        return found, cursor, costing.costs_of(db, found, now_ns=now_ns) if query.costs else {}
+
+    found, cursor, costs = _read(call, work)
+    told = tuple(CostView(id=run_id, cost=cost) for run_id, cost in costs.items())
+    return RunPage(runs=tuple(_view(call, run) for run in found), cursor=cursor, costs=told)
 
 
 @routes.get("/runs/{run}", needs=reading("runs"))
@@ -126,6 +136,17 @@ def list_attempts(call: Call, run: str) -> AttemptList:
         return AttemptList(attempts=tuple(views.attempt_view(attempt) for attempt in attempts.of_run(db, run)))
 
     return _read(call, work)
+
+
+@routes.get("/runs/{run}/cost", needs=reading("runs"))
+def read_cost(call: Call, run: str) -> CostView:
+    """Say what a run used so far, over all of its attempts, and what that costs."""
+    now_ns = call.services.clock.wall_ns()
+
+    def work(db: sa.Connection) -> Cost:
+        return costing.cost_of(db, _visible(call, db, run), now_ns=now_ns)
+
+    return CostView(id=run, cost=_read(call, work))
 
 
 @routes.get("/runs/{run}/logs/{rank}/{stream}", needs=reading("runs"))

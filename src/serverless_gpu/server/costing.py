@@ -1,0 +1,186 @@
+"""What runs cost by now, and what one would: read from the ledger, and from the facts that it does not have yet.
+
+    attempt ─┬─ charged ──────────────▶ its entries ──┐
+             └─ goes on, or uncharged ─▶ its facts ───┴─▶ lines ─▶ `model.cost.together` ─▶ Cost
+                                         up to the last sign of life
+
+    what is wanted ─▶ devices that could serve it, with the prices in force now ─▶ the node it would start on, or the
+                      dearest of them ─▶ `model.cost.estimated` ─▶ CostEstimate
+
+Failure cases: facts that contradict each other (the attempt counts as nothing, as in the ledger, which says so); a run
+of which no node is known that could serve it has no price, and the words say so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+import sqlalchemy as sa
+
+from serverless_gpu.errors import InvalidValue
+from serverless_gpu.model.attempt import TERMINAL, State
+from serverless_gpu.model.cost import Cost, CostEstimate, Devices, Lasting, Used, estimated, together
+from serverless_gpu.model.facts import Fact, FactKind
+from serverless_gpu.model.hardware import CPU, census, matches
+from serverless_gpu.model.ledger import Line
+from serverless_gpu.model.spec import RunSpec
+from serverless_gpu.server import attempts, charges, counting, facts, nodes, pools, prices
+from serverless_gpu.server.attempts import StoredAttempt
+from serverless_gpu.server.charges import Posted
+from serverless_gpu.server.pools import RESERVED
+from serverless_gpu.server.runs import StoredRun
+
+_MS_NS = 1_000_000
+ADVICE = "`sgpu price set {name} …` sets one"
+
+
+def cost_of(connection: sa.Connection, run: StoredRun, *, now_ns: int) -> Cost:
+    """Return what a run used so far, over all of its attempts, and what that costs.
+
+    Args:
+        connection: of a transaction that reads: ledger and facts are to be of one moment.
+        run: the run.
+        now_ns: nanoseconds since 1970.
+    """
+    tried = attempts.of_run(connection, run.id)
+    posted = charges.of_run(connection, run.id)
+    used = [_used(connection, run, attempt, posted.get(attempt.fence, ())) for attempt in tried]
+    waits_ns = now_ns - run.queued_ns if run.state is State.QUEUED else 0
+    return together(used, waits_ms=max(0, waits_ns) // _MS_NS, is_final=run.state in TERMINAL and run.finished)
+
+
+def costs_of(connection: sa.Connection, found: Iterable[StoredRun], *, now_ns: int) -> dict[str, Cost]:
+    """Return what runs used so far, by their identifiers."""
+    return {run.id: cost_of(connection, run, now_ns=now_ns) for run in found}
+
+
+def _used(connection: sa.Connection, run: StoredRun, attempt: StoredAttempt, posted: Sequence[Posted]) -> Used:
+    """Return what one attempt used: as the ledger says, or as facts do that are not in it yet."""
+    is_charged = attempt.ended_ns is not None and not attempt.uncharged
+    queued_ms = sum(one.queued_ms for one in posted)
+    if not posted and attempt.fence == run.fence:
+        queued_ms = max(0, attempt.created_ns - run.queued_ns) // _MS_NS
+    return Used(
+        lines=tuple(one.entry.line for one in posted) if is_charged else _lines(connection, attempt),
+        currency=attempt.tariff.currency,
+        gpu_type=attempt.gpu_type,
+        queued_ms=queued_ms,
+        is_final=is_charged and not charges.standing(posted),
+    )
+
+
+def _lines(connection: sa.Connection, attempt: StoredAttempt) -> tuple[Line, ...]:
+    told = facts.ends_of_attempt(connection, attempt.run_id, attempt.fence)
+    try:
+        return counting.used(attempt, with_sign_of_life(attempt, told))
+    except InvalidValue:
+        return ()
+
+
+def with_sign_of_life(attempt: StoredAttempt, told: Sequence[Fact]) -> Sequence[Fact]:
+    """Return the facts of an attempt that goes on with one more: it was alive when it was heard of last.
+
+    Args:
+        attempt: whose facts they are.
+        told: in the order of their numbers.
+    """
+    began = next((fact for fact in told if fact.kind is FactKind.EXEC), None)
+    if attempt.ended_ns is not None or attempt.started_ns is None or began is None:
+        return told
+    last = told[-1]
+    heard_ns = began.boottime_ns + attempt.lease_ns - attempt.started_ns
+    if last.kind is FactKind.FREED or last.boot_id != began.boot_id or heard_ns <= last.boottime_ns:
+        return told
+    alive = msgspec.structs.replace(
+        last,
+        seq=last.seq + 1,
+        kind=FactKind.ALIVE,
+        boottime_ns=heard_ns,
+        wall_ns=last.wall_ns + heard_ns - last.boottime_ns,
+    )
+    return [*told, alive]
+
+
+# --- before it runs ---------------------------------------------------------------------------------------------------
+
+
+class Wish(msgspec.Struct, frozen=True, kw_only=True):
+    """A run that is not there.
+
+    Attributes:
+        spec: what it asks for, with what its policy adds.
+        pool: where it goes; "" for any on-demand one.
+        node: where it would start, by name, or "".
+        expected_s: how long it is likely to have its devices.
+        limit: what limits how long it takes at a time.
+    """
+
+    spec: RunSpec
+    pool: str
+    node: str = ""
+    expected_s: float | None = None
+    limit: str = "timeout"
+
+
+def estimate(connection: sa.Connection, wish: Wish, *, now_ns: int, currency: str) -> CostEstimate:
+    """Return what a run would cost.
+
+    Args:
+        connection: of a transaction that reads.
+        wish: the run.
+        now_ns: nanoseconds since 1970.
+        currency: of the server.
+    """
+    spec = wish.spec
+    lasting = Lasting(
+        limit_s=spec.limit_s,
+        limit=wish.limit,
+        expected_s=wish.expected_s,
+        tries=1 + spec.retries,
+        resumes=spec.resume,
+    )
+    places = _places(connection, wish)
+    if not places:
+        return CostEstimate(currency=currency, basis="no node that has joined could serve it")
+    wanted = spec.resources
+    found = [
+        Devices(
+            gpu_type=gpu_type,
+            count=count,
+            cpus=wanted.cpus or 0,
+            memory_bytes=wanted.memory_bytes or 0,
+            tariff=prices.tariff(connection, gpu_type, pool, now_ns, currency),
+        )
+        for gpu_type, pool, count in places
+    ]
+    costs = [estimated(each, lasting, advice=ADVICE.format(name=each.gpu_type)) for each in found]
+    # Without a price first: nobody may take the price of another pool for what it costs at most.
+    dearest = max(costs, key=lambda cost: (cost.micros_per_hour is None, cost.micros_per_hour or 0))
+    if len({cost.micros_per_hour for cost in costs}) == 1:
+        return dearest
+    return msgspec.structs.replace(dearest, basis=f"{dearest.basis}; the dearest of what it may get")
+
+
+def _places(connection: sa.Connection, wish: Wish) -> list[tuple[str, str, int]]:
+    """Return the types, pools and numbers of devices that a run may get: of the node where it would start, else of
+    every node that could serve it.
+    """
+    wanted = wish.spec.resources
+    reserved = {pool.name for pool in pools.every(connection) if pool.kind == RESERVED}
+    found: dict[str, set[tuple[str, str, int]]] = {}
+    for node in nodes.every(connection):
+        is_open = node.pool == wish.pool if wish.pool else node.pool not in reserved
+        if not is_open and node.name != wish.node:  # it may borrow in a reserved pool
+            continue
+        total, _ = census(node.hello.devices, node.unavailable)
+        for gpu_type, there in total.items():
+            own = node.hello.own_types
+            fits = matches(wanted.gpu_type, gpu_type, own) if wanted.gpu_type is not None else gpu_type != CPU
+            count = there if wanted.gpus is None else wanted.gpus
+            if fits and 0 < count <= there:
+                found.setdefault(node.name, set()).add((gpu_type, node.pool, count))
+    chosen = found.get(wish.node) or set().union(*found.values())
+    if not chosen and wanted.gpus is not None and wanted.gpu_type is not None:
+        return [(wanted.gpu_type, wish.pool, wanted.gpus)]  # nothing that is there has as many, but the price is known
+    return sorted(chosen)

@@ -1,0 +1,217 @@
+"""What runs cost by now, and what one would: from the ledger, from facts beyond it, from the price book."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from serverless_gpu.errors import NotFound
+from serverless_gpu.model.attempt import Reason
+from serverless_gpu.model.cost import Cost, CostEstimate
+from serverless_gpu.model.facts import FactKind
+from serverless_gpu.model.hardware import Device, DeviceKind
+from serverless_gpu.model.pricing import Price
+from serverless_gpu.model.run_lifecycle import GivenUp, Started
+from serverless_gpu.model.spec import Resources, RunSpec
+from serverless_gpu.server import attempts, costing, prices, runs, tables
+from serverless_gpu.server.costing import Wish
+from serverless_gpu.server.database import Database
+from serverless_gpu.server.services import Services
+from serverless_gpu.testing import FakeClock
+from serverless_gpu.wire.agents import AgentHello
+from serverless_gpu.wire.costs import CostView
+from serverless_gpu.wire.runs import RunPage
+from tests.server.charged import charge_all
+from tests.server.made import made_services
+from tests.server.served import Served
+from tests.server.stored import T0, S, add_node, add_people, add_run, place, tell
+from tests.server.test_charging import begun, end, fact, used, write_facts
+
+HOUR_S = 3_600
+
+
+@pytest.fixture
+def services(database: Database, tmp_path: Path) -> Services:
+    add_people(database, "alice")
+    add_node(database)
+    return made_services(database, tmp_path, clock=FakeClock(wall_ns=T0))
+
+
+def cost(database: Database, run_id: str, *, now_ns: int = T0 + HOUR_S * S) -> Cost:
+    def read(connection: Any) -> Cost:
+        run = runs.find(connection, run_id)
+        assert run is not None
+        return costing.cost_of(connection, run, now_ns=now_ns)
+
+    return database.read(read)
+
+
+# --- by now -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_waits_has_waited_and_used_nothing(services: Services, database: Database) -> None:
+    run_id = add_run(database)
+    found = cost(database, run_id, now_ns=T0 + 90 * S)
+    assert (found.micros, found.gpu_ms, found.queued_ms, found.attempts) == (None, 0, 90_000, 0)
+    assert not found.is_final and str(found) == "nothing used · so far"
+
+
+def test_what_goes_on_counts_up_to_when_it_was_heard_of_last(services: Services, database: Database) -> None:
+    run_id = begun(database)
+    write_facts(database, run_id, used(run_id, seconds=0)[:2])
+    assert cost(database, run_id).gpu_ms == 0
+    database.write(lambda connection: attempts.note(connection, run_id, 1, lease_ns=T0 + 45 * S))
+    found = cost(database, run_id)
+    assert (found.gpu_ms, found.micros, found.is_final) == (90_000, 90_000, False)
+    # A fact that is newer than the lease that was written says more; one that is older does not take anything back.
+    write_facts(database, run_id, [fact(run_id, 2, FactKind.ALIVE, T0 + 60 * S)])
+    assert cost(database, run_id).gpu_ms == 120_000
+    write_facts(database, run_id, [fact(run_id, 3, FactKind.FREED, T0 + 61 * S)])
+    database.write(lambda connection: attempts.note(connection, run_id, 1, lease_ns=T0 + 90 * S))
+    assert cost(database, run_id).gpu_ms == 122_000
+
+
+def test_before_and_after_it_is_charged_a_run_costs_the_same(services: Services, database: Database) -> None:
+    run_id = begun(database)
+    write_facts(database, run_id, used(run_id, seconds=HOUR_S))
+    end(database, run_id, at_ns=T0 + HOUR_S * S)
+    before = cost(database, run_id)
+    charge_all(services)
+    after = cost(database, run_id)
+    assert (after.micros, after.gpu_ms, after.queued_ms) == (7_200_000, 7_200_000, 2_000)
+    assert after == msgspec.structs.replace(before, is_final=True)
+    assert after.is_final and not before.is_final
+
+
+def test_signs_of_life_of_a_week_are_not_read(services: Services, database: Database) -> None:
+    run_id = begun(database)
+    alive = [fact(run_id, 2 + minute, FactKind.ALIVE, T0 + 60 * minute * S) for minute in range(1, 1_000)]
+    write_facts(database, run_id, [*used(run_id, seconds=0)[:2], *alive])
+    read = database.read(lambda connection: costing.facts.ends_of_attempt(connection, run_id, 1))
+    assert len(read) == 100 and [one.seq for one in read] == sorted(one.seq for one in read)
+    assert cost(database, run_id).gpu_ms == 2 * 999 * 60_000
+
+
+def test_what_the_platform_lost_is_counted_and_costs_nothing(services: Services, database: Database) -> None:
+    run_id = begun(database, retry_on_infra=True)
+    write_facts(database, run_id, used(run_id, seconds=600, until=FactKind.ALIVE))
+    tell(database, run_id, GivenUp(reason=Reason.NODE_GONE), at_ns=T0 + 900 * S)
+    charge_all(services)
+    place(database, run_id, at_ns=T0 + 1_000 * S)
+    tell(database, run_id, Started(), at_ns=T0 + 1_010 * S, exec_ns=T0 + 1_010 * S)
+    found = cost(database, run_id)
+    assert (found.attempts, found.gpu_ms, found.billed_ms, found.micros) == (2, 1_200_000, 0, 0)
+    assert found.amount() == "0.00 USD" and not found.is_final
+
+
+def test_of_whom_one_may_not_see_the_run_one_learns_no_cost(server: Served) -> None:
+    with pytest.raises(NotFound):
+        server.connection().ask("GET", "/runs/01ARZ3NDEKTSV4RRFFQ69G5FAV/cost", answer=CostView)
+
+
+def test_a_page_of_runs_says_what_each_costs_if_that_is_asked_for(server: Served) -> None:
+    connection = server.connection()
+    assert connection.ask("GET", "/runs?costs=true", answer=RunPage) == RunPage(runs=())
+
+
+# --- before it runs ---------------------------------------------------------------------------------------------------
+
+
+def add_devices(database: Database, name: str, pool: str, gpu_type: str, count: int) -> None:
+    """Write a node with devices, in a pool."""
+    devices = tuple(
+        Device(uuid=f"{name}-{index}", index=index, type=gpu_type, memory_bytes=80 << 30, kind=DeviceKind.FAKE)
+        for index in range(count)
+    )
+    hello = AgentHello(
+        name=name,
+        machine=name,
+        boot_id="b",
+        version="1",
+        protocol=2,
+        python="3.11",
+        platform="linux-x86_64",
+        devices=devices,
+    )
+    node = {
+        "id": name,
+        "name": name,
+        "machine": name,
+        "boot_id": "b",
+        "principal": "alice",
+        "pool": pool,
+        "hello_json": msgspec.json.encode(hello).decode(),
+        "seen_ns": T0,
+    }
+    database.write(lambda connection: connection.execute(tables.nodes.insert(), node))
+
+
+@pytest.fixture
+def book(database: Database) -> None:
+    """Write prices, and nodes: two H100 in each of two on-demand pools, an A10, and eight H100 that are reserved."""
+    pools = [("dear", "on-demand"), ("cheap", "on-demand"), ("own", "reserved")]
+    add_people(database, "alice")
+    told = [{"name": name, "kind": kind, "created_ns": T0} for name, kind in pools]
+    database.write(lambda connection: connection.execute(tables.pools.insert(), told))
+    for node, pool, gpu_type, count in (
+        ("n2", "dear", "H100", 2),
+        ("n3", "cheap", "H100", 2),
+        ("n4", "cheap", "A10", 1),
+        ("n5", "own", "H100", 8),
+    ):
+        add_devices(database, node, pool, gpu_type, count)
+    own = [
+        Price(resource="H100", micros_per_hour=3_000_000),
+        Price(resource="H100", pool="cheap", micros_per_hour=2_000_000),
+        Price(resource="H100", pool="own", micros_per_hour=1_000_000),
+        Price(resource="core", micros_per_hour=40_000),
+    ]
+
+    def write(connection: Any) -> None:
+        for price in own:
+            prices.insert(connection, price, at_ns=T0)
+
+    database.write(write)
+
+
+def would_cost(database: Database, *, pool: str = "", node: str = "", **spec: Any) -> CostEstimate:
+    asked = RunSpec(remote=True, **{"resources": Resources(gpus=2, gpu_type="H100"), **spec})
+    wish = Wish(spec=asked, pool=pool, node=node)
+    return database.read(lambda connection: costing.estimate(connection, wish, now_ns=T0, currency="EUR"))
+
+
+_WISHES: list[tuple[dict[str, Any], int | None]] = [
+    ({"pool": "cheap"}, 4_000_000),
+    ({"pool": "own"}, 2_000_000),
+    ({"node": "n3"}, 4_000_000),
+    ({"node": "n2"}, 6_000_000),
+    ({}, 6_000_000),  # nobody knows where yet: the dearest
+    ({"node": "n5"}, 2_000_000),  # what it borrows in a reserved pool
+    ({"node": "n2", "resources": Resources(gpus=None, gpu_type="H100", cpus=10)}, 6_400_000),
+    ({"pool": "cheap", "resources": Resources(gpus=99, gpu_type="H100")}, 198_000_000),
+    ({"resources": Resources(gpus=1, gpu_type="A10")}, None),
+    ({"resources": Resources(gpus=1)}, None),  # an A10 would do, which has no price: nobody is told less than it is
+    ({"resources": Resources(gpus=1, gpu_type="B200")}, None),
+]
+
+
+@pytest.mark.usefixtures("book")
+def test_the_price_is_that_of_the_devices_it_would_get(database: Database) -> None:
+    found = [(asked, would_cost(database, **asked).micros_per_hour) for asked, _ in _WISHES]
+    assert found == _WISHES
+
+
+@pytest.mark.usefixtures("book")
+def test_an_estimate_says_what_it_rests_on(database: Database) -> None:
+    found = would_cost(database, timeout_s=1_800.0, max_run_s=600.0, retries=1)
+    assert (found.at_timeout_micros, found.currency) == (2_000_000, "EUR")
+    assert found.basis == (
+        "2 H100 × 3.00 EUR = 6.00 EUR an hour; timeout 10 min 00 s in each of up to 2 attempts; "
+        "of its name too few runs have ended well to say how long it takes; the dearest of what it may get"
+    )
+    unpriced = would_cost(database, resources=Resources(gpus=1, gpu_type="A10"))
+    assert "1 A10, unpriced (`sgpu price set A10 …` sets one)" in unpriced.basis
+    assert would_cost(database, resources=Resources()).text().startswith("unknown: ")
