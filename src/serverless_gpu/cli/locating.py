@@ -23,8 +23,9 @@ from serverless_gpu.node.home import Home
 from serverless_gpu.node.remote import FILE
 
 if TYPE_CHECKING:
+    from serverless_gpu.model.cost import Cost
     from serverless_gpu.wire.connection import Connection
-    from serverless_gpu.wire.runs import RunView
+    from serverless_gpu.wire.runs import RunPage, RunView
 
 PAGE = 500
 _ID_CHARACTERS = 26
@@ -54,13 +55,18 @@ def server_runs(home: Home, *, limit: int, state: str = "") -> tuple[RunView, ..
         limit: how many at most.
         state: only those in it; "" for all.
     """
+    page = _page(home, {"limit": str(min(limit, PAGE))} | ({"state": state} if state else {}))
+    return () if page is None else page.runs
+
+
+def server_costs(home: Home, *, limit: int, state: str = "") -> tuple[tuple[RunView, ...], dict[str, Cost]]:
+    """Return the server's latest runs as `server_runs` does, and what each has cost, by its identifier."""
+    query = {"limit": str(min(limit, PAGE))} | ({"state": state} if state else {})
     try:
-        return _listed(home, limit=limit, state=state)
-    except ServerNotConfigured:
-        return ()
-    except ServerProblem as error:
-        say(f"sgpu: {error.message}; this is what is here", err=True)
-        return ()
+        page = _page(home, query | {"costs": "true"})
+    except InvalidValue:  # of an earlier version, which knows no such question
+        page = _page(home, query)
+    return ((), {}) if page is None else (page.runs, {each.id: each.cost for each in page.costs})
 
 
 def locate(home: Home, wanted: str | None) -> Located:
@@ -123,12 +129,18 @@ def _asked(connection: Connection, text: str) -> tuple[RunView, ...]:
     return latest
 
 
-def _listed(home: Home, *, limit: int, state: str) -> tuple[RunView, ...]:
-    connection = connect(find_profile(home.root, os.environ))
+def _page(home: Home, query: dict[str, str]) -> RunPage | None:
     try:
-        query = {"limit": str(min(limit, PAGE))} | ({"state": state} if state else {})
-        page = connection.ask("GET", "/runs", answer=load("serverless_gpu.wire.runs").RunPage, query=query)
-        runs: tuple[RunView, ...] = page.runs
-        return runs
-    finally:
-        connection.close()
+        connection = connect(find_profile(home.root, os.environ))
+        try:
+            found: RunPage = connection.ask(
+                "GET", "/runs", answer=load("serverless_gpu.wire.runs").RunPage, query=query
+            )
+        finally:
+            connection.close()
+    except ServerNotConfigured:
+        return None
+    except ServerProblem as error:
+        say(f"sgpu: {error.message}; this is what is here", err=True)
+        return None
+    return found

@@ -11,16 +11,19 @@ import msgspec
 from serverless_gpu.ambient import SystemClock, format_moment, format_utc
 from serverless_gpu.cli.choosing import queued_runs, this_home
 from serverless_gpu.cli.columns import columns
-from serverless_gpu.cli.locating import PAGE, locate, own_runs, server_runs
+from serverless_gpu.cli.locating import PAGE, locate, own_runs, server_costs, server_runs
 from serverless_gpu.cli.output import print_json, say
 from serverless_gpu.cli.server import runs as remote
 from serverless_gpu.cli.uses import sampled_uses, use_lines
 from serverless_gpu.client.attaching import attach
+from serverless_gpu.client.costs import cost_here
 from serverless_gpu.client.outcome import ending_text, reached_s
 from serverless_gpu.client.run import Run
 from serverless_gpu.client.tracked import from_directory
 from serverless_gpu.errors import ServerlessGpuError
 from serverless_gpu.model.attempt import TERMINAL, State
+from serverless_gpu.model.cost import Cost
+from serverless_gpu.model.receipt import Receipt
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.history import (
     FUNCTION,
@@ -56,9 +59,10 @@ def runs(limit: int, state: str | None, size: bool, as_json: bool) -> None:
     records = (read_run(home.runs, run_id, queued) for run_id in own_runs(home))
     own = list(islice((record for record in records if state in (None, record.state)), limit))
     asked = "" if state in (NOT_STARTED, UNREADABLE) else state or ""
-    views = server_runs(home, limit=limit, state=asked) if asked or state is None else ()
+    views, costs = server_costs(home, limit=limit, state=asked) if asked or state is None else ((), {})
     if as_json:
-        found = [_as_json(home, record, size=size) for record in own] + [remote.as_json(view) for view in views]
+        found = [_as_json(home, record, size=size) for record in own]
+        found += [remote.as_json(view, costs.get(view.id)) for view in views]
         print_json(sorted(found, key=lambda run: str(run["id"]), reverse=True)[:limit])
         return
     if not own and not views:
@@ -66,7 +70,7 @@ def runs(limit: int, state: str | None, size: bool, as_json: bool) -> None:
         return
     head = ["RUN", "NAME", "STATE", "STARTED", "TOOK", "DEVICES", "WHERE", "USED"]
     rows = [[*_row(record, home, size=size)] for record in own]
-    rows += [[*remote.row(view), *(["-"] if size else []), "-"] for view in views]
+    rows += [[*remote.row(view), *(["-"] if size else []), _used_text(costs.get(view.id))] for view in views]
     if size:
         head.insert(-1, "SIZE")
     for line in columns([head, *sorted(rows, reverse=True)[:limit]]):
@@ -174,8 +178,17 @@ def _row(record: Record, home: Home, *, size: bool = False) -> list[str]:
         _devices_text(record),
         "here",
         *([format_bytes(size_on_disk(home.runs / record.run_id))] if size else []),
-        "-" if record.receipt is None else record.receipt.used_text(),
+        record.receipt.used_text() if record.receipt is not None else _used_text(_cost_so_far(home, record)),
     ]
+
+
+def _cost_so_far(home: Home, record: Record) -> Cost | None:
+    """Return what a run that goes on has used by now; None for any other."""
+    return cost_here(home.runs / record.run_id, SystemClock()) if record.live else None
+
+
+def _used_text(cost: Cost | None) -> str:
+    return "-" if cost is None or not cost.gpu_ms else cost.used_text()
 
 
 def _took_ms(record: Record) -> int | None:
@@ -214,6 +227,9 @@ def _story(home: Home, record: Record) -> str:
     if record.stopped is not None and record.stopped.state is not State.SUCCEEDED:
         limit_s = reached_s(record.stopped, record.spec)
         parts += ["", ending_text(record.stopped, record.directory, record.run_id, limit_s)]
+    cost = _cost_so_far(home, record) if record.receipt is None else None
+    if cost is not None and cost.gpu_ms:
+        parts.append(f"cost: {cost}")
     if record.receipt is not None:
         parts += ["", "receipt:", *(f"  {line}" for line in record.receipt.text().splitlines()[1:])]
     link = _link(record)
@@ -267,7 +283,7 @@ def _files(record: Record) -> list[tuple[str, int]]:
 
 
 def _as_json(home: Home, record: Record, *, size: bool) -> dict[str, object]:
-    receipt = record.receipt
+    receipt, cost = record.receipt, _cost_so_far(home, record) if record.receipt is None else None
     row: dict[str, object] = {
         "id": record.run_id,
         "kind": record.kind,
@@ -282,13 +298,15 @@ def _as_json(home: Home, record: Record, *, size: bool) -> dict[str, object]:
         "ranks": record.world_size,
         "gpu_type": receipt.gpu_type if receipt is not None else None,
         "devices": list(receipt.gpus) if receipt is not None else None,
-        "gpu_ms": receipt.gpu_ms if receipt is not None else None,
-        "micros": receipt.micros if receipt is not None else None,
-        "currency": receipt.currency if receipt is not None else None,
+        **_spent(receipt or cost),
         "directory": str(record.directory),
         "problem": record.problem,
     }
     return row | ({"size_bytes": size_on_disk(home.runs / record.run_id)} if size else {})
+
+
+def _spent(said: Receipt | Cost | None) -> dict[str, object]:
+    return {name: getattr(said, name, None) for name in ("gpu_ms", "micros", "currency")}
 
 
 def _details(record: Record) -> dict[str, object]:

@@ -75,6 +75,11 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
             return units.format_micros(self.micros, self.currency)
         return "unpriced" if self.billed_ms else "nothing to pay" if self.gpu_ms else "nothing used"
 
+    def used_text(self) -> str:
+        """Return the time and the money as a receipt does, and whether more may come: for a column of a table."""
+        money = "" if self.micros is None else f", {self.amount()}"
+        return f"{self._used(self.gpu_ms)}{money}{'' if self.is_final else ' so far'}"
+
     def rows(self) -> dict[str, str]:
         """Return what there is to say, by label; what is nothing is left out."""
         not_billed_ms = self.gpu_ms - self.billed_ms

@@ -24,6 +24,7 @@ from serverless_gpu.node.history import read_ending
 from serverless_gpu.units import format_bytes, format_duration_ms
 
 if TYPE_CHECKING:
+    from serverless_gpu.model.cost import Cost
     from serverless_gpu.wire.runs import AttemptList, FileList, RunView
     from serverless_gpu.wire.waiting import WaitView
 
@@ -52,7 +53,7 @@ def devices_text(view: RunView) -> str:
     return f"{count or 'all'} {noun}" + ("s" if kind == CPU and count != 1 else "")
 
 
-def as_json(view: RunView) -> dict[str, object]:
+def as_json(view: RunView, cost: Cost | None = None) -> dict[str, object]:
     """Return a run for machines, with the names that local runs have."""
     return {
         "id": view.id,
@@ -68,6 +69,7 @@ def as_json(view: RunView) -> dict[str, object]:
         "ranks": view.spec.processes(view.world_size) if view.world_size else 0,
         "gpus": view.world_size,
         "gpu_type": view.gpu_type or None,
+        **{name: getattr(cost, name, None) for name in ("gpu_ms", "micros", "currency")},
         "owner": view.owner,
         "team": view.team,
         "pool": view.pool,
@@ -82,11 +84,13 @@ def as_json(view: RunView) -> dict[str, object]:
 def details(view: RunView) -> dict[str, object]:
     """Return everything about a run, for machines."""
     files, attempts = _asked(view)
-    return as_json(view) | {
+    cost = _cost(view)
+    return as_json(view, cost) | {
         "spec": view.spec,
         "attempts": attempts.attempts,
         "files": [{"name": file.name, "size_bytes": file.size} for file in files.files],
         "receipt": _receipt(view),
+        "cost": cost,
         "failure": failure_text(view),
     }
 
@@ -99,12 +103,17 @@ def story(view: RunView) -> Iterator[str]:
     if view.sentence:
         yield sentence_of(view)
     cluster = "" if view.spec.ray is None else f", {view.spec.ray.text()}"
-    yield f"asked for: {devices_text(view)}{cluster}, by {view.owner}" + (f" for {view.team}" if view.team else "")
+    whose = f"by {view.owner}" + (f" for {view.team}" if view.team else "")
+    policy = f", under policy {view.spec.policy}" if view.spec.policy else ""
+    yield f"asked for: {devices_text(view)}{cluster}, {whose}{policy}"
     if view.waiting is not None and view.waiting.at_ns is not None:
         yield f"starts: {moment_of(view.waiting)}"
     started = view.started_ns or view.created_ns
     took = "" if view.started_ns is None else f" · took {format_duration_ms(_took_ms(view))}"
     yield f"{'submitted' if view.started_ns is None else 'started'}: {format_moment(started)}{took}"
+    cost = _cost(view)
+    if cost is not None and cost.gpu_ms:
+        yield f"cost: {cost}"
     if len(attempts.attempts) > 1 or any(each.sentence for each in attempts.attempts):
         for each in attempts.attempts:
             why = "" if each.reason is None else f" · {each.reason.value}"
@@ -116,12 +125,12 @@ def story(view: RunView) -> Iterator[str]:
         yield from ("", *failure.splitlines())
     receipt = _receipt(view)
     if receipt is not None:
-        whose = (
+        which = (
             "receipt"
             if view.state in TERMINAL and len(attempts.attempts) == 1
             else f"receipt of attempt {receipt.fence}"
         )
-        yield from ("", f"{whose}:", *(f"  {line}" for line in receipt.text().splitlines()[1:]))
+        yield from ("", f"{which}:", *(f"  {line}" for line in receipt.text().splitlines()[1:]))
         if uses := use_lines(receipt.uses):
             yield from ("", "devices:", *(f"  {line}" for line in uses))
     yield from ("", f"files on the server: {format_bytes(sum(file.size for file in files.files))}")
@@ -146,6 +155,17 @@ def _receipt(view: RunView) -> Receipt | None:
             return connection.ask("GET", f"/runs/{view.id}/receipt", answer=Receipt)
         except NotFound:
             return None
+
+
+def _cost(view: RunView) -> Cost | None:
+    """Return what the server says a run has cost; None from one of an earlier version."""
+    wire = load("serverless_gpu.wire.costs")
+    with server() as connection:
+        try:
+            found: Cost = connection.ask("GET", f"/runs/{view.id}/cost", answer=wire.CostView).cost
+        except NotFound:
+            return None
+    return found
 
 
 def _asked(view: RunView) -> tuple[FileList, AttemptList]:
