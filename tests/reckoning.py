@@ -62,13 +62,15 @@ def _all(connection: sa.Connection, is_over: bool) -> Iterator[str]:
     facts: dict[tuple[str, int], list[Row]] = defaultdict(list)
     for row in _rows(connection, tables.facts):
         facts[row["run_id"], row["fence"]].append(json.loads(row["fact_json"]))
+    for some in facts.values():
+        some.sort(key=lambda fact: int(fact["seq"]))
     for gang, own in entries.items():
         yield from (f"I7 charges of {gang[0]}:{gang[1]}: {wrong}" for wrong in _books(own))
     for gang, attempt in attempts.items():
         name, own = f"{gang[0]}:{gang[1]}", entries.get(gang, [])
         yield from (f"I7 charges of {name}: {wrong}" for wrong in _account(runs[gang[0]], attempt, own))
-        if attempt["ended_ns"] is None:
-            continue
+        if attempt["settled_ns"] is None:
+            continue  # it is charged when nothing more is awaited of it
         if attempt["uncharged"]:
             if is_over:
                 yield f"I7 charges of {name}: they are due, and all is over"
@@ -141,11 +143,16 @@ def _account(run: Row, attempt: Row, own: Sequence[Row]) -> Iterator[str]:
 
 
 def _amount(attempt: Row, facts: Sequence[Row], own: Sequence[Row]) -> Iterator[str]:
-    """What an attempt that is over used and costs, against its facts and its tariff."""
-    for name in AMOUNTS:
+    """What an attempt that is settled used and costs, against its facts and its tariff.
+
+    Nothing provisional stands once its node has said everything.
+    """
+    known = json.loads(attempt["receipt_json"] or "{}").get("facts")
+    is_whole = not facts or facts[-1]["kind"] == "freed" or (known is not None and len(facts) >= known)
+    for name in AMOUNTS if is_whole else ():
         left = sum(row[name] or 0 for row in own if row["provisional"])
         if left:
-            yield f"it is over, and {name} of its provisional rows adds up to {left}"
+            yield f"it is settled, and {name} of its provisional rows adds up to {left}"
     summed = {name: sum(row[name] or 0 for row in own) for name in AMOUNTS}
     used_ms, counted_ms = used(facts)
     if summed["gpu_ms"] != used_ms:

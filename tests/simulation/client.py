@@ -39,6 +39,8 @@ SECRET = "hunter2-of-alice"
 _AGAIN_S = 1.5
 _MISSING = "\n— ".encode()
 _LOOK_S = 8.0
+REFUSALS = ("policy_violation", "budget_exhausted")
+"""What a run is not taken for, as its client is told."""
 
 
 class Wrong(AssertionError):
@@ -53,14 +55,16 @@ class Client:
         end: how the run ended, once that was said.
         settled: whether everything was said and read.
         cancelled: whether a stop was answered with success.
+        refused: why the run was not taken, where money or a policy forbade it.
     """
 
     def __init__(
-        self, time: Timeline, network: Network, run_id: str, rng: random.Random, *, long: bool = False
+        self, time: Timeline, network: Network, run_id: str, rng: random.Random, *, long: bool = False, tag: str = ""
     ) -> None:
         self.time, self.network, self.run_id = time, network, run_id
         self.link = Link(f"client of {run_id}")
         self.acknowledged = self.settled = self.cancelled = self.expired = False
+        self.refused = ""
         self.end: tuple[State, Reason] | None = None
         self._asks_to_stop = False
         self._seq = 0
@@ -74,12 +78,18 @@ class Client:
                 resources=Resources(gpus=gpus, gpu_type="H100"),
                 retries=rng.choice([0, 1, 2]),
                 resume=rng.random() < 0.4 or long,
+                tags={"project": tag} if tag else {},
             ),
             target=TARGET,
             context=msgspec.Raw(b'{"variables": {"PASSWORD": "' + SECRET.encode() + b'"}}'),
             call=b"call of " + run_id.encode(),
         )
         self._submit()
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether nothing more comes of it."""
+        return self.settled or self.expired or bool(self.refused)
 
     def stop(self, why: StopReason = StopReason.CANCEL) -> None:
         """Ask the run to stop, until that is answered."""
@@ -118,6 +128,9 @@ class Client:
             self._watch()
 
         def failed(error: ServerlessGpuError) -> None:
+            if error.code in REFUSALS:
+                self.refused = error.message
+                return
             if not error.retryable and not isinstance(error, ServerStorageFull):
                 raise Wrong(f"the submit of {self.run_id} was refused: {error!r}")
             self.time.after(_AGAIN_S, self._submit)

@@ -8,6 +8,7 @@ import random
 import msgspec
 
 from serverless_gpu import faults
+from tests.simulation.timeline import EPOCH_S
 
 STEPS = 60
 """Steps of a plan when nobody says how many."""
@@ -33,7 +34,18 @@ TROUBLES: dict[str, int] = {
     "engine refuses": 2,
 }
 """What can go wrong, and how often beside the others."""
-
+MONEY: dict[str, int] = {
+    "set a price": 4,
+    "end a price": 1,
+    "set a budget": 5,
+    "raise a budget": 2,
+    "delete a budget": 1,
+    "set a policy": 3,
+    "detach a policy": 1,
+}
+"""What people decide about money meanwhile."""
+MONTH_ENDS_S = 1_801_440_000.0
+"""2027-02-01, a Monday: a month, a week and a day end with the same moment."""
 
 STORIES: dict[str, tuple[tuple[float, str, int | None], ...]] = {
     "the answers of a node come late, then none": (
@@ -75,7 +87,8 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         after_s: so long after the step before.
-        what: a trouble, a step of a story, or "submit", "cancel", "preempt", "drain", "drain a node".
+        what: a trouble, a step of a story, or "submit", "cancel", "preempt", "drain", "drain a node",
+            one of `MONEY`.
         which: number of the node, the run, the place …; taken modulo how many there are.
         amount: between 0 and 1: how long, how far, how much.
     """
@@ -97,6 +110,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         grace_s: how long attempts may go on alone.
         retention_s: after how long a run that ended goes.
         mixes: whether requests are served in between each other.
+        epoch_s: when it begins, seconds since 1970; in half of all plans a month and a week end in the middle of it.
+        spends: whether there are prices, and perhaps budgets and policies.
     """
 
     seed: int
@@ -104,6 +119,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     retention_s: float
     mixes: bool
     steps: tuple[Step, ...]
+    epoch_s: float = EPOCH_S
+    spends: bool = False
 
 
 def draw(seed: int, steps: int = STEPS) -> Plan:
@@ -126,12 +143,16 @@ def draw(seed: int, steps: int = STEPS) -> Plan:
         start = rng.randint(2, max(2, steps - len(story)))
         drawn[start : start + len(story)] = story
     drawn = _with_drains(random.Random(f"drains {seed}"), drawn)
+    money = random.Random(f"money {seed}")
+    spends = money.random() < 0.5
     return Plan(
         seed=seed,
         grace_s=rng.choice([12.0, 30.0]),
         retention_s=rng.choice([40.0, 1e9, 1e9, 1e9]),
         mixes=rng.random() < 0.5,
-        steps=tuple(drawn),
+        steps=tuple(_with_money(money, drawn) if spends else drawn),
+        epoch_s=MONTH_ENDS_S - money.uniform(5.0, 90.0) if money.random() < 0.5 else EPOCH_S,
+        spends=spends,
     )
 
 
@@ -141,6 +162,16 @@ def _with_drains(rng: random.Random, drawn: list[Step]) -> list[Step]:
         return drawn
     for _ in range(rng.randint(1, 3)):
         drawn.insert(rng.randint(2, len(drawn)), _step(rng, rng.choice([0.05, 2.0]), "drain a node", None))
+    return drawn
+
+
+def _with_money(rng: random.Random, drawn: list[Step]) -> list[Step]:
+    """Return the steps with some in between that decide about money; the first price comes before the first run."""
+    kinds = rng.sample(sorted(MONEY), rng.randint(1, len(MONEY)))
+    drawn = [_step(rng, 0.1, "set a price", None), *drawn]
+    for _ in range(rng.randint(1, 6)):
+        what = rng.choices(kinds, [MONEY[kind] for kind in kinds])[0]
+        drawn.insert(rng.randint(1, len(drawn)), _step(rng, rng.choice([0.05, 0.5, 2.0]), what, None))
     return drawn
 
 

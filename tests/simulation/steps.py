@@ -9,17 +9,15 @@ from serverless_gpu.engines.base import Impossible, Waiting
 from serverless_gpu.errors import NotFound
 from serverless_gpu.model.attempt import StopReason
 from serverless_gpu.server import operating, ruling
-from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.ruling import Asked
 from serverless_gpu.wire.nodes import NodeDrainRequest
 from tests.simulation.client import Client
 from tests.simulation.network import Link
 from tests.simulation.node import MOMENTS, Node
 from tests.simulation.plan import PLACES, Step
+from tests.simulation.spending import MONEY_STEPS, PROJECTS
 from tests.simulation.storage import Killed
-from tests.simulation.world import OF_THE_ENGINE, World
-
-ROOT = Caller(name="root", role="admin")
+from tests.simulation.world import OF_THE_ENGINE, ROOT, World
 
 
 def _node(world: World, step: Step) -> Node:
@@ -28,13 +26,20 @@ def _node(world: World, step: Step) -> Node:
 
 def _submit(world: World, step: Step) -> None:
     rng = random.Random(f"client {world.plan.seed} {step.which}")
-    world.clients.append(Client(world.time, world.network, world.new_run_id(), rng))
+    tag = _tag(world, step)
+    world.clients.append(Client(world.time, world.network, world.new_run_id(), rng, tag=tag))
 
 
 def _submit_long(world: World, step: Step) -> None:
     run_id, rng = world.new_run_id(), random.Random(f"client {world.plan.seed} {step.which}")
     world.long.add(run_id)
-    world.clients.append(Client(world.time, world.network, run_id, rng, long=True))
+    tag = _tag(world, step)
+    world.clients.append(Client(world.time, world.network, run_id, rng, long=True, tag=tag))
+
+
+def _tag(world: World, step: Step) -> str:
+    """Return which project a run is for, where that matters."""
+    return ("", *PROJECTS)[step.which % 3] if world.plan.spends else ""
 
 
 def _stop(why: StopReason) -> Callable[[World, Step], None]:
@@ -279,4 +284,5 @@ DO: dict[str, Callable[[World, Step], None]] = {
     "drain a node": _drain_node,
     "engine loses a node": _lose,
     "engine refuses": _refuse,
+    **MONEY_STEPS,
 }

@@ -16,6 +16,7 @@ import msgspec
 from serverless_gpu.model.attempt import MEANINGS, STOPPED_BY, Failure, Reason, State, StopReason
 from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.model.ledger import Fact, FactKind, charge
+from serverless_gpu.model.pricing import UNPRICED
 from serverless_gpu.model.receipt import Receipt, Segments
 from serverless_gpu.node.protocol import Stopped
 from serverless_gpu.wire.agents import Start
@@ -23,6 +24,8 @@ from tests.simulation.timeline import S, Timeline, WrongClock
 
 Gang = tuple[str, int]
 _ALIVE_S = 10.0
+_GRACE_MS = 3_000
+"""What counts after a stop that was asked for; some gangs take longer."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -107,6 +110,9 @@ class Kept:
         """Write the receipt."""
         assert self.stopped is not None
         order = self.order
+        tariff = order.tariff or UNPRICED
+        is_billed = MEANINGS[self.stopped.reason].is_billed
+        charged = charge(self.facts, gpu_type=order.gpu_type, tariff=tariff, is_billed=is_billed)
         self.receipt = Receipt(
             run_id=order.run_id,
             fence=order.fence,
@@ -116,9 +122,9 @@ class Kept:
             gpus=gpus,
             kind=DeviceKind.FAKE,
             segments=Segments(),
-            gpu_ms=charge(self.facts, gpu_type=order.gpu_type).gpu_ms,
-            micros=None,
-            currency="USD",
+            gpu_ms=charged.gpu_ms,
+            micros=charged.micros,
+            currency=tariff.currency,
             peak_memory_bytes=None,
             warm=False,
             warm_reason="",
@@ -186,6 +192,8 @@ class Supervisor:
         """End the ranks in order."""
         if not self._ends and self._kept.stopped is None and self.lives:
             self._ends = True
+            if self._held:
+                self._fact(FactKind.STOPPING, grace_ms=_GRACE_MS)
             pause_s = self._work.stop_s if self._kept.began else 0.0
             self._later(pause_s, lambda: self._end(STOPPED_BY[why]))
             self._news()
@@ -221,6 +229,7 @@ class Supervisor:
 
     def _maybe_begin(self) -> None:
         if self._confirmed and self._held:
+            self._fact(FactKind.STARTING)
             self._later(self._work.start_s, self._begin)
 
     def _begin(self) -> None:
@@ -288,7 +297,7 @@ class Supervisor:
         if self._stretch is not None:
             self._stretch.freed_ns = self._time.now_ns
 
-    def _fact(self, kind: FactKind) -> None:
+    def _fact(self, kind: FactKind, *, grace_ms: int | None = None) -> None:
         clock = self._machine.clock
         self._kept.facts.append(
             Fact(
@@ -301,6 +310,7 @@ class Supervisor:
                 gpus=self._held,
                 cpus=0,
                 memory_bytes=0,
+                grace_ms=grace_ms,
             )
         )
 

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 
 S = 1_000_000_000
+EPOCH_S = 1_800_000_000
 Event = Callable[[], None]
 DEEPEST = 4
 """How many events may be in the middle of each other: a request that waits for the disk lets others pass."""
@@ -21,12 +22,14 @@ class Timeline:
     """Events in the order of their moments; those of one moment in the order in which they were planned.
 
     Attributes:
+        epoch_s: when it begins, seconds since 1970, for clocks that are right.
         now_ns: the true time, which no clock of the simulation has to show.
         trace: what happened, for people.
     """
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, *, epoch_s: float = EPOCH_S) -> None:
         self.rng = rng
+        self.epoch_s = epoch_s
         self.now_ns = 0
         self.trace: list[str] = []
         self.count = 0
@@ -83,7 +86,7 @@ class WrongClock:
 
     def wall_ns(self) -> int:
         """Return nanoseconds since 1970, as this machine believes."""
-        return 1_800_000_000 * S + self._time.now_ns + round(self.ahead_s * S)
+        return round((self._time.epoch_s + self.ahead_s) * S) + self._time.now_ns
 
     def boot_id(self) -> str:
         """Return the identifier of this boot."""

@@ -23,9 +23,11 @@ from serverless_gpu.model.attempt import TERMINAL
 from serverless_gpu.model.hardware import parse_fake
 from serverless_gpu.server import chaining, retention, tables
 from serverless_gpu.server.audit import Action
+from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.invariants import History, Stretch, Violation
 from serverless_gpu.server.self_check import check
 from serverless_gpu.wire.agents import Start
+from tests.reckoning import wrongs
 from tests.simulation import supervisor
 from tests.simulation.client import SECRET, Client, Wrong
 from tests.simulation.network import Network
@@ -38,6 +40,7 @@ from tests.simulation.timeline import S, Timeline, TooMuch, WrongClock
 
 NODES = {"n1": "H100:8", "n2": "H100:4", "n3": "H100:2"}
 OF_THE_ENGINE = ("n1", "n2")
+ROOT = Caller(name="root", role="admin")
 MARGIN_S = 3.0
 SETTLE_S = 1_500.0
 """How long after the last trouble everything has to have ended."""
@@ -79,7 +82,7 @@ class World:
     def __init__(self, plan: Plan, directory: Path, steps: Mapping[str, Callable[[World, Step], None]]) -> None:
         self.plan, self._home, self._steps = plan, directory, steps
         rng = random.Random(f"world {plan.seed}")
-        self.time = Timeline(rng)
+        self.time = Timeline(rng, epoch_s=plan.epoch_s)
         self.disk = Disk(self.time)
         self.disk.mixes = plan.mixes
         self.clock = WrongClock(self.time)
@@ -240,12 +243,14 @@ class World:
     def _check(self) -> None:
         found: tuple[Violation, ...] = check(self.disk.read, history=self.history()).violations
         self.wrong += [str(one) for one in found]
+        self.wrong += wrongs(self.disk.read, is_over=False)
 
     def _is_calm(self) -> bool:
         states = self.disk.read(lambda connection: connection.execute(_OPEN).all())
-        waits = [client for client in self.clients if not client.settled and not client.expired]
+        due = self.disk.read(lambda connection: connection.execute(_DUE).all())
+        waits = [client for client in self.clients if not client.is_over]
         is_left = self.engine.recover() or any(self._left(node) for node in self.nodes)
-        return not states and not waits and not is_left
+        return not states and not due and not waits and not is_left
 
     def _left(self, node: Node) -> list[str]:
         return [f"{run_id}:{fence}" for (run_id, fence), kept in node.kept.items() if not kept.abandoned]
@@ -254,11 +259,15 @@ class World:
         """Everything has ended, everybody was told, and nothing is left."""
         for run_id, state in self.disk.read(lambda connection: connection.execute(_OPEN).all()):
             self.wrong.append(f"ends run {run_id} is {state}, {SETTLE_S:.0f} s after the last trouble")
+        self.wrong += wrongs(self.disk.read)
+        there = self.disk.read(lambda connection: connection.scalars(sa.select(tables.runs.c.id)).all())
         for client in self.clients:
-            if not client.settled and not client.expired:
+            if not client.is_over:
                 self.wrong.append(f"ends the client of {client.run_id} waits")
+            if client.refused and client.run_id in there:
+                self.wrong.append(f"told {client.run_id} is there, and its client: {client.refused}")
         asked = {client.run_id for client in self.clients}
-        for run_id in self.disk.read(lambda connection: connection.scalars(sa.select(tables.runs.c.id)).all()):
+        for run_id in there:
             if run_id not in asked:
                 self.wrong.append(f"ends run {run_id} is there, and nobody asked for it")
         for node in self.nodes:
@@ -313,6 +322,7 @@ _OPEN = sa.select(tables.runs.c.id, tables.runs.c.state).where(
         tables.runs.c.settled_ns.is_(None),
     )
 )
+_DUE = sa.select(tables.attempts.c.run_id).where(tables.attempts.c.uncharged)
 
 
 def _add_people(connection: sa.Connection) -> None:
