@@ -24,6 +24,7 @@ from serverless_gpu.client.ray_preflight import refusal
 from serverless_gpu.model.cost import CostEstimate, Devices, Lasting, estimated
 from serverless_gpu.model.placement import Candidates, candidates, restrict
 from serverless_gpu.model.pricing import UNPRICED, Tariff
+from serverless_gpu.model.receipt import TextPrinter
 from serverless_gpu.model.scheduling import telling, values
 from serverless_gpu.model.spec import Command, RunSpec, check_command
 from serverless_gpu.node.home import Home
@@ -67,6 +68,9 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
         """Return it in words: when, and in a second line what it costs where there is a price."""
         is_priced = self.cost is not None and self.cost.micros_per_hour is not None
         return f"{self.start_text()}\n{self.cost}" if is_priced else self.start_text()
+
+    def _repr_pretty_(self, printer: TextPrinter, cycle: bool) -> None:
+        printer.text(str(self))
 
     def start_text(self) -> str:
         """Return when in words, for example ``"at 14:20 at the latest on n3: …; 2nd in line"``."""

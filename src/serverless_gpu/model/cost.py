@@ -10,7 +10,6 @@ Each cost is rounded up to a whole micro once, as a charge is. Without a price t
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
 
 import msgspec
 
@@ -19,15 +18,10 @@ from serverless_gpu.model import markup, pricing
 from serverless_gpu.model.hardware import CPU
 from serverless_gpu.model.ledger import Line
 from serverless_gpu.model.pricing import UNPRICED, Tariff
+from serverless_gpu.model.receipt import TextPrinter
 
 _MIB = 1 << 20
 _UNIT = {CPU: ("CPU slot", "slot")}
-
-
-class TextPrinter(Protocol):
-    """What IPython gives `_repr_pretty_` to write to."""
-
-    def text(self, text: str) -> None: ...
 
 
 class Cost(msgspec.Struct, frozen=True, kw_only=True):
@@ -258,6 +252,9 @@ class CostEstimate(msgspec.Struct, frozen=True, kw_only=True):
         return f"{said}: {self.basis}" if self.basis else said
 
     __str__ = text
+
+    def _repr_pretty_(self, printer: TextPrinter, cycle: bool) -> None:
+        printer.text(self.text())
 
     def _amount(self, micros: int | None, gpu_ms: int | None) -> str:
         if micros is not None:

@@ -1,0 +1,63 @@
+"""What a run of a server costs: asked beforehand, while it goes on, and when its ledger has it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import serverless_gpu
+from serverless_gpu import distributed
+from serverless_gpu.units import micros_for
+from tests.local.observe import wait_for
+from tests.remote.test_commands import sgpu
+
+_MICROS = 3_600_000_000  # 3,600 USD an hour: one for each GPU-second
+
+
+@pytest.fixture
+def priced(served: Path) -> Iterator[Path]:
+    """Yield a home whose server has a price for H100, for as long as the test takes."""
+    with contextlib.closing(sqlite3.connect(served / "server" / "server.db", timeout=30)) as database:
+        row = ("H100", "", 0, _MICROS, 0, 0)
+        columns = "resource, pool, from_ns, micros_per_hour, dbu_micros_per_hour, set_ns"
+        with database:
+            database.execute(f"INSERT INTO prices ({columns}) VALUES (?, ?, ?, ?, ?, ?)", row)
+        yield served
+        with database:
+            database.execute("DELETE FROM prices")
+
+
+@distributed(gpus=2, gpu_type="H100", remote=True, env="live", quiet=True, timeout=60)
+def endless(done: str) -> None:
+    """Wait until it may end."""
+    wait_for(Path(done).exists, "the test is over", limit_s=60)
+
+
+@pytest.mark.slow
+def test_a_run_of_a_server_says_what_it_costs_before_meanwhile_and_afterwards(priced: Path, tmp_path: Path) -> None:
+    before = endless.estimate(str(tmp_path))
+    assert before.cost is not None and before.cost.at_timeout_micros == 120_000_000
+    assert str(before).splitlines()[1].startswith("at most 120.00 USD: 2 H100 × 3,600.00 USD = 7,200.00 USD an hour; ")
+    done = tmp_path / "done"
+    run = endless.submit(str(done))
+    try:
+        wait_for(lambda: run.cost().gpu_ms > 0, "it has used something", limit_s=40)
+        meanwhile = run.cost()
+        assert not meanwhile.is_final and meanwhile.micros == micros_for(meanwhile.billed_ms, _MICROS)
+        rows = [line for line in sgpu("runs").stdout.splitlines() if line.startswith(run.id)]
+        assert len(rows) == 1 and rows[0].endswith(" USD so far")
+    finally:
+        done.touch()
+    receipt = run.receipt(30)
+    wait_for(lambda: serverless_gpu.attach(run.id).cost().is_final, "the ledger has it", limit_s=30)
+    cost = run.cost()
+    assert (cost.micros, cost.gpu_ms, cost.billed_ms) == (receipt.micros, receipt.gpu_ms, receipt.gpu_ms)
+    assert cost.micros is not None and cost.micros >= (meanwhile.micros or 0)
+    assert f"cost: {cost}" in sgpu("show", run.id).stdout.splitlines()
+    told = json.loads(sgpu("show", "--json", run.id).stdout)
+    assert (told["cost"]["micros"], told["micros"], told["cost"]["is_final"]) == (cost.micros, cost.micros, True)
