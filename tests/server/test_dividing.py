@@ -1,4 +1,4 @@
-"""What operators decide: pools that lend, shares of the queue, usage policies; and what others see of it."""
+"""What operators decide: pools that lend, and shares of the queue; and what others see of it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from serverless_gpu.server.services import Services
 from serverless_gpu.server.shares import StoredShare
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import PoolRequest
-from serverless_gpu.wire.queue import PolicyRequest, PolicyView, ShareView
+from serverless_gpu.wire.queue import ShareView
 from tests.server.made import made_services
 from tests.server.stored import add_people
 from tests.server.test_agents import NODE, hello
@@ -135,52 +135,6 @@ def test_members_see_their_own_shares_and_those_of_their_teams(services: Service
     assert seen(ALICE, "team") == ["search", "alice"]
     assert seen(BOB, "team") == ["bob"]
     assert queue_views.view_shares(services, BOB, "team").half_life_s == services.settings.queue.half_life_s
-
-
-def test_a_run_goes_where_its_policy_says_unless_it_names_a_pool(services: Services) -> None:
-    for name in ("slow", "fast"):
-        dividing.put_pool(services, ROOT, name, PoolRequest())
-    dividing.put_policy(services, ROOT, "nightly", PolicyRequest(pool="slow"))
-    dividing.put_policy(services, ROOT, "plain", PolicyRequest())
-    asked = request(policy="nightly")
-    view = submitting.submit(services, ALICE, asked)
-    assert (view.pool, view.spec.pool, view.spec.policy) == ("slow", None, "nightly")
-    assert submitting.submit(services, ALICE, request(policy="nightly", pool="fast")).pool == "fast"
-    assert submitting.submit(services, ALICE, request(policy="plain")).pool == ""
-    dividing.put_policy(services, ROOT, "nightly", PolicyRequest(pool="fast"))
-    again = submitting.submit(services, ALICE, asked)
-    assert again.deduplicated and again.pool == "slow"
-    assert submitting.submit(services, ALICE, request(policy="nightly")).pool == "fast"
-
-
-def test_a_policy_that_is_not_there_is_refused_with_those_there_are(services: Services) -> None:
-    with pytest.raises(InvalidValue, match="there is no policy 'nigthly'") as caught:
-        submitting.submit(services, ALICE, request(policy="nigthly"))
-    assert caught.value.hint == "policies: none"
-    dividing.put_policy(services, ROOT, "nightly", PolicyRequest())
-    with pytest.raises(InvalidValue) as caught:
-        submitting.submit(services, ALICE, request(policy="nigthly"))
-    assert caught.value.hint == "policies: nightly"
-    assert dividing.delete_policy(services, ROOT, "nightly") == PolicyView(name="nightly", pool="")
-    assert dividing.view_policies(services) == ()
-    with pytest.raises(NotFound, match="there is no policy"):
-        dividing.delete_policy(services, ROOT, "nightly")
-    assert [action for action, *_ in written(services)] == ["policy.set", "policy.delete"]
-
-
-@pytest.mark.parametrize(
-    ("name", "pool", "says"),
-    [
-        ("", "", "cannot be named"),
-        (" a", "", "cannot be named"),
-        ("a\nb", "", "named"),
-        ("a", "none", "no pool 'none'"),
-    ],
-)
-def test_a_policy_that_cannot_be_is_refused(services: Services, name: str, pool: str, says: str) -> None:
-    with pytest.raises(InvalidValue, match=says):
-        dividing.put_policy(services, ROOT, name, PolicyRequest(pool=pool))
-    assert dividing.view_policies(services) == () and written(services) == []
 
 
 def test_the_queue_names_what_somebody_may_see_and_whose_the_rest_is(

@@ -61,7 +61,7 @@ def test_pools_shares_and_policies_are_set_and_listed_by_who_may(server: Served,
         ]
     assert said("share", "remove", "user", "bob") == "user bob has 1 again\n"
     assert said("policy", "set", "nightly", "--pool", "lab 1") == "policy nightly: pool lab 1\n"
-    assert said("policy", "list", token=bob) == "POLICY   POOL\nnightly  lab 1\n"
+    assert said("policy", "list", token=bob) == "POLICY   ATTACHED TO  SAYS\nnightly  -            pool lab 1\n"
     for arguments in (("share", "set", "team", "search", "99"), ("policy", "delete", "nightly")):
         with pytest.raises(NotAllowed):
             said(*arguments, token=bob)

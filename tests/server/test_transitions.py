@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 import sqlalchemy as sa
@@ -201,6 +203,44 @@ def test_retries_are_counted(database: Database) -> None:
         tell(database, run_id, Started(), Ended(Reason.RANK_RAISED, began=True))
     run = stored(database, run_id)
     assert (run.state, run.fence, run.retries_used) == (State.FAILED, 2, 1)
+
+
+def test_F73_what_reached_the_longest_time_of_an_attempt_waits_anew_behind_the_others(database: Database) -> None:
+    add_people(database, "alice")
+    add_node(database)
+    run_id = add_run(database, resume=True, policy="llm", max_run_s=7 * 86_400.0)
+    place(database, run_id)
+    tell(database, run_id, Started(), Ended(Reason.TIMEOUT, began=True), at_ns=T0 + 9 * S)
+    run = stored(database, run_id)
+    assert (run.state, run.reason, run.queued_ns, run.retries_used) == (State.QUEUED, None, T0 + 9 * S, 0)
+    last = rows(database, tables.events)[-1]
+    assert last["sentence"] == (
+        "attempt 1 is over: the run reached its time limit: usage policy 'llm' lets an attempt run for 7 days; "
+        "it waits for another"
+    )
+    place(database, run_id)
+    tell(database, run_id, Started(), StopAsked(StopReason.CANCEL), Ended(Reason.TIMEOUT, began=True))
+    assert stored(database, run_id).reason is Reason.CANCELLED
+
+
+@pytest.mark.parametrize(
+    ("said", "says"),
+    [
+        ({"max_run_s": 60.0}, "this server lets an attempt run for 1 min 00 s"),
+        ({"max_run_s": 60.0, "timeout_s": 30.0, "resume": True}, ""),  # the user's own limit
+        ({"timeout_s": 30.0, "resume": True}, ""),
+    ],
+)
+def test_F73_who_cannot_go_on_has_timed_out_and_is_told_by_whose_limit(
+    database: Database, said: dict[str, Any], says: str
+) -> None:
+    add_people(database, "alice")
+    add_node(database)
+    run_id = add_run(database, **said)
+    place(database, run_id)
+    tell(database, run_id, Started(), Ended(Reason.TIMEOUT, began=True))
+    run = stored(database, run_id)
+    assert (run.state, run.reason, run.detail) == (State.TIMED_OUT, Reason.TIMEOUT, says)
 
 
 def test_a_receipt_of_an_earlier_attempt_does_not_settle_the_run(database: Database) -> None:

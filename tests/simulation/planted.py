@@ -34,6 +34,7 @@ from serverless_gpu.server import (
     submitting,
     views,
 )
+from serverless_gpu.server.allowing import Brought
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.runs import NewRun, StoredRun
 from serverless_gpu.server.services import Services
@@ -57,13 +58,13 @@ def _repeated_submit_is_another_run() -> AbstractContextManager[Any]:
     create = submitting._create
 
     def again(
-        connection: sa.Connection, services: Services, new: NewRun, who: Caller, at_ns: int
+        connection: sa.Connection, services: Services, new: NewRun, who: Caller, at_ns: int, brought: Brought
     ) -> tuple[StoredRun, bool]:
         if runs.exists(connection, new.id):
             copy = msgspec.structs.replace(new, id=new.id[:-4] + "zzzz")
             if not runs.exists(connection, copy.id):
-                create(connection, services, copy, who, at_ns)
-        return create(connection, services, new, who, at_ns)
+                create(connection, services, copy, who, at_ns, brought)
+        return create(connection, services, new, who, at_ns, brought)
 
     return mock.patch.object(submitting, "_create", again)
 

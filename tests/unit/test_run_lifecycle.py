@@ -311,6 +311,22 @@ def test_every_ending_is_final_with_a_reason_or_a_new_place_in_the_queue() -> No
             assert (after.retries_left, after.infra_left) == (retries, infra)
 
 
+def test_F73_who_reached_the_longest_time_of_an_attempt_goes_on_with_another_and_that_costs_no_retry() -> None:
+    run = changed(STOPPING, may_resume=True, goes_on_at_limit=True, retries_left=1)
+    ended = Ended(Reason.TIMEOUT, began=True)
+    assert advance(run, ended) == requeued(run)
+    # The user's own limit is final, and so is what they ask for: it is what ended the run then.
+    own = changed(run, goes_on_at_limit=False)
+    assert advance(own, ended) == concluded(own, Reason.TIMEOUT)
+    for stop in FINAL_STOPS:
+        asked = changed(run, stop=stop)
+        assert advance(asked, ended) == concluded(asked, STOPPED_BY[stop])
+    for stop in PASSING_STOPS:
+        assert advance(changed(run, stop=stop), ended) == requeued(run)
+    left = Ended(Reason.TIMEOUT, began=True, proven=False)  # a process of it might run beside the next one
+    assert advance(run, left) == concluded(run, Reason.TIMEOUT)
+
+
 @pytest.mark.parametrize("reason", Reason)
 def test_what_the_platform_failed_waits_longer_each_time_and_nothing_else_waits(reason: Reason) -> None:
     displaced = reason in (Reason.PREEMPTED, Reason.DRAINED)

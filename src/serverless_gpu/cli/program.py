@@ -37,12 +37,13 @@ from serverless_gpu.cli.output import say_lines
 from serverless_gpu.cli.results import result
 from serverless_gpu.cli.runs import cancel, runs, show
 from serverless_gpu.cli.server.audit import audit
-from serverless_gpu.cli.server.dividing import policy, pool, pools, queue, share
+from serverless_gpu.cli.server.dividing import pool, pools, queue, share
 from serverless_gpu.cli.server.logbook import server_logs
 from serverless_gpu.cli.server.machines import node, nodes
 from serverless_gpu.cli.server.node_rules import node_commands
 from serverless_gpu.cli.server.operating import server_group
 from serverless_gpu.cli.server.people import login, team, user, whoami
+from serverless_gpu.cli.server.policies import policy
 from serverless_gpu.cli.server.secrets import secret
 from serverless_gpu.cli.server.submitting import submit
 from serverless_gpu.cli.server.tokens import token

@@ -161,6 +161,7 @@ SCOPES: Mapping[str, Mapping[Resource, bool]] = {
         Resource.BLOBS: True,
         Resource.NODES: False,
         Resource.POOLS: False,
+        Resource.POLICIES: False,
     },
     **{resource.value: {resource: True} for resource in Resource},
     **{f"{resource.value}:read": {resource: False} for resource in Resource if resource is not Resource.ORDERS},

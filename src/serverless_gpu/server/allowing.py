@@ -3,18 +3,24 @@
     spec, who ─▶ what is attached to them ─▶ which policy ─▶ within it? ─▶ the spec that is written down, a pool
 
 The decisions are `model/policy.py`'s. Whoever asks is in a transaction, so that a policy that is changed at the same
-moment holds for a run or does not, and nothing between.
+moment holds for a run or does not, and nothing between. What is installed in an environment is read from the store, and
+that is no work for a transaction: `Unread` ends it, the store is asked, and it begins again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+
 import msgspec
 import sqlalchemy as sa
 
+from serverless_gpu.environment.packages import Packages, are_same, difference
+from serverless_gpu.errors import EnvironmentMissing, PolicyViolation
 from serverless_gpu.model import policy as decisions
+from serverless_gpu.model.hardware import FAMILIES
 from serverless_gpu.model.policy import UsagePolicy
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.server import dividing, policies, secret_store
+from serverless_gpu.server import dividing, nodes, policies, pools, secret_store
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.services import Services
 
@@ -35,7 +41,33 @@ class Allowed(msgspec.Struct, frozen=True, kw_only=True):
     pool: str
 
 
-def allow(connection: sa.Connection, services: Services, spec: RunSpec, who: Caller) -> Allowed:
+class Unread(Exception):
+    """A policy names environments, and what is installed in these has not been read.
+
+    Attributes:
+        addresses: of snapshots; `read_packages` reads them, outside of the transaction.
+    """
+
+    def __init__(self, addresses: frozenset[str]) -> None:
+        self.addresses = addresses
+        super().__init__(f"{len(addresses)} environments were not read")
+
+
+class Brought(msgspec.Struct, frozen=True, kw_only=True):
+    """What comes with a run, and is known of it.
+
+    Attributes:
+        snapshot: address of its environment; "" where it has none, or that is not asked.
+        packages: what is installed in environments that were read; None for one that is not there any more.
+    """
+
+    snapshot: str = ""
+    packages: Mapping[str, Packages | None] = {}
+
+
+def allow(
+    connection: sa.Connection, services: Services, spec: RunSpec, who: Caller, brought: Brought | None = None
+) -> Allowed:
     """Return a run as it is under its policy.
 
     Args:
@@ -43,18 +75,40 @@ def allow(connection: sa.Connection, services: Services, spec: RunSpec, who: Cal
         services: the server's.
         spec: what was asked for; it can be (`submitting.check_spec`).
         who: asks for it, and will own it.
+        brought: what comes with it; None where that is not looked at.
 
     Raises:
         InvalidValue: there is no such policy, or pool.
         PolicyViolation: it is not within its policy, or does not say which of several it is under.
         SecretMissing: there is no such secret.
+        Unread: its environment is to be compared, and what is installed there was not read.
     """
     secret_store.pins(connection, services.sealer, who.name, spec.team or "", spec.secrets)
     name = _choose(connection, spec, who)
     policy = dividing.find_policy(connection, name) if name else _NOTHING
-    effective = decisions.apply(name, policy, spec, max_run_s=services.settings.max_run_s)
-    pool = decisions.where(policy, effective)
-    return Allowed(spec=effective, policy=policy, pool=dividing.find_pool(connection, pool).name if pool else "")
+    pool = decisions.where(policy, spec)
+    pool = dividing.find_pool(connection, pool).name if pool else ""
+    effective = decisions.apply(
+        name, policy, spec, present=_present(connection, policy, spec, pool), max_run_s=services.settings.max_run_s
+    )
+    if brought is not None:
+        _check_packages(name, policy, brought)
+    return Allowed(spec=effective, policy=policy, pool=pool)
+
+
+def read_packages(services: Services, addresses: Collection[str]) -> dict[str, Packages | None]:
+    """Return what is installed in environments; None for one that is not there any more. In no transaction.
+
+    Raises:
+        EnvironmentProblem: the store does not answer, or what it has cannot be read.
+    """
+    found: dict[str, Packages | None] = {}
+    for address in addresses:
+        try:
+            found[address] = services.environments.packages(address)
+        except EnvironmentMissing:
+            found[address] = None
+    return found
 
 
 def _choose(connection: sa.Connection, spec: RunSpec, who: Caller) -> str:
@@ -64,3 +118,38 @@ def _choose(connection: sa.Connection, spec: RunSpec, who: Caller) -> str:
     dividing.find_policy(connection, spec.policy)
     is_free = not attached.of(team) and not policies.holders(connection, spec.policy)
     return decisions.choose(attached, who=who.name, named=spec.policy, team=team, is_free=is_free)
+
+
+def _present(connection: sa.Connection, policy: UsagePolicy, spec: RunSpec, pool: str) -> frozenset[str]:
+    """Return the GPU types where a run would go; looked up only where its policy leaves a choice."""
+    asked = spec.resources.gpu_type
+    if len(policy.gpu_types) < 2 or (asked is not None and asked not in FAMILIES):
+        return frozenset()
+    shared = {one.name for one in pools.every(connection) if one.kind != pools.RESERVED}
+    here = {pool} if pool else shared
+    return frozenset(
+        device.type for node in nodes.every(connection) if node.pool in here for device in node.hello.devices
+    )
+
+
+def _check_packages(name: str, policy: UsagePolicy, brought: Brought) -> None:
+    """Refuse an environment in which something else is installed than in those that the policy names."""
+    if not policy.environments or not brought.snapshot:
+        return
+    unread = frozenset({brought.snapshot, *policy.environments} - brought.packages.keys())
+    if unread:
+        raise Unread(unread)
+    asked = brought.packages[brought.snapshot]
+    accepted = {address: brought.packages[address] for address in policy.environments}
+    if asked is not None and any(one is not None and are_same(asked, one) for one in accepted.values()):
+        return
+    listed = ", ".join(address[:12] for address in accepted)
+    nearest = min(
+        (difference(asked, one) for one in accepted.values() if asked is not None and one is not None),
+        key=len,
+        default="none of them is in the store any more",
+    )
+    raise PolicyViolation(
+        f"usage policy {name!r} does not accept what is installed in environment {brought.snapshot[:12]}: {nearest}",
+        hint=f"it accepts what is installed in: {listed}; your own code may differ",
+    )

@@ -39,6 +39,8 @@ class Action(StrEnum):
     SHARE_REMOVE = "share.remove"
     POLICY_SET = "policy.set"
     POLICY_DELETE = "policy.delete"
+    POLICY_ATTACH = "policy.attach"
+    POLICY_DETACH = "policy.detach"
     ENVIRONMENT_DELETE = "environment.delete"
     USER_CREATE = "user.create"
     USER_CHANGE = "user.change"

@@ -1,4 +1,4 @@
-"""The verbs on what is divided: pools, shares of the queue, usage policies. Checked, written, audited; then rung."""
+"""The verbs on what is divided: pools, and shares of the queue. Checked, written, audited; then rung."""
 
 from __future__ import annotations
 
@@ -11,18 +11,16 @@ from serverless_gpu.model.policy import UsagePolicy
 from serverless_gpu.server import audit, identity, operating, policies, pools, shares
 from serverless_gpu.server.audit import Action
 from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.checking import check_name
 from serverless_gpu.server.hub import SCHEDULER
-from serverless_gpu.server.policies import StoredPolicy
 from serverless_gpu.server.pools import ON_DEMAND, RESERVED, StoredPool
 from serverless_gpu.server.services import Services
 from serverless_gpu.server.shares import KINDS, Kind, StoredShare
 from serverless_gpu.wire.agents import PoolRequest, PoolView
-from serverless_gpu.wire.base import NAME_CHARACTERS_MAX
-from serverless_gpu.wire.queue import PolicyRequest, PolicyView, ShareView
+from serverless_gpu.wire.queue import ShareView
 
 WEIGHT_MIN, WEIGHT_MAX = 1e-3, 1e6
 RETURN_MAX_S = 7 * 86_400.0
-POLICIES_MAX = 1_000
 _POOL_KINDS = (ON_DEMAND, RESERVED)
 _NAMED_MAX = 20
 
@@ -40,7 +38,7 @@ def put_pool(services: Services, who: Caller, name: str, asked: PoolRequest) -> 
         InvalidValue: the name, the kind or the time is not possible, or an on-demand pool is to lend.
         NotFound: there is no such node.
     """
-    _check_name("a pool", name)
+    check_name("a pool", name)
     if asked.kind is not None and asked.kind not in _POOL_KINDS:
         raise InvalidValue(f"there is no kind of pool {asked.kind[:64]!r}", hint=f"kinds: {', '.join(_POOL_KINDS)}")
     if asked.return_s is not None and not 0 < asked.return_s <= RETURN_MAX_S:  # NaN is neither
@@ -105,54 +103,6 @@ def remove_share(services: Services, who: Caller, kind: str, name: str) -> Share
     return ShareView(kind=known, name=name, weight=1.0)
 
 
-def view_policies(services: Services) -> tuple[PolicyView, ...]:
-    """Return all usage policies."""
-    return tuple(_policy_view(policy) for policy in services.database.read(policies.every))
-
-
-def put_policy(services: Services, who: Caller, name: str, asked: PolicyRequest) -> PolicyView:
-    """Make a usage policy, or put another one in its place; runs that were submitted keep what they got.
-
-    Raises:
-        InvalidValue: the name is not possible, there is no such pool, or there are too many policies.
-    """
-    _check_name("a policy", name)
-    at_ns = services.clock.wall_ns()
-    policy = StoredPolicy(name=name, policy=UsagePolicy(pool=asked.pool), set_ns=at_ns)
-
-    def work(connection: sa.Connection) -> None:
-        if asked.pool:
-            find_pool(connection, asked.pool)
-        there = {other.name for other in policies.every(connection)}
-        if len(there | {name}) > POLICIES_MAX:
-            raise InvalidValue(f"there are {POLICIES_MAX} policies, and more are not taken", hint="delete some")
-        policies.put(connection, policy)
-        detail = {"pool": asked.pool}
-        audit.record(connection, who=who, action=Action.POLICY_SET, subject=name, now_ns=at_ns, detail=detail)
-
-    services.database.write(work)
-    return _policy_view(policy)
-
-
-def delete_policy(services: Services, who: Caller, name: str) -> PolicyView:
-    """Delete a usage policy; runs that name it from now on are refused, those that did keep what they got.
-
-    Raises:
-        NotFound: there is none of that name.
-    """
-    at_ns = services.clock.wall_ns()
-
-    def work(connection: sa.Connection) -> StoredPolicy:
-        before = policies.find(connection, name)
-        if before is None:
-            raise NotFound(f"there is no policy {name[:64]!r}", hint="sgpu policy list has those there are")
-        policies.remove(connection, name)
-        audit.record(connection, who=who, action=Action.POLICY_DELETE, subject=name, now_ns=at_ns)
-        return before
-
-    return _policy_view(services.database.write(work))
-
-
 def find_pool(connection: sa.Connection, name: str) -> StoredPool:
     """Return a pool.
 
@@ -195,11 +145,6 @@ def _changed(before: StoredPool, asked: PoolRequest) -> StoredPool:
     )
 
 
-def _check_name(what: str, name: str) -> None:
-    if not 0 < len(name) <= NAME_CHARACTERS_MAX or not name.isprintable() or name != name.strip():
-        raise InvalidValue(f"{what} cannot be named {name[:64]!r}", hint="1 to 64 printable characters")
-
-
 def _kind(kind: str) -> Kind:
     for known in KINDS:
         if kind == known:
@@ -218,7 +163,3 @@ def _unknown(what: str, name: str, there: list[str]) -> InvalidValue:
     return InvalidValue(
         f"there is no {what} {name[:64]!r}", hint=f"{plural}: {', '.join(there[:_NAMED_MAX]) or 'none'}{more}"
     )
-
-
-def _policy_view(policy: StoredPolicy) -> PolicyView:
-    return PolicyView(name=policy.name, pool=policy.policy.pool)

@@ -19,6 +19,7 @@ from collections.abc import Collection, Iterator
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.environment.documents import Unit
+from serverless_gpu.environment.packages import Packages, packages_of
 from serverless_gpu.environment.stores.base import Store, Stored, check_key
 from serverless_gpu.environment.stores.blobs import Blobs as Documents
 from serverless_gpu.environment.stores.checked import Altered, pack_of, snapshot_of, unit_of
@@ -43,6 +44,7 @@ CHECKS_AT_ONCE = 2
 SEEN_S = 600
 """How long the server takes for granted that a snapshot which was there still is."""
 _SEEN_MAX = 10_000
+_PACKAGES_MAX = 64
 _NOTHING = f"snapshots/{'0' * 64}"
 
 
@@ -61,6 +63,7 @@ class Environments:
         self._kept_free_bytes = kept_free_bytes
         self._checks = threading.Semaphore(CHECKS_AT_ONCE)
         self._seen: dict[str, int] = {}  # snapshot → boottime
+        self._packages: dict[str, Packages] = {}
 
     def read(self, key: str, start: int = 0, length: int | None = None) -> Iterator[bytes]:
         """Yield an object, or a range of it, in pieces; the first one is read at once.
@@ -163,6 +166,24 @@ class Environments:
         if len(self._seen) >= _SEEN_MAX:
             self._seen.clear()
         self._seen[snapshot] = now_ns
+
+    def packages(self, snapshot: str) -> Packages:
+        """Return what is installed in an environment; remembered for the last few.
+
+        Raises:
+            EnvironmentMissing: it is not there.
+            EnvironmentCorrupt: what the store has is something else.
+            EnvironmentRejected: it is not what a snapshot may be.
+        """
+        known = self._packages.get(snapshot)
+        if known is None:
+            self.need(snapshot)
+            with self._checks:  # a large one takes some hundred MB while it is decoded
+                known = packages_of(Documents(self._store, clock=self._clock).read_snapshot(snapshot))
+            if len(self._packages) >= _PACKAGES_MAX:
+                self._packages.clear()
+            self._packages[snapshot] = known
+        return known
 
     def collect(self, in_use: Collection[str]) -> Collected:
         """Condemn what no snapshot needs, and delete what was condemned long enough ago.

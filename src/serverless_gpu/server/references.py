@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlalchemy as sa
 
 from serverless_gpu.model.spec import BlobReference, Function
-from serverless_gpu.server import files
+from serverless_gpu.server import files, policies
 from serverless_gpu.server import runs as run_rows
 from serverless_gpu.server.tables import runs
 
@@ -22,13 +22,13 @@ def parts_in_use(connection: sa.Connection) -> frozenset[str]:
 
 
 def snapshots_in_use(connection: sa.Connection, *, since_ns: int) -> frozenset[str]:
-    """Return the addresses of snapshots that runs have now, or had until recently.
+    """Return the addresses of snapshots that runs have now, or had until recently, or that usage policies name.
 
     Args:
         connection: the database.
         since_ns: runs that ended before do not count; nanoseconds since 1970.
     """
     lately = sa.or_(runs.c.ended_ns.is_(None), runs.c.ended_ns >= since_ns)
-    return frozenset(
-        connection.execute(sa.select(runs.c.snapshot).where(runs.c.snapshot != "", lately).distinct()).scalars()
-    )
+    query = sa.select(runs.c.snapshot).where(runs.c.snapshot != "", lately).distinct()
+    named = (address for each in policies.every(connection) for address in each.policy.environments)
+    return frozenset((*connection.execute(query).scalars(), *named))

@@ -12,13 +12,12 @@ before it reaches the database.
 
 from __future__ import annotations
 
-import unicodedata
-
 import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu import faults
 from serverless_gpu.ambient import created_wall_ns
+from serverless_gpu.environment.packages import Packages
 from serverless_gpu.errors import IdempotencyConflict, InvalidValue, NotFound, ServerStorageFull, TooLarge
 from serverless_gpu.model import secrets
 from serverless_gpu.model.attempt import State
@@ -35,9 +34,11 @@ from serverless_gpu.model.spec import (
     check_command,
 )
 from serverless_gpu.server import allowing, audit, events, log_context, runs, views
+from serverless_gpu.server.allowing import Brought, Unread
 from serverless_gpu.server.audit import Action
 from serverless_gpu.server.blobs import check_reference
 from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.checking import check_range, check_text
 from serverless_gpu.server.events import StoredEvent
 from serverless_gpu.server.hub import SCHEDULER, run_key
 from serverless_gpu.server.runs import NewRun, StoredRun
@@ -49,8 +50,6 @@ CONTEXT_BYTES_MAX = 2 << 20
 RETRIES_MAX = 100
 VERSION_CHARACTERS_MAX = 32
 _HEXADECIMAL = frozenset("0123456789abcdef")
-# Characters that make text read as something else than it is, beside control characters.
-_DECEIVING = frozenset("\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
 
 def submit(services: Services, who: Caller, request: RunRequest) -> RunView:
@@ -99,7 +98,7 @@ def submit(services: Services, who: Caller, request: RunRequest) -> RunView:
         client_version=request.version,
     )
     at_ns = services.clock.wall_ns()
-    run, is_new = services.database.write(lambda connection: _create(connection, services, new, who, at_ns))
+    run, is_new = _written(services, new, who, at_ns)
     if not is_new:
         return _same(services, run, who, digest)
     services.measures.submitted.inc()
@@ -133,13 +132,24 @@ def _same(services: Services, run: StoredRun, who: Caller, digest: str) -> RunVi
     return views.run_view(run, told=services.sentences.told(run.id), deduplicated=True)
 
 
+def _written(services: Services, new: NewRun, who: Caller, at_ns: int) -> tuple[StoredRun, bool]:
+    """Write a run down; what its policy wants to know of its environment is read between two tries."""
+    packages: dict[str, Packages | None] = {}
+    brought = Brought(snapshot=new.snapshot, packages=packages)
+    while True:  # each time, something that was not known is
+        try:
+            return services.database.write(lambda connection: _create(connection, services, new, who, at_ns, brought))
+        except Unread as unread:
+            packages |= allowing.read_packages(services, unread.addresses)
+
+
 def _create(
-    connection: sa.Connection, services: Services, new: NewRun, who: Caller, at_ns: int
+    connection: sa.Connection, services: Services, new: NewRun, who: Caller, at_ns: int, brought: Brought
 ) -> tuple[StoredRun, bool]:
     before = runs.find(connection, new.id) if runs.exists(connection, new.id) else None
     if before is not None:
         return before, False
-    allowed = allowing.allow(connection, services, new.spec, who)
+    allowed = allowing.allow(connection, services, new.spec, who, brought)
     new = msgspec.structs.replace(new, spec=allowed.spec, pool=allowed.pool)
     run = runs.insert(connection, new, at_ns=at_ns)
     events.add(connection, [StoredEvent(run_id=new.id, seq=1, fence=0, at_ns=at_ns, state=State.QUEUED)])
@@ -189,9 +199,9 @@ def check_spec(spec: RunSpec, who: Caller) -> None:
             f"the run is described in version {spec.spec_version}, and this server knows {SPEC_VERSION}",
             hint="client and server should be of one version",
         )
-    _check_text("name", spec.name, LABEL_CHARACTERS_MAX)
+    check_text("name", spec.name, LABEL_CHARACTERS_MAX)
     for name in ("pool", "team", "policy"):
-        _check_text(name, getattr(spec, name) or "", NAME_CHARACTERS_MAX)
+        check_text(name, getattr(spec, name) or "", NAME_CHARACTERS_MAX)
     if spec.team is not None and spec.team not in who.teams:
         raise InvalidValue(
             f"{who.name} is not in a team {spec.team[:NAME_CHARACTERS_MAX]!r}",
@@ -201,26 +211,26 @@ def check_spec(spec: RunSpec, who: Caller) -> None:
     if len(spec.tags) > TAGS_MAX:
         raise TooLarge(f"{len(spec.tags)} tags are over the limit of {TAGS_MAX}")
     for key, value in spec.tags.items():
-        _check_text("a tag", key, TAG_CHARACTERS_MAX)
-        _check_text(f"tag {key!r}", value, TAG_CHARACTERS_MAX)
+        check_text("a tag", key, TAG_CHARACTERS_MAX)
+        check_text(f"tag {key!r}", value, TAG_CHARACTERS_MAX)
     _check_numbers(spec)
 
 
 def _check_numbers(spec: RunSpec) -> None:
     resources = spec.resources
-    _check_range("gpus", resources.gpus, 1, RANKS_MAX)
-    _check_range("cpus", resources.cpus, 1, RANKS_MAX)
-    _check_range("memory", resources.memory_bytes, 1, 2**60)
-    _check_text("gpu_type", resources.gpu_type or "", LABEL_CHARACTERS_MAX)
-    _check_range("retries", spec.retries, 0, RETRIES_MAX)
-    _check_range("grace", spec.grace_s, 0, SECONDS_MAX)
-    _check_range("timeout", spec.timeout_s, 0, SECONDS_MAX)
-    _check_range("max_run", spec.max_run_s, 0, SECONDS_MAX)
-    _check_range("idle_timeout", spec.idle_timeout_s, 0, SECONDS_MAX)
-    _check_range("hang_timeout", spec.hang_timeout_s, 0, SECONDS_MAX)
-    _check_range("hang_warning", spec.hang_warning_s, 0, SECONDS_MAX)
+    check_range("gpus", resources.gpus, 1, RANKS_MAX)
+    check_range("cpus", resources.cpus, 1, RANKS_MAX)
+    check_range("memory", resources.memory_bytes, 1, 2**60)
+    check_text("gpu_type", resources.gpu_type or "", LABEL_CHARACTERS_MAX)
+    check_range("retries", spec.retries, 0, RETRIES_MAX)
+    check_range("grace", spec.grace_s, 0, SECONDS_MAX)
+    check_range("timeout", spec.timeout_s, 0, SECONDS_MAX)
+    check_range("max_run", spec.max_run_s, 0, SECONDS_MAX)
+    check_range("idle_timeout", spec.idle_timeout_s, 0, SECONDS_MAX)
+    check_range("hang_timeout", spec.hang_timeout_s, 0, SECONDS_MAX)
+    check_range("hang_warning", spec.hang_warning_s, 0, SECONDS_MAX)
     for rank in spec.ranks_log or ():
-        _check_range("ranks_log", rank, 0, RANKS_MAX)
+        check_range("ranks_log", rank, 0, RANKS_MAX)
 
 
 def _check_payload(request: RunRequest) -> None:
@@ -245,7 +255,7 @@ def _check_origin(request: RunRequest) -> None:
     """Refuse what cannot be of where the run comes from and what it imports."""
     target = request.target
     check_target(target)
-    _check_text("version", request.version, VERSION_CHARACTERS_MAX)
+    check_text("version", request.version, VERSION_CHARACTERS_MAX)
     if request.spec.environment == "snapshot":
         if len(request.snapshot) != 64 or not set(request.snapshot) <= _HEXADECIMAL:
             raise InvalidValue(f"{request.snapshot[:80]!r} is not the address of a snapshot")
@@ -271,16 +281,4 @@ def check_target(target: Target) -> None:
         InvalidValue: something of it is too long, or no text.
     """
     for name in ("python", "platform", "machine", "caller"):
-        _check_text(name, getattr(target, name), NAME_CHARACTERS_MAX)
-
-
-def _check_text(name: str, text: str, most: int) -> None:
-    if len(text) > most:
-        raise InvalidValue(f"{name} has {len(text)} characters; {most} are the most")
-    if any(unicodedata.category(letter) == "Cc" or letter in _DECEIVING for letter in text):
-        raise InvalidValue(f"{name} has control characters in it: {text!r:.80}")
-
-
-def _check_range(name: str, value: float | None, least: int, most: int) -> None:
-    if value is not None and not least <= value <= most:  # NaN is neither
-        raise InvalidValue(f"{name} must be between {least} and {most}, not {value}")
+        check_text(name, getattr(target, name), NAME_CHARACTERS_MAX)

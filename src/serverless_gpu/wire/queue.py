@@ -4,9 +4,6 @@ GET    /queue?limit                                    → QueueView    as far a
 GET    /shares                                         → ShareList
 PUT    /shares/{kind}/{name}    ShareRequest           → ShareView    kind: "team", "user"
 DELETE /shares/{kind}/{name}                           → ShareView    it has 1 again, as everybody who was not named
-GET    /policies                                       → PolicyList
-PUT    /policies/{name}         PolicyRequest          → PolicyView
-DELETE /policies/{name}                                → PolicyView   as it was
 """
 
 from __future__ import annotations
@@ -99,26 +96,3 @@ class ShareRequest(Request, frozen=True, kw_only=True):
     """Set a share."""
 
     weight: float
-
-
-class PolicyView(Answer, frozen=True, kw_only=True):
-    """A usage policy, which runs name with `policy=`.
-
-    Attributes:
-        pool: where they go that name no pool; "" for any on-demand pool.
-    """
-
-    name: str
-    pool: str
-
-
-class PolicyList(Answer, frozen=True, kw_only=True):
-    """Usage policies, by name."""
-
-    policies: tuple[PolicyView, ...]
-
-
-class PolicyRequest(Request, frozen=True, kw_only=True):
-    """Make a usage policy, or put another one in its place."""
-
-    pool: str = ""

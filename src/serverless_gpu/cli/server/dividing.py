@@ -1,4 +1,4 @@
-"""`sgpu queue`, `sgpu pools`, `sgpu pool`, `sgpu share`, `sgpu policy`: who waits, and who gets how much of what."""
+"""`sgpu queue`, `sgpu pools`, `sgpu pool`, `sgpu share`: who waits, and who gets how much of what."""
 
 from __future__ import annotations
 
@@ -19,9 +19,6 @@ from serverless_gpu.units import format_days_ms, format_duration_ms, format_gpu_
 from serverless_gpu.wire.agents import PoolList, PoolRequest, PoolView
 from serverless_gpu.wire.queue import (
     LIMIT_MAX,
-    PolicyList,
-    PolicyRequest,
-    PolicyView,
     QueueEntry,
     QueueView,
     ShareList,
@@ -161,43 +158,6 @@ def remove_share(kind: str, name: str) -> None:
     with server() as connection:
         view = connection.ask("DELETE", _share(kind, name), answer=ShareView)
     say(f"{view.kind} {view.name} has {view.weight:g} again")
-
-
-@click.group()
-def policy() -> None:
-    """List, make and delete usage policies, which runs name: policy="nightly"."""
-
-
-@policy.command("list")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def list_policies(as_json: bool) -> None:
-    """List usage policies and what runs get that name one."""
-    with server() as connection:
-        found = connection.ask("GET", "/policies", answer=PolicyList).policies
-    if as_json:
-        print_json(found)
-        return
-    for line in columns([["POLICY", "POOL"], *([each.name, each.pool or "any on-demand one"] for each in found)]):
-        say(line)
-
-
-@policy.command("set")
-@click.argument("name")
-@click.option("--pool", "pool_name", default="", metavar="NAME", help="Where runs go that name no pool themselves.")
-def set_policy(name: str, pool_name: str) -> None:
-    """Make a usage policy, or put another one in its place; runs that were submitted keep what they got."""
-    with server() as connection:
-        view = connection.ask("PUT", f"/policies/{_part(name)}", PolicyRequest(pool=pool_name), answer=PolicyView)
-    say(f"policy {view.name}: {f'pool {view.pool}' if view.pool else 'any on-demand pool'}")
-
-
-@policy.command("delete")
-@click.argument("name")
-def delete_policy(name: str) -> None:
-    """Delete a usage policy: runs that name it are refused from now on."""
-    with server() as connection:
-        view = connection.ask("DELETE", f"/policies/{_part(name)}", answer=PolicyView)
-    say(f"policy {view.name} is gone")
 
 
 def _say_pools(*, as_json: bool) -> None:

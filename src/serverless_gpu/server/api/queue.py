@@ -1,4 +1,4 @@
-"""Routes of `wire/queue.py`: who waits, shares of the queue, usage policies."""
+"""Routes of `wire/queue.py`: who waits, and shares of the queue."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ from serverless_gpu.server import dividing, queue_views
 from serverless_gpu.server.api.routing import Call, Query, Routes, reading, writing
 from serverless_gpu.wire.queue import (
     LIMIT_MAX,
-    PolicyList,
-    PolicyRequest,
-    PolicyView,
     QueueView,
     ShareList,
     ShareRequest,
@@ -51,21 +48,3 @@ def put_share(call: Call, kind: str, name: str, body: ShareRequest) -> ShareView
 def remove_share(call: Call, kind: str, name: str) -> ShareView:
     """Take a share away: it is 1 again."""
     return dividing.remove_share(call.services, call.who, kind, name)
-
-
-@routes.get("/policies", needs=reading("policies"))
-def list_policies(call: Call) -> PolicyList:
-    """List usage policies."""
-    return PolicyList(policies=dividing.view_policies(call.services))
-
-
-@routes.put("/policies/{name}", needs=writing("policies"))
-def put_policy(call: Call, name: str, body: PolicyRequest) -> PolicyView:
-    """Make a usage policy, or put another one in its place."""
-    return dividing.put_policy(call.services, call.who, name, body)
-
-
-@routes.delete("/policies/{name}", needs=writing("policies"))
-def delete_policy(call: Call, name: str) -> PolicyView:
-    """Delete a usage policy; runs that named it keep what they got."""
-    return dividing.delete_policy(call.services, call.who, name)

@@ -1,0 +1,255 @@
+"""The verbs on usage policies: made, attached to somebody, detached, deleted. Checked, written, audited; then rung."""
+
+from __future__ import annotations
+
+import msgspec
+import sqlalchemy as sa
+
+from serverless_gpu.errors import InvalidValue, NotFound, UnknownGpuType
+from serverless_gpu.model import hardware
+from serverless_gpu.model.access import Reach, Resource, reach
+from serverless_gpu.model.policy import HOLDER_KINDS, Holder, UsagePolicy
+from serverless_gpu.model.spec import RANKS_MAX, SECONDS_MAX, TAG_CHARACTERS_MAX, TAGS_MAX
+from serverless_gpu.server import audit, dividing, identity, nodes, policies
+from serverless_gpu.server.audit import Action
+from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.checking import check_name, check_range, check_text
+from serverless_gpu.server.hub import SCHEDULER
+from serverless_gpu.server.policies import POLICIES_MAX, StoredPolicy
+from serverless_gpu.server.services import Services
+from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX
+from serverless_gpu.wire.policies import PolicyView, view_of
+
+HOLDERS_MAX = 20_000
+NAMED_MAX = 100
+"""Pools, GPU types and values of a tag that one policy names."""
+ENVIRONMENTS_MAX = 16
+"""Captured environments that one policy names: each is read when a run is compared with them."""
+LEAST_S = 1.0
+
+
+def view_policies(services: Services, who: Caller, *, mine: bool = False) -> tuple[PolicyView, ...]:
+    """Return usage policies by name.
+
+    Args:
+        services: the server's.
+        who: asks.
+        mine: only those that their own runs can be under: what is attached to them or their teams, else what is
+            attached to nobody.
+    """
+
+    def work(connection: sa.Connection) -> tuple[PolicyView, ...]:
+        holders = policies.holders(connection)
+        found = policies.every(connection)
+        if mine:
+            there = policies.attached(connection, who.name, who.teams).of("")
+            found = [one for one in found if (one.name in there if there else one.name not in holders)]
+        return tuple(_view(one, holders.get(one.name, ()), who) for one in found)
+
+    return services.database.read(work)
+
+
+def view_policy(services: Services, who: Caller, name: str) -> PolicyView:
+    """Return a usage policy.
+
+    Raises:
+        NotFound: there is none of that name.
+    """
+
+    def work(connection: sa.Connection) -> PolicyView:
+        return _view(_find(connection, name), policies.holders(connection, name).get(name, ()), who)
+
+    return services.database.read(work)
+
+
+def put_policy(services: Services, who: Caller, name: str, asked: UsagePolicy) -> PolicyView:
+    """Make a usage policy, or put another one in its place; runs that were submitted keep what they got.
+
+    Raises:
+        InvalidValue: the name or what it says is not possible, there is no such pool, or there are too many policies.
+        EnvironmentMissing: an environment that it names is not there.
+    """
+    check_name("a policy", name)
+    _check(asked)
+    for address in asked.environments:
+        services.environments.need(address)
+    at_ns = services.clock.wall_ns()
+    types = tuple(dict.fromkeys(hardware.canonical(kind) for kind in asked.gpu_types))
+    policy = StoredPolicy(name=name, policy=msgspec.structs.replace(asked, gpu_types=types), set_ns=at_ns)
+
+    def work(connection: sa.Connection) -> PolicyView:
+        for pool in filter(None, (asked.pool, *asked.pools)):
+            dividing.find_pool(connection, pool)
+        _check_types(connection, types)
+        there = {other.name for other in policies.every(connection)}
+        if len(there | {name}) > POLICIES_MAX:
+            raise InvalidValue(f"there are {POLICIES_MAX} policies, and more are not taken", hint="delete some")
+        policies.put(connection, policy)
+        detail = _said(policy.policy)
+        audit.record(connection, who=who, action=Action.POLICY_SET, subject=name, now_ns=at_ns, detail=detail)
+        return _view(policy, policies.holders(connection, name).get(name, ()), who)
+
+    view = services.database.write(work)
+    services.hub.touch(SCHEDULER)  # more devices at once, perhaps
+    return view
+
+
+def delete_policy(services: Services, who: Caller, name: str) -> PolicyView:
+    """Delete a usage policy; runs that name it from now on are refused, those that did keep what they got.
+
+    Raises:
+        InvalidValue: it is attached to somebody, whose runs would be under none all at once.
+        NotFound: there is none of that name.
+    """
+    at_ns = services.clock.wall_ns()
+
+    def work(connection: sa.Connection) -> StoredPolicy:
+        before = _find(connection, name)
+        holders = policies.holders(connection, name).get(name, ())
+        if holders:
+            first = holders[0]
+            more = f" and {len(holders) - 1} others" if len(holders) > 1 else ""
+            raise InvalidValue(
+                f"policy {name!r} is attached to {first.kind} {first.name}{more}",
+                hint=f"detach it first: sgpu policy detach {name} --{first.kind} {first.name}",
+            )
+        policies.remove(connection, name)
+        audit.record(connection, who=who, action=Action.POLICY_DELETE, subject=name, now_ns=at_ns)
+        return before
+
+    before = services.database.write(work)
+    services.hub.touch(SCHEDULER)
+    return _view(before, (), who)
+
+
+def attach(services: Services, who: Caller, name: str, kind: str, holder: str) -> PolicyView:
+    """Attach a usage policy to a user, service or team: runs that are asked for from now on are under it.
+
+    Raises:
+        InvalidValue: there is no such kind, what has that name is of another kind, or there are too many.
+        NotFound: there is no such policy, or nobody of that name.
+    """
+    return _change(services, who, name, _holder(kind, holder), attached=True)
+
+
+def detach(services: Services, who: Caller, name: str, kind: str, holder: str) -> PolicyView:
+    """Detach a usage policy from somebody; their runs that were submitted keep what they got.
+
+    Raises:
+        InvalidValue: there is no such kind.
+        NotFound: there is no such policy, or it is not attached to them.
+    """
+    return _change(services, who, name, _holder(kind, holder), attached=False)
+
+
+def _change(services: Services, who: Caller, name: str, holder: Holder, *, attached: bool) -> PolicyView:
+    at_ns = services.clock.wall_ns()
+
+    def work(connection: sa.Connection) -> PolicyView:
+        policy = _find(connection, name)
+        if attached:
+            _find_somebody(connection, holder)
+            if policies.count_holders(connection) >= HOLDERS_MAX:
+                raise InvalidValue(f"policies are attached {HOLDERS_MAX} times, and more is not taken")
+            is_news = policies.attach(connection, name, holder)
+        else:
+            is_news = policies.detach(connection, name, holder)
+            if not is_news:
+                raise NotFound(f"policy {name!r} is not attached to {holder.kind} {holder.name[:64]!r}")
+        if is_news:
+            action = Action.POLICY_ATTACH if attached else Action.POLICY_DETACH
+            detail = {"kind": holder.kind, "name": holder.name}
+            audit.record(connection, who=who, action=action, subject=name, now_ns=at_ns, detail=detail)
+        return _view(policy, policies.holders(connection, name).get(name, ()), who)
+
+    return services.database.write(work)
+
+
+def _find(connection: sa.Connection, name: str) -> StoredPolicy:
+    found = policies.find(connection, name)
+    if found is None:
+        raise NotFound(f"there is no policy {name[:64]!r}", hint="sgpu policy list has those there are")
+    return found
+
+
+def _holder(kind: str, name: str) -> Holder:
+    for known in HOLDER_KINDS:
+        if kind == known:
+            return Holder(kind=known, name=name)
+    raise InvalidValue(f"a policy is attached to no {kind[:64]!r}", hint=f"to one of: {', '.join(HOLDER_KINDS)}")
+
+
+def _find_somebody(connection: sa.Connection, holder: Holder) -> None:
+    if holder.kind == "team":
+        identity.team(connection, holder.name)
+        return
+    kind = identity.principal(connection, holder.name).kind
+    if kind != holder.kind:
+        raise InvalidValue(f"{holder.name} is a {kind}", hint=f"--{kind} {holder.name}")
+
+
+def _view(policy: StoredPolicy, holders: tuple[Holder, ...], who: Caller) -> PolicyView:
+    """Return a policy with those it is attached to; who may not decide that sees themselves and their teams."""
+    if reach(who.role, Resource.POLICIES.value, write=True) is not Reach.ALL:
+        holders = tuple(one for one in holders if one.name in (who.teams if one.kind == "team" else (who.name,)))
+    return view_of(policy.name, policy.policy, holders)
+
+
+def _said(policy: UsagePolicy) -> dict[str, object]:
+    """Return what a policy says, for the audit."""
+    usual = msgspec.to_builtins(UsagePolicy())
+    said: dict[str, object] = msgspec.to_builtins(policy)
+    return {name: value for name, value in said.items() if value != usual[name]}
+
+
+def _check(policy: UsagePolicy) -> None:
+    """Refuse what no policy can say, whatever else there is."""
+    for what, names in (("pools", policy.pools), ("GPU types", policy.gpu_types), ("classes", policy.priorities)):
+        if len(names) > NAMED_MAX:
+            raise InvalidValue(f"{len(names)} {what} are over the limit of {NAMED_MAX} in a policy")
+        if len(set(names)) != len(names):
+            raise InvalidValue(f"the policy names one of its {what} twice")
+    if len(policy.environments) > ENVIRONMENTS_MAX:
+        raise InvalidValue(f"a policy names {ENVIRONMENTS_MAX} environments at most")
+    for kind in policy.gpu_types:
+        check_text("a GPU type", kind, LABEL_CHARACTERS_MAX)
+    _check_tags(policy)
+    check_range("GPUs of a run", policy.gpus_per_run, 1, RANKS_MAX)
+    check_range("GPUs at once", policy.gpus_at_once, 1, RANKS_MAX)
+    check_range("the longest run, in seconds,", policy.max_run_s, LEAST_S, SECONDS_MAX)
+    check_range("idle seconds", policy.idle_s, LEAST_S, SECONDS_MAX)
+
+
+def _check_tags(policy: UsagePolicy) -> None:
+    if len({*policy.required_tags, *policy.default_tags}) > TAGS_MAX:
+        raise InvalidValue(f"a policy is about {TAGS_MAX} tags at most")
+    for key in (*policy.required_tags, *policy.default_tags):
+        check_text("a tag", key, TAG_CHARACTERS_MAX)
+        if not key or "=" in key:  # `key=value` is how people write it
+            raise InvalidValue(f"a policy cannot be about a tag {key!r}", hint="a key without '='")
+    for key, values in policy.required_tags.items():
+        if len(values) > NAMED_MAX:
+            raise InvalidValue(f"{len(values)} values of the tag {key!r} are over the limit of {NAMED_MAX}")
+        for value in values:
+            check_text(f"tag {key!r}", value, TAG_CHARACTERS_MAX)
+        if values and key in policy.default_tags and policy.default_tags[key] not in values:
+            raise InvalidValue(
+                f"the policy adds the tag {key}={policy.default_tags[key]}, and does not accept it",
+                hint=f"it accepts {', '.join(values[:20])}",
+            )
+    for key, value in policy.default_tags.items():
+        check_text(f"tag {key!r}", value, TAG_CHARACTERS_MAX)
+
+
+def _check_types(connection: sa.Connection, types: tuple[str, ...]) -> None:
+    """Refuse a type that is in no catalogue and that no node has: a slip would refuse everybody."""
+    strange = [kind for kind in types if not hardware.is_listed(kind)]
+    if not strange:
+        return
+    there = {device.type for node in nodes.every(connection) for device in node.hello.devices}
+    for kind in strange:
+        if kind not in there:
+            raise UnknownGpuType(
+                f"there is no GPU type {kind[:64]!r}, and no node has any",
+                hint=f"nodes have: {', '.join(sorted(there)) or 'nothing'}",
+            )

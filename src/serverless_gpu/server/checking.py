@@ -1,0 +1,52 @@
+"""What text and numbers that come from outside may be, whatever they are for."""
+
+from __future__ import annotations
+
+import unicodedata
+
+from serverless_gpu.errors import InvalidValue
+from serverless_gpu.wire.base import NAME_CHARACTERS_MAX
+
+# Characters that make text read as something else than it is, beside control characters.
+_DECEIVING = frozenset("\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+
+
+def check_text(name: str, text: str, most: int) -> None:
+    """Refuse text that is too long, or that a terminal or a reader would take for something else.
+
+    Args:
+        name: what it is, for the message.
+        text: as it came.
+        most: characters.
+
+    Raises:
+        InvalidValue: it is.
+    """
+    if len(text) > most:
+        raise InvalidValue(f"{name} has {len(text)} characters; {most} are the most")
+    if any(unicodedata.category(letter) == "Cc" or letter in _DECEIVING for letter in text):
+        raise InvalidValue(f"{name} has control characters in it: {text!r:.80}")
+
+
+def check_range(name: str, value: float | None, least: float, most: float) -> None:
+    """Refuse a number that is not between two others; None is no number.
+
+    Raises:
+        InvalidValue: it is not.
+    """
+    if value is not None and not least <= value <= most:  # NaN is neither
+        raise InvalidValue(f"{name} must be between {least} and {most}, not {value}")
+
+
+def check_name(what: str, name: str) -> None:
+    """Refuse a name that nobody could read or type.
+
+    Args:
+        what: it is the name of, for the message: "a policy".
+        name: as it came.
+
+    Raises:
+        InvalidValue: it is empty, too long, or has characters in it that cannot be seen.
+    """
+    if not 0 < len(name) <= NAME_CHARACTERS_MAX or not name.isprintable() or name != name.strip():
+        raise InvalidValue(f"{what} cannot be named {name[:64]!r}", hint="1 to 64 printable characters")
