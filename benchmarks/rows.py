@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from benchmarks import charges, decisions, environments, ray_rows, remote_rows, replays, shares, tracking_rows
+from benchmarks import charges, decisions, environments, ray_rows, remote_rows, replays, shares, tracking_rows, usage
 from benchmarks.contestants import ContestantFailed
 from benchmarks.databases import THREADS, WRITES
 from benchmarks.load import rows as load_rows
@@ -320,6 +320,7 @@ ROWS: dict[str, Callable[[bool], Row]] = {
     **shares.ROWS,
     **charges.ROWS,
     **decisions.ROWS,
+    **usage.ROWS,
     **load_rows.ROWS,
 }
 
