@@ -14,7 +14,7 @@ from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model import usage as model
 from serverless_gpu.model.access import Reach
 from serverless_gpu.model.usage import Amounts, Group, Window
-from serverless_gpu.server import tables, usage, usage_rows, usage_sums
+from serverless_gpu.server import usage, usage_rows, usage_sums
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.services import Services
@@ -103,19 +103,21 @@ def reckoned(services: Services, by: tuple[str, ...]) -> dict[tuple[tuple[str, .
     """Return the same report, added up row by row, by code that knows no SQL but a SELECT of all."""
     window = Window(DAY - 60, DAY + 60)
     rows = services.database.read(lambda db: usage_rows.page(db, window, (), after=0, limit=10_000))
-    first = {run_id: min(row.fence for row in rows if row.run_id == run_id) for run_id in {row.run_id for row in rows}}
-    waits = {row.seq: row for row in services.database.read(lambda db: db.execute(sa.select(tables.charges)).all())}
+    first = {
+        run_id: min(row.posted.fence for row in rows if row.posted.run_id == run_id)
+        for run_id in {row.posted.run_id for row in rows}
+    }
     groups = []
     for row in rows:
-        line = row.entry.line
+        line = row.posted.entry.line
         amounts = Amounts(
-            runs=row.entry.number == 1 and row.fence == first[row.run_id],
-            queued_ms=waits[row.seq].queued_ms,
+            runs=row.posted.entry.number == 1 and row.posted.fence == first[row.posted.run_id],
+            queued_ms=row.posted.queued_ms,
             unpriced_ms=line.billed_ms if line.micros is None else 0,
-            provisional_ms=line.gpu_ms if row.entry.provisional else 0,
+            provisional_ms=line.gpu_ms if row.posted.entry.provisional else 0,
             **{name: getattr(line, name) for name in line.__struct_fields__ if name in Amounts.__struct_fields__},
         )
-        key = model.key_of(by, row.account, run_id=row.run_id, day=line.day)
+        key = model.key_of(by, row.account, run_id=row.posted.run_id, day=line.day)
         groups.append(Group(key=key, currency=row.account.currency, amounts=amounts))
     return {(each.key, each.currency): each.amounts for each in model.together(groups)}
 

@@ -133,7 +133,7 @@ def of_attempts(connection: sa.Connection, gangs: Collection[Gang]) -> dict[Gang
         query = sa.select(charges).where(charges.c.run_id.in_(run_ids[start : start + _AT_ONCE]))
         for row in connection.execute(query.order_by(charges.c.run_id, charges.c.fence, charges.c.number)):
             if (row.run_id, row.fence) in found:
-                found[row.run_id, row.fence].append(_from_row(row))
+                found[row.run_id, row.fence].append(from_row(row))
     return found
 
 
@@ -142,14 +142,14 @@ def of_run(connection: sa.Connection, run_id: str) -> dict[int, list[Posted]]:
     query = sa.select(charges).where(charges.c.run_id == run_id)
     found: dict[int, list[Posted]] = {}
     for row in connection.execute(query.order_by(charges.c.fence, charges.c.number)):
-        found.setdefault(row.fence, []).append(_from_row(row))
+        found.setdefault(row.fence, []).append(from_row(row))
     return found
 
 
 def after(connection: sa.Connection, seq: int, *, limit: int) -> list[Posted]:
     """Return entries in the order in which they were written, from the one after `seq` on."""
     query = sa.select(charges).where(charges.c.seq > seq).order_by(charges.c.seq).limit(limit)
-    return [_from_row(row) for row in connection.execute(query)]
+    return [from_row(row) for row in connection.execute(query)]
 
 
 def newest_seq(connection: sa.Connection) -> int:
@@ -210,7 +210,8 @@ def put_utilisation(connection: sa.Connection, gang: Gang, *, account_id: int, s
     connection.execute(utilisations.insert(), row)
 
 
-def _from_row(row: sa.Row[Any]) -> Posted:
+def from_row(row: sa.Row[Any]) -> Posted:
+    """Return the entry of a row that has all columns of the table."""
     values = row._mapping
     return Posted(
         seq=row.seq,

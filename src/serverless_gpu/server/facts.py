@@ -81,6 +81,20 @@ def of_attempts(connection: sa.Connection, gangs: Collection[Gang]) -> dict[Gang
     return found
 
 
+def ends_of_attempts(connection: sa.Connection, gangs: Collection[Gang]) -> dict[Gang, list[Fact]]:
+    """Return the first and the last facts of attempts, as `ends_of_attempt` does; those without any are there, too."""
+    found: dict[Gang, list[Fact]] = {gang: [] for gang in gangs}
+    of = (facts.c.run_id, facts.c.fence)
+    for some in _portions(gangs):
+        last = sa.select(*of, sa.func.max(facts.c.seq).label("last")).where(some).group_by(*of).subquery()
+        same = sa.and_(last.c.run_id == facts.c.run_id, last.c.fence == facts.c.fence)
+        ends = sa.or_(facts.c.seq <= _ENDS, facts.c.seq > last.c.last - _ENDS)
+        query = sa.select(*of, facts.c.fact_json).join(last, same).where(ends).order_by(*of, facts.c.seq)
+        for run_id, fence, text in connection.execute(query):
+            found[run_id, fence].append(_decode(text))
+    return found
+
+
 def counts(connection: sa.Connection, gangs: Collection[Gang]) -> dict[Gang, int]:
     """Return how many facts there are of attempts; those without any are left out."""
     query = sa.select(facts.c.run_id, facts.c.fence, sa.func.count()).group_by(facts.c.run_id, facts.c.fence)

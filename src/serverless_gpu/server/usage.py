@@ -13,12 +13,16 @@ import sqlalchemy as sa
 
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model import billing, usage
-from serverless_gpu.model.access import Reach
+from serverless_gpu.model.access import Reach, covers
 from serverless_gpu.model.usage import PERIODS, Window
-from serverless_gpu.server import usage_rows, usage_sums
+from serverless_gpu.server import usage_going, usage_rows, usage_sums
+from serverless_gpu.server.accounts import Account
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.services import Services
+from serverless_gpu.server.usage_going import Going, GoingOn
+from serverless_gpu.server.usage_rows import SEGMENTS, Asked
 from serverless_gpu.server.usage_sums import Found, Wanted
+from serverless_gpu.wire.demand import DemandPage, DemandRow
 from serverless_gpu.wire.usage import RecordPage, UsageView
 
 DAYS = 30
@@ -38,17 +42,24 @@ def view_usage(services: Services, who: Caller, reach: str, wanted: Wanted) -> U
     seen_by, teams = _limits(who, reach)
     wanted = msgspec.structs.replace(wanted, seen_by=seen_by, teams=teams)
 
-    def work(connection: sa.Connection) -> Found:
-        return usage_sums.find(connection, wanted)
+    def work(connection: sa.Connection) -> tuple[Found, GoingOn]:
+        return usage_sums.find(connection, wanted), usage_going.find(connection, currency=services.settings.currency)
 
-    found = services.database.read(work)
+    found, going = services.database.read(work)
+    lines = [one for one in going.lines if _is_wanted(one, wanted, who, reach)]
+    groups = usage_going.groups(lines, wanted.by)
+    if found.is_cut:
+        shown = {(group.key, group.currency) for group in found.groups}
+        groups = [group for group in groups if (group.key, group.currency) in shown]
     return UsageView(
         by=wanted.by,
         from_day=wanted.window.from_day,
         until_day=wanted.window.until_day,
-        groups=tuple(usage.in_order(found.groups, wanted.by)),
-        totals=tuple(found.totals),
+        groups=tuple(usage.in_order(usage.together([*found.groups, *groups]), wanted.by)),
+        totals=tuple(usage.totals([*found.totals, *usage_going.groups(lines, ())])),
         is_cut=found.is_cut,
+        going=len({(one.run_id, one.fence) for one in lines}),
+        is_going_cut=going.is_cut,
     )
 
 
@@ -73,10 +84,40 @@ def view_records(services: Services, who: Caller, reach: str, window: Window, *,
         record
         for row in shown
         for record in billing.records(
-            row.entry, row.account, run_id=row.run_id, fence=row.fence, posted_ns=row.posted_ns
+            row.posted.entry,
+            row.account,
+            run_id=row.posted.run_id,
+            fence=row.posted.fence,
+            posted_ns=row.posted.posted_ns,
         )
     ]
-    return RecordPage(records=tuple(found), after=shown[-1].seq if len(rows) > entries else None)
+    return RecordPage(records=tuple(found), after=shown[-1].posted.seq if len(rows) > entries else None)
+
+
+def view_demand(services: Services, who: Caller, reach: str, asked: Asked, *, after: int, limit: int) -> DemandPage:
+    """Return when devices were had, as far as somebody may see; what goes on now is on the last page.
+
+    Args:
+        services: the server's.
+        who: asks.
+        reach: how far they may see.
+        asked: whose use, and of when.
+        after: the last one that they have.
+        limit: how many, at most.
+    """
+    may_see = usage_rows.visible(*_limits(who, reach))
+
+    def work(connection: sa.Connection) -> tuple[list[tuple[int, DemandRow]], GoingOn]:
+        rows = usage_rows.demand(connection, asked, may_see, after=after, limit=limit + 1)
+        return rows, GoingOn() if len(rows) > limit else usage_going.find(
+            connection, currency=services.settings.currency
+        )
+
+    rows, going = services.database.read(work)
+    if len(rows) > limit:
+        return DemandPage(rows=tuple(row for _, row in rows[:limit]), cursor=str(rows[limit - 1][0]))
+    now = [_demand(one) for one in going.lines if not one.is_posted and _is_demanded(one, asked, who, reach)]
+    return DemandPage(rows=(*(row for _, row in rows), *now))
 
 
 def window_of(services: Services, from_day: int | None, until_day: int | None) -> Window:
@@ -119,3 +160,44 @@ def _limits(who: Caller, reach: str) -> tuple[str | None, tuple[str, ...]]:
     if reach == Reach.ALL:
         return None, ()
     return who.name, who.teams if reach == Reach.TEAM else ()
+
+
+def _may_see(account: Account, who: Caller, reach: str) -> bool:
+    return covers(reach, name=who.name, teams=who.teams, owner=account.owner, team=account.team)
+
+
+def _is_wanted(one: Going, wanted: Wanted, who: Caller, reach: str) -> bool:
+    if not wanted.window.from_day <= one.line.day < wanted.window.until_day or not _may_see(one.account, who, reach):
+        return False
+    fields = tuple(wanted.where)
+    return usage.key_of(fields, one.account, run_id=one.run_id, day=one.line.day) == tuple(wanted.where.values())
+
+
+def _is_demanded(one: Going, asked: Asked, who: Caller, reach: str) -> bool:
+    named = all(getattr(asked, name) in ("", getattr(one.account, name)) for name in ("team", "pool", "gpu_type"))
+    is_then = one.line.end_ns > asked.from_ns and one.line.start_ns < asked.to_ns
+    return named and is_then and _may_see(one.account, who, reach)
+
+
+def _demand(one: Going) -> DemandRow:
+    line, account = one.line, one.account
+    return DemandRow(
+        run_id=one.run_id,
+        fence=one.fence,
+        day=line.day,
+        name=account.name,
+        owner=account.owner,
+        team=account.team,
+        pool=account.pool,
+        reserved=account.reserved,
+        gpu_type=account.gpu_type,
+        start_ns=line.start_ns,
+        end_ns=line.end_ns,
+        gpus=line.gpus,
+        queued_ms=0,
+        gpu_ms=line.gpu_ms,
+        billed_ms=line.billed_ms,
+        held_ms=sum(getattr(line, name) for name in SEGMENTS),
+        currency=account.currency,
+        micros=line.micros,
+    )

@@ -3,49 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 import sqlalchemy as sa
 
-from serverless_gpu.model.ledger import Entry, EntryKind, Line
+from serverless_gpu.model.ledger import EntryKind
 from serverless_gpu.model.usage import Window
-from serverless_gpu.server.tables import accounts, charges
+from serverless_gpu.server.accounts import Account, find_many
+from serverless_gpu.server.charges import Posted, from_row
+from serverless_gpu.server.tables import accounts, charges, utilisations
+from serverless_gpu.wire.demand import DemandRow
 
-_OF_LINE = Line.__struct_fields__
-_decode_tags = msgspec.json.Decoder(dict[str, str]).decode
-
-
-class Account(msgspec.Struct, frozen=True, kw_only=True):
-    """Who used something, and as what."""
-
-    owner: str
-    team: str
-    pool: str
-    reserved: bool
-    policy: str
-    gpu_type: str
-    name: str
-    workload: str
-    environment: str
-    currency: str
-    tags: dict[str, str]
+SEGMENTS = ("environment_ms", "start_ms", "run_ms", "stop_ms", "gate_ms", "idle_ms")
+_SEEN = ("observed_ms", "busy_ms", "peak_memory_bytes")
+_OF_ACCOUNT = ("name", "owner", "team", "pool", "reserved", "gpu_type", "currency")
+_OF_CHARGE = ("run_id", "fence", "day", "start_ns", "end_ns", "gpus", "queued_ms", "gpu_ms", "billed_ms", "micros")
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One entry of the ledger.
+    """One entry of the ledger, and who it is of."""
 
-    Attributes:
-        seq: grows over all of them.
-        posted_ns: when it was written, nanoseconds since 1970.
-        account: who it is of.
-    """
-
-    seq: int
-    run_id: str
-    fence: int
-    posted_ns: int
-    entry: Entry
+    posted: Posted
     account: Account
 
 
@@ -65,15 +43,16 @@ def page(
     connection: sa.Connection, window: Window, may_see: Sequence[sa.ColumnElement[bool]], *, after: int, limit: int
 ) -> list[Row]:
     """Return entries of some days in the order in which they were posted, from the one after `after` on."""
-    named = [accounts.c[name].label(f"of_{name}") for name in (*Account.__struct_fields__[:-1], "tags_json")]
     query = (
-        sa.select(charges, *named)
+        sa.select(charges)
         .join(accounts, accounts.c.id == charges.c.account_id)
         .where(charges.c.seq > after, charges.c.day >= window.from_day, charges.c.day < window.until_day, *may_see)
         .order_by(charges.c.seq)
         .limit(limit)
     )
-    return [_from_row(row._mapping) for row in connection.execute(query)]
+    posted = [from_row(row) for row in connection.execute(query)]
+    known = find_many(connection, {one.account_id for one in posted})
+    return [Row(posted=one, account=known[one.account_id]) for one in posted]
 
 
 def skus(connection: sa.Connection, may_see: Sequence[sa.ColumnElement[bool]], *, limit: int) -> list[tuple[str, str]]:
@@ -82,18 +61,52 @@ def skus(connection: sa.Connection, may_see: Sequence[sa.ColumnElement[bool]], *
     return [(gpu_type, pool) for gpu_type, pool in connection.execute(query.limit(limit))]
 
 
-def _from_row(row: sa.RowMapping) -> Row:
-    fields: dict[str, Any] = {name: row[f"of_{name}"] for name in Account.__struct_fields__[:-1]}
-    return Row(
-        seq=row["seq"],
-        run_id=row["run_id"],
-        fence=row["fence"],
-        posted_ns=row["posted_ns"],
-        entry=Entry(
-            number=row["number"],
-            kind=EntryKind(row["kind"]),
-            provisional=row["provisional"],
-            line=Line(**{name: row[name] for name in _OF_LINE}),
-        ),
-        account=Account(**fields, tags=_decode_tags(row["of_tags_json"])),
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """Whose use `demand` is to return, and of when.
+
+    Attributes:
+        from_ns: what ended before it is left out, nanoseconds since 1970; `to_ns` what began after it.
+        team: only this team's; "" for any. Likewise the others.
+    """
+
+    from_ns: int
+    to_ns: int
+    team: str = ""
+    pool: str = ""
+    gpu_type: str = ""
+
+
+def demand(
+    connection: sa.Connection, asked: Asked, may_see: Sequence[sa.ColumnElement[bool]], *, after: int, limit: int
+) -> list[tuple[int, DemandRow]]:
+    """Return what attempts used on each day, as it holds now, from the entry after `after` on, each with its number."""
+    later = charges.alias("later")
+    same_day = sa.and_(*(later.c[name] == charges.c[name] for name in ("run_id", "fence", "day")))
+    is_last = ~sa.exists(sa.select(sa.literal(1)).where(same_day, later.c.number > charges.c.number))
+    named = {name: getattr(asked, name) for name in ("team", "pool", "gpu_type") if getattr(asked, name)}
+    query = (
+        sa.select(charges, *(accounts.c[name] for name in _OF_ACCOUNT), *(utilisations.c[name] for name in _SEEN))
+        .add_columns(utilisations.c.gpu_ms.label("used_ms"))
+        .join(accounts, accounts.c.id == charges.c.account_id)
+        .outerjoin(
+            utilisations, sa.and_(utilisations.c.run_id == charges.c.run_id, utilisations.c.fence == charges.c.fence)
+        )
+        .where(charges.c.seq > after, charges.c.end_ns > asked.from_ns, charges.c.start_ns < asked.to_ns)
+        .where(charges.c.kind != EntryKind.REVERSAL.value, is_last, *may_see)
+        .where(*(accounts.c[name] == value for name, value in named.items()))
+        .order_by(charges.c.seq)
+        .limit(limit)
+    )
+    return [(row["seq"], _demand(row)) for row in connection.execute(query).mappings()]
+
+
+def _demand(row: sa.RowMapping) -> DemandRow:
+    same = {name: row[name] for name in (*_OF_ACCOUNT, *_OF_CHARGE)}
+    return DemandRow(
+        **same,
+        held_ms=sum(row[name] for name in SEGMENTS),
+        used_ms=row["used_ms"] or 0,
+        observed_ms=row["observed_ms"] or 0,
+        busy_ms=row["busy_ms"] or 0,
+        peak_memory_bytes=row["peak_memory_bytes"],
     )

@@ -9,7 +9,9 @@ import msgspec
 from serverless_gpu.model.usage import parse_by
 from serverless_gpu.server import usage
 from serverless_gpu.server.api.routing import Call, Query, Routes, reading
+from serverless_gpu.server.usage_rows import Asked
 from serverless_gpu.server.usage_sums import Wanted
+from serverless_gpu.wire.demand import DemandPage
 from serverless_gpu.wire.usage import GROUPS_DEFAULT, GROUPS_MAX, RECORDS_MAX, RecordPage, UsageView
 
 routes = Routes("usage")
@@ -35,6 +37,18 @@ class RecordsQuery(Query, frozen=True, kw_only=True):
     limit: Annotated[int, msgspec.Meta(ge=3, le=RECORDS_MAX)] = RECORDS_MAX
 
 
+class DemandQuery(Query, frozen=True, kw_only=True):
+    """Of when, and only of this team, pool and GPU type; `cursor` of the page before."""
+
+    from_ns: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)] = 0
+    to_ns: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)] = (1 << 62) - 1
+    team: Annotated[str, msgspec.Meta(max_length=256)] = ""
+    pool: Annotated[str, msgspec.Meta(max_length=256)] = ""
+    gpu_type: Annotated[str, msgspec.Meta(max_length=256)] = ""
+    limit: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 1000
+    cursor: Annotated[str, msgspec.Meta(pattern="^[0-9]{0,18}$")] = ""
+
+
 @routes.get("/usage", needs=reading("usage"))
 def view_usage(call: Call, query: UsageQuery) -> UsageView:
     """Return what was used and what it cost, by whatever it is grouped by."""
@@ -52,3 +66,11 @@ def view_records(call: Call, query: RecordsQuery) -> RecordPage:
     """Return rows of the ledger as billing tables have them."""
     window = usage.window_of(call.services, query.from_day, query.until_day)
     return usage.view_records(call.services, call.who, call.reach, window, after=query.after, limit=query.limit)
+
+
+@routes.get("/usage/demand", needs=reading("usage"))
+def view_demand(call: Call, query: DemandQuery) -> DemandPage:
+    """Return when devices were had, and by whom."""
+    asked = Asked(from_ns=query.from_ns, to_ns=query.to_ns, team=query.team, pool=query.pool, gpu_type=query.gpu_type)
+    after = int(query.cursor or 0)
+    return usage.view_demand(call.services, call.who, call.reach, asked, after=after, limit=query.limit)

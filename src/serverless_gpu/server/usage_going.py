@@ -1,0 +1,148 @@
+"""What attempts have used that the ledger does not say yet: those that go on, and those that ended a moment ago.
+
+    facts, up to the last sign of life ─▶ lines (`counting.py`) ─▶ less what is posted of them ─▶ lines that reports add
+
+It is computed in the transaction that reads the ledger, so nothing counts twice or not at all. An attempt whose facts
+contradict each other counts as nothing, as in the ledger. So many attempts are looked at, and that others are not is
+said.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+import sqlalchemy as sa
+
+from serverless_gpu.errors import InvalidValue
+from serverless_gpu.model import usage
+from serverless_gpu.model.facts import Fact
+from serverless_gpu.model.ledger import Line
+from serverless_gpu.model.usage import Amounts, Group
+from serverless_gpu.server import accounts, attempts, charges, counting, facts, nodes, runs
+from serverless_gpu.server.accounts import Account
+from serverless_gpu.server.attempts import Gang, StoredAttempt
+from serverless_gpu.server.charges import Posted
+from serverless_gpu.server.usage_rows import SEGMENTS
+
+LIMIT = 1_000
+_EVER_NS = 1 << 62
+_NUMBERS = (*SEGMENTS, "gpu_ms", "billed_ms", "core_ms", "memory_mib_ms", "dbu_micros")
+
+
+class Going(msgspec.Struct, frozen=True, kw_only=True):
+    """What an attempt used on a day, as far as the ledger does not say so.
+
+    Attributes:
+        line: the day as it is by now; `amounts` what of it is not in the ledger.
+        is_posted: whether the ledger says something of that day.
+    """
+
+    run_id: str
+    fence: int
+    account: Account
+    line: Line
+    amounts: Amounts
+    is_posted: bool
+
+
+class GoingOn(msgspec.Struct, frozen=True, kw_only=True):
+    """All that is not in the ledger yet.
+
+    Attributes:
+        attempts: how many there are of them here.
+        is_cut: whether there are more.
+    """
+
+    lines: tuple[Going, ...] = ()
+    attempts: int = 0
+    is_cut: bool = False
+
+
+def find(connection: sa.Connection, *, currency: str, limit: int = LIMIT) -> GoingOn:
+    """Return what the ledger does not say yet.
+
+    Args:
+        connection: of the transaction that reads the ledger.
+        currency: of the server, for attempts of an older one.
+        limit: how many attempts, at most.
+    """
+    gangs = sorted({*attempts.going_on(connection, before_ns=_EVER_NS), *attempts.due(connection, limit=limit + 1)})
+    shown = gangs[:limit]
+    tries = attempts.of_runs(connection, sorted({run_id for run_id, _ in shown}))
+    found = [tries[gang] for gang in shown if gang in tries]
+    known = accounts.find_many(connection, [one.account_id for one in found if one.account_id is not None])
+    posted, told = charges.of_attempts(connection, shown), facts.ends_of_attempts(connection, shown)
+    lines: list[Going] = []
+    for attempt in found:
+        gang = attempt.run_id, attempt.fence
+        account = known.get(attempt.account_id or 0) or _counted_as(connection, attempt, currency)
+        if account is not None:
+            lines += _lines(attempt, account, posted[gang], told[gang])
+    return GoingOn(lines=_first_counted(lines, posted), attempts=len(shown), is_cut=len(gangs) > limit)
+
+
+def groups(lines: Iterable[Going], by: Sequence[str]) -> list[Group]:
+    """Return what goes on as groups of a report; days of which the ledger says all are in none."""
+    return usage.together(
+        Group(
+            key=usage.key_of(by, one.account, run_id=one.run_id, day=one.line.day),
+            currency=one.account.currency,
+            amounts=one.amounts,
+        )
+        for one in lines
+        if one.amounts.runs or any(getattr(one.amounts, name) for name in _NUMBERS)
+    )
+
+
+def _counted_as(connection: sa.Connection, attempt: StoredAttempt, currency: str) -> Account | None:
+    """Return as what an attempt will be counted that was placed by an older server."""
+    run, pool = runs.find(connection, attempt.run_id), nodes.pool_of(connection, attempt.node_id)
+    if run is None:
+        return None
+    return accounts.of_run(connection, run, gpu_type=attempt.gpu_type, pool=pool, currency=currency)
+
+
+def _lines(attempt: StoredAttempt, account: Account, posted: Sequence[Posted], told: Sequence[Fact]) -> list[Going]:
+    try:
+        lines = counting.used(attempt, told)
+    except InvalidValue:
+        return []
+    there: dict[int, list[Line]] = defaultdict(list)
+    for one in posted:
+        there[one.entry.line.day].append(one.entry.line)
+    return [
+        Going(
+            run_id=attempt.run_id,
+            fence=attempt.fence,
+            account=account,
+            line=line,
+            amounts=_less(line, there.get(line.day, ())),
+            is_posted=line.day in there,
+        )
+        for line in lines
+    ]
+
+
+def _less(line: Line, posted: Sequence[Line]) -> Amounts:
+    """Return a day without what the ledger says of it."""
+    numbers = {name: getattr(line, name) - sum(getattr(one, name) for one in posted) for name in _NUMBERS}
+    priced = [one.micros for one in posted if one.micros is not None]
+    micros = None if line.micros is None and not priced else (line.micros or 0) - sum(priced)
+    unpriced = line.billed_ms if line.micros is None else 0
+    unpriced -= sum(one.billed_ms for one in posted if one.micros is None)
+    return Amounts(**numbers, micros=micros, unpriced_ms=unpriced, going_ms=numbers["gpu_ms"])
+
+
+def _first_counted(lines: Sequence[Going], posted: Mapping[Gang, Sequence[Posted]]) -> tuple[Going, ...]:
+    """Return lines in which a run of that the ledger says nothing is counted once, where it began."""
+    counted = {run_id for (run_id, fence), entries in posted.items() if entries or fence > 1}
+    found = []
+    for one in sorted(lines, key=lambda line: (line.run_id, line.fence, line.line.day)):
+        is_first = one.run_id not in counted
+        counted.add(one.run_id)
+        found.append(
+            msgspec.structs.replace(one, amounts=msgspec.structs.replace(one.amounts, runs=1)) if is_first else one
+        )
+    return tuple(found)
