@@ -9,8 +9,11 @@ from fractions import Fraction
 
 import pytest
 
-from serverless_gpu.model import pricing
+from serverless_gpu.model import advice, pricing
+from serverless_gpu.model.advice import Rates
+from serverless_gpu.model.advice import Use as Slice
 from serverless_gpu.model.attempt import MEANINGS, Reason
+from serverless_gpu.model.budget import Budget, Period, Scope, Spender, Use, judge
 from serverless_gpu.model.cost import Devices, Lasting, Used, estimated, together
 from serverless_gpu.model.facts import Fact, FactKind
 from serverless_gpu.model.ledger import Entry, Line, charge, lines, post
@@ -33,7 +36,7 @@ def _tables(text: str) -> Iterator[list[_Row]]:
         yield [dict(zip(head, row, strict=True)) for row in rows]
 
 
-_PRICES, _FACTS, _LINES, _ENTRIES, *_ = _tables(_EXAMPLE)
+_PRICES, _FACTS, _LINES, _ENTRIES, _STANDINGS, _DAY, _SLOTS, _MIXES = _tables(_EXAMPLE)
 _SAID = re.findall(r"^```text\n(.*?)\n```$", _EXAMPLE, re.MULTILINE | re.DOTALL)
 
 
@@ -148,3 +151,66 @@ def test_what_was_said_beforehand() -> None:
 @pytest.mark.parametrize(("at", "micros"), [("2026-11-21 12:00:00", 2_990_000), ("2026-11-22 00:00:00", 2_490_000)])
 def test_the_price_of_the_pool_goes_before_that_of_all(at: str, micros: int) -> None:
     assert _tariff(at).gpu_micros_per_hour == micros
+
+
+def test_how_a_budget_stands_and_when_it_stops_the_run() -> None:
+    budget = Budget(scope=Scope(kind="team", name="search"), period=Period.DAY, limit_micros=16_330_000, hard=True)
+    found, before = [], 0
+    for row in _STANDINGS:
+        at_ns = _ns(row["at"])
+        is_over = row["then"] == "has ended"
+        spender = Spender(
+            run_id="bert-ft",
+            fence=2,
+            gpus=8,
+            micros_per_hour=8 * 2_990_000,
+            placed_ns=_ns("2026-11-21 23:29:50"),
+            started_ns=_ns("2026-11-21 23:30:00"),
+            seen_ns=_ns("2026-11-22 00:40:12.980") if is_over else at_ns,
+            grace_s=30.0,
+            alone_s=900.0,
+            is_over=is_over,
+        )
+        standing = judge(budget, Use(), [spender], at_ns)
+        reached = standing.reached
+        said = {80: "80 % is said", 95: "95 % is said"}.get(max(reached, default=0) if len(reached) > before else 0)
+        then = "has ended" if is_over else "is asked to stop" if standing.stop else said or "goes on"
+        before = len(reached)
+        found.append(
+            {
+                "at": row["at"],
+                "used": str(standing.used.micros),
+                "held": str(standing.held.micros),
+                "left": str(standing.left),
+                "then": then,
+            }
+        )
+    assert found == _STANDINGS
+
+
+def test_how_many_gpus_pay() -> None:
+    def hours_ns(text: str) -> int:
+        return int(text.partition(":")[0]) * advice.HOUR_NS
+
+    uses = [Slice(start_ns=hours_ns(row["from"]), end_ns=hours_ns(row["until"]), gpus=int(row["GPUs"])) for row in _DAY]
+    curve = advice.curve_of(uses, 0, 24 * advice.HOUR_NS)
+    found = advice.advise(curve, Rates(reserved=1_800_000, on_demand=2_990_000))
+    assert f"1.80 ÷ 2.99 = {found.duty_percent:.1f} %" in _EXAMPLE
+    assert [
+        {
+            "slots": f"{slot.first}–{slot.last}",
+            "wanted": f"{slot.share_percent:.1f} %",
+            "pays": "yes" if slot.pays else "no",
+        }
+        for slot in found.slots
+    ] == _SLOTS
+    assert [
+        {
+            "reserve": str(mix.slots),
+            "reserved": f"{mix.reserved_micros / 1e6:.2f}",
+            "of that idle": f"{mix.idle_micros / 1e6:.2f}",
+            "on demand": f"{mix.on_demand_micros / 1e6:.2f}",
+            "together": f"{mix.micros / 1e6:.2f}",
+        }
+        for mix in (found.none, found.best, found.all_reserved)
+    ] == _MIXES

@@ -21,6 +21,7 @@ from serverless_gpu.model.pricing import UNPRICED, Tariff
 from serverless_gpu.model.receipt import TextPrinter
 
 _MIB = 1 << 20
+_NOT_BILLED = "what the platform lost, or what came after the grace of a stop"
 _UNIT = {CPU: ("CPU slot", "slot")}
 
 
@@ -82,7 +83,7 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
         rows = {
             "cost": self.amount(),
             "used": self._used(self.gpu_ms),
-            "not billed": f"{self._used(not_billed_ms)}, the platform failed" if not_billed_ms else "",
+            "not billed": f"{self._used(not_billed_ms)}: {_NOT_BILLED}" if not_billed_ms else "",
             "unpriced": self._used(self.unpriced_ms) if self.unpriced_ms else "",
             "DBU": f"{self.dbu_micros / units.MICROS_PER_UNIT:,.6f}".rstrip("0").rstrip(".") if self.dbu_micros else "",
             "waited": units.format_duration_ms(self.queued_ms) if self.queued_ms else "",
