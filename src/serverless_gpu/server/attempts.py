@@ -222,8 +222,10 @@ def going_on(connection: sa.Connection, *, before_ns: int) -> list[Gang]:
 
 def charged(connection: sa.Connection, gangs: Sequence[Gang]) -> None:
     """Write that the ledger says all of some attempts, as far as is known in this transaction."""
-    for run_id, fence in gangs:
-        note(connection, run_id, fence, uncharged=False)
+    if gangs:
+        one = sa.and_(attempts.c.run_id == sa.bindparam("run"), attempts.c.fence == sa.bindparam("number"))
+        rows = [{"run": run_id, "number": fence} for run_id, fence in gangs]
+        connection.execute(attempts.update().where(one).values(uncharged=False), rows)
 
 
 def charge_again(connection: sa.Connection, run_id: str) -> None:

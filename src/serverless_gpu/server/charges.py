@@ -6,7 +6,7 @@ their numbers (`seq`), on PostgreSQL too, so whoever has read up to one of them 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -202,12 +202,22 @@ def standing(posted: Sequence[Posted]) -> bool:
     return any(open_days.values())
 
 
-def put_utilisation(connection: sa.Connection, gang: Gang, *, account_id: int, seen: Utilisation) -> None:
-    """Write what telemetry saw of an attempt, in the place of what was written before."""
-    own = sa.and_(utilisations.c.run_id == gang[0], utilisations.c.fence == gang[1])
-    connection.execute(utilisations.delete().where(own))
-    row = {"run_id": gang[0], "fence": gang[1], "account_id": account_id, **msgspec.structs.asdict(seen)}
-    connection.execute(utilisations.insert(), row)
+def put_utilisations(connection: sa.Connection, seen: Mapping[Gang, tuple[int, Utilisation]]) -> None:
+    """Write what telemetry saw of attempts, in the place of what was written before.
+
+    Args:
+        connection: of a transaction that may write.
+        seen: what was, and the account.
+    """
+    if not seen:
+        return
+    own = sa.and_(utilisations.c.run_id == sa.bindparam("run"), utilisations.c.fence == sa.bindparam("number"))
+    connection.execute(utilisations.delete().where(own), [{"run": run, "number": number} for run, number in seen])
+    rows = [
+        {"run_id": run_id, "fence": fence, "account_id": account_id, **msgspec.structs.asdict(one)}
+        for (run_id, fence), (account_id, one) in seen.items()
+    ]
+    connection.execute(utilisations.insert(), rows)
 
 
 def from_row(row: sa.Row[Any]) -> Posted:

@@ -205,6 +205,7 @@ def charge(connection: sa.Connection, due: Mapping[Gang, Due], *, at_ns: int, fi
     """
     new: list[New] = []
     failed: dict[Gang, str] = {}
+    seen: dict[Gang, tuple[int, Utilisation]] = {}
     done: list[Gang] = []
     for gang, one in due.items():
         try:
@@ -228,9 +229,9 @@ def charge(connection: sa.Connection, due: Mapping[Gang, Due], *, at_ns: int, fi
         if one.attempt.settled_ns is not None:
             done.append(gang)
             if one.seen is not None and lines:
-                seen = _utilisation(lines, one.seen.uses)
-                charges.put_utilisation(connection, gang, account_id=one.account_id, seen=seen)
+                seen[gang] = (one.account_id, _utilisation(lines, one.seen.uses))
     written = charges.insert(connection, new, at_ns=at_ns)
+    charges.put_utilisations(connection, seen)
     attempts.charged(connection, done)
     faults.reach("in_charging")
     return Charged(entries=written, failed=failed)
