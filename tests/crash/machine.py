@@ -16,12 +16,13 @@ import sqlalchemy as sa
 from serverless_gpu import faults
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.client.remote.server import close_all
-from serverless_gpu.server import self_check
+from serverless_gpu.server import self_check, tables
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.invariants import History
 from serverless_gpu.wire.connection import Connection
 from tests.local.observe import cancel_all, wait_for
 from tests.ports import own_port
+from tests.reckoning import wrongs
 from tests.remote.conftest import end_node
 from tests.remote.server_process import ServerProcess
 
@@ -135,6 +136,11 @@ class Machine:
         checked = self_check.check(self.read, history=History(acknowledged=frozenset(self.acknowledged)))
         assert not checked.violations and not checked.skipped, checked
 
+    def check_ledger(self) -> None:
+        """Require that everything is charged before long, and that it is what its facts say, whoever died when."""
+        wait_for(lambda: not self.read(_due), "everything is charged", limit_s=WAIT_S)
+        assert wrongs(self.read) == []
+
     def log(self) -> str:
         """Return what the server has logged."""
         return (self.home / "server" / "server.log").read_text()
@@ -160,3 +166,8 @@ class Machine:
         """Start the server again where it is what died."""
         assert self.ended() == -signal.SIGKILL
         self.start(*words)
+
+
+def _due(connection: sa.Connection) -> list[str]:
+    query = sa.select(tables.attempts.c.run_id).where(tables.attempts.c.uncharged)
+    return list(connection.scalars(query.where(tables.attempts.c.settled_ns.is_not(None))))

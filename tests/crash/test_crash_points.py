@@ -91,6 +91,7 @@ def test_F31_F32_F33_F34_nothing_acknowledged_is_lost_and_nothing_runs_twice(
 ) -> None:
     SCENARIOS[place].play(machine, place, tmp_path)
     machine.check()
+    machine.check_ledger()
 
 
 def test_a_server_that_is_started_with_a_fault_point_says_so(machine: Machine) -> None:
