@@ -90,7 +90,7 @@ def test_signs_of_life_of_a_week_are_not_read(services: Services, database: Data
     run_id = begun(database)
     alive = [fact(run_id, 2 + minute, FactKind.ALIVE, T0 + 60 * minute * S) for minute in range(1, 1_000)]
     write_facts(database, run_id, [*used(run_id, seconds=0)[:2], *alive])
-    read = database.read(lambda connection: facts.ends_of_attempt(connection, run_id, 1))
+    read = database.read(lambda connection: facts.ends_of_attempts(connection, [(run_id, 1)]))[run_id, 1]
     assert len(read) == 100 and [one.seq for one in read] == sorted(one.seq for one in read)
     assert cost(database, run_id).gpu_ms == 2 * 999 * 60_000
 

@@ -13,7 +13,7 @@ of which no node is known that could serve it has no price, and the words say so
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import sqlalchemy as sa
@@ -21,7 +21,7 @@ import sqlalchemy as sa
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.attempt import TERMINAL, State
 from serverless_gpu.model.cost import Cost, CostEstimate, Devices, Lasting, Used, estimated, together
-from serverless_gpu.model.facts import Fact, FactKind
+from serverless_gpu.model.facts import Fact
 from serverless_gpu.model.hardware import CPU, census, matches
 from serverless_gpu.model.ledger import Line
 from serverless_gpu.model.spec import RunSpec
@@ -43,63 +43,53 @@ def cost_of(connection: sa.Connection, run: StoredRun, *, now_ns: int) -> Cost:
         run: the run.
         now_ns: nanoseconds since 1970.
     """
-    tried = attempts.of_run(connection, run.id)
-    posted = charges.of_run(connection, run.id)
-    used = [_used(connection, run, attempt, posted.get(attempt.fence, ())) for attempt in tried]
-    waits_ns = now_ns - run.queued_ns if run.state is State.QUEUED else 0
-    return together(used, waits_ms=max(0, waits_ns) // _MS_NS, is_final=run.state in TERMINAL and run.finished)
+    return costs_of(connection, [run], now_ns=now_ns)[run.id]
 
 
-def costs_of(connection: sa.Connection, found: Iterable[StoredRun], *, now_ns: int) -> dict[str, Cost]:
-    """Return what runs used so far, by their identifiers."""
-    return {run.id: cost_of(connection, run, now_ns=now_ns) for run in found}
+def costs_of(connection: sa.Connection, found: Sequence[StoredRun], *, now_ns: int) -> dict[str, Cost]:
+    """Return what runs used so far, by their identifiers; as `cost_of`."""
+    tried = attempts.of_runs(connection, [run.id for run in found])
+    posted = charges.of_attempts(connection, tried.keys())
+    told = facts.ends_of_attempts(connection, [gang for gang, attempt in tried.items() if not _is_charged(attempt)])
+    by_run: dict[str, list[StoredAttempt]] = {run.id: [] for run in found}
+    for (run_id, _), attempt in sorted(tried.items()):
+        by_run[run_id].append(attempt)
+
+    def cost(run: StoredRun) -> Cost:
+        used = [
+            _used(run, attempt, posted[run.id, attempt.fence], told.get((run.id, attempt.fence), ()))
+            for attempt in by_run[run.id]
+        ]
+        waits_ns = now_ns - run.queued_ns if run.state is State.QUEUED else 0
+        return together(used, waits_ms=max(0, waits_ns) // _MS_NS, is_final=run.state in TERMINAL and run.finished)
+
+    return {run.id: cost(run) for run in found}
 
 
-def _used(connection: sa.Connection, run: StoredRun, attempt: StoredAttempt, posted: Sequence[Posted]) -> Used:
+def _is_charged(attempt: StoredAttempt) -> bool:
+    """Return whether the ledger says all that is known of an attempt."""
+    return attempt.ended_ns is not None and not attempt.uncharged
+
+
+def _used(run: StoredRun, attempt: StoredAttempt, posted: Sequence[Posted], told: Sequence[Fact]) -> Used:
     """Return what one attempt used: as the ledger says, or as facts do that are not in it yet."""
-    is_charged = attempt.ended_ns is not None and not attempt.uncharged
     queued_ms = sum(one.queued_ms for one in posted)
     if not posted and attempt.fence == run.fence:
         queued_ms = max(0, attempt.created_ns - run.queued_ns) // _MS_NS
     return Used(
-        lines=tuple(one.entry.line for one in posted) if is_charged else _lines(connection, attempt),
+        lines=tuple(one.entry.line for one in posted) if _is_charged(attempt) else _lines(attempt, told),
         currency=attempt.tariff.currency,
         gpu_type=attempt.gpu_type,
         queued_ms=queued_ms,
-        is_final=is_charged and not charges.standing(posted),
+        is_final=_is_charged(attempt) and not charges.standing(posted),
     )
 
 
-def _lines(connection: sa.Connection, attempt: StoredAttempt) -> tuple[Line, ...]:
-    told = facts.ends_of_attempt(connection, attempt.run_id, attempt.fence)
+def _lines(attempt: StoredAttempt, told: Sequence[Fact]) -> tuple[Line, ...]:
     try:
-        return counting.used(attempt, with_sign_of_life(attempt, told))
+        return counting.so_far(attempt, told)
     except InvalidValue:
         return ()
-
-
-def with_sign_of_life(attempt: StoredAttempt, told: Sequence[Fact]) -> Sequence[Fact]:
-    """Return the facts of an attempt that goes on with one more: it was alive when it was heard of last.
-
-    Args:
-        attempt: whose facts they are.
-        told: in the order of their numbers.
-    """
-    began = next((fact for fact in told if fact.kind is FactKind.EXEC), None)
-    if attempt.ended_ns is not None or attempt.started_ns is None or began is None:
-        return told
-    last = told[-1]
-    heard_ns = began.boottime_ns + attempt.lease_ns - attempt.started_ns
-    if last.kind is FactKind.FREED or last.boot_id != began.boot_id or heard_ns <= last.boottime_ns:
-        return told
-    alive = msgspec.structs.replace(
-        last,
-        seq=last.seq + 1,
-        kind=FactKind.ALIVE,
-        boottime_ns=heard_ns,
-        wall_ns=last.wall_ns + heard_ns - last.boottime_ns,
-    )
-    return [*told, alive]
 
 
 # --- before it runs ---------------------------------------------------------------------------------------------------

@@ -34,6 +34,33 @@ def used(attempt: StoredAttempt, facts: Sequence[Fact]) -> tuple[Line, ...]:
     return lines(on_our_calendar(attempt, facts), attempt.tariff, is_billed=is_billed)
 
 
+def so_far(attempt: StoredAttempt, facts: Sequence[Fact]) -> tuple[Line, ...]:
+    """Return the same up to when an attempt that goes on was heard of last, which is later than its last fact.
+
+    Args:
+        attempt: whose facts they are.
+        facts: in the order of their numbers.
+
+    Raises:
+        InvalidValue: they are of several attempts, or contradict each other.
+    """
+    began = next((fact for fact in facts if fact.kind is FactKind.EXEC), None)
+    if attempt.ended_ns is not None or attempt.started_ns is None or began is None:
+        return used(attempt, facts)
+    last = facts[-1]
+    heard_ns = began.boottime_ns + attempt.lease_ns - attempt.started_ns
+    if last.kind is FactKind.FREED or last.boot_id != began.boot_id or heard_ns <= last.boottime_ns:
+        return used(attempt, facts)
+    alive = msgspec.structs.replace(
+        last,
+        seq=last.seq + 1,
+        kind=FactKind.ALIVE,
+        boottime_ns=heard_ns,
+        wall_ns=last.wall_ns + heard_ns - last.boottime_ns,
+    )
+    return used(attempt, [*facts, alive])
+
+
 def on_our_calendar(attempt: StoredAttempt, facts: Sequence[Fact]) -> Sequence[Fact]:
     """Return the facts with times of the server's calendar; as they are where their clock was right."""
     if not facts:

@@ -61,15 +61,6 @@ def of_attempt(connection: sa.Connection, run_id: str, fence: int) -> list[Fact]
     return [_decode(text) for text in connection.execute(query).scalars()]
 
 
-def ends_of_attempt(connection: sa.Connection, run_id: str, fence: int) -> list[Fact]:
-    """Return the first and the last facts of an attempt, in order: between them are signs of life, one a minute."""
-    query = sa.select(facts.c.seq, facts.c.fact_json).where(_of(run_id, fence))
-    found: dict[int, str] = {}
-    for ordered in (facts.c.seq, facts.c.seq.desc()):
-        found |= {seq: text for seq, text in connection.execute(query.order_by(ordered).limit(_ENDS))}
-    return [_decode(text) for _, text in sorted(found.items())]
-
-
 def of_attempts(connection: sa.Connection, gangs: Collection[Gang]) -> dict[Gang, list[Fact]]:
     """Return the facts of attempts, each in order; those without any are there, too."""
     found: dict[Gang, list[Fact]] = {gang: [] for gang in gangs}
@@ -82,7 +73,10 @@ def of_attempts(connection: sa.Connection, gangs: Collection[Gang]) -> dict[Gang
 
 
 def ends_of_attempts(connection: sa.Connection, gangs: Collection[Gang]) -> dict[Gang, list[Fact]]:
-    """Return the first and the last facts of attempts, as `ends_of_attempt` does; those without any are there, too."""
+    """Return the first and the last facts of attempts, each in order; those without any are there, too.
+
+    Between them are signs of life, one a minute, that say no more than the last of them.
+    """
     found: dict[Gang, list[Fact]] = {gang: [] for gang in gangs}
     of = (facts.c.run_id, facts.c.fence)
     for some in _portions(gangs):
