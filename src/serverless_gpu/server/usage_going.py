@@ -1,6 +1,6 @@
 """What attempts have used that the ledger does not say yet: those that go on, and those that ended a moment ago.
 
-    facts, up to the last sign of life ─▶ lines (`counting.so_far`) ─▶ less what is posted of them ─▶ lines that reports add
+    facts, up to the last sign of life ─▶ `counting.so_far` ─▶ less what is posted of them ─▶ lines that reports add
 
 It is computed in the transaction that reads the ledger, so nothing counts twice or not at all. An attempt whose facts
 contradict each other counts as nothing, as in the ledger. So many attempts are looked at, and that others are not is
