@@ -12,11 +12,24 @@ import pytest
 
 import serverless_gpu
 from serverless_gpu import distributed
+from serverless_gpu.errors import NotFound, ServerProblem
+from serverless_gpu.model.attempt import State
 from serverless_gpu.units import micros_for
 from tests.local.observe import wait_for
+from tests.remote.fake_server import FakeServer
 from tests.remote.test_commands import sgpu
 
 _MICROS = 3_600_000_000  # 3,600 USD an hour: one for each GPU-second
+
+
+def test_a_server_of_an_earlier_version_cannot_say(fake: FakeServer) -> None:
+    fake.script().say(State.RUNNING)
+    run = endless.submit("done")
+    with pytest.raises(ServerProblem, match="of an earlier version, which cannot say what runs cost"):
+        run.cost()
+    fake.runs.clear()
+    with pytest.raises(NotFound, match="no run"):
+        run.cost()
 
 
 @pytest.fixture

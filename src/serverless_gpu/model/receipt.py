@@ -158,7 +158,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
         peak = "" if self.peak_memory_bytes is None else units.format_bytes(self.peak_memory_bytes)
         rows = {
             "devices": _joined(self.devices_text(), _size_text(self)),
-            "cost": self.used_text() + ("" if self.micros is not None else ", unpriced"),
+            "cost": self.used_text() + (_parts_text(self) if self.micros is not None else ", unpriced"),
             "not billed": self.unbilled_text(),
             "use": _use_text(self.uses, self.kind),
             "time": _segments_text(self.segments),
@@ -186,7 +186,8 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
         """Return the time the devices were held, and what it costs where there is a price."""
         unit = "slot" if self.kind is DeviceKind.CPU else "GPU"
         idle = "" if self.runs is None else " idle"
-        return f"{units.format_gpu_ms(self.gpu_ms, unit=unit)}{idle}{_money_text(self)}"
+        cost = "" if self.micros is None else f", {units.format_micros(self.micros, self.currency)}"
+        return f"{units.format_gpu_ms(self.gpu_ms, unit=unit)}{idle}{cost}"
 
     def unbilled_text(self) -> str:
         """Return how much of the time is not billed, and why; "" where all of it is."""
@@ -233,10 +234,8 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
         printer.text(self.text())
 
 
-def _money_text(receipt: Receipt) -> str:
-    """Return what it costs, and what of that is for cores and memory; "" where there is no price."""
-    if receipt.micros is None:
-        return ""
+def _parts_text(receipt: Receipt) -> str:
+    """Return what of the cost is for cores and memory, and what it is in DBUs; "" where there is no such thing."""
     parts = []
     bill = receipt.bill or Bill(billed_ms=receipt.gpu_ms)
     for name, micros in (("cores", bill.core_micros), ("memory", bill.memory_micros)):
@@ -244,8 +243,7 @@ def _money_text(receipt: Receipt) -> str:
             parts.append(f"{name} {units.format_micros(micros, receipt.currency)}")
     if bill.dbu_micros:
         parts.append(units.format_micros(bill.dbu_micros, "DBU"))
-    detail = f" ({', '.join(parts)})" if parts else ""
-    return f", {units.format_micros(receipt.micros, receipt.currency)}{detail}"
+    return f" ({', '.join(parts)})" if parts else ""
 
 
 def _names(receipt: Receipt) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ from serverless_gpu.client.remote.server import Server
 from serverless_gpu.client.remote.stream import Away, EventStream, Heard
 from serverless_gpu.client.source import Note, Source
 from serverless_gpu.client.tries import Try
-from serverless_gpu.errors import AlreadyFinished, ServerProblem
+from serverless_gpu.errors import AlreadyFinished, NotFound, ServerProblem
 from serverless_gpu.model.attempt import TERMINAL, Failure, Reason, State, StopReason
 from serverless_gpu.model.cost import Cost
 from serverless_gpu.model.receipt import Receipt
@@ -184,7 +184,14 @@ class Watched(Source):
 
     def cost(self) -> Cost:
         """Return what the server says."""
-        return self._server.cost(self.run_id)
+        try:
+            return self._server.cost(self.run_id)
+        except NotFound:
+            self._server.run(self.run_id)  # the run is there, so it is the question that is not known
+            url = self._server.profile.url
+            raise ServerProblem(
+                f"the server at {url} is of an earlier version, which cannot say what runs cost"
+            ) from None
 
     def tries(self) -> list[Try]:
         """Return what the server says of each attempt."""
