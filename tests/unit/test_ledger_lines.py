@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serverless_gpu.model.facts import Fact, FactKind
-from serverless_gpu.model.ledger import Entry, EntryKind, Line, charge, lines, post, reversed_line
-from serverless_gpu.model.metering import DAY_NS, Held, held, overlaps
+from serverless_gpu.model.ledger import Entry, EntryKind, Line, charge, lines, post, priced, reversed_line
+from serverless_gpu.model.metering import DAY_NS, Held, Meter, held, overlaps
 from serverless_gpu.model.pricing import UNPRICED, Tariff, cost
 
 DAY = 20_000
@@ -383,3 +383,22 @@ def test_facts_that_come_one_by_one_and_late_make_few_rows() -> None:
     posted += post(posted, lines(known, TARIFF), final=True)
     assert len(posted) <= 5 * 30
     assert net(posted) == net(as_posted(lines(days, TARIFF)))
+
+
+@given(histories(), TARIFFS)
+def test_what_is_taken_one_by_one_is_at_any_cut_what_all_at_once_are(facts: list[Fact], tariff: Tariff) -> None:
+    """A receipt is made by who took each fact as it happened, the ledger's entries by who has them all."""
+    meter = Meter()
+    for number, each in enumerate(facts, 1):
+        meter.add(each)
+        assert priced(meter.used(), tariff) == lines(facts[:number], tariff)
+
+
+@given(histories(), TARIFFS, st.integers(0, 20))
+def test_a_crash_at_any_fact_leaves_at_most_what_the_whole_would_have_been(
+    facts: list[Fact], tariff: Tariff, cut: int
+) -> None:
+    whole, early = (charge(some, gpu_type="H100", tariff=tariff) for some in (facts, facts[:cut]))
+    assert early.gpu_ms <= whole.gpu_ms and early.billed_ms <= whole.billed_ms
+    assert (early.micros or 0) <= (whole.micros or 0)
+    assert lines(facts[:cut], tariff)[:-1] == lines(facts, tariff)[: max(0, len(lines(facts[:cut], tariff)) - 1)]
