@@ -42,6 +42,9 @@ def test_F08_ranks_that_ignore_sigterm_are_killed_after_the_grace(warm: Path, wh
     assert receipt.state == "CANCELLED"
     assert "ranks 0, 1 did not stop in 0.5 s and were killed" in receipt.notes
     assert receipt.segments.stop_ms is not None and receipt.segments.stop_ms >= 500
+    assert receipt.segments.run_ms is not None and receipt.bill is not None
+    assert 0 <= receipt.bill.billed_ms - 2 * (receipt.segments.run_ms + 500) <= 2, "the grace is theirs, not the kill"
+    assert receipt.gpu_ms > receipt.bill.billed_ms and "not billed" in receipt.text()
     assert not any(rank.alive() for rank in ranks)
 
 
