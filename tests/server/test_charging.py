@@ -18,7 +18,8 @@ from serverless_gpu.model.run_lifecycle import Ended, GivenUp, Started
 from serverless_gpu.server import accounts, attempts, charges, charging, counting, facts, reporting, tables, transitions
 from serverless_gpu.server.accounts import Account
 from serverless_gpu.server.callers import Caller
-from serverless_gpu.server.charging import DAY_NS, Charging
+from serverless_gpu.server.charges import DAY_NS
+from serverless_gpu.server.charging import Charging
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.retention import EVERY_S, Retention
 from serverless_gpu.server.services import Services

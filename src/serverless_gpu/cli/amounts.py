@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
+from decimal import Decimal, InvalidOperation
 
 import click
 
 from serverless_gpu.errors import InvalidValue, UsageError
 from serverless_gpu.model.spec import parse_bytes
-from serverless_gpu.units import parse_duration_s
+from serverless_gpu.units import MICROS_PER_UNIT, parse_duration_s
+
+_LIMIT = 10**12
+_DAYS_MAX = 140 * 365  # of nanoseconds that every number holds
+_EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 
 
 def age_s(option: str, text: str) -> int:
@@ -48,3 +54,36 @@ def size_bytes(option: str, text: str) -> int:
         with contextlib.suppress(UsageError):
             return parse_bytes(option, written)
     raise InvalidValue(f"{option}: {text!r} is not a size; write a number and a unit: 500MB, 20GiB, or 0")
+
+
+def micros(option: str, text: str) -> int:
+    """Return the millionths of an amount: 2.99, 0.005; exactly, or not at all.
+
+    Raises:
+        click.BadParameter: it is not a number from 0 on, or has more digits than there are millionths.
+    """
+    try:
+        amount = Decimal(text.strip()) * MICROS_PER_UNIT
+    except InvalidOperation:
+        raise click.BadParameter(f"{text!r} is not a number", param_hint=option) from None
+    if not amount.is_finite() or not 0 <= amount <= _LIMIT * MICROS_PER_UNIT:
+        raise click.BadParameter(f"{text} is not an amount", param_hint=option)
+    if amount != amount.to_integral_value():
+        raise click.BadParameter(f"{text} has more than six digits behind the point", param_hint=option)
+    return int(amount)
+
+
+def moment_ns(option: str, text: str) -> int:
+    """Return a moment, nanoseconds since 1970: 2026-12-01, 2026-12-01T08:00; of UTC unless they say more.
+
+    Raises:
+        click.BadParameter: it does not read like that.
+    """
+    try:
+        moment = datetime.datetime.fromisoformat(text.strip())
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is not a time: 2026-12-01, 2026-12-01T08:00", param_hint=option) from None
+    since = (moment if moment.tzinfo else moment.replace(tzinfo=datetime.UTC)) - _EPOCH
+    if not datetime.timedelta() <= since < datetime.timedelta(days=_DAYS_MAX):
+        raise click.BadParameter(f"{text} is not between 1970 and 2110", param_hint=option)
+    return (since.days * 86_400 + since.seconds) * 1_000_000_000 + since.microseconds * 1_000

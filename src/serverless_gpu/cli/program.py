@@ -44,6 +44,7 @@ from serverless_gpu.cli.server.node_rules import node_commands
 from serverless_gpu.cli.server.operating import server_group
 from serverless_gpu.cli.server.people import login, team, user, whoami
 from serverless_gpu.cli.server.policies import policy
+from serverless_gpu.cli.server.prices import price
 from serverless_gpu.cli.server.secrets import secret
 from serverless_gpu.cli.server.submitting import submit
 from serverless_gpu.cli.server.tokens import token
@@ -72,6 +73,7 @@ for _command in (
     logs,
     metrics,
     mlflow,
+    price,
     result,
     run_group,
     runs,

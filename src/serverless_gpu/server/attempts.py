@@ -228,6 +228,14 @@ def charged(connection: sa.Connection, gangs: Sequence[Gang]) -> None:
         connection.execute(attempts.update().where(one).values(uncharged=False), rows)
 
 
+def is_any_since(connection: sa.Connection, at_ns: int, gpu_types: Sequence[str] | None) -> bool:
+    """Return whether an attempt was placed since then, on devices of one of these types; None for any."""
+    query = sa.select(attempts.c.run_id).where(attempts.c.created_ns >= at_ns)
+    if gpu_types is not None:
+        query = query.where(attempts.c.gpu_type.in_(gpu_types))
+    return connection.execute(query.limit(1)).first() is not None
+
+
 def charge_again(connection: sa.Connection, run_id: str) -> None:
     """Have the attempts of a run looked at once more by whoever charges."""
     connection.execute(attempts.update().where(attempts.c.run_id == run_id).values(uncharged=True))

@@ -41,6 +41,8 @@ class Action(StrEnum):
     POLICY_DELETE = "policy.delete"
     POLICY_ATTACH = "policy.attach"
     POLICY_DETACH = "policy.detach"
+    PRICE_SET = "price.set"
+    PRICE_END = "price.end"
     ENVIRONMENT_DELETE = "environment.delete"
     USER_CREATE = "user.create"
     USER_CHANGE = "user.change"

@@ -13,9 +13,10 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.model.ledger import Entry, EntryKind, Line
-from serverless_gpu.server.tables import charges, utilisations
+from serverless_gpu.server.tables import accounts, charges, utilisations
 
 Gang = tuple[str, int]
+DAY_NS = 86_400_000_000_000
 _AT_ONCE = 400
 _OF_LINE = Line.__struct_fields__
 _SUMMED = ("gpu_ms", "billed_ms", "queued_ms", "micros", "dbu_micros")
@@ -185,6 +186,14 @@ def sums(
         )
         for row in rows
     ]
+
+
+def is_any_since(connection: sa.Connection, at_ns: int, gpu_types: Sequence[str] | None) -> bool:
+    """Return whether devices of one of these types were used since then, or any; also of runs that were removed."""
+    query = sa.select(charges.c.seq).join(accounts).where(charges.c.day >= at_ns // DAY_NS, charges.c.end_ns >= at_ns)
+    if gpu_types is not None:
+        query = query.where(accounts.c.gpu_type.in_(gpu_types))
+    return connection.execute(query.limit(1)).first() is not None
 
 
 def is_provisional(connection: sa.Connection, run_id: str) -> bool:

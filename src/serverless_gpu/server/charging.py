@@ -33,7 +33,7 @@ from serverless_gpu.model.ledger import Entry, Fact, FactKind, Line, post
 from serverless_gpu.model.receipt import DeviceUse
 from serverless_gpu.server import accounts, attempts, charges, counting, facts, nodes, runs
 from serverless_gpu.server.attempts import Gang, StoredAttempt
-from serverless_gpu.server.charges import New, Posted, Utilisation
+from serverless_gpu.server.charges import DAY_NS, New, Posted, Utilisation
 from serverless_gpu.server.hub import CHARGED
 from serverless_gpu.server.services import Services
 
@@ -47,7 +47,6 @@ ASIDE_S = 600.0
 ASIDE_MAX = 1_000
 DAYS_MAX = 400
 """An attempt that says that it used more days is left aside: nothing runs for so long, and a clock may be broken."""
-DAY_NS = 86_400_000_000_000
 _LIMIT = 1 << 62
 _log = logging.getLogger(__name__)
 

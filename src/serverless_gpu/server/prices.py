@@ -20,21 +20,19 @@ class StoredPrice(msgspec.Struct, frozen=True, kw_only=True):
     set_ns: int
 
 
-def every(connection: sa.Connection, *, from_ns: int = 0, limit: int | None = None) -> list[StoredPrice]:
+def every(connection: sa.Connection, *, from_ns: int = 0) -> list[StoredPrice]:
     """Return the rows that are in force at a moment or later, by resource, pool and time.
 
     Args:
         connection: of any transaction.
         from_ns: rows that ended before it are left out.
-        limit: how many, at most.
     """
     lasting = sa.or_(prices.c.until_ns.is_(None), prices.c.until_ns > from_ns)
     query = sa.select(prices).where(lasting).order_by(prices.c.resource, prices.c.pool, prices.c.from_ns)
-    rows = connection.execute(query if limit is None else query.limit(limit)).mappings()
-    return [StoredPrice(price=Price(**{name: row[name] for name in _OF_PRICE}), set_ns=row["set_ns"]) for row in rows]
+    return _read(connection, query)
 
 
-def of(connection: sa.Connection, resource: str, pool: str) -> list[Price]:
+def of(connection: sa.Connection, resource: str, pool: str) -> list[StoredPrice]:
     """Return all rows of one thing in one pool, by time."""
     own = sa.and_(prices.c.resource == resource, prices.c.pool == pool)
     return _read(connection, sa.select(prices).where(own).order_by(prices.c.from_ns))
@@ -62,7 +60,7 @@ def tariff(connection: sa.Connection, gpu_type: str, pool: str, at_ns: int, curr
         prices.c.from_ns <= at_ns,
         sa.or_(prices.c.until_ns.is_(None), prices.c.until_ns > at_ns),
     )
-    rows = _read(connection, sa.select(prices).where(wanted))
+    rows = [one.price for one in _read(connection, sa.select(prices).where(wanted))]
     return pricing.tariff(rows, gpu_type=gpu_type, pool=pool, at_ns=at_ns, currency=currency)
 
 
@@ -81,8 +79,9 @@ def remove(connection: sa.Connection, price: Price) -> None:
     connection.execute(prices.delete().where(_is(price)))
 
 
-def _read(connection: sa.Connection, query: sa.Select[tuple[object, ...]]) -> list[Price]:
-    return [Price(**{name: row[name] for name in _OF_PRICE}) for row in connection.execute(query).mappings()]
+def _read(connection: sa.Connection, query: sa.Select[tuple[object, ...]]) -> list[StoredPrice]:
+    rows = connection.execute(query).mappings()
+    return [StoredPrice(price=Price(**{name: row[name] for name in _OF_PRICE}), set_ns=row["set_ns"]) for row in rows]
 
 
 def _is(price: Price) -> sa.ColumnElement[bool]:

@@ -1,0 +1,214 @@
+"""The verbs on the price book: a price is set from a time on, which ends the one before; or it ends.
+
+    set H100 2.99 from F      … ─ 3.49 ─┤F├─ 2.99 ─ …      the one that holds at F ends there
+                                                            one that is planned for later than F is where this one ends
+                                                            one that is planned for F itself is replaced
+    end H100 at F             … ─ 3.49 ─┤F                  those that are planned for later are withdrawn
+
+What was in force is never changed: an attempt's tariff was taken from it. So the past can be set only as long as
+nothing was placed since then that could have paid the price. Each change has its row in the audit.
+"""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+
+from serverless_gpu.errors import InvalidValue, NotFound
+from serverless_gpu.model.hardware import FAMILIES, canonical, is_listed
+from serverless_gpu.model.pricing import CORE, MEMORY, Price, check_book, is_in_force
+from serverless_gpu.server import attempts, audit, charges, dividing, nodes, prices
+from serverless_gpu.server.audit import Action
+from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.prices import StoredPrice
+from serverless_gpu.server.services import Services
+from serverless_gpu.units import MICROS_PER_UNIT
+from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX
+from serverless_gpu.wire.prices import MICROS_MAX, PriceList, PriceRequest, PriceSet, PriceView
+
+PRICES_MAX = 5_000
+"""Rows of the book, those that ended among them."""
+
+
+def view_prices(services: Services, *, past: bool = False) -> PriceList:
+    """Return the price book.
+
+    Args:
+        services: the server's.
+        past: whether prices that have ended are to be there, too.
+    """
+    at_ns = services.clock.wall_ns()
+    found = services.database.read(lambda connection: prices.every(connection, from_ns=0 if past else at_ns))
+    return PriceList(prices=_views(found, at_ns), currency=services.settings.currency)
+
+
+def set_price(services: Services, who: Caller, resource: str, asked: PriceRequest) -> PriceSet:
+    """Set a price from a time on; attempts that were placed before keep theirs.
+
+    Args:
+        services: the server's.
+        who: asks.
+        resource: a GPU type in any spelling, "core" or "memory".
+        asked: how much, where, and since when.
+
+    Raises:
+        InvalidValue: the name, the amounts or the pool are not possible, or it would be in force in a past in which
+            something was placed that could have paid it, or there are too many prices.
+    """
+    at_ns = services.clock.wall_ns()
+    name = _name(resource)
+    micros, dbu_micros = _amount(name, asked)
+    from_ns = at_ns if asked.from_ns is None else asked.from_ns
+
+    def work(connection: sa.Connection) -> PriceSet:
+        if asked.pool:
+            dividing.find_pool(connection, asked.pool)
+        _refuse_past(connection, name, from_ns, at_ns)
+        own = prices.of(connection, name, asked.pool)
+        if prices.count(connection) >= PRICES_MAX:
+            raise InvalidValue(f"the price book has {PRICES_MAX} rows, and takes no more")
+        replaced = [one for one in own if one.price.from_ns == from_ns]
+        ended = [one for one in own if _is_before(one, from_ns)]
+        later = min((one.price.from_ns for one in own if one.price.from_ns > from_ns), default=None)
+        price = Price(
+            resource=name,
+            pool=asked.pool,
+            micros_per_hour=micros,
+            dbu_micros_per_hour=dbu_micros,
+            from_ns=from_ns,
+            until_ns=later,
+        )
+        _take_back(connection, replaced)
+        _end(connection, ended, from_ns)
+        prices.insert(connection, price, at_ns=at_ns)
+        check_book([one.price for one in prices.of(connection, name, asked.pool)])
+        detail = {"micros_per_hour": micros, "dbu_micros_per_hour": dbu_micros, "pool": asked.pool, "from_ns": from_ns}
+        audit.record(connection, who=who, action=Action.PRICE_SET, subject=name, now_ns=at_ns, detail=detail)
+        return PriceSet(
+            price=_view(StoredPrice(price=price, set_ns=at_ns), at_ns),
+            ended=_views(ended, at_ns),
+            withdrawn=_views(replaced, at_ns),
+            is_known=_is_known(connection, name),
+            currency=services.settings.currency,
+        )
+
+    return services.database.write(work)
+
+
+def end_price(
+    services: Services, who: Caller, resource: str, *, pool: str = "", until_ns: int | None = None
+) -> PriceSet:
+    """End a price: from then on, attempts that are placed pay that of every pool, or are unpriced.
+
+    Args:
+        services: the server's.
+        who: asks.
+        resource: as in `set_price`.
+        pool: whose price; "" for that of every pool.
+        until_ns: when; None for now.
+
+    Raises:
+        InvalidValue: something was placed since then that has paid it.
+        NotFound: nothing of that name has a price there, then or later.
+    """
+    at_ns = services.clock.wall_ns()
+    name = _name(resource)
+    when_ns = at_ns if until_ns is None else until_ns
+
+    def work(connection: sa.Connection) -> PriceSet:
+        _refuse_past(connection, name, when_ns, at_ns)
+        own = prices.of(connection, name, pool)
+        ended = [one for one in own if _is_before(one, when_ns)]
+        withdrawn = [one for one in own if one.price.from_ns >= when_ns]
+        if not ended and not withdrawn:
+            where = f" in pool {pool!r}" if pool else ""
+            raise NotFound(f"{name[:64]!r} has no price{where}", hint="sgpu price list has those there are")
+        _take_back(connection, withdrawn)
+        _end(connection, ended, when_ns)
+        detail = {"pool": pool, "until_ns": when_ns, "withdrawn": len(withdrawn)}
+        audit.record(connection, who=who, action=Action.PRICE_END, subject=name, now_ns=at_ns, detail=detail)
+        return PriceSet(
+            price=None,
+            ended=_views(ended, at_ns),
+            withdrawn=_views(withdrawn, at_ns),
+            is_known=True,
+            currency=services.settings.currency,
+        )
+
+    return services.database.write(work)
+
+
+def _name(resource: str) -> str:
+    """Return the name of what has a price, as the catalogue spells it."""
+    written = resource.strip()
+    if not 0 < len(written) <= LABEL_CHARACTERS_MAX or not written.isprintable():
+        raise InvalidValue(f"nothing is named {resource[:64]!r}", hint="a GPU type, core or memory")
+    return written.casefold() if written.casefold() in (CORE, MEMORY) else canonical(written)
+
+
+def _amount(name: str, asked: PriceRequest) -> tuple[int, int]:
+    """Return the price of one for one hour, and how many DBUs that is."""
+    hint = "either a price for one hour, or DBUs for one hour and the price of one"
+    made = (asked.dbu_micros_per_hour, asked.micros_per_dbu)
+    if asked.micros_per_hour is not None:
+        if made != (None, None):
+            raise InvalidValue(f"two prices were said of {name}", hint=hint)
+        return asked.micros_per_hour, 0
+    if asked.dbu_micros_per_hour is None or asked.micros_per_dbu is None:
+        raise InvalidValue(f"no price was said of {name}", hint=hint)
+    if name in (CORE, MEMORY):
+        raise InvalidValue(f"the price of {name} is not made of DBUs: those count devices", hint=hint)
+    # Rounded up, as a cost is.
+    micros = -(-asked.dbu_micros_per_hour * asked.micros_per_dbu // MICROS_PER_UNIT)
+    if micros > MICROS_MAX:
+        raise InvalidValue(f"the price of {name} would be over {MICROS_MAX // MICROS_PER_UNIT} for one hour")
+    return micros, asked.dbu_micros_per_hour
+
+
+def _refuse_past(connection: sa.Connection, name: str, from_ns: int, at_ns: int) -> None:
+    if from_ns >= at_ns:
+        return
+    types = None if name in (CORE, MEMORY) else [name, *FAMILIES.get(name, ())]
+    if attempts.is_any_since(connection, from_ns, types) or charges.is_any_since(connection, from_ns, types):
+        raise InvalidValue(
+            f"the price of {name} cannot change in the past: attempts were placed since then, and keep theirs",
+            hint="from now on, or from a time to come",
+        )
+
+
+def _is_before(row: StoredPrice, at_ns: int) -> bool:
+    """Return whether a price holds at a moment, and did before it."""
+    return row.price.from_ns < at_ns and is_in_force(row.price, at_ns)
+
+
+def _take_back(connection: sa.Connection, rows: list[StoredPrice]) -> None:
+    for row in rows:
+        prices.remove(connection, row.price)
+
+
+def _end(connection: sa.Connection, rows: list[StoredPrice], until_ns: int) -> None:
+    for row in rows:
+        prices.end(connection, row.price, until_ns=until_ns)
+
+
+def _is_known(connection: sa.Connection, name: str) -> bool:
+    if name in (CORE, MEMORY) or name in FAMILIES or is_listed(name):
+        return True
+    return any(device.type == name for node in nodes.every(connection) for device in node.hello.devices)
+
+
+def _views(rows: list[StoredPrice], at_ns: int) -> tuple[PriceView, ...]:
+    return tuple(_view(row, at_ns) for row in rows)
+
+
+def _view(row: StoredPrice, at_ns: int) -> PriceView:
+    price = row.price
+    return PriceView(
+        resource=price.resource,
+        pool=price.pool,
+        micros_per_hour=price.micros_per_hour,
+        dbu_micros_per_hour=price.dbu_micros_per_hour,
+        from_ns=price.from_ns,
+        until_ns=price.until_ns,
+        set_ns=row.set_ns,
+        in_force=is_in_force(price, at_ns),
+    )
