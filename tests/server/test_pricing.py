@@ -109,11 +109,11 @@ def test_a_pool_has_prices_of_its_own_and_a_price_may_be_made_of_dbus(services: 
     assert view is not None and (view.micros_per_hour, view.dbu_micros_per_hour) == (6_218_800, 8_884_000)
     put(services, micros=1, pool="default")
     put(services, "core", 40_000)
-    tariffs = [
-        database.read(lambda connection, pool=pool: prices.tariff(connection, "H100", pool, T0, "EUR"))  # type: ignore[misc]
-        for pool in ("default", "other")
-    ]
-    assert tariffs == [
+
+    def pays(pool: str) -> Tariff:
+        return database.read(lambda connection: prices.tariff(connection, "H100", pool, T0, "EUR"))
+
+    assert [pays("default"), pays("other")] == [
         Tariff(gpu_micros_per_hour=1, core_micros_per_hour=40_000, currency="EUR"),
         Tariff(
             gpu_micros_per_hour=6_218_800, core_micros_per_hour=40_000, dbu_micros_per_hour=8_884_000, currency="EUR"

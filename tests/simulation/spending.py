@@ -6,14 +6,15 @@ is taken away again, so that all of them can end; prices stay.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import sqlalchemy as sa
-
-from serverless_gpu.model.pricing import Price
-from serverless_gpu.server import prices
+from serverless_gpu.errors import NotFound
+from serverless_gpu.server import pricing
+from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.services import Services
+from serverless_gpu.wire.prices import PriceRequest
 from tests.simulation.plan import Step
 from tests.simulation.storage import Killed
 from tests.simulation.timeline import S
@@ -21,8 +22,9 @@ from tests.simulation.timeline import S
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
+OPERATOR = Caller(name="operator", kind="user")
 PROJECTS = ("llm", "vision")
-HOURLY = (3_600_000_000, 2_990_000, 1, 0, 1_234_567_890_123)
+HOURLY = (3_600_000_000, 2_990_000, 1, 0, 98_765_432_109)
 """Micros of one H100 for one hour: a unit a second, what one costs, and what is rounded."""
 
 
@@ -46,18 +48,9 @@ def _set_price(world: World, step: Step) -> None:
     hourly = HOURLY[step.which // 9 % len(HOURLY)]
 
     def work(services: Services) -> None:
-        def write(connection: sa.Connection) -> None:
-            at_ns = services.clock.wall_ns()
-            from_ns = at_ns + round(later_s * S)
-            for price in prices.of(connection, "H100", pool):
-                if price.from_ns >= from_ns:
-                    prices.remove(connection, price)
-                elif price.until_ns is None or price.until_ns > from_ns:
-                    prices.end(connection, price, until_ns=from_ns)
-            new = Price(resource="H100", pool=pool, micros_per_hour=hourly, from_ns=from_ns)
-            prices.insert(connection, new, at_ns=at_ns)
-
-        services.database.write(write)
+        from_ns = services.clock.wall_ns() + round(later_s * S)
+        asked = PriceRequest(micros_per_hour=hourly, pool=pool, from_ns=from_ns)
+        pricing.set_price(services, OPERATOR, "H100", asked)
 
     _asks(world, work)
 
@@ -66,13 +59,8 @@ def _end_price(world: World, step: Step) -> None:
     pool = ("", "default")[step.which % 2]
 
     def work(services: Services) -> None:
-        def write(connection: sa.Connection) -> None:
-            at_ns = services.clock.wall_ns()
-            for price in prices.of(connection, "H100", pool):
-                if price.from_ns < at_ns and (price.until_ns is None or price.until_ns > at_ns):
-                    prices.end(connection, price, until_ns=at_ns)
-
-        services.database.write(write)
+        with contextlib.suppress(NotFound):
+            pricing.end_price(services, OPERATOR, "H100", pool=pool)
 
     _asks(world, work)
 
