@@ -13,8 +13,9 @@ import sqlalchemy as sa
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model import usage as model
 from serverless_gpu.model.access import Reach
+from serverless_gpu.model.pricing import Price
 from serverless_gpu.model.usage import Amounts, Group, Window
-from serverless_gpu.server import usage, usage_rows, usage_sums
+from serverless_gpu.server import prices, usage, usage_rows, usage_sums
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.services import Services
@@ -276,3 +277,19 @@ def test_a_ledger_with_nothing_in_it_is_a_report_with_nothing_in_it(database: Da
     for by in BY:
         view = report(services, *by)
         assert (view.groups, view.totals, view.is_cut) == ((), (), False)
+
+
+def test_the_price_book_has_a_row_for_each_pool_in_which_something_was_used(services: Services) -> None:
+    def work(connection: sa.Connection) -> None:
+        ledgered.account(connection, gpu_type="A100-80", pool="lab")
+        prices.insert(
+            connection, Price(resource="A100", micros_per_hour=2_500_000, from_ns=DAY * model.DAY_NS), at_ns=1
+        )
+
+    services.database.write(work)
+    found = usage.view_prices(services)
+    assert [(row.sku_name, row.pricing.default, row.price_start_time[:10]) for row in found.prices] == [
+        ("SERVERLESS_GPU_A100", "2.5", "2026-11-20"),
+        ("SERVERLESS_GPU_A100-80@lab", "2.5", "2026-11-20"),
+    ]
+    assert not found.is_cut

@@ -14,7 +14,7 @@ What we have nothing for is null. Quantities are decimals, written as text, sinc
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal, localcontext
 from typing import Literal
 
@@ -22,7 +22,7 @@ import msgspec
 
 from serverless_gpu import units
 from serverless_gpu.model.ledger import Entry, EntryKind
-from serverless_gpu.model.pricing import CORE, MEMORY
+from serverless_gpu.model.pricing import CORE, MEMORY, Price, Tariff, tariff
 from serverless_gpu.model.usage import Accounted, date_of
 
 CLOUD = "OWN"
@@ -165,6 +165,68 @@ def records(entry: Entry, account: Accounted, *, run_id: str, fence: int, posted
                 product_features=msgspec.structs.replace(devices.product_features, serverless_gpu=None),
                 usage_type="COMPUTE_TIME",
             )
+
+
+def list_prices(book: Sequence[Price], used: Iterable[tuple[str, str]], *, currency: str) -> list[ListPrice]:
+    """Return the price book as billing tables have it: a row for each SKU and each time in which it had one price.
+
+    What a pool has no price of its own for costs there what it costs everywhere, and a member of a family what the
+    family does: those are rows of their own, so that the join by name finds them.
+
+    Args:
+        book: the price book, with what is over and what is to come.
+        used: GPU types and pools in which they were used.
+        currency: of the book.
+    """
+    wanted = {(row.resource, row.pool) for row in book} | set(used)
+    wanted |= {(resource, pool) for _, pool in wanted for resource in (CORE, MEMORY)}
+    return [price for resource, pool in sorted(wanted) for price in _prices_of(book, resource, pool, currency)]
+
+
+def _prices_of(book: Sequence[Price], resource: str, pool: str, currency: str) -> Iterator[ListPrice]:
+    turns: set[int | None] = {row.from_ns for row in book if row.pool in ("", pool)}
+    turns |= {row.until_ns for row in book if row.pool in ("", pool)}
+    starts = sorted(turn for turn in turns if turn is not None)
+    begun: tuple[int, str, str] | None = None
+    for at_ns in starts:
+        found = tariff(book, gpu_type=resource, pool=pool, at_ns=at_ns, currency=currency)
+        now = _unit_price(found, resource)
+        if begun is not None and now != begun[1:]:
+            yield _list_price(resource, pool, begun, at_ns, currency)
+            begun = None
+        if begun is None and now is not None:
+            begun = (at_ns, *now)
+    if begun is not None:
+        yield _list_price(resource, pool, begun, None, currency)
+
+
+def _unit_price(found: Tariff, resource: str) -> tuple[str, str] | None:
+    """Return in what a resource is counted, and what one of that costs; None where it has no price."""
+    if resource in (CORE, MEMORY):
+        micros = found.core_micros_per_hour if resource == CORE else found.memory_micros_per_hour
+        unit = CORE_HOUR if resource == CORE else GIB_HOUR
+        return None if micros is None else (unit, quotient(micros, units.MICROS_PER_UNIT))
+    if found.gpu_micros_per_hour is None:
+        return None
+    if found.dbu_micros_per_hour:
+        return DBU, quotient(found.gpu_micros_per_hour, found.dbu_micros_per_hour)
+    return GPU_HOUR, quotient(found.gpu_micros_per_hour, units.MICROS_PER_UNIT)
+
+
+def _list_price(
+    resource: str, pool: str, begun: tuple[int, str, str], until_ns: int | None, currency: str
+) -> ListPrice:
+    from_ns, unit, price = begun
+    return ListPrice(
+        price_start_time=moment(from_ns),
+        price_end_time=None if until_ns is None else moment(until_ns),
+        account_id=None,
+        sku_name=sku(resource, pool),
+        cloud=CLOUD,
+        currency_code=currency,
+        usage_unit=unit,
+        pricing=Pricing(default=price),
+    )
 
 
 def sku(resource: str, pool: str) -> str:

@@ -15,15 +15,16 @@ from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model import billing, usage
 from serverless_gpu.model.access import Reach, covers
 from serverless_gpu.model.usage import PERIODS, Window
-from serverless_gpu.server import usage_going, usage_rows, usage_sums
+from serverless_gpu.server import prices, usage_going, usage_rows, usage_sums
 from serverless_gpu.server.accounts import Account
 from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.prices import StoredPrice
 from serverless_gpu.server.services import Services
 from serverless_gpu.server.usage_going import Going, GoingOn
 from serverless_gpu.server.usage_rows import SEGMENTS, Asked
 from serverless_gpu.server.usage_sums import Found, Wanted
 from serverless_gpu.wire.demand import DemandPage, DemandRow
-from serverless_gpu.wire.usage import RecordPage, UsageView
+from serverless_gpu.wire.usage import PRICES_MAX, SKUS_MAX, ListPrices, RecordPage, UsageView
 
 DAYS = 30
 """A report is over so many days, where nobody said otherwise."""
@@ -92,6 +93,22 @@ def view_records(services: Services, who: Caller, reach: str, window: Window, *,
         )
     ]
     return RecordPage(records=tuple(found), after=shown[-1].posted.seq if len(rows) > entries else None)
+
+
+def view_prices(services: Services) -> ListPrices:
+    """Return the price book as billing tables have it, for what was used and what has a price.
+
+    Args:
+        services: the server's.
+    """
+
+    def work(connection: sa.Connection) -> tuple[list[StoredPrice], list[tuple[str, str]]]:
+        return prices.every(connection, limit=PRICES_MAX + 1), usage_rows.skus(connection, limit=SKUS_MAX + 1)
+
+    book, used = services.database.read(work)
+    rows = [stored.price for stored in book[:PRICES_MAX]]
+    found = billing.list_prices(rows, used[:SKUS_MAX], currency=services.settings.currency)
+    return ListPrices(prices=tuple(found), is_cut=len(book) > PRICES_MAX or len(used) > SKUS_MAX)
 
 
 def view_demand(services: Services, who: Caller, reach: str, asked: Asked, *, after: int, limit: int) -> DemandPage:

@@ -1,6 +1,7 @@
 """Use and what it cost: sums of the ledger, and its rows.
 
 GET /usage?by=&from_day=&until_day=&where=&limit=       → UsageView    sums by user, team, tag, month …
+GET /usage/prices                                       → ListPrices   the price book, to join those with
 GET /usage/records?after=&from_day=&until_day=&limit=   → RecordPage   rows, as billing tables have them
 
 Days are of UTC, numbered from 1970-01-01; `until_day` is the first that is not among them. What somebody may not see is
@@ -9,13 +10,15 @@ in no sum.
 
 from __future__ import annotations
 
-from serverless_gpu.model.billing import Record
+from serverless_gpu.model.billing import ListPrice, Record
 from serverless_gpu.model.usage import Group
 from serverless_gpu.wire.base import Answer
 
 GROUPS_MAX = 10_000
 GROUPS_DEFAULT = 1_000
 RECORDS_MAX = 2_000
+PRICES_MAX = 2_000
+SKUS_MAX = 500
 
 
 class UsageView(Answer, frozen=True, kw_only=True):
@@ -50,3 +53,14 @@ class RecordPage(Answer, frozen=True, kw_only=True):
 
     records: tuple[Record, ...]
     after: int | None = None
+
+
+class ListPrices(Answer, frozen=True, kw_only=True):
+    """The price book as billing tables have it.
+
+    Attributes:
+        is_cut: whether more was used, or has a price, than is looked at.
+    """
+
+    prices: tuple[ListPrice, ...]
+    is_cut: bool = False

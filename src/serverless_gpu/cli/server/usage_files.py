@@ -21,10 +21,10 @@ import msgspec
 from serverless_gpu.cli.output import say
 from serverless_gpu.errors import ServerlessGpuError, StorageError
 from serverless_gpu.model import usage as model
-from serverless_gpu.model.billing import Record
+from serverless_gpu.model.billing import ListPrice, Record
 from serverless_gpu.model.usage import Amounts, Group, Share
 from serverless_gpu.units import MS_PER_HOUR
-from serverless_gpu.wire.usage import UsageView
+from serverless_gpu.wire.usage import ListPrices, UsageView
 
 Kind = Literal["text", "whole", "money", "part"]
 AT_ONCE = 10_000
@@ -118,6 +118,13 @@ def put_records(records: Iterator[Record], path: Path | None) -> None:
     _write_parquet(path, _records_schema(_pyarrow()), _portions(_parquet_row(record) for record in records))
 
 
+def say_prices(found: ListPrices) -> None:
+    """Print the price book as CSV with the columns of billing tables; structs are JSON."""
+    _say_csv(ListPrice.__struct_fields__, (_csv_cells(price) for price in found.prices))
+    if found.is_cut:
+        say("sgpu: cut: more has a price, or was used, than is shown", err=True)
+
+
 # --- CSV --------------------------------------------------------------------------------------------------------------
 
 
@@ -133,8 +140,8 @@ def _csv_line(cells: Sequence[Any]) -> str:
     return text.getvalue()
 
 
-def _csv_cells(record: Record) -> list[Any]:
-    values = (getattr(record, name) for name in Record.__struct_fields__)
+def _csv_cells(record: Record | ListPrice) -> list[Any]:
+    values = (getattr(record, name) for name in record.__struct_fields__)
     return [
         value if value is None or isinstance(value, str) else msgspec.json.encode(value).decode() for value in values
     ]

@@ -12,7 +12,7 @@ from serverless_gpu.server.api.routing import Call, Query, Routes, reading
 from serverless_gpu.server.usage_rows import Asked
 from serverless_gpu.server.usage_sums import Wanted
 from serverless_gpu.wire.demand import DemandPage
-from serverless_gpu.wire.usage import GROUPS_DEFAULT, GROUPS_MAX, RECORDS_MAX, RecordPage, UsageView
+from serverless_gpu.wire.usage import GROUPS_DEFAULT, GROUPS_MAX, RECORDS_MAX, ListPrices, RecordPage, UsageView
 
 routes = Routes("usage")
 Day = Annotated[int, msgspec.Meta(ge=0, le=1_000_000)]
@@ -66,6 +66,12 @@ def view_records(call: Call, query: RecordsQuery) -> RecordPage:
     """Return rows of the ledger as billing tables have them."""
     window = usage.window_of(call.services, query.from_day, query.until_day)
     return usage.view_records(call.services, call.who, call.reach, window, after=query.after, limit=query.limit)
+
+
+@routes.get("/usage/prices", needs=reading("prices"))
+def view_prices(call: Call) -> ListPrices:
+    """Return the price book as billing tables have it."""
+    return usage.view_prices(call.services)
 
 
 @routes.get("/usage/demand", needs=reading("usage"))
