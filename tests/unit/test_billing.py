@@ -19,11 +19,26 @@ from tests.unit.test_usage import Account
 HOUR_MS = 3_600_000
 DAY_NS = 86_400_000_000_000
 DAY = 20_770  # 2026-11-13
-COLUMNS = (
-    "record_id account_id workspace_id sku_name cloud usage_start_time usage_end_time usage_date custom_tags usage_unit "
-    "usage_quantity usage_metadata identity_metadata record_type ingestion_date billing_origin_product "
-    "product_features usage_type"
-).split()
+COLUMNS = [
+    "record_id",
+    "account_id",
+    "workspace_id",
+    "sku_name",
+    "cloud",
+    "usage_start_time",
+    "usage_end_time",
+    "usage_date",
+    "custom_tags",
+    "usage_unit",
+    "usage_quantity",
+    "usage_metadata",
+    "identity_metadata",
+    "record_type",
+    "ingestion_date",
+    "billing_origin_product",
+    "product_features",
+    "usage_type",
+]
 
 
 def entry(*, kind: EntryKind = EntryKind.ORIGINAL, **fields: Any) -> Entry:
