@@ -34,6 +34,7 @@ from tests.simulation.network import Network
 from tests.simulation.node import Node
 from tests.simulation.plan import Plan, Step
 from tests.simulation.server import Process
+from tests.simulation.spending import let_go
 from tests.simulation.storage import Disk, Killed
 from tests.simulation.supervisor import Work
 from tests.simulation.timeline import S, Timeline, TooMuch, WrongClock
@@ -180,6 +181,7 @@ class World:
         for name in OF_THE_ENGINE:
             self.engine.bring_back(name)
         self.start_server()
+        let_go(self)
 
     def lasting(self, seconds: float, over: Callable[[], None]) -> None:
         """Let something end after a while, unless all was mended before."""
