@@ -142,6 +142,8 @@ def test_nothing_bounds_a_run_without_a_limit() -> None:
             1,
         ),
         (Lasting(limit_s=60, limit="max_run"), "max_run 1 min 00 s", 1),
+        (Lasting(limit_s=7 * 86_400, limit="max_run"), "max_run 7 days", 7 * 24 * 60),
+        (Lasting(limit_s=2.5 * 86_400), "timeout 60 h 00 min", 60 * 60),
     ],
 )
 def test_attempts_that_may_follow_are_in_the_most_it_costs(lasting: Lasting, words: str, times: int) -> None:

@@ -21,6 +21,7 @@ from serverless_gpu.model.pricing import UNPRICED, Tariff
 from serverless_gpu.model.receipt import TextPrinter
 
 _MIB = 1 << 20
+_DAY_MS = 86_400_000
 _NOT_BILLED = "what the platform lost, or what came after the grace of a stop"
 _UNIT = {CPU: ("CPU slot", "slot")}
 
@@ -338,4 +339,5 @@ def _past_text(lasting: Lasting) -> str:
 
 
 def _duration(seconds: float) -> str:
-    return units.format_duration_ms(round(seconds * 1000))
+    ms = round(seconds * 1000)
+    return units.format_duration_ms(ms) if ms % _DAY_MS else units.format_days_ms(ms)
