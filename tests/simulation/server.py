@@ -11,7 +11,8 @@ from serverless_gpu.engines.simulated import SimulatedEngine
 from serverless_gpu.server.chaining import Chainer
 from serverless_gpu.server.charging import Charging
 from serverless_gpu.server.collecting import Collector
-from serverless_gpu.server.hub import AUDIT, COLLECTOR, LEDGER, RECONCILER, RETENTION, SCHEDULER, SELF_CHECK
+from serverless_gpu.server.hub import AUDIT, BUDGETS, COLLECTOR, LEDGER, RECONCILER, RETENTION, SCHEDULER, SELF_CHECK
+from serverless_gpu.server.keeping_within import Keeper
 from serverless_gpu.server.loops import Loop, Tick
 from serverless_gpu.server.reconciler import Reconciler
 from serverless_gpu.server.retention import Retention
@@ -49,6 +50,7 @@ class Process:
             RECONCILER: reconciler.tick,
             COLLECTOR: Collector(self.services).tick,
             RETENTION: Retention(self.services).tick,
+            BUDGETS: Keeper(self.services).tick,
             AUDIT: Chainer(self.services).tick,
             LEDGER: Charging(self.services).tick,
             SELF_CHECK: SelfCheck(self.services).tick,

@@ -133,8 +133,8 @@ def test_an_attempt_holds_a_minute_from_now_or_its_grace() -> None:
     assert held(spender(used_s=None), NOW).micros == 60_000_000
     # What was used since the last sign of life is held until it is known.
     assert held(spender(used_s=10, seen_s=7), NOW).micros == 67_000_000
-    # A stop that was asked 20 s ago: the rest of the minute; one that was asked long ago: until now.
-    assert held(spender(used_s=10, stop_ns=NOW - 20 * SECOND), NOW).micros == 40_000_000
+    # A stop that was asked 20 s ago: the rest of its grace and 15 s; one that was asked long ago: until now.
+    assert held(spender(used_s=10, stop_ns=NOW - 20 * SECOND), NOW).micros == 25_000_000
     assert held(spender(used_s=10, seen_s=100, stop_ns=NOW - 90 * SECOND), NOW).micros == 100_000_000
     # Nobody goes on for longer than that without an answer.
     assert held(spender(used_s=10, seen_s=5_000, alone_s=900.0), NOW).micros == 960_000_000
@@ -169,8 +169,8 @@ def test_what_came_last_is_stopped_first() -> None:
 def test_who_is_on_the_way_out_keeps_what_it_holds_and_is_not_asked_again() -> None:
     leaving = spender("c", used_s=10, stop_ns=NOW)
     two = [spender("a", used_s=30), leaving]
-    assert judge(money(40 + 119), NOTHING, two, NOW).stop == ("a",)
-    assert judge(money(40 + 120), NOTHING, two, NOW).stop == ()
+    assert judge(money(40 + 104), NOTHING, two, NOW).stop == ("a",)
+    assert judge(money(40 + 105), NOTHING, two, NOW).stop == ()
 
 
 def test_what_costs_nothing_is_not_stopped_by_a_budget_of_money() -> None:

@@ -37,6 +37,7 @@ from serverless_gpu.cli.output import say_lines
 from serverless_gpu.cli.results import result
 from serverless_gpu.cli.runs import cancel, runs, show
 from serverless_gpu.cli.server.audit import audit
+from serverless_gpu.cli.server.budgets import budget
 from serverless_gpu.cli.server.dividing import pool, pools, queue, share
 from serverless_gpu.cli.server.logbook import server_logs
 from serverless_gpu.cli.server.machines import node, nodes
@@ -85,6 +86,7 @@ for _command in (
     sgpu.add_command(_command)
 for _command in (
     audit,
+    budget,
     login,
     node,
     nodes,

@@ -11,7 +11,7 @@ while server and node talk, and `partition_grace` of its devices for each run wh
 
     used                       held
     ├──────────────────────────┼───────────────────────────────┤
-    user code begins           last sign of life    now        now + ahead, or the stop + ahead once it is asked
+    user code begins           last sign of life    now        now + ahead; once it is asked, the stop + grace + 15 s
 
 At the end of a period a run holds what is left of the period: what comes after it is paid by the next.
 
@@ -39,7 +39,7 @@ from serverless_gpu import units
 AHEAD_S = 60.0
 """How much of its time a run holds ahead, in seconds, where its grace is not longer."""
 STOPPING_S = 15.0
-"""What is held beyond a long grace: the next look and the way to the node take that."""
+"""What is held beyond a grace: the next look and the way to the node take that."""
 WARN_AT = (80, 95)
 """Per cent of a limit at which that is said, once in a period."""
 FULL = 100
@@ -313,7 +313,9 @@ def held(one: Spender, now_ns: int, within: Window | None = None) -> Use:
     if one.is_over:
         return NOTHING
     ahead = ahead_ns(one.grace_s)
-    until_ns = now_ns + ahead if one.stop_ns is None else max(now_ns, one.stop_ns + ahead)
+    until_ns = now_ns + ahead
+    if one.stop_ns is not None:
+        until_ns = max(now_ns, one.stop_ns + round((one.grace_s + STOPPING_S) * 1e9))
     from_ns = now_ns
     if one.started_ns is not None:
         # Beyond that its node has ended it, whether it is heard of or not.

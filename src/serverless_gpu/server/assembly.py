@@ -35,11 +35,24 @@ from serverless_gpu.server.collecting import Collector
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.first_start import FirstTokens, first_tokens
 from serverless_gpu.server.health import STORE_BOUND_S, STORE_FRESH_S, Health
-from serverless_gpu.server.hub import AUDIT, COLLECTOR, LEDGER, RECONCILER, RETENTION, SCHEDULER, SELF_CHECK, Hub
+from serverless_gpu.server.hub import (
+    AUDIT,
+    BUDGETS,
+    COLLECTOR,
+    LEDGER,
+    NOTICES,
+    RECONCILER,
+    RETENTION,
+    SCHEDULER,
+    SELF_CHECK,
+    Hub,
+)
+from serverless_gpu.server.keeping_within import Keeper
 from serverless_gpu.server.keys import read_keys, remove_unnamed
 from serverless_gpu.server.loops import LATE_S, Loop, Tick
 from serverless_gpu.server.measures import Measures
 from serverless_gpu.server.mlflow_beside import mlflow_checks
+from serverless_gpu.server.notifying import Notifier
 from serverless_gpu.server.reconciler import Reconciler
 from serverless_gpu.server.retention import Retention
 from serverless_gpu.server.sampling import Sampling
@@ -163,6 +176,8 @@ def _looking_after(services: Services, engine: Engine | None, database: Database
         RECONCILER: loop("reconciler", alone(reconciler.tick)),
         COLLECTOR: loop("collector", alone(Collector(services).tick), late_s=SLOW_S),
         RETENTION: loop("retention", alone(Retention(services).tick), late_s=SLOW_S),
+        BUDGETS: loop("budgets", alone(Keeper(services).tick)),
+        NOTICES: loop("notices", alone(Notifier(services).tick)),
         AUDIT: loop("audit", alone(Chainer(services).tick)),
         LEDGER: loop("ledger", alone(Charging(services).tick)),
         SELF_CHECK: loop("self-check", SelfCheck(services).tick, late_s=SLOW_S),

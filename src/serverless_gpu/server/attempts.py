@@ -13,7 +13,7 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.errors import StaleAttempt
-from serverless_gpu.model.attempt import Reason, State
+from serverless_gpu.model.attempt import TERMINAL, Reason, State
 from serverless_gpu.model.pricing import Tariff
 from serverless_gpu.model.secrets import Pinned
 from serverless_gpu.server.tables import attempts, nodes, runs
@@ -120,6 +120,17 @@ class StoredAttempt(msgspec.Struct, frozen=True, kw_only=True):
         return self.given_up or (self.reason is Reason.REFUSED and state is not State.STOPPING)
 
 
+class Unposted(msgspec.Struct, frozen=True, kw_only=True):
+    """An attempt that goes on, or of which the ledger does not say all.
+
+    Attributes:
+        is_stopping: whether its run is asked to stop.
+    """
+
+    attempt: StoredAttempt
+    is_stopping: bool
+
+
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """What an attempt ended with, as JSON: `node.protocol.Stopped` and `model.receipt.Receipt`, or None."""
 
@@ -127,6 +138,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     receipt: str | None
 
 
+_ACTIVE = [state.value for state in State if state is not State.QUEUED and state not in TERMINAL]
 _decode_tariff = msgspec.json.Decoder(Tariff).decode
 _NAMES = [name for name in StoredAttempt.__struct_fields__ if name != "node"]
 COLUMNS: Sequence[sa.ColumnElement[typing.Any]] = [*(attempts.c[name] for name in _NAMES), nodes.c.name]
@@ -202,6 +214,19 @@ def unsettled(connection: sa.Connection) -> list[StoredAttempt]:
     query = sa.select(*COLUMNS).select_from(JOINED)
     query = query.where(attempts.c.ended_ns.is_not(None), attempts.c.settled_ns.is_(None))
     return [attempt for row in connection.execute(query) if (attempt := from_row(row))]
+
+
+def spending(connection: sa.Connection) -> dict[Gang, Unposted]:
+    """Return the attempts that have not ended, or of which the ledger does not say all."""
+    is_current = sa.and_(runs.c.id == attempts.c.run_id, runs.c.fence == attempts.c.fence)
+    query = sa.select(*COLUMNS, runs.c.stop).select_from(JOINED.outerjoin(runs, is_current))
+    found: dict[Gang, Unposted] = {}
+    # Two queries, each with an index of its own: one for both would look at every attempt there ever was.
+    for which in (runs.c.state.in_(_ACTIVE), attempts.c.uncharged):
+        for row in connection.execute(query.where(which)):
+            if attempt := from_row(row):
+                found[attempt.run_id, attempt.fence] = Unposted(attempt=attempt, is_stopping=row[-1] is not None)
+    return found
 
 
 def due(connection: sa.Connection, *, limit: int) -> list[Gang]:

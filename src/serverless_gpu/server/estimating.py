@@ -16,7 +16,7 @@ from serverless_gpu.ambient import new_run_id
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.scheduling.values import Estimate
 from serverless_gpu.model.spec import Command, Function, Kernel, check_command
-from serverless_gpu.server import allowing, costing, draining, owners, past, runs, submitting
+from serverless_gpu.server import affording, allowing, costing, draining, owners, past, runs, submitting
 from serverless_gpu.server.allowing import Allowed
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.costing import Wish
@@ -53,6 +53,7 @@ def estimate(services: Services, who: Caller, request: EstimateRequest) -> Estim
 
     def work(connection: sa.Connection) -> tuple[Allowed, str, float | None]:
         allowed = allowing.allow(connection, services, request.spec, who)
+        affording.refuse(connection, services, allowed, who)
         return allowed, _held(connection, who), past.expected_s(connection, who.name, request.spec.name)
 
     allowed, held, expected_s = services.database.read(work)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 import sqlalchemy as sa
 
-from serverless_gpu.model.attempt import Reason, State
+from serverless_gpu.model.attempt import TERMINAL, Reason, State
 from serverless_gpu.server.tables import events
 
 
@@ -28,6 +28,12 @@ class StoredEvent(msgspec.Struct, frozen=True, kw_only=True):
     reason: Reason | None = None
     sentence: str = ""
     node: str = ""
+
+
+def is_remark(before: StoredEvent, event: StoredEvent) -> bool:
+    """Return whether an event only says something of an attempt that goes on, and changes nothing."""
+    is_same = (event.state, event.fence, event.reason) == (before.state, before.fence, None)
+    return is_same and event.state is not State.QUEUED and event.state not in TERMINAL and bool(event.sentence)
 
 
 _COLUMNS = [events.c[name] for name in StoredEvent.__struct_fields__]

@@ -28,6 +28,9 @@ LEDGER = "ledger"
 CHARGED = "charged"
 """Touched when entries of the ledger were written."""
 SELF_CHECK = "self-check"
+BUDGETS = "budgets"
+NOTICES = "notices"
+"""Touch it when there is something to tell the webhook."""
 _KEYS_MAX = 20_000
 
 

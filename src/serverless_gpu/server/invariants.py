@@ -43,7 +43,7 @@ from serverless_gpu.model.spec import Function
 from serverless_gpu.server.attempts import StoredAttempt
 from serverless_gpu.server.audit import Action
 from serverless_gpu.server.books import Booked, Books
-from serverless_gpu.server.events import StoredEvent
+from serverless_gpu.server.events import StoredEvent, is_remark
 
 UNPLACED_S = 60.0
 """How long a run may wait although it could be placed: a scheduler that is slow is not one that forgot it."""
@@ -215,7 +215,7 @@ def _moves(booked: Booked) -> Iterator[Violation]:
 
 
 def _move(booked: Booked, before: StoredEvent, event: StoredEvent) -> Iterator[Violation]:
-    if event.state not in MOVES[before.state]:
+    if event.state not in MOVES[before.state] and not is_remark(before, event):
         yield _bad(booked, "I5", f"went from {before.state} to {event.state} (event {event.seq})")
     places = before.state is State.QUEUED and event.state is State.STARTING
     if event.fence != before.fence + places:

@@ -63,6 +63,11 @@ class Measures:
         placed: attempts that were placed on a node.
         preempted: attempts that were asked to stop so that another run finds room.
         reservations: runs that devices are kept for.
+        budgets: how many there are; `budgets_used_up` those that nothing new starts for.
+        budget_stops: runs that a hard budget asked to stop.
+        budget_warnings: marks of budgets that were reached, by per cent.
+        notices: posts to the webhook, by outcome: "sent", "failed".
+        alarms: runs and teams that spent far more than they are used to.
         decisions: seconds of one decision about the queue, in memory; a tick has the database in it, too.
         ended: runs that ended, by reason.
         given_up: attempts that were given up without a word from their node, by reason.
@@ -109,6 +114,12 @@ class Measures:
         self.placed = counter("attempts_placed", "Attempts that were placed on a node.")
         self.preempted = counter("attempts_preempted", "Attempts asked to stop so that another run finds room.")
         self.reservations = gauge("reservations", "Runs that devices are kept for.")
+        self.budgets = gauge("budgets", "Budgets that there are.")
+        self.budgets_used_up = gauge("budgets_used_up", "Budgets that nothing new starts for.")
+        self.budget_stops = counter("budget_stops", "Runs that a hard budget asked to stop.")
+        self.budget_warnings = counter("budget_warnings", "Marks of budgets that were reached.", "percent")
+        self.notices = counter("notices", "Posts to the webhook, by outcome.", "outcome")
+        self.alarms = counter("spend_alarms", "Runs and teams that spent far more than they are used to.")
         self.decisions = histogram("decision_seconds", "Seconds of one decision about the queue, in memory.", _FAST_S)
         self.ended = counter("runs_ended", "Runs that ended, by reason.", "reason")
         self.given_up = counter("attempts_given_up", "Attempts given up without a word from their node.", "reason")

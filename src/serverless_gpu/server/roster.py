@@ -21,7 +21,7 @@ import sqlalchemy as sa
 from serverless_gpu.model.admitting import Candidate
 from serverless_gpu.model.attempt import State
 from serverless_gpu.model.scheduling.values import QueuePolicy, Reservation, Running, Share, Used, Wanted
-from serverless_gpu.server import attempts, draining, floor, holding_back, owners, past, runs, shares
+from serverless_gpu.server import affording, attempts, draining, floor, holding_back, owners, past, runs, shares
 from serverless_gpu.server.floor import Floor
 from serverless_gpu.server.runs import Active, StoredRun
 from serverless_gpu.server.services import Services
@@ -184,7 +184,11 @@ class Roster:
             return {run_id: _kept_back(entry, drain.sentence) for run_id, entry in entries.items()}
         out = {run_id for run_id, entry in entries.items() if entry.owner in shut_out}
         line = (entry.candidate for run_id, entry in entries.items() if run_id not in out and run_id not in underway)
-        held = holding_back.held(connection, line, self._having(there, underway))
+        rooms = affording.rooms(connection, self._services, there)
+        if rooms is not None:
+            for run_id in underway.keys() & entries.keys():
+                rooms.keep(entries[run_id].candidate)
+        held = holding_back.held(connection, line, self._having(there, underway), rooms)
         held |= {run_id: f"{entries[run_id].owner} may start no runs now" for run_id in out}
         return {
             run_id: _kept_back(entry, held[run_id]) if run_id in held else entry.wanted

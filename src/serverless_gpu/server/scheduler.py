@@ -181,9 +181,10 @@ class Scheduler:
             boot_id=node.boot_id,
             grace_s=self._services.settings.partition_grace_s,
         )
-        new = _at_its_price(
-            connection, run, new, pool=node.pool, currency=self._services.settings.currency, at_ns=at_ns
-        )
+        priced = self._at_its_price(connection, run, new, pool=node.pool, at_ns=at_ns)
+        if priced is None:
+            return None  # others were placed before it, and a budget has no more room
+        new = priced
         reason, problem = None, ""
         try:
             new = _with_secrets(connection, self._services.sealer, run, new)
@@ -199,6 +200,21 @@ class Scheduler:
         if reason is not None:
             return _end_at_once(connection, run.id, reason, Note(at_ns=at_ns, detail=problem))
         return fence
+
+    def _at_its_price(
+        self, connection: sa.Connection, run: StoredRun, new: NewAttempt, *, pool: str, at_ns: int
+    ) -> NewAttempt | None:
+        """Return an attempt with what it pays, and as what it is counted: both as they are now, whatever changes later.
+
+        None when a budget that counts it has no room for it any more.
+        """
+        currency = self._services.settings.currency
+        tariff = prices.tariff(connection, new.gpu_type, pool, at_ns, currency)
+        account = accounts.of_run(connection, run, gpu_type=new.gpu_type, pool=pool, currency=currency)
+        if self._services.spending.enter(run, account, tariff, gpus=new.world_size, now_ns=at_ns):
+            return None
+        said = {"tariff_json": msgspec.json.encode(tariff).decode(), "account_id": accounts.ensure(connection, account)}
+        return msgspec.structs.replace(new, **said)
 
     def _submit(self, placement: Placement, fence: int, node: StoredNode) -> None:
         engine = self._engine
@@ -256,16 +272,6 @@ def _where(placement: Placement) -> scheduling.Share:
     """Return what a gang is to have: on one node, as an attempt is of one."""
     (share,) = placement.shares
     return share
-
-
-def _at_its_price(
-    connection: sa.Connection, run: StoredRun, new: NewAttempt, *, pool: str, currency: str, at_ns: int
-) -> NewAttempt:
-    """Return an attempt with what it pays, and as what it is counted: both as they are now, whatever changes later."""
-    tariff = prices.tariff(connection, new.gpu_type, pool, at_ns, currency)
-    account = accounts.of_run(connection, run, gpu_type=new.gpu_type, pool=pool, currency=currency)
-    said = {"tariff_json": msgspec.json.encode(tariff).decode(), "account_id": accounts.ensure(connection, account)}
-    return msgspec.structs.replace(new, **said)
 
 
 def _with_secrets(connection: sa.Connection, sealer: Sealer, run: StoredRun, new: NewAttempt) -> NewAttempt:

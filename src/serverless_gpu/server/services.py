@@ -30,6 +30,7 @@ from serverless_gpu.server.receiving import Spool
 from serverless_gpu.server.sealing import Sealer
 from serverless_gpu.server.sentences import Sentences
 from serverless_gpu.server.settings import Settings
+from serverless_gpu.server.spending import Spending
 from serverless_gpu.server.waiting_room import WaitingRoom
 
 T = TypeVar("T")
@@ -64,6 +65,7 @@ class Services:
         waiting_room: how many more runs each principal may have waiting.
         measures: what is counted, for Prometheus.
         health: whether the server can do its work.
+        spending: how every budget stands.
         low: returns why the database takes no new runs, in words that name no one, or "".
     """
 
@@ -84,4 +86,5 @@ class Services:
     waiting_room: WaitingRoom = dataclasses.field(default_factory=WaitingRoom)
     measures: Measures = dataclasses.field(default_factory=Measures)
     health: Health = dataclasses.field(default_factory=Health)
+    spending: Spending = dataclasses.field(default_factory=Spending)
     low: Callable[[], str] = lambda: ""

@@ -65,6 +65,7 @@ _QUEUE = "queue"
 _NEVER = "never"
 _USUAL = QueuePolicy()
 _DEFAULT = "default"
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 # What an address may carry that is nobody's business.
 _SECRET = re.compile(r"(?<=://)([^/@:]*):[^/@]*@|\b(\w*(?:password|secret|token|sig)\w*)=[^&\s]+", re.IGNORECASE)
@@ -104,6 +105,7 @@ class _Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     mlflow: bool = False
     mlflow_store: str = ""
     mlflow_url: str = ""
+    webhook: str = ""
     queue_half_life: str = _typed(_USUAL.half_life_s)
     queue_entry_penalty: str = _typed(_USUAL.entry_penalty_s)
     queue_reservations: Annotated[int, msgspec.Meta(ge=0, le=1_000)] = _USUAL.reservations
@@ -146,6 +148,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         mlflow: whether an MLflow server runs beside this one.
         mlflow_store: url or path of its store; "" for the home's own.
         mlflow_url: where clients and nodes find it; "" for its address on loopback.
+        webhook: address that is told of budgets and alarms; "" for nobody.
         stopping_s: how long requests may go on when the server is to stop; no others are taken meanwhile.
         queue: what was decided about the queue, but for the shares, which are in the database (`shares.policy`).
     """
@@ -177,6 +180,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     mlflow: bool = False
     mlflow_store: str = ""
     mlflow_url: str = ""
+    webhook: str = ""
     stopping_s: float = 30.0
     queue: QueuePolicy = _USUAL
 
@@ -245,6 +249,7 @@ def read_settings(
         mlflow=merged.mlflow,
         mlflow_store=_store(merged.mlflow_store),
         mlflow_url=checked.mlflow_url(merged),
+        webhook=checked.webhook(merged),
         stopping_s=checked.stop_within_s(merged),
         queue=checked.queue(merged),
     )
@@ -425,6 +430,15 @@ class _Checked:
                 "mlflow_url", f"mlflow_url is {text!r}", hint="it is like https://mlflow.example.com"
             )
         return text.rstrip("/")
+
+    def webhook(self, said: _Options) -> str:
+        text = said.webhook
+        parts = urlsplit(text)
+        is_near = parts.hostname in _LOOPBACK
+        if text and (not parts.hostname or not (parts.scheme == "https" or (parts.scheme == "http" and is_near))):
+            hint = "https://hooks.example.com/…; plain http is for loopback: anybody on the way could read it"
+            raise self._impossible("webhook", f"webhook is {_shown(text)!r}", hint=hint)
+        return text
 
     def _duration(self, name: str, text: str, least_s: float, most_s: float) -> float:
         try:

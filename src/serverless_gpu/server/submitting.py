@@ -33,7 +33,7 @@ from serverless_gpu.model.spec import (
     RunSpec,
     check_command,
 )
-from serverless_gpu.server import allowing, audit, events, log_context, runs, views
+from serverless_gpu.server import affording, allowing, audit, events, log_context, runs, views
 from serverless_gpu.server.allowing import Brought, Unread
 from serverless_gpu.server.audit import Action
 from serverless_gpu.server.blobs import check_reference
@@ -151,6 +151,7 @@ def _create(
         return before, False
     allowed = allowing.allow(connection, services, new.spec, who, brought)
     new = msgspec.structs.replace(new, spec=allowed.spec, pool=allowed.pool)
+    affording.refuse(connection, services, allowed, who)
     run = runs.insert(connection, new, at_ns=at_ns)
     events.add(connection, [StoredEvent(run_id=new.id, seq=1, fence=0, at_ns=at_ns, state=State.QUEUED)])
     audit.record(connection, who=who, action=Action.RUN_CREATE, subject=new.id, now_ns=at_ns)

@@ -168,6 +168,30 @@ def tell(connection: sa.Connection, run: StoredRun, *happened: Event, note: Note
     return told
 
 
+def remark(connection: sa.Connection, run_id: str, fence: int, sentence: str, *, at_ns: int) -> bool:
+    """Write an event that changes nothing, and says something to whoever looks: a budget is nearly used up.
+
+    Args:
+        run_id: a run that goes on; nothing is written of one that has ended, or is at another attempt.
+        fence: of that attempt.
+        sentence: what is said.
+        at_ns: now, nanoseconds since 1970.
+
+    Returns:
+        Whether it was written.
+    """
+    run = runs.find(connection, run_id)
+    if run is None or run.fence != fence or run.state not in runs.ACTIVE:
+        return False
+    node = run.attempt.node if run.attempt is not None else ""
+    event = StoredEvent(
+        run_id=run.id, seq=run.events + 1, fence=fence, at_ns=at_ns, state=run.state, sentence=sentence, node=node
+    )
+    runs.change(connection, run, events=event.seq)
+    events.add(connection, [event])
+    return True
+
+
 def settle(connection: sa.Connection, run_id: str, fence: int, *, receipt: str | None, at_ns: int) -> bool:
     """Write the receipt of an attempt that has ended, or that none will come any more.
 

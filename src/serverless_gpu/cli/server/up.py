@@ -59,6 +59,7 @@ _NEEDED = ("fastapi", "uvicorn", "sqlalchemy", "alembic", "cryptography", "httpt
     "--mlflow-store", metavar="URL", help="Where MLflow keeps them: postgresql://…; the home's own without it."
 )
 @click.option("--mlflow-url", metavar="URL", help="Where other machines find MLflow: a proxy in front of its port.")
+@click.option("--webhook", metavar="URL", help="Who is told of budgets that are nearly used up, and of alarms.")
 @click.option("--key-lost", is_flag=True, default=None, help="Start without the key of unended runs and secrets.")
 def up(hosts: Sequence[str], behind_proxy: Sequence[str], **options: Any) -> None:
     """Start a server: a queue in front of this machine's GPUs, or a team's.

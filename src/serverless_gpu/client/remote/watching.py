@@ -46,7 +46,7 @@ from serverless_gpu.wire.runs import (
 from serverless_gpu.wire.waiting import wait_of
 
 _FIRST_S = 5.0
-_DISPLACED = (Reason.DRAINED, Reason.PREEMPTED)
+_DISPLACED = (Reason.DRAINED, Reason.PREEMPTED, Reason.BUDGET)
 _SAID_IN = (State.QUEUED, State.RUNNING, State.UNREACHABLE)
 _RESULT = "results/"
 _TELEMETRY = "telemetry"
@@ -323,7 +323,7 @@ def _is_said(state: State, sentence: str) -> bool:
 
 
 def _with_why(said: protocol.Stopped, message: EndedMessage) -> protocol.Stopped:
-    """Return what the supervisor says with what only the server knows: who the run had to leave for, and why."""
+    """Return what the supervisor says with what only the server knows: who it left for, which budget is used up."""
     cause = Failure(rank=None, reason=message.reason, at_ns=0, detail=message.sentence)
     return msgspec.structs.replace(said, cause=cause)
 

@@ -1,0 +1,90 @@
+"""The budgets, which of them count a run, and what they have left while those that wait are looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from serverless_gpu.model import budget as decisions
+from serverless_gpu.model import spending as words
+from serverless_gpu.model.admitting import Candidate
+from serverless_gpu.model.budget import Standing, Subject, Use
+from serverless_gpu.model.pricing import Tariff
+from serverless_gpu.server import pools
+from serverless_gpu.server.budgets import StoredBudget
+from serverless_gpu.server.pools import StoredPool
+
+
+class Book:
+    """The budgets, and which of them count a run.
+
+    Args:
+        there: all budgets.
+        pools_there: all pools: a run that names none may come to any that is not reserved.
+    """
+
+    def __init__(self, there: Iterable[StoredBudget], pools_there: Iterable[StoredPool] = ()) -> None:
+        self.budgets = {one.name: one.budget for one in there}
+        self._index: dict[tuple[str, str], list[str]] = {}
+        for name, budget in self.budgets.items():
+            self._index.setdefault((budget.scope.kind, budget.scope.name), []).append(name)
+        self._reserved = {pool.name for pool in pools_there if pool.kind == pools.RESERVED}
+
+    def names(self, subject: Subject) -> tuple[str, ...]:
+        """Return the budgets that count a run, by name."""
+        found = {name for key in decisions.keys(subject) for name in self._index.get(key, ())}
+        return tuple(sorted(found))
+
+    def names_of_waiting(self, subject: Subject) -> tuple[str, ...]:
+        """Return the budgets that may count a run which waits: one that names no pool may come to several."""
+        found = set(self.names(subject))
+        if not subject.pool:
+            for (kind, pool), names in self._index.items():
+                if kind == "pool" and pool not in self._reserved:
+                    found.update(names)
+        return tuple(sorted(found))
+
+
+class Rooms:
+    """What budgets have left, counted down while those that wait are looked at (`model.admitting.Rooms`)."""
+
+    def __init__(
+        self,
+        book: Book,
+        standings: dict[str, Standing],
+        tariffs: Callable[[Candidate], Tariff],
+        *,
+        gpus_max: int,
+    ) -> None:
+        self._book, self._standings, self._tariffs, self._gpus_max = book, standings, tariffs, gpus_max
+
+    def take(self, candidate: Candidate) -> str:
+        """Take what the first minute of a run needs; return why that is not there, or "" where it was taken."""
+        names = self._book.names_of_waiting(candidate.subject)
+        if not names:
+            return ""
+        hold = self._hold(candidate)
+        for name in names:
+            if not decisions.may_start(self._standings[name], hold):
+                return words.no_room(name, self._standings[name])
+        self._count(names, hold)
+        return ""
+
+    def keep(self, candidate: Candidate) -> None:
+        """Take it for a run that is about to be placed, whether it is there or not."""
+        self._count(self._book.names_of_waiting(candidate.subject), self._hold(candidate))
+
+    def _count(self, names: Iterable[str], hold: Use) -> None:
+        for name in names:
+            self._standings[name] = with_hold(self._standings[name], hold)
+
+    def _hold(self, candidate: Candidate) -> Use:
+        gpus = candidate.gpus or self._gpus_max
+        rate = self._tariffs(candidate).gpu_micros_per_hour
+        return decisions.first_hold(candidate.grace_s, gpus=gpus, micros_per_hour=None if rate is None else rate * gpus)
+
+
+def with_hold(standing: Standing, hold: Use) -> Standing:
+    """Return a standing with what one more holds."""
+    return msgspec.structs.replace(standing, held=standing.held + hold, ahead=standing.ahead + hold)

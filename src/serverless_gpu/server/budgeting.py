@@ -1,0 +1,240 @@
+"""The verbs on budgets: list, show, set, delete. Checked, written, audited; then scheduler and loop are rung."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import sqlalchemy as sa
+
+from serverless_gpu.errors import InvalidValue, NotFound, TooLarge
+from serverless_gpu.model import access
+from serverless_gpu.model import spending as words
+from serverless_gpu.model.access import Reach
+from serverless_gpu.model.budget import Budget, Scope, Standing, format_day
+from serverless_gpu.model.spec import TAG_CHARACTERS_MAX
+from serverless_gpu.server import audit, budgets, identity, notices, policies, pools
+from serverless_gpu.server.affording import as_of
+from serverless_gpu.server.audit import Action
+from serverless_gpu.server.budgets import StoredBudget
+from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.hub import BUDGETS, SCHEDULER
+from serverless_gpu.server.services import Services
+from serverless_gpu.wire.base import NAME_CHARACTERS_MAX
+from serverless_gpu.wire.budgets import AlarmView, BudgetList, BudgetRequest, BudgetView
+
+BUDGETS_MAX = 1_000
+MICROS_MAX = 10**15
+GPU_MS_MAX = 10**15
+"""A thousand million units of money, or 280 million GPU-hours."""
+ALARM_DAYS = 7
+ALARMS_MAX = 50
+
+
+def view_budgets(services: Services, who: Caller, reach: str) -> BudgetList:
+    """Return the budgets and alarms that somebody may see: their own, and those of their teams."""
+    at_ns = services.clock.wall_ns()
+
+    def work(connection: sa.Connection) -> tuple[dict[str, Standing], list[AlarmView]]:
+        standings = services.spending.look(connection, as_of(services))
+        since_ns = at_ns - ALARM_DAYS * 86_400_000_000_000
+        told = [one for one in notices.alarms(connection, since_ns=since_ns) if _is_theirs(one, who, reach)]
+        return standings, [
+            AlarmView(at_ns=one.at_ns, subject=one.text("subject"), sentence=one.text("sentence"))
+            for one in told[:ALARMS_MAX]
+        ]
+
+    standings, alarms = services.database.read(work)
+    seen = {name: each for name, each in standings.items() if _may_see(each.budget, who, reach)}
+    return BudgetList(budgets=tuple(_views(services, seen)), alarms=tuple(alarms))
+
+
+def view_budget(services: Services, who: Caller, reach: str, name: str) -> BudgetView:
+    """Return one budget.
+
+    Raises:
+        NotFound: there is none of that name, or it is out of reach.
+    """
+    standings = services.database.read(lambda connection: services.spending.look(connection, as_of(services)))
+    if name not in standings or not _may_see(standings[name].budget, who, reach):
+        raise _unknown(name)
+    (view,) = _views(services, {name: standings[name]})
+    return view
+
+
+def put_budget(services: Services, who: Caller, name: str, asked: BudgetRequest) -> BudgetView:
+    """Make a budget, or put another one in its place; what was used in its period counts from the beginning of that.
+
+    Args:
+        services: the server's.
+        who: asks.
+        name: of the budget.
+        asked: what it is to be.
+
+    Raises:
+        InvalidValue: the name, the scope or the limit is not possible, or in another currency than the server's.
+        NotFound: there is nobody, or no team, of that name.
+        TooLarge: there are too many budgets.
+    """
+    _check_name(name)
+    budget = _budget(services, asked)
+    at_ns = services.clock.wall_ns()
+
+    def work(connection: sa.Connection) -> None:
+        _check_scope(connection, budget.scope)
+        before = budgets.find(connection, name)
+        if before is None and budgets.count(connection) >= BUDGETS_MAX:
+            raise TooLarge(f"there are {BUDGETS_MAX} budgets, and more are not taken", hint="delete some")
+        budgets.put(connection, StoredBudget(name=name, budget=budget, set_ns=at_ns))
+        if before is not None and before.budget != budget:
+            budgets.forget_said(connection, name)  # what was said of it is said of the other one anew; it is open again
+        audit.record(
+            connection,
+            who=who,
+            action=Action.BUDGET_SET,
+            subject=name,
+            now_ns=at_ns,
+            detail=_detail(budget) | ({} if before is None else {"before": _detail(before.budget)}),
+        )
+
+    services.database.write(work)
+    _ring(services)
+    return view_budget(services, who, Reach.ALL, name)
+
+
+def delete_budget(services: Services, who: Caller, name: str) -> BudgetView:
+    """Delete a budget: nothing is stopped or held back for it any more. A run that was asked to stop stops.
+
+    Raises:
+        NotFound: there is none of that name.
+    """
+    at_ns = services.clock.wall_ns()
+    view = view_budget(services, who, Reach.ALL, name)
+
+    def work(connection: sa.Connection) -> None:
+        before = budgets.find(connection, name)
+        if before is None:
+            raise _unknown(name)
+        budgets.remove(connection, name)
+        detail = _detail(before.budget)
+        audit.record(connection, who=who, action=Action.BUDGET_DELETE, subject=name, now_ns=at_ns, detail=detail)
+
+    services.database.write(work)
+    _ring(services)
+    return view
+
+
+def _ring(services: Services) -> None:
+    services.spending.change()
+    services.hub.touch(BUDGETS)
+    services.hub.touch(SCHEDULER)  # who was held back may start now
+
+
+def _budget(services: Services, asked: BudgetRequest) -> Budget:
+    limits = (("money", asked.limit_micros, MICROS_MAX), ("GPU time", asked.limit_gpu_ms, GPU_MS_MAX))
+    given = [(what, limit, most) for what, limit, most in limits if limit is not None]
+    if len(given) != 1:
+        raise InvalidValue("a budget has one limit", hint="of money or of GPU time: --money 500, or --gpu-hours 100")
+    for what, limit, most in given:
+        if not 0 <= limit <= most:
+            raise InvalidValue(f"a limit of {limit} is not possible for {what}", hint=f"0 to {most}")
+    ours = services.settings.currency
+    if asked.limit_micros is not None and asked.currency not in ("", ours):
+        raise InvalidValue(f"this server's prices are in {ours}, not in {asked.currency[:8]}", hint="--money AMOUNT")
+    return Budget(
+        scope=Scope(kind=asked.kind, name=asked.scope),
+        period=asked.period,
+        limit_micros=asked.limit_micros,
+        limit_gpu_ms=asked.limit_gpu_ms,
+        hard=asked.hard,
+    )
+
+
+def _check_scope(connection: sa.Connection, scope: Scope) -> None:
+    """Refuse a scope that nobody is in because it is misspelt; of tags anything may come."""
+    kind, name = scope.kind, scope.name
+    if kind == "everything":
+        if name:
+            raise InvalidValue(f"a budget for everything names nobody, and not {name[:64]!r}")
+    elif kind == "user":
+        identity.principal(connection, name)
+    elif kind == "team":
+        identity.team(connection, name)
+    elif kind == "pool":
+        if pools.find(connection, name) is None:
+            raise InvalidValue(f"there is no pool {name[:64]!r}", hint="sgpu pools lists them")
+    elif kind == "policy":
+        if policies.find(connection, name) is None:
+            raise InvalidValue(f"there is no policy {name[:64]!r}", hint="sgpu policy list has those there are")
+    elif not name.strip() or not name.isprintable() or len(name) > 2 * TAG_CHARACTERS_MAX + 1:
+        raise InvalidValue(f"{name[:64]!r} is no tag", hint="key=value, or key for each run that has it")
+
+
+def _check_name(name: str) -> None:
+    if not 0 < len(name) <= NAME_CHARACTERS_MAX or not name.isprintable() or name != name.strip():
+        raise InvalidValue(f"a budget cannot be named {name[:64]!r}", hint="1 to 64 printable characters")
+
+
+def _may_see(budget: Budget, who: Caller, reach: str) -> bool:
+    """Return whether somebody may see a budget: theirs, or of a team they are in."""
+    kind, name = budget.scope.kind, budget.scope.name
+    owner, team = (name if kind == "user" else "", name if kind == "team" else "")
+    return access.covers(reach, name=who.name, teams=who.teams, owner=owner, team=team)
+
+
+def _is_theirs(notice: notices.Notice, who: Caller, reach: str) -> bool:
+    return access.covers(reach, name=who.name, teams=who.teams, owner=notice.text("owner"), team=notice.text("team"))
+
+
+def _unknown(name: str) -> NotFound:
+    return NotFound(f"there is no budget {name[:64]!r}", hint="sgpu budget list has those you may see")
+
+
+def _detail(budget: Budget) -> dict[str, object]:
+    limits = {"limit_micros": budget.limit_micros, "limit_gpu_ms": budget.limit_gpu_ms}
+    return {
+        "scope": f"{budget.scope.kind} {budget.scope.name}".strip(),
+        "period": budget.period.value,
+        "hard": budget.hard,
+        **{name: limit for name, limit in limits.items() if limit is not None},
+    }
+
+
+def _views(services: Services, standings: dict[str, Standing]) -> Iterable[BudgetView]:
+    now_ns, currency = services.clock.wall_ns(), services.settings.currency
+    going = services.spending.going_on()
+    for name, standing in sorted(standings.items()):
+        budget = standing.budget
+        ahead = words.forecast(standing, services.spending.by_day(name), now_ns)
+        yield BudgetView(
+            name=name,
+            kind=budget.scope.kind,
+            scope=budget.scope.name,
+            period=budget.period,
+            currency=currency,
+            limit_micros=budget.limit_micros,
+            limit_gpu_ms=budget.limit_gpu_ms,
+            hard=budget.hard,
+            start_ns=standing.window.start_ns,
+            end_ns=standing.window.end_ns,
+            used=budget.counts(standing.used),
+            held=budget.counts(standing.held),
+            percent=round(standing.percent, 2),
+            unpriced_ms=standing.used.unpriced_ms,
+            going_on=sum(name in one.names and not one.spender.is_over for one in going),
+            forecast=ahead.amount,
+            per_day=ahead.per_day,
+            reached_ns=ahead.reached_ns,
+            basis=ahead.basis,
+            sentence=_sentence(standing, currency),
+        )
+
+
+def _sentence(standing: Standing, currency: str) -> str:
+    parts = [words.used_words(standing, currency)]
+    if standing.is_used_up:
+        then = "its runs are stopped" if standing.budget.hard else "what goes on finishes"
+        parts.append(f"nothing new starts and {then} until {format_day(standing.window.days[-1] + 1)} (UTC)")
+    unpriced_ms = standing.used.unpriced_ms
+    if unpriced_ms and standing.budget.limit_micros is not None:
+        parts.append(f"{words.gpu_words(unpriced_ms)} have no price and count nothing: sgpu price set")
+    return "; ".join(parts)

@@ -1,0 +1,186 @@
+"""Budgets are kept: who has to stop is asked to, and marks that are reached are said; a loop, every five seconds.
+
+    look (`spending.py`) ─▶ 80 %, 95 %, 100 % reached ─▶ said: row, audit, notice (one transaction); event of its runs
+                        └─▶ a run holds nothing more ─▶ StopReason.BUDGET, by the server, with which budget ─▶ its node
+            its ranks write a checkpoint ─▶ BUDGET_STOPPED
+
+A stop that is asked is a row of the run: whatever is raised, deleted or paid meanwhile, the run stops (no flapping),
+and may be submitted again. A mark that was said is a row, too, so that a server that is killed says it once; a run
+whose event was lost with it is told by the next mark, and `sgpu budget list` has it in any case. The 100 % of a hard
+budget is written before anybody is stopped, and closes it: what those who stop give back lets nobody in.
+
+Failure cases: killed between judging and asking (judged anew five seconds later, within what every run holds ahead);
+the database is away (nothing is stopped; what goes on is heard of by nobody, either, and ends with its lease); a budget
+is raised between the look and the ask (looked at again in the transaction that asks).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+
+import sqlalchemy as sa
+
+from serverless_gpu.errors import AlreadyFinished, StaleAttempt
+from serverless_gpu.model import spending as words
+from serverless_gpu.model.attempt import StopReason
+from serverless_gpu.model.budget import FULL, WARN_AT, Period, Standing, window
+from serverless_gpu.server import audit, budgets, notices, runs, stopping, transitions
+from serverless_gpu.server.affording import as_of
+from serverless_gpu.server.audit import Action
+from serverless_gpu.server.hub import NOTICES, run_key
+from serverless_gpu.server.notices import Kind
+from serverless_gpu.server.services import Services
+from serverless_gpu.server.spending import GoingOn, is_open_to
+from serverless_gpu.server.transitions import Told
+
+EVERY_S = 5.0
+TOGETHER = 8
+"""Runs that are asked to stop in one transaction: others write, too."""
+TOLD_TOGETHER = 64
+"""Runs that are told of a mark in one transaction."""
+FORGET_S = 400 * 86_400.0
+_log = logging.getLogger(__name__)
+_Due = tuple[GoingOn, str, Standing]
+_Mark = tuple[str, int, int]
+
+
+class Keeper:
+    """Keeps budgets.
+
+    Args:
+        services: the server's.
+    """
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    def tick(self, now_ns: int) -> int | None:
+        """Look at all budgets, stop who has to, and say what is reached; return when to look again.
+
+        Args:
+            now_ns: boottime, nanoseconds.
+        """
+        services = self._services
+        now = as_of(services)
+        since_ns = min(window(period, now.wall_ns).start_ns for period in Period)
+
+        def read(connection: sa.Connection) -> tuple[dict[str, Standing], set[_Mark]]:
+            return services.spending.look(connection, now), budgets.said(connection, since_ns=since_ns)
+
+        standings, said = services.database.read(read)
+        going = services.spending.going_on()
+        self._say(standings, going, said)
+        self._stop(standings, going)
+        services.measures.budgets.set(len(standings))
+        services.measures.budgets_used_up.set(sum(each.is_used_up for each in standings.values()))
+        return now_ns + round(EVERY_S * 1e9)
+
+    # --- stopping -----------------------------------------------------------------------------------------------------
+
+    def _stop(self, standings: Mapping[str, Standing], going: Sequence[GoingOn]) -> None:
+        due: dict[str, _Due] = {}
+        by_run = {one.spender.run_id: one for one in going if not one.spender.is_over}
+        for name, standing in sorted(standings.items()):
+            for run_id in standing.stop:
+                if run_id in by_run:
+                    due.setdefault(run_id, (by_run[run_id], name, standing))
+        waiting = list(due.values())
+        for first in range(0, len(waiting), TOGETHER):
+            self._ask_together(waiting[first : first + TOGETHER])
+
+    def _ask_together(self, due: Sequence[_Due]) -> None:
+        services = self._services
+        at_ns, currency = services.clock.wall_ns(), services.settings.currency
+        asked = services.database.write(lambda connection: [_ask(connection, one, currency, at_ns) for one in due])
+        for told in asked:
+            if told is not None and told.changed:
+                told.announce(services)
+                services.measures.budget_stops.inc()
+                _log.warning("run %s is stopped for its budget", told.before.id)
+
+    # --- saying -------------------------------------------------------------------------------------------------------
+
+    def _say(self, standings: Mapping[str, Standing], going: Sequence[GoingOn], said: AbstractSet[_Mark]) -> None:
+        for name, standing in standings.items():
+            marks = [mark for mark in standing.reached if (name, standing.window.start_ns, mark) not in said]
+            if marks:
+                # Whoever was told that it is used up is not told later that it is nearly so.
+                self._say_one(name, standing, (*WARN_AT, FULL) if marks[-1] == FULL else marks, going)
+
+    def _say_one(self, name: str, standing: Standing, marks: Sequence[int], going: Sequence[GoingOn]) -> None:
+        """Say the highest of the marks that are news; the others are noted."""
+        services, mark = self._services, marks[-1]
+        at_ns, currency = services.clock.wall_ns(), services.settings.currency
+        told = words.warning(name, standing, currency, is_open=True)
+        document = _document(name, standing, mark, currency) | {"sentence": told}
+
+        def work(connection: sa.Connection) -> bool:
+            start_ns = standing.window.start_ns
+            news = [budgets.say(connection, name, start_ns=start_ns, percent=each, at_ns=at_ns) for each in marks]
+            budgets.forget_before(connection, at_ns - round(FORGET_S * 1e9))
+            if not news[-1]:
+                return False
+            action, kind = Action.BUDGET_WARNING, Kind.WARNING
+            if mark == FULL:
+                action, kind = Action.BUDGET_REACHED, Kind.REACHED
+            audit.record(connection, who=audit.SERVER, action=action, subject=name, now_ns=at_ns, detail=document)
+            notices.add(connection, kind, document, at_ns=at_ns)
+            return True
+
+        if not services.database.write(work):
+            return
+        _log.warning("%s", told)
+        services.measures.budget_warnings.labels(str(mark)).inc()
+        services.hub.touch(NOTICES)
+        concerned = [one for one in going if name in one.names and not one.spender.is_over]
+        for first in range(0, len(concerned), TOLD_TOGETHER):
+            self._tell(name, standing, concerned[first : first + TOLD_TOGETHER])
+
+    def _tell(self, name: str, standing: Standing, concerned: Sequence[GoingOn]) -> None:
+        services = self._services
+        at_ns, currency = services.clock.wall_ns(), services.settings.currency
+
+        def work(connection: sa.Connection) -> None:
+            for one in concerned:
+                is_open = is_open_to(standing.budget, one.subject)
+                said = words.warning(name, standing, currency, is_open=is_open)
+                transitions.remark(connection, one.spender.run_id, one.spender.fence, said, at_ns=at_ns)
+
+        services.database.write(work)
+        for one in concerned:
+            services.hub.touch(run_key(one.spender.run_id))
+
+
+def _ask(connection: sa.Connection, due: _Due, currency: str, at_ns: int) -> Told | None:
+    one, name, standing = due
+    there = budgets.find(connection, name)
+    run = runs.find(connection, one.spender.run_id)
+    if there is None or there.budget != standing.budget:
+        return None  # judged anew with what it is now
+    if run is None or run.fence != one.spender.fence or run.state not in runs.ACTIVE:
+        return None
+    because = words.stopped(name, standing, currency, is_open=is_open_to(standing.budget, one.subject))
+    try:
+        return stopping.ask(connection, run.id, who=audit.SERVER, why=StopReason.BUDGET, at_ns=at_ns, because=because)
+    except (AlreadyFinished, StaleAttempt):
+        return None
+
+
+def _document(name: str, standing: Standing, mark: int, currency: str) -> dict[str, object]:
+    """Return what the webhook and the audit are told of a mark: figures, and nobody's secrets."""
+    budget = standing.budget
+    return {
+        "budget": name,
+        "scope": f"{budget.scope.kind} {budget.scope.name}".strip(),
+        "period": budget.period.value,
+        "percent": mark,
+        "used": budget.counts(standing.used),
+        "limit": budget.limit,
+        "unit": "micros" if budget.limit_micros is not None else "gpu_ms",
+        "currency": currency,
+        "hard": budget.hard,
+        "start_ns": standing.window.start_ns,
+        "end_ns": standing.window.end_ns,
+    }

@@ -1,0 +1,97 @@
+"""The webhook: notices are posted to the address that the server was told, one by one, and nobody waits for it.
+
+    a mark of a budget, an alarm ─▶ `notices` (written with what they tell of) ─▶ POST, JSON ─▶ 2xx: sent
+                                                                                    └─ else: again, later
+
+    {"kind": "budget.warning", "at": "2026-11-22T17:40:00Z", "budget": "llm", "percent": 80, "used": …, "limit": …,
+     "unit": "micros", "currency": "USD", "sentence": "budget 'llm' is at 80 %: …"}
+
+What may come twice has the same `id`. Without an address notices are kept for `sgpu budget list` and not sent.
+
+Failure cases: nobody answers, or not with 2xx (again after 5, 10, 20 … s, at most an hour; given up after ten times, or
+when it is a day old); an answer that never ends (5 s, and its body is not read); a redirect (not followed: what is told
+goes where the operator said); the address in the log is without its path, which may be a secret.
+"""
+
+from __future__ import annotations
+
+import logging
+from urllib.parse import urlsplit
+
+import httpx2
+
+from serverless_gpu.ambient import format_utc
+from serverless_gpu.server import notices
+from serverless_gpu.server.notices import Notice
+from serverless_gpu.server.services import Services
+from serverless_gpu.version import __version__
+
+TIMEOUT_S = 5.0
+TRIES_MAX = 10
+OLD_S = 86_400.0
+FIRST_PAUSE_S = 5.0
+LONGEST_PAUSE_S = 3_600.0
+IDLE_S = 30.0
+_log = logging.getLogger(__name__)
+
+
+class Notifier:
+    """Posts notices.
+
+    Args:
+        services: the server's.
+    """
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._not_before_ns = 0
+
+    def tick(self, now_ns: int) -> int | None:
+        """Post the oldest notice that was not sent; return when to look again.
+
+        Args:
+            now_ns: boottime, nanoseconds.
+        """
+        services = self._services
+        waiting = services.database.read(lambda connection: notices.open_ones(connection, limit=1))
+        if not waiting:
+            return now_ns + round(IDLE_S * 1e9)
+        if now_ns < self._not_before_ns:
+            return self._not_before_ns
+        (one,) = waiting
+        at_ns = services.clock.wall_ns()
+        is_old = one.tries >= TRIES_MAX or at_ns - one.at_ns > OLD_S * 1e9
+        if not services.settings.webhook or is_old:
+            if is_old:
+                _log.error("notice %d (%s) is given up after %d tries", one.seq, one.kind, one.tries)
+            self._done(one, at_ns)
+            return now_ns
+        problem = _post(services.settings.webhook, one)
+        services.measures.notices.labels("failed" if problem else "sent").inc()
+        if not problem:
+            self._done(one, at_ns)
+            return now_ns
+        host = urlsplit(services.settings.webhook).hostname
+        _log.warning("the webhook at %s did not take notice %d: %s", host, one.seq, problem)
+        services.database.write(lambda connection: notices.tried(connection, one.seq))
+        pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**one.tries)
+        self._not_before_ns = services.clock.boottime_ns() + round(pause_s * 1e9)
+        return self._not_before_ns
+
+    def _done(self, one: Notice, at_ns: int) -> None:
+        self._services.database.write(lambda connection: notices.sent(connection, one.seq, at_ns=at_ns))
+
+
+def _post(url: str, one: Notice) -> str:
+    """Post a notice; return what went wrong, or ""."""
+    body = {"id": one.seq, "kind": one.kind, "at": format_utc(one.at_ns), **one.document}
+    headers = {"User-Agent": f"serverless-gpu/{__version__}"}
+    try:
+        # A client each time: one notice a day keeps no connection. A proxy from the environment would see it.
+        with (
+            httpx2.Client(timeout=TIMEOUT_S, follow_redirects=False, trust_env=False) as client,
+            client.stream("POST", url, json=body, headers=headers) as answer,
+        ):
+            return "" if answer.is_success else f"status {answer.status_code}"
+    except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:
+        return type(error).__name__

@@ -1,0 +1,366 @@
+"""How every budget stands: what the ledger has, what goes on and what that holds; memory, made from the database.
+
+    charges, by account and day ─┐  one read of the database: what is posted between two of them would count twice, or
+    attempts that go on ─────────┤  not at all
+    what is posted of those ─────┘
+            └─▶ look ─▶ standings ─┬─▶ `refuse`     submit: may it ever start in this period?
+                                   ├─▶ `Rooms.take` each tick: who of those that wait may start (`holding_back.py`)
+                                   ├─▶ `enter`      the transaction that places one: is there room still?
+                                   └─▶ `keeping_within.py`: who is to stop, what is said
+
+What an attempt that goes on has used is not what the ledger has of it, but its devices' price from the start of user
+code, by the server's clock, until its last sign of life: it is known to the second, and replaced by charges once it has
+ended. It pays the tariff, and counts as, what was written when it was placed.
+
+Whoever looks gives the transaction: the scheduler does before each decision, so that what it placed a moment ago counts
+in the next. Between two looks `enter` counts what is placed. All methods may be called from any thread.
+
+Failure cases: before the first look nothing may start that a budget could be for (`look` is part of reading the queue);
+a look that fails leaves what was known, and whoever needs it fails with it; a budget that is changed while somebody
+looks is read at the next look.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+
+import msgspec
+import sqlalchemy as sa
+
+from serverless_gpu.errors import BudgetExhausted
+from serverless_gpu.model import budget as decisions
+from serverless_gpu.model import spending as words
+from serverless_gpu.model.admitting import Candidate
+from serverless_gpu.model.attempt import MEANINGS
+from serverless_gpu.model.budget import (
+    DAY_NS,
+    NOTHING,
+    Budget,
+    Period,
+    Spender,
+    Standing,
+    Subject,
+    Use,
+    Weighed,
+    Window,
+    matches,
+)
+from serverless_gpu.model.hardware import CPU
+from serverless_gpu.model.pricing import Tariff, cost
+from serverless_gpu.model.spec import RunSpec
+from serverless_gpu.server import attempts, budgets, pools, runs
+from serverless_gpu.server.accounts import Account
+from serverless_gpu.server.attempts import Gang, StoredAttempt, Unposted
+from serverless_gpu.server.budget_book import Book, Rooms, with_hold
+from serverless_gpu.server.budget_sums import Sums
+from serverless_gpu.server.liveness import Leases
+from serverless_gpu.server.runs import StoredRun
+from serverless_gpu.units import MS_PER_HOUR
+
+_MIB = 1 << 20
+
+
+class AsOf(msgspec.Struct, frozen=True, kw_only=True):
+    """What a look needs to know beside the database.
+
+    Attributes:
+        wall_ns: now, nanoseconds since 1970.
+        boot_ns: the same moment by the clock that leases are kept by.
+        currency: of budgets; what is charged in another one has no price here.
+    """
+
+    wall_ns: int
+    boot_ns: int
+    leases: Leases
+    currency: str
+
+
+class GoingOn(msgspec.Struct, frozen=True, kw_only=True):
+    """An attempt that counts for budgets, now.
+
+    Attributes:
+        names: budgets that count it.
+    """
+
+    spender: Spender
+    subject: Subject
+    names: tuple[str, ...]
+
+
+class _Known(msgspec.Struct):
+    """What does not change about an attempt that goes on, and since when it is asked to stop."""
+
+    subject: Subject
+    names: tuple[str, ...]
+    micros_per_hour: int | None
+    grace_s: float
+    stop_ns: int | None = None
+
+
+class Spending:
+    """How every budget stands."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._changed = True
+        self._book = Book(())
+        self._ledger = Sums()
+        self._known: dict[Gang, _Known] = {}
+        self._going: dict[Gang, GoingOn] = {}
+        self._standings: dict[str, Standing] = {}
+        self._closed: frozenset[tuple[str, int]] = frozenset()
+        self._as_of_ns = 0
+
+    def change(self) -> None:
+        """Note that budgets were changed, after the commit: the next look reads them, and everything else, anew."""
+        with self._lock:
+            self._changed = True
+
+    def look(self, connection: sa.Connection, as_of: AsOf) -> dict[str, Standing]:
+        """Look at the database, and return how each budget stands, by name.
+
+        Args:
+            connection: of a transaction that sees one state of the database.
+            as_of: what else is known.
+        """
+        with self._lock:
+            first_day = first_day_of(as_of.wall_ns)
+            if self._changed or first_day != self._ledger.first_day:
+                self._book = Book(budgets.every(connection), pools.every(connection))
+                self._ledger = Sums(first_day, self._book, as_of.currency)
+                self._known = {}
+                self._changed = False
+            self._as_of_ns = as_of.wall_ns
+            if not self._book.budgets:
+                self._going, self._standings = {}, {}
+                return {}
+            self._closed = budgets.closed(connection)
+            there = attempts.spending(connection)
+            self._ledger.read(connection, there, as_of.wall_ns)
+            self._get_to_know(connection, there)
+            freed = as_of.leases.freed()
+            self._going = {gang: self._going_on(one, as_of, gang in freed) for gang, one in there.items()}
+            return dict(self._judge())
+
+    def standings(self) -> dict[str, Standing]:
+        """Return how each budget stood at the last look, with what was placed since."""
+        with self._lock:
+            return dict(self._standings)
+
+    def going_on(self) -> list[GoingOn]:
+        """Return the attempts that counted for a budget at the last look, or were placed since."""
+        with self._lock:
+            return [one for one in self._going.values() if one.names]
+
+    def by_day(self, name: str) -> dict[int, int]:
+        """Return what a budget's runs used on each day of the last week and of its period, in the unit of its limit."""
+        with self._lock:
+            found = {day: self._book.budgets[name].counts(use) for day, use in self._ledger.days(name).items()}
+            for gang, one in self._going.items():
+                if name not in one.names:
+                    continue
+                for day, use in self._ledger.posted_of(gang):
+                    found[day] = found.get(day, 0) - self._book.budgets[name].counts(use)
+                for day, amount in _days_of(self._book.budgets[name], one.spender, self._ledger.first_day).items():
+                    found[day] = found.get(day, 0) + amount
+            return found
+
+    # --- what follows for one run -----------------------------------------------------------------------------------
+
+    def refuse(self, subject: Subject, hold: Use, *, currency: str) -> None:
+        """Refuse a run that cannot start in this period.
+
+        Args:
+            subject: of the run; its pool is "" where it names none.
+            hold: what it would hold; nothing where that is not known.
+            currency: of the server.
+
+        Raises:
+            BudgetExhausted: a budget that it counts for is used up.
+        """
+        with self._lock:
+            for name in self._book.names(subject):
+                standing = self._standings.get(name)
+                if standing is not None and decisions.is_refused(standing, hold):
+                    raise BudgetExhausted(
+                        words.refused(name, standing, currency, is_open=is_open_to(standing.budget, subject)),
+                        hint=f"{words.anew(standing.window)}; an operator can raise it: sgpu budget set {name}",
+                    )
+
+    def warning(self, subject: Subject, *, currency: str) -> str:
+        """Return that a budget which a run counts for is nearly used up, or ""."""
+        with self._lock:
+            for name in self._book.names(subject):
+                standing = self._standings.get(name)
+                if standing is not None and standing.reached:
+                    return words.warning(name, standing, currency, is_open=is_open_to(standing.budget, subject))
+        return ""
+
+    def rooms(self, tariffs: Callable[[Candidate], Tariff], *, gpus_max: int) -> Rooms | None:
+        """Return what budgets have left, to be counted down for one tick; None where there are no budgets.
+
+        Args:
+            tariffs: returns what a run would pay.
+            gpus_max: devices of a run that wants all of a node's.
+        """
+        with self._lock:
+            if not self._standings:
+                return None
+            return Rooms(self._book, dict(self._standings), tariffs, gpus_max=gpus_max)
+
+    def enter(self, run: StoredRun, account: Account, tariff: Tariff, *, gpus: int, now_ns: int) -> str:
+        """Count an attempt that is about to be placed; return why it cannot be: others were placed before it.
+
+        Called again for the same attempt, it is counted once; one whose transaction fails, until the next look.
+
+        Args:
+            run: as it waits.
+            account: as what it will be counted.
+            tariff: what it will pay.
+            gpus: devices that it gets.
+            now_ns: nanoseconds since 1970.
+        """
+        gang = (run.id, run.fence + 1)
+        with self._lock:
+            names = self._book.names(account.subject)
+            if not names or gang in self._going:
+                return ""
+            rate = per_hour(tariff, account.gpu_type, gpus, run.spec)
+            hold = decisions.first_hold(run.spec.grace_s, gpus=gpus, micros_per_hour=rate)
+            for name in names:
+                if not decisions.may_start(self._standings[name], hold):
+                    return words.no_room(name, self._standings[name])
+            spender = Spender(
+                run_id=run.id,
+                fence=run.fence + 1,
+                gpus=gpus,
+                micros_per_hour=rate,
+                placed_ns=now_ns,
+                started_ns=None,
+                seen_ns=now_ns,
+                grace_s=run.spec.grace_s,
+                alone_s=0.0,
+            )
+            self._going[gang] = GoingOn(spender=spender, subject=account.subject, names=names)
+            for name in names:
+                self._standings[name] = with_hold(self._standings[name], hold)
+            return ""
+
+    # --- below --------------------------------------------------------------------------------------------------------
+
+    def _get_to_know(self, connection: sa.Connection, there: Mapping[Gang, Unposted]) -> None:
+        for gang in self._known.keys() - there.keys():
+            del self._known[gang]
+        new = [one.attempt for gang, one in there.items() if gang not in self._known]
+        there_are = {run.id: run for run in runs.find_many(connection, sorted({one.run_id for one in new}))}
+        for one in new:
+            run = there_are.get(one.run_id)
+            spec = None if run is None else run.spec
+            if one.account_id is not None:
+                subject, names, is_foreign = self._ledger.account(one.account_id)
+            else:  # an older server placed it
+                subject = Subject(owner="") if run is None else _subject(run)
+                names, is_foreign = self._book.names(subject), False
+            rate = per_hour(one.tariff, one.gpu_type, one.world_size, spec)
+            self._known[one.run_id, one.fence] = _Known(
+                subject=subject,
+                names=names,
+                micros_per_hour=None if is_foreign else rate,
+                grace_s=0.0 if spec is None else spec.grace_s,
+            )
+
+    def _going_on(self, unposted: Unposted, as_of: AsOf, is_free: bool) -> GoingOn:
+        one = unposted.attempt
+        known = self._known[one.run_id, one.fence]
+        if unposted.is_stopping and known.stop_ns is None:
+            known.stop_ns = as_of.wall_ns
+        is_over = one.ended_ns is not None
+        is_billed = one.reason is None or MEANINGS[one.reason].is_billed
+        spender = Spender(
+            run_id=one.run_id,
+            fence=one.fence,
+            gpus=one.world_size,
+            micros_per_hour=known.micros_per_hour,
+            placed_ns=one.created_ns,
+            started_ns=one.started_ns if is_billed else None,
+            seen_ns=_seen_ns(one, as_of),
+            grace_s=known.grace_s,
+            alone_s=one.grace_s,
+            stop_ns=known.stop_ns,
+            is_over=is_over or is_free,
+        )
+        return GoingOn(spender=spender, subject=known.subject, names=known.names)
+
+    def _judge(self) -> dict[str, Standing]:
+        """Return how each budget stands with what goes on now."""
+        of: dict[str, list[Spender]] = {name: [] for name in self._book.budgets}
+        posted = {name: NOTHING for name in self._book.budgets}
+        for gang, one in self._going.items():
+            for name in one.names:
+                of[name].append(one.spender)
+            own = self._ledger.posted_of(gang)
+            for name in one.names if own else ():
+                days = decisions.window(self._book.budgets[name].period, self._as_of_ns).days
+                for day, use in own:
+                    if day in days:
+                        posted[name] -= use
+        weighed: dict[Period, dict[Gang, Weighed]] = {}
+        for name, budget in self._book.budgets.items():
+            within = decisions.window(budget.period, self._as_of_ns)
+            by_day = self._ledger.days(name)
+            total = sum((by_day[day] for day in within.days if day in by_day), start=posted[name])
+            mine = weighed.setdefault(budget.period, {})
+            for spender in of[name]:
+                gang = (spender.run_id, spender.fence)
+                if gang not in mine:
+                    mine[gang] = decisions.weigh(spender, within, self._as_of_ns)
+            own_ones = [mine[one.run_id, one.fence] for one in of[name]]
+            standing = decisions.judge_weighed(budget, total, own_ones, within)
+            is_closed = budget.hard and (name, within.start_ns) in self._closed
+            self._standings[name] = msgspec.structs.replace(standing, is_closed=is_closed)
+        return self._standings
+
+
+def first_day_of(now_ns: int) -> int:
+    """Return the first day that any period, or a forecast, looks at: since 1970-01-01."""
+    month = decisions.window(Period.MONTH, now_ns)
+    return min(month.days[0], now_ns // DAY_NS - words.FORECAST_DAYS)
+
+
+def per_hour(tariff: Tariff, gpu_type: str, gpus: int, spec: RunSpec | None) -> int | None:
+    """Return what devices of an attempt cost in an hour, with its cores and memory; None where they have no price."""
+    cores = memory_bytes = 0
+    if spec is not None:
+        cores = spec.resources.cpus or 0 if gpu_type != CPU else 0
+        memory_bytes = spec.resources.memory_bytes or 0
+    return cost(tariff, gpus * MS_PER_HOUR, cores * MS_PER_HOUR, -(-memory_bytes // _MIB) * MS_PER_HOUR)
+
+
+def is_open_to(budget: Budget, subject: Subject) -> bool:
+    """Return whether those who see a run may see the amounts of a budget that counts it: it is theirs."""
+    return matches(budget.scope, subject) and budget.scope.kind in ("user", "team")
+
+
+def _subject(run: StoredRun) -> Subject:
+    spec = run.spec
+    return Subject(owner=run.owner, team=run.team, pool=run.pool, policy=spec.policy or "", tags=spec.tags)
+
+
+def _seen_ns(one: StoredAttempt, as_of: AsOf) -> int:
+    """Return the last sign of life of an attempt, or its end, by the server's wall clock."""
+    if one.ended_ns is not None:
+        return one.lease_ns if one.given_up else one.ended_ns
+    silent_ns = as_of.boot_ns - as_of.leases.last_ns(one.run_id, one.fence, now_ns=as_of.boot_ns)
+    return as_of.wall_ns - max(0, silent_ns)
+
+
+def _days_of(budget: Budget, one: Spender, first_day: int) -> dict[int, int]:
+    """Return what an attempt that goes on used on each day."""
+    if one.started_ns is None:
+        return {}
+    days = range(max(first_day, one.started_ns // DAY_NS), one.seen_ns // DAY_NS + 1)
+    return {
+        day: budget.counts(decisions.used(one, Window(start_ns=day * DAY_NS, end_ns=(day + 1) * DAY_NS)))
+        for day in days
+    }
