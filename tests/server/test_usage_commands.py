@@ -23,7 +23,8 @@ from serverless_gpu.cli import program
 from serverless_gpu.cli.server.usage import FORMULAS
 from serverless_gpu.errors import InvalidValue, StorageError
 from serverless_gpu.model import usage as model
-from serverless_gpu.model.billing import Record
+from serverless_gpu.model.billing import ListPrice, Record
+from serverless_gpu.server import tables
 from serverless_gpu.wire.principals import PrincipalRequest, TeamRequest, TeamView, TokenMade
 from tests.server import ledgered
 from tests.server.ledgered import HOUR_MS
@@ -68,6 +69,9 @@ def fill(connection: sa.Connection) -> None:
     ledgered.charge(connection, "r2", teamless, day=DAY + 1, micros=None)
     ledgered.charge(connection, "r3", search, day=DAY + 2, micros=1_000_000, dbu_micros=8_884_000)
     ledgered.charge(connection, "r4", teamless, day=DAY + 2, micros=1, provisional=True)
+    book = {"micros_per_hour": 3_000_000, "from_ns": 1, "set_ns": 1, "dbu_micros_per_hour": 0}
+    connection.execute(tables.prices.insert(), {"resource": "CPU", "pool": "", **book})
+    connection.execute(tables.prices.insert(), {"resource": "H100", "pool": "lab", **book})
     ledgered.seen(connection, "r1", search, day=DAY, observed_ms=1000, busy_ms=250)
 
 
@@ -78,7 +82,8 @@ def said(server: Served, monkeypatch: pytest.MonkeyPatch) -> Said:
 
     def run(*arguments: str, token: str = "", stderr: bool = False) -> str:
         monkeypatch.setenv("SERVERLESS_GPU_TOKEN", token or server.token)
-        done = CliRunner().invoke(program.sgpu, ["usage", *arguments], catch_exceptions=False, prog_name="sgpu")
+        command = arguments if arguments[0] == "price" else ("usage", *arguments)
+        done = CliRunner().invoke(program.sgpu, command, catch_exceptions=False, prog_name="sgpu")
         assert done.exit_code == 0, done.output
         return done.stderr if stderr else done.stdout
 
@@ -182,15 +187,22 @@ def test_a_member_sees_their_teams_and_themselves(server: Served, said: Said) ->
     assert len(said("--month", MONTH, "--records", token=dora).splitlines()) == 1
 
 
-def test_billing_queries_read_the_rows(said: Said, tmp_path: Path) -> None:
-    text = said("--month", MONTH, "--records")
+def put(database: sqlite3.Connection, table: str, text: str) -> list[dict[str, str]]:
     rows = list(csv.DictReader(io.StringIO(text)))
-    assert list(rows[0]) == list(Record.__struct_fields__)
-    database = sqlite3.connect(":memory:")
     names = list(rows[0])
-    database.execute(f"CREATE TABLE usage ({', '.join(names)})")
+    database.execute(f"CREATE TABLE {table} ({', '.join(names)})")
     marks = ", ".join("?" for _ in names)
-    database.executemany(f"INSERT INTO usage VALUES ({marks})", [[row[name] for name in names] for row in rows])
+    database.executemany(
+        f"INSERT INTO {table} VALUES ({marks})", [[row[name] or None for name in names] for row in rows]
+    )
+    return rows
+
+
+def test_billing_queries_read_the_rows(said: Said, tmp_path: Path) -> None:
+    database = sqlite3.connect(":memory:")
+    rows = put(database, "usage", said("--month", MONTH, "--records"))
+    names = list(Record.__struct_fields__)
+    assert list(rows[0]) == names
     # As billing queries are written: by date and identity, of serverless GPUs, retractions count against.
     query = """
         SELECT usage_date, json_extract(identity_metadata, '$.run_as'), usage_unit, sum(usage_quantity)
@@ -216,3 +228,27 @@ def test_billing_queries_read_the_rows(said: Said, tmp_path: Path) -> None:
     assert table["record_type"].to_pylist()[:4] == ["ORIGINAL", "RETRACTION", "RESTATEMENT", "RESTATEMENT"]
     objects = [json.loads(line) for line in said("--month", MONTH, "--records", "--json").splitlines()]
     assert [one["record_id"] for one in objects] == [row["record_id"] for row in rows]
+
+
+def test_a_billing_query_joins_rows_with_prices(said: Said) -> None:
+    database = sqlite3.connect(":memory:")
+    put(database, "usage", said("--month", MONTH, "--records"))
+    prices = put(database, "list_prices", said("price", "list", "--records"))
+    assert list(prices[0]) == list(ListPrice.__struct_fields__)
+    query = """
+        SELECT usage.usage_date, json_extract(usage.identity_metadata, '$.run_as') AS who,
+               sum(usage.usage_quantity * json_extract(list_prices.pricing, '$.default'))
+        FROM usage JOIN list_prices
+          ON usage.sku_name = list_prices.sku_name AND usage.cloud = list_prices.cloud
+         AND usage.usage_start_time >= list_prices.price_start_time
+         AND (list_prices.price_end_time IS NULL OR usage.usage_start_time < list_prices.price_end_time)
+        WHERE usage.usage_unit = 'GPU_HOUR'
+        GROUP BY 1, 2 ORDER BY 1, 2
+    """
+    assert database.execute(query).fetchall() == [
+        ("2026-10-05", "alice", 3.0),
+        ("2026-10-06", "carol", 3.0),
+        ("2026-10-07", "carol", 3.0),
+    ]
+    lines = [json.loads(line) for line in said("price", "list", "--records", "--json").splitlines()]
+    assert [line["sku_name"] for line in lines] == [price["sku_name"] for price in prices]

@@ -21,6 +21,7 @@ from typing import Literal
 import msgspec
 
 from serverless_gpu import units
+from serverless_gpu.model.hardware import FAMILIES
 from serverless_gpu.model.ledger import Entry, EntryKind
 from serverless_gpu.model.pricing import CORE, MEMORY, Price, Tariff, tariff
 from serverless_gpu.model.usage import Accounted, date_of
@@ -184,9 +185,9 @@ def list_prices(book: Sequence[Price], used: Iterable[tuple[str, str]], *, curre
 
 
 def _prices_of(book: Sequence[Price], resource: str, pool: str, currency: str) -> Iterator[ListPrice]:
-    turns: set[int | None] = {row.from_ns for row in book if row.pool in ("", pool)}
-    turns |= {row.until_ns for row in book if row.pool in ("", pool)}
-    starts = sorted(turn for turn in turns if turn is not None)
+    names = {resource, *(family for family, members in FAMILIES.items() if resource in members)}
+    book = [row for row in book if row.pool in ("", pool) and row.resource in names]
+    starts = sorted({turn for row in book for turn in (row.from_ns, row.until_ns) if turn is not None})
     begun: tuple[int, str, str] | None = None
     for at_ns in starts:
         found = tariff(book, gpu_type=resource, pool=pool, at_ns=at_ns, currency=currency)

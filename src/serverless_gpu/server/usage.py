@@ -24,7 +24,7 @@ from serverless_gpu.server.usage_going import Going, GoingOn
 from serverless_gpu.server.usage_rows import SEGMENTS, Asked
 from serverless_gpu.server.usage_sums import Found, Wanted
 from serverless_gpu.wire.demand import DemandPage, DemandRow
-from serverless_gpu.wire.usage import PRICES_MAX, SKUS_MAX, ListPrices, RecordPage, UsageView
+from serverless_gpu.wire.usage import SKUS_MAX, ListPrices, RecordPage, UsageView
 
 DAYS = 30
 """A report is over so many days, where nobody said otherwise."""
@@ -103,12 +103,12 @@ def view_prices(services: Services) -> ListPrices:
     """
 
     def work(connection: sa.Connection) -> tuple[list[StoredPrice], list[tuple[str, str]]]:
-        return prices.every(connection, limit=PRICES_MAX + 1), usage_rows.skus(connection, limit=SKUS_MAX + 1)
+        return prices.every(connection), usage_rows.skus(connection, limit=SKUS_MAX + 1)
 
     book, used = services.database.read(work)
-    rows = [stored.price for stored in book[:PRICES_MAX]]
+    rows = [stored.price for stored in book]
     found = billing.list_prices(rows, used[:SKUS_MAX], currency=services.settings.currency)
-    return ListPrices(prices=tuple(found), is_cut=len(book) > PRICES_MAX or len(used) > SKUS_MAX)
+    return ListPrices(prices=tuple(found), is_cut=len(used) > SKUS_MAX)
 
 
 def view_demand(services: Services, who: Caller, reach: str, asked: Asked, *, after: int, limit: int) -> DemandPage:

@@ -17,7 +17,6 @@ from serverless_gpu.wire.base import Answer
 GROUPS_MAX = 10_000
 GROUPS_DEFAULT = 1_000
 RECORDS_MAX = 2_000
-PRICES_MAX = 2_000
 SKUS_MAX = 500
 
 
@@ -59,7 +58,7 @@ class ListPrices(Answer, frozen=True, kw_only=True):
     """The price book as billing tables have it.
 
     Attributes:
-        is_cut: whether more was used, or has a price, than is looked at.
+        is_cut: whether more was used than is looked at.
     """
 
     prices: tuple[ListPrice, ...]

@@ -10,9 +10,11 @@ from serverless_gpu.ambient import SystemClock, format_utc
 from serverless_gpu.cli.amounts import micros, moment_ns
 from serverless_gpu.cli.columns import columns
 from serverless_gpu.cli.output import print_json, say
+from serverless_gpu.cli.server import usage_files
 from serverless_gpu.cli.server.reaching import server
 from serverless_gpu.units import MICROS_PER_UNIT
 from serverless_gpu.wire.prices import PriceList, PriceRequest, PriceSet, PriceView
+from serverless_gpu.wire.usage import ListPrices
 
 _UNITS = {"core": "core", "memory": "GiB"}
 
@@ -25,8 +27,13 @@ def price() -> None:
 @price.command("list")
 @click.option("--all", "past", is_flag=True, help="Those that have ended, too.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def list_prices(past: bool, as_json: bool) -> None:
+@click.option("--records", is_flag=True, help="All, as CSV with the columns of Databricks' system.billing.list_prices.")
+def list_prices(past: bool, as_json: bool, records: bool) -> None:
     """List the price book: what is in force, and what is planned. Times are of UTC."""
+    if records:
+        with server() as connection:
+            usage_files.put_prices(connection.ask("GET", "/usage/prices", answer=ListPrices), as_json=as_json)
+        return
     with server() as connection:
         found = connection.ask("GET", "/prices", answer=PriceList, query={"all": f"{past}".lower()})
     if as_json:

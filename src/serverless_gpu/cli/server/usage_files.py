@@ -118,11 +118,15 @@ def put_records(records: Iterator[Record], path: Path | None) -> None:
     _write_parquet(path, _records_schema(_pyarrow()), _portions(_parquet_row(record) for record in records))
 
 
-def say_prices(found: ListPrices) -> None:
-    """Print the price book as CSV with the columns of billing tables; structs are JSON."""
-    _say_csv(ListPrice.__struct_fields__, (_csv_cells(price) for price in found.prices))
+def put_prices(found: ListPrices, *, as_json: bool) -> None:
+    """Print the price book with the columns of billing tables: as CSV, in which structs are JSON, or as JSON lines."""
+    if as_json:
+        for price in found.prices:
+            say(msgspec.json.encode(price).decode())
+    else:
+        _say_csv(ListPrice.__struct_fields__, (_csv_cells(price) for price in found.prices))
     if found.is_cut:
-        say("sgpu: cut: more has a price, or was used, than is shown", err=True)
+        say("sgpu: cut: more was used than is shown", err=True)
 
 
 # --- CSV --------------------------------------------------------------------------------------------------------------
