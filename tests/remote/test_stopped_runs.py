@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 
@@ -12,28 +11,13 @@ from serverless_gpu import Run, distributed
 from serverless_gpu import runtime as rt
 from serverless_gpu.errors import RunCancelled, RunTimedOut
 from tests.local.observe import supervisor, wait_for
+from tests.remote import counting
+from tests.remote.counting import count
 from tests.remote.server_process import ServerProcess
 
 
-def count(limit: int) -> tuple[int, int, str | None]:
-    """Count up to a limit, from where the attempt before got to; save the number when asked to stop."""
-    found = rt.resume_dir()
-    first = json.loads((found / "count.json").read_text())["count"] if found is not None else 0
-    print("from", first, flush=True)
-    reached = first
-    while reached < limit and not rt.should_stop():
-        reached += 1
-        time.sleep(0.005)
-    if rt.should_stop():
-        unfinished = rt.checkpoint_dir() / "count.json.tmp"
-        unfinished.write_text(json.dumps({"count": reached, "why": rt.stop_reason()}))
-        unfinished.rename(unfinished.with_suffix(""))
-    return first, reached, rt.stop_reason()
-
-
 def saved(home: Path, run: Run[tuple[int, int, str | None]], fence: int = 1) -> dict[str, object]:
-    record: dict[str, object] = json.loads((home / "checkpoints" / run.id / str(fence) / "count.json").read_text())
-    return record
+    return counting.saved(home, run.id, fence)
 
 
 def test_a_run_that_makes_room_goes_on_as_a_new_attempt_and_whoever_waits_gets_its_results(served: Path) -> None:

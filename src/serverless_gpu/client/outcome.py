@@ -140,7 +140,17 @@ def reached_s(stopped: Stopped, spec: RunSpec | None) -> float | None:
     """Return the limit in seconds that ended a run, of its time or of its idleness; None where it is another's."""
     if spec is None:
         return None
-    return idling.limit_s(spec) if stopped.reason is Reason.IDLE else spec.timeout_s
+    return idling.limit_s(spec) if stopped.reason is Reason.IDLE else spec.limit_s
+
+
+def with_limit(error: BaseException, stopped: Stopped, spec: RunSpec | None) -> BaseException:
+    """Return an exception that says whose limit it was that ended the run, where that was not the caller's own."""
+    if spec is not None and stopped.reason is Reason.TIMEOUT and spec.is_capped:
+        by = f"usage policy {spec.policy!r} lets" if spec.policy else "the server lets"
+        error.add_note(f"{by} an attempt run no longer; with resume=True the run goes on as another attempt")
+    if spec is not None and stopped.reason is Reason.IDLE and spec.policy:
+        error.add_note(f"usage policy {spec.policy!r} may have set that limit: sgpu policy show {spec.policy}")
+    return error
 
 
 def make_exception(

@@ -114,7 +114,13 @@ def launch(call: Call | None, spec: RunSpec, *, watch: bool) -> Run[object]:
     with contextlib.suppress(OSError):
         (root / "call.pkl").unlink()
     clean_now_and_then(home)
-    return Run(source, spec)
+    return Run(source, _accepted_as(source.spec, spec))
+
+
+def _accepted_as(accepted: RunSpec, asked: RunSpec) -> RunSpec:
+    """Return a run with the limits that its policy and its server have for it."""
+    limits = {name: getattr(accepted, name) for name in ("policy", "max_run_s", "idle_timeout_s")}
+    return msgspec.structs.replace(asked, **limits)
 
 
 def is_of_this_machine(home: Home, spec: RunSpec) -> bool:

@@ -76,6 +76,7 @@ class Watched(Source):
         self._is_over_there = view.state in TERMINAL
         self._pending: deque[protocol.AnyMessage | Note] = deque()
         self._decoders: dict[tuple[int, int, str], codecs.IncrementalDecoder] = {}
+        self.spec = view.spec
         self._shown = view.spec.ranks_log
         self._copies: Copies | None = None
         self._stopped: protocol.Stopped | None = None
