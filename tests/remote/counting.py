@@ -1,4 +1,4 @@
-"""What ranks do in tests of stops: count, and save the number when asked to stop. Little to import, limits are short."""
+"""What ranks do in tests of stops: count, and save the number when asked to. Little to import: limits are short."""
 
 from __future__ import annotations
 

@@ -78,6 +78,8 @@ def test_scopes_only_take_away() -> None:
         (("submit",), "tokens", True, Reach.NONE),
         (("submit",), "pools", False, Reach.ALL),
         (("submit",), "pools", True, Reach.NONE),
+        (("submit",), "policies", False, Reach.ALL),  # which are mine?
+        (("submit",), "policies", True, Reach.NONE),
         (("agent",), "agents", True, Reach.ALL),
         (("agent",), "runs", False, Reach.NONE),
         (("unheard-of",), "runs", False, Reach.NONE),

@@ -108,7 +108,8 @@ def delete_policy(services: Services, who: Caller, name: str) -> PolicyView:
         holders = policies.holders(connection, name).get(name, ())
         if holders:
             first = holders[0]
-            more = f" and {len(holders) - 1} others" if len(holders) > 1 else ""
+            rest = len(holders) - 1
+            more = f" and {rest} other{'s' if rest > 1 else ''}" if rest else ""
             raise InvalidValue(
                 f"policy {name!r} is attached to {first.kind} {first.name}{more}",
                 hint=f"detach it first: sgpu policy detach {name} --{first.kind} {first.name}",

@@ -85,12 +85,13 @@ def set_policy(name: str, **said: Any) -> None:
 
     Options that can be repeated replace what was there. Runs that were submitted keep what they got.
     """
+    changes = _changes(said)
     with server() as connection:
         try:
             before = policy_of(connection.ask("GET", _path(name), answer=PolicyView))
         except NotFound:
             before = UsagePolicy()
-        after = msgspec.structs.replace(before, **_changes(said))
+        after = msgspec.structs.replace(before, **changes)
         view = connection.ask("PUT", _path(name), request_of(after), answer=PolicyView)
     say(f"policy {view.name}: {'; '.join(describe(policy_of(view)))}")
 

@@ -1,0 +1,112 @@
+"""`sgpu policy` against a real server: what it changes, what it prints, and who may."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import msgspec
+import pytest
+from click.testing import CliRunner, Result
+
+from serverless_gpu.cli import program
+from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound
+from serverless_gpu.wire.principals import PrincipalRequest, TeamRequest, TeamView, TokenMade, TokenRequest
+from tests.server.served import Served
+
+Said = Callable[..., Result]
+
+
+@pytest.fixture
+def said(server: Served, monkeypatch: pytest.MonkeyPatch) -> Iterator[Said]:
+    """Yield what runs `sgpu` as the administrator, or with another token."""
+    monkeypatch.setenv("SERVERLESS_GPU_SERVER", server.url)
+
+    def run(*arguments: str, token: str = "") -> Result:
+        monkeypatch.setenv("SERVERLESS_GPU_TOKEN", token or server.token)
+        return CliRunner().invoke(program.sgpu, arguments, catch_exceptions=False, prog_name="sgpu")
+
+    yield run
+
+
+def test_a_policy_is_made_changed_attached_and_seen_by_whom_it_is_for(server: Served, said: Said) -> None:
+    admin = server.connection()
+    admin.ask("POST", "/teams", TeamRequest(name="search"), answer=TeamView)
+    bob = admin.ask("POST", "/users", PrincipalRequest(name="bob", teams=("search",)), answer=TokenMade).secret
+    made = said(
+        *("policy", "set", "llm", "--require-tag", "team=a,b", "--require-tag", "cost", "--default-tag", "team=a"),
+        *("--gpu-types", "h100, A10", "--gpus-per-run", "8", "--gpus-at-once", "16", "--max-run", "7d"),
+        *("--idle", "30m", "--priorities", "normal,BEST_EFFORT"),
+    )
+    assert made.stdout == (
+        "policy llm: any on-demand pool; needs tag team (a, b); needs tag cost; adds tag team=a; GPU types H100, A10; "
+        "8 GPUs a run; 16 GPUs at once; 7 days at a time; stopped after 30 min 00 s idle; classes NORMAL, BEST_EFFORT\n"
+    )
+    # What is not said stays; `any` takes a limit away.
+    changes = (
+        "--gpus-per-run",
+        "any",
+        "--max-run",
+        "2h",
+        "--idle",
+        "any",
+        "--require-tag",
+        "team",
+        "--gpu-types",
+        "any",
+    )
+    assert said("policy", "set", "llm", *changes, "--priorities", "any").stdout == (
+        "policy llm: any on-demand pool; needs tag team; adds tag team=a; 16 GPUs at once; 2 h 00 min at a time\n"
+    )
+    assert said("policy", "set", "free", "--default-tag", "any").stdout == "policy free: any on-demand pool\n"
+    says = "any on-demand pool; needs tag team; adds tag team=a; 16 GPUs at once; 2 h 00 min at a time"
+    assert said("policy", "mine", token=bob).stdout.splitlines()[1:] == [
+        "free    -            any on-demand pool",
+        f"llm     -            {says}",
+        "no policy is attached to you: runs are under none, or under one of these that they name with policy=",
+    ]
+    attached = said("policy", "attach", "llm", "--team", "search", "--user", "bob").stdout
+    assert attached == "policy llm is attached to: team search, user bob\n"
+    assert said("policy", "mine", token=bob).stdout.splitlines()[-1] == "llm applies by itself"
+    assert said("policy", "show", "llm", token=bob).stdout.splitlines() == [
+        "policy llm",
+        "  any on-demand pool",
+        "  needs tag team",
+        "  adds tag team=a",
+        "  16 GPUs at once",
+        "  2 h 00 min at a time",
+        "  attached to: team search, user bob",
+    ]
+    said("policy", "attach", "free", "--user", "bob")
+    assert "says which" in said("policy", "mine", token=bob).stdout
+    shown = msgspec.json.decode(said("policy", "show", "llm", "--json", token=bob).stdout)
+    assert shown["holders"] == [{"kind": "team", "name": "search"}, {"kind": "user", "name": "bob"}]
+    # A token that may only submit can ask which are its own, and change nothing.
+    scoped = server.connection(bob).ask("POST", "/tokens", TokenRequest(scopes=("submit",)), answer=TokenMade).secret
+    assert msgspec.json.decode(said("policy", "mine", "--json", token=scoped).stdout)[1]["name"] == "llm"
+    for token in (bob, scoped):
+        for change in (("set", "llm"), ("detach", "llm", "--user", "bob"), ("delete", "llm")):
+            with pytest.raises(NotAllowed):
+                said("policy", *change, token=token)
+    with pytest.raises(InvalidValue, match="is attached to team search and 1 other"):
+        said("policy", "delete", "llm")
+    assert said("policy", "detach", "llm", "--team", "search", "--user", "bob").stdout == (
+        "policy llm is attached to: -\n"
+    )
+    assert said("policy", "delete", "llm").stdout == "policy llm is gone\n"
+    with pytest.raises(NotFound, match="no policy 'llm'"):
+        said("policy", "show", "llm")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("attach", "p"), "say whom: --user, --service or --team"),
+        (("set", "p", "--gpus-per-run", "many"), "'many' is no number of GPUs"),
+        (("set", "p", "--max-run", "long"), "'long' is not a duration"),
+        (("set", "p", "--priorities", "URGENT"), "'URGENT' is none of CRITICAL, NORMAL, BEST_EFFORT"),
+        (("set", "p", "--default-tag", "team"), "'team' is not like team=search"),
+    ],
+)
+def test_what_does_not_read_like_an_option_is_said(said: Said, arguments: tuple[str, ...], says: str) -> None:
+    done = said("policy", *arguments)
+    assert done.exit_code == 2 and says in done.output
