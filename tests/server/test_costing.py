@@ -16,19 +16,22 @@ from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.model.pricing import Price
 from serverless_gpu.model.run_lifecycle import GivenUp, Started
 from serverless_gpu.model.spec import Resources, RunSpec
-from serverless_gpu.server import attempts, costing, facts, prices, runs, tables
+from serverless_gpu.server import attempts, costing, estimating, facts, prices, runs, tables
 from serverless_gpu.server.costing import Wish
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import AgentHello
 from serverless_gpu.wire.costs import CostView
+from serverless_gpu.wire.estimates import EstimateRequest
 from serverless_gpu.wire.runs import RunPage
 from tests.server.charged import charge_all
 from tests.server.made import made_services
 from tests.server.served import Served
-from tests.server.stored import T0, S, add_node, add_people, add_run, place, tell
+from tests.server.spent import UNIT, Spent
+from tests.server.stored import T0, TARGET, S, add_node, add_people, add_run, place, tell
 from tests.server.test_charging import begun, end, fact, used, write_facts
+from tests.server.test_submitting import ALICE
 
 HOUR_S = 3_600
 
@@ -215,3 +218,17 @@ def test_an_estimate_says_what_it_rests_on(database: Database) -> None:
     unpriced = would_cost(database, resources=Resources(gpus=1, gpu_type="A10"))
     assert "1 A10, unpriced (`sgpu price set A10 …` sets one)" in unpriced.basis
     assert would_cost(database, resources=Resources()).text().startswith("unknown: ")
+
+
+def test_an_estimate_says_what_is_left_of_the_budgets_it_would_count_for(database: Database, tmp_path: Path) -> None:
+    clock = FakeClock(wall_ns=T0)
+    spent = Spent(database, made_services(database, tmp_path, clock=clock), clock)
+    spent.set("own", kind="user", scope="alice", limit_micros=100 * UNIT)
+    spent.set("all", limit_gpu_ms=3_600_000)
+    spent.set("bobs", kind="user", scope="bob", limit_micros=UNIT)
+    spent.start(spent.submit())
+    asked = EstimateRequest(spec=RunSpec(remote=True, resources=Resources(gpus=1, gpu_type="H100")), target=TARGET)
+    view = estimating.estimate(spent.services, ALICE, asked)
+    # The minute ahead of the run that goes on is not left; whose budget it is not is told no amounts.
+    assert view.budgets == ("all: not used up this month", "own: 40.00 of 100.00 USD left this month")
+    assert view.cost is not None and view.cost.micros_per_hour == 3_600 * UNIT and view.policy == ""

@@ -153,6 +153,23 @@ def used_words(standing: Standing, currency: str) -> str:
     return f"{amount.removesuffix(unit)} of {limit} {PERIOD_WORDS[budget.period]}"
 
 
+def left(name: str, standing: Standing, currency: str, *, is_open: bool) -> str:
+    """Return what of a budget is neither used nor held: ``llm: 76.08 of 100.00 USD left this month``.
+
+    Args:
+        name: of the budget.
+        standing: how it stands.
+        currency: of the server.
+        is_open: whether amounts may be said.
+    """
+    budget, when = standing.budget, PERIOD_WORDS[standing.budget.period]
+    if not is_open:
+        return f"{name}: {'used up' if standing.is_used_up else 'not used up'} {when}"
+    limit = amount_words(budget, budget.limit, currency)
+    there = amount_words(budget, max(0, standing.left), currency).removesuffix(f" {limit.rpartition(' ')[2]}")
+    return f"{name}: {there} of {limit} left {when}"
+
+
 def refused(name: str, standing: Standing, currency: str, *, is_open: bool) -> str:
     """Return that a run cannot start because a budget is used up.
 

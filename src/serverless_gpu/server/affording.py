@@ -1,6 +1,7 @@
 """Is there money, or time, for a run? Asked where it is asked for, where it waits and where it is placed.
 
 submit, estimate ─▶ `refuse`   a budget is used up for this period: refused, with its name and who can raise it
+estimate         ─▶ `left`     what is left, in words
 each tick        ─▶ `rooms`    what is left, counted down in the order of the queue
 placed           ─▶ `Spending.enter`, in the same transaction
 """
@@ -20,6 +21,9 @@ from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.floor import Floor
 from serverless_gpu.server.services import Services
 from serverless_gpu.server.spending import AsOf
+
+LEFT_MAX = 20
+"""So many budgets are said to somebody who asks what a run would cost."""
 
 
 def as_of(services: Services) -> AsOf:
@@ -48,13 +52,28 @@ def refuse(connection: sa.Connection, services: Services, allowed: Allowed, who:
     if not services.spending.standings():
         return
     spec, currency = allowed.spec, services.settings.currency
-    subject = Subject(owner=who.name, team=spec.team or "", pool=allowed.pool, policy=spec.policy or "", tags=spec.tags)
     hold = NOTHING
     gpus, gpu_type = spec.resources.gpus, spec.resources.gpu_type
     if gpus is not None and gpu_type is not None:
         tariff = prices.tariff(connection, gpu_type, allowed.pool, services.clock.wall_ns(), currency)
         hold = _hold(spec.grace_s, gpus, tariff)
-    services.spending.refuse(subject, hold, currency=currency)
+    services.spending.refuse(_subject(allowed, who), hold, currency=currency)
+
+
+def left(services: Services, allowed: Allowed, who: Caller) -> tuple[str, ...]:
+    """Return in words what is left of the budgets that a run would count for; amounts of its owner's, and its team's.
+
+    Args:
+        services: the server's.
+        allowed: the run, under its usage policy.
+        who: asks, and would own it.
+    """
+    return services.spending.left(_subject(allowed, who), currency=services.settings.currency)[:LEFT_MAX]
+
+
+def _subject(allowed: Allowed, who: Caller) -> Subject:
+    spec = allowed.spec
+    return Subject(owner=who.name, team=spec.team or "", pool=allowed.pool, policy=spec.policy or "", tags=spec.tags)
 
 
 def rooms(connection: sa.Connection, services: Services, there: Floor) -> Rooms | None:

@@ -37,6 +37,7 @@ def estimate(services: Services, who: Caller, request: EstimateRequest) -> Estim
     Raises:
         InvalidValue: such a run is not possible.
         PolicyViolation: it is not within its usage policy.
+        BudgetExhausted: a budget that it counts for is used up.
         SecretMissing: a secret that it names is not there.
         TooLarge: it is over a limit.
     """
@@ -64,7 +65,12 @@ def estimate(services: Services, who: Caller, request: EstimateRequest) -> Estim
     cost = services.database.read(
         lambda connection: costing.estimate(connection, wish, now_ns=now_ns, currency=currency)
     )
-    return msgspec.structs.replace(estimate_view(found, now_ns), cost=cost, policy=allowed.spec.policy or "")
+    return msgspec.structs.replace(
+        estimate_view(found, now_ns),
+        cost=cost,
+        policy=allowed.spec.policy or "",
+        budgets=affording.left(services, allowed, who),
+    )
 
 
 def _limit(allowed: Allowed) -> str:

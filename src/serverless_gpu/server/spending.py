@@ -188,6 +188,16 @@ class Spending:
                         hint=f"{words.anew(standing.window)}; an operator can raise it: sgpu budget set {name}",
                     )
 
+    def left(self, subject: Subject, *, currency: str) -> tuple[str, ...]:
+        """Return in words what is left of the budgets that a run would count for."""
+        with self._lock:
+            there = [(name, self._standings.get(name)) for name in sorted(self._book.names(subject))]
+            return tuple(
+                words.left(name, standing, currency, is_open=is_open_to(standing.budget, subject))
+                for name, standing in there
+                if standing is not None
+            )
+
     def warning(self, subject: Subject, *, currency: str) -> str:
         """Return that a budget which a run counts for is nearly used up, or ""."""
         with self._lock:
