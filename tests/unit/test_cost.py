@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -150,6 +151,16 @@ def test_attempts_that_may_follow_are_in_the_most_it_costs(lasting: Lasting, wor
     found = estimated(Devices(gpu_type="H100", count=1, tariff=H100), lasting)
     assert f"; {words}; " in found.basis
     assert found.at_timeout_micros == math.ceil(Fraction(2_990_000 * times, 60))
+
+
+def test_what_nobody_could_pay_is_no_number_that_does_not_travel() -> None:
+    tariff = Tariff(gpu_micros_per_hour=10**11, memory_micros_per_hour=10**11)
+    found = estimated(
+        Devices(gpu_type="H100", count=100_000, memory_bytes=1 << 60, tariff=tariff),
+        Lasting(limit_s=10 * 366 * 86_400, tries=101),
+    )
+    assert (found.micros_per_hour, found.at_timeout_micros) == (None, None)
+    assert "too much to say" in found.text() and msgspec.json.encode(found)
 
 
 _AMOUNTS = st.none() | st.integers(0, 10**7)

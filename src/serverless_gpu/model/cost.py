@@ -22,6 +22,7 @@ from serverless_gpu.model.receipt import TextPrinter
 
 _MIB = 1 << 20
 _DAY_MS = 86_400_000
+_MICROS_MAX = 10**18  # a million million units of money: it has to travel in 64 bits
 _NOT_BILLED = "what the platform lost, or what came after the grace of a stop"
 _UNIT = {CPU: ("CPU slot", "slot")}
 
@@ -291,13 +292,14 @@ def estimated(devices: Devices, lasting: Lasting, *, advice: str = "") -> CostEs
 
 
 def _micros(devices: Devices, ms: int) -> int | None:
-    """Return what the devices cost for a while, rounded up once; None without a price."""
-    return pricing.cost(
+    """Return what the devices cost for a while, rounded up once; None without a price, or where nobody could pay it."""
+    found = pricing.cost(
         devices.tariff,
         gpu_ms=devices.count * ms,
         core_ms=_cores(devices) * ms,
         memory_mib_ms=devices.memory_bytes // _MIB * ms,
     )
+    return None if found is None or found > _MICROS_MAX else found
 
 
 def _cores(devices: Devices) -> int:
@@ -309,7 +311,7 @@ def _rate_text(devices: Devices, advice: str) -> str:
     """Return what an hour costs, as the sum that it is."""
     tariff = devices.tariff
     rate = _micros(devices, units.MS_PER_HOUR)
-    if rate is None or tariff.gpu_micros_per_hour is None:
+    if tariff.gpu_micros_per_hour is None:
         hint = f" ({advice})" if advice else ""
         return f"{devices.text()}, unpriced{hint}"
 
@@ -321,7 +323,7 @@ def _rate_text(devices: Devices, advice: str) -> str:
         parts.append(f"{_cores(devices)} cores × {price(tariff.core_micros_per_hour)}")
     if devices.memory_bytes and tariff.memory_micros_per_hour:
         parts.append(f"{devices.memory_bytes / (1 << 30):g} GiB × {price(tariff.memory_micros_per_hour)}")
-    return f"{' + '.join(parts)} = {price(rate)} an hour"
+    return f"{' + '.join(parts)} = {'too much to say' if rate is None else f'{price(rate)} an hour'}"
 
 
 def _length_text(lasting: Lasting) -> str:
