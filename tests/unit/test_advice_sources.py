@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from serverless_gpu.cli.advice_sources import Book, Kind, Past, Wanted, chosen, of_rows
+from serverless_gpu.cli import advice_sources
+from serverless_gpu.cli.advice_sources import Book, Kind, Past, Wanted, chosen, of_rows, of_server
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.advice import HOUR_NS, Use
 from serverless_gpu.model.unneeded import Ran
-from serverless_gpu.wire.demand import DemandRow
+from serverless_gpu.wire.demand import DemandPage, DemandRow
+
+if TYPE_CHECKING:
+    from serverless_gpu.wire.connection import Connection
 
 HOUR_MS = 3_600_000
 ALL = Wanted(start_ns=0, end_ns=100 * HOUR_NS)
@@ -100,3 +104,34 @@ def test_a_price_of_a_family_holds_where_there_is_no_other() -> None:
     assert [book.price(name) for name in ("A100-40", "a100_80", "A100", "H100")] == [5, 7, 5, None]
     assert [book.price("A100-40", pool) for pool in ("night", "day")] == [2, None]
     assert book.any_pool() == {"A100": 5, "A100-80": 7, "A100-40": 5}
+
+
+class Asked:
+    """A connection that answers with pages, and keeps what it was asked."""
+
+    def __init__(self, pages: list[DemandPage]) -> None:
+        self.pages = pages
+        self.queries: list[dict[str, str]] = []
+
+    def ask(self, method: str, path: str, *, answer: object, query: dict[str, str]) -> DemandPage:
+        assert (method, path, answer) == ("GET", "/usage/demand", DemandPage)
+        self.queries.append(query)
+        return self.pages[len(self.queries) - 1]
+
+
+def test_a_servers_ledger_is_read_page_by_page() -> None:
+    pages = [DemandPage(rows=(row(1, 2),), cursor="next"), DemandPage(rows=(row(3, 4, run_id="s"),))]
+    asked = Asked(pages)
+    wanted = Wanted(start_ns=7, end_ns=100 * HOUR_NS, team="search", gpu_type="H100")
+    past = of_server(cast("Connection", asked), wanted)
+    first = {"from_ns": "7", "to_ns": str(100 * HOUR_NS), "limit": "1000", "team": "search", "gpu_type": "H100"}
+    assert asked.queries == [first, {**first, "cursor": "next"}]
+    assert (past.attempts, past.remarks) == (2, [])
+
+
+def test_more_rows_than_are_looked_at_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(advice_sources, "ROWS_MAX", 2)
+    page = DemandPage(rows=(row(1, 2), row(3, 4, run_id="s")), cursor="next")
+    past = of_server(cast("Connection", Asked([page])), ALL)
+    assert past.attempts == 2
+    assert past.remarks == ["more than 2 rows; what came later is left out: look at less time with --last"]

@@ -33,6 +33,7 @@ from serverless_gpu.replay import Trace
 if TYPE_CHECKING:
     from serverless_gpu.wire.connection import Connection
     from serverless_gpu.wire.demand import DemandRow
+    from serverless_gpu.wire.prices import PriceList
 
 ROWS_MAX = 200_000
 _PAGE = 1000
@@ -161,6 +162,17 @@ def of_rows(rows: Iterable[DemandRow], wanted: Wanted) -> Past:
             )
         )
     return _begun(past)
+
+
+def book_of_server(connection: Connection) -> Book:
+    """Return the prices that are in force on a server.
+
+    Raises:
+        ServerProblem: it cannot be asked.
+    """
+    answer: PriceList = connection.ask("GET", "/prices", answer=load("serverless_gpu.wire.prices").PriceList)
+    prices = {(canonical(row.resource), row.pool): row.micros_per_hour for row in answer.prices if row.in_force}
+    return Book(prices=prices, currency=answer.currency)
 
 
 def _rows(connection: Connection, wanted: Wanted) -> tuple[list[DemandRow], bool]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -11,12 +12,25 @@ from typing import Any
 import click
 
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.cli.advice_sources import Book, Past, Wanted, book_of_home, chosen, of_home, of_trace
+from serverless_gpu.cli.advice_sources import (
+    Book,
+    Past,
+    Wanted,
+    book_of_home,
+    book_of_server,
+    chosen,
+    of_home,
+    of_server,
+    of_trace,
+)
 from serverless_gpu.cli.advice_tables import Report, as_json, lines, title_of
 from serverless_gpu.cli.amounts import duration_s
 from serverless_gpu.cli.choosing import this_home
 from serverless_gpu.cli.output import print_json, say
 from serverless_gpu.cli.pictures import drawing_room, written
+from serverless_gpu.cli.server.reaching import server
+from serverless_gpu.client.remote.profile import find_profile
+from serverless_gpu.errors import ServerNotConfigured
 from serverless_gpu.model.advice import Advice, Curve, Rates, advise, curve_of
 from serverless_gpu.model.hardware import GpuType, canonical
 from serverless_gpu.model.unneeded import unneeded
@@ -34,6 +48,7 @@ _MADE_UP_GPUS = 64
 @click.argument("trace", required=False, type=click.Path(path_type=Path))
 @click.option("--generate", "made_up", type=click.IntRange(min=1), metavar="JOBS", help="Jobs that are made up.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Another one makes up other jobs.")
+@click.option("--local", is_flag=True, help="Runs of this machine, though there is a server.")
 @click.option("--last", default="30d", show_default=True, metavar="AGE", help="How far to look back.")
 @click.option("--team", default="", help="Only runs of this team.")
 @click.option("--pool", default="", help="Only runs in this pool.")
@@ -81,7 +96,19 @@ def _known(options: Mapping[str, Any], configuration: Configuration) -> tuple[Pa
     if options["made_up"] is not None:
         made_up = generate(options["made_up"], gpus=_MADE_UP_GPUS, load=0.6, seed=options["seed"])
         return of_trace(made_up, wanted), book
-    return of_home(this_home(), wanted), book
+    if options["local"] or not _has_server():
+        return of_home(this_home(), wanted), book
+    with server() as connection:
+        return of_server(connection, wanted), book_of_server(connection)
+
+
+def _has_server() -> bool:
+    """Return whether a server is configured; one that cannot be reached is, too."""
+    try:
+        find_profile(this_home().root, os.environ)
+    except ServerNotConfigured:
+        return False
+    return True
 
 
 def _report(past: Past, book: Book, options: Mapping[str, Any], own: tuple[GpuType, ...]) -> Report:
