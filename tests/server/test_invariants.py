@@ -27,7 +27,7 @@ from serverless_gpu.model.run_lifecycle import (
     Stopping,
     Unsatisfiable,
 )
-from serverless_gpu.server import audit, books, events, facts, files, runs, stopping, tables, transitions
+from serverless_gpu.server import audit, books, charging, events, facts, files, runs, stopping, tables, transitions
 from serverless_gpu.server.audit import Action
 from serverless_gpu.server.books import Books
 from serverless_gpu.server.callers import Caller
@@ -90,6 +90,8 @@ def finished(database: Database, **spec: Any) -> str:
             facts.add(connection, run_id, fence, ledger(run_id, fence, *WHOLE, at_s=fence * 10))
             receipt = '{"gpu_ms": 2000, "facts": 4}'
             transitions.settle(connection, run_id, fence, receipt=receipt, at_ns=T0 + 9 * S)
+        due = charging.load(connection, [(run_id, 1), (run_id, 2)], currency="USD")
+        charging.charge(connection, due, at_ns=T0 + 10 * S, final_before_ns=0)
 
     database.write(write)
     return run_id
@@ -130,6 +132,15 @@ def set_in(table: sa.Table, **values: object) -> Break:
         connection.execute(table.update().where(key == run_id).values(**values))
 
     return write
+
+
+def doubled(connection: sa.Connection, run_id: str) -> None:
+    """Write an entry of the ledger once more, under the next number."""
+    row = dict(
+        connection.execute(sa.select(tables.charges).where(tables.charges.c.run_id == run_id)).mappings().all()[0]
+    )
+    del row["seq"]
+    connection.execute(tables.charges.insert(), row | {"number": 2})
 
 
 def without(table: sa.Table, *which: sa.ColumnElement[bool]) -> Break:
@@ -191,6 +202,13 @@ BROKEN: dict[str, tuple[str, Break]] = {
     "a result is cut": ("I6", set_in(tables.files, inline=b"o")),
     "the receipt charges more": ("I7", set_in(tables.attempts, receipt_json='{"gpu_ms": 2001, "facts": 4}')),
     "a fact is missing": ("I7", without(tables.facts, tables.facts.c.seq == 2)),
+    "the ledger says it twice": ("I7", doubled),
+    "a day is not in the ledger": ("I7", without(tables.charges, tables.charges.c.fence == 2)),
+    "the ledger says more": ("I7", set_in(tables.charges, gpu_ms=2001)),
+    "an entry was changed": ("I7", set_in(tables.charges, micros=1)),
+    "entries are numbered with a gap": ("I7", set_in(tables.charges, number=2)),
+    "all is known, and it is provisional": ("I7", set_in(tables.charges, provisional=True)),
+    "what was not there is taken back": ("I7", set_in(tables.charges, kind="reversal")),
     "nobody asked for it": ("I8", without(tables.audit)),
     "it was asked for twice": ("I8", audited_again),
     "a stop of nobody": ("I8", set_in(tables.runs, stop="cancel")),

@@ -24,8 +24,9 @@ from serverless_gpu.model.hardware import parse_fake
 from serverless_gpu.server import chaining, retention, tables
 from serverless_gpu.server.audit import Action
 from serverless_gpu.server.callers import Caller
-from serverless_gpu.server.invariants import History, Stretch, Violation
+from serverless_gpu.server.invariants import History, Stretch
 from serverless_gpu.server.self_check import check
+from serverless_gpu.server.violations import Violation
 from serverless_gpu.wire.agents import Start
 from tests.reckoning import wrongs
 from tests.simulation import supervisor

@@ -19,8 +19,10 @@ import sqlalchemy as sa
 
 from serverless_gpu.model.attempt import Reason, State
 from serverless_gpu.model.ledger import Fact
+from serverless_gpu.server import charges
 from serverless_gpu.server import runs as run_rows
 from serverless_gpu.server.attempts import COLUMNS, JOINED, StoredAttempt, from_row
+from serverless_gpu.server.charges import Posted
 from serverless_gpu.server.events import StoredEvent
 from serverless_gpu.server.runs import StoredRun
 from serverless_gpu.server.tables import attempts, audit, events, facts, files, orders, runs
@@ -40,6 +42,9 @@ class Charged(msgspec.Struct, frozen=True):
 
     gpu_ms: int | None = None
     facts: int | None = None
+    reason: str | None = None
+    micros: int | None = None
+    bill: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
 class BookedOrder(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,6 +79,7 @@ class Booked(msgspec.Struct, frozen=True, kw_only=True):
         facts: by fence, in the order of their numbers.
         unread: fences of attempts that have too many facts to be read here.
         receipts: by fence, of those that have one.
+        charges: by fence, its entries of the ledger, in the order of their numbers.
         results: by fence.
         actions: how often the audit has each action with this run as its subject.
     """
@@ -85,6 +91,7 @@ class Booked(msgspec.Struct, frozen=True, kw_only=True):
     facts: Mapping[int, tuple[Fact, ...]] = {}
     unread: frozenset[int] = frozenset()
     receipts: Mapping[int, Charged] = {}
+    charges: Mapping[int, tuple[Posted, ...]] = {}
     results: Mapping[int, Results] = {}
     actions: Mapping[str, int] = {}
 
@@ -129,6 +136,7 @@ def of_runs(connection: sa.Connection, run_ids: Sequence[str]) -> Books:
     told = _events(connection, [run_id for run_id in ids if found[run_id].events <= EVENTS_MAX])
     tries, receipts = _attempts(connection, ids)
     known, left_out = _facts(connection, ids)
+    charged = _charges(connection, ids)
     placed, results = _orders(connection, ids), _results(connection, ids)
     actions, details = _audit(connection, run_ids)
     booked = tuple(
@@ -140,6 +148,7 @@ def of_runs(connection: sa.Connection, run_ids: Sequence[str]) -> Books:
             facts=_of(run_id, known),
             unread=frozenset(fence for other, fence in left_out if other == run_id),
             receipts=_of(run_id, receipts),
+            charges=_of(run_id, charged),
             results=_of(run_id, results),
             actions=actions.get(run_id, {}),
         )
@@ -194,6 +203,13 @@ def _attempts(
         if row.receipt_json is not None:
             receipts[attempt.run_id, attempt.fence] = _charged(row.receipt_json)
     return _grouped((attempt.run_id, attempt) for attempt in found), receipts
+
+
+def _charges(connection: sa.Connection, ids: Sequence[str]) -> dict[Gang, tuple[Posted, ...]]:
+    found: dict[Gang, tuple[Posted, ...]] = {}
+    for one in charges.of_runs(connection, ids):
+        found[one.run_id, one.fence] = (*found.get((one.run_id, one.fence), ()), one)
+    return found
 
 
 def _charged(text: str) -> Charged:

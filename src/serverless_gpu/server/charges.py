@@ -129,21 +129,27 @@ def _rows(new: New, at_ns: int) -> Iterable[dict[str, Any]]:
 def of_attempts(connection: sa.Connection, gangs: Collection[Gang]) -> dict[Gang, list[Posted]]:
     """Return the entries of attempts, each in its order; those without any are there, too."""
     found: dict[Gang, list[Posted]] = {gang: [] for gang in gangs}
-    run_ids = sorted({run_id for run_id, _ in gangs})
+    for one in of_runs(connection, sorted({run_id for run_id, _ in gangs})):
+        if (one.run_id, one.fence) in found:
+            found[one.run_id, one.fence].append(one)
+    return found
+
+
+def of_runs(connection: sa.Connection, run_ids: Sequence[str]) -> list[Posted]:
+    """Return the entries of runs, by run, attempt and number."""
+    found: list[Posted] = []
     for start in range(0, len(run_ids), _AT_ONCE):
         query = sa.select(charges).where(charges.c.run_id.in_(run_ids[start : start + _AT_ONCE]))
-        for row in connection.execute(query.order_by(charges.c.run_id, charges.c.fence, charges.c.number)):
-            if (row.run_id, row.fence) in found:
-                found[row.run_id, row.fence].append(from_row(row))
+        rows = connection.execute(query.order_by(charges.c.run_id, charges.c.fence, charges.c.number))
+        found += [from_row(row) for row in rows]
     return found
 
 
 def of_run(connection: sa.Connection, run_id: str) -> dict[int, list[Posted]]:
     """Return the entries of a run by the fence of the attempt."""
-    query = sa.select(charges).where(charges.c.run_id == run_id)
     found: dict[int, list[Posted]] = {}
-    for row in connection.execute(query.order_by(charges.c.fence, charges.c.number)):
-        found.setdefault(row.fence, []).append(from_row(row))
+    for one in of_runs(connection, [run_id]):
+        found.setdefault(one.fence, []).append(one)
     return found
 
 

@@ -141,7 +141,7 @@ class Charging:
         final_before_ns = at_ns - round(services.settings.retention_s * 1e9)
 
         def work(connection: sa.Connection) -> tuple[Charged, frozenset[Gang]]:
-            found = _load(connection, gangs, currency=services.settings.currency)
+            found = load(connection, gangs, currency=services.settings.currency)
             charged = charge(connection, found, at_ns=at_ns, final_before_ns=final_before_ns)
             return charged, frozenset(gang for gang in gangs if gang not in found or found[gang].is_past(at_ns))
 
@@ -272,7 +272,7 @@ def _utilisation(lines: Sequence[Line], uses: Sequence[DeviceUse]) -> Utilisatio
     )
 
 
-def _load(connection: sa.Connection, gangs: Sequence[Gang], *, currency: str) -> dict[Gang, Due]:
+def load(connection: sa.Connection, gangs: Sequence[Gang], *, currency: str) -> dict[Gang, Due]:
     """Return attempts with all that their charges depend on."""
     run_ids = sorted({run_id for run_id, _ in gangs})
     tries = attempts.of_runs(connection, run_ids)

@@ -33,9 +33,11 @@ from serverless_gpu.server import books as book_rows
 from serverless_gpu.server import runs
 from serverless_gpu.server.books import PAGE_RUNS, Books
 from serverless_gpu.server.chain_check import ChainCheck
-from serverless_gpu.server.invariants import History, Lendings, Moment, Violation, broken_chain, violations
+from serverless_gpu.server.invariants import History, Moment, broken_chain, violations
+from serverless_gpu.server.lendings import Lendings
 from serverless_gpu.server.second_look import SecondLook
 from serverless_gpu.server.services import Services
+from serverless_gpu.server.violations import Violation
 
 EVERY_S = 5.0
 ROUND_S = 60.0

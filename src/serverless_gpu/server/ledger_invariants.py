@@ -1,0 +1,140 @@
+"""I7: facts, receipts and the entries of the ledger say the same.
+
+    facts in order ─▶ lines at the attempt's tariff ═ the entries that stand ═ the receipt, to the micro
+    entries        numbered without a gap; a reversal takes back one that stands, whole; one stands for each day
+    provisional    nothing of it stands, and it adds up to nothing, once everything about the attempt is known
+
+An attempt that goes on, or that is to be charged (`attempts.uncharged`), has no entries that could be wrong yet but
+those of its days that are over, which are looked at by themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+
+import msgspec
+
+from serverless_gpu.errors import InvalidValue
+from serverless_gpu.model.attempt import Reason
+from serverless_gpu.model.ledger import EntryKind, Fact, FactKind, Line, charge, reversed_line
+from serverless_gpu.server import counting
+from serverless_gpu.server.attempts import StoredAttempt
+from serverless_gpu.server.books import Booked, Charged
+from serverless_gpu.server.charges import Posted
+from serverless_gpu.server.violations import Violation, of_run
+
+
+def ledger(booked: Booked) -> Iterator[Violation]:
+    """Yield what is wrong with the facts, receipts and entries of a run."""
+    ended = {attempt.fence for attempt in booked.attempts if attempt.ended_ns is not None}
+    for fence in sorted(set(booked.receipts) - ended):
+        yield of_run(booked, "I7", f"attempt {fence} has a receipt, and has not ended")
+    for attempt in booked.attempts:
+        own = booked.facts.get(attempt.fence, ())
+        for fact, following in pairwise(own):
+            if fact.boot_id == following.boot_id and following.boottime_ns < fact.boottime_ns:
+                sentence = f"fact {following.seq} of attempt {attempt.fence} is older than fact {fact.seq}"
+                yield of_run(booked, "I7", sentence)
+        posted = booked.charges.get(attempt.fence, ())
+        for sentence in _entries(posted):
+            yield of_run(booked, "I7", f"attempt {attempt.fence}: {sentence}")
+        if attempt.fence in booked.unread:
+            continue  # nothing to compare
+        for sentence in (*_receipt(attempt, own, booked), *_charged(attempt, own, posted, booked)):
+            yield of_run(booked, "I7", sentence)
+
+
+def _receipt(attempt: StoredAttempt, own: Sequence[Fact], booked: Booked) -> Iterator[str]:
+    receipt = booked.receipts.get(attempt.fence)
+    if receipt is None or receipt.gpu_ms is None or receipt.facts is None:
+        return
+    if len(own) < receipt.facts:
+        yield f"{len(own)} of the {receipt.facts} facts of attempt {attempt.fence} are there"
+    elif (charged := _charge_ms(own, attempt.gpu_type)) != receipt.gpu_ms:
+        yield f"attempt {attempt.fence} is charged {receipt.gpu_ms} ms, facts say {charged}"
+
+
+def _charge_ms(own: Iterable[Fact], gpu_type: str) -> int | str:
+    try:
+        return charge(own, gpu_type=gpu_type).gpu_ms
+    except InvalidValue as error:
+        return error.message
+
+
+def _entries(posted: Sequence[Posted]) -> Iterator[str]:
+    """Yield what cannot be, whatever the facts are."""
+    if [one.entry.number for one in posted] != list(range(1, len(posted) + 1)):
+        yield f"its entries are numbered {', '.join(str(one.entry.number) for one in posted)}"
+    if len({one.account_id for one in posted}) > 1:
+        yield "its entries are of more than one account"
+    standing: dict[int, Posted] = {}
+    for one in posted:
+        entry = one.entry
+        before = standing.pop(entry.line.day, None)
+        if entry.kind is EntryKind.REVERSAL:
+            if before is None:
+                yield f"entry {entry.number} takes back what is not there"
+            elif not _takes_back(one, before):
+                yield f"entry {entry.number} does not take back what entry {before.entry.number} says"
+            continue
+        if before is not None:
+            yield f"entries {before.entry.number} and {entry.number} are both of day {entry.line.day}"
+        standing[entry.line.day] = one
+
+
+def _takes_back(one: Posted, before: Posted) -> bool:
+    is_same = one.entry.provisional == before.entry.provisional and one.queued_ms == -before.queued_ms
+    return is_same and one.entry.line == reversed_line(before.entry.line)
+
+
+def _charged(attempt: StoredAttempt, own: Sequence[Fact], posted: Sequence[Posted], booked: Booked) -> Iterator[str]:
+    """Yield what is not charged as facts and tariff say."""
+    if attempt.settled_ns is None or attempt.uncharged:
+        return
+    try:
+        wanted = counting.used(attempt, own)
+    except InvalidValue as error:
+        yield f"attempt {attempt.fence} cannot be charged: {error.message}"
+        return
+    stands = _standing(posted)
+    if [one.entry.line for one in stands] != list(wanted):
+        yield f"attempt {attempt.fence} is charged {_told(one.entry.line for one in stands)}, facts say {_told(wanted)}"
+        return
+    receipt = booked.receipts.get(attempt.fence)
+    is_whole = receipt is not None and receipt.facts is not None and len(own) >= receipt.facts
+    if (is_whole or (own[-1:] and own[-1].kind is FactKind.FREED)) and any(one.entry.provisional for one in stands):
+        yield f"attempt {attempt.fence} has said everything, and is charged provisionally"
+    if receipt is not None and is_whole and _is_alike(attempt, receipt):
+        micros = _sum([line.micros for line in wanted])
+        if micros != receipt.micros:
+            yield f"the receipt of attempt {attempt.fence} says {receipt.micros} micros, and the ledger {micros}"
+
+
+def _is_alike(attempt: StoredAttempt, receipt: Charged) -> bool:
+    """Return whether a receipt can be compared: of a node that knows the tariff, for an end that the server knows so.
+
+    One that was given up and has come to its own end has two ends, and the server's counts.
+    """
+    reason = None if attempt.reason is Reason.COMPLETED else attempt.reason
+    return receipt.bill is not msgspec.UNSET and receipt.reason == (reason.value if reason else None)
+
+
+def _standing(posted: Sequence[Posted]) -> list[Posted]:
+    standing: dict[int, Posted] = {}
+    for one in posted:
+        if one.entry.kind is EntryKind.REVERSAL:
+            standing.pop(one.entry.line.day, None)
+        else:
+            standing[one.entry.line.day] = one
+    return [standing[day] for day in sorted(standing)]
+
+
+def _told(lines: Iterable[Line]) -> str:
+    """Return lines in few words."""
+    return ", ".join(f"{line.gpu_ms} ms ({line.micros} micros) on day {line.day}" for line in lines) or "nothing"
+
+
+def _sum(amounts: Sequence[int | None]) -> int | None:
+    known = [amount for amount in amounts if amount is not None]
+    return sum(known) if known or not amounts else None
