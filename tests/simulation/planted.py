@@ -5,7 +5,7 @@ Each is a thing that somebody could do by mistake and that all is well without, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
@@ -15,11 +15,13 @@ import sqlalchemy as sa
 
 from serverless_gpu.errors import ServerStorageFull
 from serverless_gpu.model.attempt import Reason
+from serverless_gpu.model.ledger import Entry, Line, post
 from serverless_gpu.model.run_lifecycle import GivenUp
 from serverless_gpu.server import (
     agents,
     attempts,
     audit,
+    charging,
     events,
     facts,
     files,
@@ -201,6 +203,37 @@ def _hello_proves_nothing() -> AbstractContextManager[Any]:
     )
 
 
+def _charged_twice() -> AbstractContextManager[Any]:
+    """What is missing in the ledger is written once more."""
+
+    def twice(posted: Sequence[Entry], target: Sequence[Line], *, final: bool) -> tuple[Entry, ...]:
+        new = post(posted, target, final=final)
+        return (*new, *(msgspec.structs.replace(entry, number=entry.number + len(new)) for entry in new))
+
+    return mock.patch.object(charging, "post", twice)
+
+
+def _the_last_day_is_lost() -> AbstractContextManager[Any]:
+    """An attempt is charged as if it still went on."""
+
+    def without_the_last(posted: Sequence[Entry], target: Sequence[Line], *, final: bool) -> tuple[Entry, ...]:
+        return post(posted, target[:-1], final=final)
+
+    return mock.patch.object(charging, "post", without_the_last)
+
+
+def _late_facts_are_free() -> AbstractContextManager[Any]:
+    """Facts that come after the end are kept, and nobody charges again."""
+    note = attempts.note
+
+    def silent(connection: sa.Connection, run_id: str, fence: int, **values: object) -> None:
+        values.pop("uncharged", None)
+        if values:
+            note(connection, run_id, fence, **values)
+
+    return mock.patch.object(attempts, "note", silent)
+
+
 class _Both:
     def __init__(self, *managers: AbstractContextManager[Any]) -> None:
         self._managers = managers
@@ -235,6 +268,9 @@ BUGS: dict[str, Planted] = {
     "never settled": _never_settled,
     "reservations stay": _reservations_stay,
     "hello proves nothing": _hello_proves_nothing,
+    "charged twice": _charged_twice,
+    "the last day is lost": _the_last_day_is_lost,
+    "late facts are free": _late_facts_are_free,
 }
 FOUND_AS: dict[str, str] = {
     "late reports count": "I6",
@@ -253,5 +289,8 @@ FOUND_AS: dict[str, str] = {
     "taken back though it left": "I3",
     "never settled": "ends",
     "hello proves nothing": "I3",
+    "charged twice": "I7",
+    "the last day is lost": "I7",
+    "late facts are free": "I7",
 }
 """Bug → the invariant that finds it."""
