@@ -332,3 +332,24 @@ def test_a_wait_goes_with_the_day_that_holds_when_another_one_vanishes(services:
 
 def _account(database: Database) -> int:
     return database.write(lambda connection: accounts.ensure(connection, Account(owner="alice", gpu_type="H100")))
+
+
+def test_facts_of_some_attempts_are_looked_up_and_not_searched_for(database: Database) -> None:
+    """SQLite looks pairs of columns up in no index: a million facts would be read for each transaction."""
+    gangs = [(f"run-{number}", 1 + number % 2) for number in range(3)]
+
+    def work(connection: sa.Connection) -> list[str]:
+        plans: list[str] = []
+
+        def explained(own: sa.Connection, _: object, statement: str, parameters: Any, *__: object) -> None:
+            if statement.startswith("SELECT"):
+                plans.extend(row[3] for row in own.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", parameters))
+
+        if connection.dialect.name == "sqlite":
+            sa.event.listen(connection, "before_cursor_execute", explained)
+        facts.of_attempts(connection, gangs)
+        facts.counts(connection, gangs)
+        return plans or ["SEARCH facts"]  # whether PostgreSQL does depends on how many rows it believes there are
+
+    looks = [plan for plan in database.read(work) if "facts" in plan]
+    assert looks and all(plan.startswith("SEARCH facts") for plan in looks), looks
