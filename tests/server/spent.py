@@ -8,7 +8,7 @@ from serverless_gpu.model.attempt import MEANINGS, Reason, State
 from serverless_gpu.model.budget import Period, ScopeKind
 from serverless_gpu.model.ledger import Fact, FactKind
 from serverless_gpu.model.pricing import Price
-from serverless_gpu.model.spec import Resources
+from serverless_gpu.model.spec import Command, Resources
 from serverless_gpu.server import attempts, budgeting, events, facts, prices, reporting, runs, submitting, transitions
 from serverless_gpu.server.agents import Agents
 from serverless_gpu.server.callers import Caller
@@ -63,7 +63,8 @@ class Spent:
         return budgeting.view_budget(self.services, ROOT, "all", name)
 
     def submit(self, who: Caller = ALICE, *, gpus: int = 1, gpu_type: str | None = "H100", **spec: Any) -> str:
-        asked = request(resources=Resources(gpus=gpus, gpu_type=gpu_type), **spec)
+        call = None if isinstance(spec.get("payload"), Command) else b"call"
+        asked = request(call=call, resources=Resources(gpus=gpus, gpu_type=gpu_type), **spec)
         return submitting.submit(self.services, who, asked).id
 
     def tick(self) -> None:

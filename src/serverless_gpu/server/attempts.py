@@ -229,6 +229,15 @@ def spending(connection: sa.Connection) -> dict[Gang, Unposted]:
     return found
 
 
+def earlier(connection: sa.Connection, owner: str, name: str, *, limit: int) -> list[StoredAttempt]:
+    """Return the last attempts of the latest runs of a name that succeeded, newest first."""
+    last = sa.and_(runs.c.id == attempts.c.run_id, runs.c.fence == attempts.c.fence)
+    query = sa.select(*COLUMNS).select_from(JOINED.join(runs, last))
+    query = query.where(runs.c.owner == owner, runs.c.name == name, runs.c.state == State.SUCCEEDED.value)
+    rows = connection.execute(query.order_by(runs.c.id.desc()).limit(limit))
+    return [attempt for row in rows if (attempt := from_row(row))]
+
+
 def due(connection: sa.Connection, *, limit: int) -> list[Gang]:
     """Return attempts of which nothing more is awaited, and that the ledger does not say all of."""
     query = sa.select(attempts.c.run_id, attempts.c.fence).where(

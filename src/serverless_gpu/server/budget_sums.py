@@ -47,6 +47,10 @@ class Sums:
 
     def read(self, connection: sa.Connection, there: Mapping[Gang, Unposted], wall_ns: int) -> None:
         """Read what was posted since, and what is posted of attempts that go on."""
+        if not self._book.budgets:  # nobody asks what is posted, only who goes on
+            going = {one.attempt.account_id for one in there.values() if one.attempt.account_id is not None}
+            self._get_to_know(connection, going)
+            return
         newest = charges.newest_seq(connection)
         sums = []
         if newest > self._seq:

@@ -81,11 +81,13 @@ class GoingOn(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         names: budgets that count it.
+        name: of its run.
     """
 
     spender: Spender
     subject: Subject
     names: tuple[str, ...]
+    name: str = ""
 
 
 class _Known(msgspec.Struct):
@@ -95,6 +97,7 @@ class _Known(msgspec.Struct):
     names: tuple[str, ...]
     micros_per_hour: int | None
     grace_s: float
+    name: str
     stop_ns: int | None = None
 
 
@@ -117,12 +120,13 @@ class Spending:
         with self._lock:
             self._changed = True
 
-    def look(self, connection: sa.Connection, as_of: AsOf) -> dict[str, Standing]:
+    def look(self, connection: sa.Connection, as_of: AsOf, *, at_all: bool = False) -> dict[str, Standing]:
         """Look at the database, and return how each budget stands, by name.
 
         Args:
             connection: of a transaction that sees one state of the database.
             as_of: what else is known.
+            at_all: whether to look at what goes on where there are no budgets, too.
         """
         with self._lock:
             first_day = first_day_of(as_of.wall_ns)
@@ -132,7 +136,7 @@ class Spending:
                 self._known = {}
                 self._changed = False
             self._as_of_ns = as_of.wall_ns
-            if not self._book.budgets:
+            if not self._book.budgets and not at_all:
                 self._going, self._standings = {}, {}
                 return {}
             self._closed = budgets.closed(connection)
@@ -149,9 +153,9 @@ class Spending:
             return dict(self._standings)
 
     def going_on(self) -> list[GoingOn]:
-        """Return the attempts that counted for a budget at the last look, or were placed since."""
+        """Return the attempts that went on at the last look, or were placed since and count for a budget."""
         with self._lock:
-            return [one for one in self._going.values() if one.names]
+            return list(self._going.values())
 
     def by_day(self, name: str) -> dict[int, int]:
         """Return what a budget's runs used on each day of the last week and of its period, in the unit of its limit."""
@@ -278,6 +282,7 @@ class Spending:
                 names=names,
                 micros_per_hour=None if is_foreign else rate,
                 grace_s=0.0 if spec is None else spec.grace_s,
+                name="" if run is None else run.name,
             )
 
     def _going_on(self, unposted: Unposted, as_of: AsOf, is_free: bool) -> GoingOn:
@@ -300,7 +305,7 @@ class Spending:
             stop_ns=known.stop_ns,
             is_over=is_over or is_free,
         )
-        return GoingOn(spender=spender, subject=known.subject, names=known.names)
+        return GoingOn(spender=spender, subject=known.subject, names=known.names, name=known.name)
 
     def _judge(self) -> dict[str, Standing]:
         """Return how each budget stands with what goes on now."""

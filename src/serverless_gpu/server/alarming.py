@@ -1,0 +1,194 @@
+"""Alarms: a run, or a team, that spends far more than it is used to; part of the loop that keeps budgets, each minute.
+
+    run      what it uses in an hour  >  3 × the median of its owner's last 50 runs of that name          once
+    team     what it used in the last hour  >  3 × the median of its own hours in four weeks              once in a day
+
+In money where there are prices, else in GPU time. Said in the log, the audit, the notices (`sgpu budget list`, the
+webhook) and, of a run, to the run. What was said is a row (`budget_warnings`, per cent 0), so that it is said once.
+
+A team's hours are memory, read from the ledger at the start and read on from there: an entry is spread evenly over the
+time from its start to its end. What goes on is not in it before its day is over, so it is added for the last hour.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+
+import sqlalchemy as sa
+
+from serverless_gpu import units
+from serverless_gpu.model import spending as decisions
+from serverless_gpu.model.budget import DAY_NS, NOTHING, Use, Window, used
+from serverless_gpu.model.spending import HOUR_NS, HOURS, HOURS_MIN, RUNS_MAX, RUNS_MIN, Alarm
+from serverless_gpu.server import accounts, attempts, audit, budgets, charges, notices, transitions
+from serverless_gpu.server.audit import Action
+from serverless_gpu.server.hub import NOTICES, run_key
+from serverless_gpu.server.notices import Kind
+from serverless_gpu.server.services import Services
+from serverless_gpu.server.spending import GoingOn, per_hour
+
+EVERY_S = 60.0
+AT_ONCE = 100
+"""Attempts of one look."""
+PAGE = 5_000
+"""Entries of one read: what there is at the start is read page by page, a page in each look."""
+MONEY, TIME = "micros", "gpu_ms"
+_log = logging.getLogger(__name__)
+_Hours = dict[int, tuple[int, int]]
+"""Money and GPU-milliseconds by hour since 1970."""
+
+
+class Alarms:
+    """Looks at who spends more than usual.
+
+    Args:
+        services: the server's.
+    """
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._seq = 0
+        self._due_ns = 0
+        self._teams: dict[str, _Hours] = {}
+        self._seen: set[tuple[str, int]] = set()
+
+    def look(self, going: Iterable[GoingOn], now_ns: int) -> None:
+        """Say what is unusual of what goes on; nothing, within a minute of the last look.
+
+        Args:
+            going: what goes on.
+            now_ns: boottime, nanoseconds.
+        """
+        if now_ns < self._due_ns:
+            return
+        self._due_ns = now_ns + round(EVERY_S * 1e9)
+        there = [one for one in going if not one.spender.is_over and one.spender.started_ns is not None]
+        self._services.database.read(self._read)
+        self._look_at_runs(there)
+        self._look_at_teams(there)
+
+    # --- runs ---------------------------------------------------------------------------------------------------------
+
+    def _look_at_runs(self, going: Sequence[GoingOn]) -> None:
+        """Hold each attempt once against earlier ones: what it pays in an hour does not change."""
+        gangs = {(one.spender.run_id, one.spender.fence) for one in going}
+        self._seen &= gangs
+        new = [one for one in going if one.name and (one.spender.run_id, one.spender.fence) not in self._seen]
+        for one in new[:AT_ONCE]:
+            spender = one.spender
+            self._seen.add((spender.run_id, spender.fence))
+            earlier = self._services.database.read(
+                lambda connection, one=one: attempts.earlier(  # type: ignore[misc]  # a lambda has no annotations
+                    connection, one.subject.owner, one.name, limit=RUNS_MAX
+                )
+            )
+            if spender.micros_per_hour is not None:
+                unit, rate = MONEY, spender.micros_per_hour
+                prices = [per_hour(each.tariff, each.gpu_type, each.world_size, None) for each in earlier]
+                past = [price for price in prices if price is not None]
+            else:
+                unit, rate = TIME, spender.gpus * units.MS_PER_HOUR
+                past = [each.world_size * units.MS_PER_HOUR for each in earlier]
+            found = decisions.unusual(rate, past, least=RUNS_MIN)
+            if found is not None:
+                usual = f"the median of {found.count} earlier runs named {one.name!r}"
+                sentence = f"run {spender.run_id} uses {self._words(found, unit)} in an hour: {usual}"
+                whose = {"owner": one.subject.owner, "team": one.subject.team}
+                self._say(f"run {spender.run_id}", 0, sentence, found, whose, one)
+
+    # --- teams --------------------------------------------------------------------------------------------------------
+
+    def _read(self, connection: sa.Connection) -> None:
+        """Read on in the ledger, some pages at most."""
+        oldest = self._services.clock.wall_ns() // HOUR_NS - HOURS
+        for _ in range(20):
+            page = charges.after(connection, self._seq, limit=PAGE)
+            if not page:
+                break
+            self._seq = page[-1].seq
+            known = accounts.find_many(connection, {one.account_id for one in page})
+            for one in page:
+                team, line = known[one.account_id].team, one.entry.line
+                if not team or line.end_ns // HOUR_NS < oldest:
+                    continue
+                hours = self._teams.setdefault(team, {})
+                money = decisions.spread(line.micros or 0, line.start_ns, line.end_ns)
+                time = decisions.spread(line.billed_ms, line.start_ns, line.end_ns)
+                for hour in time:
+                    before = hours.get(hour, (0, 0))
+                    hours[hour] = (before[0] + money[hour], before[1] + time[hour])
+        for team in list(self._teams):
+            self._teams[team] = {hour: amount for hour, amount in self._teams[team].items() if hour >= oldest}
+
+    def _look_at_teams(self, going: Iterable[GoingOn]) -> None:
+        now_ns = self._services.clock.wall_ns()
+        # What goes on is posted when its day is over: of that, yesterday's part counts as that.
+        last = Window(start_ns=max(now_ns - HOUR_NS, now_ns // DAY_NS * DAY_NS), end_ns=now_ns)
+        uses: dict[str, Use] = {}
+        for one in going:
+            if one.subject.team:
+                uses[one.subject.team] = uses.get(one.subject.team, NOTHING) + used(one.spender, last)
+        this = now_ns // HOUR_NS
+        for team, use in uses.items():
+            hours = self._teams.get(team, {})
+            ahead, before = hours.get(this, (0, 0)), hours.get(this - 1, (0, 0))
+            part_ns = HOUR_NS - now_ns % HOUR_NS  # of the hour before that lies within the last 60 minutes
+            which = 0 if use.micros else 1
+            rate = (use.micros if which == 0 else use.gpu_ms) + ahead[which] + before[which] * part_ns // HOUR_NS
+            past = [amounts[which] for hour, amounts in hours.items() if hour < this - 1]
+            found = decisions.unusual(rate, past, least=HOURS_MIN)
+            if found is not None:
+                usual = f"the median of its {found.count} hours in four weeks"
+                sentence = f"team {team} used {self._words(found, (MONEY, TIME)[which])} in the last hour: {usual}"
+                self._say(f"team {team}", now_ns // DAY_NS * DAY_NS, sentence, found, {"team": team}, None)
+
+    # --- saying -------------------------------------------------------------------------------------------------------
+
+    def _say(
+        self,
+        subject: str,
+        start_ns: int,
+        sentence: str,
+        found: Alarm,
+        whose: Mapping[str, str],
+        run: GoingOn | None,
+    ) -> None:
+        services = self._services
+        at_ns = services.clock.wall_ns()
+        # No budget is named like that: a name that is as long as one may be has no place for what is before it.
+        key = f"alarm {hashlib.sha256(subject.encode()).hexdigest()[:32]}"
+        document = {"subject": subject, "sentence": sentence, "rate": found.rate, "usual": found.usual, **whose}
+
+        def work(connection: sa.Connection) -> bool:
+            if not budgets.say(connection, key, start_ns=start_ns, percent=0, at_ns=at_ns):
+                return False
+            audit.record(
+                connection,
+                who=audit.SERVER,
+                action=Action.SPEND_ALARM,
+                subject=subject.partition(" ")[2],
+                now_ns=at_ns,
+                detail=document,
+            )
+            notices.add(connection, Kind.ALARM, document, at_ns=at_ns)
+            notices.trim(connection)
+            if run is not None:
+                transitions.remark(connection, run.spender.run_id, run.spender.fence, sentence, at_ns=at_ns)
+            return True
+
+        if services.database.write(work):
+            _log.warning("%s", sentence)
+            services.measures.alarms.inc()
+            services.hub.touch(NOTICES)
+            if run is not None:
+                services.hub.touch(run_key(run.spender.run_id))
+
+    def _words(self, found: Alarm, unit: str) -> str:
+        currency = self._services.settings.currency
+
+        def amount(value: int) -> str:
+            return units.format_micros(value, currency) if unit == MONEY else units.format_gpu_ms(value)
+
+        return f"{amount(found.rate)} (usual: {amount(found.usual)})"
