@@ -17,7 +17,7 @@ from serverless_gpu.model.pricing import Price
 from serverless_gpu.model.run_lifecycle import GivenUp, Started
 from serverless_gpu.model.spec import Resources, RunSpec
 from serverless_gpu.server import attempts, costing, estimating, facts, prices, runs, tables
-from serverless_gpu.server.costing import Wish
+from serverless_gpu.server.costing import Now, Wish
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
@@ -43,11 +43,11 @@ def services(database: Database, tmp_path: Path) -> Services:
     return made_services(database, tmp_path, clock=FakeClock(wall_ns=T0))
 
 
-def cost(database: Database, run_id: str, *, now_ns: int = T0 + HOUR_S * S) -> Cost:
+def cost(database: Database, run_id: str, *, now_ns: int = T0 + HOUR_S * S, at: Now | None = None) -> Cost:
     def read(connection: Any) -> Cost:
         run = runs.find(connection, run_id)
         assert run is not None
-        return costing.cost_of(connection, run, now_ns=now_ns)
+        return costing.cost_of(connection, run, at or Now(wall_ns=now_ns))
 
     return database.read(read)
 
@@ -69,6 +69,12 @@ def test_what_goes_on_counts_up_to_when_it_was_heard_of_last(services: Services,
     database.write(lambda connection: attempts.note(connection, run_id, 1, lease_ns=T0 + 45 * S))
     found = cost(database, run_id)
     assert (found.gpu_ms, found.micros, found.is_final) == (90_000, 90_000, False)
+    # What is written of that is up to 15 s behind; what is remembered is not, and a server that starts remembers less.
+    services.leases.renew(run_id, 1, now_ns=107 * S)
+    heard = Now(wall_ns=T0 + 60 * S, boot_ns=117 * S, leases=services.leases)
+    assert cost(database, run_id, at=heard).gpu_ms == 100_000
+    services.leases.renew(run_id, 1, now_ns=10 * S)
+    assert cost(database, run_id, at=heard).gpu_ms == 90_000
     # A fact that is newer than the lease that was written says more; one that is older does not take anything back.
     write_facts(database, run_id, [fact(run_id, 2, FactKind.ALIVE, T0 + 60 * S)])
     assert cost(database, run_id).gpu_ms == 120_000
@@ -231,4 +237,9 @@ def test_an_estimate_says_what_is_left_of_the_budgets_it_would_count_for(databas
     view = estimating.estimate(spent.services, ALICE, asked)
     # The minute ahead of the run that goes on is not left; whose budget it is not is told no amounts.
     assert view.budgets == ("all: not used up this month", "own: 40.00 of 100.00 USD left this month")
+    boss = msgspec.structs.replace(ALICE, role="operator")
+    assert (
+        "all: 3540.0 GPU-seconds of 1.0 GPU-hours left this month"
+        in estimating.estimate(spent.services, boss, asked).budgets
+    )
     assert view.cost is not None and view.cost.micros_per_hour == 3_600 * UNIT and view.policy == ""

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
+from serverless_gpu.model import access
 from serverless_gpu.model import budget as decisions
+from serverless_gpu.model.access import Reach, Resource
 from serverless_gpu.model.admitting import Candidate
 from serverless_gpu.model.budget import NOTHING, Subject, Use
 from serverless_gpu.model.pricing import UNPRICED, Tariff
@@ -61,14 +63,16 @@ def refuse(connection: sa.Connection, services: Services, allowed: Allowed, who:
 
 
 def left(services: Services, allowed: Allowed, who: Caller) -> tuple[str, ...]:
-    """Return in words what is left of the budgets that a run would count for; amounts of its owner's, and its team's.
+    """Return in words what is left of the budgets that a run would count for; amounts of those that its owner may see.
 
     Args:
         services: the server's.
         allowed: the run, under its usage policy.
         who: asks, and would own it.
     """
-    return services.spending.left(_subject(allowed, who), currency=services.settings.currency)[:LEFT_MAX]
+    sees_all = access.reach(who.role, Resource.BUDGETS, write=False, scopes=who.scopes) is Reach.ALL
+    subject, currency = _subject(allowed, who), services.settings.currency
+    return services.spending.left(subject, currency=currency, sees_all=sees_all)[:LEFT_MAX]
 
 
 def _subject(allowed: Allowed, who: Caller) -> Subject:

@@ -13,7 +13,7 @@ of which no node is known that could serve it has no price, and the words say so
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import sqlalchemy as sa
@@ -26,27 +26,55 @@ from serverless_gpu.model.hardware import CPU, census, matches
 from serverless_gpu.model.ledger import Line
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.server import attempts, charges, counting, facts, nodes, pools, prices
-from serverless_gpu.server.attempts import StoredAttempt
+from serverless_gpu.server.attempts import Gang, StoredAttempt
 from serverless_gpu.server.charges import Posted
+from serverless_gpu.server.liveness import Leases
 from serverless_gpu.server.pools import RESERVED
 from serverless_gpu.server.runs import StoredRun
+from serverless_gpu.server.services import Services
 
 _MS_NS = 1_000_000
 ADVICE = "`sgpu price set {name} …` sets one"
 
 
-def cost_of(connection: sa.Connection, run: StoredRun, *, now_ns: int) -> Cost:
+class Now(msgspec.Struct, frozen=True, kw_only=True):
+    """A moment.
+
+    Attributes:
+        wall_ns: nanoseconds since 1970; `boot_ns` the same by the clock that leases are kept by.
+        leases: when attempts were heard of last; None for what was written of that.
+    """
+
+    wall_ns: int
+    boot_ns: int = 0
+    leases: Leases | None = None
+
+    def heard_ns(self, attempt: StoredAttempt) -> int | None:
+        """Return when an attempt was heard of last, nanoseconds since 1970."""
+        if self.leases is None:
+            return None
+        last_ns = self.leases.last_ns(attempt.run_id, attempt.fence, now_ns=self.boot_ns)
+        return max(attempt.lease_ns, self.wall_ns - max(0, self.boot_ns - last_ns))
+
+
+def now(services: Services) -> Now:
+    """Return this moment."""
+    clock = services.clock
+    return Now(wall_ns=clock.wall_ns(), boot_ns=clock.boottime_ns(), leases=services.leases)
+
+
+def cost_of(connection: sa.Connection, run: StoredRun, at: Now) -> Cost:
     """Return what a run used so far, over all of its attempts, and what that costs.
 
     Args:
         connection: of a transaction that reads: ledger and facts are to be of one moment.
         run: the run.
-        now_ns: nanoseconds since 1970.
+        at: now.
     """
-    return costs_of(connection, [run], now_ns=now_ns)[run.id]
+    return costs_of(connection, [run], at)[run.id]
 
 
-def costs_of(connection: sa.Connection, found: Sequence[StoredRun], *, now_ns: int) -> dict[str, Cost]:
+def costs_of(connection: sa.Connection, found: Sequence[StoredRun], at: Now) -> dict[str, Cost]:
     """Return what runs used so far, by their identifiers; as `cost_of`."""
     tried = attempts.of_runs(connection, [run.id for run in found])
     posted = charges.of_attempts(connection, tried.keys())
@@ -57,10 +85,9 @@ def costs_of(connection: sa.Connection, found: Sequence[StoredRun], *, now_ns: i
 
     def cost(run: StoredRun) -> Cost:
         used = [
-            _used(run, attempt, posted[run.id, attempt.fence], told.get((run.id, attempt.fence), ()))
-            for attempt in by_run[run.id]
+            _used(run, attempt, posted[run.id, attempt.fence], _lines(attempt, told, at)) for attempt in by_run[run.id]
         ]
-        waits_ns = now_ns - run.queued_ns if run.state is State.QUEUED else 0
+        waits_ns = at.wall_ns - run.queued_ns if run.state is State.QUEUED else 0
         return together(used, waits_ms=max(0, waits_ns) // _MS_NS, is_final=run.state in TERMINAL and run.finished)
 
     return {run.id: cost(run) for run in found}
@@ -71,13 +98,13 @@ def _is_charged(attempt: StoredAttempt) -> bool:
     return attempt.ended_ns is not None and not attempt.uncharged
 
 
-def _used(run: StoredRun, attempt: StoredAttempt, posted: Sequence[Posted], told: Sequence[Fact]) -> Used:
+def _used(run: StoredRun, attempt: StoredAttempt, posted: Sequence[Posted], so_far: tuple[Line, ...]) -> Used:
     """Return what one attempt used: as the ledger says, or as facts do that are not in it yet."""
     queued_ms = sum(one.queued_ms for one in posted)
     if not posted and attempt.fence == run.fence:
         queued_ms = max(0, attempt.created_ns - run.queued_ns) // _MS_NS
     return Used(
-        lines=tuple(one.entry.line for one in posted) if _is_charged(attempt) else _lines(attempt, told),
+        lines=tuple(one.entry.line for one in posted) if _is_charged(attempt) else so_far,
         currency=attempt.tariff.currency,
         gpu_type=attempt.gpu_type,
         queued_ms=queued_ms,
@@ -85,9 +112,11 @@ def _used(run: StoredRun, attempt: StoredAttempt, posted: Sequence[Posted], told
     )
 
 
-def _lines(attempt: StoredAttempt, told: Sequence[Fact]) -> tuple[Line, ...]:
+def _lines(attempt: StoredAttempt, told: Mapping[Gang, Sequence[Fact]], at: Now) -> tuple[Line, ...]:
+    """Return what facts say of an attempt that is not charged."""
+    facts_of_it = told.get((attempt.run_id, attempt.fence), ())
     try:
-        return counting.so_far(attempt, told)
+        return counting.so_far(attempt, facts_of_it, at.heard_ns(attempt)) if facts_of_it else ()
     except InvalidValue:
         return ()
 

@@ -34,12 +34,13 @@ def used(attempt: StoredAttempt, facts: Sequence[Fact]) -> tuple[Line, ...]:
     return lines(on_our_calendar(attempt, facts), attempt.tariff, is_billed=is_billed)
 
 
-def so_far(attempt: StoredAttempt, facts: Sequence[Fact]) -> tuple[Line, ...]:
+def so_far(attempt: StoredAttempt, facts: Sequence[Fact], heard_ns: int | None = None) -> tuple[Line, ...]:
     """Return the same up to when an attempt that goes on was heard of last, which is later than its last fact.
 
     Args:
         attempt: whose facts they are.
         facts: in the order of their numbers.
+        heard_ns: when it was heard of last, nanoseconds since 1970; None for what was written of that, 15 s behind.
 
     Raises:
         InvalidValue: they are of several attempts, or contradict each other.
@@ -48,15 +49,15 @@ def so_far(attempt: StoredAttempt, facts: Sequence[Fact]) -> tuple[Line, ...]:
     if attempt.ended_ns is not None or attempt.started_ns is None or began is None:
         return used(attempt, facts)
     last = facts[-1]
-    heard_ns = began.boottime_ns + attempt.lease_ns - attempt.started_ns
-    if last.kind is FactKind.FREED or last.boot_id != began.boot_id or heard_ns <= last.boottime_ns:
+    at_ns = began.boottime_ns + (attempt.lease_ns if heard_ns is None else heard_ns) - attempt.started_ns
+    if last.kind is FactKind.FREED or last.boot_id != began.boot_id or at_ns <= last.boottime_ns:
         return used(attempt, facts)
     alive = msgspec.structs.replace(
         last,
         seq=last.seq + 1,
         kind=FactKind.ALIVE,
-        boottime_ns=heard_ns,
-        wall_ns=last.wall_ns + heard_ns - last.boottime_ns,
+        boottime_ns=at_ns,
+        wall_ns=last.wall_ns + at_ns - last.boottime_ns,
     )
     return used(attempt, [*facts, alive])
 

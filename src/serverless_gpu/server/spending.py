@@ -192,12 +192,18 @@ class Spending:
                         hint=f"{words.anew(standing.window)}; an operator can raise it: sgpu budget set {name}",
                     )
 
-    def left(self, subject: Subject, *, currency: str) -> tuple[str, ...]:
-        """Return in words what is left of the budgets that a run would count for."""
+    def left(self, subject: Subject, *, currency: str, sees_all: bool = False) -> tuple[str, ...]:
+        """Return in words what is left of the budgets that a run would count for.
+
+        Args:
+            subject: of the run.
+            currency: of the server.
+            sees_all: whether who is told may see every budget, and not only those that are their own.
+        """
         with self._lock:
             there = [(name, self._standings.get(name)) for name in sorted(self._book.names(subject))]
             return tuple(
-                words.left(name, standing, currency, is_open=is_open_to(standing.budget, subject))
+                words.left(name, standing, currency, is_open=sees_all or is_open_to(standing.budget, subject))
                 for name, standing in there
                 if standing is not None
             )

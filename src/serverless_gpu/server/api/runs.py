@@ -96,11 +96,11 @@ def list_runs(call: Call, query: RunsQuery) -> RunPage:
         seen_by=None if call.reach == access.Reach.ALL else call.who.name,
         teams=call.who.teams if call.reach == access.Reach.TEAM else (),
     )
-    now_ns = call.services.clock.wall_ns()
+    at = costing.now(call.services)
 
     def work(db: sa.Connection) -> tuple[list[StoredRun], str, dict[str, Cost]]:
         found, cursor = runs.page(db, wished, limit=query.limit, cursor=query.cursor)
-        return found, cursor, costing.costs_of(db, found, now_ns=now_ns) if query.costs else {}
+        return found, cursor, costing.costs_of(db, found, at) if query.costs else {}
 
     found, cursor, costs = _read(call, work)
     told = tuple(CostView(id=run_id, cost=cost) for run_id, cost in costs.items())
@@ -141,10 +141,10 @@ def list_attempts(call: Call, run: str) -> AttemptList:
 @routes.get("/runs/{run}/cost", needs=reading("runs"))
 def read_cost(call: Call, run: str) -> CostView:
     """Say what a run used so far, over all of its attempts, and what that costs."""
-    now_ns = call.services.clock.wall_ns()
+    at = costing.now(call.services)
 
     def work(db: sa.Connection) -> Cost:
-        return costing.cost_of(db, _visible(call, db, run), now_ns=now_ns)
+        return costing.cost_of(db, _visible(call, db, run), at)
 
     return CostView(id=run, cost=_read(call, work))
 
