@@ -20,6 +20,7 @@ from serverless_gpu.server import self_check, tables
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.invariants import History
 from serverless_gpu.wire.connection import Connection
+from serverless_gpu.wire.prices import PriceRequest, PriceSet
 from tests.local.observe import cancel_all, wait_for
 from tests.ports import own_port
 from tests.reckoning import wrongs
@@ -135,6 +136,12 @@ class Machine:
         """Require that everything is true that always is, and that nothing acknowledged is lost."""
         checked = self_check.check(self.read, history=History(acknowledged=frozenset(self.acknowledged)))
         assert not checked.violations and not checked.skipped, checked
+
+    def set_price(self, micros_per_hour: int) -> None:
+        """Give the machine's GPUs a price."""
+        asked = PriceRequest(micros_per_hour=micros_per_hour)
+        with contextlib.closing(self.connection()) as connection:
+            connection.ask("PUT", "/prices/H100", asked, answer=PriceSet)
 
     def check_ledger(self) -> None:
         """Require that everything is charged before long, and that it is what its facts say, whoever died when."""

@@ -50,6 +50,7 @@ def shared(request: pytest.FixtureRequest) -> Iterator[Machine]:
     with pytest.MonkeyPatch.context() as patch:
         use_home(patch, machine.home, FAKES)
         machine.start()
+        machine.set_price(2_990_000)
         yield machine
         machine.close()
     shutil.rmtree(machine.home)
