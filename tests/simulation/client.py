@@ -14,7 +14,7 @@ import msgspec
 from serverless_gpu.errors import AlreadyFinished, NotFound, ServerlessGpuError, ServerStorageFull
 from serverless_gpu.model.attempt import Reason, State, StopReason
 from serverless_gpu.model.spec import Function, Resources, RunSpec
-from serverless_gpu.server import files, outputs, stopping, submitting, views
+from serverless_gpu.server import files, outputs, runs, stopping, submitting, views
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.services import Services
 from serverless_gpu.server.watching import Look, Place, Position, Watch
@@ -135,7 +135,17 @@ class Client:
                 raise Wrong(f"the submit of {self.run_id} was refused: {error!r}")
             self.time.after(_AGAIN_S, self._submit)
 
-        self._ask(lambda services: submitting.submit(services, ALICE, self.request), heard, failed)
+        self._ask(self._asked, heard, failed)
+
+    def _asked(self, services: Services) -> RunView:
+        """Ask; what is there already is not refused, whatever was decided about money since."""
+        before = services.database.read(lambda connection: runs.exists(connection, self.run_id))
+        try:
+            return submitting.submit(services, ALICE, self.request)
+        except ServerlessGpuError as error:
+            if before and error.code in REFUSALS:
+                raise Wrong(f"{self.run_id} is there, and was refused when it was asked for again: {error}") from error
+            raise
 
     # --- the stream --------------------------------------------------------------------------------------------------
 

@@ -37,8 +37,7 @@ TROUBLES: dict[str, int] = {
 MONEY: dict[str, int] = {
     "set a price": 4,
     "end a price": 1,
-    "set a budget": 5,
-    "raise a budget": 2,
+    "set a budget": 6,
     "delete a budget": 1,
     "set a policy": 3,
     "detach a policy": 1,

@@ -11,12 +11,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from serverless_gpu.errors import NotFound, ServerlessGpuError, ServerStorageFull
+from serverless_gpu.errors import InvalidValue, NotFound, ServerlessGpuError, ServerStorageFull
+from serverless_gpu.model.budget import Period, ScopeKind
 from serverless_gpu.model.policy import UsagePolicy
 from serverless_gpu.model.spec import Priority
-from serverless_gpu.server import attaching, pricing
+from serverless_gpu.server import attaching, budgeting, pricing
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.services import Services
+from serverless_gpu.wire.budgets import BudgetRequest
 from serverless_gpu.wire.prices import PriceRequest
 from tests.simulation.plan import Step
 from tests.simulation.storage import Killed
@@ -28,6 +30,13 @@ if TYPE_CHECKING:
 OPERATOR = Caller(name="operator", kind="user")
 PROJECTS = ("llm", "vision")
 REQUIRED: tuple[dict[str, tuple[str, ...]], ...] = ({}, {}, {"project": ()}, {"project": ("llm",)})
+SCOPES: tuple[tuple[ScopeKind, str], ...] = (
+    ("everything", ""),
+    ("user", "alice"),
+    ("tag", "project=llm"),
+    ("pool", "default"),
+    ("policy", "frugal"),
+)
 POLICIES = ("frugal", "other")
 HOURLY = (3_600_000_000, 2_990_000, 1, 0, 98_765_432_109)
 """Micros of one H100 for one hour: a unit a second, what one costs, and what is rounded."""
@@ -44,7 +53,7 @@ def _asks(world: World, work: Callable[[Services], object]) -> None:
         except (ServerlessGpuError, Killed) as error:
             if isinstance(error, Killed | ServerStorageFull) or error.retryable:
                 world.time.after(5.0, ask)
-            else:
+            elif not isinstance(error, InvalidValue):  # that is an answer: the policy of a budget is gone by now
                 world.wrong.append(f"told an operator: {error!r}")
 
     ask()
@@ -104,22 +113,46 @@ def _drop_policy(services: Services, name: str, *, is_deleted: bool) -> None:
             attaching.delete_policy(services, OPERATOR, name)
 
 
+def _set_budget(world: World, step: Step) -> None:
+    """A budget of some scope, mostly one that a few runs use up; the limit is another one when it is there already."""
+    (kind, scope), number = SCOPES[step.which % len(SCOPES)], step.which // len(SCOPES)
+    amount = (30, 120, 600, 5_000)[round(step.amount * 3)]
+    is_money = number % 3 < 2
+    asked = BudgetRequest(
+        kind=kind,
+        scope=scope,
+        period=tuple(Period)[number // 3 % 3],
+        limit_micros=amount * 1_000_000 if is_money else None,
+        limit_gpu_ms=None if is_money else amount * 1_000,
+        hard=number // 9 % 3 < 2,
+    )
+    _asks(world, lambda services: budgeting.put_budget(services, OPERATOR, f"b-{kind}", asked))
+
+
+def _delete_budget(world: World, step: Step) -> None:
+    kind, _ = SCOPES[step.which % len(SCOPES)]
+    _asks(world, partial(_drop_budget, name=f"b-{kind}"))
+
+
+def _drop_budget(services: Services, name: str) -> None:
+    with contextlib.suppress(NotFound):
+        budgeting.delete_budget(services, OPERATOR, name)
+
+
 def let_go(world: World) -> None:
     """Take away what holds runs back."""
-    for name in POLICIES if world.plan.spends else ():
-        _asks(world, partial(_drop_policy, name=name, is_deleted=True))
-
-
-def _nothing(world: World, step: Step) -> None:
-    pass
+    if world.plan.spends:
+        for name in POLICIES:
+            _asks(world, partial(_drop_policy, name=name, is_deleted=True))
+        for kind, _ in SCOPES:
+            _asks(world, partial(_drop_budget, name=f"b-{kind}"))
 
 
 MONEY_STEPS: dict[str, Callable[[World, Step], None]] = {
     "set a price": _set_price,
     "end a price": _end_price,
-    "set a budget": _nothing,
-    "raise a budget": _nothing,
-    "delete a budget": _nothing,
+    "set a budget": _set_budget,
+    "delete a budget": _delete_budget,
     "set a policy": _set_policy,
     "detach a policy": _detach_policy,
 }

@@ -267,8 +267,6 @@ class World:
         for client in self.clients:
             if not client.is_over:
                 self.wrong.append(f"ends the client of {client.run_id} waits")
-            if client.refused and client.run_id in there:
-                self.wrong.append(f"told {client.run_id} is there, and its client: {client.refused}")
         asked = {client.run_id for client in self.clients}
         for run_id in there:
             if run_id not in asked:
