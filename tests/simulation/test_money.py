@@ -64,9 +64,7 @@ def played(
 
     done = [Step(after_s=0.0, what="begin", which=0, amount=0.5)]
     done += [Step(after_s=after_s, what=what, which=at, amount=0.35) for at, (after_s, what) in enumerate(steps)]
-    plan = Plan(
-        seed=1, grace_s=GRACE_S, retention_s=1e9, mixes=False, steps=tuple(done), epoch_s=epoch_s, spends=False
-    )
+    plan = Plan(seed=1, grace_s=GRACE_S, retention_s=1e9, mixes=False, steps=tuple(done), epoch_s=epoch_s, spends=False)
     own: dict[str, Callable[[World, Step], None]] = {"begin": begin, "wait": lambda _world, _step: None}
     world = Lasting(plan, directory, {**DO, **own}, run_s=run_s)
     world.run()
