@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from serverless_gpu.server.charges import DAY_NS
 from serverless_gpu.server.charging import Charging
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.retention import EVERY_S, Retention
+from serverless_gpu.server.self_check import check
 from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.attempts import Report
@@ -253,6 +255,45 @@ def test_an_attempt_that_cannot_be_charged_does_not_hinder_the_others(
     assert entries(database, worse) == []
     assert "cannot be charged" in caplog.text
     assert services.measures.registry.get_sample_value("sgpu_charge_failures_total") == 1
+
+
+def test_a_node_that_counts_more_time_than_there_was_is_said(
+    services: Services, database: Database, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_id = begun(database)
+    write_facts(database, run_id, used(run_id, seconds=HOUR_S))
+    end(database, run_id, at_ns=T0 + 60 * S)
+    charge_all(services)
+    assert "was placed 0 s ago, and is said to have held devices for 3600 s" in caplog.text
+    assert shape(database, run_id) == [("original", False, 7_200_000)]
+
+
+def test_facts_that_come_while_an_attempt_is_charged_are_charged(
+    services: Services, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On PostgreSQL both go on at once, and the one that is later is done again."""
+    run_id = begun(database)
+    write_facts(database, run_id, used(run_id, seconds=60, until=FactKind.ALIVE))
+    end(database, run_id, at_ns=T0 + 60 * S)
+    account_id = _account(database)
+    database.write(lambda connection: attempts.note(connection, run_id, 1, account_id=account_id))
+    insert, crossed = charges.insert, [database.kind == "sqlite"]
+
+    def crossing(connection: sa.Connection, new: Sequence[charges.New], *, at_ns: int) -> int:
+        if not crossed[0]:  # its facts were read, and nothing is written
+            crossed[0] = True
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(late, services, run_id, [fact(run_id, 3, FactKind.FREED, T0 + 90 * S)]).result()
+        return insert(connection, new, at_ns=at_ns)
+
+    monkeypatch.setattr(charges, "insert", crossing)
+    charge_all(services)
+    if database.kind == "sqlite":  # its one writer does one after the other
+        late(services, run_id, [fact(run_id, 3, FactKind.FREED, T0 + 90 * S)])
+        charge_all(services)
+    assert net(database, run_id, "gpu_ms") == 180_000
+    assert [row["uncharged"] for row in rows(database, tables.attempts)] == [False]
+    assert [one for one in check(database.read).violations if one.invariant == "I7"] == []
 
 
 def test_facts_that_no_attempt_can_have_are_refused(services: Services, database: Database) -> None:

@@ -45,6 +45,8 @@ FACTS_AT_ONCE = 5_000
 """Attempts, and facts of all of them together (or those of one), of one transaction: others write, too."""
 ASIDE_S = 600.0
 ASIDE_MAX = 1_000
+DOUBT_S = 60.0
+"""A node that counts so much more than the server is not right, or the server's clock was set."""
 DAYS_MAX = 400
 """An attempt that says that it used more days is left aside: nothing runs for so long, and a clock may be broken."""
 _LIMIT = 1 << 62
@@ -227,6 +229,7 @@ def charge(connection: sa.Connection, due: Mapping[Gang, Due], *, at_ns: int, fi
             )
         if one.attempt.settled_ns is not None:
             done.append(gang)
+            _doubt(one, lines, at_ns)
             if one.seen is not None and lines:
                 seen[gang] = (one.account_id, _utilisation(lines, one.seen.uses))
     written = charges.insert(connection, new, at_ns=at_ns)
@@ -234,6 +237,19 @@ def charge(connection: sa.Connection, due: Mapping[Gang, Due], *, at_ns: int, fi
     attempts.charged(connection, done)
     faults.reach("in_charging")
     return Charged(entries=written, failed=failed)
+
+
+def _doubt(one: Due, lines: Sequence[Line], at_ns: int) -> None:
+    """Say of an attempt that its node counted more time than there was since it was placed; it is charged so."""
+    held_s = (max(line.end_ns for line in lines) - min(line.start_ns for line in lines)) / 1e9 if lines else 0.0
+    there_s = (at_ns - one.attempt.created_ns) / 1e9
+    if held_s > there_s + DOUBT_S:
+        _log.warning(
+            "attempt %s:%d was placed %.0f s ago, and is said to have held devices for %.0f s",
+            *one.gang,
+            there_s,
+            held_s,
+        )
 
 
 def _missing(one: Due, lines: Sequence[Line], *, final_before_ns: int) -> tuple[Entry, ...]:
