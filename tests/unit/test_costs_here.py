@@ -134,6 +134,14 @@ def test_a_run_that_goes_on_has_used_what_it_has_by_now(living: Path, clock: Fak
     assert str(cost) == "0.004 USD · 4.0 GPU-seconds · so far"
 
 
+def test_a_receipt_is_the_last_word_while_whoever_wrote_it_ends(living: Path, clock: FakeClock) -> None:
+    attempt = Attempt(living, clock)
+    attempt.facts(*WHOLE)
+    attempt.receipt(gpu_ms=2_040, micros=2_040)
+    clock.advance(3.0)
+    assert (cost_here(living, clock).gpu_ms, cost_here(living, clock).is_final) == (2_040, True)
+
+
 def test_one_whose_supervisor_was_killed_has_used_what_its_last_fact_says(run: Path, clock: FakeClock) -> None:
     Attempt(run, clock).facts((K.RESERVED, 0), (K.EXEC, 1_000), (K.ALIVE, 1_500))
     clock.advance(3_600.0)

@@ -37,7 +37,7 @@ def cost_here(run: Path, clock: Clock) -> Cost:
     """
     directories = attempts_here(run)
     used = [attempt_used(directory, clock) for directory in directories]
-    is_over = bool(directories) and not is_live(directories[-1])
+    is_over = bool(used) and used[-1].is_final
     begun = bool(used) and bool(used[-1].lines)
     waits_ns = 0 if begun or is_over else clock.wall_ns() - (created_wall_ns(run.name) or clock.wall_ns())
     return together(used, waits_ms=max(0, waits_ns) // _MS_NS, is_final=is_over)
@@ -64,7 +64,7 @@ def attempt_used(directory: Path, clock: Clock) -> Used:
         currency=(tariff or UNPRICED).currency,
         gpu_type=gpu_type,
         queued_ms=_waited_ms(directory, facts, receipt),
-        is_final=not live,
+        is_final=receipt is not None or not live,  # it is the last word: whoever wrote it is about to end
     )
 
 
