@@ -173,6 +173,25 @@ def test_how_long_ranks_may_take_is_said_where_they_were_asked_to_end(
     assert facts(tmp_path)[1:] == [msgspec.structs.replace(fact(1, FactKind.STOPPING, 0), grace_ms=grace_ms)]
 
 
+def test_facts_are_in_order_also_where_a_device_failed_before_the_ranks_were_to_end(tmp_path: Path) -> None:
+    account = Account(launch(tmp_path), clock := FakeClock())
+    account.mark("stem")
+    clock.advance(1)
+    account.fact(FactKind.RESERVED, DEVICES)
+    account.fact(FactKind.HYDRATING, DEVICES)
+    account.starting(DEVICES)
+    account.mark("exec")
+    account.fact(FactKind.EXEC, DEVICES)
+    clock.advance(10)
+    fault_ns = clock.boottime_ns()
+    clock.advance(60)
+    account.stopping(msgspec.structs.replace(RETURNED, reason=Reason.GPU_LOST, fault_ns=fault_ns), DEVICES)
+    account.fact(FactKind.EXITED, DEVICES, fault_ns)
+    written = facts(tmp_path)
+    assert [each.boottime_ns for each in written] == sorted(each.boottime_ns for each in written)
+    assert written[-2:] == [fact(4, FactKind.STOPPING, 11), fact(5, FactKind.EXITED, 11)]
+
+
 def test_a_run_that_ends_before_its_ranks_ran_has_nothing_to_stop(tmp_path: Path) -> None:
     account = Account(launch(tmp_path), FakeClock())
     account.fact(FactKind.RESERVED, DEVICES)

@@ -121,8 +121,8 @@ class Account:
 
     def starting(self, devices: Sequence[Device]) -> None:
         """Write down since when the environment is there; it may have been before the devices were."""
-        ready_ns = max(self.marks.get(self._ready(), 0), self.marks.get("reserved", 0))
-        self.fact(FactKind.STARTING, devices, ready_ns or None)
+        ready_ns = self.marks.get(self._ready(), 0)
+        self.fact(FactKind.STARTING, devices, max(ready_ns, self._fact_ns))  # facts are written in their order
 
     def stopping(self, attempt: Attempt, devices: Sequence[Device]) -> None:
         """Write down that the ranks are to end, the first time, and how long they may take where we asked them to.
@@ -136,7 +136,8 @@ class Account:
         self.mark("stopping")
         if "exec" in self.marks:
             asked = attempt.phase is Phase.TERMINATING and attempt.reason in ASKED
-            self.fact(FactKind.STOPPING, devices, grace_ms=_grace_ms(attempt) if asked else None)
+            # Of a device that failed the user's time ended then, and the facts that follow say so.
+            self.fact(FactKind.STOPPING, devices, attempt.fault_ns, grace_ms=_grace_ms(attempt) if asked else None)
 
     def ended(self, stopped: Stopped) -> None:
         """Write how the attempt ended to `stopped.json`."""
