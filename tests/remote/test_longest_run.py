@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -31,16 +32,15 @@ def test_F73_a_node_that_is_cut_off_ends_an_attempt_in_time_and_the_run_goes_on_
     with pytest.raises(PolicyViolation, match="'short' does not accept gpus=4, which SGPU_POLICY names") as caught:
         distributed(gpus=4, gpu_type="H100", remote=True, quiet=True)(count).submit(1)
     assert caught.value.hint == "it accepts gpus=2 at most"
-    asked = {"gpus": 1, "gpu_type": "H100", "remote": True, "quiet": True, "grace": float(GRACE_S)}
-    distributed(**asked)(count).distributed(0)  # type: ignore[arg-type] # an interpreter is ready: the limit is short
-    final = distributed(**asked, timeout=60)(count).submit(100_000)  # type: ignore[arg-type] # as in a script
-    run = distributed(**asked, resume=True)(count).submit(600)  # type: ignore[arg-type]
-    for each in (final, run):
-        wait_for(lambda each=each: "from 0" in each.logs(), "it counts")  # type: ignore[misc]
+    asked: dict[str, Any] = {"gpus": 1, "gpu_type": "H100", "remote": True, "quiet": True, "grace": float(GRACE_S)}
+    distributed(**asked)(count).distributed(0)  # an interpreter is ready: the limit is short
+    final = distributed(**asked, timeout=60)(count).submit(100_000)
+    run = distributed(**asked, resume=True)(count).submit(600)
+    wait_for(lambda: all("from 0" in each.logs() for each in (final, run)), "both count")
     own_server.kill()
-    for each in (final, run):
-        attempt = home / "runs" / each.id / "1"
-        wait_for(lambda attempt=attempt: (attempt / "stopped.json").exists(), "its node has ended it")  # type: ignore[misc]
+    attempts = [home / "runs" / each.id / "1" for each in (final, run)]
+    wait_for(lambda: all((attempt / "stopped.json").exists() for attempt in attempts), "the node has ended both")
+    for each, attempt in zip((final, run), attempts, strict=True):
         ending = read_ending(attempt)
         assert ending is not None and ending.reason is Reason.TIMEOUT
         assert saved(home, each.id)["why"] == "timeout"

@@ -42,18 +42,7 @@ def test_a_policy_is_made_changed_attached_and_seen_by_whom_it_is_for(server: Se
         "8 GPUs a run; 16 GPUs at once; 7 days at a time; stopped after 30 min 00 s idle; classes NORMAL, BEST_EFFORT\n"
     )
     # What is not said stays; `any` takes a limit away.
-    changes = (
-        "--gpus-per-run",
-        "any",
-        "--max-run",
-        "2h",
-        "--idle",
-        "any",
-        "--require-tag",
-        "team",
-        "--gpu-types",
-        "any",
-    )
+    changes = ("--gpus-per-run=any", "--max-run=2h", "--idle=any", "--require-tag=team", "--gpu-types=any")
     assert said("policy", "set", "llm", *changes, "--priorities", "any").stdout == (
         "policy llm: any on-demand pool; needs tag team; adds tag team=a; 16 GPUs at once; 2 h 00 min at a time\n"
     )
