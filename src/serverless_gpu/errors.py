@@ -409,9 +409,10 @@ class NodeLost(RunError):
 
 
 class BudgetExhausted(RunError):
-    """The run was stopped because its budget was used up."""
+    """A budget is used up: the run was stopped, or was not taken."""
 
     code = "budget_exhausted"
+    status = 402
 
 
 class CommandFailed(RunError):

@@ -52,7 +52,7 @@ def test_F71_F72_a_hard_budget_stops_a_run_with_its_checkpoint_saved_and_raising
     assert sgpu("budget", "set", "llm", "--tag", "project=llm", "--usd", "6200", "--hard").exit_code == 0
     assert run.status() == "STOPPING"
     raised.touch()
-    with pytest.raises(BudgetExhausted, match="budget 'llm' is used up this month") as caught:
+    with pytest.raises(BudgetExhausted, match="budget 'llm' this month does not pay for") as caught:
         run.results(40)
     assert caught.value.reason == "budget" and json.loads(saved.read_text()) == {"why": "budget"}
     receipt = run.receipt(30)

@@ -69,7 +69,7 @@ def test_F71_a_hard_budget_stops_the_last_first_and_everybody_in_the_end(spent: 
     assert spent.find(second).stop is StopReason.BUDGET and spent.find(first).stop is None
     assert spent.told(second)[-1] == (
         State.STOPPING,
-        "asked to stop: budget: budget 'llm' is used up this month, and what is left is for ending in order",
+        "asked to stop: budget: what is left of budget 'llm' this month does not pay for its next minute",
     )
     stop = rows(spent.database, tables.orders)[-1]
     assert (stop["run_id"], stop["kind"], stop["stop"]) == (second, "stop", "budget")
@@ -94,7 +94,7 @@ def test_F72_a_budget_that_is_raised_takes_no_stop_back(spent: Spent) -> None:
     spent.start(run_id)
     spent.go_on(6, run_id)
     assert spent.find(run_id).stop is StopReason.BUDGET
-    with pytest.raises(BudgetExhausted, match="used up"):
+    with pytest.raises(BudgetExhausted, match="budget 'llm' has "):
         spent.submit()
     spent.set(limit_micros=6_500 * UNIT, hard=True)
     spent.go_on(3, run_id)
@@ -118,7 +118,7 @@ def test_what_a_hard_budget_has_stopped_somebody_for_lets_nobody_in(spent: Spent
         spent.go_on(5)
         assert spent.find(waits).state is State.QUEUED
     assert spent.services.sentences.of(waits).endswith(
-        "budget 'llm' is used up this month; the next period begins on 2026-12-01 (UTC)"
+        "budget 'llm' has stopped runs this month, and lets nobody in; the next period begins on 2026-12-01 (UTC)"
     )
 
 
@@ -135,8 +135,8 @@ def test_F71_a_soft_budget_warns_and_lets_what_goes_on_finish(spent: Spent, capl
     spent.go_on(10, run_id)
     told = [sentence for state, sentence in spent.told(run_id) if "budget" in sentence]
     assert told == [
-        "budget 'llm' is at 80 %: 80.00 of 100.00 USD this month; at 100 % nothing new starts",
-        "budget 'llm' is at 95 %: 95.00 of 100.00 USD this month; at 100 % nothing new starts",
+        "budget 'llm' is at 80 % this month (80.00 of 100.00 USD used); at 100 % nothing new starts",
+        "budget 'llm' is at 95 % this month (95.00 of 100.00 USD used); at 100 % nothing new starts",
         "budget 'llm' is used up: 105.00 of 100.00 USD this month; nothing new starts",
     ]
     assert [(one["percent"], one["used"]) for one in notices_of(spent)] == [
@@ -201,7 +201,7 @@ def test_a_run_that_takes_any_device_is_let_in_for_what_the_dearest_costs(spent:
     run_id = spent.submit(gpu_type=None)
     spent.tick()
     assert spent.find(run_id).state is State.QUEUED
-    with pytest.raises(BudgetExhausted, match="less than the run's first minute"):
+    with pytest.raises(BudgetExhausted, match="less left this month than the run's first minute costs"):
         spent.submit()
     spent.set(limit_micros=60 * UNIT, hard=True)
     spent.tick()

@@ -271,9 +271,15 @@ def test_what_the_cluster_did_is_compared_by_one_clock() -> None:
 
 
 def test_what_a_server_thinks_is_asked_for_too() -> None:
-    moment = Moment(unplaced_s={"a": 61, "b": 59}, untold_s={"c": 61}, sizes={"keys": (3, 2), "leases": (2, 2)})
+    moment = Moment(
+        unplaced_s={"a": 61, "b": 59},
+        untold_s={"c": 61},
+        unstopped_s={"d": 31, "e": 29},
+        sizes={"keys": (3, 2), "leases": (2, 2)},
+    )
     assert [(one.invariant, one.subject) for one in violations(Books(), None, moment)] == [
         ("I11", "run a"),
+        ("I12", "run d"),
         ("I14", "run c"),
         ("I15", "keys"),
     ]

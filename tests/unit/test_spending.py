@@ -70,7 +70,7 @@ def test_what_is_taken_back_is_taken_back_hour_by_hour_to_one(amount: int, start
     [
         (
             spending.warning("llm", standing(10**8, 81_200_000), "USD", is_open=True),
-            "budget 'llm' is at 81 %: 81.20 of 100.00 USD this month;"
+            "budget 'llm' is at 81 % this month (81.20 of 100.00 USD used);"
             " at 100 % its runs are stopped, with their grace for a checkpoint",
         ),
         (
@@ -83,7 +83,7 @@ def test_what_is_taken_back_is_taken_back_hour_by_hour_to_one(amount: int, start
         ),
         (
             spending.stopped("llm", standing(10**8, 99_000_000, stop=True), "USD", is_open=False),
-            "budget 'llm' is used up this month, and what is left is for ending in order",
+            "what is left of budget 'llm' this month does not pay for its next minute",
         ),
         (
             spending.no_room("llm", standing(10**8, 10**8)),

@@ -205,9 +205,14 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
         return self.budget.limit - self.budget.counts(self.used) - self.budget.counts(self.held)
 
     @property
+    def is_spent(self) -> bool:
+        """Return whether all of the limit is used."""
+        return self.budget.counts(self.used) >= self.budget.limit
+
+    @property
     def is_used_up(self) -> bool:
         """Return whether nothing new starts, whatever is given back."""
-        return self.is_closed or self.budget.counts(self.used) >= self.budget.limit
+        return self.is_closed or self.is_spent
 
     @property
     def percent(self) -> float:

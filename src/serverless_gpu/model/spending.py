@@ -171,7 +171,7 @@ def left(name: str, standing: Standing, currency: str, *, is_open: bool) -> str:
 
 
 def refused(name: str, standing: Standing, currency: str, *, is_open: bool) -> str:
-    """Return that a run cannot start because a budget is used up.
+    """Return why a run cannot start in this period.
 
     Args:
         name: of the budget.
@@ -179,36 +179,58 @@ def refused(name: str, standing: Standing, currency: str, *, is_open: bool) -> s
         currency: of the server.
         is_open: whether amounts may be said.
     """
-    said = f": {used_words(standing, currency)}" if is_open else f" {PERIOD_WORDS[standing.budget.period]}"
-    rest = "" if standing.is_used_up else ", and what is left is less than the run's first minute"
-    return f"budget {name!r} is used up{said}{rest}"
+    if standing.is_spent:
+        return _is_used_up(name, standing, currency, is_open=is_open)
+    when, amounts = _when(standing), _amounts(standing, currency, is_open=is_open)
+    if standing.is_closed:
+        return f"budget {name!r} has stopped runs {when}: what is left did not pay for another minute of them{amounts}"
+    return f"budget {name!r} has less left {when} than the run's first minute costs{amounts}"
 
 
 def stopped(name: str, standing: Standing, currency: str, *, is_open: bool) -> str:
     """Return why a run is stopped; as `refused`."""
-    said = f": {used_words(standing, currency)}" if is_open else f" {PERIOD_WORDS[standing.budget.period]}"
-    rest = "" if standing.is_used_up else ", and what is left is for ending in order"
-    return f"budget {name!r} is used up{said}{rest}"
+    if standing.is_spent:
+        return _is_used_up(name, standing, currency, is_open=is_open)
+    when, amounts = _when(standing), _amounts(standing, currency, is_open=is_open)
+    return f"what is left of budget {name!r} {when} does not pay for its next minute{amounts}"
 
 
 def warning(name: str, standing: Standing, currency: str, *, is_open: bool) -> str:
     """Return how much of a budget is used, and what follows; as `refused`."""
     then = "its runs are stopped, with their grace for a checkpoint" if standing.budget.hard else "nothing new starts"
-    said = f": {used_words(standing, currency)}" if is_open else f" {PERIOD_WORDS[standing.budget.period]}"
+    if standing.is_spent:
+        return f"{_is_used_up(name, standing, currency, is_open=is_open)}; {then}"
+    when, amounts = _when(standing), _amounts(standing, currency, is_open=is_open)
     if standing.is_used_up or standing.stop:
-        return f"budget {name!r} is used up{said}; {then}"
-    return f"budget {name!r} is at {int(standing.percent)} %{said}; at 100 % {then}"
+        return f"what is left of budget {name!r} {when} does not pay for the next minute of its runs{amounts}; {then}"
+    return f"budget {name!r} is at {int(standing.percent)} % {when}{amounts}; at 100 % {then}"
 
 
 def no_room(name: str, standing: Standing) -> str:
     """Return why a run that a budget has no room for waits; the same for as long as it waits for the same."""
-    when = PERIOD_WORDS[standing.budget.period]
-    if standing.is_used_up:
+    when = _when(standing)
+    if standing.is_spent:
         return f"budget {name!r} is used up {when}; {anew(standing.window)}"
+    if standing.is_closed:
+        return f"budget {name!r} has stopped runs {when}, and lets nobody in; {anew(standing.window)}"
     return (
         f"budget {name!r} has no room for it: what is left {when} is less than its first minute,"
         f" or held for runs that go on; {anew(standing.window)}"
     )
+
+
+def _is_used_up(name: str, standing: Standing, currency: str, *, is_open: bool) -> str:
+    said = f": {used_words(standing, currency)}" if is_open else f" {_when(standing)}"
+    return f"budget {name!r} is used up{said}"
+
+
+def _when(standing: Standing) -> str:
+    return PERIOD_WORDS[standing.budget.period]
+
+
+def _amounts(standing: Standing, currency: str, *, is_open: bool) -> str:
+    """Return how much is used, in brackets: for those who may know it."""
+    return f" ({used_words(standing, currency).removesuffix(_when(standing))}used)" if is_open else ""
 
 
 def anew(window: Window) -> str:

@@ -232,8 +232,8 @@ def _views(services: Services, standings: dict[str, Standing]) -> Iterable[Budge
 def _sentence(standing: Standing, currency: str) -> str:
     parts = [words.used_words(standing, currency)]
     if standing.is_used_up:
-        then = "its runs are stopped" if standing.budget.hard else "what goes on finishes"
-        parts.append(f"nothing new starts and {then} until {format_day(standing.window.days[-1] + 1)} (UTC)")
+        why = "" if standing.is_spent else "it has stopped runs: what is left did not pay for another minute of them; "
+        parts.append(f"{why}nothing new starts until {format_day(standing.window.days[-1] + 1)} (UTC)")
     unpriced_ms = standing.used.unpriced_ms
     if unpriced_ms and standing.budget.limit_micros is not None:
         parts.append(f"{words.gpu_words(unpriced_ms)} have no price and count nothing: sgpu price set")

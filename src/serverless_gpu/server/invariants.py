@@ -20,11 +20,11 @@ I7  the ledger: facts in order, a receipt only at an end; what is charged follow
     changed, only taken back and said anew, and is what the receipt says (`ledger_invariants.py`)
 I8  the audit has one row for each request that changed something, no secret, and its chain is whole
 I11 a run that could be placed is placed
+I12 who can hold nothing more of a hard budget is asked to stop: that bounds what is used beyond (`model/budget.py`)
 I14 a run that waits has a sentence that says for what
 I15 what grows has a bound, and keeps it
 
-Not asked: I9, I10 (processes and bytes on a node: its own tests look), I12 (there are no budgets yet), I13 (there are
-no schedules yet).
+Not asked: I9, I10 (processes and bytes on a node: its own tests look), I13 (there are no schedules yet).
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ UNPLACED_S = 60.0
 """How long a run may wait although it could be placed: a scheduler that is slow is not one that forgot it."""
 UNTOLD_S = 60.0
 """How long a run may wait without being told for what."""
-NOT_YET = {"I12": "there are no budgets yet", "I13": "there are no schedules yet"}
+UNSTOPPED_S = 30.0
+"""How long a run may go on that a hard budget has nothing left for: it holds twice that ahead."""
+NOT_YET = {"I13": "there are no schedules yet"}
 
 _OPEN = frozenset({State.STARTING, State.RUNNING, State.STOPPING, State.UNREACHABLE})
 _STOPPED_IN_QUEUE = frozenset({State.CANCELLED, State.TIMED_OUT, State.BUDGET_STOPPED})
@@ -112,12 +114,14 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         untold_s: runs that wait and are told nothing, and for how long that has been so, seconds.
         unplaced_s: runs that could be placed now, and for how long that has been so, seconds.
+        unstopped_s: runs that a hard budget has nothing left for, and that are not asked to stop, likewise.
         sizes: what grows, in words → (how much there is, how much there may be).
         missing_parts: digests of results that the store does not have.
     """
 
     untold_s: Mapping[str, float] = {}
     unplaced_s: Mapping[str, float] = {}
+    unstopped_s: Mapping[str, float] = {}
     sizes: Mapping[str, tuple[int, int]] = {}
     missing_parts: frozenset[str] = frozenset()
 
@@ -341,7 +345,7 @@ def _audited(books: Books, history: History) -> Iterator[Violation]:
             yield Violation(invariant="I8", subject="audit", sentence="a row of it has a secret")
 
 
-# --- I11, I14, I15 ----------------------------------------------------------------------------------------------------
+# --- I11, I12, I14, I15 -----------------------------------------------------------------------------------------------
 
 
 def _of_the_moment(moment: Moment) -> Iterator[Violation]:
@@ -349,6 +353,10 @@ def _of_the_moment(moment: Moment) -> Iterator[Violation]:
         if seconds > UNPLACED_S:
             sentence = f"waits, though it could have been placed for {seconds:.0f} s"
             yield Violation(invariant="I11", subject=f"run {run_id}", sentence=sentence)
+    for run_id, seconds in moment.unstopped_s.items():
+        if seconds > UNSTOPPED_S:
+            sentence = f"goes on unasked, though a hard budget has had nothing left for it for {seconds:.0f} s"
+            yield Violation(invariant="I12", subject=f"run {run_id}", sentence=sentence)
     for run_id, seconds in moment.untold_s.items():
         if seconds > UNTOLD_S:
             sentence = f"waits, and has been told nothing for {seconds:.0f} s"

@@ -49,7 +49,7 @@ TELL_MAX = 20
 PARTS_MAX = 50
 ENDS_MAX = 50_000
 TOLD_MAX = 1_000
-OF_THE_MOMENT = frozenset({"I11", "I14", "I15"})
+OF_THE_MOMENT = frozenset({"I11", "I12", "I14", "I15"})
 """Looked at whole at each tick: what is not found any more has ended."""
 Read = Callable[[Callable[[sa.Connection], Any]], Any]
 """`Database.read`."""
@@ -91,6 +91,7 @@ class SelfCheck:
         self._unplaced: dict[str, int] = {}
         self._looked_ns: int | None = None
         self._untold: dict[str, int] = {}
+        self._unstopped: dict[str, int] = {}
         self._lendings = Lendings()
         self._told: set[tuple[str, str, str]] = set()
         self._is_full_said = False
@@ -110,7 +111,9 @@ class SelfCheck:
         self._remember(page)
         self.seen += len(page.runs)
         self._after = page.following
-        is_in_doubt = bool(self._untold or self._unplaced)  # so for a minute is looked at more often than at its ends
+        is_in_doubt = bool(
+            self._untold or self._unplaced or self._unstopped
+        )  # so for a minute is looked at more often than at its ends
         goes_on = bool(page.following) or not self._chain.done
         if not goes_on:
             self._chain.begin_again()
@@ -123,6 +126,8 @@ class SelfCheck:
         untold = [run_id for run_id in waiting[:TELL_MAX] if told.wait(run_id) is None]
         untold += [run_id for run_id in waiting[TELL_MAX:] if not told.is_waiting(run_id)]
         self._untold = _since(self._untold, untold, now_ns)
+        unstopped = {run_id for each in services.spending.standings().values() for run_id in each.stop}
+        self._unstopped = _since(self._unstopped, unstopped, now_ns)
         is_due = self._unplaced or self._looked_ns is None or now_ns - self._looked_ns >= ROUND_S * 1e9
         if is_due or not waiting:  # it costs as much as a scheduler that starts
             placeable = self._second_look.forgotten() if 0 < len(waiting) <= QUEUE_MAX else []
@@ -130,6 +135,7 @@ class SelfCheck:
         return Moment(
             untold_s={run_id: (now_ns - since_ns) / 1e9 for run_id, since_ns in self._untold.items()},
             unplaced_s={run_id: (now_ns - since_ns) / 1e9 for run_id, since_ns in self._unplaced.items()},
+            unstopped_s={run_id: (now_ns - since_ns) / 1e9 for run_id, since_ns in self._unstopped.items()},
             sizes=services.hub.sizes(),
         )
 
