@@ -327,6 +327,21 @@ def test_a_change_is_written_down_with_what_was_before(spent: Spent) -> None:
     assert all((one.principal, one.subject) == ("root", "a") for one in said)
 
 
+def test_a_budget_that_is_deleted_is_gone_and_the_others_stay(spent: Spent) -> None:
+    spent.set("a", limit_micros=1, hard=True)
+    spent.set("b", limit_micros=10**9)
+    spent.tick()
+    with pytest.raises(BudgetExhausted):
+        spent.submit()
+    budgeting.delete_budget(spent.services, ROOT, "a")
+    assert [each.name for each in budgeting.view_budgets(spent.services, ROOT, "all").budgets] == ["b"]
+    run_id = spent.submit()
+    spent.start(run_id)
+    budgeting.delete_budget(spent.services, ROOT, "b")
+    spent.go_on(1, run_id)
+    assert budgeting.view_budgets(spent.services, ROOT, "all").budgets == ()
+
+
 def test_requests_are_what_people_wrote() -> None:
     text = '{"kind":"tag","scope":"a=b","period":"month","limit_micros":1}'
     assert msgspec.json.decode(text, type=BudgetRequest) == BudgetRequest(

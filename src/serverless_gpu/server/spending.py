@@ -160,6 +160,8 @@ class Spending:
     def by_day(self, name: str) -> dict[int, int]:
         """Return what a budget's runs used on each day of the last week and of its period, in the unit of its limit."""
         with self._lock:
+            if name not in self._book.budgets:
+                return {}  # it was deleted since
             found = {day: self._book.budgets[name].counts(use) for day, use in self._ledger.days(name).items()}
             for gang, one in self._going.items():
                 if name not in one.names:
@@ -327,6 +329,7 @@ class Spending:
                     if day in days:
                         posted[name] -= use
         weighed: dict[Period, dict[Gang, Weighed]] = {}
+        self._standings = {}
         for name, budget in self._book.budgets.items():
             within = decisions.window(budget.period, self._as_of_ns)
             by_day = self._ledger.days(name)
