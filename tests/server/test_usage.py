@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -15,10 +16,11 @@ from serverless_gpu.model import usage as model
 from serverless_gpu.model.access import Reach
 from serverless_gpu.model.pricing import Price
 from serverless_gpu.model.usage import Amounts, Group, Window
-from serverless_gpu.server import prices, usage, usage_rows, usage_sums
+from serverless_gpu.server import prices, tables, usage, usage_rows
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.services import Services
+from serverless_gpu.server.usage_folding import Folding, fold
 from serverless_gpu.server.usage_sums import Wanted
 from serverless_gpu.wire.usage import UsageView
 from tests.server import ledgered
@@ -127,10 +129,11 @@ def unseen(amounts: Amounts) -> Amounts:
     return msgspec.structs.replace(amounts, observed_ms=0, busy_ms=0)
 
 
-@pytest.mark.parametrize("few", [10_000, 3])
-def test_any_grouping_adds_up_to_the_same(services: Services, monkeypatch: pytest.MonkeyPatch, few: int) -> None:
-    monkeypatch.setattr(usage_sums, "ACCOUNTS_FEW", few)
+@pytest.mark.parametrize("folded", ["nothing", "some", "all"])
+def test_any_grouping_adds_up_to_the_same(services: Services, folded: str) -> None:
     services.database.write(lambda connection: fill(connection, 7, 60))
+    for limit in {"nothing": (), "some": (7, 30, 1), "all": (1000,)}[folded]:
+        services.database.write(partial(fold, limit=limit))
     whole = {total.currency: total.amounts for total in report(services).totals}
     assert set(whole) == {"USD", "EUR"} and sum(amounts.runs for amounts in whole.values()) == 60
     assert sum(amounts.observed_ms for amounts in whole.values()) > 0
@@ -141,6 +144,29 @@ def test_any_grouping_adds_up_to_the_same(services: Services, monkeypatch: pytes
         assert {total.currency: total.amounts for total in view.totals} == whole, by
         assert {total.currency: total.amounts for total in model.totals(view.groups)} == whole, by
         assert not view.is_cut
+
+
+def killed(limit: int, connection: sa.Connection) -> None:
+    fold(connection, limit=limit)
+    raise ZeroDivisionError
+
+
+def test_charges_are_added_up_once_however_often_the_loop_is_killed(services: Services) -> None:
+    services.database.write(lambda connection: fill(connection, 5, 50))
+    before = {total.currency: total.amounts for total in report(services).totals}
+    limit, is_more = 1, True
+    while is_more:
+        with pytest.raises(ZeroDivisionError):
+            services.database.write(partial(killed, limit))
+        is_more = services.database.write(partial(fold, limit=limit))
+        assert {total.currency: total.amounts for total in report(services).totals} == before
+        limit += 9
+    loop = Folding(services)
+    assert loop.tick(0) == 60 * 10**9
+    services.database.write(lambda connection: ledgered.charge(connection, "new", 1, day=DAY))
+    assert loop.tick(0) == 60 * 10**9 and loop.tick(0) == 60 * 10**9
+    (row,) = services.database.read(lambda db: db.execute(sa.select(sa.func.sum(tables.used_days.c.runs))).all())
+    assert int(row[0]) == 51
 
 
 def test_what_is_cut_is_in_the_totals_and_said(services: Services) -> None:

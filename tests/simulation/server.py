@@ -11,7 +11,17 @@ from serverless_gpu.engines.simulated import SimulatedEngine
 from serverless_gpu.server.chaining import Chainer
 from serverless_gpu.server.charging import Charging
 from serverless_gpu.server.collecting import Collector
-from serverless_gpu.server.hub import AUDIT, BUDGETS, COLLECTOR, LEDGER, RECONCILER, RETENTION, SCHEDULER, SELF_CHECK
+from serverless_gpu.server.hub import (
+    AUDIT,
+    BUDGETS,
+    COLLECTOR,
+    LEDGER,
+    RECONCILER,
+    RETENTION,
+    SCHEDULER,
+    SELF_CHECK,
+    USAGE,
+)
 from serverless_gpu.server.keeping_within import Keeper
 from serverless_gpu.server.loops import Loop, Tick
 from serverless_gpu.server.reconciler import Reconciler
@@ -19,6 +29,7 @@ from serverless_gpu.server.retention import Retention
 from serverless_gpu.server.scheduler import Scheduler
 from serverless_gpu.server.self_check import SelfCheck
 from serverless_gpu.server.services import Services
+from serverless_gpu.server.usage_folding import Folding
 from tests.server.made import made_services
 from tests.simulation.storage import Disk, Killed, Storage
 from tests.simulation.timeline import Timeline
@@ -53,6 +64,7 @@ class Process:
             BUDGETS: Keeper(self.services).tick,
             AUDIT: Chainer(self.services).tick,
             LEDGER: Charging(self.services).tick,
+            USAGE: Folding(self.services).tick,
             SELF_CHECK: SelfCheck(self.services).tick,
         }
         for key, tick in ticks.items():

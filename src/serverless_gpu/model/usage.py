@@ -4,7 +4,7 @@
     what goes on now ─────────────▶ the same, computed, and marked: it is not in the ledger yet
 
 Amounts are integers, and each charge is in exactly one group, so the groups of any report over the same days add up to
-the same numbers. A run is counted where its first entry lies. Money of two currencies is never added.
+the same numbers. A run is counted where it was first charged. Money of two currencies is never added.
 
     busy    device time with work ÷ device time that telemetry saw
     seen    device time that telemetry saw ÷ device time that was used
@@ -79,7 +79,7 @@ class Amounts(msgspec.Struct, frozen=True, kw_only=True):
     """What was used, and what it costs.
 
     Attributes:
-        runs: how many runs have their first entry among these.
+        runs: how many runs were first charged among these.
         queued_ms: milliseconds that they waited for devices; the segments after it are GPU-milliseconds.
         gpu_ms: GPU-milliseconds that were used; `billed_ms` those that count: not where the platform failed.
         unpriced_ms: those that count and have no price.

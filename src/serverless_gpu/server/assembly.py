@@ -45,6 +45,7 @@ from serverless_gpu.server.hub import (
     RETENTION,
     SCHEDULER,
     SELF_CHECK,
+    USAGE,
     Hub,
 )
 from serverless_gpu.server.keeping_within import Keeper
@@ -63,6 +64,7 @@ from serverless_gpu.server.services import Services
 from serverless_gpu.server.settings import Settings
 from serverless_gpu.server.space import space_problem
 from serverless_gpu.server.storage import open_storage
+from serverless_gpu.server.usage_folding import Folding
 
 LOOP_S = 10.0
 """How long the loops may take to finish their ticks when the server stops."""
@@ -180,6 +182,7 @@ def _looking_after(services: Services, engine: Engine | None, database: Database
         NOTICES: loop("notices", alone(Notifier(services).tick)),
         AUDIT: loop("audit", alone(Chainer(services).tick)),
         LEDGER: loop("ledger", alone(Charging(services).tick)),
+        USAGE: loop("usage", alone(Folding(services).tick), late_s=SLOW_S),
         SELF_CHECK: loop("self-check", SelfCheck(services).tick, late_s=SLOW_S),
     }
     for key, each in loops.items():

@@ -362,12 +362,43 @@ utilisations = sa.Table(  # what telemetry saw of an attempt's devices, by its r
     sa.Column("run_id", sa.String(26), primary_key=True),
     sa.Column("fence", sa.Integer, primary_key=True),
     sa.Column("account_id", sa.ForeignKey("accounts.id"), nullable=False),
-    sa.Column("day", sa.Integer, nullable=False, index=True),  # on which it ended
+    sa.Column("day", sa.Integer, nullable=False),  # on which it ended
     sa.Column("gpus", sa.Integer, nullable=False),
     sa.Column("gpu_ms", sa.BigInteger, nullable=False),
     sa.Column("observed_ms", sa.BigInteger, nullable=False),  # GPU-milliseconds that telemetry saw
     sa.Column("busy_ms", sa.BigInteger, nullable=False),  # and those in which a device worked
     sa.Column("peak_memory_bytes", sa.BigInteger),  # the most of one device
+    sa.Index("ix_utilisations_day", "day", "account_id", "observed_ms", "busy_ms"),  # all that a report reads
+)
+
+used_days = sa.Table(  # sums of `charges` up to a number, for reports: `usage_folding.py`; may be made anew from them
+    "used_days",
+    metadata,
+    sa.Column("day", sa.Integer, primary_key=True),
+    sa.Column("account_id", sa.ForeignKey("accounts.id"), primary_key=True),
+    sa.Column("runs", sa.BigInteger, nullable=False),  # whose first entry is among them
+    sa.Column("queued_ms", sa.BigInteger, nullable=False),
+    sa.Column("environment_ms", sa.BigInteger, nullable=False),
+    sa.Column("start_ms", sa.BigInteger, nullable=False),
+    sa.Column("run_ms", sa.BigInteger, nullable=False),
+    sa.Column("stop_ms", sa.BigInteger, nullable=False),
+    sa.Column("gate_ms", sa.BigInteger, nullable=False),
+    sa.Column("idle_ms", sa.BigInteger, nullable=False),
+    sa.Column("gpu_ms", sa.BigInteger, nullable=False),
+    sa.Column("billed_ms", sa.BigInteger, nullable=False),
+    sa.Column("unpriced_ms", sa.BigInteger, nullable=False),
+    sa.Column("provisional_ms", sa.BigInteger, nullable=False),
+    sa.Column("core_ms", sa.BigInteger, nullable=False),
+    sa.Column("memory_mib_ms", sa.BigInteger, nullable=False),
+    sa.Column("micros", sa.BigInteger),
+    sa.Column("dbu_micros", sa.BigInteger, nullable=False),
+)
+
+folded = sa.Table(  # up to which entry of `charges` those sums go: a row
+    "folded",
+    metadata,
+    sa.Column("name", sa.String(16), primary_key=True),
+    sa.Column("seq", sa.BigInteger, nullable=False),
 )
 
 audit = sa.Table(  # who did what; only ever added to

@@ -1,10 +1,11 @@
 """Sums of the ledger by whatever a report is grouped by: SQL that takes a second for a million charges.
 
-    charges ── days, who may see it ─▶ by account and day ── join accounts ─▶ by user, team, tag, month …
+    used_days, by account and day ─┐
+    charges after those            ─┴─ join accounts ─▶ by user, team, tag, month … ─▶ those that cost most
 
-The first step makes few rows of many while accounts are few; where there is one for nearly every run (a tag of its own
-for each), it makes none fewer, and is left out. Runs are counted where their first entry lies, so that each is in one
-group of any report. What telemetry saw is a table of its own, with the same groups.
+Where runs are asked for, one by one, charges are read: two narrow sums say which cost most, and the others are made of
+those alone. A run is counted where it was first charged, so that it is in one group of any report. What telemetry saw
+is a table of its own, with the same groups.
 """
 
 from __future__ import annotations
@@ -17,10 +18,9 @@ import sqlalchemy as sa
 
 from serverless_gpu.model import usage
 from serverless_gpu.model.usage import ACCOUNT_FIELDS, TAG, Amounts, Group, Window
-from serverless_gpu.server.tables import accounts, charges, utilisations
+from serverless_gpu.server.tables import accounts, charges, folded, used_days, utilisations
 from serverless_gpu.server.usage_rows import visible
 
-ACCOUNTS_FEW = 10_000
 _PLAIN = (
     "queued_ms",
     "environment_ms",
@@ -36,7 +36,7 @@ _PLAIN = (
     "micros",
     "dbu_micros",
 )
-_SUMS = (*_PLAIN, "runs", "unpriced_ms", "provisional_ms")
+SUMS = (*_PLAIN, "runs", "unpriced_ms", "provisional_ms")
 _SEEN = ("observed_ms", "busy_ms")
 Column = sa.ColumnElement[Any]
 
@@ -86,6 +86,11 @@ def find(connection: sa.Connection, wanted: Wanted) -> Found:
     return Found(groups=report.seen(wanted.by, groups, only=True), totals=totals, is_cut=True)
 
 
+def folded_seq(connection: sa.Connection) -> int:
+    """Return up to which entry the sums by account and day go."""
+    return connection.scalar(sa.select(folded.c.seq)) or 0
+
+
 class _Report:
     """One report, as it becomes SQL: keys are labelled `k0`, `k1` …, sums `s_` and their name."""
 
@@ -93,40 +98,40 @@ class _Report:
         self._connection = connection
         self._wanted = wanted
         self._is_sqlite = connection.dialect.name == "sqlite"
-        few = sa.select(accounts.c.id).limit(ACCOUNTS_FEW + 1).subquery()
-        self._is_few = (connection.scalar(sa.select(sa.func.count()).select_from(few)) or 0) <= ACCOUNTS_FEW
         self._currencies = list(connection.scalars(sa.select(accounts.c.currency).distinct()))
 
     def charged(self, by: tuple[str, ...], *, limit: int | None) -> list[Group]:
         """Return groups of charges, those that cost most; all of them without a limit."""
         only_runs = self._dearest_runs(limit) if "run" in by and limit is not None else None
-        if "run" in by or not self._is_few:
+        if "run" in by:
             source: sa.FromClause = charges
-            conditions, sums = self._conditions(charges), _sums_of_rows()
+            conditions, sums = self._conditions(charges), sums_of_rows()
             if only_runs is not None:
                 conditions.append(charges.c.run_id.in_(only_runs))
         else:
-            source = (
-                sa.select(charges.c.day, charges.c.account_id, *_sums_of_rows())
-                .where(*self._conditions(charges))
-                .group_by(charges.c.day, charges.c.account_id)
-                .subquery("daily")
-            )
-            conditions, sums = [], [sa.func.sum(source.c[f"s_{name}"]).label(f"s_{name}") for name in _SUMS]
+            source, conditions = self._daily(), []
+            sums = [sa.func.sum(source.c[f"s_{name}"]).label(f"s_{name}") for name in SUMS]
         query = self._grouped(by, source, sums).where(*conditions)
         if limit is not None:
-            cost, used = (sums[_SUMS.index(name)] for name in ("micros", "gpu_ms"))
+            cost, used = (sums[SUMS.index(name)] for name in ("micros", "gpu_ms"))
             keys = [sa.text(f"k{place}") for place in range(len(by) + self._has_currencies)]
             query = query.order_by(sa.desc(cost).nulls_last(), sa.desc(used), *keys).limit(limit)
-        return [self._group(by, row, _SUMS) for row in self._rows(query)]
+        return [self._group(by, row, SUMS) for row in self._rows(query)]
 
     def seen(self, by: tuple[str, ...], groups: list[Group], *, only: bool = False) -> list[Group]:
         """Return groups with what telemetry saw; `only`: what it saw of others is not even read."""
-        sums = [sa.func.sum(utilisations.c[name]).label(f"s_{name}") for name in _SEEN]
-        query = self._grouped(by, utilisations, sums).where(*self._conditions(utilisations))
+        source: sa.FromClause = utilisations
+        conditions = self._conditions(utilisations)
+        if "run" not in by:
+            named = [sa.func.sum(utilisations.c[name]).label(name) for name in _SEEN]
+            daily = sa.select(utilisations.c.day, utilisations.c.account_id, *named).where(*conditions)
+            source = daily.group_by(utilisations.c.day, utilisations.c.account_id).subquery("seen")
+            conditions = []
+        sums = [sa.func.sum(source.c[name]).label(f"s_{name}") for name in _SEEN]
+        query = self._grouped(by, source, sums).where(*conditions)
         if only and by and by[0] not in usage.PERIODS:
             values = list(dict.fromkeys(group.key[0] for group in groups))
-            query = query.where(self._key(by[0], utilisations).in_(values))
+            query = query.where(self._key(by[0], source).in_(values))
         found = {
             (each.key, each.currency): each.amounts for each in (self._group(by, r, _SEEN) for r in self._rows(query))
         }
@@ -142,6 +147,22 @@ class _Report:
             [] if only else [Group(key=key, currency=currency, amounts=each) for (key, currency), each in found.items()]
         )
         return shown + rest
+
+    def _daily(self) -> sa.FromClause:
+        """Return sums by account and day: those that are there, and of the entries after them."""
+        if "run" in self._wanted.where:
+            return self._of_entries(self._conditions(charges)).subquery("daily")
+        after = folded_seq(self._connection)
+        there = sa.select(
+            used_days.c.day, used_days.c.account_id, *(used_days.c[name].label(f"s_{name}") for name in SUMS)
+        ).where(*self._conditions(used_days))
+        # Not by the index of days: of those of the window, nearly all are in the sums.
+        last = self._of_entries([charges.c.seq > after, *self._conditions(charges, day=charges.c.day + 0)])
+        return sa.union_all(there, last).subquery("daily")
+
+    def _of_entries(self, conditions: list[Column]) -> sa.Select[Any]:
+        query = sa.select(charges.c.day, charges.c.account_id, *sums_of_rows()).where(*conditions)
+        return query.group_by(charges.c.day, charges.c.account_id)
 
     def _dearest_runs(self, limit: int) -> list[str]:
         """Return runs, those that cost most: two narrow sums, and the others are made of those alone."""
@@ -167,9 +188,9 @@ class _Report:
         # By label: PostgreSQL does not see that two expressions are one when they have parameters.
         return query.group_by(*(sa.text(f"k{place}") for place in range(len(keys)))) if keys else query
 
-    def _conditions(self, table: sa.Table) -> list[Column]:
-        wanted = self._wanted
-        found: list[Column] = [table.c.day >= wanted.window.from_day, table.c.day < wanted.window.until_day]
+    def _conditions(self, table: sa.Table, *, day: Column | None = None) -> list[Column]:
+        wanted, day = self._wanted, table.c.day if day is None else day
+        found: list[Column] = [day >= wanted.window.from_day, day < wanted.window.until_day]
         of_account = visible(wanted.seen_by, wanted.teams)
         for field, value in wanted.where.items():
             if field == "run":
@@ -224,20 +245,13 @@ class _Report:
         )
 
 
-def _sums_of_rows() -> list[sa.Label[Any]]:
+def sums_of_rows() -> list[sa.Label[Any]]:
     """Return the sums of charges; numbers only, so that they may be added up again."""
     earlier = charges.alias("earlier")
-    is_first = sa.and_(
-        charges.c.number == 1,
-        sa.or_(
-            charges.c.fence == 1,
-            ~sa.exists(
-                sa.select(sa.literal(1)).where(earlier.c.run_id == charges.c.run_id, earlier.c.fence < charges.c.fence)
-            ),
-        ),
-    )
+    same_run = sa.and_(earlier.c.run_id == charges.c.run_id, earlier.c.seq < charges.c.seq)
+    is_first = sa.and_(charges.c.number == 1, ~sa.exists(sa.select(sa.literal(1)).where(same_run)))
     columns: dict[str, Column] = {name: charges.c[name] for name in _PLAIN}
     columns["runs"] = sa.case((is_first, 1), else_=0)
     columns["unpriced_ms"] = sa.case((charges.c.micros.is_(None), charges.c.billed_ms), else_=0)
     columns["provisional_ms"] = sa.case((charges.c.provisional, charges.c.gpu_ms), else_=0)
-    return [sa.func.sum(columns[name]).label(f"s_{name}") for name in _SUMS]
+    return [sa.func.sum(columns[name]).label(f"s_{name}") for name in SUMS]

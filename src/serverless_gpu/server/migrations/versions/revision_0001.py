@@ -22,6 +22,7 @@ def upgrade() -> None:
     _secrets()
     _queue()
     _ledger()
+    _reports()
     _spending()
 
 
@@ -377,7 +378,40 @@ def _ledger() -> None:
         sa.ForeignKeyConstraint(["account_id"], ["accounts.id"], name=op.f("fk_utilisations_account_id_accounts")),
         sa.PrimaryKeyConstraint("run_id", "fence", name=op.f("pk_utilisations")),
     )
-    op.create_index(op.f("ix_utilisations_day"), "utilisations", ["day"], unique=False)
+    columns = ["day", "account_id", "observed_ms", "busy_ms"]
+    op.create_index("ix_utilisations_day", "utilisations", columns, unique=False)
+
+
+def _reports() -> None:
+    op.create_table(
+        "used_days",
+        sa.Column("day", sa.Integer(), nullable=False),
+        sa.Column("account_id", sa.BigInteger().with_variant(sa.Integer(), "sqlite"), nullable=False),
+        sa.Column("runs", sa.BigInteger(), nullable=False),
+        sa.Column("queued_ms", sa.BigInteger(), nullable=False),
+        sa.Column("environment_ms", sa.BigInteger(), nullable=False),
+        sa.Column("start_ms", sa.BigInteger(), nullable=False),
+        sa.Column("run_ms", sa.BigInteger(), nullable=False),
+        sa.Column("stop_ms", sa.BigInteger(), nullable=False),
+        sa.Column("gate_ms", sa.BigInteger(), nullable=False),
+        sa.Column("idle_ms", sa.BigInteger(), nullable=False),
+        sa.Column("gpu_ms", sa.BigInteger(), nullable=False),
+        sa.Column("billed_ms", sa.BigInteger(), nullable=False),
+        sa.Column("unpriced_ms", sa.BigInteger(), nullable=False),
+        sa.Column("provisional_ms", sa.BigInteger(), nullable=False),
+        sa.Column("core_ms", sa.BigInteger(), nullable=False),
+        sa.Column("memory_mib_ms", sa.BigInteger(), nullable=False),
+        sa.Column("micros", sa.BigInteger(), nullable=True),
+        sa.Column("dbu_micros", sa.BigInteger(), nullable=False),
+        sa.ForeignKeyConstraint(["account_id"], ["accounts.id"], name=op.f("fk_used_days_account_id_accounts")),
+        sa.PrimaryKeyConstraint("day", "account_id", name=op.f("pk_used_days")),
+    )
+    op.create_table(
+        "folded",
+        sa.Column("name", sa.String(length=16), nullable=False),
+        sa.Column("seq", sa.BigInteger(), nullable=False),
+        sa.PrimaryKeyConstraint("name", name=op.f("pk_folded")),
+    )
 
 
 def _spending() -> None:
