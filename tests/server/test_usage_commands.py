@@ -69,6 +69,8 @@ def fill(connection: sa.Connection) -> None:
     ledgered.charge(connection, "r2", teamless, day=DAY + 1, micros=None)
     ledgered.charge(connection, "r3", search, day=DAY + 2, micros=1_000_000, dbu_micros=8_884_000)
     ledgered.charge(connection, "r4", teamless, day=DAY + 2, micros=1, provisional=True)
+    late = ledgered.account(connection, owner="alice")
+    ledgered.charge(connection, "r9", late, day=DAY - 60, gpu_ms=1_500, billed_ms=1_500, run_ms=1_500, micros=None)
     book = {"micros_per_hour": 3_000_000, "from_ns": 1, "set_ns": 1, "dbu_micros_per_hour": 0}
     connection.execute(tables.prices.insert(), {"resource": "CPU", "pool": "", **book})
     connection.execute(tables.prices.insert(), {"resource": "H100", "pool": "lab", **book})
@@ -133,6 +135,11 @@ def test_days_are_chosen_in_one_way_and_values_by_where(said: Said) -> None:
     ):
         with pytest.raises(InvalidValue):
             program.sgpu(["usage", *arguments], standalone_mode=False)
+
+
+def test_short_times_are_in_a_unit_that_shows_them(said: Said) -> None:
+    lines = said("--month", "2026-08").splitlines()
+    assert lines[1].split()[:3] == ["alice", "1", "1.50"] and lines[3].endswith("device-seconds")
 
 
 def test_what_is_cut_is_said(said: Said) -> None:

@@ -168,7 +168,14 @@ def test_parts_of_the_cost_add_up_to_all_of_it(amounts: list[int]) -> None:
     ],
 )
 def test_hours_never_look_like_nothing(ms: int, text: str) -> None:
-    assert usage.hours(ms) == text
+    assert usage.time_in(usage.UNITS[0], ms) == text
+
+
+def test_a_table_of_short_runs_is_in_minutes_or_seconds() -> None:
+    names = [usage.unit_for(ms).name for ms in (HOUR_MS, HOUR_MS // 10, HOUR_MS // 10 - 1, 60_000, 59_999, 0)]
+    assert names == ["hours", "hours", "minutes", "minutes", "seconds", "seconds"]
+    assert usage.time_in(usage.unit_for(90_000), 90_000) == "1.50"
+    assert usage.time_in(usage.unit_for(999), 999) == "1.00"
 
 
 def test_money_is_exact() -> None:

@@ -152,6 +152,21 @@ class Window(NamedTuple):
     until_day: int
 
 
+class Unit(NamedTuple):
+    """In what times are shown: its name, how long it is, and from which time on."""
+
+    name: str
+    ms: int
+    from_ms: int
+
+
+UNITS = (
+    Unit("hours", units.MS_PER_HOUR, units.MS_PER_HOUR // 10),
+    Unit("minutes", 60_000, 60_000),
+    Unit("seconds", 1_000, 0),
+)
+
+
 class Share(NamedTuple):
     """What somebody pays: who, the group, and their part of the money in hundredths of a per cent."""
 
@@ -350,11 +365,16 @@ def chargeback(groups: Iterable[Group]) -> list[Share]:
     ]
 
 
-def hours(ms: int) -> str:
-    """Return milliseconds as hours with two decimals; what is there and less than that does not look like nothing."""
-    if 0 < ms < units.MS_PER_HOUR // 200:
+def unit_for(most_ms: int) -> Unit:
+    """Return in what the times of a table are shown: hours, or less where nothing in it takes a tenth of one."""
+    return next((unit for unit in UNITS if most_ms >= unit.from_ms), UNITS[-1])
+
+
+def time_in(unit: Unit, ms: int) -> str:
+    """Return milliseconds with two decimals; what is there and less than that does not look like nothing."""
+    if 0 < ms < unit.ms // 200:
         return "<0.01"
-    hundredths = (2 * ms + units.MS_PER_HOUR // 100) // (2 * (units.MS_PER_HOUR // 100))
+    hundredths = (2 * ms + unit.ms // 100) // (2 * (unit.ms // 100))
     sign, hundredths = ("-" if hundredths < 0 else ""), abs(hundredths)
     return f"{sign}{hundredths // 100:,}.{hundredths % 100:02d}"
 

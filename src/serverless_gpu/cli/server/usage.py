@@ -16,7 +16,7 @@ from serverless_gpu.cli.output import print_json, say
 from serverless_gpu.cli.server import usage_files
 from serverless_gpu.cli.server.reaching import server
 from serverless_gpu.model import usage as model
-from serverless_gpu.model.usage import Amounts, Group, Window
+from serverless_gpu.model.usage import Amounts, Group, Unit, Window
 from serverless_gpu.units import format_gpu_ms, format_micros
 from serverless_gpu.wire.usage import GROUPS_DEFAULT, GROUPS_MAX, RecordPage, UsageView
 
@@ -40,6 +40,9 @@ _SEGMENTS = (
     ("USED", "gpu_ms"),
     ("BILLED", "billed_ms"),
 )
+
+
+_OF_SHARES = ("gpu_ms", "billed_ms", "unpriced_ms")
 
 
 @click.command("usage")
@@ -164,15 +167,17 @@ def _lines(view: UsageView) -> list[str]:
     head = [*(field.upper() for field in view.by or ("",)), "RUNS", *(title for title, _ in segments)]
     head += [*(["UNPRICED"] if has["unpriced_ms"] else []), "COST", *(["DBU"] if has["dbu_micros"] else [])]
     rows = [[*head, "BUSY", "IDLE"]]
+    unit = _unit(view, ["unpriced_ms", *(name for _, name in segments)])
     for group in shown:
         amounts = group.amounts
         row = [*(_cell(part) for part in group.key or ("all",)), f"{amounts.runs:,}"]
-        row += [model.hours(getattr(amounts, name)) for _, name in segments]
-        row += [model.hours(amounts.unpriced_ms)] if has["unpriced_ms"] else []
+        row += [model.time_in(unit, getattr(amounts, name)) for _, name in segments]
+        row += [model.time_in(unit, amounts.unpriced_ms)] if has["unpriced_ms"] else []
         row += [_cost(group), *([model.decimal(amounts.dbu_micros)] if has["dbu_micros"] else [])]
         rows.append([*row, _percent(amounts.busy), _percent(amounts.idle)])
     days = f"{model.date_of(view.from_day)} to {model.date_of(view.until_day - 1)}, UTC"
-    note = f"{days}; QUEUED: hours of waiting, else device-hours" if has["queued_ms"] else f"{days}; device-hours"
+    waiting = f"QUEUED: {unit.name} of waiting, else " if has["queued_ms"] else ""
+    note = f"{days}; {waiting}device-{unit.name}"
     return [*columns(rows), note, *_remarks(view), *(FORMULAS if has["observed_ms"] or has["idle_ms"] else ())]
 
 
@@ -180,17 +185,18 @@ def _chargeback_lines(view: UsageView) -> list[str]:
     shares = model.chargeback(view.groups)
     if not shares:
         return ["nothing was used in this month, as far as you may see"]
+    unit = _unit(view, _OF_SHARES)
     rows = [["WHO", "", "RUNS", "USED", "BILLED", "UNPRICED", "COST", "PART"]]
     for share in shares:
         amounts = share.group.amounts
-        used = [model.hours(ms) for ms in (amounts.gpu_ms, amounts.billed_ms, amounts.unpriced_ms)]
+        used = [model.time_in(unit, getattr(amounts, name)) for name in _OF_SHARES]
         who = "team" if share.is_team else "user"
         rows.append([_cell(share.name), who, f"{amounts.runs:,}", *used, _cost(share.group), _part(share.part)])
     for total in view.totals:
         amounts = total.amounts
-        used = [model.hours(ms) for ms in (amounts.gpu_ms, amounts.billed_ms, amounts.unpriced_ms)]
+        used = [model.time_in(unit, getattr(amounts, name)) for name in _OF_SHARES]
         rows.append(["all", "", f"{amounts.runs:,}", *used, _cost(total), "100.00 %" if amounts.micros else "-"])
-    days = f"{model.date_of(view.from_day)} to {model.date_of(view.until_day - 1)}, UTC; device-hours"
+    days = f"{model.date_of(view.from_day)} to {model.date_of(view.until_day - 1)}, UTC; device-{unit.name}"
     return [*columns(rows), days, *_remarks(view)]
 
 
@@ -234,6 +240,10 @@ def _told(view: UsageView) -> dict[str, object]:
         "remarks": _remarks(view),
         "formulas": FORMULAS,
     }
+
+
+def _unit(view: UsageView, names: Sequence[str]) -> Unit:
+    return model.unit_for(max((getattr(total.amounts, name) for total in view.totals for name in names), default=0))
 
 
 def _named(total: Group, parts: int) -> Group:
