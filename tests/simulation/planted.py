@@ -29,6 +29,7 @@ from serverless_gpu.server import (
     logs,
     orders,
     past_runs,
+    policies,
     reconciler,
     reporting,
     retention,
@@ -234,6 +235,11 @@ def _late_facts_are_free() -> AbstractContextManager[Any]:
     return mock.patch.object(attempts, "note", silent)
 
 
+def _caps_are_for_show() -> AbstractContextManager[Any]:
+    """What a user has at once is not looked at."""
+    return mock.patch.object(policies, "caps", lambda connection: {})
+
+
 class _Both:
     def __init__(self, *managers: AbstractContextManager[Any]) -> None:
         self._managers = managers
@@ -271,6 +277,7 @@ BUGS: dict[str, Planted] = {
     "charged twice": _charged_twice,
     "the last day is lost": _the_last_day_is_lost,
     "late facts are free": _late_facts_are_free,
+    "caps are for show": _caps_are_for_show,
 }
 FOUND_AS: dict[str, str] = {
     "late reports count": "I6",
@@ -292,5 +299,6 @@ FOUND_AS: dict[str, str] = {
     "charged twice": "I7",
     "the last day is lost": "I7",
     "late facts are free": "I7",
+    "caps are for show": "caps",
 }
 """Bug → the invariant that finds it."""

@@ -29,7 +29,7 @@ from serverless_gpu.server.self_check import check
 from serverless_gpu.server.violations import Violation
 from serverless_gpu.wire.agents import Start
 from tests.reckoning import wrongs
-from tests.simulation import supervisor
+from tests.simulation import caps, supervisor
 from tests.simulation.client import SECRET, Client, Wrong
 from tests.simulation.network import Network
 from tests.simulation.node import Node
@@ -294,6 +294,7 @@ class World:
             mock.patch.object(retention, "FIRST_S", 20.0),
             mock.patch.object(retention, "EVERY_S", 20.0),
             mock.patch.object(chaining, "EVERY_S", 5.0),
+            caps.watched(self.wrong),
         ):
             try:
                 yield

@@ -1,0 +1,57 @@
+"""Nobody gets more devices at once than their policy allows: looked at in the transaction of each placement.
+
+Rows are read and summed here by themselves: what the server uses for that is what is tried.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest import mock
+
+import sqlalchemy as sa
+
+from serverless_gpu.model.scheduling.values import Placement
+from serverless_gpu.server.nodes import StoredNode
+from serverless_gpu.server.runs import ACTIVE
+from serverless_gpu.server.scheduler import Scheduler
+from serverless_gpu.server.tables import attempts, policies, runs
+
+_HAVING = (
+    sa.select(runs.c.id, runs.c.fence, runs.c.spec_json, attempts.c.world_size)
+    .select_from(runs.join(attempts, sa.and_(attempts.c.run_id == runs.c.id, attempts.c.fence == runs.c.fence)))
+    .where(runs.c.state.in_([state.value for state in ACTIVE]))
+)
+
+
+def watched(wrong: list[str]) -> AbstractContextManager[Any]:
+    """Return a context in which every placement that breaks a cap is written down.
+
+    Args:
+        wrong: where it is.
+    """
+    intend = Scheduler._intend
+
+    def intended(scheduler: Scheduler, connection: sa.Connection, one: Placement, node: StoredNode, at_ns: int) -> Any:
+        came = intend(scheduler, connection, one, node, at_ns)
+        if isinstance(came, int):
+            wrong.extend(_over(connection, one.run_id, scheduler._services.leases.freed()))
+        return came
+
+    return mock.patch.object(Scheduler, "_intend", intended)
+
+
+def _over(connection: sa.Connection, run_id: str, freed: frozenset[tuple[str, int]]) -> Iterator[str]:
+    owner, spec = connection.execute(sa.select(runs.c.owner, runs.c.spec_json).where(runs.c.id == run_id)).one()
+    name = json.loads(spec)["policy"]
+    document = connection.scalar(sa.select(policies.c.document_json).where(policies.c.name == (name or "")))
+    cap = None if document is None else json.loads(document)["gpus_at_once"]
+    if cap is None:
+        return
+    having = connection.execute(_HAVING.where(runs.c.owner == owner)).all()
+    theirs = [row for row in having if json.loads(row.spec_json)["policy"] == name]
+    used = sum(row.world_size for row in theirs if (row.id, row.fence) not in freed)
+    if used > cap:
+        yield f"caps {owner} has {used} devices under {name}, which allows {cap}: {run_id} was placed"
