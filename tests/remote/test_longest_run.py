@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 from click.testing import CliRunner
 
-from serverless_gpu import distributed
+from serverless_gpu import Run, distributed
 from serverless_gpu.cli.program import sgpu
 from serverless_gpu.errors import PolicyViolation, RunTimedOut
 from serverless_gpu.model.attempt import Reason
@@ -21,6 +20,28 @@ from tests.remote.server_process import ServerProcess
 
 pytestmark = pytest.mark.slow
 LIMIT_S, GRACE_S = 3, 1
+Counted = Run[tuple[int, int, str | None]]
+
+
+def submit(limit: int, *, timeout: float | None = None, resume: bool = False) -> Counted:
+    start = distributed(gpus=1, gpu_type="H100", remote=True, quiet=True, grace=GRACE_S, timeout=timeout, resume=resume)
+    return start(count).submit(limit)
+
+
+def began(run: Counted) -> None:
+    wait_for(lambda: "from 0" in run.logs(), "it counts")
+
+
+def ended_in_time(home: Path, run: Counted) -> None:
+    """Wait until the node has ended the first attempt: at its limit, with what it had saved before."""
+    attempt = home / "runs" / run.id / "1"
+    wait_for(lambda: (attempt / "stopped.json").exists(), "its node has ended it")
+    ending = read_ending(attempt)
+    assert ending is not None and ending.reason is Reason.TIMEOUT
+    assert saved(home, run.id)["why"] == "timeout"
+    facts = [msgspec.json.decode(line, type=Fact) for line in (attempt / "facts.jsonl").read_bytes().splitlines()]
+    moments = {fact.kind: fact.boottime_ns for fact in facts}
+    assert moments[FactKind.STOPPING] - moments[FactKind.EXEC] >= (LIMIT_S - GRACE_S) * 10**9
 
 
 def test_F73_a_node_that_is_cut_off_ends_an_attempt_in_time_and_the_run_goes_on_where_it_saved(
@@ -32,21 +53,13 @@ def test_F73_a_node_that_is_cut_off_ends_an_attempt_in_time_and_the_run_goes_on_
     with pytest.raises(PolicyViolation, match="'short' does not accept gpus=4, which SGPU_POLICY names") as caught:
         distributed(gpus=4, gpu_type="H100", remote=True, quiet=True)(count).submit(1)
     assert caught.value.hint == "it accepts gpus=2 at most"
-    asked: dict[str, Any] = {"gpus": 1, "gpu_type": "H100", "remote": True, "quiet": True, "grace": float(GRACE_S)}
-    distributed(**asked)(count).distributed(0)  # an interpreter is ready: the limit is short
-    final = distributed(**asked, timeout=60)(count).submit(100_000)
-    run = distributed(**asked, resume=True)(count).submit(600)
-    wait_for(lambda: all("from 0" in each.logs() for each in (final, run)), "both count")
+    submit(0).results(60)  # an interpreter is ready: the limit is short
+    final, run = submit(100_000, timeout=60.0), submit(600, resume=True)
+    began(final)
+    began(run)
     own_server.kill()
-    attempts = [home / "runs" / each.id / "1" for each in (final, run)]
-    wait_for(lambda: all((attempt / "stopped.json").exists() for attempt in attempts), "the node has ended both")
-    for each, attempt in zip((final, run), attempts, strict=True):
-        ending = read_ending(attempt)
-        assert ending is not None and ending.reason is Reason.TIMEOUT
-        assert saved(home, each.id)["why"] == "timeout"
-        facts = [msgspec.json.decode(line, type=Fact) for line in (attempt / "facts.jsonl").read_bytes().splitlines()]
-        moments = {fact.kind: fact.boottime_ns for fact in facts}
-        assert moments[FactKind.STOPPING] - moments[FactKind.EXEC] >= (LIMIT_S - GRACE_S) * 10**9
+    ended_in_time(home, final)
+    ended_in_time(home, run)
     own_server.start()
     with pytest.raises(RunTimedOut, match=f"its time limit of {LIMIT_S} s") as ended:
         final.results(60)
