@@ -110,6 +110,7 @@ class Spending:
         self._book = Book(())
         self._ledger = Sums()
         self._known: dict[Gang, _Known] = {}
+        self._began: dict[Gang, int] = {}  # by the clock that nobody sets
         self._going: dict[Gang, GoingOn] = {}
         self._standings: dict[str, Standing] = {}
         self._closed: frozenset[tuple[str, int]] = frozenset()
@@ -144,6 +145,7 @@ class Spending:
             self._ledger.read(connection, there, as_of.wall_ns)
             self._get_to_know(connection, there)
             freed = as_of.leases.freed()
+            self._began = {gang: began_ns for gang, began_ns in self._began.items() if gang in there}
             self._going = {gang: self._going_on(one, as_of, gang in freed) for gang, one in there.items()}
             return dict(self._judge())
 
@@ -306,7 +308,7 @@ class Spending:
             gpus=one.world_size,
             micros_per_hour=known.micros_per_hour,
             placed_ns=one.created_ns,
-            started_ns=one.started_ns if is_billed else None,
+            started_ns=self._started_ns(one, as_of) if is_billed else None,
             seen_ns=_seen_ns(one, as_of),
             grace_s=known.grace_s,
             alone_s=one.grace_s,
@@ -314,6 +316,17 @@ class Spending:
             is_over=is_over or is_free,
         )
         return GoingOn(spender=spender, subject=known.subject, names=known.names, name=known.name)
+
+    def _started_ns(self, one: StoredAttempt, as_of: AsOf) -> int | None:
+        """Return when user code began, by what the wall clock says now.
+
+        How long ago that is does not change when the clock is set: else an attempt would have used a month at once,
+        and a stop is final.
+        """
+        if one.started_ns is None:
+            return None
+        ago_ns = as_of.boot_ns - (as_of.wall_ns - one.started_ns)
+        return as_of.wall_ns - (as_of.boot_ns - self._began.setdefault((one.run_id, one.fence), ago_ns))
 
     def _judge(self) -> dict[str, Standing]:
         """Return how each budget stands with what goes on now."""

@@ -1,0 +1,42 @@
+"""Budgets and a clock that jumps over the end of a month (F39): no period begins that has not, and none ends twice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from serverless_gpu.server.database import Database
+from serverless_gpu.server.steady import BELIEVED_S, SETTLING_S, SteadyClock
+from serverless_gpu.testing import FakeClock
+from tests.server.made import made_services
+from tests.server.spent import UNIT, Spent
+from tests.server.stored import T0
+
+MONTH_S = 31 * 86_400
+
+
+def test_F39_a_clock_that_jumps_begins_no_month_and_one_that_is_believed_does(
+    database: Database, tmp_path: Path
+) -> None:
+    clock = FakeClock(wall_ns=T0)
+    spent = Spent(database, made_services(database, tmp_path, clock=SteadyClock(clock)), clock)
+    spent.set(limit_micros=10_000 * UNIT, hard=True)
+    run_id = spent.submit()
+    spent.go_on(SETTLING_S + 10)
+    spent.start(run_id)
+    spent.go_on(100, run_id)
+    before = spent.view()
+    assert 100 * UNIT <= before.used <= 101 * UNIT
+
+    for jump_s in (MONTH_S, -2 * MONTH_S, MONTH_S):  # forward, back beyond where it was, and right again
+        clock.step_wall(jump_s)
+        spent.go_on(10, run_id)
+        during = spent.view()
+        assert (during.start_ns, during.end_ns) == (before.start_ns, before.end_ns)
+    assert 130 * UNIT <= during.used <= 131 * UNIT
+
+    clock.step_wall(MONTH_S)
+    for _ in range(round(BELIEVED_S / 10) + 2):
+        spent.go_on(10, run_id)
+    after = spent.view()
+    assert after.start_ns >= before.end_ns
+    assert after.used < during.used + (BELIEVED_S + 100) * UNIT
