@@ -111,6 +111,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         mixes: whether requests are served in between each other.
         epoch_s: when it begins, seconds since 1970; in half of all plans a month and a week end in the middle of it.
         spends: whether there are prices, and perhaps budgets and policies.
+        asked: how many steps were asked for: others were put in between, and this draws the same plan again.
     """
 
     seed: int
@@ -120,6 +121,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     steps: tuple[Step, ...]
     epoch_s: float = EPOCH_S
     spends: bool = False
+    asked: int = 0
 
 
 def draw(seed: int, steps: int = STEPS) -> Plan:
@@ -152,6 +154,7 @@ def draw(seed: int, steps: int = STEPS) -> Plan:
         steps=tuple(_with_money(money, drawn) if spends else drawn),
         epoch_s=MONTH_ENDS_S - money.uniform(5.0, 90.0) if money.random() < 0.5 else EPOCH_S,
         spends=spends,
+        asked=steps,
     )
 
 

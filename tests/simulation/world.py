@@ -59,7 +59,7 @@ class Failed(AssertionError):
 
     def __init__(self, plan: Plan, found: list[str], trace: list[str]) -> None:
         lines = "\n  ".join(found[:10])
-        steps = len(plan.steps)
+        steps = plan.asked or len(plan.steps)
         super().__init__(
             f"SIM_SEED={plan.seed} SIM_STEPS={steps}\n  {lines}\n"
             f"again: python -m tests.simulation --seed {plan.seed} --steps {steps} --trace"
