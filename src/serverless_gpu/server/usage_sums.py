@@ -21,6 +21,8 @@ from serverless_gpu.model.usage import ACCOUNT_FIELDS, TAG, Amounts, Group, Wind
 from serverless_gpu.server.tables import accounts, charges, folded, used_days, utilisations
 from serverless_gpu.server.usage_rows import visible
 
+ACCOUNTS_FEW = 20_000
+"""With more of them, sums by account and day are hardly fewer than charges, and those are read at once."""
 _PLAIN = (
     "queued_ms",
     "environment_ms",
@@ -98,12 +100,14 @@ class _Report:
         self._connection = connection
         self._wanted = wanted
         self._is_sqlite = connection.dialect.name == "sqlite"
+        few = sa.select(accounts.c.id).limit(ACCOUNTS_FEW + 1).subquery()
+        self._is_few = (connection.scalar(sa.select(sa.func.count()).select_from(few)) or 0) <= ACCOUNTS_FEW
         self._currencies = list(connection.scalars(sa.select(accounts.c.currency).distinct()))
 
     def charged(self, by: tuple[str, ...], *, limit: int | None) -> list[Group]:
         """Return groups of charges, those that cost most; all of them without a limit."""
         only_runs = self._dearest_runs(limit) if "run" in by and limit is not None else None
-        if "run" in by:
+        if "run" in by or not self._is_few:
             source: sa.FromClause = charges
             conditions, sums = self._conditions(charges), sums_of_rows()
             if only_runs is not None:
@@ -122,7 +126,7 @@ class _Report:
         """Return groups with what telemetry saw; `only`: what it saw of others is not even read."""
         source: sa.FromClause = utilisations
         conditions = self._conditions(utilisations)
-        if "run" not in by:
+        if "run" not in by and self._is_few:
             named = [sa.func.sum(utilisations.c[name]).label(name) for name in _SEEN]
             daily = sa.select(utilisations.c.day, utilisations.c.account_id, *named).where(*conditions)
             source = daily.group_by(utilisations.c.day, utilisations.c.account_id).subquery("seen")
