@@ -343,6 +343,34 @@ def test_what_telemetry_saw_is_kept(services: Services, database: Database) -> N
     assert (row["gpu_ms"], row["observed_ms"], row["busy_ms"], row["peak_memory_bytes"]) == (120_000, 60_000, 30_000, 7)
 
 
+@pytest.mark.parametrize(
+    "use",
+    [
+        {"samples": 100, "busy_percent": 1e308},
+        {"samples": 100, "busy_percent": -1e19},
+        {"samples": 1 << 63, "busy_percent": 50.0},
+        {"samples": -1, "busy_percent": 50.0},
+        {"samples": 1, "peak_memory_bytes": 1 << 63},
+        {"samples": 1, "peak_memory_bytes": -1},
+    ],
+    ids=str,
+)
+def test_a_receipt_that_says_what_cannot_be_stops_the_ledger_for_nobody(
+    services: Services, database: Database, use: dict[str, float]
+) -> None:
+    """User code has its attempt's token, and can send a receipt of its own."""
+    hostile, honest = begun(database), begun(database)
+    for run_id, seen in ((hostile, use), (honest, {"samples": 60, "busy_percent": 50.0})):
+        write_facts(database, run_id, used(run_id, seconds=60))
+        receipt = msgspec.json.encode({"facts": 3, "uses": [{"uuid": "GPU-0", **seen}]}).decode()
+        end(database, run_id, at_ns=T0 + 60 * S, receipt=receipt)
+    charge_all(services)
+    for run_id in (hostile, honest):
+        assert shape(database, run_id) == [("original", False, 120_000)]
+    observed = {row["run_id"]: (row["observed_ms"], row["busy_ms"]) for row in rows(database, tables.utilisations)}
+    assert observed == {hostile: (0, 0), honest: (60_000, 30_000)}
+
+
 def test_sums_are_those_of_the_rows_and_unpriced_time_is_apart(services: Services, database: Database) -> None:
     for tariff in (TARIFF, Tariff()):
         run_id = begun(database, tariff=tariff)

@@ -215,7 +215,7 @@ def _charges(connection: sa.Connection, ids: Sequence[str]) -> dict[Gang, tuple[
 def _charged(text: str) -> Charged:
     try:
         return msgspec.json.decode(text, type=Charged)
-    except msgspec.DecodeError:  # of another version: its node knows what it means
+    except (msgspec.DecodeError, RecursionError):  # of another version: its node knows what it means
         return Charged()
 
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from typing import Annotated
 
 import msgspec
 import sqlalchemy as sa
@@ -30,7 +31,6 @@ import sqlalchemy as sa
 from serverless_gpu import faults
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.ledger import Entry, Fact, FactKind, Line, post
-from serverless_gpu.model.receipt import DeviceUse
 from serverless_gpu.server import accounts, attempts, charges, counting, facts, nodes, runs
 from serverless_gpu.server.attempts import Gang, StoredAttempt
 from serverless_gpu.server.charges import DAY_NS, New, Posted, Utilisation
@@ -53,11 +53,19 @@ _LIMIT = 1 << 62
 _log = logging.getLogger(__name__)
 
 
+class _Use(msgspec.Struct, frozen=True):
+    """What is read here of `model.receipt.DeviceUse`, within bounds: user code can write what it likes into it."""
+
+    samples: Annotated[int, msgspec.Meta(ge=0, le=1_000_000_000)]
+    busy_percent: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = None
+    peak_memory_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 60)] | None = None
+
+
 class _Seen(msgspec.Struct, frozen=True):
     """What is read here of a receipt (`model.receipt.Receipt`)."""
 
     facts: int | None = None
-    uses: tuple[DeviceUse, ...] = ()
+    uses: Annotated[tuple[_Use, ...], msgspec.Meta(max_length=10_000)] = ()
 
 
 class Charged(msgspec.Struct, frozen=True, kw_only=True):
@@ -213,6 +221,9 @@ def charge(connection: sa.Connection, due: Mapping[Gang, Due], *, at_ns: int, fi
             lines = counting.used(one.attempt, one.facts)
             entries = _missing(one, lines, final_before_ns=final_before_ns)
             _check(lines, entries)
+            is_settled = one.attempt.settled_ns is not None
+            if is_settled and one.seen is not None and lines:
+                seen[gang] = (one.account_id, _utilisation(lines, one.seen.uses))
         except (InvalidValue, ValueError, OverflowError) as error:
             failed[gang] = str(error)
             continue
@@ -227,11 +238,9 @@ def charge(connection: sa.Connection, due: Mapping[Gang, Due], *, at_ns: int, fi
                     entries=entries,
                 )
             )
-        if one.attempt.settled_ns is not None:
+        if is_settled:
             done.append(gang)
             _doubt(one, lines, at_ns)
-            if one.seen is not None and lines:
-                seen[gang] = (one.account_id, _utilisation(lines, one.seen.uses))
     written = charges.insert(connection, new, at_ns=at_ns)
     charges.put_utilisations(connection, seen)
     attempts.charged(connection, done)
@@ -273,18 +282,18 @@ def _check(lines: Sequence[Line], entries: Sequence[Entry]) -> None:
                 raise InvalidValue(f"{name} of day {entry.line.day} would be {value}")
 
 
-def _utilisation(lines: Sequence[Line], uses: Sequence[DeviceUse]) -> Utilisation:
+def _utilisation(lines: Sequence[Line], uses: Sequence[_Use]) -> Utilisation:
     """Return what telemetry saw; a sample is about one second of one device."""
-    observed_ms = sum(max(0, use.samples) for use in uses if use.busy_percent is not None) * 1000
-    busy_ms = sum(round(max(0, use.samples) * 10 * use.busy_percent) for use in uses if use.busy_percent is not None)
+    observed_ms = sum(use.samples for use in uses if use.busy_percent is not None) * 1000
+    busy_ms = sum(round(use.samples * 10 * use.busy_percent) for use in uses if use.busy_percent is not None)
     peaks = [use.peak_memory_bytes for use in uses if use.peak_memory_bytes is not None]
     return Utilisation(
         day=lines[-1].day,
         gpus=max(line.gpus for line in lines),
         gpu_ms=sum(line.gpu_ms for line in lines),
-        observed_ms=min(observed_ms, _LIMIT),
-        busy_ms=min(busy_ms, observed_ms, _LIMIT),
-        peak_memory_bytes=min(max(peaks), _LIMIT) if peaks else None,
+        observed_ms=observed_ms,
+        busy_ms=min(busy_ms, observed_ms),
+        peak_memory_bytes=max(peaks, default=None),
     )
 
 
@@ -330,7 +339,7 @@ def _seen(receipt: str | None) -> _Seen | None:
         return None
     try:
         return msgspec.json.decode(receipt, type=_Seen)
-    except msgspec.DecodeError:  # of another version: its facts say all the same
+    except (msgspec.DecodeError, RecursionError):  # of another version, or of no node's: its facts say all the same
         return _Seen()
 
 
