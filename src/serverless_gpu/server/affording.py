@@ -29,11 +29,12 @@ LEFT_MAX = 20
 
 
 def as_of(services: Services) -> AsOf:
-    """Return what a look at budgets needs to know, now."""
+    """Return what a look at budgets needs to know, now; to be asked before its transaction reads anything."""
     clock = services.clock
     return AsOf(
         wall_ns=clock.wall_ns(),
         boot_ns=clock.boottime_ns(),
+        moment=services.spending.moment(),
         leases=services.leases,
         currency=services.settings.currency,
     )
@@ -80,15 +81,15 @@ def _subject(allowed: Allowed, who: Caller) -> Subject:
     return Subject(owner=who.name, team=spec.team or "", pool=allowed.pool, policy=spec.policy or "", tags=spec.tags)
 
 
-def rooms(connection: sa.Connection, services: Services, there: Floor) -> Rooms | None:
+def rooms(connection: sa.Connection, services: Services, there: Floor, now: AsOf) -> Rooms | None:
     """Return what budgets have left, to be counted down for one tick; None where there are no budgets.
 
     Args:
         connection: of the transaction that reads the queue.
         services: the server's.
         there: what there is to give.
+        now: from before it read anything.
     """
-    now = as_of(services)
     if not services.spending.look(connection, now):
         return None
     types = sorted({device.type for node in there.nodes for device in node.hello.devices})

@@ -52,16 +52,13 @@ class Sums:
             self._get_to_know(connection, going)
             return
         newest = charges.newest_seq(connection)
+        assert newest >= self._seq, "an older state of the ledger would be counted twice"
         sums = []
         if newest > self._seq:
             sums = charges.sums(connection, from_day=self.first_day, after_seq=self._seq)
         wanted = {one.account_id for one in sums}
         wanted |= {one.attempt.account_id for one in there.values() if one.attempt.account_id is not None}
         self._get_to_know(connection, wanted)
-        for one in sums:
-            use = self._use(one.account_id, one.micros, one.billed_ms, one.unpriced_ms)
-            for name in self._accounts[one.account_id][1]:
-                self._days[name][one.day] = self._days[name].get(one.day, NOTHING) + use
         # Nothing is posted of an attempt before its first day is over, or it has ended.
         today_ns = wall_ns // DAY_NS * DAY_NS
         may = {gang for gang, one in there.items() if one.attempt.created_ns < today_ns or one.attempt.uncharged}
@@ -70,6 +67,10 @@ class Sums:
                 gang: [(one.entry.line.day, self._use_of(one)) for one in own if one.entry.line.day >= self.first_day]
                 for gang, own in charges.of_attempts(connection, may).items()
             }
+        for one in sums:
+            use = self._use(one.account_id, one.micros, one.billed_ms, one.unpriced_ms)
+            for name in self._accounts[one.account_id][1]:
+                self._days[name][one.day] = self._days[name].get(one.day, NOTHING) + use
         self._seq = newest
 
     def _get_to_know(self, connection: sa.Connection, wanted: AbstractSet[int]) -> None:

@@ -25,6 +25,7 @@ from serverless_gpu.server import affording, attempts, draining, floor, holding_
 from serverless_gpu.server.floor import Floor
 from serverless_gpu.server.runs import Active, StoredRun
 from serverless_gpu.server.services import Services
+from serverless_gpu.server.spending import AsOf
 from serverless_gpu.server.wanting import Past, begun, wanted
 
 LEARN_AT_ONCE = 64
@@ -100,12 +101,13 @@ class Roster:
             afresh: whether the past is wanted, too.
             underway: devices of runs that are about to be placed, by identifier: they still wait here.
         """
+        as_of = affording.as_of(self._services)  # before anything is read
         there = floor.load(connection, self._services.leases)
         queue = runs.queue(connection)
         policy = shares.policy(connection, self._services.settings.queue)
         self._get_to_know(connection, queue, there.active, now_ns)
         self._learn(connection)
-        waiting = self._waiting(connection, queue, there, underway)
+        waiting = self._waiting(connection, queue, there, underway, as_of)
         return Reading(
             floor=there,
             waiting=waiting,
@@ -173,7 +175,12 @@ class Roster:
             self._expected = {name: value for name, value in self._expected.items() if name in there}
 
     def _waiting(
-        self, connection: sa.Connection, queue: list[tuple[str, int]], there: Floor, underway: Mapping[str, int]
+        self,
+        connection: sa.Connection,
+        queue: list[tuple[str, int]],
+        there: Floor,
+        underway: Mapping[str, int],
+        as_of: AsOf,
     ) -> dict[str, Wanted]:
         """Return what those want who wait; who may not start now waits beside the line."""
         if not queue:
@@ -184,7 +191,7 @@ class Roster:
             return {run_id: _kept_back(entry, drain.sentence) for run_id, entry in entries.items()}
         out = {run_id for run_id, entry in entries.items() if entry.owner in shut_out}
         line = (entry.candidate for run_id, entry in entries.items() if run_id not in out and run_id not in underway)
-        rooms = affording.rooms(connection, self._services, there)
+        rooms = affording.rooms(connection, self._services, there, as_of)
         if rooms is not None:
             for run_id in underway.keys() & entries.keys():
                 rooms.keep(entries[run_id].candidate)

@@ -137,9 +137,12 @@ class Scheduler:
         def intend(connection: sa.Connection) -> list[int | Told | None]:
             return [self._intend(connection, one, stored[_where(one).node_id], at_ns) for one in placements]
 
-        written = zip(placements, services.database.write(intend), strict=True)
+        try:
+            written = services.database.write(intend)
+        finally:
+            services.spending.entered()
         placed: list[tuple[Placement, int]] = []
-        for placement, came in written:
+        for placement, came in zip(placements, written, strict=True):
             services.hub.touch(run_key(placement.run_id))  # also of one that ended without an order
             if isinstance(came, Told):
                 came.announce(services)

@@ -15,6 +15,11 @@ ended. It pays the tariff, and counts as, what was written when it was placed.
 Whoever looks gives the transaction: the scheduler does before each decision, so that what it placed a moment ago counts
 in the next. Between two looks `enter` counts what is placed. All methods may be called from any thread.
 
+Several look at once, each at a state of the database of its own. What happens here is numbered (`moment`), and a look
+says as of which number it began, before it read anything: one during which another look was done may be of an older
+state, so it changes nothing, and is answered what that one found. What was entered counts in each look that began
+before its transaction was over, whether that state has it or not.
+
 Failure cases: before the first look nothing may start that a budget could be for (`look` is part of reading the queue);
 a look that fails leaves what was known, and whoever needs it fails with it; a budget that is changed while somebody
 looks is read at the next look.
@@ -67,11 +72,13 @@ class AsOf(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         wall_ns: now, nanoseconds since 1970.
         boot_ns: the same moment by the clock that leases are kept by.
+        moment: `Spending.moment` before the transaction that looks read anything.
         currency: of budgets; what is charged in another one has no price here.
     """
 
     wall_ns: int
     boot_ns: int
+    moment: int
     leases: Leases
     currency: str
 
@@ -106,39 +113,50 @@ class Spending:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._changed = True
+        self._moment = 1
+        self._changed = 1  # when budgets were changed for the last time
+        self._book_of = 0  # as of when they were read
+        self._looked = 0  # when the last look was done
         self._book = Book(())
         self._ledger = Sums()
         self._known: dict[Gang, _Known] = {}
         self._began: dict[Gang, int] = {}  # by the clock that nobody sets
         self._going: dict[Gang, GoingOn] = {}
+        self._entered: dict[Gang, int | None] = {}  # when the transaction that places it was over
         self._standings: dict[str, Standing] = {}
         self._closed: frozenset[tuple[str, int]] = frozenset()
         self._as_of_ns = 0
 
+    def moment(self) -> int:
+        """Return the number of the last thing that happened here."""
+        with self._lock:
+            return self._moment
+
     def change(self) -> None:
         """Note that budgets were changed, after the commit: the next look reads them, and everything else, anew."""
         with self._lock:
-            self._changed = True
+            self._changed = self._next()
 
     def look(self, connection: sa.Connection, as_of: AsOf, *, at_all: bool = False) -> dict[str, Standing]:
         """Look at the database, and return how each budget stands, by name.
 
         Args:
             connection: of a transaction that sees one state of the database.
-            as_of: what else is known.
+            as_of: what else is known, from before it read anything.
             at_all: whether to look at what goes on where there are no budgets, too.
         """
         with self._lock:
             first_day = first_day_of(as_of.wall_ns)
-            if self._changed or first_day != self._ledger.first_day:
+            if self._book_of < self._changed or first_day != self._ledger.first_day:
                 self._book = Book(budgets.every(connection), pools.every(connection))
                 self._ledger = Sums(first_day, self._book, as_of.currency)
                 self._known = {}
-                self._changed = False
+                self._book_of = as_of.moment
+            elif as_of.moment < self._looked:
+                return dict(self._standings)
             self._as_of_ns = as_of.wall_ns
             if not self._book.budgets and not at_all:
-                self._going, self._standings = {}, {}
+                self._standings = {}
                 return {}
             self._closed = budgets.closed(connection)
             there = attempts.spending(connection)
@@ -146,7 +164,13 @@ class Spending:
             self._get_to_know(connection, there)
             freed = as_of.leases.freed()
             self._began = {gang: began_ns for gang, began_ns in self._began.items() if gang in there}
-            self._going = {gang: self._going_on(one, as_of, gang in freed) for gang, one in there.items()}
+            going = {gang: self._going_on(one, as_of, gang in freed) for gang, one in there.items()}
+            self._entered = {gang: at for gang, at in self._entered.items() if at is None or at > as_of.moment}
+            for gang in self._entered.keys() - going.keys():
+                one = self._going[gang]
+                going[gang] = msgspec.structs.replace(one, names=self._book.names(one.subject))
+            self._going = going
+            self._looked = self._next()
             return dict(self._judge())
 
     def standings(self) -> dict[str, Standing]:
@@ -236,7 +260,7 @@ class Spending:
     def enter(self, run: StoredRun, account: Account, tariff: Tariff, *, gpus: int, now_ns: int) -> str:
         """Count an attempt that is about to be placed; return why it cannot be: others were placed before it.
 
-        Called again for the same attempt, it is counted once; one whose transaction fails, until the next look.
+        Called again for the same attempt, it is counted once. Call `entered` once the transaction is over.
 
         Args:
             run: as it waits.
@@ -267,11 +291,22 @@ class Spending:
                 alone_s=0.0,
             )
             self._going[gang] = GoingOn(spender=spender, subject=account.subject, names=names)
+            self._entered[gang] = None
             for name in names:
                 self._standings[name] = with_hold(self._standings[name], hold)
             return ""
 
+    def entered(self) -> None:
+        """Note that the transaction is over in which attempts were entered: the next look sees what came of it."""
+        with self._lock:
+            at = self._next()
+            self._entered = {gang: at if was is None else was for gang, was in self._entered.items()}
+
     # --- below --------------------------------------------------------------------------------------------------------
+
+    def _next(self) -> int:
+        self._moment += 1
+        return self._moment
 
     def _get_to_know(self, connection: sa.Connection, there: Mapping[Gang, Unposted]) -> None:
         for gang in self._known.keys() - there.keys():
