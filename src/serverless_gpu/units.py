@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 
 MS_PER_HOUR = 3_600_000
+MS_PER_DAY = 24 * MS_PER_HOUR
 MICROS_PER_UNIT = 1_000_000
 
 _BYTE_UNITS = ("kB", "MB", "GB", "TB", "PB")
@@ -86,7 +87,7 @@ def format_days_ms(ms: int) -> str:
     Args:
         ms: milliseconds, not negative.
     """
-    days = ms // 86_400_000
+    days = ms // MS_PER_DAY
     return format_duration_ms(ms) if days < 2 else f"{days} days"
 
 

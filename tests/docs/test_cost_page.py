@@ -9,7 +9,7 @@ from fractions import Fraction
 
 import pytest
 
-from serverless_gpu.model import advice, pricing
+from serverless_gpu.model import advice, days, pricing
 from serverless_gpu.model.advice import Rates
 from serverless_gpu.model.advice import Use as Slice
 from serverless_gpu.model.attempt import MEANINGS, Reason
@@ -190,10 +190,10 @@ def test_how_a_budget_stands_and_when_it_stops_the_run() -> None:
 
 def test_how_many_gpus_pay() -> None:
     def hours_ns(text: str) -> int:
-        return int(text.partition(":")[0]) * advice.HOUR_NS
+        return int(text.partition(":")[0]) * days.HOUR_NS
 
     uses = [Slice(start_ns=hours_ns(row["from"]), end_ns=hours_ns(row["until"]), gpus=int(row["GPUs"])) for row in _DAY]
-    curve = advice.curve_of(uses, 0, 24 * advice.HOUR_NS)
+    curve = advice.curve_of(uses, 0, 24 * days.HOUR_NS)
     found = advice.advise(curve, Rates(reserved=1_800_000, on_demand=2_990_000))
     assert f"1.80 ÷ 2.99 = {found.duty_percent:.1f} %" in _EXAMPLE
     assert [

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from serverless_gpu.model.advice import HOUR_NS, Rates, Use, advise, curve_of, mix
+from serverless_gpu.model.advice import Rates, Use, advise, curve_of, mix
+from serverless_gpu.model.days import HOUR_NS
 from serverless_gpu.units import MICROS_PER_UNIT
 
 PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "reserved-or-on-demand.md").read_text(encoding="utf-8")

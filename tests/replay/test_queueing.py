@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from serverless_gpu.model.advice import HOUR_NS, Rates, Use, curve_of
+from serverless_gpu.model.advice import Rates, Use, curve_of
+from serverless_gpu.model.days import HOUR_NS
 from serverless_gpu.replay import queueing
 from serverless_gpu.replay.queueing import Queue, queues
 

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import sqlalchemy as sa
 
+from serverless_gpu.model.days import DAY_NS
 from serverless_gpu.server import tables
 
-DAY_NS = 86_400_000_000_000
 HOUR_MS = 3_600_000
 NOTHING = {
     name: 0

@@ -14,6 +14,7 @@ import sqlalchemy as sa
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model import usage as model
 from serverless_gpu.model.access import Reach
+from serverless_gpu.model.days import DAY_NS
 from serverless_gpu.model.pricing import Price
 from serverless_gpu.model.usage import Amounts, Group, Window
 from serverless_gpu.server import prices, tables, usage, usage_rows, usage_sums
@@ -281,7 +282,7 @@ def test_what_is_not_understood_is_refused(services: Services) -> None:
     assert usage.where_of("") == {}
     with pytest.raises(InvalidValue, match="end before"):
         usage.window_of(services, 10, 10)
-    today = services.clock.wall_ns() // model.DAY_NS
+    today = services.clock.wall_ns() // DAY_NS
     assert usage.window_of(services, None, None) == (today - 29, today + 1)
 
 
@@ -310,9 +311,7 @@ def test_a_ledger_with_nothing_in_it_is_a_report_with_nothing_in_it(database: Da
 def test_the_price_book_has_a_row_for_each_pool_in_which_something_was_used(services: Services) -> None:
     def work(connection: sa.Connection) -> None:
         ledgered.account(connection, gpu_type="A100-80", pool="lab")
-        prices.insert(
-            connection, Price(resource="A100", micros_per_hour=2_500_000, from_ns=DAY * model.DAY_NS), at_ns=1
-        )
+        prices.insert(connection, Price(resource="A100", micros_per_hour=2_500_000, from_ns=DAY * DAY_NS), at_ns=1)
 
     services.database.write(work)
     found = usage.view_prices(services)

@@ -24,6 +24,7 @@ from serverless_gpu.cli.server.usage import FORMULAS
 from serverless_gpu.errors import InvalidValue, StorageError
 from serverless_gpu.model import usage as model
 from serverless_gpu.model.billing import ListPrice, Record
+from serverless_gpu.model.days import DAY_NS
 from serverless_gpu.server import tables
 from serverless_gpu.wire.principals import PrincipalRequest, TeamRequest, TeamView, TokenMade
 from tests.server import ledgered
@@ -113,7 +114,7 @@ def test_days_are_chosen_in_one_way_and_values_by_where(said: Said) -> None:
     assert [line.split()[0] for line in lines[:3]] == ["RUN", "r2", "all"]
     assert "alice" not in said("--month", MONTH, "--where", "team=")
     assert said("--month", MONTH, "--where", "tag:stage=eval\x1b[31m", "--by", "").splitlines()[1].startswith("all  2 ")
-    days = (SystemClock().wall_ns() // model.DAY_NS) - DAY + 1
+    days = (SystemClock().wall_ns() // DAY_NS) - DAY + 1
     assert "alice" in said("--last", f"{days}d") and "alice" not in said("--last", f"{days - 3}d")
     wrong: tuple[tuple[str, ...], ...] = (
         ("--month", MONTH, "--last", "3d"),

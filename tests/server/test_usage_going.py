@@ -9,11 +9,11 @@ import msgspec
 import pytest
 
 from serverless_gpu.model.access import Reach
+from serverless_gpu.model.days import DAY_NS
 from serverless_gpu.model.facts import FactKind
 from serverless_gpu.model.usage import Amounts, Window
 from serverless_gpu.server import charges, usage, usage_going
 from serverless_gpu.server.callers import Caller
-from serverless_gpu.server.charges import DAY_NS
 from serverless_gpu.server.charging import Charging
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.services import Services

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model.advice import HOUR_NS, Curve, Mix, Rates, Use, advise, best_slots, curve_of, mix
+from serverless_gpu.model.advice import Curve, Mix, Rates, Use, advise, best_slots, curve_of, mix
 from serverless_gpu.model.advice_formulas import formulas, price
+from serverless_gpu.model.days import HOUR_NS
 
 SPAN = 100
 

@@ -9,7 +9,8 @@ import pytest
 from serverless_gpu.cli import advice_sources
 from serverless_gpu.cli.advice_sources import Book, Kind, Past, Wanted, chosen, of_rows, of_server
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model.advice import HOUR_NS, Use
+from serverless_gpu.model.advice import Use
+from serverless_gpu.model.days import HOUR_NS
 from serverless_gpu.model.unneeded import Ran
 from serverless_gpu.wire.demand import DemandPage, DemandRow
 

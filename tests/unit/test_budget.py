@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serverless_gpu.model.budget import (
-    DAY_NS,
     NOTHING,
     Budget,
     Period,
@@ -21,7 +20,6 @@ from serverless_gpu.model.budget import (
     Subject,
     Use,
     first_hold,
-    format_day,
     held,
     is_refused,
     judge,
@@ -30,6 +28,7 @@ from serverless_gpu.model.budget import (
     used,
     window,
 )
+from serverless_gpu.model.days import DAY_NS, format_day
 
 NOW = 1_795_000_000_000_000_000  # 2026-11-18 15:06:40 UTC
 SECOND = 1_000_000_000

@@ -8,9 +8,10 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
+from serverless_gpu.model.days import DAY_NS
 from serverless_gpu.model.facts import Fact, FactKind
 from serverless_gpu.model.ledger import Entry, EntryKind, Line, charge, lines, post, priced, reversed_line
-from serverless_gpu.model.metering import DAY_NS, Held, Meter, held, overlaps
+from serverless_gpu.model.metering import Held, Meter, held, overlaps
 from serverless_gpu.model.pricing import UNPRICED, Tariff, cost
 
 DAY = 20_000

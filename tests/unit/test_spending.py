@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serverless_gpu.model import spending
-from serverless_gpu.model.budget import DAY_NS, Budget, Period, Scope, Standing, Use, window
-from serverless_gpu.model.spending import HOUR_NS, Alarm, forecast, per_hour, spread, unusual
+from serverless_gpu.model.budget import Budget, Period, Scope, Standing, Use, window
+from serverless_gpu.model.days import DAY_NS, HOUR_NS
+from serverless_gpu.model.spending import Alarm, forecast, per_hour, spread, unusual
 
 DAY = 20_775  # 2026-11-18, a Wednesday
 NOON = DAY * DAY_NS + DAY_NS // 2

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model import usage
+from serverless_gpu.model import days, usage
 from serverless_gpu.model.usage import Amounts, Group, Window
 
 HOUR_MS = 3_600_000
@@ -68,21 +68,21 @@ def test_a_charge_is_in_the_group_of_its_account_its_run_and_its_day() -> None:
 def test_weeks_begin_on_monday_and_months_on_their_first(day: int) -> None:
     date = datetime.date(1970, 1, 1) + datetime.timedelta(days=day)
     year, week, _ = date.isocalendar()
-    assert usage.label("week", usage.week_of(day)) == f"{year}-W{week:02d}"
+    assert usage.label("week", days.week_of(day)) == f"{year}-W{week:02d}"
     assert usage.label("day", day) == date.isoformat() and usage.day_of(date.isoformat()) == day
-    assert usage.month_of(day) == f"{date.year}-{date.month:02d}"
-    window = usage.month(usage.month_of(day))
+    assert days.format_month(day) == f"{date.year}-{date.month:02d}"
+    window = usage.month(days.format_month(day))
     assert window.from_day <= day < window.until_day
-    assert usage.date_of(window.from_day).day == usage.date_of(window.until_day).day == 1
+    assert days.date_of(window.from_day).day == days.date_of(window.until_day).day == 1
 
 
-@given(first=st.integers(0, 30_000), days=st.integers(1, 800))
-def test_the_months_of_a_window_cover_it_each_once(first: int, days: int) -> None:
-    found = usage.months(Window(first, first + days))
+@given(first=st.integers(0, 30_000), length=st.integers(1, 800))
+def test_the_months_of_a_window_cover_it_each_once(first: int, length: int) -> None:
+    found = usage.months(Window(first, first + length))
     names = [name for _, name in found]
-    assert len(set(names)) == len(names) and found[-1][0] >= first + days
-    for day in (first, first + days // 2, first + days - 1):
-        assert next(name for until, name in found if day < until) == usage.month_of(day)
+    assert len(set(names)) == len(names) and found[-1][0] >= first + length
+    for day in (first, first + length // 2, first + length - 1):
+        assert next(name for until, name in found if day < until) == days.format_month(day)
 
 
 def test_days_that_are_none_are_refused() -> None:

@@ -19,8 +19,8 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 from serverless_gpu.errors import InvalidValue
+from serverless_gpu.model.days import HOUR_NS
 
-HOUR_NS = 3_600_000_000_000
 CHANGE_PERCENT = 20
 """By how much prices and demand are changed, to see whether the advice would change with them."""
 _USES_MAX = 2_000_000

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from serverless_gpu.model.advice import HOUR_NS, Advice, Mix
+from serverless_gpu.model.advice import Advice, Mix
+from serverless_gpu.model.days import HOUR_NS
 from serverless_gpu.model.unneeded import BUSY_MIN_PERCENT, HEAD_ROOM_PERCENT
 from serverless_gpu.units import MICROS_PER_UNIT, format_micros
 

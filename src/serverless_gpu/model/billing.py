@@ -21,10 +21,11 @@ from typing import Literal
 import msgspec
 
 from serverless_gpu import units
+from serverless_gpu.model.days import format_day
 from serverless_gpu.model.hardware import FAMILIES
 from serverless_gpu.model.ledger import Entry, EntryKind
 from serverless_gpu.model.pricing import CORE, MEMORY, Price, Tariff, tariff
-from serverless_gpu.model.usage import Accounted, date_of
+from serverless_gpu.model.usage import Accounted
 
 CLOUD = "OWN"
 """Not AWS, AZURE or GCP: the machines are your own."""
@@ -263,7 +264,7 @@ def _devices(entry: Entry, account: Accounted, *, run_id: str, fence: int, poste
         cloud=CLOUD,
         usage_start_time=moment(line.start_ns),
         usage_end_time=moment(line.end_ns),
-        usage_date=date_of(line.day).isoformat(),
+        usage_date=format_day(line.day),
         custom_tags=dict(account.tags),
         usage_unit=DBU if is_dbu else GPU_HOUR,
         usage_quantity=quotient(line.dbu_micros, units.MICROS_PER_UNIT)

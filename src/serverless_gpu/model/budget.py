@@ -27,7 +27,6 @@ Periods are of UTC; a week begins on Monday. Values only: no clock, no database.
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from typing import Literal, get_args
@@ -35,6 +34,8 @@ from typing import Literal, get_args
 import msgspec
 
 from serverless_gpu import units
+from serverless_gpu.model.days import DAY_NS as DAY_NS
+from serverless_gpu.model.days import days_of_month, days_of_week, week_of
 
 AHEAD_S = 60.0
 """How much of its time a run holds ahead, in seconds, where its grace is not longer."""
@@ -43,10 +44,8 @@ STOPPING_S = 15.0
 WARN_AT = (80, 95)
 """Per cent of a limit at which that is said, once in a period."""
 FULL = 100
-DAY_NS = 86_400_000_000_000
 ScopeKind = Literal["everything", "user", "team", "pool", "policy", "tag"]
 SCOPES: tuple[ScopeKind, ...] = get_args(ScopeKind)
-_MONDAY = 4  # days after 1970-01-01, which was a Thursday
 
 
 class Period(StrEnum):
@@ -236,23 +235,12 @@ def window(period: Period, at_ns: int) -> Window:
     """
     day = at_ns // DAY_NS
     if period is Period.DAY:
-        first, following = day, day + 1
+        days = range(day, day + 1)
     elif period is Period.WEEK:
-        first = day - (day - _MONDAY) % 7
-        following = first + 7
+        days = days_of_week(week_of(day))
     else:
-        start = _date(day).replace(day=1)
-        first, following = _day(start), _day((start + datetime.timedelta(days=31)).replace(day=1))
-    return Window(start_ns=first * DAY_NS, end_ns=following * DAY_NS)
-
-
-def format_day(day: int) -> str:
-    """Return a day for people: ``2026-11-30``.
-
-    Args:
-        day: days since 1970-01-01.
-    """
-    return _date(day).isoformat()
+        days = days_of_month(day)
+    return Window(start_ns=days.start * DAY_NS, end_ns=days.stop * DAY_NS)
 
 
 def keys(subject: Subject) -> list[tuple[ScopeKind, str]]:
@@ -432,11 +420,3 @@ def is_refused(standing: Standing, hold: Use) -> bool:
     if standing.is_used_up:
         return True
     return standing.budget.hard and standing.budget.counts(standing.used + hold) > standing.budget.limit
-
-
-def _date(day: int) -> datetime.date:
-    return datetime.date(1970, 1, 1) + datetime.timedelta(days=day)
-
-
-def _day(date: datetime.date) -> int:
-    return (date - datetime.date(1970, 1, 1)).days

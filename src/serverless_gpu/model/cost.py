@@ -21,7 +21,6 @@ from serverless_gpu.model.pricing import UNPRICED, Tariff
 from serverless_gpu.model.receipt import TextPrinter
 
 _MIB = 1 << 20
-_DAY_MS = 86_400_000
 _MICROS_MAX = 10**18  # a million million units of money: it has to travel in 64 bits
 _NOT_BILLED = "what the platform lost, or what came after the grace of a stop"
 _UNIT = {CPU: ("CPU slot", "slot")}
@@ -342,4 +341,4 @@ def _past_text(lasting: Lasting) -> str:
 
 def _duration(seconds: float) -> str:
     ms = round(seconds * 1000)
-    return units.format_duration_ms(ms) if ms % _DAY_MS else units.format_days_ms(ms)
+    return units.format_duration_ms(ms) if ms % units.MS_PER_DAY else units.format_days_ms(ms)

@@ -25,9 +25,9 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
+from serverless_gpu.model.days import DAY_NS
 from serverless_gpu.model.facts import Fact, FactKind
 
-DAY_NS = 86_400_000_000_000
 STRETCH_NS_MAX = 400 * DAY_NS
 """Devices that are held for longer without a break are held by a clock that is wrong."""
 SEGMENTS = ("environment", "start", "run", "stop", "gate", "idle")

@@ -14,8 +14,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-HOUR_NS = 3_600_000_000_000
-DAY_NS = 24 * HOUR_NS
+from serverless_gpu.model.days import DAY_NS, HOUR_NS
+
 DEFAULT_DAYS = 30.0
 DEFAULT_GIB = 20.0
 

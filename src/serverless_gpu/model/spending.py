@@ -17,7 +17,9 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from serverless_gpu import units
-from serverless_gpu.model.budget import DAY_NS, Budget, Period, Standing, Window, format_day
+from serverless_gpu.model.budget import Budget, Period, Standing, Window
+from serverless_gpu.model.days import DAY_NS, format_day
+from serverless_gpu.model.days import HOUR_NS as HOUR_NS
 
 FORECAST_DAYS = 7
 """How many days before today a forecast looks at."""
@@ -29,7 +31,6 @@ RUNS_MAX = 50
 HOURS_MIN = 24
 HOURS = 28 * 24
 """How many hours say what is usual for a team, at least, and how far back they go."""
-HOUR_NS = 3_600_000_000_000
 PERIOD_WORDS = {Period.DAY: "today", Period.WEEK: "this week", Period.MONTH: "this month"}
 
 

@@ -22,9 +22,9 @@ import msgspec
 
 from serverless_gpu import units
 from serverless_gpu.errors import InvalidValue
+from serverless_gpu.model import days
 from serverless_gpu.model.spec import TAG_CHARACTERS_MAX
 
-DAY_NS = 86_400_000_000_000
 DAYS_MAX = 3_660
 """A report is over ten years at most."""
 BY_MAX = 6
@@ -43,9 +43,6 @@ ACCOUNT_FIELDS: Mapping[str, str] = {
 PERIODS = ("day", "week", "month")
 TAG = "tag:"
 _KNOWN = f"{', '.join((*ACCOUNT_FIELDS, 'run', *PERIODS))} or tag:KEY"
-_EPOCH = datetime.date(1970, 1, 1)
-MONDAY = 3
-"""1970-01-01 was a Thursday."""
 
 
 class Accounted(Protocol):
@@ -225,26 +222,10 @@ def label(field: str, value: object) -> str:
         value: a text; of a day its number, of a week how many weeks after that of 1970-01-01 it is.
     """
     if field == "day":
-        return date_of(int(str(value))).isoformat()
+        return days.format_day(int(str(value)))
     if field == "week":
-        year, week, _ = date_of(max(0, int(str(value)) * 7 - MONDAY)).isocalendar()
-        return f"{year}-W{week:02d}"
+        return days.format_week(int(str(value)))
     return "" if value is None else str(value)
-
-
-def week_of(day: int) -> int:
-    """Return how many weeks, each from Monday on, a day is after that of 1970-01-01."""
-    return (day + MONDAY) // 7
-
-
-def month_of(day: int) -> str:
-    """Return the month of a day: ``2026-11``."""
-    return date_of(day).isoformat()[:7]
-
-
-def date_of(day: int) -> datetime.date:
-    """Return the date of a day."""
-    return _EPOCH + datetime.timedelta(days=day)
 
 
 def day_of(text: str) -> int:
@@ -254,7 +235,7 @@ def day_of(text: str) -> int:
         InvalidValue: it is not written like that.
     """
     try:
-        return (datetime.date.fromisoformat(text) - _EPOCH).days
+        return days.number_of(datetime.date.fromisoformat(text))
     except ValueError:
         raise InvalidValue(f"{text[:40]!r} is no day", hint="write it as 2026-11-30; days are of UTC") from None
 
@@ -266,11 +247,10 @@ def month(text: str) -> Window:
         InvalidValue: it is not written like that.
     """
     try:
-        first = datetime.date.fromisoformat(f"{text}-01")
+        found = days.days_of_month(days.number_of(datetime.date.fromisoformat(f"{text}-01")))
     except ValueError:
         raise InvalidValue(f"{text[:40]!r} is no month", hint="write it as 2026-11") from None
-    following = (first + datetime.timedelta(days=31)).replace(day=1)
-    return checked(Window((first - _EPOCH).days, (following - _EPOCH).days))
+    return checked(Window(found.start, found.stop))
 
 
 def months(window: Window) -> list[tuple[int, str]]:
@@ -278,8 +258,7 @@ def months(window: Window) -> list[tuple[int, str]]:
     found: list[tuple[int, str]] = []
     day = window.from_day
     while day < window.until_day:
-        name = month_of(day)
-        day = month(name).until_day
+        name, day = days.format_month(day), days.days_of_month(day).stop
         found.append((day, name))
     return found
 
@@ -395,9 +374,9 @@ def _part(field: str, account: Accounted, run_id: str, day: int) -> str:
     if field == "run":
         return run_id
     if field == "month":
-        return month_of(day)
+        return days.format_month(day)
     if field in PERIODS:
-        return label(field, week_of(day) if field == "week" else day)
+        return label(field, days.week_of(day) if field == "week" else day)
     return account.tags.get(field.removeprefix(TAG), "")
 
 

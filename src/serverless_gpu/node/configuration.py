@@ -31,9 +31,10 @@ from typing import TypeVar
 import msgspec
 
 from serverless_gpu.errors import InvalidValue, UsageError
+from serverless_gpu.model.days import DAY_NS
 from serverless_gpu.model.hardware import GpuType
 from serverless_gpu.model.pricing import Tariff, parse_prices
-from serverless_gpu.model.retention import DAY_NS, DEFAULT_DAYS, DEFAULT_GIB, Policy
+from serverless_gpu.model.retention import DEFAULT_DAYS, DEFAULT_GIB, Policy
 from serverless_gpu.model.xid import Kind
 from serverless_gpu.node.home import Home
 

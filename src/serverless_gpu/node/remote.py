@@ -18,8 +18,8 @@ from typing import Literal
 
 import msgspec
 
+from serverless_gpu.model.days import DAY_NS
 from serverless_gpu.model.pricing import UNPRICED, Tariff
-from serverless_gpu.model.retention import DAY_NS
 from serverless_gpu.node.account import write_text
 from serverless_gpu.node.history import touched_ns
 

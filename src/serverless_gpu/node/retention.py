@@ -24,7 +24,8 @@ import msgspec
 
 from serverless_gpu.ambient import Clock, SystemClock, created_wall_ns
 from serverless_gpu.errors import ServerlessGpuError
-from serverless_gpu.model.retention import DAY_NS, Entry, Policy, to_delete
+from serverless_gpu.model.days import DAY_NS
+from serverless_gpu.model.retention import Entry, Policy, to_delete
 from serverless_gpu.node.configuration import read_configuration
 from serverless_gpu.node.history import NOT_STARTED, UNREADABLE, Record, read_run, run_ids, size_on_disk
 from serverless_gpu.node.home import Home

@@ -10,7 +10,8 @@ from serverless_gpu.errors import InvalidValue, NotFound, TooLarge
 from serverless_gpu.model import access
 from serverless_gpu.model import spending as words
 from serverless_gpu.model.access import Reach
-from serverless_gpu.model.budget import Budget, Scope, Standing, format_day
+from serverless_gpu.model.budget import Budget, Scope, Standing
+from serverless_gpu.model.days import DAY_NS, format_day
 from serverless_gpu.model.spec import TAG_CHARACTERS_MAX
 from serverless_gpu.server import audit, budgets, identity, notices, policies, pools
 from serverless_gpu.server.affording import as_of
@@ -36,7 +37,7 @@ def view_budgets(services: Services, who: Caller, reach: str) -> BudgetList:
 
     def work(connection: sa.Connection) -> tuple[dict[str, Standing], list[AlarmView]]:
         standings = services.spending.look(connection, as_of(services))
-        since_ns = at_ns - ALARM_DAYS * 86_400_000_000_000
+        since_ns = at_ns - ALARM_DAYS * DAY_NS
         told = [one for one in notices.alarms(connection, since_ns=since_ns) if _is_theirs(one, who, reach)]
         return standings, [
             AlarmView(at_ns=one.at_ns, subject=one.text("subject"), sentence=one.text("sentence"))

@@ -12,11 +12,11 @@ from typing import Any
 import msgspec
 import sqlalchemy as sa
 
+from serverless_gpu.model.days import DAY_NS as DAY_NS
 from serverless_gpu.model.ledger import Entry, EntryKind, Line
 from serverless_gpu.server.tables import accounts, charges, utilisations
 
 Gang = tuple[str, int]
-DAY_NS = 86_400_000_000_000
 _AT_ONCE = 400
 _OF_LINE = Line.__struct_fields__
 _SUMMED = ("gpu_ms", "billed_ms", "queued_ms", "micros", "dbu_micros")

@@ -25,7 +25,8 @@ import logging
 import sqlalchemy as sa
 
 from serverless_gpu import faults
-from serverless_gpu.model.retention import HOUR_NS, Entry, Policy, to_delete
+from serverless_gpu.model.days import HOUR_NS
+from serverless_gpu.model.retention import Entry, Policy, to_delete
 from serverless_gpu.server import attempts, audit, charges, events, facts, files, orders, past_runs, runs
 from serverless_gpu.server.audit import Action
 from serverless_gpu.server.secret_keeping import remove_replaced

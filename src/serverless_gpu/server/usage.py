@@ -14,6 +14,7 @@ import sqlalchemy as sa
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model import billing, usage
 from serverless_gpu.model.access import Reach, covers
+from serverless_gpu.model.days import DAY_NS
 from serverless_gpu.model.usage import PERIODS, Window
 from serverless_gpu.server import prices, usage_going, usage_rows, usage_sums
 from serverless_gpu.server.accounts import Account
@@ -143,7 +144,7 @@ def window_of(services: Services, from_day: int | None, until_day: int | None) -
     Raises:
         InvalidValue: they are none.
     """
-    today = services.clock.wall_ns() // usage.DAY_NS
+    today = services.clock.wall_ns() // DAY_NS
     until = today + 1 if until_day is None else until_day
     return usage.checked(Window(max(0, until - DAYS) if from_day is None else from_day, until))
 

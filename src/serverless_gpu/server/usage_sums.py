@@ -17,6 +17,7 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.model import usage
+from serverless_gpu.model.days import SINCE_MONDAY
 from serverless_gpu.model.usage import ACCOUNT_FIELDS, TAG, Amounts, Group, Window
 from serverless_gpu.server.tables import accounts, charges, folded, used_days, utilisations
 from serverless_gpu.server.usage_rows import visible
@@ -213,7 +214,7 @@ class _Report:
         if field == "day":
             return source.c.day
         if field == "week":
-            return (source.c.day + usage.MONDAY) // 7
+            return (source.c.day + SINCE_MONDAY) // 7
         if field == "month":
             months = usage.months(self._wanted.window)
             return sa.case(*((source.c.day < until_day, name) for until_day, name in months), else_="")

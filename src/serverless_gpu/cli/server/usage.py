@@ -15,6 +15,7 @@ from serverless_gpu.cli.columns import columns
 from serverless_gpu.cli.output import print_json, say
 from serverless_gpu.cli.server import usage_files
 from serverless_gpu.cli.server.reaching import server
+from serverless_gpu.model import days
 from serverless_gpu.model import usage as model
 from serverless_gpu.model.usage import Amounts, Group, Unit, Window
 from serverless_gpu.units import format_gpu_ms, format_micros
@@ -110,17 +111,17 @@ def _window(asked: dict[str, Any]) -> Window:
         raise click.UsageError("which days? one of --last, --month, or --from and --to")
     if asked["in_month"] or asked["chargeback"]:
         return model.month(asked["in_month"] or asked["chargeback"])
-    today = SystemClock().wall_ns() // model.DAY_NS
+    today = SystemClock().wall_ns() // days.DAY_NS
     until = model.day_of(asked["last"]) + 1 if asked["last"] else today + 1
     if asked["first"]:
         return model.checked(Window(model.day_of(asked["first"]), until))
-    days = _DAYS
+    length = _DAYS
     if asked["lately"]:
         seconds = duration_s("--last", asked["lately"])
         if seconds < 86_400 or seconds % 86_400:
             raise click.BadParameter("the ledger is by whole days: 1d, 30d, 4w", param_hint="--last")
-        days = round(seconds / 86_400)
-    return model.checked(Window(max(0, until - days), until))
+        length = round(seconds / 86_400)
+    return model.checked(Window(max(0, until - length), until))
 
 
 def _where(texts: Sequence[str]) -> dict[str, str]:
@@ -175,9 +176,9 @@ def _lines(view: UsageView) -> list[str]:
         row += [model.time_in(unit, amounts.unpriced_ms)] if has["unpriced_ms"] else []
         row += [_cost(group), *([model.decimal(amounts.dbu_micros)] if has["dbu_micros"] else [])]
         rows.append([*row, _percent(amounts.busy), _percent(amounts.idle)])
-    days = f"{model.date_of(view.from_day)} to {model.date_of(view.until_day - 1)}, UTC"
+    dates = f"{days.format_day(view.from_day)} to {days.format_day(view.until_day - 1)}, UTC"
     waiting = f"QUEUED: {unit.name} of waiting, else " if has["queued_ms"] else ""
-    note = f"{days}; {waiting}device-{unit.name}"
+    note = f"{dates}; {waiting}device-{unit.name}"
     return [*columns(rows), note, *_remarks(view), *(FORMULAS if has["observed_ms"] or has["idle_ms"] else ())]
 
 
@@ -196,8 +197,8 @@ def _chargeback_lines(view: UsageView) -> list[str]:
         amounts = total.amounts
         used = [model.time_in(unit, getattr(amounts, name)) for name in _OF_SHARES]
         rows.append(["all", "", f"{amounts.runs:,}", *used, _cost(total), "100.00 %" if amounts.micros else "-"])
-    days = f"{model.date_of(view.from_day)} to {model.date_of(view.until_day - 1)}, UTC; device-{unit.name}"
-    return [*columns(rows), days, *_remarks(view)]
+    dates = f"{days.format_day(view.from_day)} to {days.format_day(view.until_day - 1)}, UTC; device-{unit.name}"
+    return [*columns(rows), dates, *_remarks(view)]
 
 
 def _chargeback_table(view: UsageView) -> usage_files.Table:
@@ -233,8 +234,8 @@ def _remarks(view: UsageView) -> list[str]:
 
 def _told(view: UsageView) -> dict[str, object]:
     return {
-        "from": model.date_of(view.from_day).isoformat(),
-        "to": model.date_of(view.until_day - 1).isoformat(),
+        "from": days.format_day(view.from_day),
+        "to": days.format_day(view.until_day - 1),
         "totals": [usage_files.amounts_of(total) for total in view.totals],
         "is_cut": view.is_cut,
         "remarks": _remarks(view),

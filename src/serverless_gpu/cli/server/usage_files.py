@@ -20,6 +20,7 @@ import msgspec
 
 from serverless_gpu.cli.output import say
 from serverless_gpu.errors import ServerlessGpuError, StorageError
+from serverless_gpu.model import days
 from serverless_gpu.model import usage as model
 from serverless_gpu.model.billing import ListPrice, Record
 from serverless_gpu.model.usage import Amounts, Group, Share
@@ -66,7 +67,7 @@ def chargeback(view: UsageView, shares: Iterable[Share]) -> Table:
     made = _table(
         ("month", "who", "is"),
         (
-            ((model.month_of(view.from_day), share.name, "team" if share.is_team else "user"), share.group)
+            ((days.format_month(view.from_day), share.name, "team" if share.is_team else "user"), share.group)
             for share in kept
         ),
     )
