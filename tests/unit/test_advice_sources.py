@@ -11,6 +11,7 @@ from serverless_gpu.cli.advice_sources import Book, Kind, Past, Wanted, chosen, 
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.advice import Use
 from serverless_gpu.model.days import HOUR_NS
+from serverless_gpu.model.pricing import Price
 from serverless_gpu.model.unneeded import Ran
 from serverless_gpu.wire.demand import DemandPage, DemandRow
 
@@ -101,7 +102,8 @@ def test_the_type_most_used_or_all_of_a_family() -> None:
 
 
 def test_a_price_of_a_family_holds_where_there_is_no_other() -> None:
-    book = Book(prices={("A100", ""): 5, ("A100-80", ""): 7, ("A100", "night"): 2})
+    rows = (("A100", "", 5), ("A100-80", "", 7), ("A100", "night", 2))
+    book = Book(rows=tuple(Price(resource=name, pool=pool, micros_per_hour=micros) for name, pool, micros in rows))
     assert [book.price(name) for name in ("A100-40", "a100_80", "A100", "H100")] == [5, 7, 5, None]
     assert [book.price("A100-40", pool) for pool in ("night", "day")] == [2, None]
     assert book.any_pool() == {"A100": 5, "A100-80": 7, "A100-40": 5}

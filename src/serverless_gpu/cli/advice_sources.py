@@ -13,7 +13,7 @@ receipt does not tell.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -23,6 +23,7 @@ from serverless_gpu.errors import InvalidValue
 from serverless_gpu.loading import load
 from serverless_gpu.model.advice import Use
 from serverless_gpu.model.hardware import FAMILIES, canonical, matches
+from serverless_gpu.model.pricing import Price, tariff
 from serverless_gpu.model.receipt import Receipt
 from serverless_gpu.model.unneeded import Ran
 from serverless_gpu.node.configuration import Configuration
@@ -99,23 +100,22 @@ class Past(msgspec.Struct, kw_only=True):
 
 
 class Book(msgspec.Struct, frozen=True, kw_only=True):
-    """Prices of today: micros of one device for one hour, by type and pool; "" for any pool."""
+    """Prices of today."""
 
-    prices: Mapping[tuple[str, str], int] = {}
+    rows: tuple[Price, ...] = ()
     currency: str = "USD"
 
     def price(self, gpu_type: str, pool: str = "") -> int | None:
-        """Return what one device costs for one hour; a price of its family holds where it has none of its own."""
-        names = (canonical(gpu_type), *(name for name, members in FAMILIES.items() if canonical(gpu_type) in members))
-        return next((self.prices[name, pool] for name in names if (name, pool) in self.prices), None)
+        """Return what one device costs for one hour in a pool that has a price of its own, or in all that have none."""
+        own = [row for row in self.rows if row.pool == pool]
+        paid = tariff(own, gpu_type=canonical(gpu_type), pool=pool, at_ns=0, currency=self.currency)
+        return paid.gpu_micros_per_hour
 
     def any_pool(self) -> dict[str, int]:
         """Return the prices that hold wherever a pool has none of its own, by type."""
-        found = {name: micros for (name, pool), micros in self.prices.items() if not pool}
-        for family, members in FAMILIES.items():
-            for member in members if family in found else ():
-                found.setdefault(member, found[family])
-        return found
+        names = {row.resource for row in self.rows}.union(*FAMILIES.values())
+        prices = {name: self.price(name) for name in sorted(names)}
+        return {name: micros for name, micros in prices.items() if micros is not None}
 
 
 # --- a server's ledger ------------------------------------------------------------------------------------------------
@@ -171,8 +171,12 @@ def book_of_server(connection: Connection) -> Book:
         ServerProblem: it cannot be asked.
     """
     answer: PriceList = connection.ask("GET", "/prices", answer=load("serverless_gpu.wire.prices").PriceList)
-    prices = {(canonical(row.resource), row.pool): row.micros_per_hour for row in answer.prices if row.in_force}
-    return Book(prices=prices, currency=answer.currency)
+    rows = (
+        Price(resource=canonical(row.resource), micros_per_hour=row.micros_per_hour, pool=row.pool)
+        for row in answer.prices
+        if row.in_force
+    )
+    return Book(rows=tuple(rows), currency=answer.currency)
 
 
 def _rows(connection: Connection, wanted: Wanted) -> tuple[list[DemandRow], bool]:
@@ -216,8 +220,9 @@ def of_home(home: Home, wanted: Wanted) -> Past:
 
 def book_of_home(configuration: Configuration) -> Book:
     """Return the prices that are configured on this machine."""
-    priced = {name: tariff.gpu_micros_per_hour for name, tariff in configuration.prices.items()}
-    return Book(prices={(canonical(name), ""): micros for name, micros in priced.items() if micros is not None})
+    priced = {name: paid.gpu_micros_per_hour for name, paid in configuration.prices.items()}
+    rows = (Price(resource=name, micros_per_hour=micros) for name, micros in priced.items() if micros is not None)
+    return Book(rows=tuple(rows))
 
 
 def _is_wanted(record: Record, wanted: Wanted) -> bool:

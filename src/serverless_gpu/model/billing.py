@@ -22,7 +22,7 @@ import msgspec
 
 from serverless_gpu import units
 from serverless_gpu.model.days import format_day
-from serverless_gpu.model.hardware import FAMILIES
+from serverless_gpu.model.hardware import families_of
 from serverless_gpu.model.ledger import Entry, EntryKind
 from serverless_gpu.model.pricing import CORE, MEMORY, Price, Tariff, tariff
 from serverless_gpu.model.usage import Accounted
@@ -186,7 +186,7 @@ def list_prices(book: Sequence[Price], used: Iterable[tuple[str, str]], *, curre
 
 
 def _prices_of(book: Sequence[Price], resource: str, pool: str, currency: str) -> Iterator[ListPrice]:
-    names = {resource, *(family for family, members in FAMILIES.items() if resource in members)}
+    names = {resource, *families_of(resource)}
     book = [row for row in book if row.pool in ("", pool) and row.resource in names]
     starts = sorted({turn for row in book for turn in (row.from_ns, row.until_ns) if turn is not None})
     begun: tuple[int, str, str] | None = None

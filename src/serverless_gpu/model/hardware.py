@@ -129,6 +129,11 @@ def matches(wanted: str, device_type: str, own: Sequence[GpuType] = ()) -> bool:
     return _key(asked) == _key(present) or present in FAMILIES.get(asked, ())
 
 
+def families_of(gpu_type: str) -> tuple[str, ...]:
+    """Return the families that a type is a member of, as the catalogue spells them."""
+    return tuple(family for family, members in FAMILIES.items() if gpu_type in members)
+
+
 def census(devices: Sequence[Device], unavailable: Sequence[str] = ()) -> tuple[dict[str, int], dict[str, int]]:
     """Return how many devices a node has by type, and how many of them cannot be used.
 

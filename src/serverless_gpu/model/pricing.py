@@ -21,7 +21,7 @@ import msgspec
 
 from serverless_gpu import units
 from serverless_gpu.errors import InvalidOption, InvalidValue
-from serverless_gpu.model.hardware import FAMILIES, canonical
+from serverless_gpu.model.hardware import FAMILIES, canonical, families_of
 
 CORE = "core"
 MEMORY = "memory"
@@ -131,7 +131,7 @@ def tariff(rows: Iterable[Price], *, gpu_type: str, pool: str, at_ns: int, curre
         at_ns: the moment, nanoseconds since 1970.
         currency: of the book.
     """
-    names = [gpu_type, *(family for family, members in FAMILIES.items() if gpu_type in members)]
+    names = [gpu_type, *families_of(gpu_type)]
     found: dict[str, tuple[tuple[bool, int, int], Price]] = {}
     for row in rows:
         if row.pool not in ("", pool) or not is_in_force(row, at_ns):

@@ -6,7 +6,7 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.model import pricing
-from serverless_gpu.model.hardware import FAMILIES
+from serverless_gpu.model.hardware import families_of
 from serverless_gpu.model.pricing import CORE, MEMORY, Price, Tariff
 from serverless_gpu.server.tables import prices
 
@@ -54,9 +54,8 @@ def tariff(connection: sa.Connection, gpu_type: str, pool: str, at_ns: int, curr
         at_ns: when, nanoseconds since 1970.
         currency: of the server.
     """
-    families = [family for family, members in FAMILIES.items() if gpu_type in members]
     wanted = sa.and_(
-        prices.c.resource.in_([gpu_type, *families, CORE, MEMORY]),
+        prices.c.resource.in_([gpu_type, *families_of(gpu_type), CORE, MEMORY]),
         prices.c.pool.in_(["", pool]),
         prices.c.from_ns <= at_ns,
         sa.or_(prices.c.until_ns.is_(None), prices.c.until_ns > at_ns),
