@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Iterator
 
 from tests.simulation.plan import STEPS, draw
-from tests.simulation.running import Outcome, outcome, remembered, shrunk
+from tests.simulation.running import Outcome, drawn, outcome, remembered, shrunk
 
 _TRACE_LINES = 400
 
@@ -48,14 +48,10 @@ def _one(asked: argparse.Namespace) -> int:
 
 def _all(seeds: list[tuple[int, int]], jobs: int) -> Iterator[Outcome]:
     if jobs == 1:
-        yield from map(_of, seeds)
+        yield from map(drawn, seeds)
         return
     with multiprocessing.get_context("spawn").Pool(jobs) as pool:
-        yield from pool.imap(_of, seeds, chunksize=10)
-
-
-def _of(seed: tuple[int, int]) -> Outcome:
-    return outcome(draw(*seed))
+        yield from pool.imap(drawn, seeds, chunksize=10)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from tests.simulation.plan import Plan, Step
+from tests.simulation.plan import Plan, Step, draw
 from tests.simulation.steps import DO
 from tests.simulation.world import Failed, World
 
@@ -43,6 +43,14 @@ def outcome(plan: Plan) -> Outcome:
             invariants = frozenset(error.invariants)
             return Outcome(text=str(error), invariants=invariants, trace=error.trace, events=world.time.count)
         return Outcome(events=world.time.count, trace=world.time.trace)
+
+
+def drawn(seed: tuple[int, int]) -> Outcome:
+    """Return what comes of a seed and a number of steps.
+
+    Here, and not beside `main`: another process finds nothing of a module that is named `__main__`.
+    """
+    return outcome(draw(*seed))
 
 
 def shrunk(plan: Plan, found: Outcome) -> tuple[Plan, Outcome]:
