@@ -119,15 +119,16 @@ def test_no_price_is_made_up(trace: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (("--generate", "5"), "what is to be looked at?"),
-        (("--reserved", "-1"), "no price from 0"),
-        (("--reserved", "1x"), "no price from 0"),
-        (("--reserved", "2e6"), "no price from 0"),
+        (("--reserved", "-1"), "not an amount from 0"),
+        (("--reserved", "1x"), "is not a number"),
+        (("--reserved", "2e6"), "not an amount from 0 to 1,000,000"),
+        (("--reserved", "1e999999"), "not an amount from 0"),
+        (("--reserved", "0.0000001"), "more than six digits"),
         (("--reserved", "nowhere"), "no price of its own in pool 'nowhere'"),
         (("--reserved", "1", "--buy", "5"), "--buy is in place of --reserved"),
         (("--buy", "nan"), "--years is 0.1 to 100"),
         (("--buy", "5", "--years", "0"), "--years is 0.1 to 100"),
-        (("--waiting", "soon", *PRICES), "no price from 0"),
+        (("--waiting", "soon", *PRICES), "is not a number"),
         (("--last", "soon"), "is not a duration"),
         (("--have", "-1"), "-1 is not in the range"),
     ],
@@ -152,9 +153,11 @@ def test_a_picture_of_no_advice_is_not_written(trace: str, tmp_path: Path) -> No
     assert not (tmp_path / "sizes.svg").exists()
 
 
-def test_made_up_jobs_and_many_slots() -> None:
-    lines = ran("--generate", "300", "--seed", "2", "--reserved", "1.9", "--on-demand", "2.99").output.splitlines()
-    assert lines[0].startswith("GPU: made up: 300 jobs, seed 2, ")
+def test_of_many_slots_the_least_sure_are_shown(tmp_path: Path) -> None:
+    path = tmp_path / "many.csv"
+    jobs = "".join(f"{job},{60 * job},{600 + 600 * job},2,search,H100\n" for job in range(40))
+    path.write_text(CSV.splitlines()[0] + "\n" + jobs, encoding="utf-8")
+    lines = ran(str(path), *PRICES).output.splitlines()
     head = next(place for place, line in enumerate(lines) if line.startswith("SLOT"))
     slots = lines[head + 1 : lines.index("", head)]
     assert len(slots) == advice_tables._SLOTS_MAX

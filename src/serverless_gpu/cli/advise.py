@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,7 +23,7 @@ from serverless_gpu.cli.advice_sources import (
     of_trace,
 )
 from serverless_gpu.cli.advice_tables import Report, as_json, lines, title_of
-from serverless_gpu.cli.amounts import duration_s
+from serverless_gpu.cli.amounts import duration_s, micros
 from serverless_gpu.cli.choosing import this_home
 from serverless_gpu.cli.output import print_json, say
 from serverless_gpu.cli.pictures import drawing_room, written
@@ -35,19 +34,16 @@ from serverless_gpu.model.advice import Advice, Curve, Rates, advise, curve_of
 from serverless_gpu.model.hardware import GpuType, canonical
 from serverless_gpu.model.unneeded import unneeded
 from serverless_gpu.node.configuration import Configuration, read_configuration
-from serverless_gpu.replay import generate, read_trace
+from serverless_gpu.replay import read_trace
 from serverless_gpu.replay.queueing import queues
 from serverless_gpu.units import MICROS_PER_UNIT
 
 _PRICE_MAX = 1_000_000
 _HOURS_PER_YEAR = 8766  # of 365.25 days
-_MADE_UP_GPUS = 64
 
 
 @click.command("advise")
 @click.argument("trace", required=False, type=click.Path(path_type=Path))
-@click.option("--generate", "made_up", type=click.IntRange(min=1), metavar="JOBS", help="Jobs that are made up.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Another one makes up other jobs.")
 @click.option("--local", is_flag=True, help="Runs of this machine, though there is a server.")
 @click.option("--last", default="30d", show_default=True, metavar="AGE", help="How far to look back.")
 @click.option("--team", default="", help="Only runs of this team.")
@@ -69,8 +65,6 @@ def advise_command(**options: Any) -> None:
     From the server's ledger, as far as you may see it; without a server, from this machine's runs. TRACE is a file as
     `sgpu simulate` reads it.
     """
-    if options["trace"] is not None and options["made_up"] is not None:
-        raise click.UsageError("what is to be looked at? a TRACE, or --generate JOBS, or neither")
     drawing = None if options["png"] is None else drawing_room(options["png"], "serverless_gpu.replay.advice_drawing")
     configuration = read_configuration(this_home())
     past, book = _known(options, configuration)
@@ -93,9 +87,6 @@ def _known(options: Mapping[str, Any], configuration: Configuration) -> tuple[Pa
     book = book_of_home(configuration)
     if options["trace"] is not None:
         return of_trace(read_trace(options["trace"]), wanted), book
-    if options["made_up"] is not None:
-        made_up = generate(options["made_up"], gpus=_MADE_UP_GPUS, load=0.6, seed=options["seed"])
-        return of_trace(made_up, wanted), book
     if options["local"] or not _has_server():
         return of_home(this_home(), wanted), book
     with server() as connection:
@@ -116,7 +107,7 @@ def _report(past: Past, book: Book, options: Mapping[str, Any], own: tuple[GpuTy
     curve = curve_of(kind.uses, past.start_ns, past.end_ns)
     rates, why_not = _rates(options, book, gpu_type)
     advice = None if rates is None else advise(curve, rates, gpu_type=gpu_type, now=options["have"])
-    waiting = None if options["waiting"] is None else _micros("--waiting", options["waiting"])
+    waiting = None if options["waiting"] is None else micros("--waiting", options["waiting"], most=_PRICE_MAX)
     found = () if advice is None else queues(kind.uses, curve, advice.rates, _sizes(advice, curve), waiting=waiting)
     prices = book.any_pool()
     if rates is not None:
@@ -166,21 +157,11 @@ def _rates(options: Mapping[str, Any], book: Book, gpu_type: str) -> tuple[Rates
 def _price(option: str, text: str, book: Book, gpu_type: str) -> int | None:
     """Return a price as it was typed: an amount, or the pool whose price it is."""
     if text[:1] in ("", "-") or text[:1].isdigit() or text[:1] == ".":
-        return _micros(option, text) if text else book.price(gpu_type)
+        return micros(option, text, most=_PRICE_MAX) if text else book.price(gpu_type)
     found = book.price(gpu_type, text)
     if found is None:
         raise click.BadParameter(f"{gpu_type} has no price of its own in pool {text!r}", param_hint=option)
     return found
-
-
-def _micros(option: str, text: str) -> int:
-    try:
-        amount = float(text)
-    except ValueError:
-        amount = math.nan
-    if not 0 <= amount <= _PRICE_MAX:
-        raise click.BadParameter(f"{text!r} is no price from 0 to {_PRICE_MAX:,}", param_hint=option)
-    return round(amount * MICROS_PER_UNIT)
 
 
 def _bought(options: Mapping[str, Any]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 
 import click
 
@@ -13,6 +13,7 @@ from serverless_gpu.model.spec import parse_bytes
 from serverless_gpu.units import MICROS_PER_UNIT, parse_duration_s
 
 _LIMIT = 10**12
+_MILLIONTH = Decimal("0.000001")
 _DAYS_MAX = 140 * 365  # of nanoseconds that every number holds
 _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 
@@ -56,21 +57,27 @@ def size_bytes(option: str, text: str) -> int:
     raise InvalidValue(f"{option}: {text!r} is not a size; write a number and a unit: 500MB, 20GiB, or 0")
 
 
-def micros(option: str, text: str) -> int:
+def micros(option: str, text: str, *, unit: int = MICROS_PER_UNIT, most: int = _LIMIT) -> int:
     """Return the millionths of an amount: 2.99, 0.005; exactly, or not at all.
 
+    Args:
+        option: it was said with.
+        text: as it was typed.
+        unit: how many there are of what is returned in what is typed: milliseconds of an hour; the nearest is taken.
+        most: that may be typed.
+
     Raises:
-        click.BadParameter: it is not a number from 0 on, or has more digits than there are millionths.
+        click.BadParameter: it is not a number from 0 to `most`, or has more than six digits behind the point.
     """
     try:
-        amount = Decimal(text.strip()) * MICROS_PER_UNIT
-    except InvalidOperation:
-        raise click.BadParameter(f"{text!r} is not a number", param_hint=option) from None
-    if not amount.is_finite() or not 0 <= amount <= _LIMIT * MICROS_PER_UNIT:
-        raise click.BadParameter(f"{text} is not an amount", param_hint=option)
-    if amount != amount.to_integral_value():
-        raise click.BadParameter(f"{text} has more than six digits behind the point", param_hint=option)
-    return int(amount)
+        amount = Decimal(text.strip())
+        if not (amount.is_finite() and 0 <= amount <= most):
+            raise click.BadParameter(f"{text[:40]} is not an amount from 0 to {most:,}", param_hint=option)
+        if amount != amount.quantize(_MILLIONTH):
+            raise click.BadParameter(f"{text[:40]} has more than six digits behind the point", param_hint=option)
+    except ArithmeticError:
+        raise click.BadParameter(f"{text[:40]!r} is not a number", param_hint=option) from None
+    return round(amount * unit)
 
 
 def moment_ns(option: str, text: str) -> int:
