@@ -20,6 +20,7 @@ from serverless_gpu.server.budgets import StoredBudget
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.hub import BUDGETS, SCHEDULER
 from serverless_gpu.server.services import Services
+from serverless_gpu.units import format_gpu_ms, format_micros
 from serverless_gpu.wire.base import NAME_CHARACTERS_MAX
 from serverless_gpu.wire.budgets import AlarmView, BudgetList, BudgetRequest, BudgetView
 
@@ -131,14 +132,18 @@ def _ring(services: Services) -> None:
 
 
 def _budget(services: Services, asked: BudgetRequest) -> Budget:
-    limits = (("money", asked.limit_micros, MICROS_MAX), ("GPU time", asked.limit_gpu_ms, GPU_MS_MAX))
-    given = [(what, limit, most) for what, limit, most in limits if limit is not None]
+    ours = services.settings.currency
+    limits = ((asked.limit_micros, MICROS_MAX), (asked.limit_gpu_ms, GPU_MS_MAX))
+    given = [(limit, most) for limit, most in limits if limit is not None]
     if len(given) != 1:
         raise InvalidValue("a budget has one limit", hint="of money or of GPU time: --money 500, or --gpu-hours 100")
-    for what, limit, most in given:
+    for limit, most in given:
         if not 0 <= limit <= most:
-            raise InvalidValue(f"a limit of {limit} is not possible for {what}", hint=f"0 to {most}")
-    ours = services.settings.currency
+            said, top = (
+                format_micros(each, ours) if asked.limit_micros is not None else format_gpu_ms(each)
+                for each in (limit, most)
+            )
+            raise InvalidValue(f"a budget cannot be {said}", hint=f"0 to {top}")
     if asked.limit_micros is not None and asked.currency not in ("", ours):
         raise InvalidValue(f"this server's prices are in {ours}, not in {asked.currency[:8]}", hint="--money AMOUNT")
     return Budget(
@@ -166,7 +171,7 @@ def _check_scope(connection: sa.Connection, scope: Scope) -> None:
     elif kind == "policy":
         if policies.find(connection, name) is None:
             raise InvalidValue(f"there is no policy {name[:64]!r}", hint="sgpu policy list has those there are")
-    elif not name.strip() or not name.isprintable() or len(name) > 2 * TAG_CHARACTERS_MAX + 1:
+    elif not name.partition("=")[0].strip() or not name.isprintable() or len(name) > 2 * TAG_CHARACTERS_MAX + 1:
         raise InvalidValue(f"{name[:64]!r} is no tag", hint="key=value, or key for each run that has it")
 
 

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from decimal import Decimal, InvalidOperation
+from collections.abc import Mapping
 from urllib.parse import quote
 
 import click
+import msgspec
 
 from serverless_gpu.ambient import format_soon
+from serverless_gpu.cli.amounts import micros
 from serverless_gpu.cli.columns import columns
 from serverless_gpu.cli.output import print_json, say
 from serverless_gpu.cli.server.reaching import server
-from serverless_gpu.errors import InvalidValue
+from serverless_gpu.errors import NotFound
 from serverless_gpu.model.budget import Period, ScopeKind
-from serverless_gpu.units import MICROS_PER_UNIT, MS_PER_HOUR, format_gpu_ms, format_micros
+from serverless_gpu.units import MS_PER_HOUR, format_gpu_ms, format_micros
 from serverless_gpu.wire.budgets import BudgetList, BudgetRequest, BudgetView
 
 _SCOPES: tuple[ScopeKind, ...] = ("user", "team", "pool", "policy", "tag")
 _USD = "USD"
+_LIMITS = ("money", "usd", "gpu_hours")
+_FOR = ", ".join(f"--{kind}" for kind in _SCOPES) + " or --everything"
+_MUCH = "--money, --usd or --gpu-hours"
 
 
 @click.group()
@@ -87,35 +92,24 @@ def show_budget(name: str, as_json: bool) -> None:
 @click.option("--money", metavar="AMOUNT", help="How much, in the server's currency.")
 @click.option("--usd", metavar="AMOUNT", help="How much, where the server's currency is USD.")
 @click.option("--gpu-hours", metavar="HOURS", help="How much time of devices.")
-@click.option("--per", type=click.Choice([each.value for each in Period]), default="month", show_default=True)
-@click.option("--hard/--soft", default=False, help="Whether runs are stopped at 100 %; else nothing new starts.")
-def set_budget(
-    name: str,
-    per: str,
-    hard: bool,
-    everything: bool,
-    **said: str | None,
-) -> None:
-    """Make a budget, or put another one in its place.
+@click.option("--per", type=click.Choice([each.value for each in Period]), help="The usual is month.")
+@click.option("--hard/--soft", default=None, help="Whether runs are stopped at 100 %; else nothing new starts.")
+def set_budget(name: str, per: str | None, hard: bool | None, everything: bool, **said: str | None) -> None:
+    """Make a budget, or change one: what is not said stays as it is.
 
     What was used in the period counts from its beginning, in UTC. Runs that a hard budget stops get SIGTERM and their
     grace for a checkpoint; raising it takes back no stop that was asked.
     """
-    kind, scope = _scope(everything, said)
-    limits = [name for name in ("money", "usd", "gpu_hours") if said[name] is not None]
-    if len(limits) != 1:
-        raise click.UsageError("say how much it is, once: --money, --usd or --gpu-hours")
-    money, is_usd = said["money"] or said["usd"], limits == ["usd"]
-    asked = BudgetRequest(
-        kind=kind,
-        scope=scope,
-        period=Period(per),
-        limit_micros=_limit("--usd" if is_usd else "--money", money, MICROS_PER_UNIT),
-        limit_gpu_ms=_limit("--gpu-hours", said["gpu_hours"], MS_PER_HOUR),
-        currency=_USD if is_usd else "",
-        hard=hard,
-    )
+    changes = _scope(everything, said) | _limit(said)
+    changes |= {} if per is None else {"period": Period(per)}
+    changes |= {} if hard is None else {"hard": hard}
     with server() as connection:
+        try:
+            before = _request_of(connection.ask("GET", _path(name), answer=BudgetView))
+        except NotFound:
+            _check_is_whole(changes)
+            before = BudgetRequest(kind="everything", period=Period.MONTH)
+        asked = msgspec.structs.replace(before, **changes)
         found = connection.ask("PUT", _path(name), asked, answer=BudgetView)
     say(f"budget {found.name} for {_whose(found)}: {found.sentence}; at 100 % {_at_the_end(found)}")
 
@@ -129,22 +123,45 @@ def delete_budget(name: str) -> None:
     say(f"budget {found.name} is gone; {_amount(found, found.used)} were used of it")
 
 
-def _scope(everything: bool, scopes: dict[str, str | None]) -> tuple[ScopeKind, str]:
-    given = [(kind, scopes[kind]) for kind in _SCOPES if scopes[kind] is not None]
-    if len(given) + everything != 1:
-        names = ", ".join(f"--{kind}" for kind in _SCOPES)
-        raise click.UsageError(f"say for whom it is, once: {names} or --everything")
-    return (given[0][0], given[0][1] or "") if given else ("everything", "")
+def _request_of(view: BudgetView) -> BudgetRequest:
+    return BudgetRequest(
+        kind=view.kind,
+        scope=view.scope,
+        period=view.period,
+        limit_micros=view.limit_micros,
+        limit_gpu_ms=view.limit_gpu_ms,
+        hard=view.hard,
+    )
 
 
-def _limit(option: str, text: str | None, unit: int) -> int | None:
-    if text is None:
-        return None
-    try:
-        amount = Decimal(text) * unit
-        return int(amount.to_integral_value())
-    except (InvalidOperation, OverflowError, ValueError):
-        raise InvalidValue(f"{option}: {text[:40]!r} is not an amount", hint="a number: 500, or 99.50") from None
+def _scope(everything: bool, said: Mapping[str, str | None]) -> dict[str, object]:
+    """Return for whom it is, as far as that was said."""
+    given: list[tuple[str, str]] = [(kind, scope) for kind in _SCOPES if (scope := said[kind]) is not None]
+    given += [("everything", "")] if everything else []
+    if len(given) > 1:
+        raise click.UsageError(f"say for whom it is, once: {_FOR}")
+    return {"kind": given[0][0], "scope": given[0][1]} if given else {}
+
+
+def _limit(said: Mapping[str, str | None]) -> dict[str, object]:
+    """Return how much it is, as far as that was said."""
+    given = [(option, text) for option in _LIMITS if (text := said[option]) is not None]
+    if len(given) > 1:
+        raise click.UsageError(f"say how much it is, once: {_MUCH}")
+    for option, text in given:
+        if option == "gpu_hours":
+            return {"limit_gpu_ms": micros("--gpu-hours", text, unit=MS_PER_HOUR), "limit_micros": None}
+        currency = _USD if option == "usd" else ""
+        return {"limit_micros": micros(f"--{option}", text), "limit_gpu_ms": None, "currency": currency}
+    return {}
+
+
+def _check_is_whole(changes: Mapping[str, object]) -> None:
+    """Refuse a new budget of which it was not said for whom it is, and how much."""
+    if "kind" not in changes:
+        raise click.UsageError(f"there is no such budget yet: say for whom it is: {_FOR}")
+    if "limit_micros" not in changes:
+        raise click.UsageError(f"there is no such budget yet: say how much it is: {_MUCH}")
 
 
 def _row(each: BudgetView) -> list[str]:
