@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from serverless_gpu.model.days import DAY_NS
 from serverless_gpu.model.facts import Fact, FactKind
 from serverless_gpu.model.ledger import Entry, EntryKind, Line, charge, lines, post, priced, reversed_line
-from serverless_gpu.model.metering import Held, Meter, held, overlaps
+from serverless_gpu.model.metering import Meter, lendings
 from serverless_gpu.model.pricing import UNPRICED, Tariff, cost
+from serverless_gpu.server.lendings import Lent, doubly, of_facts
 
 DAY = 20_000
 MIDNIGHT_NS = DAY * DAY_NS
@@ -316,48 +317,44 @@ def test_sums_by_tag_user_team_pool_and_run_agree_to_the_millionth(
         assert sum(micros for (dimension, _), micros in by.items() if dimension == kind) == total
 
 
-def gang(attempt: str, facts: Iterable[Fact]) -> list[Fact]:
-    return [msgspec.structs.replace(each, attempt=attempt) for each in facts]
+def doubles(*attempts: Iterable[Fact]) -> list[str]:
+    """Return what I4 says of attempts of one node, which are numbered."""
+    lent: dict[tuple[str, ...], list[Lent]] = {}
+    for number, facts in enumerate(attempts):
+        for place, one in of_facts(f"r:{number}", "n", tuple(facts)):
+            lent.setdefault(place, []).append(one)
+    return sorted(violation.subject for place, ones in lent.items() for violation in doubly(place[-1], ones))
 
 
-def test_a_device_in_two_accounts_at_once_is_found() -> None:
-    first = gang("run1:1", WHOLE)
-    later = gang("run2:1", [msgspec.structs.replace(each, boottime_ns=each.boottime_ns + 93 * 10**9) for each in WHOLE])
-    found = [*held(first), *held(later)]
-    assert [(one.start_ns, one.end_ns) for one in held(first)] == [(1_010 * 10**9, 1_102_250_000_000)]
-    assert list(overlaps(found)) == []
-    sooner = gang(
-        "run3:1", [msgspec.structs.replace(each, boottime_ns=each.boottime_ns + 92 * 10**9) for each in WHOLE]
-    )
-    told = [(uuid, one.attempt, other.attempt) for uuid, one, other in overlaps([*held(first), *held(sooner)])]
-    assert told == [("GPU-a", "run1:1", "run3:1"), ("GPU-b", "run1:1", "run3:1")]
-    elsewhere = [msgspec.structs.replace(each, boot_id="boot-2") for each in sooner]
-    assert list(overlaps([*held(first), *held(elsewhere)])) == []
+def later(facts: Iterable[Fact], seconds: int) -> list[Fact]:
+    return [msgspec.structs.replace(each, boottime_ns=each.boottime_ns + seconds * 10**9) for each in facts]
+
+
+def test_a_device_that_two_attempts_had_at_once_is_found() -> None:
+    assert [(one.start_ns, one.end_ns) for one in lendings(WHOLE)] == [(1_010 * 10**9, 1_102_250_000_000)]
+    assert doubles(WHOLE, later(WHOLE, 93)) == []
+    sooner = later(WHOLE, 92)
+    assert doubles(WHOLE, sooner) == ["device GPU-a", "device GPU-b"]
+    assert doubles(WHOLE, [msgspec.structs.replace(each, boot_id="boot-2") for each in sooner]) == []
 
 
 def test_a_long_one_is_compared_with_all_that_follow() -> None:
-    def one(attempt: str, start_ns: int, end_ns: int) -> Held:
-        return Held(attempt=attempt, boot_id="b", gpus=frozenset({"GPU-a"}), start_ns=start_ns, end_ns=end_ns)
-
-    found = [one("long", 0, 100), one("within", 10, 20), one("too", 30, 40), one("after", 100, 110)]
-    assert [other.attempt for _, _, other in overlaps(found)] == ["within", "too"]
+    found = [Lent(0, 100, "long"), Lent(10, 20, "within"), Lent(30, 40, "too"), Lent(100, 110, "after")]
+    assert [one.sentence.split()[3] for one in doubly("GPU-a", found)] == ["within", "too"]
 
 
 def test_a_session_and_its_runs_never_have_a_device_at_once() -> None:
-    session = gang(
-        "s:1",
-        [
-            fact(0, "reserved", 0),
-            fact(1, "held", 0),
-            fact(2, "freed", 10),
-            fact(3, "held", 30),
-            fact(4, "freed", 40),
-        ],
-    )
-    run = gang("r:1", [fact(0, "reserved", 10), fact(1, "exec", 11), fact(2, "exited", 29), fact(3, "freed", 30)])
-    assert list(overlaps([*held(session), *held(run)])) == []
+    session = [
+        fact(0, "reserved", 0),
+        fact(1, "held", 0),
+        fact(2, "freed", 10),
+        fact(3, "held", 30),
+        fact(4, "freed", 40),
+    ]
+    run = [fact(0, "reserved", 10), fact(1, "exec", 11), fact(2, "exited", 29), fact(3, "freed", 30)]
+    assert doubles(session, run) == []
     # The run's last word is missing: its account ends before, not after.
-    assert list(overlaps([*held(session), *held(run[:3])])) == []
+    assert doubles(session, run[:3]) == []
 
 
 def test_a_clock_that_is_wrong_by_centuries_makes_no_lines_without_end() -> None:

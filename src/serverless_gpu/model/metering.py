@@ -30,7 +30,6 @@ from serverless_gpu.model.facts import Fact, FactKind
 
 STRETCH_NS_MAX = 400 * DAY_NS
 """Devices that are held for longer without a break are held by a clock that is wrong."""
-SEGMENTS = ("environment", "start", "run", "stop", "gate", "idle")
 _ENVIRONMENT, _START, _RUN, _STOP, _GATE, _IDLE = range(6)
 _FIRST_USED = _RUN
 _MS_NS = 1_000_000
@@ -121,12 +120,12 @@ class _Stretch:
 
 
 class Used:
-    """What an attempt used on one day: milliseconds times what it held, apart by segment (`SEGMENTS`).
+    """What an attempt used on one day: milliseconds times what it held, apart by segment.
 
     Attributes:
         start_ns: the first moment of it, nanoseconds since 1970; `end_ns` the last.
         gpus: the most devices held at once.
-        segments: GPU-milliseconds.
+        segments: GPU-milliseconds of each, in the order in which they follow each other.
         billed_ms: those of them that count.
         core_ms: core-milliseconds that count; `memory_mib_ms` likewise, for MiB.
     """
@@ -169,70 +168,39 @@ class Meter:
         return dict(sorted(days.items()))
 
 
-class Held(msgspec.Struct, frozen=True, kw_only=True):
-    """Devices that one attempt held without a break.
+class Lending(msgspec.Struct, frozen=True, kw_only=True):
+    """Devices that one attempt had without a break.
 
     Attributes:
-        attempt: which, as ``run:fence``.
         boot_id: the boot in which its moments count.
         gpus: identifiers of the devices.
         start_ns: boottime at which it had them first; `end_ns` at which they were free, or the last sign of life.
     """
 
-    attempt: str
     boot_id: str
     gpus: frozenset[str]
     start_ns: int
     end_ns: int
 
 
-def held(facts: Iterable[Fact]) -> Iterator[Held]:
-    """Yield when an attempt held what.
+def lendings(facts: Iterable[Fact]) -> Iterator[Lending]:
+    """Yield when an attempt had which devices.
 
     Args:
         facts: of one attempt, in their order (`facts.distinct`).
     """
     stretch: _Stretch | None = None
-    attempt = ""
     for fact in facts:
-        attempt = fact.attempt
         ended, stretch = _follow(stretch, fact)
         if ended is not None:
-            yield _held(attempt, *ended)
+            yield _lending(*ended)
     if stretch is not None:
-        yield _held(attempt, stretch, stretch.end_ns())
+        yield _lending(stretch, stretch.end_ns())
 
 
-def _held(attempt: str, stretch: _Stretch, end_ns: int) -> Held:
+def _lending(stretch: _Stretch, end_ns: int) -> Lending:
     begun_ns = stretch.began_ns
-    return Held(
-        attempt=attempt,
-        boot_id=stretch.boot_id,
-        gpus=stretch.uuids,
-        start_ns=begun_ns,
-        end_ns=max(begun_ns, end_ns),
-    )
-
-
-def overlaps(found: Iterable[Held]) -> Iterator[tuple[str, Held, Held]]:
-    """Yield each device that was in two accounts at the same time, and in which: it may never be.
-
-    Args:
-        found: what attempts of one node held. Declared devices and CPU slots belong to a home; two homes of a machine
-            have them under the same names, so ask for one at a time.
-    """
-    by_device: dict[tuple[str, str], list[Held]] = {}
-    for one in found:
-        for uuid in one.gpus:
-            by_device.setdefault((one.boot_id, uuid), []).append(one)
-    for (_, uuid), own in sorted(by_device.items()):
-        own.sort(key=lambda one: (one.start_ns, one.end_ns))
-        latest = own[0]
-        for one in own[1:]:
-            if one.start_ns < latest.end_ns:
-                yield uuid, latest, one
-            if one.end_ns > latest.end_ns:
-                latest = one
+    return Lending(boot_id=stretch.boot_id, gpus=stretch.uuids, start_ns=begun_ns, end_ns=max(begun_ns, end_ns))
 
 
 def _follow(stretch: _Stretch | None, fact: Fact) -> tuple[tuple[_Stretch, int] | None, _Stretch | None]:

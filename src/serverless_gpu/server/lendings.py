@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 
 import msgspec
 
-from serverless_gpu.model.ledger import Fact
-from serverless_gpu.server.attempts import StoredAttempt
+from serverless_gpu.model import metering
+from serverless_gpu.model.facts import Fact
 from serverless_gpu.server.books import Books
 from serverless_gpu.server.violations import Violation
 
 LENDINGS_MAX = 50_000
 """How many lendings are held against those of later pages."""
+
+Place = tuple[str, ...]
 
 
 class Lent(msgspec.Struct, frozen=True):
@@ -24,24 +25,28 @@ class Lent(msgspec.Struct, frozen=True):
 
 
 def lent_once(books: Books) -> Iterator[Violation]:
-    lent: dict[tuple[str, ...], list[Lent]] = {}
+    lent: dict[Place, list[Lent]] = {}
     for booked in books.runs:
         for attempt in booked.attempts:
-            for place, one in _lendings(attempt, booked.facts.get(attempt.fence, ())):
+            for place, one in of_facts(attempt.gang, attempt.node_id, booked.facts.get(attempt.fence, ())):
                 lent.setdefault(place, []).append(one)
     for place, ones in lent.items():
         yield from doubly(place[-1], ones)
 
 
-def _lendings(attempt: StoredAttempt, own: Sequence[Fact]) -> Iterator[tuple[tuple[str, ...], Lent]]:
-    held = [fact for fact in own if fact.gpus]
-    if not held:
-        return
-    end_ns = held[-1].boottime_ns  # until later facts come, nothing more is known
-    for device in {device for fact in held for device in fact.gpus}:
-        # What is declared is declared for each home; what the machine has is the machine's.
-        place = (held[0].boot_id, "" if device.startswith(("GPU-", "MIG-")) else attempt.node_id, device)
-        yield place, Lent(held[0].boottime_ns, end_ns, attempt.gang)
+def of_facts(gang: str, node_id: str, own: Sequence[Fact]) -> Iterator[tuple[Place, Lent]]:
+    """Yield which devices an attempt had, and when: the same times that it is charged for.
+
+    Args:
+        gang: the attempt, as ``run:fence``.
+        node_id: where it was.
+        own: its facts, in their order.
+    """
+    for one in metering.lendings(own):
+        for device in one.gpus:
+            # What is declared is declared for each home; what the machine has is the machine's.
+            place = (one.boot_id, "" if device.startswith(("GPU-", "MIG-")) else node_id, device)
+            yield place, Lent(one.start_ns, one.end_ns, gang)
 
 
 class Lendings:
@@ -53,22 +58,22 @@ class Lendings:
 
     def __init__(self, most: int = LENDINGS_MAX) -> None:
         self._most = most
-        self._known: dict[tuple[tuple[str, ...], str], Lent] = {}
-        self._of: dict[tuple[str, ...], list[Lent]] = {}
+        self._known: dict[tuple[Place, str, int], Lent] = {}
+        self._of: dict[Place, list[Lent]] = {}
 
     def look(self, books: Books) -> list[Violation]:
         """Return which devices of these books were lent twice, among them and together with those before."""
         found: set[Violation] = set()
         for booked in books.runs:
             for attempt in booked.attempts:
-                for place, one in _lendings(attempt, booked.facts.get(attempt.fence, ())):
+                for place, one in of_facts(attempt.gang, attempt.node_id, booked.facts.get(attempt.fence, ())):
                     found.update(self._put(place, one))
         while len(self._known) > self._most:
             self._take(next(iter(self._known)))
         return sorted(found)
 
-    def _put(self, place: tuple[str, ...], one: Lent) -> Iterator[Violation]:
-        key = (place, one.gang)
+    def _put(self, place: Place, one: Lent) -> Iterator[Violation]:
+        key = (place, one.gang, one.began_ns)
         if self._known.get(key) == one:
             return
         if key in self._known:
@@ -79,7 +84,7 @@ class Lendings:
         ones.insert(at, one)
         yield from doubly(place[-1], ones[max(0, at - 1) : at + 2])
 
-    def _take(self, key: tuple[tuple[str, ...], str]) -> None:
+    def _take(self, key: tuple[Place, str, int]) -> None:
         one, ones = self._known.pop(key), self._of[key[0]]
         del ones[ones.index(one, bisect_left(ones, one.began_ns, key=_began))]
         if not ones:
@@ -91,8 +96,11 @@ def _began(one: Lent) -> int:
 
 
 def doubly(device: str, ones: list[Lent]) -> Iterator[Violation]:
-    ones.sort(key=lambda one: one.began_ns)
-    for one, following in pairwise(ones):
-        if one.ended_ns is None or following.began_ns < one.ended_ns:
-            sentence = f"attempts {one.gang} and {following.gang} had it at the same time"
+    ones.sort(key=_began)
+    latest = ones[0]
+    for one in ones[1:]:
+        if latest.ended_ns is None or one.began_ns < latest.ended_ns:
+            sentence = f"attempts {latest.gang} and {one.gang} had it at the same time"
             yield Violation(invariant="I4", subject=f"device {device}", sentence=sentence)
+        if latest.ended_ns is not None and (one.ended_ns is None or one.ended_ns > latest.ended_ns):
+            latest = one
