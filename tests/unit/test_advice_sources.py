@@ -9,7 +9,8 @@ import pytest
 from serverless_gpu.cli import advice_sources
 from serverless_gpu.cli.advice_sources import Book, Kind, Past, Wanted, chosen, of_rows, of_server
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model.advice import Use
+from serverless_gpu.model.advice import Rates, Use, advise, curve_of
+from serverless_gpu.model.advice_formulas import formulas
 from serverless_gpu.model.days import HOUR_NS
 from serverless_gpu.model.pricing import Price
 from serverless_gpu.model.unneeded import Ran
@@ -80,6 +81,19 @@ def test_a_session_counts_for_as_long_as_no_run_had_its_devices() -> None:
 def test_time_before_the_window_is_not_looked_at() -> None:
     past = of_rows([row(10, 90)], Wanted(start_ns=50 * HOUR_NS, end_ns=100 * HOUR_NS))
     assert past.start_ns == 50 * HOUR_NS
+
+
+def test_everything_on_demand_costs_what_the_ledger_has_charged_and_not_environment_and_start() -> None:
+    """Two runs of 4 GPUs: each has its devices for 5 hours, of which 3 are billed at 2.00."""
+    short = {"held_ms": 20 * HOUR_MS, "gpu_ms": 13 * HOUR_MS, "billed_ms": 12 * HOUR_MS, "micros": 24_000_000}
+    past = of_rows([row(10, 15, **short), row(12, 17, run_id="other", **short)], ALL)
+    kind = past.kinds["H100"]
+    told = Rates(reserved=1_000_000, on_demand=2_000_000, billed=kind.billed)
+    found = advise(curve_of(kind.uses, past.start_ns, past.end_ns), told)
+    assert found.none.micros == kind.micros == 48_000_000
+    assert found.duty_percent == pytest.approx(100 / 1.2)  # an hour on demand costs 1.20, not 2.00
+    assert (found.best.slots, found.none.on_demand_ns) == (0, 40 * HOUR_NS)
+    assert "(2.00 × 60.0 %)" in formulas(found)["break-even duty"]
 
 
 def test_nothing_used_is_nothing_to_advise() -> None:

@@ -14,6 +14,7 @@ receipt does not tell.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from fractions import Fraction
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -64,6 +65,7 @@ class Kind(msgspec.Struct, kw_only=True):
         uses: as if nobody had waited.
         waited_ns: GPU-nanoseconds for which runs did wait.
         gpu_ms: GPU-milliseconds that count as use; `unpriced_ms` those without a price.
+        held_ms: GPU-milliseconds for which devices were had; `billed_ms` those of them that cost something, or would.
         micros: what the ledger has charged.
     """
 
@@ -71,7 +73,14 @@ class Kind(msgspec.Struct, kw_only=True):
     waited_ns: int = 0
     gpu_ms: int = 0
     unpriced_ms: int = 0
+    held_ms: int = 0
+    billed_ms: int = 0
     micros: int = 0
+
+    @property
+    def billed(self) -> Fraction:
+        """The part of the time had that is billed; all of it where nothing was had for long enough to say."""
+        return Fraction(self.billed_ms, self.held_ms) if self.held_ms else Fraction(1)
 
 
 class Past(msgspec.Struct, kw_only=True):
@@ -148,6 +157,8 @@ def of_rows(rows: Iterable[DemandRow], wanted: Wanted) -> Past:
         for row in days:
             kind.uses.append(_use(row.start_ns, row.end_ns, row.gpus, row.held_ms, waited_ns))
             kind.gpu_ms += row.gpu_ms
+            kind.held_ms += row.held_ms
+            kind.billed_ms += row.billed_ms
             kind.micros += row.micros or 0
             kind.unpriced_ms += row.gpu_ms if row.micros is None else 0
         past.ran.append(
@@ -246,6 +257,8 @@ def _add(past: Past, record: Record) -> bool:
     held_ms = receipt.gpu_ms if is_session else (ended_ns - began_ns) // _MS_NS * gpus
     kind.uses.append(_use(began_ns, ended_ns, gpus, held_ms, waited_ns))
     kind.gpu_ms += receipt.gpu_ms
+    kind.held_ms += held_ms
+    kind.billed_ms += receipt.gpu_ms if receipt.bill is None else receipt.bill.billed_ms
     kind.micros += receipt.micros or 0
     kind.unpriced_ms += receipt.gpu_ms if receipt.micros is None else 0
     past.ran.append(_ran(record, receipt))
@@ -313,7 +326,7 @@ def chosen(past: Past, gpu_type: str) -> tuple[str, Kind]:
         together = Kind()
         for kind in found.values():
             together.uses += kind.uses
-            for name in ("waited_ns", "gpu_ms", "unpriced_ms", "micros"):
+            for name in ("waited_ns", "gpu_ms", "unpriced_ms", "held_ms", "billed_ms", "micros"):
                 setattr(together, name, getattr(together, name) + getattr(kind, name))
         return canonical(gpu_type), together
     name = max(found, key=lambda name: (found[name].gpu_ms, name))

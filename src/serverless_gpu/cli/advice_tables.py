@@ -10,7 +10,7 @@ from serverless_gpu.ambient import format_utc
 from serverless_gpu.cli.advice_sources import Kind, Past, remarks
 from serverless_gpu.cli.columns import columns
 from serverless_gpu.model.advice import Advice, Mix, Slot
-from serverless_gpu.model.advice_formulas import formulas, formulas_of_queues, formulas_of_runs, price
+from serverless_gpu.model.advice_formulas import formulas, formulas_of_queues, formulas_of_runs, percent, price
 from serverless_gpu.model.unneeded import Unneeded
 from serverless_gpu.replay.queueing import Queue
 from serverless_gpu.units import format_duration_ms, format_gpu_ms, format_micros
@@ -88,6 +88,7 @@ def as_json(report: Report) -> dict[str, object]:
             "break_even_duty_percent": advice.duty_percent,
             "reserved_micros_per_hour": advice.rates.reserved,
             "on_demand_micros_per_hour": advice.rates.on_demand,
+            "billed_percent": float(100 * advice.rates.billed),
             "span_ms": advice.curve.span_ns // 1_000_000,
             "used_gpu_ms": advice.curve.used_ns // 1_000_000,
             "peak": advice.curve.peak,
@@ -129,6 +130,8 @@ def _head(report: Report) -> Iterator[str]:
         f"reserved {price(rates.reserved)}, on demand {price(rates.on_demand)} {rates.currency} per GPU-hour: "
         f"a reserved GPU pays from {advice.duty_percent:.1f} % of the time on"
     )
+    if rates.billed != 1:
+        yield f"billed on demand: {percent(rates.billed)} of the time for which GPUs were had, the rest is not"
     saves = advice.now.micros - advice.best.micros
     best = f"reserve {advice.best.slots}" if advice.best.slots else "reserve none"
     gain = f": {format_micros(saves, rates.currency)} less than today" if saves > 0 else ""

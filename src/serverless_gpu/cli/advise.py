@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from fractions import Fraction
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -105,7 +106,7 @@ def _has_server() -> bool:
 def _report(past: Past, book: Book, options: Mapping[str, Any], own: tuple[GpuType, ...]) -> Report:
     gpu_type, kind = chosen(past, options["gpu_type"])
     curve = curve_of(kind.uses, past.start_ns, past.end_ns)
-    rates, why_not = _rates(options, book, gpu_type)
+    rates, why_not = _rates(options, book, gpu_type, kind.billed)
     advice = None if rates is None else advise(curve, rates, gpu_type=gpu_type, now=options["have"])
     waiting = None if options["waiting"] is None else micros("--waiting", options["waiting"], most=_PRICE_MAX)
     found = () if advice is None else queues(kind.uses, curve, advice.rates, _sizes(advice, curve), waiting=waiting)
@@ -134,7 +135,7 @@ def _sizes(advice: Advice, curve: Curve) -> set[int]:
 # --- prices -----------------------------------------------------------------------------------------------------------
 
 
-def _rates(options: Mapping[str, Any], book: Book, gpu_type: str) -> tuple[Rates | None, str]:
+def _rates(options: Mapping[str, Any], book: Book, gpu_type: str, billed: Fraction) -> tuple[Rates | None, str]:
     """Return both prices; or None, and which is missing."""
     if options["buy"] is not None and options["reserved"] is not None:
         raise click.UsageError("--buy is in place of --reserved")
@@ -147,11 +148,13 @@ def _rates(options: Mapping[str, Any], book: Book, gpu_type: str) -> tuple[Rates
             f"{gpu_type} has no price on demand, so nothing can be said of reserving any; "
             f"`--on-demand 2.99`, or `sgpu price set {gpu_type} 2.99`"
         )
+    if billed == 0:
+        return None, f"nothing that {gpu_type} did was billed, so it costs nothing on demand: reserve none"
     if on_demand == 0:
         return None, f"{gpu_type} costs nothing on demand: reserve none"
     if reserved is None:
         return None, "what a reserved GPU costs is not known: `--reserved 1.90`, `--reserved POOL` or `--buy 30000`"
-    return Rates(reserved=reserved, on_demand=on_demand, currency=book.currency), ""
+    return Rates(reserved=reserved, on_demand=on_demand, currency=book.currency, billed=billed), ""
 
 
 def _price(option: str, text: str, book: Book, gpu_type: str) -> int | None:

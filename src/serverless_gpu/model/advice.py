@@ -3,8 +3,8 @@
     uses (when, how many GPUs) ──▶ curve: for how long was the demand at least 1, 2, 3 … GPUs
                                       │   slot k of a reserved pool works for that long, and is paid for all of it
     price of a reserved GPU-hour ─────┼─▶ reserve slot k if and only if   time(demand ≥ k) ÷ all time
-    price of one on demand ───────────┘                            is more than   reserved price ÷ on-demand price
-                                                                                  (the newsvendor's rule)
+    price of one on demand, × the part┘                            is more than   reserved price ÷ on-demand price
+    of the time had that is billed                                                (the newsvendor's rule)
 
 That share falls with k, so the slots that pay are the first ones, and their number is the size that costs least. What
 the rule leaves out is said with it: a slot is a GPU and no node, so a gang may be cut in two; tomorrow is as yesterday.
@@ -15,6 +15,7 @@ Values only: integers of nanoseconds and micros, and no clock. Whose use it is, 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from fractions import Fraction
 
 import msgspec
 
@@ -85,13 +86,21 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         reserved: micros, paid whether it is used or not.
-        on_demand: micros, paid while it is used.
+        on_demand: micros, paid for the time that is billed.
         currency: of both.
+        billed: the part of the time for which GPUs were had that is billed on demand: their environment and the start
+            of their processes are not, and take a slot of a reserved pool all the same.
     """
 
     reserved: int
     on_demand: int
     currency: str = "USD"
+    billed: Fraction = Fraction(1)
+
+    @property
+    def had(self) -> Fraction:
+        """Micros that one GPU costs on demand for each hour for which it was had."""
+        return self.on_demand * self.billed
 
 
 class Mix(msgspec.Struct, frozen=True, kw_only=True):
@@ -210,7 +219,7 @@ def best_slots(curve: Curve, rates: Rates) -> int:
     """Return how many GPUs to reserve: slot k if and only if it is wanted for more than the break-even duty."""
     best = 0
     for level, at_least_ns in curve.steps():
-        if at_least_ns * rates.on_demand <= curve.span_ns * rates.reserved:
+        if at_least_ns * rates.had <= curve.span_ns * rates.reserved:
             break
         best = level
     return best
@@ -237,13 +246,13 @@ def mix(curve: Curve, rates: Rates, slots: int) -> Mix:
         reserved_micros=micros_of(had_ns, rates.reserved),
         idle_micros=micros_of(had_ns - used_ns, rates.reserved),
         idle_ns=had_ns - used_ns,
-        on_demand_micros=micros_of(beyond_ns, rates.on_demand),
+        on_demand_micros=micros_of(beyond_ns, rates.had),
         on_demand_ns=beyond_ns,
         duty_percent=100 * used_ns / had_ns if had_ns else None,
     )
 
 
-def micros_of(gpu_ns: int, micros_per_hour: int) -> int:
+def micros_of(gpu_ns: int, micros_per_hour: int | Fraction) -> int:
     """Return what GPU-nanoseconds cost, rounded up to a whole micro."""
     return -(-gpu_ns * micros_per_hour // HOUR_NS)
 
@@ -260,7 +269,7 @@ def advise(curve: Curve, rates: Rates, *, gpu_type: str = "", now: int = 0) -> A
     Raises:
         InvalidValue: a price is negative, or what is paid by the hour is free, so that nothing can be compared with it.
     """
-    if rates.reserved < 0 or rates.on_demand <= 0:
+    if rates.reserved < 0 or rates.had <= 0:
         raise InvalidValue(
             "prices of 0 and more are needed, and the one on demand is more than 0",
             hint="give the price of one GPU for one hour: --reserved 1.90 --on-demand 2.99",
@@ -270,7 +279,7 @@ def advise(curve: Curve, rates: Rates, *, gpu_type: str = "", now: int = 0) -> A
         gpu_type=gpu_type,
         curve=curve,
         rates=rates,
-        duty_percent=100 * rates.reserved / rates.on_demand,
+        duty_percent=float(100 * rates.reserved / rates.had),
         best=best,
         now=mix(curve, rates, now),
         none=mix(curve, rates, 0),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from fractions import Fraction
 
-from serverless_gpu.model.advice import Advice, Mix
+from serverless_gpu.model.advice import Advice, Mix, Rates
 from serverless_gpu.model.days import HOUR_NS
 from serverless_gpu.model.unneeded import BUSY_MIN_PERCENT, HEAD_ROOM_PERCENT
 from serverless_gpu.units import MICROS_PER_UNIT, format_micros
@@ -51,6 +52,11 @@ def price(micros: int) -> str:
     return f"{units:,}.{f'{rest:06d}'.rstrip('0').ljust(2, '0')}"
 
 
+def percent(part: Fraction) -> str:
+    """Return a part of 1 in per cent: ``54.7 %``."""
+    return f"{float(100 * part):.1f} %"
+
+
 def _formulas(advice: Advice) -> Iterator[tuple[str, str]]:
     curve, rates, best = advice.curve, advice.rates, advice.best
     mean = curve.used_ns / curve.span_ns
@@ -65,8 +71,13 @@ def _formulas(advice: Advice) -> Iterator[tuple[str, str]]:
     )
     yield (
         "break-even duty",
-        f"reserved price ÷ on-demand price = {price(rates.reserved)} ÷ {price(rates.on_demand)}"
+        f"reserved price ÷ on-demand price{_times_part(rates)} = {price(rates.reserved)} ÷ {_on_demand(rates)}"
         f" = {advice.duty_percent:.1f} %",
+    )
+    yield (
+        "part that is billed",
+        "GPU time that was billed ÷ GPU time for which GPUs were had: environment and start are not billed, and take a "
+        f"slot of a reserved pool all the same = {percent(rates.billed)}",
     )
     yield "wanted", "for slot k: time with a demand of k GPUs or more ÷ all time"
     yield "pays", "slot k pays if and only if wanted is more than the break-even duty (newsvendor)" + _where(advice)
@@ -78,8 +89,8 @@ def _formulas(advice: Advice) -> Iterator[tuple[str, str]]:
     )
     yield (
         "on demand",
-        "the sum of (demand − GPUs) × time while the demand is more, × on-demand price = "
-        f"{hours(best.on_demand_ns)} × {price(rates.on_demand)} = "
+        f"the sum of (demand − GPUs) × time while the demand is more, × on-demand price{_times_part(rates)} = "
+        f"{hours(best.on_demand_ns)} × {_on_demand(rates)} = "
         f"{format_micros(best.on_demand_micros, rates.currency)}",
     )
     yield "together", f"reserved + on demand = {format_micros(best.micros, rates.currency)}"
@@ -93,6 +104,15 @@ def _formulas(advice: Advice) -> Iterator[tuple[str, str]]:
         "left out",
         "a slot is one GPU and not a node, so a gang may be cut in two; tomorrow is taken to be as yesterday was",
     )
+
+
+def _times_part(rates: Rates) -> str:
+    return "" if rates.billed == 1 else " × part that is billed"
+
+
+def _on_demand(rates: Rates) -> str:
+    known = price(rates.on_demand)
+    return known if rates.billed == 1 else f"({known} × {percent(rates.billed)})"
 
 
 def _reserved(best: Mix, advice: Advice) -> str:
