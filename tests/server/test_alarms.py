@@ -16,8 +16,9 @@ import sqlalchemy as sa
 
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.attempt import Reason
-from serverless_gpu.model.spec import Command
-from serverless_gpu.server import audit, budgeting, granting, notices
+from serverless_gpu.model.pricing import Price
+from serverless_gpu.model.spec import Command, Resources
+from serverless_gpu.server import audit, budgeting, granting, notices, prices, submitting
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.notices import Kind
 from serverless_gpu.server.notifying import FIRST_PAUSE_S, OLD_S, TRIES_MAX, Notifier
@@ -26,7 +27,7 @@ from serverless_gpu.testing import FakeClock
 from tests.server.ledgered import account, charge
 from tests.server.made import made_services
 from tests.server.spent import ROOT, UNIT, Spent
-from tests.server.test_submitting import ALICE, BOB
+from tests.server.test_submitting import ALICE, BOB, request
 
 NOON = 20_775 * 86_400 * 10**9 + 12 * 3_600 * 10**9
 HOUR_NS = 3_600 * 10**9
@@ -77,6 +78,19 @@ def test_a_run_that_costs_far_more_than_others_of_its_name_is_told_of_once(spent
     spent.end(run_id, Reason.COMPLETED)
     ran(spent, 3, payload=COMMAND)  # three times the usual is not more than that
     assert len(alarms(spent)) == 1
+
+
+def test_cores_that_all_runs_of_a_name_have_are_no_alarm(spent: Spent) -> None:
+    row = Price(resource="core", micros_per_hour=3_600 * UNIT, from_ns=0)
+    spent.database.write(lambda connection: prices.insert(connection, row, at_ns=0))
+    resources = Resources(gpus=1, gpu_type="H100", cpus=8)
+    for _ in range(6):
+        asked = request(call=None, resources=resources, name="fit", payload=COMMAND)
+        run_id = submitting.submit(spent.services, ALICE, asked).id
+        spent.start(run_id)
+        spent.go_on(61, run_id)
+        spent.end(run_id, Reason.COMPLETED)
+    assert alarms(spent) == []
 
 
 def test_a_team_that_used_far_more_than_usual_in_an_hour_is_told_of_once_a_day(spent: Spent) -> None:

@@ -9,13 +9,18 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
+from serverless_gpu.errors import BudgetExhausted
+from serverless_gpu.model.attempt import State
 from serverless_gpu.model.budget import Standing
-from serverless_gpu.model.pricing import Tariff
-from serverless_gpu.server import accounts, affording, runs
+from serverless_gpu.model.pricing import Price, Tariff
+from serverless_gpu.model.spec import Resources
+from serverless_gpu.server import accounts, affording, dividing, prices, runs, submitting
 from serverless_gpu.server.database import Database
 from serverless_gpu.testing import FakeClock
+from serverless_gpu.wire.agents import PoolRequest
 from tests.server.made import made_services
-from tests.server.spent import PER_SECOND, UNIT, Spent
+from tests.server.spent import PER_SECOND, ROOT, UNIT, Spent
+from tests.server.test_submitting import ALICE, request
 
 MORNING = 1_794_729_600_000_000_000  # 2026-11-15 08:00 UTC
 
@@ -124,3 +129,44 @@ def test_two_that_are_placed_together_do_not_both_get_the_last_of_a_budget(spent
     assert look(spent)["llm"].held.micros == 60 * UNIT  # the transaction may not be over yet
     spent.services.spending.entered()
     assert look(spent)["llm"].held.micros == 0  # nothing came of it
+
+
+def price(spent: Spent, resource: str, pool: str = "", *, times: int = 1) -> None:
+    row = Price(resource=resource, pool=pool, micros_per_hour=times * PER_SECOND, from_ns=0)
+    spent.database.write(lambda connection: prices.insert(connection, row, at_ns=0))
+
+
+def with_cores(spent: Spent) -> str:
+    asked = request(call=b"call", resources=Resources(gpus=1, gpu_type="H100", cpus=8))
+    return submitting.submit(spent.services, ALICE, asked).id
+
+
+def test_a_run_whose_cores_a_budget_has_no_room_for_waits_beside_the_line_and_is_told_so(spent: Spent) -> None:
+    spent.set(limit_micros=700 * UNIT, hard=True)
+    dear = with_cores(spent)  # nine a second once cores have a price: its first minute is more than what others leave
+    first = spent.submit(gpus=3)
+    price(spent, "core")
+    spent.set(limit_micros=530 * UNIT, hard=True)
+    for _ in range(2):
+        spent.tick()
+        assert "budget 'llm' has no room for it" in spent.services.sentences.of(dear)
+        assert spent.find(dear).state is State.QUEUED
+    assert spent.find(first).state is State.STARTING  # nothing is kept for who cannot start
+
+
+def test_a_run_that_cannot_pay_the_first_minute_of_its_cores_is_refused_at_once(spent: Spent) -> None:
+    price(spent, "core")
+    spent.set(limit_micros=100 * UNIT, hard=True)
+    with pytest.raises(BudgetExhausted, match="less left this month than the run's first minute costs"):
+        with_cores(spent)
+    spent.submit()
+
+
+def test_a_run_that_may_come_to_a_pool_is_let_in_for_what_that_pool_costs(spent: Spent) -> None:
+    dividing.put_pool(spent.services, ROOT, "fast", PoolRequest(nodes=("n1",)))
+    price(spent, "H100", "fast", times=5)
+    spent.set(limit_micros=100 * UNIT, hard=True)
+    run_id = spent.submit()
+    for _ in range(2):
+        spent.tick()
+        assert "budget 'llm' has no room for it" in spent.services.sentences.of(run_id)

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serverless_gpu.model.cost import Cost, CostEstimate, Devices, Lasting, Used, estimated, together
-from serverless_gpu.model.ledger import Line
-from serverless_gpu.model.pricing import Tariff
+from serverless_gpu.model.facts import Fact, FactKind
+from serverless_gpu.model.ledger import Line, charge
+from serverless_gpu.model.pricing import Tariff, rate
 
 H100 = Tariff(gpu_micros_per_hour=2_990_000)
 HOUR_MS = 3_600_000
@@ -188,3 +189,40 @@ def test_an_estimate_is_rounded_up_once_whatever_it_is_made_of(devices: Devices,
     rate = devices.count * (tariff.gpu_micros_per_hour or 0) + devices.cpus * (tariff.core_micros_per_hour or 0)
     whole = rate + Fraction(mib * (tariff.memory_micros_per_hour or 0), 1024)
     assert found.at_timeout_micros == math.ceil(whole * limit_ms / HOUR_MS)
+
+
+_PRICES = st.none() | st.integers(0, 10**9)
+
+
+@given(
+    st.builds(Tariff, gpu_micros_per_hour=_PRICES, core_micros_per_hour=_PRICES, memory_micros_per_hour=_PRICES),
+    st.sampled_from(["H100", "CPU"]),
+    st.integers(1, 8),
+    st.integers(0, 64),
+    st.integers(0, 1 << 40),
+)
+def test_what_an_hour_costs_is_what_the_ledger_charges_for_one(
+    tariff: Tariff, gpu_type: str, gpus: int, cpus: int, memory_bytes: int
+) -> None:
+    """Budgets, estimates and the ledger say the same of cores and memory beside devices, of GPUs and CPU slots."""
+    slots = gpus if gpu_type == "CPU" else 0
+    uuids = tuple(f"{'CPU' if slots else 'GPU'}-{index}" for index in range(gpus))
+
+    def fact(seq: int, kind: FactKind, at_ns: int) -> Fact:
+        return Fact(
+            attempt="r:1",
+            seq=seq,
+            kind=kind,
+            boot_id="b",
+            boottime_ns=at_ns,
+            wall_ns=at_ns,
+            gpus=uuids,
+            cpus=cpus or slots,  # as a node says it
+            memory_bytes=memory_bytes,
+        )
+
+    facts = [fact(0, FactKind.EXEC, 0), fact(1, FactKind.FREED, HOUR_MS * 1_000_000)]
+    charged = charge(facts, gpu_type=gpu_type, tariff=tariff).micros
+    assert rate(tariff, gpu_type=gpu_type, gpus=gpus, cpus=cpus, memory_bytes=memory_bytes) == charged
+    devices = Devices(gpu_type=gpu_type, count=gpus, cpus=cpus, memory_bytes=memory_bytes, tariff=tariff)
+    assert estimated(devices, Lasting()).micros_per_hour == charged

@@ -36,6 +36,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
         gpus: how many devices it wants; None for all of a node's.
         gpu_type: of what type; None for whatever there is.
         grace_s: how long it may take to stop.
+        cpus: cores that it asks for, 0 where it asks for no number of them.
+        memory_bytes: likewise host memory.
     """
 
     run_id: str
@@ -43,6 +45,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     gpus: int | None
     gpu_type: str | None = None
     grace_s: float = 0.0
+    cpus: int = 0
+    memory_bytes: int = 0
 
 
 class Rooms(Protocol):

@@ -20,7 +20,6 @@ from serverless_gpu.model.ledger import Line
 from serverless_gpu.model.pricing import UNPRICED, Tariff
 from serverless_gpu.model.receipt import TextPrinter
 
-_MIB = 1 << 20
 _MICROS_MAX = 10**18  # a million million units of money: it has to travel in 64 bits
 _NOT_BILLED = "what the platform lost, or what came after the grace of a stop"
 _UNIT = {CPU: ("CPU slot", "slot")}
@@ -292,18 +291,15 @@ def estimated(devices: Devices, lasting: Lasting, *, advice: str = "") -> CostEs
 
 def _micros(devices: Devices, ms: int) -> int | None:
     """Return what the devices cost for a while, rounded up once; None without a price, or where nobody could pay it."""
-    found = pricing.cost(
+    found = pricing.cost_of(
         devices.tariff,
-        gpu_ms=devices.count * ms,
-        core_ms=_cores(devices) * ms,
-        memory_mib_ms=devices.memory_bytes // _MIB * ms,
+        ms,
+        gpu_type=devices.gpu_type,
+        gpus=devices.count,
+        cpus=devices.cpus,
+        memory_bytes=devices.memory_bytes,
     )
     return None if found is None or found > _MICROS_MAX else found
-
-
-def _cores(devices: Devices) -> int:
-    """Return the cores that are paid beside the devices: a CPU slot is one, and is paid as a device."""
-    return max(0, devices.cpus - devices.count) if devices.gpu_type == CPU else devices.cpus
 
 
 def _rate_text(devices: Devices, advice: str) -> str:
@@ -318,8 +314,9 @@ def _rate_text(devices: Devices, advice: str) -> str:
         return units.format_micros(micros, tariff.currency)
 
     parts = [f"{devices.text()} × {price(tariff.gpu_micros_per_hour)}"]
-    if _cores(devices) and tariff.core_micros_per_hour:
-        parts.append(f"{_cores(devices)} cores × {price(tariff.core_micros_per_hour)}")
+    cores = pricing.cores_beside(devices.gpu_type, devices.count, devices.cpus)
+    if cores and tariff.core_micros_per_hour:
+        parts.append(f"{cores} cores × {price(tariff.core_micros_per_hour)}")
     if devices.memory_bytes and tariff.memory_micros_per_hour:
         parts.append(f"{devices.memory_bytes / (1 << 30):g} GiB × {price(tariff.memory_micros_per_hour)}")
     return f"{' + '.join(parts)} = {'too much to say' if rate is None else f'{price(rate)} an hour'}"

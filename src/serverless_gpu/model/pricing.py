@@ -21,7 +21,7 @@ import msgspec
 
 from serverless_gpu import units
 from serverless_gpu.errors import InvalidOption, InvalidValue
-from serverless_gpu.model.hardware import FAMILIES, canonical, families_of
+from serverless_gpu.model.hardware import CPU, FAMILIES, canonical, families_of
 
 CORE = "core"
 MEMORY = "memory"
@@ -92,6 +92,31 @@ def cost(tariff: Tariff, gpu_ms: int, core_ms: int = 0, memory_mib_ms: int = 0) 
     whole = gpu_ms * tariff.gpu_micros_per_hour + core_ms * (tariff.core_micros_per_hour or 0)
     memory = memory_mib_ms * (tariff.memory_micros_per_hour or 0)
     return -(-(whole * _MIB_PER_GIB + memory) // (units.MS_PER_HOUR * _MIB_PER_GIB))
+
+
+def cost_of(tariff: Tariff, ms: int, *, gpu_type: str, gpus: int, cpus: int = 0, memory_bytes: int = 0) -> int | None:
+    """Return what an attempt costs that has the same for a while, as the ledger charges facts of it.
+
+    Args:
+        tariff: what it pays.
+        ms: for how long, milliseconds.
+        gpu_type: of its devices.
+        gpus: how many.
+        cpus: cores that it was given, 0 where it has no limit of them.
+        memory_bytes: likewise of host memory.
+    """
+    core_ms, memory_mib_ms = cores_beside(gpu_type, gpus, cpus) * ms, (memory_bytes >> 20) * ms
+    return cost(tariff, gpus * ms, core_ms, memory_mib_ms)
+
+
+def rate(tariff: Tariff, *, gpu_type: str, gpus: int, cpus: int = 0, memory_bytes: int = 0) -> int | None:
+    """Return what that costs in an hour."""
+    return cost_of(tariff, units.MS_PER_HOUR, gpu_type=gpu_type, gpus=gpus, cpus=cpus, memory_bytes=memory_bytes)
+
+
+def cores_beside(gpu_type: str, gpus: int, cpus: int) -> int:
+    """Return the cores that are paid beside the devices: a CPU slot is one, and is paid as a device."""
+    return max(0, cpus - gpus) if gpu_type == CPU else cpus
 
 
 def cost_parts(tariff: Tariff, gpu_ms: int, core_ms: int, memory_mib_ms: int) -> tuple[int, int, int]:

@@ -10,19 +10,19 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
-from serverless_gpu.model import access
-from serverless_gpu.model import budget as decisions
+from serverless_gpu.model import access, pricing
 from serverless_gpu.model.access import Reach, Resource
 from serverless_gpu.model.admitting import Candidate
-from serverless_gpu.model.budget import NOTHING, Subject, Use
-from serverless_gpu.model.pricing import UNPRICED, Tariff
+from serverless_gpu.model.budget import NOTHING, Subject, Use, first_hold
+from serverless_gpu.model.hardware import CPU, matches
+from serverless_gpu.model.pricing import Tariff
 from serverless_gpu.server import prices
 from serverless_gpu.server.allowing import Allowed
 from serverless_gpu.server.budget_book import Rooms
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.floor import Floor
 from serverless_gpu.server.services import Services
-from serverless_gpu.server.spending import AsOf
+from serverless_gpu.server.spending import AsOf, rate_of
 
 LEFT_MAX = 20
 """So many budgets are said to somebody who asks what a run would cost."""
@@ -59,7 +59,8 @@ def refuse(connection: sa.Connection, services: Services, allowed: Allowed, who:
     gpus, gpu_type = spec.resources.gpus, spec.resources.gpu_type
     if gpus is not None and gpu_type is not None:
         tariff = prices.tariff(connection, gpu_type, allowed.pool, services.clock.wall_ns(), currency)
-        hold = _hold(spec.grace_s, gpus, tariff)
+        rate = rate_of(tariff, gpu_type, gpus, spec)
+        hold = first_hold(spec.grace_s, gpus=gpus, micros_per_hour=rate)
     services.spending.refuse(_subject(allowed, who), hold, currency=currency)
 
 
@@ -92,25 +93,32 @@ def rooms(connection: sa.Connection, services: Services, there: Floor, now: AsOf
     """
     if not services.spending.look(connection, now):
         return None
-    types = sorted({device.type for node in there.nodes for device in node.hello.devices})
+    places = {(device.type, node.pool, node.hello.own_types) for node in there.nodes for device in node.hello.devices}
     gpus_max = max((len(node.hello.devices) for node in there.nodes), default=1)
-    known: dict[tuple[str, str], Tariff] = {}
+    known: dict[tuple[str | None, str], list[tuple[str, Tariff]]] = {}
 
-    def tariff(gpu_type: str, pool: str) -> Tariff:
-        key = (gpu_type, pool)
-        if key not in known:
-            known[key] = prices.tariff(connection, gpu_type, pool, now.wall_ns, now.currency)
-        return known[key]
+    def pays(wanted: str | None, pool: str) -> list[tuple[str, Tariff]]:
+        """Return the types of devices that a run may get, with what it would pay for them."""
+        if (wanted, pool) not in known:
+            may = {
+                (gpu_type, there)
+                for gpu_type, there, own in places
+                if (matches(wanted, gpu_type, own) if wanted is not None else gpu_type != CPU) and pool in ("", there)
+            } or ({(wanted, pool)} if wanted is not None else set())
+            known[wanted, pool] = [
+                (gpu_type, prices.tariff(connection, gpu_type, there, now.wall_ns, now.currency))
+                for gpu_type, there in sorted(may)
+            ]
+        return known[wanted, pool]
 
-    def tariff_of(candidate: Candidate) -> Tariff:
-        """Return what a run would pay; the dearest where it takes whatever there is."""
-        wanted = [candidate.gpu_type] if candidate.gpu_type is not None else types
-        found = [tariff(gpu_type, candidate.subject.pool) for gpu_type in wanted]
-        return max(found, key=lambda one: one.gpu_micros_per_hour or 0, default=UNPRICED)
+    def hold(one: Candidate) -> Use:
+        """Return what a run holds at first; of the dearest where it takes whatever there is."""
+        gpus = one.gpus or max(1, gpus_max)
+        rates = [
+            pricing.rate(tariff, gpu_type=gpu_type, gpus=gpus, cpus=one.cpus, memory_bytes=one.memory_bytes)
+            for gpu_type, tariff in pays(one.gpu_type, one.subject.pool)
+        ]
+        dearest = max((rate for rate in rates if rate is not None), default=None)
+        return first_hold(one.grace_s, gpus=gpus, micros_per_hour=dearest)
 
-    return services.spending.rooms(tariff_of, gpus_max=max(1, gpus_max))
-
-
-def _hold(grace_s: float, gpus: int, tariff: Tariff) -> Use:
-    rate = tariff.gpu_micros_per_hour
-    return decisions.first_hold(grace_s, gpus=gpus, micros_per_hour=None if rate is None else rate * gpus)
+    return services.spending.rooms(hold)

@@ -12,6 +12,7 @@ time from its start to its end. What goes on is not in it before its day is over
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,13 +22,15 @@ import sqlalchemy as sa
 from serverless_gpu import units
 from serverless_gpu.model import spending as decisions
 from serverless_gpu.model.budget import DAY_NS, NOTHING, Use, Window, used
+from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.model.spending import HOUR_NS, HOURS, HOURS_MIN, RUNS_MAX, RUNS_MIN, Alarm
-from serverless_gpu.server import accounts, attempts, audit, budgets, charges, notices, transitions
+from serverless_gpu.server import accounts, attempts, audit, budgets, charges, notices, runs, transitions
+from serverless_gpu.server.attempts import StoredAttempt
 from serverless_gpu.server.audit import Action
 from serverless_gpu.server.hub import NOTICES, run_key
 from serverless_gpu.server.notices import Kind
 from serverless_gpu.server.services import Services
-from serverless_gpu.server.spending import GoingOn, per_hour
+from serverless_gpu.server.spending import GoingOn, rate_of
 
 EVERY_S = 60.0
 AT_ONCE = 100
@@ -79,14 +82,12 @@ class Alarms:
         for one in new[:AT_ONCE]:
             spender = one.spender
             self._seen.add((spender.run_id, spender.fence))
-            earlier = self._services.database.read(
-                lambda connection, one=one: attempts.earlier(  # type: ignore[misc]  # a lambda has no annotations
-                    connection, one.subject.owner, one.name, limit=RUNS_MAX
-                )
-            )
+            earlier, specs = self._services.database.read(functools.partial(_earlier, one=one))
             if spender.micros_per_hour is not None:
                 unit, rate = MONEY, spender.micros_per_hour
-                prices = [per_hour(each.tariff, each.gpu_type, each.world_size, None) for each in earlier]
+                prices = [
+                    rate_of(each.tariff, each.gpu_type, each.world_size, specs.get(each.run_id)) for each in earlier
+                ]
                 past = [price for price in prices if price is not None]
             else:
                 unit, rate = TIME, spender.gpus * units.MS_PER_HOUR
@@ -192,3 +193,10 @@ class Alarms:
             return units.format_micros(value, currency) if unit == MONEY else units.format_gpu_ms(value)
 
         return f"{amount(found.rate)} (usual: {amount(found.usual)})"
+
+
+def _earlier(connection: sa.Connection, one: GoingOn) -> tuple[list[StoredAttempt], dict[str, RunSpec]]:
+    """Return earlier attempts of a name, and what their runs asked for."""
+    found = attempts.earlier(connection, one.subject.owner, one.name, limit=RUNS_MAX)
+    there = runs.find_many(connection, [each.run_id for each in found])
+    return found, {run.id: run.spec for run in there}

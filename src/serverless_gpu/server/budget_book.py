@@ -10,7 +10,6 @@ from serverless_gpu.model import budget as decisions
 from serverless_gpu.model import spending as words
 from serverless_gpu.model.admitting import Candidate
 from serverless_gpu.model.budget import Standing, Subject, Use
-from serverless_gpu.model.pricing import Tariff
 from serverless_gpu.server import pools
 from serverless_gpu.server.budgets import StoredBudget
 from serverless_gpu.server.pools import StoredPool
@@ -53,11 +52,9 @@ class Rooms:
         self,
         book: Book,
         standings: dict[str, Standing],
-        tariffs: Callable[[Candidate], Tariff],
-        *,
-        gpus_max: int,
+        holds: Callable[[Candidate], Use],
     ) -> None:
-        self._book, self._standings, self._tariffs, self._gpus_max = book, standings, tariffs, gpus_max
+        self._book, self._standings, self._hold = book, standings, holds
 
     def take(self, candidate: Candidate) -> str:
         """Take what the first minute of a run needs; return why that is not there, or "" where it was taken."""
@@ -78,11 +75,6 @@ class Rooms:
     def _count(self, names: Iterable[str], hold: Use) -> None:
         for name in names:
             self._standings[name] = with_hold(self._standings[name], hold)
-
-    def _hold(self, candidate: Candidate) -> Use:
-        gpus = candidate.gpus or self._gpus_max
-        rate = self._tariffs(candidate).gpu_micros_per_hour
-        return decisions.first_hold(candidate.grace_s, gpus=gpus, micros_per_hour=None if rate is None else rate * gpus)
 
 
 def with_hold(standing: Standing, hold: Use) -> Standing:

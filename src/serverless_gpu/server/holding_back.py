@@ -32,6 +32,8 @@ def candidate(run: StoredRun) -> Candidate:
         gpus=resources.gpus,
         gpu_type=resources.gpu_type,
         grace_s=run.spec.grace_s,
+        cpus=resources.cpus or 0,
+        memory_bytes=resources.memory_bytes or 0,
     )
 
 

@@ -51,8 +51,7 @@ from serverless_gpu.model.budget import (
     Window,
     matches,
 )
-from serverless_gpu.model.hardware import CPU
-from serverless_gpu.model.pricing import Tariff, cost
+from serverless_gpu.model.pricing import Tariff, rate
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.server import attempts, budgets, pools, runs
 from serverless_gpu.server.accounts import Account
@@ -61,9 +60,6 @@ from serverless_gpu.server.budget_book import Book, Rooms, with_hold
 from serverless_gpu.server.budget_sums import Sums
 from serverless_gpu.server.liveness import Leases
 from serverless_gpu.server.runs import StoredRun
-from serverless_gpu.units import MS_PER_HOUR
-
-_MIB = 1 << 20
 
 
 class AsOf(msgspec.Struct, frozen=True, kw_only=True):
@@ -245,17 +241,16 @@ class Spending:
                     return words.warning(name, standing, currency, is_open=is_open_to(standing.budget, subject))
         return ""
 
-    def rooms(self, tariffs: Callable[[Candidate], Tariff], *, gpus_max: int) -> Rooms | None:
+    def rooms(self, holds: Callable[[Candidate], Use]) -> Rooms | None:
         """Return what budgets have left, to be counted down for one tick; None where there are no budgets.
 
         Args:
-            tariffs: returns what a run would pay.
-            gpus_max: devices of a run that wants all of a node's.
+            holds: returns what a run would hold at first.
         """
         with self._lock:
             if not self._standings:
                 return None
-            return Rooms(self._book, dict(self._standings), tariffs, gpus_max=gpus_max)
+            return Rooms(self._book, dict(self._standings), holds)
 
     def enter(self, run: StoredRun, account: Account, tariff: Tariff, *, gpus: int, now_ns: int) -> str:
         """Count an attempt that is about to be placed; return why it cannot be: others were placed before it.
@@ -274,8 +269,8 @@ class Spending:
             names = self._book.names(account.subject)
             if not names or gang in self._going:
                 return ""
-            rate = per_hour(tariff, account.gpu_type, gpus, run.spec)
-            hold = decisions.first_hold(run.spec.grace_s, gpus=gpus, micros_per_hour=rate)
+            micros_per_hour = rate_of(tariff, account.gpu_type, gpus, run.spec)
+            hold = decisions.first_hold(run.spec.grace_s, gpus=gpus, micros_per_hour=micros_per_hour)
             for name in names:
                 if not decisions.may_start(self._standings[name], hold):
                     return words.no_room(name, self._standings[name])
@@ -283,7 +278,7 @@ class Spending:
                 run_id=run.id,
                 fence=run.fence + 1,
                 gpus=gpus,
-                micros_per_hour=rate,
+                micros_per_hour=micros_per_hour,
                 placed_ns=now_ns,
                 started_ns=None,
                 seen_ns=now_ns,
@@ -321,11 +316,11 @@ class Spending:
             else:  # an older server placed it
                 subject = Subject(owner="") if run is None else _subject(run)
                 names, is_foreign = self._book.names(subject), False
-            rate = per_hour(one.tariff, one.gpu_type, one.world_size, spec)
+            micros_per_hour = rate_of(one.tariff, one.gpu_type, one.world_size, spec)
             self._known[one.run_id, one.fence] = _Known(
                 subject=subject,
                 names=names,
-                micros_per_hour=None if is_foreign else rate,
+                micros_per_hour=None if is_foreign else micros_per_hour,
                 grace_s=0.0 if spec is None else spec.grace_s,
                 name="" if run is None else run.name,
             )
@@ -400,13 +395,19 @@ def first_day_of(now_ns: int) -> int:
     return min(month.days[0], now_ns // DAY_NS - words.FORECAST_DAYS)
 
 
-def per_hour(tariff: Tariff, gpu_type: str, gpus: int, spec: RunSpec | None) -> int | None:
-    """Return what devices of an attempt cost in an hour, with its cores and memory; None where they have no price."""
-    cores = memory_bytes = 0
+def rate_of(tariff: Tariff, gpu_type: str, gpus: int, spec: RunSpec | None) -> int | None:
+    """Return what an attempt costs in an hour; None where its devices have no price.
+
+    Args:
+        tariff: what it pays.
+        gpu_type: of its devices.
+        gpus: how many.
+        spec: of its run, for cores and memory; None where nobody knows it any more.
+    """
+    cpus = memory_bytes = 0
     if spec is not None:
-        cores = spec.resources.cpus or 0 if gpu_type != CPU else 0
-        memory_bytes = spec.resources.memory_bytes or 0
-    return cost(tariff, gpus * MS_PER_HOUR, cores * MS_PER_HOUR, -(-memory_bytes // _MIB) * MS_PER_HOUR)
+        cpus, memory_bytes = spec.resources.cpus or 0, spec.resources.memory_bytes or 0
+    return rate(tariff, gpu_type=gpu_type, gpus=gpus, cpus=cpus, memory_bytes=memory_bytes)
 
 
 def is_open_to(budget: Budget, subject: Subject) -> bool:
