@@ -19,10 +19,10 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from serverless_gpu.errors import AlreadyFinished, IdempotencyConflict
-from serverless_gpu.model.attempt import MEANINGS, TERMINAL, Reason, State, StopReason
+from serverless_gpu.model.attempt import ACTIVE, MEANINGS, TERMINAL, Reason, State, StopReason
 from serverless_gpu.model.run_lifecycle import GivenUp, IllegalTransition, Silent
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.server import reporting, runs, stopping, submitting, tables
+from serverless_gpu.server import reporting, stopping, submitting, tables
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.database import Database
 from serverless_gpu.testing import FakeClock
@@ -224,8 +224,8 @@ class ServerMachine(RuleBasedStateMachine):
             for fence in fences:
                 world = self.attempts[run_id, fence]
                 over = world.ending is not None or world.given_up
-                assert over or (fence == run.fence and run.state in runs.ACTIVE)
-            going_on = run.state in runs.ACTIVE
+                assert over or (fence == run.fence and run.state in ACTIVE)
+            going_on = run.state in ACTIVE
             last = self.attempts.get((run_id, run.fence))
             assert not going_on or (last is not None and last.ending is None and not last.given_up)
 

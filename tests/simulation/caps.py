@@ -13,9 +13,9 @@ from unittest import mock
 
 import sqlalchemy as sa
 
+from serverless_gpu.model.attempt import ACTIVE
 from serverless_gpu.model.scheduling.values import Placement
 from serverless_gpu.server.nodes import StoredNode
-from serverless_gpu.server.runs import ACTIVE
 from serverless_gpu.server.scheduler import Scheduler
 from serverless_gpu.server.tables import attempts, policies, runs
 

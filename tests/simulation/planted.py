@@ -14,7 +14,7 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.errors import ServerStorageFull
-from serverless_gpu.model.attempt import Reason
+from serverless_gpu.model.attempt import ACTIVE, Reason
 from serverless_gpu.model.ledger import Entry, Line, post
 from serverless_gpu.model.run_lifecycle import GivenUp
 from serverless_gpu.server import (
@@ -52,7 +52,7 @@ def _late_reports_count() -> AbstractContextManager[Any]:
     """A report is taken for the run that it names, whichever attempt it is of."""
     return _both(
         mock.patch.object(attempts.StoredAttempt, "given_up", property(lambda self: False)),
-        mock.patch.object(reporting._Found, "is_current", property(lambda self: self.run.state in runs.ACTIVE)),
+        mock.patch.object(reporting._Found, "is_current", property(lambda self: self.run.state in ACTIVE)),
     )
 
 

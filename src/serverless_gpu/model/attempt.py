@@ -30,6 +30,7 @@ class State(StrEnum):
 TERMINAL = frozenset(
     {State.SUCCEEDED, State.FAILED, State.CANCELLED, State.TIMED_OUT, State.BUDGET_STOPPED, State.LOST}
 )
+ACTIVE = tuple(state for state in State if state is not State.QUEUED and state not in TERMINAL)
 
 
 class Phase(StrEnum):

@@ -7,7 +7,7 @@ pool's kind, changes nothing about where its use is counted, and what is taken b
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
@@ -15,10 +15,10 @@ import sqlalchemy as sa
 
 from serverless_gpu.model.budget import Subject
 from serverless_gpu.server import pools
+from serverless_gpu.server.portions import portions
 from serverless_gpu.server.runs import StoredRun
 from serverless_gpu.server.tables import accounts
 
-_AT_ONCE = 500
 _encode_sorted = msgspec.json.Encoder(order="sorted").encode
 _decode_tags = msgspec.json.Decoder(dict[str, str]).decode
 
@@ -92,7 +92,7 @@ def ensure(connection: sa.Connection, account: Account) -> int:
 def find_many(connection: sa.Connection, numbers: Collection[int]) -> dict[int, Account]:
     """Return accounts by their numbers."""
     found: dict[int, Account] = {}
-    for some in _portions(sorted(set(numbers))):
+    for some in portions(sorted(set(numbers))):
         for row in connection.execute(sa.select(accounts).where(accounts.c.id.in_(some))):
             found[row.id] = from_row(row)
     return found
@@ -102,7 +102,3 @@ def from_row(row: sa.Row[Any]) -> Account:
     """Return the account of a row that has all columns of the table."""
     names = [name for name in Account.__struct_fields__ if name != "tags"]
     return Account(**{name: row._mapping[name] for name in names}, tags=_decode_tags(row.tags_json))
-
-
-def _portions(numbers: list[int]) -> Iterable[list[int]]:
-    return (numbers[start : start + _AT_ONCE] for start in range(0, len(numbers), _AT_ONCE))

@@ -13,9 +13,10 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.errors import StaleAttempt
-from serverless_gpu.model.attempt import TERMINAL, Reason, State
+from serverless_gpu.model.attempt import ACTIVE, Reason, State
 from serverless_gpu.model.pricing import Tariff
 from serverless_gpu.model.secrets import Pinned
+from serverless_gpu.server.portions import portions
 from serverless_gpu.server.tables import attempts, nodes, runs
 
 Gang = tuple[str, int]
@@ -138,7 +139,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     receipt: str | None
 
 
-_ACTIVE = [state.value for state in State if state is not State.QUEUED and state not in TERMINAL]
+_ACTIVE = [state.value for state in ACTIVE]
 _decode_tariff = msgspec.json.Decoder(Tariff).decode
 _NAMES = [name for name in StoredAttempt.__struct_fields__ if name != "node"]
 COLUMNS: Sequence[sa.ColumnElement[typing.Any]] = [*(attempts.c[name] for name in _NAMES), nodes.c.name]
@@ -193,7 +194,7 @@ def of_runs(connection: sa.Connection, run_ids: Sequence[str]) -> dict[Gang, Sto
     """Return all attempts of some runs."""
     found: dict[Gang, StoredAttempt] = {}
     query = sa.select(*COLUMNS).select_from(JOINED)
-    for some in _portions(list(run_ids)):
+    for some in portions(list(run_ids)):
         for row in connection.execute(query.where(attempts.c.run_id.in_(some))):
             if attempt := from_row(row):
                 found[attempt.run_id, attempt.fence] = attempt
@@ -278,15 +279,15 @@ def charge_again(connection: sa.Connection, run_id: str) -> None:
 def asked_ns(connection: sa.Connection, run_ids: Sequence[str]) -> dict[str, int]:
     """Return when runs were asked for: since then they waited for their first attempt."""
     query = sa.select(runs.c.id, runs.c.created_ns)
-    portions = (connection.execute(query.where(runs.c.id.in_(some))) for some in _portions(list(run_ids)))
-    return {run_id: asked_ns for rows in portions for run_id, asked_ns in rows}
+    found = (connection.execute(query.where(runs.c.id.in_(some))) for some in portions(list(run_ids)))
+    return {run_id: asked_ns for rows in found for run_id, asked_ns in rows}
 
 
 def receipts(connection: sa.Connection, gangs: Collection[Gang]) -> dict[Gang, str]:
     """Return the receipts of attempts that have one."""
     found: dict[Gang, str] = {}
     query = sa.select(attempts.c.run_id, attempts.c.fence, attempts.c.receipt_json)
-    for some in _portions(sorted({run_id for run_id, _ in gangs})):
+    for some in portions(sorted({run_id for run_id, _ in gangs})):
         for run_id, fence, receipt in connection.execute(query.where(attempts.c.run_id.in_(some))):
             if receipt is not None and (run_id, fence) in gangs:
                 found[run_id, fence] = receipt
@@ -299,7 +300,7 @@ def failed_nodes(connection: sa.Connection, run_ids: Iterable[str]) -> dict[str,
     query = sa.select(attempts.c.run_id, attempts.c.node_id)
     lost = sa.or_(attempts.c.began.is_(sa.false()), attempts.c.state == State.LOST.value)
     query = query.where(attempts.c.ended_ns.is_not(None), lost)
-    for some in _portions(list(run_ids)):
+    for some in portions(list(run_ids)):
         for run_id, node_id in connection.execute(query.where(attempts.c.run_id.in_(some))):
             found.setdefault(run_id, set()).add(node_id)
     return {run_id: frozenset(ids) for run_id, ids in found.items()}
@@ -363,7 +364,3 @@ def remove(connection: sa.Connection, run_id: str) -> None:
 
 def _is(run_id: str, fence: int) -> sa.ColumnElement[bool]:
     return sa.and_(attempts.c.run_id == run_id, attempts.c.fence == fence)
-
-
-def _portions(values: list[str], size: int = 500) -> Iterable[list[str]]:
-    return (values[start : start + size] for start in range(0, len(values), size))

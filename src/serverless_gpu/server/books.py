@@ -21,7 +21,7 @@ from serverless_gpu.model.attempt import Reason, State
 from serverless_gpu.model.ledger import Fact
 from serverless_gpu.server import charges
 from serverless_gpu.server import runs as run_rows
-from serverless_gpu.server.attempts import COLUMNS, JOINED, StoredAttempt, from_row
+from serverless_gpu.server.attempts import COLUMNS, JOINED, Gang, StoredAttempt, from_row
 from serverless_gpu.server.charges import Posted
 from serverless_gpu.server.events import StoredEvent
 from serverless_gpu.server.runs import StoredRun
@@ -32,7 +32,6 @@ EVENTS_MAX = 1_000
 FACTS_MAX = 20_000
 PARTS_MAX = 2_000
 """How much is read of one run, of one attempt, of the outputs of one page."""
-Gang = tuple[str, int]
 _decode_fact = msgspec.json.Decoder(Fact).decode
 _decode_parts = msgspec.json.Decoder(tuple[str, ...]).decode
 

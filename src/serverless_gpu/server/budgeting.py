@@ -18,10 +18,10 @@ from serverless_gpu.server.affording import as_of
 from serverless_gpu.server.audit import Action
 from serverless_gpu.server.budgets import StoredBudget
 from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.checking import check_name
 from serverless_gpu.server.hub import BUDGETS, SCHEDULER
 from serverless_gpu.server.services import Services
 from serverless_gpu.units import format_gpu_ms, format_micros
-from serverless_gpu.wire.base import NAME_CHARACTERS_MAX
 from serverless_gpu.wire.budgets import AlarmView, BudgetList, BudgetRequest, BudgetView
 
 BUDGETS_MAX = 1_000
@@ -77,7 +77,7 @@ def put_budget(services: Services, who: Caller, name: str, asked: BudgetRequest)
         NotFound: there is nobody, or no team, of that name.
         TooLarge: there are too many budgets.
     """
-    _check_name(name)
+    check_name("a budget", name)
     budget = _budget(services, asked)
     at_ns = services.clock.wall_ns()
 
@@ -173,11 +173,6 @@ def _check_scope(connection: sa.Connection, scope: Scope) -> None:
             raise InvalidValue(f"there is no policy {name[:64]!r}", hint="sgpu policy list has those there are")
     elif not name.partition("=")[0].strip() or not name.isprintable() or len(name) > 2 * TAG_CHARACTERS_MAX + 1:
         raise InvalidValue(f"{name[:64]!r} is no tag", hint="key=value, or key for each run that has it")
-
-
-def _check_name(name: str) -> None:
-    if not 0 < len(name) <= NAME_CHARACTERS_MAX or not name.isprintable() or name != name.strip():
-        raise InvalidValue(f"a budget cannot be named {name[:64]!r}", hint="1 to 64 printable characters")
 
 
 def _may_see(budget: Budget, who: Caller, reach: str) -> bool:

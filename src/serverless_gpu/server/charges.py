@@ -14,10 +14,10 @@ import sqlalchemy as sa
 
 from serverless_gpu.model.days import DAY_NS as DAY_NS
 from serverless_gpu.model.ledger import Entry, EntryKind, Line
+from serverless_gpu.server.attempts import Gang
+from serverless_gpu.server.portions import portions
 from serverless_gpu.server.tables import accounts, charges, utilisations
 
-Gang = tuple[str, int]
-_AT_ONCE = 400
 _OF_LINE = Line.__struct_fields__
 _SUMMED = ("gpu_ms", "billed_ms", "queued_ms", "micros", "dbu_micros")
 
@@ -138,8 +138,8 @@ def of_attempts(connection: sa.Connection, gangs: Collection[Gang]) -> dict[Gang
 def of_runs(connection: sa.Connection, run_ids: Sequence[str]) -> list[Posted]:
     """Return the entries of runs, by run, attempt and number."""
     found: list[Posted] = []
-    for start in range(0, len(run_ids), _AT_ONCE):
-        query = sa.select(charges).where(charges.c.run_id.in_(run_ids[start : start + _AT_ONCE]))
+    for some in portions(run_ids):
+        query = sa.select(charges).where(charges.c.run_id.in_(some))
         rows = connection.execute(query.order_by(charges.c.run_id, charges.c.fence, charges.c.number))
         found += [from_row(row) for row in rows]
     return found

@@ -14,11 +14,11 @@ import sqlalchemy as sa
 from serverless_gpu import faults
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.ledger import Fact
+from serverless_gpu.server.attempts import Gang
+from serverless_gpu.server.portions import portions
 from serverless_gpu.server.tables import facts
 
 _ENDS = 50  # of an attempt on a server: what is not a sign of life is less, at either end
-Gang = tuple[str, int]
-_AT_ONCE = 400
 _decode = msgspec.json.Decoder(Fact).decode
 
 
@@ -65,7 +65,7 @@ def of_attempts(connection: sa.Connection, gangs: Collection[Gang]) -> dict[Gang
     """Return the facts of attempts, each in order; those without any are there, too."""
     found: dict[Gang, list[Fact]] = {gang: [] for gang in gangs}
     query = sa.select(facts.c.run_id, facts.c.fence, facts.c.fact_json)
-    for some in _portions(gangs):
+    for some in _are(gangs):
         rows = connection.execute(query.where(some).order_by(facts.c.run_id, facts.c.fence, facts.c.seq))
         for run_id, fence, text in rows:
             found[run_id, fence].append(_decode(text))
@@ -79,7 +79,7 @@ def ends_of_attempts(connection: sa.Connection, gangs: Collection[Gang]) -> dict
     """
     found: dict[Gang, list[Fact]] = {gang: [] for gang in gangs}
     of = (facts.c.run_id, facts.c.fence)
-    for some in _portions(gangs):
+    for some in _are(gangs):
         last = sa.select(*of, sa.func.max(facts.c.seq).label("last")).where(some).group_by(*of).subquery()
         same = sa.and_(last.c.run_id == facts.c.run_id, last.c.fence == facts.c.fence)
         ends = sa.or_(facts.c.seq <= _ENDS, facts.c.seq > last.c.last - _ENDS)
@@ -92,7 +92,7 @@ def ends_of_attempts(connection: sa.Connection, gangs: Collection[Gang]) -> dict
 def counts(connection: sa.Connection, gangs: Collection[Gang]) -> dict[Gang, int]:
     """Return how many facts there are of attempts; those without any are left out."""
     query = sa.select(facts.c.run_id, facts.c.fence, sa.func.count()).group_by(facts.c.run_id, facts.c.fence)
-    rows = (row for some in _portions(gangs) for row in connection.execute(query.where(some)))
+    rows = (row for some in _are(gangs) for row in connection.execute(query.where(some)))
     return {(run_id, fence): number for run_id, fence, number in rows}
 
 
@@ -105,10 +105,8 @@ def _of(run_id: str, fence: int) -> sa.ColumnElement[bool]:
     return sa.and_(facts.c.run_id == run_id, facts.c.fence == fence)
 
 
-def _portions(gangs: Collection[Gang]) -> Iterator[sa.ColumnElement[bool]]:
-    ordered = sorted(gangs)
-    for start in range(0, len(ordered), _AT_ONCE):
-        some = ordered[start : start + _AT_ONCE]
+def _are(gangs: Collection[Gang]) -> Iterator[sa.ColumnElement[bool]]:
+    for some in portions(sorted(gangs)):
         # The runs beside the pairs: SQLite looks pairs up in no index, and would read all facts there are.
         runs = facts.c.run_id.in_(sorted({run_id for run_id, _ in some}))
         yield sa.and_(runs, sa.tuple_(facts.c.run_id, facts.c.fence).in_(some))

@@ -7,19 +7,19 @@ are what they are: a name that is there keeps its content.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.errors import InvalidValue
+from serverless_gpu.server.portions import portions
 from serverless_gpu.server.tables import files
 from serverless_gpu.wire.base import INLINE_BYTES_MAX
 
 NAME_CHARACTERS_MAX = 256
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)?")
-_AT_ONCE = 500
 _decode_parts = msgspec.json.Decoder(tuple[str, ...]).decode
 
 
@@ -61,7 +61,7 @@ def put(
     """
     latest = {file.name: file for file in new}
     if replace:
-        for names in _portions(list(latest)):
+        for names in portions(list(latest)):
             connection.execute(files.delete().where(_of(run_id, fence), files.c.name.in_(names)))
     else:
         for name in _present(connection, run_id, fence, list(latest)):
@@ -101,7 +101,7 @@ def of_attempt(
             with_bytes.append(name)
             left -= size
     inline: dict[str, bytes] = {}
-    for names in _portions(with_bytes):
+    for names in portions(with_bytes):
         pairs = sa.select(files.c.name, files.c.inline).where(_of(run_id, fence), files.c.name.in_(names))
         inline |= {name: data for name, data in connection.execute(pairs)}
     return [_from_row((name, size, inline.get(name), parts)) for name, size, _, parts in found]
@@ -132,7 +132,7 @@ def remove(connection: sa.Connection, run_id: str) -> None:
 
 
 def _present(connection: sa.Connection, run_id: str, fence: int, names: list[str]) -> Iterator[str]:
-    for some in _portions(names):
+    for some in portions(names):
         query = sa.select(files.c.name).where(_of(run_id, fence), files.c.name.in_(some))
         yield from connection.execute(query).scalars().all()
 
@@ -144,7 +144,3 @@ def _from_row(row: Sequence[Any]) -> StoredFile:
 
 def _of(run_id: str, fence: int) -> sa.ColumnElement[bool]:
     return sa.and_(files.c.run_id == run_id, files.c.fence == fence)
-
-
-def _portions(names: list[str]) -> Iterable[list[str]]:
-    return (names[start : start + _AT_ONCE] for start in range(0, len(names), _AT_ONCE))

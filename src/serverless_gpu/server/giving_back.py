@@ -6,7 +6,7 @@ import logging
 
 import sqlalchemy as sa
 
-from serverless_gpu.model.attempt import Reason
+from serverless_gpu.model.attempt import ACTIVE, Reason
 from serverless_gpu.model.run_lifecycle import Ended
 from serverless_gpu.server import runs, transitions
 from serverless_gpu.server.services import Services
@@ -33,7 +33,7 @@ def give_back(services: Services, run_id: str, fence: int, why: str) -> bool:
 
     def refuse(connection: sa.Connection) -> Told | None:
         run = runs.find(connection, run_id)
-        if run is None or run.fence != fence or run.state not in runs.ACTIVE:
+        if run is None or run.fence != fence or run.state not in ACTIVE:
             return None
         return transitions.tell(connection, run, Ended(reason=Reason.REFUSED, began=False), note=note)
 

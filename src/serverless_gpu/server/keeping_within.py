@@ -24,7 +24,7 @@ import sqlalchemy as sa
 
 from serverless_gpu.errors import AlreadyFinished, StaleAttempt
 from serverless_gpu.model import spending as words
-from serverless_gpu.model.attempt import StopReason
+from serverless_gpu.model.attempt import ACTIVE, StopReason
 from serverless_gpu.model.budget import FULL, WARN_AT, Period, Standing, window
 from serverless_gpu.server import audit, budgets, notices, runs, stopping, transitions
 from serverless_gpu.server.affording import as_of
@@ -162,7 +162,7 @@ def _ask(connection: sa.Connection, due: _Due, currency: str, at_ns: int) -> Tol
     run = runs.find(connection, one.spender.run_id)
     if there is None or there.budget != standing.budget:
         return None  # judged anew with what it is now
-    if run is None or run.fence != one.spender.fence or run.state not in runs.ACTIVE:
+    if run is None or run.fence != one.spender.fence or run.state not in ACTIVE:
         return None
     because = words.stopped(name, standing, currency, is_open=is_open_to(standing.budget, one.subject))
     try:

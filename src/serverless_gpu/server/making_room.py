@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import sqlalchemy as sa
 
 from serverless_gpu.errors import AlreadyFinished, StaleAttempt
-from serverless_gpu.model.attempt import State, StopReason
+from serverless_gpu.model.attempt import ACTIVE, State, StopReason
 from serverless_gpu.model.scheduling.values import Preemption
 from serverless_gpu.server import audit, runs, stopping
 from serverless_gpu.server.services import Services
@@ -50,7 +50,7 @@ def make_room(services: Services, preemptions: Sequence[Preemption]) -> int:
 
 def _ask(connection: sa.Connection, one: Preemption, at_ns: int) -> Told | None:
     run, other = runs.find(connection, one.run_id), runs.find(connection, one.for_run)
-    if run is None or run.state not in runs.ACTIVE or run.stop is not None:
+    if run is None or run.state not in ACTIVE or run.stop is not None:
         return None
     if other is None or other.state is not State.QUEUED:
         return None

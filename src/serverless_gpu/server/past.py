@@ -15,12 +15,12 @@ from serverless_gpu.model.attempt import Reason
 from serverless_gpu.model.scheduling import learning
 from serverless_gpu.model.scheduling.fairness import charged
 from serverless_gpu.model.scheduling.values import Used
+from serverless_gpu.server.portions import portions
 from serverless_gpu.server.tables import attempts, runs
 
 HALF_LIVES = 8
 """Use that is older counts less than one part in 250, and is left out."""
 _PARTS = 28  # of a half-life, which are summed up as one: what is in one part is off by 1.3 % at most
-_AT_ONCE = 500
 # As the index has it, word for word: with a parameter in its place SQLite does not use that.
 _SUCCEEDED = runs.c.state == sa.literal_column("'SUCCEEDED'")
 _CURRENT = sa.and_(attempts.c.run_id == runs.c.id, attempts.c.fence == runs.c.fence)
@@ -75,7 +75,7 @@ def preemptions(connection: sa.Connection, run_ids: Sequence[str]) -> dict[str, 
     """Return how often runs had to make room for others; those that never had are not in it."""
     counted: dict[str, int] = {}
     query = sa.select(attempts.c.run_id, sa.func.count()).where(attempts.c.reason == Reason.PREEMPTED.value)
-    for first in range(0, len(run_ids), _AT_ONCE):
-        some = query.where(attempts.c.run_id.in_(run_ids[first : first + _AT_ONCE])).group_by(attempts.c.run_id)
-        counted |= {run_id: number for run_id, number in connection.execute(some)}
+    for some in portions(run_ids):
+        theirs = query.where(attempts.c.run_id.in_(some)).group_by(attempts.c.run_id)
+        counted |= {run_id: number for run_id, number in connection.execute(theirs)}
     return counted

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import sqlalchemy as sa
 
 from serverless_gpu.model.attempt import TERMINAL
+from serverless_gpu.server.portions import portions
 from serverless_gpu.server.tables import attempts, runs
 
-_AT_ONCE = 500
 _UNSETTLED = sa.exists().where(
     attempts.c.run_id == runs.c.id,
     sa.or_(attempts.c.settled_ns.is_(None), attempts.c.uncharged),
@@ -39,8 +39,7 @@ def over(connection: sa.Connection, *, ended_before_ns: int, limit: int) -> list
 def endings(connection: sa.Connection, run_ids: Sequence[str]) -> dict[str, int | None]:
     """Return, of those runs that exist, when they ended; None where something may still come."""
     query = sa.select(runs.c.id, runs.c.ended_ns, _OVER)
-    portions = (run_ids[start : start + _AT_ONCE] for start in range(0, len(run_ids), _AT_ONCE))
-    rows = (row for some in portions for row in connection.execute(query.where(runs.c.id.in_(some))))
+    rows = (row for some in portions(run_ids) for row in connection.execute(query.where(runs.c.id.in_(some))))
     return {run_id: ended_ns if over else None for run_id, ended_ns, over in rows}
 
 

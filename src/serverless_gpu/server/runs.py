@@ -14,18 +14,17 @@ import sqlalchemy as sa
 
 from serverless_gpu.errors import StaleAttempt
 from serverless_gpu.model import run_lifecycle
-from serverless_gpu.model.attempt import TERMINAL, Reason, State, StopReason
+from serverless_gpu.model.attempt import ACTIVE, TERMINAL, Reason, State, StopReason
 from serverless_gpu.model.run_lifecycle import FAULT_RETRIES_MAX, INFRA_RETRIES_MAX
 from serverless_gpu.model.scheduling.values import CLASSES, Reservation
 from serverless_gpu.model.spec import Function, RunSpec
 from serverless_gpu.server import attempts
 from serverless_gpu.server.attempts import StoredAttempt
+from serverless_gpu.server.portions import portions
 from serverless_gpu.server.tables import attempts as attempts_table
 from serverless_gpu.server.tables import nodes, runs
 from serverless_gpu.wire.runs import Target
 
-ACTIVE = tuple(state for state in State if state is not State.QUEUED and state not in TERMINAL)
-_AT_ONCE = 500
 _decode_spec = msgspec.json.Decoder(RunSpec).decode
 _decode_promise = msgspec.json.Decoder(Reservation).decode
 _decode_target = msgspec.json.Decoder(Target).decode
@@ -359,8 +358,9 @@ def waiting(connection: sa.Connection, *, limit: int, owner: str | None = None) 
 
 def find_many(connection: sa.Connection, run_ids: Sequence[str]) -> list[StoredRun]:
     """Return those runs that exist, in no order."""
-    portions = (run_ids[start : start + _AT_ONCE] for start in range(0, len(run_ids), _AT_ONCE))
-    return [_from_row(row) for some in portions for row in connection.execute(_SELECT.where(runs.c.id.in_(some)))]
+    return [
+        _from_row(row) for some in portions(run_ids) for row in connection.execute(_SELECT.where(runs.c.id.in_(some)))
+    ]
 
 
 def active(connection: sa.Connection) -> list[StoredRun]:

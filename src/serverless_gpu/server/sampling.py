@@ -16,13 +16,12 @@ import msgspec
 import sqlalchemy as sa
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from serverless_gpu.model.attempt import State
+from serverless_gpu.model.attempt import ACTIVE, State
 from serverless_gpu.model.hardware import census
 from serverless_gpu.server import audit, draining, floor, nodes
 from serverless_gpu.server.measures import LABEL_VALUES_MAX, OTHER, Source
 from serverless_gpu.server.nodes import StoredNode
 from serverless_gpu.server.probing import Probe
-from serverless_gpu.server.runs import ACTIVE
 from serverless_gpu.server.services import Services
 from serverless_gpu.server.space import free_bytes
 from serverless_gpu.server.tables import attempts, orders, runs

@@ -35,6 +35,7 @@ from serverless_gpu.server.books import PAGE_RUNS, Books
 from serverless_gpu.server.chain_check import ChainCheck
 from serverless_gpu.server.invariants import History, Moment, broken_chain, violations
 from serverless_gpu.server.lendings import Lendings
+from serverless_gpu.server.portions import portions
 from serverless_gpu.server.second_look import SecondLook
 from serverless_gpu.server.services import Services
 from serverless_gpu.server.violations import Violation
@@ -191,7 +192,7 @@ def check(read: Read, *, history: History | None = None, limit: int = PAGE_RUNS)
         found.update(lendings.look(page))
         skipped += page.skipped
         seen.update(booked.run.id for booked in page.runs)
-    for gone in _portions(sorted((history or History()).acknowledged - seen), limit):
+    for gone in portions(sorted((history or History()).acknowledged - seen), limit):
         absent = read(partial(book_rows.of_runs, run_ids=gone))
         found.update(violations(absent, history))
     chain = ChainCheck()
@@ -203,7 +204,3 @@ def check(read: Read, *, history: History | None = None, limit: int = PAGE_RUNS)
 def _since(before: dict[str, int], now: Collection[str], now_ns: int) -> dict[str, int]:
     """Return since when each has been so without a break."""
     return {run_id: before.get(run_id, now_ns) for run_id in now}
-
-
-def _portions(ids: Sequence[str], size: int) -> list[Sequence[str]]:
-    return [ids[start : start + size] for start in range(0, len(ids), size)]

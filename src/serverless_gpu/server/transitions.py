@@ -16,7 +16,7 @@ import logging
 import msgspec
 import sqlalchemy as sa
 
-from serverless_gpu.model.attempt import MEANINGS, STOPPED_BY, Reason, State
+from serverless_gpu.model.attempt import ACTIVE, MEANINGS, STOPPED_BY, Reason, State
 from serverless_gpu.model.policy import format_span
 from serverless_gpu.model.run_lifecycle import (
     INFRA_RETRIES_MAX,
@@ -149,7 +149,7 @@ def tell(connection: sa.Connection, run: StoredRun, *happened: Event, note: Note
         IllegalTransition: it cannot have happened to a run in this state; nothing was changed.
         StaleAttempt: the run is not any more as it was read; nothing was changed.
     """
-    attempt = run.attempt if run.state in runs.ACTIVE else None
+    attempt = run.attempt if run.state in ACTIVE else None
     told = Told(before=run, life=run.life)
     over: _Over | None = None
     for event in happened:
@@ -181,7 +181,7 @@ def remark(connection: sa.Connection, run_id: str, fence: int, sentence: str, *,
         Whether it was written.
     """
     run = runs.find(connection, run_id)
-    if run is None or run.fence != fence or run.state not in runs.ACTIVE:
+    if run is None or run.fence != fence or run.state not in ACTIVE:
         return False
     node = run.attempt.node if run.attempt is not None else ""
     event = StoredEvent(
@@ -278,7 +278,7 @@ def _write_attempt(
 
 def _event(run: StoredRun, life: Run, event: Event, *, note: Note, seq: int) -> StoredEvent:
     over = over_because(event) if isinstance(event, Ended | GivenUp | Forgotten) else None
-    node = run.attempt.node if run.attempt is not None and run.state in runs.ACTIVE else ""
+    node = run.attempt.node if run.attempt is not None and run.state in ACTIVE else ""
     return StoredEvent(
         run_id=run.id,
         seq=seq,

@@ -15,6 +15,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from serverless_gpu.server.portions import portions
 from serverless_gpu.server.services import Services
 from serverless_gpu.server.tables import charges, folded, used_days
 from serverless_gpu.server.usage_sums import SUMS, folded_seq, sums_of_rows
@@ -22,7 +23,6 @@ from serverless_gpu.server.usage_sums import SUMS, folded_seq, sums_of_rows
 EVERY_S = 60.0
 AT_ONCE = 10_000
 _NAME = "charges"
-_LOOKED_FOR_AT_ONCE = 400
 
 
 class Folding:
@@ -93,9 +93,9 @@ def _there(connection: sa.Connection, keys: list[tuple[int, int]]) -> dict[tuple
     for day, account_id in keys:
         by_day[day].append(account_id)
     for day, account_ids in by_day.items():
-        for start in range(0, len(account_ids), _LOOKED_FOR_AT_ONCE):
-            some = used_days.c.account_id.in_(account_ids[start : start + _LOOKED_FOR_AT_ONCE])
-            query = sa.select(used_days.c.day, used_days.c.account_id, *columns).where(used_days.c.day == day, some)
+        for some in portions(account_ids):
+            here = sa.and_(used_days.c.day == day, used_days.c.account_id.in_(some))
+            query = sa.select(used_days.c.day, used_days.c.account_id, *columns).where(here)
             found |= {(row[0], row[1]): _numbers(row) for row in connection.execute(query)}
     return found
 
