@@ -26,7 +26,8 @@ from serverless_gpu.errors import (
     SessionEnded,
     UsageError,
 )
-from serverless_gpu.model.ledger import Fact, FactKind, charge
+from serverless_gpu.model.facts import Fact, FactKind
+from serverless_gpu.model.ledger import charge
 from serverless_gpu.testing import FakeGpus
 from tests.local.observe import (
     Process,

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.model.attempt import Reason
-from serverless_gpu.model.ledger import FactKind
+from serverless_gpu.model.facts import FactKind
 from serverless_gpu.model.receipt import Receipt
 from serverless_gpu.node.history import read_ending
 from serverless_gpu.wire.agents import NodeList, clock_text, is_off

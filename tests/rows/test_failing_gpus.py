@@ -10,7 +10,7 @@ import pytest
 
 from serverless_gpu import Run, distributed, session
 from serverless_gpu.errors import RunError
-from serverless_gpu.model.ledger import FactKind
+from serverless_gpu.model.facts import FactKind
 from serverless_gpu.model.xid import Kind
 from serverless_gpu.node.history import first_facts
 from serverless_gpu.node.hits import read_hits

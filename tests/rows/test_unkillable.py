@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu import distributed
-from serverless_gpu.model.ledger import FactKind
+from serverless_gpu.model.facts import FactKind
 from serverless_gpu.node.history import first_facts
 from tests.local.observe import wait_for
 from tests.rows.machines import Machine

@@ -14,7 +14,8 @@ import sqlalchemy as sa
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.attempt import Reason, State
 from serverless_gpu.model.days import DAY_NS
-from serverless_gpu.model.ledger import Entry, EntryKind, Fact, FactKind, lines, post
+from serverless_gpu.model.facts import Fact, FactKind
+from serverless_gpu.model.ledger import Entry, EntryKind, lines, post
 from serverless_gpu.model.pricing import Tariff
 from serverless_gpu.model.run_lifecycle import Ended, GivenUp, Started
 from serverless_gpu.server import accounts, attempts, charges, charging, counting, facts, reporting, tables, transitions

@@ -12,7 +12,7 @@ import sqlalchemy as sa
 
 from serverless_gpu.model import run_lifecycle
 from serverless_gpu.model.attempt import Reason, State, StopReason
-from serverless_gpu.model.ledger import Fact, FactKind
+from serverless_gpu.model.facts import Fact, FactKind
 from serverless_gpu.model.run_lifecycle import (
     Ended,
     Event,

@@ -13,7 +13,7 @@ from blake3 import blake3
 
 from serverless_gpu.errors import InvalidValue, NotFound, ServerlessGpuError, TooLarge
 from serverless_gpu.model.attempt import Reason, State, StopReason
-from serverless_gpu.model.ledger import Fact, FactKind
+from serverless_gpu.model.facts import Fact, FactKind
 from serverless_gpu.model.run_lifecycle import Ended, GivenUp, Silent, StopAsked
 from serverless_gpu.model.spec import BlobReference, Command
 from serverless_gpu.server import attempts, audit, facts, files, reporting, tables, views

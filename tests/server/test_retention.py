@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.model.attempt import Reason
-from serverless_gpu.model.ledger import Fact, FactKind
+from serverless_gpu.model.facts import Fact, FactKind
 from serverless_gpu.model.run_lifecycle import Ended, Started
 from serverless_gpu.server import audit, facts, files, past_runs, retention, tables, transitions
 from serverless_gpu.server.database import Database

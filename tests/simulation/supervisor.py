@@ -14,8 +14,9 @@ from functools import partial
 import msgspec
 
 from serverless_gpu.model.attempt import MEANINGS, STOPPED_BY, Failure, Reason, State, StopReason
+from serverless_gpu.model.facts import Fact, FactKind
 from serverless_gpu.model.hardware import DeviceKind
-from serverless_gpu.model.ledger import Fact, FactKind, charge
+from serverless_gpu.model.ledger import charge
 from serverless_gpu.model.pricing import UNPRICED
 from serverless_gpu.model.receipt import Receipt, Segments
 from serverless_gpu.node.protocol import Stopped

@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.model.attempt import Failure, Reason, State
+from serverless_gpu.model.facts import Fact, FactKind
 from serverless_gpu.model.hardware import DeviceKind
-from serverless_gpu.model.ledger import Fact, FactKind
 from serverless_gpu.model.telemetry import GpuSample, Header, HostSample, RankSample, Sample, Sampled, encode
 from serverless_gpu.node.protocol import Stopped
 

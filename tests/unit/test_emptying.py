@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from serverless_gpu.model.attempt import Reason, State, TreeEmpty
-from serverless_gpu.model.ledger import Fact, FactKind
+from serverless_gpu.model.facts import Fact, FactKind
 from serverless_gpu.node import protocol
 from serverless_gpu.node.gpus import CpuProvider
 from serverless_gpu.node.home import Home

@@ -33,8 +33,8 @@ import msgspec
 from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.errors import ServerlessGpuError, StorageError
 from serverless_gpu.model.attempt import MEANINGS, Attempt, Failure, Reason, State
+from serverless_gpu.model.facts import FactKind
 from serverless_gpu.model.hardware import Device
-from serverless_gpu.model.ledger import FactKind
 from serverless_gpu.model.sessions import (
     Asker,
     Book,

@@ -50,8 +50,8 @@ from serverless_gpu.model.attempt import (
     TreeEmpty,
     stop_word,
 )
+from serverless_gpu.model.facts import FactKind
 from serverless_gpu.model.hardware import Device
-from serverless_gpu.model.ledger import FactKind
 from serverless_gpu.model.lifecycle import IllegalTransition, Instruction, advance
 from serverless_gpu.node import protocol, secret_files
 from serverless_gpu.node.account import Account

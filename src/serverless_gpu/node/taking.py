@@ -20,7 +20,7 @@ import select
 from pathlib import Path
 
 from serverless_gpu.model.attempt import Attempt, Reason
-from serverless_gpu.model.ledger import Fact, FactKind
+from serverless_gpu.model.facts import Fact, FactKind
 from serverless_gpu.node.history import first_facts, read_ending
 from serverless_gpu.node.protocol import Launch
 from serverless_gpu.node.remote import FILE as REMOTE

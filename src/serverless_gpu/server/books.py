@@ -18,7 +18,7 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.model.attempt import Reason, State
-from serverless_gpu.model.ledger import Fact
+from serverless_gpu.model.facts import Fact
 from serverless_gpu.server import charges
 from serverless_gpu.server import runs as run_rows
 from serverless_gpu.server.attempts import COLUMNS, JOINED, Gang, StoredAttempt, from_row

@@ -39,7 +39,7 @@ import sqlalchemy as sa
 from serverless_gpu import faults
 from serverless_gpu.errors import InvalidValue, NotFound, ServerStorageFull, ServerUnavailable, TooLarge
 from serverless_gpu.model.attempt import Reason, State
-from serverless_gpu.model.ledger import Fact
+from serverless_gpu.model.facts import Fact
 from serverless_gpu.model.run_lifecycle import Ended, Event, Heard, Started, Stopping
 from serverless_gpu.model.spec import Function
 from serverless_gpu.server import attempt_tokens, attempts, audit, facts, files, nodes, runs, transitions

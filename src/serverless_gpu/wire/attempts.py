@@ -16,7 +16,7 @@ from typing import Literal
 import msgspec
 
 from serverless_gpu.model.attempt import Reason, State, StopReason
-from serverless_gpu.model.ledger import Fact
+from serverless_gpu.model.facts import Fact
 from serverless_gpu.model.spec import BlobReference
 from serverless_gpu.wire.base import Answer, Json, Request
 

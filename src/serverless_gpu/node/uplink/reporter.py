@@ -32,7 +32,7 @@ import msgspec
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import NotAuthenticated, ServerlessGpuError, ServerStorageFull, StaleAttempt
 from serverless_gpu.model.attempt import Reason, State, StopReason
-from serverless_gpu.model.ledger import Fact, FactKind
+from serverless_gpu.model.facts import Fact, FactKind
 from serverless_gpu.node.history import read_receipt
 from serverless_gpu.node.protocol import Stopped
 from serverless_gpu.node.remote import Remote
