@@ -43,10 +43,15 @@ HOURLY = (3_600_000_000, 2_990_000, 1, 0, 98_765_432_109)
 
 
 def _asks(world: World, work: Callable[[Services], object]) -> None:
-    """Have an operator ask for something until it is answered; what the server refuses is an answer."""
+    """Have an operator ask for something until it is answered; what the server refuses is an answer.
+
+    What was asked for before everything was mended, and is not answered by then, is given up: else a budget would come
+    back that was taken away at the end.
+    """
+    before = world.mended
 
     def ask() -> None:
-        if world.process is None:
+        if world.process is None or world.mended != before:
             return
         try:
             world.process.serve(work)
