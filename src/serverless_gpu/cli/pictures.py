@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 from serverless_gpu.cli.output import say
+from serverless_gpu.client.result_files import refuse_other
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError, StorageError
 from serverless_gpu.loading import load
 
@@ -21,10 +22,12 @@ def drawing_room(path: Path, room: str) -> ModuleType:
         room: the module that draws, which needs Matplotlib.
 
     Raises:
-        ServerlessGpuError: there is no Matplotlib here, or no such directory, or no such kind of picture.
+        ServerlessGpuError: there is no Matplotlib here, no such directory, no such kind of picture, or what is there is
+            no file.
     """
     if path.suffix.lower() not in _KINDS:
         raise InvalidValue(f"{path} cannot be written: a picture ends in {', '.join(_KINDS)}")
+    refuse_other(path)
     if not path.parent.is_dir():
         message = f"the picture cannot be written to {path}: there is no directory {path.parent}"
         raise StorageError(message, hint="give the path of a file in a directory you can write to")

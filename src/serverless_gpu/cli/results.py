@@ -7,8 +7,6 @@ that goes away in the middle (nothing half is left), a full disk.
 from __future__ import annotations
 
 import contextlib
-import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -19,6 +17,7 @@ from serverless_gpu.cli.choosing import queued_runs, this_home
 from serverless_gpu.cli.locating import locate
 from serverless_gpu.cli.output import print_json, say
 from serverless_gpu.cli.server.results import served_results
+from serverless_gpu.client.result_files import whole
 from serverless_gpu.errors import InvalidValue, StorageError
 from serverless_gpu.model.attempt import TERMINAL
 from serverless_gpu.node.history import read_run
@@ -106,17 +105,10 @@ def _copy(result: Result, path: Path) -> Path:
     """Write a file that is there whole or not at all, readable for its user only."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        fd, temporary = tempfile.mkstemp(prefix=".part-", dir=path.parent)
-        try:
-            with open(fd, "wb") as file:
-                file.writelines(result.pieces)
-                if file.tell() != result.size:
-                    raise StorageError(f"{path} would have {file.tell()} bytes of {result.size}", hint="try again")
-            os.replace(temporary, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
+        with whole(path, mode=0o600) as beside, beside.open("wb") as file:
+            file.writelines(result.pieces)
+            if file.tell() != result.size:
+                raise StorageError(f"{path} would have {file.tell()} bytes of {result.size}", hint="try again")
     except OSError as error:
         raise storage_error(error, path) from None
     return path

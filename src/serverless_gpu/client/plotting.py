@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from serverless_gpu.client.curves import lanes, span
 from serverless_gpu.client.metrics import read_metrics
+from serverless_gpu.client.result_files import refuse_other
 from serverless_gpu.client.source import Source
 from serverless_gpu.client.tries import marks
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError, StorageError
@@ -32,7 +33,7 @@ def plot(source: Source, name: str, state: str, path: str | os.PathLike[str] | N
 
     Raises:
         ServerlessGpuError: there is no Matplotlib here.
-        InvalidValue: Matplotlib cannot write such a file.
+        InvalidValue: Matplotlib cannot write such a file, or what is there is no file.
         StorageError: the file cannot be written.
     """
     try:
@@ -54,6 +55,8 @@ def plot(source: Source, name: str, state: str, path: str | os.PathLike[str] | N
     )
     titles = figures.Titles(" · ".join(filter(None, (name, f"run {source.run_id}"))), " · ".join(filter(None, about)))
     target = None if path is None else Path(path)
+    if target is not None:
+        refuse_other(target)
     try:
         figure: Figure = figures.draw(shown, marks(tries), titles, target)
     except OSError as error:

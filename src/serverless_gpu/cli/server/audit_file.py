@@ -17,6 +17,7 @@ from typing import IO
 
 import msgspec
 
+from serverless_gpu.client.result_files import refuse_other
 from serverless_gpu.errors import AuditBroken, InvalidValue
 from serverless_gpu.model.audit_chain import Head, Link, follow
 
@@ -52,8 +53,9 @@ def opened(path: Path) -> Iterator[tuple[IO[bytes], Head]]:
 
     Raises:
         AuditBroken: it is not as it was written.
-        InvalidValue: somebody else adds to it.
+        InvalidValue: somebody else adds to it, or what is there is no file.
     """
+    refuse_other(path)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "r+b") as file:
         try:

@@ -9,7 +9,6 @@ import contextlib
 import csv
 import datetime
 import io
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from decimal import Decimal
 from itertools import islice
@@ -19,6 +18,7 @@ from typing import Any, Literal
 import msgspec
 
 from serverless_gpu.cli.output import say
+from serverless_gpu.client.result_files import whole
 from serverless_gpu.errors import ServerlessGpuError, StorageError
 from serverless_gpu.model import days
 from serverless_gpu.model import usage as model
@@ -209,19 +209,15 @@ def _portions(rows: Iterator[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
 
 def _write_parquet(path: Path, schema: Any, portions: Iterable[list[dict[str, Any]]]) -> None:
     pyarrow = _pyarrow()
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
     count = 0
     try:
-        with contextlib.closing(pyarrow.parquet.ParquetWriter(beside, schema)) as writer:
+        with whole(path) as beside, contextlib.closing(pyarrow.parquet.ParquetWriter(beside, schema)) as writer:
             for rows in portions:
                 writer.write_table(pyarrow.Table.from_pylist(rows, schema=schema))
                 count += len(rows)
-        beside.replace(path)
     except OSError as error:
         message = f"{path} cannot be written: {error.strerror or error}"
         raise StorageError(message, hint="give the path of a file in a directory you can write to") from None
-    finally:
-        beside.unlink(missing_ok=True)
     say(f"{path}: {count:,} rows", err=True)
 
 
