@@ -55,9 +55,10 @@ from serverless_gpu.model.pricing import Tariff, rate
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.server import attempts, budgets, pools, runs
 from serverless_gpu.server.accounts import Account
-from serverless_gpu.server.attempts import Gang, StoredAttempt, Unposted
+from serverless_gpu.server.attempts import Gang, Unposted
 from serverless_gpu.server.budget_book import Book, Rooms, with_hold
 from serverless_gpu.server.budget_sums import Sums
+from serverless_gpu.server.lifetimes import Lifetime, Moment
 from serverless_gpu.server.liveness import Leases
 from serverless_gpu.server.runs import StoredRun
 
@@ -94,14 +95,13 @@ class GoingOn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Known(msgspec.Struct):
-    """What does not change about an attempt that goes on, and since when it is asked to stop."""
+    """What does not change about an attempt that goes on."""
 
     subject: Subject
     names: tuple[str, ...]
     micros_per_hour: int | None
     grace_s: float
     name: str
-    stop_ns: int | None = None
 
 
 class Spending:
@@ -116,7 +116,7 @@ class Spending:
         self._book = Book(())
         self._ledger = Sums()
         self._known: dict[Gang, _Known] = {}
-        self._began: dict[Gang, int] = {}  # by the clock that nobody sets
+        self._lives: dict[Gang, Lifetime] = {}
         self._going: dict[Gang, GoingOn] = {}
         self._entered: dict[Gang, int | None] = {}  # when the transaction that places it was over
         self._standings: dict[str, Standing] = {}
@@ -159,7 +159,7 @@ class Spending:
             self._ledger.read(connection, there, as_of.wall_ns)
             self._get_to_know(connection, there)
             freed = as_of.leases.freed()
-            self._began = {gang: began_ns for gang, began_ns in self._began.items() if gang in there}
+            self._lives = {gang: self._lives.get(gang) or Lifetime() for gang in there}
             going = {gang: self._going_on(one, as_of, gang in freed) for gang, one in there.items()}
             self._entered = {gang: at for gang, at in self._entered.items() if at is None or at > as_of.moment}
             for gang in self._entered.keys() - going.keys():
@@ -327,10 +327,9 @@ class Spending:
 
     def _going_on(self, unposted: Unposted, as_of: AsOf, is_free: bool) -> GoingOn:
         one = unposted.attempt
-        known = self._known[one.run_id, one.fence]
-        if unposted.is_stopping and known.stop_ns is None:
-            known.stop_ns = as_of.wall_ns
-        is_over = one.ended_ns is not None
+        known, life = self._known[one.run_id, one.fence], self._lives[one.run_id, one.fence]
+        now = Moment(as_of.wall_ns, as_of.boot_ns)
+        life.look(one, now, as_of.leases, is_stopping=unposted.is_stopping)
         is_billed = one.reason is None or MEANINGS[one.reason].is_billed
         spender = Spender(
             run_id=one.run_id,
@@ -338,25 +337,14 @@ class Spending:
             gpus=one.world_size,
             micros_per_hour=known.micros_per_hour,
             placed_ns=one.created_ns,
-            started_ns=self._started_ns(one, as_of) if is_billed else None,
-            seen_ns=_seen_ns(one, as_of),
+            started_ns=None if life.began_ns is None or not is_billed else now.wall(life.began_ns),
+            seen_ns=as_of.wall_ns if life.seen_ns is None else now.wall(life.seen_ns),
             grace_s=known.grace_s,
             alone_s=one.grace_s,
-            stop_ns=known.stop_ns,
-            is_over=is_over or is_free,
+            stop_ns=None if life.stop_ns is None else now.wall(life.stop_ns),
+            is_over=one.ended_ns is not None or is_free,
         )
         return GoingOn(spender=spender, subject=known.subject, names=known.names, name=known.name)
-
-    def _started_ns(self, one: StoredAttempt, as_of: AsOf) -> int | None:
-        """Return when user code began, by what the wall clock says now.
-
-        How long ago that is does not change when the clock is set: else an attempt would have used a month at once,
-        and a stop is final.
-        """
-        if one.started_ns is None:
-            return None
-        ago_ns = as_of.boot_ns - (as_of.wall_ns - one.started_ns)
-        return as_of.wall_ns - (as_of.boot_ns - self._began.setdefault((one.run_id, one.fence), ago_ns))
 
     def _judge(self) -> dict[str, Standing]:
         """Return how each budget stands with what goes on now."""
@@ -418,14 +406,6 @@ def is_open_to(budget: Budget, subject: Subject) -> bool:
 def _subject(run: StoredRun) -> Subject:
     spec = run.spec
     return Subject(owner=run.owner, team=run.team, pool=run.pool, policy=spec.policy or "", tags=spec.tags)
-
-
-def _seen_ns(one: StoredAttempt, as_of: AsOf) -> int:
-    """Return the last sign of life of an attempt, or its end, by the server's wall clock."""
-    if one.ended_ns is not None:
-        return one.lease_ns if one.given_up else one.ended_ns
-    silent_ns = as_of.boot_ns - as_of.leases.last_ns(one.run_id, one.fence, now_ns=as_of.boot_ns)
-    return as_of.wall_ns - max(0, silent_ns)
 
 
 def _days_of(budget: Budget, one: Spender, first_day: int) -> dict[int, int]:
