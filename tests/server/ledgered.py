@@ -9,27 +9,13 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.model.days import DAY_NS
+from serverless_gpu.model.metering import SEGMENTS
 from serverless_gpu.server import tables
 
 HOUR_MS = 3_600_000
-NOTHING = {
-    name: 0
-    for name in (
-        "queued_ms",
-        "environment_ms",
-        "start_ms",
-        "run_ms",
-        "stop_ms",
-        "gate_ms",
-        "idle_ms",
-        "gpu_ms",
-        "billed_ms",
-        "core_ms",
-        "memory_mib_ms",
-        "micros",
-        "dbu_micros",
-    )
-}
+NOTHING = dict.fromkeys(
+    ("queued_ms", *SEGMENTS, "gpu_ms", "billed_ms", "core_ms", "memory_mib_ms", "micros", "dbu_micros"), 0
+)
 _encode = msgspec.json.Encoder(order="sorted").encode
 
 

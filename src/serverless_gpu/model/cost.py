@@ -17,6 +17,7 @@ from serverless_gpu import units
 from serverless_gpu.model import markup, pricing
 from serverless_gpu.model.hardware import CPU
 from serverless_gpu.model.ledger import Line
+from serverless_gpu.model.metering import SEGMENTS
 from serverless_gpu.model.pricing import UNPRICED, Tariff
 from serverless_gpu.model.receipt import TextPrinter
 
@@ -78,8 +79,7 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
     def rows(self) -> dict[str, str]:
         """Return what there is to say, by label; what is nothing is left out."""
         not_billed_ms = self.gpu_ms - self.billed_ms
-        parts = ("environment", "start", "run", "stop", "gate", "idle")
-        spent = [(part, getattr(self, f"{part}_ms")) for part in parts]
+        spent = [(name.removesuffix("_ms"), getattr(self, name)) for name in SEGMENTS]
         rows = {
             "cost": self.amount(),
             "used": self._used(self.gpu_ms),
@@ -159,12 +159,7 @@ def together(attempts: Iterable[Used], *, waits_ms: int = 0, is_final: bool = Tr
         unpriced_ms=sum(line.billed_ms for line in lines) - priced_ms,
         dbu_micros=sum(line.dbu_micros for line in lines),
         queued_ms=sum(each.queued_ms for each in found) + waits_ms,
-        environment_ms=sum(line.environment_ms for line in lines),
-        start_ms=sum(line.start_ms for line in lines),
-        run_ms=sum(line.run_ms for line in lines),
-        stop_ms=sum(line.stop_ms for line in lines),
-        gate_ms=sum(line.gate_ms for line in lines),
-        idle_ms=sum(line.idle_ms for line in lines),
+        **{name: sum(getattr(line, name) for line in lines) for name in SEGMENTS},
         attempts=len(found),
         is_final=is_final and all(each.is_final for each in found),
         gpu_type=last.gpu_type,

@@ -24,7 +24,7 @@ import msgspec
 from serverless_gpu.model.facts import Fact as Fact
 from serverless_gpu.model.facts import FactKind as FactKind
 from serverless_gpu.model.facts import distinct
-from serverless_gpu.model.metering import Meter, Used
+from serverless_gpu.model.metering import FIRST_USED, SEGMENTS, Meter, Used
 from serverless_gpu.model.pricing import UNPRICED, Tariff, cost, cost_parts, dbu_cost
 
 
@@ -176,20 +176,14 @@ def priced(days: Mapping[int, Used], tariff: Tariff, *, is_billed: bool = True) 
             memory_mib_ms += day.memory_mib_ms
         total = cost(tariff, billed_ms, core_ms, memory_mib_ms)
         total_dbu = dbu_cost(tariff, billed_ms)
-        environment, start, run, stop, gate, idle = day.segments
         found.append(
             Line(
                 day=number,
                 start_ns=day.start_ns,
                 end_ns=day.end_ns,
                 gpus=day.gpus,
-                environment_ms=environment,
-                start_ms=start,
-                run_ms=run,
-                stop_ms=stop,
-                gate_ms=gate,
-                idle_ms=idle,
-                gpu_ms=run + stop + gate + idle,
+                **dict(zip(SEGMENTS, day.segments, strict=True)),
+                gpu_ms=sum(day.segments[FIRST_USED:]),
                 billed_ms=day.billed_ms if is_billed else 0,
                 core_ms=day.core_ms if is_billed else 0,
                 memory_mib_ms=day.memory_mib_ms if is_billed else 0,

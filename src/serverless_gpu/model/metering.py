@@ -30,8 +30,11 @@ from serverless_gpu.model.facts import Fact, FactKind
 
 STRETCH_NS_MAX = 400 * DAY_NS
 """Devices that are held for longer without a break are held by a clock that is wrong."""
-_ENVIRONMENT, _START, _RUN, _STOP, _GATE, _IDLE = range(6)
-_FIRST_USED = _RUN
+SEGMENTS = ("environment_ms", "start_ms", "run_ms", "stop_ms", "gate_ms", "idle_ms")
+"""What the time of devices is apart by, in the order in which they follow each other."""
+_ENVIRONMENT, _START, _RUN, _STOP, _GATE, _IDLE = range(len(SEGMENTS))
+FIRST_USED = _RUN
+"""From which segment on time counts as use."""
 _MS_NS = 1_000_000
 _CPU_SLOT = "CPU-"  # how the identifiers of CPU slots begin: such a device is a core, and paid as a device
 _OPENING = frozenset({FactKind.RESERVED, FactKind.HYDRATING, FactKind.STARTING, FactKind.EXEC, FactKind.HELD})
@@ -125,7 +128,7 @@ class Used:
     Attributes:
         start_ns: the first moment of it, nanoseconds since 1970; `end_ns` the last.
         gpus: the most devices held at once.
-        segments: GPU-milliseconds of each, in the order in which they follow each other.
+        segments: GPU-milliseconds of each of `SEGMENTS`.
         billed_ms: those of them that count.
         core_ms: core-milliseconds that count; `memory_mib_ms` likewise, for MiB.
     """
@@ -135,7 +138,7 @@ class Used:
     def __init__(self, start_ns: int, end_ns: int) -> None:
         self.start_ns, self.end_ns = start_ns, end_ns
         self.gpus = self.billed_ms = self.core_ms = self.memory_mib_ms = 0
-        self.segments = [0, 0, 0, 0, 0, 0]
+        self.segments = [0] * len(SEGMENTS)
 
     def copy(self) -> Used:
         """Return one that may be added to without changing this one."""
@@ -232,7 +235,7 @@ def _book(days: dict[int, Used], stretch: _Stretch, end_ns: int) -> None:
             day = _touch(days, stretch, from_ns + offset_ns, next_ns + offset_ns)
             first_ms = (from_ns - origin_ns) // _MS_NS
             day.segments[segment] += stretch.gpus * ((next_ns - origin_ns) // _MS_NS - first_ms)
-            if segment >= _FIRST_USED and from_ns < until_ns:
+            if segment >= FIRST_USED and from_ns < until_ns:
                 billed_ms = (min(next_ns, until_ns) - origin_ns) // _MS_NS - first_ms
                 day.billed_ms += stretch.gpus * billed_ms
                 day.core_ms += stretch.cores * billed_ms

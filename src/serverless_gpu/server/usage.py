@@ -15,6 +15,7 @@ from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model import billing, usage
 from serverless_gpu.model.access import Reach, covers
 from serverless_gpu.model.days import DAY_NS
+from serverless_gpu.model.metering import SEGMENTS
 from serverless_gpu.model.usage import PERIODS, Window
 from serverless_gpu.server import prices, usage_going, usage_rows, usage_sums
 from serverless_gpu.server.accounts import Account
@@ -22,7 +23,7 @@ from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.prices import StoredPrice
 from serverless_gpu.server.services import Services
 from serverless_gpu.server.usage_going import Going, GoingOn
-from serverless_gpu.server.usage_rows import SEGMENTS, Asked
+from serverless_gpu.server.usage_rows import Asked
 from serverless_gpu.server.usage_sums import Found, Wanted
 from serverless_gpu.wire.demand import DemandPage, DemandRow
 from serverless_gpu.wire.usage import SKUS_MAX, ListPrices, RecordPage, UsageView

@@ -19,12 +19,12 @@ from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model import usage
 from serverless_gpu.model.facts import Fact
 from serverless_gpu.model.ledger import Line
+from serverless_gpu.model.metering import SEGMENTS
 from serverless_gpu.model.usage import Amounts, Group
 from serverless_gpu.server import accounts, attempts, charges, counting, facts, nodes, runs
 from serverless_gpu.server.accounts import Account
 from serverless_gpu.server.attempts import Gang, StoredAttempt
 from serverless_gpu.server.charges import Posted
-from serverless_gpu.server.usage_rows import SEGMENTS
 
 LIMIT = 1_000
 _EVER_NS = 1 << 62

@@ -8,13 +8,13 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.model.ledger import EntryKind
+from serverless_gpu.model.metering import SEGMENTS
 from serverless_gpu.model.usage import Window
 from serverless_gpu.server.accounts import Account, find_many
 from serverless_gpu.server.charges import Posted, from_row
 from serverless_gpu.server.tables import accounts, charges, utilisations
 from serverless_gpu.wire.demand import DemandRow
 
-SEGMENTS = ("environment_ms", "start_ms", "run_ms", "stop_ms", "gate_ms", "idle_ms")
 _SEEN = ("observed_ms", "busy_ms", "peak_memory_bytes")
 _OF_ACCOUNT = ("name", "owner", "team", "pool", "reserved", "gpu_type", "currency")
 _OF_CHARGE = ("run_id", "fence", "day", "start_ns", "end_ns", "gpus", "queued_ms", "gpu_ms", "billed_ms", "micros")

@@ -18,27 +18,14 @@ import sqlalchemy as sa
 
 from serverless_gpu.model import usage
 from serverless_gpu.model.days import SINCE_MONDAY
+from serverless_gpu.model.metering import SEGMENTS
 from serverless_gpu.model.usage import ACCOUNT_FIELDS, TAG, Amounts, Group, Window
 from serverless_gpu.server.tables import accounts, charges, folded, used_days, utilisations
 from serverless_gpu.server.usage_rows import visible
 
 ACCOUNTS_FEW = 20_000
 """With more of them, sums by account and day are hardly fewer than charges, and those are read at once."""
-_PLAIN = (
-    "queued_ms",
-    "environment_ms",
-    "start_ms",
-    "run_ms",
-    "stop_ms",
-    "gate_ms",
-    "idle_ms",
-    "gpu_ms",
-    "billed_ms",
-    "core_ms",
-    "memory_mib_ms",
-    "micros",
-    "dbu_micros",
-)
+_PLAIN = ("queued_ms", *SEGMENTS, "gpu_ms", "billed_ms", "core_ms", "memory_mib_ms", "micros", "dbu_micros")
 SUMS = (*_PLAIN, "runs", "unpriced_ms", "provisional_ms")
 _SEEN = ("observed_ms", "busy_ms")
 Column = sa.ColumnElement[Any]
