@@ -17,12 +17,14 @@ from serverless_gpu.model.facts import Fact, FactKind
 from serverless_gpu.model.hardware import GIB, DeviceKind
 from serverless_gpu.model.receipt import DeviceUse, Receipt, Segments
 
-# 10 hours: 2 GPUs for all of it, 4 more for 6 hours, 2 more for 1, as in tests/unit/test_advice.py.
+# 10 hours: 2 GPUs for all of it, 4 more for 6 hours, 2 more for 1, as in tests/unit/test_advice.py; and others.
 CSV = """job_id,submit_time_s,duration_s,num_gpus,vc,gpu_type
 a,0,36000,2,search,H100
 b,3600,21600,4,search,H100
 c,10800,3600,2,vision,H100
-d,36000,60,1,vision,A10
+d,18000,60,1,vision,A10
+e,36000,3600,1,vision,H100
+f,35940,120,1,speech,L4
 """
 PRICES = ("--reserved", "1", "--on-demand", "2")
 
@@ -52,9 +54,10 @@ def test_a_table(trace: str) -> None:
     result = ran(trace, *PRICES, "--have", "8", "--waiting", "0.5")
     assert result.exit_code == 0, result.output
     lines = result.output.splitlines()
-    assert lines[:6] == [
+    assert lines[:7] == [
         "H100: four.csv, 10 h 00 min",
-        "also used, and not in this: A10 60.0 GPU-seconds; --gpu-type says which",
+        "left out: 1.0 GPU-hours after the last job came: nobody knows who else had come by then",
+        "also used, and not in this: L4 60.0 GPU-seconds, A10 60.0 GPU-seconds; --gpu-type says which",
         "used: 46.0 GPU-hours",
         "wanted at once: 4.6 GPUs on average, 8 at most",
         "reserved 1.00, on demand 2.00 USD per GPU-hour: a reserved GPU pays from 50.0 % of the time on",
@@ -94,11 +97,11 @@ def test_the_same_as_json(trace: str) -> None:
 
 def test_one_team_and_one_type(trace: str) -> None:
     told = json.loads(ran(trace, *PRICES, "--json", "--team", "vision", "--gpu-type", "a10").output)
-    assert (told["gpu_type"], told["attempts"], told["gpu_ms"]) == ("A10", 2, 60_000)
+    assert (told["gpu_type"], told["attempts"], told["gpu_ms"]) == ("A10", 3, 60_000)
     with pytest.raises(InvalidValue, match="has no such jobs"):
-        ran(trace, *PRICES, "--team", "speech")
-    with pytest.raises(InvalidValue, match="nothing was used of L4"):
-        ran(trace, *PRICES, "--gpu-type", "L4")
+        ran(trace, *PRICES, "--team", "sales")
+    with pytest.raises(InvalidValue, match="nothing was used of A100 by team vision"):
+        ran(trace, *PRICES, "--gpu-type", "A100", "--team", "vision")
 
 
 def test_prices_of_the_configuration(trace: str, home: Path) -> None:
@@ -124,12 +127,14 @@ def test_no_price_is_made_up(trace: str) -> None:
         (("--reserved", "2e6"), "not an amount from 0 to 1,000,000"),
         (("--reserved", "1e999999"), "not an amount from 0"),
         (("--reserved", "0.0000001"), "more than six digits"),
-        (("--reserved", "nowhere"), "no price of its own in pool 'nowhere'"),
+        (("--reserved", "nowhere"), "no pool in which H100 has a price of its own"),
+        (("--reserved", "nan"), "'nan' is no amount"),
         (("--reserved", "1", "--buy", "5"), "--buy is in place of --reserved"),
         (("--buy", "nan"), "--years is 0.1 to 100"),
         (("--buy", "5", "--years", "0"), "--years is 0.1 to 100"),
         (("--waiting", "soon", *PRICES), "is not a number"),
         (("--last", "soon"), "is not a duration"),
+        (("--last", "0d"), "more than no time is needed"),
         (("--have", "-1"), "-1 is not in the range"),
     ],
 )

@@ -100,18 +100,22 @@ def test_nothing_used_is_nothing_to_advise() -> None:
     past = of_rows([], ALL)
     assert past.start_ns < past.end_ns
     with pytest.raises(InvalidValue, match="the server's ledger: nothing was used") as raised:
-        chosen(past, "")
+        chosen(past, ALL)
     assert "--last 90d" in str(raised.value)
 
 
 def test_the_type_most_used_or_all_of_a_family() -> None:
     kinds = {name: Kind(uses=[use(0, 1, 1)], gpu_ms=ms) for name, ms in (("A100-40", 3), ("A100-80", 5), ("L4", 7))}
     past = Past(source="a test", start_ns=0, end_ns=1, kinds=kinds)
-    assert chosen(past, "")[0] == "L4"
-    assert chosen(past, "a100-80") == ("A100-80", Kind(uses=[use(0, 1, 1)], gpu_ms=5))
-    assert chosen(past, "A100") == ("A100", Kind(uses=[use(0, 1, 1)] * 2, gpu_ms=8))
+
+    def of_type(name: str) -> tuple[str, Kind]:
+        return chosen(past, Wanted(start_ns=0, end_ns=1, gpu_type=name))
+
+    assert of_type("")[0] == "L4"
+    assert of_type("a100-80") == ("A100-80", Kind(uses=[use(0, 1, 1)], gpu_ms=5))
+    assert of_type("A100") == ("A100", Kind(uses=[use(0, 1, 1)] * 2, gpu_ms=8))
     with pytest.raises(InvalidValue, match="nothing was used of H100") as raised:
-        chosen(past, "H100")
+        of_type("H100")
     assert "there is A100-40, A100-80, L4" in str(raised.value)
 
 

@@ -31,6 +31,7 @@ from serverless_gpu.node.configuration import Configuration
 from serverless_gpu.node.history import Record, read_run
 from serverless_gpu.node.home import Home
 from serverless_gpu.replay import Trace
+from serverless_gpu.units import format_gpu_ms
 
 if TYPE_CHECKING:
     from serverless_gpu.wire.connection import Connection
@@ -299,29 +300,41 @@ def of_trace(trace: Trace, wanted: Wanted) -> Past:
     ]
     if not jobs:
         raise InvalidValue(f"{trace.source} has no such jobs", hint="see --team and --pool")
-    ends = [job.submit_s + job.duration_s for job in jobs]
     start_s, last_s = jobs[0].submit_s, jobs[-1].submit_s
-    end_s = last_s if last_s > start_s else max(ends)
+    end_s = last_s if last_s > start_s else max(job.submit_s + job.duration_s for job in jobs)
     past = Past(source=trace.source, start_ns=_ns(start_s), end_ns=_ns(end_s), attempts=len(jobs))
-    for job, job_end_s in zip(jobs, ends, strict=True):
+    later_ms = 0
+    for job in jobs:
+        whole_ms = round(1000 * job.duration_s) * job.gpus
+        gpu_ms = min(whole_ms, round(1000 * (end_s - job.submit_s)) * job.gpus)
+        later_ms += whole_ms - gpu_ms
+        if not gpu_ms:
+            continue
         kind = past.kind(job.gpu_type)
-        kind.uses.append(Use(start_ns=_ns(job.submit_s), end_ns=_ns(job_end_s), gpus=job.gpus))
-        kind.gpu_ms += round(1000 * job.duration_s) * job.gpus
-        kind.unpriced_ms += round(1000 * job.duration_s) * job.gpus
+        kind.uses.append(Use(start_ns=_ns(job.submit_s), end_ns=_ns(job.submit_s + job.duration_s), gpus=job.gpus))
+        kind.gpu_ms += gpu_ms
+        kind.unpriced_ms += gpu_ms
     past.remarks = [f"{count:,} {why}" for why, count in trace.left_out.items()]
+    if later_ms:
+        past.remarks.append(
+            f"{format_gpu_ms(later_ms)} after the last job came: nobody knows who else had come by then"
+        )
     return past
 
 
-def chosen(past: Past, gpu_type: str) -> tuple[str, Kind]:
+def chosen(past: Past, wanted: Wanted) -> tuple[str, Kind]:
     """Return the GPU type that is looked at, and its uses: the one that was asked for, else the one most used.
 
     Raises:
         InvalidValue: nothing was used, or nothing of that type.
     """
+    gpu_type = wanted.gpu_type
     found = {name: kind for name, kind in past.kinds.items() if not gpu_type or matches(gpu_type, name)}
     if not found:
+        asked = (("of", gpu_type), ("by team", wanted.team), ("in pool", wanted.pool))
+        said = "".join(f" {of} {name}" for of, name in asked if name)
         there = f"there is {', '.join(sorted(past.kinds))}" if past.kinds else "look at more time: --last 90d"
-        raise InvalidValue(f"{past.source}: nothing was used" + (f" of {gpu_type}" if gpu_type else ""), hint=there)
+        raise InvalidValue(f"{past.source}: nothing was used{said}", hint=there)
     if gpu_type:  # a family is all of its members
         together = Kind()
         for kind in found.values():

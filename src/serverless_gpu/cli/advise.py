@@ -14,6 +14,7 @@ import click
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.cli.advice_sources import (
     Book,
+    Kind,
     Past,
     Wanted,
     book_of_home,
@@ -68,8 +69,9 @@ def advise_command(**options: Any) -> None:
     """
     drawing = None if options["png"] is None else drawing_room(options["png"], "serverless_gpu.replay.advice_drawing")
     configuration = read_configuration(this_home())
-    past, book = _known(options, configuration)
-    report = _report(past, book, options, configuration.types)
+    wanted = _wanted(options)
+    past, book = _known(options, wanted, configuration)
+    report = _report(past, chosen(past, wanted), book, options, configuration.types)
     if options["as_json_"]:
         print_json(as_json(report))
     else:
@@ -79,12 +81,17 @@ def advise_command(**options: Any) -> None:
         _draw(drawing, report, options["png"])
 
 
-def _known(options: Mapping[str, Any], configuration: Configuration) -> tuple[Past, Book]:
-    """Return what was used, and the prices."""
+def _wanted(options: Mapping[str, Any]) -> Wanted:
     now_ns = SystemClock().wall_ns()
-    start_ns = now_ns - round(duration_s("--last", options["last"])) * 1_000_000_000
+    last_s = duration_s("--last", options["last"])
+    if not last_s:
+        raise click.BadParameter("more than no time is needed", param_hint="--last")
     asked = {name: options[name] for name in ("team", "pool", "gpu_type")}
-    wanted = Wanted(start_ns=start_ns, end_ns=now_ns, **asked)
+    return Wanted(start_ns=now_ns - round(last_s) * 1_000_000_000, end_ns=now_ns, **asked)
+
+
+def _known(options: Mapping[str, Any], wanted: Wanted, configuration: Configuration) -> tuple[Past, Book]:
+    """Return what was used, and the prices."""
     book = book_of_home(configuration)
     if options["trace"] is not None:
         return of_trace(read_trace(options["trace"]), wanted), book
@@ -103,8 +110,10 @@ def _has_server() -> bool:
     return True
 
 
-def _report(past: Past, book: Book, options: Mapping[str, Any], own: tuple[GpuType, ...]) -> Report:
-    gpu_type, kind = chosen(past, options["gpu_type"])
+def _report(
+    past: Past, of: tuple[str, Kind], book: Book, options: Mapping[str, Any], own: tuple[GpuType, ...]
+) -> Report:
+    gpu_type, kind = of
     curve = curve_of(kind.uses, past.start_ns, past.end_ns)
     rates, why_not = _rates(options, book, gpu_type, kind.billed)
     advice = None if rates is None else advise(curve, rates, gpu_type=gpu_type, now=options["have"])
@@ -163,7 +172,9 @@ def _price(option: str, text: str, book: Book, gpu_type: str) -> int | None:
         return micros(option, text, most=_PRICE_MAX) if text else book.price(gpu_type)
     found = book.price(gpu_type, text)
     if found is None:
-        raise click.BadParameter(f"{gpu_type} has no price of its own in pool {text!r}", param_hint=option)
+        raise click.BadParameter(
+            f"{text!r} is no amount, and no pool in which {gpu_type} has a price of its own", param_hint=option
+        )
     return found
 
 
