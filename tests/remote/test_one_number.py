@@ -66,6 +66,9 @@ def test_receipt_cost_report_records_budget_and_ledger_say_the_same(own_server: 
     hours = sum(Fraction(row["usage_quantity"]) for row in rows)
     assert round(hours * 3_600_000) == sum(gpu_ms)  # an hour's parts have no end in decimal
 
-    everything, project = (json.loads(told("budget", "show", name, "--json")) for name in ("all", "project"))
-    assert (everything["used"], everything["held"]) == (sum(one or 0 for one in micros), 0)
-    assert project["used"] == gpu_ms[0] + gpu_ms[1]
+    def stands(name: str) -> tuple[int, int]:
+        view = json.loads(told("budget", "show", name, "--json"))
+        return view["used"], view["held"]
+
+    wait_for(lambda: stands("all") == (sum(one or 0 for one in micros), 0), "the budget has it, too", limit_s=20)
+    assert stands("project") == (gpu_ms[0] + gpu_ms[1], 0)

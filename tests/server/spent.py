@@ -9,7 +9,18 @@ from serverless_gpu.model.budget import Period, ScopeKind
 from serverless_gpu.model.ledger import Fact, FactKind
 from serverless_gpu.model.pricing import Price
 from serverless_gpu.model.spec import Command, Resources
-from serverless_gpu.server import attempts, budgeting, events, facts, prices, reporting, runs, submitting, transitions
+from serverless_gpu.server import (
+    affording,
+    attempts,
+    budgeting,
+    events,
+    facts,
+    prices,
+    reporting,
+    runs,
+    submitting,
+    transitions,
+)
 from serverless_gpu.server.agents import Agents
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.charging import Charging
@@ -60,6 +71,9 @@ class Spent:
         return budgeting.put_budget(self.services, ROOT, name, asked)
 
     def view(self, name: str = "llm") -> BudgetView:
+        """Return how a budget stands now; a reader is told how it stood when somebody looked."""
+        as_of = affording.as_of(self.services)
+        self.database.read(lambda connection: self.services.spending.look(connection, as_of))
         return budgeting.view_budget(self.services, ROOT, "all", name)
 
     def submit(self, who: Caller = ALICE, *, gpus: int = 1, gpu_type: str | None = "H100", **spec: Any) -> str:

@@ -14,7 +14,7 @@ from serverless_gpu.model.attempt import State
 from serverless_gpu.model.budget import Standing
 from serverless_gpu.model.pricing import Price, Tariff
 from serverless_gpu.model.spec import Resources
-from serverless_gpu.server import accounts, affording, dividing, prices, runs, submitting
+from serverless_gpu.server import accounts, affording, budgeting, dividing, prices, runs, submitting
 from serverless_gpu.server.database import Database
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import PoolRequest
@@ -129,6 +129,20 @@ def test_two_that_are_placed_together_do_not_both_get_the_last_of_a_budget(spent
     assert look(spent)["llm"].held.micros == 60 * UNIT  # the transaction may not be over yet
     spent.services.spending.entered()
     assert look(spent)["llm"].held.micros == 0  # nothing came of it
+
+
+def test_who_asks_how_budgets_stand_has_nothing_read_that_goes_on(spent: Spent) -> None:
+    spent.set(limit_micros=1_000 * UNIT)
+    run_id = spent.submit()
+    spent.start(run_id)
+    spent.go_on(30, run_id)
+    spent.clock.advance(3)
+    spent.hear(run_id)
+    moment = spent.services.spending.moment()
+    (listed,) = budgeting.view_budgets(spent.services, ROOT, "all").budgets
+    assert listed.used == budgeting.view_budget(spent.services, ROOT, "all", "llm").used == 30 * UNIT
+    assert spent.services.spending.moment() == moment
+    assert spent.view().used == 33 * UNIT
 
 
 def price(spent: Spent, resource: str, pool: str = "", *, times: int = 1) -> None:

@@ -12,8 +12,9 @@ What an attempt that goes on has used is not what the ledger has of it, but its 
 code, by the server's clock, until its last sign of life: it is known to the second, and replaced by charges once it has
 ended. It pays the tariff, and counts as, what was written when it was placed.
 
-Whoever looks gives the transaction: the scheduler does before each decision, so that what it placed a moment ago counts
-in the next. Between two looks `enter` counts what is placed. All methods may be called from any thread.
+Two loops look: the scheduler before each decision, so that what it placed a moment ago counts in the next, and the one
+that keeps budgets. Whoever looks gives the transaction. Between two looks `enter` counts what is placed. Who only wants
+to see how budgets stand is told what is `known`. All methods may be called from any thread.
 
 Several look at once, each at a state of the database of its own. What happens here is numbered (`moment`), and a look
 says as of which number it began, before it read anything: one during which another look was done may be of an older
@@ -173,6 +174,11 @@ class Spending:
         """Return how each budget stood at the last look, with what was placed since."""
         with self._lock:
             return dict(self._standings)
+
+    def known(self) -> dict[str, Standing] | None:
+        """Return the same; None where budgets were changed, or the server has started, and nobody looked since."""
+        with self._lock:
+            return None if self._book_of < self._changed else dict(self._standings)
 
     def going_on(self) -> list[GoingOn]:
         """Return the attempts that went on at the last look, or were placed since and count for a budget."""
