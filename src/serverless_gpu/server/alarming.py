@@ -20,10 +20,11 @@ from collections.abc import Iterable, Mapping, Sequence
 import sqlalchemy as sa
 
 from serverless_gpu import units
-from serverless_gpu.model import spending as decisions
+from serverless_gpu.model import forecasting
 from serverless_gpu.model.budget import DAY_NS, NOTHING, Use, Window, used
+from serverless_gpu.model.days import HOUR_NS
+from serverless_gpu.model.forecasting import HOURS, HOURS_MIN, RUNS_MAX, RUNS_MIN, Alarm
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.model.spending import HOUR_NS, HOURS, HOURS_MIN, RUNS_MAX, RUNS_MIN, Alarm
 from serverless_gpu.server import accounts, attempts, audit, budgets, charges, notices, runs, transitions
 from serverless_gpu.server.attempts import StoredAttempt
 from serverless_gpu.server.audit import Action
@@ -92,7 +93,7 @@ class Alarms:
             else:
                 unit, rate = TIME, spender.gpus * units.MS_PER_HOUR
                 past = [each.world_size * units.MS_PER_HOUR for each in earlier]
-            found = decisions.unusual(rate, past, least=RUNS_MIN)
+            found = forecasting.unusual(rate, past, least=RUNS_MIN)
             if found is not None:
                 usual = f"the median of {found.count} earlier runs named {one.name!r}"
                 sentence = f"run {spender.run_id} uses {self._words(found, unit)} in an hour: {usual}"
@@ -115,8 +116,8 @@ class Alarms:
                 if not team or line.end_ns // HOUR_NS < oldest:
                     continue
                 hours = self._teams.setdefault(team, {})
-                money = decisions.spread(line.micros or 0, line.start_ns, line.end_ns)
-                time = decisions.spread(line.billed_ms, line.start_ns, line.end_ns)
+                money = forecasting.spread(line.micros or 0, line.start_ns, line.end_ns)
+                time = forecasting.spread(line.billed_ms, line.start_ns, line.end_ns)
                 for hour in time:
                     before = hours.get(hour, (0, 0))
                     hours[hour] = (before[0] + money[hour], before[1] + time[hour])
@@ -139,7 +140,7 @@ class Alarms:
             which = 0 if use.micros else 1
             rate = (use.micros if which == 0 else use.gpu_ms) + ahead[which] + before[which] * part_ns // HOUR_NS
             past = [amounts[which] for hour, amounts in hours.items() if hour < this - 1]
-            found = decisions.unusual(rate, past, least=HOURS_MIN)
+            found = forecasting.unusual(rate, past, least=HOURS_MIN)
             if found is not None:
                 usual = f"the median of its {found.count} hours in four weeks"
                 sentence = f"team {team} used {self._words(found, (MONEY, TIME)[which])} in the last hour: {usual}"

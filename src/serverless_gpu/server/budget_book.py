@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from serverless_gpu.model import budget as decisions
-from serverless_gpu.model import spending as words
+from serverless_gpu.model import budget_words as words
 from serverless_gpu.model.admitting import Candidate
 from serverless_gpu.model.budget import Standing, Subject, Use
 from serverless_gpu.server import pools

@@ -7,8 +7,7 @@ from collections.abc import Iterable
 import sqlalchemy as sa
 
 from serverless_gpu.errors import InvalidValue, NotFound, TooLarge
-from serverless_gpu.model import access
-from serverless_gpu.model import spending as words
+from serverless_gpu.model import access, budget_words, forecasting
 from serverless_gpu.model.access import Reach
 from serverless_gpu.model.budget import Budget, Scope, Standing
 from serverless_gpu.model.days import DAY_NS, format_day
@@ -211,7 +210,7 @@ def _views(services: Services, standings: dict[str, Standing]) -> Iterable[Budge
     going = services.spending.going_on()
     for name, standing in sorted(standings.items()):
         budget = standing.budget
-        ahead = words.forecast(standing, services.spending.by_day(name), now_ns)
+        ahead = forecasting.forecast(standing, services.spending.by_day(name), now_ns)
         yield BudgetView(
             name=name,
             kind=budget.scope.kind,
@@ -237,11 +236,11 @@ def _views(services: Services, standings: dict[str, Standing]) -> Iterable[Budge
 
 
 def _sentence(standing: Standing, currency: str) -> str:
-    parts = [words.used_words(standing, currency)]
+    parts = [budget_words.used_words(standing, currency)]
     if standing.is_used_up:
         why = "" if standing.is_spent else "it has stopped runs: what is left did not pay for another minute of them; "
         parts.append(f"{why}nothing new starts until {format_day(standing.window.days[-1] + 1)} (UTC)")
     unpriced_ms = standing.used.unpriced_ms
     if unpriced_ms and standing.budget.limit_micros is not None:
-        parts.append(f"{words.gpu_words(unpriced_ms)} have no price and count nothing: sgpu price set")
+        parts.append(f"{format_gpu_ms(unpriced_ms)} have no price and count nothing: sgpu price set")
     return "; ".join(parts)

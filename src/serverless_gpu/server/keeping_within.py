@@ -23,7 +23,7 @@ from collections.abc import Set as AbstractSet
 import sqlalchemy as sa
 
 from serverless_gpu.errors import AlreadyFinished, StaleAttempt
-from serverless_gpu.model import spending as words
+from serverless_gpu.model import budget_words as words
 from serverless_gpu.model.attempt import ACTIVE, StopReason
 from serverless_gpu.model.budget import FULL, WARN_AT, Period, Standing, window
 from serverless_gpu.server import audit, budgets, notices, runs, stopping, transitions

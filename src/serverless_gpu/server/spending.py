@@ -36,7 +36,7 @@ import sqlalchemy as sa
 
 from serverless_gpu.errors import BudgetExhausted
 from serverless_gpu.model import budget as decisions
-from serverless_gpu.model import spending as words
+from serverless_gpu.model import budget_words as words
 from serverless_gpu.model.admitting import Candidate
 from serverless_gpu.model.attempt import MEANINGS
 from serverless_gpu.model.budget import (
@@ -52,6 +52,7 @@ from serverless_gpu.model.budget import (
     Window,
     matches,
 )
+from serverless_gpu.model.forecasting import FORECAST_DAYS
 from serverless_gpu.model.pricing import Tariff, rate
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.server import attempts, budgets, pools, runs
@@ -386,7 +387,7 @@ class Spending:
 def first_day_of(now_ns: int) -> int:
     """Return the first day that any period, or a forecast, looks at: since 1970-01-01."""
     month = decisions.window(Period.MONTH, now_ns)
-    return min(month.days[0], now_ns // DAY_NS - words.FORECAST_DAYS)
+    return min(month.days[0], now_ns // DAY_NS - FORECAST_DAYS)
 
 
 def rate_of(tariff: Tariff, gpu_type: str, gpus: int, spec: RunSpec | None) -> int | None:
