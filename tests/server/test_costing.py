@@ -116,6 +116,19 @@ def test_what_the_platform_lost_is_counted_and_costs_nothing(services: Services,
     assert found.amount() == "0.00 USD" and not found.is_final
 
 
+def test_a_run_that_is_tried_again_has_waited_since_its_last_attempt_ended(
+    services: Services, database: Database
+) -> None:
+    run_id = begun(database, retry_on_infra=True)
+    write_facts(database, run_id, used(run_id, seconds=600))
+    end(database, run_id, Reason.GPU_LOST, at_ns=T0 + 1_000 * S)
+    assert cost(database, run_id, now_ns=T0 + 1_005 * S).queued_ms == 7_000
+    place(database, run_id, at_ns=T0 + 1_010 * S)
+    assert cost(database, run_id, now_ns=T0 + 1_100 * S).queued_ms == 12_000
+    charge_all(services)
+    assert cost(database, run_id, now_ns=T0 + 1_100 * S).queued_ms == 12_000
+
+
 def test_of_whom_one_may_not_see_the_run_one_learns_no_cost(server: Served) -> None:
     with pytest.raises(NotFound):
         server.connection().ask("GET", "/runs/01ARZ3NDEKTSV4RRFFQ69G5FAV/cost", answer=CostView)

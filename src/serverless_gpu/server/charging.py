@@ -310,11 +310,10 @@ def load(connection: sa.Connection, gangs: Sequence[Gang], *, currency: str) -> 
         if attempt is None:
             continue
         before = tries.get((gang[0], gang[1] - 1))
-        since_ns = asked[gang[0]] if before is None or before.ended_ns is None else before.ended_ns
         found[gang] = Due(
             attempt=attempt,
             account_id=_account_id(connection, attempt, currency=currency),
-            queued_ms=max(0, attempt.created_ns - since_ns) // 1_000_000,
+            queued_ms=counting.waited_ms(asked[gang[0]], before, attempt.created_ns),
             facts=known[gang],
             posted=posted[gang],
             seen=_seen(receipts.get(gang)),

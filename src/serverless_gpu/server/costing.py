@@ -33,7 +33,6 @@ from serverless_gpu.server.pools import RESERVED
 from serverless_gpu.server.runs import StoredRun
 from serverless_gpu.server.services import Services
 
-_MS_NS = 1_000_000
 ADVICE = "`sgpu price set {name} …` sets one"
 
 
@@ -84,11 +83,15 @@ def costs_of(connection: sa.Connection, found: Sequence[StoredRun], at: Now) -> 
         by_run[run_id].append(attempt)
 
     def cost(run: StoredRun) -> Cost:
-        used = [
-            _used(run, attempt, posted[run.id, attempt.fence], _lines(attempt, told, at)) for attempt in by_run[run.id]
-        ]
-        waits_ns = at.wall_ns - run.queued_ns if run.state is State.QUEUED else 0
-        return together(used, waits_ms=max(0, waits_ns) // _MS_NS, is_final=run.state in TERMINAL and run.finished)
+        used: list[Used] = []
+        before: StoredAttempt | None = None
+        for attempt in by_run[run.id]:
+            own = posted[run.id, attempt.fence]
+            waited_ms = counting.waited_ms(run.created_ns, before, attempt.created_ns)
+            used.append(_used(attempt, own, _lines(attempt, told, at), waited_ms))
+            before = attempt
+        waits_ms = counting.waited_ms(run.created_ns, before, at.wall_ns) if run.state is State.QUEUED else 0
+        return together(used, waits_ms=waits_ms, is_final=run.state in TERMINAL and run.finished)
 
     return {run.id: cost(run) for run in found}
 
@@ -98,16 +101,13 @@ def _is_charged(attempt: StoredAttempt) -> bool:
     return attempt.ended_ns is not None and not attempt.uncharged
 
 
-def _used(run: StoredRun, attempt: StoredAttempt, posted: Sequence[Posted], so_far: tuple[Line, ...]) -> Used:
+def _used(attempt: StoredAttempt, posted: Sequence[Posted], so_far: tuple[Line, ...], waited_ms: int) -> Used:
     """Return what one attempt used: as the ledger says, or as facts do that are not in it yet."""
-    queued_ms = sum(one.queued_ms for one in posted)
-    if not posted and attempt.fence == run.fence:
-        queued_ms = max(0, attempt.created_ns - run.queued_ns) // _MS_NS
     return Used(
         lines=tuple(one.entry.line for one in posted) if _is_charged(attempt) else so_far,
         currency=attempt.tariff.currency,
         gpu_type=attempt.gpu_type,
-        queued_ms=queued_ms,
+        queued_ms=sum(one.queued_ms for one in posted) if posted else waited_ms,
         is_final=_is_charged(attempt) and not charges.standing(posted),
     )
 

@@ -16,6 +16,7 @@ from serverless_gpu.model.attempt import MEANINGS
 from serverless_gpu.model.ledger import Fact, FactKind, Line, lines
 from serverless_gpu.server.attempts import StoredAttempt
 
+_MS_NS = 1_000_000
 OFF_NS = 1_000_000_000
 """A clock that is off by less is as right as anybody needs to know on which day something was."""
 
@@ -60,6 +61,18 @@ def so_far(attempt: StoredAttempt, facts: Sequence[Fact], heard_ns: int | None =
         wall_ns=last.wall_ns + at_ns - last.boottime_ns,
     )
     return used(attempt, [*facts, alive])
+
+
+def waited_ms(asked_ns: int, before: StoredAttempt | None, until_ns: int) -> int:
+    """Return for how long a run waited for an attempt, in milliseconds.
+
+    Args:
+        asked_ns: when the run was asked for.
+        before: its attempt before that one, during which it did not wait; None where it is the first.
+        until_ns: when the attempt was placed; now, where the run still waits for it.
+    """
+    since_ns = asked_ns if before is None or before.ended_ns is None else before.ended_ns
+    return max(0, until_ns - since_ns) // _MS_NS
 
 
 def on_our_calendar(attempt: StoredAttempt, facts: Sequence[Fact]) -> Sequence[Fact]:
