@@ -17,7 +17,8 @@ from serverless_gpu.model.pricing import Price
 from serverless_gpu.model.run_lifecycle import GivenUp, Started
 from serverless_gpu.model.spec import Resources, RunSpec
 from serverless_gpu.server import attempts, costing, estimating, facts, prices, runs, tables
-from serverless_gpu.server.costing import Now, Wish
+from serverless_gpu.server.costing import Wish
+from serverless_gpu.server.counting import Now
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock

@@ -15,6 +15,7 @@ from serverless_gpu.model.usage import Amounts, Window
 from serverless_gpu.server import charges, usage, usage_going
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.charging import Charging
+from serverless_gpu.server.counting import Now
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.services import Services
 from serverless_gpu.server.usage_rows import Asked
@@ -78,6 +79,19 @@ def test_what_goes_on_is_in_the_report_and_the_ledger_says_the_same_later(
     assert without_marks(after) == without_marks(before)
 
 
+def test_what_goes_on_is_in_the_report_up_to_when_it_was_heard_of(
+    services: Services, database: Database, clock: FakeClock
+) -> None:
+    run_id = begun(database)
+    write_facts(database, run_id, used(run_id, seconds=0)[:2])
+    clock.advance(8)
+    services.leases.renew(run_id, 1, now_ns=clock.boottime_ns())
+    assert whole(services).going_ms == 16_000
+    # A clock that is set makes two minutes of it at most.
+    clock.step_wall(3 * HOUR_S)
+    assert whole(services).going_ms == 240_000
+
+
 def test_days_that_are_charged_count_once_while_their_attempt_goes_on(
     services: Services, database: Database, clock: FakeClock
 ) -> None:
@@ -139,7 +153,7 @@ def test_more_attempts_than_are_looked_at_are_said(services: Services, database:
     for _ in range(3):
         run_id = begun(database)
         write_facts(database, run_id, used(run_id, seconds=HOUR_S, until=FactKind.ALIVE))
-    found = database.read(lambda connection: usage_going.find(connection, currency="USD", limit=2))
+    found = database.read(lambda connection: usage_going.find(connection, Now(wall_ns=T0), currency="USD", limit=2))
     assert (found.attempts, found.is_cut, len(found.lines)) == (2, True, 2)
 
 

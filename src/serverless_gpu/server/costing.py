@@ -28,38 +28,11 @@ from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.server import attempts, charges, counting, facts, nodes, pools, prices
 from serverless_gpu.server.attempts import Gang, StoredAttempt
 from serverless_gpu.server.charges import Posted
-from serverless_gpu.server.liveness import Leases
+from serverless_gpu.server.counting import Now
 from serverless_gpu.server.pools import RESERVED
 from serverless_gpu.server.runs import StoredRun
-from serverless_gpu.server.services import Services
 
 ADVICE = "`sgpu price set {name} …` sets one"
-
-
-class Now(msgspec.Struct, frozen=True, kw_only=True):
-    """A moment.
-
-    Attributes:
-        wall_ns: nanoseconds since 1970; `boot_ns` the same by the clock that leases are kept by.
-        leases: when attempts were heard of last; None for what was written of that.
-    """
-
-    wall_ns: int
-    boot_ns: int = 0
-    leases: Leases | None = None
-
-    def heard_ns(self, attempt: StoredAttempt) -> int | None:
-        """Return when an attempt was heard of last, nanoseconds since 1970."""
-        if self.leases is None:
-            return None
-        last_ns = self.leases.last_ns(attempt.run_id, attempt.fence, now_ns=self.boot_ns)
-        return max(attempt.lease_ns, self.wall_ns - max(0, self.boot_ns - last_ns))
-
-
-def now(services: Services) -> Now:
-    """Return this moment."""
-    clock = services.clock
-    return Now(wall_ns=clock.wall_ns(), boot_ns=clock.boottime_ns(), leases=services.leases)
 
 
 def cost_of(connection: sa.Connection, run: StoredRun, at: Now) -> Cost:
@@ -116,7 +89,7 @@ def _lines(attempt: StoredAttempt, told: Mapping[Gang, Sequence[Fact]], at: Now)
     """Return what facts say of an attempt that is not charged."""
     facts_of_it = told.get((attempt.run_id, attempt.fence), ())
     try:
-        return counting.so_far(attempt, facts_of_it, at.heard_ns(attempt)) if facts_of_it else ()
+        return counting.so_far(attempt, facts_of_it, at) if facts_of_it else ()
     except InvalidValue:
         return ()
 

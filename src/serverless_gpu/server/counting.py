@@ -15,10 +15,40 @@ import msgspec
 from serverless_gpu.model.attempt import MEANINGS
 from serverless_gpu.model.ledger import Fact, FactKind, Line, lines
 from serverless_gpu.server.attempts import StoredAttempt
+from serverless_gpu.server.liveness import Leases
+from serverless_gpu.server.services import Services
 
 _MS_NS = 1_000_000
+AHEAD_NS = 120_000_000_000
+"""An attempt that is heard of writes a fact each minute (`node.account.ALIVE_S`), and may be late with one."""
 OFF_NS = 1_000_000_000
 """A clock that is off by less is as right as anybody needs to know on which day something was."""
+
+
+class Now(msgspec.Struct, frozen=True, kw_only=True):
+    """A moment.
+
+    Attributes:
+        wall_ns: nanoseconds since 1970; `boot_ns` the same by the clock that leases are kept by.
+        leases: when attempts were heard of last; None for what was written of that, which is 15 s behind.
+    """
+
+    wall_ns: int
+    boot_ns: int = 0
+    leases: Leases | None = None
+
+    def heard_ns(self, attempt: StoredAttempt) -> int:
+        """Return when an attempt was heard of last, nanoseconds since 1970."""
+        if self.leases is None:
+            return attempt.lease_ns
+        last_ns = self.leases.last_ns(attempt.run_id, attempt.fence, now_ns=self.boot_ns)
+        return max(attempt.lease_ns, self.wall_ns - max(0, self.boot_ns - last_ns))
+
+
+def now(services: Services) -> Now:
+    """Return this moment."""
+    clock = services.clock
+    return Now(wall_ns=clock.wall_ns(), boot_ns=clock.boottime_ns(), leases=services.leases)
 
 
 def used(attempt: StoredAttempt, facts: Sequence[Fact]) -> tuple[Line, ...]:
@@ -35,13 +65,16 @@ def used(attempt: StoredAttempt, facts: Sequence[Fact]) -> tuple[Line, ...]:
     return lines(on_our_calendar(attempt, facts), attempt.tariff, is_billed=is_billed)
 
 
-def so_far(attempt: StoredAttempt, facts: Sequence[Fact], heard_ns: int | None = None) -> tuple[Line, ...]:
+def so_far(attempt: StoredAttempt, facts: Sequence[Fact], at: Now) -> tuple[Line, ...]:
     """Return the same up to when an attempt that goes on was heard of last, which is later than its last fact.
+
+    It is later by `AHEAD_NS` at most: that is how often it says that it lives, and a clock that was set since it began
+    makes nothing of it.
 
     Args:
         attempt: whose facts they are.
         facts: in the order of their numbers.
-        heard_ns: when it was heard of last, nanoseconds since 1970; None for what was written of that, 15 s behind.
+        at: now.
 
     Raises:
         InvalidValue: they are of several attempts, or contradict each other.
@@ -50,7 +83,7 @@ def so_far(attempt: StoredAttempt, facts: Sequence[Fact], heard_ns: int | None =
     if attempt.ended_ns is not None or attempt.started_ns is None or began is None:
         return used(attempt, facts)
     last = facts[-1]
-    at_ns = began.boottime_ns + (attempt.lease_ns if heard_ns is None else heard_ns) - attempt.started_ns
+    at_ns = min(began.boottime_ns + at.heard_ns(attempt) - attempt.started_ns, last.boottime_ns + AHEAD_NS)
     if last.kind is FactKind.FREED or last.boot_id != began.boot_id or at_ns <= last.boottime_ns:
         return used(attempt, facts)
     alive = msgspec.structs.replace(

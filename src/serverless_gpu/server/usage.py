@@ -17,7 +17,7 @@ from serverless_gpu.model.access import Reach, covers
 from serverless_gpu.model.days import DAY_NS
 from serverless_gpu.model.metering import SEGMENTS
 from serverless_gpu.model.usage import PERIODS, Window
-from serverless_gpu.server import prices, usage_going, usage_rows, usage_sums
+from serverless_gpu.server import counting, prices, usage_going, usage_rows, usage_sums
 from serverless_gpu.server.accounts import Account
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.prices import StoredPrice
@@ -44,9 +44,12 @@ def view_usage(services: Services, who: Caller, reach: str, wanted: Wanted) -> U
     """
     seen_by, teams = _limits(who, reach)
     wanted = msgspec.structs.replace(wanted, seen_by=seen_by, teams=teams)
+    at = counting.now(services)
 
     def work(connection: sa.Connection) -> tuple[Found, GoingOn]:
-        return usage_sums.find(connection, wanted), usage_going.find(connection, currency=services.settings.currency)
+        return usage_sums.find(connection, wanted), usage_going.find(
+            connection, at, currency=services.settings.currency
+        )
 
     found, going = services.database.read(work)
     lines = [one for one in going.lines if _is_wanted(one, wanted, who, reach)]
@@ -125,12 +128,12 @@ def view_demand(services: Services, who: Caller, reach: str, asked: Asked, *, af
         limit: how many, at most.
     """
     may_see = usage_rows.visible(*_limits(who, reach))
+    at = counting.now(services)
 
     def work(connection: sa.Connection) -> tuple[list[tuple[int, DemandRow]], GoingOn]:
         rows = usage_rows.demand(connection, asked, may_see, after=after, limit=limit + 1)
-        return rows, GoingOn() if len(rows) > limit else usage_going.find(
-            connection, currency=services.settings.currency
-        )
+        is_last = len(rows) <= limit
+        return rows, usage_going.find(connection, at, currency=services.settings.currency) if is_last else GoingOn()
 
     rows, going = services.database.read(work)
     if len(rows) > limit:

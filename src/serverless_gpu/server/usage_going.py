@@ -25,6 +25,7 @@ from serverless_gpu.server import accounts, attempts, charges, counting, facts, 
 from serverless_gpu.server.accounts import Account
 from serverless_gpu.server.attempts import Gang, StoredAttempt
 from serverless_gpu.server.charges import Posted
+from serverless_gpu.server.counting import Now
 
 LIMIT = 1_000
 _EVER_NS = 1 << 62
@@ -60,11 +61,12 @@ class GoingOn(msgspec.Struct, frozen=True, kw_only=True):
     is_cut: bool = False
 
 
-def find(connection: sa.Connection, *, currency: str, limit: int = LIMIT) -> GoingOn:
+def find(connection: sa.Connection, at: Now, *, currency: str, limit: int = LIMIT) -> GoingOn:
     """Return what the ledger does not say yet.
 
     Args:
         connection: of the transaction that reads the ledger.
+        at: now.
         currency: of the server, for attempts of an older one.
         limit: how many attempts, at most.
     """
@@ -79,7 +81,7 @@ def find(connection: sa.Connection, *, currency: str, limit: int = LIMIT) -> Goi
         gang = attempt.run_id, attempt.fence
         account = known.get(attempt.account_id or 0) or _counted_as(connection, attempt, currency)
         if account is not None:
-            lines += _lines(attempt, account, posted[gang], told[gang])
+            lines += _lines(attempt, account, posted[gang], told[gang], at)
     return GoingOn(lines=_first_counted(lines, posted), attempts=len(shown), is_cut=len(gangs) > limit)
 
 
@@ -104,9 +106,11 @@ def _counted_as(connection: sa.Connection, attempt: StoredAttempt, currency: str
     return accounts.of_run(connection, run, gpu_type=attempt.gpu_type, pool=pool, currency=currency)
 
 
-def _lines(attempt: StoredAttempt, account: Account, posted: Sequence[Posted], told: Sequence[Fact]) -> list[Going]:
+def _lines(
+    attempt: StoredAttempt, account: Account, posted: Sequence[Posted], told: Sequence[Fact], at: Now
+) -> list[Going]:
     try:
-        lines = counting.so_far(attempt, told)
+        lines = counting.so_far(attempt, told, at)
     except InvalidValue:
         return []
     there: dict[int, list[Line]] = defaultdict(list)

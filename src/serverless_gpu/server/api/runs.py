@@ -13,7 +13,7 @@ from serverless_gpu.errors import InvalidValue, NotFound
 from serverless_gpu.model import access
 from serverless_gpu.model.attempt import TERMINAL, State
 from serverless_gpu.model.cost import Cost
-from serverless_gpu.server import attempts, costing, files, outputs, runs, stopping, submitting, views
+from serverless_gpu.server import attempts, costing, counting, files, outputs, runs, stopping, submitting, views
 from serverless_gpu.server.api.ranges import part_of
 from serverless_gpu.server.api.routing import EVENTS, Bytes, Call, Query, Routes, Stream, reading, writing
 from serverless_gpu.server.runs import StoredRun
@@ -96,7 +96,7 @@ def list_runs(call: Call, query: RunsQuery) -> RunPage:
         seen_by=None if call.reach == access.Reach.ALL else call.who.name,
         teams=call.who.teams if call.reach == access.Reach.TEAM else (),
     )
-    at = costing.now(call.services)
+    at = counting.now(call.services)
 
     def work(db: sa.Connection) -> tuple[list[StoredRun], str, dict[str, Cost]]:
         found, cursor = runs.page(db, wished, limit=query.limit, cursor=query.cursor)
@@ -141,7 +141,7 @@ def list_attempts(call: Call, run: str) -> AttemptList:
 @routes.get("/runs/{run}/cost", needs=reading("runs"))
 def read_cost(call: Call, run: str) -> CostView:
     """Say what a run used so far, over all of its attempts, and what that costs."""
-    at = costing.now(call.services)
+    at = counting.now(call.services)
 
     def work(db: sa.Connection) -> Cost:
         return costing.cost_of(db, _visible(call, db, run), at)
