@@ -27,7 +27,19 @@ from serverless_gpu.model.run_lifecycle import (
     Stopping,
     Unsatisfiable,
 )
-from serverless_gpu.server import audit, books, charging, events, facts, files, runs, stopping, tables, transitions
+from serverless_gpu.server import (
+    attempts,
+    audit,
+    books,
+    charging,
+    events,
+    facts,
+    files,
+    runs,
+    stopping,
+    tables,
+    transitions,
+)
 from serverless_gpu.server.audit import Action
 from serverless_gpu.server.books import Books
 from serverless_gpu.server.callers import Caller
@@ -122,6 +134,23 @@ def test_nothing_is_wrong_with_what_a_server_wrote(people: Database) -> None:
     )
     checked = check(people.read, history=history, limit=2)
     assert (checked.violations, checked.runs, checked.skipped) == ((), 5, ())
+
+
+@pytest.mark.parametrize(("tariff", "micros"), [("{}", "null"), ('{"gpu_micros_per_hour": 1}', "0")])
+def test_an_attempt_without_facts_costs_what_its_receipt_says(people: Database, tariff: str, micros: str) -> None:
+    run_id = submitted(people)
+    place(people, run_id)
+    tell(people, run_id, Started(), Ended(Reason.COMPLETED, began=True))
+    receipt = f'{{"gpu_ms": 0, "facts": 0, "micros": {micros}, "bill": {{}}}}'
+
+    def write(connection: sa.Connection) -> None:
+        attempts.note(connection, run_id, 1, tariff_json=tariff)
+        transitions.settle(connection, run_id, 1, receipt=receipt, at_ns=T0 + 9 * S)
+        due = charging.load(connection, [(run_id, 1)], currency="USD")
+        charging.charge(connection, due, at_ns=T0 + 10 * S, final_before_ns=0)
+
+    people.write(write)
+    assert not {sentence for invariant, sentence in found(people) if invariant == "I7"}
 
 
 def set_in(table: sa.Table, **values: object) -> Break:

@@ -17,7 +17,7 @@ import msgspec
 
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.attempt import Reason
-from serverless_gpu.model.ledger import EntryKind, Fact, FactKind, Line, charge, reversed_line
+from serverless_gpu.model.ledger import EntryKind, Fact, FactKind, Line, charge, charged, reversed_line
 from serverless_gpu.server import counting
 from serverless_gpu.server.attempts import StoredAttempt
 from serverless_gpu.server.books import Booked, Charged
@@ -106,7 +106,7 @@ def _charged(attempt: StoredAttempt, own: Sequence[Fact], posted: Sequence[Poste
     if (is_whole or (own[-1:] and own[-1].kind is FactKind.FREED)) and any(one.entry.provisional for one in stands):
         yield f"attempt {attempt.fence} has said everything, and is charged provisionally"
     if receipt is not None and is_whole and _is_alike(attempt, receipt):
-        micros = _sum([line.micros for line in wanted])
+        micros = charged(wanted, attempt.tariff).micros
         if micros != receipt.micros:
             yield f"the receipt of attempt {attempt.fence} says {receipt.micros} micros, and the ledger {micros}"
 
@@ -133,8 +133,3 @@ def _standing(posted: Sequence[Posted]) -> list[Posted]:
 def _told(lines: Iterable[Line]) -> str:
     """Return lines in few words."""
     return ", ".join(f"{line.gpu_ms} ms ({line.micros} micros) on day {line.day}" for line in lines) or "nothing"
-
-
-def _sum(amounts: Sequence[int | None]) -> int | None:
-    known = [amount for amount in amounts if amount is not None]
-    return sum(known) if known or not amounts else None
