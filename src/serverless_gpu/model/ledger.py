@@ -233,12 +233,12 @@ def post(posted: Sequence[Entry], target: Sequence[Line], *, final: bool) -> tup
         final: whether no fact of these days will come any more; else the last of them may still change.
     """
     number = max((entry.number for entry in posted), default=0)
-    standing, known = _standing(posted)
+    there, known = standing(posted), {entry.line.day for entry in posted}
     wanted = {line.day: line for line in target}
     last = max(wanted, default=0)
     new: list[Entry] = []
-    for day in sorted(wanted.keys() | standing.keys()):
-        line, entry = wanted.get(day), standing.get(day)
+    for day in sorted(wanted.keys() | there.keys()):
+        line, entry = wanted.get(day), there.get(day)
         provisional = not final and day == last
         if entry is not None:
             if entry.line == line and not (final and entry.provisional):
@@ -253,17 +253,19 @@ def post(posted: Sequence[Entry], target: Sequence[Line], *, final: bool) -> tup
     return tuple(new)
 
 
-def _standing(posted: Sequence[Entry]) -> tuple[dict[int, Entry], set[int]]:
-    """Return what holds of each day, and of which days there was a word."""
-    standing: dict[int, Entry] = {}
-    known: set[int] = set()
+def standing(posted: Iterable[Entry]) -> dict[int, Entry]:
+    """Return the entries that hold, by their days in order: those that were not taken back.
+
+    Args:
+        posted: what the ledger has of an attempt, in any order.
+    """
+    found: dict[int, Entry] = {}
     for entry in sorted(posted, key=lambda entry: entry.number):
-        known.add(entry.line.day)
         if entry.kind is EntryKind.REVERSAL:
-            standing.pop(entry.line.day, None)
+            found.pop(entry.line.day, None)
         else:
-            standing[entry.line.day] = entry
-    return standing, known
+            found[entry.line.day] = entry
+    return {day: found[day] for day in sorted(found)}
 
 
 def reversed_line(line: Line) -> Line:

@@ -13,7 +13,7 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.model.days import DAY_NS as DAY_NS
-from serverless_gpu.model.ledger import Entry, EntryKind, Line
+from serverless_gpu.model.ledger import Entry, EntryKind, Line, standing
 from serverless_gpu.server.attempts import Gang
 from serverless_gpu.server.portions import portions
 from serverless_gpu.server.tables import accounts, charges, utilisations
@@ -204,17 +204,12 @@ def is_any_since(connection: sa.Connection, at_ns: int, gpu_types: Sequence[str]
 
 def is_provisional(connection: sa.Connection, run_id: str) -> bool:
     """Return whether an entry of a run stands that says it may change."""
-    return any(standing(own) for own in of_run(connection, run_id).values())
+    return any(may_change(own) for own in of_run(connection, run_id).values())
 
 
-def standing(posted: Sequence[Posted]) -> bool:
-    """Return whether one of an attempt's entries stands that is provisional."""
-    open_days: dict[int, int] = {}
-    for one in posted:
-        if one.entry.provisional:
-            sign = -1 if one.entry.kind is EntryKind.REVERSAL else 1
-            open_days[one.entry.line.day] = open_days.get(one.entry.line.day, 0) + sign
-    return any(open_days.values())
+def may_change(posted: Iterable[Posted]) -> bool:
+    """Return whether an entry of an attempt stands that is provisional."""
+    return any(entry.provisional for entry in standing(one.entry for one in posted).values())
 
 
 def put_utilisations(connection: sa.Connection, seen: Mapping[Gang, tuple[int, Utilisation]]) -> None:

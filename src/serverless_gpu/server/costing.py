@@ -81,7 +81,7 @@ def _used(attempt: StoredAttempt, posted: Sequence[Posted], so_far: tuple[Line, 
         currency=attempt.tariff.currency,
         gpu_type=attempt.gpu_type,
         queued_ms=sum(one.queued_ms for one in posted) if posted else waited_ms,
-        is_final=_is_charged(attempt) and not charges.standing(posted),
+        is_final=_is_charged(attempt) and not charges.may_change(posted),
     )
 
 

@@ -17,7 +17,7 @@ import msgspec
 
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.attempt import Reason
-from serverless_gpu.model.ledger import EntryKind, Fact, FactKind, Line, charge, charged, reversed_line
+from serverless_gpu.model.ledger import EntryKind, Fact, FactKind, Line, charge, charged, reversed_line, standing
 from serverless_gpu.server import counting
 from serverless_gpu.server.attempts import StoredAttempt
 from serverless_gpu.server.books import Booked, Charged
@@ -68,10 +68,10 @@ def _entries(posted: Sequence[Posted]) -> Iterator[str]:
         yield f"its entries are numbered {', '.join(str(one.entry.number) for one in posted)}"
     if len({one.account_id for one in posted}) > 1:
         yield "its entries are of more than one account"
-    standing: dict[int, Posted] = {}
+    there: dict[int, Posted] = {}
     for one in posted:
         entry = one.entry
-        before = standing.pop(entry.line.day, None)
+        before = there.pop(entry.line.day, None)
         if entry.kind is EntryKind.REVERSAL:
             if before is None:
                 yield f"entry {entry.number} takes back what is not there"
@@ -80,7 +80,7 @@ def _entries(posted: Sequence[Posted]) -> Iterator[str]:
             continue
         if before is not None:
             yield f"entries {before.entry.number} and {entry.number} are both of day {entry.line.day}"
-        standing[entry.line.day] = one
+        there[entry.line.day] = one
 
 
 def _takes_back(one: Posted, before: Posted) -> bool:
@@ -97,13 +97,13 @@ def _charged(attempt: StoredAttempt, own: Sequence[Fact], posted: Sequence[Poste
     except InvalidValue as error:
         yield f"attempt {attempt.fence} cannot be charged: {error.message}"
         return
-    stands = _standing(posted)
-    if [one.entry.line for one in stands] != list(wanted):
-        yield f"attempt {attempt.fence} is charged {_told(one.entry.line for one in stands)}, facts say {_told(wanted)}"
+    stands = standing(one.entry for one in posted).values()
+    if [entry.line for entry in stands] != list(wanted):
+        yield f"attempt {attempt.fence} is charged {_told(entry.line for entry in stands)}, facts say {_told(wanted)}"
         return
     receipt = booked.receipts.get(attempt.fence)
     is_whole = receipt is not None and receipt.facts is not None and len(own) >= receipt.facts
-    if (is_whole or (own[-1:] and own[-1].kind is FactKind.FREED)) and any(one.entry.provisional for one in stands):
+    if (is_whole or (own[-1:] and own[-1].kind is FactKind.FREED)) and any(entry.provisional for entry in stands):
         yield f"attempt {attempt.fence} has said everything, and is charged provisionally"
     if receipt is not None and is_whole and _is_alike(attempt, receipt):
         micros = charged(wanted, attempt.tariff).micros
@@ -118,16 +118,6 @@ def _is_alike(attempt: StoredAttempt, receipt: Charged) -> bool:
     """
     reason = None if attempt.reason is Reason.COMPLETED else attempt.reason
     return receipt.bill is not msgspec.UNSET and receipt.reason == (reason.value if reason else None)
-
-
-def _standing(posted: Sequence[Posted]) -> list[Posted]:
-    standing: dict[int, Posted] = {}
-    for one in posted:
-        if one.entry.kind is EntryKind.REVERSAL:
-            standing.pop(one.entry.line.day, None)
-        else:
-            standing[one.entry.line.day] = one
-    return [standing[day] for day in sorted(standing)]
 
 
 def _told(lines: Iterable[Line]) -> str:
