@@ -258,6 +258,17 @@ def test_an_attempt_that_cannot_be_charged_does_not_hinder_the_others(
     assert services.measures.registry.get_sample_value("sgpu_charge_failures_total") == 1
 
 
+def test_where_more_cannot_be_charged_than_are_left_aside_it_is_not_tried_without_a_pause(
+    services: Services, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(charging, "ASIDE_MAX", 1)
+    loop, now_ns = Charging(services), services.clock.boottime_ns()
+    for run_id in (begun(database), begun(database)):
+        write_facts(database, run_id, used(run_id, seconds=500 * 86_400))
+        end(database, run_id, at_ns=T0 + 60 * S)
+    assert [loop.tick(now_ns) for _ in range(3)] == [now_ns + round(charging.EVERY_S * 1e9)] * 3
+
+
 def test_a_node_that_counts_more_time_than_there_was_is_said(
     services: Services, database: Database, caplog: pytest.LogCaptureFixture
 ) -> None:

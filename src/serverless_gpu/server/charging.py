@@ -105,7 +105,8 @@ class Charging:
         if due:
             self._charge(due, now_ns)
             faults.reach("after_charges_before_more")
-            return now_ns
+            # Where so many cannot be charged, one of them may come again at once.
+            return now_ns + (round(EVERY_S * 1e9) if len(self._aside) >= ASIDE_MAX else 0)
         if self._turn(now_ns):
             return now_ns
         return now_ns + round(EVERY_S * 1e9)
