@@ -180,11 +180,25 @@ def test_the_webhook_is_told_once_it_takes_it(spent: Spent, hook: Any) -> None:
     assert len(hook.got) == 3
 
 
+def test_a_notice_that_is_refused_keeps_no_other_from_being_told(spent: Spent, hook: Any) -> None:
+    for _ in range(3):
+        notifier = told(spent, f"http://127.0.0.1:{hook.server_port}/")
+    hook.answers += [400]
+    for _ in range(3):
+        notifier.tick(spent.clock.boottime_ns())
+    first, *others = [body["id"] for body in hook.got]
+    assert len(others) == 2 and first not in others
+    assert notifier.tick(spent.clock.boottime_ns()) == spent.clock.boottime_ns() + round(FIRST_PAUSE_S * 1e9)
+    spent.clock.advance(FIRST_PAUSE_S)
+    notifier.tick(spent.clock.boottime_ns())
+    assert [body["id"] for body in hook.got] == [first, *others, first]
+
+
 def test_who_never_answers_is_given_up_and_named_without_the_path(
     spent: Spent, caplog: pytest.LogCaptureFixture
 ) -> None:
     notifier = told(spent, "http://127.0.0.1:9/T0/secret")
-    for _ in range(TRIES_MAX + 1):
+    for _ in range(2 * TRIES_MAX + 1):
         due_ns = notifier.tick(spent.clock.boottime_ns())
         assert due_ns is not None
         spent.clock.advance((due_ns - spent.clock.boottime_ns()) / 1e9)

@@ -175,7 +175,6 @@ class Alarms:
                 detail=document,
             )
             notices.add(connection, Kind.ALARM, document, at_ns=at_ns)
-            notices.trim(connection)
             if run is not None:
                 transitions.remark(connection, run.spender.run_id, run.spender.fence, sentence, at_ns=at_ns)
             return True

@@ -44,14 +44,16 @@ class Notice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def add(connection: sa.Connection, kind: Kind, document: Mapping[str, object], *, at_ns: int) -> None:
-    """Write a notice, in the transaction of what it tells of."""
+    """Write a notice, in the transaction of what it tells of; the oldest go where there are too many, sent or not."""
     row = {"at_ns": at_ns, "kind": kind.value, "document_json": msgspec.json.encode(document).decode(), "tries": 0}
-    connection.execute(notices.insert(), row)
+    seq = connection.execute(notices.insert().values(row)).inserted_primary_key
+    assert seq is not None
+    connection.execute(notices.delete().where(notices.c.seq <= seq[0] - KEPT))
 
 
 def open_ones(connection: sa.Connection, *, limit: int) -> list[Notice]:
-    """Return notices that were not sent, the oldest first."""
-    query = sa.select(notices).where(notices.c.sent_ns.is_(None)).order_by(notices.c.seq).limit(limit)
+    """Return notices that were not sent: those that were tried least first, of them the oldest."""
+    query = sa.select(notices).where(notices.c.sent_ns.is_(None)).order_by(notices.c.tries, notices.c.seq).limit(limit)
     return [_from_row(row._mapping) for row in connection.execute(query)]
 
 
@@ -69,12 +71,6 @@ def sent(connection: sa.Connection, seq: int, *, at_ns: int) -> None:
 def tried(connection: sa.Connection, seq: int) -> None:
     """Note that a notice was sent in vain."""
     connection.execute(notices.update().where(notices.c.seq == seq).values(tries=notices.c.tries + 1))
-
-
-def trim(connection: sa.Connection) -> None:
-    """Remove the oldest, where there are too many."""
-    newest = connection.scalar(sa.select(sa.func.max(notices.c.seq))) or 0
-    connection.execute(notices.delete().where(notices.c.seq <= newest - KEPT))
 
 
 def _from_row(fields: sa.RowMapping) -> Notice:

@@ -8,8 +8,10 @@
 
 What may come twice has the same `id`. Without an address notices are kept for `sgpu budget list` and not sent.
 
+Each notice has tries and pauses of its own: one that is refused keeps no other from being told.
+
 Failure cases: nobody answers, or not with 2xx (again after 5, 10, 20 … s, at most an hour; given up after ten times, or
-when it is a day old); an answer that never ends (5 s, and its body is not read); a redirect (not followed: what is told
+when it is a day old; a server that was started again knows the tries, not the pauses); an answer that never ends (5 s, and its body is not read); a redirect (not followed: what is told
 goes where the operator said); the address in the log is without its path, which may be a secret.
 """
 
@@ -32,6 +34,8 @@ OLD_S = 86_400.0
 FIRST_PAUSE_S = 5.0
 LONGEST_PAUSE_S = 3_600.0
 IDLE_S = 30.0
+LOOKED_AT = 100
+"""Notices of one look, those first that were tried least: what nobody takes cannot fill it for long."""
 _log = logging.getLogger(__name__)
 
 
@@ -44,21 +48,21 @@ class Notifier:
 
     def __init__(self, services: Services) -> None:
         self._services = services
-        self._not_before_ns = 0
+        self._not_before_ns: dict[int, int] = {}
 
     def tick(self, now_ns: int) -> int | None:
-        """Post the oldest notice that was not sent; return when to look again.
+        """Post one notice that is due; return when to look again.
 
         Args:
             now_ns: boottime, nanoseconds.
         """
         services = self._services
-        waiting = services.database.read(lambda connection: notices.open_ones(connection, limit=1))
-        if not waiting:
-            return now_ns + round(IDLE_S * 1e9)
-        if now_ns < self._not_before_ns:
-            return self._not_before_ns
-        (one,) = waiting
+        waiting = services.database.read(lambda connection: notices.open_ones(connection, limit=LOOKED_AT))
+        pauses = {one.seq: self._not_before_ns.get(one.seq, 0) for one in waiting}
+        self._not_before_ns = pauses
+        one = next((one for one in waiting if pauses[one.seq] <= now_ns), None)
+        if one is None:
+            return min(pauses.values(), default=now_ns + round(IDLE_S * 1e9))
         at_ns = services.clock.wall_ns()
         is_old = one.tries >= TRIES_MAX or at_ns - one.at_ns > OLD_S * 1e9
         if not services.settings.webhook or is_old:
@@ -75,8 +79,8 @@ class Notifier:
         _log.warning("the webhook at %s did not take notice %d: %s", host, one.seq, problem)
         services.database.write(lambda connection: notices.tried(connection, one.seq))
         pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**one.tries)
-        self._not_before_ns = services.clock.boottime_ns() + round(pause_s * 1e9)
-        return self._not_before_ns
+        pauses[one.seq] = services.clock.boottime_ns() + round(pause_s * 1e9)
+        return now_ns
 
     def _done(self, one: Notice, at_ns: int) -> None:
         self._services.database.write(lambda connection: notices.sent(connection, one.seq, at_ns=at_ns))
