@@ -18,7 +18,8 @@ from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.attempt import Reason
 from serverless_gpu.model.pricing import Price
 from serverless_gpu.model.spec import Command, Resources
-from serverless_gpu.server import audit, budgeting, granting, notices, prices, submitting
+from serverless_gpu.server import audit, budgeting, budgets, granting, notices, prices, submitting
+from serverless_gpu.server.checking import check_name
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.notices import Kind
 from serverless_gpu.server.notifying import FIRST_PAUSE_S, OLD_S, TRIES_MAX, Notifier
@@ -78,6 +79,9 @@ def test_a_run_that_costs_far_more_than_others_of_its_name_is_told_of_once(spent
     spent.end(run_id, Reason.COMPLETED)
     ran(spent, 3, payload=COMMAND)  # three times the usual is not more than that
     assert len(alarms(spent)) == 1
+    rows = spent.database.read(lambda connection: budgets.said(connection, since_ns=0))
+    with pytest.raises(InvalidValue, match="cannot be named"):  # taking away a budget makes no alarm be said again
+        check_name("a budget", next(name for name, _, percent in rows if percent == 0))
 
 
 def test_cores_that_all_runs_of_a_name_have_are_no_alarm(spent: Spent) -> None:
@@ -113,6 +117,18 @@ def test_a_team_that_used_far_more_than_usual_in_an_hour_is_told_of_once_a_day(s
     )
     spent.go_on(61, run_id)
     assert alarms(spent, ALICE, "team") == [said] and alarms(spent, BOB, "team") == []
+
+
+def test_notices_and_what_was_said_are_bounded_by_themselves(spent: Spent, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notices, "KEPT", 2)
+
+    def work(connection: sa.Connection) -> tuple[int, int]:
+        for day in range(4):
+            notices.add(connection, Kind.REACHED, {}, at_ns=day)
+            budgets.say(connection, "llm", start_ns=day, percent=100, at_ns=day * budgets.FORGET_NS)
+        return len(notices.open_ones(connection, limit=9)), len(budgets.said(connection, since_ns=0))
+
+    assert spent.database.write(work) == (2, 2)
 
 
 # --- the webhook ------------------------------------------------------------------------------------------------------
@@ -215,9 +231,11 @@ def test_who_never_answers_is_given_up_and_named_without_the_path(
         ("http://hooks.example.com/x", False),
         ("ftp://hooks.example.com", False),
         ("hooks.example.com", False),
+        ("http://127.0.0.1:99999/", False),
+        ("https://[::1/x", False),
     ],
 )
-def test_plain_http_is_for_loopback(tmp_path: Path, url: str, is_possible: bool) -> None:
+def test_a_webhook_is_an_address_and_plain_http_is_for_loopback(tmp_path: Path, url: str, is_possible: bool) -> None:
     if is_possible:
         assert read_settings(tmp_path, {"webhook": url}).webhook == url
         return

@@ -433,9 +433,12 @@ class _Checked:
 
     def webhook(self, said: _Options) -> str:
         text = said.webhook
-        parts = urlsplit(text)
-        is_near = parts.hostname in _LOOPBACK
-        if text and (not parts.hostname or not (parts.scheme == "https" or (parts.scheme == "http" and is_near))):
+        try:
+            parts = urlsplit(text)
+            host, _ = parts.hostname, parts.port
+        except ValueError as error:
+            raise self._impossible("webhook", f"webhook is {_shown(text)!r}: {error}") from error
+        if text and (not host or not (parts.scheme == "https" or (parts.scheme == "http" and host in _LOOPBACK))):
             hint = "https://hooks.example.com/…; plain http is for loopback: anybody on the way could read it"
             raise self._impossible("webhook", f"webhook is {_shown(text)!r}", hint=hint)
         return text
