@@ -159,8 +159,8 @@ class Alarms:
     ) -> None:
         services = self._services
         at_ns = services.clock.wall_ns()
-        # No budget is named like that: a name that is as long as one may be has no place for what is before it.
-        key = f"alarm {hashlib.sha256(subject.encode()).hexdigest()[:32]}"
+        # The name of a budget has no line's end in it (`check_name`), so no budget's marks are forgotten with an alarm's.
+        key = f"alarm\n{hashlib.sha256(subject.encode()).hexdigest()[:32]}"
         document = {"subject": subject, "sentence": sentence, "rate": found.rate, "usual": found.usual, **whose}
 
         def work(connection: sa.Connection) -> bool:

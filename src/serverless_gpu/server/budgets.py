@@ -8,6 +8,7 @@ import sqlalchemy as sa
 from serverless_gpu.model.budget import FULL, Budget
 from serverless_gpu.server.tables import budget_warnings, budgets
 
+FORGET_NS = 400 * 86_400 * 1_000_000_000
 _decode = msgspec.json.Decoder(Budget).decode
 
 
@@ -49,11 +50,15 @@ def remove(connection: sa.Connection, name: str) -> bool:
 
 
 def say(connection: sa.Connection, name: str, *, start_ns: int, percent: int, at_ns: int) -> bool:
-    """Note that a mark of a budget was said in a period; return False when that was noted before."""
+    """Note that a mark of a budget was said in a period; return False when that was noted before.
+
+    What is older than any period is forgotten, so that there is never more of it than a year says.
+    """
     this = {"budget": name, "start_ns": start_ns, "percent": percent}
     there = sa.select(budget_warnings.c.at_ns).where(*(budget_warnings.c[key] == value for key, value in this.items()))
     if connection.execute(there).first() is not None:
         return False
+    connection.execute(budget_warnings.delete().where(budget_warnings.c.at_ns < at_ns - FORGET_NS))
     connection.execute(budget_warnings.insert(), {**this, "at_ns": at_ns})
     return True
 
@@ -74,11 +79,6 @@ def closed(connection: sa.Connection) -> frozenset[tuple[str, int]]:
 def forget_said(connection: sa.Connection, name: str) -> None:
     """Forget what was said of a budget."""
     connection.execute(budget_warnings.delete().where(budget_warnings.c.budget == name))
-
-
-def forget_before(connection: sa.Connection, at_ns: int) -> None:
-    """Forget what was said before a moment."""
-    connection.execute(budget_warnings.delete().where(budget_warnings.c.at_ns < at_ns))
 
 
 def _from_row(row: sa.Row[tuple[str, str, int]]) -> StoredBudget:

@@ -41,7 +41,6 @@ TOGETHER = 8
 """Runs that are asked to stop in one transaction: others write, too."""
 TOLD_TOGETHER = 64
 """Runs that are told of a mark in one transaction."""
-FORGET_S = 400 * 86_400.0
 _log = logging.getLogger(__name__)
 _Due = tuple[GoingOn, str, Standing]
 _Mark = tuple[str, int, int]
@@ -122,7 +121,6 @@ class Keeper:
         def work(connection: sa.Connection) -> bool:
             start_ns = standing.window.start_ns
             news = [budgets.say(connection, name, start_ns=start_ns, percent=each, at_ns=at_ns) for each in marks]
-            budgets.forget_before(connection, at_ns - round(FORGET_S * 1e9))
             if not news[-1]:
                 return False
             action, kind = Action.BUDGET_WARNING, Kind.WARNING
