@@ -159,7 +159,7 @@ class Alarms:
     ) -> None:
         services = self._services
         at_ns = services.clock.wall_ns()
-        # The name of a budget has no line's end in it (`check_name`), so no budget's marks are forgotten with an alarm's.
+        # The name of a budget has no line's end in it (`check_name`): no alarm is forgotten with a budget's marks.
         key = f"alarm\n{hashlib.sha256(subject.encode()).hexdigest()[:32]}"
         document = {"subject": subject, "sentence": sentence, "rate": found.rate, "usual": found.usual, **whose}
 

@@ -11,8 +11,9 @@ What may come twice has the same `id`. Without an address notices are kept for `
 Each notice has tries and pauses of its own: one that is refused keeps no other from being told.
 
 Failure cases: nobody answers, or not with 2xx (again after 5, 10, 20 … s, at most an hour; given up after ten times, or
-when it is a day old; a server that was started again knows the tries, not the pauses); an answer that never ends (5 s, and its body is not read); a redirect (not followed: what is told
-goes where the operator said); the address in the log is without its path, which may be a secret.
+when it is a day old; a server that was started again knows the tries, not the pauses); an answer that never ends (5 s,
+and its body is not read); a redirect (not followed: what is told goes where the operator said); the address in the log
+is without its path, which may be a secret.
 """
 
 from __future__ import annotations
