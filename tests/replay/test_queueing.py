@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from serverless_gpu.model.advice import Rates, Use, curve_of
+from serverless_gpu.model.advice import Rates, Use
 from serverless_gpu.model.days import HOUR_NS
 from serverless_gpu.replay import queueing
 from serverless_gpu.replay.queueing import Queue, queues
@@ -19,8 +19,7 @@ def use(start: int, end: int, gpus: int) -> Use:
 def test_one_small_example() -> None:
     """Two runs of 2 GPUs and 4 hours at once, on 2 GPUs: the second waits 4 hours with its 2 GPUs."""
     uses = [use(10, 14, 2), use(10, 14, 2)]
-    curve = curve_of(uses, 10 * HOUR_NS, 20 * HOUR_NS)
-    (found,) = queues(uses, curve, RATES, [2], waiting=500_000)
+    (found,) = queues(uses, RATES, [2], waiting=500_000)
     assert found == Queue(
         slots=2,
         runs=2,
@@ -28,7 +27,6 @@ def test_one_small_example() -> None:
         waited_ns=8 * HOUR_NS,
         mean_wait_s=2 * 3600,
         p95_wait_s=0.95 * 4 * 3600,
-        reserved_micros=20_000_000,
         avoided_micros=16_000_000,
         waiting_micros=4_000_000,
         worth_micros=2_000_000,
@@ -37,28 +35,30 @@ def test_one_small_example() -> None:
 
 def test_nobody_waits_where_there_is_enough() -> None:
     uses = [use(0, 4, 2), use(0, 4, 2)]
-    (found,) = queues(uses, curve_of(uses, 0, 4 * HOUR_NS), RATES, [4])
+    (found,) = queues(uses, RATES, [4])
     assert (found.waited_ns, found.avoided_micros, found.waiting_micros, found.worth_micros) == (0, 0, None, None)
 
 
 def test_runs_that_need_more_are_left_out_and_counted() -> None:
     uses = [use(0, 4, 8), use(0, 4, 1)]
-    (found,) = queues(uses, curve_of(uses, 0, 4 * HOUR_NS), RATES, [2])
+    (found,) = queues(uses, RATES, [2])
     assert (found.runs, found.too_large, found.avoided_micros) == (1, 1, 0)
 
 
 def test_sizes_that_nothing_can_come_of_are_left_out() -> None:
     uses = [use(0, 4, 8)]
-    curve = curve_of(uses, 0, 4 * HOUR_NS)
-    assert queues(uses, curve, RATES, [0, 4]) == ()
-    assert queues([], curve, RATES, [4]) == ()
-    assert queues(uses, curve, RATES, [10**6]) == ()
-    assert [each.slots for each in queues(uses, curve, RATES, range(100))] == []
-    assert [each.slots for each in queues(uses, curve, RATES, [9, 9, 8])] == [8, 9]
+    assert queues(uses, RATES, [0, 4]) == ()
+    assert queues([], RATES, [4]) == ()
+    assert queues(uses, RATES, [10**6]) == ()
+    assert [each.slots for each in queues(uses, RATES, range(100))] == []
+    assert [each.slots for each in queues(uses, RATES, [9, 9, 8])] == [8, 9]
 
 
-def test_of_many_runs_the_latest_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_many_runs_the_latest_are_replayed_and_all_numbers_are_of_their_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(queueing, "RUNS_MAX", 2)
-    uses = [use(start, start + 1, 1) for start in (0, 5, 5)]
-    (found,) = queues(uses, curve_of(uses, 0, 9 * HOUR_NS), RATES, [1])
+    uses = [use(start, start + 1, 1) for start in (0, 0, 5, 5)]
+    (found,) = queues(uses, RATES, [1])
     assert (found.runs, found.waited_ns) == (2, HOUR_NS)
+    assert found.avoided_micros == RATES.on_demand  # what waited in the same time, and not in that of the others

@@ -213,7 +213,7 @@ def _queues(report: Report) -> list[str]:
         parts = (f"{queue.too_large:,} with {queue.slots}" for queue in report.queues if queue.too_large)
         shown.append(f"left out, as they need more GPUs than there would be: {', '.join(parts)}")
     if replayed < len(report.kind.uses):
-        shown.append(f"replayed: the latest {replayed:,} of {len(report.kind.uses):,}")
+        shown.append(f"replayed: the latest {replayed:,} of {len(report.kind.uses):,}, in whose time all of this is")
     return shown
 
 

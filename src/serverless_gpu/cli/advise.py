@@ -118,7 +118,7 @@ def _report(
     rates, why_not = _rates(options, book, gpu_type, kind.billed)
     advice = None if rates is None else advise(curve, rates, gpu_type=gpu_type, now=options["have"])
     waiting = None if options["waiting"] is None else micros("--waiting", options["waiting"], most=_PRICE_MAX)
-    found = () if advice is None else queues(kind.uses, curve, advice.rates, _sizes(advice, curve), waiting=waiting)
+    found = () if advice is None else queues(kind.uses, advice.rates, _sizes(advice, curve), waiting=waiting)
     prices = book.any_pool()
     if rates is not None:
         prices[canonical(gpu_type, own)] = rates.on_demand

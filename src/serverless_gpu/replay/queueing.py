@@ -4,7 +4,8 @@
     waiting costs   GPU-hours waited × price of waiting one hour for one GPU: a number that only its owner knows
     it is worth it  while that price is below   what on demand would have cost ÷ GPU-hours waited
 
-Bounded: of many runs the latest are replayed, and that is said.
+Bounded: of many runs the latest are replayed, and that is said. All numbers are of those runs, in the time from the
+first of them to the end of the last.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model.advice import Curve, Rates, Use, curve_of, micros_of, mix
+from serverless_gpu.model.advice import Rates, Use, curve_of, micros_of, mix
 from serverless_gpu.model.days import HOUR_NS
 from serverless_gpu.replay.simulating import simulate
 from serverless_gpu.replay.values import Job, cluster_of, trace_of
@@ -32,7 +33,6 @@ class Queue(msgspec.Struct, frozen=True, kw_only=True):
         runs: that were replayed; `too_large` those that it can never run, which are left out.
         waited_ns: GPU-nanoseconds for which runs waited: each as long as it waited, times its GPUs.
         mean_wait_s: of the runs, in seconds; `p95_wait_s` what 95 % of them waited less than.
-        reserved_micros: what the slots cost.
         avoided_micros: what the GPUs that were missing would have cost on demand.
         waiting_micros: what waiting cost; None where it has no price.
         worth_micros: the price of waiting one hour for one GPU below which it costs less than on demand; None where
@@ -45,31 +45,27 @@ class Queue(msgspec.Struct, frozen=True, kw_only=True):
     waited_ns: int
     mean_wait_s: float
     p95_wait_s: float
-    reserved_micros: int
     avoided_micros: int
     waiting_micros: int | None
     worth_micros: int | None
 
 
-def queues(
-    uses: Sequence[Use], curve: Curve, rates: Rates, sizes: Iterable[int], *, waiting: int | None = None
-) -> tuple[Queue, ...]:
+def queues(uses: Sequence[Use], rates: Rates, sizes: Iterable[int], *, waiting: int | None = None) -> tuple[Queue, ...]:
     """Return what comes of pools of some sizes, as far as a run fits into them.
 
     Args:
         uses: the runs: when each was asked for, and until when it would have run had it begun at once.
-        curve: of the same uses.
         rates: the prices.
         sizes: GPUs of the pools; the least `SIZES_MAX` of them are looked at.
         waiting: micros that it costs when a run waits one hour for one GPU; None for unpriced.
     """
     latest = sorted(uses, key=lambda use: use.start_ns)[-RUNS_MAX:]
     wanted = sorted({size for size in sizes if size > 0})[:SIZES_MAX]
-    found = (_queue(latest, curve, rates, size, waiting) for size in wanted)
+    found = (_queue(latest, rates, size, waiting) for size in wanted)
     return tuple(queue for queue in found if queue is not None)
 
 
-def _queue(uses: Sequence[Use], curve: Curve, rates: Rates, slots: int, waiting: int | None) -> Queue | None:
+def _queue(uses: Sequence[Use], rates: Rates, slots: int, waiting: int | None) -> Queue | None:
     begin = uses[0].start_ns if uses else 0
     jobs = (
         Job(
@@ -103,7 +99,6 @@ def _queue(uses: Sequence[Use], curve: Curve, rates: Rates, slots: int, waiting:
         waited_ns=waited_ns,
         mean_wait_s=outcome.figures.wait.mean,
         p95_wait_s=outcome.figures.wait.p95,
-        reserved_micros=micros_of(slots * curve.span_ns, rates.reserved),
         avoided_micros=avoided,
         waiting_micros=None if waiting is None else micros_of(waited_ns, waiting),
         worth_micros=avoided * HOUR_NS // waited_ns if waited_ns else None,
