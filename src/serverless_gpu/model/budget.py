@@ -259,11 +259,6 @@ def keys(subject: Subject) -> list[tuple[ScopeKind, str]]:
     return found
 
 
-def matches(scope: Scope, subject: Subject) -> bool:
-    """Return whether a run counts for a budget of a scope."""
-    return (scope.kind, scope.name) in keys(subject)
-
-
 # --- what one attempt uses, and holds ---------------------------------------------------------------------------------
 
 
@@ -327,6 +322,10 @@ def first_hold(grace_s: float, *, gpus: int, micros_per_hour: int | None) -> Use
 # --- what follows -----------------------------------------------------------------------------------------------------
 
 
+_Gang = tuple[str, int]
+"""A run and the number of the attempt."""
+
+
 class Weighed(msgspec.Struct, frozen=True, kw_only=True):
     """An attempt at one moment, for one period: what it used of that, what it holds of it, and beyond its end."""
 
@@ -345,7 +344,9 @@ def weigh(one: Spender, within: Window, now_ns: int) -> Weighed:
     )
 
 
-def judge(budget: Budget, posted: Use, going_on: Sequence[Spender], now_ns: int) -> Standing:
+def judge(
+    budget: Budget, posted: Use, going_on: Sequence[Spender], now_ns: int, known: dict[_Gang, Weighed] | None = None
+) -> Standing:
     """Return how a budget stands, and whom it stops.
 
     Args:
@@ -353,30 +354,34 @@ def judge(budget: Budget, posted: Use, going_on: Sequence[Spender], now_ns: int)
         posted: what the ledger has of the period, without the attempts that go on.
         going_on: attempts that count for it and have not ended, or whose charges have not been written.
         now_ns: nanoseconds since 1970.
+        known: what was weighed at the same moment for other budgets of the same period, which count the same attempts;
+            what is weighed now is added.
     """
     within = window(budget.period, now_ns)
-    return judge_weighed(budget, posted, [weigh(one, within, now_ns) for one in going_on], within)
-
-
-def judge_weighed(budget: Budget, posted: Use, going_on: Sequence[Weighed], within: Window) -> Standing:
-    """Return the same, of attempts that were weighed: many budgets count the same ones."""
-    spent = _sum(posted, (one.used for one in going_on))
-    together = _sum(NOTHING, (one.held for one in going_on))
+    known = {} if known is None else known
+    weighed: list[Weighed] = []
+    for one in going_on:
+        gang = (one.run_id, one.fence)
+        if gang not in known:
+            known[gang] = weigh(one, within, now_ns)
+        weighed.append(known[gang])
+    spent = _sum(posted, (each.used for each in weighed))
+    together = _sum(NOTHING, (each.held for each in weighed))
     left = budget.limit - budget.counts(spent)
     stop: list[str] = []
     if budget.hard and left < budget.counts(together):
         # First what is on its way out, which nobody can take back; then in the order in which they came.
-        for one in sorted(going_on, key=_in_order):
-            hold = budget.counts(one.held)
+        for each in sorted(weighed, key=_in_order):
+            hold = budget.counts(each.held)
             left -= hold
-            if left < 0 and hold and one.spender.stop_ns is None:
-                stop.append(one.spender.run_id)
+            if left < 0 and hold and each.spender.stop_ns is None:
+                stop.append(each.spender.run_id)
     return Standing(
         budget=budget,
         window=within,
         used=spent,
         held=together,
-        ahead=_sum(NOTHING, (one.ahead for one in going_on)),
+        ahead=_sum(NOTHING, (each.ahead for each in weighed)),
         stop=tuple(stop),
     )
 

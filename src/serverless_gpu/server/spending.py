@@ -50,7 +50,6 @@ from serverless_gpu.model.budget import (
     Use,
     Weighed,
     Window,
-    matches,
 )
 from serverless_gpu.model.forecasting import FORECAST_DAYS
 from serverless_gpu.model.pricing import Tariff, rate
@@ -372,13 +371,7 @@ class Spending:
             within = decisions.window(budget.period, self._as_of_ns)
             by_day = self._ledger.days(name)
             total = sum((by_day[day] for day in within.days if day in by_day), start=posted[name])
-            mine = weighed.setdefault(budget.period, {})
-            for spender in of[name]:
-                gang = (spender.run_id, spender.fence)
-                if gang not in mine:
-                    mine[gang] = decisions.weigh(spender, within, self._as_of_ns)
-            own_ones = [mine[one.run_id, one.fence] for one in of[name]]
-            standing = decisions.judge_weighed(budget, total, own_ones, within)
+            standing = decisions.judge(budget, total, of[name], self._as_of_ns, weighed.setdefault(budget.period, {}))
             is_closed = budget.hard and (name, within.start_ns) in self._closed
             self._standings[name] = msgspec.structs.replace(standing, is_closed=is_closed)
         return self._standings
@@ -406,8 +399,8 @@ def rate_of(tariff: Tariff, gpu_type: str, gpus: int, spec: RunSpec | None) -> i
 
 
 def is_open_to(budget: Budget, subject: Subject) -> bool:
-    """Return whether those who see a run may see the amounts of a budget that counts it: it is theirs."""
-    return matches(budget.scope, subject) and budget.scope.kind in ("user", "team")
+    """Return whether a budget is of a run's owner or team: who sees the run may see its amounts."""
+    return (budget.scope.kind, budget.scope.name) in (("user", subject.owner), ("team", subject.team))
 
 
 def _subject(run: StoredRun) -> Subject:
