@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serverless_gpu.model.admitting import Candidate, held, is_full
+from serverless_gpu.model.admitting import Candidate, held_back, is_full
 from serverless_gpu.model.budget import Subject
 
 
@@ -16,7 +16,7 @@ def waiting(run_id: str, gpus: int | None = 1, *, owner: str = "alice", policy: 
 
 
 def test_nobody_is_held_where_no_policy_has_a_cap() -> None:
-    assert held([waiting("r1", 100), waiting("r2", None)], {("p", "alice"): 100}, {"other": 1}) == {}
+    assert held_back([waiting("r1", 100), waiting("r2", None)], {("p", "alice"): 100}, {"other": 1}) == {}
 
 
 def test_a_cap_is_for_one_user_under_one_policy_and_counted_in_the_order_of_the_queue() -> None:
@@ -27,25 +27,25 @@ def test_a_cap_is_for_one_user_under_one_policy_and_counted_in_the_order_of_the_
         waiting("b1", 4, owner="bob"),
         waiting("f1", 9, policy=""),
     ]
-    assert held(queue, {("p", "alice"): 2}, {"p": 4}) == {
+    assert held_back(queue, {("p", "alice"): 2}, {"p": 4}) == {
         "r2": "usage policy 'p' allows alice 4 GPUs at once: 2 are in use, and others of theirs come first",
         "r3": "usage policy 'p' allows alice 4 GPUs at once: 2 are in use, and others of theirs come first",
     }
-    assert held(queue[:1], {("p", "alice"): 3}, {"p": 4}) == {
+    assert held_back(queue[:1], {("p", "alice"): 3}, {"p": 4}) == {
         "r1": "usage policy 'p' allows alice 4 GPUs at once: 3 are in use"
     }
 
 
 def test_who_waits_for_other_devices_is_not_in_the_way() -> None:
     queue = [waiting("h", 4, kind="H100"), waiting("a", 4, kind="A10"), waiting("a2", 1, kind="A10")]
-    assert list(held(queue, {}, {"p": 4})) == ["a2"]
+    assert list(held_back(queue, {}, {"p": 4})) == ["a2"]
 
 
 @pytest.mark.parametrize(("gpus", "wants"), [(5, "5"), (None, "every GPU of a node")])
 def test_what_can_never_fit_under_a_cap_that_came_later_is_told_so_and_in_nobody_s_way(
     gpus: int | None, wants: str
 ) -> None:
-    found = held([waiting("r1", gpus), waiting("r2", 4)], {}, {"p": 4})
+    found = held_back([waiting("r1", gpus), waiting("r2", 4)], {}, {"p": 4})
     assert found == {"r1": f"usage policy 'p' allows alice 4 GPUs at once, and the run wants {wants}"}
 
 
@@ -65,7 +65,7 @@ class _Purse:
 def test_rooms_are_asked_in_order_and_only_for_those_whose_policy_lets_them() -> None:
     purse = _Purse(1)
     queue = [waiting("r1", 4), waiting("r2", 1), waiting("b1", owner="bob"), waiting("b2", owner="bob")]
-    found = held(queue, {("p", "alice"): 1}, {"p": 4}, purse)
+    found = held_back(queue, {("p", "alice"): 1}, {"p": 4}, purse)
     assert found["b2"] == "nothing is left" and list(found) == ["r1", "r2", "b2"]
     assert purse.asked == ["b1", "b2"]
 
@@ -75,7 +75,7 @@ def test_what_a_budget_holds_takes_no_devices_of_a_cap() -> None:
         def take(self, candidate: Candidate) -> str:
             return "closed" if candidate.run_id == "r1" else ""
 
-    assert held([waiting("r1", 4), waiting("r2", 4)], {}, {"p": 4}, Closed()) == {"r1": "closed"}
+    assert held_back([waiting("r1", 4), waiting("r2", 4)], {}, {"p": 4}, Closed()) == {"r1": "closed"}
 
 
 @given(
@@ -87,7 +87,7 @@ def test_what_is_let_through_for_the_same_devices_fits_under_the_cap_and_the_fir
     queue: list[tuple[int, str, str]], used: dict[tuple[str, str], int], cap: int
 ) -> None:
     candidates = [waiting(f"r{n}", gpus, owner=owner, kind=kind) for n, (gpus, owner, kind) in enumerate(queue)]
-    out = held(candidates, used, {"p": cap})
+    out = held_back(candidates, used, {"p": cap})
     for owner in "ab":
         for kind in ("H100", "A10"):
             line = [one for one in candidates if (one.subject.owner, one.gpu_type) == (owner, kind)]

@@ -1,7 +1,7 @@
 """Who of those that wait may start in this tick: what a user has at once under a policy, and what budgets have left.
 
-    queue, in order ─▶ GPUs at once: what runs + others like it before it + its own  >  cap? ─▶ held, and why
-                  └──▶ rooms of budgets: is its first reservation left?  ── no ──────────────▶ held, and why
+    queue, in order ─▶ GPUs at once: what runs + others like it before it + its own  >  cap? ─▶ held back, and why
+                  └──▶ rooms of budgets: is its first reservation left?  ── no ──────────────▶ held back, and why
                   └──▶ let through; what it takes is counted before the next one is looked at
 
 Whoever is let through may start in this tick, or not: what it takes is kept for it until the next look. So no two runs
@@ -57,7 +57,7 @@ class Rooms(Protocol):
         ...
 
 
-def held(
+def held_back(
     queue: Iterable[Candidate], using: Mapping[Key, int], caps: Mapping[str, int], rooms: Rooms | None = None
 ) -> dict[str, str]:
     """Return who may not start in this tick, and why: sentences by run.

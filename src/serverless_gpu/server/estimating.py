@@ -55,11 +55,11 @@ def estimate(services: Services, who: Caller, request: EstimateRequest) -> Estim
     def work(connection: sa.Connection) -> tuple[Allowed, str, float | None]:
         allowed = allowing.allow(connection, services, request.spec, who)
         affording.refuse(connection, services, allowed, who)
-        return allowed, _held(connection, who), past.expected_s(connection, who.name, request.spec.name)
+        return allowed, _held_back(connection, who), past.expected_s(connection, who.name, request.spec.name)
 
-    allowed, held, expected_s = services.database.read(work)
+    allowed, held_back, expected_s = services.database.read(work)
     asked = wanted(_imagined(who, request, allowed, now_ns), Past(expected_s=expected_s), now_ns=now_ns)
-    found = Estimate(at_ns=None, basis=held) if held else services.sentences.estimate(asked)
+    found = Estimate(at_ns=None, basis=held_back) if held_back else services.sentences.estimate(asked)
     wish = Wish(spec=allowed.spec, pool=allowed.pool, node=found.node, expected_s=expected_s, limit=_limit(allowed))
     currency = services.settings.currency
     cost = services.database.read(
@@ -80,7 +80,7 @@ def _limit(allowed: Allowed) -> str:
     return f"the longest time of policy {allowed.spec.policy!r}" if allowed.policy.max_run_s is not None else "max_run"
 
 
-def _held(connection: sa.Connection, who: Caller) -> str:
+def _held_back(connection: sa.Connection, who: Caller) -> str:
     """Return why no run of somebody's would start now, however much is free, or ""."""
     drain = draining.find(connection)
     if drain is not None:

@@ -4,7 +4,7 @@
 
     scheduler, in the transaction that places a run ─▶ `is_full`: what the user has by now, this run among it
 
-A run that is held waits beside the line, and its sentence says for what. It is looked at again in each tick.
+A run that is held back waits beside the line, and its sentence says for what. It is looked at again in each tick.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def candidate(run: StoredRun) -> Candidate:
     )
 
 
-def held(
+def held_back(
     connection: sa.Connection,
     waiting: Iterable[Candidate],
     running: Iterable[tuple[Candidate, int]],
@@ -57,7 +57,7 @@ def held(
     using: Counter[Key] = Counter()
     for one, count in running:
         using[one.subject.policy, one.subject.owner] += count
-    return admitting.held(waiting, using, caps, rooms)
+    return admitting.held_back(waiting, using, caps, rooms)
 
 
 def is_full(connection: sa.Connection, run: StoredRun, count: int, freed: frozenset[tuple[str, int]]) -> bool:

@@ -195,10 +195,10 @@ class Roster:
         if rooms is not None:
             for run_id in underway.keys() & entries.keys():
                 rooms.keep(entries[run_id].candidate)
-        held = holding_back.held(connection, line, self._having(there, underway), rooms)
-        held |= {run_id: f"{entries[run_id].owner} may start no runs now" for run_id in out}
+        held_back = holding_back.held_back(connection, line, self._having(there, underway), rooms)
+        held_back |= {run_id: f"{entries[run_id].owner} may start no runs now" for run_id in out}
         return {
-            run_id: _kept_back(entry, held[run_id]) if run_id in held else entry.wanted
+            run_id: _kept_back(entry, held_back[run_id]) if run_id in held_back else entry.wanted
             for run_id, entry in entries.items()
         }
 
