@@ -16,9 +16,8 @@ import sqlalchemy as sa
 
 from serverless_gpu.environment.packages import Packages, are_same, difference
 from serverless_gpu.errors import EnvironmentMissing, PolicyViolation
-from serverless_gpu.model import policy as decisions
 from serverless_gpu.model.hardware import FAMILIES
-from serverless_gpu.model.policy import UsagePolicy
+from serverless_gpu.model.policy import UsagePolicy, apply, choose, where
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.server import dividing, nodes, policies, pools, secret_store
 from serverless_gpu.server.callers import Caller
@@ -86,9 +85,9 @@ def allow(
     secret_store.pins(connection, services.sealer, who.name, spec.team or "", spec.secrets)
     name = _choose(connection, spec, who)
     policy = dividing.find_policy(connection, name) if name else _NOTHING
-    pool = decisions.where(policy, spec)
+    pool = where(policy, spec)
     pool = dividing.find_pool(connection, pool).name if pool else ""
-    effective = decisions.apply(
+    effective = apply(
         name, policy, spec, present=_present(connection, policy, spec, pool), max_run_s=services.settings.max_run_s
     )
     if brought is not None:
@@ -114,10 +113,10 @@ def read_packages(services: Services, addresses: Collection[str]) -> dict[str, P
 def _choose(connection: sa.Connection, spec: RunSpec, who: Caller) -> str:
     attached, team = policies.attached(connection, who.name, who.teams), spec.team or ""
     if spec.policy is None:
-        return decisions.choose(attached, who=who.name, named=None, team=team)
+        return choose(attached, who=who.name, named=None, team=team)
     dividing.find_policy(connection, spec.policy)
     is_free = not attached.of(team) and not policies.holders(connection, spec.policy)
-    return decisions.choose(attached, who=who.name, named=spec.policy, team=team, is_free=is_free)
+    return choose(attached, who=who.name, named=spec.policy, team=team, is_free=is_free)
 
 
 def _present(connection: sa.Connection, policy: UsagePolicy, spec: RunSpec, pool: str) -> frozenset[str]:
