@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from serverless_gpu.client.outcome import Origin, ending_text, load_result, make_exception, reached_s
+from serverless_gpu.client.outcome import Origin, ending_text, load_result, make_exception
 from serverless_gpu.errors import (
     BudgetExhausted,
     CollectiveHang,
@@ -130,7 +130,7 @@ ENDINGS: dict[str, tuple[Stopped, type[RunError], str]] = {
 
 @pytest.mark.parametrize(("ending", "cls", "message"), ENDINGS.values(), ids=ENDINGS)
 def test_the_class_and_the_whole_message(directory: Path, ending: Stopped, cls: type[RunError], message: str) -> None:
-    error = make_exception(ending, directory, RUN, 90.0)
+    error = make_exception(ending, directory, RUN, RunSpec(timeout_s=90.0))
     assert type(error) is cls
     ours = ending.reason in OURS
     log = directory.parents[2] / "agent.log"
@@ -154,9 +154,37 @@ def test_a_time_limit_that_is_not_known_is_not_named(directory: Path) -> None:
     assert isinstance(error, RunTimedOut) and error.message == "the run reached its time limit"
 
 
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        (
+            RunSpec(max_run_s=8.0, policy="llm"),
+            "the run reached its time limit of 8 s: usage policy 'llm' lets an attempt run no longer; with resume=True "
+            "the run goes on as another",
+        ),
+        (
+            RunSpec(max_run_s=8.0, timeout_s=9.0),
+            "the run reached its time limit of 8 s: the server lets an attempt run no longer; with resume=True the run "
+            "goes on as another",
+        ),
+        (
+            RunSpec(max_run_s=8.0, timeout_s=7.0, policy="llm"),
+            "the run reached its time limit of 7 s (ranks are asked to end one grace before it)",
+        ),
+    ],
+)
+def test_a_time_limit_that_its_user_did_not_set_is_said_to_be_another_s(
+    directory: Path, spec: RunSpec, says: str
+) -> None:
+    ending = stopped(Reason.TIMEOUT, cause=False)
+    error = make_exception(ending, directory, RUN, spec)
+    assert isinstance(error, RunTimedOut) and error.message == says
+    assert ending_text(ending, directory, RUN, spec).splitlines()[0] == says
+
+
 def test_a_run_that_was_stopped_for_idleness_says_what_keeps_one(directory: Path) -> None:
     ending = stopped(Reason.IDLE, cause=False)
-    error = make_exception(ending, directory, RUN, reached_s(ending, RunSpec(idle_timeout_s=6.0, timeout_s=90.0)))
+    error = make_exception(ending, directory, RUN, RunSpec(idle_timeout_s=6.0, timeout_s=90.0))
     assert isinstance(error, RunTimedOut)
     assert str(error) == (
         "the run did nothing for as long as idle_timeout allows: no device worked, and nothing was printed, for 6 s\n"

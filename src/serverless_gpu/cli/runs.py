@@ -17,7 +17,7 @@ from serverless_gpu.cli.server import runs as remote
 from serverless_gpu.cli.uses import sampled_uses, use_lines
 from serverless_gpu.client.attaching import attach
 from serverless_gpu.client.costs import cost_here
-from serverless_gpu.client.outcome import ending_text, reached_s
+from serverless_gpu.client.outcome import ending_text
 from serverless_gpu.client.run import Run
 from serverless_gpu.client.tracked import from_directory
 from serverless_gpu.errors import ServerlessGpuError
@@ -225,8 +225,7 @@ def _story(home: Home, record: Record) -> str:
     took = f" · took {_took_text(record)}" if _took_ms(record) is not None else ""
     parts.append(f"started: {format_moment(record.began_ns or record.created_ns)}{took}")
     if record.stopped is not None and record.stopped.state is not State.SUCCEEDED:
-        limit_s = reached_s(record.stopped, record.spec)
-        parts += ["", ending_text(record.stopped, record.directory, record.run_id, limit_s)]
+        parts += ["", ending_text(record.stopped, record.directory, record.run_id, record.spec)]
     cost = _cost_so_far(home, record) if record.receipt is None else None
     if cost is not None and cost.gpu_ms:
         parts.append(f"cost: {cost}")
@@ -312,8 +311,7 @@ def _spent(said: Receipt | Cost | None) -> dict[str, object]:
 def _details(record: Record) -> dict[str, object]:
     failure = ""
     if record.stopped is not None and record.stopped.state is not State.SUCCEEDED:
-        limit_s = reached_s(record.stopped, record.spec)
-        failure = ending_text(record.stopped, record.directory, record.run_id, limit_s)
+        failure = ending_text(record.stopped, record.directory, record.run_id, record.spec)
     return {
         "spec": record.spec,
         "stopped": record.stopped,

@@ -136,25 +136,8 @@ def load_result(directory: Path, rank: int, run_id: str, origin: Origin = HERE) 
         raise _not_loadable(error, path, rank, run_id) from error
 
 
-def reached_s(stopped: Stopped, spec: RunSpec | None) -> float | None:
-    """Return the limit in seconds that ended a run, of its time or of its idleness; None where it is another's."""
-    if spec is None:
-        return None
-    return idling.limit_s(spec) if stopped.reason is Reason.IDLE else spec.limit_s
-
-
-def with_limit(error: BaseException, stopped: Stopped, spec: RunSpec | None) -> BaseException:
-    """Return an exception that says whose limit it was that ended the run, where that was not the caller's own."""
-    if spec is not None and stopped.reason is Reason.TIMEOUT and spec.is_capped:
-        by = f"usage policy {spec.policy!r} lets" if spec.policy else "the server lets"
-        error.add_note(f"{by} an attempt run no longer; with resume=True the run goes on as another attempt")
-    if spec is not None and stopped.reason is Reason.IDLE and spec.policy:
-        error.add_note(f"usage policy {spec.policy!r} may have set that limit: sgpu policy show {spec.policy}")
-    return error
-
-
 def make_exception(
-    stopped: Stopped, directory: Path, run_id: str, limit_s: float | None, origin: Origin = HERE
+    stopped: Stopped, directory: Path, run_id: str, spec: RunSpec | None, origin: Origin = HERE
 ) -> BaseException:
     """Return the exception that tells how a run ended.
 
@@ -162,13 +145,13 @@ def make_exception(
         stopped: the supervisor's word.
         directory: the attempt's directory.
         run_id: the run.
-        limit_s: the limit it has reached, as `reached_s` returns it, for the message.
+        spec: of the run, which has the limit it may have reached; None where nobody knows it.
         origin: where the directory's files come from.
     """
     rank = _raised_by(stopped)
     error: BaseException
     if rank is None:
-        error = _ended(stopped, directory, run_id, limit_s, origin)
+        error = _ended(stopped, directory, run_id, spec, origin)
     else:
         error = _raised(rank, _detail(stopped), directory, run_id, origin)
     for text in (stopped.hint, *_consequences(stopped)):
@@ -189,19 +172,19 @@ def untold_tails(stopped: Stopped) -> dict[int, str]:
     return {rank: tail for rank, tail in stopped.tails.items() if rank != told}
 
 
-def ending_text(stopped: Stopped, directory: Path, run_id: str, limit_s: float | None, origin: Origin = HERE) -> str:
+def ending_text(stopped: Stopped, directory: Path, run_id: str, spec: RunSpec | None, origin: Origin = HERE) -> str:
     """Return how a run ended, for reading: as `make_exception`, but nothing of the user's is loaded or run.
 
     Args:
         stopped: the supervisor's word.
         directory: the attempt's directory.
         run_id: the run.
-        limit_s: the limit it has reached, as `reached_s` returns it, for the message.
+        spec: of the run, which has the limit it may have reached; None where nobody knows it.
         origin: where the directory's files come from.
     """
     rank = _raised_by(stopped)
     if rank is None:
-        error = _ended(stopped, directory, run_id, limit_s, origin)
+        error = _ended(stopped, directory, run_id, spec, origin)
         parts = [error.message, *getattr(error, "__notes__", [])]
     else:
         traceback = str(_record(directory, rank).get("traceback") or "").rstrip()
@@ -265,11 +248,11 @@ def _raised(rank: int, detail: str, directory: Path, run_id: str, origin: Origin
     )
 
 
-def _ended(stopped: Stopped, directory: Path, run_id: str, limit_s: float | None, origin: Origin) -> RunError:
+def _ended(stopped: Stopped, directory: Path, run_id: str, spec: RunSpec | None, origin: Origin) -> RunError:
     cause = stopped.cause
     rank = cause.rank if cause is not None and stopped.state is State.FAILED else None
     error = _CLASSES.get(stopped.reason, RunError)(
-        _message(stopped, rank, directory, limit_s),
+        _message(stopped, rank, directory, spec),
         hint=_hint_elsewhere(stopped.reason, run_id, origin) if origin.node else _hint(stopped.reason, directory),
         run_id=run_id,
         rank=rank,
@@ -340,13 +323,26 @@ def _hint_elsewhere(reason: Reason, run_id: str, origin: Origin) -> str:
     return f"{_KEEPS}; logs: `sgpu logs {run_id}`" if reason is Reason.IDLE else f"logs: `sgpu logs {run_id}`"
 
 
-def _message(stopped: Stopped, rank: int | None, directory: Path, limit_s: float | None) -> str:
+def _limit(reason: Reason, spec: RunSpec) -> str:
+    """Return which limit a run has reached, and whose it is where its user did not set it; "" where it is no limit."""
+    by = f"usage policy {spec.policy!r}" if spec.policy else "the server"
+    idle_s = idling.limit_s(spec)
+    if reason is Reason.IDLE and idle_s:
+        whose = f", which {by} may have set" if spec.policy else ""
+        return f": no device worked, and nothing was printed, for {idle_s:g} s{whose}"
+    if reason is not Reason.TIMEOUT or not spec.limit_s:
+        return ""
+    if spec.is_capped:
+        return f" of {spec.limit_s:g} s: {by} lets an attempt run no longer; with resume=True the run goes on as another"
+    return f" of {spec.limit_s:g} s (ranks are asked to end one grace before it)"
+
+
+def _message(stopped: Stopped, rank: int | None, directory: Path, spec: RunSpec | None) -> str:
     detail = _detail(stopped)
     meaning = MEANINGS[stopped.reason].sentence
-    if stopped.reason is Reason.IDLE and limit_s:
-        return f"{meaning}: no device worked, and nothing was printed, for {limit_s:g} s"
-    if stopped.reason is Reason.TIMEOUT and limit_s:
-        return f"the run reached its time limit of {limit_s:g} s (ranks are asked to end one grace before it)"
+    limit = "" if spec is None else _limit(stopped.reason, spec)
+    if limit:
+        return f"{meaning}{limit}"
     if stopped.state not in (State.FAILED, State.LOST):
         # What ranks said after the stop is not why the run stopped; what a server says is.
         is_why = stopped.cause is not None and stopped.cause.rank is None and detail.startswith(meaning)

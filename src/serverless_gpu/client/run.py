@@ -24,7 +24,7 @@ import msgspec
 from serverless_gpu.ambient import SystemClock, created_wall_ns
 from serverless_gpu.client.display import Display, TerminalDisplay, again, make_display
 from serverless_gpu.client.interrupts import interruptible
-from serverless_gpu.client.outcome import checked_rank, load_result, make_exception, reached_s, untold_tails, with_limit
+from serverless_gpu.client.outcome import checked_rank, load_result, make_exception, untold_tails
 from serverless_gpu.client.own_sessions import advised
 from serverless_gpu.client.source import Note, Source
 from serverless_gpu.client.tracked import TrackedRun, from_directory, from_link
@@ -351,8 +351,7 @@ class Run(Generic[R]):
         stopped = self._stopped
         if stopped is None or stopped.state is State.SUCCEEDED:
             return None
-        error = make_exception(stopped, self.directory, self.id, reached_s(stopped, self._spec), self._source.origin)
-        return with_limit(error, stopped, self._spec)
+        return make_exception(stopped, self.directory, self.id, self._spec, self._source.origin)
 
     def _abandoned(self, *, interrupted: bool) -> bool:
         """Return whether nobody is to wait for the run: Ctrl-C came twice, or once where it only detaches.

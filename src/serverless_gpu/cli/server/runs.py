@@ -12,7 +12,7 @@ from serverless_gpu.cli.columns import columns
 from serverless_gpu.cli.server.reaching import server
 from serverless_gpu.cli.uses import use_lines
 from serverless_gpu.client.attaching import attach
-from serverless_gpu.client.outcome import ending_text, reached_s
+from serverless_gpu.client.outcome import ending_text
 from serverless_gpu.errors import NotFound
 from serverless_gpu.loading import load
 from serverless_gpu.model.attempt import TERMINAL, State
@@ -146,7 +146,7 @@ def failure_text(view: RunView) -> str:
     run = attach(view.id)
     run.wait(_ENDING_S)  # it has ended: what is waited for is the last message of its stream, with its files
     stopped = read_ending(run.directory)
-    return "" if stopped is None else ending_text(stopped, run.directory, run.id, reached_s(stopped, view.spec))
+    return "" if stopped is None else ending_text(stopped, run.directory, run.id, view.spec)
 
 
 def _receipt(view: RunView) -> Receipt | None:
