@@ -11,7 +11,6 @@ import pytest
 from serverless_gpu.environment.documents import Facts, Member, Root, Snapshot, make_snapshot
 from serverless_gpu.environment.stores.codec import encode
 from serverless_gpu.errors import (
-    EnvironmentMissing,
     InvalidValue,
     NotFound,
     PolicyViolation,
@@ -150,7 +149,7 @@ def test_what_cannot_be_attached_is_refused(
         ("p", {"gpus_at_once": 10**9}, InvalidValue, "GPUs at once must be between"),
         ("p", {"max_run_s": 0.5}, InvalidValue, "the longest run"),
         ("p", {"max_run_s": float("nan")}, InvalidValue, "the longest run"),
-        ("p", {"idle_s": 0.0}, InvalidValue, "idle seconds"),
+        ("p", {"idle_s": 0.0}, InvalidValue, "idle time can be 1.0 s to 3660 days"),
         ("p", {"required_tags": {"a=b": ()}}, InvalidValue, "a tag 'a=b'"),
         ("p", {"default_tags": {"": "x"}}, InvalidValue, "a tag ''"),
         ("p", {"default_tags": {"a": "\x1b[31m"}}, InvalidValue, "control characters"),
@@ -162,7 +161,8 @@ def test_what_cannot_be_attached_is_refused(
             InvalidValue,
             "adds the tag team=c, and does not accept it",
         ),
-        ("p", {"environments": ("0" * 64,)}, EnvironmentMissing, "is not on the server"),
+        ("p", {"environments": ("0" * 64,)}, InvalidValue, "no captured environment '000"),
+        ("p", {"environments": ("3f9c",)}, InvalidValue, "no captured environment '3f9c' on the server"),
         ("p", {"environments": ("0" * 64,) * 17}, InvalidValue, "16 environments at most"),
     ],
 )

@@ -43,7 +43,8 @@ def test_a_policy_is_made_and_changed_as_far_as_is_said(said: Said) -> None:
     assert said("policy", "set", "llm", *changes, "--priorities", "any").stdout == (
         "policy llm: any on-demand pool; needs tag team; adds tag team=a; 16 GPUs at once; 2 h 00 min at a time\n"
     )
-    assert said("policy", "set", "free", "--default-tag", "any").stdout == "policy free: any on-demand pool\n"
+    assert said("policy", "set", "free", "--gpus-per-run=1").stdout == "policy free: any on-demand pool; 1 GPU a run\n"
+    assert said("policy", "set", "free", "--gpus-per-run=any").stdout == "policy free: any on-demand pool\n"
 
 
 def test_a_policy_is_attached_and_seen_by_whom_it_is_for(server: Served, said: Said) -> None:
@@ -97,6 +98,7 @@ def test_a_policy_is_attached_and_seen_by_whom_it_is_for(server: Served, said: S
         (("set", "p", "--max-run", "long"), "'long' is not a duration"),
         (("set", "p", "--priorities", "URGENT"), "'URGENT' is none of CRITICAL, NORMAL, BEST_EFFORT"),
         (("set", "p", "--default-tag", "team"), "'team' is not like team=search"),
+        (("set", "p", "--require-tag", "team="), "'team=' accepts no value; 'team' alone accepts any"),
     ],
 )
 def test_what_does_not_read_like_an_option_is_said(said: Said, arguments: tuple[str, ...], says: str) -> None:

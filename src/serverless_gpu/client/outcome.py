@@ -333,7 +333,9 @@ def _limit(reason: Reason, spec: RunSpec) -> str:
     if reason is not Reason.TIMEOUT or not spec.limit_s:
         return ""
     if spec.is_capped:
-        return f" of {spec.limit_s:g} s: {by} lets an attempt run no longer; with resume=True the run goes on as another"
+        return (
+            f" of {spec.limit_s:g} s: {by} lets an attempt run no longer; with resume=True the run goes on as another"
+        )
     return f" of {spec.limit_s:g} s (ranks are asked to end one grace before it)"
 
 

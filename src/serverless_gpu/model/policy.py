@@ -245,8 +245,8 @@ def describe(policy: UsagePolicy) -> list[str]:
         said.append(f"needs tag {key}" + (f" ({_listed(values)})" if values else ""))
     said += [f"adds tag {key}={value}" for key, value in policy.default_tags.items()]
     said += [f"GPU types {_listed(policy.gpu_types)}"] if policy.gpu_types else []
-    said += [f"{policy.gpus_per_run} GPUs a run"] if policy.gpus_per_run is not None else []
-    said += [f"{policy.gpus_at_once} GPUs at once"] if policy.gpus_at_once is not None else []
+    said += [f"{_gpus(policy.gpus_per_run)} a run"] if policy.gpus_per_run is not None else []
+    said += [f"{_gpus(policy.gpus_at_once)} at once"] if policy.gpus_at_once is not None else []
     said += [f"{format_span(policy.max_run_s)} at a time"] if policy.max_run_s is not None else []
     said += [f"stopped after {format_span(policy.idle_s)} idle"] if policy.idle_s is not None else []
     said += [f"classes {_listed(policy.priorities)}"] if policy.priorities else []
@@ -258,6 +258,10 @@ def format_span(seconds: float) -> str:
     """Return a limit of time as people say it: days where they are whole."""
     ms = round(seconds * 1000)
     return units.format_days_ms(ms) if seconds >= 86_400 and seconds % 86_400 == 0 else units.format_duration_ms(ms)
+
+
+def _gpus(count: int) -> str:
+    return f"{count} GPU{'' if count == 1 else 's'}"
 
 
 def _smaller(one: float | None, other: float | None) -> float | None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
+
 import msgspec
 import sqlalchemy as sa
 
-from serverless_gpu.errors import InvalidValue, NotFound, UnknownGpuType
+from serverless_gpu.errors import EnvironmentMissing, InvalidValue, NotFound, UnknownGpuType
 from serverless_gpu.model import hardware
 from serverless_gpu.model.access import Reach, Resource, reach
-from serverless_gpu.model.policy import HOLDER_KINDS, Holder, UsagePolicy
+from serverless_gpu.model.policy import HOLDER_KINDS, Holder, UsagePolicy, format_span
 from serverless_gpu.model.spec import RANKS_MAX, SECONDS_MAX, TAG_CHARACTERS_MAX, TAGS_MAX
 from serverless_gpu.server import audit, dividing, identity, nodes, policies
 from serverless_gpu.server.audit import Action
@@ -26,6 +29,7 @@ NAMED_MAX = 100
 ENVIRONMENTS_MAX = 16
 """Captured environments that one policy names: each is read when a run is compared with them."""
 LEAST_S = 1.0
+_ADDRESS = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 
 def view_policies(services: Services, who: Caller, *, mine: bool = False) -> tuple[PolicyView, ...]:
@@ -66,13 +70,12 @@ def put_policy(services: Services, who: Caller, name: str, asked: UsagePolicy) -
     """Make a usage policy, or put another one in its place; runs that were submitted keep what they got.
 
     Raises:
-        InvalidValue: the name or what it says is not possible, there is no such pool, or there are too many policies.
-        EnvironmentMissing: an environment that it names is not there.
+        InvalidValue: the name or what it says is not possible, there is no such pool or environment, or there are too
+            many policies.
     """
     check_name("a policy", name)
     _check(asked)
-    for address in asked.environments:
-        services.environments.need(address)
+    _check_environments(services, asked.environments)
     at_ns = services.clock.wall_ns()
     types = tuple(dict.fromkeys(hardware.canonical(kind) for kind in asked.gpu_types))
     policy = StoredPolicy(name=name, policy=msgspec.structs.replace(asked, gpu_types=types), set_ns=at_ns)
@@ -217,8 +220,22 @@ def _check(policy: UsagePolicy) -> None:
     _check_tags(policy)
     check_range("GPUs of a run", policy.gpus_per_run, 1, RANKS_MAX)
     check_range("GPUs at once", policy.gpus_at_once, 1, RANKS_MAX)
-    check_range("the longest run, in seconds,", policy.max_run_s, LEAST_S, SECONDS_MAX)
-    check_range("idle seconds", policy.idle_s, LEAST_S, SECONDS_MAX)
+    for what, seconds in (("the longest run", policy.max_run_s), ("idle time", policy.idle_s)):
+        if seconds is not None and not LEAST_S <= seconds <= SECONDS_MAX:
+            raise InvalidValue(f"{what} can be {format_span(LEAST_S)} to {format_span(SECONDS_MAX)}")
+
+
+def _check_environments(services: Services, addresses: Iterable[str]) -> None:
+    """Refuse a policy that names an environment nobody has captured: no run could be like it."""
+    for address in addresses:
+        try:
+            if _ADDRESS.fullmatch(address):
+                services.environments.need(address)
+                continue
+        except EnvironmentMissing:
+            pass
+        hint = "`sgpu env capture` prints the address of one, 64 hex digits"
+        raise InvalidValue(f"there is no captured environment {address[:64]!r} on the server", hint=hint)
 
 
 def _check_tags(policy: UsagePolicy) -> None:

@@ -204,8 +204,11 @@ def _priority(name: str) -> Priority:
 
 
 def _required(text: str) -> tuple[str, tuple[str, ...]]:
-    key, _, values = text.partition("=")
-    return key, tuple(value for value in values.split(",") if value)
+    key, sign, values = text.partition("=")
+    accepted = tuple(value for value in values.split(",") if value)
+    if sign and not accepted:
+        _bad("require_tag", f"{text!r} accepts no value; {key!r} alone accepts any")
+    return key, accepted
 
 
 def _default(text: str) -> tuple[str, str]:
