@@ -18,7 +18,18 @@ from serverless_gpu.model.facts import Fact, FactKind
 from serverless_gpu.model.ledger import Entry, EntryKind, lines, post
 from serverless_gpu.model.pricing import Tariff
 from serverless_gpu.model.run_lifecycle import Ended, GivenUp, Started
-from serverless_gpu.server import accounts, attempts, charges, charging, counting, facts, reporting, tables, transitions
+from serverless_gpu.server import (
+    accounts,
+    attempts,
+    charges,
+    charging,
+    counting,
+    facts,
+    reporting,
+    tables,
+    transitions,
+    uncharged,
+)
 from serverless_gpu.server.accounts import Account
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.charging import Charging
@@ -122,7 +133,7 @@ def test_an_attempt_is_charged_once_when_it_is_settled(services: Services, datab
     (line,) = (entry.line for entry in entries(database, run_id))
     assert (line.gpu_ms, line.billed_ms, line.gpus) == (7_200_000, 7_200_000, 2)
     assert net(database, run_id, "queued_ms") == 2_000
-    database.write(lambda connection: attempts.charge_again(connection, run_id))
+    database.write(lambda connection: uncharged.charge_again(connection, run_id))
     charge_all(services)
     assert len(entries(database, run_id)) == 1
     assert [row["uncharged"] for row in rows(database, tables.attempts)] == [False]

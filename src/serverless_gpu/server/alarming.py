@@ -25,11 +25,12 @@ from serverless_gpu.model.budget import DAY_NS, NOTHING, Use, Window, used
 from serverless_gpu.model.days import HOUR_NS
 from serverless_gpu.model.forecasting import HOURS, HOURS_MIN, RUNS_MAX, RUNS_MIN, Alarm
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.server import accounts, attempts, audit, budgets, charges, notices, runs, transitions
+from serverless_gpu.server import accounts, audit, budgets, charges, notices, runs, transitions
 from serverless_gpu.server.attempts import StoredAttempt
 from serverless_gpu.server.audit import Action
 from serverless_gpu.server.hub import NOTICES, run_key
 from serverless_gpu.server.notices import Kind
+from serverless_gpu.server.past import latest_of_name
 from serverless_gpu.server.services import Services
 from serverless_gpu.server.spending import GoingOn, rate_of
 
@@ -197,6 +198,6 @@ class Alarms:
 
 def _earlier(connection: sa.Connection, one: GoingOn) -> tuple[list[StoredAttempt], dict[str, RunSpec]]:
     """Return earlier attempts of a name, and what their runs asked for."""
-    found = attempts.earlier(connection, one.subject.owner, one.name, limit=RUNS_MAX)
+    found = latest_of_name(connection, one.subject.owner, one.name, limit=RUNS_MAX)
     there = runs.find_many(connection, [each.run_id for each in found])
     return found, {run.id: run.spec for run in there}

@@ -13,11 +13,11 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.errors import StaleAttempt
-from serverless_gpu.model.attempt import ACTIVE, Reason, State
+from serverless_gpu.model.attempt import Reason, State
 from serverless_gpu.model.pricing import Tariff
 from serverless_gpu.model.secrets import Pinned
 from serverless_gpu.server.portions import portions
-from serverless_gpu.server.tables import attempts, nodes, runs
+from serverless_gpu.server.tables import attempts, nodes
 
 Gang = tuple[str, int]
 """Run and fence."""
@@ -121,17 +121,6 @@ class StoredAttempt(msgspec.Struct, frozen=True, kw_only=True):
         return self.given_up or (self.reason is Reason.REFUSED and state is not State.STOPPING)
 
 
-class Unposted(msgspec.Struct, frozen=True, kw_only=True):
-    """An attempt that goes on, or of which the ledger does not say all.
-
-    Attributes:
-        is_stopping: whether its run is asked to stop.
-    """
-
-    attempt: StoredAttempt
-    is_stopping: bool
-
-
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """What an attempt ended with, as JSON: `node.protocol.Stopped` and `model.receipt.Receipt`, or None."""
 
@@ -139,7 +128,6 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     receipt: str | None
 
 
-_ACTIVE = [state.value for state in ACTIVE]
 _decode_tariff = msgspec.json.Decoder(Tariff).decode
 _NAMES = [name for name in StoredAttempt.__struct_fields__ if name != "node"]
 COLUMNS: Sequence[sa.ColumnElement[typing.Any]] = [*(attempts.c[name] for name in _NAMES), nodes.c.name]
@@ -217,70 +205,12 @@ def unsettled(connection: sa.Connection) -> list[StoredAttempt]:
     return [attempt for row in connection.execute(query) if (attempt := from_row(row))]
 
 
-def spending(connection: sa.Connection) -> dict[Gang, Unposted]:
-    """Return the attempts that have not ended, or of which the ledger does not say all."""
-    is_current = sa.and_(runs.c.id == attempts.c.run_id, runs.c.fence == attempts.c.fence)
-    query = sa.select(*COLUMNS, runs.c.stop).select_from(JOINED.outerjoin(runs, is_current))
-    found: dict[Gang, Unposted] = {}
-    # Two queries, each with an index of its own: one for both would look at every attempt there ever was.
-    for which in (runs.c.state.in_(_ACTIVE), attempts.c.uncharged):
-        for row in connection.execute(query.where(which)):
-            if attempt := from_row(row):
-                found[attempt.run_id, attempt.fence] = Unposted(attempt=attempt, is_stopping=row[-1] is not None)
-    return found
-
-
-def earlier(connection: sa.Connection, owner: str, name: str, *, limit: int) -> list[StoredAttempt]:
-    """Return the last attempts of the latest runs of a name that succeeded, newest first."""
-    last = sa.and_(runs.c.id == attempts.c.run_id, runs.c.fence == attempts.c.fence)
-    query = sa.select(*COLUMNS).select_from(JOINED.join(runs, last))
-    query = query.where(runs.c.owner == owner, runs.c.name == name, runs.c.state == State.SUCCEEDED.value)
-    rows = connection.execute(query.order_by(runs.c.id.desc()).limit(limit))
-    return [attempt for row in rows if (attempt := from_row(row))]
-
-
-def due(connection: sa.Connection, *, limit: int) -> list[Gang]:
-    """Return attempts of which nothing more is awaited, and that the ledger does not say all of."""
-    query = sa.select(attempts.c.run_id, attempts.c.fence).where(
-        attempts.c.uncharged, attempts.c.settled_ns.is_not(None)
-    )
-    rows = connection.execute(query.order_by(attempts.c.run_id, attempts.c.fence).limit(limit))
-    return [(run_id, fence) for run_id, fence in rows]
-
-
-def going_on(connection: sa.Connection, *, before_ns: int) -> list[Gang]:
-    """Return attempts that were placed before a moment and of which more is awaited."""
-    query = sa.select(attempts.c.run_id, attempts.c.fence).select_from(attempts.join(runs))
-    query = query.where(runs.c.settled_ns.is_(None), attempts.c.settled_ns.is_(None), attempts.c.created_ns < before_ns)
-    return [(run_id, fence) for run_id, fence in connection.execute(query)]
-
-
-def charged(connection: sa.Connection, gangs: Sequence[Gang]) -> None:
-    """Write that the ledger says all of some attempts, as far as is known in this transaction."""
-    if gangs:
-        one = sa.and_(attempts.c.run_id == sa.bindparam("run"), attempts.c.fence == sa.bindparam("number"))
-        rows = [{"run": run_id, "number": fence} for run_id, fence in gangs]
-        connection.execute(attempts.update().where(one).values(uncharged=False), rows)
-
-
 def is_any_since(connection: sa.Connection, at_ns: int, gpu_types: Sequence[str] | None) -> bool:
     """Return whether an attempt was placed since then, on devices of one of these types; None for any."""
     query = sa.select(attempts.c.run_id).where(attempts.c.created_ns >= at_ns)
     if gpu_types is not None:
         query = query.where(attempts.c.gpu_type.in_(gpu_types))
     return connection.execute(query.limit(1)).first() is not None
-
-
-def charge_again(connection: sa.Connection, run_id: str) -> None:
-    """Have the attempts of a run looked at once more by whoever charges."""
-    connection.execute(attempts.update().where(attempts.c.run_id == run_id).values(uncharged=True))
-
-
-def asked_ns(connection: sa.Connection, run_ids: Sequence[str]) -> dict[str, int]:
-    """Return when runs were asked for: since then they waited for their first attempt."""
-    query = sa.select(runs.c.id, runs.c.created_ns)
-    found = (connection.execute(query.where(runs.c.id.in_(some))) for some in portions(list(run_ids)))
-    return {run_id: asked_ns for rows in found for run_id, asked_ns in rows}
 
 
 def receipts(connection: sa.Connection, gangs: Collection[Gang]) -> dict[Gang, str]:

@@ -9,8 +9,9 @@ import sqlalchemy as sa
 
 from serverless_gpu.model.budget import DAY_NS, NOTHING, Subject, Use
 from serverless_gpu.server import accounts, charges
-from serverless_gpu.server.attempts import Gang, Unposted
+from serverless_gpu.server.attempts import Gang
 from serverless_gpu.server.budget_book import Book
+from serverless_gpu.server.uncharged import Unposted
 
 _KNOWN_MAX = 100_000
 """Accounts that are remembered; beyond, all of them are read again."""

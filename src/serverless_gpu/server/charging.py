@@ -31,7 +31,7 @@ import sqlalchemy as sa
 from serverless_gpu import faults
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.ledger import Entry, Fact, FactKind, Line, post
-from serverless_gpu.server import accounts, attempts, charges, counting, facts, nodes, runs
+from serverless_gpu.server import accounts, attempts, charges, counting, facts, nodes, runs, uncharged
 from serverless_gpu.server.attempts import Gang, StoredAttempt
 from serverless_gpu.server.charges import DAY_NS, New, Posted, Utilisation
 from serverless_gpu.server.hub import CHARGED
@@ -116,7 +116,7 @@ class Charging:
         limit = AT_ONCE + len(self._aside)
 
         def work(connection: sa.Connection) -> tuple[list[Gang], Mapping[Gang, int]]:
-            due = [gang for gang in attempts.due(connection, limit=limit) if gang not in self._aside][:AT_ONCE]
+            due = [gang for gang in uncharged.due(connection, limit=limit) if gang not in self._aside][:AT_ONCE]
             return due, facts.counts(connection, due) if due else {}
 
         due, counts = self._services.database.read(work)
@@ -127,7 +127,7 @@ class Charging:
         services = self._services
         day = services.clock.wall_ns() // DAY_NS
         if day != self._day:
-            going_on = services.database.read(lambda connection: attempts.going_on(connection, before_ns=day * DAY_NS))
+            going_on = services.database.read(lambda connection: uncharged.going_on(connection, before_ns=day * DAY_NS))
             self._day, self._turning, self._turn_ns = day, dict.fromkeys(going_on, -1), 0
         if not self._turning or now_ns < self._turn_ns:
             return False
@@ -244,7 +244,7 @@ def charge(connection: sa.Connection, due: Mapping[Gang, Due], *, at_ns: int, fi
             _doubt(one, lines, at_ns)
     written = charges.insert(connection, new, at_ns=at_ns)
     charges.put_utilisations(connection, seen)
-    attempts.charged(connection, done)
+    uncharged.note_charged(connection, done)
     faults.reach("in_charging")
     return Charged(entries=written, failed=failed)
 
@@ -302,7 +302,7 @@ def load(connection: sa.Connection, gangs: Sequence[Gang], *, currency: str) -> 
     """Return attempts with all that their charges depend on."""
     run_ids = sorted({run_id for run_id, _ in gangs})
     tries = attempts.of_runs(connection, run_ids)
-    asked = attempts.asked_ns(connection, run_ids)
+    asked = runs.asked_ns(connection, run_ids)
     known, posted = facts.of_attempts(connection, gangs), charges.of_attempts(connection, gangs)
     receipts = attempts.receipts(connection, gangs)
     found: dict[Gang, Due] = {}

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 
 import sqlalchemy as sa
 
-from serverless_gpu.model.attempt import Reason
+from serverless_gpu.model.attempt import Reason, State
 from serverless_gpu.model.scheduling import learning
 from serverless_gpu.model.scheduling.fairness import charged
 from serverless_gpu.model.scheduling.values import Used
+from serverless_gpu.server.attempts import COLUMNS, JOINED, StoredAttempt, from_row
 from serverless_gpu.server.portions import portions
 from serverless_gpu.server.tables import attempts, runs
 
@@ -79,3 +80,12 @@ def preemptions(connection: sa.Connection, run_ids: Sequence[str]) -> dict[str, 
         theirs = query.where(attempts.c.run_id.in_(some)).group_by(attempts.c.run_id)
         counted |= {run_id: number for run_id, number in connection.execute(theirs)}
     return counted
+
+
+def latest_of_name(connection: sa.Connection, owner: str, name: str, *, limit: int) -> list[StoredAttempt]:
+    """Return the last attempts of the latest runs of a name that succeeded, newest first."""
+    last = sa.and_(runs.c.id == attempts.c.run_id, runs.c.fence == attempts.c.fence)
+    query = sa.select(*COLUMNS).select_from(JOINED.join(runs, last))
+    query = query.where(runs.c.owner == owner, runs.c.name == name, runs.c.state == State.SUCCEEDED.value)
+    rows = connection.execute(query.order_by(runs.c.id.desc()).limit(limit))
+    return [attempt for row in rows if (attempt := from_row(row))]

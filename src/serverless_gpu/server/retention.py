@@ -27,7 +27,7 @@ import sqlalchemy as sa
 from serverless_gpu import faults
 from serverless_gpu.model.days import HOUR_NS
 from serverless_gpu.model.retention import Entry, Policy, to_delete
-from serverless_gpu.server import attempts, audit, charges, events, facts, files, orders, past_runs, runs
+from serverless_gpu.server import attempts, audit, charges, events, facts, files, orders, past_runs, runs, uncharged
 from serverless_gpu.server.audit import Action
 from serverless_gpu.server.secret_keeping import remove_replaced
 from serverless_gpu.server.services import Services
@@ -137,7 +137,7 @@ def _remove_rows(connection: sa.Connection, run_id: str, *, at_ns: int) -> None:
     if run is None:
         return
     if charges.is_provisional(connection, run_id):
-        attempts.charge_again(connection, run_id)
+        uncharged.charge_again(connection, run_id)
         return
     for room in (events, files, facts, orders, attempts):
         room.remove(connection, run_id)

@@ -363,6 +363,13 @@ def find_many(connection: sa.Connection, run_ids: Sequence[str]) -> list[StoredR
     ]
 
 
+def asked_ns(connection: sa.Connection, run_ids: Sequence[str]) -> dict[str, int]:
+    """Return when runs were asked for: since then they waited for their first attempt."""
+    query = sa.select(runs.c.id, runs.c.created_ns)
+    found = (connection.execute(query.where(runs.c.id.in_(some))) for some in portions(list(run_ids)))
+    return {run_id: asked_ns for rows in found for run_id, asked_ns in rows}
+
+
 def active(connection: sa.Connection) -> list[StoredRun]:
     """Return the runs that have an attempt which has not ended."""
     query = _SELECT.where(runs.c.state.in_([state.value for state in ACTIVE]))

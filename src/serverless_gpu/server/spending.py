@@ -54,14 +54,15 @@ from serverless_gpu.model.budget import (
 from serverless_gpu.model.forecasting import FORECAST_DAYS
 from serverless_gpu.model.pricing import Tariff, rate
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.server import attempts, budgets, pools, runs
+from serverless_gpu.server import budgets, pools, runs, uncharged
 from serverless_gpu.server.accounts import Account
-from serverless_gpu.server.attempts import Gang, Unposted
+from serverless_gpu.server.attempts import Gang
 from serverless_gpu.server.budget_book import Book, Rooms, with_hold
 from serverless_gpu.server.budget_sums import Sums
 from serverless_gpu.server.lifetimes import Lifetime, Moment
 from serverless_gpu.server.liveness import Leases
 from serverless_gpu.server.runs import StoredRun
+from serverless_gpu.server.uncharged import Unposted
 
 
 class AsOf(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,7 +157,7 @@ class Spending:
                 self._standings = {}
                 return {}
             self._closed = budgets.closed(connection)
-            there = attempts.spending(connection)
+            there = uncharged.unposted(connection)
             self._ledger.read(connection, there, as_of.wall_ns)
             self._get_to_know(connection, there)
             freed = as_of.leases.freed()

@@ -21,7 +21,7 @@ from serverless_gpu.model.facts import Fact
 from serverless_gpu.model.ledger import Line
 from serverless_gpu.model.metering import SEGMENTS
 from serverless_gpu.model.usage import Amounts, Group
-from serverless_gpu.server import accounts, attempts, charges, counting, facts, nodes, runs
+from serverless_gpu.server import accounts, attempts, charges, counting, facts, nodes, runs, uncharged
 from serverless_gpu.server.accounts import Account
 from serverless_gpu.server.attempts import Gang, StoredAttempt
 from serverless_gpu.server.charges import Posted
@@ -70,7 +70,7 @@ def find(connection: sa.Connection, at: Now, *, currency: str, limit: int = LIMI
         currency: of the server, for attempts of an older one.
         limit: how many attempts, at most.
     """
-    gangs = sorted({*attempts.going_on(connection, before_ns=_EVER_NS), *attempts.due(connection, limit=limit + 1)})
+    gangs = sorted({*uncharged.going_on(connection, before_ns=_EVER_NS), *uncharged.due(connection, limit=limit + 1)})
     shown = gangs[:limit]
     tries = attempts.of_runs(connection, sorted({run_id for run_id, _ in shown}))
     found = [tries[gang] for gang in shown if gang in tries]
