@@ -348,6 +348,8 @@ def test_what_is_over_a_cap_waits_beside_the_line_and_is_told_why(services: Serv
     wait = services.sentences.wait(ids[2])
     assert wait is not None and wait.reason is WaitReason.HELD
     assert services.sentences.told(ids[2]).sentence == "usage policy 'p' allows bob 4 GPUs at once: 4 are in use"
+    asked = EstimateRequest(spec=request(resources=Resources(gpus=2, gpu_type="H100")).spec, target=LIVE)
+    assert estimating.estimate(services, BOB, asked).basis == services.sentences.told(ids[2]).sentence
     # More is allowed: the bell rings, and it starts.
     put(services, "p", gpus_at_once=6)
     scheduler.tick(clock.boottime_ns())

@@ -257,3 +257,17 @@ def test_an_estimate_says_what_is_left_of_the_budgets_it_would_count_for(databas
         in estimating.estimate(spent.services, boss, asked).budgets
     )
     assert view.cost is not None and view.cost.micros_per_hour == 3_600 * UNIT and view.policy == ""
+
+
+def test_an_estimate_says_that_a_budget_has_no_room_now_for_what_would_wait(database: Database, tmp_path: Path) -> None:
+    clock = FakeClock(wall_ns=T0)
+    spent = Spent(database, made_services(database, tmp_path, clock=clock), clock)
+    spent.set("own", kind="user", scope="alice", limit_micros=100 * UNIT, hard=True)
+    run_id = spent.submit()
+    spent.start(run_id)
+    asked = EstimateRequest(spec=RunSpec(remote=True, resources=Resources(gpus=1, gpu_type="H100")), target=TARGET)
+    view = estimating.estimate(spent.services, ALICE, asked)
+    waits = spent.submit()  # just like it
+    spent.go_on(1, run_id)
+    assert (view.at_ns, view.basis) == (None, spent.services.sentences.of(waits))
+    assert "budget 'own' has no room for it" in view.basis

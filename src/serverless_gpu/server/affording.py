@@ -2,7 +2,7 @@
 
 submit, estimate ─▶ `refuse`   a budget is used up for this period: refused, with its name and who can raise it
 estimate         ─▶ `left`     what is left, in words
-each tick        ─▶ `rooms`    what is left, counted down in the order of the queue
+each tick        ─▶ `rooms`    what is left, counted down in the order of the queue; of an estimate, of one run
 placed           ─▶ `Spending.enter`, in the same transaction
 """
 
@@ -82,17 +82,17 @@ def _subject(allowed: Allowed, who: Caller) -> Subject:
     return Subject(owner=who.name, team=spec.team or "", pool=allowed.pool, policy=spec.policy or "", tags=spec.tags)
 
 
-def rooms(connection: sa.Connection, services: Services, there: Floor, now: AsOf) -> Rooms | None:
-    """Return what budgets have left, to be counted down for one tick; None where there are no budgets.
+def rooms(connection: sa.Connection, services: Services, there: Floor) -> Rooms | None:
+    """Return what budgets had left at the last look, to be counted down for one tick; None where there are no budgets.
 
     Args:
         connection: of the transaction that reads the queue.
         services: the server's.
         there: what there is to give.
-        now: from before it read anything.
     """
-    if not services.spending.look(connection, now):
+    if not services.spending.standings():
         return None
+    at_ns, currency = services.clock.wall_ns(), services.settings.currency
     places = {(device.type, node.pool, node.hello.own_types) for node in there.nodes for device in node.hello.devices}
     gpus_max = max((len(node.hello.devices) for node in there.nodes), default=1)
     known: dict[tuple[str | None, str], list[tuple[str, Tariff]]] = {}
@@ -106,7 +106,7 @@ def rooms(connection: sa.Connection, services: Services, there: Floor, now: AsOf
                 if (matches(wanted, gpu_type, own) if wanted is not None else gpu_type != CPU) and pool in ("", there)
             } or ({(wanted, pool)} if wanted is not None else set())
             known[wanted, pool] = [
-                (gpu_type, prices.tariff(connection, gpu_type, there, now.wall_ns, now.currency))
+                (gpu_type, prices.tariff(connection, gpu_type, there, at_ns, currency))
                 for gpu_type, there in sorted(may)
             ]
         return known[wanted, pool]

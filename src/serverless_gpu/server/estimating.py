@@ -4,7 +4,7 @@
                                                                                   └▶ prices of what it may get ─▶ cost
 
 What would refuse the run refuses the question. What would keep it waiting whatever is free (the server starts nothing,
-its owner may start nothing) is the answer.
+its owner may start nothing, or has all that their policy allows; a budget has no room) is the answer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,18 @@ from serverless_gpu.ambient import new_run_id
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.scheduling.values import Estimate
 from serverless_gpu.model.spec import Command, Function, Kernel, check_command
-from serverless_gpu.server import affording, allowing, costing, draining, owners, past, runs, submitting
+from serverless_gpu.server import (
+    affording,
+    allowing,
+    costing,
+    draining,
+    floor,
+    holding_back,
+    owners,
+    past,
+    runs,
+    submitting,
+)
 from serverless_gpu.server.allowing import Allowed
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.costing import Wish
@@ -52,13 +63,15 @@ def estimate(services: Services, who: Caller, request: EstimateRequest) -> Estim
             pass
     now_ns = services.clock.wall_ns()
 
-    def work(connection: sa.Connection) -> tuple[Allowed, str, float | None]:
+    def work(connection: sa.Connection) -> tuple[Allowed, StoredRun, str, float | None]:
         allowed = allowing.allow(connection, services, request.spec, who)
         affording.refuse(connection, services, allowed, who)
-        return allowed, _held_back(connection, who), past.expected_s(connection, who.name, request.spec.name)
+        run = _imagined(who, request, allowed, now_ns)
+        held_back = _held_back(connection, services, run)
+        return allowed, run, held_back, past.expected_s(connection, who.name, request.spec.name)
 
-    allowed, held_back, expected_s = services.database.read(work)
-    asked = wanted(_imagined(who, request, allowed, now_ns), Past(expected_s=expected_s), now_ns=now_ns)
+    allowed, run, held_back, expected_s = services.database.read(work)
+    asked = wanted(run, Past(expected_s=expected_s), now_ns=now_ns)
     found = Estimate(at_ns=None, basis=held_back) if held_back else services.sentences.estimate(asked)
     wish = Wish(spec=allowed.spec, pool=allowed.pool, node=found.node, expected_s=expected_s, limit=_limit(allowed))
     currency = services.settings.currency
@@ -80,12 +93,15 @@ def _limit(allowed: Allowed) -> str:
     return f"the longest time of policy {allowed.spec.policy!r}" if allowed.policy.max_run_s is not None else "max_run"
 
 
-def _held_back(connection: sa.Connection, who: Caller) -> str:
-    """Return why no run of somebody's would start now, however much is free, or ""."""
+def _held_back(connection: sa.Connection, services: Services, run: StoredRun) -> str:
+    """Return why a run would not start now, however much is free, or ""."""
     drain = draining.find(connection)
     if drain is not None:
         return drain.sentence
-    return f"{who.name} may start no runs now" if who.name in owners.shut_out(connection, who.name) else ""
+    if run.owner in owners.shut_out(connection, run.owner):
+        return f"{run.owner} may start no runs now"
+    there = floor.load(connection, services.leases)
+    return holding_back.why_not(connection, run, affording.rooms(connection, services, there), there.freed)
 
 
 def _imagined(who: Caller, request: EstimateRequest, allowed: Allowed, now_ns: int) -> StoredRun:

@@ -2,6 +2,7 @@
 
     roster: queue, what runs ─▶ caps from `policies`, rooms of budgets ─▶ model/admitting.py ─▶ sentences by run
 
+    estimate, for one run that nobody asked for yet ─▶ `why_not`
     scheduler, in the transaction that places a run ─▶ `is_full`: what the user has by now, this run among it
 
 A run that is held back waits beside the line, and its sentence says for what. It is looked at again in each tick.
@@ -60,6 +61,19 @@ def held_back(
     return admitting.held_back(waiting, using, caps, rooms)
 
 
+def why_not(connection: sa.Connection, run: StoredRun, rooms: Rooms | None, freed: frozenset[tuple[str, int]]) -> str:
+    """Return why a run could not start now, whoever else waits, or "".
+
+    Args:
+        connection: reading is enough.
+        run: as it is stored, or as it would be.
+        rooms: what budgets have left; None where there are none.
+        freed: attempts that have given their devices back.
+    """
+    running = [(candidate(other), count) for other, count in _having(connection, run.owner, freed)]
+    return held_back(connection, [candidate(run)], running, rooms).get(run.id, "")
+
+
 def is_full(connection: sa.Connection, run: StoredRun, count: int, freed: frozenset[tuple[str, int]]) -> bool:
     """Return whether a run that is about to be placed would be over its policy's cap: others were placed before it.
 
@@ -73,9 +87,14 @@ def is_full(connection: sa.Connection, run: StoredRun, count: int, freed: frozen
     cap = None if policy is None else policies.caps(connection).get(policy)
     if cap is None:
         return False
-    used = sum(
-        other.attempt.world_size
-        for other in runs.active_of(connection, run.owner)
-        if other.spec.policy == policy and other.attempt is not None and (other.id, other.fence) not in freed
-    )
+    used = sum(count for other, count in _having(connection, run.owner, freed) if other.spec.policy == policy)
     return admitting.is_full(cap, used, count)
+
+
+def _having(
+    connection: sa.Connection, owner: str, freed: frozenset[tuple[str, int]]
+) -> Iterable[tuple[StoredRun, int]]:
+    """Return runs of somebody that have devices, and how many."""
+    for run in runs.active_of(connection, owner):
+        if run.attempt is not None and (run.id, run.fence) not in freed:
+            yield run, run.attempt.world_size

@@ -191,7 +191,8 @@ class Roster:
             return {run_id: _kept_back(entry, drain.sentence) for run_id, entry in entries.items()}
         out = {run_id for run_id, entry in entries.items() if entry.owner in shut_out}
         line = (entry.candidate for run_id, entry in entries.items() if run_id not in out and run_id not in underway)
-        rooms = affording.rooms(connection, self._services, there, as_of)
+        self._services.spending.look(connection, as_of)
+        rooms = affording.rooms(connection, self._services, there)
         if rooms is not None:
             for run_id in underway.keys() & entries.keys():
                 rooms.keep(entries[run_id].candidate)
