@@ -25,7 +25,7 @@ from serverless_gpu.loading import load
 from serverless_gpu.model.advice import Use
 from serverless_gpu.model.hardware import FAMILIES, canonical, matches
 from serverless_gpu.model.pricing import Price, tariff
-from serverless_gpu.model.receipt import Receipt
+from serverless_gpu.model.receipt import Receipt, observed
 from serverless_gpu.model.unneeded import Ran
 from serverless_gpu.node.configuration import Configuration
 from serverless_gpu.node.history import Record, read_run
@@ -267,16 +267,15 @@ def _add(past: Past, record: Record) -> bool:
 
 
 def _ran(record: Record, receipt: Receipt) -> Ran:
-    seen = [use for use in receipt.uses if use.busy_percent is not None]
-    peaks = [use.peak_memory_bytes for use in receipt.uses if use.peak_memory_bytes is not None]
+    seen = observed(receipt.uses)
     return Ran(
         owner="",
         name=record.spec.name if record.spec is not None else "",
         gpu_type=receipt.gpu_type,
         gpu_ms=receipt.gpu_ms,
-        observed_ms=sum(1000 * use.samples for use in seen),  # about one a second
-        busy_ms=sum(round(10 * use.samples * (use.busy_percent or 0)) for use in seen),
-        peak_memory_bytes=max(peaks, default=None),
+        observed_ms=seen.observed_ms,
+        busy_ms=seen.busy_ms,
+        peak_memory_bytes=seen.peak_memory_bytes,
     )
 
 

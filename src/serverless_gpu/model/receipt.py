@@ -5,7 +5,7 @@ Made by the node that ran it (`node/account.py`); what it costs is `ledger.py`'s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -62,6 +62,42 @@ class DeviceUse(msgspec.Struct, frozen=True, kw_only=True):
     peak_memory_bytes: int | None = None
     energy_joules: float | None = None
     throttled_s: float | None = None
+
+
+class Sampled(Protocol):
+    """What is looked at of a `DeviceUse`."""
+
+    @property
+    def samples(self) -> int: ...
+    @property
+    def busy_percent(self) -> float | None: ...
+    @property
+    def peak_memory_bytes(self) -> int | None: ...
+
+
+class Observed(msgspec.Struct, frozen=True, kw_only=True):
+    """What telemetry saw of all devices of an attempt.
+
+    Attributes:
+        observed_ms: GPU-milliseconds that were looked at; `busy_ms` those in which a device worked.
+        peak_memory_bytes: the most of one device; None where that is not known.
+    """
+
+    observed_ms: int = 0
+    busy_ms: int = 0
+    peak_memory_bytes: int | None = None
+
+
+def observed(uses: Iterable[Sampled]) -> Observed:
+    """Return what telemetry saw; a sample is about one second of one device."""
+    seen = list(uses)
+    busy = [(use.samples, use.busy_percent) for use in seen if use.busy_percent is not None]
+    peaks = [use.peak_memory_bytes for use in seen if use.peak_memory_bytes is not None]
+    return Observed(
+        observed_ms=1000 * sum(samples for samples, _ in busy),
+        busy_ms=sum(round(10 * samples * percent) for samples, percent in busy),
+        peak_memory_bytes=max(peaks, default=None),
+    )
 
 
 class Bill(msgspec.Struct, frozen=True, kw_only=True):

@@ -31,6 +31,7 @@ import sqlalchemy as sa
 from serverless_gpu import faults
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.ledger import Entry, Fact, FactKind, Line, post
+from serverless_gpu.model.receipt import observed
 from serverless_gpu.server import accounts, attempts, charges, counting, facts, nodes, runs, uncharged
 from serverless_gpu.server.attempts import Gang, StoredAttempt
 from serverless_gpu.server.charges import DAY_NS, New, Posted, Utilisation
@@ -284,17 +285,13 @@ def _check(lines: Sequence[Line], entries: Sequence[Entry]) -> None:
 
 
 def _utilisation(lines: Sequence[Line], uses: Sequence[_Use]) -> Utilisation:
-    """Return what telemetry saw; a sample is about one second of one device."""
-    observed_ms = sum(use.samples for use in uses if use.busy_percent is not None) * 1000
-    busy_ms = sum(round(use.samples * 10 * use.busy_percent) for use in uses if use.busy_percent is not None)
-    peaks = [use.peak_memory_bytes for use in uses if use.peak_memory_bytes is not None]
+    """Return what telemetry saw of devices that were used so."""
+    seen = observed(uses)
     return Utilisation(
         day=lines[-1].day,
         gpus=max(line.gpus for line in lines),
         gpu_ms=sum(line.gpu_ms for line in lines),
-        observed_ms=observed_ms,
-        busy_ms=min(busy_ms, observed_ms),
-        peak_memory_bytes=max(peaks, default=None),
+        **msgspec.structs.asdict(seen),
     )
 
 
