@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,10 +16,13 @@ from serverless_gpu.model.attempt import MEANINGS, Reason
 from serverless_gpu.model.facts import Fact, FactKind
 from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.model.pricing import Tariff
-from serverless_gpu.model.receipt import Receipt, Segments
+from serverless_gpu.model.receipt import Bill, Receipt, Segments
 from serverless_gpu.model.spec import RunSpec
+from serverless_gpu.node.history import read_receipt
 from serverless_gpu.node.protocol import Stopped
+from serverless_gpu.node.remote import Remote
 from serverless_gpu.node.submission import Submission
+from serverless_gpu.node.uplink import unattended
 from serverless_gpu.testing import FakeClock
 
 GPUS = ("GPU-1", "GPU-2")
@@ -69,7 +73,7 @@ class Attempt:
         said = Stopped(state=MEANINGS[reason].state, reason=reason, cause=None, consequences=())
         (self.directory / "stopped.json").write_bytes(msgspec.json.encode(said))
 
-    def receipt(self, *, gpu_ms: int, micros: int | None) -> None:
+    def receipt(self, *, gpu_ms: int, micros: int | None, **more: Any) -> None:
         """Write its account."""
         made = Receipt(
             run_id=self.directory.parent.name,
@@ -92,6 +96,7 @@ class Attempt:
             facts=5,
             world_size=2,
         )
+        made = msgspec.structs.replace(made, **more)
         (self.directory / "receipt.json").write_bytes(msgspec.json.encode(made))
 
 
@@ -169,6 +174,34 @@ def test_without_facts_the_receipt_stands(run: Path, clock: FakeClock) -> None:
     Attempt(run, clock).receipt(gpu_ms=9, micros=None)
     cost = cost_here(run, clock)
     assert (cost.micros, cost.gpu_ms, cost.unpriced_ms) == (None, 9, 9)
+
+
+def test_without_facts_what_the_receipt_says_of_its_bill_stands(run: Path, clock: FakeClock) -> None:
+    Attempt(run, clock).receipt(gpu_ms=9, micros=0, bill=Bill(billed_ms=4, dbu_micros=3, unbilled="it was lost"))
+    cost = cost_here(run, clock)
+    assert (cost.gpu_ms, cost.billed_ms, cost.dbu_micros, cost.idle_ms) == (9, 4, 3, 0)
+    assert "not billed" in cost.rows()
+    Attempt(run, clock).receipt(gpu_ms=9, micros=0, runs=2, segments=Segments())
+    assert cost_here(run, clock).idle_ms == 9
+
+
+def test_a_receipt_that_is_made_afterwards_has_the_price_of_the_launch(run: Path, clock: FakeClock) -> None:
+    """An older server says no tariff, and the node's own prices hold."""
+    attempt = Attempt(run, clock)
+    attempt.facts((K.RESERVED, 0), (K.EXEC, 1_000), (K.ALIVE, 1_500))
+    remote = Remote(
+        run_id=run.name,
+        fence=1,
+        profile="",
+        token="t",
+        gpu_type="H100",
+        world_size=2,
+        partition_grace_s=1.0,
+    )
+    unattended.settle(attempt.directory, remote, "", clock)
+    receipt = read_receipt(attempt.directory)
+    assert receipt is not None and receipt.micros == cost_here(run, clock).micros == 0
+    assert receipt.bill is not None and not receipt.bill.billed_ms  # its supervisor was lost: nobody pays
 
 
 def test_what_never_got_devices_used_nothing(run: Path, tmp_path: Path, clock: FakeClock) -> None:

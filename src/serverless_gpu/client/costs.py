@@ -22,7 +22,7 @@ from serverless_gpu.model.cost import Cost, Used, together
 from serverless_gpu.model.facts import Fact, FactKind
 from serverless_gpu.model.ledger import Line, priced
 from serverless_gpu.model.pricing import UNPRICED
-from serverless_gpu.model.receipt import Receipt
+from serverless_gpu.model.receipt import Bill, Receipt
 from serverless_gpu.node.history import first_facts, is_live, meter_of, read_ending, read_price, read_receipt
 
 _MS_NS = 1_000_000
@@ -86,7 +86,8 @@ def _waited_ms(directory: Path, facts: list[Fact], receipt: Receipt | None) -> i
 
 def _by_receipt(receipt: Receipt) -> Used:
     """Return what an attempt used, by its account: where facts are not there, or what it pays is not."""
-    whole = Line(day=0, start_ns=0, end_ns=0, gpus=len(receipt.gpus), gpu_ms=receipt.gpu_ms, billed_ms=receipt.gpu_ms)
+    bill = receipt.bill or Bill(billed_ms=receipt.gpu_ms)
+    whole = Line(day=0, start_ns=0, end_ns=0, gpus=len(receipt.gpus), gpu_ms=receipt.gpu_ms, billed_ms=bill.billed_ms)
     parts = receipt.segments
     return Used(
         lines=(
@@ -97,7 +98,11 @@ def _by_receipt(receipt: Receipt) -> Used:
                 run_ms=(parts.run_ms or 0) * whole.gpus,
                 stop_ms=(parts.stop_ms or 0) * whole.gpus,
                 gate_ms=(parts.gate_ms or 0) * whole.gpus,
+                idle_ms=receipt.gpu_ms if receipt.runs is not None else 0,
+                core_ms=bill.core_ms,
+                memory_mib_ms=bill.memory_mib_ms,
                 micros=receipt.micros,
+                dbu_micros=bill.dbu_micros,
             ),
         ),
         currency=receipt.currency,

@@ -38,7 +38,7 @@ class Remote(msgspec.Struct, frozen=True, kw_only=True):
         token: the attempt's own.
         partition_grace_s: how long it may go on without an answer of the server.
         owner: the principal whose run it is.
-        tariff: what it pays, where the server said so.
+        tariff: what it pays, where the server said so; once it is launched, its own directory says what it pays.
     """
 
     run_id: str

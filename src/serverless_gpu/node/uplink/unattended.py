@@ -22,7 +22,7 @@ from serverless_gpu.model.receipt import Receipt, Segments
 from serverless_gpu.node import protocol
 from serverless_gpu.node.account import reckon, write_json
 from serverless_gpu.node.flocks import held_note
-from serverless_gpu.node.history import first_facts, meter_of, read_ending, read_receipt, spec_of
+from serverless_gpu.node.history import first_facts, meter_of, read_ending, read_price, read_receipt, spec_of
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.locks import MACHINE_DIRECTORIES, Holder
 from serverless_gpu.node.remote import Remote
@@ -93,7 +93,9 @@ def _receipt(directory: Path, remote: Remote, stopped: protocol.Stopped, facts: 
     gpus = tuple(dict.fromkeys(uuid for fact in facts for uuid in fact.gpus))
     unknown = "not known: the run's supervisor ended before it could look"
     meter, count = meter_of(directory)
-    gpu_ms, micros, bill = reckon(meter, remote.tariff, stopped.reason)
+    _, launched = read_price(directory)
+    tariff = launched or remote.tariff
+    gpu_ms, micros, bill = reckon(meter, tariff, stopped.reason)
     spec = spec_of(directory)
     return Receipt(
         run_id=remote.run_id,
@@ -106,7 +108,7 @@ def _receipt(directory: Path, remote: Remote, stopped: protocol.Stopped, facts: 
         segments=Segments(),
         gpu_ms=gpu_ms,
         micros=micros,
-        currency=remote.tariff.currency,
+        currency=tariff.currency,
         peak_memory_bytes=None,
         warm=False,
         warm_reason="not known",
