@@ -87,6 +87,15 @@ def test_a_price_is_planned_replaced_and_withdrawn(services: Services, database:
         pricing.end_price(services, WHO, "H100", until_ns=T0 + 2 * HOUR)
 
 
+def test_a_book_that_is_full_can_still_be_corrected(services: Services, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pricing, "PRICES_MAX", 1)
+    put(services, micros=1)
+    put(services, micros=2)
+    assert [row.micros_per_hour for row in pricing.view_prices(services).prices] == [2]
+    with pytest.raises(InvalidValue, match="takes no more"):
+        put(services, "A10")
+
+
 def test_the_past_is_refused_once_something_was_placed_that_could_have_paid(
     services: Services, database: Database, clock: FakeClock
 ) -> None:
@@ -195,6 +204,8 @@ def test_prices_are_set_listed_and_ended_by_command(server: Served, said: Said) 
     ]
     assert [line.rsplit("  ", 1)[1].strip() for line in lines[1:3]] == ["in force", "planned"]
     assert '"is_known"' in said("price", "end", "H1000", "--json")
+    ends = said("price", "end", "memory", "--at", "2096-12-01").splitlines()
+    assert ends[0].startswith("ends 2096-12-01T00:00:00Z: memory: 0.005 USD for one GiB for one hour, since ")
     ended = said("price", "end", "H100").splitlines()
     assert ended[0].startswith("ended: H100: 3.49") and ended[1].startswith("withdrawn: H100: 2.99")
     assert "2.99" not in said("price", "list", "--all")
@@ -204,7 +215,9 @@ def test_prices_are_set_listed_and_ended_by_command(server: Served, said: Said) 
     ("arguments", "why"),
     [
         (("H100",), "how much?"),
-        (("H100", "1", "--dbu-per-gpu-hour", "1"), "how much?"),
+        (("H100", "1", "--dbu-per-gpu-hour", "1"), "two prices"),
+        (("H100", "1", "--dbu-per-gpu-hour", "1", "--usd-per-dbu", "1"), "two prices"),
+        (("H100", "1000000"), "not an amount from 0 to 100,000"),
         (("H100", "--dbu-per-gpu-hour", "1"), "how much?"),
         (("H100", "NaN"), "not an amount"),
         (("H100", "dear"), "not a number"),

@@ -64,8 +64,6 @@ def set_price(services: Services, who: Caller, resource: str, asked: PriceReques
             dividing.find_pool(connection, asked.pool)
         _refuse_past(connection, name, from_ns, at_ns)
         own = prices.of(connection, name, asked.pool)
-        if prices.count(connection) >= PRICES_MAX:
-            raise InvalidValue(f"the price book has {PRICES_MAX} rows, and takes no more")
         replaced = [one for one in own if one.price.from_ns == from_ns]
         ended = [one for one in own if _is_before(one, from_ns)]
         later = min((one.price.from_ns for one in own if one.price.from_ns > from_ns), default=None)
@@ -78,6 +76,8 @@ def set_price(services: Services, who: Caller, resource: str, asked: PriceReques
             until_ns=later,
         )
         _take_back(connection, replaced)
+        if prices.count(connection) >= PRICES_MAX:
+            raise InvalidValue(f"the price book has {PRICES_MAX} rows, and takes no more")
         _end(connection, ended, from_ns)
         prices.insert(connection, price, at_ns=at_ns)
         check_book([one.price for one in prices.of(connection, name, asked.pool)])

@@ -13,7 +13,7 @@ from serverless_gpu.cli.output import print_json, say
 from serverless_gpu.cli.server import usage_files
 from serverless_gpu.cli.server.reaching import server
 from serverless_gpu.units import MICROS_PER_UNIT
-from serverless_gpu.wire.prices import PriceList, PriceRequest, PriceSet, PriceView
+from serverless_gpu.wire.prices import MICROS_MAX, PriceList, PriceRequest, PriceSet, PriceView
 from serverless_gpu.wire.usage import ListPrices
 
 _UNITS = {"core": "core", "memory": "GiB"}
@@ -69,12 +69,15 @@ def set_price(
     ends there. A price of a family (H100) holds for its members that have none of their own.
     """
     dbu_per_gpu_hour, usd_per_dbu = dbu["dbu_per_gpu_hour"], dbu["usd_per_dbu"]
-    if (amount is None) == (dbu_per_gpu_hour is None) or (dbu_per_gpu_hour is None) != (usd_per_dbu is None):
+    made = (dbu_per_gpu_hour, usd_per_dbu)
+    if amount is not None and made != (None, None):
+        raise click.UsageError("two prices: say an AMOUNT for one hour, or --dbu-per-gpu-hour and --usd-per-dbu")
+    if amount is None and None in made:
         raise click.UsageError("how much? an AMOUNT for one hour, or --dbu-per-gpu-hour and --usd-per-dbu")
     asked = PriceRequest(
-        micros_per_hour=None if amount is None else micros("AMOUNT", amount),
-        dbu_micros_per_hour=None if dbu_per_gpu_hour is None else micros("--dbu-per-gpu-hour", dbu_per_gpu_hour),
-        micros_per_dbu=None if usd_per_dbu is None else micros("--usd-per-dbu", usd_per_dbu),
+        micros_per_hour=_micros("AMOUNT", amount),
+        dbu_micros_per_hour=_micros("--dbu-per-gpu-hour", dbu_per_gpu_hour),
+        micros_per_dbu=_micros("--usd-per-dbu", usd_per_dbu),
         pool=pool,
         from_ns=None if since is None else moment_ns("--from", since),
     )
@@ -91,14 +94,19 @@ def set_price(
 def end_price(resource: str, pool: str, until: str | None, as_json: bool) -> None:
     """End a price; what is placed from then on has that of every pool, or none. Prices planned for later go, too."""
     query = {"pool": pool} if pool else {}
-    if until is not None:
-        query["at_ns"] = str(moment_ns("--at", until))
+    until_ns = None if until is None else moment_ns("--at", until)
+    if until_ns is not None:
+        query["at_ns"] = str(until_ns)
     with server() as connection:
         done = connection.ask("DELETE", f"/prices/{quote(resource, safe='')}", answer=PriceSet, query=query)
-    _say(done, as_json=as_json)
+    _say(done, as_json=as_json, until_ns=until_ns)
 
 
-def _say(done: PriceSet, *, as_json: bool) -> None:
+def _micros(option: str, text: str | None) -> int | None:
+    return None if text is None else micros(option, text, most=MICROS_MAX // MICROS_PER_UNIT)
+
+
+def _say(done: PriceSet, *, as_json: bool, until_ns: int | None = None) -> None:
     if as_json:
         print_json(done)
         return
@@ -109,6 +117,12 @@ def _say(done: PriceSet, *, as_json: bool) -> None:
             say(f"note: neither the catalogue nor a node has a GPU named {done.price.resource}")
     for each in done.ended:
         verb = "before it" if done.price is not None else "ended"
+        if until_ns is not None:
+            verb = (
+                f"ends {format_utc(until_ns)}"
+                if until_ns > SystemClock().wall_ns()
+                else f"ended {format_utc(until_ns)}"
+            )
         say(f"{verb}: {_text(each, done.currency)}, since {format_utc(each.from_ns)}")
     for each in done.withdrawn:
         say(f"withdrawn: {_text(each, done.currency)}, which was planned from {format_utc(each.from_ns)}")
