@@ -25,7 +25,6 @@ from serverless_gpu.server import (
     events,
     facts,
     files,
-    keeping_within,
     liveness,
     logs,
     orders,
@@ -241,11 +240,6 @@ def _caps_are_for_show() -> AbstractContextManager[Any]:
     return mock.patch.object(policies, "caps", lambda connection: {})
 
 
-def _a_hard_budget_stops_nobody() -> AbstractContextManager[Any]:
-    """Budgets are looked at, and who has to stop is not asked to."""
-    return mock.patch.object(keeping_within.Keeper, "_stop", lambda *_: None)
-
-
 class _Both:
     def __init__(self, *managers: AbstractContextManager[Any]) -> None:
         self._managers = managers
@@ -284,7 +278,6 @@ BUGS: dict[str, Planted] = {
     "the last day is lost": _the_last_day_is_lost,
     "late facts are free": _late_facts_are_free,
     "caps are for show": _caps_are_for_show,
-    "a hard budget stops nobody": _a_hard_budget_stops_nobody,
 }
 FOUND_AS: dict[str, str] = {
     "late reports count": "I6",
@@ -307,6 +300,5 @@ FOUND_AS: dict[str, str] = {
     "the last day is lost": "I7",
     "late facts are free": "I7",
     "caps are for show": "caps",
-    "a hard budget stops nobody": "I12",
 }
 """Bug → the invariant that finds it."""

@@ -9,12 +9,13 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from serverless_gpu.model.attempt import State
 from serverless_gpu.model.budget import Period
-from serverless_gpu.server import budgeting, pricing
+from serverless_gpu.server import budgeting, keeping_within, pricing
 from serverless_gpu.server.services import Services
 from serverless_gpu.wire.agents import Start
 from serverless_gpu.wire.budgets import BudgetRequest
@@ -25,7 +26,7 @@ from tests.simulation.spending import OPERATOR
 from tests.simulation.steps import DO
 from tests.simulation.supervisor import Work
 from tests.simulation.timeline import EPOCH_S, S
-from tests.simulation.world import World
+from tests.simulation.world import Failed, World
 
 pytestmark = pytest.mark.slow
 GRACE_S = 12.0
@@ -90,6 +91,13 @@ def test_F71_a_hard_budget_is_not_overspent_while_everybody_talks(tmp_path: Path
     world = played(tmp_path, *[(0.5, "submit a long run")] * 3, (200.0, "wait"), budget=limit(200))
     assert State.BUDGET_STOPPED in ends(world)
     assert 200 / 2 < sum(spent(world, "run_id").values()) <= 200
+
+
+def test_a_hard_budget_that_stops_nobody_is_found(tmp_path: Path) -> None:
+    nobody = mock.patch.object(keeping_within.Keeper, "_stop", lambda *_: None)
+    with nobody, pytest.raises(Failed) as failed:
+        played(tmp_path, (0.5, "submit a long run"), (300.0, "wait"), budget=limit(100), run_s=300.0)
+    assert "I12" in failed.value.invariants
 
 
 def test_F71_a_node_that_is_cut_off_overspends_no_more_than_its_grace(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from serverless_gpu.engines.base import EngineNode
 from serverless_gpu.engines.simulated import Reservations, SimulatedEngine
 from serverless_gpu.model.attempt import TERMINAL
 from serverless_gpu.model.hardware import parse_fake
-from serverless_gpu.server import chaining, retention, self_check, tables
+from serverless_gpu.server import chaining, retention, tables
 from serverless_gpu.server.audit import Action
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.invariants import History, Stretch
@@ -294,7 +294,6 @@ class World:
             mock.patch.object(retention, "FIRST_S", 20.0),
             mock.patch.object(retention, "EVERY_S", 20.0),
             mock.patch.object(chaining, "EVERY_S", 5.0),
-            mock.patch.object(self_check, "ROUND_S", self_check.EVERY_S),
             caps.watched(self.wrong),
         ):
             try:
@@ -313,7 +312,7 @@ class _Listening(logging.Handler):
         self._world = world
 
     def emit(self, record: logging.LogRecord) -> None:
-        if isinstance(record.args, tuple) and isinstance(record.args[0], Violation):
+        if isinstance(record.args, tuple) and record.args and isinstance(record.args[0], Violation):
             self._world.wrong.append(str(record.args[0]))
             return
         text = record.getMessage()
