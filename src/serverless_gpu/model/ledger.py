@@ -71,11 +71,11 @@ def charge(facts: Iterable[Fact], *, gpu_type: str, tariff: Tariff = UNPRICED, i
         InvalidValue: the facts are of several attempts, or two different ones carry the same number.
     """
     ordered = distinct(facts)
-    whole = charged(lines(ordered, tariff, is_billed=is_billed), tariff)
+    whole = sum_of(lines(ordered, tariff, is_billed=is_billed), tariff)
     return msgspec.structs.replace(whole, attempt=ordered[0].attempt if ordered else "", gpu_type=gpu_type)
 
 
-def charged(days: Sequence[Line], tariff: Tariff) -> Charge:
+def sum_of(days: Sequence[Line], tariff: Tariff) -> Charge:
     """Return the sum of the lines of one attempt.
 
     Args:

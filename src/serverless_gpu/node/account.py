@@ -18,7 +18,7 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.model.attempt import MEANINGS, Attempt, Phase, Reason
 from serverless_gpu.model.facts import Fact, FactKind
 from serverless_gpu.model.hardware import Device, DeviceKind
-from serverless_gpu.model.ledger import charged, priced
+from serverless_gpu.model.ledger import priced, sum_of
 from serverless_gpu.model.lifecycle import ASKED
 from serverless_gpu.model.metering import Meter
 from serverless_gpu.model.pricing import Tariff
@@ -242,7 +242,7 @@ def reckon(meter: Meter, tariff: Tariff, reason: Reason | None) -> tuple[int, in
         reason: why it ended.
     """
     is_billed = reason is None or MEANINGS[reason].is_billed
-    whole = charged(priced(meter.used(), tariff, is_billed=is_billed), tariff)
+    whole = sum_of(priced(meter.used(), tariff, is_billed=is_billed), tariff)
     unbilled = ""
     if whole.gpu_ms and not is_billed and reason is not None:
         unbilled = MEANINGS[reason].sentence

@@ -36,7 +36,7 @@ _decode_fact = msgspec.json.Decoder(Fact).decode
 _decode_parts = msgspec.json.Decoder(tuple[str, ...]).decode
 
 
-class Charged(msgspec.Struct, frozen=True):
+class SeenReceipt(msgspec.Struct, frozen=True):
     """What is read here of a receipt (`model.receipt.Receipt`)."""
 
     gpu_ms: int | None = None
@@ -89,7 +89,7 @@ class Booked(msgspec.Struct, frozen=True, kw_only=True):
     orders: tuple[BookedOrder, ...] = ()
     facts: Mapping[int, tuple[Fact, ...]] = {}
     unread: frozenset[int] = frozenset()
-    receipts: Mapping[int, Charged] = {}
+    receipts: Mapping[int, SeenReceipt] = {}
     charges: Mapping[int, tuple[Posted, ...]] = {}
     results: Mapping[int, Results] = {}
     actions: Mapping[str, int] = {}
@@ -190,17 +190,17 @@ def _events(connection: sa.Connection, ids: Sequence[str]) -> dict[str, list[Sto
 
 def _attempts(
     connection: sa.Connection, ids: Sequence[str]
-) -> tuple[dict[str, list[StoredAttempt]], dict[Gang, Charged]]:
+) -> tuple[dict[str, list[StoredAttempt]], dict[Gang, SeenReceipt]]:
     query = sa.select(*COLUMNS, attempts.c.receipt_json).select_from(JOINED).where(attempts.c.run_id.in_(ids))
     found: list[StoredAttempt] = []
-    receipts: dict[Gang, Charged] = {}
+    receipts: dict[Gang, SeenReceipt] = {}
     for row in connection.execute(query.order_by(attempts.c.run_id, attempts.c.fence)):
         attempt = from_row(row)
         if attempt is None:
             continue
         found.append(attempt)
         if row.receipt_json is not None:
-            receipts[attempt.run_id, attempt.fence] = _charged(row.receipt_json)
+            receipts[attempt.run_id, attempt.fence] = _seen(row.receipt_json)
     return _grouped((attempt.run_id, attempt) for attempt in found), receipts
 
 
@@ -211,11 +211,11 @@ def _charges(connection: sa.Connection, ids: Sequence[str]) -> dict[Gang, tuple[
     return found
 
 
-def _charged(text: str) -> Charged:
+def _seen(text: str) -> SeenReceipt:
     try:
-        return msgspec.json.decode(text, type=Charged)
+        return msgspec.json.decode(text, type=SeenReceipt)
     except (msgspec.DecodeError, RecursionError):  # of another version: its node knows what it means
-        return Charged()
+        return SeenReceipt()
 
 
 def _orders(connection: sa.Connection, ids: Sequence[str]) -> dict[str, list[BookedOrder]]:

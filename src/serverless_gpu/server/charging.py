@@ -69,7 +69,7 @@ class _Seen(msgspec.Struct, frozen=True):
     uses: Annotated[tuple[_Use, ...], msgspec.Meta(max_length=10_000)] = ()
 
 
-class Charged(msgspec.Struct, frozen=True, kw_only=True):
+class ChargeOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """What came of a transaction.
 
     Attributes:
@@ -152,7 +152,7 @@ class Charging:
         at_ns = services.clock.wall_ns()
         final_before_ns = at_ns - round(services.settings.retention_s * 1e9)
 
-        def work(connection: sa.Connection) -> tuple[Charged, frozenset[Gang]]:
+        def work(connection: sa.Connection) -> tuple[ChargeOutcome, frozenset[Gang]]:
             found = load(connection, gangs, currency=services.settings.currency)
             charged = charge(connection, found, at_ns=at_ns, final_before_ns=final_before_ns)
             return charged, frozenset(gang for gang in gangs if gang not in found or found[gang].is_past(at_ns))
@@ -205,7 +205,7 @@ class Due(msgspec.Struct, frozen=True, kw_only=True):
         return is_whole or (self.attempt.ended_ns is not None and self.attempt.ended_ns < before_ns)
 
 
-def charge(connection: sa.Connection, due: Mapping[Gang, Due], *, at_ns: int, final_before_ns: int) -> Charged:
+def charge(connection: sa.Connection, due: Mapping[Gang, Due], *, at_ns: int, final_before_ns: int) -> ChargeOutcome:
     """Write what the ledger does not say yet of attempts.
 
     Args:
@@ -247,7 +247,7 @@ def charge(connection: sa.Connection, due: Mapping[Gang, Due], *, at_ns: int, fi
     charges.put_utilisations(connection, seen)
     uncharged.note_charged(connection, done)
     faults.reach("in_charging")
-    return Charged(entries=written, failed=failed)
+    return ChargeOutcome(entries=written, failed=failed)
 
 
 def _doubt(one: Due, lines: Sequence[Line], at_ns: int) -> None:

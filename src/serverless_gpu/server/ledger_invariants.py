@@ -17,10 +17,10 @@ import msgspec
 
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.attempt import Reason
-from serverless_gpu.model.ledger import EntryKind, Fact, FactKind, Line, charge, charged, reversed_line, standing
+from serverless_gpu.model.ledger import EntryKind, Fact, FactKind, Line, charge, reversed_line, standing, sum_of
 from serverless_gpu.server import counting
 from serverless_gpu.server.attempts import StoredAttempt
-from serverless_gpu.server.books import Booked, Charged
+from serverless_gpu.server.books import Booked, SeenReceipt
 from serverless_gpu.server.charges import Posted
 from serverless_gpu.server.violations import Violation, of_run
 
@@ -106,12 +106,12 @@ def _charged(attempt: StoredAttempt, own: Sequence[Fact], posted: Sequence[Poste
     if (is_whole or (own[-1:] and own[-1].kind is FactKind.FREED)) and any(entry.provisional for entry in stands):
         yield f"attempt {attempt.fence} has said everything, and is charged provisionally"
     if receipt is not None and is_whole and _is_alike(attempt, receipt):
-        micros = charged(wanted, attempt.tariff).micros
+        micros = sum_of(wanted, attempt.tariff).micros
         if micros != receipt.micros:
             yield f"the receipt of attempt {attempt.fence} says {receipt.micros} micros, and the ledger {micros}"
 
 
-def _is_alike(attempt: StoredAttempt, receipt: Charged) -> bool:
+def _is_alike(attempt: StoredAttempt, receipt: SeenReceipt) -> bool:
     """Return whether a receipt can be compared: of a node that knows the tariff, for an end that the server knows so.
 
     One that was given up and has come to its own end has two ends, and the server's counts.

@@ -22,7 +22,7 @@ from serverless_gpu.server.accounts import Account
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.prices import StoredPrice
 from serverless_gpu.server.services import Services
-from serverless_gpu.server.usage_going import Going, GoingOn
+from serverless_gpu.server.usage_going import UnpostedDay, UnpostedDays
 from serverless_gpu.server.usage_rows import Asked
 from serverless_gpu.server.usage_sums import Found, Wanted
 from serverless_gpu.wire.demand import DemandPage, DemandRow
@@ -46,7 +46,7 @@ def view_usage(services: Services, who: Caller, reach: str, wanted: Wanted) -> U
     wanted = msgspec.structs.replace(wanted, seen_by=seen_by, teams=teams)
     at = counting.now(services)
 
-    def work(connection: sa.Connection) -> tuple[Found, GoingOn]:
+    def work(connection: sa.Connection) -> tuple[Found, UnpostedDays]:
         return usage_sums.find(connection, wanted), usage_going.find(
             connection, at, currency=services.settings.currency
         )
@@ -130,10 +130,12 @@ def view_demand(services: Services, who: Caller, reach: str, asked: Asked, *, af
     may_see = usage_rows.visible(*_limits(who, reach))
     at = counting.now(services)
 
-    def work(connection: sa.Connection) -> tuple[list[tuple[int, DemandRow]], GoingOn]:
+    def work(connection: sa.Connection) -> tuple[list[tuple[int, DemandRow]], UnpostedDays]:
         rows = usage_rows.demand(connection, asked, may_see, after=after, limit=limit + 1)
         is_last = len(rows) <= limit
-        return rows, usage_going.find(connection, at, currency=services.settings.currency) if is_last else GoingOn()
+        return rows, usage_going.find(
+            connection, at, currency=services.settings.currency
+        ) if is_last else UnpostedDays()
 
     rows, going = services.database.read(work)
     if len(rows) > limit:
@@ -188,20 +190,20 @@ def _may_see(account: Account, who: Caller, reach: str) -> bool:
     return covers(reach, name=who.name, teams=who.teams, owner=account.owner, team=account.team)
 
 
-def _is_wanted(one: Going, wanted: Wanted, who: Caller, reach: str) -> bool:
+def _is_wanted(one: UnpostedDay, wanted: Wanted, who: Caller, reach: str) -> bool:
     if not wanted.window.from_day <= one.line.day < wanted.window.until_day or not _may_see(one.account, who, reach):
         return False
     fields = tuple(wanted.where)
     return usage.key_of(fields, one.account, run_id=one.run_id, day=one.line.day) == tuple(wanted.where.values())
 
 
-def _is_demanded(one: Going, asked: Asked, who: Caller, reach: str) -> bool:
+def _is_demanded(one: UnpostedDay, asked: Asked, who: Caller, reach: str) -> bool:
     named = all(getattr(asked, name) in ("", getattr(one.account, name)) for name in ("team", "pool", "gpu_type"))
     is_then = one.line.end_ns > asked.from_ns and one.line.start_ns < asked.to_ns
     return named and is_then and _may_see(one.account, who, reach)
 
 
-def _demand(one: Going) -> DemandRow:
+def _demand(one: UnpostedDay) -> DemandRow:
     line, account = one.line, one.account
     return DemandRow(
         run_id=one.run_id,

@@ -32,7 +32,7 @@ _EVER_NS = 1 << 62
 _NUMBERS = (*SEGMENTS, "gpu_ms", "billed_ms", "core_ms", "memory_mib_ms", "dbu_micros")
 
 
-class Going(msgspec.Struct, frozen=True, kw_only=True):
+class UnpostedDay(msgspec.Struct, frozen=True, kw_only=True):
     """What an attempt used on a day, as far as the ledger does not say so.
 
     Attributes:
@@ -48,7 +48,7 @@ class Going(msgspec.Struct, frozen=True, kw_only=True):
     is_posted: bool
 
 
-class GoingOn(msgspec.Struct, frozen=True, kw_only=True):
+class UnpostedDays(msgspec.Struct, frozen=True, kw_only=True):
     """All that is not in the ledger yet.
 
     Attributes:
@@ -56,12 +56,12 @@ class GoingOn(msgspec.Struct, frozen=True, kw_only=True):
         is_cut: whether there are more.
     """
 
-    lines: tuple[Going, ...] = ()
+    lines: tuple[UnpostedDay, ...] = ()
     attempts: int = 0
     is_cut: bool = False
 
 
-def find(connection: sa.Connection, at: Now, *, currency: str, limit: int = LIMIT) -> GoingOn:
+def find(connection: sa.Connection, at: Now, *, currency: str, limit: int = LIMIT) -> UnpostedDays:
     """Return what the ledger does not say yet.
 
     Args:
@@ -76,16 +76,16 @@ def find(connection: sa.Connection, at: Now, *, currency: str, limit: int = LIMI
     found = [tries[gang] for gang in shown if gang in tries]
     known = accounts.find_many(connection, [one.account_id for one in found if one.account_id is not None])
     posted, told = charges.of_attempts(connection, shown), facts.ends_of_attempts(connection, shown)
-    lines: list[Going] = []
+    lines: list[UnpostedDay] = []
     for attempt in found:
         gang = attempt.run_id, attempt.fence
         account = known.get(attempt.account_id or 0) or _counted_as(connection, attempt, currency)
         if account is not None:
             lines += _lines(attempt, account, posted[gang], told[gang], at)
-    return GoingOn(lines=_first_counted(lines, posted), attempts=len(shown), is_cut=len(gangs) > limit)
+    return UnpostedDays(lines=_first_counted(lines, posted), attempts=len(shown), is_cut=len(gangs) > limit)
 
 
-def groups(lines: Iterable[Going], by: Sequence[str]) -> list[Group]:
+def groups(lines: Iterable[UnpostedDay], by: Sequence[str]) -> list[Group]:
     """Return what goes on as groups of a report; days of which the ledger says all are in none."""
     return usage.together(
         Group(
@@ -108,7 +108,7 @@ def _counted_as(connection: sa.Connection, attempt: StoredAttempt, currency: str
 
 def _lines(
     attempt: StoredAttempt, account: Account, posted: Sequence[Posted], told: Sequence[Fact], at: Now
-) -> list[Going]:
+) -> list[UnpostedDay]:
     try:
         lines = counting.so_far(attempt, told, at)
     except InvalidValue:
@@ -117,7 +117,7 @@ def _lines(
     for one in posted:
         there[one.entry.line.day].append(one.entry.line)
     return [
-        Going(
+        UnpostedDay(
             run_id=attempt.run_id,
             fence=attempt.fence,
             account=account,
@@ -139,7 +139,7 @@ def _less(line: Line, posted: Sequence[Line]) -> Amounts:
     return Amounts(**numbers, micros=micros, unpriced_ms=unpriced, going_ms=numbers["gpu_ms"])
 
 
-def _first_counted(lines: Sequence[Going], posted: Mapping[Gang, Sequence[Posted]]) -> tuple[Going, ...]:
+def _first_counted(lines: Sequence[UnpostedDay], posted: Mapping[Gang, Sequence[Posted]]) -> tuple[UnpostedDay, ...]:
     """Return lines in which a run of that the ledger says nothing is counted once, where it began."""
     counted = {run_id for (run_id, fence), entries in posted.items() if entries or fence > 1}
     found = []
