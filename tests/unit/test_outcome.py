@@ -102,7 +102,7 @@ ENDINGS: dict[str, tuple[Stopped, type[RunError], str]] = {
         "the run reached its time limit of 90 s (ranks are asked to end one grace before it)",
     ),
     "cancelled": (stopped(Reason.CANCELLED, cause=False), RunCancelled, "the run was cancelled"),
-    "F71 budget": (stopped(Reason.BUDGET, cause=False), BudgetExhausted, "the run's budget is used up"),
+    "F71 budget": (stopped(Reason.BUDGET, cause=False), BudgetExhausted, "the run was stopped for its budget"),
     "supervisor": (
         stopped(Reason.SUPERVISOR_LOST, cause=False),
         NodeLost,

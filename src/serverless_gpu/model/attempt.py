@@ -170,7 +170,7 @@ MEANINGS: Mapping[Reason, Meaning] = {
     ),
     Reason.CANCELLED: Meaning(State.CANCELLED, False, True, "the run was cancelled"),
     Reason.TIMEOUT: Meaning(State.TIMED_OUT, False, True, "the run reached its time limit"),
-    Reason.BUDGET: Meaning(State.BUDGET_STOPPED, False, True, "the run's budget is used up"),
+    Reason.BUDGET: Meaning(State.BUDGET_STOPPED, False, True, "the run was stopped for its budget"),
     Reason.SUPERVISOR_LOST: Meaning(
         State.LOST, False, False, "the run's supervisor process died (was it killed, or the machine restarted?)"
     ),
