@@ -21,7 +21,7 @@ from click.testing import CliRunner
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.cli import program
 from serverless_gpu.cli.server.usage import FORMULAS
-from serverless_gpu.errors import InvalidValue, StorageError
+from serverless_gpu.errors import InvalidValue, ServerlessGpuError, StorageError
 from serverless_gpu.model import usage as model
 from serverless_gpu.model.billing import ListPrice, Record
 from serverless_gpu.model.days import DAY_NS
@@ -100,8 +100,8 @@ def test_a_report_says_what_was_used_and_what_must_not_be_overlooked(said: Said)
         "carol  -       2     0.00    2.00  0.00  2.00  2.00    1.00      0.000001 USD  0.000000  -       -",
         "all    -       4     0.50    4.00  0.25  4.00  4.00    1.00      3.00 USD      8.884000  25.0 %  75.0 %",
         "2026-10-01 to 2026-10-31, UTC; QUEUED: hours of waiting, else device-hours",
-        "1.0 GPU-hours have no price and are in no cost: `sgpu price set` gives what comes one",
-        "1.0 GPU-hours may still change: their nodes fell silent before they said how it ended",
+        "1.0 device-hours have no price and are in no cost: `sgpu price set` gives what comes one",
+        "1.0 device-hours may still change: their nodes fell silent before they said how it ended",
         *FORMULAS,
     ]
     assert (
@@ -114,11 +114,14 @@ def test_days_are_chosen_in_one_way_and_values_by_where(said: Said) -> None:
     assert [line.split()[0] for line in lines[:3]] == ["RUN", "r2", "all"]
     assert "alice" not in said("--month", MONTH, "--where", "team=")
     assert said("--month", MONTH, "--where", "tag:stage=eval\x1b[31m", "--by", "").splitlines()[1].startswith("all  2 ")
+    assert [line.split()[0] for line in said("--month", MONTH, "--by", "").splitlines()].count("all") == 1
     days = (SystemClock().wall_ns() // DAY_NS) - DAY + 1
     assert "alice" in said("--last", f"{days}d") and "alice" not in said("--last", f"{days - 3}d")
     wrong: tuple[tuple[str, ...], ...] = (
         ("--month", MONTH, "--last", "3d"),
         ("--chargeback", MONTH, "--records"),
+        ("--chargeback", MONTH, "--by", "run"),
+        ("--records", "--by", "user"),
         ("--json", "--csv"),
         ("--records", "--where", "team=a"),
         ("--last", "5h"),
@@ -146,7 +149,7 @@ def test_short_times_are_in_a_unit_that_shows_them(said: Said) -> None:
 def test_what_is_cut_is_said(said: Said) -> None:
     lines = said("--month", MONTH, "--by", "run", "--limit", "1").splitlines()
     assert [line.split()[0] for line in lines[:3]] == ["RUN", "r1", "all"]
-    assert "cut: others used 3.0 GPU-hours for 1.00 USD; --limit shows more" in lines
+    assert "cut: others used 3.0 device-hours for 1.00 USD; --limit shows more" in lines
     assert "cut: others" in said("--month", MONTH, "--by", "run", "--limit", "1", "--csv", stderr=True)
 
 
@@ -179,9 +182,9 @@ def test_the_chargeback_of_a_month_adds_up_to_the_micro(said: Said) -> None:
         ["all", "4", "4.00", "4.00", "1.00", "3.00", "USD", "100.00", "%"],
     ]
     rows = list(csv.DictReader(io.StringIO(said("--chargeback", MONTH, "--csv"))))
-    assert [(row["month"], row["who"], row["is"], row["part_of_cost"]) for row in rows] == [
-        (MONTH, "search", "team", "1.0"),
-        (MONTH, "carol", "user", "0.0"),
+    assert [(row["month"], row["who"], row["is"], float(row["part_of_cost"])) for row in rows] == [
+        (MONTH, "search", "team", 3_000_000 / 3_000_001),
+        (MONTH, "carol", "user", 1 / 3_000_001),
     ]
     assert sum(Decimal(row["cost"]) for row in rows) == Decimal("3.000001")
 
@@ -260,3 +263,13 @@ def test_a_billing_query_joins_rows_with_prices(said: Said) -> None:
     ]
     lines = [json.loads(line) for line in said("price", "list", "--records", "--json").splitlines()]
     assert [line["sku_name"] for line in lines] == [price["sku_name"] for price in prices]
+
+
+def test_rows_that_cannot_be_read_have_no_head(
+    said: Said, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said("--month", MONTH, "--records")
+    monkeypatch.setenv("SERVERLESS_GPU_TOKEN", "nobody's")
+    with pytest.raises(ServerlessGpuError):
+        program.sgpu(["usage", "--month", MONTH, "--records"], standalone_mode=False)
+    assert capsys.readouterr().out == ""

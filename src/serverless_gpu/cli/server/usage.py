@@ -47,9 +47,7 @@ _OF_SHARES = ("gpu_ms", "billed_ms", "unpriced_ms")
 
 
 @click.command("usage")
-@click.option(
-    "--by", default="user", show_default=True, metavar="FIELDS", help="user, team, pool, … or tag:KEY, with commas."
-)
+@click.option("--by", metavar="FIELDS", help="user (without it), team, pool, … or tag:KEY, with commas.")
 @click.option("--from", "first", metavar="DAY", help="The first day: 2026-11-01. Days are of UTC.")
 @click.option("--to", "last", metavar="DAY", help="The last day, which is among them; today without it.")
 @click.option("--last", "lately", metavar="DURATION", help="So many days until today: 30d, which is the default.")
@@ -70,6 +68,10 @@ def usage(as_json: bool, as_csv: bool, parquet: Path | None, **asked: Any) -> No
         raise click.UsageError("one of --json, --csv, --parquet")
     if asked["chargeback"] and (asked["records"] or asked["in_month"]):
         raise click.UsageError("--chargeback is a report of its own: it names its month, and has no --records")
+    if asked["by"] is not None and (asked["chargeback"] or asked["records"]):
+        raise click.UsageError(
+            "--by goes with neither --chargeback, which is by team and user, nor --records, all rows"
+        )
     window = _window(asked)
     where = _where(asked["where"])
     if asked["records"]:
@@ -78,7 +80,7 @@ def usage(as_json: bool, as_csv: bool, parquet: Path | None, **asked: Any) -> No
         with server() as connection:
             _put_records(_records(connection, window), as_json=as_json, parquet=parquet)
         return
-    by = ("team", "user") if asked["chargeback"] else model.parse_by(asked["by"])
+    by = ("team", "user") if asked["chargeback"] else model.parse_by("user" if asked["by"] is None else asked["by"])
     query = {
         "by": model.write_by(by),
         "from_day": str(window.from_day),
@@ -139,12 +141,19 @@ def _where(texts: Sequence[str]) -> dict[str, str]:
 
 
 def _records(connection: Connection, window: Window) -> Iterator[Record]:
-    after: int | None = 0
-    while after is not None:
+    """Return the rows of the ledger, page by page; the first was asked for, so that a refusal comes before a head."""
+
+    def page(after: int) -> RecordPage:
         query = {"after": str(after), "from_day": str(window.from_day), "until_day": str(window.until_day)}
-        page = connection.ask("GET", "/usage/records", answer=RecordPage, query=query)
-        yield from page.records
-        after = page.after
+        return connection.ask("GET", "/usage/records", answer=RecordPage, query=query)
+
+    def rows(found: RecordPage) -> Iterator[Record]:
+        yield from found.records
+        while found.after is not None:
+            found = page(found.after)
+            yield from found.records
+
+    return rows(page(0))
 
 
 # --- what is shown ----------------------------------------------------------------------------------------------------
@@ -160,7 +169,7 @@ def _put_records(records: Iterator[Record], *, as_json: bool, parquet: Path | No
 
 def _lines(view: UsageView) -> list[str]:
     """Return a report for a terminal; columns in which there is nothing are left out."""
-    shown = [*view.groups, *(_named(total, len(view.by)) for total in view.totals)]
+    shown = [*(view.groups if view.by else ()), *(_named(total, len(view.by)) for total in view.totals)]
     if not view.totals:
         return ["nothing was used in these days, as far as you may see"]
     has = {name: any(getattr(each.amounts, name) for each in shown) for name in Amounts.__struct_fields__}
@@ -214,22 +223,26 @@ def _remarks(view: UsageView) -> list[str]:
         rest_ms = total.amounts.gpu_ms - part.gpu_ms
         money = (total.amounts.micros or 0) - (part.micros or 0)
         found.append(
-            f"cut: others used {format_gpu_ms(rest_ms)} for {format_micros(money, total.currency)}; --limit shows more"
+            f"cut: others used {_used(rest_ms)} for {format_micros(money, total.currency)}; --limit shows more"
         )
     for total in view.totals:
         amounts = total.amounts
         if amounts.unpriced_ms:
-            used = format_gpu_ms(amounts.unpriced_ms)
+            used = _used(amounts.unpriced_ms)
             found.append(f"{used} have no price and are in no cost: `sgpu price set` gives what comes one")
         if amounts.provisional_ms:
-            used = format_gpu_ms(amounts.provisional_ms)
+            used = _used(amounts.provisional_ms)
             found.append(f"{used} may still change: their nodes fell silent before they said how it ended")
         if amounts.going_ms:
-            used = format_gpu_ms(amounts.going_ms)
+            used = _used(amounts.going_ms)
             found.append(f"{used} are not in the ledger yet: what goes on, up to the last sign of life")
     if view.is_going_cut:
         found.append(f"more than {view.going} attempts go on; what the others use is not in this")
     return found
+
+
+def _used(gpu_ms: int) -> str:
+    return format_gpu_ms(gpu_ms, unit="device")  # GPUs, and slots of a CPU
 
 
 def _told(view: UsageView) -> dict[str, object]:

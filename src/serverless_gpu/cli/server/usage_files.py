@@ -71,7 +71,8 @@ def chargeback(view: UsageView, shares: Iterable[Share]) -> Table:
             for share in kept
         ),
     )
-    parts = [None if share.part is None else share.part / 10_000 for share in kept]
+    whole = {total.currency: total.amounts.micros for total in model.totals(share.group for share in kept)}
+    parts = [_part(share.group.amounts.micros, whole[share.group.currency]) for share in kept]
     return Table(
         names=(*made.names, "part_of_cost"),
         kinds=(*made.kinds, "part"),
@@ -84,7 +85,7 @@ def amounts_of(group: Group) -> dict[str, Any]:
     amounts = group.amounts
     return {
         "currency": group.currency,
-        "gpu_hours": round(amounts.gpu_ms / MS_PER_HOUR, 6),
+        "device_hours": round(amounts.gpu_ms / MS_PER_HOUR, 6),
         "cost": None if amounts.micros is None else Decimal(model.decimal(amounts.micros)),
         "dbu": Decimal(model.decimal(amounts.dbu_micros)),
         **msgspec.structs.asdict(amounts),
@@ -128,6 +129,10 @@ def put_prices(found: ListPrices, *, as_json: bool) -> None:
         _say_csv(ListPrice.__struct_fields__, (_csv_cells(price) for price in found.prices))
     if found.is_cut:
         say("sgpu: cut: more was used than is shown", err=True)
+
+
+def _part(micros: int | None, whole: int | None) -> float | None:
+    return micros / whole if micros is not None and whole else None
 
 
 # --- CSV --------------------------------------------------------------------------------------------------------------
@@ -224,7 +229,7 @@ def _write_parquet(path: Path, schema: Any, portions: Iterable[list[dict[str, An
 def _table(by: Sequence[str], groups: Iterable[tuple[tuple[str, ...], Group]]) -> Table:
     columns = amounts_of(Group(key=(), currency="", amounts=Amounts()))
     kinds: dict[str, Kind] = dict.fromkeys(columns, "whole")
-    kinds |= {"currency": "text", "gpu_hours": "part", "cost": "money", "dbu": "money"}
+    kinds |= {"currency": "text", "device_hours": "part", "cost": "money", "dbu": "money"}
     kinds |= dict.fromkeys(_PARTS, "part")
     texts: dict[str, Kind] = dict.fromkeys(by, "text")
     return Table(
