@@ -10,14 +10,14 @@ from click.testing import CliRunner
 
 from serverless_gpu.cli import program
 from serverless_gpu.errors import InvalidValue, NotFound
-from serverless_gpu.model.pricing import Tariff
+from serverless_gpu.model.pricing import MICROS_MAX, Tariff
 from serverless_gpu.server import audit, prices, pricing
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import PoolRequest, PoolView
-from serverless_gpu.wire.prices import MICROS_MAX, PriceRequest, PriceSet
+from serverless_gpu.wire.prices import PriceRequest, PriceSet
 from tests.server.made import made_services
 from tests.server.served import Served
 from tests.server.stored import T0, S, add_node, add_people, add_run, place

@@ -23,6 +23,7 @@ aliases = ["TINY"]
 
 [prices]
 H100 = 2.99
+L4 = {dbu_per_gpu_hour = 1.5, usd_per_dbu = 0.70}
 """
 
 
@@ -39,7 +40,10 @@ def test_types_and_prices(tmp_path: Path) -> None:
     own = read_configuration(home_with(tmp_path, GOOD))
     mine = GpuType(name="MYCARD", memory_bytes=48 * 2**30, products=("ACME Accelerator 48G",))
     assert own.types == (mine, GpuType(name="SMALL", memory_bytes=2**29, aliases=("TINY",)))
-    assert own.prices == {"H100": Tariff(gpu_micros_per_hour=2_990_000)}
+    assert own.prices == {
+        "H100": Tariff(gpu_micros_per_hour=2_990_000),
+        "L4": Tariff(gpu_micros_per_hour=1_050_000, dbu_micros_per_hour=1_500_000),
+    }
     assert recognise("ACME Accelerator 48G", 48 * 2**30, (mine,)) == "MYCARD"
 
 
@@ -77,10 +81,10 @@ def test_unknown_tables_are_named(tmp_path: Path) -> None:
         ("[types.A]\nmemory_gib = 'x'\n", "types: Expected `float`, got `str` - at `$[...].memory_gib`"),
         ("[types.A]\nmemory_gib = 1\nspeed = 2\n", "types: Object contains unknown field `speed` - at `$[...]`"),
         ("types = 5\n", "types: Expected `object`, got `int`"),
-        ("[prices]\nH100 = 'much'\n", "prices: Expected `float`, got `str` - at `$[...]`"),
+        ("[prices]\nH100 = 'much'\n", "prices: Expected `float | object`, got `str` - at `$[...]`"),
         (
             "[prices]\nH100 = -1\n",
-            "prices: the price of H100 is -1.0, not between 0 and 1000000\n"
+            "prices: the price of H100 is -1.0, not between 0 and 100000\n"
             'hint: write the price of one GPU for one hour in USD, for example {"H100": 2.99}',
         ),
         ("[retention]\ndays = -1\n", "retention: days must be a number from 0 on, not -1.0"),

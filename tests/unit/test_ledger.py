@@ -242,8 +242,8 @@ def test_a_familys_price_holds_for_members_without_one(table: dict[str, float]) 
 @pytest.mark.parametrize(
     ("written", "error", "text"),
     [
-        ('{"H100": -1}', InvalidValue, "the price of H100 is -1, not between 0 and 1000000"),
-        ('{"H100": 1000001}', InvalidValue, "the price of H100 is 1000001, not between 0 and 1000000"),
+        ('{"H100": -1}', InvalidValue, "the price of H100 is -1, not between 0 and 100000"),
+        ('{"H100": 100001}', InvalidValue, "the price of H100 is 100001, not between 0 and 100000"),
         ('{"H100": 1, "h100": 2}', InvalidValue, "the price of H100 is given twice"),
         ('{"h100": "2.99"}', InvalidOption, "the price of H100 is '2.99', not a number"),
         ('{"H100": true}', InvalidOption, "the price of H100 is True, not a number"),
@@ -260,7 +260,7 @@ def test_a_price_that_cannot_be_is_refused(written: str, error: type[UsageError]
 def test_a_price_that_is_not_finite_is_refused(amount: float, text: str) -> None:
     with pytest.raises(InvalidValue) as refused:
         parse_prices({"H100": amount})
-    assert str(refused.value) == f"the price of H100 is {text}, not between 0 and 1000000\n{PRICE_HINT}"
+    assert str(refused.value) == f"the price of H100 is {text}, not between 0 and 100000\n{PRICE_HINT}"
 
 
 FULL = Receipt(

@@ -9,16 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serverless_gpu.errors import InvalidOption, InvalidValue
+from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.pricing import (
     UNPRICED,
+    OfDbus,
     Price,
     Tariff,
     check_book,
     cost,
     cost_parts,
     dbu_cost,
-    dbu_price,
+    of_dbus,
     parse_prices,
     tariff,
 )
@@ -110,13 +111,27 @@ def test_a_book_without_overlaps_is_one() -> None:
 
 
 def test_a_price_that_is_made_of_dbus() -> None:
-    assert dbu_price(8.884, 0.70) == (6_218_800, 8_884_000)
-    assert dbu_price(0, 0.70) == (0, 0)
-    assert dbu_price(0.000001, 0.000001) == (1, 1)  # rounded up: what is used is never free
-    with pytest.raises(InvalidOption, match="dbu_per_gpu_hour is '8', not a number"):
-        dbu_price("8", 0.7)  # type: ignore[arg-type]  # what a file may have
-    with pytest.raises(InvalidValue, match="over 1000000 per hour"):
-        dbu_price(1_000_000, 1_000)
+    assert (of_dbus(8_884_000, 700_000), of_dbus(0, 700_000)) == (6_218_800, 0)
+    assert of_dbus(1, 1) == 1  # rounded up: what is used is never free
+    made = parse_prices({"A100": OfDbus(dbu_per_gpu_hour=8.884, usd_per_dbu=0.70), "core": 0.04})
+    assert set(made) == {"A100", "A100-40", "A100-80"}
+    assert made["A100-40"] == Tariff(
+        gpu_micros_per_hour=6_218_800, core_micros_per_hour=40_000, dbu_micros_per_hour=8_884_000
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "dbu", "usd", "why"),
+    [
+        ("H100", 100_000, 2, "would be over 100000 for one hour"),
+        ("H100", -1, 2, "H100, dbu_per_gpu_hour is -1, not between"),
+        ("H100", 1, math.nan, "H100, usd_per_dbu is nan, not between"),
+        ("core", 1, 1, "not made of DBUs"),
+    ],
+)
+def test_what_cannot_be_made_of_dbus_is_refused(name: str, dbu: float, usd: float, why: str) -> None:
+    with pytest.raises(InvalidValue, match=why):
+        parse_prices({name: OfDbus(dbu_per_gpu_hour=dbu, usd_per_dbu=usd)})
 
 
 def test_prices_of_a_file_have_cores_and_memory() -> None:

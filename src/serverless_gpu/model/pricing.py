@@ -26,7 +26,9 @@ from serverless_gpu.model.hardware import CPU, FAMILIES, canonical, families_of
 CORE = "core"
 MEMORY = "memory"
 """What has a price beside GPU types: one core, and one GiB (2^30 bytes) of host memory."""
-_PRICE_MAX_PER_GPU_HOUR = 1_000_000
+MICROS_MAX = 10**11
+"""A hundred thousand of the currency unit for one hour: a slip of the finger, and not more than a sum can hold."""
+_UNITS_MAX = MICROS_MAX // units.MICROS_PER_UNIT
 _MIB_PER_GIB = 1024
 
 _PRICE_HINT = 'write the price of one GPU for one hour in USD, for example {"H100": 2.99}'
@@ -205,32 +207,33 @@ def check_book(rows: Iterable[Price]) -> None:
             )
 
 
-def dbu_price(dbu_per_gpu_hour: float, usd_per_dbu: float) -> tuple[int, int]:
-    """Return the price of one device for one hour that is made of DBUs: micros, and millionths of a DBU.
+def of_dbus(dbu_micros_per_hour: int, micros_per_dbu: int) -> int:
+    """Return the price of one device for one hour that is made of DBUs, in micros; rounded up, as a cost is.
 
     Args:
-        dbu_per_gpu_hour: how many DBUs one device takes in one hour.
-        usd_per_dbu: what one DBU costs, in the book's currency.
-
-    Raises:
-        InvalidOption: one of them is not a number.
-        InvalidValue: one of them, or what they make, is negative, not finite or absurd.
+        dbu_micros_per_hour: millionths of a DBU that one device takes in one hour.
+        micros_per_dbu: what one DBU costs.
     """
-    dbu_micros = _price_micros("dbu_per_gpu_hour", dbu_per_gpu_hour)
-    micros = -(-dbu_micros * _price_micros("usd_per_dbu", usd_per_dbu) // units.MICROS_PER_UNIT)
-    if micros > _PRICE_MAX_PER_GPU_HOUR * units.MICROS_PER_UNIT:
-        raise InvalidValue(
-            f"{dbu_per_gpu_hour!r} DBU per hour at {usd_per_dbu!r} is over {_PRICE_MAX_PER_GPU_HOUR} per hour",
-            hint=_PRICE_HINT,
-        )
-    return micros, dbu_micros
+    return -(-dbu_micros_per_hour * micros_per_dbu // units.MICROS_PER_UNIT)
 
 
 def _place(price: Price) -> str:
     return f"{price.resource} in pool {price.pool}" if price.pool else price.resource
 
 
-def parse_prices(table: Mapping[str, float]) -> dict[str, Tariff]:
+class OfDbus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A price that is made of DBUs, as a file has it.
+
+    Attributes:
+        dbu_per_gpu_hour: how many DBUs one device takes in one hour.
+        usd_per_dbu: what one DBU costs.
+    """
+
+    dbu_per_gpu_hour: float
+    usd_per_dbu: float
+
+
+def parse_prices(table: Mapping[str, float | OfDbus]) -> dict[str, Tariff]:
     """Return what an attempt pays, by type name, where prices are a table of a file.
 
     A price for a family holds for each member that has none of its own. Names that no catalogue knows are kept: cards
@@ -243,20 +246,35 @@ def parse_prices(table: Mapping[str, float]) -> dict[str, Tariff]:
         InvalidOption: a price is not a number.
         InvalidValue: a price is negative, not finite or absurd, or a type is priced twice.
     """
-    micros: dict[str, int] = {}
+    micros: dict[str, tuple[int, int]] = {}
     for written, amount in table.items():
         name = written.casefold() if written.casefold() in (CORE, MEMORY) else canonical(written)
         if name in micros:
             raise InvalidValue(f"the price of {name} is given twice", hint=_PRICE_HINT)
-        micros[name] = _price_micros(name, amount)
-    core, memory = micros.pop(CORE, None), micros.pop(MEMORY, None)
+        if isinstance(amount, OfDbus):
+            if name in (CORE, MEMORY):
+                raise InvalidValue(f"the price of {name} is not made of DBUs: those count devices", hint=_PRICE_HINT)
+            dbu_micros = _price_micros(f"{name}, dbu_per_gpu_hour", amount.dbu_per_gpu_hour)
+            made = of_dbus(dbu_micros, _price_micros(f"{name}, usd_per_dbu", amount.usd_per_dbu))
+            if made > MICROS_MAX:
+                raise InvalidValue(f"the price of {name} would be over {_UNITS_MAX} for one hour", hint=_PRICE_HINT)
+            micros[name] = made, dbu_micros
+        else:
+            micros[name] = _price_micros(name, amount), 0
+    core, _ = micros.pop(CORE, (None, 0))
+    memory, _ = micros.pop(MEMORY, (None, 0))
     for family, members in FAMILIES.items():
         if family in micros:
             for member in members:
                 micros.setdefault(member, micros[family])
     return {
-        name: Tariff(gpu_micros_per_hour=price, core_micros_per_hour=core, memory_micros_per_hour=memory)
-        for name, price in micros.items()
+        name: Tariff(
+            gpu_micros_per_hour=price,
+            core_micros_per_hour=core,
+            memory_micros_per_hour=memory,
+            dbu_micros_per_hour=dbu_micros,
+        )
+        for name, (price, dbu_micros) in micros.items()
     }
 
 
@@ -264,8 +282,6 @@ def _price_micros(name: str, amount: float) -> int:
     # bool is an int to Python, and True USD is a mistake.
     if isinstance(amount, bool) or not isinstance(amount, int | float):
         raise InvalidOption(f"the price of {name} is {amount!r}, not a number", hint=_PRICE_HINT)
-    if not math.isfinite(amount) or not 0 <= amount <= _PRICE_MAX_PER_GPU_HOUR:
-        raise InvalidValue(
-            f"the price of {name} is {amount!r}, not between 0 and {_PRICE_MAX_PER_GPU_HOUR}", hint=_PRICE_HINT
-        )
+    if not math.isfinite(amount) or not 0 <= amount <= _UNITS_MAX:
+        raise InvalidValue(f"the price of {name} is {amount!r}, not between 0 and {_UNITS_MAX}", hint=_PRICE_HINT)
     return round(amount * units.MICROS_PER_UNIT)

@@ -9,6 +9,7 @@ products = ["ACME Accelerator 48G"]      # what the driver calls it
 H100 = 2.99
 core = 0.04
 memory = 0.005
+A100 = {dbu_per_gpu_hour = 4.5, usd_per_dbu = 0.70}    # or made of DBUs
 
 [retention]                               # 0: no such limit; left out: the default
 days = 30
@@ -33,7 +34,7 @@ import msgspec
 from serverless_gpu.errors import InvalidValue, UsageError
 from serverless_gpu.model.days import DAY_NS
 from serverless_gpu.model.hardware import GpuType
-from serverless_gpu.model.pricing import Tariff, parse_prices
+from serverless_gpu.model.pricing import OfDbus, Tariff, parse_prices
 from serverless_gpu.model.retention import DEFAULT_DAYS, DEFAULT_GIB, Policy
 from serverless_gpu.model.xid import Kind
 from serverless_gpu.node.home import Home
@@ -120,7 +121,7 @@ def _types(tables: Mapping[str, object]) -> tuple[GpuType, ...]:
 
 
 def _prices(tables: Mapping[str, object]) -> dict[str, Tariff]:
-    amounts = _converted(tables, "prices", dict[str, float])
+    amounts = _converted(tables, "prices", dict[str, float | OfDbus])
     try:
         return parse_prices(amounts)
     except UsageError as error:

@@ -15,7 +15,7 @@ import sqlalchemy as sa
 
 from serverless_gpu.errors import InvalidValue, NotFound
 from serverless_gpu.model.hardware import FAMILIES, canonical, is_listed
-from serverless_gpu.model.pricing import CORE, MEMORY, Price, check_book, is_in_force
+from serverless_gpu.model.pricing import CORE, MEMORY, MICROS_MAX, Price, check_book, is_in_force, of_dbus
 from serverless_gpu.server import attempts, audit, charges, dividing, nodes, prices
 from serverless_gpu.server.audit import Action
 from serverless_gpu.server.callers import Caller
@@ -23,7 +23,7 @@ from serverless_gpu.server.prices import StoredPrice
 from serverless_gpu.server.services import Services
 from serverless_gpu.units import MICROS_PER_UNIT
 from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX
-from serverless_gpu.wire.prices import MICROS_MAX, PriceList, PriceRequest, PriceSet, PriceView
+from serverless_gpu.wire.prices import PriceList, PriceRequest, PriceSet, PriceView
 
 PRICES_MAX = 5_000
 """Rows of the book, those that ended among them."""
@@ -157,8 +157,7 @@ def _amount(name: str, asked: PriceRequest) -> tuple[int, int]:
         raise InvalidValue(f"no price was said of {name}", hint=hint)
     if name in (CORE, MEMORY):
         raise InvalidValue(f"the price of {name} is not made of DBUs: those count devices", hint=hint)
-    # Rounded up, as a cost is.
-    micros = -(-asked.dbu_micros_per_hour * asked.micros_per_dbu // MICROS_PER_UNIT)
+    micros = of_dbus(asked.dbu_micros_per_hour, asked.micros_per_dbu)
     if micros > MICROS_MAX:
         raise InvalidValue(f"the price of {name} would be over {MICROS_MAX // MICROS_PER_UNIT} for one hour")
     return micros, asked.dbu_micros_per_hour

@@ -13,10 +13,9 @@ from typing import Annotated
 
 import msgspec
 
+from serverless_gpu.model.pricing import MICROS_MAX
 from serverless_gpu.wire.base import NAME_CHARACTERS_MAX, Answer, Request
 
-MICROS_MAX = 10**11
-"""A hundred thousand of the currency unit for one hour: a slip of the finger, and not more than a sum can hold."""
 Micros = Annotated[int, msgspec.Meta(ge=0, le=MICROS_MAX)]
 Moment = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
