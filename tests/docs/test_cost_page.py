@@ -14,7 +14,7 @@ from serverless_gpu.model.advice import Rates
 from serverless_gpu.model.advice import Use as Slice
 from serverless_gpu.model.attempt import MEANINGS, Reason
 from serverless_gpu.model.budget import Budget, Period, Scope, Spender, Use, judge
-from serverless_gpu.model.cost import Devices, Lasting, Used, estimated, together
+from serverless_gpu.model.cost import AttemptUse, Devices, Lasting, estimated, together
 from serverless_gpu.model.facts import Fact, FactKind
 from serverless_gpu.model.ledger import Entry, Line, charge, lines, post
 from serverless_gpu.model.pricing import Price, Tariff
@@ -137,7 +137,7 @@ def test_what_the_ledger_has_of_a_node_that_was_silent() -> None:
 
 
 def test_what_the_run_says_of_its_cost() -> None:
-    attempts = [Used(lines=_lines(fence), gpu_type="H100") for fence in (1, 2)]
+    attempts = [AttemptUse(lines=_lines(fence), gpu_type="H100") for fence in (1, 2)]
     assert together(attempts).text() == _SAID[0]
 
 

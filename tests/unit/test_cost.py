@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serverless_gpu.model.cost import Cost, CostEstimate, Devices, Lasting, Used, estimated, together
+from serverless_gpu.model.cost import AttemptUse, Cost, CostEstimate, Devices, Lasting, estimated, together
 from serverless_gpu.model.facts import Fact, FactKind
 from serverless_gpu.model.ledger import Line, charge
 from serverless_gpu.model.pricing import Tariff, rate
@@ -27,12 +27,12 @@ def line(day: int = 20_000, **fields: int | None) -> Line:
 
 
 def test_days_and_attempts_add_up() -> None:
-    first = Used(
+    first = AttemptUse(
         lines=(line(run_ms=HOUR_MS, gpu_ms=HOUR_MS, billed_ms=HOUR_MS, micros=2_990_000), line(20_001, micros=7)),
         gpu_type="H100",
         queued_ms=1_000,
     )
-    failed = Used(lines=(line(run_ms=500, gpu_ms=500, micros=0),), gpu_type="H100", queued_ms=2_000)
+    failed = AttemptUse(lines=(line(run_ms=500, gpu_ms=500, micros=0),), gpu_type="H100", queued_ms=2_000)
     cost = together([first, failed], waits_ms=30)
     assert cost == Cost(
         micros=2_990_007,
@@ -48,7 +48,7 @@ def test_days_and_attempts_add_up() -> None:
 
 
 def test_time_without_a_price_is_counted_and_said() -> None:
-    used = Used(lines=(line(run_ms=HOUR_MS, gpu_ms=HOUR_MS, billed_ms=HOUR_MS),), gpu_type="H100")
+    used = AttemptUse(lines=(line(run_ms=HOUR_MS, gpu_ms=HOUR_MS, billed_ms=HOUR_MS),), gpu_type="H100")
     cost = together([used])
     assert (cost.micros, cost.unpriced_ms) == (None, HOUR_MS)
     assert str(cost) == "unpriced · 1.0 GPU-hours"
@@ -61,27 +61,27 @@ def test_time_without_a_price_is_counted_and_said() -> None:
 
 
 def test_where_one_attempt_has_a_price_the_time_of_the_other_is_said_beside_it() -> None:
-    unpriced = Used(lines=(line(gpu_ms=600, billed_ms=600),), gpu_type="A10")
-    cost = together([unpriced, Used(lines=(line(gpu_ms=100, billed_ms=100, micros=84),), gpu_type="H100")])
+    unpriced = AttemptUse(lines=(line(gpu_ms=600, billed_ms=600),), gpu_type="A10")
+    cost = together([unpriced, AttemptUse(lines=(line(gpu_ms=100, billed_ms=100, micros=84),), gpu_type="H100")])
     assert (cost.micros, cost.unpriced_ms) == (84, 600)
     assert str(cost) == "0.000084 USD · 0.7 GPU-seconds · 0.6 GPU-seconds of it unpriced · 2 attempts"
 
 
 def test_two_currencies_are_never_added() -> None:
-    before = Used(lines=(line(gpu_ms=600, billed_ms=600, micros=50),), currency="EUR", gpu_type="H100")
-    cost = together([before, Used(lines=(line(gpu_ms=100, billed_ms=100, micros=84),), gpu_type="H100")])
+    before = AttemptUse(lines=(line(gpu_ms=600, billed_ms=600, micros=50),), currency="EUR", gpu_type="H100")
+    cost = together([before, AttemptUse(lines=(line(gpu_ms=100, billed_ms=100, micros=84),), gpu_type="H100")])
     assert (cost.micros, cost.currency, cost.billed_ms, cost.unpriced_ms) == (84, "USD", 700, 600)
 
 
 def test_what_goes_on_is_so_far_and_what_never_began_used_nothing() -> None:
     assert together([], waits_ms=5_000, is_final=False).text() == "nothing used · so far"
     assert together([]).rows() == {"cost": "nothing used", "used": "0.0 GPU-seconds"}
-    going_on = Used(lines=(line(gpu_ms=1_000, billed_ms=1_000, micros=9),), gpu_type="CPU", is_final=False)
+    going_on = AttemptUse(lines=(line(gpu_ms=1_000, billed_ms=1_000, micros=9),), gpu_type="CPU", is_final=False)
     assert together([going_on]).text() == "0.000009 USD · 1.0 slot-seconds · so far"
 
 
 def test_what_the_platform_lost_is_nothing_to_pay() -> None:
-    assert together([Used(lines=(line(gpu_ms=500),), gpu_type="H100")]).amount() == "nothing to pay"
+    assert together([AttemptUse(lines=(line(gpu_ms=500),), gpu_type="H100")]).amount() == "nothing to pay"
 
 
 def test_a_notebook_shows_the_same_rows_and_escapes_them() -> None:

@@ -18,7 +18,7 @@ import msgspec
 from serverless_gpu.ambient import Clock, created_wall_ns
 from serverless_gpu.client.tries import attempts_here
 from serverless_gpu.model.attempt import MEANINGS
-from serverless_gpu.model.cost import Cost, Used, together
+from serverless_gpu.model.cost import AttemptUse, Cost, together
 from serverless_gpu.model.facts import Fact, FactKind
 from serverless_gpu.model.ledger import Line, priced
 from serverless_gpu.model.pricing import UNPRICED
@@ -43,7 +43,7 @@ def cost_here(run: Path, clock: Clock) -> Cost:
     return together(used, waits_ms=max(0, waits_ns) // _MS_NS, is_final=is_over)
 
 
-def attempt_used(directory: Path, clock: Clock) -> Used:
+def attempt_used(directory: Path, clock: Clock) -> AttemptUse:
     """Return what one attempt used, by its directory.
 
     Args:
@@ -59,7 +59,7 @@ def attempt_used(directory: Path, clock: Clock) -> Used:
     meter, _ = meter_of(directory)
     if live and facts and receipt is None:
         meter.add(_alive(facts[0], clock))
-    return Used(
+    return AttemptUse(
         lines=priced(meter.used(), tariff or UNPRICED, is_billed=stopped is None or MEANINGS[stopped.reason].is_billed),
         currency=(tariff or UNPRICED).currency,
         gpu_type=gpu_type,
@@ -84,12 +84,12 @@ def _waited_ms(directory: Path, facts: list[Fact], receipt: Receipt | None) -> i
     return max(0, facts[0].wall_ns - created_ns) // _MS_NS
 
 
-def _by_receipt(receipt: Receipt) -> Used:
+def _by_receipt(receipt: Receipt) -> AttemptUse:
     """Return what an attempt used, by its account: where facts are not there, or what it pays is not."""
     bill = receipt.bill or Bill(billed_ms=receipt.gpu_ms)
     whole = Line(day=0, start_ns=0, end_ns=0, gpus=len(receipt.gpus), gpu_ms=receipt.gpu_ms, billed_ms=bill.billed_ms)
     parts = receipt.segments
-    return Used(
+    return AttemptUse(
         lines=(
             msgspec.structs.replace(
                 whole,

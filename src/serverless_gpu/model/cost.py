@@ -118,7 +118,7 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
         return units.format_gpu_ms(gpu_ms, unit=_UNIT.get(self.gpu_type, ("", "GPU"))[1])
 
 
-class Used(msgspec.Struct, frozen=True, kw_only=True):
+class AttemptUse(msgspec.Struct, frozen=True, kw_only=True):
     """What one attempt used.
 
     Attributes:
@@ -136,7 +136,7 @@ class Used(msgspec.Struct, frozen=True, kw_only=True):
     is_final: bool = True
 
 
-def together(attempts: Iterable[Used], *, waits_ms: int = 0, is_final: bool = True) -> Cost:
+def together(attempts: Iterable[AttemptUse], *, waits_ms: int = 0, is_final: bool = True) -> Cost:
     """Return what a run used over all of its attempts.
 
     Args:
@@ -146,7 +146,7 @@ def together(attempts: Iterable[Used], *, waits_ms: int = 0, is_final: bool = Tr
     """
     found = list(attempts)
     lines = [line for each in found for line in each.lines]
-    last = found[-1] if found else Used(lines=())
+    last = found[-1] if found else AttemptUse(lines=())
     # What was paid in another currency, before the server's was changed, is no money here.
     ours = [line for each in found if each.currency == last.currency for line in each.lines]
     priced = [line.micros for line in ours if line.micros is not None]

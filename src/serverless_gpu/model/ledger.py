@@ -24,7 +24,7 @@ import msgspec
 from serverless_gpu.model.facts import Fact as Fact
 from serverless_gpu.model.facts import FactKind as FactKind
 from serverless_gpu.model.facts import distinct
-from serverless_gpu.model.metering import FIRST_USED, SEGMENTS, Meter, Used
+from serverless_gpu.model.metering import FIRST_USED, SEGMENTS, DayUse, Meter
 from serverless_gpu.model.pricing import UNPRICED, Tariff, cost, cost_parts, dbu_cost
 
 
@@ -159,7 +159,7 @@ def lines(facts: Iterable[Fact], tariff: Tariff, *, is_billed: bool = True) -> t
     return priced(meter.used(), tariff, is_billed=is_billed)
 
 
-def priced(days: Mapping[int, Used], tariff: Tariff, *, is_billed: bool = True) -> tuple[Line, ...]:
+def priced(days: Mapping[int, DayUse], tariff: Tariff, *, is_billed: bool = True) -> tuple[Line, ...]:
     """Return the lines of what an attempt used.
 
     Args:

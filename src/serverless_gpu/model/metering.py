@@ -122,7 +122,7 @@ class _Stretch:
         yield _GATE, exited_ns, end_ns, used_ns
 
 
-class Used:
+class DayUse:
     """What an attempt used on one day: milliseconds times what it held, apart by segment.
 
     Attributes:
@@ -140,9 +140,9 @@ class Used:
         self.gpus = self.billed_ms = self.core_ms = self.memory_mib_ms = 0
         self.segments = [0] * len(SEGMENTS)
 
-    def copy(self) -> Used:
+    def copy(self) -> DayUse:
         """Return one that may be added to without changing this one."""
-        twin = Used(self.start_ns, self.end_ns)
+        twin = DayUse(self.start_ns, self.end_ns)
         twin.gpus, twin.billed_ms = self.gpus, self.billed_ms
         twin.core_ms, twin.memory_mib_ms = self.core_ms, self.memory_mib_ms
         twin.segments = self.segments[:]
@@ -153,7 +153,7 @@ class Meter:
     """What the facts of one attempt add up to, taken one after another in their order; it keeps none of them."""
 
     def __init__(self) -> None:
-        self._days: dict[int, Used] = {}
+        self._days: dict[int, DayUse] = {}
         self._open: _Stretch | None = None
 
     def add(self, fact: Fact) -> None:
@@ -162,7 +162,7 @@ class Meter:
         if ended is not None:
             _book(self._days, *ended)
 
-    def used(self) -> dict[int, Used]:
+    def used(self) -> dict[int, DayUse]:
         """Return what was used on each day (days since 1970-01-01), up to the last sign of life, in order."""
         days = self._days
         if self._open is not None:
@@ -219,7 +219,7 @@ def _follow(stretch: _Stretch | None, fact: Fact) -> tuple[tuple[_Stretch, int] 
     return None, stretch
 
 
-def _book(days: dict[int, Used], stretch: _Stretch, end_ns: int) -> None:
+def _book(days: dict[int, DayUse], stretch: _Stretch, end_ns: int) -> None:
     """Add a stretch to the days that it touches; a day is what the calendar said at its first fact, and time from then.
 
     Milliseconds of a part are the difference of two positions, each of them a whole one: the parts add up to the whole.
@@ -243,11 +243,11 @@ def _book(days: dict[int, Used], stretch: _Stretch, end_ns: int) -> None:
             from_ns = next_ns
 
 
-def _touch(days: dict[int, Used], stretch: _Stretch, start_ns: int, end_ns: int) -> Used:
+def _touch(days: dict[int, DayUse], stretch: _Stretch, start_ns: int, end_ns: int) -> DayUse:
     """Return the day of a moment, widened so that it holds this part."""
     day = days.get(start_ns // DAY_NS)
     if day is None:
-        day = days[start_ns // DAY_NS] = Used(start_ns, end_ns)
+        day = days[start_ns // DAY_NS] = DayUse(start_ns, end_ns)
     day.start_ns, day.end_ns = min(day.start_ns, start_ns), max(day.end_ns, end_ns)
     day.gpus = max(day.gpus, stretch.gpus)
     return day

@@ -20,7 +20,7 @@ import sqlalchemy as sa
 
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.attempt import TERMINAL, State
-from serverless_gpu.model.cost import Cost, CostEstimate, Devices, Lasting, Used, estimated, together
+from serverless_gpu.model.cost import AttemptUse, Cost, CostEstimate, Devices, Lasting, estimated, together
 from serverless_gpu.model.facts import Fact
 from serverless_gpu.model.hardware import CPU, census, matches
 from serverless_gpu.model.ledger import Line
@@ -56,7 +56,7 @@ def costs_of(connection: sa.Connection, found: Sequence[StoredRun], at: Now) -> 
         by_run[run_id].append(attempt)
 
     def cost(run: StoredRun) -> Cost:
-        used: list[Used] = []
+        used: list[AttemptUse] = []
         before: StoredAttempt | None = None
         for attempt in by_run[run.id]:
             own = posted[run.id, attempt.fence]
@@ -74,9 +74,9 @@ def _is_charged(attempt: StoredAttempt) -> bool:
     return attempt.ended_ns is not None and not attempt.uncharged
 
 
-def _used(attempt: StoredAttempt, posted: Sequence[Posted], so_far: tuple[Line, ...], waited_ms: int) -> Used:
+def _used(attempt: StoredAttempt, posted: Sequence[Posted], so_far: tuple[Line, ...], waited_ms: int) -> AttemptUse:
     """Return what one attempt used: as the ledger says, or as facts do that are not in it yet."""
-    return Used(
+    return AttemptUse(
         lines=tuple(one.entry.line for one in posted) if _is_charged(attempt) else so_far,
         currency=attempt.tariff.currency,
         gpu_type=attempt.gpu_type,
