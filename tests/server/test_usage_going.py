@@ -177,7 +177,7 @@ def test_demand_is_what_holds_now_in_pages(services: Services, database: Databas
         after = int(page.cursor)
     assert sorted(row.run_id for row in found) == sorted(ids)
     first = next(row for row in found if row.run_id == ids[0])
-    assert (first.gpu_ms, first.gpus, first.queued_ms, first.held_ms) == (180_000, 2, 2_000, first.held_ms)
-    assert first.held_ms >= first.gpu_ms and first.pool == "default"
+    assert (first.gpu_ms, first.gpus, first.queued_ms, first.lent_ms) == (180_000, 2, 2_000, first.lent_ms)
+    assert first.lent_ms >= first.gpu_ms and first.pool == "default"
     then = Asked(from_ns=T0 + 70 * S, to_ns=1 << 62)
     assert [row.run_id for row in usage.view_demand(services, ROOT, Reach.ALL, then, after=0, limit=9).rows] == [ids[0]]

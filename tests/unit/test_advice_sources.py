@@ -40,7 +40,7 @@ def row(start: int, end: int, **changes: Any) -> DemandRow:
         "queued_ms": 0,
         "gpu_ms": 4 * (end - start) * HOUR_MS,
         "billed_ms": 4 * (end - start) * HOUR_MS,
-        "held_ms": 4 * (end - start) * HOUR_MS,
+        "lent_ms": 4 * (end - start) * HOUR_MS,
         "currency": "USD",
         "micros": 1_000_000,
     }
@@ -73,7 +73,7 @@ def test_a_run_over_midnight_is_one_attempt_that_was_asked_for_earlier() -> None
 
 
 def test_a_session_counts_for_as_long_as_no_run_had_its_devices() -> None:
-    past = of_rows([row(10, 20, held_ms=4 * 3 * HOUR_MS), row(12, 19, run_id="in it", gpus=2)], ALL)
+    past = of_rows([row(10, 20, lent_ms=4 * 3 * HOUR_MS), row(12, 19, run_id="in it", gpus=2)], ALL)
     assert past.kinds["H100"].uses == [use(10, 13, 4), use(12, 19, 2)]
     assert past.attempts == 2
 
@@ -85,7 +85,7 @@ def test_time_before_the_window_is_not_looked_at() -> None:
 
 def test_everything_on_demand_costs_what_the_ledger_has_charged_and_not_environment_and_start() -> None:
     """Two runs of 4 GPUs: each has its devices for 5 hours, of which 3 are billed at 2.00."""
-    short = {"held_ms": 20 * HOUR_MS, "gpu_ms": 13 * HOUR_MS, "billed_ms": 12 * HOUR_MS, "micros": 24_000_000}
+    short = {"lent_ms": 20 * HOUR_MS, "gpu_ms": 13 * HOUR_MS, "billed_ms": 12 * HOUR_MS, "micros": 24_000_000}
     past = of_rows([row(10, 15, **short), row(12, 17, run_id="other", **short)], ALL)
     kind = past.kinds["H100"]
     told = Rates(reserved=1_000_000, on_demand=2_000_000, billed=kind.billed)

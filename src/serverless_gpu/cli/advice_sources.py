@@ -66,7 +66,7 @@ class Kind(msgspec.Struct, kw_only=True):
         uses: as if nobody had waited.
         waited_ns: GPU-nanoseconds for which runs did wait.
         gpu_ms: GPU-milliseconds that count as use; `unpriced_ms` those without a price.
-        held_ms: GPU-milliseconds for which devices were had; `billed_ms` those of them that cost something, or would.
+        lent_ms: GPU-milliseconds for which devices were lent; `billed_ms` those of them that cost something, or would.
         micros: what the ledger has charged.
     """
 
@@ -74,14 +74,14 @@ class Kind(msgspec.Struct, kw_only=True):
     waited_ns: int = 0
     gpu_ms: int = 0
     unpriced_ms: int = 0
-    held_ms: int = 0
+    lent_ms: int = 0
     billed_ms: int = 0
     micros: int = 0
 
     @property
     def billed(self) -> Fraction:
         """The part of the time had that is billed; all of it where nothing was had for long enough to say."""
-        return Fraction(self.billed_ms, self.held_ms) if self.held_ms else Fraction(1)
+        return Fraction(self.billed_ms, self.lent_ms) if self.lent_ms else Fraction(1)
 
 
 class Past(msgspec.Struct, kw_only=True):
@@ -156,9 +156,9 @@ def of_rows(rows: Iterable[DemandRow], wanted: Wanted) -> Past:
         waited_ns = sum(row.queued_ms for row in days) * _MS_NS
         kind.waited_ns += waited_ns * first.gpus
         for row in days:
-            kind.uses.append(_use(row.start_ns, row.end_ns, row.gpus, row.held_ms, waited_ns))
+            kind.uses.append(_use(row.start_ns, row.end_ns, row.gpus, row.lent_ms, waited_ns))
             kind.gpu_ms += row.gpu_ms
-            kind.held_ms += row.held_ms
+            kind.lent_ms += row.lent_ms
             kind.billed_ms += row.billed_ms
             kind.micros += row.micros or 0
             kind.unpriced_ms += row.gpu_ms if row.micros is None else 0
@@ -255,10 +255,10 @@ def _add(past: Past, record: Record) -> bool:
     past.attempts += 1
     kind, gpus = past.kind(receipt.gpu_type), len(receipt.gpus)
     kind.waited_ns += waited_ns * gpus
-    held_ms = receipt.gpu_ms if is_session else (ended_ns - began_ns) // _MS_NS * gpus
-    kind.uses.append(_use(began_ns, ended_ns, gpus, held_ms, waited_ns))
+    lent_ms = receipt.gpu_ms if is_session else (ended_ns - began_ns) // _MS_NS * gpus
+    kind.uses.append(_use(began_ns, ended_ns, gpus, lent_ms, waited_ns))
     kind.gpu_ms += receipt.gpu_ms
-    kind.held_ms += held_ms
+    kind.lent_ms += lent_ms
     kind.billed_ms += receipt.gpu_ms if receipt.bill is None else receipt.bill.billed_ms
     kind.micros += receipt.micros or 0
     kind.unpriced_ms += receipt.gpu_ms if receipt.micros is None else 0
@@ -338,7 +338,7 @@ def chosen(past: Past, wanted: Wanted) -> tuple[str, Kind]:
         together = Kind()
         for kind in found.values():
             together.uses += kind.uses
-            for name in ("waited_ns", "gpu_ms", "unpriced_ms", "held_ms", "billed_ms", "micros"):
+            for name in ("waited_ns", "gpu_ms", "unpriced_ms", "lent_ms", "billed_ms", "micros"):
                 setattr(together, name, getattr(together, name) + getattr(kind, name))
         return canonical(gpu_type), together
     name = max(found, key=lambda name: (found[name].gpu_ms, name))
@@ -352,10 +352,10 @@ def _begun(past: Past) -> Past:
     return past
 
 
-def _use(start_ns: int, end_ns: int, gpus: int, held_ms: int, waited_ns: int) -> Use:
-    """Return a use as if it had not waited, and as long as its devices were held."""
-    held_ns = held_ms * _MS_NS // gpus if gpus else 0
-    start_ns, end_ns = start_ns - waited_ns, min(end_ns, start_ns + held_ns) - waited_ns
+def _use(start_ns: int, end_ns: int, gpus: int, lent_ms: int, waited_ns: int) -> Use:
+    """Return a use as if it had not waited, and as long as its devices were lent."""
+    lent_ns = lent_ms * _MS_NS // gpus if gpus else 0
+    start_ns, end_ns = start_ns - waited_ns, min(end_ns, start_ns + lent_ns) - waited_ns
     return Use(start_ns=start_ns, end_ns=max(start_ns, end_ns), gpus=gpus)
 
 

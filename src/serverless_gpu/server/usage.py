@@ -221,7 +221,7 @@ def _demand(one: UnpostedDay) -> DemandRow:
         queued_ms=0,
         gpu_ms=line.gpu_ms,
         billed_ms=line.billed_ms,
-        held_ms=sum(getattr(line, name) for name in SEGMENTS),
+        lent_ms=sum(getattr(line, name) for name in SEGMENTS),
         currency=account.currency,
         micros=line.micros,
     )

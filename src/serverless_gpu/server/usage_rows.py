@@ -104,7 +104,7 @@ def _demand(row: sa.RowMapping) -> DemandRow:
     same = {name: row[name] for name in (*_OF_ACCOUNT, *_OF_CHARGE)}
     return DemandRow(
         **same,
-        held_ms=sum(row[name] for name in SEGMENTS),
+        lent_ms=sum(row[name] for name in SEGMENTS),
         used_ms=row["used_ms"] or 0,
         observed_ms=row["observed_ms"] or 0,
         busy_ms=row["busy_ms"] or 0,

@@ -17,10 +17,10 @@ class DemandRow(Answer, frozen=True, kw_only=True):
         owner: whose run it was.
         reserved: whether the pool was.
         start_ns: nanoseconds since 1970; `end_ns` likewise.
-        gpus: the most devices held at once.
+        gpus: the most devices lent at once.
         queued_ms: for which the attempt waited; 0 but on its first day.
         gpu_ms: GPU-milliseconds that count as use; `billed_ms` those that cost something, or would.
-        held_ms: GPU-milliseconds for which devices were held, all segments together.
+        lent_ms: GPU-milliseconds for which devices were lent, all segments together.
         micros: millionths of the currency unit; None where there is no price.
         used_ms: GPU-milliseconds of the whole attempt, on each of its days; so are the next three.
         observed_ms: GPU-milliseconds that telemetry saw; `busy_ms` those in which a device worked.
@@ -42,7 +42,7 @@ class DemandRow(Answer, frozen=True, kw_only=True):
     queued_ms: int
     gpu_ms: int
     billed_ms: int
-    held_ms: int
+    lent_ms: int
     currency: str
     micros: int | None = None
     used_ms: int = 0
