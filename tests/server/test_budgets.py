@@ -11,15 +11,18 @@ import pytest
 from serverless_gpu.errors import BudgetExhausted, InvalidValue, NotFound
 from serverless_gpu.model.attempt import Reason, State, StopReason
 from serverless_gpu.model.budget import Period
+from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.server import affording, audit, books, budgeting, granting, invariants, notices, tables
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.spending import Spending
 from serverless_gpu.testing import FakeClock
+from serverless_gpu.wire.agents import AgentHello
 from serverless_gpu.wire.budgets import BudgetRequest
 from tests.server.made import made_services
 from tests.server.spent import ROOT, UNIT, Spent
 from tests.server.stored import rows
+from tests.server.test_agents import hello
 from tests.server.test_submitting import ALICE, BOB
 
 NOVEMBER = 1_794_700_800_000_000_000  # 2026-11-15 00:00 UTC
@@ -215,6 +218,31 @@ def test_a_budget_of_a_pool_counts_what_runs_there_and_keeps_out_who_names_none(
     assert spent.find(waits).state is State.QUEUED
     spent.go_on(3, run_id)
     assert spent.find(run_id).stop is StopReason.BUDGET
+
+
+class WithSlots(Spent):
+    """A node that has CPU slots, too."""
+
+    def _hello(self) -> AgentHello:
+        slots = [Device(uuid=f"cpu-{at}", index=at, type="CPU", memory_bytes=0, kind=DeviceKind.CPU) for at in range(2)]
+        return hello(devices=(*hello().devices, *slots))
+
+
+def test_cpu_slots_are_no_gpu_hours(database: Database, tmp_path: Path, clock: FakeClock) -> None:
+    spent = WithSlots(database, made_services(database, tmp_path, clock=clock), clock)
+    spent.set("hours", limit_gpu_ms=1_000, hard=True)
+    spent.set("money", limit_micros=1_000 * UNIT, hard=True)
+    with pytest.raises(BudgetExhausted, match="budget 'hours'"):
+        spent.submit()
+    run_id = spent.submit(gpu_type="CPU")
+    spent.start(run_id)
+    spent.go_on(30, run_id)
+    assert spent.find(run_id).stop is None
+    for _ in range(2):
+        assert (spent.view("hours").used, spent.view("hours").held) == (0, 0)
+        assert (spent.view("money").used, spent.view("money").unpriced_ms) == (0, 30_000)
+        if spent.find(run_id).state is State.RUNNING:
+            spent.end(run_id, Reason.COMMAND_FAILED)  # and as it is charged
 
 
 def test_time_without_a_price_is_said_and_stops_nobody(database: Database, tmp_path: Path, clock: FakeClock) -> None:

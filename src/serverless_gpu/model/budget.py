@@ -75,7 +75,7 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
         scope: whose use counts.
         period: in which.
         limit_micros: millionths of the currency unit; time without a price counts nothing there.
-        limit_gpu_ms: GPU-milliseconds.
+        limit_gpu_ms: GPU-milliseconds; those of CPU slots are none.
         hard: whether runs are stopped at 100 %; else they finish, and nothing new starts.
     """
 
@@ -96,13 +96,18 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Subject(msgspec.Struct, frozen=True, kw_only=True):
-    """What of a run decides which budgets it counts for."""
+    """What of a run decides which budgets it counts for.
+
+    Attributes:
+        is_cpu: whether it is for CPU slots: their time is no GPU-hours, and counts for budgets of money alone.
+    """
 
     owner: str
     team: str = ""
     pool: str = ""
     policy: str = ""
     tags: dict[str, str] = {}
+    is_cpu: bool = False
 
 
 class Use(msgspec.Struct, frozen=True, kw_only=True):

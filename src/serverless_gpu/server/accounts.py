@@ -14,6 +14,7 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.model.budget import Subject
+from serverless_gpu.model.hardware import CPU
 from serverless_gpu.server import pools
 from serverless_gpu.server.portions import portions
 from serverless_gpu.server.runs import StoredRun
@@ -55,7 +56,14 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def subject(self) -> Subject:
         """Return what decides which budgets count it."""
-        return Subject(owner=self.owner, team=self.team, pool=self.pool, policy=self.policy, tags=self.tags)
+        return Subject(
+            owner=self.owner,
+            team=self.team,
+            pool=self.pool,
+            policy=self.policy,
+            tags=self.tags,
+            is_cpu=self.gpu_type == CPU,
+        )
 
 
 def of_run(connection: sa.Connection, run: StoredRun, *, gpu_type: str, pool: str, currency: str) -> Account:

@@ -18,7 +18,7 @@ from serverless_gpu.model.hardware import CPU, matches
 from serverless_gpu.model.pricing import Tariff
 from serverless_gpu.server import prices
 from serverless_gpu.server.allowing import Allowed
-from serverless_gpu.server.budget_book import Rooms
+from serverless_gpu.server.budget_book import Rooms, subject_of
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.floor import Floor
 from serverless_gpu.server.services import Services
@@ -73,13 +73,15 @@ def left(services: Services, allowed: Allowed, who: Caller) -> tuple[str, ...]:
         who: asks, and would own it.
     """
     sees_all = access.reach(who.role, Resource.BUDGETS, write=False, scopes=who.scopes) is Reach.ALL
-    subject, currency = _subject(allowed, who), services.settings.currency
+    subject, currency = (
+        _subject(allowed, who),
+        services.settings.currency,
+    )
     return services.spending.left(subject, currency=currency, sees_all=sees_all)[:LEFT_MAX]
 
 
 def _subject(allowed: Allowed, who: Caller) -> Subject:
-    spec = allowed.spec
-    return Subject(owner=who.name, team=spec.team or "", pool=allowed.pool, policy=spec.policy or "", tags=spec.tags)
+    return subject_of(who.name, allowed.spec, team=allowed.spec.team or "", pool=allowed.pool)
 
 
 def rooms(connection: sa.Connection, services: Services, there: Floor) -> Rooms | None:

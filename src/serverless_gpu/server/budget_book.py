@@ -10,9 +10,12 @@ from serverless_gpu.model import budget as decisions
 from serverless_gpu.model import budget_words as words
 from serverless_gpu.model.admitting import Candidate
 from serverless_gpu.model.budget import Standing, Subject, Use
+from serverless_gpu.model.hardware import CPU
+from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.server import pools
 from serverless_gpu.server.budgets import StoredBudget
 from serverless_gpu.server.pools import StoredPool
+from serverless_gpu.server.runs import StoredRun
 
 
 class Book:
@@ -32,8 +35,7 @@ class Book:
 
     def names(self, subject: Subject) -> tuple[str, ...]:
         """Return the budgets that count a run, by name."""
-        found = {name for key in decisions.keys(subject) for name in self._index.get(key, ())}
-        return tuple(sorted(found))
+        return self._sorted({name for key in decisions.keys(subject) for name in self._index.get(key, ())}, subject)
 
     def names_of_waiting(self, subject: Subject) -> tuple[str, ...]:
         """Return the budgets that may count a run which waits: one that names no pool may come to several."""
@@ -42,7 +44,11 @@ class Book:
             for (kind, pool), names in self._index.items():
                 if kind == "pool" and pool not in self._reserved:
                     found.update(names)
-        return tuple(sorted(found))
+        return self._sorted(found, subject)
+
+    def _sorted(self, names: set[str], subject: Subject) -> tuple[str, ...]:
+        counted = (name for name in names if not subject.is_cpu or self.budgets[name].limit_gpu_ms is None)
+        return tuple(sorted(counted))
 
 
 class Rooms:
@@ -75,6 +81,17 @@ class Rooms:
     def _count(self, names: Iterable[str], hold: Use) -> None:
         for name in names:
             self._standings[name] = with_hold(self._standings[name], hold)
+
+
+def subject_of(owner: str, spec: RunSpec, *, team: str, pool: str) -> Subject:
+    """Return what of a run that waits, or is asked for, decides which budgets it counts for."""
+    is_cpu = spec.resources.gpu_type == CPU
+    return Subject(owner=owner, team=team, pool=pool, policy=spec.policy or "", tags=spec.tags, is_cpu=is_cpu)
+
+
+def subject_of_run(run: StoredRun) -> Subject:
+    """Return the same of a run that is stored."""
+    return subject_of(run.owner, run.spec, team=run.team, pool=run.pool)
 
 
 def with_hold(standing: Standing, hold: Use) -> Standing:

@@ -17,8 +17,8 @@ import sqlalchemy as sa
 
 from serverless_gpu.model import admitting
 from serverless_gpu.model.admitting import Candidate, Key, Rooms
-from serverless_gpu.model.budget import Subject
 from serverless_gpu.server import policies, runs
+from serverless_gpu.server.budget_book import subject_of_run
 from serverless_gpu.server.runs import StoredRun
 
 
@@ -27,9 +27,7 @@ def candidate(run: StoredRun) -> Candidate:
     resources = run.spec.resources
     return Candidate(
         run_id=run.id,
-        subject=Subject(
-            owner=run.owner, team=run.team, pool=run.pool, policy=run.spec.policy or "", tags=run.spec.tags
-        ),
+        subject=subject_of_run(run),
         gpus=resources.gpus,
         gpu_type=resources.gpu_type,
         grace_s=run.spec.grace_s,

@@ -57,7 +57,7 @@ from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.server import budgets, pools, runs, uncharged
 from serverless_gpu.server.accounts import Account
 from serverless_gpu.server.attempts import Gang
-from serverless_gpu.server.budget_book import Book, Rooms, with_hold
+from serverless_gpu.server.budget_book import Book, Rooms, subject_of_run, with_hold
 from serverless_gpu.server.budget_sums import Sums
 from serverless_gpu.server.lifetimes import Lifetime, Moment
 from serverless_gpu.server.liveness import Leases
@@ -321,7 +321,7 @@ class Spending:
             if one.account_id is not None:
                 subject, names, is_foreign = self._ledger.account(one.account_id)
             else:  # an older server placed it
-                subject = Subject(owner="") if run is None else _subject(run)
+                subject = Subject(owner="") if run is None else subject_of_run(run)
                 names, is_foreign = self._book.names(subject), False
             micros_per_hour = rate_of(one.tariff, one.gpu_type, one.world_size, spec)
             self._known[one.run_id, one.fence] = _Known(
@@ -402,11 +402,6 @@ def rate_of(tariff: Tariff, gpu_type: str, gpus: int, spec: RunSpec | None) -> i
 def is_open_to(budget: Budget, subject: Subject) -> bool:
     """Return whether a budget is of a run's owner or team: who sees the run may see its amounts."""
     return (budget.scope.kind, budget.scope.name) in (("user", subject.owner), ("team", subject.team))
-
-
-def _subject(run: StoredRun) -> Subject:
-    spec = run.spec
-    return Subject(owner=run.owner, team=run.team, pool=run.pool, policy=spec.policy or "", tags=spec.tags)
 
 
 def _days_of(budget: Budget, one: Spender, first_day: int) -> dict[int, int]:
