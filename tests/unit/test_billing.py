@@ -111,6 +111,13 @@ def test_cores_and_memory_are_rows_of_their_own_that_no_query_takes_for_gpus() -
     assert [row.product_features.serverless_gpu is None for row in found] == [False, True, True]
 
 
+def test_a_slot_of_a_cpu_is_no_gpu() -> None:
+    (row,) = rows(entry(billed_ms=HOUR_MS), gpu_type="CPU")
+    assert (row.sku_name, row.usage_unit, row.usage_type) == ("SERVERLESS_GPU_CPU@lab", "SLOT_HOUR", "COMPUTE_TIME")
+    (listed,) = billing.list_prices([Price(resource="CPU", micros_per_hour=1)], [], currency="USD")
+    assert listed.usage_unit == "SLOT_HOUR"
+
+
 def test_where_prices_are_made_of_dbus_those_are_counted() -> None:
     (row,) = rows(entry(billed_ms=HOUR_MS, dbu_micros=8_884_000))
     assert (row.usage_unit, row.usage_quantity) == ("DBU", "8.884")
@@ -123,7 +130,7 @@ def test_a_moment_that_no_calendar_has_is_written_all_the_same(at_ns: int) -> No
 
 PRICES = st.builds(
     Price,
-    resource=st.sampled_from(["H100", "A100", "A100-80", "core", "memory"]),
+    resource=st.sampled_from(["H100", "A100", "A100-80", "CPU", "core", "memory"]),
     pool=st.sampled_from(["", "lab"]),
     micros_per_hour=st.integers(0, 10**7),
     from_ns=st.integers(0, 9),
@@ -143,7 +150,7 @@ def test_the_join_by_name_and_time_gives_what_is_charged(book: list[Price], at_n
         )
         for row in book
     ]
-    used = [("H100", "lab"), ("A100-80", "lab"), ("A100-80", "")]
+    used = [("H100", "lab"), ("A100-80", "lab"), ("A100-80", ""), ("CPU", "lab")]
     listed = billing.list_prices(book, used, currency="USD")
     moment = billing.moment(at_ns * ms)
     for gpu_type, pool in used:

@@ -1,6 +1,6 @@
 """Rows of the ledger as billing tables have them: the columns of `system.billing.usage`, so that queries carry over.
 
-    Entry ─┬─▶ a record of its devices: DBU where its price is made of those, else GPU-hours
+    Entry ─┬─▶ a record of its devices: DBU where its price is made of those, else GPU-hours, or slot-hours of a CPU
            ├─▶ one of its cores, where they were limited: core-hours
            └─▶ one of its memory, likewise: GiB-hours
 
@@ -22,7 +22,7 @@ import msgspec
 
 from serverless_gpu import units
 from serverless_gpu.model.days import format_day
-from serverless_gpu.model.hardware import families_of
+from serverless_gpu.model.hardware import CPU, families_of
 from serverless_gpu.model.ledger import Entry, EntryKind
 from serverless_gpu.model.pricing import CORE, MEMORY, Price, Tariff, tariff
 from serverless_gpu.model.usage import Accounted
@@ -30,7 +30,7 @@ from serverless_gpu.model.usage import Accounted
 CLOUD = "OWN"
 """Not AWS, AZURE or GCP: the machines are your own."""
 PRODUCT = "AI_RUNTIME"
-DBU, GPU_HOUR, CORE_HOUR, GIB_HOUR = "DBU", "GPU_HOUR", "CORE_HOUR", "GIB_HOUR"
+DBU, GPU_HOUR, SLOT_HOUR, CORE_HOUR, GIB_HOUR = "DBU", "GPU_HOUR", "SLOT_HOUR", "CORE_HOUR", "GIB_HOUR"
 RecordType = Literal["ORIGINAL", "RETRACTION", "RESTATEMENT"]
 _RECORD_TYPES: Mapping[EntryKind, RecordType] = {
     EntryKind.ORIGINAL: "ORIGINAL",
@@ -212,7 +212,12 @@ def _unit_price(found: Tariff, resource: str) -> tuple[str, str] | None:
         return None
     if found.dbu_micros_per_hour:
         return DBU, quotient(found.gpu_micros_per_hour, found.dbu_micros_per_hour)
-    return GPU_HOUR, quotient(found.gpu_micros_per_hour, units.MICROS_PER_UNIT)
+    return _hour(resource), quotient(found.gpu_micros_per_hour, units.MICROS_PER_UNIT)
+
+
+def _hour(gpu_type: str) -> str:
+    """Return in what the time of a device is counted: a slot of a CPU is no GPU."""
+    return SLOT_HOUR if gpu_type == CPU else GPU_HOUR
 
 
 def _list_price(
@@ -266,7 +271,7 @@ def _devices(entry: Entry, account: Accounted, *, run_id: str, fence: int, poste
         usage_end_time=moment(line.end_ns),
         usage_date=format_day(line.day),
         custom_tags=dict(account.tags),
-        usage_unit=DBU if is_dbu else GPU_HOUR,
+        usage_unit=DBU if is_dbu else _hour(account.gpu_type),
         usage_quantity=quotient(line.dbu_micros, units.MICROS_PER_UNIT)
         if is_dbu
         else quotient(line.billed_ms, units.MS_PER_HOUR),
@@ -291,5 +296,5 @@ def _devices(entry: Entry, account: Accounted, *, run_id: str, fence: int, poste
             ),
             ai_runtime=AiRuntime(compute_type="RESERVED_COMPUTE" if account.reserved else "ON_DEMAND_COMPUTE"),
         ),
-        usage_type="GPU_TIME",
+        usage_type="COMPUTE_TIME" if account.gpu_type == CPU else "GPU_TIME",
     )
