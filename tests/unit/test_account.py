@@ -248,6 +248,19 @@ def test_the_receipt_of_a_run(tmp_path: Path) -> None:
     assert msgspec.json.decode((tmp_path / "receipt.json").read_bytes(), type=Receipt) == receipt
 
 
+@pytest.mark.parametrize(("fence", "first_line_ms"), [(1, 21_000), (2, 1_000)])
+def test_the_first_line_of_a_later_attempt_is_counted_since_it_came_to_its_node(
+    tmp_path: Path, fence: int, first_line_ms: int
+) -> None:
+    clock = FakeClock()
+    asked = msgspec.structs.replace(launch(tmp_path), fence=fence, called_ns=START_NS - 20 * 10**9)
+    account = Account(asked, clock)
+    account.mark("asked")
+    clock.advance(1)
+    account.mark("enter")
+    assert account.receipt(ENDED, DEVICES, FREE, ()).segments.first_line_ms == first_line_ms
+
+
 def test_waiting_for_the_callers_word_is_time_of_the_environment(tmp_path: Path) -> None:
     clock = FakeClock()
     account = Account(launch(tmp_path), clock)

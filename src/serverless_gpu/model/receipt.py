@@ -29,7 +29,7 @@ class Segments(msgspec.Struct, frozen=True, kw_only=True):
         queued_ms: waiting for devices.
         environment_ms: making the environment ready.
         start_ms: starting the ranks.
-        first_line_ms: from the call to the first line of user code.
+        first_line_ms: from the call to the first line of user code; of a later attempt, since it came to its node.
         run_ms: user code.
         stop_ms: ending the ranks.
         gate_ms: proving the devices free.

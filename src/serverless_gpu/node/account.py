@@ -215,7 +215,7 @@ class Account:
             queued_ms=self._between("asked", "reserved"),
             environment_ms=self._between("reserved", self._ready()),
             start_ms=self._between(self._ready(), "exec", not_before="reserved"),  # it may have been there long before
-            first_line_ms=self._between("called", "enter"),
+            first_line_ms=self._between("called" if self._launch.fence == 1 else "asked", "enter"),
             run_ms=self._between("exec", "stopping"),
             stop_ms=self._between("stopping", "exited"),
             gate_ms=self._between("exited", "freed"),
