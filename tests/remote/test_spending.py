@@ -1,4 +1,7 @@
-"""Two usage policies and a hard budget, with everything real: a run is stopped, and what it had saved is there."""
+"""Two usage policies and a hard budget, with everything real: a run is stopped, and what it had saved is there.
+
+What a soft budget does is in `tests/server/test_budgets.py`.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from tests.remote.server_process import ServerProcess
 # A run holds its next 60 s: with 62 s of it left, one is stopped after 2 s.
 PRICE, HELD_S, LEFT_S = 100_000, 60, 62
 PER_SECOND = 2 * PRICE / 3600
-OPTIONS: dict[str, Any] = {"gpus": 2, "gpu_type": "H100", "remote": True, "quiet": True, "resume": True}
+OPTIONS: dict[str, Any] = {"gpus": 2, "gpu_type": "H100", "remote": True, "quiet": True, "resume": True, "grace": 30}
 
 
 def told(*words: str) -> str:
@@ -30,8 +33,14 @@ def told(*words: str) -> str:
     return result.output
 
 
-def count(limit: int, rank: int = 0) -> int:
-    """Count up to a limit, and save the number when asked to stop."""
+def used_of(budget: str) -> int:
+    """Return what of a budget is used."""
+    used: int = json.loads(told("budget", "show", budget, "--json"))["used"]
+    return used
+
+
+def count(limit: int, raised: str = "", rank: int = 0) -> int:
+    """Count up to a limit; asked to stop, save the number, and take the time for it until a file is there."""
     rt.should_stop()  # from here on SIGTERM ends nothing
     print(f"rank {rank} counts", flush=True)
     reached = 0
@@ -40,11 +49,15 @@ def count(limit: int, rank: int = 0) -> int:
         time.sleep(0.005)
     if rt.should_stop():
         (rt.checkpoint_dir() / f"{rank}.json").write_text(json.dumps({"count": reached, "why": rt.stop_reason()}))
+        while not Path(raised).exists():
+            time.sleep(0.01)
     return reached
 
 
 @pytest.mark.slow
-def test_F71_two_policies_and_a_hard_budget_stop_a_run_that_has_saved(own_server: ServerProcess, home: Path) -> None:
+def test_F71_F72_two_policies_and_a_hard_budget_stop_a_run_that_has_saved_and_raising_it_takes_nothing_back(
+    own_server: ServerProcess, home: Path, tmp_path: Path
+) -> None:
     me = json.loads(told("whoami", "--json"))["name"]
     told("price", "set", "H100", str(PRICE))
     told("policy", "set", "search", "--require-tag", "team=search,vision", "--gpus-per-run", "2", "--max-run", "1h")
@@ -60,17 +73,25 @@ def test_F71_two_policies_and_a_hard_budget_stop_a_run_that_has_saved(own_server
     with pytest.raises(PolicyViolation, match="'nightly' does not accept gpus=2"):
         distributed(**OPTIONS, policy="nightly")(count).submit(limit=1)
 
-    run = distributed(**OPTIONS, policy="search", tags={"team": "search"})(count).submit(limit=1_000_000)
+    raised = tmp_path / "raised"
+    call = distributed(**OPTIONS, policy="search", tags={"team": "search"})(count)
+    run = call.submit(limit=1_000_000, raised=str(raised))
     wait_for(lambda: "counts" in run.logs(0) and "counts" in run.logs(1), "it counts", limit_s=60)
     so_far = run.cost().micros
     assert so_far is not None
     budget = so_far / 1e6 + PER_SECOND * LEFT_S
-    told("budget", "set", "llm", "--tag", "team=search", "--usd", f"{budget:.2f}", "--per", "month", "--hard")
-    with pytest.raises(BudgetExhausted, match="llm") as stopped:
+    llm = ("budget", "set", "llm", "--tag", "team=search", "--per", "month", "--hard")
+    assert "runs are stopped" in told(*llm, "--usd", f"{budget:.2f}")
+    kept = [home / "checkpoints" / run.id / "1" / f"{rank}.json" for rank in (0, 1)]
+    wait_for(lambda: all(path.exists() for path in kept), "its checkpoint is saved", limit_s=60)
+    told(*llm, "--usd", f"{100 * budget:.2f}")
+    assert run.status() == "STOPPING"
+    raised.touch()
+    with pytest.raises(BudgetExhausted, match="budget 'llm' this month does not pay for") as stopped:
         run.results(60)
     assert (stopped.value.reason, run.status()) == ("budget", "BUDGET_STOPPED")
-    for rank in (0, 1):
-        saved = json.loads((home / "checkpoints" / run.id / "1" / f"{rank}.json").read_text())
+    for path in kept:
+        saved = json.loads(path.read_text())
         assert saved["why"] == "budget" and saved["count"] > 0
     assert not (home / "runs" / run.id / "2").exists()  # with resume, too: the money is gone
 
@@ -82,8 +103,10 @@ def test_F71_two_policies_and_a_hard_budget_stop_a_run_that_has_saved(own_server
 
     wait_for(lambda: run.cost().is_final, "it is charged")
     assert run.cost().micros == receipt.micros
+    wait_for(lambda: used_of("llm") == receipt.micros, "the budget has what the receipt says", limit_s=20)
+    told(*llm, "--usd", "1")
     with pytest.raises(BudgetExhausted, match="llm"):
-        distributed(**OPTIONS, policy="search", tags={"team": "search"})(count).submit(limit=1)
+        call.submit(limit=1)
     assert distributed(**{**OPTIONS, "gpus": 1}, policy="nightly")(count).submit(limit=1).results(60) == [1]
 
     advice = json.loads(told("advise", "--json", "--reserved", str(PRICE // 2), "--last", "1d"))
