@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from serverless_gpu.model import budget_words, forecasting
 from serverless_gpu.model.budget import Budget, Period, Scope, Standing, Use, window
 from serverless_gpu.model.days import DAY_NS, HOUR_NS
-from serverless_gpu.model.forecasting import Alarm, forecast, per_hour, spread, unusual
+from serverless_gpu.model.forecasting import Alarm, forecast, spread, unusual
 
 DAY = 20_775  # 2026-11-18, a Wednesday
 NOON = DAY * DAY_NS + DAY_NS // 2
@@ -48,7 +48,6 @@ def test_three_times_the_usual_is_an_alarm() -> None:
     assert unusual(30, past, least=6) is None
     assert unusual(33, past, least=7) is None
     assert unusual(33, [], least=0) is None and unusual(33, [0], least=0) is None
-    assert per_hour(5_000, 1_800_000) == 10_000 and per_hour(5, 0) == 18_000_000
 
 
 @given(st.integers(-(10**15), 10**15), st.integers(0, 50 * HOUR_NS), st.integers(0, 25 * HOUR_NS))

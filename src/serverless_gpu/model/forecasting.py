@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from serverless_gpu import units
 from serverless_gpu.model.budget import Standing
 from serverless_gpu.model.days import DAY_NS, HOUR_NS
 
@@ -102,11 +101,6 @@ def unusual(rate: int, earlier: Sequence[int], *, least: int) -> Alarm | None:
         return None
     usual = statistics.median_low(past)
     return Alarm(rate=rate, usual=usual, count=len(past)) if rate > FACTOR * usual else None
-
-
-def per_hour(amount: int, ms: int) -> int:
-    """Return what somebody uses in an hour who used an amount in some milliseconds."""
-    return amount * units.MS_PER_HOUR // max(1, ms)
 
 
 def spread(amount: int, start_ns: int, end_ns: int) -> dict[int, int]:

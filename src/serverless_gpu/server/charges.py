@@ -19,7 +19,6 @@ from serverless_gpu.server.portions import portions
 from serverless_gpu.server.tables import accounts, charges, utilisations
 
 _OF_LINE = Line.__struct_fields__
-_SUMMED = ("gpu_ms", "billed_ms", "queued_ms", "micros", "dbu_micros")
 
 
 class Posted(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,12 +69,9 @@ class Sum(msgspec.Struct, frozen=True, kw_only=True):
 
     account_id: int
     day: int
-    gpu_ms: int
     billed_ms: int
     unpriced_ms: int
-    queued_ms: int
     micros: int
-    dbu_micros: int
 
 
 class New(msgspec.Struct, frozen=True, kw_only=True):
@@ -164,33 +160,30 @@ def newest_seq(connection: sa.Connection) -> int:
     return connection.scalar(sa.select(sa.func.max(charges.c.seq))) or 0
 
 
-def sums(
-    connection: sa.Connection, *, from_day: int = 0, until_day: int | None = None, after_seq: int = 0
-) -> list[Sum]:
+def sums(connection: sa.Connection, *, from_day: int = 0, after_seq: int = 0) -> list[Sum]:
     """Return what entries add up to, by account and day.
 
     Args:
         connection: of any transaction; what is open is to be read in the same one, or an attempt counts twice.
         from_day: days before it are left out.
-        until_day: this day, and those after it, are left out.
         after_seq: entries up to this one are left out.
     """
     unpriced = sa.case((charges.c.micros.is_(None), charges.c.billed_ms), else_=0)
-    totals = [*(sa.func.sum(charges.c[name]) for name in _SUMMED), sa.func.sum(unpriced)]
+    totals = (sa.func.sum(summed) for summed in (charges.c.billed_ms, unpriced, charges.c.micros))
     query = sa.select(charges.c.account_id, charges.c.day, *totals).where(charges.c.day >= from_day)
-    if until_day is not None:
-        query = query.where(charges.c.day < until_day)
     if after_seq:
         query = query.where(charges.c.seq > after_seq)
     # A sum of BIGINTs is a Decimal on PostgreSQL; of nothing but NULLs it is None.
     rows = connection.execute(query.group_by(charges.c.account_id, charges.c.day))
     return [
         Sum(
-            account_id=row[0],
-            day=row[1],
-            **{name: int(value or 0) for name, value in zip((*_SUMMED, "unpriced_ms"), row[2:], strict=True)},
+            account_id=account_id,
+            day=day,
+            billed_ms=int(billed_ms or 0),
+            unpriced_ms=int(unpriced_ms or 0),
+            micros=int(micros or 0),
         )
-        for row in rows
+        for account_id, day, billed_ms, unpriced_ms, micros in rows
     ]
 
 

@@ -20,17 +20,16 @@ class StoredPrice(msgspec.Struct, frozen=True, kw_only=True):
     set_ns: int
 
 
-def every(connection: sa.Connection, *, from_ns: int = 0, limit: int | None = None) -> list[StoredPrice]:
+def every(connection: sa.Connection, *, from_ns: int = 0) -> list[StoredPrice]:
     """Return the rows that are in force at a moment or later, by resource, pool and time.
 
     Args:
         connection: of any transaction.
         from_ns: rows that ended before it are left out.
-        limit: how many, at most.
     """
     lasting = sa.or_(prices.c.until_ns.is_(None), prices.c.until_ns > from_ns)
-    query = sa.select(prices).where(lasting).order_by(prices.c.resource, prices.c.pool, prices.c.from_ns)
-    return _read(connection, query if limit is None else query.limit(limit))
+    query = sa.select(prices).where(lasting)
+    return _read(connection, query.order_by(prices.c.resource, prices.c.pool, prices.c.from_ns))
 
 
 def of(connection: sa.Connection, resource: str, pool: str) -> list[StoredPrice]:
