@@ -36,7 +36,7 @@ def nothing() -> None:
 
 def test_receipt_cost_report_records_budget_and_ledger_say_the_same(own_server: ServerProcess, home: Path) -> None:
     told("price", "set", "H100", PRICE)
-    told("budget", "set", "all", "--everything", "--usd", "1000000", "--per", "month")
+    told("budget", "set", "all", "--everything", "--money", "1000000", "--per", "month")
     told("budget", "set", "project", "--tag", "project=llm", "--gpu-hours", "1000", "--per", "week")
     runs = []
     for gpus, tags in ((1, {"project": "llm"}), (2, {"project": "llm"}), (2, {"project": "vision"})):

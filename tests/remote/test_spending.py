@@ -81,10 +81,10 @@ def test_F71_F72_two_policies_and_a_hard_budget_stop_a_run_that_has_saved_and_ra
     assert so_far is not None
     budget = so_far / 1e6 + PER_SECOND * LEFT_S
     llm = ("budget", "set", "llm", "--tag", "team=search", "--per", "month", "--hard")
-    assert "runs are stopped" in told(*llm, "--usd", f"{budget:.2f}")
+    assert "runs are stopped" in told(*llm, "--money", f"{budget:.2f}")
     kept = [home / "checkpoints" / run.id / "1" / f"{rank}.json" for rank in (0, 1)]
     wait_for(lambda: all(path.exists() for path in kept), "its checkpoint is saved", limit_s=60)
-    told(*llm, "--usd", f"{100 * budget:.2f}")
+    told(*llm, "--money", f"{100 * budget:.2f}")
     assert run.status() == "STOPPING"
     raised.touch()
     with pytest.raises(BudgetExhausted, match="budget 'llm' this month does not pay for") as stopped:
@@ -104,7 +104,7 @@ def test_F71_F72_two_policies_and_a_hard_budget_stop_a_run_that_has_saved_and_ra
     wait_for(lambda: run.cost().is_final, "it is charged")
     assert run.cost().micros == receipt.micros
     wait_for(lambda: used_of("llm") == receipt.micros, "the budget has what the receipt says", limit_s=20)
-    told(*llm, "--usd", "1")
+    told(*llm, "--money", "1")
     with pytest.raises(BudgetExhausted, match="llm"):
         call.submit(limit=1)
     assert distributed(**{**OPTIONS, "gpus": 1}, policy="nightly")(count).submit(limit=1).results(60) == [1]

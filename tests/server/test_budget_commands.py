@@ -32,7 +32,7 @@ def shown(said: Said, name: str) -> BudgetView:
 
 
 def test_what_is_not_said_of_a_budget_stays_as_it_is(said: Said) -> None:
-    said("set", "llm", "--tag", "project=llm", "--usd", "500.000001", "--per", "week")
+    said("set", "llm", "--tag", "project=llm", "--money", "500.000001", "--per", "week")
     made = shown(said, "llm")
     assert (made.limit_micros, made.period.value, made.hard) == (500_000_001, "week", False)
     assert "at 100 % runs are stopped" in said("set", "llm", "--hard").stdout
@@ -51,14 +51,14 @@ def test_what_is_not_said_of_a_budget_stays_as_it_is(said: Said) -> None:
     ("arguments", "says"),
     [
         (("--hard",), "there is no such budget yet: say for whom it is: --user, --team, --pool, --policy, --tag or"),
-        (("--everything",), "there is no such budget yet: say how much it is: --money, --usd or --gpu-hours"),
-        (("--everything", "--team", "a", "--usd", "5"), "say for whom it is, once"),
-        (("--everything", "--usd", "5", "--money", "5"), "say how much it is, once"),
-        (("--everything", "--usd", "1e999999"), "1e999999 is not an amount from 0 to 1,000,000,000,000"),
-        (("--everything", "--usd", "1e999990"), "is not an amount"),
-        (("--everything", "--usd", "1e99999999999999999999"), "is not a number"),
-        (("--everything", "--usd", "0.0000001"), "more than six digits"),
-        (("--everything", "--usd", "-3"), "-3 is not an amount"),
+        (("--everything",), "there is no such budget yet: say how much it is: --money or --gpu-hours"),
+        (("--everything", "--team", "a", "--money", "5"), "say for whom it is, once"),
+        (("--everything", "--gpu-hours", "5", "--money", "5"), "say how much it is, once"),
+        (("--everything", "--money", "1e999999"), "1e999999 is not an amount from 0 to 1,000,000,000,000"),
+        (("--everything", "--money", "1e999990"), "is not an amount"),
+        (("--everything", "--money", "1e99999999999999999999"), "is not a number"),
+        (("--everything", "--money", "0.0000001"), "more than six digits"),
+        (("--everything", "--money", "-3"), "-3 is not an amount"),
         (("--everything", "--money", "nan"), "nan is not an amount"),
         (("--everything", "--gpu-hours", "0.0000001"), "more than six digits"),
         (("--everything", "--gpu-hours", "99999999999999"), "99999999999999 is not an amount"),

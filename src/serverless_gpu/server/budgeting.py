@@ -72,7 +72,7 @@ def put_budget(services: Services, who: Caller, name: str, asked: BudgetRequest)
         asked: what it is to be.
 
     Raises:
-        InvalidValue: the name, the scope or the limit is not possible, or in another currency than the server's.
+        InvalidValue: the name, the scope or the limit is not possible.
         NotFound: there is nobody, or no team, of that name.
         TooLarge: there are too many budgets.
     """
@@ -149,8 +149,6 @@ def _budget(services: Services, asked: BudgetRequest) -> Budget:
                 for each in (limit, most)
             )
             raise InvalidValue(f"a budget cannot be {said}", hint=f"0 to {top}")
-    if asked.limit_micros is not None and asked.currency not in ("", ours):
-        raise InvalidValue(f"this server's prices are in {ours}, not in {asked.currency[:8]}", hint="--money AMOUNT")
     return Budget(
         scope=Scope(kind=asked.kind, name=asked.scope),
         period=asked.period,

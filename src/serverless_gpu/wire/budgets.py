@@ -76,16 +76,11 @@ class BudgetList(Answer, frozen=True, kw_only=True):
 
 
 class BudgetRequest(Request, frozen=True, kw_only=True):
-    """Make a budget, or put another one in its place; exactly one of the two limits.
-
-    Attributes:
-        currency: of the limit; "" for the server's, whichever that is.
-    """
+    """Make a budget, or put another one in its place; one of the two limits. Money is in the server's currency."""
 
     kind: ScopeKind
     scope: str = ""
     period: Period
     limit_micros: int | None = None
     limit_gpu_ms: int | None = None
-    currency: str = ""
     hard: bool = False

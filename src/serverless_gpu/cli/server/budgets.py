@@ -19,10 +19,8 @@ from serverless_gpu.units import MS_PER_HOUR, format_gpu_ms, format_micros
 from serverless_gpu.wire.budgets import BudgetList, BudgetRequest, BudgetView
 
 _SCOPES: tuple[ScopeKind, ...] = ("user", "team", "pool", "policy", "tag")
-_USD = "USD"
-_LIMITS = ("money", "usd", "gpu_hours")
 _FOR = ", ".join(f"--{kind}" for kind in _SCOPES) + " or --everything"
-_MUCH = "--money, --usd or --gpu-hours"
+_MUCH = "--money or --gpu-hours"
 
 
 @click.group()
@@ -90,7 +88,6 @@ def show_budget(name: str, as_json: bool) -> None:
 @click.option("--tag", metavar="KEY=VALUE", help="What runs with a tag use; KEY alone: with any value of it.")
 @click.option("--everything", is_flag=True, help="What everybody uses.")
 @click.option("--money", metavar="AMOUNT", help="How much, in the server's currency.")
-@click.option("--usd", metavar="AMOUNT", help="How much, where the server's currency is USD.")
 @click.option("--gpu-hours", metavar="HOURS", help="How much time of devices.")
 @click.option("--per", type=click.Choice([each.value for each in Period]), help="The usual is month.")
 @click.option("--hard/--soft", default=None, help="Whether runs are stopped at 100 %; else nothing new starts.")
@@ -145,14 +142,13 @@ def _scope(everything: bool, said: Mapping[str, str | None]) -> dict[str, object
 
 def _limit(said: Mapping[str, str | None]) -> dict[str, object]:
     """Return how much it is, as far as that was said."""
-    given = [(option, text) for option in _LIMITS if (text := said[option]) is not None]
-    if len(given) > 1:
+    money, hours = said["money"], said["gpu_hours"]
+    if money is not None and hours is not None:
         raise click.UsageError(f"say how much it is, once: {_MUCH}")
-    for option, text in given:
-        if option == "gpu_hours":
-            return {"limit_gpu_ms": micros("--gpu-hours", text, unit=MS_PER_HOUR), "limit_micros": None}
-        currency = _USD if option == "usd" else ""
-        return {"limit_micros": micros(f"--{option}", text), "limit_gpu_ms": None, "currency": currency}
+    if money is not None:
+        return {"limit_micros": micros("--money", money), "limit_gpu_ms": None}
+    if hours is not None:
+        return {"limit_gpu_ms": micros("--gpu-hours", hours, unit=MS_PER_HOUR), "limit_micros": None}
     return {}
 
 
