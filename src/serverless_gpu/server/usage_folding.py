@@ -15,14 +15,14 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from serverless_gpu.model.usage import Amounts, added
 from serverless_gpu.server.portions import portions
 from serverless_gpu.server.services import Services
 from serverless_gpu.server.tables import charges, folded, used_days
-from serverless_gpu.server.usage_sums import SUMS, folded_seq, sums_of_rows
+from serverless_gpu.server.usage_sums import FOLDED, SUMS, folded_seq, sums_of_rows
 
 EVERY_S = 60.0
 AT_ONCE = 10_000
-_NAME = "charges"
 
 
 class Folding:
@@ -64,19 +64,17 @@ def fold(connection: sa.Connection, *, limit: int = AT_ONCE) -> bool:
         .where(charges.c.seq > after, charges.c.seq <= seqs[-1])
         .group_by(charges.c.day, charges.c.account_id)
     )
-    new = {(row[0], row[1]): _numbers(row) for row in connection.execute(query)}
+    new = {(row[0], row[1]): _amounts(row) for row in connection.execute(query)}
     there = _there(connection, sorted(new))
-    changed = [_added(there[key], numbers) | _key(key, "b_") for key, numbers in new.items() if key in there]
-    made = [numbers | _key(key) for key, numbers in new.items() if key not in there]
-    if changed:
-        own = sa.and_(used_days.c.day == sa.bindparam("b_day"), used_days.c.account_id == sa.bindparam("b_account_id"))
-        marks: dict[str, Any] = {name: sa.bindparam(f"v_{name}") for name in SUMS}
-        rows = [{key if key.startswith("b_") else f"v_{key}": value for key, value in row.items()} for row in changed]
-        connection.execute(used_days.update().where(own).values(**marks), rows)
+    made = [{"day": day, "account_id": of} | _row(one) for (day, of), one in new.items() if (day, of) not in there]
     if made:
         connection.execute(used_days.insert(), made)
-    if connection.execute(folded.update().where(folded.c.name == _NAME).values(seq=seqs[-1])).rowcount == 0:
-        connection.execute(folded.insert(), {"name": _NAME, "seq": seqs[-1]})
+    changed = [{"on": day, "of": of} | _row(added(one, new[day, of])) for (day, of), one in there.items()]
+    if changed:
+        own = sa.and_(used_days.c.day == sa.bindparam("on"), used_days.c.account_id == sa.bindparam("of"))
+        connection.execute(used_days.update().where(own), changed)
+    if connection.execute(folded.update().where(folded.c.name == FOLDED).values(seq=seqs[-1])).rowcount == 0:
+        connection.execute(folded.insert(), {"name": FOLDED, "seq": seqs[-1]})
     return len(seqs) == limit
 
 
@@ -85,9 +83,9 @@ def _is_done(connection: sa.Connection) -> bool:
     return connection.scalar(sa.select(charges.c.seq).where(charges.c.seq > after).limit(1)) is None
 
 
-def _there(connection: sa.Connection, keys: list[tuple[int, int]]) -> dict[tuple[int, int], dict[str, int | None]]:
+def _there(connection: sa.Connection, keys: list[tuple[int, int]]) -> dict[tuple[int, int], Amounts]:
     """Return the sums that are there; day by day, so that both databases look them up in the index."""
-    found: dict[tuple[int, int], dict[str, int | None]] = {}
+    found: dict[tuple[int, int], Amounts] = {}
     columns = [used_days.c[name] for name in SUMS]
     by_day: dict[int, list[int]] = defaultdict(list)
     for day, account_id in keys:
@@ -96,24 +94,17 @@ def _there(connection: sa.Connection, keys: list[tuple[int, int]]) -> dict[tuple
         for some in portions(account_ids):
             here = sa.and_(used_days.c.day == day, used_days.c.account_id.in_(some))
             query = sa.select(used_days.c.day, used_days.c.account_id, *columns).where(here)
-            found |= {(row[0], row[1]): _numbers(row) for row in connection.execute(query)}
+            found |= {(row[0], row[1]): _amounts(row) for row in connection.execute(query)}
     return found
 
 
-def _numbers(row: sa.Row[Any]) -> dict[str, int | None]:
+def _amounts(row: sa.Row[Any]) -> Amounts:
     # A sum is a Decimal on PostgreSQL.
-    values: list[Any] = list(row[2:])
-    return {
-        name: None if value is None and name == "micros" else int(value or 0)
-        for name, value in zip(SUMS, values, strict=True)
-    }
+    values: dict[str, Any] = dict(zip(SUMS, row[2:], strict=True))
+    micros = values.pop("micros")
+    numbers = {name: int(value or 0) for name, value in values.items()}
+    return Amounts(**numbers, micros=None if micros is None else int(micros))
 
 
-def _added(one: dict[str, int | None], other: dict[str, int | None]) -> dict[str, int | None]:
-    if one["micros"] is None and other["micros"] is None:
-        return {name: (one[name] or 0) + (other[name] or 0) for name in SUMS} | {"micros": None}
-    return {name: (one[name] or 0) + (other[name] or 0) for name in SUMS}
-
-
-def _key(key: tuple[int, int], prefix: str = "") -> dict[str, int | None]:
-    return {f"{prefix}day": key[0], f"{prefix}account_id": key[1]}
+def _row(amounts: Amounts) -> dict[str, Any]:
+    return {name: getattr(amounts, name) for name in SUMS}

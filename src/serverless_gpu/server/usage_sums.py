@@ -27,6 +27,8 @@ ACCOUNTS_FEW = 20_000
 """With more of them, sums by account and day are hardly fewer than charges, and those are read at once."""
 _PLAIN = ("queued_ms", *SEGMENTS, "gpu_ms", "billed_ms", "core_ms", "memory_mib_ms", "micros", "dbu_micros")
 SUMS = (*_PLAIN, "runs", "unpriced_ms", "provisional_ms")
+FOLDED = "charges"
+"""The row of `folded` that says how far sums by account and day go."""
 _SEEN = ("observed_ms", "busy_ms")
 Column = sa.ColumnElement[Any]
 
@@ -78,7 +80,7 @@ def find(connection: sa.Connection, wanted: Wanted) -> Found:
 
 def folded_seq(connection: sa.Connection) -> int:
     """Return up to which entry the sums by account and day go."""
-    return connection.scalar(sa.select(folded.c.seq)) or 0
+    return connection.scalar(sa.select(folded.c.seq).where(folded.c.name == FOLDED)) or 0
 
 
 class _Report:
