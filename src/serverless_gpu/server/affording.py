@@ -18,7 +18,7 @@ from serverless_gpu.model.hardware import CPU, matches
 from serverless_gpu.model.pricing import Tariff
 from serverless_gpu.server import prices
 from serverless_gpu.server.allowing import Allowed
-from serverless_gpu.server.budget_book import Rooms, subject_of
+from serverless_gpu.server.budget_index import Rooms, subject_of
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.floor import Floor
 from serverless_gpu.server.services import Services

@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from serverless_gpu.model.budget import DAY_NS, NOTHING, Subject, Use
 from serverless_gpu.server import accounts, charges
 from serverless_gpu.server.attempts import Gang
-from serverless_gpu.server.budget_book import Book
+from serverless_gpu.server.budget_index import BudgetIndex
 from serverless_gpu.server.uncharged import Unposted
 
 _KNOWN_MAX = 100_000
@@ -22,15 +22,15 @@ class Sums:
 
     Args:
         first_day: days before it count for nothing any more.
-        book: the budgets.
+        index: the budgets.
         currency: of them.
     """
 
-    def __init__(self, first_day: int = -1, book: Book | None = None, currency: str = "") -> None:
+    def __init__(self, first_day: int = -1, index: BudgetIndex | None = None, currency: str = "") -> None:
         self.first_day = first_day
-        self._book, self._currency = book or Book(()), currency
+        self._index, self._currency = index or BudgetIndex(()), currency
         self._seq = 0
-        self._days: dict[str, dict[int, Use]] = {name: {} for name in self._book.budgets}
+        self._days: dict[str, dict[int, Use]] = {name: {} for name in self._index.budgets}
         self._accounts: dict[int, tuple[Subject, tuple[str, ...], bool]] = {}
         self._posted: dict[Gang, list[tuple[int, Use]]] = {}
 
@@ -48,7 +48,7 @@ class Sums:
 
     def read(self, connection: sa.Connection, there: Mapping[Gang, Unposted], wall_ns: int) -> None:
         """Read what was posted since, and what is posted of attempts that go on."""
-        if not self._book.budgets:  # nobody asks what is posted, only who goes on
+        if not self._index.budgets:  # nobody asks what is posted, only who goes on
             going = {one.attempt.account_id for one in there.values() if one.attempt.account_id is not None}
             self._get_to_know(connection, going)
             return
@@ -79,7 +79,7 @@ class Sums:
             self._accounts = {}
         for number, account in accounts.find_many(connection, wanted - self._accounts.keys()).items():
             is_foreign = account.currency != self._currency
-            self._accounts[number] = (account.subject, self._book.names(account.subject), is_foreign)
+            self._accounts[number] = (account.subject, self._index.names(account.subject), is_foreign)
 
     def _use_of(self, posted: charges.Posted) -> Use:
         line = posted.entry.line

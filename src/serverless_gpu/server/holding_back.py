@@ -18,7 +18,7 @@ import sqlalchemy as sa
 from serverless_gpu.model import admitting
 from serverless_gpu.model.admitting import Candidate, Key, Rooms
 from serverless_gpu.server import policies, runs
-from serverless_gpu.server.budget_book import subject_of_run
+from serverless_gpu.server.budget_index import subject_of_run
 from serverless_gpu.server.runs import StoredRun
 
 

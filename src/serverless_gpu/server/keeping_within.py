@@ -23,7 +23,7 @@ from collections.abc import Set as AbstractSet
 import sqlalchemy as sa
 
 from serverless_gpu.errors import AlreadyFinished, StaleAttempt
-from serverless_gpu.model import budget_words as words
+from serverless_gpu.model import budget_words
 from serverless_gpu.model.attempt import ACTIVE, StopReason
 from serverless_gpu.model.budget import FULL, WARN_AT, Period, Standing, window
 from serverless_gpu.server import audit, budgets, notices, runs, stopping, transitions
@@ -115,7 +115,7 @@ class Keeper:
         """Say the highest of the marks that are news; the others are noted."""
         services, mark = self._services, marks[-1]
         at_ns, currency = services.clock.wall_ns(), services.settings.currency
-        told = words.warning(name, standing, currency, is_open=True)
+        told = budget_words.warning(name, standing, currency, is_open=True)
         document = _document(name, standing, mark, currency) | {"sentence": told}
 
         def work(connection: sa.Connection) -> bool:
@@ -146,7 +146,7 @@ class Keeper:
         def work(connection: sa.Connection) -> None:
             for one in concerned:
                 is_open = is_open_to(standing.budget, one.subject)
-                said = words.warning(name, standing, currency, is_open=is_open)
+                said = budget_words.warning(name, standing, currency, is_open=is_open)
                 transitions.remark(connection, one.spender.run_id, one.spender.fence, said, at_ns=at_ns)
 
         services.database.write(work)
@@ -162,7 +162,7 @@ def _ask(connection: sa.Connection, due: _Due, currency: str, at_ns: int) -> Tol
         return None  # judged anew with what it is now
     if run is None or run.fence != one.spender.fence or run.state not in ACTIVE:
         return None
-    because = words.stopped(name, standing, currency, is_open=is_open_to(standing.budget, one.subject))
+    because = budget_words.stopped(name, standing, currency, is_open=is_open_to(standing.budget, one.subject))
     try:
         return stopping.ask(connection, run.id, who=audit.SERVER, why=StopReason.BUDGET, at_ns=at_ns, because=because)
     except (AlreadyFinished, StaleAttempt):

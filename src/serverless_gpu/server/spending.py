@@ -35,12 +35,10 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.errors import BudgetExhausted
-from serverless_gpu.model import budget as decisions
-from serverless_gpu.model import budget_words as words
+from serverless_gpu.model import budget_words
 from serverless_gpu.model.admitting import Candidate
 from serverless_gpu.model.attempt import MEANINGS
 from serverless_gpu.model.budget import (
-    DAY_NS,
     NOTHING,
     Budget,
     Period,
@@ -50,14 +48,21 @@ from serverless_gpu.model.budget import (
     Use,
     Weighed,
     Window,
+    first_hold,
+    is_refused,
+    judge,
+    may_start,
+    used,
+    window,
 )
+from serverless_gpu.model.days import DAY_NS
 from serverless_gpu.model.forecasting import FORECAST_DAYS
 from serverless_gpu.model.pricing import Tariff, rate
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.server import budgets, pools, runs, uncharged
 from serverless_gpu.server.accounts import Account
 from serverless_gpu.server.attempts import Gang
-from serverless_gpu.server.budget_book import Book, Rooms, subject_of_run, with_hold
+from serverless_gpu.server.budget_index import BudgetIndex, Rooms, subject_of_run, with_hold
 from serverless_gpu.server.budget_sums import Sums
 from serverless_gpu.server.lifetimes import Lifetime, Moment
 from serverless_gpu.server.liveness import Leases
@@ -115,7 +120,7 @@ class Spending:
         self._changed = 1  # when budgets were changed for the last time
         self._book_of = 0  # as of when they were read
         self._looked = 0  # when the last look was done
-        self._book = Book(())
+        self._index = BudgetIndex(())
         self._ledger = Sums()
         self._known: dict[Gang, _Known] = {}
         self._lives: dict[Gang, Lifetime] = {}
@@ -146,14 +151,14 @@ class Spending:
         with self._lock:
             first_day = first_day_of(as_of.wall_ns)
             if self._book_of < self._changed or first_day != self._ledger.first_day:
-                self._book = Book(budgets.every(connection), pools.every(connection))
-                self._ledger = Sums(first_day, self._book, as_of.currency)
+                self._index = BudgetIndex(budgets.every(connection), pools.every(connection))
+                self._ledger = Sums(first_day, self._index, as_of.currency)
                 self._known = {}
                 self._book_of = as_of.moment
             elif as_of.moment < self._looked:
                 return dict(self._standings)
             self._as_of_ns = as_of.wall_ns
-            if not self._book.budgets and not at_all:
+            if not self._index.budgets and not at_all:
                 self._standings = {}
                 return {}
             self._closed = budgets.closed(connection)
@@ -166,7 +171,7 @@ class Spending:
             self._entered = {gang: at for gang, at in self._entered.items() if at is None or at > as_of.moment}
             for gang in self._entered.keys() - going.keys():
                 one = self._going[gang]
-                going[gang] = msgspec.structs.replace(one, names=self._book.names(one.subject))
+                going[gang] = msgspec.structs.replace(one, names=self._index.names(one.subject))
             self._going = going
             self._looked = self._next()
             return dict(self._judge())
@@ -189,15 +194,15 @@ class Spending:
     def by_day(self, name: str) -> dict[int, int]:
         """Return what a budget's runs used on each day of the last week and of its period, in the unit of its limit."""
         with self._lock:
-            if name not in self._book.budgets:
+            if name not in self._index.budgets:
                 return {}  # it was deleted since
-            found = {day: self._book.budgets[name].counts(use) for day, use in self._ledger.days(name).items()}
+            found = {day: self._index.budgets[name].counts(use) for day, use in self._ledger.days(name).items()}
             for gang, one in self._going.items():
                 if name not in one.names:
                     continue
                 for day, use in self._ledger.posted_of(gang):
-                    found[day] = found.get(day, 0) - self._book.budgets[name].counts(use)
-                for day, amount in _days_of(self._book.budgets[name], one.spender, self._ledger.first_day).items():
+                    found[day] = found.get(day, 0) - self._index.budgets[name].counts(use)
+                for day, amount in _days_of(self._index.budgets[name], one.spender, self._ledger.first_day).items():
                     found[day] = found.get(day, 0) + amount
             return found
 
@@ -215,12 +220,12 @@ class Spending:
             BudgetExhausted: a budget that it counts for is used up.
         """
         with self._lock:
-            for name in self._book.names(subject):
+            for name in self._index.names(subject):
                 standing = self._standings.get(name)
-                if standing is not None and decisions.is_refused(standing, hold):
+                if standing is not None and is_refused(standing, hold):
                     raise BudgetExhausted(
-                        words.refused(name, standing, currency, is_open=is_open_to(standing.budget, subject)),
-                        hint=f"{words.anew(standing.window)}; an operator can raise it: sgpu budget set {name}",
+                        budget_words.refused(name, standing, currency, is_open=is_open_to(standing.budget, subject)),
+                        hint=f"{budget_words.anew(standing.window)}; an operator can raise it: sgpu budget set {name}",
                     )
 
     def left(self, subject: Subject, *, currency: str, sees_all: bool = False) -> tuple[str, ...]:
@@ -232,9 +237,9 @@ class Spending:
             sees_all: whether who is told may see every budget, and not only those that are their own.
         """
         with self._lock:
-            there = [(name, self._standings.get(name)) for name in sorted(self._book.names(subject))]
+            there = [(name, self._standings.get(name)) for name in sorted(self._index.names(subject))]
             return tuple(
-                words.left(name, standing, currency, is_open=sees_all or is_open_to(standing.budget, subject))
+                budget_words.left(name, standing, currency, is_open=sees_all or is_open_to(standing.budget, subject))
                 for name, standing in there
                 if standing is not None
             )
@@ -242,10 +247,10 @@ class Spending:
     def warning(self, subject: Subject, *, currency: str) -> str:
         """Return that a budget which a run counts for is nearly used up, or ""."""
         with self._lock:
-            for name in self._book.names(subject):
+            for name in self._index.names(subject):
                 standing = self._standings.get(name)
                 if standing is not None and standing.reached:
-                    return words.warning(name, standing, currency, is_open=is_open_to(standing.budget, subject))
+                    return budget_words.warning(name, standing, currency, is_open=is_open_to(standing.budget, subject))
         return ""
 
     def rooms(self, holds: Callable[[Candidate], Use]) -> Rooms | None:
@@ -257,7 +262,7 @@ class Spending:
         with self._lock:
             if not self._standings:
                 return None
-            return Rooms(self._book, dict(self._standings), holds)
+            return Rooms(self._index, dict(self._standings), holds)
 
     def enter(self, run: StoredRun, account: Account, tariff: Tariff, *, gpus: int, now_ns: int) -> str:
         """Count an attempt that is about to be placed; return why it cannot be: others were placed before it.
@@ -273,14 +278,14 @@ class Spending:
         """
         gang = (run.id, run.fence + 1)
         with self._lock:
-            names = self._book.names(account.subject)
+            names = self._index.names(account.subject)
             if not names or gang in self._going:
                 return ""
             micros_per_hour = rate_of(tariff, account.gpu_type, gpus, run.spec)
-            hold = decisions.first_hold(run.spec.grace_s, gpus=gpus, micros_per_hour=micros_per_hour)
+            hold = first_hold(run.spec.grace_s, gpus=gpus, micros_per_hour=micros_per_hour)
             for name in names:
-                if not decisions.may_start(self._standings[name], hold):
-                    return words.no_room(name, self._standings[name])
+                if not may_start(self._standings[name], hold):
+                    return budget_words.no_room(name, self._standings[name])
             spender = Spender(
                 run_id=run.id,
                 fence=run.fence + 1,
@@ -322,7 +327,7 @@ class Spending:
                 subject, names, is_foreign = self._ledger.account(one.account_id)
             else:  # an older server placed it
                 subject = Subject(owner="") if run is None else subject_of_run(run)
-                names, is_foreign = self._book.names(subject), False
+                names, is_foreign = self._index.names(subject), False
             micros_per_hour = rate_of(one.tariff, one.gpu_type, one.world_size, spec)
             self._known[one.run_id, one.fence] = _Known(
                 subject=subject,
@@ -355,24 +360,24 @@ class Spending:
 
     def _judge(self) -> dict[str, Standing]:
         """Return how each budget stands with what goes on now."""
-        of: dict[str, list[Spender]] = {name: [] for name in self._book.budgets}
-        posted = {name: NOTHING for name in self._book.budgets}
+        of: dict[str, list[Spender]] = {name: [] for name in self._index.budgets}
+        posted = {name: NOTHING for name in self._index.budgets}
         for gang, one in self._going.items():
             for name in one.names:
                 of[name].append(one.spender)
             own = self._ledger.posted_of(gang)
             for name in one.names if own else ():
-                days = decisions.window(self._book.budgets[name].period, self._as_of_ns).days
+                days = window(self._index.budgets[name].period, self._as_of_ns).days
                 for day, use in own:
                     if day in days:
                         posted[name] -= use
         weighed: dict[Period, dict[Gang, Weighed]] = {}
         self._standings = {}
-        for name, budget in self._book.budgets.items():
-            within = decisions.window(budget.period, self._as_of_ns)
+        for name, budget in self._index.budgets.items():
+            within = window(budget.period, self._as_of_ns)
             by_day = self._ledger.days(name)
             total = sum((by_day[day] for day in within.days if day in by_day), start=posted[name])
-            standing = decisions.judge(budget, total, of[name], self._as_of_ns, weighed.setdefault(budget.period, {}))
+            standing = judge(budget, total, of[name], self._as_of_ns, weighed.setdefault(budget.period, {}))
             is_closed = budget.hard and (name, within.start_ns) in self._closed
             self._standings[name] = msgspec.structs.replace(standing, is_closed=is_closed)
         return self._standings
@@ -380,7 +385,7 @@ class Spending:
 
 def first_day_of(now_ns: int) -> int:
     """Return the first day that any period, or a forecast, looks at: since 1970-01-01."""
-    month = decisions.window(Period.MONTH, now_ns)
+    month = window(Period.MONTH, now_ns)
     return min(month.days[0], now_ns // DAY_NS - FORECAST_DAYS)
 
 
@@ -409,7 +414,4 @@ def _days_of(budget: Budget, one: Spender, first_day: int) -> dict[int, int]:
     if one.started_ns is None:
         return {}
     days = range(max(first_day, one.started_ns // DAY_NS), one.seen_ns // DAY_NS + 1)
-    return {
-        day: budget.counts(decisions.used(one, Window(start_ns=day * DAY_NS, end_ns=(day + 1) * DAY_NS)))
-        for day in days
-    }
+    return {day: budget.counts(used(one, Window(start_ns=day * DAY_NS, end_ns=(day + 1) * DAY_NS))) for day in days}

@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from serverless_gpu.model import budget as decisions
-from serverless_gpu.model import budget_words as words
+from serverless_gpu.model import budget_words
 from serverless_gpu.model.admitting import Candidate
-from serverless_gpu.model.budget import Standing, Subject, Use
+from serverless_gpu.model.budget import Standing, Subject, Use, keys, may_start
 from serverless_gpu.model.hardware import CPU
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.server import pools
@@ -18,7 +17,7 @@ from serverless_gpu.server.pools import StoredPool
 from serverless_gpu.server.runs import StoredRun
 
 
-class Book:
+class BudgetIndex:
     """The budgets, and which of them count a run.
 
     Args:
@@ -35,7 +34,7 @@ class Book:
 
     def names(self, subject: Subject) -> tuple[str, ...]:
         """Return the budgets that count a run, by name."""
-        return self._sorted({name for key in decisions.keys(subject) for name in self._index.get(key, ())}, subject)
+        return self._sorted({name for key in keys(subject) for name in self._index.get(key, ())}, subject)
 
     def names_of_waiting(self, subject: Subject) -> tuple[str, ...]:
         """Return the budgets that may count a run which waits: one that names no pool may come to several."""
@@ -56,27 +55,27 @@ class Rooms:
 
     def __init__(
         self,
-        book: Book,
+        index: BudgetIndex,
         standings: dict[str, Standing],
         holds: Callable[[Candidate], Use],
     ) -> None:
-        self._book, self._standings, self._hold = book, standings, holds
+        self._index, self._standings, self._hold = index, standings, holds
 
     def take(self, candidate: Candidate) -> str:
         """Take what the first minute of a run needs; return why that is not there, or "" where it was taken."""
-        names = self._book.names_of_waiting(candidate.subject)
+        names = self._index.names_of_waiting(candidate.subject)
         if not names:
             return ""
         hold = self._hold(candidate)
         for name in names:
-            if not decisions.may_start(self._standings[name], hold):
-                return words.no_room(name, self._standings[name])
+            if not may_start(self._standings[name], hold):
+                return budget_words.no_room(name, self._standings[name])
         self._count(names, hold)
         return ""
 
     def keep(self, candidate: Candidate) -> None:
         """Take it for a run that is about to be placed, whether it is there or not."""
-        self._count(self._book.names_of_waiting(candidate.subject), self._hold(candidate))
+        self._count(self._index.names_of_waiting(candidate.subject), self._hold(candidate))
 
     def _count(self, names: Iterable[str], hold: Use) -> None:
         for name in names:
