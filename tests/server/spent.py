@@ -6,7 +6,7 @@ from typing import Any
 
 from serverless_gpu.model.attempt import MEANINGS, Reason, State
 from serverless_gpu.model.budget import Period, ScopeKind
-from serverless_gpu.model.ledger import Fact, FactKind
+from serverless_gpu.model.facts import Fact, FactKind
 from serverless_gpu.model.pricing import Price
 from serverless_gpu.model.spec import Command, Resources
 from serverless_gpu.server import (

@@ -34,8 +34,7 @@ from typing import Literal, get_args
 import msgspec
 
 from serverless_gpu import units
-from serverless_gpu.model.days import DAY_NS as DAY_NS
-from serverless_gpu.model.days import days_of_month, days_of_week, week_of
+from serverless_gpu.model.days import DAY_NS, days_of_month, days_of_week, week_of
 
 AHEAD_S = 60.0
 """How much of its time a run holds ahead, in seconds, where its grace is not longer."""

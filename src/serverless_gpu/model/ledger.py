@@ -21,9 +21,7 @@ from enum import StrEnum
 
 import msgspec
 
-from serverless_gpu.model.facts import Fact as Fact
-from serverless_gpu.model.facts import FactKind as FactKind
-from serverless_gpu.model.facts import distinct
+from serverless_gpu.model.facts import Fact, distinct
 from serverless_gpu.model.metering import FIRST_USED, SEGMENTS, DayUse, Meter
 from serverless_gpu.model.pricing import UNPRICED, Tariff, cost, cost_parts, dbu_cost
 

@@ -21,8 +21,8 @@ import sqlalchemy as sa
 
 from serverless_gpu import units
 from serverless_gpu.model import forecasting
-from serverless_gpu.model.budget import DAY_NS, NOTHING, Use, Window, used
-from serverless_gpu.model.days import HOUR_NS
+from serverless_gpu.model.budget import NOTHING, Use, Window, used
+from serverless_gpu.model.days import DAY_NS, HOUR_NS
 from serverless_gpu.model.forecasting import HOURS, HOURS_MIN, RUNS_MAX, RUNS_MIN, Alarm
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.server import accounts, audit, budgets, charges, notices, runs, transitions

@@ -7,7 +7,8 @@ from collections.abc import Set as AbstractSet
 
 import sqlalchemy as sa
 
-from serverless_gpu.model.budget import DAY_NS, NOTHING, Subject, Use
+from serverless_gpu.model.budget import NOTHING, Subject, Use
+from serverless_gpu.model.days import DAY_NS
 from serverless_gpu.server import accounts, charges
 from serverless_gpu.server.attempts import Gang
 from serverless_gpu.server.budget_index import BudgetIndex

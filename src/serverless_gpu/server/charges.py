@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import sqlalchemy as sa
 
-from serverless_gpu.model.days import DAY_NS as DAY_NS
+from serverless_gpu.model.days import DAY_NS
 from serverless_gpu.model.ledger import Entry, EntryKind, Line, standing
 from serverless_gpu.server.attempts import Gang
 from serverless_gpu.server.portions import portions

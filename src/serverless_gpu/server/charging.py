@@ -30,11 +30,13 @@ import sqlalchemy as sa
 
 from serverless_gpu import faults
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model.ledger import Entry, Fact, FactKind, Line, post
+from serverless_gpu.model.days import DAY_NS
+from serverless_gpu.model.facts import Fact, FactKind
+from serverless_gpu.model.ledger import Entry, Line, post
 from serverless_gpu.model.receipt import observed
 from serverless_gpu.server import accounts, attempts, charges, counting, facts, nodes, runs, uncharged
 from serverless_gpu.server.attempts import Gang, StoredAttempt
-from serverless_gpu.server.charges import DAY_NS, New, Posted, Utilisation
+from serverless_gpu.server.charges import New, Posted, Utilisation
 from serverless_gpu.server.hub import CHARGED
 from serverless_gpu.server.services import Services
 

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 import msgspec
 
 from serverless_gpu.model.attempt import MEANINGS
-from serverless_gpu.model.ledger import Fact, FactKind, Line, lines
+from serverless_gpu.model.facts import Fact, FactKind
+from serverless_gpu.model.ledger import Line, lines
 from serverless_gpu.server.attempts import StoredAttempt
 from serverless_gpu.server.liveness import Leases
 from serverless_gpu.server.services import Services

@@ -36,7 +36,7 @@ from itertools import pairwise
 import msgspec
 
 from serverless_gpu.model.attempt import MEANINGS, TERMINAL, Reason, State
-from serverless_gpu.model.ledger import FactKind
+from serverless_gpu.model.facts import FactKind
 from serverless_gpu.model.run_lifecycle import FAULT_RETRIES_MAX, INFRA_RETRIES_MAX
 from serverless_gpu.model.spec import Function
 from serverless_gpu.server.attempts import StoredAttempt

@@ -17,7 +17,8 @@ import msgspec
 
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.attempt import Reason
-from serverless_gpu.model.ledger import EntryKind, Fact, FactKind, Line, charge, reversed_line, standing, sum_of
+from serverless_gpu.model.facts import Fact, FactKind
+from serverless_gpu.model.ledger import EntryKind, Line, charge, reversed_line, standing, sum_of
 from serverless_gpu.server import counting
 from serverless_gpu.server.attempts import StoredAttempt
 from serverless_gpu.server.books import Booked, SeenReceipt
