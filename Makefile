@@ -110,7 +110,7 @@ fuzz: venv ## garbage at every socket and route, with fresh examples, for minute
 	FUZZ_EXAMPLES=200 $(BIN)/python -m pytest tests/fuzz tests/unit/test_terminal.py --hypothesis-profile=long -o timeout=1800
 
 crash: venv ## kill server and node at every named place, on SQLite and PostgreSQL; full disks, conflicts, two servers
-	$(BIN)/python -m pytest tests/crash
+	$(BIN)/python -m pytest -m "not gpu" tests/crash
 
 sim: $(VENV)/.installed ## simulate server, nodes and clients: make sim SEEDS=20000 FIRST=0 STEPS=60 JOBS=2
 	@$(BIN)/python -m tests.simulation --seeds $(or $(SEEDS),2000) --first $(or $(FIRST),0) --steps $(or $(STEPS),60) --jobs $(or $(JOBS),2)

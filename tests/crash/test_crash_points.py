@@ -1,15 +1,16 @@
 """Every fault point × SIGKILL × restart × invariants, with real processes, on SQLite and on PostgreSQL.
 
 One server and node for each kind of database, for all places: a place is armed while they run. Places of the first
-start have a home of their own.
+start have a home of their own. `make crash` has each place with both databases, `make test` with one of them in turn.
 """
 
 from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,6 +25,7 @@ OFTEN = ("attempt_tokens._RENEWED_AFTER=0", "Settings.heartbeat_s=1")
 """Each sign of life of an attempt brings it another token, but for those of its first second."""
 ALONE = [place for place, scenario in SCENARIOS.items() if scenario.alone]
 TOGETHER = [place for place in SCENARIOS if place not in ALONE]
+KINDS = ("sqlite", "postgresql")
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +45,7 @@ def empty(request: pytest.FixtureRequest, kind: str, monkeypatch: pytest.MonkeyP
     shutil.rmtree(machine.home)
 
 
-@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
+@pytest.fixture(scope="module", params=KINDS)
 def shared(request: pytest.FixtureRequest) -> Iterator[Machine]:
     """Yield a machine whose server runs, for all tests of one kind of database."""
     machine = _made(request, request.param, *OFTEN)
@@ -63,6 +65,15 @@ def machine(shared: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machin
     yield shared
 
 
+def _each(places: Sequence[str]) -> list[Any]:
+    """Return every place with both kinds of database, and every other pair as one that only `make crash` runs."""
+    return [
+        pytest.param(kind, place, marks=[pytest.mark.heavy] if (number + which) % 2 else [])
+        for which, kind in enumerate(KINDS)
+        for number, place in enumerate(places)
+    ]
+
+
 def _made(request: pytest.FixtureRequest, kind: str, *words: str) -> Machine:
     home = Path(tempfile.mkdtemp(prefix="sg-", dir="/tmp"))
     if kind == "sqlite":
@@ -77,8 +88,7 @@ def test_every_place_has_a_scenario() -> None:
         assert place in faults.PLACES and f'"{place}"' in Path(__file__).with_name(file).read_text()
 
 
-@pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
-@pytest.mark.parametrize("place", ALONE)
+@pytest.mark.parametrize(("kind", "place"), _each(ALONE))
 def test_a_server_killed_in_its_first_start_or_as_it_is_restored_starts(
     empty: Machine, place: str, tmp_path: Path
 ) -> None:
@@ -86,7 +96,7 @@ def test_a_server_killed_in_its_first_start_or_as_it_is_restored_starts(
     empty.check()
 
 
-@pytest.mark.parametrize("place", TOGETHER)
+@pytest.mark.parametrize(("shared", "place"), _each(TOGETHER), indirect=["shared"])
 def test_F31_F32_F33_F34_nothing_acknowledged_is_lost_and_nothing_runs_twice(
     machine: Machine, place: str, tmp_path: Path
 ) -> None:

@@ -17,10 +17,15 @@ from tests.simulation.planted import BUGS, FOUND_AS
 from tests.simulation.running import Outcome, outcome, remembered, shrunk
 
 SEEDS, STEPS, AT_ONCE = 200, 20, 10
+ALWAYS = 60
+"""So many seeds are run by every test run, the others by `make test-all`: CI has half an hour."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(0, SEEDS, AT_ONCE))
+@pytest.mark.parametrize(
+    "first",
+    [pytest.param(first, marks=[pytest.mark.heavy] if first >= ALWAYS else []) for first in range(0, SEEDS, AT_ONCE)],
+)
 def test_whatever_happens_what_was_promised_holds(first: int) -> None:
     wrong = [came.text for seed in range(first, first + AT_ONCE) if (came := outcome(draw(seed, STEPS))).text]
     assert not wrong, "\n".join(wrong)
