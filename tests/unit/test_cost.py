@@ -152,6 +152,7 @@ def test_attempts_that_may_follow_are_in_the_most_it_costs(lasting: Lasting, wor
     found = estimated(Devices(gpu_type="H100", count=1, tariff=H100), lasting)
     assert f"; {words}; " in found.basis
     assert found.at_timeout_micros == math.ceil(Fraction(2_990_000 * times, 60))
+    assert (" in one go: " in found.text()) is found.resumes is lasting.resumes
 
 
 def test_what_nobody_could_pay_is_no_number_that_does_not_travel() -> None:

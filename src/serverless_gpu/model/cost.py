@@ -218,6 +218,7 @@ class CostEstimate(msgspec.Struct, frozen=True, kw_only=True):
         currency: of the money.
         micros_per_hour: of all its devices together; None where there is no price.
         at_timeout_micros: what it costs at most, at its time limit; None where it has none, or no price.
+        resumes: whether that is of one go: it goes on as another attempt, which has as long again.
         expected_micros: at the duration that earlier runs of its name had; None where there were none, or no price.
         expected_s: that duration, in seconds.
         basis: what that rests on, or why it is unknown, in words.
@@ -233,6 +234,7 @@ class CostEstimate(msgspec.Struct, frozen=True, kw_only=True):
     basis: str = ""
     at_timeout_gpu_ms: int | None = None
     expected_gpu_ms: int | None = None
+    resumes: bool = False
 
     def text(self) -> str:
         """Return it in words, for example ``"about 7.97 USD, at most 23.92 USD: 8 H100 × 2.99 USD = …"``."""
@@ -243,7 +245,10 @@ class CostEstimate(msgspec.Struct, frozen=True, kw_only=True):
             if self.micros_per_hour is None
             else f"{units.format_micros(self.micros_per_hour, self.currency)} an hour"
         )
-        amounts = [f"about {about}" if about else "", f"at most {most}" if most else ""]
+        amounts = [
+            f"about {about}" if about else "",
+            f"at most {most}{' in one go' if self.resumes else ''}" if most else "",
+        ]
         said = ", ".join(amount for amount in amounts if amount) or rate or "unknown"
         return f"{said}: {self.basis}" if self.basis else said
 
@@ -281,6 +286,7 @@ def estimated(devices: Devices, lasting: Lasting, *, advice: str = "") -> CostEs
         basis="; ".join(filter(None, (_rate_text(devices, advice), _length_text(lasting), _past_text(lasting)))),
         at_timeout_gpu_ms=None if most_ms is None else devices.count * most_ms,
         expected_gpu_ms=None if about_ms is None else devices.count * about_ms,
+        resumes=lasting.resumes,
     )
 
 

@@ -3,6 +3,7 @@
 GET /usage?by=&from_day=&until_day=&where=&limit=       → UsageView    sums by user, team, tag, month …
 GET /usage/prices                                       → ListPrices   the price book, to join those with
 GET /usage/records?after=&from_day=&until_day=&limit=   → RecordPage   rows, as billing tables have them
+GET /usage/demand                                       → `demand.py`  when GPUs were had
 
 Days are of UTC, numbered from 1970-01-01; `until_day` is the first that is not among them. What somebody may not see is
 in no sum.
