@@ -22,6 +22,7 @@ from serverless_gpu.server import (
     transitions,
 )
 from serverless_gpu.server.agents import Agents
+from serverless_gpu.server.alarming import Alarms
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.charging import Charging
 from serverless_gpu.server.database import Database
@@ -62,6 +63,7 @@ class Spent:
         self.agents = Agents(services)
         self.agents.hello(NODE, self._hello())
         self.scheduler, self.keeper, self.charging = Scheduler(services), Keeper(services), Charging(services)
+        self.alarms = Alarms(services)
 
     def _hello(self) -> AgentHello:
         return hello()
@@ -82,9 +84,10 @@ class Spent:
         return submitting.submit(self.services, who, asked).id
 
     def tick(self) -> None:
-        """Let the scheduler and whoever keeps budgets look."""
+        """Let the scheduler look, whoever keeps budgets, and whoever says that somebody spends more than usual."""
         self.scheduler.tick(self.clock.boottime_ns())
         self.keeper.tick(self.clock.boottime_ns())
+        self.alarms.tick(self.clock.boottime_ns())
 
     def start(self, *run_ids: str) -> None:
         """Place runs, and let their user code begin."""

@@ -70,7 +70,7 @@ def test_a_run_that_costs_far_more_than_others_of_its_name_is_told_of_once(spent
     said = f"run {run_id} uses 14,400.00 USD (usual: 3,600.00 USD) in an hour: the median of 5 earlier runs named 'fit'"
     assert alarms(spent) == [said]
     spent.go_on(61, run_id)
-    type(spent.keeper)(spent.services).tick(spent.clock.boottime_ns())  # after a start
+    type(spent.alarms)(spent.services).tick(spent.clock.boottime_ns())  # after a start
     assert alarms(spent) == [said] == alarms(spent, ALICE, "team")
     assert alarms(spent, BOB, "team") == []
     assert [sentence for _, sentence in spent.told(run_id)].count(said) == 1

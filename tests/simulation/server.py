@@ -8,10 +8,12 @@ from typing import Any, TypeVar
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.engines.simulated import SimulatedEngine
+from serverless_gpu.server.alarming import Alarms
 from serverless_gpu.server.chaining import Chainer
 from serverless_gpu.server.charging import Charging
 from serverless_gpu.server.collecting import Collector
 from serverless_gpu.server.hub import (
+    ALARMS,
     AUDIT,
     BUDGETS,
     COLLECTOR,
@@ -62,6 +64,7 @@ class Process:
             COLLECTOR: Collector(self.services).tick,
             RETENTION: Retention(self.services).tick,
             BUDGETS: Keeper(self.services).tick,
+            ALARMS: Alarms(self.services).tick,
             AUDIT: Chainer(self.services).tick,
             LEDGER: Charging(self.services).tick,
             USAGE: Folding(self.services).tick,

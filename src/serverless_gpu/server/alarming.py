@@ -1,4 +1,4 @@
-"""Alarms: a run, or a team, that spends far more than it is used to; part of the loop that keeps budgets, each minute.
+"""Alarms: a run, or a team, that spends far more than it is used to; a loop, each minute.
 
     run      what it uses in an hour  >  3 × the median of its owner's last 50 runs of that name          once
     team     what it used in the last hour  >  3 × the median of its own hours in four weeks              once in a day
@@ -55,24 +55,21 @@ class Alarms:
     def __init__(self, services: Services) -> None:
         self._services = services
         self._seq = 0
-        self._due_ns = 0
         self._teams: dict[str, _Hours] = {}
         self._seen: set[tuple[str, int]] = set()
 
-    def look(self, going: Iterable[GoingOn], now_ns: int) -> None:
-        """Say what is unusual of what goes on; nothing, within a minute of the last look.
+    def tick(self, now_ns: int) -> int:
+        """Say what is unusual of what goes on, as budgets were looked at last; return when to look again.
 
         Args:
-            going: what goes on.
             now_ns: boottime, nanoseconds.
         """
-        if now_ns < self._due_ns:
-            return
-        self._due_ns = now_ns + round(EVERY_S * 1e9)
+        going = self._services.spending.going_on()
         there = [one for one in going if not one.spender.is_over and one.spender.started_ns is not None]
         self._services.database.read(self._read)
         self._look_at_runs(there)
         self._look_at_teams(there)
+        return now_ns + round(EVERY_S * 1e9)
 
     # --- runs ---------------------------------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ from serverless_gpu.node.home import Home
 from serverless_gpu.node.uplink.profile import Profile
 from serverless_gpu.server import audit, reserve, restoring, runs, secret_store, tables
 from serverless_gpu.server.admission import Admission
+from serverless_gpu.server.alarming import Alarms
 from serverless_gpu.server.audit import SERVER, Action
 from serverless_gpu.server.chaining import Chainer
 from serverless_gpu.server.charging import Charging
@@ -36,6 +37,7 @@ from serverless_gpu.server.database import Database
 from serverless_gpu.server.first_start import FirstTokens, first_tokens
 from serverless_gpu.server.health import STORE_BOUND_S, STORE_FRESH_S, Health
 from serverless_gpu.server.hub import (
+    ALARMS,
     AUDIT,
     BUDGETS,
     COLLECTOR,
@@ -179,6 +181,7 @@ def _looking_after(services: Services, engine: Engine | None, database: Database
         COLLECTOR: loop("collector", alone(Collector(services).tick), late_s=SLOW_S),
         RETENTION: loop("retention", alone(Retention(services).tick), late_s=SLOW_S),
         BUDGETS: loop("budgets", alone(Keeper(services).tick)),
+        ALARMS: loop("alarms", alone(Alarms(services).tick), late_s=SLOW_S),
         NOTICES: loop("notices", alone(Notifier(services).tick)),
         AUDIT: loop("audit", alone(Chainer(services).tick)),
         LEDGER: loop("ledger", alone(Charging(services).tick)),

@@ -155,9 +155,7 @@ def estimate(connection: sa.Connection, wish: Wish, *, now_ns: int, currency: st
 
 
 def _places(connection: sa.Connection, wish: Wish) -> list[tuple[str, str, int]]:
-    """Return the types, pools and numbers of devices that a run may get: of the node where it would start, else of
-    every node that could serve it.
-    """
+    """Return the types, pools and numbers of devices that a run may get, where it would start, else where it could."""
     wanted = wish.spec.resources
     reserved = {pool.name for pool in pools.every(connection) if pool.kind == RESERVED}
     found: dict[str, set[tuple[str, str, int]]] = {}

@@ -30,6 +30,7 @@ CHARGED = "charged"
 SELF_CHECK = "self-check"
 USAGE = "usage"
 BUDGETS = "budgets"
+ALARMS = "alarms"
 NOTICES = "notices"
 """Touch it when there is something to tell the webhook."""
 _KEYS_MAX = 20_000

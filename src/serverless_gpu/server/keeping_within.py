@@ -28,7 +28,6 @@ from serverless_gpu.model.attempt import ACTIVE, StopReason
 from serverless_gpu.model.budget import FULL, WARN_AT, Period, Standing, window
 from serverless_gpu.server import audit, budgets, notices, runs, stopping, transitions
 from serverless_gpu.server.affording import as_of
-from serverless_gpu.server.alarming import Alarms
 from serverless_gpu.server.audit import Action
 from serverless_gpu.server.hub import NOTICES, run_key
 from serverless_gpu.server.notices import Kind
@@ -55,7 +54,6 @@ class Keeper:
 
     def __init__(self, services: Services) -> None:
         self._services = services
-        self._alarms = Alarms(services)
 
     def tick(self, now_ns: int) -> int | None:
         """Look at all budgets, stop who has to, and say what is reached; return when to look again.
@@ -74,7 +72,6 @@ class Keeper:
         going = services.spending.going_on()
         self._say(standings, going, said)
         self._stop(standings, going)
-        self._alarms.look(going, now_ns)
         services.measures.budgets.set(len(standings))
         services.measures.budgets_used_up.set(sum(each.is_used_up for each in standings.values()))
         return now_ns + round(EVERY_S * 1e9)

@@ -112,9 +112,8 @@ class SelfCheck:
         self._remember(page)
         self.seen += len(page.runs)
         self._after = page.following
-        is_in_doubt = bool(
-            self._untold or self._unplaced or self._unstopped
-        )  # so for a minute is looked at more often than at its ends
+        # What is so for a minute is looked at more often than at its ends.
+        is_in_doubt = bool(self._untold or self._unplaced or self._unstopped)
         goes_on = bool(page.following) or not self._chain.done
         if not goes_on:
             self._chain.begin_again()
