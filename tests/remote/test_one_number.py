@@ -66,6 +66,11 @@ def test_receipt_cost_report_records_budget_and_ledger_say_the_same(own_server: 
     hours = sum(Fraction(row["usage_quantity"]) for row in rows)
     assert round(hours * 3_600_000) == sum(gpu_ms)  # an hour's parts have no end in decimal
 
+    advised = json.loads(told("advise", "--reserved", "1", "--json"))
+    assert advised["charged_micros"] == sum(one or 0 for one in micros)
+    # Of runs of milliseconds most of the time is environment and start; it is one sum, where each run was rounded up.
+    assert 0 <= advised["charged_micros"] - advised["advice"]["none"]["micros"] <= len(runs)
+
     def stands(name: str) -> tuple[int, int]:
         view = json.loads(told("budget", "show", name, "--json"))
         return view["used"], view["held"]
