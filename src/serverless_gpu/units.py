@@ -10,6 +10,7 @@ integer: a receipt must be printable even when a number in it is wrong, so a neg
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 MS_PER_HOUR = 3_600_000
 MS_PER_DAY = 24 * MS_PER_HOUR
@@ -126,19 +127,31 @@ def format_gpu_memory(size: int) -> str:
     return f"{tenths // 10}.{tenths % 10} GiB"
 
 
-def format_micros(micros: int, currency: str) -> str:
+def format_micros(micros: int, currency: str, *, exact: bool = False) -> str:
     """Return an amount of money: ``1.23 USD``; below one cent all digits that are there, so a cost never looks free.
 
     Args:
         micros: millionths of the currency unit.
         currency: its name, for example ``"USD"``.
+        exact: write all six digits: ``1.230000 USD``.
     """
     if micros < 0:
-        return "-" + format_micros(-micros, currency)
+        return "-" + format_micros(-micros, currency, exact=exact)
+    if exact:
+        return f"{micros // MICROS_PER_UNIT:,}.{micros % MICROS_PER_UNIT:06d} {currency}"
     if 0 < micros < MICROS_PER_UNIT // 100:
         return f"0.{micros:06d}".rstrip("0") + f" {currency}"
     cents = _divide(micros, MICROS_PER_UNIT // 100)
     return f"{cents // 100:,}.{cents % 100:02d} {currency}"
+
+
+def is_any_below_cent(amounts: Iterable[int | None]) -> bool:
+    """Return whether amounts of one column are written with all their digits: where one of them needs them.
+
+    Args:
+        amounts: millionths of a currency unit; None is no amount.
+    """
+    return any(0 < abs(micros) < MICROS_PER_UNIT // 100 for micros in amounts if micros is not None)
 
 
 def format_gpu_ms(gpu_ms: int, *, unit: str = "GPU") -> str:

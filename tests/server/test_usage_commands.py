@@ -96,9 +96,9 @@ def said(server: Served, monkeypatch: pytest.MonkeyPatch) -> Said:
 def test_a_report_says_what_was_used_and_what_must_not_be_overlooked(said: Said) -> None:
     assert said("--month", MONTH, "--by", "user,team").splitlines() == [
         "USER   TEAM    RUNS  QUEUED  RUN   STOP  USED  BILLED  UNPRICED  COST          DBU       BUSY    IDLE",
-        "alice  search  2     0.50    2.00  0.25  2.00  2.00    0.00      3.00 USD      8.884000  25.0 %  75.0 %",
+        "alice  search  2     0.50    2.00  0.25  2.00  2.00    0.00      3.000000 USD  8.884000  25.0 %  75.0 %",
         "carol  -       2     0.00    2.00  0.00  2.00  2.00    1.00      0.000001 USD  0.000000  -       -",
-        "all    -       4     0.50    4.00  0.25  4.00  4.00    1.00      3.00 USD      8.884000  25.0 %  75.0 %",
+        "all    -       4     0.50    4.00  0.25  4.00  4.00    1.00      3.000001 USD  8.884000  25.0 %  75.0 %",
         "2026-10-01 to 2026-10-31, UTC; QUEUED: hours of waiting, else device-hours",
         "1.0 device-hours have no price and are in no cost: `sgpu price set` gives what comes one",
         "1.0 device-hours may still change: their nodes fell silent before they said how it ended",
@@ -177,9 +177,9 @@ def test_the_chargeback_of_a_month_adds_up_to_the_micro(said: Said) -> None:
     lines = said("--chargeback", MONTH).splitlines()
     assert [line.split() for line in lines[:4]] == [
         ["WHO", "RUNS", "USED", "BILLED", "UNPRICED", "COST", "PART"],
-        ["search", "team", "2", "2.00", "2.00", "0.00", "3.00", "USD", "100.00", "%"],
+        ["search", "team", "2", "2.00", "2.00", "0.00", "3.000000", "USD", "100.00", "%"],
         ["carol", "user", "2", "2.00", "2.00", "1.00", "0.000001", "USD", "0.00", "%"],
-        ["all", "4", "4.00", "4.00", "1.00", "3.00", "USD", "100.00", "%"],
+        ["all", "4", "4.00", "4.00", "1.00", "3.000001", "USD", "100.00", "%"],
     ]
     rows = list(csv.DictReader(io.StringIO(said("--chargeback", MONTH, "--csv"))))
     assert [(row["month"], row["who"], row["is"], float(row["part_of_cost"])) for row in rows] == [
@@ -222,9 +222,9 @@ def test_billing_queries_read_the_rows(said: Said, tmp_path: Path) -> None:
     """
     assert database.execute(query).fetchall() == [
         ("2026-10-05", "alice", "GPU_HOUR", 1),
-        ("2026-10-06", "carol", "GPU_HOUR", 1),
+        ("2026-10-06", "carol", "SLOT_HOUR", 1),
         ("2026-10-07", "alice", "DBU", 8.884),
-        ("2026-10-07", "carol", "GPU_HOUR", 1),
+        ("2026-10-07", "carol", "SLOT_HOUR", 1),
     ]
     path = tmp_path / "records.parquet"
     said("--month", MONTH, "--records", "--parquet", str(path))
@@ -253,7 +253,7 @@ def test_a_billing_query_joins_rows_with_prices(said: Said) -> None:
           ON usage.sku_name = list_prices.sku_name AND usage.cloud = list_prices.cloud
          AND usage.usage_start_time >= list_prices.price_start_time
          AND (list_prices.price_end_time IS NULL OR usage.usage_start_time < list_prices.price_end_time)
-        WHERE usage.usage_unit = 'GPU_HOUR'
+        WHERE usage.usage_unit IN ('GPU_HOUR', 'SLOT_HOUR')
         GROUP BY 1, 2 ORDER BY 1, 2
     """
     assert database.execute(query).fetchall() == [

@@ -89,6 +89,13 @@ def test_money_has_cents_and_never_looks_free_when_it_is_not(micros: int, text: 
     assert units.format_micros(micros, "USD") == text
 
 
+def test_amounts_of_one_column_have_as_many_digits() -> None:
+    for amounts, is_any in (((3_000_000, None, -1), True), ((3_000_000, 10_000, 0, None), False), ((), False)):
+        assert units.is_any_below_cent(amounts) is is_any
+    exact = [units.format_micros(micros, "USD", exact=True) for micros in (1_234_567_890_000, -8_319, 0)]
+    assert exact == ["1,234,567.890000 USD", "-0.008319 USD", "0.000000 USD"]
+
+
 @pytest.mark.parametrize(
     ("gpu_ms", "text"),
     [

@@ -13,7 +13,7 @@ from serverless_gpu.model.advice import Advice, Mix, Slot
 from serverless_gpu.model.advice_formulas import formulas, formulas_of_queues, formulas_of_runs, percent, price
 from serverless_gpu.model.unneeded import Unneeded
 from serverless_gpu.replay.queueing import Queue
-from serverless_gpu.units import format_duration_ms, format_gpu_ms, format_micros
+from serverless_gpu.units import format_duration_ms, format_gpu_ms, format_micros, is_any_below_cent
 
 _SLOTS_MAX = 12
 _RUNS_MAX = 20
@@ -150,13 +150,17 @@ def _mixes(advice: Advice) -> list[str]:
         named.setdefault(each.slots, []).append(name)
     mixes = {each.slots: each for each in (advice.best, advice.now, advice.none, advice.all_reserved)}
     rows = [["", "GPUS", "RESERVED", "OF THAT IDLE", "ON DEMAND", "TOGETHER", "DUTY"]]
+    exact = is_any_below_cent(micros for each in mixes.values() for micros in _money(each))
     for slots in sorted(mixes):
         each = mixes[slots]
-        money = (each.reserved_micros, each.idle_micros, each.on_demand_micros, each.micros)
         duty = "-" if each.duty_percent is None else f"{each.duty_percent:.1f} %"
-        shown = (format_micros(micros, currency) for micros in money)
+        shown = (format_micros(micros, currency, exact=exact) for micros in _money(each))
         rows.append([", ".join(named[slots]), str(slots), *shown, duty])
     return columns(rows)
+
+
+def _money(each: Mix) -> tuple[int, ...]:
+    return (each.reserved_micros, each.idle_micros, each.on_demand_micros, each.micros)
 
 
 def _slots(advice: Advice) -> list[str]:
@@ -183,8 +187,9 @@ def _few(slots: Sequence[Slot]) -> list[Slot]:
 def _changes(advice: Advice) -> list[str]:
     currency = advice.rates.currency
     rows = [["IF", "RESERVE", "COSTS", f"WITH {advice.best.slots} RESERVED"]]
+    exact = is_any_below_cent(one.micros for each in advice.changed for one in (each.best, each.advised))
     for each in advice.changed:
-        costs = [format_micros(one.micros, currency) for one in (each.best, each.advised)]
+        costs = [format_micros(one.micros, currency, exact=exact) for one in (each.best, each.advised)]
         rows.append([each.what, str(each.best.slots), *costs])
     return columns(rows)
 

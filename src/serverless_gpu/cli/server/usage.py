@@ -18,7 +18,7 @@ from serverless_gpu.cli.server.reaching import server
 from serverless_gpu.model import days
 from serverless_gpu.model import usage as model
 from serverless_gpu.model.usage import Amounts, Group, Unit, Window
-from serverless_gpu.units import format_gpu_ms, format_micros
+from serverless_gpu.units import format_gpu_ms, format_micros, is_any_below_cent
 from serverless_gpu.wire.usage import GROUPS_DEFAULT, GROUPS_MAX, RecordPage, UsageView
 
 if TYPE_CHECKING:
@@ -178,12 +178,13 @@ def _lines(view: UsageView) -> list[str]:
     head += [*(["UNPRICED"] if has["unpriced_ms"] else []), "COST", *(["DBU"] if has["dbu_micros"] else [])]
     rows = [[*head, "BUSY", "IDLE"]]
     unit = _unit(view, ["unpriced_ms", *(name for _, name in segments)])
+    exact = is_any_below_cent(group.amounts.micros for group in shown)
     for group in shown:
         amounts = group.amounts
         row = [*(_cell(part) for part in group.key or ("all",)), f"{amounts.runs:,}"]
         row += [model.time_in(unit, getattr(amounts, name)) for _, name in segments]
         row += [model.time_in(unit, amounts.unpriced_ms)] if has["unpriced_ms"] else []
-        row += [_cost(group), *([model.decimal(amounts.dbu_micros)] if has["dbu_micros"] else [])]
+        row += [_cost(group, exact=exact), *([model.decimal(amounts.dbu_micros)] if has["dbu_micros"] else [])]
         rows.append([*row, _percent(amounts.busy), _percent(amounts.idle)])
     dates = f"{days.format_day(view.from_day)} to {days.format_day(view.until_day - 1)}, UTC"
     waiting = f"QUEUED: {unit.name} of waiting, else " if has["queued_ms"] else ""
@@ -197,15 +198,18 @@ def _chargeback_lines(view: UsageView) -> list[str]:
         return ["nothing was used in this month, as far as you may see"]
     unit = _unit(view, _OF_SHARES)
     rows = [["WHO", "", "RUNS", "USED", "BILLED", "UNPRICED", "COST", "PART"]]
+    exact = is_any_below_cent(group.amounts.micros for group in (*(share.group for share in shares), *view.totals))
     for share in shares:
         amounts = share.group.amounts
         used = [model.time_in(unit, getattr(amounts, name)) for name in _OF_SHARES]
         who = "team" if share.is_team else "user"
-        rows.append([_cell(share.name), who, f"{amounts.runs:,}", *used, _cost(share.group), _part(share.part)])
+        cost = _cost(share.group, exact=exact)
+        rows.append([_cell(share.name), who, f"{amounts.runs:,}", *used, cost, _part(share.part)])
     for total in view.totals:
         amounts = total.amounts
         used = [model.time_in(unit, getattr(amounts, name)) for name in _OF_SHARES]
-        rows.append(["all", "", f"{amounts.runs:,}", *used, _cost(total), "100.00 %" if amounts.micros else "-"])
+        cost = _cost(total, exact=exact)
+        rows.append(["all", "", f"{amounts.runs:,}", *used, cost, "100.00 %" if amounts.micros else "-"])
     dates = f"{days.format_day(view.from_day)} to {days.format_day(view.until_day - 1)}, UTC; device-{unit.name}"
     return [*columns(rows), dates, *_remarks(view)]
 
@@ -264,10 +268,10 @@ def _named(total: Group, parts: int) -> Group:
     return Group(key=("all", *[""] * (parts - 1)), currency=total.currency, amounts=total.amounts)
 
 
-def _cost(group: Group) -> str:
+def _cost(group: Group, *, exact: bool) -> str:
     if group.amounts.micros is None:
         return "unpriced" if group.amounts.billed_ms else "-"
-    return format_micros(group.amounts.micros, group.currency)
+    return format_micros(group.amounts.micros, group.currency, exact=exact)
 
 
 def _cell(text: str) -> str:
