@@ -39,9 +39,9 @@ class Fact(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         boot_id: the boot in which `boottime_ns` counts.
         boottime_ns: nanoseconds since boot; all durations come from it.
         wall_ns: nanoseconds since 1970; only places the fact on a calendar.
-        gpus: identifiers of the devices held.
-        cpus: cores held; 0 when they were not limited.
-        memory_bytes: host memory held; 0 when it was not limited.
+        gpus: identifiers of the devices lent.
+        cpus: cores lent; 0 when they were not limited.
+        memory_bytes: host memory lent; 0 when it was not limited.
         grace_ms: of `stopping`, where it was asked of the ranks: how long they may take, which is as long as they are
             billed at most; else None.
     """

@@ -32,7 +32,7 @@ class Charge(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         attempt: the attempt, as ``run:fence``.
         gpu_type: type of its devices.
-        gpus: the most devices it held at once.
+        gpus: the most devices it had at once.
         gpu_ms: GPU-milliseconds that were used; `billed_ms` those that are billed.
         core_ms: core-milliseconds that are billed; `memory_mib_ms` likewise, for MiB.
         micros: cost in millionths of the currency unit; None when there is no price.
@@ -102,14 +102,14 @@ def sum_of(days: Sequence[Line], tariff: Tariff) -> Charge:
 class Line(msgspec.Struct, frozen=True, kw_only=True):
     """What one attempt used on one day (UTC), and what that costs.
 
-    The segments are GPU-milliseconds: how long each lasted, times the devices held. `gpu_ms` is what counts as use
+    The segments are GPU-milliseconds: how long each lasted, times the devices lent. `gpu_ms` is what counts as use
     (user code until the devices were free, and idle devices of a session); `billed_ms` is that, less what came after
     the grace of a stop that we asked for, or 0 where the platform failed.
 
     Attributes:
         day: days since 1970-01-01.
         start_ns: the first moment of it, nanoseconds since 1970; `end_ns` the last.
-        gpus: the most devices held at once.
+        gpus: the most devices lent at once.
         environment_ms: while the environment was made ready.
         start_ms: while the ranks were started.
         run_ms: while user code ran.

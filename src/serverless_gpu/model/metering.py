@@ -12,7 +12,7 @@ that no device is ever counted twice.
     reserved   held    freed ─ a run has them, and its own facts ─ held    freed
                ├─ idle ──┤                                          ├─ idle ─┤
 
-Whole milliseconds, of boottime. The calendar is asked once for devices that are held without a break: what it said at
+Whole milliseconds, of boottime. The calendar is asked once for devices that are lent without a break: what it said at
 the first fact, and time from there.
 
 Failure cases: a silent node or a reboot ends the time at the last sign of life, in the user's favour; boottimes of two
@@ -29,7 +29,7 @@ from serverless_gpu.model.days import DAY_NS
 from serverless_gpu.model.facts import Fact, FactKind
 
 STRETCH_NS_MAX = 400 * DAY_NS
-"""Devices that are held for longer without a break are held by a clock that is wrong."""
+"""Devices that are lent for longer without a break are lent by a clock that is wrong."""
 SEGMENTS = ("environment_ms", "start_ms", "run_ms", "stop_ms", "gate_ms", "idle_ms")
 """What the time of devices is apart by, in the order in which they follow each other."""
 _ENVIRONMENT, _START, _RUN, _STOP, _GATE, _IDLE = range(len(SEGMENTS))
@@ -41,7 +41,7 @@ _OPENING = frozenset({FactKind.RESERVED, FactKind.HYDRATING, FactKind.STARTING, 
 
 
 class _Stretch:
-    """Devices that are held without a break: from the first fact about them until they are free."""
+    """Devices that are lent without a break: from the first fact about them until they are free."""
 
     __slots__ = (
         "began_ns",
@@ -70,11 +70,11 @@ class _Stretch:
         self.stopping_ns: int | None = None
         self.until_ns: int | None = None
         self.exited_ns: int | None = None
-        self.hold(fact)
+        self.lend(fact)
         self.see(fact)
 
-    def hold(self, fact: Fact) -> None:
-        """Take note of what is held."""
+    def lend(self, fact: Fact) -> None:
+        """Take note of what is lent."""
         self.uuids = frozenset(fact.gpus)
         self.gpus = len(self.uuids)
         self.cores = max(0, fact.cpus - sum(uuid.startswith(_CPU_SLOT) for uuid in self.uuids))
@@ -89,7 +89,7 @@ class _Stretch:
                 self.starting_ns = at_ns
             case FactKind.EXEC if self.used_ns is None:
                 self.used_ns = at_ns
-                self.hold(fact)
+                self.lend(fact)
             case FactKind.STOPPING if self.stopping_ns is None:
                 self.stopping_ns = at_ns
                 if fact.grace_ms is not None:
@@ -123,11 +123,11 @@ class _Stretch:
 
 
 class DayUse:
-    """What an attempt used on one day: milliseconds times what it held, apart by segment.
+    """What an attempt used on one day: milliseconds times the devices it had, apart by segment.
 
     Attributes:
         start_ns: the first moment of it, nanoseconds since 1970; `end_ns` the last.
-        gpus: the most devices held at once.
+        gpus: the most devices it had at once.
         segments: GPU-milliseconds of each of `SEGMENTS`.
         billed_ms: those of them that count.
         core_ms: core-milliseconds that count; `memory_mib_ms` likewise, for MiB.
@@ -207,7 +207,7 @@ def _lending(stretch: _Stretch, end_ns: int) -> Lending:
 
 
 def _follow(stretch: _Stretch | None, fact: Fact) -> tuple[tuple[_Stretch, int] | None, _Stretch | None]:
-    """Return what a fact has ended, with when, and what is held after it."""
+    """Return what a fact has ended, with when, and what is lent after it."""
     if stretch is None or fact.kind is FactKind.HELD:
         ended = None if stretch is None else (stretch, stretch.end_ns())
         return ended, _Stretch(fact) if fact.kind in _OPENING else None
