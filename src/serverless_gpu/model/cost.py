@@ -23,7 +23,6 @@ from serverless_gpu.model.receipt import TextPrinter
 
 _MICROS_MAX = 10**18  # a million million units of money: it has to travel in 64 bits
 _NOT_BILLED = "what the platform lost, or what came after the grace of a stop"
-_UNIT = {CPU: ("CPU slot", "slot")}
 
 
 class Cost(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,7 +114,7 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
         ]
 
     def _used(self, gpu_ms: int) -> str:
-        return units.format_gpu_ms(gpu_ms, unit=_UNIT.get(self.gpu_type, ("", "GPU"))[1])
+        return units.format_gpu_ms(gpu_ms, unit="slot" if self.gpu_type == CPU else "GPU")
 
 
 class AttemptUse(msgspec.Struct, frozen=True, kw_only=True):

@@ -220,17 +220,18 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
 
     def used_text(self) -> str:
         """Return the time the devices were held, and what it costs where there is a price."""
-        unit = "slot" if self.kind is DeviceKind.CPU else "GPU"
         idle = "" if self.runs is None else " idle"
         cost = "" if self.micros is None else f", {units.format_micros(self.micros, self.currency)}"
-        return f"{units.format_gpu_ms(self.gpu_ms, unit=unit)}{idle}{cost}"
+        return f"{self._used(self.gpu_ms)}{idle}{cost}"
 
     def unbilled_text(self) -> str:
         """Return how much of the time is not billed, and why; "" where all of it is."""
         if self.bill is None or not self.bill.unbilled:
             return ""
-        unit = "slot" if self.kind is DeviceKind.CPU else "GPU"
-        return f"{units.format_gpu_ms(self.gpu_ms - self.bill.billed_ms, unit=unit)}: {self.bill.unbilled}"
+        return f"{self._used(self.gpu_ms - self.bill.billed_ms)}: {self.bill.unbilled}"
+
+    def _used(self, gpu_ms: int) -> str:
+        return units.format_gpu_ms(gpu_ms, unit="slot" if self.kind is DeviceKind.CPU else "GPU")
 
     def text(self) -> str:
         """Return the receipt for a terminal: at most 8 lines, none of them empty."""
