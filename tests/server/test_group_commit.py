@@ -65,11 +65,16 @@ def together(database: Database, threads: ThreadPoolExecutor, works: list[Callab
 
 
 @pytest.fixture
-def small_disk() -> Iterator[None]:
-    """Let no SQLite database of this process grow beyond 60 pages of 4 KiB; empty, ours has 38."""
+def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Let every SQLite database of this process grow by 22 pages of 4 KiB beyond what an empty one of ours has."""
+    empty = tmp_path_factory.mktemp("empty") / "server.db"
+    made = Database(f"sqlite:///{empty}", clock=SystemClock())
+    made.migrate()
+    made.close()
+    pages = empty.stat().st_size // 4096 + 22
 
     def limit(connection: sqlite3.Connection, _record: object) -> None:
-        connection.execute("PRAGMA max_page_count = 60")
+        connection.execute(f"PRAGMA max_page_count = {pages}")
 
     sa.event.listen(sa.Engine, "connect", limit)
     yield
