@@ -114,14 +114,14 @@ def story(view: RunView) -> Iterator[str]:
     cost = _cost(view)
     if cost is not None and cost.gpu_ms:
         yield f"cost: {cost}"
-    if len(attempts.attempts) > 1 or any(each.sentence for each in attempts.attempts):
+    if len(attempts.attempts) > 1 or any(each.sentence not in view.sentence for each in attempts.attempts):
         for each in attempts.attempts:
             why = "" if each.reason is None else f" · {each.reason.value}"
             had = f" · secrets: {', '.join(each.secrets)}" if each.secrets else ""
             told = f": {each.sentence}" if each.sentence else ""
             yield f"attempt {each.fence}: {each.state.value}{why} on {each.node}{told}{had}"
     failure = failure_text(view)
-    if failure:
+    if failure and failure != view.sentence:
         yield from ("", *failure.splitlines())
     receipt = _receipt(view)
     if receipt is not None:
