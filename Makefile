@@ -104,7 +104,7 @@ upgrade-check: venv ## the node of the commit before, a run across the upgrade o
 	@$(BIN)/python -m scripts.upgrade_check
 
 rows: venv ## full disks, a machine without memory, a process that cannot be ended (needs root to make them)
-	$(BIN)/python -m pytest tests/rows tests/local/test_host_memory.py
+	$(BIN)/python -m pytest -m "not gpu" tests/rows tests/local/test_host_memory.py
 
 fuzz: venv ## garbage at every socket and route, with fresh examples, for minutes
 	FUZZ_EXAMPLES=200 $(BIN)/python -m pytest tests/fuzz tests/unit/test_terminal.py --hypothesis-profile=long -o timeout=1800

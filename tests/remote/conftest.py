@@ -57,7 +57,7 @@ def served(served_home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     use_home(monkeypatch, served_home, FAKES)
     yield served_home
     try:
-        wait_for(lambda: nothing_of_a_run(served_home), "every run of the test has ended", limit_s=15)
+        wait_for(lambda: nothing_of_a_run(served_home), "every run of the test has ended", limit_s=60)
     finally:
         cancel_all(served_home)
 

@@ -15,6 +15,8 @@ import serverless_gpu
 from serverless_gpu import distributed
 from serverless_gpu.client.remote.profile import find_profile
 from serverless_gpu.errors import InvalidValue, RankCrashed, RunCancelled, UntrustedResult
+from serverless_gpu.node.home import Home
+from serverless_gpu.node.remote import read_remote
 from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.principals import PrincipalRequest, TokenMade
 from tests.local.observe import run_script, wait_for
@@ -144,7 +146,8 @@ def test_another_principal_sees_no_run_that_is_not_theirs_and_their_results_are_
         made = admin.ask("POST", "/users", PrincipalRequest(name="bob"), answer=TokenMade)
     mine = answer.submit()
     assert mine.results() == [42]
-    mine.receipt(60)  # nothing of it writes any more
+    directory = Home(served).attempt(mine.id, 1)
+    wait_for(lambda: (said := read_remote(directory)) and said.standing == "settled", "nothing of it writes any more")
     with monkeypatch.context() as as_bob:
         as_bob.setenv("SERVERLESS_GPU_SERVER", profile.url)
         as_bob.setenv("SERVERLESS_GPU_TOKEN", made.secret)

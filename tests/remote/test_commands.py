@@ -139,7 +139,7 @@ def test_results_are_copied_and_never_loaded(served: Path, tmp_path: Path) -> No
 
 def test_a_run_that_goes_on_has_no_results_and_cancel_ends_it(served: Path, tmp_path: Path) -> None:
     run = start("sh", "-c", "echo up; exec sleep 600")
-    wait_for(lambda: "up" in run.logs(), "it is up")
+    wait_for(lambda: "up" in run.logs() and run.status() == "RUNNING", "it is up")
     with pytest.raises(InvalidValue, match=f"run {run.id} is RUNNING: it has returned nothing yet"):
         sgpu("result", run.id)
     listed = sgpu("cancel")

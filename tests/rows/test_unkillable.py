@@ -18,7 +18,7 @@ from serverless_gpu.node.history import first_facts
 from tests.local.observe import wait_for
 from tests.rows.machines import Machine
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.heavy]  # a minute passes before nobody waits any more
 
 
 def touch(hanging: str, where: str, rank: int = -1) -> None:

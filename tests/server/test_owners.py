@@ -138,15 +138,16 @@ def test_F68_no_new_submits_and_streams_end(home: Path, monkeypatch: pytest.Monk
         made = root.ask("POST", "/users", PrincipalRequest(name="ada"), answer=TokenMade)
         ada = server.connection(made.secret)
         view = ada.ask("POST", "/runs", request(), answer=RunView)
-        ended = threading.Event()
+        begun, ended = threading.Event(), threading.Event()
 
         def read() -> None:
             for _ in ada.stream("GET", f"/runs/{view.id}/events", answer=StreamMessage):
-                pass
+                begun.set()
             ended.set()
 
         reader = threading.Thread(target=read, daemon=True)
         reader.start()
+        assert begun.wait(30)
         from_now = {"disabled": True}
         root._client.patch("/users/ada", json=from_now)
         assert ended.wait(30), "the stream of somebody who was shut out goes on"

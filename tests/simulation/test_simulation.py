@@ -18,7 +18,7 @@ from tests.simulation.running import Outcome, outcome, remembered, shrunk
 
 SEEDS, STEPS, AT_ONCE = 200, 20, 10
 ALWAYS = 60
-"""So many seeds are run by every test run, the others by `make test-all`: CI has half an hour."""
+"""So many seeds are run by every test run, and every third bug is looked for; the others by `make test-all`."""
 
 
 @pytest.mark.slow
@@ -66,7 +66,10 @@ def found(name: str) -> tuple[Plan, Outcome]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FOUND_AS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.heavy] if number % 3 else []) for number, name in enumerate(FOUND_AS)],
+)
 def test_a_bug_that_is_put_in_is_found(name: str) -> None:
     plan, came = found(name)
     print(f"{name}: found by seed {plan.seed}")

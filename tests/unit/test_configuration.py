@@ -81,7 +81,11 @@ def test_unknown_tables_are_named(tmp_path: Path) -> None:
         ("[types.A]\nmemory_gib = 'x'\n", "types: Expected `float`, got `str` - at `$[...].memory_gib`"),
         ("[types.A]\nmemory_gib = 1\nspeed = 2\n", "types: Object contains unknown field `speed` - at `$[...]`"),
         ("types = 5\n", "types: Expected `object`, got `int`"),
-        ("[prices]\nH100 = 'much'\n", "prices: Expected `float | object`, got `str` - at `$[...]`"),
+        (
+            "[prices]\nH100 = 'much'\n",
+            "prices: Expected `float | object`, got `str` - at `$[...]`\n"
+            "hint: H100 = 2.99, or { dbu_per_gpu_hour = 8.9, usd_per_dbu = 0.7 }",
+        ),
         (
             "[prices]\nH100 = -1\n",
             "prices: the price of H100 is -1.0, not between 0 and 100000\n"

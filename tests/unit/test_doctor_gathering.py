@@ -108,7 +108,8 @@ def test_a_configuration_with_a_mistake(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text('[prices]\nH100 = "much"\n')
     facts = look_at_home({"SERVERLESS_GPU_HOME": str(tmp_path)})
     assert facts.configuration_problem == (
-        f"{tmp_path / 'config.toml'}, table prices: Expected `float`, got `str` - at `$[...]`"
+        f"{tmp_path / 'config.toml'}, table prices: Expected `float | object`, got `str` - at `$[...]`\n"
+        "hint: H100 = 2.99, or { dbu_per_gpu_hour = 8.9, usd_per_dbu = 0.7 }"
     )
 
 

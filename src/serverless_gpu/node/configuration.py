@@ -121,7 +121,12 @@ def _types(tables: Mapping[str, object]) -> tuple[GpuType, ...]:
 
 
 def _prices(tables: Mapping[str, object]) -> dict[str, Tariff]:
-    amounts = _converted(tables, "prices", dict[str, float | OfDbus])
+    try:
+        amounts = _converted(tables, "prices", dict[str, float | OfDbus])
+    except InvalidValue as error:
+        raise InvalidValue(
+            error.message, hint="H100 = 2.99, or { dbu_per_gpu_hour = 8.9, usd_per_dbu = 0.7 }"
+        ) from None
     try:
         return parse_prices(amounts)
     except UsageError as error:
