@@ -38,7 +38,7 @@ def warm(session_home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     use_home(monkeypatch, session_home, FAKES)
     yield session_home
     try:
-        wait_for(lambda: nothing_of_a_run(session_home), "every run of the test has ended", limit_s=10)
+        wait_for(lambda: nothing_of_a_run(session_home), "every run of the test has ended")
     finally:
         cancel_all(session_home)
 

@@ -25,7 +25,7 @@ from serverless_gpu.testing import agent_status
 
 T = TypeVar("T")
 
-LIMIT_S = 30.0
+LIMIT_S = 60.0
 
 
 def wait_for(look: Callable[[], T], what: str, limit_s: float = LIMIT_S) -> T:

@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-_STAY_S = 60.0
+_STAY_S = 100.0
 
 
 def announce(where: str, name: str) -> None:
@@ -35,7 +35,7 @@ def stay(where: str) -> int:
 
 
 def wait_for_file(where: str, name: str) -> None:
-    """Wait until a file is there, a minute at most."""
+    """Wait until a file is there, not for ever."""
     limit = time.monotonic() + _STAY_S
     while not (Path(where) / name).exists():
         if time.monotonic() > limit:

@@ -56,7 +56,7 @@ def test_torchrun_reproduces_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     run: Run[tuple[int, int, str]] = distributed(gpus=2, quiet=True)(summed).submit([10, 32])
     results = run.results(timeout=60)
     assert results == [(0, 42, f"2 {tmp_path}"), (1, 42, f"2 {tmp_path}")]
-    run.receipt(timeout=20)  # the last file that is written
+    run.receipt(timeout=50)  # the last file that is written
     before = sorted(path for path in run.directory.rglob("*"))
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -93,7 +93,7 @@ def test_a_single_process_needs_no_torchrun() -> None:
 def test_the_program_is_readable_and_holds_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_TOKEN", "very-secret")
     run = distributed(gpus=2, quiet=True)(len).submit("ab")
-    run.wait(30)
+    run.wait(50)
     text = (run.directory / "_air.py").read_text()
     assert f"torchrun --nproc-per-node=2 {run.directory}/_air.py" in text and run.id in text
     compile(text, "_air.py", "exec")

@@ -264,8 +264,9 @@ def test_arguments_that_do_not_fit_on_the_disk(small: Path) -> None:
 def test_a_result_that_does_not_fit_on_the_disk(small: Path) -> None:
     run = distributed(gpus=1, quiet=True)(os.urandom).submit(6 * MIB)
     with pytest.raises(RunError, match="rank 0") as caught:
-        run.results(timeout=30)
+        run.results(timeout=50)
     assert caught.value.reason == "result_storage"
+    wait_for(lambda: nothing_of_a_run(small), "its receipt is written")
     assert all(path.stat().st_size < MIB for path in run.directory.rglob("*") if path.is_file())
     assert distributed(gpus=1, quiet=True)(train).distributed(0.1) == [0.1]
 
@@ -277,7 +278,7 @@ def test_an_exception_on_a_full_disk_still_arrives(small: Path) -> None:
 
     with pytest.raises((ValueError, RunError), match="what the user must see"):
         distributed(gpus=1, quiet=True)(fail).distributed(str(small))
-    assert held_locks(small) == []
+    wait_for(lambda: held_locks(small) == [], "its device is given back")
 
 
 def test_logs_that_do_not_fit_on_the_disk_do_not_end_the_run(small: Path) -> None:
@@ -288,10 +289,10 @@ def test_logs_that_do_not_fit_on_the_disk_do_not_end_the_run(small: Path) -> Non
 
     run = distributed(gpus=1, quiet=True)(chat).submit()
     try:
-        assert run.results(timeout=30) == ["done"]
+        assert run.results(timeout=50) == ["done"]
     except RunError as error:
         assert error.reason == "result_storage", "the result itself found no room"
-    assert any("were not kept" in note for note in run.receipt(timeout=30).notes)
+    assert any("were not kept" in note for note in run.receipt(timeout=50).notes)
 
 
 def test_a_home_that_cannot_be_written_is_replaced_and_that_is_said(
@@ -306,8 +307,8 @@ def test_a_home_that_cannot_be_written_is_replaced_and_that_is_said(
         try:
             with pytest.warns(UserWarning, match=rf"{disk}.*cannot be written.*{fallback}"):
                 run = distributed(gpus=1, quiet=True)(train).submit(0.1)
-            assert run.results(timeout=30) == [0.1] and run.directory.is_relative_to(fallback)
-            run.receipt(timeout=30)
+            assert run.results(timeout=50) == [0.1] and run.directory.is_relative_to(fallback)
+            run.receipt(timeout=50)
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
                 assert distributed(gpus=1, quiet=True)(train).distributed(0.1) == [0.1], "said once per process"

@@ -175,7 +175,7 @@ def test_attach_from_another_process(tmp_path: Path) -> None:
     )
     done = run_script(path, run.id, str(tmp_path))
     assert done.stdout == "[0, 1] SUCCEEDED SUCCEEDED\n[0, 1]\n", done.stderr
-    assert run.results(timeout=30) == attach(run.id).results() == [0, 1]
+    assert run.results(timeout=50) == attach(run.id).results() == [0, 1]
 
 
 def test_a_session_with_too_many_listeners_says_so_and_not_that_it_has_ended() -> None:

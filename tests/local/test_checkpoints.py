@@ -53,10 +53,10 @@ def test_every_stop_says_why_and_leaves_the_grace_to_save(warm: Path, reason: St
     run = distributed(gpus=2, gpu_type="H100", quiet=True)(count_until_stopped).submit()
     wait_for(lambda: run.logs(0) and run.logs(1), "both ranks count")
     ask_to_stop(warm, run.id, reason)
-    assert run.wait(30)
+    assert run.wait(50)
     files = saved(warm, run.id)
     assert {name: file["why"] for name, file in files.items()} == {"0.json": reason.value, "1.json": reason.value}
-    receipt = run.receipt(30)
+    receipt = run.receipt(50)
     assert receipt.notes == ()
     assert receipt.reason == {"cancel": "cancelled", "preempt": "preempted", "drain": "drained"}.get(
         reason.value, reason.value
@@ -64,9 +64,9 @@ def test_every_stop_says_why_and_leaves_the_grace_to_save(warm: Path, reason: St
 
 
 def test_F73_the_time_limit_says_so_to_the_ranks(warm: Path) -> None:
-    run = distributed(gpus=1, gpu_type="H100", quiet=True, timeout=2.0)(count_until_stopped).submit()
+    run = distributed(gpus=1, gpu_type="H100", quiet=True, timeout=4.0)(count_until_stopped).submit()
     with pytest.raises(RunTimedOut):
-        run.results(30)
+        run.results(50)
     assert saved(warm, run.id)["0.json"]["why"] == "timeout"
 
 
@@ -78,7 +78,7 @@ def test_when_another_rank_fails_the_reason_is_its_failure(warm: Path) -> None:
 
     run = distributed(gpus=2, gpu_type="H100", quiet=True)(one_fails).submit()
     with pytest.raises(ValueError, match="enough"):
-        run.results(30)
+        run.results(50)
     assert {name: file["why"] for name, file in saved(warm, run.id).items()} in ({}, {"0.json": "failure"})
 
 
@@ -87,10 +87,10 @@ def test_the_next_attempt_of_a_run_goes_on_where_it_was_stopped(warm: Path) -> N
     wait_for(lambda: run.logs(0), "it counts")
     run.preempt()
     with pytest.raises(RunCancelled) as caught:
-        run.results(30)
+        run.results(50)
     assert caught.value.reason == "preempted"
     reached = saved(warm, run.id)["0.json"]["step"]
-    run.receipt(30)
+    run.receipt(50)
     second = next_attempt(warm, run)
     assert (second / "logs" / "0.stdout").read_text() == f"from {reached}\n"
 
@@ -126,7 +126,7 @@ def test_retention_leaves_checkpoints(warm: Path) -> None:
     run = distributed(gpus=1, gpu_type="H100", quiet=True)(count_until_stopped).submit()
     wait_for(lambda: run.logs(0), "it counts")
     run.cancel()
-    run.receipt(30)
+    run.receipt(50)
     policy = Policy(age_ns=1, spared_ns=0)
     wait_for(lambda: run.id in clean(warm / "runs", policy, (), SystemClock()).deleted, "it has ended and is deleted")
     assert saved(warm, run.id)

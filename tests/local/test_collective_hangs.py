@@ -31,7 +31,7 @@ def test_F04_a_rank_that_does_not_come_to_a_collective(warm: Path, where: str, c
             if step == 1 and call != "backward":
                 dist.barrier() if call == "barrier" else dist.all_reduce(torch.ones(2))
 
-    run = distributed(gpus=3, quiet=True, hang_timeout=3.0)(train).submit(where, call)
+    run = distributed(gpus=3, quiet=True, hang_timeout=5.0)(train).submit(where, call)
     error = hung(run)
     assert (error.ranks_waiting, error.ranks_elsewhere) == ([0, 2], [1])
     report = report_of(run)
@@ -58,7 +58,7 @@ def test_F04_while_one_rank_is_at_work_the_others_may_wait(
     began_ns = SystemClock().boottime_ns()
     wait_for(lambda: SystemClock().boottime_ns() - began_ns > 3.5e9, "twice the limit has passed")
     Path(where, "go").touch()
-    assert run.results(timeout=30) == [0, 1]
+    assert run.results(timeout=50) == [0, 1]
     (note,) = (note for note in run.receipt().notes if "hang-" in note)
     assert note.startswith("hang-1.txt has the stacks of all ranks")
 
@@ -86,4 +86,4 @@ def test_collectives_that_are_looked_at_give_the_right_result(
     Path(where, "go").touch()
     report_of(run, 2)
     Path(where, "again").touch()
-    assert run.results(timeout=30) == [[3.0 * (1 << 20), "said"]] * 2
+    assert run.results(timeout=50) == [[3.0 * (1 << 20), "said"]] * 2

@@ -93,6 +93,7 @@ def test_what_ran_is_listed_shown_and_read(own: Path) -> None:
     distributed(gpus=2, quiet=True)(say).distributed("hello")
     with pytest.raises(ValueError, match="boom"):
         distributed(gpus=1, quiet=True)(fail).distributed()
+    wait_for(lambda: nothing_of_a_run(own), "both have their receipts")
     rows = [line.split() for line in sgpu("runs").splitlines()]
     assert [(row[1], row[2]) for row in rows] == [("NAME", "STATE"), ("fail", "FAILED"), ("say", "SUCCEEDED")]
     said = rows[2][0]
@@ -108,6 +109,7 @@ def test_what_ran_is_listed_shown_and_read(own: Path) -> None:
 def test_a_run_is_followed_to_its_end_and_listed_as_running_meanwhile(own: Path, where: str) -> None:
     run = distributed(gpus=1, quiet=True)(say_and_wait).submit(where)
     announced(Path(where), "rank0")
+    wait_for(lambda: run.status() == "RUNNING", "its supervisor knows that it runs")
     following = subprocess.Popen([*COMMAND, "logs", "--follow"], stdout=subprocess.PIPE, text=True)
     assert following.stdout is not None
     assert following.stdout.readline() == "first\n"
@@ -129,7 +131,7 @@ def test_an_interrupt_ends_following_and_not_the_run(own: Path, where: str) -> N
     following.send_signal(signal.SIGINT)
     code, out, err = ended(following)
     assert (code, out, err) == (130, "", "")
-    assert run.status() == "RUNNING"
+    wait_for(lambda: run.status() == "RUNNING", "it goes on, and its supervisor knows that it runs")
     run.cancel()
     run.wait()
 
@@ -228,7 +230,7 @@ def test_the_agent_has_old_runs_deleted_by_itself(own: Path) -> None:
         os.utime(path, (0, 0))
     young: Run[str] = distributed(gpus=1, quiet=True)(say).submit("again")
     young.results()
-    wait_for(lambda: run_directories(own) == [young.id], "the old run was deleted", limit_s=40)
+    wait_for(lambda: run_directories(own) == [young.id], "the old run was deleted")
     wait_for(lambda: "retention: deleted 1 run, " in (own / "agent.log").read_text(), "it says so")
     assert agent(own).alive()
 

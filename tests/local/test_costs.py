@@ -23,7 +23,7 @@ def test_a_run_says_what_it_costs_by_now_and_in_the_end_what_its_receipt_says(ow
     (own / "config.toml").write_text("[prices]\nH100 = 2.99\n")
     done = tmp_path / "done"
     run = endless.submit(str(done))
-    wait_for(lambda: run.status() == "RUNNING", "it runs", limit_s=30)
+    wait_for(lambda: run.status() == "RUNNING", "it runs")
     first = run.cost()
     wait_for(lambda: run.cost().gpu_ms > first.gpu_ms, "time passes")
     elsewhere = serverless_gpu.attach(run.id).cost()
@@ -31,7 +31,7 @@ def test_a_run_says_what_it_costs_by_now_and_in_the_end_what_its_receipt_says(ow
     # The price was fixed when the devices were taken.
     (own / "config.toml").write_text("[prices]\nH100 = 5000\n")
     done.touch()
-    receipt, cost = run.receipt(30), run.cost()
+    receipt, cost = run.receipt(50), run.cost()
     assert (cost.gpu_ms, cost.micros, cost.is_final) == (receipt.gpu_ms, receipt.micros, True)
     assert cost.micros == micros_for(cost.billed_ms, 2_990_000) and cost.billed_ms == cost.gpu_ms
     assert str(cost).startswith("0.0") and cost.attempts == 1 and cost.gpu_type == "H100"

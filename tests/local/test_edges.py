@@ -103,8 +103,10 @@ def spare_ranks(home: Path) -> list[int]:
 
 def children(pid: int) -> list[int]:
     """Return the children of a process's main thread."""
-    path = Path(f"/proc/{pid}/task/{pid}/children")
-    return [int(word) for word in path.read_text().split()] if path.exists() else []
+    try:
+        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except (FileNotFoundError, ProcessLookupError):  # it has ended since
+        return []
 
 
 def test_a_run_is_cancelled_from_the_command_line(warm: Path, tmp_path: Path) -> None:
@@ -119,7 +121,7 @@ def test_a_run_is_cancelled_from_the_command_line(warm: Path, tmp_path: Path) ->
     )
     assert done.stdout == "CANCELLED: 2 GPUs verified free: no process, 0 MiB used (baseline 0 MiB)\n"
     with pytest.raises(RunCancelled):
-        run.results(timeout=20)
+        run.results(timeout=50)
 
 
 def test_F61_ctrl_c_on_a_handle_says_that_the_run_goes_on(warm: Path, tmp_path: Path) -> None:
@@ -143,7 +145,7 @@ def test_F61_ctrl_c_on_a_handle_says_that_the_run_goes_on(warm: Path, tmp_path: 
     run = attach(run_id)
     assert run.status() == "RUNNING"
     run.cancel()
-    assert run.wait(20)
+    assert run.wait(50)
 
 
 def test_output_into_a_pipe_that_nobody_reads_does_not_end_the_run(warm: Path, tmp_path: Path) -> None:
@@ -177,7 +179,7 @@ def test_F05_a_rank_that_returned_long_before_the_others_is_named(warm: Path, tm
     assert re.fullmatch(r"ranks 1, 2 returned \(the first at \d\d:\d\d:\d\d\), rank 0 still running", str(told)), told
     Path(tmp_path, "go on").touch()
     assert run.results(timeout=60) == [0, 1, 2], "what the early ones returned was kept"
-    assert told in run.receipt(timeout=20).notes
+    assert told in run.receipt(timeout=50).notes
 
 
 @pytest.mark.slow
@@ -191,7 +193,7 @@ def test_runs_beyond_the_agents_bound_wait_in_the_agent_and_can_be_cancelled(own
         attach(last.id)
     last.cancel()
     with pytest.raises(RunCancelled):
-        last.results(timeout=20)
+        last.results(timeout=50)
     first.cancel()
     assert [run.results(timeout=100) for run in waiting[:-1]] == [[2]] * ATTEMPTS_MAX
 
@@ -199,7 +201,7 @@ def test_runs_beyond_the_agents_bound_wait_in_the_agent_and_can_be_cancelled(own
 def test_the_facts_say_when_devices_waited_for_the_environment(own: Path) -> None:
     def kinds(run: Run[int]) -> list[str]:
         assert run.results(timeout=60) == [2]
-        run.receipt(timeout=20)
+        run.receipt(timeout=50)
         lines = (run.directory / "facts.jsonl").read_text().splitlines()
         return [str(json.loads(line)["kind"]) for line in lines if '"alive"' not in line]
 

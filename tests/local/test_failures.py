@@ -76,13 +76,13 @@ def test_F01_a_segfault_names_rank_and_signal_with_the_stack(warm: Path, where: 
 
     run = distributed(gpus=2, quiet=True)(train).submit(where)
     with pytest.raises(RankCrashed, match="rank 1 was ended by SIGSEGV") as caught:
-        run.results(timeout=30)
+        run.results(timeout=50)
     error = caught.value
     assert (error.rank, error.reason, error.run_id) == (1, "rank_signal", run.id)
     assert "last words" in error.log_tail
     notes = "\n".join(error.__notes__)
     assert f'{Path(__file__).name}", line' in notes and crash.__name__ in notes, notes
-    receipt = run.receipt(timeout=30)
+    receipt = run.receipt(timeout=50)
     assert receipt.state == "FAILED" and receipt.reason == "rank_signal"
     assert not list(Path(run.directory).rglob("core*"))
 
@@ -90,7 +90,7 @@ def test_F01_a_segfault_names_rank_and_signal_with_the_stack(warm: Path, where: 
 def test_F01_exit_code_139_is_not_a_signal(warm: Path) -> None:
     run = distributed(gpus=2, quiet=True)(os._exit).submit(139)
     with pytest.raises(RankCrashed, match="exited with code 139") as caught:
-        run.results(timeout=30)
+        run.results(timeout=50)
     assert caught.value.reason == "no_result" and "SIG" not in str(caught.value)
 
 
@@ -117,11 +117,11 @@ def test_F02_a_rank_over_its_memory_limit_is_out_of_memory(own: Path) -> None:
         except OutOfMemory as error:
             assert error.reason == "host_oom"
         else:
-            notes = run.receipt(timeout=30).notes
+            notes = run.receipt(timeout=50).notes
             if any("not enforced" in note for note in notes):
                 pytest.skip(f"no memory controller can be written to here: {notes}")
             raise AssertionError("2 GiB fit into 600 MiB")
-        assert run.receipt(timeout=30).reason == "host_oom"
+        assert run.receipt(timeout=50).reason == "host_oom"
 
 
 def test_F02_exit_code_137_and_a_sigkill_are_not_out_of_memory(warm: Path) -> None:
@@ -147,7 +147,7 @@ def test_F06_an_exception_arrives_as_its_own_type_with_the_remote_lines(warm: Pa
 
     run = distributed(gpus=2, quiet=True)(train).submit()
     with pytest.raises(Wrong, match="7: rank 1") as caught:
-        run.results(timeout=30)
+        run.results(timeout=50)
     error = caught.value
     assert (error.code, error.text) == (7, "rank 1")
     assert error.__notes__[0] == "a note of the user's"
@@ -156,7 +156,7 @@ def test_F06_an_exception_arrives_as_its_own_type_with_the_remote_lines(warm: Pa
     )
     shown = "".join(traceback.format_exception(error))
     assert "raise error" in shown and "deeper(rank)" in shown and "in train" in shown
-    assert run.receipt(timeout=30).reason == "rank_raised"
+    assert run.receipt(timeout=50).reason == "rank_raised"
 
 
 def test_F06_an_exception_group_arrives_as_one(warm: Path) -> None:
@@ -189,7 +189,7 @@ def test_F06_the_first_failure_wins_and_peers_are_stopped(warm: Path, where: str
 
     run = distributed(gpus=3, quiet=True)(train).submit(where)
     with pytest.raises(Wrong, match="the cause") as caught:
-        run.results(timeout=30)
+        run.results(timeout=50)
     notes = [note for note in caught.value.__notes__ if note.startswith("consequence")]
     assert sorted(note.partition("RuntimeError: ")[2] for note in notes) == ["consequence in 1", "consequence in 2"]
 
@@ -202,8 +202,8 @@ def test_F06_a_failing_rank_does_not_wait_for_ranks_that_work(warm: Path, where:
 
     run = distributed(gpus=2, quiet=True)(train).submit(where)
     with pytest.raises(Wrong):
-        run.results(timeout=30)
-    run.receipt(timeout=30)
+        run.results(timeout=50)
+    run.receipt(timeout=50)
     if Path(where, "rank0").exists():
         assert not announced(Path(where), "rank0")[0].alive()
 
@@ -324,7 +324,7 @@ def test_F57_a_result_this_process_cannot_load(warm: Path, tmp_path: Path) -> No
 
     run = train.submit(str(tmp_path))
     with pytest.raises(ResultUnavailableHere, match="only_in_ranks") as caught:
-        run.results(timeout=30)
+        run.results(timeout=50)
     assert str(run.directory) in caught.value.hint
     sys.path.insert(0, str(tmp_path))
     try:
@@ -371,7 +371,7 @@ def test_F54_what_cannot_travel_is_named_and_nothing_is_started(own: Path, tmp_p
 
 def test_F58_a_call_made_by_another_python_is_refused_in_words(own: Path) -> None:
     run = distributed(gpus=1, quiet=True)(rank_number).submit()
-    run.wait(30)
+    run.wait(50)
     path = run.directory / "results" / "0.pkl"
     here = f"[{sys.version_info[0]}, {sys.version_info[1]}]".replace(" ", "")
     data = path.read_bytes()

@@ -61,9 +61,9 @@ def barrier(where: str, name: str = "") -> bytes:
 def hung(run: Run[Any]) -> CollectiveHang:
     """Wait for the end of a run that has to hang, and check what every such end has in common."""
     with pytest.raises(CollectiveHang) as caught:
-        run.results(timeout=30)
+        run.results(timeout=50)
     error = caught.value
-    receipt = run.receipt(timeout=20)
+    receipt = run.receipt(timeout=50)
     assert (error.reason, error.run_id, error.rank) == ("collective_hang", run.id, None)
     assert (run.status(), receipt.state, receipt.reason) == ("FAILED", "FAILED", "collective_hang")
     assert error.hint == f"Python stacks of all ranks: {run.directory}/hang-1.txt"
@@ -91,15 +91,17 @@ def test_F04_a_rank_that_does_not_come_to_a_socket_barrier(warm: Path, where: st
     run = distributed(gpus=2, quiet=True, hang_timeout=2.0)(barrier).submit(where)
     error = hung(run)
     assert (error.ranks_waiting, error.ranks_elsewhere) == ([0], [1])
-    assert re.match(r"no output for [2-9]\.\d s, and rank 0 waits in test_hangs\.py:", error.message), error.message
+    assert re.match(r"no output for (?:[2-9]|\d\d)\.\d s, and rank 0 waits in test_hangs\.py:", error.message), (
+        error.message
+    )
     assert ": rank 1 is elsewhere, in test_hangs.py:" in error.message and error.message.endswith(" barrier")
     assert len(error.__notes__) == 1 and error.__notes__[0].startswith("rank 1 is here (most recent call first):\n")
     assert "in barrier" in error.__notes__[0] and "node/inside" not in error.__notes__[0]
     report = report_of(run)
     assert "---- rank 0 (waits) ----" in report and "---- rank 1 (elsewhere) ----" in report
     receipt = run.receipt()
-    assert receipt.segments.run_ms is not None and 2_000 <= receipt.segments.run_ms < 20_000
-    assert receipt.segments.stop_ms is not None and receipt.segments.stop_ms < 5_000
+    assert receipt.segments.run_ms is not None and 2_000 <= receipt.segments.run_ms < 50_000
+    assert receipt.segments.stop_ms is not None and receipt.segments.stop_ms < 20_000, "its grace is 30 s"
 
 
 def test_F04_a_rank_that_is_stopped_is_named_and_stays_stopped(
@@ -117,7 +119,7 @@ def test_F04_a_rank_that_is_stopped_is_named_and_stays_stopped(
     wait_for(lambda: kernel_state(rank.pid) == "T", "it is stopped again")
     Path(where, "go").touch()
     rank.send(signal.SIGCONT)
-    assert run.results(timeout=30) == [b"word", b""]
+    assert run.results(timeout=50) == [b"word", b""]
 
 
 def test_F04_a_stopped_rank_is_elsewhere_when_the_run_is_ended(warm: Path, where: str) -> None:
@@ -180,8 +182,8 @@ def test_ranks_that_move_without_a_word_are_left_alone(warm: Path, where: str, m
 
     monkeypatch.setenv(WARNING, "1")
     run = distributed(gpus=2, quiet=True, hang_timeout=1.5)(train).submit(5.0)
-    assert run.results(timeout=30) == ["done", "done"]
-    assert run.receipt(timeout=20).notes == () and not list(run.directory.glob("hang-*"))
+    assert run.results(timeout=50) == ["done", "done"]
+    assert run.receipt(timeout=50).notes == () and not list(run.directory.glob("hang-*"))
 
 
 def test_a_program_that_waits_at_one_line_nearly_all_the_time_is_left_alone(warm: Path, where: str) -> None:
@@ -192,7 +194,7 @@ def test_a_program_that_waits_at_one_line_nearly_all_the_time_is_left_alone(warm
         return "done"
 
     run = distributed(gpus=2, quiet=True, hang_timeout=1.5)(train).submit(6.0)
-    assert run.results(timeout=30) == ["done", "done"]
+    assert run.results(timeout=50) == ["done", "done"]
 
 
 @pytest.mark.parametrize("gpus", [1, 2])
@@ -209,13 +211,13 @@ def test_one_long_call_that_computes_is_no_hang(
     monkeypatch.setenv(WARNING, "1")
     run = distributed(gpus=gpus, quiet=True, hang_timeout=1.5)(train).submit(2.0)
     assert len(run.results(timeout=60)) == gpus
-    assert run.receipt(timeout=20).notes == ()
+    assert run.receipt(timeout=50).notes == ()
 
 
 def test_output_of_any_rank_is_a_sign_of_progress(warm: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def train(where: str) -> bytes:
         def talk() -> None:
-            for _ in range(20):
+            for _ in range(30):
                 print("still there")
                 time.sleep(0.2)
             Path(where, "go").touch()
@@ -224,10 +226,10 @@ def test_output_of_any_rank_is_a_sign_of_progress(warm: Path, where: str, monkey
             threading.Thread(target=talk).start()
         return barrier(where, "go")
 
-    monkeypatch.setenv(WARNING, "1.2")
-    run = distributed(gpus=2, quiet=True, hang_timeout=1.5)(train).submit(where)
-    assert run.results(timeout=30) == [b"word", b""]
-    assert run.receipt(timeout=20).notes == ()
+    monkeypatch.setenv(WARNING, "3.5")
+    run = distributed(gpus=2, quiet=True, hang_timeout=4.0)(train).submit(where)
+    assert run.results(timeout=50) == [b"word", b""]
+    assert run.receipt(timeout=50).notes == ()
 
 
 def test_a_warning_ends_nothing_and_is_told_to_everybody(
@@ -251,7 +253,7 @@ def test_a_warning_ends_nothing_and_is_told_to_everybody(
     Path(where, "go").touch()
     caller.join(30)
     assert results == [[b"word", b""]]
-    notes = run.receipt(timeout=20).notes
+    notes = run.receipt(timeout=50).notes
     lines = capfd.readouterr().err.splitlines()
     for number, note in enumerate(notes[:2], 1):
         name, _, sentence = note.partition(": ")
@@ -282,7 +284,7 @@ def test_a_run_that_gets_on_after_a_warning_says_so_once(
     wait_for(lambda: not other.last_sentence(), "it is taken back")
     Path(where, "end").touch()
     follower.join(30)
-    assert run.results(timeout=30) == [b"word", b""]
+    assert run.results(timeout=50) == [b"word", b""]
     lines = capfd.readouterr().err.splitlines()
     assert any(line.startswith("serverless-gpu: the ranks get on again, after ") for line in lines), lines
     assert "serverless-gpu:" not in [line.strip() for line in lines]
@@ -307,7 +309,7 @@ def test_a_rank_that_has_become_another_program_is_not_ended_by_the_look(
     assert rank.alive() and run.status() == "RUNNING"
     run.cancel()
     with pytest.raises(RunCancelled):
-        run.results(timeout=20)
+        run.results(timeout=50)
 
 
 def test_a_rank_that_does_not_catch_the_signal_is_not_ended_by_the_look(
@@ -323,7 +325,7 @@ def test_a_rank_that_does_not_catch_the_signal_is_not_ended_by_the_look(
     run = distributed(gpus=1, quiet=True)(train).submit(where)
     assert "no stack: it runs another program by now" in section(report_of(run), 0)
     Path(where, "go").touch()
-    assert run.results(timeout=20) == ["alive"]
+    assert run.results(timeout=50) == ["alive"]
 
 
 def test_a_file_in_the_place_of_the_closed_descriptor_is_not_written_to(
@@ -340,9 +342,9 @@ def test_a_file_in_the_place_of_the_closed_descriptor_is_not_written_to(
     run = distributed(gpus=1, quiet=True)(train).submit(where)
     assert "or has taken the signal or the file for it away" in section(report_of(run), 0)
     Path(where, "go").touch()
-    run.wait(30)  # its result cannot be told: it has closed its connection, too
+    run.wait(50)  # its result cannot be told: it has closed its connection, too
     assert all(not Path(where, str(number)).stat().st_size for number in range(60))
-    run.receipt(timeout=20)
+    run.receipt(timeout=50)
 
 
 def test_user_code_keeps_its_signals(warm: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,11 +359,11 @@ def test_user_code_keeps_its_signals(warm: Path, where: str, monkeypatch: pytest
         os.kill(os.getpid(), signal.SIGUSR2)
         return untouched, taken
 
-    monkeypatch.setenv(WARNING, "0.5")
+    monkeypatch.setenv(WARNING, "1.5")
     run = distributed(gpus=1, quiet=True)(train).submit(where)
     assert " in wait_for_file" in section(report_of(run), 0)
     Path(where, "go").touch()
-    assert run.results(timeout=20) == [(True, [signal.SIGUSR1, signal.SIGUSR2])]
+    assert run.results(timeout=50) == [(True, [signal.SIGUSR1, signal.SIGUSR2])]
 
 
 def test_calls_that_are_looked_at_go_on_as_if_nothing_had_been(
@@ -387,8 +389,8 @@ def test_calls_that_are_looked_at_go_on_as_if_nothing_had_been(
 
     monkeypatch.setenv(WARNING, "1")
     run = distributed(gpus=3, quiet=True)(train).submit(where)
-    assert run.results(timeout=30) == [(True,), (False, True), (b"word", 3)]
-    assert "hang-1.txt" in run.receipt(timeout=20).notes[0]
+    assert run.results(timeout=50) == [(True,), (False, True), (b"word", 3)]
+    assert "hang-1.txt" in run.receipt(timeout=50).notes[0]
 
 
 def test_F01_a_crash_after_a_warning_has_its_own_stack_only(
@@ -400,12 +402,12 @@ def test_F01_a_crash_after_a_warning_has_its_own_stack_only(
             ctypes.string_at(0)
         stay(where)
 
-    monkeypatch.setenv(WARNING, "0.5")
+    monkeypatch.setenv(WARNING, "1.5")
     run = distributed(gpus=2, quiet=True)(train).submit(where)
     assert " in wait_for_file" in section(report_of(run), 1)
     Path(where, "go").touch()
     with pytest.raises(RankCrashed, match="rank 1 was ended by SIGSEGV") as caught:
-        run.results(timeout=30)
+        run.results(timeout=50)
     stack = next(note for note in caught.value.__notes__ if note.startswith("Python stack of rank 1"))
     assert stack.count("most recent call first") == 1 and "string_at" in stack and "wait_for_file" not in stack
 
@@ -416,8 +418,8 @@ def test_F01_a_crash_after_a_warning_has_its_own_stack_only(
 def test_no_warning_is_given_where_none_is_wanted(warm: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(WARNING, "0")
     run = distributed(gpus=1, quiet=True)(time.sleep).submit(1.0)
-    assert run.results(timeout=20) == [None]
-    assert run.receipt(timeout=20).notes == ()
+    assert run.results(timeout=50) == [None]
+    assert run.receipt(timeout=50).notes == ()
 
 
 @pytest.mark.parametrize("text", ["soon", "-1", "nan", "inf"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -70,10 +71,11 @@ def test_a_killed_caller_is_not_missed(own: Path, where: str) -> None:
     os.killpg(caller.pid, signal.SIGKILL)
     assert ended(caller)[0] == -signal.SIGKILL
     run = attach(run_directories(own)[0])
-    assert rank.alive() and run.status() == "RUNNING"
+    wait_for(lambda: run.status() == "RUNNING", "it goes on, and its supervisor knows that it runs")
+    assert rank.alive()
     Path(where, "go").touch()
-    assert run.results(timeout=20) == [0, 1]
-    assert run.receipt(timeout=20).state == "SUCCEEDED"
+    assert run.results(timeout=50) == [0, 1]
+    assert run.receipt(timeout=50).state == "SUCCEEDED"
 
 
 # --- the agent --------------------------------------------------------------------------------------------------------
@@ -89,8 +91,8 @@ def test_a_killed_agent_is_replaced_and_the_new_one_adopts(own: Path, going: Goi
     blocked = distributed(gpus=8, quiet=True)(len).submit("ab")
     assert not blocked.wait(0.3), "its GPUs are still taken"
     going.go()
-    assert going.run.results(timeout=20) == [0, 1]
-    assert blocked.results(timeout=20) == [2] * 8
+    assert going.run.results(timeout=50) == [0, 1]
+    assert blocked.results(timeout=50) == [2] * 8
     wait_for(lambda: nothing_of_a_run(own), "the adopted run is gone, too")
 
 
@@ -100,7 +102,7 @@ def test_an_adopted_run_whose_supervisor_is_killed_gets_its_record(own: Path, go
     assert distributed(gpus=1, quiet=True)(len).distributed("ab") == [2]
     keeper.kill()
     with pytest.raises(NodeLost):
-        going.run.results(timeout=20)
+        going.run.results(timeout=50)
     wait_for(lambda: (going.run.directory / "stopped.json").exists(), "the new agent writes the record")
     assert attach(going.run.id).status() == "LOST"
 
@@ -123,14 +125,18 @@ def test_runs_that_wait_for_gpus_survive_the_agent(own: Path, where: str) -> Non
     wait_for(lambda: all(has_stem(own, run) for run in waiting), "both have what they need to start")
     agent(own).kill()
     Path(where, "go").touch()
-    assert [run.results(timeout=30) for run in waiting] == [[3], [3]]
-    assert holder.results(timeout=20) == list(range(8))
+    assert [run.results(timeout=50) for run in waiting] == [[3], [3]]
+    assert holder.results(timeout=50) == list(range(8))
 
 
 def has_stem(home: Path, run: Run[int]) -> bool:
     """Return whether the supervisor of a run holds four sockets: agent, caller, its own, and the stem's."""
     directory = Path(f"/proc/{supervisor(home, run.id).pid}/fd")
-    return sum(os.readlink(fd).startswith("socket:") for fd in directory.iterdir()) >= 4
+    sockets = 0
+    for fd in directory.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed since: it looks at locks all the time
+            sockets += os.readlink(fd).startswith("socket:")
+    return sockets >= 4
 
 
 def test_runs_in_a_killed_agents_own_queue_are_sent_to_the_next_one(own: Path, where: str) -> None:
@@ -154,10 +160,10 @@ def test_two_agents_started_at_once_end_up_as_one(own: Path, tmp_path: Path) -> 
     )
     callers = [start_script(path) for _ in range(4)]
     for caller in callers:
-        code, _, err = ended(caller, 60)
+        code, _, err = ended(caller)
         assert code == 0, err
-    agents = [line for line in processes_of(own) if "serverless_gpu.node.agent" in line]
-    assert len(agents) == 1, agents
+    # One that came too late may still be ending.
+    wait_for(lambda: sum("serverless_gpu.node.agent" in line for line in processes_of(own)) == 1, "there is one agent")
     status = agent_status(own)
     assert status is not None and len(status.zygotes) == 1
 
@@ -184,14 +190,14 @@ def test_a_killed_supervisor_ends_its_ranks_within_a_second(own: Path, where: st
     keeper.kill()
     killed = time.monotonic()
     for rank in ranks:
-        rank.wait_gone(5)
-    assert time.monotonic() - killed < 2, "a second is promised; the machine may be busy"
+        rank.wait_gone()
+    assert time.monotonic() - killed < 4, "a second is promised; the machine may be busy, and a turn would be 5 s"
     with pytest.raises(NodeLost) as caught:
-        run.results(timeout=20)
+        run.results(timeout=50)
     assert caught.value.reason == "supervisor_lost" and caught.value.run_id == run.id
     assert run.status() == "LOST"
     with pytest.raises(ServerlessGpuError, match="no receipt"):
-        run.receipt(timeout=5)
+        run.receipt(timeout=50)
     wait_for(lambda: held_locks(own) == [], "its GPUs are free again")
     assert distributed(quiet=True)(len).distributed("ab") == [2] * 8
     wait_for(lambda: (run.directory / "stopped.json").exists(), "the agent writes the record")
@@ -203,30 +209,30 @@ def test_a_killed_zygote_costs_the_next_run_its_warm_start_only(own: Path, going
     zygote(own).kill()
     assert all(rank.alive() for rank in going.ranks)
     run = distributed(gpus=1, quiet=True)(len).submit("ab")
-    assert run.results(timeout=30) == [2]
-    receipt = run.receipt(timeout=20)
+    assert run.results(timeout=50) == [2]
+    receipt = run.receipt(timeout=50)
     assert not receipt.warm and "zygote" in receipt.warm_reason and "died" in receipt.warm_reason
     going.go()
-    assert going.run.results(timeout=20) == [0, 1]
-    assert going.run.receipt(timeout=20).state == "SUCCEEDED"
+    assert going.run.results(timeout=50) == [0, 1]
+    assert going.run.receipt(timeout=50).state == "SUCCEEDED"
 
 
 def test_a_killed_stem_ends_the_run_and_its_ranks(own: Path, going: Going) -> None:
     Process(going.stem_pid).kill()
     with pytest.raises(NodeLost) as caught:
-        going.run.results(timeout=20)
+        going.run.results(timeout=50)
     assert caught.value.reason == "runtime_lost"
     for rank in going.ranks:
-        rank.wait_gone(5)
-    assert going.run.receipt(timeout=20).state == "FAILED"
+        rank.wait_gone()
+    assert going.run.receipt(timeout=50).state == "FAILED"
     assert distributed(quiet=True)(len).distributed("ab") == [2] * 8
 
 
 def test_a_rank_killed_from_outside_is_told_with_its_signal(own: Path, going: Going) -> None:
     going.ranks[1].kill()
     with pytest.raises(RankCrashed, match="rank 1 was ended by SIGKILL"):
-        going.run.results(timeout=20)
-    going.ranks[0].wait_gone(5)
+        going.run.results(timeout=50)
+    going.ranks[0].wait_gone()
 
 
 def test_what_stands_by_for_supervisors_is_replaced_when_it_is_killed(own: Path) -> None:
@@ -268,7 +274,7 @@ def test_after_all_that_nothing_is_left(own: Path, going: Going) -> None:
         process.wait_gone()
     wait_for(lambda: processes_of(own) == [] and held_locks(own) == [], "all is gone")
     with pytest.raises(NodeLost):
-        going.run.results(timeout=20)
+        going.run.results(timeout=50)
     assert distributed(quiet=True)(len).distributed("ab") == [2] * 8
     done = subprocess.run(["ps", "-o", "pid=", "--ppid", str(going.stem_pid)], capture_output=True, check=False)
     assert done.stdout == b""

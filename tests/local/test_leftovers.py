@@ -42,10 +42,10 @@ def reclaiming(request: pytest.FixtureRequest, own: Path, monkeypatch: pytest.Mo
 def test_F10_what_ranks_leave_behind_ends_with_a_run_that_succeeds(reclaiming: Path, where: str) -> None:
     run = distributed(gpus=1, quiet=True)(leave_children).submit(where)
     children = children_of(where)
-    assert run.results(timeout=20) == ["left them"]
+    assert run.results(timeout=50) == ["left them"]
     for child in children:
-        child.wait_gone(5)
-    assert run.receipt(timeout=20).quarantined == ()
+        child.wait_gone()
+    assert run.receipt(timeout=50).quarantined == ()
 
 
 @pytest.mark.parametrize("end", ["cancel", "crash"])
@@ -62,10 +62,10 @@ def test_F10_what_ranks_leave_behind_ends_with_a_run_that_fails(reclaiming: Path
         run.cancel()
     else:
         Path(where, "go").touch()
-    assert run.wait(20)
+    assert run.wait(50)
     for child in children:
-        child.wait_gone(5)
-    assert run.receipt(timeout=20).state == ("CANCELLED" if end == "cancel" else "FAILED")
+        child.wait_gone()
+    assert run.receipt(timeout=50).state == ("CANCELLED" if end == "cancel" else "FAILED")
 
 
 def test_F10_a_child_that_holds_stdout_does_not_hold_up_the_result(warm: Path, where: str) -> None:
@@ -73,7 +73,7 @@ def test_F10_a_child_that_holds_stdout_does_not_hold_up_the_result(warm: Path, w
         return rank or leave_children(where)
 
     run = distributed(gpus=2, quiet=True)(train).submit(where)
-    assert run.results(timeout=20) == ["left them", 1]
+    assert run.results(timeout=50) == ["left them", 1]
 
 
 def test_F10_children_of_children_of_a_failing_peer_go_too(warm: Path, where: str) -> None:
@@ -86,9 +86,9 @@ def test_F10_children_of_children_of_a_failing_peer_go_too(warm: Path, where: st
     run = distributed(gpus=2, quiet=True)(train).submit(where)
     children = children_of(where)
     with pytest.raises(ValueError, match="after leaving children"):
-        run.results(timeout=20)
+        run.results(timeout=50)
     for child in children:
-        child.wait_gone(5)
+        child.wait_gone()
 
 
 # --- F11: the gate ----------------------------------------------------------------------------------------------------
@@ -101,21 +101,21 @@ def test_F11_a_gpu_that_is_not_clean_is_quarantined_until_it_is(own: Path, where
     announced(Path(where), "rank1")
     gpus.set("FAKE-H100-1", memory_used_bytes=2048 * MIB, processes={4321: 2048 * MIB})
     Path(where, "go").touch()
-    assert run.results(timeout=20) == [0, 1], "the results are there before the gate has decided"
-    receipt = run.receipt(timeout=40)
+    assert run.results(timeout=50) == [0, 1], "the results are there before the gate has decided"
+    receipt = run.receipt(timeout=50)
     assert receipt.quarantined == ("FAKE-H100-1",)
     assert "pid 4321 still holds 2.0 GiB" in receipt.gate and "FAKE-H100-1" in receipt.text()
     assert receipt.segments.gate_ms is not None and receipt.segments.gate_ms >= 9_000, "three looks, 5 s apart"
 
     taken = distributed(gpus=7, quiet=True)(len).submit("a")
-    assert taken.results(timeout=20) == [1] * 7
-    assert "FAKE-H100-1" not in taken.receipt(timeout=20).gpus
+    assert taken.results(timeout=50) == [1] * 7
+    assert "FAKE-H100-1" not in taken.receipt(timeout=50).gpus
 
     everything = distributed(gpus=8, quiet=True)(len).submit("a")
     assert not everything.wait(0.5) and everything.status() == "QUEUED"
     gpus.clear("FAKE-H100-1")
-    assert everything.results(timeout=20) == [1] * 8
-    assert "FAKE-H100-1" in everything.receipt(timeout=20).gpus
+    assert everything.results(timeout=50) == [1] * 8
+    assert "FAKE-H100-1" in everything.receipt(timeout=50).gpus
 
 
 @pytest.mark.slow
@@ -124,7 +124,7 @@ def test_F11_a_gpu_that_cannot_be_asked_is_not_taken_for_clean(own: Path, where:
     announced(Path(where), "rank0")
     (own / "fake_gpus.json").write_text("not JSON")
     Path(where, "go").touch()
-    receipt = run.receipt(timeout=40)
+    receipt = run.receipt(timeout=50)
     assert receipt.quarantined == ("FAKE-H100-0",) and "cannot be read" in receipt.gate
 
 
@@ -134,9 +134,9 @@ def test_F11_a_gpu_that_gets_clean_in_time_is_given_back(own: Path, where: str) 
     announced(Path(where), "rank0")
     gpus.set("FAKE-H100-0", memory_used_bytes=2048 * MIB)
     Path(where, "go").touch()
-    assert run.wait(20)
+    assert run.wait(50)
     gpus.clear("FAKE-H100-0")
-    receipt = run.receipt(timeout=40)
+    receipt = run.receipt(timeout=50)
     assert receipt.quarantined == () and "1 GPU verified free" in receipt.gate
 
 
@@ -178,14 +178,14 @@ def test_F12_a_fork_bomb_meets_its_bound_and_neighbours_do_not_notice(
     except BlockingIOError as error:
         assert error.errno == errno.EAGAIN
     else:
-        notes = bomb.receipt(timeout=30).notes
+        notes = bomb.receipt(timeout=50).notes
         if not any("not enforced" in note or "bound" in note for note in notes):
             raise AssertionError(f"{count} processes were made")
         pytest.skip(f"no pids controller can be written to here: {notes}")
     assert bomb.receipt(timeout=60).state == "FAILED"
     assert rank.alive()
     Path(where, "go").touch()
-    assert neighbour.results(timeout=20) == [0]
+    assert neighbour.results(timeout=50) == [0]
     assert distributed(gpus=1, quiet=True)(len).distributed("ab") == [2]
     wait_for(lambda: nothing_of_a_run(own), "everything of the bomb is gone")
 
@@ -209,7 +209,7 @@ def test_F12_a_rank_out_of_threads_gets_its_own_error(own: Path, monkeypatch: py
     except (RuntimeError, RankCrashed) as error:
         assert "start new thread" in str(error), str(error)
     else:
-        notes = run.receipt(timeout=30).notes
+        notes = run.receipt(timeout=50).notes
         if not any("not enforced" in note or "bound" in note for note in notes):
             raise AssertionError(f"{count} threads were made")
         pytest.skip(f"no pids controller can be written to here: {notes}")

@@ -36,9 +36,9 @@ def test_F08_ranks_that_ignore_sigterm_are_killed_after_the_grace(warm: Path, wh
     ranks = [announced(Path(where), f"rank{number}")[0] for number in (0, 1)]
     run.cancel()
     with pytest.raises(RunCancelled) as caught:
-        run.results(timeout=20)
+        run.results(timeout=50)
     assert caught.value.reason == "cancelled"
-    receipt = run.receipt(timeout=20)
+    receipt = run.receipt(timeout=50)
     assert receipt.state == "CANCELLED"
     assert "ranks 0, 1 did not stop in 0.5 s and were killed" in receipt.notes
     assert receipt.segments.stop_ms is not None and receipt.segments.stop_ms >= 500
@@ -53,8 +53,8 @@ def test_F08_ranks_that_heed_sigterm_are_not_waited_for(warm: Path, where: str) 
     ranks = [announced(Path(where), f"rank{number}")[0] for number in (0, 1)]
     run.cancel()
     with pytest.raises(RunCancelled):
-        run.results(timeout=20)
-    assert run.receipt(timeout=20).notes == ()
+        run.results(timeout=50)
+    assert run.receipt(timeout=50).notes == ()
     assert not any(rank.alive() for rank in ranks)
 
 
@@ -70,7 +70,7 @@ def test_a_rank_may_save_a_checkpoint_when_it_is_cancelled(warm: Path, where: st
     announced(Path(where), "ready")
     run.cancel()
     with pytest.raises(RunCancelled):
-        run.results(timeout=20)
+        run.results(timeout=50)
     assert Path(where, "checkpoint").read_text() == "saved"
 
 
@@ -81,10 +81,10 @@ def test_cancelling_a_run_that_waits_or_has_ended_is_fine(warm: Path, where: str
     assert second.status() == "QUEUED"
     second.cancel()
     with pytest.raises(RunCancelled):
-        second.results(timeout=20)
-    assert second.receipt(timeout=20).gpu_ms == 0
+        second.results(timeout=50)
+    assert second.receipt(timeout=50).gpu_ms == 0
     Path(where, "go").touch()
-    assert first.results(timeout=20) == list(range(8))
+    assert first.results(timeout=50) == list(range(8))
     first.cancel()
     assert first.status() == "SUCCEEDED" and first.results() == list(range(8))
 
@@ -100,22 +100,22 @@ def test_F73_sigterm_comes_early_enough_for_a_checkpoint_inside_the_limit(warm: 
         Path(where, "asked_after").write_text(str(time.monotonic() - started))
         threading.Event().wait(60)
 
-    run = distributed(gpus=1, quiet=True, timeout=4.0, grace=1.5)(train).submit(where)
-    with pytest.raises(RunTimedOut, match="time limit of 4 s") as caught:
-        run.results(timeout=30)
+    run = distributed(gpus=1, quiet=True, timeout=6.0, grace=3.0)(train).submit(where)
+    with pytest.raises(RunTimedOut, match="time limit of 6 s") as caught:
+        run.results(timeout=50)
     assert caught.value.reason == "timeout"
-    assert float(Path(where, "asked_after").read_text()) < 4.0, "SIGTERM comes at limit − grace, 2.5 s"
-    receipt = run.receipt(timeout=20)
+    assert float(Path(where, "asked_after").read_text()) < 6.0, "SIGTERM comes at limit − grace, 3 s"
+    receipt = run.receipt(timeout=50)
     assert receipt.state == "TIMED_OUT"
-    assert receipt.segments.run_ms is not None and 2_400 <= receipt.segments.run_ms < 4_000
-    assert receipt.segments.stop_ms is not None and receipt.segments.stop_ms >= 1_400
+    assert receipt.segments.run_ms is not None and 2_900 <= receipt.segments.run_ms < 6_000
+    assert receipt.segments.stop_ms is not None and receipt.segments.stop_ms >= 2_900
 
 
 def test_F73_a_short_timeout_is_halved_for_the_grace(warm: Path, where: str) -> None:
     run = distributed(gpus=1, quiet=True, timeout=4.0)(ignore_sigterm).submit(where)  # the grace is 30 s otherwise
     with pytest.raises(RunTimedOut, match="time limit of 4 s"):
-        run.results(timeout=30)
-    receipt = run.receipt(timeout=20)
+        run.results(timeout=50)
+    receipt = run.receipt(timeout=50)
     assert receipt.segments.run_ms is not None and receipt.segments.run_ms >= 1_990
     assert any("and was killed" in note for note in receipt.notes), (receipt.notes, receipt.segments)
 
@@ -126,8 +126,8 @@ def test_F73_time_counts_from_the_first_user_byte_not_from_the_queue(warm: Path,
     waiter = distributed(gpus=1, quiet=True, timeout=1.0)(len).submit("abc")
     assert not waiter.wait(1.5), "it waits for longer than its limit, and that costs it nothing"
     Path(where, "go").touch()
-    assert waiter.results(timeout=20) == [3]
-    assert holder.results(timeout=20) == list(range(8))
+    assert waiter.results(timeout=50) == [3]
+    assert holder.results(timeout=50) == list(range(8))
 
 
 def test_F73_a_run_within_its_limit_is_left_alone(warm: Path) -> None:
@@ -197,12 +197,12 @@ def test_F61_a_second_ctrl_c_leaves_at_once_and_the_run_is_still_cancelled(own: 
     run = attach(run_id_of(own))
     wait_for(lambda: run.status() == "STOPPING" or stopping(own), "the run is being cancelled")
     process.send_signal(signal.SIGINT)
-    code, _, err = ended(process, 20)
+    code, _, err = ended(process, 40)  # its grace is 60 s
     assert code == 130 and f"left; run {run.id} is still being cancelled" in err
     for rank in ranks:
         rank.send(signal.SIGKILL)  # instead of a minute's grace
     with pytest.raises(RunCancelled):
-        run.results(timeout=20)
+        run.results(timeout=50)
 
 
 def test_F61_one_ctrl_c_is_enough_where_an_event_loop_has_taken_it(own: Path, where: str) -> None:
@@ -228,4 +228,4 @@ def test_F61_detach_only_stops_watching(own: Path, where: str) -> None:
     assert f"serverless_gpu.attach('{run_id}')" in err
     assert all(rank.alive() for rank in ranks)
     Path(where, "go").touch()
-    assert attach(run_id).results(timeout=20) == [0, 1]
+    assert attach(run_id).results(timeout=50) == [0, 1]

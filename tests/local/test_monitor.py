@@ -37,7 +37,7 @@ class Line:
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
-        channel.sock.settimeout(20)
+        channel.sock.settimeout(60)
 
     def say(self, word: words.Word) -> None:
         """Say a word."""
@@ -90,6 +90,18 @@ def monitor(home: Home) -> Process:
     note = wait_for(lambda: held_note(path), "a monitor runs")
     assert note is not None
     return Process(int(note.split()[0]))
+
+
+def next_monitor(home: Home, before: Process) -> Process:
+    """Return the monitor that came after another one."""
+
+    def look() -> Process | None:
+        found = monitor(home)
+        return found if found.pid != before.pid else None
+
+    found = wait_for(look, "another monitor runs")
+    assert found is not None
+    return found
 
 
 def observe(home: Home, run_id: str = "01aaaaaaaaaaaaaaaaaaaaaaaa", **changes: object) -> words.Observe:
@@ -166,7 +178,7 @@ def test_whoever_looks_gets_frames_with_the_attempts(monitored: Home, line: Line
 def test_a_second_monitor_leaves_the_place_to_the_first(monitored: Home, line: Line) -> None:
     first = monitor(monitored)
     process, ready_fd = starting.start(monitored, monitored.sockets(), os.environ)
-    assert process.wait(20) == 0
+    assert process.wait(50) == 0
     os.close(ready_fd)
     line.say(words.Watch())
     assert line.wait_for(words.Frame).attempts == () and first.alive()
@@ -217,8 +229,8 @@ def test_the_agent_starts_it_and_starts_it_again_when_it_was_killed(own: Path, t
     first = monitor(Home(own))
     first.kill()
     assert distributed(gpus=1, quiet=True)(len).distributed("ab") == [2]
-    second = monitor(Home(own))
-    assert second.pid != first.pid and second.alive()
+    second = next_monitor(Home(own), first)
+    assert second.alive()
     stop_agent(own)
     second.wait_gone()
 
@@ -230,8 +242,7 @@ def test_F44_one_that_is_killed_with_work_left_is_followed_by_another_although_n
     home.tracking.mkdir(exist_ok=True)
     (home.tracking / "another-version.1.0.json").write_text("{}")  # stays: nobody here can read it
     first.kill()
-    second = monitor(home)
-    assert second.pid != first.pid
+    second = next_monitor(home, first)
     stop_agent(own)
     second.wait_gone()
     reaching.connect(home)[0].sock.close()

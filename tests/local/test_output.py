@@ -170,6 +170,7 @@ def flood(where: str, size: int) -> int:
             written += os.write(1, block)
         os.write(1, b"\nlast words\n")
         announce(where, "flooded")
+        wait_for_file(where, "looked at")
         return written
     lines = 0
     while not Path(where, "flooded").exists():
@@ -189,6 +190,7 @@ def test_F49_a_flood_is_cut_and_counted_and_the_run_goes_on(
     status = Path(f"/proc/{guardian.pid}/status")
     wait_for(lambda: (Path(where) / "flooded").exists(), "the flood is over")
     peak_kib = int(status.read_text().partition("VmHWM:")[2].split()[0])
+    (Path(where) / "looked at").touch()
     assert peak_kib < 100 << 10, "what is over the bounds is nowhere in memory"
     run.follow()
     written, lines = run.results()

@@ -165,11 +165,11 @@ def test_submit_returns_at_once_and_the_handle_tells_everything(where: str) -> N
     with pytest.raises(TimeoutError, match=run.id):
         run.results(timeout=0.01)
     Path(where, "go").touch()
-    assert run.results(timeout=30) == [0, 1]
+    assert run.results(timeout=50) == [0, 1]
     assert run.result(1) == 1 and run.result() == 0
     with pytest.raises(InvalidValue, match="ranks 0 to 1"):
         run.result(2)
-    receipt = run.receipt(timeout=30)
+    receipt = run.receipt(timeout=50)
     assert receipt.state == run.status() == "SUCCEEDED"
     assert (receipt.world_size, receipt.gpu_type, receipt.tags) == (2, "H100", {"team": "search"})
     assert receipt.gpu_ms >= 0 and receipt.micros is None and "unpriced" in receipt.text()
@@ -222,7 +222,7 @@ def test_what_ranks_write_is_in_the_logs_and_rank_0s_is_shown(capsys: pytest.Cap
     assert "[rank 0] out 0\n" in shown.out and "[rank 0] err 0\n" in shown.err
     assert "out 1" not in shown.out + shown.err
     run = chat.submit()
-    run.wait(30)
+    run.wait(50)
     assert run.logs(1) == "out 1\n" and run.logs(1, "stderr") == "err 1\n"
 
 
@@ -267,8 +267,8 @@ def test_attach_at_once_while_it_runs_and_after_its_end(where: str) -> None:
     late = attach(run.id)
     assert late.status() == "RUNNING"
     Path(where, "go").touch()
-    assert late.results(timeout=30) == run.results(timeout=30) == early.results(timeout=30) == [0, 1]
-    assert late.receipt(timeout=30) == run.receipt(timeout=30)
+    assert late.results(timeout=50) == run.results(timeout=50) == early.results(timeout=50) == [0, 1]
+    assert late.receipt(timeout=50) == run.receipt(timeout=50)
     after = attach(run.id)
     assert after.results() == [0, 1] and after.receipt() == run.receipt() and after.status() == "SUCCEEDED"
     with pytest.raises(InvalidValue, match="no run 'nonsense'"):
@@ -299,7 +299,7 @@ def test_results_of_several_handles_in_any_order() -> None:
         return value
 
     runs: list[Run[int]] = [echo.submit(n) for n in range(4)]
-    assert [run.result(timeout=30) for run in reversed(runs)] == [3, 2, 1, 0]
+    assert [run.result(timeout=50) for run in reversed(runs)] == [3, 2, 1, 0]
 
 
 # --- values -----------------------------------------------------------------------------------------------------------
@@ -390,7 +390,7 @@ def test_the_variables_every_rank_has() -> None:
         return {name: os.environ[name] for name in names}
 
     run = variables.submit()
-    first, second = run.results(timeout=30)
+    first, second = run.results(timeout=50)
     assert (first["RANK"], second["RANK"]) == (first["LOCAL_RANK"], second["LOCAL_RANK"]) == ("0", "1")
     assert first["SGPU_RUN_ID"] == first["TORCHELASTIC_RUN_ID"] == run.id
     assert first["NUM_NODES"] == first["SGPU_FENCE"] == first["PYTHONUNBUFFERED"] == "1"

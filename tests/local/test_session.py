@@ -205,8 +205,8 @@ def test_a_session_can_be_ended_from_elsewhere(warm: Path) -> None:
     other = attach(session.id)
     assert other.status() == "RUNNING"
     other.cancel()
-    assert other.wait(20)
-    assert (other.status(), other.receipt(20).runs, held_locks(warm)) == ("SUCCEEDED", 0, [])
+    assert other.wait(50)
+    assert (other.status(), other.receipt(50).runs, held_locks(warm)) == ("SUCCEEDED", 0, [])
     wait_for(lambda: "ended" in repr(session), "its owner knows")
     with pytest.raises(SessionEnded):
         session.submit(where_am_i)
@@ -243,7 +243,7 @@ def test_F62_a_killed_owner_ends_its_session_and_not_its_run(warm: Path, tmp_pat
     assert held_locks(warm) == locks(0, 1), "its run goes on and keeps its devices"
     (run_id,) = (name.removesuffix(".sock") for name in run_sockets(warm))
     Path(where, "go").touch()
-    assert attach(run_id).results(30) == [0, 1]
+    assert attach(run_id).results(50) == [0, 1]
     wait_for(lambda: held_locks(warm) == [], "the devices are free with the end of the run")
     receipt = json.loads((warm / "runs" / session_id / "1" / "receipt.json").read_text())
     assert receipt["notes"] == ["its owner is gone", f"run {run_id} still uses 2 of its devices"]
@@ -304,7 +304,7 @@ def test_F61_a_run_that_is_to_be_detached_outlives_its_session(own: Path, tmp_pa
     assert "its runs have all of its devices, and hand them back" in err
     assert all(rank.alive() for rank in ranks)
     (tmp_path / "go").touch()
-    assert attach(run_id).results(30) == [0, 1]
+    assert attach(run_id).results(50) == [0, 1]
 
 
 def test_F61_a_second_ctrl_c_leaves_a_session_at_once(own: Path, tmp_path: Path) -> None:
@@ -314,7 +314,7 @@ def test_F61_a_second_ctrl_c_leaves_a_session_at_once(own: Path, tmp_path: Path)
         if "press Ctrl-C again" in line:
             break
     process.send_signal(signal.SIGINT)
-    _, _, err = ended(process, 20)
+    _, _, err = ended(process, 40)  # its grace is 60 s
     assert "is still being cancelled" in err
     for rank in ranks:
         rank.send(signal.SIGKILL)  # instead of a minute's grace
@@ -350,7 +350,7 @@ def test_F61_ctrl_c_while_waiting_for_devices_holds_nothing(warm: Path, tmp_path
         process.send_signal(signal.SIGINT)
         assert "not waiting any more; nothing is held" in ended(process)[2]
         wait_for(lambda: len(run_sockets(warm)) == 1, "only the first session is left")
-        assert held_locks(warm) == locks(0)
+        wait_for(lambda: held_locks(warm) == locks(0), "its ticket is gone, too")
 
 
 def test_a_killed_supervisor_gives_its_devices_back_to_the_session(own: Path, where: str) -> None:
@@ -359,7 +359,7 @@ def test_a_killed_supervisor_gives_its_devices_back_to_the_session(own: Path, wh
         announced(Path(where), "rank1")
         supervisor(own, run.id).kill()
         with pytest.raises(RunError, match="supervisor process died"):
-            run.results(30)
+            run.results(50)
         assert session.distributed(rank_number) == [0, 1]
 
 
@@ -373,7 +373,7 @@ def test_a_killed_session_process_is_said_and_holds_nothing(own: Path, where: st
     with pytest.raises(SessionEnded, match="its process is gone"):
         session.distributed(rank_number)
     Path(where, "go").touch()
-    assert run.results(30) == [0]
+    assert run.results(50) == [0]
     wait_for(lambda: held_locks(own) == [], "everything is free")
     session.close()
 
@@ -394,12 +394,12 @@ def test_F11_a_device_that_is_not_clean_is_not_lent_again_until_it_is(own: Path,
         fakes.set("FAKE-H100-1", memory_used_bytes=4 << 30)
         Path(where, "go").touch()
         assert first.results() == [0, 1]
-        assert first.receipt(30).quarantined == ("FAKE-H100-1",)
+        assert first.receipt(50).quarantined == ("FAKE-H100-1",)
         second = session.submit(rank_number)
         wait_for(second.waiting_for, "it waits")
         assert second.waiting_for() == "waiting for 2 of the session's 2 H100: FAKE-H100-1 in quarantine"
         fakes.clear("FAKE-H100-1")
-        assert second.results(30) == [0, 1]
+        assert second.results(50) == [0, 1]
 
 
 def test_a_session_takes_what_fits_it_and_says_what_does_not(warm: Path) -> None:
@@ -462,7 +462,7 @@ def test_F62_a_session_ends_with_its_owner_also_where_a_forked_child_of_that_liv
     ended(process)
     runs = [attach(name) for name in os.listdir(warm / "runs") if belongs(warm, name, session_id)]
     Path(where, "go").touch()
-    assert sorted(run.wait(30) and run.status() for run in runs) == ["CANCELLED", "SUCCEEDED"]
+    assert sorted(run.wait(50) and run.status() for run in runs) == ["CANCELLED", "SUCCEEDED"]
     waiting = next(run for run in runs if run.status() == "CANCELLED")
     with pytest.raises(RunCancelled, match="its session ended before the run had devices"):
         waiting.results()

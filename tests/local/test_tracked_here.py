@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -20,7 +21,7 @@ from serverless_gpu.ray import ray_launch
 from serverless_gpu.testing import stop_agent
 from serverless_gpu.testing.mlflow import Behaviour, FakeMlflow, FakeRun
 from tests.local import fake_ray
-from tests.local.observe import announced, supervisor, wait_for
+from tests.local.observe import announced, nothing_of_a_run, supervisor, wait_for
 from tests.local.ranks import stay
 from tests.local.test_monitor import monitor
 
@@ -112,9 +113,17 @@ def test_no_credentials_are_written_down(mlflow: FakeMlflow, own: Path, where: s
     went_on(mlflow, own, where)
     wait_for(lambda: undelivered(own), "it waits to be delivered")
     # What an attempt holds back for a full disk is empty, and goes with its receipt, at any moment.
+    wait_for(lambda: nothing_of_a_run(own), "the run has written everything")
     written = [path for path in own.rglob("*") if path.is_file() and path.parent.name != ".reserve"]
     assert any(path.name == "tracking.json" for path in written)
-    assert [path for path in written if _SECRET.encode() in path.read_bytes()] == []
+    assert [path for path in written if _SECRET.encode() in content(path)] == []
+
+
+def content(path: Path) -> bytes:
+    """Return what is in a file; nothing if it was replaced while it was to be read."""
+    with contextlib.suppress(FileNotFoundError):
+        return path.read_bytes()
+    return b""
 
 
 @pytest.mark.parametrize("behaviour", ["refuses", "hangs", "fails", "loses"])
@@ -125,7 +134,7 @@ def test_F44_a_run_succeeds_while_mlflow_is_away_and_arrives_when_it_is_back(
     mlflow.behave(behaviour)
     run = went_on(mlflow, own, where)
     note = Path(run.directory, "tracking.json")
-    wait_for(lambda: json.loads(note.read_text())["state"] == "away", "ranks are told not to wait")
+    wait_for(lambda: note.exists() and json.loads(note.read_text())["state"] == "away", "ranks are told not to wait")
     mlflow.behave("answers")
     found = arrived(mlflow, run)
     assert json.loads(note.read_text())["state"] == "ready"
@@ -171,6 +180,7 @@ def test_F44_what_a_stopped_monitor_left_is_delivered_by_the_next_one(
 ) -> None:
     mlflow.behave("refuses")
     run = went_on(mlflow, own, where)
+    wait_for(lambda: nothing_of_a_run(own), "the run has written everything")
     stop_agent(own)
     assert undelivered(own)
     mlflow.behave("answers")

@@ -24,7 +24,7 @@ import typing_extensions
 from serverless_gpu import Run, distributed, session
 from serverless_gpu.errors import RunError
 from serverless_gpu.testing import agent_status
-from tests.local.observe import ended, start_script, wait_for
+from tests.local.observe import LIMIT_S, ended, start_script, wait_for
 
 T = TypeVar("T")
 
@@ -48,12 +48,14 @@ print("child ended", flush=True)
 
 
 def lines_within(process: subprocess.Popen[str], limit_s: float) -> Iterator[str]:
-    """Yield the lines a process writes until it has been silent for so long, or has ended."""
+    """Yield the lines a process writes until it has been silent for so long, or has ended; to start, it has a while."""
     assert process.stdout is not None
-    while select.select([process.stdout], [], [], limit_s)[0]:
+    silent_s = LIMIT_S
+    while select.select([process.stdout], [], [], silent_s)[0]:
         line = process.stdout.readline()
         if not line:
             return
+        silent_s = limit_s
         yield line.strip()
 
 
@@ -70,7 +72,7 @@ def forked(mode: str, limit_s: float) -> list[str]:
 
 
 def test_a_parents_parallel_region_would_hang_its_forked_child() -> None:
-    assert "child ended" in forked("child only", 30)
+    assert "child ended" in forked("child only", LIMIT_S)
     written = forked("parent too", 5)
     assert written and written[0].startswith("child "), "the child exists"
     if "child ended" in written:
@@ -137,7 +139,7 @@ def test_ranks_touch_cuda_only_themselves(warm: Path) -> None:
 def receipt_of(run: Run[T]) -> tuple[bool, str]:
     """Return whether a run was warm, and why not, once it has ended well."""
     run.results(timeout=60)
-    receipt = run.receipt(timeout=20)
+    receipt = run.receipt(timeout=50)
     return receipt.warm, receipt.warm_reason
 
 
@@ -194,8 +196,8 @@ def test_a_package_that_is_installed_meanwhile_is_seen_by_a_warm_run(
     for version in ("1.0", "2.0.0"):
         (site / "installed_later" / "__init__.py").write_text(f"VERSION = {version!r}\n")
         again = run.submit()
-        assert again.results(timeout=30) == [version] * 2
-        assert again.receipt(timeout=20).warm
+        assert again.results(timeout=50) == [version] * 2
+        assert again.receipt(timeout=50).warm
 
 
 def test_start_up_variables_make_another_zygote_and_others_do_not(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -407,7 +409,7 @@ def test_prewarming_makes_the_first_run_warm(own: Path, tmp_path: Path, monkeypa
     )
     decorating = subprocess.Popen([sys.executable, str(path), "decorate"], stdin=subprocess.PIPE)
     wait_for(lambda: agent_status(own) is not None and is_ready(own) and zygotes(own) == 1, "it is prewarmed")
-    decorating.communicate(b"", timeout=20)
+    decorating.communicate(b"", timeout=60)
     done = subprocess.run([sys.executable, str(path), "call"], capture_output=True, text=True, check=False, timeout=60)
     assert done.stdout == "True\n", done.stderr
 

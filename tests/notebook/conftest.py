@@ -54,7 +54,7 @@ def at_home(notebook_home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
     monkeypatch.setenv("SERVERLESS_GPU_HOME", str(notebook_home))
     yield notebook_home
     try:
-        wait_for(lambda: nothing_of_a_run(notebook_home), "every run of the test has ended", limit_s=10)
+        wait_for(lambda: nothing_of_a_run(notebook_home), "every run of the test has ended")
     finally:
         cancel_all(notebook_home)
 

@@ -22,7 +22,7 @@ import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, DeadKernelError
 
-LIMIT_S = 60
+LIMIT_S = 100
 LOOK_S = 0.02
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _SPEC = {

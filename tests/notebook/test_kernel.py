@@ -12,7 +12,7 @@ import pytest
 
 from serverless_gpu import attach
 from serverless_gpu.testing import agent_status
-from tests.local.observe import nothing_of_a_run, run_directories, wait_for
+from tests.local.observe import held_locks, nothing_of_a_run, run_directories, wait_for
 from tests.notebook.kernel import Kernel, Shown
 
 HELD = "held"
@@ -81,9 +81,9 @@ def test_an_interrupted_cell_cancels_says_so_and_the_next_cell_runs(
     assert kernel.run("work.distributed(3)").result == "[0, 3]"
 
 
-def test_a_cell_that_waits_says_for_what_and_can_be_interrupted(kernel: Kernel, tmp_path: Path) -> None:
+def test_a_cell_that_waits_says_for_what_and_can_be_interrupted(kernel: Kernel, at_home: Path, tmp_path: Path) -> None:
     kernel.run(f"held = [hold.submit({str(tmp_path)!r}) for _ in range(2)]")
-    wait_for(lambda: (tmp_path / "started-1").exists(), "the ranks run")
+    wait_for(lambda: sum(name.endswith(".lock") for name in held_locks(at_home)) == 4, "both runs have their devices")
 
     def waits(shown: Shown) -> bool:
         return any(text.startswith("QUEUED ") for text in shown.displayed())
@@ -169,7 +169,7 @@ def test_progress_bars_are_in_the_status_until_they_are_done(kernel: Kernel, tmp
 
     def look(shown: Shown) -> None:
         for plain, page in zip(shown.displayed(), shown.displayed("text/html"), strict=True):
-            if plain.count("67%") == 2:
+            if plain.startswith("RUNNING") and plain.count("67%") == 2:
                 seen.append((plain, page, shown.text()))
                 (tmp_path / "go").touch()
 
@@ -318,9 +318,9 @@ def test_a_submitted_run_outlives_a_kernel_that_is_killed(new_kernel: Callable[[
     wait_for(lambda: (tmp_path / "started-1").exists(), "the ranks run")
     os.kill(kernel.pid, 9)
     found = attach(run_id)
-    assert found.status() == "RUNNING"
+    wait_for(lambda: found.status() == "RUNNING", "it goes on, and its supervisor knows that it runs")
     (tmp_path / "go").touch()
-    assert found.results(timeout=30) == [HELD, HELD]
+    assert found.results(timeout=50) == [HELD, HELD]
 
 
 def test_a_submitted_run_outlives_a_notebook_that_is_closed(new_kernel: Callable[[], Kernel], tmp_path: Path) -> None:
@@ -329,7 +329,7 @@ def test_a_submitted_run_outlives_a_notebook_that_is_closed(new_kernel: Callable
     wait_for(lambda: (tmp_path / "started-1").exists(), "the ranks run")
     kernel.shut_down()
     (tmp_path / "go").touch()
-    assert attach(run_id).results(timeout=30) == [HELD, HELD]
+    assert attach(run_id).results(timeout=50) == [HELD, HELD]
 
 
 def test_the_run_of_a_blocking_call_outlives_its_kernel(
@@ -340,9 +340,9 @@ def test_the_run_of_a_blocking_call_outlives_its_kernel(
     kernel.die(f"hold.distributed({str(tmp_path)!r})", when=(tmp_path / "started-1").exists)
     (run_id,) = set(run_directories(at_home)) - before
     found = attach(run_id)
-    assert found.status() == "RUNNING"
+    wait_for(lambda: found.status() == "RUNNING", "it goes on, and its supervisor knows that it runs")
     (tmp_path / "go").touch()
-    assert found.results(timeout=30) == [HELD, HELD]
+    assert found.results(timeout=50) == [HELD, HELD]
 
 
 def test_a_cell_that_awaits_can_be_interrupted_too(kernel: Kernel, at_home: Path, tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ class PlainRay:
     def end(self) -> None:
         """End all of it."""
         self.footprint.end()
-        self._process.wait(30)
+        self._process.wait(50)
         wait_for(lambda: not self.footprint.alive(), "the outer Ray is gone")
         shutil.rmtree(self.directory, ignore_errors=True)
 

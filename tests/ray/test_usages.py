@@ -47,7 +47,7 @@ def served(served_a10s: dict[str, str]) -> Iterator[dict[str, str]]:
     home = Path(served_a10s["SERVERLESS_GPU_HOME"])
     yield served_a10s
     try:
-        wait_for(lambda: nothing_of_a_run(home), "every run of the test has ended", limit_s=15)
+        wait_for(lambda: nothing_of_a_run(home), "every run of the test has ended")
     finally:
         cancel_all(home)
 

@@ -62,7 +62,7 @@ class Machine:
     def leave(self) -> None:
         """End the command in whose surroundings it runs."""
         if self._around is not None:
-            self._around.communicate(timeout=30)
+            self._around.communicate(timeout=60)
             self._around = None
 
     def end(self) -> None:

@@ -61,10 +61,10 @@ def test_F23_a_gpu_that_fell_off_the_bus_is_what_the_run_failed_of(home: Path, g
     assert run.status() == "RUNNING", "the rank has not noticed yet"
     (tmp_path / "fail").touch()
     with pytest.raises(RunError, match=f"{used[1]}: Xid 79") as caught:
-        run.results(timeout=30)
+        run.results(timeout=50)
     assert caught.value.reason == "gpu_lost"
     assert any("RuntimeError" in note for note in caught.value.__notes__)
-    receipt = run.receipt(timeout=30)
+    receipt = run.receipt(timeout=50)
     assert (receipt.state, receipt.reason, receipt.quarantined) == ("FAILED", "gpu_lost", (used[1],))
     facts = {fact.kind: fact for fact in first_facts(run.directory)}
     assert FactKind.FREED not in facts
@@ -88,12 +88,12 @@ def test_F24_a_contained_error_ends_only_its_run(home: Path, gpus: FakeGpus, tmp
     gpus.xid(used[0], 94)
     (tmp_path / "fail").touch()
     with pytest.raises(RunError, match="Xid 94"):
-        run.results(timeout=30)
-    receipt = run.receipt(timeout=30)
+        run.results(timeout=50)
+    receipt = run.receipt(timeout=50)
     assert (receipt.reason, receipt.quarantined) == ("gpu_lost", ())
     assert quarantined(home) == {}
     (tmp_path / "other" / "return").touch()
-    assert other.results(timeout=30) == [0]
+    assert other.results(timeout=50) == [0]
 
 
 def test_F24_memory_that_waits_for_a_reset_is_lent_to_nobody_after_the_run(
@@ -103,8 +103,8 @@ def test_F24_memory_that_waits_for_a_reset_is_lent_to_nobody_after_the_run(
     gpus.xid(used[0], 63)
     wait_for(lambda: used[0] in quarantined(home), "it is noted")
     (tmp_path / "return").touch()
-    assert run.results(timeout=30) == [0]
-    receipt = run.receipt(timeout=30)
+    assert run.results(timeout=50) == [0]
+    receipt = run.receipt(timeout=50)
     assert (receipt.state, receipt.quarantined) == ("SUCCEEDED", used)
     assert FactKind.FREED in {fact.kind for fact in first_facts(run.directory)}, "what was used is paid for"
 
@@ -114,9 +114,9 @@ def test_F25_an_illegal_memory_access_is_the_users_own_failure(home: Path, gpus:
     gpus.xid(used[0], 31, "Ch 00000008, intr 10000000. MMU Fault")
     (tmp_path / "fail").touch()
     with pytest.raises(RuntimeError, match="unspecified launch failure") as caught:
-        run.results(timeout=30)
+        run.results(timeout=50)
     assert any("Xid 31" in note and "illegal memory access in your kernel" in note for note in caught.value.__notes__)
-    receipt = run.receipt(timeout=30)
+    receipt = run.receipt(timeout=50)
     assert (receipt.reason, receipt.quarantined) == ("rank_raised", ())
     assert FactKind.FREED in {fact.kind for fact in first_facts(run.directory)}, "it is billed"
     assert quarantined(home) == {}

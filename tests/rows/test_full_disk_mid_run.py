@@ -80,7 +80,7 @@ def test_F28_the_user_gets_the_error_and_the_server_the_end_while_the_disk_is_fu
     assert kept is not None and kept.gpu_ms == receipt.gpu_ms > 0
     kinds = [fact.kind for fact in first_facts(attempt) if fact.kind is not FactKind.ALIVE]
     assert kinds[-4:] == [FactKind.EXEC, FactKind.STOPPING, FactKind.EXITED, FactKind.FREED]
-    assert not (attempt / DIRECTORY).exists(), "what of the reserve was not needed is given back"
+    wait_for(lambda: not (attempt / DIRECTORY).exists(), "what of the reserve was not needed is given back")
     (disk / "filler").unlink()
     assert distributed(gpus=1, remote=True, env="live", quiet=True)(len).distributed("abc") == [3]
 

@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 from serverless_gpu.wire.base import API
 
 RECORDED = Path(__file__).parent / "recorded"
-_WAIT_S = 20.0
+_WAIT_S = 60.0
 
 Exchange = dict[str, Any]
 

@@ -19,7 +19,7 @@ from serverless_gpu.server.serving import Running, serve
 from serverless_gpu.server.settings import read_settings
 from serverless_gpu.wire.connection import Connection
 
-STARTED_S = 30
+STARTED_S = 60
 
 
 class Served:

@@ -24,7 +24,7 @@ from tests.server.postgres import Cluster
 from tests.server.served import Served, served
 
 KEY = migrations.LOCK + 1
-WAIT_S = 30
+WAIT_S = 60
 
 
 def add(name: str) -> Callable[[sa.Connection], None]:

@@ -100,7 +100,7 @@ def test_tokens_that_are_looked_at_leave_threads_for_those_who_were_let_in() -> 
 
     def slowly(token: str) -> Caller:
         looking.release()
-        assert answered.wait(20)
+        assert answered.wait(60)
         return authenticate(token)
 
     async def crowd() -> None:

@@ -21,7 +21,7 @@ from serverless_gpu.server import database as database_room
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.tables import audit, teams
 
-WAIT_S = 30
+WAIT_S = 60
 
 
 @pytest.fixture

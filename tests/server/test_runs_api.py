@@ -94,12 +94,12 @@ class Reader:
             return self._over or sum(isinstance(message, kind) for message in self.messages) >= count
 
         with self._more:
-            assert self._more.wait_for(there, 20), self.messages
+            assert self._more.wait_for(there, 60), self.messages
             return list(self.messages)
 
     def all(self) -> list[StreamMessage]:
         """Wait for the end of the stream; return all messages."""
-        self._thread.join(20)
+        self._thread.join(60)
         assert not self._thread.is_alive(), self.messages
         return self.messages
 

@@ -45,14 +45,14 @@ class Process:
         self.url, ready_s = self._process.stdout.readline().split()
         self.ready_s = float(ready_s)
         self.token = (home / "server" / "token").read_text().strip()
-        self.connection = Connection(self.url, self.token, patience_s=20)
+        self.connection = Connection(self.url, self.token, patience_s=60)
 
     def end(self, number: signal.Signals) -> int:
         """Send a signal, wait, and return the exit status."""
         self.connection.close()
         if self._process.poll() is None:
             os.kill(self._process.pid, number)
-        status = self._process.wait(20)
+        status = self._process.wait(60)
         assert self._process.stdout is not None
         self._process.stdout.close()
         return status

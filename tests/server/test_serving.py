@@ -118,7 +118,7 @@ def test_a_port_nobody_asked_for_is_replaced_when_somebody_else_has_it(
             assert (tmp_path / "server" / "port").read_text() == server.url.rpartition(":")[2] + "\n"
 
 
-def _raw(server: Served, sent: bytes, wait_s: float = 5) -> bytes:
+def _raw(server: Served, sent: bytes, wait_s: float = 60) -> bytes:
     host, _, port = server.url.removeprefix("http://").partition(":")
     with socket.create_connection((host, int(port)), timeout=wait_s) as connection:
         received = b""

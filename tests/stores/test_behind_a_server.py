@@ -82,7 +82,7 @@ def test_F43_what_was_just_put_and_is_said_to_be_absent_is_asked_for_again(tmp_p
 def test_F43_a_bucket_that_does_not_answer_is_a_503_while_everything_else_is_answered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rooms, "STORE_S", 3.0)
+    monkeypatch.setattr(rooms, "STORE_S", 4.0)
     with Scripted(Reply(hold=True)) as bucket, listening(app_of(storage_at(bucket.url, "p", tmp_path))) as url:
         failed: list[BaseException] = []
 
@@ -100,10 +100,9 @@ def test_F43_a_bucket_that_does_not_answer_is_a_503_while_everything_else_is_ans
             thread.start()
         while len(bucket.asked) < 32:
             time.sleep(0.01)
-        began = time.monotonic()
         other = Connection(url, "member")
         assert other.ask("GET", "/health", answer=Health).ok
-        assert time.monotonic() - began < 1.0
+        assert failed == [], "it was answered while all of them wait"
         other.close()
         for thread in putting:
             thread.join(60)

@@ -59,7 +59,7 @@ class MlflowServer:
         """End it and what it started."""
         if self._process is not None:
             os.killpg(self._process.pid, 15)
-            self._process.wait(30)
+            self._process.wait(50)
 
     @contextmanager
     def standing_still(self) -> Iterator[None]:

@@ -45,9 +45,9 @@ class FakeMonitor:
 
     def accept(self) -> Channel:
         """Return the next peer, once one has come."""
-        self._listener.settimeout(10)
+        self._listener.settimeout(60)
         sock, _ = self._listener.accept()
-        sock.settimeout(10)
+        sock.settimeout(60)
         self.peers.append(Channel(sock))
         return self.peers[-1]
 

@@ -44,7 +44,7 @@ class Other:
         return self.process.stdout.readline().strip()
 
     def end(self) -> int:
-        self.process.communicate(timeout=30)
+        self.process.communicate(timeout=60)
         return self.process.returncode
 
     def kill(self) -> None:

@@ -44,12 +44,12 @@ def test_looks_do_not_wait_for_each_other() -> None:
     release = threading.Event()
     started = time.monotonic()
     seen = side_by_side(
-        {"hangs": lambda: str(release.wait(30)), "raises": lambda: str(1 / 0), "works": lambda: "x"}, 0.3
+        {"hangs": lambda: str(release.wait(30)), "raises": lambda: str(1 / 0), "works": lambda: "x"}, 1.5
     )
     release.set()
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 20
     assert seen == {
-        "hangs": Unknown("there was no answer within 0.3 s"),
+        "hangs": Unknown("there was no answer within 1.5 s"),
         "raises": Unknown("ZeroDivisionError: division by zero"),
         "works": "x",
     }
@@ -151,7 +151,7 @@ def test_a_look_that_hangs_is_ended_with_what_it_started(tmp_path: Path) -> None
         f"p = subprocess.Popen(['sleep', '600']); pathlib.Path({str(note)!r}).write_text(str(p.pid)); "
         "os.write(int(sys.argv[1]), b'begun'); time.sleep(600)"
     )
-    ended = child(program, limit_s=3.0)
+    ended = child(program, limit_s=6.0)
     assert (ended.answer, ended.code, ended.why) == (b"begun", None, "it took too long")
     stat = Path(f"/proc/{note.read_text()}/stat")
     for _ in range(500):

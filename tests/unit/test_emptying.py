@@ -135,9 +135,9 @@ def test_a_run_whose_supervisor_is_lost_goes_on_stopping_while_its_devices_are_h
     settling = threading.Thread(target=one._settle, daemon=True)
     settling.start()
     for _ in range(5):
-        assert looks.acquire(timeout=10)
+        assert looks.acquire(timeout=60)
     assert one._news.known.ending is None and one._news.known.state is State.STOPPING
     assert "still has a device" in one._news.known.sentence
     free.set()
-    settling.join(10)
+    settling.join(60)
     assert one._news.known.ending is not None and one._news.known.ending.reason is Reason.SUPERVISOR_LOST

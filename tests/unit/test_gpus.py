@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +15,7 @@ from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.node.gate import Verdict, judge
 from serverless_gpu.node.gpus import CpuProvider, FakeProvider, NvmlProvider, providers
 from serverless_gpu.node.usages import IDLE_MEMORY_BYTES, MIB, GpuProcess, Unavailable, Usage
+from tests.local.observe import wait_for
 
 GIB = 1024 * MIB
 HOST = "pid:[4026531836]"
@@ -288,10 +288,7 @@ def test_F26_hanging_driver_is_unknown_after_the_limit_and_starts_one_thread_onl
         assert threading.active_count() == threads + 1
     finally:
         nvml.stuck.set()
-    deadline = time.monotonic() + 5
-    while threading.active_count() > threads and time.monotonic() < deadline:
-        threading.Event().wait(0.001)
-    assert provider.usage(["GPU-a"]) == {"GPU-a": IDLE}  # a driver that recovers is believed again
+    wait_for(lambda: provider.usage(["GPU-a"]) == {"GPU-a": IDLE}, "a driver that recovers is believed again")
 
 
 def test_F26_the_limit_is_five_seconds_unless_told_otherwise() -> None:

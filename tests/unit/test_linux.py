@@ -202,6 +202,6 @@ print(score() == 0 if may else score() >= 500)
 def test_a_signal_for_the_main_thread_arrives_and_a_process_that_is_gone_is_said() -> None:
     with subprocess.Popen(["sleep", "60"]) as process:
         signal_main_thread(process.pid, signal.SIGTERM)
-        assert process.wait(timeout=20) == -signal.SIGTERM
+        assert process.wait(timeout=60) == -signal.SIGTERM
     with pytest.raises(ProcessLookupError):
         signal_main_thread(process.pid, signal.SIGTERM)

@@ -32,7 +32,7 @@ class Ticks:
 
     def wait(self, count: int) -> None:
         with self._changed:
-            assert self._changed.wait_for(lambda: self.count >= count, 30)
+            assert self._changed.wait_for(lambda: self.count >= count, 60)
 
 
 def test_it_looks_at_once_and_again_when_rung() -> None:

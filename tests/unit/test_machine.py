@@ -36,7 +36,7 @@ KEY = ("run:1", 0)
 PARENT = """
 import subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", "import sys\\nx = bytearray(30_000_000)\\nprint('up', flush=True)\\n"
-                          "sys.stdin.readline()\\nfor _ in range(500_000): pass\\nprint('done', flush=True)\\n"
+                          "sys.stdin.readline()\\nfor _ in range(3_000_000): pass\\nprint('done', flush=True)\\n"
                           "sys.stdin.read()"])
 child.wait()
 sys.stdin.read()

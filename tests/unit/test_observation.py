@@ -187,7 +187,10 @@ def test_the_ranks_of_a_function_wait_for_nothing(begin: Begin, monitor: FakeMon
         assert line.observation.receipt_notes() == [f"it did not answer last time; {KEPT}"]
 
 
-def test_the_receipt_of_what_was_over_at_once_names_where_it_is_tracked(begin: Begin, monitor: FakeMonitor) -> None:
+def test_the_receipt_of_what_was_over_at_once_names_where_it_is_tracked(
+    begin: Begin, monitor: FakeMonitor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("serverless_gpu.node.observation.LINK_NS", 60 * 10**9)  # it waits no longer than it has to
     line = begin(launch())
     peer = monitor.accept()
     late = threading.Timer(0.02, lambda: words.say(peer, TRACKED))

@@ -69,7 +69,7 @@ def test_F10_whatever_detached_itself_ends_with_its_cgroup(cgroup: Path) -> None
     assert not cgroup_empty(cgroup)
     assert not remove_cgroup(cgroup)
     kill_cgroup(cgroup)
-    assert select.select([daemon], [], [], 10)[0]
+    assert select.select([daemon], [], [], 60)[0]
     wait_until_empty(cgroup)
     os.close(daemon)
     process.stdout.close()

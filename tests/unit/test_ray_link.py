@@ -15,7 +15,7 @@ from serverless_gpu.node.inside.raycluster import link
 from serverless_gpu.node.inside.raycluster.link import ADDRESS, DONE, JOINED, LOST, Head, Member, Word
 
 SECRET = "5e" * 32
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 EVER = float("inf")
 CONNECTIONS = 64  # that have proved nothing and are kept
 

@@ -238,7 +238,7 @@ def test_it_waits_for_a_ray_that_is_not_there_yet_and_ends_by_sigterm(tmp_path: 
         ray.pieces = (answer(TEXT),)
         wait_for(path.exists, "the figures")
         process.terminate()
-        assert process.wait(10) == -signal.SIGTERM
+        assert process.wait(60) == -signal.SIGTERM
 
 
 def test_a_file_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:

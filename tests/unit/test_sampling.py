@@ -36,10 +36,10 @@ def test_a_look_that_fails_is_left_out_and_logged_once_and_the_next_one_succeeds
     thread = Sampler(Failing, FakeClock(), rung.release)
     for _ in range(3):
         assert thread.ask(Wanted())
-        assert rung.acquire(timeout=20)
+        assert rung.acquire(timeout=60)
         assert thread.take() is None
     assert thread.ask(Wanted())
-    assert rung.acquire(timeout=20)
+    assert rung.acquire(timeout=60)
     assert thread.take() is not None
     logged = capsys.readouterr().err
     assert (logged.count("OSError: too many open files"), logged.count("MemoryError: none left")) == (1, 1)

@@ -26,7 +26,7 @@ from tests.tiny_terminal import screen
 from tests.unit.framed import NOW_NS, S, frame
 from tests.unit.framing_monitor import FramingMonitor
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 TOP = [sys.executable, "-m", "serverless_gpu.cli", "top"]
 SCREEN, NO_SCREEN = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 
