@@ -19,7 +19,7 @@ from blake3 import blake3
 from serverless_gpu import Run, distributed
 from serverless_gpu import runtime as rt
 from serverless_gpu.errors import RunCancelled, RunError
-from serverless_gpu.model.audit_chain import Head, follow
+from serverless_gpu.model.audit_chain import Head, Link, follow
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.uplink import control
 from serverless_gpu.server import audit, tables
@@ -146,7 +146,7 @@ def collects(machine: Machine, place: str, where: Path) -> None:
     machine.wait_hit(place)
     machine.recover(*often)
     blobs = machine.home / "server" / "blobs"
-    wait_for(lambda: not list(blobs.rglob(blake3(part).hexdigest())), "it is gone", limit_s=WAIT_S)
+    wait_for(lambda: not found_below(blobs, blake3(part).hexdigest()), "it is gone", limit_s=WAIT_S)
     machine.stop()
     machine.start()
     with contextlib.closing(machine.connection()) as connection:
@@ -206,12 +206,17 @@ def is_chained(machine: Machine, place: str, where: Path) -> None:
         pass
     assert called.result(WAIT_S) == [b"x"]
     assert executions(where) == 1
-    wait_for(
-        lambda: len(rows(machine, tables.audit_links)) == len(rows(machine, tables.audit)), "all is chained", WAIT_S
-    )
-    links = machine.read(lambda connection: audit.links(connection, audit.Wanted(limit=100_000)))
-    assert follow(links, after=Head())[1] == ""
-    assert {link.seq for link in links} == {row["seq"] for row in rows(machine, tables.audit)}
+
+    def look(connection: sa.Connection) -> tuple[list[Link], set[int]]:  # both of one moment: more may come
+        there = set(connection.execute(sa.select(tables.audit.c.seq)).scalars())
+        return list(audit.links(connection, audit.Wanted(limit=100_000))), there
+
+    def is_whole() -> bool:
+        links, there = machine.read(look)
+        assert follow(links, after=Head())[1] == ""
+        return {link.seq for link in links} == there and len(links) == len(there)
+
+    wait_for(is_whole, "all is chained, once", WAIT_S)
 
 
 def is_backed_up(machine: Machine, place: str, where: Path) -> None:
@@ -327,6 +332,11 @@ def executions(where: Path) -> int:
     """Return how often user code began."""
     path = where / "began"
     return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def found_below(directory: Path, name: str) -> list[Path]:
+    """Return the files of a name below a directory from which others are deleted meanwhile."""
+    return [Path(place, name) for place, _, files in os.walk(directory) if name in files]
 
 
 def rows(machine: Machine, table: sa.Table) -> list[sa.RowMapping]:

@@ -109,7 +109,11 @@ def test_F36_on_a_full_disk_runs_are_stopped_and_end_and_no_new_ones_come(
             stopped.results(timeout=WAIT_S)
         (tmp_path / "two" / "go").touch()
         assert ending.results(timeout=WAIT_S) == [b"x" * LARGE_BYTES]
-        assert [node.state for node in connection.ask("GET", "/nodes", answer=NodeList).nodes] == ["UP"]
+
+        def states() -> list[str]:
+            return [node.state for node in connection.ask("GET", "/nodes", answer=NodeList).nodes]
+
+        wait_for(lambda: states() == ["UP"], "the node is heard of", limit_s=WAIT_S)
     (disk / "filler").unlink()
     wait_for(lambda: taken_again(machine, tmp_path), "new runs are taken", limit_s=WAIT_S)
     wait_for(lambda: "there is room on the database's disk again" in machine.log(), "it is said")

@@ -334,7 +334,7 @@ def test_an_interrupted_capture_is_one_line_shows_nothing_and_is_resumed(place: 
     packs = Home(place.home).environments / "store" / "packs"
     wait_for(lambda: packs.exists() and any(path.is_file() for path in packs.rglob("*")), "a pack was stored")
     os.killpg(capturing.pid, signal.SIGINT)
-    out, err = capturing.communicate(timeout=30)
+    out, err = capturing.communicate(timeout=60)
     assert (capturing.returncode, out) == (130, "")
     assert [line for line in err.splitlines() if not line.startswith("capturing: ")] == [
         "sgpu: interrupted; what was sent stays, and the next capture goes on from there; no snapshot was made"

@@ -22,7 +22,7 @@ from serverless_gpu.server.storage import open_storage
 from tests.environment.scans import write
 from tests.server.listening import app_of, listening
 
-DEADLINE_S = 30
+DEADLINE_S = 60
 SERVICE = """
 import socket, sys
 from pathlib import Path

@@ -152,7 +152,7 @@ class Cluster:
         node = ClusterNode(wire, profile, environ=variables)
         self.nodes[name] = node
         node.start()
-        wait_for(lambda: "joined" in node.log(), f"{name} has joined", 20)
+        wait_for(lambda: "joined" in node.log(), f"{name} has joined", 60)
         return node
 
     def wire_of_next(self) -> Wire:
@@ -163,7 +163,7 @@ class Cluster:
         """Ask the server as its administrator, from beside it."""
         with inside(self.network.server):
             if self._connection is None:
-                self._connection = Connection(f"http://127.0.0.1:{PORT_BESIDE}", self.token(), patience_s=20)
+                self._connection = Connection(f"http://127.0.0.1:{PORT_BESIDE}", self.token(), patience_s=60)
             return self._connection.ask(method, path, body, answer=answer)
 
     def submit(self, function: Callable[..., object], *args: object, gpus: int = 1, **spec: Any) -> str:

@@ -7,6 +7,7 @@ nodes, and by what the server says: no two attempts of a run ever overlap.
 
 from __future__ import annotations
 
+import itertools
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from serverless_gpu.model.facts import FactKind
 from serverless_gpu.model.receipt import Receipt
 from serverless_gpu.node.history import read_ending
 from serverless_gpu.wire.agents import NodeList, clock_text, is_off
-from serverless_gpu.wire.runs import AttemptList
+from serverless_gpu.wire.runs import AttemptList, AttemptView
 from tests.local.observe import wait_for
 from tests.network.beats import beat, beats
 from tests.network.cluster import Cluster
@@ -61,6 +62,11 @@ class Broken:
     def beats(self, name: str, fence: int) -> list[int]:
         """Return when an attempt ran, once it has."""
         return wait_for(lambda: beats(self.where / name, fence), f"attempt {fence} on {name} began", LIMIT_S)
+
+    def attempts(self, name: str) -> tuple[AttemptView, ...]:
+        """Return the attempts of a run."""
+        found = self.cluster.ask("GET", f"/runs/{self.runs[name]}/attempts", answer=AttemptList)
+        return tuple(found.attempts)
 
     def output(self, name: str, fence: int) -> bytes:
         """Return what the server has of an attempt's output."""
@@ -108,6 +114,7 @@ class Broken:
         (self.where / SHORT / "go1").touch()
         for name in (*LONG, SHORT):
             self.ended(name)
+        self.told(SHORT)  # that the server has everything: the last facts, and the receipt
 
 
 @pytest.fixture(scope="module")
@@ -151,10 +158,9 @@ def test_F18_a_node_that_was_stopped_whole_ends_its_ranks_as_soon_as_it_goes_on(
 
 @pytest.mark.parametrize("name", LONG)
 def test_F18_F19_the_run_is_given_up_once_and_succeeds_elsewhere(broken: Broken, name: str) -> None:
-    run_id = broken.runs[name]
-    states = broken.cluster.states(run_id)
+    states = broken.cluster.states(broken.runs[name])
     assert states.count("SUCCEEDED") == 1 and states[-1] == "SUCCEEDED" and "UNREACHABLE" in states
-    found = broken.cluster.ask("GET", f"/runs/{run_id}/attempts", answer=AttemptList).attempts
+    found = broken.attempts(name)
     assert [(one.fence, one.node) for one in found] == [(1, name), (2, "spare")]
     assert found[0].reason is Reason.NODE_GONE
 
@@ -184,7 +190,10 @@ def test_F18_what_was_printed_while_nobody_listened_comes_late_and_is_kept(broke
 
 def test_F17_a_node_away_for_less_than_the_grace_costs_the_run_nothing(broken: Broken) -> None:
     run_id = broken.runs[SHORT]
-    assert broken.cluster.states(run_id) == ["QUEUED", "STARTING", "RUNNING", "UNREACHABLE", *UNHURT]
+    states = broken.cluster.states(run_id)
+    heard = [state for state in states if state != "UNREACHABLE"]  # and once more on a machine that is busy
+    assert [state for state, _ in itertools.groupby(heard)] == ["QUEUED", "STARTING", *UNHURT]
+    assert "UNREACHABLE" in states and len(broken.attempts(SHORT)) == 1
     assert broken.output(SHORT, 1) == b"attempt 1 begins\nattempt 1 returns\n"
 
 

@@ -15,7 +15,9 @@ from serverless_gpu import distributed
 def work(path, seconds):
     with open(path, "a") as file:
         file.write(f"{os.getpid()}\\n")
-    time.sleep(seconds)
+    until = time.monotonic() + seconds
+    while time.monotonic() < until and not os.path.exists(path + ".go"):
+        time.sleep(0.01)
     return "done"
 
 if __name__ == "__main__":
@@ -24,11 +26,16 @@ if __name__ == "__main__":
 
 
 def called(ran: Path, seconds: float) -> subprocess.Popen[str]:
-    """Return a process whose call leaves a line in a file when its function runs, which takes so long."""
+    """Return a process whose call leaves a line in a file when its function runs; that takes so long, or until `go`."""
     script = ran.with_suffix(".py")
     script.write_text(_SCRIPT)
     arguments = [sys.executable, str(script), str(ran), str(seconds)]
     return subprocess.Popen(arguments, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def go(ran: Path) -> None:
+    """Have the function of a call return."""
+    Path(f"{ran}.go").touch()
 
 
 def answer(process: subprocess.Popen[str]) -> str:

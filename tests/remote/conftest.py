@@ -14,6 +14,7 @@ import pytest
 from serverless_gpu.client.remote.profile import Profile, write_profile
 from serverless_gpu.client.remote.server import close_all
 from serverless_gpu.node.home import Home
+from serverless_gpu.node.remote import FILE, read_remote
 from serverless_gpu.node.uplink.control import stop_all
 from serverless_gpu.testing import stop_agent
 from tests.homes import use_home
@@ -55,6 +56,7 @@ def served_home() -> Iterator[Path]:
 def served(served_home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Yield a home with a real server and eight declared GPUs; require that no run outlives the test."""
     use_home(monkeypatch, served_home, FAKES)
+    wait_for(lambda: not unsettled(served_home), "the server has heard all of the tests before", limit_s=60)
     yield served_home
     try:
         wait_for(lambda: nothing_of_a_run(served_home), "every run of the test has ended", limit_s=60)
@@ -81,6 +83,12 @@ def _variables(home: Path) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         use_home(monkeypatch, home, FAKES)
         yield
+
+
+def unsettled(home: Path) -> list[Path]:
+    """Return the attempts of which a server has still to hear something: its uplink writes there, then."""
+    known = [(path.parent, read_remote(path.parent)) for path in home.glob(f"runs/*/*/{FILE}")]
+    return [directory for directory, remote in known if remote is not None and remote.standing == "open"]
 
 
 def end_node(home: Path) -> None:

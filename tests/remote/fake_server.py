@@ -489,7 +489,7 @@ def _output(
             yield LogMessage(fence=fence, rank=rank, stream=name, offset=start, data=data[start:end])
 
 
-def until_it_is_said(capsys: pytest.CaptureFixture[str], limit_s: float = 30.0) -> tuple[str, str]:
+def until_it_is_said(capsys: pytest.CaptureFixture[str], limit_s: float = 60.0) -> tuple[str, str]:
     """Wait for the line about a server that is away; return what was printed until then."""
     out = err = ""
     deadline = time.monotonic() + limit_s

@@ -65,18 +65,21 @@ def test_a_torn_copy_is_mended_and_a_changed_one_is_named(served: Path, tmp_path
 
 @pytest.mark.slow
 def test_whoever_changes_the_database_is_found_out(own_server: ServerProcess, home: Path, tmp_path: Path) -> None:
+    wait_for(lambda: '"node.join"' in sgpu("audit", "list", "--json").stdout, "the node has joined: nothing more comes")
     for name in ("one", "two", "three"):
         assert sgpu("team", "add", name).exit_code == 0
     wait_for(lambda: done("team.create", "three"), "all is in the chain")
     copy = tmp_path / "audit.jsonl"
     assert sgpu("audit", "export", str(copy)).exit_code == 0
     (entry,) = json.loads(sgpu("audit", "list", "--subject", "two", "--json").stdout)
-    with sqlite3.connect(home / "server" / "server.db") as database:
+    with sqlite3.connect(home / "server" / "server.db", timeout=30) as database:
         database.execute("UPDATE audit SET principal = 'eve' WHERE subject = 'two'")
     database.close()
     refused(f"entry {entry['number']} is not what was written down", "verify")
     refused("the server's is team.create of eve on two: they differ in principal", "verify", str(copy))
-    with sqlite3.connect(home / "server" / "server.db") as database:  # and one who hides it by cutting the end off
+    with sqlite3.connect(
+        home / "server" / "server.db", timeout=30
+    ) as database:  # and one who hides it by cutting the end off
         database.execute("DELETE FROM audit_links WHERE number >= ?", (entry["number"],))
         database.execute("DELETE FROM audit WHERE seq >= ?", (entry["seq"],))
     database.close()

@@ -86,7 +86,7 @@ def test_a_run_is_found_from_its_id_and_cancelled(served: Path, tmp_path: Path) 
     run = count.submit(str(tmp_path))
     wait_for(lambda: len(began(tmp_path)) == 2, "both ranks run")
     found = serverless_gpu.attach(run.id)
-    assert found.status() == "RUNNING"
+    wait_for(lambda: found.status() == "RUNNING", "the server knows that they do")
     wait_for(lambda: "line 3" in found.logs(), "lines are there")
     found.cancel()
     with pytest.raises(RunCancelled):

@@ -20,7 +20,7 @@ from serverless_gpu.model.spec import Command, Resources, RunSpec
 from tests.local.observe import wait_for
 from tests.remote.server_process import ServerProcess
 
-FOLLOWED = "echo one; echo two >&2; for i in $(seq 200); do [ -e {gate} ] && break; sleep 0.05; done; echo three"
+FOLLOWED = "echo one; echo two >&2; for i in $(seq 2000); do [ -e {gate} ] && break; sleep 0.05; done; echo three"
 
 
 def start(*argv: str, gpus: int = 1, name: str = "said", resume: bool = False) -> Run[None]:
@@ -76,7 +76,7 @@ def test_logs_are_followed_until_the_run_ends(served: Path, tmp_path: Path) -> N
         assert following.stdout is not None
         assert following.stdout.readline() == "one\n"
         (tmp_path / "gate").touch()
-        out, err = following.communicate(timeout=25)
+        out, err = following.communicate(timeout=60)
     assert (out, err, following.returncode) == ("three\n", "two\n", 0)
 
 
@@ -89,7 +89,7 @@ def test_logs_go_on_with_the_next_attempt(served: Path) -> None:
         assert following.stdout.readline() == "first\n"
         said = sgpu("run", "preempt", run.id)
         assert said.stdout == f"run {run.id} was asked to make room; it continues as a new attempt when there is room\n"
-        out, err = following.communicate(timeout=25)
+        out, err = following.communicate(timeout=60)
     assert (out, following.returncode) == ("again\n", 0)
     assert err.endswith(f"sgpu: attempt 2 of run {run.id}\n")  # the shell may have its own word about a signal
     with pytest.raises(AlreadyFinished, match="SUCCEEDED"):
@@ -105,7 +105,7 @@ def test_attach_shows_a_run_until_it_ends_and_exits_as_it_ended(served: Path, tm
         assert attached.stdout is not None
         assert attached.stdout.readline() == "[rank 0] one\n"
         (tmp_path / "gate").touch()
-        out, err = attached.communicate(timeout=25)
+        out, err = attached.communicate(timeout=60)
     assert (out, attached.returncode) == ("[rank 0] three\n", 3)
     assert "rank 0: the command exited with code 3" in err
 
@@ -116,7 +116,7 @@ def test_ctrl_c_leaves_an_attached_run_to_itself(served: Path, tmp_path: Path) -
         assert attached.stdout is not None
         assert attached.stdout.readline() == "[rank 0] one\n"
         attached.send_signal(signal.SIGINT)
-        _, err = attached.communicate(timeout=25)
+        _, err = attached.communicate(timeout=60)
     assert attached.returncode == 130
     assert f"run {run.id} goes on" in err
     (tmp_path / "gate").touch()
@@ -182,13 +182,13 @@ def test_a_run_that_is_not_among_the_latest_is_found_by_its_whole_identifier(
         ((), "true", 0),
         ((), "exit 3", 3),
         ((), "kill -9 $$", 137),
-        (("--timeout", "0.3", "--grace", "1"), "exec sleep 60", 124),
+        (("--timeout", "2", "--grace", "1"), "exec sleep 60", 124),
     ],
 )
 def test_submit_exits_as_the_run_ended(served: Path, options: tuple[str, ...], program: str, code: int) -> None:
     arguments = ("--gpu-type", "H100", *options, "sh", "-c", f"echo said; {program}")
     with spawn("submit", *arguments) as submitted:
-        out, err = submitted.communicate(timeout=30)
+        out, err = submitted.communicate(timeout=60)
     assert (submitted.returncode, out) == (code, "[rank 0] said\n"), err
 
 
@@ -221,5 +221,5 @@ def test_logs_that_are_followed_outlive_the_server(own_server: ServerProcess, tm
         own_server.kill()
         (tmp_path / "gate").touch()
         own_server.start()
-        out, _ = following.communicate(timeout=40)
+        out, _ = following.communicate(timeout=60)
     assert (out, following.returncode) == ("three\n", 0)

@@ -45,29 +45,29 @@ def priced(served: Path) -> Iterator[Path]:
             database.execute("DELETE FROM prices")
 
 
-@distributed(gpus=2, gpu_type="H100", remote=True, env="live", quiet=True, timeout=60)
+@distributed(gpus=2, gpu_type="H100", remote=True, env="live", quiet=True, timeout=300)
 def endless(done: str) -> None:
     """Wait until it may end."""
-    wait_for(Path(done).exists, "the test is over", limit_s=60)
+    wait_for(Path(done).exists, "the test is over", limit_s=300)
 
 
 @pytest.mark.slow
 def test_a_run_of_a_server_says_what_it_costs_before_meanwhile_and_afterwards(priced: Path, tmp_path: Path) -> None:
     before = endless.estimate(str(tmp_path))
-    assert before.cost is not None and before.cost.at_timeout_micros == 120_000_000
-    assert str(before).splitlines()[1].startswith("at most 120.00 USD: 2 H100 × 3,600.00 USD = 7,200.00 USD an hour; ")
+    assert before.cost is not None and before.cost.at_timeout_micros == 600_000_000
+    assert str(before).splitlines()[1].startswith("at most 600.00 USD: 2 H100 × 3,600.00 USD = 7,200.00 USD an hour; ")
     done = tmp_path / "done"
     run = endless.submit(str(done))
     try:
-        wait_for(lambda: run.cost().gpu_ms > 0, "it has used something", limit_s=40)
+        wait_for(lambda: run.cost().gpu_ms > 0, "it has used something", limit_s=60)
         meanwhile = run.cost()
         assert not meanwhile.is_final and meanwhile.micros == micros_for(meanwhile.billed_ms, _MICROS)
         rows = [line for line in sgpu("runs").stdout.splitlines() if line.startswith(run.id)]
         assert len(rows) == 1 and rows[0].endswith(" USD so far")
     finally:
         done.touch()
-    receipt = run.receipt(30)
-    wait_for(lambda: serverless_gpu.attach(run.id).cost().is_final, "the ledger has it", limit_s=30)
+    receipt = run.receipt(60)
+    wait_for(lambda: serverless_gpu.attach(run.id).cost().is_final, "the ledger has it", limit_s=60)
     cost = run.cost()
     assert (cost.micros, cost.gpu_ms, cost.billed_ms) == (receipt.micros, receipt.gpu_ms, receipt.gpu_ms)
     assert cost.micros is not None and cost.micros >= (meanwhile.micros or 0)

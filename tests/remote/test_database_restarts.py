@@ -43,7 +43,7 @@ def test_F35_a_run_that_ends_while_the_database_is_away_is_not_lost_and_not_repe
             postgres.stop()
             (tmp_path / "go").touch()
             results = home / "runs" / run.id / "1" / "results"
-            wait_for(lambda: len(list(results.glob("*.pkl"))) == 2, "the node has both results", limit_s=30)
+            wait_for(lambda: len(list(results.glob("*.pkl"))) == 2, "the node has both results", limit_s=60)
             postgres.start()
             assert run.results() == ["rank 0", "rank 1"]
             assert [path.read_text() for path in began] == ["once\n", "once\n"]

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -70,7 +69,7 @@ def test_F61_ctrl_c_stops_the_run_and_waits_until_its_devices_are_free(
     process = caller("cancel")
     running(script, process)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=60)
     assert out == "interrupted\n" and script.stops == ["cancel"]
     assert "cancelling; press Ctrl-C again to leave at once" in err
     assert "cancelled; 1 GPU verified free, after" in err and "Traceback" not in err
@@ -82,11 +81,9 @@ def test_F61_a_second_ctrl_c_leaves_at_once(fake: FakeServer, caller: Callable[[
     process = caller("cancel")
     running(script, process)
     process.send_signal(signal.SIGINT)
-    deadline = time.monotonic() + 20
-    while not script.stops and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_for(lambda: script.stops, "it was asked to stop")
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=60)
     assert out == "interrupted\n" and set(script.stops) == {"cancel"}
     assert "is still being cancelled" in err
 
@@ -105,7 +102,7 @@ def test_F61_a_second_ctrl_c_leaves_at_once_also_where_the_server_is_away(
         lines.append(process.stderr.readline())
         assert lines[-1], "it ended without having said that"
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=60)
     assert out == "interrupted\n" and script.stops == []
     assert "left; the server does not answer, and run" in err
 
@@ -120,7 +117,7 @@ def test_F61_a_run_that_was_on_its_way_when_ctrl_c_came_is_cancelled_when_it_arr
     process.send_signal(signal.SIGINT)
     wait_for(lambda: fake.seen["POST runs/stop"] > 0, "it was asked to stop, and was not there yet")
     fake.makes.set()
-    out, _ = process.communicate(timeout=30)
+    out, _ = process.communicate(timeout=60)
     assert out == "interrupted\n" and script.stops == ["cancel"]
     assert [path.name for path in (home / "remote").iterdir() if path.name[0] != "."] == []
 
@@ -134,7 +131,7 @@ def test_F61_a_run_that_may_have_been_started_is_named_when_its_caller_leaves(
     wait_for(lambda: fake.seen["POST runs"] == 1, "the run was asked for")
     fake.stop()
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=60)
     (run_id,) = (path.name for path in (home / "remote").iterdir() if path.name[0] != ".")
     assert out == "interrupted\n" and f"whether run {run_id} was started is not known; `sgpu cancel {run_id}`" in err
     fake.makes.set()
@@ -145,7 +142,7 @@ def test_F61_with_detach_the_run_goes_on(fake: FakeServer, caller: Callable[[str
     process = caller("detach")
     running(script, process)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=60)
     assert out == "interrupted\n" and script.stops == []
     assert "goes on; find it again with serverless_gpu.attach(" in err
 

@@ -50,7 +50,7 @@ class TestLocalEngine(EngineConformance):
 
 def uplink(home: Path) -> int:
     """Return the process that holds the uplink's lock, once there is one."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         found = control.running(Home(home), home / "server" / "node.json")
         if found is not None:
@@ -67,7 +67,7 @@ def test_an_uplink_that_is_killed_is_started_again(made: Callable[[], LocalEngin
     made().events()
     assert uplink(home) == first
     os.kill(first, signal.SIGKILL)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while control.running(Home(home), home / "server" / "node.json") is not None and time.monotonic() < deadline:
         time.sleep(0.01)
     made().events()

@@ -12,7 +12,7 @@ from tests.local.observe import wait_for
 from tests.remote.test_commands import sgpu, start
 
 pytestmark = pytest.mark.slow
-WORK = "echo attempt $SGPU_FENCE; echo $SGPU_GPU_UUIDS >> {seen}; [ $SGPU_FENCE = 2 ] || exec sleep 60"
+WORK = "echo attempt $SGPU_FENCE; echo $SGPU_GPU_UUIDS >> {seen}; [ $SGPU_FENCE = 2 ] || exec sleep 600"
 
 
 @pytest.fixture
@@ -30,21 +30,21 @@ def test_a_run_leaves_a_node_that_is_drained_and_goes_on_without_the_gpu_that_is
 ) -> None:
     seen = tmp_path / "seen"
     run = start("sh", "-c", WORK.format(seen=seen), gpus=1, resume=True)
-    ends = start("sh", "-c", "exec sleep 60", gpus=1)
-    wait_for(seen.exists, "user code has begun")
+    ends = start("sh", "-c", "exec sleep 600", gpus=1)
+    wait_for(lambda: seen.exists() and seen.read_text(), "user code has begun")
     wait_for(lambda: ends.status() == "RUNNING", "the other one, too")
     sgpu("node", "drain", node, "--note", "new fan")
     assert f"takes nothing new: {sgpu('whoami').stdout.split()[0]} drains it since " in sgpu("nodes").stdout
     (uuid,) = seen.read_text().split()
     said = sgpu("node", "quarantine", node, uuid.rpartition("-")[2], "--note", "hot").stdout
     assert said == f"{uuid} of {node} is left out; 2 runs go on there, and whichever has it keeps it\n"
-    done = sgpu("node", "drain", node, "--stop", "--wait", "30s").stdout
+    done = sgpu("node", "drain", node, "--stop", "--wait", "60s").stdout
     assert done.startswith(f"{node} is given nothing new; 2 runs go on there\n") and "nothing runs there\n" in done
     with pytest.raises(Exception, match=r"the run had to leave its node: .* drains .* \(new fan\)"):
         ends.results()
     wait_for(lambda: "drains it since" in (run.waiting_for() or ""), "the first one waits, and knows why")
+    wait_for(lambda: "\nreceipt of attempt 1:\n" in sgpu("show", run.id).stdout, "the first one's receipt is there")
     shown = sgpu("show", run.id).stdout
-    assert "\nreceipt of attempt 1:\n" in shown
     (told,) = [line for line in shown.splitlines() if line.startswith("attempt 1: ")]
     assert told.endswith(" (new fan)") and f" on {node}: " in told
     assert f"{node} is UP" in sgpu("node", "resume", node).stdout

@@ -15,7 +15,7 @@ import pytest
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.uplink import control
 from tests.local.observe import wait_for
-from tests.remote.calling import WAIT_S, answer, called, runs_of
+from tests.remote.calling import WAIT_S, answer, called, go, runs_of
 
 pytestmark = pytest.mark.slow
 
@@ -80,7 +80,7 @@ def test_F53_a_restart_by_systemd_leaves_a_run_alone_and_a_drain_outlives_it(
     systemd_unit: Unit, tmp_path: Path
 ) -> None:
     systemd_unit.start()
-    first = called(tmp_path / "first", 6)
+    first = called(tmp_path / "first", 90)
     wait_for(lambda: runs_of(tmp_path / "first") == 1, "the run has begun", WAIT_S)
     assert sgpu("server", "drain", "--note", "new kernel") == "nothing new is started; 1 runs go on, 0 wait\n"
     second = called(tmp_path / "second", 0)
@@ -88,9 +88,10 @@ def test_F53_a_restart_by_systemd_leaves_a_run_alone_and_a_drain_outlives_it(
     systemd_unit.stop()
     systemd_unit.start()
     assert "(new kernel): nothing new is started until `sgpu server resume`" in sgpu("status")
+    go(tmp_path / "first")
     assert answer(first) == "done"
     assert (runs_of(tmp_path / "first"), runs_of(tmp_path / "second")) == (1, 0)
-    sgpu("server", "drain", "--wait", "30s")
+    sgpu("server", "drain", "--wait", "60s")
     assert sgpu("server", "resume") == "what waits is started again; 0 runs go on, 1 wait\n"
     out, said = second.communicate(timeout=WAIT_S)
     assert (second.returncode, out) == (0, "done\n"), said
@@ -102,7 +103,7 @@ def test_a_server_restored_from_a_backup_starts_nothing_again_and_its_machines_r
     systemd_unit: Unit, home: Path, tmp_path: Path
 ) -> None:
     systemd_unit.start()
-    going = called(tmp_path / "going", 12)
+    going = called(tmp_path / "going", 90)
     wait_for(lambda: runs_of(tmp_path / "going") == 1, "the run has begun", WAIT_S)
     sgpu("server", "drain")
     waiting = called(tmp_path / "waiting", 0)
@@ -116,6 +117,7 @@ def test_a_server_restored_from_a_backup_starts_nothing_again_and_its_machines_r
     assert "is whole" in sgpu("server", "verify", str(backup))
     sgpu("server", "restore", str(backup))
     systemd_unit.start()
+    go(tmp_path / "going")
     assert answer(going) == "done"
     assert "drained by" in sgpu("status")  # as it was in the backup
     sgpu("server", "resume")

@@ -5,7 +5,9 @@ Ray itself is the fake of tests/local/fake_ray.py; with the real one it is tests
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -44,10 +46,23 @@ def lose_head(home: Path, run_id: str, where: Path, fence: int) -> str:
 def test_the_drivers_value_is_the_one_result_and_ray_is_named(
     served: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "go1").touch()
+    said: list[str] = []
+
+    def is_said() -> bool:  # while it runs: who is gone before that is told has not waited for it
+        said.append(capfd.readouterr().err)
+        return "Ray 2.60.0: 1 node, 2 H100" in "".join(said)
+
+    def end_it() -> None:
+        with contextlib.suppress(AssertionError):
+            wait_for(is_said, "it is said")
+        (tmp_path / "go1").touch()
+
+    watching = threading.Thread(target=end_it, daemon=True)
+    watching.start()
     [[devices, address]] = ray_launch(gpus=2, gpu_type="H100", remote=True)(drive).distributed(str(tmp_path))
+    watching.join(60)
     assert devices == "0,1" and address.startswith("127.0.0.1:")
-    assert "Ray 2.60.0: 1 node, 2 H100" in capfd.readouterr().err
+    assert is_said(), said
 
 
 def test_F45_a_lost_head_is_told_by_whoever_asks(served: Path, tmp_path: Path) -> None:

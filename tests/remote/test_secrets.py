@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import os
 import re
@@ -69,8 +70,9 @@ def nothing_is_left(home: Path, directory: str) -> None:
     forms = [form for value in values for form in (value, base64.b64encode(value), value.hex().encode())]
     for path in home.rglob("*"):
         if path.is_file() and not path.is_symlink():
-            data = path.read_bytes()
-            assert not any(form in data for form in forms), path
+            with contextlib.suppress(FileNotFoundError):  # server and node go on, and replace files of theirs
+                data = path.read_bytes()
+                assert not any(form in data for form in forms), path
 
 
 @pytest.mark.slow
@@ -110,7 +112,7 @@ def test_F70_secrets_are_removed_when_the_supervisor_is_killed(served: Path, whe
     with pytest.raises(RunError):
         run.results(60)
     nothing_is_left(served, directory)
-    assert not link.is_symlink()
+    wait_for(lambda: not link.is_symlink(), "and what led there")
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from serverless_gpu import faults
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.uplink import control
 from tests.local.observe import wait_for
-from tests.remote.calling import WAIT_S, answer, called, runs_of
+from tests.remote.calling import WAIT_S, answer, called, go, runs_of
 
 pytestmark = pytest.mark.slow
 
@@ -99,11 +99,12 @@ def test_F32_an_uplink_killed_after_the_launch_before_the_ack_finds_the_attempt_
     profile = home / "server" / "node.json"
     wait_for(lambda: control.running(Home(home), profile) is not None, "there is an uplink", WAIT_S)
     first = control.running(Home(home), profile)
-    caller = call(8)
+    caller = call(90)
     wait_for(lambda: control.running(Home(home), profile) not in (None, first), "there is another uplink", WAIT_S)
     server.stop(signal.SIGTERM)  # it starts uplinks that die at the same place
     control.stop_all(Home(home))
     server.start()
+    go(tmp_path / "ran")
     assert answer(caller) == "done"
     assert runs_of(tmp_path / "ran") == 1
 
@@ -112,9 +113,10 @@ def test_a_server_killed_in_the_middle_of_a_run_costs_the_caller_one_line(
     server: Server, call: Callable[[float], subprocess.Popen[str]], tmp_path: Path
 ) -> None:
     server.start()
-    caller = call(3)
+    caller = call(90)
     wait_for(lambda: runs_of(tmp_path / "ran") == 1, "the run has begun", WAIT_S)
     server.stop()
     server.start()
+    go(tmp_path / "ran")
     assert answer(caller) == "done"
     assert runs_of(tmp_path / "ran") == 1

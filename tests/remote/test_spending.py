@@ -85,7 +85,7 @@ def test_F71_F72_two_policies_and_a_hard_budget_stop_a_run_that_has_saved_and_ra
     kept = [home / "checkpoints" / run.id / "1" / f"{rank}.json" for rank in (0, 1)]
     wait_for(lambda: all(path.exists() for path in kept), "its checkpoint is saved", limit_s=60)
     told(*llm, "--money", f"{100 * budget:.2f}")
-    assert run.status() == "STOPPING"
+    wait_for(lambda: run.status() == "STOPPING", "its node has said that it stops")
     raised.touch()
     with pytest.raises(BudgetExhausted, match="budget 'llm' this month does not pay for") as stopped:
         run.results(60)
@@ -105,7 +105,7 @@ def test_F71_F72_two_policies_and_a_hard_budget_stop_a_run_that_has_saved_and_ra
 
     wait_for(lambda: run.cost().is_final, "it is charged")
     assert run.cost().micros == receipt.micros
-    wait_for(lambda: used_of("llm") == receipt.micros, "the budget has what the receipt says", limit_s=20)
+    wait_for(lambda: used_of("llm") == receipt.micros, "the budget has what the receipt says")
     told(*llm, "--money", "1")
     with pytest.raises(BudgetExhausted, match="llm"):
         call.submit(limit=1)

@@ -20,25 +20,31 @@ def saved(home: Path, run: Run[tuple[int, int, str | None]], fence: int = 1) -> 
     return counting.saved(home, run.id, fence)
 
 
-def test_a_run_that_makes_room_goes_on_as_a_new_attempt_and_whoever_waits_gets_its_results(served: Path) -> None:
-    run = distributed(gpus=1, gpu_type="H100", remote=True, resume=True, quiet=True)(count).submit(600)
+def test_a_run_that_makes_room_goes_on_as_a_new_attempt_and_whoever_waits_gets_its_results(
+    served: Path, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    run = distributed(gpus=1, gpu_type="H100", remote=True, resume=True, quiet=True)(count).submit(600, str(gate))
     wait_for(lambda: "from 0" in run.logs(), "it counts")
     run.preempt()
+    gate.touch()
     ((first, reached, why),) = run.results(60)
     assert (reached, why) == (600, None)
     assert first > 0 and saved(served, run) == {"count": first, "why": "preempt"}
     assert (served / "runs" / run.id / "2" / "logs" / "0.stdout").read_text() == f"from {first}\n"
 
 
-def test_it_makes_room_twice_and_goes_on_from_the_newest(served: Path) -> None:
-    run = distributed(gpus=1, gpu_type="H100", remote=True, resume=True, quiet=True)(count).submit(1_000)
+def test_it_makes_room_twice_and_goes_on_from_the_newest(served: Path, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    run = distributed(gpus=1, gpu_type="H100", remote=True, resume=True, quiet=True)(count).submit(600, str(gate))
     for fence in (1, 2):
         wait_for_file(served / "runs" / run.id / str(fence) / "logs" / "0.stdout")
         wait_for(lambda: "from" in run.logs(), "it has begun")
         run.preempt()
         wait_for_file(served / "checkpoints" / run.id / str(fence) / "count.json")
+    gate.touch()
     ((first, reached, _),) = run.results(60)
-    assert reached == 1_000
+    assert reached == 600
     assert first == saved(served, run, 2)["count"]
 
 
@@ -73,22 +79,29 @@ def test_the_time_limit_is_final_too_and_says_so(served: Path) -> None:
     assert saved(served, run)["why"] == "timeout"
 
 
-def test_a_server_that_is_killed_while_a_run_makes_room_starts_it_again(own_server: ServerProcess, home: Path) -> None:
-    run = distributed(gpus=1, gpu_type="H100", remote=True, resume=True, quiet=True)(count).submit(3_000)
+def test_a_server_that_is_killed_while_a_run_makes_room_starts_it_again(
+    own_server: ServerProcess, home: Path, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    run = distributed(gpus=1, gpu_type="H100", remote=True, resume=True, quiet=True)(count).submit(600, str(gate))
     wait_for(lambda: "from 0" in run.logs(), "it counts")
     run.preempt()
     own_server.kill()  # before the node has heard of it, or after
     own_server.start()
+    wait_for_file(home / "checkpoints" / run.id / "1" / "count.json")
+    gate.touch()
     ((first, reached, why),) = run.results(90)
-    assert (reached, why) == (3_000, None)
+    assert (reached, why) == (600, None)
     assert first > 0 and first == saved(home, run)["count"]
 
 
-def save_as_you_go(limit: int) -> tuple[int, int]:
-    """Count, and save every number: whatever ends this attempt, the next one goes on."""
+def save_as_you_go(limit: int, gate: str) -> tuple[int, int]:
+    """Count, and save every number: whatever ends this attempt, the next one goes on; the last once a file is there."""
     found = rt.resume_dir()
     first = int((found / "count").read_text()) if found is not None else 0
     for reached in range(first + 1, limit + 1):
+        while reached == limit and not Path(gate).exists():
+            time.sleep(0.005)
         unfinished = rt.checkpoint_dir() / "count.tmp"
         unfinished.write_text(str(reached))
         unfinished.rename(rt.checkpoint_dir() / "count")
@@ -96,9 +109,14 @@ def save_as_you_go(limit: int) -> tuple[int, int]:
     return first, limit
 
 
-def test_a_run_whose_supervisor_is_killed_goes_on_from_what_it_had_saved(own_server: ServerProcess, home: Path) -> None:
-    run = distributed(gpus=1, gpu_type="H100", remote=True, resume=True, quiet=True)(save_as_you_go).submit(600)
+def test_a_run_whose_supervisor_is_killed_goes_on_from_what_it_had_saved(
+    own_server: ServerProcess, home: Path, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    start = distributed(gpus=1, gpu_type="H100", remote=True, resume=True, quiet=True)
+    run = start(save_as_you_go).submit(600, str(gate))
     wait_for_file(home / "checkpoints" / run.id / "1" / "count")
     supervisor(home, run.id).kill()
+    gate.touch()
     ((first, reached),) = run.results(90)
     assert first > 0 and reached == 600

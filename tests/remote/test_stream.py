@@ -28,6 +28,7 @@ from serverless_gpu.model.attempt import MEANINGS, Failure, Reason, State
 from serverless_gpu.node.inside import payload
 from serverless_gpu.node.protocol import Stopped
 from serverless_gpu.wire.runs import EndedMessage
+from tests.local.observe import wait_for
 from tests.remote.fake_server import TOKEN, FakeServer, Script, until_it_is_said
 
 
@@ -452,10 +453,8 @@ def test_a_handle_that_is_given_up_leaves_the_run_alone(fake: FakeServer) -> Non
     gone = f"serverless-gpu-run-{run.id}"
     del run
     script.say(State.RUNNING)  # the next sign of life
-    deadline = time.monotonic() + 10
-    while gone in [thread.name for thread in threading.enumerate()] and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert gone not in [thread.name for thread in threading.enumerate()] and script.stops == []
+    wait_for(lambda: gone not in [thread.name for thread in threading.enumerate()], "nobody listens any more")
+    assert script.stops == []
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -54,7 +55,7 @@ def test_an_order_becomes_a_run_whose_output_results_facts_and_receipt_reach_the
     assert attempt.facts[0] == "reserved" and "freed" in attempt.facts.values()
     assert attempt.receipt is not None and attempt.receipt["gate"].startswith("2 GPUs verified free")
     wait_for(lambda: node.standing(attempt) == "settled", "the node knows that the server has everything")
-    assert attempt.start.seq in node.server.acknowledged
+    wait_for(lambda: attempt.start.seq in node.server.acknowledged, "the order is acknowledged, beside the reports")
     last = attempt.reports[-1]
     assert last.exec_ns is not None and last.gpus == ("FAKE-H100-0", "FAKE-H100-1")
 
@@ -83,7 +84,8 @@ def test_devices_that_others_have_or_that_are_in_quarantine_are_named(node: Node
     announced(Path(where), "rank1")
     FakeGpus(node.server.home).set("FAKE-H100-7", memory_used_bytes=1 << 30, processes={4711: 1 << 30})
     taken = {"FAKE-H100-0", "FAKE-H100-1", "FAKE-H100-7"}
-    wait_for(lambda: set(node.server.heartbeats[-1].unavailable) == taken, "they are named")
+    beats = node.server.heartbeats
+    wait_for(lambda: beats and set(beats[-1].unavailable) == taken, "they are named")
     own = node.run(stay, where, ranks=1)
     own.running()
     count = len(node.server.heartbeats)
@@ -91,7 +93,7 @@ def test_devices_that_others_have_or_that_are_in_quarantine_are_named(node: Node
     assert set(node.server.heartbeats[-1].unavailable) == taken, "what the server gave is the server's knowledge"
     assert [seen.run_id for seen in node.server.heartbeats[-1].attempts] == [own.start.run_id]
     Path(where, "go").touch()
-    assert local.results(timeout=30) == [0, 1]
+    assert local.results(timeout=60) == [0, 1]
     own.settled()
 
 
@@ -164,7 +166,8 @@ def test_values_of_variables_are_in_no_file_and_the_token_in_no_command_line(
     attempt = node.run(stay, where).running()
     for path in node.home.root.rglob("*"):
         if path.is_file() and not path.is_symlink():
-            assert b"s3cr3t-of-the-caller" not in path.read_bytes(), path
+            with contextlib.suppress(FileNotFoundError):  # the run goes on, and replaces files of its own
+                assert b"s3cr3t-of-the-caller" not in path.read_bytes(), path
     command = Path(f"/proc/{node.uplink().pid}/cmdline").read_bytes()
     assert TOKEN.encode() not in command
     Path(where, "go").touch()
@@ -205,7 +208,7 @@ def test_an_uplink_that_does_not_hear_is_killed_and_that_is_no_failure(
 
 def test_a_server_names_no_directory_but_those_of_its_own_runs(node: Node) -> None:
     local = distributed(gpus=1, quiet=True)(hello).submit("local")
-    assert local.results(timeout=60) == ["local"]
+    assert local.results(timeout=60) == ["local"] and local.receipt(60).gate
     own = node.run(hello, "a", run_id=local.id)
     wait_for(lambda: own.ending is not None, "it is refused")
     assert own.reason is Reason.REFUSED and "is one of this node's own" in own.reports[0].sentence
