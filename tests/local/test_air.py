@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from serverless_gpu import Run, distributed
-from tests.local.observe import run_script
+from tests.local.observe import nothing_of_a_run, run_script, wait_for
 
 pytestmark = pytest.mark.usefixtures("warm")
 
@@ -51,12 +51,12 @@ def summed(values: list[int], rank: int = -1, world_size: int = -1) -> tuple[int
     return rank, int(total), f"{world_size} {os.getcwd()}"
 
 
-def test_torchrun_reproduces_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchrun_reproduces_a_run(warm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run: Run[tuple[int, int, str]] = distributed(gpus=2, quiet=True)(summed).submit([10, 32])
     results = run.results(timeout=60)
     assert results == [(0, 42, f"2 {tmp_path}"), (1, 42, f"2 {tmp_path}")]
-    run.receipt(timeout=50)  # the last file that is written
+    wait_for(lambda: nothing_of_a_run(warm), "the last file is written")
     before = sorted(path for path in run.directory.rglob("*"))
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -90,10 +90,11 @@ def test_a_single_process_needs_no_torchrun() -> None:
     assert (done.returncode, done.stdout) == (0, "rank 0 returned 'ABC'\n"), done.stderr
 
 
-def test_the_program_is_readable_and_holds_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_program_is_readable_and_holds_no_secrets(warm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_TOKEN", "very-secret")
     run = distributed(gpus=2, quiet=True)(len).submit("ab")
-    run.wait(50)
+    assert run.wait(50)
+    wait_for(lambda: nothing_of_a_run(warm), "the last file is written")
     text = (run.directory / "_air.py").read_text()
     assert f"torchrun --nproc-per-node=2 {run.directory}/_air.py" in text and run.id in text
     compile(text, "_air.py", "exec")

@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu import Run, attach, distributed
+from serverless_gpu.client import attaching
 from serverless_gpu.errors import AgentUnavailable, RunCancelled
 from serverless_gpu.node.agent import ATTEMPTS_MAX
 from serverless_gpu.node.home import Home
-from tests.local.observe import Process, ended, run_sockets, start_script, wait_for, zygote
+from tests.local.observe import Process, ended, run_sockets, start_script, supervisor, wait_for, zygote
 from tests.local.ranks import announce, stay
 
 
@@ -49,6 +50,22 @@ def test_a_run_that_cannot_be_reached_is_not_said_to_be_lost(warm: Path, tmp_pat
     with pytest.raises(RunCancelled):
         run.results(timeout=60)
     assert attach(run.id).status() == "CANCELLED"
+
+
+def test_a_run_whose_supervisor_has_no_time_is_not_said_to_wait(
+    warm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = distributed(gpus=1, quiet=True)(stay).submit(str(tmp_path))
+    wait_for(lambda: run.status() == "RUNNING", "it runs")
+    monkeypatch.setattr(attaching, "_SNAPSHOT_S", 0.1)
+    guardian = supervisor(warm, run.id)
+    guardian.send(signal.SIGSTOP)
+    try:
+        assert attach(run.id).status() == "RUNNING"
+    finally:
+        guardian.send(signal.SIGCONT)
+    Path(tmp_path, "go").touch()
+    assert run.results(timeout=50) == [0]
 
 
 def test_ranks_have_the_callers_limit_on_descriptors(warm: Path) -> None:

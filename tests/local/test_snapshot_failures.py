@@ -83,7 +83,10 @@ def restorer(home: Path) -> Process:
 
 def parent_of(process: Process) -> int:
     """Return the pid of a process's parent."""
-    return int((Path("/proc") / str(process.pid) / "stat").read_text().rpartition(")")[2].split()[1])
+    try:
+        return int((Path("/proc") / str(process.pid) / "stat").read_text().rpartition(")")[2].split()[1])
+    except (FileNotFoundError, ProcessLookupError):  # it has ended since
+        return 0
 
 
 def restoring(home: Path) -> bool:
@@ -266,8 +269,9 @@ def test_a_killed_caller_leaves_no_run_that_was_not_confirmed(
     small.write("work.py", WORK + "\n# another\n")
     (service,) = named("sgpu-snapshots", own)
     service.send(signal.SIGSTOP)
+    runs = len(directories(own))
     warmed.say(f"call(work.touch, {str(tmp_path / 'ran')!r})")
-    wait_for(lambda: directories(own), "the call has begun")
+    wait_for(lambda: len(directories(own)) > runs, "the call has begun")
     warmed.process.kill()
     warmed.process.wait()
     service.send(signal.SIGCONT)
@@ -288,6 +292,7 @@ def test_a_killed_zygote_is_replaced_in_the_same_environment(own: Path, warmed: 
 def test_what_is_deleted_under_a_warm_agent_is_restored_again(own: Path, dialogue: Dialogue, what: str) -> None:
     assert dialogue.ask("call(work.value)") == "'one'"
     before = zygote_pids(own)
+    wait_for(lambda: nothing_of_a_run(own), "nothing writes there any more")
     found = list(own.glob(f"environments/{what}")) if "*" in what else [own / "environments" / what]
     for path in [path for path in found if (path / "site" / "toy").is_dir()] or found:
         shutil.rmtree(path)
@@ -416,7 +421,9 @@ def alter(home: Path, *kinds: str) -> None:
 
 def forget_what_was_restored(home: Path) -> None:
     """Have a node as one that has never restored anything."""
+    wait_for(lambda: nothing_of_a_run(home), "no run uses it")
     stop_agent(home)
+    wait_for(lambda: not named("sgpu-restore", home), "nothing writes there any more")
     for name in ("units", "trees"):
         shutil.rmtree(home / "environments" / name)
 
@@ -430,13 +437,14 @@ def test_a_snapshot_collected_from_the_store_does_not_touch_a_run_that_uses_it(
     own: Path, small: SmallEnvironment, warmed: Dialogue, where: str
 ) -> None:
     wait = (
-        "\ndef wait(path):\n    while not os.path.exists(path):\n        pass\n    import toy\n    return toy.VALUE\n"
+        "\ndef wait(path):\n    open(path + '.waits', 'w').close()\n    while not os.path.exists(path):\n        pass\n"
+        "    import toy\n    return toy.VALUE\n"
     )
     small.write("work.py", WORK + wait)
     warmed.ask("importlib.reload(work)")
     gate = os.path.join(where, "go")
     warmed.ask(f"setattr(sys, 'going', snapshot(work.wait, {gate!r}))")
-    wait_for(lambda: not restoring(own), "it is restored")
+    wait_for(Path(f"{gate}.waits").exists, "it is restored, and runs")
     shutil.rmtree(own / "environments" / "store")
     Path(gate).touch()
     assert warmed.ask("sys.going.results(60)") == "['one']"

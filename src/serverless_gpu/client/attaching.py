@@ -20,6 +20,7 @@ from serverless_gpu.client.agent_control import agent_status
 from serverless_gpu.client.run import Run
 from serverless_gpu.client.source import Supervised
 from serverless_gpu.errors import AgentUnavailable, InvalidOption, InvalidValue, NotFound
+from serverless_gpu.model.attempt import State
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.flocks import is_held
 from serverless_gpu.node.history import Record, read_run
@@ -83,7 +84,8 @@ def _attach_here(home: Home, record: Record) -> Run[object]:
     if channel is None:
         run._nothing_more()
     else:
-        run._hear(_SNAPSHOT_S)
+        if not run._hear(_SNAPSHOT_S) and record.live:
+            run._state = State(record.state)  # its supervisor has no time just now: what the files say
         if run._refused is not None:
             raise AgentUnavailable(f"run {run_id} goes on: {run._refused.message}", hint=run._refused.hint)
     return run
