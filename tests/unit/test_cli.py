@@ -357,6 +357,18 @@ def test_a_run_that_goes_on_is_not_deleted(runs: Path) -> None:
     assert listed.stderr.endswith("Error: which run? These are running.\n")
 
 
+def test_a_run_that_gives_its_devices_back_is_not_deleted_and_not_to_be_cancelled(runs: Path) -> None:
+    directory = make(runs, SECOND)
+    with (directory / "supervisor.lock").open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(InvalidValue) as caught:
+            sgpu("clean", SECOND)
+    said = f"run {SECOND} is FAILED, and is not over: it is giving its devices back"
+    assert str(caught.value) == f"{said}\nhint: it can be deleted once it has"
+    sgpu("clean", SECOND)
+    assert os.listdir(runs) == [FIRST]
+
+
 def test_cancel_without_a_run_when_none_goes_on(runs: Path) -> None:
     listed = sgpu("cancel")
     assert listed.exit_code == 2

@@ -84,6 +84,9 @@ def _named(home: Home, runs: tuple[str, ...]) -> list[_Chosen]:
     for run_id in dict.fromkeys(choose(home, run, ids) for run in runs):
         if run_id in own:
             record = read_run(home.runs, run_id, queued)
+            if record.live and record.stopped is not None:
+                why = f"run {run_id} is {record.state}, and is not over: it is giving its devices back"
+                raise InvalidValue(why, hint="it can be deleted once it has")
             if record.live or record.ended_ns is None:
                 raise InvalidValue(f"run {run_id} is {record.state}", hint=f"`sgpu cancel {run_id}` stops it")
             chosen.append(_entry(home.runs, run_id, record.ended_ns))
