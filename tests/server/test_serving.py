@@ -157,12 +157,12 @@ def test_the_log_has_no_tokens_also_not_in_tracebacks() -> None:
     assert "ValueError: sgpu_…" in text
 
 
-def test_stopping_takes_less_than_two_seconds_with_idle_connections(tmp_path: Path) -> None:
+def test_stopping_waits_for_no_idle_connections(tmp_path: Path) -> None:
     with served(tmp_path) as server:
         connection = server.connection()
         assert connection.ask("GET", "/health", answer=Health).ok
         began = time.monotonic()
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 5, "they would be kept for more than a minute"
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "gpu.example"])
