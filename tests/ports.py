@@ -6,7 +6,8 @@ import contextlib
 import os
 import socket
 
-_ports = iter(range(10_000 + os.getpid() % 20_000, 32_000))
+# Parts of the tests that run at once have neighbouring process numbers, and must not have neighbouring ports.
+_ports = iter(range(10_000 + os.getpid() * 1_009 % 20_000, 32_000))
 
 
 def own_port() -> int:

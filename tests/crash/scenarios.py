@@ -184,8 +184,7 @@ def starts_first(machine: Machine, place: str, where: Path) -> None:
     for token in ("token", "node.token"):
         with contextlib.closing(machine.connection(token)) as connection:
             assert connection.get("/whoami")
-    left = {path.name for path in (machine.home / "server").glob(".*")}
-    assert not left, f"files that nobody asks for stay: {left}"
+    wait_for(lambda: not list((machine.home / "server").glob(".*")), "no file stays that nobody asks for")
 
 
 def is_charged(machine: Machine, place: str, where: Path) -> None:

@@ -64,12 +64,21 @@ def machine(request: pytest.FixtureRequest, disk: Path, monkeypatch: pytest.Monk
 
 
 def fill_up(disk: Path) -> None:
-    """Leave nothing of a disk."""
+    """Leave nothing of a disk, of which a database may give something back meanwhile."""
+    wait_for(lambda: is_full(disk), "nothing is left of the disk")
+
+
+def is_full(disk: Path) -> bool:
+    """Fill a disk, and return whether there is no room for another byte."""
     fill(disk)
-    with pytest.raises(OSError) as raised:
+    try:
         (disk / "more").write_bytes(b"x")
-    assert raised.value.errno == errno.ENOSPC
-    (disk / "more").unlink()
+    except OSError as error:
+        assert error.errno == errno.ENOSPC
+        return True
+    finally:
+        (disk / "more").unlink(missing_ok=True)
+    return False
 
 
 def begun(machine: Machine, where: Path) -> Run[bytes]:

@@ -368,7 +368,7 @@ class _Handler(BaseHTTPRequestHandler):
         request = msgspec.json.decode(self.body, type=RunRequest)
         if self.fake.refuse is not None:
             raise self.fake.refuse
-        self.fake.makes.wait(20)
+        self.fake.makes.wait(60)
         with self.fake.lock:
             known = self.fake.runs.get(request.id)
             if known is None:

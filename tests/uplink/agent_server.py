@@ -272,7 +272,7 @@ class AgentServer:
             return 401, msgspec.json.encode(Problem(code="not_authenticated", message="the attempt's token has ended"))
         if what == "blobs":
             return 200, self.parts[rest[0]]
-        self.hold_reports.wait(30)
+        self.hold_reports.wait(60)
         report = msgspec.json.decode(body, type=Report)
         attempt.asked += 1
         if attempt.no_room:
