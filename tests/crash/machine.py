@@ -67,7 +67,7 @@ class Machine:
         """
         self.spawn(*words, fault=fault)
         line = self.line()
-        assert line.startswith("ready "), (self.home / "server.stderr").read_text()[-2000:]
+        assert line.startswith("ready "), f"{line!r}: {(self.home / 'server.stderr').read_text()[-2000:]}"
         self.url = line.split()[1]
 
     def spawn(self, *words: str, fault: str = "") -> None:

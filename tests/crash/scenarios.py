@@ -142,7 +142,8 @@ def collects(machine: Machine, place: str, where: Path) -> None:
     machine.stop()
     often = ("collecting.FIRST_S=0.1", "collecting.EVERY_S=0.1", "collecting.GRACE_S=0")
     machine.arm(place)
-    machine.start(*often)
+    machine.spawn(*often)
+    machine.line()  # nothing, where it dies before it has said that it is ready
     machine.wait_hit(place)
     machine.recover(*often)
     blobs = machine.home / "server" / "blobs"
@@ -163,7 +164,8 @@ def expires(machine: Machine, place: str, where: Path) -> None:
     machine.stop()
     soon = ("retention.FIRST_S=0.1", "retention.EVERY_S=0.1", "Settings.retention_s=0")
     machine.arm(place)
-    machine.start(*soon)
+    machine.spawn(*soon)
+    machine.line()  # nothing, where it dies before it has said that it is ready
     machine.wait_hit(place)
     machine.recover(*soon)
     wait_for(lambda: not output.exists(), "the output is gone", limit_s=WAIT_S)

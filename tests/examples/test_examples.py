@@ -1,7 +1,7 @@
 """Every example, run as a user runs it: a script of its own, on real input, until it prints its outcome.
 
-On two CPU slots; with `-m gpu` the same files, unchanged, on the GPUs of the machine. What needs more than torch and
-scikit-learn is marked `heavy` and part of `make test-all`.
+On two CPU slots; with `-m gpu` the same files, unchanged, on the GPUs of the machine. What takes long, or needs more
+than torch and scikit-learn, is marked `heavy` and part of `make test-all`.
 """
 
 from __future__ import annotations
@@ -88,6 +88,7 @@ def test_preempted_run_is_bit_for_bit_as_if_nothing_had_happened(run_example: Ru
     assert err == ""
 
 
+@pytest.mark.heavy
 def test_char_gpt_learns_python(run_example: RunExample) -> None:
     out, err = run_example("char_gpt.py")
     assert number(r"loss on held-out modules: ([\d.]+) nats per character", out) < 2.0
@@ -96,6 +97,7 @@ def test_char_gpt_learns_python(run_example: RunExample) -> None:
     assert err == ""
 
 
+@pytest.mark.heavy
 def test_fsdp_resume_ends_where_an_unbroken_run_ends(run_example: RunExample, home: Path) -> None:
     out, err = run_example("fsdp_resume.py")
     stopped = re.search(r"^CANCELLED, newest checkpoint: step-(\d+)$", out, re.MULTILINE)
@@ -111,6 +113,7 @@ def test_fsdp_resume_ends_where_an_unbroken_run_ends(run_example: RunExample, ho
     assert err == ""
 
 
+@pytest.mark.heavy
 def test_learning_rate_sweep(run_example: RunExample, home: Path) -> None:
     out, err = run_example("learning_rate_sweep.py")
     rows = re.findall(r"^ *([\d.]+) +([\d.]+|nan) +([\d.]+)%(  best)?$", out, re.MULTILINE)

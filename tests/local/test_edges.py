@@ -184,6 +184,7 @@ def test_output_into_a_pipe_that_nobody_reads_does_not_end_the_run(warm: Path, t
 
 
 @pytest.mark.slow
+@pytest.mark.heavy  # it is said after a minute
 @pytest.mark.timeout(180)
 def test_F05_a_rank_that_returned_long_before_the_others_is_named(warm: Path, tmp_path: Path) -> None:
     def train(where: str, rank: int = -1) -> int:
