@@ -29,6 +29,7 @@ from serverless_gpu.wire.agents import (
     AttemptSeen,
     Heartbeat,
     HeartbeatAnswer,
+    Look,
     Order,
     Start,
 )
@@ -271,6 +272,8 @@ class Uplink:
                 self.lines[gang] = Line(self, kept)
                 self.node.launch(kept)
             return True
+        if isinstance(order, Look):
+            return False  # gangs are of one node here
         supervisor = self.node.supervisors.get(gang)
         if supervisor is not None:
             supervisor.stop(order.reason)

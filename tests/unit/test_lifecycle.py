@@ -21,6 +21,7 @@ from serverless_gpu.model.attempt import (
     LeaseExpired,
     Limits,
     Meaning,
+    PeerFailed,
     Phase,
     Placed,
     Preparing,
@@ -29,6 +30,7 @@ from serverless_gpu.model.attempt import (
     RankFailed,
     RankReturned,
     Reason,
+    Released,
     StartFailed,
     State,
     StemLost,
@@ -67,6 +69,8 @@ SAMPLES: tuple[Event, ...] = (
     Tick(),
     TreeEmpty(),
     LeaseExpired(),
+    Released(),
+    PeerFailed("rank 8 raised ValueError"),
 )
 
 
@@ -196,6 +200,7 @@ def test_only_what_ran_nothing_of_the_user_may_be_retried_and_faults_of_the_plat
         Reason.ENV_UNAVAILABLE,
         Reason.GANG_START,
         Reason.REFUSED,
+        Reason.NODES_APART,
     }
     assert {reason for reason, m in MEANINGS.items() if m.may_retry} == never_started
     assert {reason for reason, m in MEANINGS.items() if not m.is_billed} == never_started | {

@@ -33,6 +33,7 @@ from serverless_gpu.wire.agents import (
     AttemptSeen,
     Heartbeat,
     HeartbeatAnswer,
+    Look,
     Order,
     OrdersTaken,
     Start,
@@ -277,6 +278,8 @@ class SimulatedAgent:
     def _obey(self, order: Order, now_ns: int) -> bool:
         gang = (order.run_id, order.fence)
         attempt = self._attempts.get(gang)
+        if isinstance(order, Look):
+            return False  # it reports at each turn
         if isinstance(order, Stop):
             if attempt is not None:
                 self._stop(attempt, order.reason, now_ns)

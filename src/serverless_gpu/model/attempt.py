@@ -38,6 +38,7 @@ class Phase(StrEnum):
 
     NONE = "none"
     SETTLING = "settling"
+    RETURNED = "returned"
     TERMINATING = "terminating"
     KILLING = "killing"
 
@@ -85,6 +86,8 @@ class Reason(StrEnum):
     SECRET_MISSING = "secret_missing"
     GPU_LOST = "gpu_lost"
     UNSATISFIABLE = "unsatisfiable"
+    PEER_FAILED = "peer_failed"
+    NODES_APART = "nodes_apart"
 
 
 class StopReason(StrEnum):
@@ -200,6 +203,8 @@ MEANINGS: Mapping[Reason, Meaning] = {
     Reason.UNSATISFIABLE: Meaning(
         State.FAILED, False, False, "nothing that has joined could ever serve the run, for as long as it may wait so"
     ),
+    Reason.PEER_FAILED: Meaning(State.FAILED, False, True, "the run failed on another of its nodes"),
+    Reason.NODES_APART: Meaning(State.FAILED, True, False, "the run's nodes do not reach each other"),
 }
 
 
@@ -269,13 +274,16 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     """Everything the next decision depends on.
 
     Attributes:
+        world_size: processes of the user's on this node; they have the numbers that they have in the gang.
         fault_ns: when the first of its GPUs failed, or None.
+        has_peers: whether other nodes have ranks of it, too: those that have returned here wait for them.
     """
 
     run_id: str
     fence: int
     world_size: int
     limits: Limits
+    has_peers: bool = False
     state: State = State.QUEUED
     phase: Phase = Phase.NONE
     reason: Reason | None = None
@@ -384,6 +392,16 @@ class LeaseExpired(msgspec.Struct, frozen=True):
     """The server has not answered for as long as it may; soon it will count the attempt as gone."""
 
 
+class Released(msgspec.Struct, frozen=True):
+    """Every rank has returned, on every node."""
+
+
+class PeerFailed(msgspec.Struct, frozen=True):
+    """The attempt failed on another of its nodes."""
+
+    detail: str
+
+
 Event = (
     Placed
     | Preparing
@@ -399,6 +417,8 @@ Event = (
     | Tick
     | TreeEmpty
     | LeaseExpired
+    | Released
+    | PeerFailed
 )
 
 

@@ -11,7 +11,8 @@ that, and of silence (UNREACHABLE), is `run_lifecycle.py`.
 
 STOPPING has phases: TERMINATING (ranks were asked to end, a deadline is set) and KILLING (everything left is being
 ended; the next thing to hear is `TreeEmpty`). A run that succeeds passes through KILLING too: what its ranks left
-behind ends with it. RUNNING has one: SETTLING. When a rank says that a peer closed its connection, the peer is the
+behind ends with it. RUNNING has two: RETURNED, when all ranks of this node have and those of others have not, and
+SETTLING. When a rank says that a peer closed its connection, the peer is the
 story, and its own report may be milliseconds behind; the attempt waits `SETTLE_NS` for it before it judges.
 
 What is not neat: a rank that returned and then dies while its interpreter ends has still returned. Its result was
@@ -35,6 +36,7 @@ from serverless_gpu.model.attempt import (
     GpuFailed,
     HangConfirmed,
     LeaseExpired,
+    PeerFailed,
     Phase,
     Placed,
     Preparing,
@@ -43,6 +45,7 @@ from serverless_gpu.model.attempt import (
     RankFailed,
     RankReturned,
     Reason,
+    Released,
     StartFailed,
     State,
     StemLost,
@@ -137,8 +140,18 @@ def _returned(attempt: Attempt, event: RankReturned, now_ns: int) -> Step:
     attempt = msgspec.structs.replace(attempt, returned=attempt.returned | {event.rank})
     if len(attempt.returned) < attempt.world_size or attempt.state is State.STOPPING:
         return attempt, ()
+    if attempt.has_peers:
+        return msgspec.structs.replace(attempt, phase=Phase.RETURNED), ()
+    return _released(attempt, Released(), now_ns)
+
+
+def _released(attempt: Attempt, _: Released, now_ns: int) -> Step:
+    if len(attempt.returned) < attempt.world_size:
+        return attempt, ()
     # All results are there: from here on the run can only succeed; ranks get their grace to exit on their own.
     attempt = _terminating(attempt, now_ns, Reason.COMPLETED, attempt.limits.grace_ns)
+    if len(attempt.exited) == attempt.world_size:  # they died while they waited for those on other nodes
+        return _kill(attempt, now_ns, Reason.COMPLETED)
     return attempt, (Instruction.RELEASE_RANKS,)
 
 
@@ -227,6 +240,15 @@ def _gpu_failed(attempt: Attempt, event: GpuFailed, now_ns: int) -> Step:
 def _gpu_failed_while_stopping(attempt: Attempt, event: GpuFailed, now_ns: int) -> Step:
     failure = Failure(rank=None, reason=Reason.GPU_LOST, at_ns=now_ns, detail=event.detail)
     return _with_failure(attempt, failure), ()
+
+
+def _peer_failed(attempt: Attempt, event: PeerFailed, now_ns: int) -> Step:
+    """End as for a failure of one's own; ranks that fail of it from now on are consequences."""
+    failure = Failure(rank=None, reason=Reason.PEER_FAILED, at_ns=now_ns, detail=event.detail)
+    attempt = _with_failure(attempt, failure)
+    if attempt.exec_ns is None:
+        return _kill(attempt, now_ns, Reason.PEER_FAILED)
+    return _stop_for_failure(attempt, now_ns)
 
 
 def _stop(attempt: Attempt, now_ns: int, reason: Reason) -> Step:
@@ -322,6 +344,8 @@ TABLE: Mapping[State, Mapping[type, _Handler]] = {
         StemLost: _stem_lost,
         StopRequested: _asked_to_stop,
         LeaseExpired: _expired,
+        PeerFailed: _peer_failed,
+        Released: _nothing,
         Tick: _nothing,
     },
     State.STARTING: {
@@ -334,6 +358,8 @@ TABLE: Mapping[State, Mapping[type, _Handler]] = {
         StemLost: _stem_lost,
         StopRequested: _asked_to_stop,
         LeaseExpired: _expired,
+        PeerFailed: _peer_failed,
+        Released: _nothing,
         Tick: _tick_starting,
     },
     State.RUNNING: {
@@ -348,6 +374,8 @@ TABLE: Mapping[State, Mapping[type, _Handler]] = {
         GpuFailed: _gpu_failed,
         Tick: _tick_running,
         LeaseExpired: _expired,
+        PeerFailed: _peer_failed,
+        Released: _released,
     },
     State.UNREACHABLE: {},  # what only a server sees
     State.STOPPING: {
@@ -363,6 +391,8 @@ TABLE: Mapping[State, Mapping[type, _Handler]] = {
         Tick: _tick_stopping,
         TreeEmpty: _tree_empty,
         LeaseExpired: _expired_while_stopping,
+        PeerFailed: _nothing,
+        Released: _nothing,
     },
     State.SUCCEEDED: {},
     State.FAILED: {},

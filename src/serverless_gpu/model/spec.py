@@ -200,10 +200,14 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Return whether an attempt that reaches its limit reaches `max_run_s`, and not the user's own `timeout`."""
         return self.max_run_s is not None and self.limit_s != self.timeout_s
 
+    @property
+    def per_node(self) -> bool:
+        """Return whether a node has one process for all of its devices, which starts others itself."""
+        return self.ray is not None or (isinstance(self.payload, Command) and self.payload.per == "node")
+
     def processes(self, world_size: int) -> int:
         """Return how many processes of the user's a node starts for so many of its devices."""
-        per_node = self.ray is not None or (isinstance(self.payload, Command) and self.payload.per == "node")
-        return 1 if per_node else world_size
+        return 1 if self.per_node else world_size
 
     def limits(self) -> Limits:
         """Return the limits the lifecycle works with."""

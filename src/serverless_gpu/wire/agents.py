@@ -16,6 +16,7 @@ from typing import Annotated
 import msgspec
 
 from serverless_gpu.model.attempt import State, StopReason
+from serverless_gpu.model.crews import CrewPlace
 from serverless_gpu.model.hardware import Device, GpuType
 from serverless_gpu.model.pricing import Tariff
 from serverless_gpu.model.spec import RunSpec
@@ -50,7 +51,7 @@ class AgentHello(Request, frozen=True, kw_only=True):
         findings: what else a person should know of its devices, a sentence each.
         problem: why it can run nothing now, or "".
         takes: what it understands beyond its protocol: "renewal" of attempts' tokens, "secrets", devices to do
-            "without", a spec's "max_run".
+            "without", a spec's "max_run", "crews": a part of a gang that has others on other nodes.
         protocol: of `wire.base`; the server refuses what it does not speak by name.
     """
 
@@ -157,13 +158,17 @@ class Start(Answer, frozen=True, kw_only=True, tag="start"):
         seq: of the order.
         token: the attempt's own; it can report about this attempt and nothing else. It ends soon after the attempt's
             lease where the node takes "renewal", and a report is answered with the next one.
-        gpu_type: chosen by the scheduler; `world_size` devices of it.
+        gpu_type: chosen by the scheduler.
+        world_size: devices of the gang, on all of its nodes.
         context: as in `RunRequest`.
         call: as in `RunRequest`; None when it is a blob.
         submitted_ns: when the client asked, nanoseconds since 1970.
         secrets: the attempt's; none where the node does not take "secrets".
         without: uuids of devices that it is not to get, whatever the node thinks of them.
         tariff: what it pays; None from a server that does not say: the node has prices of its own.
+        crews: of the gang, by their numbers, where it is on several nodes; none where it is on one.
+        crew: which of them this node is to start.
+        nonce: of the gang, by which its crews know each other; "" where it is on one node.
     """
 
     seq: int
@@ -182,6 +187,22 @@ class Start(Answer, frozen=True, kw_only=True, tag="start"):
     secrets: tuple[SecretValue, ...] = ()
     without: tuple[str, ...] = ()
     tariff: Tariff | None = None
+    crews: tuple[CrewPlace, ...] = ()
+    crew: int = 0
+    nonce: str = ""
+
+    @property
+    def gpus(self) -> int:
+        """Return how many devices it is to have on this node."""
+        return self.crews[self.crew].gpus if self.crews else self.world_size
+
+
+class Look(Answer, frozen=True, kw_only=True, tag="look"):
+    """Report about an attempt now, for the answer has something for it; `seq` is 0, and it is not acknowledged."""
+
+    run_id: str
+    fence: int
+    seq: int = 0
 
 
 class Stop(Answer, frozen=True, kw_only=True, tag="stop"):
@@ -193,7 +214,7 @@ class Stop(Answer, frozen=True, kw_only=True, tag="stop"):
     reason: StopReason
 
 
-Order = Start | Stop
+Order = Start | Stop | Look
 
 
 class OrdersTaken(Request, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""An attempt as its node reports it: with the attempt's own token, fenced.
+"""An attempt as its node reports it: with its own token, fenced; of one on several nodes, each reports its crew.
 
     POST /attempts/{run}/{fence}/report     Report → ReportAnswer; also the heartbeat, every `heartbeat_s`
     GET  /attempts/{run}/{fence}/blobs/{digest}      → a part of the payload
@@ -17,6 +17,8 @@ import msgspec
 
 from serverless_gpu.model.attempt import Reason, State, StopReason
 from serverless_gpu.model.facts import Fact
+from serverless_gpu.model.gang_life import Halt
+from serverless_gpu.model.meeting import Chosen, Offer, Reach
 from serverless_gpu.model.spec import BlobReference
 from serverless_gpu.wire.base import Answer, Json, Request
 
@@ -74,6 +76,10 @@ class Report(Request, frozen=True, kw_only=True):
         receipt: `model.receipt.Receipt` as JSON, once devices are given back; with it the attempt is settled.
         freed: no process of it is left, and its devices are given back; outputs may still be on their way.
         tracked: link to the run in MLflow, once known.
+        offer: where this crew can be tried by the others, before they have met.
+        reach: what it reached of the others, once all offers were told to it.
+        returned: all of its ranks have returned, and wait for those on other nodes.
+        halt: why it ends before its end, as soon as that is known: its ending may take a while.
     """
 
     state: State
@@ -88,6 +94,10 @@ class Report(Request, frozen=True, kw_only=True):
     receipt: Json = msgspec.UNSET
     freed: bool = False
     tracked: str = ""
+    offer: Offer | None = None
+    reach: Reach | None = None
+    returned: bool = False
+    halt: Halt | None = None
 
 
 class ReportAnswer(Answer, frozen=True, kw_only=True):
@@ -101,6 +111,10 @@ class ReportAnswer(Answer, frozen=True, kw_only=True):
             answer.
         heartbeat_s: report at least this often.
         token: to be used from now on, or "": the one that was used is good for a while.
+        offers: of all crews, once they are there, until this one has said what it reached.
+        chosen: how the gang meets, once that is decided; user code waits for it.
+        release: all ranks have returned, on every node: those here may exit.
+        peer_failed: what failed on another node, for people, or "": this crew is to end, too.
     """
 
     stale: bool = False
@@ -109,3 +123,7 @@ class ReportAnswer(Answer, frozen=True, kw_only=True):
     partition_grace_s: float = 900.0
     heartbeat_s: float = 5.0
     token: str = ""
+    offers: tuple[Offer, ...] = ()
+    chosen: Chosen | None = None
+    release: bool = False
+    peer_failed: str = ""

@@ -105,6 +105,10 @@ class Minder:
             self._news.learn(SOON_S, stop=reason)
             self._tell(protocol.Cancel(reason=reason))
 
+    def report(self) -> None:
+        """Have it reported now: the answer has something for it."""
+        self._news.learn(AT_ONCE_S)
+
     def seen(self) -> AttemptSeen:
         """Return what a heartbeat says of it."""
         known = self._news.known

@@ -48,6 +48,7 @@ from serverless_gpu.wire.agents import (
     AgentWelcome,
     AttemptSeen,
     HeartbeatAnswer,
+    Look,
     Order,
     OrdersTaken,
     Start,
@@ -227,6 +228,9 @@ class Uplink:
                 if minder is not None:
                     minder.stop(reason)
                 self._taken.put(order.seq)
+            case Look():
+                if minder is not None:
+                    minder.report()
             case Start():
                 if minder is not None:
                     self._taken.put(order.seq)

@@ -1,0 +1,113 @@
+"""An attempt's life on one of several nodes: its ranks wait for those elsewhere, and end when those fail."""
+
+from __future__ import annotations
+
+import pytest
+
+from serverless_gpu.model.attempt import (
+    Attempt,
+    Event,
+    Failure,
+    Limits,
+    PeerFailed,
+    Phase,
+    Placed,
+    RankExecuting,
+    RankExited,
+    RankFailed,
+    RankReturned,
+    Reason,
+    Released,
+    State,
+    StopReason,
+    StopRequested,
+    Tick,
+    TreeEmpty,
+)
+from serverless_gpu.model.lifecycle import Instruction, advance
+
+S = 1_000_000_000
+RANKS = (8, 9)  # of the second node
+
+
+def _play(*events: Event, timeout_ns: int | None = None) -> tuple[Attempt, list[Instruction]]:
+    """Return an attempt of two ranks after events that come a second apart, and what was to be done."""
+    limits = Limits(timeout_ns=timeout_ns)
+    attempt = Attempt(run_id="r", fence=1, world_size=len(RANKS), limits=limits, has_peers=True)
+    done: list[Instruction] = []
+    for at_s, event in enumerate(events, start=1):
+        attempt, instructions = advance(attempt, event, at_s * S)
+        done += instructions
+    return attempt, done
+
+
+RUNNING: tuple[Event, ...] = (Placed(), *(RankExecuting(rank) for rank in RANKS))
+RETURNED: tuple[Event, ...] = (*RUNNING, *(RankReturned(rank) for rank in RANKS))
+
+
+def test_ranks_that_have_returned_wait_for_those_of_other_nodes() -> None:
+    """Their store, and their collectives, are still needed there."""
+    attempt, done = _play(*RETURNED)
+    assert (attempt.state, attempt.phase) == (State.RUNNING, Phase.RETURNED)
+    assert Instruction.RELEASE_RANKS not in done
+    attempt, done = _play(*RETURNED, Released())
+    assert (attempt.state, attempt.reason) == (State.STOPPING, Reason.COMPLETED)
+    assert done[-1] is Instruction.RELEASE_RANKS
+
+
+def test_one_that_dies_while_it_waits_has_returned_all_the_same() -> None:
+    """Its result was durable before it said so; and nobody is waited for that is not there."""
+    died = tuple(RankExited(rank=rank, signal=9) for rank in RANKS)
+    attempt, done = _play(*RETURNED, *died, Released())
+    assert (attempt.phase, attempt.reason, done[-1]) == (Phase.KILLING, Reason.COMPLETED, Instruction.KILL_TREE)
+    attempt, _ = _play(*RETURNED, *died, Released(), TreeEmpty())
+    assert attempt.state is State.SUCCEEDED
+
+
+def test_what_waits_is_still_stopped_and_still_has_its_limit() -> None:
+    """A peer that hangs does not keep this node for ever."""
+    attempt, done = _play(*RETURNED, StopRequested(StopReason.CANCEL))
+    assert (attempt.reason, done[-1]) == (Reason.CANCELLED, Instruction.TERMINATE_RANKS)
+    attempt, _ = _play(*RETURNED, *[Tick()] * 80, timeout_ns=100 * S)
+    assert attempt.reason is Reason.TIMEOUT
+
+
+@pytest.mark.parametrize(
+    ("before", "instruction"),
+    [
+        ((), Instruction.KILL_TREE),
+        ((Placed(),), Instruction.KILL_TREE),
+        (RUNNING, Instruction.TERMINATE_RANKS),
+        (RETURNED, Instruction.TERMINATE_RANKS),
+    ],
+)
+def test_a_failure_elsewhere_ends_it(before: tuple[Event, ...], instruction: Instruction) -> None:
+    """Whatever it was in the middle of; nothing is waited for before user code has begun."""
+    attempt, done = _play(*before, PeerFailed("rank 0 raised ValueError"))
+    assert (attempt.state, attempt.reason, done[-1]) == (State.STOPPING, Reason.PEER_FAILED, instruction)
+    assert attempt.cause is not None and attempt.cause.detail == "rank 0 raised ValueError"
+
+
+def test_what_its_ranks_say_of_that_is_a_consequence() -> None:
+    """Also where one of them lost its connection a moment before the word came."""
+    lost = RankFailed(Failure(rank=8, reason=Reason.RANK_RAISED, at_ns=4 * S, peer_lost=True))
+    attempt, _ = _play(
+        *RUNNING, lost, PeerFailed("rank 0"), RankFailed(Failure(rank=9, reason=Reason.RANK_RAISED, at_ns=6 * S))
+    )
+    assert attempt.cause is not None and attempt.cause.reason is Reason.PEER_FAILED
+
+
+def test_its_own_failure_comes_first() -> None:
+    """Whoever has failed already, or is done, learns nothing from another node."""
+    own = RankFailed(Failure(rank=8, reason=Reason.RANK_RAISED, at_ns=4 * S))
+    attempt, _ = _play(*RUNNING, own, PeerFailed("rank 0"))
+    assert attempt.reason is Reason.RANK_RAISED
+    attempt, _ = _play(*RETURNED, Released(), PeerFailed("rank 0"))
+    assert attempt.reason is Reason.COMPLETED
+
+
+def test_a_release_that_comes_too_early_changes_nothing() -> None:
+    """A server that is wrong about this node lets no rank go."""
+    befores: list[tuple[Event, ...]] = [(), (Placed(),), RUNNING, (*RUNNING, RankReturned(8))]
+    for before in befores:
+        assert _play(*before, Released()) == _play(*before)
